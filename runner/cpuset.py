@@ -1,0 +1,102 @@
+"""Sets of CPU (or NUMA node) numbers, read and written the way the kernel does.
+
+The text form is the kernel's list format (``Documentation/admin-guide/kernel-parameters.rst``, "cpu lists"; what
+``cpuset.cpus``, ``Cpus_allowed_list`` and the kubelet's state files hold): ``0,21-64,85-127``. Strides
+(``0-31:2/4``), which only boot parameters take, are not part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Self
+
+MAX_CPU = 8191
+"""Highest number taken: ``CONFIG_NR_CPUS`` is at most 8192 on x86-64."""
+
+_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
+
+
+class CpuSet:
+    """An immutable, ordered set of CPU numbers; ``str()`` and :meth:`parse` are inverses."""
+
+    __slots__ = ("_cpus",)
+    _cpus: frozenset[int]
+
+    def __init__(self, cpus: Iterable[int] = ()) -> None:
+        self._cpus = frozenset(cpus)
+        if any(not 0 <= cpu <= MAX_CPU for cpu in self._cpus):
+            raise ValueError(f"CPU numbers go from 0 to {MAX_CPU}, found {min(self._cpus)} to {max(self._cpus)}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse the kernel's list format, e.g. ``"0,2-3"``; the empty string is the empty set.
+
+        Surrounding white space (the kernel ends its files with a newline) is allowed, inner is not.
+        Raises ``ValueError`` for anything else: descending ranges, numbers beyond :data:`MAX_CPU`, empty items.
+        """
+        text = text.strip(" \n")
+        if not text:
+            return cls()
+        cpus: set[int] = set()
+        for item in text.split(","):
+            match = _RANGE.fullmatch(item)
+            if match is None:
+                raise ValueError(f"{item!r} in {text!r} is neither a CPU number nor a range like '2-5'")
+            first = int(match[1])
+            last = first if match[2] is None else int(match[2])
+            if last < first:
+                raise ValueError(f"range {item!r} in {text!r} runs backwards")
+            if last > MAX_CPU:
+                raise ValueError(f"{item!r} in {text!r} goes beyond CPU {MAX_CPU}")
+            cpus.update(range(first, last + 1))
+        return cls(cpus)
+
+    def __str__(self) -> str:
+        ranges: list[tuple[int, int]] = []
+        for cpu in self:
+            if ranges and ranges[-1][1] == cpu - 1:
+                ranges[-1] = (ranges[-1][0], cpu)
+            else:
+                ranges.append((cpu, cpu))
+        return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+    def __repr__(self) -> str:
+        return f"CpuSet({str(self)!r})"
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._cpus))
+
+    def __len__(self) -> int:
+        return len(self._cpus)
+
+    def __contains__(self, cpu: object) -> bool:
+        return cpu in self._cpus
+
+    def __eq__(self, other: object) -> bool:
+        return self._cpus == other._cpus if isinstance(other, CpuSet) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._cpus)
+
+    def __or__(self, other: CpuSet) -> CpuSet:
+        return CpuSet(self._cpus | other._cpus)
+
+    def __and__(self, other: CpuSet) -> CpuSet:
+        return CpuSet(self._cpus & other._cpus)
+
+    def __sub__(self, other: CpuSet) -> CpuSet:
+        return CpuSet(self._cpus - other._cpus)
+
+    def __xor__(self, other: CpuSet) -> CpuSet:
+        return CpuSet(self._cpus ^ other._cpus)
+
+    def __le__(self, other: CpuSet) -> bool:
+        return self._cpus <= other._cpus
+
+    def __ge__(self, other: CpuSet) -> bool:
+        return self._cpus >= other._cpus
+
+    def isdisjoint(self, other: CpuSet) -> bool:
+        """Tell whether no CPU is in both."""
+        return self._cpus.isdisjoint(other._cpus)

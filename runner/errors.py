@@ -1,0 +1,125 @@
+"""What can go wrong, by whose fault it is, and the exit status that says so.
+
+::
+
+    RunnerError
+     ├─ UsageError      the command line is wrong
+     ├─ SpecError       the document is wrong; carries every problem found in it
+     ├─ RefusedError    the document is right, this host or pod cannot hold it; nothing was touched yet
+     ├─ HostError       the kernel, or a program we started, did not do what was asked of it
+     └─ PlacementError  a thread is not where it was put
+
+Sentences read ``cannot <verb> <object>: <reason>; <remedy>``, in lower case, values by ``!r``. What else goes
+wrong is a bug of this program: it keeps its traceback and says that it is one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+import attrs
+
+
+class Status(enum.IntEnum):
+    """Exit statuses of ``instance-runner``; part of its interface, never renumbered.
+
+    125-127 belong to container runtimes and 128+n to signals, so ours stay below.
+    """
+
+    STOPPED = 0
+    """Asked to stop (SIGTERM, SIGINT or SIGHUP); the guest powered itself down and everything was released."""
+    BUG = 1
+    """A fault of this program; the traceback is on standard error."""
+    USAGE = 2
+    """The command line is wrong."""
+    FINDINGS = 3
+    """``check`` or ``inspect`` found something that is not as it should be."""
+    GUEST_SHUTDOWN = 10
+    """The guest shut itself down; ``shutdown.poweroff_status`` in the spec replaces this number."""
+    GUEST_RESET = 11
+    """The guest rebooted and ``shutdown.on_reboot`` is ``"exit"``."""
+    GUEST_PANICKED = 12
+    """The guest's kernel panicked."""
+    FORCED_OFF = 13
+    """Asked to stop; the guest did not power down within its grace and was switched off."""
+    MACHINE_DIED = 20
+    """QEMU ended although nobody had asked it to, or could no longer be controlled."""
+    SERVICE_DIED = 21
+    """A service the guest cannot live without (virtiofsd) ended."""
+    REFUSED = 30
+    """The spec, the host or the pod does not fit; nothing was touched."""
+    START_FAILED = 31
+    """The start was begun, failed, and was reversed."""
+    DIRTY = 40
+    """Something could not be released; the faults are in the log and in the termination log."""
+
+
+class RunnerError(Exception):
+    """Anything that is told in one line instead of a traceback."""
+
+    status = Status.START_FAILED
+
+
+class UsageError(RunnerError):
+    """The command line is wrong."""
+
+    status = Status.USAGE
+
+
+@attrs.frozen
+class Problem:
+    """One thing wrong with a document.
+
+    *path* leads to the value (``share[1].tag``, empty for the document itself), *message* says what was found and
+    what is allowed.
+    """
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class SpecError(RunnerError):
+    """The document is wrong: every problem found in it, in the order of the document."""
+
+    status = Status.REFUSED
+
+    def __init__(self, source: str, problems: Iterable[Problem]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        super().__init__(source, self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{self.source}: {problem}" for problem in self.problems)
+
+
+class RefusedError(RunnerError):
+    """This host or pod cannot hold what the document asks for; nothing was touched."""
+
+    status = Status.REFUSED
+
+
+class HostError(RunnerError):
+    """The kernel or a program we started did not do what was asked of it."""
+
+
+class PlacementError(RunnerError):
+    """A thread is not where it was put, or cannot be put there."""
+
+
+def explain(error: BaseException) -> str:
+    """Return *error* with its chain of causes in one line, the way an operator is told.
+
+    An ``OSError`` contributes its reason only: the sentence above it has named the object already.
+    """
+    parts = []
+    cause: BaseException | None = error
+    while cause is not None:
+        parts.append(
+            cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause) or type(cause).__name__
+        )
+        cause = cause.__cause__
+    return ": ".join(parts)
