@@ -1,0 +1,313 @@
+"""From text to checked values: TOML or JSON, one schema, every problem named with its path.
+
+A schema is an attrs class whose attributes are made by :func:`key`. Each key carries a :class:`Rule` that turns a plain
+value into a checked one. :func:`structure` walks a document along such a class and reports *all* that is wrong with it,
+not only the first thing: whoever mends a document wants to mend it once.
+
+This is our own code and not pydantic or cattrs because PID 1 pays for every import: pydantic costs as much time to
+import as the whole runner (69 ms), and neither names the nearest known key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NoReturn, TypeVar, cast
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.errors import Problem, SpecError
+
+T = TypeVar("T")
+
+MIB = 1 << 20
+_UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
+_SIZE = re.compile(r"([0-9]{1,12})(Ki|Mi|Gi|Ti)B?", re.ASCII)
+_MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", re.ASCII)
+
+
+@attrs.frozen
+class Rule:
+    """What one key takes: *allowed* says it to people, *parse* checks and converts or raises ``ValueError``."""
+
+    allowed: str
+    parse: Callable[[object], object]
+    schema: type | None = None
+    """The attrs class of a table, or of each table of an array."""
+    many: bool = False
+    """An array of tables (``[[disk]]``)."""
+
+
+def key(rule: Rule, *, doc: str, default: object = attrs.NOTHING) -> Any:
+    """Declare a key of a schema class; without *default* the document must have it."""
+    return attrs.field(default=default, metadata={"rule": rule, "doc": doc})
+
+
+def rule_of(attribute: attrs.Attribute[Any]) -> Rule:
+    """Return the rule that :func:`key` gave to *attribute*."""
+    return cast("Rule", attribute.metadata["rule"])
+
+
+def found(value: object) -> str:
+    """Name *value* and its type in the document's own words, shortened."""
+    kinds = {
+        str: "the string",
+        bool: "the boolean",
+        int: "the integer",
+        float: "the number",
+        dict: "a table",
+        list: "an array",
+    }
+    kind = kinds.get(type(value))
+    if kind is None:
+        return "null" if value is None else f"the {type(value).__name__} {value}"
+    if isinstance(value, dict | list):
+        return kind
+    text = json.dumps(value, ensure_ascii=False)
+    return f"{kind} {text if len(text) <= 60 else text[:57] + '…'}"  # noqa: PLR2004 - a line has to end somewhere
+
+
+def _wrong(value: object) -> NoReturn:
+    raise ValueError(f"found {found(value)}")
+
+
+def text(pattern: str | None = None, allowed: str = "a string") -> Rule:
+    """Take a string that matches *pattern* (whole); control characters are never taken."""
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or not value.isprintable():
+            _wrong(value)
+        if pattern is not None and re.fullmatch(pattern, value, re.ASCII) is None:
+            _wrong(value)
+        return value
+
+    return Rule(allowed, parse)
+
+
+def integer(least: int, most: int) -> Rule:
+    """Take an integer between two bounds, both included."""
+
+    def parse(value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            _wrong(value)
+        return value
+
+    return Rule(f"an integer from {least} to {most}", parse)
+
+
+def flag() -> Rule:
+    """Take a boolean."""
+
+    def parse(value: object) -> bool:
+        return value if isinstance(value, bool) else _wrong(value)
+
+    return Rule("true or false", parse)
+
+
+def choice(*words: str) -> Rule:
+    """Take one of a few words."""
+
+    def parse(value: object) -> str:
+        if isinstance(value, str) and value in words:
+            return value
+        near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) else []
+        raise ValueError(f"found {found(value)}" + (f", did you mean {near[0]!r}?" if near else ""))
+
+    return Rule("one of " + ", ".join(f'"{word}"' for word in words), parse)
+
+
+def size(least: int) -> Rule:
+    """Take a size in bytes that is a multiple of one MiB, written with a binary unit."""
+
+    def parse(value: object) -> int:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            _wrong(value)
+        result = int(match[1]) * _UNITS[match[2]]
+        if result < least or result % MIB:
+            _wrong(value)
+        return result
+
+    return Rule(f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"', parse)
+
+
+def seconds(least: float, most: float) -> Rule:
+    """Take a duration in seconds."""
+
+    def parse(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            _wrong(value)
+        return float(value)
+
+    return Rule(f"a number of seconds from {least:g} to {most:g}", parse)
+
+
+def path() -> Rule:
+    """Take an absolute path; relative ones are refused because PID 1's working directory is an accident."""
+
+    def parse(value: object) -> PurePosixPath:
+        if not isinstance(value, str) or "\0" in value or not value.startswith("/"):
+            _wrong(value)
+        return PurePosixPath(value)
+
+    return Rule("an absolute path", parse)
+
+
+def cpu_set() -> Rule:
+    """Take CPU numbers in the kernel's list format."""
+
+    def parse(value: object) -> CpuSet:
+        if not isinstance(value, str) or not value.strip():
+            _wrong(value)
+        return CpuSet.parse(value)
+
+    return Rule('CPUs in the kernel\'s list format, such as "1-20,65-84"', parse)
+
+
+def mac() -> Rule:
+    """Take a unicast MAC address in lower case."""
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or _MAC.fullmatch(value) is None or int(value[:2], 16) & 1:
+            _wrong(value)
+        return value
+
+    return Rule('a unicast MAC address in lower case, such as "52:54:00:12:34:56"', parse)
+
+
+def subnet() -> Rule:
+    """Take an IPv4 subnet with room for a gateway and a guest."""
+
+    def parse(value: object) -> ipaddress.IPv4Network:
+        if not isinstance(value, str):
+            _wrong(value)
+        try:
+            network = ipaddress.IPv4Network(value)
+        except ValueError as error:
+            raise ValueError(f"found {found(value)} ({error})") from None
+        if network.prefixlen > 30:  # noqa: PLR2004 - network, gateway, guest, broadcast
+            raise ValueError(f"found {found(value)}, which has no room for a gateway and a guest")
+        return network
+
+    return Rule('an IPv4 subnet of at least four addresses, such as "192.168.77.0/24"', parse)
+
+
+def table(schema: type) -> Rule:
+    """Take a table that follows *schema*."""
+    return Rule("a table", _never, schema)
+
+
+def tables(schema: type) -> Rule:
+    """Take an array of tables that follow *schema*."""
+    return Rule("an array of tables", _never, schema, many=True)
+
+
+def _never(value: object) -> NoReturn:
+    raise AssertionError(f"tables are walked, not parsed: {value!r}")
+
+
+def format_size(number: int) -> str:
+    """Return *number* of bytes with the largest binary unit that keeps it whole, e.g. ``1536MiB``."""
+    for unit in ("Ti", "Gi", "Mi", "Ki"):
+        if number and number % _UNITS[unit] == 0:
+            return f"{number // _UNITS[unit]}{unit}B"
+    return f"{number} bytes"
+
+
+def parse_document(source: str, data: bytes) -> dict[str, object]:
+    """Parse *data* as JSON when *source* ends in ``.json`` or the text begins with a brace, else as TOML.
+
+    Raises :exc:`~runner.errors.SpecError` with line and column when it is neither.
+    """
+    try:
+        content = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            source, [Problem("", f"cannot decode the document: it is not UTF-8 at byte {error.start}")]
+        ) from None
+    if source.endswith(".json") or content.lstrip().startswith("{"):
+        return _parse_json(source, content)
+    try:
+        return tomllib.loads(content)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise SpecError(source, [Problem("", f"cannot parse the document as TOML: {error}")]) from None
+
+
+def _parse_json(source: str, content: str) -> dict[str, object]:
+    def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+        result: dict[str, object] = {}
+        for name, value in pairs:
+            if name in result:
+                raise ValueError(f"the key {json.dumps(name)} stands twice in one table")
+            result[name] = value
+        return result
+
+    def constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        document = json.loads(content, object_pairs_hook=unique, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(source, [Problem("", f"cannot parse the document as JSON: {error}")]) from None
+    if not isinstance(document, dict):
+        raise SpecError(source, [Problem("", f"the document must be a table, found {found(document)}")])
+    return document
+
+
+def structure(schema: type[T], value: object, where: str, problems: list[Problem]) -> T | None:
+    """Turn the table *value*, found at *where*, into a *schema* object; append what is wrong to *problems*.
+
+    Returns ``None`` when a key of this table is wrong or missing. A schema class may have a method
+    ``contradictions()`` that yields :class:`~runner.errors.Problem` values with paths relative to itself; it is asked
+    only when every key of it is right on its own.
+    """
+    if not isinstance(value, Mapping):
+        problems.append(Problem(where, f"must be a table, found {found(value)}"))
+        return None
+    before = len(problems)
+    attributes = {attribute.name: attribute for attribute in attrs.fields(cast("Any", schema))}
+    problems.extend(_unknown(name, attributes, where) for name in value if name not in attributes)
+    values: dict[str, object] = {}
+    for name, attribute in attributes.items():
+        here = f"{where}.{name}" if where else name
+        if name in value:
+            values[name] = _value(rule_of(attribute), value[name], here, problems)
+        elif attribute.default is attrs.NOTHING:
+            problems.append(Problem(here, f"is missing; it takes {rule_of(attribute).allowed}"))
+    if len(problems) > before:
+        return None
+    result = schema(**values)
+    contradictions: Callable[[], Iterator[Problem]] | None = getattr(result, "contradictions", None)
+    if contradictions is not None:
+        problems.extend(
+            Problem(f"{where}.{problem.path}" if where and problem.path else where or problem.path, problem.message)
+            for problem in contradictions()
+        )
+    return result
+
+
+def _unknown(name: str, attributes: Mapping[str, object], where: str) -> Problem:
+    near = difflib.get_close_matches(name, attributes, 1, 0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(attributes)}"
+    return Problem(f"{where}.{name}" if where else name, f"unknown key; {hint}")
+
+
+def _value(rule: Rule, value: object, here: str, problems: list[Problem]) -> object:
+    if rule.schema is None:
+        try:
+            return rule.parse(value)
+        except ValueError as error:
+            problems.append(Problem(here, f"{error}; it takes {rule.allowed}"))
+            return None
+    if not rule.many:
+        return structure(rule.schema, value, here, problems)
+    if not isinstance(value, list):
+        problems.append(Problem(here, f"must be an array of tables ([[{here}]]), found {found(value)}"))
+        return None
+    return tuple(structure(rule.schema, item, f"{here}[{index}]", problems) for index, item in enumerate(value))

@@ -1,0 +1,314 @@
+"""What a user may ask for: the schema of an instance's document."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import PurePosixPath
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.errors import Problem, SpecError
+from runner.spec.document import (
+    MIB,
+    choice,
+    cpu_set,
+    flag,
+    format_size,
+    integer,
+    key,
+    mac,
+    parse_document,
+    path,
+    rule_of,
+    seconds,
+    size,
+    structure,
+    subnet,
+    table,
+    tables,
+    text,
+)
+
+WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+WORD_ALLOWED = "up to 63 letters, digits, '.', '_' and '-', the first a letter or digit"
+TAG = r"[A-Za-z0-9_.-]{1,35}"
+UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+@attrs.frozen
+class Instance:
+    """Who the instance is."""
+
+    name: str = key(
+        text(WORD, WORD_ALLOWED),
+        default="instance",
+        doc="its name in logs, in QEMU's process title and in derived MAC addresses",
+    )
+    uuid: str | None = key(
+        text(UUID, "a UUID in lower case"),
+        default=None,
+        doc="the SMBIOS UUID the guest sees; without it QEMU gives none",
+    )
+    user: str = key(
+        text(r"auto|[a-z_][a-z0-9_-]{0,31}", 'a user name, or "auto"'),
+        default="auto",
+        doc='whom QEMU runs as; `"auto"` is the first of `qemu`, `libvirt-qemu` and `nobody` that exists',
+    )
+
+
+@attrs.frozen
+class Cpu:
+    """The vCPUs and the CPUs they own."""
+
+    count: int = key(integer(1, 1024), default=1, doc="number of vCPUs; each gets one CPU to itself")
+    cpus: CpuSet | None = key(
+        cpu_set(),
+        default=None,
+        doc="the CPUs the vCPUs own; without it they are chosen from those this process may use",
+    )
+    placement: str = key(
+        choice("auto", "affinity"),
+        default="auto",
+        doc='how threads are kept apart: `"affinity"` by `sched_setaffinity` alone, `"auto"` by the best way that works',
+    )
+    accel: str = key(
+        choice("auto", "kvm", "tcg"),
+        default="auto",
+        doc='`"kvm"`, `"tcg"` (software), or `"auto"`: KVM when /dev/kvm is usable',
+    )
+    model: str | None = key(
+        text(r"[A-Za-z0-9_.,=+-]{1,200}", "a QEMU CPU model"),
+        default=None,
+        doc="QEMU's CPU model; `host` under KVM, `max` under TCG",
+    )
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what cannot be true together."""
+        if self.cpus is not None and len(self.cpus) != self.count:
+            yield Problem(
+                "cpus",
+                f"{str(self.cpus)!r} are {len(self.cpus)} CPUs, but cpu.count asks for {self.count} vCPUs",
+            )
+
+
+@attrs.frozen
+class Memory:
+    """The guest's RAM."""
+
+    size: int = key(size(32 * MIB), default=512 * MIB, doc="how much")
+
+
+@attrs.frozen
+class Boot:
+    """What the machine starts: a kernel directly, or a disk through firmware."""
+
+    kernel: PurePosixPath | None = key(path(), default=None, doc="a Linux kernel to start directly")
+    initrd: PurePosixPath | None = key(path(), default=None, doc="its initial RAM disk")
+    cmdline: str | None = key(
+        text(), default=None, doc="its command line; `console=ttyS0` shows it on the serial console"
+    )
+    firmware: PurePosixPath | None = key(
+        path(), default=None, doc="a firmware image mapped as flash, such as OVMF_CODE.fd; SeaBIOS without it"
+    )
+    firmware_vars: PurePosixPath | None = key(
+        path(), default=None, doc="the firmware's variable store, written by the guest; OVMF_VARS.fd's copy"
+    )
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what cannot be true together."""
+        if self.kernel is None:
+            for name in ("initrd", "cmdline"):
+                if getattr(self, name) is not None:
+                    yield Problem(name, "needs boot.kernel: only a directly started kernel takes it")
+        if self.firmware_vars is not None and self.firmware is None:
+            yield Problem("firmware_vars", "needs boot.firmware")
+
+
+@attrs.frozen
+class Disk:
+    """A virtio disk; the order of disks is the order they are tried for booting."""
+
+    path: PurePosixPath = key(path(), doc="a file or block device")
+    format: str = key(choice("raw", "qcow2"), default="raw", doc="what the file holds")
+    read_only: bool = key(flag(), default=False, doc="whether the guest is kept from writing")
+    serial: str | None = key(
+        text(r"[A-Za-z0-9_-]{1,20}", "up to 20 letters, digits, '_' and '-'"),
+        default=None,
+        doc="its serial number in the guest",
+    )
+
+
+@attrs.frozen
+class Network:
+    """A virtio network interface."""
+
+    mode: str = key(
+        choice("private", "bridge"),
+        default="private",
+        doc='`"private"`: a subnet of its own; `"bridge"`: the guest takes over the pod interface\'s address',
+    )
+    interface: str | None = key(
+        text(r"[^\s/:]{1,15}", "the name of a network interface"),
+        default=None,
+        doc='`"bridge"` only: the pod interface; `eth0` without it',
+    )
+    subnet: ipaddress.IPv4Network | None = key(
+        subnet(),
+        default=None,
+        doc='`"private"` only: first address ours, second the guest\'s; `192.168.77.0/24` and the next ones without it',
+    )
+    mac: str | None = key(
+        mac(),
+        default=None,
+        doc="the guest's MAC address; else the pod interface's, or one derived from the instance's name",
+    )
+    mtu: int | None = key(integer(576, 65521), default=None, doc="the guest's MTU; else the pod interface's, or 1500")
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what cannot be true together."""
+        if self.mode == "bridge" and self.subnet is not None:
+            yield Problem(
+                "subnet", 'goes with mode = "private"; in mode "bridge" the guest takes the pod interface\'s address'
+            )
+        if self.mode == "private" and self.interface is not None:
+            yield Problem("interface", 'goes with mode = "bridge"; a private network has no outer interface')
+
+
+@attrs.frozen
+class Share:
+    """A directory shared with the guest by virtiofs."""
+
+    tag: str = key(
+        text(TAG, "up to 35 letters, digits, '.', '_' and '-'"),
+        doc="the name the guest mounts: `mount -t virtiofs TAG /mnt`",
+    )
+    path: PurePosixPath = key(path(), doc="the directory")
+    read_only: bool = key(flag(), default=False, doc="whether the guest is kept from writing (virtiofsd 1.11 or later)")
+
+
+@attrs.frozen
+class Console:
+    """The guest's serial console."""
+
+    stdout: bool = key(flag(), default=True, doc="whether it appears on standard output, where `kubectl logs` finds it")
+    log: PurePosixPath | None = key(
+        path(), default=None, doc="the file it is written to; `console.log` in the state directory without it"
+    )
+
+
+@attrs.frozen
+class Shutdown:
+    """How the instance ends."""
+
+    grace: float = key(
+        seconds(1, 3600),
+        default=30.0,
+        doc="seconds the whole power-down may take; keep it 5 s below terminationGracePeriodSeconds",
+    )
+    on_reboot: str = key(
+        choice("reset", "exit"),
+        default="reset",
+        doc='when the guest reboots: `"reset"` restarts it in place, `"exit"` ends the instance',
+    )
+    poweroff_status: int = key(
+        integer(0, 124),
+        default=10,
+        doc="exit status when the guest shuts itself down; 0 makes it a success for `restartPolicy: OnFailure`",
+    )
+
+
+@attrs.frozen
+class InstanceSpec:
+    """The whole document."""
+
+    instance: Instance = key(table(Instance), default=Instance(), doc="who it is")
+    cpu: Cpu = key(table(Cpu), default=Cpu(), doc="vCPUs and the CPUs they own")
+    memory: Memory = key(table(Memory), default=Memory(), doc="RAM")
+    boot: Boot = key(table(Boot), default=Boot(), doc="what it starts")
+    disk: tuple[Disk, ...] = key(tables(Disk), default=(), doc="virtio disks")
+    network: tuple[Network, ...] = key(tables(Network), default=(), doc="virtio network interfaces")
+    share: tuple[Share, ...] = key(tables(Share), default=(), doc="directories shared by virtiofs")
+    console: Console = key(table(Console), default=Console(), doc="the serial console")
+    shutdown: Shutdown = key(table(Shutdown), default=Shutdown(), doc="how it ends")
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what cannot be true together across tables."""
+        if self.boot.kernel is None and self.boot.firmware is None and not self.disk:
+            yield Problem("boot", "nothing to start; name boot.kernel, or give it a [[disk]]")
+        yield from _repeated("share", "tag", (share.tag for share in self.share))
+        yield from _repeated("disk", "serial", (disk.serial for disk in self.disk))
+        yield from _repeated("network", "mac", (network.mac for network in self.network))
+        yield from _repeated(
+            "network",
+            "interface",
+            ((network.interface or "eth0") if network.mode == "bridge" else None for network in self.network),
+        )
+        writable = {disk.path for disk in self.disk if not disk.read_only}
+        for index, disk in enumerate(self.disk):
+            if disk.path in writable and any(other.path == disk.path for other in self.disk[:index]):
+                yield Problem(f"disk[{index}].path", f"{str(disk.path)!r} is given twice and one of them is writable")
+        subnets = private_subnets(self.network)
+        for index, mine in enumerate(subnets):
+            for earlier, other in enumerate(subnets[:index]):
+                if mine is not None and other is not None and mine.overlaps(other):
+                    yield Problem(f"network[{index}].subnet", f"{mine} overlaps {other} of network[{earlier}]")
+
+
+def private_subnets(networks: Iterable[Network]) -> tuple[ipaddress.IPv4Network | None, ...]:
+    """Return the subnet of each network in order, ``None`` for those that have none of their own."""
+    default = ipaddress.IPv4Network("192.168.77.0/24")
+    result: list[ipaddress.IPv4Network | None] = []
+    for index, network in enumerate(networks):
+        if network.mode == "private":
+            nth = ipaddress.IPv4Network(
+                (int(default.network_address) + index * default.num_addresses, default.prefixlen)
+            )
+            result.append(network.subnet or nth)
+        else:
+            result.append(None)
+    return tuple(result)
+
+
+def _repeated(table_name: str, name: str, values: Iterable[Hashable]) -> Iterator[Problem]:
+    seen: dict[Hashable, int] = {}
+    for index, value in enumerate(values):
+        if value is not None and seen.setdefault(value, index) != index:
+            yield Problem(f"{table_name}[{index}].{name}", f"{value!r} is taken by {table_name}[{seen[value]}] already")
+
+
+def parse_instance(source: str, data: bytes) -> InstanceSpec:
+    """Parse and check a whole document; *source* is the name errors use for it.
+
+    Raises :exc:`~runner.errors.SpecError` with every problem found.
+    """
+    problems: list[Problem] = []
+    spec = structure(InstanceSpec, parse_document(source, data), "", problems)
+    if spec is None or problems:
+        raise SpecError(source, problems)
+    return spec
+
+
+def reference() -> Iterator[tuple[str, str, str, str]]:
+    """Yield ``(key, what it takes, default, meaning)`` for every key of the schema, in document order."""
+    for attribute in attrs.fields(InstanceSpec):
+        rule = rule_of(attribute)
+        assert rule.schema is not None  # noqa: S101 - the document consists of tables only
+        for inner in attrs.fields(rule.schema):
+            name = f"{attribute.name}[].{inner.name}" if rule.many else f"{attribute.name}.{inner.name}"
+            yield name, rule_of(inner).allowed, _shown(inner.name, inner.default), inner.metadata["doc"]
+
+
+def _shown(name: str, default: object) -> str:
+    if default is attrs.NOTHING:
+        return "required"
+    if default is None:
+        return "-"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if name == "size" and isinstance(default, int):
+        return f'"{format_size(default)}"'
+    return (
+        f"{default:g}" if isinstance(default, float) else f'"{default}"' if isinstance(default, str) else str(default)
+    )
