@@ -1,0 +1,316 @@
+"""From plan to argument lists: one pure function for each program we start.
+
+QEMU reaches everything through *endpoints*: descriptors it inherits when we start it (:class:`Descriptors`), paths when a
+person pastes the command into a terminal (:class:`Paths`). The rest of its command line is the same for both.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from ipaddress import IPv4Network
+from pathlib import PurePosixPath
+from typing import Protocol
+
+import attrs
+
+from runner.plan.facts import Route
+from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, SharePlan
+from runner.spec.document import MIB
+
+
+class Endpoints(Protocol):
+    """How QEMU reaches what it is given."""
+
+    def monitor(self) -> Iterator[str]:
+        """Yield the options that make a chardev ``qmp`` or another monitor, and the serial console's chardev ``console``."""
+
+    def memory(self) -> str:
+        """Return the memory backend's properties that say where the RAM comes from."""
+
+    def file(self, name: str) -> str:
+        """Return the path of the kernel, initial RAM disk or firmware."""
+
+    def image(self, name: str) -> tuple[list[str], str]:
+        """Return the options that must come first, and the file name of a block device."""
+
+    def tap(self, index: int) -> str:
+        """Return the netdev properties of network *index*."""
+
+    def share(self, index: int) -> str:
+        """Return the chardev properties of share *index*."""
+
+
+@attrs.frozen
+class Descriptors:
+    """Endpoints as inherited descriptors: ``disks``, ``taps``, ``vhosts`` (0 when there is none) and ``shares`` by index."""
+
+    qmp: int
+    console: int
+    ram: int
+    files: dict[str, int] = attrs.field(factory=dict)
+    """``kernel``, ``initrd``, ``firmware``, ``firmware-vars``, ``disk0``, …"""
+    taps: tuple[int, ...] = ()
+    vhosts: tuple[int | None, ...] = ()
+    shares: tuple[int, ...] = ()
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return every descriptor, to be passed on."""
+        vhosts = (number for number in self.vhosts if number is not None)
+        return (self.qmp, self.console, self.ram, *self.files.values(), *self.taps, *vhosts, *self.shares)
+
+    def monitor(self) -> Iterator[str]:
+        """See :class:`Endpoints`."""
+        yield from ("-chardev", f"socket,id=qmp,fd={self.qmp}")
+        yield from ("-mon", "chardev=qmp,mode=control")
+        yield from ("-chardev", f"socket,id=console,fd={self.console}")
+
+    def memory(self) -> str:
+        """See :class:`Endpoints`."""
+        return f"memory-backend-file,mem-path=/proc/self/fd/{self.ram},share=on"
+
+    def file(self, name: str) -> str:
+        """See :class:`Endpoints`; QEMU reads these with fopen(3), which knows no fdset."""
+        return f"/proc/self/fd/{self.files[name]}"
+
+    def image(self, name: str) -> tuple[list[str], str]:
+        """See :class:`Endpoints`; the fdset carries the number of the descriptor it holds."""
+        number = self.files[name]
+        return ["-add-fd", f"fd={number},set={number},opaque={name}"], f"/dev/fdset/{number}"
+
+    def tap(self, index: int) -> str:
+        """See :class:`Endpoints`."""
+        vhost = self.vhosts[index]
+        return f"fd={self.taps[index]}" + ("" if vhost is None else f",vhost=on,vhostfd={vhost}")
+
+    def share(self, index: int) -> str:
+        """See :class:`Endpoints`."""
+        return f"fd={self.shares[index]}"
+
+
+@attrs.frozen
+class Paths:
+    """Endpoints as paths and a terminal, for a person to paste."""
+
+    plan: InstancePlan
+
+    def monitor(self) -> Iterator[str]:
+        """See :class:`Endpoints`: console and human monitor share the terminal, ``Ctrl-A c`` switches."""
+        yield from ("-chardev", "stdio,id=console,mux=on,signal=off")
+        yield from ("-mon", "chardev=console,mode=readline")
+
+    def memory(self) -> str:
+        """See :class:`Endpoints`."""
+        return "memory-backend-memfd,share=on"
+
+    def file(self, name: str) -> str:
+        """See :class:`Endpoints`."""
+        machine = self.plan.machine
+        found = {"kernel": machine.kernel, "initrd": machine.initrd}[name]
+        return "" if found is None else _comma(str(found.path))
+
+    def image(self, name: str) -> tuple[list[str], str]:
+        """See :class:`Endpoints`."""
+        machine = self.plan.machine
+        paths: dict[str, PurePosixPath | None] = {f"disk{index}": disk.path for index, disk in enumerate(machine.disks)}
+        paths["firmware"] = None if machine.firmware is None else machine.firmware.path
+        paths["firmware-vars"] = machine.firmware_vars
+        return [], _comma(str(paths[name]))
+
+    def tap(self, index: int) -> str:
+        """See :class:`Endpoints`."""
+        network = self.plan.networks[index]
+        return f"ifname={network.tap},script=no,downscript=no" + (",vhost=on" if network.vhost else "")
+
+    def share(self, index: int) -> str:
+        """See :class:`Endpoints`."""
+        return f"path={_comma(str(_share_socket(self.plan, index)))}"
+
+
+def _comma(value: str) -> str:
+    """Escape *value* for QEMU's ``key=value,…`` syntax, where a comma is written twice."""
+    return value.replace(",", ",,")
+
+
+def _share_socket(plan: InstancePlan, index: int) -> PurePosixPath:
+    return plan.state_directory / f"share{index}.sock"
+
+
+def qemu_argv(machine: MachinePlan, endpoints: Endpoints, *, paused: bool = True) -> list[str]:
+    """Return QEMU's argv; *paused* machines (``-S``) run nothing until QMP ``cont``."""
+    return [str(machine.program), *_qemu_options(machine, endpoints, paused=paused)]
+
+
+def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -> Iterator[str]:
+    yield from ("-name", f"guest={machine.name},debug-threads=on")
+    if machine.uuid is not None:
+        yield from ("-uuid", machine.uuid)
+    yield from ("-nodefaults", "-no-user-config")
+    yield from ("-display", "none")
+    # spawn=deny and resourcecontrol=deny do not hinder us: we pin from outside and hand in every descriptor.
+    yield from ("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny")
+    if paused:
+        yield "-S"
+        # QEMU stays after the guest has gone, so that the SHUTDOWN event with its reason is never lost to its exit.
+        reboot = "shutdown" if machine.on_reboot == "exit" else "reset"
+        yield from ("-action", f"reboot={reboot},shutdown=pause,panic=pause")
+    flash = "".join(
+        f",pflash{unit}={node}"
+        for unit, node, present in ((0, "firmware", machine.firmware), (1, "firmware-vars", machine.firmware_vars))
+        if present is not None
+    )
+    yield from ("-machine", f"q35,memory-backend=ram,dump-guest-core=off,vmport=off{flash}")
+    yield from ("-accel", "kvm" if machine.accel == "kvm" else "tcg,thread=multi")
+    yield from ("-cpu", machine.cpu_model)
+    yield from ("-smp", f"cpus={machine.vcpus},sockets=1,cores={machine.vcpus},threads=1")
+    yield from ("-m", f"size={machine.memory // MIB}M")
+    kind, _, properties = endpoints.memory().partition(",")
+    yield from ("-object", f"{kind},id=ram,size={machine.memory // MIB}M,{properties}")
+    yield from endpoints.monitor()
+    yield from ("-serial", "chardev:console")
+    yield from ("-device", "pvpanic-pci")
+    yield from _boot(machine, endpoints)
+    for index, disk in enumerate(machine.disks):
+        name = f"disk{index}"
+        first, filename = endpoints.image(name)
+        yield from first
+        # auto-read-only would reopen the file, which an inherited descriptor cannot be.
+        mode = f"read-only={'on' if disk.read_only else 'off'},auto-read-only=off"
+        yield from ("-blockdev", f"driver=file,node-name={name}-file,filename={filename},{mode}")
+        yield from ("-blockdev", f"driver={disk.format},node-name={name},file={name}-file,{mode}")
+        serial = "" if disk.serial is None else f",serial={disk.serial}"
+        yield from ("-device", f"virtio-blk-pci,drive={name},bootindex={index}{serial}")
+    for index, network in enumerate(machine.networks):
+        yield from ("-netdev", f"tap,id=net{index},{endpoints.tap(index)}")
+        yield from ("-device", f"virtio-net-pci,netdev=net{index},mac={network.mac},host_mtu={network.mtu},romfile=")
+    for index, share in enumerate(machine.shares):
+        yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
+        yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
+
+
+def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    if machine.firmware is not None:
+        yield from _flash("firmware", endpoints, read_only=True)
+    if machine.firmware_vars is not None:
+        yield from _flash("firmware-vars", endpoints, read_only=False)
+    if machine.kernel is not None:
+        yield from ("-kernel", endpoints.file("kernel"))
+        if machine.initrd is not None:
+            yield from ("-initrd", endpoints.file("initrd"))
+        if machine.cmdline is not None:
+            yield from ("-append", machine.cmdline)
+
+
+def _flash(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
+    first, filename = endpoints.image(name)
+    yield from first
+    mode = f"read-only={'on' if read_only else 'off'},auto-read-only=off"
+    yield from ("-blockdev", f"driver=file,node-name={name}-file,filename={filename},{mode}")
+    yield from ("-blockdev", f"driver=raw,node-name={name},file={name}-file,{mode}")
+
+
+def dnsmasq_argv(dhcp: DhcpPlan) -> list[str]:
+    """Return dnsmasq's argv: a DHCP server for one guest on one bridge, no DNS, no files.
+
+    The lease is static and for ever, so there is no lease file to be full, corrupt or left behind, and a guest never
+    renews. Other hosts on a bridged link are not answered at all.
+    """
+    network = dhcp.network
+    argv = [
+        str(dhcp.program),
+        "--keep-in-foreground",
+        "--conf-file=/dev/null",
+        "--no-hosts",
+        "--no-resolv",
+        "--port=0",
+        f"--interface={network.bridge}",
+        "--bind-interfaces",
+        "--except-interface=lo",
+        f"--user={dhcp.user}",
+        "--pid-file=",
+        "--log-facility=-",
+        "--leasefile-ro",
+        "--no-ping",
+        "--dhcp-authoritative",
+        "--dhcp-ignore=tag:!known",
+        f"--dhcp-range={network.guest.ip},static,{network.guest.netmask},infinite",
+        f"--dhcp-host={network.mac},{network.guest.ip},infinite",
+        f"--dhcp-option=option:mtu,{network.mtu}",
+    ]
+    if network.host.ip not in network.guest.network:
+        # Our address is link-local: the guest's subnet belongs to the pod's network, not to the bridge.
+        argv.append(f"--shared-network={network.bridge},{network.guest.ip}")
+    argv.append(f"--dhcp-option=option:router{_option_value(network.gateway)}")
+    argv.append("--dhcp-option=option:dns-server" + "".join(f",{address}" for address in network.nameservers))
+    if network.routes:
+        pairs = (f",{route.destination},{route.gateway or '0.0.0.0'}" for route in dhcp_routes(network))
+        argv.append("--dhcp-option=option:classless-static-route" + "".join(pairs))
+    if network.search:
+        argv.append(f"--dhcp-option=option:domain-name,{network.search[0]}")
+        argv.append("--dhcp-option=option:domain-search," + ",".join(network.search))
+    return argv
+
+
+def _option_value(address: object) -> str:
+    return "" if address is None else f",{address}"
+
+
+def dhcp_routes(network: NetworkPlan) -> list[Route]:
+    """Return the routes for DHCP option 121: those without a gateway first, then what is reached through them.
+
+    A gateway outside every on-link route (a pod with a /32 address) gets a route of its own, because a client installs
+    the list in order and refuses an unreachable gateway.
+    """
+    direct = [route for route in network.routes if route.gateway is None]
+    beyond = [route for route in network.routes if route.gateway is not None]
+    for route in beyond:
+        gateway = route.gateway
+        if gateway is None or gateway in network.guest.network or any(gateway in other.destination for other in direct):
+            continue
+        direct.append(Route(IPv4Network(gateway)))
+    return direct + beyond
+
+
+def virtiofsd_argv(share: SharePlan, listener: str) -> list[str]:
+    """Return virtiofsd's argv; *listener* is ``--fd=N`` (a listening socket) or ``--socket-path=…``.
+
+    ``sandbox=chroot`` needs CAP_SYS_CHROOT only, the default ``namespace`` needs CAP_SYS_ADMIN.
+    ``--rlimit-nofile=0`` leaves the limit alone: raising it needs CAP_SYS_RESOURCE.
+    """
+    if share.program.rust:
+        argv = [str(share.program.path), listener, f"--shared-dir={share.path}", "--sandbox=chroot", "--cache=auto"]
+        argv += ["--announce-submounts", "--rlimit-nofile=0", "--log-level=warn"]
+        return [*argv, "--readonly"] if share.read_only else argv
+    options = f"source={_virtiofsd_escape(str(share.path))},sandbox=chroot,cache=auto,announce_submounts,log_level=warn"
+    return [str(share.program.path), listener, "-f", "-o", options, "--rlimit-nofile=0"]
+
+
+def _virtiofsd_escape(value: str) -> str:
+    """Escape *value* for the C virtiofsd's ``-o`` lists (libfuse's ``fuse_opt``: backslash before comma and backslash)."""
+    return value.replace("\\", "\\\\").replace(",", "\\,")
+
+
+def pasteable(plan: InstancePlan) -> str:
+    """Return a shell script that runs the same machine by hand: same devices, paths instead of descriptors, not pinned.
+
+    It needs no ``instance-runner``; it must be run as root when there are networks or shares.
+    """
+    lines = [
+        "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
+    ]
+    for network in plan.networks:
+        lines.append(f"ip link add {network.bridge} type bridge && ip addr add {network.host} dev {network.bridge}")
+        lines.append(f"ip tuntap add {network.tap} mode tap && ip link set {network.tap} master {network.bridge} up")
+        lines.append(f"ip link set {network.bridge} up")
+    lines += [f"{shlex.join(dnsmasq_argv(dhcp))} &" for dhcp in plan.dhcp]
+    for index, share in enumerate(plan.shares):
+        lines.append(f"{shlex.join(virtiofsd_argv(share, f'--socket-path={_share_socket(plan, index)}'))} &")
+    program, *options = qemu_argv(plan.machine, Paths(plan), paused=False)
+    words = [program]
+    for option in options:
+        if option.startswith("-"):
+            words.append(f"\\\n  {option}")
+        else:
+            words.append(shlex.quote(option))
+    lines.append(" ".join(words))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,134 @@
+"""What was read from a host before anything is decided: plain values, made by ``instance/survey.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from pathlib import PurePosixPath
+
+import attrs
+
+from runner.cpuset import CpuSet
+
+
+@attrs.frozen
+class ImageFact:
+    """What a disk image says of itself."""
+
+    format: str
+    """``raw`` or ``qcow2``, by the file's first bytes."""
+    backing: str | None = None
+    """The backing file that a qcow2 header names."""
+    locked: bool = False
+    """Another process holds QEMU's image lock for writing (``block/file-posix.c``: byte ranges 100 and 200)."""
+
+
+@attrs.frozen
+class FileFact:
+    """A path that the spec names."""
+
+    kind: str
+    """``file``, ``directory``, ``block``, ``character``, ``other`` or ``missing``."""
+    size: int = 0
+    """Bytes; of a block device, its capacity."""
+    trouble: str | None = None
+    """Why it cannot be opened as asked (reading, or reading and writing), in the kernel's words."""
+    everyone_reads: bool = True
+    """Whether its mode lets any user read it."""
+    image: ImageFact | None = None
+    """Of a disk only."""
+
+
+MISSING = FileFact("missing")
+
+
+@attrs.frozen
+class User:
+    """A user a child runs as; *groups* are its supplementary groups."""
+
+    name: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+
+ROOT = User("root", 0, 0)
+
+
+@attrs.frozen
+class Virtiofsd:
+    """The virtiofsd found: the one in C that came with QEMU up to 7.2, or the one in Rust after it."""
+
+    path: PurePosixPath
+    rust: bool
+    version: tuple[int, ...]
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it can share read-only (``--readonly``, since 1.11)."""
+        return self.rust and self.version >= (1, 11)
+
+
+@attrs.frozen
+class Kvm:
+    """The state of ``/dev/kvm``."""
+
+    trouble: str | None
+    """Why it cannot be used; ``None`` when the kernel answered ``KVM_GET_API_VERSION`` with 12."""
+    gid: int = 0
+    mode: int = 0
+
+
+@attrs.frozen
+class Route:
+    """An IPv4 route through one interface, in the main table."""
+
+    destination: IPv4Network
+    gateway: IPv4Address | None = None
+    source: IPv4Address | None = None
+    metric: int = 0
+    onlink: bool = False
+    """The gateway is reachable although no address of the interface covers it."""
+
+
+@attrs.frozen
+class Interface:
+    """A network interface as it was found, with all that is needed to give it back."""
+
+    name: str
+    mac: str
+    mtu: int
+    addresses: tuple[IPv4Interface, ...] = ()
+    routes: tuple[Route, ...] = ()
+
+
+@attrs.frozen
+class Resolver:
+    """What ``/etc/resolv.conf`` says."""
+
+    nameservers: tuple[IPv4Address, ...] = ()
+    search: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class HostFacts:
+    """Everything a plan needs to know of the host and the pod."""
+
+    allowed_cpus: CpuSet
+    """The CPUs this process may use (``sched_getaffinity``)."""
+    memory: int
+    """Bytes the pod may use: the smallest of the machine's RAM and the memory limits of its cgroups."""
+    state_directory: PurePosixPath
+    qemu: PurePosixPath | None = None
+    dnsmasq: PurePosixPath | None = None
+    sleep: PurePosixPath | None = None
+    virtiofsd: Virtiofsd | None = None
+    virtiofsd_trouble: str = "not found"
+    files: Mapping[PurePosixPath, FileFact] = attrs.field(factory=dict)
+    users: Mapping[str, User] = attrs.field(factory=dict)
+    """The users asked about, those that exist."""
+    kvm: Kvm = Kvm("not found")
+    vhost_net: bool = False
+    interfaces: Mapping[str, Interface] = attrs.field(factory=dict)
+    """The interfaces asked about, those that exist."""
+    resolver: Resolver = Resolver()

@@ -1,0 +1,497 @@
+"""From what was asked and what was found to what will be done: every decision of a start is made here, before it.
+
+The plan is frozen and complete: the code that carries it out does not decide. Whatever cannot be done is said by
+:func:`plan_instance` with the path into the document, all of it at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from collections.abc import Iterable, Iterator
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from pathlib import PurePosixPath
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.errors import Problem, SpecError
+from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, Route, User, Virtiofsd
+from runner.spec.document import format_size
+from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
+
+QEMU_OVERHEAD = 64 << 20
+"""Bytes QEMU needs beside the guest's RAM at the very least; QEMU 7.2 with one vCPU and no device has 40-60 MiB resident."""
+
+PATIENCE = 60.0
+"""Seconds QEMU may take to greet: it takes 0.1 s, and much longer only when it preallocates a large memory."""
+
+QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
+DHCP_USERS = ("dnsmasq", "nobody")
+
+
+@attrs.frozen
+class Placement:
+    """Which CPUs are whose."""
+
+    backend: str
+    cpus: CpuSet
+    """The vCPUs' own."""
+    pins: tuple[int, ...]
+    """The CPU of each vCPU, by vCPU index; as many as vCPUs, all different."""
+    float_cpus: CpuSet
+    """Where everything else runs."""
+    shared: bool
+    """No CPU is left for anything else, so everything else runs on the vCPUs' CPUs too."""
+
+
+@attrs.frozen
+class NetworkPlan:
+    """One network interface of the guest."""
+
+    bridge: str
+    tap: str
+    mac: str
+    mtu: int
+    host: IPv4Interface
+    """Our address on the bridge, from which dnsmasq answers."""
+    guest: IPv4Interface
+    gateway: IPv4Address | None
+    routes: tuple[Route, ...]
+    """Handed to the guest (RFC 3442); empty when mask and gateway say everything."""
+    nameservers: tuple[IPv4Address, ...]
+    search: tuple[str, ...]
+    pod: Interface | None
+    """The interface whose place the guest takes, as it was found (mode ``bridge``)."""
+    vhost: bool
+
+
+@attrs.frozen
+class DhcpPlan:
+    """dnsmasq on one bridge."""
+
+    program: PurePosixPath
+    user: str
+    network: NetworkPlan
+
+
+@attrs.frozen
+class SharePlan:
+    """virtiofsd for one directory."""
+
+    program: Virtiofsd
+    tag: str
+    path: PurePosixPath
+    read_only: bool
+
+
+@attrs.frozen
+class DiskPlan:
+    """One virtio disk."""
+
+    path: PurePosixPath
+    format: str
+    read_only: bool
+    serial: str | None
+
+
+@attrs.frozen
+class FilePlan:
+    """A file QEMU reads; *copied* into memory first when QEMU's user may not read it."""
+
+    path: PurePosixPath
+    copied: bool
+
+
+@attrs.frozen
+class MachinePlan:
+    """QEMU's part."""
+
+    program: PurePosixPath
+    name: str
+    uuid: str | None
+    user: User
+    vcpus: int
+    memory: int
+    """Bytes, whole MiB."""
+    accel: str
+    cpu_model: str
+    kernel: FilePlan | None
+    initrd: FilePlan | None
+    cmdline: str | None
+    firmware: FilePlan | None
+    firmware_vars: PurePosixPath | None
+    disks: tuple[DiskPlan, ...]
+    networks: tuple[NetworkPlan, ...]
+    shares: tuple[SharePlan, ...]
+    on_reboot: str
+
+
+@attrs.frozen
+class ConsolePlan:
+    """Where the serial console goes."""
+
+    stdout: bool
+    log: PurePosixPath
+
+
+@attrs.frozen
+class ShutdownPlan:
+    """Each step's share of the grace period, in seconds; the steps follow one another."""
+
+    power_down: float
+    """ACPI power button, pressed again and again."""
+    quit: float
+    """QMP ``quit``."""
+    terminate: float
+    """SIGTERM to QEMU; after it comes SIGKILL."""
+    kill: float
+    """For the kernel to take down a killed QEMU."""
+    poweroff_status: int
+
+    @property
+    def forced(self) -> float:
+        """Seconds for everything after the guest's own time."""
+        return self.quit + self.terminate + self.kill
+
+
+@attrs.frozen
+class InstancePlan:
+    """All that will be done, in the order it will be done."""
+
+    name: str
+    state_directory: PurePosixPath
+    anchor: tuple[str, ...]
+    """The argv of the process that stays behind in the pod's cgroup."""
+    placement: Placement
+    networks: tuple[NetworkPlan, ...]
+    dhcp: tuple[DhcpPlan, ...]
+    shares: tuple[SharePlan, ...]
+    console: ConsolePlan
+    machine: MachinePlan
+    shutdown: ShutdownPlan
+    patience: float
+    """Seconds QEMU may take to greet."""
+    remarks: tuple[str, ...]
+    """What is second best about it, for the operator."""
+
+
+def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> InstancePlan:
+    """Decide everything about the start of *spec* on the host of *facts*.
+
+    Raises :exc:`~runner.errors.SpecError` with every reason why it cannot be done there.
+    """
+    planner = _Planner(spec, facts)
+    plan = planner.instance()
+    if planner.problems or plan is None:
+        raise SpecError(source, planner.problems)
+    return plan
+
+
+class _Planner:
+    """Collects problems and remarks on the way; lives for one call of :func:`plan_instance`."""
+
+    def __init__(self, spec: InstanceSpec, facts: HostFacts) -> None:
+        self.spec = spec
+        self.facts = facts
+        self.problems: list[Problem] = []
+        self.remarks: list[str] = []
+
+    def refuse(self, path: str, message: str) -> None:
+        self.problems.append(Problem(path, message))
+
+    def instance(self) -> InstancePlan | None:
+        spec, facts = self.spec, self.facts
+        placement = self.placement(spec.cpu)
+        accel, user = self.accelerator()
+        self.memory()
+        networks = tuple(self.networks())
+        shares = tuple(self.shares())
+        disks = tuple(self.disk(index, disk) for index, disk in enumerate(spec.disk))
+        qemu = self.program(facts.qemu, "", "qemu-system-x86_64", "qemu-system-x86")
+        dhcp = tuple(self.dhcp(networks))
+        sleep = self.program(facts.sleep, "", "sleep", "coreutils")
+        kernel = self.file("boot.kernel", spec.boot.kernel, user)
+        initrd = self.file("boot.initrd", spec.boot.initrd, user)
+        firmware = self.file("boot.firmware", spec.boot.firmware, user)
+        self.writable("boot.firmware_vars", spec.boot.firmware_vars)
+        if placement is None or qemu is None or sleep is None:
+            return None
+        return InstancePlan(
+            name=spec.instance.name,
+            state_directory=facts.state_directory,
+            anchor=(str(sleep), "infinity"),
+            placement=placement,
+            networks=networks,
+            dhcp=dhcp,
+            shares=shares,
+            console=ConsolePlan(spec.console.stdout, spec.console.log or facts.state_directory / "console.log"),
+            machine=MachinePlan(
+                program=qemu,
+                name=spec.instance.name,
+                uuid=spec.instance.uuid,
+                user=user,
+                vcpus=spec.cpu.count,
+                memory=spec.memory.size,
+                accel=accel,
+                cpu_model=spec.cpu.model or ("host" if accel == "kvm" else "max"),
+                kernel=kernel,
+                initrd=initrd,
+                cmdline=spec.boot.cmdline,
+                firmware=firmware,
+                firmware_vars=spec.boot.firmware_vars,
+                disks=disks,
+                networks=networks,
+                shares=shares,
+                on_reboot=spec.shutdown.on_reboot,
+            ),
+            shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status),
+            patience=PATIENCE,
+            remarks=tuple(self.remarks),
+        )
+
+    def placement(self, cpu: Cpu) -> Placement | None:
+        allowed = self.facts.allowed_cpus
+        if cpu.cpus is not None and not cpu.cpus <= allowed:
+            self.refuse(
+                "cpu.cpus",
+                f"'{cpu.cpus - allowed}' of '{cpu.cpus}' may not be used by this process, which has '{allowed}'",
+            )
+            return None
+        if cpu.count > len(allowed):
+            self.refuse(
+                "cpu.count",
+                f"asks for {cpu.count} vCPUs, but this process may use {len(allowed)} CPUs ('{allowed}'); one CPU for each vCPU",
+            )
+            return None
+        # The highest-numbered ones, because interrupts and a machine's own work gather on the lowest.
+        cpus = cpu.cpus or CpuSet(list(allowed)[-cpu.count :])
+        rest = allowed - cpus
+        self.remarks.append(
+            "placement 'affinity' is second best: nothing but CPU masks keeps the vCPUs' CPUs "
+            f"'{cpus}' free, and processes of others may run there"
+        )
+        if not rest:
+            self.remarks.append(
+                f"all CPUs this process may use ('{allowed}') belong to vCPUs: QEMU's own threads, dnsmasq, virtiofsd and this "
+                "program share them; give it more CPUs than vCPUs"
+            )
+        return Placement("affinity", cpus, tuple(cpus), rest or allowed, shared=not rest)
+
+    def accelerator(self) -> tuple[str, User]:
+        asked, kvm = self.spec.cpu.accel, self.facts.kvm
+        user = self.user("instance.user", self.spec.instance.user, QEMU_USERS) or ROOT
+        if asked == "tcg":
+            return "tcg", user
+        if kvm.trouble is not None:
+            if asked == "kvm":
+                self.refuse(
+                    "cpu.accel", f'cannot use /dev/kvm: {kvm.trouble}; give the pod the device, or ask for "tcg"'
+                )
+            else:
+                self.remarks.append(
+                    f"no KVM ({kvm.trouble}): the guest is emulated in software (TCG), many times slower"
+                )
+            return "tcg", user
+        # /dev/kvm is opened by QEMU itself: before 8.1 it takes no descriptor for it.
+        everyone, group = stat.S_IROTH | stat.S_IWOTH, stat.S_IRGRP | stat.S_IWGRP
+        if kvm.mode & everyone == everyone:
+            return "kvm", user
+        if kvm.mode & group == group and kvm.gid != 0:
+            return "kvm", attrs.evolve(user, groups=(kvm.gid,))
+        self.remarks.append(
+            f"QEMU runs as root, because /dev/kvm (mode {kvm.mode & 0o777:o}) lets no group in; chmod it to 660 with a group"
+        )
+        return "kvm", ROOT
+
+    def user(self, where: str, asked: str, candidates: Iterable[str]) -> User | None:
+        if asked != "auto":
+            user = self.facts.users.get(asked)
+            if user is None:
+                self.refuse(where, f"user {asked!r} does not exist here; name one from /etc/passwd")
+            return user
+        return next((self.facts.users[name] for name in candidates if name in self.facts.users), None)
+
+    def memory(self) -> None:
+        asked, limit = self.spec.memory.size, self.facts.memory
+        if asked + QEMU_OVERHEAD > limit:
+            self.refuse(
+                "memory.size",
+                f"{format_size(asked)} and the {format_size(QEMU_OVERHEAD)} QEMU needs beside it do not fit into the "
+                f"{limit >> 20}MiB this pod may use; at most {max(0, (limit - QEMU_OVERHEAD) >> 20)}MiB do",
+            )
+
+    def program(self, path: PurePosixPath | None, where: str, name: str, package: str) -> PurePosixPath | None:
+        if path is None:
+            self.refuse(where, f"cannot find the program {name!r} in PATH; install the package {package}")
+        return path
+
+    def networks(self) -> Iterator[NetworkPlan]:
+        networks = self.spec.network
+        for index, (network, subnet) in enumerate(zip(networks, private_subnets(networks), strict=True)):
+            if subnet is not None:
+                yield self.private_network(index, network, subnet)
+            else:
+                bridged = self.bridged_network(index, network)
+                if bridged is not None:
+                    yield bridged
+
+    def private_network(self, index: int, network: Network, subnet: IPv4Network) -> NetworkPlan:
+        host, guest = (IPv4Interface((subnet[n], subnet.prefixlen)) for n in (1, 2))
+        return NetworkPlan(
+            bridge=f"vmbr{index}",
+            tap=f"vmtap{index}",
+            mac=network.mac or derived_mac(self.spec.instance.uuid or self.spec.instance.name, index),
+            mtu=network.mtu or 1500,
+            host=host,
+            guest=guest,
+            gateway=host.ip,
+            routes=(),
+            nameservers=(),
+            search=(),
+            pod=None,
+            vhost=self.facts.vhost_net,
+        )
+
+    def bridged_network(self, index: int, network: Network) -> NetworkPlan | None:
+        where, name = f"network[{index}].interface", network.interface or "eth0"
+        pod = self.facts.interfaces.get(name)
+        if pod is None:
+            self.refuse(where, f'there is no network interface {name!r} here; name the pod\'s, or use mode = "private"')
+            return None
+        if len(pod.addresses) != 1:
+            found = ", ".join(map(str, pod.addresses)) or "none"
+            self.refuse(where, f"{name!r} must have exactly one IPv4 address for the guest to take over, found {found}")
+            return None
+        if network.mtu is not None and network.mtu > pod.mtu:
+            self.refuse(f"network[{index}].mtu", f"{network.mtu} is more than the {pod.mtu} of {name!r}")
+        guest = pod.addresses[0]
+        gateway = next((route.gateway for route in pod.routes if route.destination.prefixlen == 0), None)
+        # Mask and gateway say everything unless the gateway is off the link or there are other routes (RFC 3442).
+        plain = all(route.destination.prefixlen == 0 and route.gateway in guest.network for route in pod.routes)
+        return NetworkPlan(
+            bridge=f"vmbr{index}",
+            tap=f"vmtap{index}",
+            mac=network.mac or pod.mac,
+            mtu=network.mtu or pod.mtu,
+            host=IPv4Interface(f"169.254.77.{index + 1}/32"),
+            guest=guest,
+            gateway=gateway,
+            routes=() if plain else pod.routes,
+            nameservers=self.facts.resolver.nameservers,
+            search=self.facts.resolver.search,
+            pod=pod,
+            vhost=self.facts.vhost_net,
+        )
+
+    def dhcp(self, networks: Iterable[NetworkPlan]) -> Iterator[DhcpPlan]:
+        for index, network in enumerate(networks):
+            program = self.program(self.facts.dnsmasq, f"network[{index}]", "dnsmasq", "dnsmasq-base")
+            if program is not None:
+                user = self.user("", "auto", DHCP_USERS) or ROOT
+                yield DhcpPlan(program, user.name, network)
+
+    def shares(self) -> Iterator[SharePlan]:
+        for index, share in enumerate(self.spec.share):
+            self.directory(f"share[{index}].path", share)
+            program = self.facts.virtiofsd
+            if program is None:
+                self.refuse(
+                    f"share[{index}]",
+                    f"cannot use virtiofsd: {self.facts.virtiofsd_trouble}; install the package virtiofsd (Debian 12: qemu-system-common)",
+                )
+                continue
+            if share.read_only and not program.read_only:
+                version = ".".join(map(str, program.version))
+                self.refuse(
+                    f"share[{index}].read_only",
+                    f"virtiofsd {version} cannot share read-only, 1.11 can; mount the directory read-only in the pod instead",
+                )
+            yield SharePlan(program, share.tag, share.path, share.read_only)
+
+    def directory(self, where: str, share: Share) -> None:
+        fact = self.fact(share.path)
+        if fact.kind != "directory":
+            self.refuse(
+                where,
+                f"{str(share.path)!r} {_is(fact)}, not a directory"
+                if fact is not MISSING
+                else f"{str(share.path)!r} does not exist",
+            )
+
+    def fact(self, path: PurePosixPath) -> FileFact:
+        return self.facts.files.get(path, MISSING)
+
+    def file(self, where: str, path: PurePosixPath | None, user: User) -> FilePlan | None:
+        if path is None:
+            return None
+        fact = self.fact(path)
+        if fact.kind == "missing":
+            self.refuse(where, f"{str(path)!r} does not exist")
+        elif fact.kind != "file":
+            self.refuse(where, f"{str(path)!r} {_is(fact)}, not a file")
+        elif fact.trouble is not None:
+            self.refuse(where, f"cannot read {str(path)!r}: {fact.trouble}")
+        return FilePlan(path, copied=not fact.everyone_reads and user.uid != 0)
+
+    def writable(self, where: str, path: PurePosixPath | None) -> None:
+        if path is None:
+            return
+        fact = self.fact(path)
+        if fact.kind != "file":
+            self.refuse(
+                where,
+                f"{str(path)!r} does not exist" if fact.kind == "missing" else f"{str(path)!r} {_is(fact)}, not a file",
+            )
+        elif fact.trouble is not None:
+            self.refuse(where, f"cannot write {str(path)!r}: {fact.trouble}")
+
+    def disk(self, index: int, disk: Disk) -> DiskPlan:
+        where, fact, name = f"disk[{index}]", self.fact(disk.path), repr(str(disk.path))
+        if fact.kind == "missing":
+            self.refuse(f"{where}.path", f"{name} does not exist")
+        elif fact.kind not in {"file", "block"}:
+            self.refuse(f"{where}.path", f"{name} {_is(fact)}, not a file or block device")
+        elif fact.trouble is not None:
+            remedy = "" if disk.read_only else "; set read_only = true if the guest shall not write"
+            self.refuse(f"{where}.path", f"cannot open {name}: {fact.trouble}{remedy}")
+        elif fact.image is not None:
+            if fact.image.format != disk.format:
+                self.refuse(f"{where}.format", f'is "{disk.format}", but {name} holds a {fact.image.format} image')
+            elif fact.image.backing is not None:
+                self.refuse(
+                    f"{where}.path",
+                    f"{name} needs the backing file {fact.image.backing!r}, which is not followed; flatten it with `qemu-img convert`",
+                )
+            elif fact.image.locked:
+                self.refuse(f"{where}.path", f"{name} is in use by another process (QEMU's image lock); stop it first")
+            elif disk.format == "raw" and (fact.size == 0 or fact.size % 512):
+                self.refuse(
+                    f"{where}.path",
+                    f"{name} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector",
+                )
+        return DiskPlan(disk.path, disk.format, disk.read_only, disk.serial)
+
+
+def _is(fact: FileFact) -> str:
+    return {
+        "file": "is a file",
+        "directory": "is a directory",
+        "block": "is a block device",
+        "character": "is a character device",
+    }.get(fact.kind, "is something special")
+
+
+def derived_mac(identity: str, index: int) -> str:
+    """Return a MAC address that stays the same as long as the instance keeps its name (or UUID).
+
+    ``52:54:00`` is QEMU's customary locally administered prefix.
+    """
+    digest = hashlib.sha256(f"{identity}/{index}".encode()).digest()
+    return "52:54:00:" + digest[:3].hex(":")
+
+
+def share_grace(grace: float, poweroff_status: int) -> ShutdownPlan:
+    """Divide *grace* seconds among the steps of a power-down: the guest gets all but a tenth (at most 3 s)."""
+    forced = min(3.0, grace / 10)
+    return ShutdownPlan(grace - forced, forced / 3, forced / 3, forced / 3, poweroff_status)

@@ -1,0 +1,62 @@
+"""A plan for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from runner.plan.instance import InstancePlan, NetworkPlan
+from runner.spec.document import format_size
+
+
+def plan_json(plan: InstancePlan) -> dict[str, Any]:
+    """Return *plan* as plain values; CPU sets, paths and addresses in their text forms."""
+    plain = attrs.asdict(plan, recurse=True, value_serializer=_plain)
+    return {"version": 1, **plain}
+
+
+def _plain(_instance: type, _attribute: object, value: object) -> object:
+    if value is None or isinstance(value, str | int | float | list | tuple | dict) or attrs.has(type(value)):
+        return value
+    return str(value)
+
+
+def plan_lines(plan: InstancePlan) -> Iterator[str]:
+    """Yield what will be done, in its order, for an operator."""
+    machine, placement = plan.machine, plan.placement
+    yield f"instance {plan.name}: {machine.vcpus} vCPUs, {format_size(machine.memory)}, {machine.accel}, CPU model {machine.cpu_model}"
+    yield f"  1 anchor     {' '.join(plan.anchor)} stays in the pod's cgroup"
+    rest = f"'{placement.float_cpus}'" + (" (shared with the vCPUs: no other CPU is left)" if placement.shared else "")
+    yield f"  2 placement  {placement.backend}: this program, dnsmasq, virtiofsd and QEMU's own threads on {rest}"
+    for number, network in enumerate(plan.networks):
+        yield f"  3 network {number}  {_network(network)}"
+    for share in plan.shares:
+        kind = "Rust" if share.program.rust else "C"
+        mode = "read-only" if share.read_only else "writable"
+        yield f"  4 share      {share.path} as {share.tag!r}, {mode}, by {share.program.path} ({kind})"
+    yield f"  5 console    {'standard output and ' if plan.console.stdout else ''}{plan.console.log}"
+    yield f"  6 machine    {machine.program} as user {machine.user.name}, paused"
+    if machine.kernel is not None:
+        yield f"               starts the kernel {machine.kernel.path}"
+    elif machine.firmware is not None:
+        yield f"               starts the firmware {machine.firmware.path}"
+    for disk in machine.disks:
+        yield f"               disk {disk.path}, {disk.format}, {'read-only' if disk.read_only else 'writable'}"
+    pins = ", ".join(f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(placement.pins))
+    yield f"  7 pins       vCPU→CPU {pins}; read back from the kernel; then the guest runs"
+    shutdown = plan.shutdown
+    yield (
+        f"  8 SIGTERM    ACPI power button for up to {shutdown.power_down:g} s, then quit, SIGTERM and SIGKILL "
+        f"within {shutdown.forced:g} s; then all of it from below"
+    )
+    for remark in plan.remarks:
+        yield f"  note: {remark}"
+
+
+def _network(network: NetworkPlan) -> str:
+    what = f"guest {network.guest} ({network.mac}, MTU {network.mtu}) on bridge {network.bridge}"
+    if network.pod is not None:
+        what += f", in the place of {network.pod.name}"
+    return what + (", vhost-net" if network.vhost else "")
