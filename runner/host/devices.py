@@ -1,0 +1,86 @@
+"""Character devices of the kernel that a machine is made of: KVM, tap, vhost-net."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import attrs
+
+from runner.errors import HostError
+from runner.host.files import Descriptor, closing, owned
+
+_KVM_GET_API_VERSION = 0xAE00
+_KVM_API_VERSION = 12
+_TUNSETIFF = 0x400454CA
+_IFF_TAP = 0x0002
+_IFF_NO_PI = 0x1000
+_IFF_VNET_HDR = 0x4000
+
+
+@attrs.frozen
+class KvmState:
+    """Whether ``/dev/kvm`` answers, and whom it lets in."""
+
+    trouble: str | None
+    gid: int = 0
+    mode: int = 0
+
+
+def read_kvm(device: Path = Path("/dev/kvm")) -> KvmState:
+    """Ask the kernel for its KVM API version (``Documentation/virt/kvm/api.rst``, 4.1)."""
+    try:
+        found = device.stat()
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        return KvmState(f"{device}: {error.strerror}")
+    with closing(fd):
+        try:
+            version = fcntl.ioctl(fd, _KVM_GET_API_VERSION)
+        except OSError as error:
+            return KvmState(f"{device}: {error.strerror}")
+    if version != _KVM_API_VERSION:
+        return KvmState(f"{device}: API version {version} instead of {_KVM_API_VERSION}")
+    return KvmState(None, found.st_gid, stat.S_IMODE(found.st_mode))
+
+
+@contextmanager
+def tap(name: str, device: Path = Path("/dev/net/tun")) -> Iterator[Descriptor]:
+    """Hold the tap interface *name* by its descriptor; it goes when the last copy of the descriptor is closed.
+
+    See ``Documentation/networking/tuntap.rst``. ``IFF_VNET_HDR`` lets the guest leave checksums and segmentation to us.
+    """
+    try:
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostError(f"cannot open {str(device)!r}; give the pod the device") from error
+    with owned(fd) as descriptor:
+        request = struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR)
+        try:
+            fcntl.ioctl(fd, _TUNSETIFF, request)
+        except OSError as error:
+            raise HostError(
+                f"cannot make the tap interface {name!r}; it takes CAP_NET_ADMIN and a name nobody has"
+            ) from error
+        yield descriptor
+
+
+def has_vhost_net(device: Path = Path("/dev/vhost-net")) -> bool:
+    """Tell whether virtio-net can be carried by the kernel here."""
+    return os.access(device, os.R_OK | os.W_OK)
+
+
+@contextmanager
+def vhost_net(device: Path = Path("/dev/vhost-net")) -> Iterator[Descriptor]:
+    """Hold one queue pair of vhost-net."""
+    try:
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostError(f"cannot open {str(device)!r}") from error
+    with owned(fd) as descriptor:
+        yield descriptor

@@ -1,0 +1,233 @@
+"""The QEMU Machine Protocol over an inherited socket.
+
+``qemu.qmp``'s own client is asyncio. Bridged to trio it hangs in ``disconnect()`` while a command is stuck, and its reader
+is a task, which may be cancelled already when a release needs a reply. Its message and error classes are used; the
+conversation is ours, and it has one rule: *whoever waits, reads*. There is no reader task and nothing to start or stop;
+who waits for a reply hands the events that arrive meanwhile to whoever asks for them next, and the other way round.
+
+Errors by whose fault they are::
+
+    MonitorError                 the conversation failed
+     ├─ MonitorClosedError       QEMU hung up: it exited, or is about to
+     └─ MonitorGarbledError      QEMU said what is not QMP
+    qemu.qmp.ExecuteError        QEMU understood the command and refused it
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import attrs
+import trio
+from qemu.qmp import ExecuteError, Message, QMPError
+from qemu.qmp.error import ProtocolError
+from qemu.qmp.models import ErrorResponse
+
+from runner.errors import HostError
+
+log = logging.getLogger(__name__)
+
+LONGEST_LINE = 4 << 20
+"""Bytes; the longest reply there is, ``query-qmp-schema``, has about 250 KiB."""
+
+KEPT_EVENTS = 1000
+"""Events kept for nobody in particular; a guest can make QEMU send them without end."""
+
+
+class MonitorError(HostError):
+    """The conversation with QEMU failed."""
+
+
+class MonitorClosedError(MonitorError):
+    """QEMU hung up."""
+
+
+class MonitorGarbledError(MonitorError):
+    """QEMU said what is not QMP."""
+
+
+@attrs.frozen
+class Event:
+    """Something QEMU tells without being asked (``qapi/*.json``)."""
+
+    name: str
+    data: Mapping[str, object]
+
+
+@attrs.frozen
+class VcpuThread:
+    """One vCPU as ``query-cpus-fast`` gives it."""
+
+    index: int
+    tid: int
+
+
+class Monitor:
+    """One conversation with one QEMU; use :meth:`greet` to begin it.
+
+    Any number of tasks may wait in its methods at once, and each may be cancelled: the reply to an abandoned command is
+    dropped when it comes. Only a command cancelled while half of it is on the wire ends the conversation.
+    """
+
+    def __init__(self, ours: socket.socket) -> None:
+        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        self._received = bytearray()
+        self._greeting: Message | None = None
+        self._expected: dict[str, Message | None] = {}
+        self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self._numbers = itertools.count(1)
+        self._sending = trio.Lock()
+        self._reading = False
+        self._news = trio.lowlevel.ParkingLot()
+        self._failure: MonitorError | None = None
+
+    async def greet(self) -> str:
+        """Wait for QEMU's greeting, enter command mode and return QEMU's version."""
+        await self._until(lambda: self._greeting is not None)
+        await self.execute("qmp_capabilities")
+        try:
+            greeting: Any = self._greeting
+            version = greeting["QMP"]["version"]["qemu"]
+            return ".".join(str(version[part]) for part in ("major", "minor", "micro"))
+        except (KeyError, TypeError) as error:
+            raise self._fail(MonitorGarbledError(f"cannot understand QEMU's greeting {self._greeting!r}")) from error
+
+    async def execute(self, command: str, arguments: Mapping[str, object] | None = None) -> object:
+        """Execute *command* and return what it returns.
+
+        Raises :exc:`qemu.qmp.ExecuteError` when QEMU refuses it, :exc:`MonitorError` when the conversation is over.
+        """
+        number = str(next(self._numbers))
+        request: dict[str, object] = {"execute": command, "id": number}
+        if arguments is not None:
+            request["arguments"] = arguments
+        message = Message(request)
+        await self._send(bytes(message) + b"\n")
+        self._expected[number] = None
+        try:
+            await self._until(lambda: self._expected[number] is not None)
+            reply = self._expected[number]
+        finally:
+            del self._expected[number]
+        assert reply is not None  # noqa: S101 - waited for
+        if "error" in reply:
+            try:
+                raise ExecuteError(ErrorResponse(reply), message, reply)
+            except (KeyError, TypeError) as error:
+                raise self._fail(
+                    MonitorGarbledError(f"cannot understand QEMU's refusal of {command!r}: {reply!r}")
+                ) from error
+        return reply["return"]
+
+    async def event(self) -> Event:
+        """Return the oldest event nobody has seen, as soon as there is one."""
+        await self._until(lambda: bool(self._events))
+        return self._events.popleft()
+
+    async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
+        """Return the threads of the vCPUs, by vCPU index (``query-cpus-fast``)."""
+        reply = await self.execute("query-cpus-fast")
+        try:
+            vcpus = cast("list[dict[str, int]]", reply)
+            return tuple(
+                sorted(
+                    (VcpuThread(vcpu["cpu-index"], vcpu["thread-id"]) for vcpu in vcpus), key=lambda vcpu: vcpu.index
+                )
+            )
+        except (KeyError, TypeError) as error:
+            raise self._fail(MonitorGarbledError(f"cannot understand QEMU's list of vCPUs: {reply!r}")) from error
+
+    def close(self) -> None:
+        """Hang up; every waiter gets :exc:`MonitorClosedError`."""
+        self._fail(MonitorClosedError("cannot talk to QEMU: the conversation was ended"))
+        self._stream.socket.close()
+
+    async def _send(self, line: bytes) -> None:
+        async with self._sending:
+            if self._failure is not None:
+                raise self._failure
+            await trio.lowlevel.checkpoint_if_cancelled()
+            try:
+                await self._stream.send_all(line)
+            except trio.BrokenResourceError as error:
+                raise self._fail(MonitorClosedError("cannot talk to QEMU: it hung up")) from error
+            except trio.Cancelled:
+                self._fail(MonitorClosedError("cannot talk to QEMU: a command was abandoned half-sent"))
+                raise
+
+    async def _until(self, happened: Callable[[], bool]) -> None:
+        """Read until something *happened*; when another task reads already, let it."""
+        while not happened():
+            if self._failure is not None:
+                raise self._failure
+            if self._reading:
+                await self._news.park()
+                continue
+            self._reading = True
+            try:
+                await self._read()
+            finally:
+                self._reading = False
+                self._news.unpark_all()
+
+    async def _read(self) -> None:
+        """Read once and take in every whole line."""
+        try:
+            data = await self._stream.receive_some(1 << 16)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise self._fail(MonitorClosedError("cannot talk to QEMU: it hung up")) from error
+        if not data:
+            rest = f" in the middle of {bytes(self._received[:80])!r}" if self._received else ""
+            raise self._fail(MonitorClosedError(f"cannot talk to QEMU: it hung up{rest}"))
+        searched = len(self._received)
+        self._received += data
+        while (end := self._received.find(b"\n", searched)) >= 0:
+            line = bytes(self._received[:end])
+            del self._received[: end + 1]
+            searched = 0
+            if line.strip():
+                self._take_in(line)
+        if len(self._received) > LONGEST_LINE:
+            raise self._fail(
+                MonitorGarbledError(f"cannot understand QEMU: it sent a line of more than {LONGEST_LINE} bytes")
+            )
+
+    def _take_in(self, line: bytes) -> None:
+        try:
+            message = Message(line)
+        except (ProtocolError, UnicodeDecodeError, RecursionError) as error:
+            raise self._fail(MonitorGarbledError(f"cannot understand QEMU: it sent {line[:80]!r}")) from error
+        if "event" in message:
+            data = message.get("data")
+            event = Event(str(message["event"]), data if isinstance(data, dict) else {})
+            log.debug("qmp event name=%s data=%s", event.name, dict(event.data))
+            self._events.append(event)
+        elif "QMP" in message:
+            self._greeting = message
+        elif (number := str(message.get("id"))) in self._expected and ("return" in message or "error" in message):
+            self._expected[number] = message
+        else:
+            log.debug("qmp message for nobody message=%r", message)
+
+    def _fail(self, failure: MonitorError) -> MonitorError:
+        """Remember the first *failure*, which ends the conversation, and return it."""
+        self._failure = self._failure or failure
+        self._news.unpark_all()
+        return self._failure
+
+
+__all__ = [
+    "Event",
+    "ExecuteError",
+    "Monitor",
+    "MonitorClosedError",
+    "MonitorError",
+    "MonitorGarbledError",
+    "QMPError",
+    "VcpuThread",
+]
