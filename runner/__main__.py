@@ -1,0 +1,193 @@
+"""The command line: arguments → command → exit status. The only ``sys.exit``, the only logging set-up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+import trio
+
+from runner.errors import RunnerError, Status, UsageError, explain
+from runner.host.outlet import Outlet
+from runner.instance.init import ASK_TO_STOP, Streams, Verdict, plan_here, run_as_init
+from runner.plan.argv import pasteable
+from runner.plan.render import plan_json, plan_lines
+
+log = logging.getLogger("runner")
+
+TERMINATION_LOG = Path("/dev/termination-log")
+"""Where Kubernetes looks for a container's last words (``terminationMessagePath``)."""
+
+STATUS_HELP = "exit statuses:\n" + "\n".join(f"  {status.value:3} {status.name.lower()}" for status in Status)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that *argv* names and return its exit status."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.command(arguments)
+    except RunnerError as error:
+        print(f"{parser.prog}: {explain(error)}", file=sys.stderr)
+        return error.status
+    except BrokenPipeError:  # whoever read our output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="instance-runner",
+        description="Runs one virtual machine in one pod, every vCPU alone on its own CPU.",
+        epilog=STATUS_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('instance-runner')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser(
+        "run",
+        help="run an instance as PID 1, until it ends or SIGTERM ends it",
+        epilog=f"example: env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml\n\n{STATUS_HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_spec(run)
+    run.add_argument(
+        "--not-pid1", action="store_true", help="run although this is not PID 1 (development): become a subreaper"
+    )
+    run.add_argument(
+        "--termination-log",
+        type=Path,
+        metavar="FILE",
+        help=f"write how it ended there, as one JSON line (default: {TERMINATION_LOG} if it exists)",
+    )
+    run.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="what is logged (default: info)",
+    )
+    run.set_defaults(command=_run)
+
+    plan = commands.add_parser(
+        "plan",
+        help="say what run would do here; touches nothing",
+        epilog="example: instance-runner plan spec.toml --show-argv > by-hand.sh",
+    )
+    _add_spec(plan)
+    shape = plan.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="the plan as JSON")
+    shape.add_argument("--show-argv", action="store_true", help="the same machine as a shell script to paste")
+    plan.set_defaults(command=_plan)
+    return parser
+
+
+def _add_spec(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help="the instance's document, TOML or JSON; - reads standard input")
+    parser.add_argument(
+        "--state-dir",
+        type=_absolute,
+        default=PurePosixPath("/run/instance-runner"),
+        metavar="DIR",
+        help="where receipt.json and console.log are (default: %(default)s)",
+    )
+
+
+def _absolute(text: str) -> PurePosixPath:
+    return PurePosixPath(os.path.abspath(text))  # noqa: PTH100 - pure afterwards
+
+
+def _read(spec: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if spec == "-" else Path(spec).read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read the spec {spec!r}") from error
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    plan = trio.run(plan_here, arguments.spec, _read(arguments.spec), arguments.state_dir)
+    if arguments.show_argv:
+        print(pasteable(plan), end="")
+    elif arguments.json:
+        print(json.dumps(plan_json(plan), indent=1))
+    else:
+        print("\n".join(plan_lines(plan)))
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # For an entry point that forgot `env --block-signal`: late, but better than never.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
+    with Outlet(1) as stdout, Outlet(2) as stderr:
+        _set_up_logging(stderr, arguments.log_level)
+        try:
+            data = _read(arguments.spec)
+            run = partial(
+                run_as_init,
+                arguments.spec,
+                data,
+                arguments.state_dir,
+                Streams(stdout, stderr),
+                pid1=not arguments.not_pid1,
+            )
+            verdict = trio.run(run)
+        except RunnerError as error:
+            verdict = Verdict(error.status, error.status.name.lower(), explain(error))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is ours
+            log.error("this is a bug of instance-runner:\n%s", "".join(traceback.format_exception(error)))  # noqa: TRY400
+            verdict = Verdict(Status.BUG, "bug", f"{type(error).__name__}: {error}")
+        level = logging.INFO if verdict.status == Status.STOPPED else logging.ERROR
+        for line in verdict.detail.splitlines():
+            log.log(level, "%s", line)
+        log.info("ended outcome=%s status=%d faults=%d", verdict.outcome, verdict.status, len(verdict.faults))
+        _leave_word(arguments.termination_log, verdict)
+    return int(verdict.status)
+
+
+def _leave_word(path: Path | None, verdict: Verdict) -> None:
+    """Write the termination log: without *path*, where Kubernetes put one."""
+    try:
+        if path is not None or TERMINATION_LOG.exists():
+            (path or TERMINATION_LOG).write_text(json.dumps(verdict.to_json()) + "\n")
+    except OSError as error:
+        log.warning("cannot write the termination log: %s", error.strerror)
+
+
+class _LogHandler(logging.Handler):
+    """Writes to an outlet, which never waits."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        super().__init__()
+        self._outlet = outlet
+
+    def emit(self, record: logging.LogRecord) -> None:
+        moment = time.strftime("%H:%M:%S", time.gmtime(record.created))
+        for line in record.getMessage().splitlines():
+            text = f"{moment}.{record.msecs:03.0f} {record.levelname.lower():7} {line}\n"
+            self._outlet.write(text.encode(errors="backslashreplace"))
+
+
+def _set_up_logging(stderr: Outlet, level: str) -> None:
+    root = logging.getLogger()
+    root.addHandler(_LogHandler(stderr))
+    root.setLevel(level.upper())
+
+
+def entry() -> None:
+    """Be the program ``instance-runner``."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,135 @@
+"""The duties of an init process around one instance: signals, orphans, the first look and the last word."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import PurePosixPath
+
+import attrs
+import trio
+
+from runner.errors import RefusedError, RunnerError, Status, explain
+from runner.host.network import Network, network_helper
+from runner.host.outlet import Outlet
+from runner.host.processes import become_subreaper, dying_with_us, signal_name
+from runner.instance.host import Faults, Host, StopRequest, capture, open_host
+from runner.instance.lifecycle import run_instance
+from runner.instance.survey import survey
+from runner.plan.instance import InstancePlan, plan_instance
+from runner.spec.instance import InstanceSpec, parse_instance
+
+log = logging.getLogger(__name__)
+
+ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that mean: end the instance. They must be blocked when Python starts and are unblocked here."""
+
+
+@attrs.frozen
+class Verdict:
+    """How it went: what the exit status and the termination log are made of."""
+
+    status: int
+    outcome: str
+    detail: str
+    faults: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as written to the termination log."""
+        return {"status": self.status, "outcome": self.outcome, "detail": self.detail, "faults": list(self.faults)}
+
+
+@attrs.frozen
+class Streams:
+    """Where this process speaks."""
+
+    stdout: Outlet
+    stderr: Outlet
+
+
+async def run_as_init(
+    source: str, data: bytes, state_directory: PurePosixPath, streams: Streams, *, pid1: bool
+) -> Verdict:
+    """Run the instance that the document *data* describes, from the first signal to the last child.
+
+    Never raises for what is not this program's own fault. Without *pid1* orphans are adopted by asking for it.
+    """
+    stop, faults = StopRequest(), Faults()
+    try:
+        if pid1 and os.getpid() != 1:
+            raise RefusedError(
+                f"cannot run as process {os.getpid()}: only PID 1 of a container is told of every orphan and takes everything with it "
+                "when it ends; make it the ENTRYPOINT, or say --not-pid1 for a test"
+            )
+        if not pid1:
+            become_subreaper()
+        spec = parse_instance(source, data)
+    except RunnerError as error:
+        return _refused(error)
+    with trio.open_signal_receiver(*ASK_TO_STOP) as signals:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            async with open_host(stop, faults, () if pid1 else dying_with_us()) as host:
+                with (
+                    host.observed(partial(_obey, signals, stop)),
+                    host.observed(streams.stdout.drain),
+                    host.observed(streams.stderr.drain),
+                ):
+                    verdict = await _run(source, spec, host, state_directory, streams.stdout)
+        finally:
+            # What arrives from here on comes too late to change anything, and must not become our own death: trio
+            # raises again what its receiver has not delivered.
+            signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
+    if faults.sentences:
+        return attrs.evolve(verdict, status=Status.DIRTY, faults=tuple(faults.sentences))
+    return verdict
+
+
+async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) -> InstancePlan:
+    """Return what :func:`run_as_init` would do on this host; touches nothing. Raises :exc:`~runner.errors.RunnerError`."""
+    spec = parse_instance(source, data)
+    async with open_host(StopRequest(), Faults(), dying_with_us()) as host:
+        result = await capture(partial(_plan, source, spec, host, state_directory))
+    return result()
+
+
+async def _plan(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath) -> InstancePlan:
+    async with _helped(host, spec) as network:
+        return plan_instance(source, spec, await survey(spec, host, network, state_directory))
+
+
+async def _run(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath, stdout: Outlet) -> Verdict:
+    """Run *spec*; errors end here, below the root's nursery, which would wrap them."""
+    try:
+        async with _helped(host, spec) as network:
+            plan = plan_instance(source, spec, await survey(spec, host, network, state_directory))
+            for remark in plan.remarks:
+                log.warning("%s", remark)
+            ended = await run_instance(plan, host, network, stdout)
+    except RunnerError as error:
+        return _refused(error)
+    status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
+    return Verdict(status, ended.status.name.lower(), ended.detail)
+
+
+def _refused(error: RunnerError) -> Verdict:
+    return Verdict(error.status, error.status.name.lower(), explain(error))
+
+
+@asynccontextmanager
+async def _helped(host: Host, spec: InstanceSpec) -> AsyncIterator[Network | None]:
+    """Hold a network helper when there are networks: started first, it imports while everything else is read."""
+    if not spec.network:
+        yield None
+        return
+    async with network_helper(host.processes) as network:
+        yield network
+
+
+async def _obey(signals: AsyncIterator[int], stop: StopRequest) -> None:
+    async for number in signals:
+        stop.ask(signal_name(number))

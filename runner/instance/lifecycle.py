@@ -1,0 +1,96 @@
+"""The life of one instance: what is held, in which order, and how it ends.
+
+The order of the lines in :func:`run_instance` is the order of the start, and read from below the order of the teardown.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from runner.errors import Status
+from runner.host import files
+from runner.host.network import Network
+from runner.host.outlet import Outlet
+from runner.host.processes import Command
+from runner.instance.host import Host, StopRequestedError, first_of
+from runner.instance.machine import Ended, Machine, Wiring, paused_machine
+from runner.instance.placement import Receipt, Seat, confined, placed
+from runner.instance.services import Shares, console_shown, death_of, dhcp_served, kept_alive, networked, shared
+from runner.plan.instance import InstancePlan, ShutdownPlan
+
+log = logging.getLogger(__name__)
+
+
+async def run_instance(plan: InstancePlan, host: Host, network: Network | None, stdout: Outlet) -> Ended:
+    """Hold everything *plan* names for as long as the guest runs, and return how it ended.
+
+    Raises :exc:`~runner.errors.RunnerError` when the start failed; whatever was acquired has been released then, and
+    what could not be released is in ``host.faults``.
+    """
+    try:
+        async with (
+            _state(host, plan) as directory,
+            kept_alive(host, Command("anchor", plan.anchor)) as anchor,
+            placed(host, plan.placement, anchor) as seat,
+            networked(host, plan.networks, network) as taps,
+            dhcp_served(host, plan.dhcp),
+            shared(host, plan.shares, directory) as shares,
+            console_shown(host, plan.console, stdout) as console,
+            paused_machine(host, plan.machine, plan.shutdown, Wiring(taps, shares, console), plan.patience) as machine,
+            _receipted(host, plan, seat, machine),
+        ):
+            host.stop.check()
+            await machine.resume()
+            log.info("the guest runs")
+            return await _until_the_end(host, plan.shutdown, machine, shares)
+    except StopRequestedError:
+        return Ended(Status.STOPPED, "asked to stop before the guest ran")
+
+
+async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, shares: Shares) -> Ended:
+    """Wait for the guest's end, a request to stop, or the death of what the guest needs; then the guest is powered down."""
+
+    async def asked() -> Ended:
+        await host.stop.asked()
+        return Ended(Status.STOPPED, "")
+
+    async def lost() -> Ended:
+        dead = await shares.died()
+        log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
+        return Ended(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")
+
+    ended = await first_of(machine.ended, asked, lost)
+    if machine.process.returncode is not None or ended.status not in {Status.STOPPED, Status.SERVICE_DIED}:
+        return ended
+    powered_down = await machine.power_down(plan)
+    return powered_down if ended.status is Status.STOPPED else ended
+
+
+@asynccontextmanager
+async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
+    """Hold a descriptor of the state directory; it is removed at the end unless something is kept in it."""
+    with files.directory(plan.state_directory) as directory:
+        try:
+            yield directory
+        finally:
+            with host.faults.recorded("remove the state directory"):
+                files.remove_directory_if_empty(plan.state_directory)
+
+
+@asynccontextmanager
+async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machine) -> AsyncIterator[Receipt]:
+    """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
+    vcpus = await host.unless_stopped(machine.vcpu_threads)
+    receipt = await confined(host, seat, plan.placement, machine.process, vcpus)
+    for line in receipt.table():
+        log.info("placement: %s", line)
+    path = plan.state_directory / "receipt.json"
+    files.publish(path, json.dumps(receipt.to_json(), indent=1).encode() + b"\n")
+    try:
+        yield receipt
+    finally:
+        with host.faults.recorded("remove the receipt"):
+            files.remove(path)

@@ -1,0 +1,228 @@
+"""QEMU: born paused, resumed once, powered down, gone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+
+import attrs
+import trio
+
+from runner.errors import HostError, Status, explain
+from runner.host import files
+from runner.host.processes import Command, Process
+from runner.host.qmp import Event, ExecuteError, Monitor, MonitorError, QMPError, VcpuThread
+from runner.host.sockets import Socket, connected_pair
+from runner.instance.host import Host, first_of
+from runner.instance.services import Shares, Tap, death_of
+from runner.plan.argv import Descriptors, qemu_argv
+from runner.plan.instance import FilePlan, MachinePlan, ShutdownPlan
+
+log = logging.getLogger(__name__)
+
+PRESSED_EVERY = 1.0
+"""Seconds between two presses of the power button: a guest that is still booting does not hear the first ones."""
+
+EXITS_WITHIN = 1.0
+"""Seconds between the end of the QMP conversation and QEMU's exit, when it is QEMU that ends."""
+
+
+@attrs.frozen
+class Wiring:
+    """The ends that QEMU gets a copy of; ours are closed then, so that each end sees the other's death."""
+
+    taps: Sequence[Tap]
+    shares: Shares
+    console: Socket
+
+    def let_go(self) -> None:
+        """Close our copies."""
+        self.console.close()
+        for tap in self.taps:
+            tap.tap.close()
+            if tap.vhost is not None:
+                tap.vhost.close()
+        for connection in self.shares.sockets:
+            connection.close()
+
+
+@attrs.frozen
+class Ended:
+    """Why the guest does not run any more."""
+
+    status: Status
+    detail: str
+
+
+_REASONS = {
+    "guest-shutdown": Ended(Status.GUEST_SHUTDOWN, "the guest shut itself down"),
+    "guest-reset": Ended(Status.GUEST_RESET, "the guest rebooted"),
+    "guest-panic": Ended(Status.GUEST_PANICKED, "the guest's kernel panicked"),
+}
+"""The guest's own reasons among ``ShutdownCause`` (``qapi/run-state.json``); every other one is QEMU's or ours."""
+
+
+class Machine:
+    """One QEMU that has greeted."""
+
+    def __init__(self, process: Process, monitor: Monitor) -> None:
+        self.process = process
+        self._monitor = monitor
+        self._end: Ended | None = None
+
+    async def greeted(self) -> str:
+        """Wait for QEMU to greet, and return its version, or say what it said instead."""
+        try:
+            return await self._monitor.greet()
+        except (MonitorError, ExecuteError) as error:
+            with trio.move_on_after(EXITS_WITHIN):
+                await self.process.wait()
+                raise HostError(f"cannot start QEMU: it {self.process.how_it_ended()}") from None
+            raise HostError("cannot start QEMU") from error
+
+    async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
+        """Return the vCPUs' threads by index."""
+        return await self._monitor.vcpu_threads()
+
+    async def resume(self) -> None:
+        """Let the guest run."""
+        await self._monitor.execute("cont")
+
+    async def ended(self) -> Ended:
+        """Return why the guest does not run any more, as soon as that is so."""
+        return await first_of(self._stopped_running, self._exited)
+
+    async def _stopped_running(self) -> Ended:
+        try:
+            # Remembered, because QEMU says it once and whoever hears it may have been given up on in that very moment.
+            while self._end is None:
+                self._end = _meaning(await self._monitor.event())
+        except MonitorError as error:
+            with trio.move_on_after(EXITS_WITHIN):
+                return await self._exited()
+            return Ended(Status.MACHINE_DIED, f"QEMU can no longer be controlled: {explain(error)}")
+        return self._end
+
+    async def _exited(self) -> Ended:
+        await self.process.wait()
+        return Ended(death_of("qemu").status, f"QEMU {self.process.how_it_ended()}")
+
+    async def power_down(self, plan: ShutdownPlan) -> Ended:
+        """Ask the guest to power down, again and again, within its share of the grace period.
+
+        Returns with ``STOPPED`` if it did, ``FORCED_OFF`` if its time ran out, else what became of it instead.
+        """
+        with trio.move_on_after(plan.power_down):
+            ended = await first_of(self.ended, self._press_power_button)
+            # It went down because we asked; a reboot is its way to say so when the button means reboot to it.
+            if ended.status in {Status.GUEST_SHUTDOWN, Status.GUEST_RESET}:
+                return Ended(Status.STOPPED, "the guest powered down when asked to")
+            return ended
+        return Ended(
+            Status.FORCED_OFF, f"the guest did not power down within {plan.power_down:g} s and was switched off"
+        )
+
+    async def _press_power_button(self) -> Ended:
+        """Press for ever; a QEMU that does not answer is pressed no more, because its reply may never come."""
+        try:
+            await self._monitor.execute("set-action", {"reboot": "shutdown"})
+            while True:
+                await self._monitor.execute("system_powerdown")
+                await trio.sleep(PRESSED_EVERY)
+        except QMPError as error:
+            log.warning("cannot press the power button: %s", error)
+        except MonitorError as error:
+            log.warning("%s", explain(error))
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async def quit(self, plan: ShutdownPlan, host: Host) -> None:
+        """End QEMU: ``quit``, SIGTERM, SIGKILL, each within its share; cannot be cancelled."""
+        with trio.CancelScope(shield=True):
+            with trio.move_on_after(plan.quit):
+                await first_of(self._quit, self.process.wait)
+            if self.process.returncode is None:
+                log.warning("QEMU does not quit; it gets a SIGTERM")
+            await host.processes.stop(self.process, plan.terminate)
+
+    async def _quit(self) -> int:
+        try:
+            await self._monitor.execute("quit")
+        except (MonitorError, QMPError) as error:
+            log.debug("quit was not answered: %s", error)
+        return await self.process.wait()
+
+
+def _meaning(event: Event) -> Ended | None:
+    """Return what *event* says about the guest's end, if anything."""
+    if event.name == "SHUTDOWN":
+        reason = str(event.data.get("reason"))
+        return _REASONS.get(reason) or Ended(
+            Status.MACHINE_DIED, f"QEMU shut down by itself, giving the reason {reason!r}"
+        )
+    if event.name == "GUEST_PANICKED":
+        return _REASONS["guest-panic"]
+    if event.name == "RESET":
+        log.info("the guest was reset reason=%s", event.data.get("reason"))
+    return None
+
+
+@asynccontextmanager
+async def paused_machine(
+    host: Host, plan: MachinePlan, shutdown: ShutdownPlan, wiring: Wiring, patience: float
+) -> AsyncIterator[Machine]:
+    """Hold a QEMU that has greeted, within *patience* seconds, and whose guest has not run yet."""
+    with connected_pair("QMP") as (ours, theirs):
+        process = _spawn(host, plan, theirs, wiring)
+        machine = Machine(process, Monitor(ours))
+        try:
+            theirs.close()
+            wiring.let_go()
+            with _greeting_expected(process, patience):
+                version = await host.unless_stopped(machine.greeted)
+            log.info("QEMU is up pid=%d version=%s", process.pid, version)
+            yield machine
+        finally:
+            with host.faults.recorded("end QEMU"):
+                await machine.quit(shutdown, host)
+
+
+@contextmanager
+def _greeting_expected(process: Process, patience: float) -> Iterator[None]:
+    try:
+        with trio.fail_after(patience):
+            yield
+    except trio.TooSlowError:
+        raise HostError(
+            f"cannot start QEMU: it has said nothing on QMP for {patience:g} s (pid {process.pid})"
+        ) from None
+
+
+def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring) -> Process:
+    """Start QEMU with a copy of everything it needs, and hold none of it afterwards."""
+    with ExitStack() as held:
+
+        def file(found: FilePlan) -> int:
+            return held.enter_context(files.copied(found.path) if found.copied else files.opened(found.path))
+
+        named = {"kernel": plan.kernel, "initrd": plan.initrd, "firmware": plan.firmware}
+        numbers = {name: file(found) for name, found in named.items() if found is not None}
+        if plan.firmware_vars is not None:
+            numbers["firmware-vars"] = held.enter_context(files.opened(plan.firmware_vars, write=True))
+        for index, disk in enumerate(plan.disks):
+            numbers[f"disk{index}"] = held.enter_context(files.opened(disk.path, write=not disk.read_only))
+        descriptors = Descriptors(
+            qmp=qmp.fileno(),
+            console=wiring.console.fileno(),
+            ram=held.enter_context(files.memory(f"{plan.name}-ram", plan.memory)),
+            files=numbers,
+            taps=tuple(tap.tap.number for tap in wiring.taps),
+            vhosts=tuple(None if tap.vhost is None else tap.vhost.number for tap in wiring.taps),
+            shares=tuple(connection.fileno() for connection in wiring.shares.sockets),
+        )
+        argv = tuple(qemu_argv(plan, descriptors))
+        user = plan.user
+        if user.uid == 0:
+            return host.processes.spawn(Command("qemu", argv, descriptors.numbers()))
+        return host.processes.spawn(Command("qemu", argv, descriptors.numbers(), user.uid, user.gid, user.groups))

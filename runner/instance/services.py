@@ -1,0 +1,234 @@
+"""The processes beside QEMU, and what the death of each means."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
+
+import attrs
+import trio
+
+from runner.errors import RunnerError, Status, explain
+from runner.host import devices, files
+from runner.host.network import Bridge, Network, network_helper
+from runner.host.outlet import Outlet
+from runner.host.processes import Command, Process
+from runner.host.sockets import Socket, connected_pair, listening_pair
+from runner.instance.host import Host, first_of
+from runner.instance.survey import pod_link
+from runner.plan.argv import dnsmasq_argv, virtiofsd_argv
+from runner.plan.instance import ConsolePlan, DhcpPlan, NetworkPlan, SharePlan
+
+log = logging.getLogger(__name__)
+
+STOPPED_WITHIN = 2.0
+"""Seconds a service may take to end after SIGTERM."""
+
+REMOVED_WITHIN = 5.0
+"""Seconds the kernel may take to take down the networks."""
+
+FLUSHED_WITHIN = 0.25
+"""Seconds given to what the guest said last, when QEMU has gone already."""
+
+
+@attrs.frozen
+class Restart:
+    """Start it again: at first after *first* seconds, then after twice as long each time, up to *longest*."""
+
+    first: float
+    longest: float
+    forgiven: float = 10.0
+    """Seconds of life after which earlier deaths are forgotten."""
+
+
+@attrs.frozen
+class EndInstance:
+    """The guest cannot live without it: power down and exit with *status*."""
+
+    status: Status
+
+
+DEATHS: Mapping[str, Restart | EndInstance] = {
+    "anchor": Restart(first=0.0, longest=5.0),  # at once: the pod's cgroup must not stay empty
+    "dnsmasq": Restart(first=0.1, longest=10.0),  # the guest keeps its address meanwhile
+    "virtiofsd": EndInstance(Status.SERVICE_DIED),  # QEMU cannot reconnect
+    "qemu": EndInstance(Status.MACHINE_DIED),
+}
+"""What the death of each child means, by its role."""
+
+
+def death_of(role: str) -> EndInstance:
+    """Return what the death of *role* means, for one that ends the instance."""
+    meaning = DEATHS[role]
+    assert isinstance(meaning, EndInstance)  # noqa: S101 - a table of ours
+    return meaning
+
+
+@attrs.define
+class Keeper:
+    """A child that is started again whenever it ends."""
+
+    process: Process
+    restarts: int = 0
+
+
+@asynccontextmanager
+async def kept_alive(host: Host, command: Command) -> AsyncIterator[Keeper]:
+    """Hold a daemon that is started again, as :data:`DEATHS` says, whenever it ends."""
+    policy = DEATHS[command.role]
+    assert isinstance(policy, Restart)  # noqa: S101 - a table of ours
+    keeper = Keeper(host.processes.spawn(command))
+    try:
+        with host.observed(lambda: _keep(host, command, policy, keeper)):
+            yield keeper
+    finally:
+        with host.faults.recorded(f"stop {command.role}"):
+            await host.processes.stop(keeper.process, STOPPED_WITHIN)
+
+
+async def _keep(host: Host, command: Command, policy: Restart, keeper: Keeper) -> None:
+    pause = policy.first
+    while True:
+        born = trio.current_time()
+        await keeper.process.wait()
+        if trio.current_time() - born > policy.forgiven:
+            pause = policy.first
+        log.warning("%s %s; starting it again pause=%.1fs", command.role, keeper.process.how_it_ended(), pause)
+        await trio.sleep(pause)
+        pause = min(max(2 * pause, 0.1), policy.longest)
+        try:
+            keeper.process = host.processes.spawn(command)
+            keeper.restarts += 1
+        except RunnerError as error:
+            log.warning("%s", explain(error))
+
+
+@attrs.frozen
+class Tap:
+    """One guest interface's ends; both are closed here once QEMU has its copies."""
+
+    tap: files.Descriptor
+    vhost: files.Descriptor | None
+
+
+@asynccontextmanager
+async def networked(
+    host: Host, plans: Sequence[NetworkPlan], network: Network | None
+) -> AsyncIterator[tuple[Tap, ...]]:
+    """Hold every network of the guest: taps by descriptor, each on a bridge of its own."""
+    if network is None:
+        yield ()
+        return
+    bridges = [_bridge(plan) for plan in plans]
+    with ExitStack() as held:
+        taps = tuple(
+            Tap(
+                held.enter_context(devices.tap(plan.tap)),
+                held.enter_context(devices.vhost_net()) if plan.vhost else None,
+            )
+            for plan in plans
+        )
+        try:
+            # Inside, because a builder that is cut short may have built something; removing what is not there is no matter.
+            await network.build(bridges)
+            await network.dismiss()  # before anything is counted that may run on the vCPUs' CPUs
+            yield taps
+        finally:
+            with host.faults.recorded("give back the network"), trio.CancelScope(shield=True):
+                async with network_helper(host.processes) as remover:
+                    with trio.fail_after(REMOVED_WITHIN):
+                        await remover.remove(bridges)
+
+
+def _bridge(plan: NetworkPlan) -> Bridge:
+    pod = None if plan.pod is None else pod_link(plan.pod)
+    return Bridge(plan.bridge, plan.tap, str(plan.host), plan.mtu, plan.mac, pod)
+
+
+@asynccontextmanager
+async def dhcp_served(host: Host, plans: Sequence[DhcpPlan]) -> AsyncIterator[None]:
+    """Hold a dnsmasq on every bridge."""
+    async with AsyncExitStack() as held:
+        for plan in plans:
+            await held.enter_async_context(kept_alive(host, Command("dnsmasq", tuple(dnsmasq_argv(plan)))))
+        yield
+
+
+@attrs.frozen
+class Shares:
+    """The virtiofsd of each share, and the connection of each that waits for QEMU."""
+
+    daemons: tuple[Process, ...] = ()
+    sockets: tuple[Socket, ...] = ()
+
+    async def died(self) -> Process:
+        """Return the first daemon that ends; never without shares."""
+        if not self.daemons:
+            await trio.sleep_forever()
+
+        async def ended(daemon: Process) -> Process:
+            await daemon.wait()
+            return daemon
+
+        return await first_of(*(partial(ended, daemon) for daemon in self.daemons))
+
+
+@asynccontextmanager
+async def shared(host: Host, plans: Sequence[SharePlan], directory: int) -> AsyncIterator[Shares]:
+    """Hold a virtiofsd for every share, each listening before it is born."""
+    async with AsyncExitStack() as held:
+        pairs = [await held.enter_async_context(_share(host, plan, directory)) for plan in plans]
+        yield Shares(tuple(daemon for daemon, _ in pairs), tuple(client for _, client in pairs))
+
+
+@asynccontextmanager
+async def _share(host: Host, plan: SharePlan, directory: int) -> AsyncIterator[tuple[Process, Socket]]:
+    with listening_pair(f"the share {plan.tag!r}", directory) as (listener, client):
+        command = Command("virtiofsd", tuple(virtiofsd_argv(plan, f"--fd={listener.fileno()}")), (listener.fileno(),))
+        daemon = host.processes.spawn(command)
+        try:
+            listener.close()
+            yield daemon, client
+        finally:
+            client.close()  # the daemon ends by itself when nobody is connected
+            with host.faults.recorded(f"stop the virtiofsd of {plan.tag!r}"):
+                await host.processes.stop(daemon, STOPPED_WITHIN)
+
+
+@asynccontextmanager
+async def console_shown(host: Host, plan: ConsolePlan, stdout: Outlet) -> AsyncIterator[Socket]:
+    """Hold the far end of the serial console; what the guest says there goes to *stdout* and to the log file."""
+    with connected_pair("the serial console") as (ours, theirs), files.owned(files.append(plan.log)) as log_file:
+        ours.setblocking(False)
+        silent = trio.Event()
+        with host.observed(partial(_copy_console, ours, stdout if plan.stdout else None, log_file, silent)):
+            try:
+                yield theirs
+            finally:
+                theirs.close()
+                with trio.move_on_after(FLUSHED_WITHIN, shield=True):
+                    await silent.wait()
+
+
+async def _copy_console(ours: Socket, stdout: Outlet | None, log_file: files.Descriptor, silent: trio.Event) -> None:
+    stream = trio.socket.from_stdlib_socket(ours)
+    while data := await _received(stream):
+        if stdout is not None:
+            stdout.write(data)
+        try:
+            if log_file.number >= 0:
+                os.write(log_file.number, data)
+        except OSError as error:
+            log.warning("the console's log file is given up: %s", error.strerror)
+            log_file.close()
+    silent.set()
+
+
+async def _received(stream: trio.socket.SocketType) -> bytes:
+    try:
+        return await stream.recv(1 << 16)
+    except OSError:  # QEMU went with input of ours unread
+        return b""

@@ -1,0 +1,152 @@
+"""Reads of the host what a plan needs to know; touches nothing."""
+
+from __future__ import annotations
+
+import logging
+import pwd
+import re
+from collections.abc import Iterable, Iterator
+from ipaddress import AddressValueError, IPv4Address, IPv4Interface, IPv4Network
+from pathlib import PurePosixPath
+
+import trio
+
+from runner.errors import HostError
+from runner.host.devices import has_vhost_net, read_kvm
+from runner.host.files import find_program, look, memory_limits, read_text
+from runner.host.network import Link, LinkRoute, Network
+from runner.host.processes import Command
+from runner.host.scheduler import read_mask
+from runner.instance.host import Host
+from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Resolver, Route, User, Virtiofsd
+from runner.plan.instance import DHCP_USERS, QEMU_USERS
+from runner.spec.instance import InstanceSpec
+
+VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
+SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
+CGROUP_ROOT = PurePosixPath("/sys/fs/cgroup")
+ANSWERS_WITHIN = 5.0
+"""Seconds a program may take to say its version."""
+
+
+async def survey(spec: InstanceSpec, host: Host, network: Network | None, state_directory: PurePosixPath) -> HostFacts:
+    """Return what *spec*'s plan needs to know of this host; *network* is needed only by networks."""
+    virtiofsd, trouble = await _virtiofsd(host) if spec.share else (None, "")
+    kvm = read_kvm()
+    return HostFacts(
+        allowed_cpus=read_mask(),
+        memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, host.procfs.cgroup()), 1 << 62),
+        state_directory=state_directory,
+        qemu=find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES),
+        dnsmasq=find_program("dnsmasq", SYSTEM_DIRECTORIES),
+        sleep=find_program("sleep", SYSTEM_DIRECTORIES),
+        virtiofsd=virtiofsd,
+        virtiofsd_trouble=trouble,
+        files=dict(_files(spec)),
+        users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
+        kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode),
+        vhost_net=bool(spec.network) and has_vhost_net(),
+        interfaces=await _interfaces(spec, network),
+        resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
+    )
+
+
+def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
+    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware):
+        if path is not None:
+            yield path, _file(path)
+    if spec.boot.firmware_vars is not None:
+        yield spec.boot.firmware_vars, _file(spec.boot.firmware_vars, write=True)
+    for disk in spec.disk:
+        yield disk.path, _file(disk.path, write=not disk.read_only, image=True)
+    for share in spec.share:
+        yield share.path, _file(share.path)
+
+
+def _file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:
+    found = look(path, write=write, image=image)
+    said = None if found.image is None else ImageFact(found.image.format, found.image.backing, found.image.locked)
+    return FileFact(found.kind, found.size, found.trouble, found.everyone_reads, said)
+
+
+def _users(names: Iterable[str]) -> Iterator[tuple[str, User]]:
+    for name in names:
+        try:
+            entry = pwd.getpwnam(name)
+        except KeyError:
+            continue
+        yield name, User(name, entry.pw_uid, entry.pw_gid)
+
+
+async def _interfaces(spec: InstanceSpec, network: Network | None) -> dict[str, Interface]:
+    names = sorted({each.interface or "eth0" for each in spec.network if each.mode == "bridge"})
+    if not names or network is None:
+        return {}
+    return {name: _interface(link) for name, link in (await network.read_links(names)).items()}
+
+
+def _interface(link: Link) -> Interface:
+    addresses = tuple(map(IPv4Interface, link.addresses))
+    return Interface(link.name, link.mac, link.mtu, addresses, tuple(map(_route, link.routes)))
+
+
+def _route(route: LinkRoute) -> Route:
+    gateway = IPv4Address(route.gateway) if route.gateway else None
+    source = IPv4Address(route.source) if route.source else None
+    return Route(IPv4Network(route.destination), gateway, source, route.metric, route.onlink)
+
+
+def pod_link(interface: Interface) -> Link:
+    """Return *interface* as ``host/network.py`` takes it; the inverse of what the survey reads."""
+    routes = tuple(
+        LinkRoute(str(each.destination), _text(each.gateway), _text(each.source), each.metric, each.onlink)
+        for each in interface.routes
+    )
+    return Link(interface.name, interface.mac, interface.mtu, tuple(map(str, interface.addresses)), routes)
+
+
+def _text(address: IPv4Address | None) -> str:
+    return "" if address is None else str(address)
+
+
+def parse_resolver(text: str) -> Resolver:
+    """Parse ``resolv.conf(5)``; IPv6 servers and loopback ones, which mean nothing to a guest, are left out."""
+    nameservers: list[IPv4Address] = []
+    search: tuple[str, ...] = ()
+    for line in text.splitlines():
+        word, *rest = line.split() or [""]
+        if word == "nameserver" and rest:
+            try:
+                address = IPv4Address(rest[0])
+            except AddressValueError:
+                continue
+            if not address.is_loopback:
+                nameservers.append(address)
+        elif word in {"search", "domain"}:
+            search = tuple(name for name in rest if re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name) and name != ".")
+    return Resolver(tuple(nameservers), search)
+
+
+async def _virtiofsd(host: Host) -> tuple[Virtiofsd | None, str]:
+    path = find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)
+    if path is None:
+        return None, "not found in PATH, " + ", ".join(VIRTIOFSD_DIRECTORIES)
+    try:
+        async with host.processes.daemon(
+            Command("virtiofsd-version", (str(path), "--version"), level=logging.DEBUG), 0
+        ) as asked:
+            with trio.move_on_after(ANSWERS_WITHIN):
+                await asked.wait()
+            said = " ".join(asked.last_words)
+    except HostError as error:
+        return None, str(error)
+    found = parse_virtiofsd_version(path, said)
+    return found, f"{path} says {said!r} when asked for its version"
+
+
+def parse_virtiofsd_version(path: PurePosixPath, said: str) -> Virtiofsd | None:
+    """Tell which virtiofsd says *said*: ``virtiofsd 1.13.2`` is the one in Rust, ``virtiofsd version 7.2.22 …`` QEMU's in C."""
+    match = re.match(r"virtiofsd (?:backend )?(version )?v?([0-9]+(?:\.[0-9]+)*)", said)
+    if match is None:
+        return None
+    return Virtiofsd(path, rust=match[1] is None, version=tuple(int(part) for part in match[2].split(".")))
