@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import json
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from pathlib import Path, PurePosixPath
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.cpuset import CpuSet
+from runner.errors import SpecError
+from runner.plan.argv import Descriptors, dnsmasq_argv, pasteable, qemu_argv, virtiofsd_argv
+from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Resolver, Route, User, Virtiofsd
+from runner.plan.instance import InstancePlan, derived_mac, plan_instance, share_grace
+from runner.plan.render import plan_json, plan_lines
+from runner.spec.instance import parse_instance
+
+GOLDEN = Path(__file__).parents[2] / "data" / "argv"
+GIB = 1 << 30
+
+POD = Interface(
+    "eth0",
+    "0a:58:0a:f4:01:05",
+    1450,
+    (IPv4Interface("10.244.1.5/32"),),
+    (Route(IPv4Network("169.254.1.1/32")), Route(IPv4Network("0.0.0.0/0"), IPv4Address("169.254.1.1"))),
+)
+FACTS = HostFacts(
+    allowed_cpus=CpuSet(range(8)),
+    memory=16 * GIB,
+    state_directory=PurePosixPath("/run/instance-runner"),
+    qemu=PurePosixPath("/usr/bin/qemu-system-x86_64"),
+    dnsmasq=PurePosixPath("/usr/sbin/dnsmasq"),
+    sleep=PurePosixPath("/usr/bin/sleep"),
+    virtiofsd=Virtiofsd(PurePosixPath("/usr/libexec/virtiofsd"), rust=True, version=(1, 13, 2)),
+    files={
+        PurePosixPath("/boot/vmlinuz"): FileFact("file", 8 << 20),
+        PurePosixPath("/boot/private"): FileFact("file", 8 << 20, everyone_reads=False),
+        PurePosixPath("/boot/unreadable"): FileFact("file", 8 << 20, "Permission denied"),
+        PurePosixPath("/OVMF.fd"): FileFact("file", 4 << 20),
+        PurePosixPath("/vars.fd"): FileFact("file", 4 << 20),
+        PurePosixPath("/disk"): FileFact("block", GIB, image=ImageFact("raw")),
+        PurePosixPath("/d,isk.qcow2"): FileFact("file", GIB, image=ImageFact("qcow2")),
+        PurePosixPath("/backed.qcow2"): FileFact("file", GIB, image=ImageFact("qcow2", backing="/etc/shadow")),
+        PurePosixPath("/locked"): FileFact("file", GIB, image=ImageFact("raw", locked=True)),
+        PurePosixPath("/short"): FileFact("file", 700, image=ImageFact("raw")),
+        PurePosixPath("/readonly"): FileFact("file", GIB, "Read-only file system"),
+        PurePosixPath("/srv"): FileFact("directory"),
+        PurePosixPath("/dev/null"): FileFact("character"),
+    },
+    users={"nobody": User("nobody", 65534, 65534), "dnsmasq": User("dnsmasq", 101, 65534)},
+    kvm=Kvm(None, gid=104, mode=0o660),
+    vhost_net=True,
+    interfaces={"eth0": POD},
+    resolver=Resolver((IPv4Address("10.96.0.10"),), ("default.svc.cluster.local", "cluster.local")),
+)
+KERNEL = '[boot]\nkernel = "/boot/vmlinuz"\n'
+
+
+def plan_of(text: str, facts: HostFacts = FACTS) -> InstancePlan:
+    return plan_instance("spec.toml", parse_instance("spec.toml", text.encode()), facts)
+
+
+def problems(text: str, facts: HostFacts = FACTS) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        plan_of(text, facts)
+    return [str(problem) for problem in caught.value.problems]
+
+
+MACHINES = {
+    "kernel": KERNEL + "cmdline = \"console=ttyS0, a='b c'\"\n",
+    "everything": """
+[instance]
+name = "web-1"
+uuid = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+[cpu]
+count = 3
+accel = "tcg"
+[memory]
+size = "1GiB"
+[boot]
+kernel = "/boot/private"
+initrd = "/boot/vmlinuz"
+[[disk]]
+path = "/disk"
+serial = "root"
+[[disk]]
+path = "/d,isk.qcow2"
+format = "qcow2"
+read_only = true
+[[network]]
+[[network]]
+mode = "bridge"
+[[share]]
+tag = "home"
+path = "/srv"
+[shutdown]
+on_reboot = "exit"
+""",
+    "uefi": '[boot]\nfirmware = "/OVMF.fd"\nfirmware_vars = "/vars.fd"\n[[disk]]\npath = "/disk"\n',
+}
+
+
+def lines(argv: list[str]) -> str:
+    """One option with its value a line: an argument list as a diff can show it."""
+    result = argv[0]
+    for word in argv[1:]:
+        result += ("\n" if word.startswith("-") else " ") + word
+    return result + "\n"
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_argv_is_golden(name: str) -> None:
+    plan = plan_of(MACHINES[name])
+    machine = plan.machine
+    names = {
+        "kernel": machine.kernel,
+        "initrd": machine.initrd,
+        "firmware": machine.firmware,
+        "firmware-vars": machine.firmware_vars,
+    }
+    numbers = [each for each, found in names.items() if found] + [f"disk{index}" for index in range(len(machine.disks))]
+    descriptors = Descriptors(
+        qmp=10,
+        console=11,
+        ram=12,
+        files={each: 20 + index for index, each in enumerate(numbers)},
+        taps=tuple(30 + index for index in range(len(plan.networks))),
+        vhosts=tuple(40 + index for index in range(len(plan.networks))),
+        shares=tuple(50 + index for index in range(len(plan.shares))),
+    )
+    text = lines(qemu_argv(machine, descriptors))
+    text += "".join(lines(dnsmasq_argv(dhcp)) for dhcp in plan.dhcp)
+    text += "".join(lines(virtiofsd_argv(share, "--fd=60")) for share in plan.shares)
+    assert text == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_virtiofsd_in_c_is_told_the_same_in_its_own_words() -> None:
+    share = plan_of(KERNEL + '[[share]]\ntag = "a"\npath = "/srv"\n').shares[0]
+    in_c = attrs.evolve(
+        share,
+        program=Virtiofsd(PurePosixPath("/usr/lib/qemu/virtiofsd"), rust=False, version=(7, 2)),
+        path=PurePosixPath("/a,b"),
+    )
+    assert virtiofsd_argv(in_c, "--fd=7") == [
+        "/usr/lib/qemu/virtiofsd",
+        "--fd=7",
+        "-f",
+        "-o",
+        r"source=/a\,b,sandbox=chroot,cache=auto,announce_submounts,log_level=warn",
+        "--rlimit-nofile=0",
+    ]
+
+
+def test_descriptors_are_all_passed_on() -> None:
+    descriptors = Descriptors(1, 2, 3, {"kernel": 4, "disk0": 5}, (6,), (None,), (7,))
+    assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7]
+    assert "vhost" not in descriptors.tap(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "facts", "expected"),
+    [
+        ('[boot]\nkernel = "/none"\n', {}, "boot.kernel: '/none' does not exist"),
+        ('[boot]\nkernel = "/srv"\n', {}, "boot.kernel: '/srv' is a directory, not a file"),
+        ('[boot]\nkernel = "/boot/unreadable"\n', {}, "boot.kernel: cannot read '/boot/unreadable': Permission denied"),
+        ('[[disk]]\npath = "/none"\n', {}, "disk[0].path: '/none' does not exist"),
+        (
+            '[[disk]]\npath = "/dev/null"\n',
+            {},
+            "disk[0].path: '/dev/null' is a character device, not a file or block device",
+        ),
+        ('[[disk]]\npath = "/d,isk.qcow2"\n', {}, "disk[0].format: is \"raw\", but '/d,isk.qcow2' holds a qcow2 image"),
+        (
+            '[[disk]]\npath = "/disk"\nformat = "qcow2"\n',
+            {},
+            "disk[0].format: is \"qcow2\", but '/disk' holds a raw image",
+        ),
+        (
+            '[[disk]]\npath = "/backed.qcow2"\nformat = "qcow2"\n',
+            {},
+            "disk[0].path: '/backed.qcow2' needs the backing file '/etc/shadow'",
+        ),
+        ('[[disk]]\npath = "/locked"\n', {}, "disk[0].path: '/locked' is in use by another process"),
+        ('[[disk]]\npath = "/short"\n', {}, "disk[0].path: '/short' has 700 bytes"),
+        (
+            '[[disk]]\npath = "/readonly"\n',
+            {},
+            "disk[0].path: cannot open '/readonly': Read-only file system; set read_only = true",
+        ),
+        (
+            KERNEL + '[[share]]\ntag="a"\npath="/disk"\n',
+            {},
+            "share[0].path: '/disk' is a block device, not a directory",
+        ),
+        (KERNEL + '[[share]]\ntag="a"\npath="/none"\n', {}, "share[0].path: '/none' does not exist"),
+        (
+            KERNEL + '[[share]]\ntag="a"\npath="/srv"\n',
+            {"virtiofsd": None},
+            "share[0]: cannot use virtiofsd: not found; install",
+        ),
+        (
+            KERNEL + '[[share]]\ntag="a"\npath="/srv"\nread_only=true\n',
+            {"virtiofsd": Virtiofsd(PurePosixPath("/v"), rust=False, version=(7, 2, 22))},
+            "share[0].read_only: virtiofsd 7.2.22 cannot share read-only",
+        ),
+        (KERNEL + "[[network]]\n", {"dnsmasq": None}, "network[0]: cannot find the program 'dnsmasq' in PATH; install"),
+        (KERNEL, {"qemu": None}, "cannot find the program 'qemu-system-x86_64' in PATH"),
+        (
+            KERNEL + '[memory]\nsize = "16GiB"\n',
+            {},
+            "memory.size: 16GiB and the 64MiB QEMU needs beside it do not fit into the 16384MiB",
+        ),
+        (
+            KERNEL + "[cpu]\ncount = 9\n",
+            {},
+            "cpu.count: asks for 9 vCPUs, but this process may use 8 CPUs ('0-7'); one CPU for each vCPU",
+        ),
+        (
+            KERNEL + '[cpu]\ncount = 2\ncpus = "7-8"\n',
+            {},
+            "cpu.cpus: '8' of '7-8' may not be used by this process, which has '0-7'",
+        ),
+        (
+            KERNEL + '[cpu]\naccel = "kvm"\n',
+            {"kvm": Kvm("no such device")},
+            "cpu.accel: cannot use /dev/kvm: no such device",
+        ),
+        (KERNEL + '[instance]\nuser = "bob"\n', {}, "instance.user: user 'bob' does not exist here"),
+        (
+            KERNEL + '[[network]]\nmode = "bridge"\ninterface = "eth7"\n',
+            {},
+            "network[0].interface: there is no network interface 'eth7'",
+        ),
+        (
+            KERNEL + '[[network]]\nmode = "bridge"\n',
+            {"interfaces": {"eth0": attrs.evolve(POD, addresses=())}},
+            "network[0].interface: 'eth0' must have exactly one IPv4 address for the guest to take over, found none",
+        ),
+        (
+            KERNEL + '[[network]]\nmode = "bridge"\nmtu = 1500\n',
+            {},
+            "network[0].mtu: 1500 is more than the 1450 of 'eth0'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_path(text: str, facts: dict[str, object], expected: str) -> None:
+    found = problems(text, attrs.evolve(FACTS, **facts))  # type: ignore[arg-type]
+    assert [problem[: len(expected)] for problem in found] == [expected]
+
+
+def test_all_that_does_not_fit_is_told_at_once() -> None:
+    text = '[cpu]\ncount = 9\n[memory]\nsize = "1TiB"\n[boot]\nkernel = "/none"\n[[disk]]\npath = "/none"\n'
+    assert [problem.split(":")[0] for problem in problems(text)] == [
+        "cpu.count",
+        "memory.size",
+        "disk[0].path",
+        "boot.kernel",
+    ]
+
+
+@given(st.frozensets(st.integers(0, 63), min_size=1, max_size=16), st.integers(1, 16))
+def test_every_vcpu_has_a_cpu_of_its_own_or_there_is_no_plan(allowed: frozenset[int], count: int) -> None:
+    facts = attrs.evolve(FACTS, allowed_cpus=CpuSet(allowed))
+    text = f"{KERNEL}[cpu]\ncount = {count}\n"
+    if count > len(allowed):
+        assert problems(text, facts)[0].startswith(
+            f"cpu.count: asks for {count} vCPUs, but this process may use {len(allowed)} CPUs"
+        )
+        return
+    placement = plan_of(text, facts).placement
+    assert len(placement.pins) == len(set(placement.pins)) == count
+    assert CpuSet(placement.pins) == placement.cpus <= CpuSet(allowed)
+    assert placement.shared == (count == len(allowed))
+    if placement.shared:
+        assert placement.float_cpus == CpuSet(allowed)
+    else:
+        assert placement.float_cpus == CpuSet(allowed) - placement.cpus
+
+
+def test_sharing_is_said_loudly() -> None:
+    assert any("all CPUs this process may use" in remark for remark in plan_of(KERNEL + "[cpu]\ncount = 8\n").remarks)
+    assert not any("all CPUs" in remark for remark in plan_of(KERNEL + "[cpu]\ncount = 7\n").remarks)
+
+
+def test_asked_cpus_are_taken() -> None:
+    placement = plan_of(KERNEL + '[cpu]\ncount = 2\ncpus = "2,5"\n').placement
+    assert (placement.pins, str(placement.float_cpus)) == ((2, 5), "0-1,3-4,6-7")
+
+
+@pytest.mark.parametrize(
+    ("kvm", "accel", "user", "groups"),
+    [
+        (Kvm(None, gid=104, mode=0o660), "kvm", "nobody", (104,)),
+        (Kvm(None, gid=0, mode=0o666), "kvm", "nobody", ()),
+        (Kvm(None, gid=0, mode=0o600), "kvm", "root", ()),
+        (Kvm("not found"), "tcg", "nobody", ()),
+    ],
+)
+def test_qemu_runs_unprivileged_where_it_can(kvm: Kvm, accel: str, user: str, groups: tuple[int, ...]) -> None:
+    machine = plan_of(KERNEL, attrs.evolve(FACTS, kvm=kvm)).machine
+    assert (machine.accel, machine.user.name, machine.user.groups) == (accel, user, groups)
+
+
+def test_a_kernel_qemu_may_not_read_is_copied() -> None:
+    text = '[boot]\nkernel = "/boot/private"\ninitrd = "/boot/vmlinuz"\n'
+    machine = plan_of(text).machine
+    assert machine.kernel is not None
+    assert machine.initrd is not None
+    assert (machine.kernel.copied, machine.initrd.copied) == (True, False)
+
+
+def test_a_bridged_guest_takes_the_pods_place() -> None:
+    network = plan_of(KERNEL + '[[network]]\nmode = "bridge"\n').networks[0]
+    assert (network.mac, network.mtu, str(network.guest)) == (POD.mac, 1450, "10.244.1.5/32")
+    assert network.routes == POD.routes
+    argv = dnsmasq_argv(plan_of(KERNEL + '[[network]]\nmode = "bridge"\n').dhcp[0])
+    assert "--dhcp-option=option:classless-static-route,169.254.1.1/32,0.0.0.0,0.0.0.0/0,169.254.1.1" in argv
+    assert "--shared-network=vmbr0,10.244.1.5" in argv
+
+
+def test_a_gateway_no_route_leads_to_gets_one() -> None:
+    lonely = attrs.evolve(POD, routes=(Route(IPv4Network("0.0.0.0/0"), IPv4Address("169.254.1.1"), onlink=True),))
+    plan = plan_of(KERNEL + '[[network]]\nmode = "bridge"\n', attrs.evolve(FACTS, interfaces={"eth0": lonely}))
+    assert "--dhcp-option=option:classless-static-route,169.254.1.1/32,0.0.0.0,0.0.0.0/0,169.254.1.1" in dnsmasq_argv(
+        plan.dhcp[0]
+    )
+
+
+def test_a_plain_pod_network_needs_no_route_list() -> None:
+    plain = attrs.evolve(
+        POD,
+        addresses=(IPv4Interface("10.0.0.5/24"),),
+        routes=(Route(IPv4Network("0.0.0.0/0"), IPv4Address("10.0.0.1")),),
+    )
+    plan = plan_of(KERNEL + '[[network]]\nmode = "bridge"\n', attrs.evolve(FACTS, interfaces={"eth0": plain}))
+    argv = dnsmasq_argv(plan.dhcp[0])
+    assert "--dhcp-option=option:router,10.0.0.1" in argv
+    assert not any("classless" in argument for argument in argv)
+
+
+def test_mac_addresses_stay_and_differ() -> None:
+    assert derived_mac("a", 0) == derived_mac("a", 0)
+    assert len({derived_mac(name, index) for name in "ab" for index in range(3)}) == 6
+    assert derived_mac("a", 0).startswith("52:54:00:")
+
+
+@given(st.floats(1, 3600))
+def test_the_grace_period_is_divided_whole(grace: float) -> None:
+    plan = share_grace(grace, 10)
+    assert plan.power_down + plan.forced == pytest.approx(grace)
+    assert min(plan.power_down, plan.quit, plan.terminate, plan.kill) > 0
+    assert plan.power_down >= 0.9 * grace - 1e-9
+
+
+def test_plan_is_shown_to_people_and_machines() -> None:
+    plan = plan_of(MACHINES["everything"])
+    text = "\n".join(plan_lines(plan))
+    for word in (
+        "3 vCPUs, 1GiB, tcg",
+        "0→5, 1→6, 2→7",
+        "/srv as 'home'",
+        "in the place of eth0",
+        "note: placement 'affinity' is second best",
+    ):
+        assert word in text
+    as_json = json.loads(json.dumps(plan_json(plan)))
+    assert as_json["placement"] == {
+        "backend": "affinity",
+        "cpus": "5-7",
+        "pins": [5, 6, 7],
+        "float_cpus": "0-4",
+        "shared": False,
+    }
+    assert as_json["networks"][1]["pod"]["name"] == "eth0"
+
+
+def test_script_to_paste_names_paths_and_no_descriptor() -> None:
+    text = pasteable(plan_of(MACHINES["everything"]))
+    assert "/proc/self/fd" not in text
+    assert "fd=" not in text
+    assert "-kernel /boot/private" in text
+    assert "filename=/d,,isk.qcow2" in text
+    assert "ifname=vmtap1,script=no" in text
+    assert "--socket-path=/run/instance-runner/share0.sock" in text

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from ipaddress import IPv4Network
+from pathlib import PurePosixPath
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runner.cpuset import CpuSet
+from runner.errors import SpecError
+from runner.spec.document import format_size
+from runner.spec.instance import parse_instance, private_subnets, reference
+
+KERNEL = '[boot]\nkernel = "/k"\n'
+FULL = """
+[instance]
+name = "web-1"
+uuid = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+user = "nobody"
+[cpu]
+count = 4
+cpus = "1-2,65-66"
+placement = "affinity"
+accel = "tcg"
+model = "EPYC,-svm"
+[memory]
+size = "4GiB"
+[boot]
+kernel = "/boot/vmlinuz"
+initrd = "/boot/initrd"
+cmdline = "console=ttyS0"
+firmware = "/usr/share/OVMF/OVMF_CODE.fd"
+firmware_vars = "/var/lib/vars.fd"
+[[disk]]
+path = "/dev/vdb"
+read_only = true
+serial = "root"
+[[disk]]
+path = "/data.qcow2"
+format = "qcow2"
+[[network]]
+mode = "bridge"
+interface = "net1"
+mac = "52:54:00:00:00:01"
+mtu = 1400
+[[network]]
+subnet = "10.1.2.0/30"
+[[share]]
+tag = "home"
+path = "/home"
+[console]
+stdout = false
+log = "/var/log/console"
+[shutdown]
+grace = 12.5
+on_reboot = "exit"
+poweroff_status = 0
+"""
+
+
+def problems(text: str, source: str = "spec.toml") -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        parse_instance(source, text.encode())
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_two_lines_are_a_spec() -> None:
+    spec = parse_instance("spec.toml", KERNEL.encode())
+    assert (spec.cpu.count, spec.memory.size, spec.shutdown.grace, spec.disk) == (1, 512 << 20, 30.0, ())
+
+
+def test_every_key_can_be_given() -> None:
+    spec = parse_instance("spec.toml", FULL.encode())
+    assert spec.instance.name == "web-1"
+    assert spec.cpu.cpus == CpuSet([1, 2, 65, 66])
+    assert spec.memory.size == 4 << 30
+    assert spec.boot.initrd == PurePosixPath("/boot/initrd")
+    assert [disk.format for disk in spec.disk] == ["raw", "qcow2"]
+    assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
+    assert (spec.shutdown.grace, spec.shutdown.poweroff_status) == (12.5, 0)
+
+
+def test_full_example_names_every_key_of_the_schema() -> None:
+    """So that a key added to the schema is added to the example, and its parsing shown."""
+    document = tomllib.loads(FULL)
+    for name, *_ in reference():
+        table_name, _, key = name.replace("[]", "").partition(".")
+        tables = document[table_name] if isinstance(document[table_name], list) else [document[table_name]]
+        assert any(key in table for table in tables) or name == "share[].read_only", name
+
+
+def test_json_says_the_same_as_toml() -> None:
+    as_json = json.dumps(tomllib.loads(FULL))
+    expected = parse_instance("spec.toml", FULL.encode())
+    assert parse_instance("spec.json", as_json.encode()) == expected
+    assert parse_instance("-", as_json.encode()) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "boot: nothing to start; name boot.kernel, or give it a [[disk]]"),
+        (KERNEL + "[cpus]\n", "cpus: unknown key; did you mean 'cpu'?"),
+        (KERNEL + "[cpu]\ncounts = 2\n", "cpu.counts: unknown key; did you mean 'count'?"),
+        (
+            KERNEL + "[cpu]\nfrequency = 2\n",
+            "cpu.frequency: unknown key; known here: count, cpus, placement, accel, model",
+        ),
+        (KERNEL + '[cpu]\ncount = "2"\n', 'cpu.count: found the string "2"; it takes an integer from 1 to 1024'),
+        (KERNEL + "[cpu]\ncount = true\n", "cpu.count: found the boolean true; it takes an integer from 1 to 1024"),
+        (KERNEL + "[cpu]\ncount = 0\n", "cpu.count: found the integer 0; it takes an integer from 1 to 1024"),
+        (KERNEL + "[cpu]\ncount = 1.5\n", "cpu.count: found the number 1.5; it takes an integer from 1 to 1024"),
+        (
+            KERNEL + '[cpu]\naccel = "kwm"\n',
+            'cpu.accel: found the string "kwm", did you mean \'kvm\'?; it takes one of "auto", "kvm", "tcg"',
+        ),
+        (KERNEL + '[cpu]\ncpus = "3-1"\n', "cpu.cpus: range '3-1' in '3-1' runs backwards; it takes CPUs"),
+        (KERNEL + '[cpu]\ncount = 3\ncpus = "1-2"\n', "cpu.cpus: '1-2' are 2 CPUs, but cpu.count asks for 3 vCPUs"),
+        (
+            KERNEL + '[memory]\nsize = "512M"\n',
+            'memory.size: found the string "512M"; it takes a size in whole MiB, at least 32MiB',
+        ),
+        (KERNEL + '[memory]\nsize = "8MiB"\n', 'memory.size: found the string "8MiB"; it takes a size'),
+        (KERNEL + '[memory]\nsize = "33000KiB"\n', 'memory.size: found the string "33000KiB"; it takes a size'),
+        (KERNEL + "[memory]\nsize = 536870912\n", "memory.size: found the integer 536870912; it takes a size"),
+        ('[boot]\ninitrd = "/i"\n[[disk]]\npath = "/d"\n', "boot.initrd: needs boot.kernel"),
+        ('[boot]\ncmdline = "x"\n[[disk]]\npath = "/d"\n', "boot.cmdline: needs boot.kernel"),
+        ('[boot]\nkernel = "k"\n', 'boot.kernel: found the string "k"; it takes an absolute path'),
+        ('[boot]\nkernel = "/k"\ncmdline = "a\\nb"\n', 'boot.cmdline: found the string "a\\nb"; it takes a string'),
+        (KERNEL + '[[share]]\npath = "/a"\n', "share[0].tag: is missing; it takes up to 35 letters"),
+        (KERNEL + '[[share]]\npath = "/a"\ntag = "a,b"\n', 'share[0].tag: found the string "a,b"'),
+        (
+            KERNEL + '[[share]]\npath="/a"\ntag="t"\n[[share]]\npath="/b"\ntag="t"\n',
+            "share[1].tag: 't' is taken by share[0] already",
+        ),
+        (KERNEL + '[share]\npath = "/a"\n', "share: must be an array of tables ([[share]]), found a table"),
+        ("boot = 3\n", "boot: must be a table, found the integer 3"),
+        (
+            KERNEL + '[[disk]]\npath="/d"\n[[disk]]\npath="/d"\n',
+            "disk[1].path: '/d' is given twice and one of them is writable",
+        ),
+        (KERNEL + '[[network]]\nmac = "01:00:00:00:00:00"\n', "network[0].mac: found"),
+        (
+            KERNEL + '[[network]]\nmode="bridge"\nsubnet="10.0.0.0/24"\n',
+            'network[0].subnet: goes with mode = "private"',
+        ),
+        (KERNEL + '[[network]]\ninterface="eth1"\n', 'network[0].interface: goes with mode = "bridge"'),
+        (
+            KERNEL + '[[network]]\nsubnet="10.0.0.0/31"\n',
+            'network[0].subnet: found the string "10.0.0.0/31", which has no room',
+        ),
+        (
+            KERNEL + '[[network]]\nsubnet="10.0.0.1/24"\n',
+            'network[0].subnet: found the string "10.0.0.1/24" (10.0.0.1/24 has host bits set)',
+        ),
+        (
+            KERNEL + '[[network]]\nmode="bridge"\n[[network]]\nmode="bridge"\n',
+            "network[1].interface: 'eth0' is taken by network[0] already",
+        ),
+        (
+            KERNEL + '[[network]]\nsubnet="192.168.78.0/25"\n[[network]]\n',
+            "network[1].subnet: 192.168.78.0/24 overlaps 192.168.78.0/25 of network[0]",
+        ),
+        (
+            KERNEL + "[shutdown]\ngrace = 0\n",
+            "shutdown.grace: found the integer 0; it takes a number of seconds from 1 to 3600",
+        ),
+        ("[boot\n", "cannot parse the document as TOML"),
+        ("\x00", "cannot parse the document as TOML"),
+    ],
+)
+def test_every_mistake_is_named_with_its_path(text: str, expected: str) -> None:
+    assert [problem[: len(expected)] for problem in problems(text)] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"boot": {"kernel": "/k", "kernel": "/l"}}', 'the key "kernel" stands twice'),
+        ('{"cpu": {"count": NaN}}', "NaN is not JSON"),
+        ("[1]", "must be a table, found an array"),
+        ('{"boot": ', "cannot parse the document as JSON"),
+        ("[" * 100_000, "cannot parse the document as JSON"),
+        ('{"cpu": {"count": null}}', "cpu.count: found null"),
+    ],
+)
+def test_json_has_mistakes_of_its_own(text: str, expected: str) -> None:
+    assert any(expected in problem for problem in problems(text, "spec.json"))
+
+
+def test_all_problems_are_told_at_once() -> None:
+    found = problems('[cpu]\ncount = 0\nfoo = 1\n[memory]\nsize = 3\n[[share]]\npath = "x"\n')
+    assert [problem.split(":")[0] for problem in found] == [
+        "cpu.foo",
+        "cpu.count",
+        "memory.size",
+        "share[0].tag",
+        "share[0].path",
+    ]
+
+
+def test_a_document_that_is_not_text() -> None:
+    with pytest.raises(SpecError, match="not UTF-8 at byte 1"):
+        parse_instance("spec.toml", b"a\xff")
+
+
+def test_private_networks_get_subnets_of_their_own() -> None:
+    spec = parse_instance("spec.toml", (KERNEL + '[[network]]\n[[network]]\nmode="bridge"\n[[network]]\n').encode())
+    assert [str(subnet) for subnet in private_subnets(spec.network)] == ["192.168.77.0/24", "None", "192.168.79.0/24"]
+
+
+def test_reference_shows_every_default_as_it_is_written() -> None:
+    rows = {name: (allowed, default) for name, allowed, default, _ in reference()}
+    assert rows["memory.size"][1] == '"512MiB"'
+    assert rows["share[].tag"][1] == "required"
+    assert rows["boot.kernel"][1] == "-"
+    assert rows["console.stdout"][1] == "true"
+    assert rows["shutdown.grace"] == ("a number of seconds from 1 to 3600", "30")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["cpu", "boot", "count", "path", "tag", "kernel", "x"]), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["instance", "cpu", "memory", "boot", "disk", "network", "share", "console", "shutdown", "x"]),
+        json_values,
+    )
+)
+def test_any_document_is_taken_or_refused_in_words(document: dict[str, object]) -> None:
+    try:
+        spec = parse_instance("spec.json", json.dumps(document).encode())
+    except SpecError as error:
+        told = [str(problem) for problem in error.problems]
+    else:
+        told = [] if spec.cpu.count >= 1 else [""]
+    assert all(line and "\n" not in line for line in told)
+
+
+@given(st.integers(1, 1 << 20))
+def test_sizes_are_printed_as_they_are_read(mebibytes: int) -> None:
+    text = format_size(mebibytes << 20)
+    if mebibytes >= 32:
+        spec = parse_instance("spec.toml", f'{KERNEL}[memory]\nsize = "{text}"\n'.encode())
+        assert spec.memory.size == mebibytes << 20
