@@ -1,0 +1,202 @@
+"""Real processes, fake programs named in the plan, and snapshots of all that must be as before."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import stat
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import attrs
+import pytest
+import trio
+
+from runner.cpuset import CpuSet
+from runner.errors import RunnerError
+from runner.host.network import network_helper
+from runner.host.outlet import Outlet
+from runner.host.processes import become_subreaper
+from runner.instance.host import Faults, Host, StopRequest, open_host
+from runner.instance.lifecycle import run_instance
+from runner.instance.machine import Ended
+from runner.plan.facts import FileFact, HostFacts, Kvm, User, Virtiofsd
+from runner.plan.instance import InstancePlan, plan_instance
+from runner.spec.instance import parse_instance
+
+FAKES = Path(__file__).parent / "fakes"
+CLONE_NEWNET = 0x40000000
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_namespace() -> None:
+    """Move the test process into a network namespace of its own, and let it adopt orphans as PID 1 would."""
+    if os.geteuid() != 0:
+        pytest.exit("the component tests make network namespaces: run them as root", returncode=1)
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
+        pytest.exit(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}", returncode=1)
+    become_subreaper()
+
+
+@attrs.frozen
+class Snapshot:
+    """What a run must leave as it was."""
+
+    processes: frozenset[str]
+    descriptors: frozenset[tuple[int, str]]
+    links: frozenset[str]
+    files: frozenset[str]
+    cpus: CpuSet
+
+
+def descendants(pid: int) -> Iterator[str]:
+    children: dict[int, list[tuple[int, str, str]]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(
+                    (int(entry.name), fields[0], (entry / "comm").read_text().strip())
+                )
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    waiting = [pid]
+    while waiting:
+        for child, state, name in children.get(waiting.pop(), []):
+            waiting.append(child)
+            yield f"{child} {state} {name}"
+
+
+@attrs.define
+class Bench:
+    """One fake host: its programs, its plan, its log."""
+
+    root: Path
+    stop: StopRequest = attrs.field(factory=StopRequest)
+    faults: Faults = attrs.field(factory=Faults)
+
+    @property
+    def log_file(self) -> Path:
+        return self.root / "log"
+
+    def program(self, name: str, fake: str, **behaviour: object) -> PurePosixPath:
+        """Write a fake program and return its path."""
+        directory = self.root / "bin"
+        directory.mkdir(exist_ok=True)
+        path = directory / name
+        source = (FAKES / fake).read_text()
+        head = f"#!{sys.executable} -IS\nNAME = {name!r}\nLOG = {str(self.log_file)!r}\nBEHAVIOUR = {behaviour!r}\n"
+        path.write_text(head + source)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+        return PurePosixPath(path)
+
+    def records(self, fake: str, what: str) -> list[dict[str, Any]]:
+        """Return what a fake has written down."""
+        if not self.log_file.exists():
+            return []
+        everything = [json.loads(line) for line in self.log_file.read_text().splitlines()]
+        return [record for record in everything if record["fake"] == fake and record["what"] == what]
+
+    def commands(self) -> list[str]:
+        """Return the QMP commands the fake QEMU got."""
+        return [record["command"] for record in self.records("qemu", "command")]
+
+    def plan(
+        self,
+        spec: str = "",
+        *,
+        qemu: dict[str, object] | None = None,
+        daemon: dict[str, object] | None = None,
+        grace: float = 10,
+    ) -> InstancePlan:
+        """Plan an instance whose programs are fakes that behave as told."""
+        kernel = self.root / "kernel"
+        kernel.write_bytes(b"kernel")
+        share = self.root / "share"
+        share.mkdir(exist_ok=True)
+        daemons = daemon or {}
+        facts = HostFacts(
+            allowed_cpus=CpuSet(os.sched_getaffinity(0)),
+            memory=1 << 40,
+            state_directory=PurePosixPath(self.root / "state"),
+            qemu=self.program("qemu", "fake_qemu.py", **(qemu or {})),
+            dnsmasq=self.program("dnsmasq", "fake_daemon.py", **cast("dict[str, object]", daemons.get("dnsmasq", {}))),
+            sleep=self.program("sleep", "fake_daemon.py", **cast("dict[str, object]", daemons.get("sleep", {}))),
+            virtiofsd=Virtiofsd(
+                self.program("virtiofsd", "fake_daemon.py", **cast("dict[str, object]", daemons.get("virtiofsd", {}))),
+                rust=True,
+                version=(1, 13),
+            ),
+            files={PurePosixPath(kernel): FileFact("file", 6), PurePosixPath(share): FileFact("directory")},
+            users={"root": User("root", 0, 0), "nobody": User("nobody", 65534, 65534)},
+            kvm=Kvm("not in this test"),
+        )
+        text = f'[instance]\nuser = "root"\n[boot]\nkernel = "{kernel}"\n[shutdown]\ngrace = {grace}\n{spec}'
+        return plan_instance("spec.toml", parse_instance("spec.toml", text.encode()), facts)
+
+    def share(self) -> str:
+        return f'[[share]]\ntag = "share"\npath = "{self.root / "share"}"\n'
+
+    async def run(self, plan: InstancePlan, *, beside: Callable[[Host], Any] | None = None) -> Ended | RunnerError:
+        """Run *plan* on a fresh host; *beside* runs at the same time."""
+        with Outlet(1) as stdout:
+            async with open_host(self.stop, self.faults) as host:
+                if beside is not None:
+                    host.nursery.start_soon(beside, host)
+                try:
+                    async with _helper(host, plan) as network:
+                        ended: Ended | RunnerError = await run_instance(plan, host, network, stdout)
+                except RunnerError as error:
+                    ended = error
+                await settled(host)
+        return ended
+
+    def snapshot(self) -> Snapshot:
+        """Look at everything a run might leave behind."""
+        descriptors = set()
+        for entry in Path("/proc/self/fd").iterdir():
+            try:
+                descriptors.add((int(entry.name), str(entry.readlink())))
+            except FileNotFoundError:
+                continue
+        ours = {(number, name) for number, name in descriptors if not name.startswith("/proc/")}
+        kept = {self.log_file, self.root / "state" / "console.log", self.root / "state"}
+        return Snapshot(
+            processes=frozenset(descendants(os.getpid())),
+            descriptors=frozenset(ours),
+            links=frozenset(_links()),
+            files=frozenset(str(path) for path in self.root.rglob("*") if path not in kept),
+            cpus=CpuSet(os.sched_getaffinity(0)),
+        )
+
+
+def _links() -> Iterator[str]:
+    """Return the links of our namespace; /sys shows those of the namespace it was mounted in."""
+    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+        yield line.partition(":")[0].strip()
+
+
+@asynccontextmanager
+async def _helper(host: Host, plan: InstancePlan) -> AsyncIterator[Any]:
+    if not plan.networks:
+        yield None
+        return
+    async with network_helper(host.processes) as network:
+        yield network
+
+
+async def settled(host: Host) -> None:
+    """Let the reaper take what died last: a killed grandchild becomes a zombie of ours a moment later."""
+    with trio.move_on_after(1):
+        while any(line.split()[1] == "Z" for line in descendants(os.getpid())):
+            await trio.sleep(0.005)
+    assert list(host.processes) == []
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)

@@ -1,0 +1,156 @@
+"""A QEMU without a guest: real process, real threads, real QMP on the inherited descriptor; misbehaves as told.
+
+``BEHAVIOUR`` is defined by the script that includes this file; see ``DEFAULTS``.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+
+DEFAULTS = {
+    "before_greeting": None,  # None | "exit" | "hang" | "garbage" | "half a line" | "long line"
+    "vcpus": None,  # how many vCPU threads are reported; None: as -smp says
+    "tid": None,  # None | "gone" (a thread that does not exist) | "same" (one thread for all)
+    "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage"
+    "at_powerdown": "shutdown",  # also: None (deaf guest), "reset", "panic", "exit", "no reply"
+    "at_quit": "exit",  # also: None (hangs)
+    "at_sigterm": "exit",  # also: None (ignores it)
+    "noise": False,  # events and foreign replies between request and reply
+    "daemonize": False,  # leaves a grandchild that keeps our output open
+}
+behaviour = {**DEFAULTS, **globals()["BEHAVIOUR"]}
+arguments = sys.argv[1:]
+values = {name: value for name, value in zip(arguments, arguments[1:], strict=False) if name.startswith("-")}
+LOG = globals()["LOG"]
+
+
+def record(what, **facts):
+    with open(LOG, "a") as log:
+        log.write(json.dumps({"fake": "qemu", "what": what, **facts}) + "\n")
+
+
+def fd_of(chardev):
+    option = next(word for word in arguments if word.startswith(f"socket,id={chardev},fd="))
+    return int(option.rpartition("=")[2])
+
+
+record(
+    "start",
+    argv=sys.argv,
+    fds=sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")),
+    mask=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    cpus=sorted(os.sched_getaffinity(0)),
+    uid=os.getuid(),
+)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour["at_sigterm"] is None else lambda *_: os._exit(0))
+if behaviour["daemonize"]:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.execvp("sleep", ["sleep", "1000"])
+        os._exit(0)
+if behaviour["before_greeting"] == "exit":
+    print("fake-qemu: something is wrong with the fake", file=sys.stderr, flush=True)
+    sys.exit(7)
+
+qmp = socket.socket(fileno=fd_of("qmp"))
+console = socket.socket(fileno=fd_of("console"))
+count = int(dict(item.partition("=")[::2] for item in values["-smp"].split(","))["cpus"])
+stop = threading.Event()
+tids = []
+ready = threading.Barrier(count + 1)
+
+
+def vcpu(index):
+    tids.append((index, threading.get_native_id()))
+    ready.wait()
+    stop.wait()
+
+
+for index in range(count):
+    threading.Thread(target=vcpu, args=(index,), daemon=True).start()
+ready.wait()
+tids = [tid for _, tid in sorted(tids)]
+if behaviour["tid"] == "gone":
+    tids[-1] = 4_000_000
+if behaviour["tid"] == "same":
+    tids = [tids[0]] * count
+if behaviour["vcpus"] is not None:
+    tids = (tids * 9)[: behaviour["vcpus"]]
+
+
+def say(**message):
+    qmp.sendall(json.dumps(message).encode() + b"\r\n")
+
+
+def event(name, **data):
+    say(event=name, data=data, timestamp={"seconds": 1, "microseconds": 2})
+
+
+def do(what):
+    """Do what the guest does."""
+    record("guest", does=what)
+    if what == "shutdown":
+        event("SHUTDOWN", guest=True, reason="guest-shutdown")
+        event("STOP")
+    elif what == "reset":
+        event("SHUTDOWN" if reboot_is_shutdown else "RESET", guest=True, reason="guest-reset")
+    elif what == "panic":
+        event("GUEST_PANICKED", action="pause", info={})
+    elif what == "exit":
+        os._exit(3)
+    elif what == "abort":
+        os.abort()
+    elif what == "hang up":
+        qmp.shutdown(socket.SHUT_RDWR)
+    elif what == "garbage":
+        qmp.sendall(b"\x00\xff this is not QMP\n")
+
+
+before = behaviour["before_greeting"]
+if before == "garbage":
+    qmp.sendall(b"SSH-2.0-OpenSSH\r\n")
+elif before == "half a line":
+    qmp.sendall(b'{"QMP": {"ver')
+    sys.exit(0)
+elif before == "long line":
+    qmp.sendall(b'{"QMP": "' + b"x" * (5 << 20) + b'"}\n')
+if before == "hang":
+    threading.Event().wait()
+say(QMP={"version": {"qemu": {"major": 7, "minor": 2, "micro": 0}, "package": "fake"}, "capabilities": ["oob"]})
+reboot_is_shutdown = "reboot=shutdown" in values["-action"]
+
+for line in qmp.makefile("rb"):
+    request = json.loads(line)
+    command, number = request["execute"], request["id"]
+    record("command", command=command)
+    if behaviour["noise"]:
+        event("NOISE", text="x" * (1 << 20))
+        say(**{"return": {}, "id": "nobody's"})
+        say(**{"return": {}})
+        say(error={"class": "GenericError", "desc": "for nobody"}, id=["list"])
+    reply = {}
+    if command == "query-cpus-fast":
+        reply = [{"cpu-index": index, "thread-id": tid, "qom-path": "/", "props": {}} for index, tid in enumerate(tids)]
+        reply.reverse()
+    if command == "set-action":
+        reboot_is_shutdown = request["arguments"]["reboot"] == "shutdown"
+    if command == "quit" and behaviour["at_quit"] is None:
+        continue
+    if command == "system_powerdown" and behaviour["at_powerdown"] == "no reply":
+        continue
+    say(**{"return": reply, "id": number})
+    if command == "quit":
+        event("SHUTDOWN", guest=False, reason="host-qmp-quit")
+        os._exit(0)
+    if command == "cont":
+        console.sendall(b"guest: runs\r\n")
+        do(behaviour["at_cont"])
+    if command == "system_powerdown":
+        event("POWERDOWN")
+        do(behaviour["at_powerdown"])
+signal.pause()

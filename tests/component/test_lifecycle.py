@@ -1,0 +1,346 @@
+"""One instance from start to end, with fake programs: the order of the story, and every way it can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from runner.cpuset import CpuSet
+from runner.errors import PlacementError, RunnerError, Status, explain
+from runner.instance.host import Host
+from runner.instance.machine import Ended
+
+CPUS = len(os.sched_getaffinity(0))
+
+
+async def wait_for(condition: Any, patience: float = 20) -> None:
+    with trio.fail_after(patience):
+        while not condition():
+            await trio.sleep(0.005)
+
+
+def ended(result: Ended | RunnerError) -> Ended:
+    assert isinstance(result, Ended), explain(result)
+    return result
+
+
+def refused(result: Ended | RunnerError) -> str:
+    assert isinstance(result, RunnerError), result
+    return explain(result)
+
+
+async def test_the_story(bench: Any) -> None:
+    """Start, receipt, cont, SIGTERM, power button, end; and nothing is left."""
+    plan = bench.plan(bench.share() + "[[network]]\n")
+    before = bench.snapshot()
+    receipt: dict[str, Any] = {}
+
+    async def stop_when_it_runs(host: Host) -> None:
+        await wait_for(lambda: "cont" in bench.commands())
+        receipt.update(json.loads((bench.root / "state" / "receipt.json").read_text()))
+        assert {process.role for process in host.processes} == {"anchor", "dnsmasq", "virtiofsd", "qemu"}
+        bench.stop.ask("SIGTERM")
+
+    assert ended(await bench.run(plan, beside=stop_when_it_runs)) == Ended(
+        Status.STOPPED, "the guest powered down when asked to"
+    )
+    assert bench.faults.sentences == []
+    assert bench.commands() == ["qmp_capabilities", "query-cpus-fast", "cont", "set-action", "system_powerdown", "quit"]
+    assert "guest: runs" in (bench.root / "state" / "console.log").read_text()
+    roles = [thread["role"] for thread in receipt["threads"]]
+    assert roles[0] == "runner"
+    assert {"anchor", "dnsmasq", "virtiofsd", "emulator", "vcpu"} <= set(roles)
+    [vcpu] = [thread for thread in receipt["threads"] if thread["role"] == "vcpu"]
+    assert vcpu["allowed_cpus"] == str(plan.placement.cpus)
+    others = [CpuSet.parse(thread["allowed_cpus"]) for thread in receipt["threads"] if thread["role"] != "vcpu"]
+    assert CPUS == 1 or all(cpus.isdisjoint(plan.placement.cpus) for cpus in others)
+    assert bench.snapshot() == before
+
+
+async def test_children_begin_clean(bench: Any) -> None:
+    """No signal is blocked in a child, it has the descriptors it was given and no other, and it starts in float."""
+    plan = bench.plan(bench.share(), qemu={"at_cont": "shutdown"})
+    signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    ended(await bench.run(plan))
+    [qemu] = bench.records("qemu", "start")
+    assert qemu["mask"] == []
+    named = {int(word.rpartition("fd=")[2].split(",")[0]) for word in qemu["argv"] if "fd=" in word}
+    named |= {
+        int(word.rpartition("/")[2].split(",")[0])
+        for word in " ".join(qemu["argv"]).replace(",", " ").split()
+        if "/proc/self/fd/" in word
+    }
+    assert set(qemu["fds"]) == {0, 1, 2} | named
+    assert qemu["cpus"] == list(plan.placement.float_cpus)
+    for daemon in ("virtiofsd", "sleep"):
+        assert [record["mask"] for record in bench.records(daemon, "start")] == [[]]
+
+
+@pytest.mark.parametrize(
+    ("at_cont", "status", "detail"),
+    [
+        ("shutdown", Status.GUEST_SHUTDOWN, "the guest shut itself down"),
+        ("panic", Status.GUEST_PANICKED, "the guest's kernel panicked"),
+        ("exit", Status.MACHINE_DIED, "QEMU exited with status 3"),
+        ("abort", Status.MACHINE_DIED, "QEMU was killed by SIGABRT"),
+        ("hang up", Status.MACHINE_DIED, "QEMU can no longer be controlled: cannot talk to QEMU: it hung up"),
+        ("garbage", Status.MACHINE_DIED, "QEMU can no longer be controlled: cannot understand QEMU: it sent"),
+    ],
+)
+async def test_each_end_has_its_status(bench: Any, at_cont: str, status: Status, detail: str) -> None:
+    plan = bench.plan(bench.share(), qemu={"at_cont": at_cont})
+    before = bench.snapshot()
+    result = ended(await bench.run(plan))
+    assert (result.status, result.detail[: len(detail)]) == (status, detail)
+    assert bench.faults.sentences == []
+    assert bench.snapshot() == before
+
+
+async def test_a_reboot_ends_the_instance_only_when_asked(bench: Any) -> None:
+    plan = bench.plan(qemu={"at_cont": "reset"})
+    exiting = attrs.evolve(plan, machine=attrs.evolve(plan.machine, on_reboot="exit"))
+    assert ended(await bench.run(exiting)).status is Status.GUEST_RESET
+
+    async def stop_later(_host: Host) -> None:
+        await wait_for(lambda: bench.commands().count("cont") == 2)
+        bench.stop.ask("test")
+
+    assert ended(await bench.run(plan, beside=stop_later)).status is Status.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("at_powerdown", "status"),
+    [
+        ("shutdown", Status.STOPPED),
+        ("reset", Status.STOPPED),
+        ("panic", Status.GUEST_PANICKED),
+        ("exit", Status.MACHINE_DIED),
+        (None, Status.FORCED_OFF),
+        ("no reply", Status.FORCED_OFF),
+    ],
+)
+async def test_power_down_whatever_the_guest_does(bench: Any, at_powerdown: str | None, status: Status) -> None:
+    plan = bench.plan(qemu={"at_powerdown": at_powerdown}, grace=2)
+
+    async def stop(_host: Host) -> None:
+        await wait_for(lambda: "cont" in bench.commands())
+        bench.stop.ask("test")
+        bench.stop.ask("again")
+
+    before = bench.snapshot()
+    assert ended(await bench.run(plan, beside=stop)).status is status
+    if at_powerdown is None:
+        assert bench.commands().count("system_powerdown") == 2, "pressed every second, for 1.8 s"
+    assert bench.faults.sentences == []
+    assert bench.snapshot() == before
+
+
+@pytest.mark.parametrize(("at_quit", "at_sigterm"), [(None, "exit"), (None, None), ("exit", None)])
+async def test_qemu_ends_even_if_it_does_not_want_to(bench: Any, at_quit: str | None, at_sigterm: str | None) -> None:
+    plan = bench.plan(qemu={"at_cont": "shutdown", "at_quit": at_quit, "at_sigterm": at_sigterm}, grace=1)
+    before = bench.snapshot()
+    with trio.fail_after(10):
+        assert ended(await bench.run(plan)).status is Status.GUEST_SHUTDOWN
+    assert bench.faults.sentences == []
+    assert bench.snapshot() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+async def test_qemu_stopped_or_killed_from_outside(bench: Any, number: int) -> None:
+    plan = bench.plan(grace=1)
+
+    async def interfere(host: Host) -> None:
+        await wait_for(lambda: "cont" in bench.commands())
+        [qemu] = [process for process in host.processes if process.role == "qemu"]
+        qemu.send_signal(number)
+        if number == signal.SIGSTOP:
+            bench.stop.ask("test")
+
+    expected = Status.FORCED_OFF if number == signal.SIGSTOP else Status.MACHINE_DIED
+    with trio.fail_after(15):
+        assert ended(await bench.run(plan, beside=interfere)).status is expected
+    assert bench.faults.sentences == []
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        (
+            {"before_greeting": "exit"},
+            "cannot start QEMU: it exited with status 7, saying 'fake-qemu: something is wrong with the fake'",
+        ),
+        ({"before_greeting": "hang"}, "cannot start QEMU: it has said nothing on QMP for 0.5 s"),
+        ({"before_greeting": "garbage"}, "cannot start QEMU: cannot understand QEMU: it sent b'SSH-2.0-OpenSSH"),
+        ({"before_greeting": "half a line"}, "cannot start QEMU: it exited with status 0"),
+        ({"before_greeting": "long line"}, "cannot start QEMU: cannot understand QEMU: it sent a line of more than"),
+        ({"vcpus": 3}, "cannot pin the vCPUs: QEMU has 3 vCPU threads for 1 CPUs"),
+        ({"vcpus": 0}, "cannot pin the vCPUs: QEMU has 0 vCPU threads for 1 CPUs"),
+        ({"tid": "gone"}, "cannot pin thread 4000000 to CPUs"),
+    ],
+)
+async def test_a_start_that_fails_says_why_and_is_reversed(
+    bench: Any, behaviour: dict[str, object], sentence: str
+) -> None:
+    plan = attrs.evolve(
+        bench.plan(bench.share(), qemu=behaviour, grace=1), patience=0.5 if "hang" in behaviour.values() else 20
+    )
+    before = bench.snapshot()
+    assert refused(await bench.run(plan))[: len(sentence)] == sentence
+    assert "cont" not in bench.commands()
+    assert bench.snapshot() == before
+
+
+async def test_noise_on_the_monitor_changes_nothing(bench: Any) -> None:
+    assert (
+        ended(await bench.run(bench.plan(qemu={"noise": True, "at_cont": "shutdown"}))).status is Status.GUEST_SHUTDOWN
+    )
+
+
+@pytest.mark.skipif(CPUS < 2, reason="needs two CPUs")
+async def test_two_vcpus_on_one_thread_are_refused(bench: Any) -> None:
+    plan = bench.plan("[cpu]\ncount = 2\n", qemu={"tid": "same"})
+    assert "cannot pin the vCPUs: QEMU has 2 vCPU threads" in refused(await bench.run(plan))
+
+
+async def test_a_thread_in_the_wrong_place_is_a_failed_start(bench: Any) -> None:
+    """The receipt is checked: here another child is let onto the vCPU's CPU just before."""
+    plan = bench.plan(bench.share())
+    if plan.placement.shared:
+        pytest.skip("needs two CPUs: everything shares the only one")
+
+    async def trespass(host: Host) -> None:
+        await wait_for(lambda: "query-cpus-fast" in bench.commands() or bench.records("virtiofsd", "start"))
+        [daemon] = [process for process in host.processes if process.role == "virtiofsd"]
+        os.sched_setaffinity(daemon.pid, set(plan.placement.cpus))
+
+    result = await bench.run(plan, beside=trespass)
+    assert isinstance(result, PlacementError), result
+    assert "virtiofsd (thread" in explain(result)
+    assert "cont" not in bench.commands()
+
+
+async def test_asked_to_stop_while_qemu_starts(bench: Any) -> None:
+    plan = bench.plan(bench.share(), qemu={"before_greeting": "hang"}, grace=1)
+
+    async def stop(_host: Host) -> None:
+        await wait_for(lambda: bench.records("qemu", "start"))
+        bench.stop.ask("SIGTERM")
+
+    before = bench.snapshot()
+    with trio.fail_after(10):
+        assert ended(await bench.run(plan, beside=stop)) == Ended(Status.STOPPED, "asked to stop before the guest ran")
+    assert bench.snapshot() == before
+
+
+async def test_asked_to_stop_before_anything(bench: Any) -> None:
+    bench.stop.ask("SIGTERM")
+    assert ended(await bench.run(bench.plan())).status is Status.STOPPED
+    assert "cont" not in bench.commands()
+
+
+@pytest.mark.parametrize("when", ["before QEMU", "while the guest runs"])
+async def test_the_guest_cannot_live_without_virtiofsd(bench: Any, when: str) -> None:
+    behaviour = {"dies_after": 0.05} if when == "before QEMU" else {}
+    plan = bench.plan(bench.share(), daemon={"virtiofsd": behaviour}, grace=2)
+
+    async def kill(host: Host) -> None:
+        await wait_for(lambda: "cont" in bench.commands())
+        for process in host.processes:
+            if process.role == "virtiofsd":
+                process.send_signal(signal.SIGKILL)
+
+    before = bench.snapshot()
+    result = ended(await bench.run(plan, beside=kill))
+    assert result.status is Status.SERVICE_DIED
+    assert result.detail.startswith("virtiofsd was killed by SIG")
+    assert "system_powerdown" in bench.commands(), "the guest gets its chance to power down"
+    assert bench.faults.sentences == []
+    assert bench.snapshot() == before
+
+
+@pytest.mark.parametrize("role", ["anchor", "dnsmasq"])
+async def test_some_are_started_again(bench: Any, role: str) -> None:
+    """Killed six times in a row; the guest does not notice, and there is one of them at most."""
+    plan = bench.plan("[[network]]\n")
+    deaths = 6 if role == "anchor" else 2
+
+    async def kill(host: Host) -> None:
+        await wait_for(lambda: "cont" in bench.commands())
+        fake = "sleep" if role == "anchor" else role
+        for count in range(1, deaths + 1):
+            await wait_for(partial(started, fake, count))
+            [process] = [process for process in host.processes if process.role == role]
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+        await wait_for(partial(started, fake, deaths + 1))
+        bench.stop.ask("test")
+
+    def started(fake: str, times: int) -> bool:
+        return len(bench.records(fake, "start")) == times
+
+    before = bench.snapshot()
+    assert ended(await bench.run(plan, beside=kill)).status is Status.STOPPED
+    assert bench.faults.sentences == []
+    assert bench.snapshot() == before
+
+
+async def test_a_daemon_that_ignores_sigterm_is_killed(bench: Any) -> None:
+    plan = bench.plan(bench.share(), qemu={"at_cont": "shutdown"}, daemon={"virtiofsd": {"ignores_sigterm": True}})
+    before = bench.snapshot()
+    with trio.fail_after(10):
+        ended(await bench.run(plan))
+    assert bench.snapshot() == before
+
+
+async def test_a_grandchild_that_keeps_the_output_open(bench: Any) -> None:
+    """QEMU's end is seen by its status, not by the end of its output, and the orphan is ours to reap."""
+    plan = bench.plan(qemu={"daemonize": True, "at_cont": "shutdown"})
+    result: list[Ended | RunnerError] = []
+    before = bench.snapshot()
+    with trio.fail_after(10):
+        try:
+            result.append(await bench.run(plan))
+        finally:
+            for line in set(bench.snapshot().processes) - set(before.processes):
+                os.kill(int(line.split()[0]), signal.SIGKILL)
+                os.waitpid(int(line.split()[0]), 0)  # noqa: ASYNC222 - it is dead
+    assert ended(result[0]).status is Status.GUEST_SHUTDOWN
+
+
+@pytest.mark.parametrize("missing", ["qemu", "virtiofsd", "dnsmasq", "sleep"])
+async def test_a_program_that_cannot_be_started(bench: Any, missing: str) -> None:
+    plan = bench.plan(bench.share() + "[[network]]\n")
+    program: Path = bench.root / "bin" / missing
+    program.chmod(0o644)
+    before = bench.snapshot()
+    role = "anchor" if missing == "sleep" else missing
+    assert refused(await bench.run(plan)) == f"cannot start {role} ({str(program)!r}): Permission denied"
+    assert bench.snapshot() == before
+
+
+async def test_the_state_directory_cannot_be_made(bench: Any) -> None:
+    plan = bench.plan()
+    (bench.root / "state").write_text("a file in its place")
+    assert "cannot make the directory" in refused(await bench.run(plan))
+    assert bench.records("sleep", "start") == []
+
+
+async def test_the_console_goes_to_a_file_and_the_directory_away(bench: Any) -> None:
+    log = bench.root / "elsewhere"
+    plan = bench.plan(f'[console]\nlog = "{log}"\nstdout = false\n', qemu={"at_cont": "shutdown"})
+    ended(await bench.run(plan))
+    assert log.read_text() == "guest: runs\n"
+    assert not (bench.root / "state").exists()
+
+
+async def test_a_full_disk_for_the_console_is_no_reason_to_end(bench: Any) -> None:
+    plan = bench.plan('[console]\nlog = "/dev/full"\n', qemu={"at_cont": "shutdown"})
+    assert ended(await bench.run(plan)).status is Status.GUEST_SHUTDOWN
