@@ -210,9 +210,8 @@ class Processes:
                 f"cannot end {process.role} (pid {process.pid}): it survives SIGKILL, so it hangs in the kernel"
             )
 
-    async def _reap(self, task_status: trio.TaskStatus[None]) -> None:
-        with trio.open_signal_receiver(signal.SIGCHLD) as signals:
-            task_status.started()
+    async def _reap(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+        with scope:
             while True:
                 while self._reap_some():
                     await trio.lowlevel.checkpoint()
@@ -242,11 +241,18 @@ async def open_processes(prefix: tuple[str, ...] = ()) -> AsyncIterator[Processe
     Children are to be stopped inside the block: what still lives at its end is left alone.
     """
     environment = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"}
-    async with trio.open_nursery() as nursery:
-        processes = Processes(nursery, prefix, environment)
-        await nursery.start(processes._reap)  # noqa: SLF001 - made here, for here
-        yield processes
-        nursery.cancel_scope.cancel()
+    # Releases wait for statuses, so the waiter must outlive a cancellation from outside: it ends with the block alone. It
+    # is not started with nursery.start(), whose own cancellation would wait for a shielded task without end.
+    reaping = trio.CancelScope(shield=True)
+    with trio.open_signal_receiver(signal.SIGCHLD) as signals:
+        async with trio.open_nursery() as nursery:
+            processes = Processes(nursery, prefix, environment)
+            nursery.start_soon(processes._reap, signals, reaping)  # noqa: SLF001 - made here, for here
+            try:
+                yield processes
+            finally:
+                reaping.cancel()
+                nursery.cancel_scope.cancel()
 
 
 @contextmanager

@@ -37,11 +37,16 @@ class Procfs:
     root: Path = Path("/proc")
 
     def thread_ids(self, pid: int) -> list[int]:
-        """Return the threads of *pid* in the order of their births; empty when it is gone."""
+        """Return the threads of *pid* in the order of their births; empty when it is gone.
+
+        Like everything here, raises :exc:`~runner.errors.HostError` when the kernel refuses.
+        """
         try:
             return sorted(int(entry.name) for entry in (self.root / str(pid) / "task").iterdir())
         except _VANISHED:
             return []
+        except OSError as error:
+            raise HostError(f"cannot read the threads of process {pid}") from error
 
     def threads(self, pid: int) -> Iterator[ThreadStatus]:
         """Yield the threads of *pid*; one that ends while we look is left out."""
@@ -68,6 +73,8 @@ class Procfs:
             )
         except _VANISHED:
             return None
+        except OSError as error:
+            raise HostError(f"cannot read thread {tid} of process {pid}") from error
 
     def cgroup(self, pid: int | str = "self") -> str:
         """Return the cgroup v2 path of *pid*, empty where there is no cgroup v2.

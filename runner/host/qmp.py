@@ -107,7 +107,9 @@ class Monitor:
         if arguments is not None:
             request["arguments"] = arguments
         message = Message(request)
-        self._expected[number] = None  # before it is sent: another reader may have the reply before we are back from sending
+        self._expected[number] = (
+            None  # before it is sent: another reader may have the reply before we are back from sending
+        )
         try:
             await self._send(bytes(message) + b"\n")
             await self._until(lambda: self._expected[number] is not None)

@@ -78,6 +78,8 @@ class Bench:
     root: Path
     stop: StopRequest = attrs.field(factory=StopRequest)
     faults: Faults = attrs.field(factory=Faults)
+    when_over: Callable[[], None] = lambda: None
+    """Called when the instance has ended, before anything is looked at."""
 
     @property
     def log_file(self) -> Path:
@@ -152,6 +154,7 @@ class Bench:
                         ended: Ended | RunnerError = await run_instance(plan, host, network, stdout)
                 except RunnerError as error:
                     ended = error
+                self.when_over()
                 await settled(host)
         return ended
 

@@ -1,0 +1,164 @@
+"""Sweep, don't sample: cancel at every step, fail every acquisition; afterwards everything is as before.
+
+The step at which a run is cancelled, or the system call that fails, is counted, not chosen: every one of them is tried.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from runner.errors import RunnerError, explain
+from runner.instance.machine import Ended
+
+SPECS = {"bare": "", "with share and network": "[[network]]\n"}
+
+
+class CancelAtStep(trio.abc.Instrument):
+    """Cancel a scope just before the task step number *n* since it was armed."""
+
+    def __init__(self, scope: trio.CancelScope, n: int) -> None:
+        self.scope = scope
+        self.n = n
+        self.steps = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        del task
+        self.steps += 1
+        if self.steps == self.n:
+            self.scope.cancel()
+
+
+async def cancelled_run(bench: Any, plan: Any, n: int) -> int:
+    """Run *plan* until it ends or step *n*; return how many steps there were."""
+    with trio.CancelScope() as scope:
+        instrument = CancelAtStep(scope, n)
+        trio.lowlevel.add_instrument(instrument)
+        try:
+            with trio.fail_after(60):
+                await bench.run(plan)
+        finally:
+            trio.lowlevel.remove_instrument(instrument)
+    return instrument.steps
+
+
+# With a network every run starts two helpers, a tenth of a second of CPU each: there, every seventh step is tried.
+@pytest.mark.parametrize(("spec", "stride"), [("bare", 1), ("with share and network", 7)])
+async def test_cancelled_at_every_step(bench: Any, spec: str, stride: int) -> None:
+    text = SPECS[spec] + (bench.share() if "share" in spec else "")
+    plan = bench.plan(text, qemu={"at_cont": "shutdown"}, grace=1)
+    before = bench.snapshot()
+    steps = await cancelled_run(bench, plan, sys.maxsize)
+    assert steps > 30
+    n = 1
+    while n <= steps:
+        steps = max(steps, await cancelled_run(bench, plan, n))
+        assert bench.snapshot() == before, f"cancelled at step {n} of {steps}"
+        assert bench.faults.sentences == [], f"cancelled at step {n} of {steps}"
+        n += stride
+
+
+class Saboteur:
+    """Fails the n-th system-touching operation of this process with EMFILE, where Python announces it (PEP 578)."""
+
+    OPERATIONS = frozenset(
+        {
+            "open",
+            "os.listdir",
+            "os.scandir",
+            "os.mkdir",
+            "os.rename",
+            "os.replace",
+            "subprocess.Popen",
+            "socket.bind",
+        }
+        | {"socket.connect", "fcntl.ioctl", "os.sendfile", "os.truncate"}
+    )
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.n = 0
+        self.count = 0
+        sys.addaudithook(self.hook)
+
+    def hook(self, event: str, _arguments: tuple[Any, ...]) -> None:
+        if self.armed and event in self.OPERATIONS:
+            self.count += 1
+            if self.count == self.n:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def begin(self, n: int) -> None:
+        self.n, self.count, self.armed = n, 0, True
+
+    def end(self) -> None:
+        self.armed = False
+
+
+SABOTEUR = Saboteur()
+
+
+@pytest.mark.parametrize(("spec", "stride"), [("bare", 1), ("with share and network", 5)])
+async def test_every_acquisition_fails_once(bench: Any, spec: str, stride: int) -> None:
+    """Whatever the kernel refuses on the way to `cont`, the start is refused with a sentence and reversed."""
+    plan = bench.plan(SPECS[spec] + bench.share(), qemu={"at_cont": "shutdown"}, grace=1)
+    before = bench.snapshot()
+    await bench.run(plan)  # once in peace, so that nothing is imported later
+    bench.when_over = SABOTEUR.end
+
+    refused = 0
+    n = 1
+    while True:
+        bench.faults.sentences.clear()
+        bench.log_file.unlink(missing_ok=True)
+        SABOTEUR.begin(n)
+        with trio.fail_after(60):
+            result = await bench.run(plan)
+        reached = SABOTEUR.count
+        if isinstance(result, RunnerError):
+            refused += 1
+            assert "cont" not in bench.commands()
+            assert os.strerror(errno.EMFILE) in explain(result), explain(result)
+            assert bench.faults.sentences == [], f"operation {n}: {explain(result)}"
+        else:
+            assert isinstance(result, Ended)
+            if "cont" in bench.commands() and bench.faults.sentences:
+                break  # from here on it is the teardown that fails
+        assert bench.snapshot() == before, f"operation {n} failed: {result}"
+        if reached < n:
+            break
+        n += stride
+    assert refused > 30 // stride, f"{refused} of {n} operations"
+
+
+async def test_with_too_few_descriptors(bench: Any) -> None:
+    """The real limit instead of a saboteur: EMFILE from the kernel, at whatever opens one descriptor too many."""
+    plan = bench.plan(bench.share(), qemu={"at_cont": "shutdown"}, grace=1)
+    before = bench.snapshot()
+    taken = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+    used = next(number for number in range(1 << 10) if number not in taken)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    outcomes = []
+    try:
+        for limit in range(used, used + 40):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            try:
+                result: Any = await bench.run(plan)
+            except BaseExceptionGroup as group:  # trio itself could not get a descriptor
+                result = group
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert bench.snapshot() == before, f"limit {limit}"
+            outcomes.append(result)
+            if isinstance(result, Ended):
+                break
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert isinstance(outcomes[-1], Ended)
+    assert sum(isinstance(outcome, RunnerError) for outcome in outcomes) >= 5
