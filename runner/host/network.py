@@ -5,7 +5,7 @@ it is imported by a helper (this module run as a program) that lives while netwo
 before anything else and imports while PID 1 reads the host. The two speak JSON lines over a socket pair.
 
 A link of ours says so in its ``ifalias``, and the interface whose place a guest has taken keeps there what it was: a
-runner that was killed leaves a namespace from which the next one can tell how to put it right (:func:`_recover`).
+runner that was killed leaves a namespace from which the next one can tell how to put it right.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class LinkRoute:
     source: str = ""
     metric: int = 0
     onlink: bool = False
+    protocol: int = 3
+    """Who made it (``RTPROT_*``, rtnetlink(7)); 3 is ``boot``, which ip(8) and CNI plugins leave."""
 
 
 @attrs.frozen
@@ -183,8 +185,7 @@ class _Rtnetlink:
         return Link(name, link.get_attr("IFLA_ADDRESS") or "", link.get_attr("IFLA_MTU"), addresses, routes)
 
     def build(self, bridge: Bridge) -> None:
-        """Build one bridge, after taking down what a runner that was killed has left of it."""
-        self._recover(bridge)
+        """Build one bridge."""
         with _doing(f"make the bridge {bridge.name!r}"):
             self._ipr.link(
                 "add",
@@ -215,7 +216,8 @@ class _Rtnetlink:
             with _doing(f"delete the bridge {bridge.name!r}"):
                 self._ipr.link("del", index=link["index"])
 
-    def _recover(self, bridge: Bridge) -> None:
+    def recover(self, bridge: Bridge) -> None:
+        """Take down what a runner that was killed has left of *bridge*; refuse what is somebody else's."""
         found = self.find(bridge.name)
         if found is None and bridge.pod is None:
             return
@@ -290,11 +292,17 @@ def _route(message: Any) -> LinkRoute:
         message.get_attr("RTA_PREFSRC") or "",
         message.get_attr("RTA_PRIORITY") or 0,
         bool(message["flags"] & _RTNH_F_ONLINK),
+        message["proto"],
     )
 
 
 def _route_arguments(route: LinkRoute, index: int) -> dict[str, object]:
-    arguments: dict[str, object] = {"dst": route.destination, "oif": index, "table": _MAIN_TABLE}
+    arguments: dict[str, object] = {
+        "dst": route.destination,
+        "oif": index,
+        "table": _MAIN_TABLE,
+        "proto": route.protocol,
+    }
     arguments["scope"] = _RT_SCOPE_UNIVERSE if route.gateway else _RT_SCOPE_LINK
     if route.gateway:
         arguments["gateway"] = route.gateway
@@ -310,7 +318,16 @@ def _route_arguments(route: LinkRoute, index: int) -> dict[str, object]:
 def _alias(link: Link) -> str:
     """Return *link* in as few characters as can still be read by a person."""
     routes = [
-        ",".join((route.destination, route.gateway, route.source, str(route.metric), "onlink" if route.onlink else ""))
+        ",".join(
+            (
+                route.destination,
+                route.gateway,
+                route.source,
+                str(route.metric),
+                str(route.protocol),
+                "onlink"[: 6 * route.onlink],
+            )
+        )
         for route in link.routes
     ]
     return " ".join((OURS, "was", link.mac, str(link.mtu), "+".join(link.addresses), *routes))
@@ -324,8 +341,8 @@ def _kept(link: Any) -> Link | None:
     mac, mtu, addresses, *routes = words[2:]
     parsed = []
     for route in routes:
-        destination, gateway, source, metric, onlink = route.split(",")
-        parsed.append(LinkRoute(destination, gateway, source, int(metric), bool(onlink)))
+        destination, gateway, source, metric, protocol, onlink = route.split(",")
+        parsed.append(LinkRoute(destination, gateway, source, int(metric), bool(onlink), int(protocol)))
     return Link(link.get_attr("IFLA_IFNAME"), mac, int(mtu), tuple(addresses.split("+")), tuple(parsed))
 
 
@@ -359,12 +376,14 @@ def _answer(rtnetlink: _Rtnetlink, verb: str, what: Any) -> object:
 
 
 def _build(rtnetlink: _Rtnetlink, bridges: Sequence[Bridge]) -> None:
-    for count, bridge in enumerate(bridges, 1):
-        try:
+    for bridge in bridges:  # first, because a bridge that is somebody else's must not be taken for a half-built one
+        rtnetlink.recover(bridge)
+    try:
+        for bridge in bridges:
             rtnetlink.build(bridge)
-        except HostError:
-            _remove(rtnetlink, bridges[:count])
-            raise
+    except HostError:
+        _remove(rtnetlink, bridges)
+        raise
 
 
 def _remove(rtnetlink: _Rtnetlink, bridges: Sequence[Bridge]) -> None:

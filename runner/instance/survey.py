@@ -93,7 +93,7 @@ def _interface(link: Link) -> Interface:
 def _route(route: LinkRoute) -> Route:
     gateway = IPv4Address(route.gateway) if route.gateway else None
     source = IPv4Address(route.source) if route.source else None
-    return Route(IPv4Network(route.destination), gateway, source, route.metric, route.onlink)
+    return Route(IPv4Network(route.destination), gateway, source, route.metric, route.onlink, route.protocol)
 
 
 def pod_link(interface: Interface) -> Link:

@@ -89,6 +89,8 @@ class Route:
     metric: int = 0
     onlink: bool = False
     """The gateway is reachable although no address of the interface covers it."""
+    protocol: int = 3
+    """Who made it (``RTPROT_*``); kept so that it can be given back as it was."""
 
 
 @attrs.frozen

@@ -1,0 +1,275 @@
+"""Networks on real links: a pod interface is given to a guest and given back, and dnsmasq says what the pod knew.
+
+The guest is a DHCP client in a network namespace of its own, behind a link with the guest's MAC address on our bridge.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv4Interface
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from runner.errors import HostError, Status
+from runner.host.network import Bridge, network_helper
+from runner.host.processes import Command
+from runner.instance.host import Faults, Host, StopRequest, open_host
+from runner.instance.machine import Ended
+from runner.instance.survey import _interface
+from runner.plan.argv import dnsmasq_argv
+from runner.plan.facts import FileFact, HostFacts, Resolver
+from runner.plan.instance import InstancePlan, plan_instance
+from runner.spec.instance import parse_instance
+
+MAC = "0a:58:0a:f4:01:05"
+
+
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+def state_of(interface: str) -> dict[str, Any]:
+    """Return what must be as before: address, MAC, MTU, alias, master and routes."""
+    [link] = json.loads(ip("-j", "address", "show", "dev", interface))
+    routes = json.loads(ip("-j", "route", "show", "dev", interface))
+    inet = [(each["local"], each["prefixlen"]) for each in link["addr_info"] if each["family"] == "inet"]
+    facts = {key: link.get(key) for key in ("address", "mtu", "ifalias", "master", "operstate")}
+    return {**facts, "inet": inet, "routes": sorted(routes, key=str)}
+
+
+ROUTED = ("10.244.1.5/32", "169.254.1.1", (("169.254.1.1", "scope", "link"), ("default", "via", "169.254.1.1")))
+ONLINK = (
+    "10.244.1.5/32",
+    "10.9.9.9",
+    (("default", "via", "10.9.9.9", "onlink"), ("10.7.0.0/16", "via", "10.9.9.9", "onlink", "metric", "7")),
+)
+PLAIN = ("10.0.5.7/24", "10.0.5.1", (("default", "via", "10.0.5.1"),))
+
+
+@pytest.fixture
+def pod(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Make an interface `eth0` as a CNI plugin leaves it, its other end in the namespace `gateway`; and a namespace `guest`."""
+    address, gateway, routes = getattr(request, "param", ROUTED)
+    for name in ("gateway", "guest"):
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        ip("netns", "add", name)
+    ip("link", "add", "eth0", "address", MAC, "mtu", "1450", "type", "veth", "peer", "name", "gw0", "netns", "gateway")
+    ip("address", "add", address, "dev", "eth0")
+    ip("link", "set", "eth0", "up")
+    ip("-n", "gateway", "link", "set", "gw0", "up")
+    ip("-n", "gateway", "address", "add", f"{gateway}/32", "dev", "gw0")
+    ip("-n", "gateway", "route", "add", str(IPv4Interface(address).ip), "dev", "gw0")
+    for route in routes:
+        ip("route", "add", *route, "dev", "eth0")
+    yield gateway
+    ip("link", "delete", "eth0")
+    for name in ("gateway", "guest"):
+        ip("netns", "delete", name)
+
+
+async def read_eth0() -> Any:
+    async with open_host(StopRequest(), Faults()) as host, network_helper(host.processes) as network:
+        return (await network.read_links(["eth0"]))["eth0"]
+
+
+def bridged(bench: Any, link: Any) -> InstancePlan:
+    """Plan mode bridge with a fake QEMU and the real dnsmasq."""
+    private: InstancePlan = bench.plan("[[network]]\n")
+    facts = HostFacts(
+        allowed_cpus=private.placement.cpus,
+        memory=1 << 40,
+        state_directory=private.state_directory,
+        qemu=private.machine.program,
+        sleep=PurePosixPath(private.anchor[0]),
+        dnsmasq=PurePosixPath(str(shutil.which("dnsmasq"))),
+        files={PurePosixPath("/rom"): FileFact("file", 1 << 16)},
+        users={},
+        interfaces={"eth0": _interface(link)},
+        resolver=Resolver((IPv4Address("10.96.0.10"),), ("default.svc.cluster.local", "cluster.local")),
+    )
+    text = b'[boot]\nfirmware = "/rom"\n[[network]]\nmode = "bridge"\n'
+    planned = plan_instance("spec", parse_instance("spec", text), facts)
+    return attrs.evolve(
+        private,
+        networks=planned.networks,
+        dhcp=planned.dhcp,
+        machine=attrs.evolve(private.machine, networks=planned.networks),
+    )
+
+
+LEASE = """#!/bin/sh
+[ "$1" = bound ] || exit 0
+env > "$LEASE_FILE"
+ip address add "$ip/$mask" dev eth0
+set -- $staticroutes
+while [ $# -ge 2 ]; do
+  if [ "$2" = 0.0.0.0 ]; then ip route add "$1" dev eth0; else ip route add "$1" via "$2" dev eth0; fi
+  shift 2
+done
+if ! ip route show default | grep -q .; then ip route add default via "$router" dev eth0; fi
+"""
+
+
+async def be_the_guest(host: Host, root: Path, gateway: str) -> dict[str, str]:
+    """Ask for an address as the guest would, use it, and return what was said."""
+
+    async def run(*argv: str) -> None:
+        process = host.processes.spawn(Command("test", argv))
+        with trio.fail_after(20):
+            assert await process.wait() == 0, (argv, list(process.last_words))
+
+    script = root / "lease.sh"
+    script.write_text(LEASE.replace("$LEASE_FILE", str(root / "lease")))
+    script.chmod(0o755)
+    await run("ip", "link", "add", "port", "type", "veth", "peer", "name", "eth0", "netns", "guest", "address", MAC)
+    await run("ip", "link", "set", "port", "master", "vmbr0", "up")
+    inside = ("ip", "netns", "exec", "guest")
+    await run(*inside, "ip", "link", "set", "eth0", "up")
+    options = ("-O", "mtu", "-O", "staticroutes", "-O", "search", "-O", "domain")
+    await run(
+        *inside, "busybox", "udhcpc", "-i", "eth0", "-q", "-n", "-f", "-t", "10", "-T", "1", *options, "-s", str(script)
+    )
+    await run(*inside, "ping", "-c", "1", "-W", "5", gateway)
+    await run("ip", "link", "delete", "port")
+    pairs = (line.partition("=") for line in (root / "lease").read_text().splitlines())
+    return {name: value for name, _, value in pairs}
+
+
+@pytest.mark.parametrize(
+    "pod", [ROUTED, ONLINK, PLAIN], indirect=True, ids=["off-link gateway", "onlink", "plain subnet"]
+)
+async def test_a_guest_takes_the_pods_place_and_gives_it_back(bench: Any, pod: str) -> None:
+    before = state_of("eth0")
+    plan = bridged(bench, await read_eth0())
+    during: dict[str, Any] = {}
+
+    async def guest(host: Host) -> None:
+        with trio.fail_after(30):
+            while "cont" not in bench.commands():
+                await trio.sleep(0.01)
+        during.update(await be_the_guest(host, bench.root, pod))
+        process = host.processes.spawn(Command("test", ("ip", "-j", "address", "show", "dev", "eth0")))
+        await process.wait()
+        during["eth0"] = "".join(process.last_words)
+        bench.stop.ask("test")
+
+    result = await bench.run(plan, beside=guest)
+    assert isinstance(result, Ended), result
+    assert result.status is Status.STOPPED
+    assert bench.faults.sentences == []
+    [[address, prefix]] = before["inet"]
+    assert (during["ip"], during["mask"]) == (address, str(prefix))
+    assert during["router"] == pod
+    assert (during["dns"], during["search"]) == ("10.96.0.10", "default.svc.cluster.local cluster.local")
+    assert during["mtu"] == "1450"
+    [eth0] = json.loads(during["eth0"])
+    assert eth0["address"] != MAC, "frames to the guest's MAC must not be ours"
+    assert [each for each in eth0["addr_info"] if each["family"] == "inet"] == []
+    assert eth0["master"] == "vmbr0"
+    assert state_of("eth0") == before
+
+
+async def test_a_killed_runner_leaves_enough_to_put_it_right(bench: Any, pod: str) -> None:
+    """The alias of eth0 says what it was; the next runner reads that, takes the leftovers down, and goes on."""
+    del pod
+    before = state_of("eth0")
+    link = await read_eth0()
+    bridge = Bridge("vmbr0", "vmtap0", "169.254.77.1/32", 1450, MAC, link)
+    async with open_host(StopRequest(), Faults()) as host, network_helper(host.processes) as network:
+        with pytest.raises(HostError, match="cannot find the network interface 'vmtap0'"):
+            await network.build([bridge])
+    assert state_of("eth0") == before, "a build that fails half-way takes back what it did"
+
+    ip("tuntap", "add", "vmtap0", "mode", "tap")
+    async with open_host(StopRequest(), Faults()) as host, network_helper(host.processes) as network:
+        await network.build([bridge])
+        with pytest.raises(HostError, match="another instance of this network namespace uses it"):
+            await network.build([bridge])
+    ip("link", "delete", "vmtap0")  # the runner is killed: its tap goes with its descriptor, the bridge stays
+    assert state_of("eth0")["inet"] == []
+
+    assert await read_eth0() == link, "planned from what it was"
+    plan = bridged(bench, await read_eth0())
+    bench.stop.ask("test")
+    result = await bench.run(plan)
+    assert isinstance(result, Ended), result
+    assert bench.faults.sentences == []
+    assert state_of("eth0") == before
+
+
+async def test_a_bridge_of_somebody_else_is_left_alone(bench: Any) -> None:
+    ip("link", "add", "vmbr0", "type", "bridge")
+    try:
+        result = await bench.run(bench.plan("[[network]]\n"))
+        assert isinstance(result, HostError)
+        assert "a link of that name exists and is not ours" in str(result)
+        assert "vmbr0" in ip("link", "show", "vmbr0")
+    finally:
+        ip("link", "delete", "vmbr0")
+    assert bench.faults.sentences == []
+
+
+async def test_a_tap_somebody_holds(bench: Any) -> None:
+    ip("tuntap", "add", "vmtap0", "mode", "tun")
+    try:
+        result = await bench.run(bench.plan("[[network]]\n"))
+        assert isinstance(result, HostError)
+        assert "cannot make the tap interface 'vmtap0'" in str(result)
+    finally:
+        ip("link", "delete", "vmtap0")
+
+
+async def test_dnsmasq_answers_nobody_else(bench: Any, pod: str) -> None:
+    """On a bridged link there are other hosts; a client with another MAC address gets no answer from us."""
+    del pod
+    plan = bridged(bench, await read_eth0())
+
+    async def stranger(host: Host) -> None:
+        with trio.fail_after(30):
+            while "cont" not in bench.commands():
+                await trio.sleep(0.01)
+        for argv in (
+            ("ip", "link", "add", "port", "type", "veth", "peer", "name", "eth0", "netns", "guest"),
+            ("ip", "link", "set", "port", "master", "vmbr0", "up"),
+            ("ip", "-n", "guest", "link", "set", "eth0", "up"),
+        ):
+            assert await host.processes.spawn(Command("test", argv)).wait() == 0
+        asking = (
+            "ip",
+            "netns",
+            "exec",
+            "guest",
+            "busybox",
+            "udhcpc",
+            "-i",
+            "eth0",
+            "-q",
+            "-n",
+            "-f",
+            "-t",
+            "2",
+            "-T",
+            "1",
+            "-s",
+            "/bin/true",
+        )
+        assert await host.processes.spawn(Command("test", asking)).wait() == 1, "no lease"
+        assert await host.processes.spawn(Command("test", ("ip", "link", "delete", "port"))).wait() == 0
+        bench.stop.ask("test")
+
+    result = await bench.run(plan, beside=stranger)
+    assert isinstance(result, Ended), result
+
+
+def test_dnsmasq_takes_its_own_configuration(bench: Any) -> None:
+    """Every option we give is one this dnsmasq knows."""
+    for dhcp in bench.plan("[[network]]\n[[network]]\n").dhcp:
+        argv = [str(shutil.which("dnsmasq")), *dnsmasq_argv(dhcp)[1:], "--test"]
+        assert subprocess.run(argv, check=False, capture_output=True).returncode == 0
