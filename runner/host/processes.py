@@ -11,6 +11,7 @@ in between: the waiter cannot run there.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -114,11 +115,10 @@ class Process:
 
     async def _listen(self) -> None:
         """Log its output until it ends; may be cancelled at any moment."""
-        try:
-            while self._hear():
+        with contextlib.suppress(trio.ClosedResourceError):
+            # Asked every time, because its end closes the output, whose number may be something else's by now.
+            while self.returncode is None and self._hear():
                 await trio.lowlevel.wait_readable(self._output)
-        except trio.ClosedResourceError:
-            pass
 
     def _end(self, returncode: int) -> None:
         """Take its status, hear the rest and let go of its output, which a grandchild of it may hold open for ever."""

@@ -89,13 +89,14 @@ class Monitor:
     async def greet(self) -> str:
         """Wait for QEMU's greeting, enter command mode and return QEMU's version."""
         await self._until(lambda: self._greeting is not None)
-        await self.execute("qmp_capabilities")
+        greeting: Any = self._greeting
         try:
-            greeting: Any = self._greeting
             version = greeting["QMP"]["version"]["qemu"]
-            return ".".join(str(version[part]) for part in ("major", "minor", "micro"))
+            text = ".".join(str(version[part]) for part in ("major", "minor", "micro"))
         except (KeyError, TypeError) as error:
-            raise self._fail(MonitorGarbledError(f"cannot understand QEMU's greeting {self._greeting!r}")) from error
+            raise self._fail(MonitorGarbledError(f"cannot understand QEMU's greeting {greeting!r}")) from error
+        await self.execute("qmp_capabilities")
+        return text
 
     async def execute(self, command: str, arguments: Mapping[str, object] | None = None) -> object:
         """Execute *command* and return what it returns.

@@ -1,0 +1,146 @@
+"""Children, orphans and the one who reaps them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+
+from runner.errors import HostError
+from runner.host.processes import Command, open_processes, signal_name
+
+
+def shell(text: str, role: str = "test") -> Command:
+    return Command(role, ("/bin/sh", "-c", text))
+
+
+async def test_statuses() -> None:
+    async with open_processes() as processes:
+        assert await processes.spawn(shell("exit 7")).wait() == 7
+        assert await processes.spawn(shell("kill -KILL $$")).wait() == -signal.SIGKILL
+        process = processes.spawn(shell("echo; echo one; echo two; exit 1"))
+        await process.wait()
+        assert process.how_it_ended() == "exited with status 1, saying 'two'"
+        assert list(process.last_words) == ["one", "two"]
+
+
+async def test_many_at_once_each_gets_its_own_status() -> None:
+    """Orphans end at the same instants; no status is lost and none reads 0 that is not."""
+    async with open_processes() as processes:
+        wrong: list[tuple[int, int]] = []
+
+        async def one(number: int) -> None:
+            process = processes.spawn(shell(f"(exit 0) & (sleep 0.0{number % 3}) & exit {number}"))
+            status = await process.wait()
+            if status != number:
+                wrong.append((number, status))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(1, 101):
+                nursery.start_soon(one, number)
+        assert wrong == []
+        with trio.fail_after(10):
+            while processes.orphans < 100:
+                await trio.sleep(0.01)
+
+
+async def test_a_storm_of_orphans_keeps_nobody_waiting() -> None:
+    """Two thousand orphans end at once: a timer beside them is late by little, and all are reaped."""
+    storm = "import os\nfor _ in range(2000):\n    if os.fork() == 0:\n        os.read(0, 1)\n        os._exit(1)\nos._exit(0)"
+    reading, writing = os.pipe()
+    async with open_processes() as processes:
+        maker = processes.spawn(
+            Command(
+                "storm", (sys.executable, "-IS", "-c", storm.replace("os.read(0", f"os.read({reading}")), (reading,)
+            )
+        )
+        os.close(reading)
+        assert await maker.wait() == 0
+        os.close(writing)
+        with trio.fail_after(30):
+            while processes.orphans < 2000:
+                assert await processes.spawn(shell("exit 3")).wait() == 3
+
+
+async def test_stop_asks_first_and_then_insists() -> None:
+    async with open_processes() as processes:
+        polite = processes.spawn(shell("trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done"))
+        deaf = processes.spawn(shell("trap '' TERM; echo ready; while :; do sleep 0.01; done"))
+        for process in (polite, deaf):
+            while not process.last_words:
+                await trio.sleep(0.005)
+        await processes.stop(polite, 5)
+        await processes.stop(deaf, 0.05)
+        assert (polite.returncode, deaf.returncode) == (5, -signal.SIGKILL)
+        await processes.stop(polite, 5)  # it is over; nothing happens
+
+
+async def test_a_stopped_process_hears_the_sigterm() -> None:
+    async with open_processes() as processes:
+        process = processes.spawn(shell("echo ready; exec sleep 100"))
+        while not process.last_words:
+            await trio.sleep(0.005)
+        process.send_signal(signal.SIGSTOP)
+        with trio.fail_after(4):
+            await processes.stop(process, 5)
+        assert process.returncode == -signal.SIGTERM
+
+
+async def test_releases_work_although_everything_is_cancelled() -> None:
+    process = None
+    with trio.CancelScope() as scope:
+        async with open_processes() as processes, processes.daemon(shell("exec sleep 100"), 5) as process:
+            scope.cancel()
+            await trio.sleep_forever()
+    assert process is not None
+    assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("program", "reason"), [("/none", "No such file"), ("/etc/passwd", "Permission denied")])
+async def test_a_program_that_cannot_be_started(program: str, reason: str) -> None:
+    before = sorted(entry.name for entry in Path("/proc/self/fd").iterdir())
+    async with open_processes() as processes:
+        with pytest.raises(HostError, match=f"cannot start test \\('{program}'\\)") as caught:
+            processes.spawn(Command("test", (program,)))
+        assert reason in str(caught.value.__cause__)
+    assert sorted(entry.name for entry in Path("/proc/self/fd").iterdir()) == before
+
+
+async def test_a_child_gets_a_user_and_nothing_else_of_ours() -> None:
+    reading, writing = os.pipe()
+    os.environ["OF_OURS"] = "x"
+    try:
+        async with open_processes() as processes:
+            text = "id -u; id -g; id -G; pwd; echo secret=$OF_OURS; ls /proc/self/fd | tr '\\n' ' '"
+            command = Command("test", ("/bin/sh", "-c", text), (writing,), 65534, 65533, (4242,))
+            process = processes.spawn(command)
+            await process.wait()
+    finally:
+        del os.environ["OF_OURS"]
+        os.close(reading)
+        os.close(writing)
+    uid, gid, groups, directory, secret, numbers = list(process.last_words)[:6]
+    assert (uid, gid, sorted(groups.split()), directory, secret) == (
+        "65534",
+        "65533",
+        ["4242", "65533"],
+        "/",
+        "secret=",
+    )
+    assert set(numbers.split()) - {"3"} <= {"0", "1", "2", str(writing)}
+
+
+async def test_endless_output_without_a_line_end_is_bounded() -> None:
+    async with open_processes() as processes:
+        process = processes.spawn(shell("head -c 3000000 /dev/zero | tr '\\0' x"))
+        assert await process.wait() == 0
+        assert max(map(len, process.last_words)) < 1 << 18
+
+
+def test_signal_names() -> None:
+    assert signal_name(15) == "SIGTERM"
+    assert signal_name(40) == "signal 40"
