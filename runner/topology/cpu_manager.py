@@ -1,0 +1,847 @@
+"""The kubelet's CPU Manager with the static policy: which CPUs a container gets, and which hints it gives.
+
+Modelled on ``pkg/kubelet/cm/cpumanager`` of Kubernetes 1.33 to 1.36.3. Each function names the Go function whose
+decision it makes. The selection is bug for bug that of the kubelet; where the kubelet is at fault, the fault has a name
+in :class:`Quirk` and can be switched off to see what it does.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Self
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.errors import RefusedError
+from runner.topology.hardware import Hardware
+from runner.topology.pod import Container, ContainerKind, Pod, peak
+from runner.topology.topology_manager import (
+    HintList,
+    KubeletConfigError,
+    KubeletHangsError,
+    ProviderHints,
+    all_masks,
+    mask_of,
+    numa_nodes_of,
+    over_masks,
+    parse_bool,
+)
+
+OLDEST_MINOR = 33
+NEWEST_MINOR = 36
+"""Minor versions of the kubelet (1.33 to 1.36) whose decisions are known."""
+
+
+class Quirk(enum.Enum):
+    """A known fault of the kubelet that decides which CPUs a container gets."""
+
+    COMBINATIONS_OVERWRITTEN = "kubernetes#141238"
+    """``distribute-cpus-across-numa`` keeps the best combination of NUMA nodes by reference to a Go slice that the
+    search goes on writing into, so that another combination than the best one may be used."""
+    LIVELOCK = "kubernetes#140730"
+    """``distribute-cpus-across-numa`` with ``full-pcpus-only`` counts what is left in CPUs, but hands it out in whole
+    cores: with only half cores left it never ends. We say so instead of doing the same."""
+    WHOLE_UNITS_UNCHECKED = "kubernetes#140495"
+    """A unit is whole when it has as many free CPUs as the *average* one; all its CPUs are taken then, the reserved or
+    assigned ones among them. It shows on hosts with unequal cores or sockets."""
+    EMPTY_MEMORY_HINTS = "an empty hint map reads as no preference"
+    """A memory request that fits nowhere gives no hints at all, which the Topology Manager takes for "anywhere": the
+    pod is rejected only after it was given CPUs, which stay taken until the next admission."""
+
+
+def quirks_of(minor: int) -> frozenset[Quirk]:
+    """Return the faults of kubelet 1.*minor*; :class:`RefusedError` for a version whose decisions are not known."""
+    if not OLDEST_MINOR <= minor <= NEWEST_MINOR:
+        raise RefusedError(
+            f"cannot predict kubelet 1.{minor}: decisions are known from 1.{OLDEST_MINOR} to 1.{NEWEST_MINOR};"
+            " give the version of the kubelet on that node"
+        )
+    return frozenset(Quirk)
+
+
+class AllocationError(Exception):
+    """The kubelet's own error when a container cannot have what it asks for; *reason* as in the pod's status."""
+
+    reason = "UnexpectedAdmissionError"
+
+
+class SMTAlignmentError(AllocationError):
+    """``full-pcpus-only`` and a request that is not whole cores."""
+
+    reason = "SMTAlignmentError"
+
+
+@attrs.frozen
+class CpuFacts:
+    """What the CPU Manager knows of one CPU (``topology.CPUInfo``)."""
+
+    cpu: int
+    core: int
+    socket: int
+    numa_node: int
+    uncore: int
+
+
+@attrs.frozen(slots=False)  # cached_property lives in __dict__
+class CpuTopology:
+    """The CPU Manager's view of the host (``topology.CPUTopology``).
+
+    The averages are integer divisions, as in the kubelet: on a host with unequal cores they describe no core.
+    """
+
+    cpus: tuple[CpuFacts, ...]
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Self:
+        """Discover the topology as ``topology.Discover`` does: a CPU without an L3 cache is in its socket's."""
+        return cls(
+            tuple(
+                CpuFacts(cpu.cpu, cpu.core, cpu.socket, cpu.numa_node, cpu.socket if cpu.l3 is None else cpu.l3)
+                for cpu in hardware.cpus
+            )
+        )
+
+    @cached_property
+    def all(self) -> frozenset[int]:
+        """Every CPU."""
+        return frozenset(fact.cpu for fact in self.cpus)
+
+    @cached_property
+    def core_of(self) -> Mapping[int, int]:
+        """CPU → core."""
+        return {fact.cpu: fact.core for fact in self.cpus}
+
+    @cached_property
+    def socket_of(self) -> Mapping[int, int]:
+        """CPU → socket."""
+        return {fact.cpu: fact.socket for fact in self.cpus}
+
+    @cached_property
+    def numa_node_of(self) -> Mapping[int, int]:
+        """CPU → NUMA node."""
+        return {fact.cpu: fact.numa_node for fact in self.cpus}
+
+    @cached_property
+    def uncore_of(self) -> Mapping[int, int]:
+        """CPU → uncore (L3) cache."""
+        return {fact.cpu: fact.uncore for fact in self.cpus}
+
+    @cached_property
+    def cores(self) -> Mapping[int, frozenset[int]]:
+        """Core → its CPUs."""
+        return _inverted(self.core_of)
+
+    @cached_property
+    def sockets(self) -> Mapping[int, frozenset[int]]:
+        """Socket → its CPUs."""
+        return _inverted(self.socket_of)
+
+    @cached_property
+    def numa_nodes(self) -> Mapping[int, frozenset[int]]:
+        """NUMA node → its CPUs; the CPU Manager knows none without CPUs."""
+        return _inverted(self.numa_node_of)
+
+    @cached_property
+    def uncores(self) -> Mapping[int, frozenset[int]]:
+        """Uncore cache → its CPUs."""
+        return _inverted(self.uncore_of)
+
+    @property
+    def cpus_per_core(self) -> int:
+        """CPUs per core on average."""
+        return len(self.cpus) // len(self.cores)
+
+    @property
+    def cpus_per_socket(self) -> int:
+        """CPUs per socket on average."""
+        return len(self.cpus) // len(self.sockets)
+
+    @property
+    def cpus_per_uncore(self) -> int:
+        """CPUs per uncore cache on average."""
+        return len(self.cpus) // len(self.uncores)
+
+
+def _inverted(place_of: Mapping[int, int]) -> Mapping[int, frozenset[int]]:
+    groups: dict[int, set[int]] = {}
+    for cpu, place in place_of.items():
+        groups.setdefault(place, set()).add(cpu)
+    return MappingProxyType({place: frozenset(groups[place]) for place in sorted(groups)})
+
+
+# --- packed assignment ------------------------------------------------------------------------------------------------
+
+
+def take_packed(
+    topology: CpuTopology,
+    available: CpuSet,
+    count: int,
+    *,
+    spread: bool = False,
+    prefer_uncore: bool = False,
+    quirks: frozenset[Quirk] = frozenset(Quirk),
+) -> CpuSet:
+    """Take *count* of the *available* CPUs, whole NUMA nodes, sockets and cores first (``takeByTopologyNUMAPacked``).
+
+    *spread* takes single CPUs socket by socket without regard to cores (``distribute-cpus-across-cores``),
+    *prefer_uncore* keeps to as few L3 caches as it can (``prefer-align-cpus-by-uncorecache``).
+    Raises :class:`AllocationError` in the kubelet's words if there are not enough.
+    """
+    if count < 1:
+        return CpuSet()
+    search = _Packing(topology, frozenset(available) & topology.all, count, quirks)
+    if count > len(search.free):
+        raise _not_enough(count, available)
+    steps: list[Callable[[], None]] = [search.take_whole_outer, search.take_whole_inner]
+    if prefer_uncore:
+        steps.append(search.take_uncores)
+    if not spread:
+        steps.append(search.take_whole_cores)
+    steps.append(search.take_spread_cpus if spread else search.take_packed_cpus)
+    for step in steps:
+        step()
+        if search.needed == 0:
+            return CpuSet(search.taken)
+    raise AllocationError("failed to allocate cpus")
+
+
+def _not_enough(count: int, available: CpuSet) -> AllocationError:
+    return AllocationError(
+        f"not enough cpus available to satisfy request: requested={count}, available={len(available)}"
+    )
+
+
+class _Packing:
+    """The kubelet's ``cpuAccumulator``: what is free, what was taken, how many are still needed."""
+
+    def __init__(self, topology: CpuTopology, free: frozenset[int], count: int, quirks: frozenset[Quirk]) -> None:
+        self.topology = topology
+        self.free = set(free)
+        self.taken: set[int] = set()
+        self.needed = count
+        self.unchecked = Quirk.WHOLE_UNITS_UNCHECKED in quirks
+        # Whichever is bigger comes first; where each socket is one NUMA node, that is the NUMA node.
+        self.numa_nodes_outside = len(topology.sockets) >= len(topology.numa_nodes)
+
+    # Orders: fewest free CPUs first, so that what is already broken is used up before anything else is broken;
+    # ties by number. Only what has free CPUs appears.
+
+    @staticmethod
+    def _ordered(cpus: Iterable[int], place_of: Mapping[int, int]) -> list[int]:
+        free = Counter(place_of[cpu] for cpu in cpus)
+        return sorted(free, key=lambda place: (free[place], place))
+
+    def _ordered_within(self, outer: Sequence[int], outer_of: Mapping[int, int], of: Mapping[int, int]) -> list[int]:
+        inside: dict[int, list[int]] = {}
+        for cpu in self.free:
+            inside.setdefault(outer_of[cpu], []).append(cpu)
+        return [place for each in outer for place in self._ordered(inside.get(each, ()), of)]
+
+    def numa_nodes(self) -> list[int]:
+        topology = self.topology
+        if self.numa_nodes_outside:
+            return self._ordered(self.free, topology.numa_node_of)
+        return self._ordered_within(self.sockets(), topology.socket_of, topology.numa_node_of)
+
+    def sockets(self) -> list[int]:
+        topology = self.topology
+        if self.numa_nodes_outside:
+            return self._ordered_within(self.numa_nodes(), topology.numa_node_of, topology.socket_of)
+        return self._ordered(self.free, topology.socket_of)
+
+    def cores(self) -> list[int]:
+        topology = self.topology
+        if self.numa_nodes_outside:
+            return self._ordered_within(self.sockets(), topology.socket_of, topology.core_of)
+        return self._ordered_within(self.numa_nodes(), topology.numa_node_of, topology.core_of)
+
+    def uncores(self) -> list[int]:
+        return self._ordered_within(self.numa_nodes(), self.topology.numa_node_of, self.topology.uncore_of)
+
+    # Steps.
+
+    def take(self, cpus: Iterable[int]) -> None:
+        cpus = set(cpus)
+        self.taken |= cpus
+        self.free -= cpus
+        self.needed -= len(cpus)
+
+    def _take_whole(self, order: list[int], units: Mapping[int, frozenset[int]], average: int | None) -> None:
+        """Take every unit of *order* that is completely free and not more than is needed.
+
+        A unit is completely free if its free CPUs are as many as *average*, or as it has (``None``).
+        """
+        whole = []
+        for unit in order:
+            size = len(units[unit]) if average is None or not self.unchecked else average
+            if len(units[unit] & self.free) == size:
+                whole.append(unit)
+        for unit in whole:
+            if self.needed >= len(units[unit]):
+                self.take(units[unit])
+            if self.needed == 0:
+                return
+
+    def take_whole_numa_nodes(self) -> None:
+        self._take_whole(self.numa_nodes(), self.topology.numa_nodes, None)
+
+    def take_whole_sockets(self) -> None:
+        self._take_whole(self.sockets(), self.topology.sockets, self.topology.cpus_per_socket)
+
+    def take_whole_outer(self) -> None:
+        if self.numa_nodes_outside:
+            self.take_whole_numa_nodes()
+        else:
+            self.take_whole_sockets()
+
+    def take_whole_inner(self) -> None:
+        if self.numa_nodes_outside:
+            self.take_whole_sockets()
+        else:
+            self.take_whole_numa_nodes()
+
+    def take_whole_cores(self) -> None:
+        self._take_whole(self.cores(), self.topology.cores, self.topology.cpus_per_core)
+
+    def take_uncores(self) -> None:
+        """``takeUncoreCache``: whole L3 caches while they fit, then one that can finish the request exactly."""
+        for uncore in self.uncores():
+            if self.needed >= self.topology.cpus_per_uncore:
+                self._take_whole(self.uncores(), self.topology.uncores, None)
+                if self.needed == 0:
+                    return
+            self._take_part_of_uncore(uncore)
+            if self.needed == 0:
+                return
+
+    def _take_part_of_uncore(self, uncore: int) -> None:
+        per_core = self.topology.cpus_per_core
+        free = self.topology.uncores[uncore] & self.free
+        cores = sorted({self.topology.core_of[cpu] for cpu in free})[: -(-self.needed // per_core)]
+        chosen = sorted(cpu for core in cores for cpu in self.topology.cores[core] & self.free)
+        if self.needed % 2 and per_core > 1 and len(chosen) > self.needed:
+            chosen.pop()
+        if len(chosen) == self.needed:
+            self.take(chosen)
+
+    def take_packed_cpus(self) -> None:
+        order = [cpu for core in self.cores() for cpu in sorted(self.topology.cores[core] & self.free)]
+        self.take(order[: self.needed])
+
+    def take_spread_cpus(self) -> None:
+        order = [cpu for socket in self.sockets() for cpu in sorted(self.topology.sockets[socket] & self.free)]
+        self.take(order[: self.needed])
+
+
+# --- distributed assignment -------------------------------------------------------------------------------------------
+
+
+@attrs.define
+class _Slice:
+    """A Go slice as far as ``append`` is concerned: a length, and an array that others may share."""
+
+    array: list[int]
+    length: int
+
+    def append(self, value: int, *, shared: bool) -> _Slice:
+        """Append as Go does: into the array if it has room (then all who share it see it), else into one twice as big.
+
+        With *shared* off every append makes an array of its own, as the kubelet means it to be.
+        """
+        if shared and self.length < len(self.array):
+            self.array[self.length] = value
+            return _Slice(self.array, self.length + 1)
+        room = [0] * (len(self.array) if shared else 1)
+        return _Slice([*self.array[: self.length], value, *room[1:]], self.length + 1)
+
+    def values(self) -> list[int]:
+        return self.array[: self.length]
+
+
+def _combinations(items: Sequence[int], size: int, *, shared: bool) -> Iterator[_Slice]:
+    """Yield every combination of *size* of *items* in lexicographic order (``iterateCombinations``).
+
+    The kubelet builds them by appending down a recursion, so with *shared* what was yielded earlier may change later.
+    """
+
+    def extend(prefix: _Slice, missing: int, start: int) -> Iterator[_Slice]:
+        if missing == 0:
+            yield prefix
+            return
+        for index in range(start, len(items) - missing + 1):
+            yield from extend(prefix.append(items[index], shared=shared), missing - 1, index + 1)
+
+    for index in range(len(items) - size + 1):
+        yield from extend(_Slice([items[index]], 1), size - 1, index + 1)
+
+
+def _rounded(value: float) -> float:
+    return math.floor(value * 1000 + 0.5) / 1000
+
+
+@functools.lru_cache(maxsize=4096)
+def _imbalance(values: tuple[int, ...]) -> float:
+    """Return the kubelet's ``standardDeviation``: of the population, mean and result rounded to three decimals."""
+    mean = _rounded(sum(values) / len(values))
+    return _rounded(math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)))
+
+
+@attrs.define
+class _Choice:
+    """The best distribution so far over one number of NUMA nodes."""
+
+    balance: float = math.inf
+    numa_nodes: _Slice | None = None
+    remainder: _Slice | None = None
+
+
+def take_distributed(
+    topology: CpuTopology,
+    available: CpuSet,
+    count: int,
+    *,
+    group: int = 1,
+    spread: bool = False,
+    quirks: frozenset[Quirk] = frozenset(Quirk),
+) -> CpuSet:
+    """Take *count* CPUs evenly from as few NUMA nodes as hold them (``takeByTopologyNUMADistributed``).
+
+    CPUs are counted in groups of *group* (a core's CPUs with ``full-pcpus-only``); a *count* that is no multiple of it
+    is packed. Raises :class:`AllocationError` in the kubelet's words, :class:`KubeletHangsError` where it would loop.
+    """
+    if count % group:
+        return take_packed(topology, available, count, spread=spread, quirks=quirks)
+    if count < 1:
+        return CpuSet()
+    free = frozenset(available) & topology.all
+    if count > len(free):
+        raise _not_enough(count, available)
+    search = _Distribution(topology, free, count, group, spread, quirks)
+    per_numa_node = _ceil(_ceil(len(topology.cpus), group), len(topology.numa_nodes))
+    groups = _ceil(count, group)
+    for size in range(_ceil(groups, per_numa_node), min(groups, len(search.have)) + 1):
+        choice = search.best(size, count // size // group * group)
+        if choice.numa_nodes is not None:
+            return search.collect(choice, count // size // group * group)
+    return take_packed(topology, available, count, spread=spread, quirks=quirks)
+
+
+def _ceil(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+class _Distribution:
+    """One search of :func:`take_distributed`; *have* holds the free CPUs of each NUMA node in the kubelet's order."""
+
+    def __init__(
+        self,
+        topology: CpuTopology,
+        free: frozenset[int],
+        count: int,
+        group: int,
+        spread: bool,  # noqa: FBT001
+        quirks: frozenset[Quirk],
+    ) -> None:
+        self.topology = topology
+        self.free = free
+        self.count = count
+        self.group = group
+        self.spread = spread
+        self.quirks = quirks
+        self.shared = Quirk.COMBINATIONS_OVERWRITTEN in quirks
+        order = _Packing(topology, free, count, quirks).numa_nodes()
+        self.have = {numa_node: len(topology.numa_nodes[numa_node] & free) for numa_node in order}
+
+    def best(self, size: int, share: int) -> _Choice:
+        """Choose *size* NUMA nodes to give *share* CPUs each, and who gives the rest, so that the free ones are even."""
+        have, count, group = self.have, self.count, self.group
+        best = _Choice()
+        rest = count - share * size
+        for combination in _combinations(list(have), size, shared=self.shared):
+            if best.balance == 0:
+                break
+            members = combination.values()
+            if any(have[each] < share for each in members):
+                continue
+            # The sum in whole groups is never more than the sum, so it decides for both.
+            if sum(have[each] // group * group for each in members) < count:
+                continue
+            after = have | {each: have[each] - share for each in members}
+            if rest:
+                local = self._best_remainder([each for each in members if after[each] >= group], after, rest)
+            else:
+                local = _Choice(self._imbalance(after))
+            if local.balance < best.balance:
+                best = local
+                best.numa_nodes = combination
+        return best
+
+    def _best_remainder(self, members: Sequence[int], after: Mapping[int, int], rest: int) -> _Choice:
+        best = _Choice()
+        counted = 1 if Quirk.LIVELOCK in self.quirks else self.group
+        for size in range(len(members), 0, -1):
+            for subset in _combinations(members, size, shared=self.shared):
+                takers = subset.values()
+                if sum(after[each] // counted * counted for each in takers) < rest:
+                    continue
+                balance = self._imbalance(self._handed_out(takers, after, rest))
+                if balance < best.balance:
+                    best = _Choice(balance, remainder=subset)
+        return best
+
+    def _handed_out(self, takers: Sequence[int], after: Mapping[int, int], rest: int) -> dict[int, int]:
+        left = dict(after)
+        for numa_node in self._rounds(takers, left, rest):
+            left[numa_node] -= self.group
+        return left
+
+    def _rounds(self, takers: Sequence[int], left: Mapping[int, int], rest: int) -> Iterator[int]:
+        """Yield who gives the next group, in turns, until *rest* is handed out; the caller keeps *left*."""
+        while rest > 0:
+            before = rest
+            for numa_node in takers:
+                if rest > 0 and left[numa_node] >= self.group:
+                    yield numa_node
+                    rest -= self.group
+            if rest == before:
+                raise KubeletHangsError(
+                    f"this kubelet would hang: of {self.count} CPUs in groups of {self.group} there are {rest} to hand out,"
+                    f" and NUMA nodes {','.join(map(str, takers))} have no whole group left ({Quirk.LIVELOCK.value})"
+                )
+
+    def _imbalance(self, free: Mapping[int, int]) -> float:
+        return _imbalance(tuple(sorted(free.values())))
+
+    def collect(self, choice: _Choice, share: int) -> CpuSet:
+        """Take what *choice* says, packed within each NUMA node."""
+        free = set(self.free)
+        taken: set[int] = set()
+
+        def take(numa_node: int, count: int) -> None:
+            here = CpuSet(free & self.topology.numa_nodes[numa_node])
+            try:
+                cpus = take_packed(self.topology, here, count, spread=self.spread, quirks=self.quirks)
+            except AllocationError:
+                return  # the kubelet looks at the sum in the end instead
+            free.difference_update(cpus)
+            taken.update(cpus)
+            left[numa_node] = len(free & self.topology.numa_nodes[numa_node])
+
+        left = dict(self.have)
+        members = choice.numa_nodes.values() if choice.numa_nodes else []
+        for numa_node in members:
+            take(numa_node, share)
+        takers = choice.remainder.values() if choice.remainder else []
+        for numa_node in self._rounds(takers, left, self.count - share * len(members)):
+            take(numa_node, self.group)
+        missing = self.count - len(taken)
+        if missing:
+            amount = "not enough" if missing > 0 else "too many"
+            raise AllocationError(f"accounting error, {amount} CPUs allocated, remaining: {missing}")
+        return CpuSet(taken)
+
+
+# --- the static policy ------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class CpuPolicyOptions:
+    """``cpuManagerPolicyOptions``; each stands for the option of its name with dashes.
+
+    Whether a feature gate hides an option (``CPUManagerPolicyAlphaOptions``) is not looked at.
+    """
+
+    full_pcpus_only: bool = False
+    distribute_cpus_across_numa: bool = False
+    align_by_socket: bool = False
+    distribute_cpus_across_cores: bool = False
+    strict_cpu_reservation: bool = False
+    prefer_align_cpus_by_uncorecache: bool = False
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> Self:
+        """Read the options as the kubelet's configuration spells them (``NewStaticPolicyOptions``).
+
+        Raises :class:`KubeletConfigError` in the kubelet's words for what is unknown, no truth value, or exclusive.
+        """
+        known = {field.name.replace("_", "-"): field.name for field in attrs.fields(cls)}
+        chosen = {}
+        for name, value in options.items():
+            if name not in known:
+                raise KubeletConfigError(f'unknown CPU Manager Policy option: "{name}"')
+            chosen[known[name]] = parse_bool(name, value)
+        parsed = cls(**chosen)
+        for one, other in _EXCLUSIVE:
+            if getattr(parsed, known[one]) and getattr(parsed, known[other]):
+                raise KubeletConfigError(f"static policy options {one} and {other} can not be used at the same time")
+        return parsed
+
+
+_EXCLUSIVE = (
+    ("full-pcpus-only", "distribute-cpus-across-cores"),
+    ("distribute-cpus-across-numa", "distribute-cpus-across-cores"),
+    ("prefer-align-cpus-by-uncorecache", "distribute-cpus-across-cores"),
+    ("prefer-align-cpus-by-uncorecache", "distribute-cpus-across-numa"),
+)
+
+
+@attrs.frozen
+class CpuState:
+    """What the CPU Manager remembers (``cpu_manager_state``).
+
+    *shared_pool* is ``defaultCpuSet``; *assignments* holds the exclusive CPUs by pod and container; *reusable* the CPUs
+    of init containers by the one pod they may be used again in.
+    """
+
+    shared_pool: CpuSet
+    assignments: Mapping[str, Mapping[str, CpuSet]] = attrs.field(factory=dict)
+    reusable: Mapping[str, CpuSet] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class CpuManager:
+    """The static policy as configured on one host (``staticPolicy``); it decides, :class:`CpuState` remembers."""
+
+    topology: CpuTopology
+    options: CpuPolicyOptions
+    reserved: CpuSet
+    quirks: frozenset[Quirk] = frozenset(Quirk)
+
+    @classmethod
+    def configured(
+        cls,
+        topology: CpuTopology,
+        options: CpuPolicyOptions,
+        *,
+        reserved_cpus: CpuSet,
+        reserved_millicpus: int,
+        quirks: frozenset[Quirk] = frozenset(Quirk),
+    ) -> Self:
+        """Decide which CPUs are reserved (``NewStaticPolicy``).
+
+        *reserved_cpus* is ``reservedSystemCPUs``; where it is empty, *reserved_millicpus* (``kubeReserved`` and
+        ``systemReserved`` together) are rounded up to CPUs and chosen as a container's would be.
+        Raises :class:`KubeletConfigError` in the kubelet's words if it would not start.
+        """
+        count = len(reserved_cpus) or _ceil(reserved_millicpus, 1000)
+        if count == 0:
+            raise KubeletConfigError(
+                "[cpumanager] the static policy requires systemreserved.cpu + kubereserved.cpu to be greater than zero"
+            )
+        if options.align_by_socket and len(topology.sockets) > len(topology.numa_nodes):
+            raise KubeletConfigError(
+                "Align by socket is not compatible with hardware where number of sockets are more than number of NUMA"
+            )
+        manager = cls(topology, options, reserved_cpus, quirks)
+        reserved = reserved_cpus or manager.take(CpuSet(topology.all), count)
+        if len(reserved) != count or not reserved <= CpuSet(topology.all):
+            raise KubeletConfigError(
+                f"[cpumanager] unable to reserve the required amount of CPUs (size of {reserved} did not equal {count})"
+            )
+        return attrs.evolve(manager, reserved=reserved)
+
+    @property
+    def reserved_cores(self) -> CpuSet:
+        """The reserved CPUs and all their siblings (``reservedPhysicalCPUs``)."""
+        cores = {self.topology.core_of[cpu] for cpu in self.reserved}
+        return CpuSet(cpu for core in cores for cpu in self.topology.cores[core])
+
+    @property
+    def initial(self) -> CpuState:
+        """The state of an empty node: everything is in the shared pool, but with ``strict-cpu-reservation``."""
+        everything = CpuSet(self.topology.all)
+        return CpuState(everything - self.reserved if self.options.strict_cpu_reservation else everything)
+
+    def available(self, state: CpuState) -> CpuSet:
+        """Return what may be assigned exclusively (``GetAvailableCPUs``)."""
+        return state.shared_pool - self.reserved
+
+    def validate(self, state: CpuState) -> None:
+        """Check a state read back from disk (``validateState``); :class:`KubeletConfigError` in the kubelet's words."""
+        pool = state.shared_pool
+        expected = CpuSet(self.topology.all)
+        if self.options.strict_cpu_reservation:
+            expected -= self.reserved
+            if not pool.isdisjoint(self.reserved):
+                raise KubeletConfigError(
+                    f'some of strictly reserved cpus: "{pool & self.reserved}" are present in defaultCpuSet: "{pool}"'
+                )
+        elif not self.reserved <= pool:
+            raise KubeletConfigError(f'not all reserved cpus: "{self.reserved}" are present in defaultCpuSet: "{pool}"')
+        known = pool
+        for uid, containers in state.assignments.items():
+            for name, cpus in containers.items():
+                if not cpus.isdisjoint(pool):
+                    raise KubeletConfigError(
+                        f'pod: {uid}, container: {name} cpuset: "{cpus}" overlaps with default cpuset "{pool}"'
+                    )
+                known |= cpus
+        if known != expected:
+            raise KubeletConfigError(
+                f'current set of available CPUs "{expected}" doesn\'t match with CPUs in state "{known}"'
+            )
+
+    def take(self, available: CpuSet, count: int) -> CpuSet:
+        """Take *count* of the *available* CPUs as the options say (``takeByTopology``)."""
+        options = self.options
+        spread = options.distribute_cpus_across_cores
+        if options.distribute_cpus_across_numa:
+            group = self.topology.cpus_per_core if options.full_pcpus_only else 1
+            return take_distributed(self.topology, available, count, group=group, spread=spread, quirks=self.quirks)
+        uncore = options.prefer_align_cpus_by_uncorecache
+        return take_packed(self.topology, available, count, spread=spread, prefer_uncore=uncore, quirks=self.quirks)
+
+    # Hints.
+
+    def hints(self, state: CpuState, pod: Pod, container: Container) -> ProviderHints:
+        """Return the hints for *container* (``GetTopologyHints``); ``None`` if it gets no exclusive CPUs."""
+        count = exclusive_cpus(pod, container)
+        if count == 0:
+            return None
+        assigned = state.assignments.get(pod.uid, {}).get(container.name)
+        if assigned is not None:
+            listed = self.numa_hints(assigned, count) if len(assigned) == count else HintList()
+        else:
+            listed = self.numa_hints(self.available(state), count, state.reusable.get(pod.uid, CpuSet()))
+        return {"cpu": listed}
+
+    def pod_hints(self, state: CpuState, pod: Pod) -> ProviderHints:
+        """Return the hints for all containers of *pod* together (``GetPodTopologyHints``)."""
+        count = exclusive_cpus_of_pod(pod)
+        if count == 0:
+            return None
+        assigned = CpuSet()
+        for container in pod.containers:
+            cpus = state.assignments.get(pod.uid, {}).get(container.name)
+            if cpus is not None:
+                if len(cpus) != exclusive_cpus(pod, container):
+                    return {"cpu": HintList()}
+                assigned |= cpus
+        if len(assigned) == count:
+            return {"cpu": self.numa_hints(assigned, count)}
+        reusable = state.reusable.get(pod.uid, CpuSet()) | assigned
+        return {"cpu": self.numa_hints(self.available(state), count, reusable)}
+
+    def numa_hints(self, available: CpuSet, count: int, reusable: CpuSet = CpuSet()) -> HintList:  # noqa: B008  (immutable)
+        """Return every set of NUMA nodes that holds *count* CPUs (``generateCPUTopologyHints``).
+
+        CPUs of *reusable* count wherever they are, and a set that does not hold them all gives no hint. Preferred is
+        what is as narrow as an empty host would allow, so that a busy one may have no preferred hint.
+        """
+        topology = self.topology
+        numa_nodes = list(topology.numa_nodes)
+        free = Counter(topology.numa_node_of[cpu] for cpu in available)
+        required = mask_of({topology.numa_node_of[cpu] for cpu in reusable})
+        missing = count - len(reusable)
+        fitting = [
+            mask
+            for mask, total in zip(all_masks(numa_nodes), over_masks([free[each] for each in numa_nodes]), strict=True)
+            if total >= missing and mask & required == required and mask
+        ]
+        narrowest = self._narrowest_on_empty_host(count)
+        preferred = {mask for mask in fitting if mask.bit_count() == narrowest}
+        if self.options.align_by_socket:
+            preferred |= self._aligned_to_sockets(fitting, narrowest)
+        return HintList(frozenset(preferred), frozenset(fitting) - preferred)
+
+    def _narrowest_on_empty_host(self, count: int) -> int:
+        total = 0
+        sizes = sorted(map(len, self.topology.numa_nodes.values()), reverse=True)
+        for number, size in enumerate(sizes, start=1):
+            total += size
+            if total >= count:
+                return number
+        return len(sizes)
+
+    def _aligned_to_sockets(self, masks: Iterable[int], narrowest: int) -> set[int]:
+        """Return the *masks* that touch no more sockets than *narrowest* NUMA nodes need (``isHintSocketAligned``)."""
+        topology = self.topology
+        per_socket = len(topology.numa_nodes) // len(topology.sockets)
+        if per_socket == 0:
+            return set()
+        needed = _ceil(narrowest, per_socket)
+        return {mask for mask in masks if len(self._sockets_of(mask)) == needed}
+
+    def _sockets_of(self, mask: int) -> set[int]:
+        topology = self.topology
+        return {topology.socket_of[cpu] for each in numa_nodes_of(mask) for cpu in topology.numa_nodes.get(each, ())}
+
+    # Assignment.
+
+    def allocate(self, state: CpuState, pod: Pod, container: Container, affinity: int | None) -> CpuState:
+        """Give *container* its exclusive CPUs on the NUMA nodes of *affinity* if it can (``Allocate``).
+
+        Raises :class:`AllocationError` in the kubelet's words.
+        """
+        count = exclusive_cpus(pod, container)
+        if count == 0:
+            return state
+        if self.options.full_pcpus_only:
+            self._check_whole_cores(state, count)
+        containers = state.assignments.get(pod.uid, {})
+        cpus = containers.get(container.name)
+        if cpus is None:
+            cpus = self._choose(state, count, affinity, state.reusable.get(pod.uid, CpuSet()))
+        # Only the pod that was admitted last may use the CPUs of its init containers again.
+        reusable = state.reusable.get(pod.uid, CpuSet())
+        reusable = reusable | cpus if container.kind is ContainerKind.INIT else reusable - cpus
+        return CpuState(
+            state.shared_pool - cpus,
+            {**state.assignments, pod.uid: {**containers, container.name: cpus}},
+            {pod.uid: reusable},
+        )
+
+    def _check_whole_cores(self, state: CpuState, count: int) -> None:
+        per_core = self.topology.cpus_per_core
+        if count % per_core:
+            raise SMTAlignmentError(
+                f"SMT Alignment Error: requested {count} cpus not multiple cpus per core = {per_core}"
+            )
+        # The count leaves out the siblings of reserved CPUs; the choice that follows does not.
+        free = len(state.shared_pool - self.reserved_cores)
+        if count > free:
+            raise SMTAlignmentError(
+                f"SMT Alignment Error: not enough free physical CPUs: available physical CPUs = {free},"
+                f" requested CPUs = {count}, CPUs per core = {per_core}"
+            )
+
+    def _choose(self, state: CpuState, count: int, affinity: int | None, reusable: CpuSet) -> CpuSet:
+        """Take what fits on the NUMA nodes of *affinity*, then the rest anywhere (``allocateCPUs``): two takes."""
+        pool = self.available(state) | reusable
+        aligned = CpuSet()
+        if affinity is not None:
+            here = pool & self._aligned(affinity)
+            aligned = self.take(here, min(count, len(here)))
+        return aligned | self.take(pool - aligned, count - len(aligned))
+
+    def _aligned(self, affinity: int) -> CpuSet:
+        topology = self.topology
+        if self.options.align_by_socket:
+            return CpuSet(cpu for socket in self._sockets_of(affinity) for cpu in topology.sockets[socket])
+        return CpuSet(cpu for each in numa_nodes_of(affinity) for cpu in topology.numa_nodes.get(each, ()))
+
+    def without(self, state: CpuState, uid: str) -> CpuState:
+        """Take back the CPUs of pod *uid* (``RemoveContainer`` for each container)."""
+        given = state.assignments.get(uid, {})
+        pool = functools.reduce(CpuSet.__or__, given.values(), state.shared_pool)
+        kept = {name: containers for name, containers in state.assignments.items() if name != uid}
+        return attrs.evolve(state, shared_pool=pool, assignments=kept)
+
+
+def exclusive_cpus(pod: Pod, container: Container) -> int:
+    """Return how many exclusive CPUs *container* asks for (``guaranteedCPUs``): 0 unless Guaranteed and integral."""
+    if not pod.guaranteed or pod.pod_level_resources or container.millicpus % 1000:
+        return 0
+    return container.millicpus // 1000
+
+
+def exclusive_cpus_of_pod(pod: Pod) -> int:
+    """Return how many exclusive CPUs *pod* uses at its peak (``podGuaranteedCPUs``)."""
+    return peak(pod, lambda container: exclusive_cpus(pod, container))
