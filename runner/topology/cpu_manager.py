@@ -460,7 +460,7 @@ class _Distribution:
         self.have = {numa_node: len(topology.numa_nodes[numa_node] & free) for numa_node in order}
 
     def best(self, size: int, share: int) -> _Choice:
-        """Choose *size* NUMA nodes to give *share* CPUs each, and who gives the rest, so that the free ones are even."""
+        """Choose *size* NUMA nodes to give *share* CPUs each, and who gives the rest: what stays shall be even."""
         have, count, group = self.have, self.count, self.group
         best = _Choice()
         rest = count - share * size
@@ -512,7 +512,7 @@ class _Distribution:
                     rest -= self.group
             if rest == before:
                 raise KubeletHangsError(
-                    f"this kubelet would hang: of {self.count} CPUs in groups of {self.group} there are {rest} to hand out,"
+                    f"this kubelet would hang: {rest} of {self.count} CPUs are left to take in groups of {self.group},"
                     f" and NUMA nodes {','.join(map(str, takers))} have no whole group left ({Quirk.LIVELOCK.value})"
                 )
 

@@ -33,6 +33,15 @@ def parse_quantity(text: str) -> Fraction:
     return Fraction(match[1]) * _SUFFIXES[match[2]] * Fraction(10) ** int(match[3] or 0)
 
 
+def format_bytes(amount: int) -> str:
+    """Write *amount* bytes as Kubernetes does (``BinarySI``): ``"1Gi"``, ``"1536Mi"``, ``"0"``."""
+    power = 0
+    while amount and amount % 1024 == 0 and power < len("KMGTPE"):
+        amount //= 1024
+        power += 1
+    return f"{amount}{' KMGTPE'[power]}i" if power else str(amount)
+
+
 class ContainerKind(enum.Enum):
     """How a container runs."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from runner.cpuset import CpuSet
+from runner.topology.admission import NO_AFFINITY, Admission, Kubelet, KubeletConfiguration, Node
 from runner.topology.cpu_manager import (
     AllocationError,
     CpuManager,
@@ -17,7 +18,10 @@ from runner.topology.cpu_manager import (
     take_distributed,
     take_packed,
 )
-from runner.topology.topology_manager import Hint, HintList, Policy, TopologyManager, mask_of
+from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.topology.memory_manager import Block
+from runner.topology.pod import Container, ContainerKind, Pod, parse_quantity
+from runner.topology.topology_manager import Hint, HintList, Policy, TopologyManager, mask_of, numa_nodes_of
 
 Document = dict[str, Any]
 Vectors = Callable[[str], Iterator[tuple[Document, Document]]]
@@ -95,3 +99,175 @@ def test_hints_are_merged_as_the_kubelet_does(vectors: Vectors) -> None:
         assert merged.admitted == result["admit"], case
         assert merged.hint == hint(result["hint"]), case
         assert merged.permutations == result["permutations"], case
+
+
+def hardware(case: Document, topology: CpuTopology) -> Hardware:
+    return Hardware(
+        tuple(
+            Cpu(
+                fact.cpu,
+                fact.core,
+                fact.socket,
+                die=fact.socket,
+                numa_node=fact.numa_node,
+                l3=fact.uncore,
+            )
+            for fact in topology.cpus
+        ),
+        tuple(
+            NumaNode(
+                node["id"],
+                node["memory"],
+                tuple(node["distances"]),
+                tuple(HugepagePool(int(size) * 1024, pages, pages) for size, pages in node["hugepages"].items()),
+            )
+            for node in case["nodes"]
+        ),
+    )
+
+
+def kubelet(case: Document, topology: CpuTopology, quirks: frozenset[Quirk]) -> Kubelet:
+    return Kubelet.configured(
+        hardware(case, topology),
+        KubeletConfiguration(
+            cpu_manager_policy="static",
+            cpu_manager_policy_options=case["cpuPolicyOptions"],
+            reserved_cpus=CpuSet.parse(case["reservedCPUs"]),
+            memory_manager_policy=case["memoryPolicy"],
+            reserved_memory={
+                int(numa_node): {name: int(parse_quantity(amount)) for name, amount in reserved.items()}
+                for numa_node, reserved in case["reservedMemory"].items()
+            },
+            topology_manager_policy=case["policy"],
+            topology_manager_scope=case["scope"],
+            topology_manager_policy_options=case.get("topologyPolicyOptions", {}),
+        ),
+        quirks=quirks,
+    )
+
+
+def pod(step: Document) -> Pod:
+    """Build the pod of a step; init containers come first, whatever the order they are listed in."""
+    containers = [
+        Container.requesting(
+            each["name"], each["requests"], ContainerKind.INIT if each.get("init") else ContainerKind.APP
+        )
+        for each in step["containers"]
+    ]
+    return Pod(step["pod"], tuple(sorted(containers, key=lambda each: each.kind is ContainerKind.APP)))
+
+
+def blocks(listed: Iterable[Block]) -> list[Document]:
+    return by_type(
+        {"numaAffinity": list(block.numa_nodes), "type": block.resource, "size": block.size} for block in listed
+    )
+
+
+def by_type(listed: Iterable[Document]) -> list[Document]:
+    """Sort memory blocks: the kubelet has them in the random order of a Go map."""
+    return sorted(listed, key=lambda block: str(block["type"]))
+
+
+def provider_hints(admission: Admission) -> list[Document] | None:
+    entries = []
+    for step in admission.steps:
+        for provider, hints in step.hints.items():
+            entry: Document = {"provider": provider, "hints": None}
+            if hints is not None:
+                entry["hints"] = {name: documents(listed or HintList()) for name, listed in hints.items()}
+            if step.container is not None:
+                entry["container"] = step.container
+            entries.append(entry)
+    return entries or None
+
+
+def answer(admission: Admission) -> Document:
+    found: Document = {
+        "op": "admit",
+        "pod": admission.pod.uid,
+        "admit": admission.admitted,
+        "cpus": {name: str(cpus) for name, cpus in admission.cpus.items()},
+        "defaultCpuSet": str(admission.node.shared_pool),
+        "providerHints": provider_hints(admission),
+    }
+    if admission.node.kubelet.memory_manager:
+        found["memory"] = {name: blocks(listed) for name, listed in admission.memory.items()} or None
+    if admission.node.kubelet.topology_manager.policy is not Policy.NONE:
+        # The kubelet is asked for every container, and says "none" of those it never came to.
+        told = {each.name: admission.affinity.get(each.name, NO_AFFINITY) for each in admission.pod.containers}
+        found["affinity"] = {
+            name: {"mask": None if hint.mask is None else list(numa_nodes_of(hint.mask)), "preferred": hint.preferred}
+            for name, hint in told.items()
+        }
+    if not admission.admitted:
+        found |= {"reason": admission.reason, "message": admission.message}
+    return found
+
+
+def state(node: Node) -> Document:
+    return {
+        "op": "state",
+        "defaultCpuSet": str(node.shared_pool),
+        "cpuAssignments": {
+            uid: {name: str(cpus) for name, cpus in containers.items()}
+            for uid, containers in node.cpus.assignments.items()
+        },
+        "memoryAssignments": {
+            uid: {name: blocks(listed) for name, listed in containers.items()}
+            for uid, containers in node.memory.assignments.items()
+        },
+        "machineState": {
+            str(numa_node): {
+                "numberOfAssignments": memory.assignments,
+                "cells": list(memory.cells),
+                "memoryMap": {
+                    name: {
+                        "total": table.total,
+                        "systemReserved": table.system_reserved,
+                        "allocatable": table.allocatable,
+                        "reserved": table.reserved,
+                        "free": table.free,
+                    }
+                    for name, table in memory.tables.items()
+                },
+            }
+            for numa_node, memory in node.memory.numa_nodes.items()
+        },
+    }
+
+
+def comparable(step: Document) -> Document:
+    """Strip a result of what we do not decide (the state files' text) and of the order that the kubelet leaves open."""
+    kept = {key: value for key, value in step.items() if key != "files"}
+    if kept.get("memory"):
+        kept["memory"] = {name: by_type(listed) for name, listed in kept["memory"].items()}
+    if "memoryAssignments" in kept:
+        kept["memoryAssignments"] = {
+            uid: {name: by_type(listed) for name, listed in containers.items()}
+            for uid, containers in kept["memoryAssignments"].items()
+        }
+    return kept
+
+
+def simulated(case: Document, topology: CpuTopology, quirks: frozenset[Quirk]) -> list[Document]:
+    node = kubelet(case, topology, quirks).empty_node
+    results = []
+    for step in case["steps"]:
+        if step["op"] == "admit":
+            admission = node.admit(pod(step))
+            node = admission.node
+            results.append(answer(admission))
+        elif step["op"] == "remove_pod":
+            node = node.without(step["pod"])
+            results.append({"op": "remove_pod", "pod": step["pod"], "defaultCpuSet": str(node.shared_pool)})
+        else:
+            results.append(state(node))
+    return results
+
+
+def test_nodes_admit_as_the_kubelet_does(vectors: Vectors, cpu_topology: Topologies) -> None:
+    for case, result in vectors("sim"):
+        topology = cpu_topology(case["cpus"])
+        node = kubelet(case, topology, ALL_QUIRKS).empty_node
+        assert str(node.available) == result["allocatableCPUs"], case
+        assert simulated(case, topology, ALL_QUIRKS) == list(map(comparable, result["steps"])), case
