@@ -111,16 +111,16 @@ def _numbers(path: Path) -> list[int]:
     text = _text(path)
     try:
         return [int(word) for word in text.split()]
-    except ValueError as error:
-        raise HostError(f"cannot use {str(path)!r}: {text!r} is not a row of numbers") from error
+    except ValueError:
+        raise HostError(f"cannot use {str(path)!r}: {text!r} is not a row of numbers") from None
 
 
 def _number(path: Path) -> int:
     text = _text(path)
     try:
         return int(text)
-    except ValueError as error:
-        raise HostError(f"cannot use {str(path)!r}: {text!r} is not a number") from error
+    except ValueError:
+        raise HostError(f"cannot use {str(path)!r}: {text!r} is not a number") from None
 
 
 def _optional_number(path: Path) -> int | None:

@@ -243,8 +243,8 @@ class Admission:
 class Node:
     """What a kubelet remembers between two pods.
 
-    *stale_cpus* and *stale_memory* are pods that may hold something without being admitted. Each manager takes
-    it back when it is asked about the next pod, or a pod goes (``removeStaleState``); a pod that the CPU Manager rejects
+    *stale_cpus* and *stale_memory* are pods that may hold something without being admitted. Each manager takes it back
+    when it is asked about the next pod, or when a pod goes (``removeStaleState``); a pod that the CPU Manager rejects
     never comes to the Memory Manager.
     """
 

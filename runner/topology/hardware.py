@@ -180,6 +180,8 @@ class Hardware:
             if cpu.numa_node not in ids:
                 yield Problem(f"cpus[{index}].numa_node", f"there is no NUMA node {cpu.numa_node}")
             first = places.setdefault(cpu.core, cpu)
+            if first is cpu and cpu.cpu != cpu.core:
+                yield Problem(f"cpus[{index}].core", f"must be the lowest CPU of the core, {cpu.cpu}, found {cpu.core}")
             if (first.socket, first.die, first.numa_node) != (cpu.socket, cpu.die, cpu.numa_node):
                 yield Problem(f"cpus[{index}].core", f"core {cpu.core} lies also where CPU {first.cpu} is")
         for index, node in enumerate(self.numa_nodes):
