@@ -9,13 +9,13 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError
-from runner.topology.hardware import Cpu, Hardware
+from runner.topology.hardware import Hardware
 
 
 class PinPolicy(enum.Enum):
@@ -188,8 +188,9 @@ def choose_cpus(hardware: Hardware, allowed: CpuSet, count: int) -> CpuSet:
     """Choose *count* of the *allowed* CPUs for one instance, as good a set as a kubelet could give.
 
     In this order of weight: CPU 0's core is left to others (interrupts, timekeeping, our own services) if there are
-    enough without it; equal cores on a host with unequal ones, the fast ones first; as few NUMA nodes as possible, near
-    each other; no core broken that need not be; few L3 caches. Several NUMA nodes give evenly, whole cores at a time.
+    enough without it; equal cores on a host with unequal ones, the fast ones first; as few NUMA nodes as possible; no
+    core broken that need not be; NUMA nodes near each other, and used up before fresh ones; few L3 caches. Several
+    NUMA nodes give evenly, whole cores at a time.
     Raises :class:`RefusedError` if fewer are allowed (and online) than wanted.
     """
     usable = allowed & hardware.online
@@ -206,77 +207,108 @@ def choose_cpus(hardware: Hardware, allowed: CpuSet, count: int) -> CpuSet:
         if len(alike) >= count:
             pool = alike
             break
-    numa_nodes = _closest_numa_nodes(hardware, pool, count)
-    return _evenly([_units(hardware, pool & hardware.cpus_of_numa_node[each]) for each in numa_nodes], count)
+    units = _units_by_numa_node(hardware, pool)
+    return _evenly([units[each] for each in _best_numa_nodes(hardware, units, count)], count)
 
 
-def _closest_numa_nodes(hardware: Hardware, pool: CpuSet, count: int) -> tuple[int, ...]:
-    """Return the fewest NUMA nodes that hold *count* CPUs of *pool*.
+@attrs.frozen
+class _Units:
+    """The usable CPUs of one NUMA node by core, those with the fullest L3 caches first."""
 
-    Among those the ones with enough whole cores, nearest to each other, and with the fewest CPUs to spare.
+    whole: tuple[CpuSet, ...]
+    broken: tuple[CpuSet, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.whole + self.broken))
+
+
+def _units_by_numa_node(hardware: Hardware, pool: CpuSet) -> dict[int, _Units]:
+    units = {}
+    for numa_node, cpus in hardware.cpus_of_numa_node.items():
+        by_core = {core: hardware.cores[core] & pool for core in {hardware.by_cpu[cpu].core for cpu in cpus & pool}}
+        in_l3 = Counter(hardware.by_cpu[core].l3 for core in by_core)
+
+        def key(core: int, in_l3: Mapping[int | None, int] = in_l3) -> tuple[int, int, int]:
+            l3 = hardware.by_cpu[core].l3
+            return -in_l3[l3], l3 or 0, core
+
+        order = sorted(by_core, key=key)
+        whole = tuple(by_core[core] for core in order if by_core[core] == hardware.cores[core])
+        broken = tuple(by_core[core] for core in order if by_core[core] != hardware.cores[core])
+        if whole or broken:
+            units[numa_node] = _Units(whole, broken)
+    return units
+
+
+def _best_numa_nodes(hardware: Hardware, units: Mapping[int, _Units], count: int) -> tuple[int, ...]:
+    """Return the fewest NUMA nodes that hold *count* CPUs.
+
+    Among those the ones where the fewest cores are broken, nearest to each other, and with the fewest CPUs to spare.
     """
-    free = {each: pool & cpus for each, cpus in hardware.cpus_of_numa_node.items()}
-    size = {each: len(cpus) for each, cpus in free.items() if len(cpus)}
-    whole = {each: _in_whole_cores(hardware, free[each]) for each in size}
+    size = {numa_node: each.size for numa_node, each in units.items()}
+    whole = {numa_node: Counter(map(len, each.whole)) for numa_node, each in units.items()}
 
-    def key(numa_nodes: tuple[int, ...]) -> tuple[bool, int, int, tuple[int, ...]]:
+    def key(numa_nodes: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
         distance = sum(hardware.distance(here, there) for here in numa_nodes for there in numa_nodes)
-        total = sum(size[each] for each in numa_nodes)
-        return sum(whole[each] for each in numa_nodes) < count, distance, total, numa_nodes
+        cores = sum((whole[each] for each in numa_nodes), Counter[int]())
+        halves = [len(unit) for each in numa_nodes for unit in units[each].broken]
+        return _broken_cores(cores, halves, count), distance, sum(size[each] for each in numa_nodes), numa_nodes
 
     for number in range(1, len(size) + 1):
-        if sum(sorted(size.values())[-number:]) >= count:
-            enough = (
-                chosen
-                for chosen in itertools.combinations(sorted(size), number)
-                if sum(size[each] for each in chosen) >= count
-            )
+        enough = [
+            chosen
+            for chosen in itertools.combinations(sorted(size), number)
+            if sum(size[each] for each in chosen) >= count
+        ]
+        if enough:
             return min(enough, key=key)
     raise AssertionError("the caller made sure that there are enough")
 
 
-def _in_whole_cores(hardware: Hardware, cpus: CpuSet) -> int:
-    cores = {hardware.by_cpu[cpu].core for cpu in cpus}
-    return sum(len(hardware.cores[core]) for core in cores if hardware.cores[core] <= cpus)
+def _broken_cores(whole: Mapping[int, int], halves: Iterable[int], count: int) -> int:
+    """Return how many cores are only partly used by *count* CPUs, taken as :func:`_evenly` takes them.
+
+    *whole* holds the number of whole cores by size, *halves* the usable CPUs of each other core.
+    """
+    spare = False
+    for size in sorted(whole, reverse=True):
+        taken = min(whole[size], count // size)
+        count -= taken * size
+        spare = spare or taken < whole[size]
+    if count and spare:
+        return 1
+    broken = 0
+    for half in sorted(halves, reverse=True):
+        if count <= 0:
+            break
+        count -= half
+        broken += 1
+    return broken
 
 
-def _units(hardware: Hardware, cpus: CpuSet) -> list[CpuSet]:
-    """Return *cpus* by core: whole cores first, from the L3 caches with the most of them; then the broken ones."""
-    by_core: dict[int, list[int]] = {}
-    for cpu in cpus:
-        by_core.setdefault(hardware.by_cpu[cpu].core, []).append(cpu)
-    units = {core: CpuSet(members) for core, members in by_core.items()}
-    in_l3 = Counter(hardware.by_cpu[core].l3 for core in units)
-
-    def key(core: int) -> tuple[bool, int, int, int]:
-        first: Cpu = hardware.by_cpu[core]
-        return units[core] != hardware.cores[core], -in_l3[first.l3], first.l3 or 0, core
-
-    return [units[core] for core in sorted(units, key=key)]
-
-
-def _evenly(units: Sequence[list[CpuSet]], count: int) -> CpuSet:
-    """Take *count* CPUs, unit by unit from whoever gave least so far; a unit is cut only when nothing else is left."""
-    left = [list(each) for each in units]
+def _evenly(numa_nodes: Sequence[_Units], count: int) -> CpuSet:
+    """Take *count* CPUs: whole cores, biggest first, from whoever gave least so far; then as few halves as can be."""
+    left = [list(each.whole) for each in numa_nodes]
+    halves = [unit for each in numa_nodes for unit in each.broken]
     given = [0] * len(left)
     chosen = CpuSet()
-    while len(chosen) < count:
-        missing = count - len(chosen)
+    while missing := count - len(chosen):
         fitting = [
-            (given[index], index, place)
+            (-len(unit), given[index], index, place)
             for index, each in enumerate(left)
             for place, unit in enumerate(each)
             if len(unit) <= missing
         ]
         if not fitting:
-            # Only cores with more CPUs than are missing: cut the smallest.
-            index, place = min(
-                ((index, place) for index, each in enumerate(left) for place in range(len(each))),
-                key=lambda where: (len(left[where[0]][where[1]]), given[where[0]], where),
-            )
-            return chosen | CpuSet(list(left[index][place])[:missing])
-        _, index, place = min(fitting)
+            break
+        _, _, index, place = min(fitting)
         unit = left[index].pop(place)
         given[index] += len(unit)
         chosen |= unit
+    while missing := count - len(chosen):
+        enough = [unit for unit in halves if len(unit) >= missing] or [unit for each in left for unit in each]
+        unit = min(enough, key=len) if enough else max(halves, key=len)
+        halves = [other for other in halves if other != unit]
+        chosen |= CpuSet(list(unit)[:missing])
     return chosen
