@@ -21,16 +21,13 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.topology.hardware import Hardware
+from runner.topology.masks import Places, containing, mask_of, numa_nodes_of, of_size, reaching, touching
 from runner.topology.pod import Container, ContainerKind, Pod, peak
 from runner.topology.topology_manager import (
     HintList,
     KubeletConfigError,
     KubeletHangsError,
     ProviderHints,
-    all_masks,
-    mask_of,
-    numa_nodes_of,
-    over_masks,
     parse_bool,
 )
 
@@ -735,21 +732,17 @@ class CpuManager:
         CPUs of *reusable* count wherever they are, and a set that does not hold them all gives no hint. Preferred is
         what is as narrow as an empty host would allow, so that a busy one may have no preferred hint.
         """
-        topology = self.topology
-        numa_nodes = list(topology.numa_nodes)
-        free = Counter(topology.numa_node_of[cpu] for cpu in available)
-        required = mask_of({topology.numa_node_of[cpu] for cpu in reusable})
-        missing = count - len(reusable)
-        fitting = [
-            mask
-            for mask, total in zip(all_masks(numa_nodes), over_masks([free[each] for each in numa_nodes]), strict=True)
-            if total >= missing and mask & required == required and mask
-        ]
-        narrowest = self._narrowest_on_empty_host(count)
-        preferred = {mask for mask in fitting if mask.bit_count() == narrowest}
+        numa_node_of = self.topology.numa_node_of
+        places = Places(tuple(self.topology.numa_nodes))
+        free = Counter(numa_node_of[cpu] for cpu in available)
+        required = places.place(mask_of({numa_node_of[cpu] for cpu in reusable}))
+        fitting = reaching([free[each] for each in places.numa_nodes], count - len(reusable))
+        fitting &= containing(len(places), required) & ~1
+        fewest = self._narrowest_on_empty_host(count)
+        preferred = fitting & of_size(len(places), fewest)
         if self.options.align_by_socket:
-            preferred |= self._aligned_to_sockets(fitting, narrowest)
-        return HintList(frozenset(preferred), frozenset(fitting) - preferred)
+            preferred |= fitting & self._aligned_to_sockets(places, fewest)
+        return HintList(places, fitting, preferred)
 
     def _narrowest_on_empty_host(self, count: int) -> int:
         total = 0
@@ -760,18 +753,16 @@ class CpuManager:
                 return number
         return len(sizes)
 
-    def _aligned_to_sockets(self, masks: Iterable[int], narrowest: int) -> set[int]:
-        """Return the *masks* that touch no more sockets than *narrowest* NUMA nodes need (``isHintSocketAligned``)."""
+    def _aligned_to_sockets(self, places: Places, fewest: int) -> int:
+        """Return the masks that touch as many sockets as *fewest* NUMA nodes need (``isHintSocketAligned``)."""
         topology = self.topology
         per_socket = len(topology.numa_nodes) // len(topology.sockets)
         if per_socket == 0:
-            return set()
-        needed = _ceil(narrowest, per_socket)
-        return {mask for mask in masks if len(self._sockets_of(mask)) == needed}
-
-    def _sockets_of(self, mask: int) -> set[int]:
-        topology = self.topology
-        return {topology.socket_of[cpu] for each in numa_nodes_of(mask) for cpu in topology.numa_nodes.get(each, ())}
+            return 0
+        sockets = [
+            places.place(mask_of({topology.numa_node_of[cpu] for cpu in cpus})) for cpus in topology.sockets.values()
+        ]
+        return touching(len(places), sockets, _ceil(fewest, per_socket))
 
     # Assignment.
 
@@ -824,7 +815,9 @@ class CpuManager:
     def _aligned(self, affinity: int) -> CpuSet:
         topology = self.topology
         if self.options.align_by_socket:
-            return CpuSet(cpu for socket in self._sockets_of(affinity) for cpu in topology.sockets[socket])
+            cpus = {cpu for each in numa_nodes_of(affinity) for cpu in topology.numa_nodes.get(each, ())}
+            sockets = {topology.socket_of[cpu] for cpu in cpus}
+            return CpuSet(cpu for socket in sockets for cpu in topology.sockets[socket])
         return CpuSet(cpu for each in numa_nodes_of(affinity) for cpu in topology.numa_nodes.get(each, ()))
 
     def without(self, state: CpuState, uid: str) -> CpuState:

@@ -6,23 +6,31 @@ a page, the kubelet only writes ``cpuset.mems``. Amounts are bytes, masks are th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 
 import attrs
 
 from runner.topology.cpu_manager import AllocationError
 from runner.topology.hardware import Hardware, HugepagePool
+from runner.topology.masks import (
+    Places,
+    containing,
+    everything,
+    family_of,
+    lowest,
+    mask_of,
+    narrowest,
+    numa_nodes_of,
+    of_size,
+    reaching,
+    within,
+)
 from runner.topology.pod import HUGEPAGES_PREFIX, MEMORY, Container, ContainerKind, Pod, format_bytes, peak
 from runner.topology.topology_manager import (
     Hint,
     HintList,
     KubeletConfigError,
     ProviderHints,
-    all_masks,
-    mask_of,
-    numa_nodes_of,
-    over_masks,
 )
 
 
@@ -136,11 +144,12 @@ class MemoryManager:
             resource = hugepages_resource(pool.size)
             total = pool.size * pool.total
             kept = reserved.get(resource, 0)
-            tables[resource] = MemoryTable.empty(total, kept, total - kept)
+            tables[resource] = MemoryTable.empty(total, kept, max(0, total - kept))
             in_hugepages += total
         memory = self.hardware_memory[numa_node]
         kept = reserved.get(MEMORY, 0)
-        tables[MEMORY] = MemoryTable.empty(memory, kept, memory - kept - in_hugepages)
+        # The kubelet's unsigned arithmetic would make a huge number of less than nothing.
+        tables[MEMORY] = MemoryTable.empty(memory, kept, max(0, memory - kept - in_hugepages))
         return NumaMemory(0, tables, (numa_node,))
 
     # Hints.
@@ -175,23 +184,22 @@ class MemoryManager:
 
         Preferred is what is as narrow as allocatable memory would allow, whatever is booked already.
         """
-        numa_nodes = sorted(state.numa_nodes)
-        masks = all_masks(numa_nodes)
-        fitting = set(_groupable(state, masks))
+        places = Places(tuple(sorted(state.numa_nodes)))
+        fitting = _groupable(state, places)
+        possible = everything(len(places))
         for resource, amount in requests.items():
-            if amount:  # what needs nothing fits everywhere, and the sums are the cost of this on big hosts
-                free = over_masks([_table(state, each, resource).free for each in numa_nodes])
-                enough = {mask for mask, total in zip(masks, free, strict=True) if total >= amount}
-                # What init containers leave counts on exactly the NUMA nodes that they were given.
-                enough |= {
-                    mask
-                    for mask, again in state.reusable_by(pod, resource).items()
-                    if state.free(mask, resource) + again >= amount
-                }
-                fitting &= enough
-        narrowest = _narrowest_on_empty_host(state, numa_nodes, requests)
-        preferred = {mask for mask in fitting if mask.bit_count() == narrowest}
-        return HintList(frozenset(preferred), frozenset(fitting - preferred))
+            tables = [_table(state, each, resource) for each in places.numa_nodes]
+            enough = reaching([table.free for table in tables], amount)
+            # What init containers leave counts on exactly the NUMA nodes that they were given.
+            enough |= family_of(
+                places.place(mask)
+                for mask, again in state.reusable_by(pod, resource).items()
+                if state.free(mask, resource) + again >= amount
+            )
+            fitting &= enough
+            possible &= reaching([table.allocatable for table in tables], amount)
+        fewest = lowest(narrowest(len(places), possible)).bit_count() if possible & ~1 else len(places)
+        return HintList(places, fitting, fitting & of_size(len(places), fewest))
 
     # Booking.
 
@@ -271,7 +279,7 @@ def _hints_again(blocks: Iterable[Block], requests: Mapping[str, int]) -> Provid
     """Return hints for what is booked already (``regenerateHints``); ``None`` if something else was asked for."""
     if {block.resource: block.size for block in blocks} != dict(requests):
         return None
-    return {block.resource: HintList(frozenset({mask_of(block.numa_nodes)})) for block in blocks}
+    return {block.resource: HintList.of([Hint(mask_of(block.numa_nodes), preferred=True)]) for block in blocks}
 
 
 _NOTHING = MemoryTable.empty(0, 0, 0)
@@ -281,13 +289,13 @@ def _table(state: MemoryState, numa_node: int, resource: str) -> MemoryTable:
     return state.numa_nodes[numa_node].tables.get(resource, _NOTHING)
 
 
-def _groupable(state: MemoryState, masks: Iterable[int]) -> Iterable[int]:
-    """Yield the *masks* that may be booked on as far as earlier groups of NUMA nodes go."""
+def _groupable(state: MemoryState, places: Places) -> int:
+    """Return the family of what may be booked on as far as earlier groups of NUMA nodes go."""
     used = mask_of(numa_node for numa_node, memory in state.numa_nodes.items() if memory.assignments)
     alone = {1 << numa_node for numa_node, memory in state.numa_nodes.items() if len(memory.cells) == 1}
     groups = {mask_of(memory.cells) for memory in state.numa_nodes.values() if len(memory.cells) > 1}
-    allowed = alone | {mask for mask in groups if _group_free(state, mask)}
-    return (mask for mask in masks if mask and (not mask & used or mask in allowed))
+    again = family_of(places.place(mask) for mask in alone | {mask for mask in groups if _group_free(state, mask)})
+    return (within(len(places), ~places.place(used)) | again) & ~1
 
 
 def _group_free(state: MemoryState, mask: int) -> bool:
@@ -296,27 +304,14 @@ def _group_free(state: MemoryState, mask: int) -> bool:
     return all(state.numa_nodes[each].cells == numa_nodes for each in numa_nodes if state.numa_nodes[each].assignments)
 
 
-def _narrowest_on_empty_host(state: MemoryState, numa_nodes: list[int], requests: Mapping[str, int]) -> int:
-    """Return how many NUMA nodes the *requests* need at least by allocatable memory; all if they never fit."""
-    allocatable = {
-        resource: {each: _table(state, each, resource).allocatable for each in numa_nodes} for resource in requests
-    }
-    for count in range(1, len(numa_nodes)):
-        # The biggest tell what cannot be; where all NUMA nodes are alike, the first combination tells what can.
-        if any(sum(sorted(allocatable[each].values())[-count:]) < amount for each, amount in requests.items()):
-            continue
-        for chosen in itertools.combinations(numa_nodes, count):
-            if all(sum(allocatable[each][node] for node in chosen) >= amount for each, amount in requests.items()):
-                return count
-    return len(numa_nodes)
-
-
-def _best(hints: HintList, containing: int = 0) -> Hint | None:
+def _best(hints: HintList, containing_mask: int = 0) -> Hint | None:
     """Return the best of *hints* that contain a mask (``findBestHint``): preferred first, then the narrowest."""
-    for masks, preferred in ((hints.preferred, True), (hints.other, False)):
-        wide_enough = [mask for mask in masks if mask is not None and mask & containing == containing]
-        if wide_enough:
-            return Hint(min(wide_enough, key=lambda mask: (mask.bit_count(), mask)), preferred)
+    count = len(hints.places)
+    wide_enough = containing(count, hints.places.place(containing_mask))
+    for masks, preferred in ((hints.preferred, True), (hints.masks, False)):
+        found = narrowest(count, masks & wide_enough)
+        if found:
+            return Hint(hints.places.number(lowest(found)), preferred)
     return None
 
 

@@ -25,8 +25,9 @@ from runner.topology.cpu_manager import (
     take_packed,
 )
 from runner.topology.hardware import Hardware
+from runner.topology.masks import mask_of
 from runner.topology.pod import Container, ContainerKind, Pod
-from runner.topology.topology_manager import HintList, KubeletConfigError, KubeletHangsError, mask_of
+from runner.topology.topology_manager import Hint, HintList, KubeletConfigError, KubeletHangsError
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 ALL = frozenset(Quirk)
@@ -292,7 +293,7 @@ def test_hints_of_a_container_that_has_its_cpus_are_made_again() -> None:
     only_there = {mask_of([3, *others]) for size in range(8) for others in itertools.combinations(range(8), size)}
     hints = kubelet.hints(state, pod, container)
     assert hints is not None
-    assert hints["cpu"] == HintList(frozenset({8}), frozenset(only_there - {8}))
+    assert set(hints["cpu"] or ()) == {Hint(mask, preferred=mask == 8) for mask in only_there}
     assert kubelet.pod_hints(state, pod) == hints
     grown = Pod("p", (one("c", 10),))
     assert kubelet.hints(state, grown, grown.containers[0]) == {"cpu": HintList()}

@@ -19,9 +19,10 @@ from runner.topology.cpu_manager import (
     take_packed,
 )
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.topology.masks import mask_of, numa_nodes_of
 from runner.topology.memory_manager import Block
 from runner.topology.pod import Container, ContainerKind, Pod, parse_quantity
-from runner.topology.topology_manager import Hint, HintList, Policy, TopologyManager, mask_of, numa_nodes_of
+from runner.topology.topology_manager import Hint, HintList, Policy, TopologyManager
 
 Document = dict[str, Any]
 Vectors = Callable[[str], Iterator[tuple[Document, Document]]]
