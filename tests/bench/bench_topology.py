@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from runner.cpuset import CpuSet
 from runner.topology.admission import Kubelet, KubeletConfiguration
+from runner.topology.cpu_manager import CpuTopology, take_distributed
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.topology.masks import Places, everything, having, of_size
 from runner.topology.pod import Container, Pod
@@ -149,11 +150,22 @@ def admissions() -> dict[str, Any]:
     return results
 
 
+def distributions() -> dict[str, Any]:
+    topology = CpuTopology.of(wide_host())
+    everything_free = CpuSet(topology.all)
+    return {
+        f"distribute {count} CPUs across 16 free NUMA nodes of 32": milliseconds(
+            functools.partial(take_distributed, topology, everything_free, count), 5
+        )
+        for count in (40, 200)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    results = {**merges(), **admissions()}
+    results = {**merges(), **admissions(), **distributions()}
     if arguments.json:
         print(json.dumps(results, indent=1))
         return
