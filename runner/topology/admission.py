@@ -104,6 +104,19 @@ class Kubelet:
         cpus = self.cpu_manager.initial if self.cpu_manager else CpuState(CpuSet())
         return Node(self, cpus, self.memory_manager.initial if self.memory_manager else MemoryState({}))
 
+    def restored(self, cpus: CpuState, memory: MemoryState) -> Node:
+        """Return the node as its state files describe it, which may be those of a kubelet that runs now.
+
+        Raises :class:`KubeletConfigError` in the kubelet's words for states that it would refuse to start from. CPUs that
+        are in no set may also mean that the file was read between two writes.
+        """
+        empty = self.empty_node
+        if self.cpu_manager:
+            self.cpu_manager.validate(cpus)
+        if self.memory_manager:
+            self.memory_manager.validate(memory)
+        return Node(self, cpus if self.cpu_manager else empty.cpus, memory if self.memory_manager else empty.memory)
+
     def hints(
         self, node: Node, pod: Pod, container: Container | None, device_hints: ProviderHints
     ) -> dict[str, ProviderHints]:

@@ -152,6 +152,27 @@ class MemoryManager:
         tables[MEMORY] = MemoryTable.empty(memory, kept, max(0, memory - kept - in_hugepages))
         return NumaMemory(0, tables, (numa_node,))
 
+    def validate(self, state: MemoryState) -> None:
+        """Check a state read back from disk (``validateState``); :class:`KubeletConfigError` in the kubelet's words.
+
+        What is free on a NUMA node of a group depends on the order that pods came in; only the group's sum is compared.
+        """
+        expected = dict(self.initial.numa_nodes)
+        for uid, containers in state.assignments.items():
+            for name, blocks in containers.items():
+                for block in blocks:
+                    if not expected.keys() >= set(block.numa_nodes):
+                        raise KubeletConfigError(
+                            f"[memorymanager] (pod: {uid}, container: {name})"
+                            " the memory assignment uses the NUMA that does not exist"
+                        )
+                    _book(expected, block)
+        rebuilt = MemoryState(expected)
+        if state.numa_nodes.keys() != expected.keys() or any(
+            _outline(state, numa_node) != _outline(rebuilt, numa_node) for numa_node in expected
+        ):
+            raise KubeletConfigError("[memorymanager] the expected machine state is different from the real one")
+
     # Hints.
 
     def hints(self, state: MemoryState, pod: Pod, container: Container) -> ProviderHints:
@@ -287,6 +308,26 @@ _NOTHING = MemoryTable.empty(0, 0, 0)
 
 def _table(state: MemoryState, numa_node: int, resource: str) -> MemoryTable:
     return state.numa_nodes[numa_node].tables.get(resource, _NOTHING)
+
+
+def _outline(state: MemoryState, numa_node: int) -> object:
+    """Return what a restarted kubelet compares of one NUMA node (``areMachineStatesEqual``)."""
+    memory = state.numa_nodes[numa_node]
+    group = [state.numa_nodes[each] for each in memory.cells if each in state.numa_nodes]
+    return (
+        memory.assignments,
+        sorted(memory.cells),
+        {
+            resource: (
+                table.total,
+                table.system_reserved,
+                table.allocatable,
+                sum(each.tables[resource].free for each in group if resource in each.tables),
+                sum(each.tables[resource].reserved for each in group if resource in each.tables),
+            )
+            for resource, table in memory.tables.items()
+        },
+    )
 
 
 def _groupable(state: MemoryState, places: Places) -> int:
