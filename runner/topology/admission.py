@@ -107,8 +107,8 @@ class Kubelet:
     def restored(self, cpus: CpuState, memory: MemoryState) -> Node:
         """Return the node as its state files describe it, which may be those of a kubelet that runs now.
 
-        Raises :class:`KubeletConfigError` in the kubelet's words for states that it would refuse to start from. CPUs that
-        are in no set may also mean that the file was read between two writes.
+        Raises :class:`KubeletConfigError` in the kubelet's words for states that it would refuse to start from. CPUs
+        that are in no set may also mean that the file was read between two writes.
         """
         empty = self.empty_node
         if self.cpu_manager:

@@ -65,23 +65,26 @@ def kubelet(**changes: Any) -> Kubelet:
 POD = Pod("uid-1", (Container("vm", 3000, {"memory": 7 * GIB, "hugepages-1Gi": 3 * GIB}),))
 
 CPU_STATE = '{"policyName":"static","defaultCpuSet":"0,4-7","entries":{"uid-1":{"vm":"1-3"}},"checksum":1}'
+
+
+def table(*amounts: int) -> dict[str, int]:
+    return dict(zip(("total", "systemReserved", "allocatable", "reserved", "free"), amounts, strict=True))
+
+
+def numa_memory(hugepages: dict[str, int], memory: dict[str, int]) -> Document:
+    return {
+        "numberOfAssignments": 2,
+        "memoryMap": {"hugepages-1Gi": hugepages, "memory": memory},
+        "cells": [0, 1],
+    }
+
+
 MEMORY_STATE = json.dumps(
     {
         "policyName": "Static",
         "machineState": {
-            str(node): {
-                "numberOfAssignments": 2,
-                "memoryMap": {
-                    "hugepages-1Gi": dict(zip(KEYS, hugepages, strict=True)),
-                    "memory": dict(zip(KEYS, memory, strict=True)),
-                },
-                "cells": [0, 1],
-            }
-            for node, hugepages, memory in [
-                (0, (2 * GIB, 0, 2 * GIB, 2 * GIB, 0), (8 * GIB, GIB, 5 * GIB, 5 * GIB, 0)),
-                (1, (2 * GIB, 0, 2 * GIB, GIB, GIB), (8 * GIB, 0, 6 * GIB, 2 * GIB, 4 * GIB)),
-            ]
-            for KEYS in [("total", "systemReserved", "allocatable", "reserved", "free")]
+            "0": numa_memory(table(2 * GIB, 0, 2 * GIB, 2 * GIB, 0), table(8 * GIB, GIB, 5 * GIB, 5 * GIB, 0)),
+            "1": numa_memory(table(2 * GIB, 0, 2 * GIB, GIB, GIB), table(8 * GIB, 0, 6 * GIB, 2 * GIB, 4 * GIB)),
         },
         "entries": {
             "uid-1": {
