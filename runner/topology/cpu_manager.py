@@ -7,6 +7,7 @@ in :class:`Quirk` and can be switched off to see what it does.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import math
@@ -530,30 +531,25 @@ class _Distribution:
 
     def collect(self, choice: _Choice, share: int) -> CpuSet:
         """Take what *choice* says, packed within each NUMA node."""
-        free = set(self.free)
-        taken: set[int] = set()
+        gathered = _Packing(self.topology, self.free, self.count, self.quirks)
+        left = dict(self.have)
 
         def take(numa_node: int, count: int) -> None:
-            here = CpuSet(free & self.topology.numa_nodes[numa_node])
-            try:
-                cpus = take_packed(self.topology, here, count, spread=self.spread, quirks=self.quirks)
-            except AllocationError:
-                return  # the kubelet looks at the sum in the end instead
-            free.difference_update(cpus)
-            taken.update(cpus)
-            left[numa_node] = len(free & self.topology.numa_nodes[numa_node])
+            here = CpuSet(gathered.free & self.topology.numa_nodes[numa_node])
+            # An error is dropped: the kubelet looks at the sum in the end instead.
+            with contextlib.suppress(AllocationError):
+                gathered.take(take_packed(self.topology, here, count, spread=self.spread, quirks=self.quirks))
+            left[numa_node] = len(gathered.free & self.topology.numa_nodes[numa_node])
 
-        left = dict(self.have)
         members = choice.numa_nodes.values() if choice.numa_nodes else []
         for numa_node in members:
             take(numa_node, share)
         for numa_node in self._rounds(choice.remainder, left, self.count - share * len(members)):
             take(numa_node, self.group)
-        missing = self.count - len(taken)
-        if missing:
-            amount = "not enough" if missing > 0 else "too many"
-            raise AllocationError(f"accounting error, {amount} CPUs allocated, remaining: {missing}")
-        return CpuSet(taken)
+        if gathered.needed:
+            amount = "not enough" if gathered.needed > 0 else "too many"
+            raise AllocationError(f"accounting error, {amount} CPUs allocated, remaining: {gathered.needed}")
+        return CpuSet(gathered.taken)
 
 
 # --- the static policy ------------------------------------------------------------------------------------------------

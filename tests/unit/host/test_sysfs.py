@@ -27,15 +27,11 @@ def sharing(hardware: Hardware, cpu: Cpu, attribute: str) -> CpuSet:
 
 def write_cpu(path: Path, cpu: Cpu, hardware: Hardware) -> None:
     write(path / "topology/core_cpus_list", hardware.siblings(cpu.cpu))
-    write(path / "topology/thread_siblings_list", hardware.siblings(cpu.cpu))
     write(path / "topology/die_cpus_list", sharing(hardware, cpu, "die"))
     write(path / "topology/physical_package_id", cpu.socket)
-    write(path / "cache/index0/level", 1)
-    write(path / "cache/index0/id", 77)
     if cpu.l3 is not None:
         write(path / "cache/index3/level", 3)
         write(path / "cache/index3/id", cpu.l3)
-        write(path / "cache/index3/shared_cpu_list", sharing(hardware, cpu, "l3"))
     if cpu.max_khz is not None:
         write(path / "cpufreq/cpuinfo_max_freq", cpu.max_khz)
     if cpu.capacity is not None:
@@ -118,7 +114,10 @@ def test_what_firmware_does_not_know_has_a_default(tmp_path: Path) -> None:
     write(cpu / "topology/physical_package_id", -1)
     write(cpu / "cache/index3/level", 3)
     write(cpu / "cache/index3/shared_cpu_list", "4,6")
-    (cpu / "topology/core_cpus_list").unlink()
+    write(cpu / "cache/index0/level", 1)
+    write(cpu / "cache/index0/id", 77)
+    # A kernel before 5.3 has the older name only.
+    (cpu / "topology/core_cpus_list").rename(cpu / "topology/thread_siblings_list")
     read = read_hardware(tmp_path).by_cpu[4]
     assert (read.socket, read.l3, read.core) == (0, 4, 4)
 
