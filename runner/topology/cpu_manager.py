@@ -644,11 +644,21 @@ class CpuManager:
                 "Align by socket is not compatible with hardware where number of sockets are more than number of NUMA"
             )
         manager = cls(topology, options, reserved_cpus, quirks)
-        reserved = reserved_cpus or manager.take(CpuSet(topology.all), count)
-        if len(reserved) != count or not reserved <= CpuSet(topology.all):
+        reserved = reserved_cpus
+        if not reserved_cpus:
+            # The kubelet drops the error and finds that the set is too small.
+            with contextlib.suppress(AllocationError):
+                reserved = manager.take(CpuSet(topology.all), count)
+        if len(reserved) != count:
             raise KubeletConfigError(
                 f"[cpumanager] unable to reserve the required amount of CPUs (size of {reserved} did not equal {count})"
             )
+        for cpu in reserved:
+            if cpu not in topology.all:
+                raise KubeletConfigError(
+                    "[cpumanager] unable to build the reserved physical CPUs from the reserved set:"
+                    f" unknown CPU ID: {cpu}"
+                )
         return attrs.evolve(manager, reserved=reserved)
 
     @property

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -15,18 +16,23 @@ VECTORS = Path(__file__).parents[2] / "data/vectors"
 Document = dict[str, Any]
 
 
+def read(folder: Path, name: str) -> Iterator[tuple[Document, Document]]:
+    with gzip.open(folder / f"{name}.jsonl.gz", "rt") as lines:
+        for line in lines:
+            entry = json.loads(line)
+            yield entry["case"], entry["result"]
+
+
 @pytest.fixture
 def vectors() -> Callable[[str], Iterator[tuple[Document, Document]]]:
     """Answers of the real kubelet: name of the file → pairs of case and result; RUNNER_VECTORS names another folder."""
+    return functools.partial(read, Path(os.environ.get("RUNNER_VECTORS", VECTORS)))
 
-    def read(name: str) -> Iterator[tuple[Document, Document]]:
-        path = Path(os.environ.get("RUNNER_VECTORS", VECTORS)) / f"{name}.jsonl.gz"
-        with gzip.open(path, "rt") as lines:
-            for line in lines:
-                entry = json.loads(line)
-                yield entry["case"], entry["result"]
 
-    return read
+@pytest.fixture
+def our_vectors() -> Callable[[str], Iterator[tuple[Document, Document]]]:
+    """Those in this repository, for tests that count on particular cases."""
+    return functools.partial(read, VECTORS)
 
 
 @pytest.fixture

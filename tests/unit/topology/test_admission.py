@@ -60,7 +60,7 @@ def one(uid: str, cpus: int, gib: int = 0) -> Pod:
     return Pod(uid, (Container("c", cpus * 1000, {"memory": gib * GIB}),))
 
 
-def test_the_article_s_host_gives_the_article_s_cpus() -> None:
+def test_an_instance_of_40_cpus_on_a_dual_epyc() -> None:
     hardware = Hardware.from_json((HOSTS / "epyc-7543-2s-nps1.json").read_text())
     empty = node(
         hardware,

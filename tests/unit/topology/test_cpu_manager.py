@@ -145,7 +145,7 @@ def one(name: str, cpus: int, kind: ContainerKind = ContainerKind.APP) -> Contai
     return Container(name, cpus * 1000, kind=kind)
 
 
-def test_the_article_s_host_gives_the_article_s_cpus() -> None:
+def test_an_instance_of_40_cpus_on_a_dual_epyc() -> None:
     kubelet = manager("epyc-7543-2s-nps1", "0,64", full_pcpus_only="true")
     instance = one("gpu-instance", 40)
     state = kubelet.allocate(kubelet.initial, Pod("a", (instance,)), instance, None)
@@ -210,7 +210,13 @@ def test_options_may_be_false_together() -> None:
             "0,99",
             0,
             CpuPolicyOptions(),
-            "[cpumanager] unable to reserve the required amount of CPUs (size of 0,99 did not equal 2)",
+            "[cpumanager] unable to build the reserved physical CPUs from the reserved set: unknown CPU ID: 99",
+        ),
+        (
+            "",
+            8001,
+            CpuPolicyOptions(),
+            "[cpumanager] unable to reserve the required amount of CPUs (size of  did not equal 9)",
         ),
         (
             "0",

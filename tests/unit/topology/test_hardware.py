@@ -28,7 +28,7 @@ def test_the_records_are_what_the_generator_makes() -> None:
         assert (HOSTS / f"{name}.json").read_text() == host().to_json(), name
 
 
-def test_the_article_s_host() -> None:
+def test_a_dual_epyc() -> None:
     host = Hardware.from_json((HOSTS / "epyc-7543-2s-nps1.json").read_text())
     assert host.online == CpuSet.parse("0-127")
     assert host.siblings(70) == CpuSet.parse("6,70")

@@ -19,7 +19,7 @@ def host(name: str) -> Hardware:
     return Hardware.from_json((HOSTS / f"{name}.json").read_text())
 
 
-ARTICLE = host("epyc-7543-2s-nps1")
+EPYC = host("epyc-7543-2s-nps1")
 EVERY_HOST = [pytest.param(host(path.stem), id=path.stem) for path in sorted(HOSTS.glob("*.json"))]
 
 
@@ -28,7 +28,7 @@ def kinds(placement: Placement) -> dict[FindingKind, str]:
 
 
 def test_whole_cores_are_packed_by_siblings() -> None:
-    placement = place(40, CpuSet.parse("1-20,65-84"), ARTICLE)
+    placement = place(40, CpuSet.parse("1-20,65-84"), EPYC)
     assert placement.policy is PinPolicy.PACKED_SIBLINGS
     assert placement.pins[:6] == (1, 65, 2, 66, 3, 67)
     assert placement.threads == 2
@@ -36,7 +36,7 @@ def test_whole_cores_are_packed_by_siblings() -> None:
 
 
 def test_linear_puts_vcpu_i_on_the_ith_cpu() -> None:
-    placement = place(40, CpuSet.parse("1-20,65-84"), ARTICLE, policy=PinPolicy.LINEAR)
+    placement = place(40, CpuSet.parse("1-20,65-84"), EPYC, policy=PinPolicy.LINEAR)
     assert placement.pins == (*range(1, 21), *range(65, 85))
     assert placement.threads == 1
     # Where siblings are neighbours, linear is packed.
@@ -44,22 +44,22 @@ def test_linear_puts_vcpu_i_on_the_ith_cpu() -> None:
 
 
 def test_half_cores_are_linear_and_said() -> None:
-    placement = place(4, CpuSet.parse("1-3,65"), ARTICLE)
+    placement = place(4, CpuSet.parse("1-3,65"), EPYC)
     assert placement.policy is PinPolicy.LINEAR
     assert kinds(placement) == {FindingKind.HALF_CORE: "2-3"}
-    placement = place(4, CpuSet.parse("1-3,65"), ARTICLE, others=CpuSet.parse("66"))
+    placement = place(4, CpuSet.parse("1-3,65"), EPYC, others=CpuSet.parse("66"))
     assert kinds(placement) == {FindingKind.SIBLING_OF_ANOTHER: "2", FindingKind.HALF_CORE: "3"}
     assert "CPUs 2 share their cores with CPUs 66, which are exclusive to another pod" in placement.findings[0].message
 
 
 def test_packed_half_cores_come_after_the_whole_ones() -> None:
-    placement = place(5, CpuSet.parse("1-3,65,67"), ARTICLE, policy=PinPolicy.PACKED_SIBLINGS)
+    placement = place(5, CpuSet.parse("1-3,65,67"), EPYC, policy=PinPolicy.PACKED_SIBLINGS)
     assert placement.pins == (1, 65, 3, 67, 2)
     assert placement.threads == 1
 
 
 def test_more_cpus_than_vcpus_and_numa_nodes_are_said() -> None:
-    placement = place(4, CpuSet.parse("31-33,95-97"), ARTICLE)
+    placement = place(4, CpuSet.parse("31-33,95-97"), EPYC)
     assert placement.pins == (31, 95, 32, 96)
     assert placement.threads == 2
     assert kinds(placement) == {FindingKind.ACROSS_NUMA_NODES: "31-32,95-96", FindingKind.UNUSED_CPUS: "33,97"}
@@ -83,7 +83,7 @@ def test_unequal_cores_are_said() -> None:
 )
 def test_what_cannot_be_placed_is_refused(vcpus: int, cpus: str, message: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        place(vcpus, CpuSet.parse(cpus), ARTICLE)
+        place(vcpus, CpuSet.parse(cpus), EPYC)
     assert str(caught.value) == message
 
 
