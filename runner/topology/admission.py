@@ -14,31 +14,29 @@ from typing import Self
 import attrs
 
 from runner.cpuset import CpuSet
-from runner.topology.cpu_manager import (
+from runner.topology.cpu_assignment import CpuTopology
+from runner.topology.cpu_manager import CpuManager, CpuPolicyOptions, CpuState
+from runner.topology.hardware import Hardware
+from runner.topology.kubelet import (
     AllocationError,
-    CpuManager,
-    CpuPolicyOptions,
-    CpuState,
-    CpuTopology,
+    KubeletConfigError,
+    KubeletCrashesError,
+    KubeletHangsError,
     Quirk,
+    parse_bool,
     quirks_of,
 )
-from runner.topology.hardware import Hardware
 from runner.topology.memory_manager import Block, MemoryManager, MemoryState
 from runner.topology.pod import MEMORY, Container, Pod
 from runner.topology.topology_manager import (
     DEFAULT_MAX_NUMA_NODES,
     Hint,
     HintList,
-    KubeletConfigError,
-    KubeletCrashesError,
-    KubeletHangsError,
     Merged,
     Policy,
     ProviderHints,
     Scope,
     TopologyManager,
-    parse_bool,
 )
 
 REJECTION = "TopologyAffinityError"

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from runner.topology.cpu_manager import AllocationError
 from runner.topology.hardware import Hardware, HugepagePool
+from runner.topology.kubelet import AllocationError, KubeletConfigError
 from runner.topology.masks import (
     Places,
     containing,
@@ -26,12 +26,7 @@ from runner.topology.masks import (
     within,
 )
 from runner.topology.pod import HUGEPAGES_PREFIX, MEMORY, Container, ContainerKind, Pod, format_bytes, peak
-from runner.topology.topology_manager import (
-    Hint,
-    HintList,
-    KubeletConfigError,
-    ProviderHints,
-)
+from runner.topology.topology_manager import Hint, HintList, ProviderHints
 
 
 def hugepages_resource(size: int) -> str:

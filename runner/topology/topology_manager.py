@@ -18,7 +18,7 @@ from typing import Self
 
 import attrs
 
-from runner.errors import RefusedError
+from runner.topology.kubelet import KubeletCrashesError
 from runner.topology.masks import (
     Places,
     ands,
@@ -33,27 +33,6 @@ from runner.topology.masks import (
 
 DEFAULT_MAX_NUMA_NODES = 8
 """``defaultMaxAllowableNUMANodes``: with more NUMA nodes the kubelet starts only with policy ``none`` or the option."""
-
-
-class KubeletConfigError(RefusedError):
-    """The kubelet would not start with this configuration; the text is the kubelet's own."""
-
-
-class KubeletHangsError(Exception):
-    """The kubelet would never finish this admission, and admit no other pod either."""
-
-
-class KubeletCrashesError(Exception):
-    """The kubelet would panic."""
-
-
-def parse_bool(option: str, value: str) -> bool:
-    """Read the value of a policy option as Go's ``strconv.ParseBool`` does."""
-    if value in {"1", "t", "T", "TRUE", "true", "True"}:
-        return True
-    if value in {"0", "f", "F", "FALSE", "false", "False"}:
-        return False
-    raise KubeletConfigError(f'bad value for option "{option}": strconv.ParseBool: parsing "{value}": invalid syntax')
 
 
 # --- hints ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from runner.cpuset import CpuSet
 from runner.topology.admission import Kubelet, KubeletConfiguration
-from runner.topology.cpu_manager import CpuTopology, take_distributed
+from runner.topology.cpu_assignment import CpuTopology, take_distributed
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.topology.masks import Places, everything, having, of_size
 from runner.topology.pod import Container, Pod

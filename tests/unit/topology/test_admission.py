@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.topology.admission import REJECTION, Kubelet, KubeletConfiguration, Node, Outcome
-from runner.topology.cpu_manager import Quirk, exclusive_cpus
+from runner.topology.cpu_manager import exclusive_cpus
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.topology.kubelet import KubeletConfigError, Quirk
 from runner.topology.pod import Container, ContainerKind, Pod
-from runner.topology.topology_manager import Hint, HintList, KubeletConfigError, ProviderHints
+from runner.topology.topology_manager import Hint, HintList, ProviderHints
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 MIB, GIB = 1 << 20, 1 << 30

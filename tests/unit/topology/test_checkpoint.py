@@ -12,8 +12,8 @@ from runner.errors import SpecError
 from runner.topology.admission import Kubelet, KubeletConfiguration
 from runner.topology.checkpoint import parse_cpu_manager_state, parse_memory_manager_state
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.topology.kubelet import KubeletConfigError
 from runner.topology.pod import Container, Pod
-from runner.topology.topology_manager import KubeletConfigError
 
 Document = dict[str, Any]
 GIB = 1 << 30

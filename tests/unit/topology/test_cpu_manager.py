@@ -10,24 +10,20 @@ from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError
-from runner.topology.cpu_manager import (
+from runner.topology.cpu_assignment import CpuFacts, CpuTopology, take_distributed, take_packed
+from runner.topology.cpu_manager import CpuManager, CpuPolicyOptions, CpuState, exclusive_cpus_of_pod
+from runner.topology.hardware import Hardware
+from runner.topology.kubelet import (
     NEWEST_MINOR,
     AllocationError,
-    CpuFacts,
-    CpuManager,
-    CpuPolicyOptions,
-    CpuState,
-    CpuTopology,
+    KubeletConfigError,
+    KubeletHangsError,
     Quirk,
-    exclusive_cpus_of_pod,
     quirks_of,
-    take_distributed,
-    take_packed,
 )
-from runner.topology.hardware import Hardware
 from runner.topology.masks import mask_of
 from runner.topology.pod import Container, ContainerKind, Pod
-from runner.topology.topology_manager import Hint, HintList, KubeletConfigError, KubeletHangsError
+from runner.topology.topology_manager import Hint, HintList
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 ALL = frozenset(Quirk)

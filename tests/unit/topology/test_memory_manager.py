@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.topology.cpu_manager import AllocationError
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.topology.kubelet import AllocationError, KubeletConfigError
 from runner.topology.masks import mask_of
 from runner.topology.memory_manager import (
     Block,
@@ -19,7 +19,7 @@ from runner.topology.memory_manager import (
     peak_memory,
 )
 from runner.topology.pod import Container, ContainerKind, Pod
-from runner.topology.topology_manager import Hint, HintList, KubeletConfigError
+from runner.topology.topology_manager import Hint, HintList
 
 MIB, GIB = 1 << 20, 1 << 30
 ANY = Hint(None, preferred=False)

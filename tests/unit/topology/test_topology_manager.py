@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.topology.topology_manager import (
-    ANYWHERE,
-    NOWHERE,
-    Hint,
-    HintList,
-    KubeletCrashesError,
-    Policy,
-    TopologyManager,
-    factors_of,
-)
+from runner.topology.kubelet import KubeletCrashesError
+from runner.topology.topology_manager import ANYWHERE, NOWHERE, Hint, HintList, Policy, TopologyManager, factors_of
 
 # --- the kubelet's merge, permutation by permutation (`HintMerger.Merge`) ---------------------------------------------
 

@@ -9,16 +9,10 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.topology.admission import NO_AFFINITY, Admission, Kubelet, KubeletConfiguration, Node
-from runner.topology.cpu_manager import (
-    AllocationError,
-    CpuManager,
-    CpuPolicyOptions,
-    CpuTopology,
-    Quirk,
-    take_distributed,
-    take_packed,
-)
+from runner.topology.cpu_assignment import CpuTopology, take_distributed, take_packed
+from runner.topology.cpu_manager import CpuManager, CpuPolicyOptions
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.topology.kubelet import AllocationError, Quirk
 from runner.topology.masks import mask_of, numa_nodes_of
 from runner.topology.memory_manager import Block
 from runner.topology.pod import Container, ContainerKind, Pod, parse_quantity
