@@ -1,7 +1,11 @@
 """The kubelet's Memory Manager with the ``Static`` policy: which NUMA nodes a container's memory is booked on.
 
 Modelled on ``pkg/kubelet/cm/memorymanager/policy_static.go`` of Kubernetes 1.33 to 1.36.3. It books: nothing here moves
-a page, the kubelet only writes ``cpuset.mems``. Amounts are bytes, masks are those of ``topology_manager``.
+a page, the kubelet only writes ``cpuset.mems``. Amounts are bytes, masks are those of ``masks.py``.
+
+A fault that shows only in the books, and is kept: a merged affinity may be one NUMA node of a group, and the kubelet
+lets it be booked alone. Released memory is then given back to the first NUMA node of the group that has any reserved,
+which may be another pod's; in the end some stays reserved for nobody, until the kubelet's state file is removed.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ def test_a_node_s_books_are_true_after_every_step(
     assert manager
     current = empty
     running: list[str] = []
+    leaking = False
     for number, (containers, one_goes) in enumerate(pods):
         if running and one_goes:
             current = current.without(running.pop(0))
@@ -151,10 +152,40 @@ def test_a_node_s_books_are_true_after_every_step(
             for table in numa_node.tables.values():
                 assert table.free + table.reserved == table.allocatable
                 assert table.free >= 0
+        leaking = leaking or overlapping(current)
     current = current.without(*running)
     assert current.shared_pool == empty.shared_pool
-    assert current.memory.numa_nodes == empty.memory.numa_nodes
     assert current.available == empty.available
+    if not leaking:
+        assert current.memory.numa_nodes == empty.memory.numa_nodes
+
+
+def overlapping(current: Node) -> bool:
+    """Tell whether memory is booked on sets of NUMA nodes that overlap without being the same."""
+    booked = {
+        frozenset(block.numa_nodes)
+        for containers in current.memory.assignments.values()
+        for blocks in containers.values()
+        for block in blocks
+    }
+    return any(one & other for one, other in itertools.combinations(booked, 2))
+
+
+def test_memory_is_lost_where_one_numa_node_of_a_group_is_booked_alone() -> None:
+    # The hints keep groups apart, but the affinity they are merged to may be one NUMA node of a group, and for a
+    # single one the kubelet looks no further. What is released then comes back to whichever NUMA node is first.
+    empty = node(host(2, 1, 4), topology_manager_policy="best-effort")
+    first = empty.admit(one("first", 1, 8)).node
+    assert [memory.cells for memory in first.memory.numa_nodes.values()] == [(0, 1), (0, 1)]
+    alone = first.admit(one("alone", 1, 2), {"c": gpu(2)}).node
+    assert [memory.cells for memory in alone.memory.numa_nodes.values()] == [(0, 1), (1,)]
+    left = alone.without("alone").without("first").memory.numa_nodes
+    assert left == empty.memory.numa_nodes
+    second = first.admit(one("second", 1, 5)).node.without("first")
+    mixed = second.admit(one("alone", 1, 3), {"c": gpu(1)}).node
+    assert mixed.memory.assignments["alone"]["c"][0].numa_nodes == (0,)
+    lost = mixed.without("second").without("alone").memory.numa_nodes
+    assert {numa_node: memory.tables["memory"].reserved // GIB for numa_node, memory in lost.items()} == {0: 0, 1: 3}
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), max_size=6), st.integers(1, 7), st.integers(0, 8))
