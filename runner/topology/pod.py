@@ -1,0 +1,111 @@
+"""What the kubelet's managers look at in a pod: its containers in their order, and what each asks for."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Self
+
+import attrs
+
+MEMORY = "memory"
+HUGEPAGES_PREFIX = "hugepages-"
+
+_SUFFIXES = (
+    {"n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1000), "": Fraction(1)}
+    | {letter: Fraction(1000**power) for power, letter in enumerate("kMGTPE", start=1)}
+    | {f"{letter}i": Fraction(1024**power) for power, letter in enumerate("KMGTPE", start=1)}
+)
+_QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))([a-zA-Z]{0,2})(?:[eE]([+-]?[0-9]{1,3}))?", re.ASCII)
+
+
+def parse_quantity(text: str) -> Fraction:
+    """Parse a Kubernetes quantity exactly (``resource.ParseQuantity``): ``"500m"`` is 1/2, ``"1Gi"`` 2^30.
+
+    Raises ``ValueError`` for what Kubernetes would not take.
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2] not in _SUFFIXES or (match[2] and match[3]):
+        raise ValueError(f"{text!r} is not a quantity like '4', '500m' or '1Gi'")
+    return Fraction(match[1]) * _SUFFIXES[match[2]] * Fraction(10) ** int(match[3] or 0)
+
+
+def format_bytes(amount: int) -> str:
+    """Write *amount* bytes as Kubernetes does (``BinarySI``): ``"1Gi"``, ``"1536Mi"``, ``"0"``."""
+    power = 0
+    while amount and amount % 1024 == 0 and power < len("KMGTPE"):
+        amount //= 1024
+        power += 1
+    return f"{amount}{' KMGTPE'[power]}i" if power else str(amount)
+
+
+class ContainerKind(enum.Enum):
+    """How a container runs."""
+
+    INIT = "init"
+    """Runs to its end before the next one starts."""
+    SIDECAR = "sidecar"
+    """A restartable init container: starts in its turn and runs on."""
+    APP = "app"
+
+
+@attrs.frozen
+class Container:
+    """One container's requests: thousandths of a CPU, and bytes of ``memory`` and each ``hugepages-<size>``."""
+
+    name: str
+    millicpus: int = 0
+    memory: Mapping[str, int] = attrs.field(factory=dict)
+    kind: ContainerKind = ContainerKind.APP
+
+    @classmethod
+    def requesting(cls, name: str, requests: Mapping[str, str], kind: ContainerKind = ContainerKind.APP) -> Self:
+        """Read ``resources.requests`` as a pod manifest spells them; ``ValueError`` for a quantity that is none.
+
+        Resources of other managers (devices) are left out. Fractions are rounded up as ``MilliValue`` and ``Value`` do.
+        """
+        memory = {
+            resource: math.ceil(parse_quantity(amount))
+            for resource, amount in requests.items()
+            if resource == MEMORY or resource.startswith(HUGEPAGES_PREFIX)
+        }
+        return cls(name, math.ceil(parse_quantity(requests.get("cpu", "0")) * 1000), memory, kind)
+
+
+@attrs.frozen
+class Pod:
+    """One pod: its containers in the order they are admitted, init containers and sidecars first.
+
+    *guaranteed* says whether its QoS class is Guaranteed: every container's limits of CPU and memory are its requests.
+    With *pod_level_resources* the static policies leave it alone (gate ``PodLevelResourceManagers`` off).
+    """
+
+    uid: str
+    containers: tuple[Container, ...]
+    guaranteed: bool = True
+    pod_level_resources: bool = False
+
+    @property
+    def init_containers(self) -> tuple[Container, ...]:
+        """Init containers and sidecars, in order."""
+        return tuple(container for container in self.containers if container.kind is not ContainerKind.APP)
+
+
+def peak(pod: Pod, asked: Callable[[Container], int]) -> int:
+    """Return the most of something that *pod* uses at one time.
+
+    Sidecars run beside every later init container and beside all the app containers together.
+    """
+    sidecars = most_at_start = apps = 0
+    for container in pod.containers:
+        amount = asked(container)
+        if container.kind is ContainerKind.SIDECAR:
+            sidecars += amount
+        elif container.kind is ContainerKind.INIT:
+            most_at_start = max(most_at_start, sidecars + amount)
+        else:
+            apps += amount
+    return max(most_at_start, sidecars + apps)
