@@ -192,8 +192,10 @@ async def test_a_line_without_end(ends: tuple[Monitor, Peer]) -> None:
 
 async def test_a_command_abandoned_half_sent_ends_the_conversation(ends: tuple[Monitor, Peer]) -> None:
     monitor, _peer = ends
-    with trio.move_on_after(0.05):
-        await monitor.execute("big", {"text": "x" * (8 << 20)})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.execute, "big", {"text": "x" * (8 << 20)})
+        await settle()
+        nursery.cancel_scope.cancel()
     with pytest.raises(MonitorClosedError, match="half-sent"):
         await monitor.execute("next")
 
