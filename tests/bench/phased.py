@@ -1,0 +1,18 @@
+"""``instance-runner``, saying on standard error when Python was up and when everything was imported."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+def mark(name: str) -> None:
+    print(f"mark {name} {time.time():.6f}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    mark("interpreter")
+    from runner.__main__ import entry
+
+    mark("imports")
+    entry()

@@ -1,0 +1,211 @@
+"""Processes as PID 1 of fresh namespaces, watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+UNSHARED = ("unshare", "--fork", "--kill-child", "--pid", "--mount", "--net", "--mount-proc", "--")
+STAMP = 'echo "mark exec $EPOCHREALTIME" >&2; exec "$@"'
+"""PID 1 begins as this shell, so that the clock starts at the exec of the program and not at the making of namespaces."""
+
+LOG_LINE = re.compile(r"(\d\d):(\d\d):(\d\d\.\d\d\d) \w+ +(.*)")
+DAY = 86400
+PATIENCE = 30.0
+
+
+class BenchError(Exception):
+    """Something could not be measured."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was heard, and when."""
+
+    moment: float
+    text: str
+
+
+class World:
+    """A PID 1 and everything below it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._rest: dict[int, bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._rest[pipe.fileno()] = b""
+            self._selector.register(pipe.fileno(), selectors.EVENT_READ)
+        self.lines: list[Line] = []
+        self.born = float(self.until("mark exec ").text.split()[-1])
+        self.pid = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        """Of PID 1, as it is known out here."""
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._pidfd)
+        self._selector.close()
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def until(self, text: str, patience: float = PATIENCE) -> Line:
+        """Return the first line with *text* in it, as soon as it is heard."""
+
+        def found() -> Line | None:
+            return next((line for line in self.lines if text in line.text), None)
+
+        self._listen(lambda: found() is not None, patience, f"never said {text!r}")
+        line = found()
+        assert line is not None
+        return line
+
+    def listen(self, seconds: float) -> None:
+        """Hear what is said meanwhile, so that nobody has to wait for us."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._hear(left)
+
+    def terminate(self) -> float:
+        """Send SIGTERM and return when."""
+        moment = time.time()
+        signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+        return moment
+
+    def stop(self) -> None:
+        """Send SIGSTOP."""
+        signal.pidfd_send_signal(self._pidfd, signal.SIGSTOP)
+
+    def exited(self, patience: float = PATIENCE) -> float:
+        """Return the moment PID 1, and so everything below it, is gone."""
+        self._selector.register(self._pidfd, selectors.EVENT_READ)
+        end = time.monotonic() + patience
+        while self._pidfd not in self._hear(end - time.monotonic()):
+            if time.monotonic() > end:
+                raise BenchError(f"did not end within {patience:g} s:\n{self.transcript()}")
+        moment = time.time()
+        self._selector.unregister(self._pidfd)
+        while self._hear(0):
+            pass
+        self._process.wait()
+        return moment
+
+    @property
+    def status(self) -> int | None:
+        return self._process.returncode
+
+    def transcript(self) -> str:
+        return "\n".join(f"    {line.text}" for line in self.lines)
+
+    def marks(self, known: Sequence[tuple[str, str]]) -> dict[str, float]:
+        """Return when what was reached: ``mark NAME TIME`` lines, and *known* (name, text of a log line).
+
+        What is not found is left out. Of several the first counts.
+        """
+        moments: dict[str, float] = {"exec": self.born}
+        for line in self.lines:
+            if match := re.fullmatch(r"mark (\S+) ([0-9.]+)", line.text):
+                moments.setdefault(match[1], float(match[2]))
+            elif match := LOG_LINE.match(line.text):
+                for name, text in known:
+                    if re.search(text, match[4]):
+                        moments.setdefault(name, self._moment(match))
+        return moments
+
+    def _moment(self, match: re.Match[str]) -> float:
+        midnight = self.born // DAY * DAY
+        moment = midnight + int(match[1]) * 3600 + int(match[2]) * 60 + float(match[3])
+        return moment if moment > self.born - DAY / 2 else moment + DAY
+
+    def _listen(self, happened: Callable[[], bool], patience: float, otherwise: str) -> None:
+        end = time.monotonic() + patience
+        while not happened():
+            if time.monotonic() > end or not self._selector.get_map():
+                raise BenchError(f"{otherwise}:\n{self.transcript()}")
+            self._hear(end - time.monotonic())
+
+    def _hear(self, patience: float) -> set[int]:
+        """Read what there is, and return the descriptors that had something to say."""
+        ready = {key.fd for key, _ in self._selector.select(max(0, patience))}
+        moment = time.time()
+        for fd in ready & self._rest.keys():
+            data = os.read(fd, 1 << 16)
+            if not data:
+                self._selector.unregister(fd)
+            *lines, self._rest[fd] = (self._rest[fd] + data).split(b"\n")
+            self.lines += [Line(moment, line.decode(errors="replace").rstrip("\r")) for line in lines]
+        return ready
+
+
+@contextmanager
+def world(*argv: str | Path, pass_fds: Sequence[int] = ()) -> Iterator[World]:
+    """Hold *argv* as PID 1 of fresh PID, mount and network namespaces; whatever is in them at the end is killed.
+
+    It is killed with this process too, however that ends.
+    """
+    process = subprocess.Popen(
+        ("setpriv", "--pdeathsig", "KILL", "--", *UNSHARED, "bash", "-c", STAMP, "exec", *argv),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=pass_fds,
+        start_new_session=True,
+        env={"PATH": os.environ["PATH"], "LC_ALL": "C"},
+    )
+    try:
+        with World(process) as held:
+            yield held
+    finally:
+        process.kill()
+        process.wait()
+
+
+def memory_of(pid: int) -> dict[str, float]:
+    """Return ``Rss`` and ``Pss`` of *pid* in MB."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return {name: int(amount) / 1024 for name, amount in re.findall(r"^(Rss|Pss):\s+(\d+) kB", text, re.MULTILINE)}
+
+
+def threads_of(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def switches_of(pid: int) -> int:
+    """Return how often the threads of *pid* have been given a CPU."""
+    text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status"))
+    return sum(int(count) for count in re.findall(r"ctxt_switches:\s+(\d+)", text))
+
+
+def cpu_of(pid: int) -> float:
+    """Return the CPU time of *pid* in seconds."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def below(pid: int) -> Iterator[int]:
+    """Yield *pid* and every descendant."""
+    yield pid
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in path.read_text().split():
+            yield from below(int(child))
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
