@@ -30,6 +30,9 @@ PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "reap": reap,
 }
 
+QUIET = 0.25
+"""Load average per CPU below which a machine is called quiet."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/bench/run", description=__doc__)
@@ -54,18 +57,20 @@ def main() -> int:
 
 
 def report(bench: Bench, parts: list[str], *, as_json: bool) -> None:
-    host = facts(bench)
+    host, before = facts(bench), os.getloadavg()[0]
     figures: list[Figure] = []
     for part in parts:
         begun = time.monotonic()
         figures += PARTS[part](bench)
         print(f"{part}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
     host["load average"] += f" before, {os.getloadavg()[0]:.1f} after"
+    quiet = before < QUIET * len(os.sched_getaffinity(0))
+    remarks = () if quiet else ("This machine was not quiet: times are too long and differ from run to run.",)
     if as_json:
         print(json.dumps({"host": host, "figures": [figure.to_json() for figure in figures]}, indent=1))
         return
     print("Measured on " + ", ".join(f"{name} {value}" for name, value in host.items()) + ".")
-    print("Medians; ratio = instance-runner ÷ each of the others.\n")
+    print(" ".join(("Medians; ratio = instance-runner ÷ each of the others.", *remarks)) + "\n")
     print("\n".join(markdown(figures)))
     missed = [figure for figure in figures if figure.met is False]
     print(f"\n{sum(figure.met is True for figure in figures)} goals met, {len(missed)} missed.")
@@ -83,6 +88,8 @@ def facts(bench: Bench) -> dict[str, str]:
         "Linux": platform.release(),
         "QEMU": f"{qemu.split()[3]} ({bench.accel})",
         "Python": platform.python_version(),
+        "vCPU": f"on CPU {bench.cpu}",
+        "everything else": f"on {bench.others}",
         "load average": f"{os.getloadavg()[0]:.1f}",
     }
 

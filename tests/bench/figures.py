@@ -23,6 +23,8 @@ class Goal:
         return value >= self.limit if self.at_least else value <= self.limit
 
     def __str__(self) -> str:
+        if not self.limit:
+            return "0"
         return f"{'≥' if self.at_least else '≤'} {self.name or f'{self.limit:g}'}"
 
 

@@ -11,7 +11,7 @@ from tests.bench.figures import Figure, Goal
 from tests.bench.instances import UP, Bench
 from tests.bench.worlds import World, below, memory_of, name_of, switches_of, threads_of, world
 
-SETTLED = 1.5
+SETTLED = 1.0
 """Seconds after the guest's first word until the start is over for everybody."""
 
 ATTACHED = 0.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import sys
@@ -37,7 +36,7 @@ def reap(bench: Bench) -> Iterator[Figure]:
         goal = None if what == "cpu" else Goal(statistics.median(theirs["tini"]), at_least=True, name="tini")
         return Figure(name, ours, theirs, goal)
 
-    yield figure(f"reap: {orphans} orphans dying one after the other, 1000/s ({rounds} rounds)", "live")
+    yield figure(f"reap: {orphans} orphans dying one after the other, 1000/s (rounds: {rounds})", "live")
     yield figure(f"reap: {orphans} zombies found at once, 1000/s", "burst")
     yield figure("reap: CPU of PID 1 for a zombie, µs", "cpu")
 
@@ -63,8 +62,7 @@ def _once(bench: Bench, init_argv: Argv, orphans: int, *, ours: bool) -> dict[st
         def answer() -> str:
             line = listening.readline()
             if not line:
-                with contextlib.suppress(BenchError):
-                    init.until("anything", 1)
+                init.listen(0.5)
                 raise BenchError(f"the storm broke off:\n{init.transcript()}")
             return line.split()[-1]
 

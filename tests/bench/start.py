@@ -38,7 +38,7 @@ def start(bench: Bench) -> Iterator[Figure]:
     phases: dict[str, dict[str, list[float]]] = {name: {} for name in contestants}
     spent: list[float] = []
     names = list(contestants)
-    rounds = bench.rounds(15, 3)
+    rounds = bench.rounds(15, 2)
     for number in range(-1, rounds):  # the first one warms the caches
         for name in names[number % len(names) :] + names[: number % len(names)]:
             moments, cpu = _once(contestants[name])
@@ -50,7 +50,7 @@ def start(bench: Bench) -> Iterator[Figure]:
             for phase, length in _lengths(moments):
                 phases[name].setdefault(phase, []).append(length)
     peers = {name: totals[name] for name in (BARE, TINI)}
-    yield Figure(f"start: exec → the guest's first word, ms ({rounds} rounds)", totals["runner"], peers)
+    yield Figure(f"start: exec → the guest's first word, ms (rounds: {rounds})", totals["runner"], peers)
     on_top = [ours - bare for ours, bare in zip(totals["runner"], totals[BARE], strict=True)]
     yield Figure("start: on top of the bare script, ms", on_top, goal=Goal(120))
     fastest = min(totals["runner"]) - min(totals[BARE])

@@ -49,7 +49,7 @@ def stop(bench: Bench) -> Iterator[Figure]:
         for name, span in spans.items():
             samples.setdefault(name, []).append(span * 1e3)
     limit = Goal(250)
-    yield Figure(f"stop: obedient guest, beyond its own time, ms ({rounds} rounds)", samples["obedient"], goal=limit)
+    yield Figure(f"stop: obedient guest, beyond its own time, ms (rounds: {rounds})", samples["obedient"], goal=limit)
     for name, title in (
         ("pressed", "SIGTERM → power button"),
         ("guest", "the guest's own time"),
