@@ -90,6 +90,7 @@ def facts(bench: Bench) -> dict[str, str]:
         "Python": platform.python_version(),
         "vCPU": f"on CPU {bench.cpu}",
         "everything else": f"on {bench.others}",
+        "orphans": str(bench.orphans),
         "load average": f"{os.getloadavg()[0]:.1f}",
     }
 

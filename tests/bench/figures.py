@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 Samples = Sequence[float]
 
-HEAD = ("figure", "instance-runner", "min … max", "beside it", "ratio", "goal", "met")
+HEAD = ("figure", "instance-runner", "min … max (rounds)", "beside it", "ratio", "goal", "met")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Figure:
         return (
             self.name,
             _short(self.median),
-            f"{_short(min(self.samples))} … {_short(max(self.samples))}" if len(self.samples) > 1 else "",
+            f"{_short(min(self.samples))} … {_short(max(self.samples))} ({len(self.samples)})"
+            if len(self.samples) > 1
+            else "",
             " · ".join(f"{peer} {_short(statistics.median(samples))}" for peer, samples in self.peers.items()),
             " · ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in self.ratios().values()),
             "" if self.goal is None else str(self.goal),

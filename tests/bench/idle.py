@@ -53,6 +53,7 @@ def memory(bench: Bench) -> Iterator[Figure]:
 
 def idle(bench: Bench) -> Iterator[Figure]:
     window = bench.rounds(10, 3)
+    scale = 10 / window
     contestants = {
         "runner": bench.runner(bench.spec("idle")),
         "tini": ("tini", "--", *bench.bare(bench.spec("idle-bare"))),
@@ -64,10 +65,10 @@ def idle(bench: Bench) -> Iterator[Figure]:
             init.listen(SETTLED)
         before = {name: switches_of(init.pid) for name, init in inits.items()}
         inits["runner"].listen(window)
-        woken = {name: [float(switches_of(init.pid) - before[name])] for name, init in inits.items()}
-        calls = {name: [float(_calls(bench, init, window))] for name, init in inits.items()}
-    yield Figure(f"idle: wake-ups of PID 1 in {window} s", woken["runner"], {"tini": woken["tini"]}, Goal(0))
-    yield Figure(f"idle: system calls of PID 1 in {window} s", calls["runner"], {"tini": calls["tini"]}, Goal(0))
+        woken = {name: [(switches_of(init.pid) - before[name]) * scale] for name, init in inits.items()}
+        calls = {name: [_calls(bench, init, window) * scale] for name, init in inits.items()}
+    yield Figure("idle: wake-ups of PID 1 in 10 s", woken["runner"], {"tini": woken["tini"]}, Goal(0))
+    yield Figure("idle: system calls of PID 1 in 10 s", calls["runner"], {"tini": calls["tini"]}, Goal(0))
 
 
 def _calls(bench: Bench, init: World, window: int) -> int:

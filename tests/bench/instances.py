@@ -34,6 +34,10 @@ class Bench:
     """Given to the vCPU; everything else runs on *others*."""
     others: str
 
+    @property
+    def orphans(self) -> int:
+        return self.rounds(20000, 4000)
+
     def rounds(self, full: int, quick: int) -> int:
         return quick if self.quick else full
 

@@ -18,15 +18,14 @@ SPARE_PIDS = 5000
 
 
 def reap(bench: Bench) -> Iterator[Figure]:
-    orphans = bench.rounds(20000, 4000)
+    orphans = bench.orphans
     if int(Path("/proc/sys/kernel/pid_max").read_text()) < orphans + SPARE_PIDS:
         raise BenchError(f"kernel.pid_max leaves no room for {orphans} zombies")
     contestants: dict[str, Argv] = {name: (name, "--") for name in PEERS}
     contestants["runner"] = (sys.executable, HERE / "reaper.py")
     samples: dict[str, dict[str, list[float]]] = {what: {name: [] for name in contestants} for what in WHAT}
     names = list(contestants)
-    rounds = bench.rounds(5, 1)
-    for number in range(rounds):
+    for number in range(bench.rounds(5, 1)):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             for what, value in _once(bench, contestants[name], orphans, ours=name == "runner").items():
                 samples[what][name].append(value)
@@ -36,8 +35,8 @@ def reap(bench: Bench) -> Iterator[Figure]:
         goal = None if what == "cpu" else Goal(statistics.median(theirs["tini"]), at_least=True, name="tini")
         return Figure(name, ours, theirs, goal)
 
-    yield figure(f"reap: {orphans} orphans dying one after the other, 1000/s (rounds: {rounds})", "live")
-    yield figure(f"reap: {orphans} zombies found at once, 1000/s", "burst")
+    yield figure("reap: orphans dying one after the other, 1000/s", "live")
+    yield figure("reap: zombies found at once, 1000/s", "burst")
     yield figure("reap: CPU of PID 1 for a zombie, µs", "cpu")
 
 

@@ -50,7 +50,7 @@ def start(bench: Bench) -> Iterator[Figure]:
             for phase, length in _lengths(moments):
                 phases[name].setdefault(phase, []).append(length)
     peers = {name: totals[name] for name in (BARE, TINI)}
-    yield Figure(f"start: exec → the guest's first word, ms (rounds: {rounds})", totals["runner"], peers)
+    yield Figure("start: exec → the guest's first word, ms", totals["runner"], peers)
     on_top = [ours - bare for ours, bare in zip(totals["runner"], totals[BARE], strict=True)]
     yield Figure("start: on top of the bare script, ms", on_top, goal=Goal(120))
     fastest = min(totals["runner"]) - min(totals[BARE])

@@ -25,8 +25,7 @@ STOPPED, FORCED_OFF = 0, 13
 def stop(bench: Bench) -> Iterator[Figure]:
     samples: dict[str, list[float]] = {}
     obedient, deaf = bench.spec("obedient"), bench.spec("deaf-guest", guest="deaf")
-    rounds = bench.rounds(7, 1)
-    for _ in range(rounds):
+    for _ in range(bench.rounds(7, 1)):
         with world(*bench.runner(obedient, "--log-level", "debug")) as init:
             init.until(UP)
             init.listen(SETTLED)
@@ -49,7 +48,7 @@ def stop(bench: Bench) -> Iterator[Figure]:
         for name, span in spans.items():
             samples.setdefault(name, []).append(span * 1e3)
     limit = Goal(250)
-    yield Figure(f"stop: obedient guest, beyond its own time, ms (rounds: {rounds})", samples["obedient"], goal=limit)
+    yield Figure("stop: obedient guest, beyond its own time, ms", samples["obedient"], goal=limit)
     for name, title in (
         ("pressed", "SIGTERM → power button"),
         ("guest", "the guest's own time"),
@@ -60,7 +59,7 @@ def stop(bench: Bench) -> Iterator[Figure]:
     ):
         if name in samples:
             yield Figure(f"- {title}, ms", samples[name])
-    yield Figure(f"stop: deaf guest, beyond the grace period of {GRACE} s, ms", samples["deaf"], goal=limit)
+    yield Figure("stop: deaf guest, beyond the grace period, ms", samples["deaf"], goal=limit)
 
 
 def _expect(status: int | None, wanted: int, transcript: str) -> None:
