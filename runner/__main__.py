@@ -33,6 +33,7 @@ STATUS_HELP = "exit statuses:\n" + "\n".join(f"  {status.value:3} {status.name.l
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that *argv* names and return its exit status."""
+    _fill_standard_descriptors()
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -44,6 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
+
+
+def _fill_standard_descriptors() -> None:
+    """Open /dev/null where descriptor 0, 1 or 2 is closed, before something of ours gets that number and is written to."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - standard error
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,7 +152,7 @@ def _run(arguments: argparse.Namespace) -> int:
             verdict = trio.run(run)
         except RunnerError as error:
             verdict = Verdict(error.status, error.status.name.lower(), explain(error))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is ours
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is ours
             log.error("this is a bug of instance-runner:\n%s", "".join(traceback.format_exception(error)))  # noqa: TRY400
             verdict = Verdict(Status.BUG, "bug", f"{type(error).__name__}: {error}")
         level = logging.INFO if verdict.status == Status.STOPPED else logging.ERROR

@@ -40,6 +40,11 @@ LAST_WORDS = 20
 """Lines of a child's output kept for the sentence that reports its death."""
 
 
+def stop_bound(patience: float) -> float:
+    """Return the seconds within which :meth:`Processes.stop` has ended: for the shielded scope around it."""
+    return patience + KILLED_WITHIN + 1
+
+
 @attrs.frozen
 class Command:
     """What is to be started: *fds* keep their numbers in the child; without *uid* it runs as we do."""
@@ -182,28 +187,28 @@ class Processes:
         try:
             yield process
         finally:
-            await self.stop(process, patience)
+            with trio.move_on_after(stop_bound(patience), shield=True):
+                await self.stop(process, patience)
 
     async def stop(self, process: Process, patience: float) -> None:
         """End *process*: SIGTERM, *patience* seconds, SIGKILL; returns when its status was read.
 
-        Bounds itself and cannot be cancelled, because it is a release.
+        Bounds itself, because it is a release (see :func:`stop_bound`).
         Raises :exc:`~runner.errors.HostError` when it does not even die of SIGKILL.
         """
-        with trio.CancelScope(shield=True):
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-                process.send_signal(signal.SIGCONT)  # a stopped process sees no SIGTERM
-                with trio.move_on_after(patience):
-                    await process.wait()
-            await self.kill(process)
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)  # a stopped process sees no SIGTERM
+            with trio.move_on_after(patience):
+                await process.wait()
+        await self.kill(process)
 
     async def kill(self, process: Process) -> None:
         """SIGKILL *process* if it still lives; see :meth:`stop`."""
         if process.returncode is not None:
             return
         process.send_signal(signal.SIGKILL)
-        with trio.move_on_after(KILLED_WITHIN, shield=True):
+        with trio.move_on_after(KILLED_WITHIN):
             await process.wait()
         if process.returncode is None:
             raise HostError(

@@ -10,6 +10,8 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import trio
+
 from runner.errors import Status
 from runner.host import files
 from runner.host.network import Network
@@ -22,6 +24,9 @@ from runner.instance.services import Shares, console_shown, death_of, dhcp_serve
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
+
+CAUSE_WITHIN = 0.2
+"""Seconds within which QEMU's death shows when a daemon has ended because of it."""
 
 
 async def run_instance(plan: InstancePlan, host: Host, network: Network | None, stdout: Outlet) -> Ended:
@@ -59,6 +64,8 @@ async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, share
 
     async def lost() -> Ended:
         dead = await shares.died()
+        with trio.move_on_after(CAUSE_WITHIN):  # virtiofsd ends when QEMU does: then QEMU's death is the cause
+            return await machine.ended()
         log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
         return Ended(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")
 

@@ -11,7 +11,7 @@ import trio
 
 from runner.errors import HostError, Status, explain
 from runner.host import files
-from runner.host.processes import Command, Process
+from runner.host.processes import Command, Process, stop_bound
 from runner.host.qmp import Event, ExecuteError, Monitor, MonitorError, QMPError, VcpuThread
 from runner.host.sockets import Socket, connected_pair
 from runner.instance.host import Host, first_of
@@ -76,10 +76,11 @@ class Machine:
         try:
             return await self._monitor.greet()
         except (MonitorError, ExecuteError) as error:
-            with trio.move_on_after(EXITS_WITHIN):
-                await self.process.wait()
-                raise HostError(f"cannot start QEMU: it {self.process.how_it_ended()}") from None
-            raise HostError("cannot start QEMU") from error
+            failure = error
+        with trio.move_on_after(EXITS_WITHIN):
+            await self.process.wait()
+            raise HostError(f"cannot start QEMU: it {self.process.how_it_ended()}")
+        raise HostError("cannot start QEMU") from failure
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
         """Return the vCPUs' threads by index."""
@@ -138,13 +139,12 @@ class Machine:
         raise AssertionError
 
     async def quit(self, plan: ShutdownPlan, host: Host) -> None:
-        """End QEMU: ``quit``, SIGTERM, SIGKILL, each within its share; cannot be cancelled."""
-        with trio.CancelScope(shield=True):
-            with trio.move_on_after(plan.quit):
-                await first_of(self._quit, self.process.wait)
-            if self.process.returncode is None:
-                log.warning("QEMU does not quit; it gets a SIGTERM")
-            await host.processes.stop(self.process, plan.terminate)
+        """End QEMU: ``quit``, SIGTERM, SIGKILL, each within its share."""
+        with trio.move_on_after(plan.quit):
+            await first_of(self._quit, self.process.wait)
+        if self.process.returncode is None:
+            log.warning("QEMU does not quit; it gets a SIGTERM")
+        await host.processes.stop(self.process, plan.terminate)
 
     async def _quit(self) -> int:
         try:
@@ -184,7 +184,8 @@ async def paused_machine(
             log.info("QEMU is up pid=%d version=%s", process.pid, version)
             yield machine
         finally:
-            with host.faults.recorded("end QEMU"):
+            bound = shutdown.quit + stop_bound(shutdown.terminate)
+            with host.faults.recorded("end QEMU"), trio.move_on_after(bound, shield=True):
                 await machine.quit(shutdown, host)
 
 

@@ -15,7 +15,7 @@ from runner.errors import RunnerError, Status, explain
 from runner.host import devices, files
 from runner.host.network import Bridge, Network, network_helper
 from runner.host.outlet import Outlet
-from runner.host.processes import Command, Process
+from runner.host.processes import Command, Process, stop_bound
 from runner.host.sockets import Socket, connected_pair, listening_pair
 from runner.instance.host import Host, first_of
 from runner.instance.survey import pod_link
@@ -85,7 +85,7 @@ async def kept_alive(host: Host, command: Command) -> AsyncIterator[Keeper]:
         with host.observed(lambda: _keep(host, command, policy, keeper)):
             yield keeper
     finally:
-        with host.faults.recorded(f"stop {command.role}"):
+        with host.faults.recorded(f"stop {command.role}"), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
             await host.processes.stop(keeper.process, STOPPED_WITHIN)
 
 
@@ -194,7 +194,8 @@ async def _share(host: Host, plan: SharePlan, directory: int) -> AsyncIterator[t
             yield daemon, client
         finally:
             client.close()  # the daemon ends by itself when nobody is connected
-            with host.faults.recorded(f"stop the virtiofsd of {plan.tag!r}"):
+            what = f"stop the virtiofsd of {plan.tag!r}"
+            with host.faults.recorded(what), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await host.processes.stop(daemon, STOPPED_WITHIN)
 
 

@@ -179,7 +179,9 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         yield from ("-blockdev", f"driver=file,node-name={name}-file,filename={filename},{mode}")
         yield from ("-blockdev", f"driver={disk.format},node-name={name},file={name}-file,{mode}")
         serial = "" if disk.serial is None else f",serial={disk.serial}"
-        yield from ("-device", f"virtio-blk-pci,drive={name},bootindex={index}{serial}")
+        # A kernel started directly is boot index 0 itself, and the disks are not booted from.
+        boot = f",bootindex={index}" if machine.kernel is None else ""
+        yield from ("-device", f"virtio-blk-pci,drive={name}{boot}{serial}")
     for index, network in enumerate(machine.networks):
         yield from ("-netdev", f"tap,id=net{index},{endpoints.tap(index)}")
         yield from ("-device", f"virtio-net-pci,netdev=net{index},mac={network.mac},host_mtu={network.mtu},romfile=")

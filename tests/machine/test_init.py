@@ -1,0 +1,301 @@
+"""The duties of PID 1, told from outside: signals at any moment, orphans, faults of the host, bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RUNNER = Path(sys.executable).with_name("instance-runner")
+
+
+@pytest.fixture
+def blank(tmp_path: Path) -> str:
+    """Return a spec that starts at once and is deaf: a disk with nothing on it, and a second to power down."""
+    (tmp_path / "disk").write_bytes(bytes(1 << 20))
+    return f'[[disk]]\npath = "{tmp_path}/disk"\n[shutdown]\ngrace = 1\n'
+
+
+@pytest.mark.parametrize("milliseconds", [1, 2, 5, 10, 20, 50, 100, 200, 500])
+def test_no_sigterm_is_lost(start: Any, blank: str, milliseconds: int) -> None:
+    run = start(blank, boot=False)
+    run.pid()
+    time.sleep(milliseconds / 1000)  # the moment is what is tested
+    run.send(signal.SIGTERM)
+    assert run.wait(20) in {0, 13}, run.log
+    assert run.verdict()["outcome"] in {"stopped", "forced_off"}
+
+
+def test_without_blocked_signals_some_would_be_lost(tmp_path: Path) -> None:
+    """What `env --block-signal` is for: the same program without it does not hear what comes too early."""
+    (tmp_path / "disk").write_bytes(bytes(1 << 20))
+    spec = tmp_path / "spec.toml"
+    spec.write_text(f'[cpu]\naccel = "tcg"\n[[disk]]\npath = "{tmp_path}/disk"\n[shutdown]\ngrace = 1\n')
+    command = (
+        "unshare",
+        "--fork",
+        "--pid",
+        "--mount-proc",
+        "--kill-child",
+        "--net",
+        RUNNER,
+        "run",
+        "--state-dir",
+        tmp_path / "state",
+        spec,
+    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (found := children.read_text().split()):
+            pass
+        os.kill(int(found[0]), signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(3)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_other_ways_to_ask(start: Any, number: int) -> None:
+    run = start()
+    run.until_done()
+    run.send(number)
+    assert run.wait() == 0
+    assert f"asked to stop reason={signal.Signals(number).name}" in run.log
+
+
+def test_asked_again_and_again(start: Any) -> None:
+    """Ten SIGTERMs are one; ten thousand SIGUSR1 are none."""
+    run = start()
+    run.until_done()
+    pid = run.pid()
+    for _ in range(10_000):
+        os.kill(pid, signal.SIGUSR1)
+    run.send(*[signal.SIGTERM] * 10)
+    with contextlib.suppress(ProcessLookupError):
+        while run.process.poll() is None:
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.01)
+    assert run.wait() == 0, run.log
+    assert run.verdict()["faults"] == []
+
+
+def test_orphans_during_the_end(start: Any) -> None:
+    """Two thousand orphans end while the guest powers down; QEMU's status is still QEMU's."""
+    run = start()
+    run.until_done()
+    storm = "import os\nfor _ in range(2000):\n    if os.fork() == 0:\n        os._exit(3)\nos._exit(0)"
+    entering = ("nsenter", "--target", str(run.pid()), "--pid", "--", sys.executable, "-IS", "-c", storm)
+    with subprocess.Popen(entering) as storming:
+        assert run.stop() == 0, run.log
+        storming.wait()
+    assert run.verdict()["faults"] == []
+
+
+def test_zombies_do_not_gather(start: Any, blank: str) -> None:
+    run = start(blank.replace("grace = 1", "grace = 5"), boot=False)
+    run.until_runs()
+    orphan = (
+        "nsenter",
+        "--target",
+        str(run.pid()),
+        "--pid",
+        "--",
+        "sh",
+        "-c",
+        "for i in 1 2 3 4 5 6 7 8 9; do (sleep 0.0$i; exit $i) & done",
+    )
+    subprocess.run(orphan, check=True)
+
+    def zombies() -> list[str]:
+        result = []
+        for child in Path(f"/proc/{run.pid()}/task/{run.pid()}/children").read_text().split():
+            with contextlib.suppress(FileNotFoundError):
+                result += [child] if "\nState:\tZ" in Path(f"/proc/{child}/status").read_text() else []
+        return result
+
+    time.sleep(0.2)  # the longest of them lives for 0.09 s
+    assert zombies() == []
+    run.process.kill()
+    run.wait()
+
+
+@pytest.mark.parametrize("name", ["qemu-system-x86", "virtiofsd", "dnsmasq", "sleep"])
+def test_kill_any_child(start: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / "shared").mkdir()
+    run = start(f'[[network]]\n[[share]]\ntag = "share"\npath = "{tmp_path}/shared"\n[shutdown]\ngrace = 3\n')
+    run.until_done()
+    for pid in run.descendants()[name]:
+        os.kill(pid, signal.SIGKILL)
+    if name == "qemu-system-x86":
+        assert run.wait() == 20
+        assert "QEMU was killed by SIGKILL" in run.verdict()["detail"]
+    elif name == "virtiofsd":
+        assert run.wait() == 21
+        assert "virtiofsd" in run.verdict()["detail"]
+    else:
+        role = {"sleep": "anchor"}.get(name, name)
+        run.until(f"{role} was killed by SIGKILL", lambda: run.log)
+        run.until(
+            "started" if name == "dnsmasq" else "starting it again",
+            lambda: run.log.partition("starting it again")[1:][0] + run.log,
+        )
+        assert run.stop() == 0
+    assert run.verdict()["faults"] == []
+
+
+def test_kill_pid_1(start: Any, tmp_path: Path) -> None:
+    """The kernel ends the namespace with its PID 1; there is nothing to find afterwards (see `nothing_left`)."""
+    (tmp_path / "shared").mkdir()
+    run = start(f'[[network]]\n[[share]]\ntag = "share"\npath = "{tmp_path}/shared"\n')
+    run.until_runs()
+    run.send(signal.SIGKILL)
+    assert run.wait() != 0
+
+
+def test_not_pid_1(start: Any, blank: str) -> None:
+    run = start(blank, boot=False, namespaces=False)
+    assert run.wait() == 30
+    assert "cannot run as process" in run.log
+    assert "--not-pid1" in run.log
+
+
+def test_not_pid_1_but_asked_for(start: Any, blank: str) -> None:
+    """A development run: it adopts orphans, and its children die with it even of SIGKILL."""
+    run = start(blank, boot=False, pid1=False)
+    run.until_runs()
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait(20) == 13
+    run = start(blank, boot=False, pid1=False)
+    run.until_runs()
+    os.kill(run.process.pid, signal.SIGKILL)
+    assert run.wait(20) == -signal.SIGKILL
+
+
+def test_nobody_reads_the_console(start: Any) -> None:
+    """A full pipe on both outputs: the guest boots, powers down, and the status is told."""
+    reading, writing = os.pipe()
+    run = start(
+        "", "loglevel=7 ignore_loglevel", "--log-level", "debug", streams={"stdout": writing, "stderr": writing}
+    )
+    os.close(writing)
+    run.until(
+        "guest: done", lambda: (run.state / "console.log").read_text() if (run.state / "console.log").exists() else ""
+    )
+    assert run.stop() == 0
+    assert run.verdict()["outcome"] == "stopped"
+    os.close(reading)
+
+
+def test_outputs_are_closed(start: Any, blank: str) -> None:
+    run = start(
+        blank,
+        boot=False,
+        namespaces=False,
+        around=("sh", "-c", 'exec unshare --fork --pid --mount --mount-proc --kill-child --net "$@" >&- 2>&-', "sh"),
+    )
+    receipt = run.state / "receipt.json"
+    deadline = time.monotonic() + 30
+    while not receipt.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert run.stop() == 13
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system without a free block."""
+    directory = tmp_path / "full"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "full", directory], check=True)
+    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    yield directory
+    subprocess.run(["umount", directory], check=True)
+
+
+def test_a_full_disk(start: Any, full: Path, blank: str) -> None:
+    """The receipt cannot be written: a failed start, told in a sentence; a full console log alone is no reason."""
+    run = start(blank, "", "--state-dir", str(full), boot=False)
+    assert run.wait() == 31
+    assert f"cannot write '{full}/receipt.json': No space left on device" in run.log
+    run = start(f'[console]\nlog = "{full}/filler"\n', "guest.then=poweroff")
+    assert run.wait() == 10
+    assert "the console's log file is given up: No space left on device" in run.log
+
+
+def test_a_read_only_root(start: Any, blank: str, full: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", full], check=True)
+    run = start(blank, "", "--state-dir", str(full / "state"), boot=False)
+    assert run.wait() == 31
+    assert f"cannot make the directory '{full}/state': Read-only file system" in run.log
+
+
+def test_a_program_is_missing(start: Any, blank: str, tmp_path: Path) -> None:
+    """Before anything was touched; the system's own directories are looked into even when PATH is empty."""
+    run = start(blank, boot=False, environment={"PATH": os.environ["PATH"]})
+    run.until_runs()
+    run.send(signal.SIGTERM)
+    run.wait(20)
+    hidden = ("unshare", "--mount", "sh", "-c", 'mount --bind /dev/null /usr/bin/qemu-system-x86_64 && exec "$@"', "sh")
+    run = start(blank, boot=False, around=(*hidden, "unshare", "--fork", "--pid", "--mount-proc", "--kill-child"))
+    assert run.wait() == 30
+    assert "cannot find the program 'qemu-system-x86_64' in PATH; install the package qemu-system-x86" in run.log
+    del tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[cpuu]\n", "cpuu: unknown key; did you mean 'cpu'?"),
+        ('[[disk]]\npath = "/nowhere"\n', "disk[0].path: '/nowhere' does not exist"),
+        ('[memory]\nsize = "100TiB"\n', "memory.size: 100TiB and the"),
+    ],
+)
+def test_bad_input_is_one_line_a_problem_and_no_traceback(start: Any, text: str, sentence: str) -> None:
+    run = start(text)
+    assert run.wait() == 30
+    assert sentence in run.log
+    assert "Traceback" not in run.log
+    assert len(run.log.splitlines()) == 2
+    assert not run.state.exists(), "nothing was touched"
+    assert run.verdict()["outcome"] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [((), 2), (("run",), 2), (("run", "/nowhere"), 2), (("fly",), 2), (("plan", "/nowhere"), 2)],
+)
+def test_a_wrong_command_line(arguments: tuple[str, ...], status: int) -> None:
+    result = subprocess.run([RUNNER, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == status
+    assert "Traceback" not in result.stderr
+    assert (
+        "usage: instance-runner" in result.stderr
+        or "cannot read the spec '/nowhere': No such file or directory" in result.stderr
+    )
+
+
+def test_plan_touches_nothing_and_says_what_run_would_do(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    spec = start.spec(f'[[network]]\n[[share]]\ntag = "share"\npath = "{tmp_path}/shared"\n')
+    before = Path("/proc/net/dev").read_text().count("\n")
+    shown = subprocess.run([RUNNER, "plan", spec], capture_output=True, text=True, check=True).stdout
+    assert "guest 192.168.77.2/24" in shown
+    plan = json.loads(
+        subprocess.run([RUNNER, "plan", "--json", "-"], input=spec.read_bytes(), capture_output=True, check=True).stdout
+    )
+    assert plan["placement"]["backend"] == "affinity"
+    assert Path("/proc/net/dev").read_text().count("\n") == before
