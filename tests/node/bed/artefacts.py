@@ -1,4 +1,4 @@
-"""The three artefacts that take time to make, and the small archives that are composed for every boot."""
+"""The recipes of the three artefacts that take time to make, and the archives that are composed for every boot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.node.bed.cache import RECIPES, Artefact, BedError, fetch
+from tests.node.bed.cache import RECIPES, Artefact, BedError
 from tests.node.bed.cpio import Entry, archive
 from tests.node.bed.madt import madt
 from tests.node.bed.shape import Shape
@@ -16,31 +16,29 @@ NOT_IN_THE_NODE = ("flake8", "flake8-async", "mypy", "ruff")
 """Development tools that no test in the node imports."""
 
 
-def kernel() -> Path:
-    """Return the node's kernel, a bzImage."""
-    return fetch(
-        Artefact(
-            "kernel",
-            "kernel.sh",
-            {"kernel.config": (RECIPES / "kernel.config").read_bytes()},
-            tools={
-                "apt-get": "apt",
-                "bc": "bc",
-                "bison": "bison",
-                "flex": "flex",
-                "gcc": "gcc libc6-dev",
-                "/usr/include/gelf.h": "libelf-dev",
-                "/usr/share/keyrings/debian-archive-keyring.gpg": "debian-archive-keyring",
-                "make": "make",
-                "xz": "xz-utils",
-                "zstd": "zstd",
-            },
-        )
+def kernel() -> Artefact:
+    """Return the recipe of the node's kernel, a bzImage."""
+    return Artefact(
+        "kernel",
+        "kernel.sh",
+        {"kernel.config": (RECIPES / "kernel.config").read_bytes()},
+        tools={
+            "apt-get": "apt",
+            "bc": "bc",
+            "bison": "bison",
+            "flex": "flex",
+            "gcc": "gcc libc6-dev",
+            "/usr/include/gelf.h": "libelf-dev",
+            "/usr/share/keyrings/debian-archive-keyring.gpg": "debian-archive-keyring",
+            "make": "make",
+            "xz": "xz-utils",
+            "zstd": "zstd",
+        },
     )
 
 
-def root() -> Path:
-    """Return the node's root file system, an erofs image."""
+def root() -> Artefact:
+    """Return the recipe of the node's root file system, an erofs image."""
     uv = shutil.which("uv")
     if uv is None:
         raise BedError("cannot read uv.lock: uv is not installed; pip install uv (tests/run does it)")
@@ -51,22 +49,18 @@ def root() -> Path:
         check=True,
         stdout=subprocess.PIPE,
     ).stdout
-    return fetch(
-        Artefact(
-            "root",
-            "root.sh",
-            {"requirements.txt": requirements},
-            tools={"mmdebstrap": "mmdebstrap", "mkfs.erofs": "erofs-utils"},
-        )
+    return Artefact(
+        "root",
+        "root.sh",
+        {"requirements.txt": requirements},
+        tools={"mmdebstrap": "mmdebstrap", "mkfs.erofs": "erofs-utils"},
     )
 
 
-def rom() -> Path:
-    """Return the ROM guest, an image for QEMU's ``-bios``."""
-    return fetch(
-        Artefact(
-            "rom", "rom.sh", {"rom.S": (RECIPES / "rom.S").read_bytes()}, tools={"as": "binutils", "ld": "binutils"}
-        )
+def rom() -> Artefact:
+    """Return the recipe of the ROM guest, an image for QEMU's ``-bios``."""
+    return Artefact(
+        "rom", "rom.sh", {"rom.S": (RECIPES / "rom.S").read_bytes()}, tools={"as": "binutils", "ld": "binutils"}
     )
 
 
@@ -76,8 +70,8 @@ def initrd(shape: Shape) -> bytes:
     The table must stand first and uncompressed (``Documentation/admin-guide/acpi/initrd_table_override.rst``).
     """
     busybox = shutil.which("busybox")
-    if busybox is None:
-        raise BedError("cannot make the initial root: no busybox; apt-get install busybox-static")
+    if busybox is None or b"/ld-linux" in Path(busybox).read_bytes()[:4096]:
+        raise BedError("cannot make the initial root: no static busybox; apt-get install busybox-static")
     tables = archive(
         [
             Entry.directory("kernel"),

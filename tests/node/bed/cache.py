@@ -70,7 +70,7 @@ def fetch(artefact: Artefact) -> Path:
         if path.exists():
             os.utime(path)
         else:
-            missing = [package for tool, package in artefact.tools.items() if not available(tool)]
+            missing = sorted({package for tool, package in artefact.tools.items() if not available(tool)})
             if missing:
                 raise BedError(
                     f"cannot build the {artefact.name}: something is missing; apt-get install {' '.join(missing)}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.node.bed import artefacts
 from tests.node.bed.artefacts import PROJECT
-from tests.node.bed.cache import BedError, say
+from tests.node.bed.cache import BedError, fetch, say
 from tests.node.bed.machine import boot, terminal_size
 from tests.node.bed.shape import Shape
 
@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--shell", action="store_true", help="no tests: an interactive shell in the node")
     out.add_argument("--keep", action="store_true", help="after the tests, a shell in the node that ran them")
     out.add_argument("--here", action="store_true", help="run on this machine (root, cgroup v2): no node is booted")
+    out.add_argument("--results", type=Path, metavar="DIR", help="default: a fresh one in .cache/node, kept for 5 runs")
     out.add_argument("--boot-timeout", type=float, metavar="S", help="default: 60 s and 2 s a CPU")
     out.add_argument("--timeout", type=float, default=3600, metavar="S", help="for the tests (default 3600)")
     out.add_argument("pytest", nargs="*", metavar="-- PYTEST", help="arguments for pytest (default: tests/node)")
@@ -70,7 +71,8 @@ def environment() -> dict[str, str]:
 def here(given: Sequence[str]) -> None:
     """Become pytest on this machine."""
     os.chdir(PROJECT)
-    os.environ["RUNNER_NODE_ROM"] = str(artefacts.rom())
+    if "RUNNER_NODE_ROM" not in os.environ:
+        os.environ["RUNNER_NODE_ROM"] = str(fetch(artefacts.rom()))
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *pytest_arguments(given)])
 
 
@@ -80,16 +82,16 @@ def in_node(options: argparse.Namespace) -> int:
     interactive = options.shell or options.keep
     if interactive and not sys.stdin.isatty():
         raise BedError("cannot give a shell: standard input is not a terminal")
-    run = new_run()
-    shutil.copy(artefacts.rom(), run / "rom")
-    shutil.copy(artefacts.kernel(), run / "kernel")
+    run = new_run() if options.results is None else options.results.resolve()
+    run.mkdir(parents=True, exist_ok=True)
+    shutil.copy(fetch(artefacts.rom()), run / "rom")
+    shutil.copy(fetch(artefacts.kernel()), run / "kernel")
     columns, lines = terminal_size()
     variables = {
         **environment(),
         "COLUMNS": str(columns),
         "LINES": str(lines),
         "PYTHONPATH": "/project",
-        "PYTHONPYCACHEPREFIX": "/run/pycache",
         "HYPOTHESIS_STORAGE_DIRECTORY": "/run/hypothesis",
         "RUNNER_NODE": "emulated",
         "RUNNER_NODE_ROM": "/results/rom",
@@ -104,9 +106,8 @@ def in_node(options: argparse.Namespace) -> int:
         ]
         (run / "job").write_text(f"cd /project\n{exports}exec {shlex.join(words)}\n")
     if interactive:
-        (run / "shell").write_text(
-            f"{exports}stty -F /dev/hvc0 sane rows {lines} cols {columns}\nexport PS1='node:\\w# ' TERM=xterm\n"
-        )
+        term = shlex.quote(os.environ.get("TERM", "linux"))
+        (run / "shell").write_text(f"{exports}stty rows {lines} cols {columns}\nexport PS1='node:\\w# ' TERM={term}\n")
     outcome = boot(
         shape,
         options.accel,

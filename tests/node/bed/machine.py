@@ -189,7 +189,7 @@ def boot(shape: Shape, accel: str, run: Path, *, interactive: bool, boot_seconds
     """
     if shutil.which(QEMU) is None:
         raise BedError(f"cannot boot the node: no {QEMU}; apt-get install qemu-system-x86")
-    kernel, image = artefacts.kernel(), artefacts.root()
+    kernel, image = cache.fetch(artefacts.kernel()), cache.fetch(artefacts.root())
     accel = accelerator(accel, kernel)
     (run / "initrd").write_bytes(artefacts.initrd(shape))
     word = f"node-{token_hex(8)}"
