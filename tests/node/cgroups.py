@@ -6,6 +6,7 @@ It knows nothing of the project's own code, so that a test of the kernel's behav
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import select
@@ -19,6 +20,7 @@ from pathlib import Path
 from runner.cpuset import CpuSet
 
 ROOT = Path("/sys/fs/cgroup")
+IN_DELETE = 0x200
 SECONDS = 30
 """How long to wait for what must happen; emulated CPUs are slow."""
 
@@ -84,6 +86,20 @@ class Cgroup:
             while "populated 1" in events.read():
                 assert poll.poll(max(0, end - time.monotonic()) * 1000), f"{self} is still populated"
                 events.seek(0)
+
+    def wait_gone(self) -> None:
+        """Wait until somebody else has removed it; the parent's watch tells, a watch of its own would not (kernfs)."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        fd = libc.inotify_init1(os.O_CLOEXEC)
+        try:
+            watching = libc.inotify_add_watch(fd, bytes(self.path.parent), IN_DELETE) >= 0
+            end = time.monotonic() + SECONDS
+            while watching and self.path.exists():
+                ready, _, _ = select.select([fd], [], [], max(0, end - time.monotonic()))
+                assert ready, f"{self} is still there"
+                os.read(fd, 4096)
+        finally:
+            os.close(fd)
 
     def remove(self) -> None:
         """Kill what is below and remove it, children first."""

@@ -74,8 +74,12 @@ def numa() -> dict[int, CpuSet]:
 
 @pytest.fixture
 def kubelet(tmp_path: Path, numa: dict[int, CpuSet]) -> Iterator[Kubelet]:
-    """Return a stand-in kubelet of this machine that reserves CPU 0; its pods end with the test."""
+    """Return a stand-in kubelet of this machine that reserves CPU 0; its pods end with the test.
+
+    Where systemd is PID 1, cgroups are its units, as the kubelet has it there.
+    """
     if (ROOT / "kubepods.slice").exists():
         pytest.skip("a machine without a kubelet is missing: kubepods.slice is there already")
-    with Kubelet(tmp_path / "kubelet", numa, reserved=CpuSet([0])) as kubelet:
+    systemd = Path("/run/systemd/system").exists()
+    with Kubelet(tmp_path / "kubelet", numa, reserved=CpuSet([0]), systemd=systemd) as kubelet:
         yield kubelet

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -100,7 +100,7 @@ class Pod:
 class Running:
     """A container that was started: its process as the runtime reports it, its output as it comes."""
 
-    def __init__(self, name: str, runtime: Runtime, scope: Cgroup, process: subprocess.Popen[str]) -> None:
+    def __init__(self, name: str, runtime: Sequence[str], scope: Cgroup, process: subprocess.Popen[str]) -> None:
         self.id, self.runtime, self.scope, self.process = name, runtime, scope, process
         self.lines: list[str] = []
         self.heard = threading.Condition()
@@ -145,16 +145,17 @@ class Running:
         """Return the host's pid of its first process."""
         return int(json.loads(self.command("state"))["pid"])
 
-    def command(self, verb: str, *arguments: str) -> str:
-        """Call the runtime for this container and return what it prints; a failure says why."""
+    def command(self, *words: str) -> str:
+        """Call the runtime with a verb, its options and, after this container's name, the other words."""
+        split = next((at for at, word in enumerate(words[1:], 1) if not word.startswith("--")), len(words))
         done = subprocess.run(
-            runtime_argv(self.runtime, verb, self.id, *arguments),
+            [*self.runtime, *words[:split], self.id, *words[split:]],
             capture_output=True,
             text=True,
             check=False,
             timeout=SECONDS,
         )
-        assert done.returncode == 0, f"{self.runtime} {verb} {self.id}: {done.stderr.strip()}"
+        assert done.returncode == 0, f"{' '.join(done.args)}: {done.stderr.strip()}"
         return done.stdout
 
     def kill(self, name: str = "TERM") -> None:
@@ -167,28 +168,30 @@ class Running:
 
     def update_cpus(self, cpus: CpuSet) -> None:
         """Change its cpuset, as ``UpdateContainerResources`` does."""
-        done = subprocess.run(
-            runtime_argv(self.runtime, "update", f"--cpuset-cpus={cpus}", self.id), capture_output=True, check=False
-        )
-        assert done.returncode == 0, f"{self.runtime} update {self.id}: {done.stderr.decode().strip()}"
+        self.command("update", f"--cpuset-cpus={cpus}")
 
 
-def runtime_argv(runtime: Runtime, *words: str) -> list[str]:
-    """Return a command line that makes cgroups itself instead of asking systemd for them."""
-    return [runtime, *(["--cgroup-manager=cgroupfs"] if runtime == "crun" else []), *words]
+def runtime_argv(runtime: Runtime, *, systemd: bool) -> list[str]:
+    """Return how a runtime is called: it asks systemd for cgroups, or makes them itself."""
+    if systemd:
+        return [runtime, "--systemd-cgroup"]
+    return [runtime, "--cgroup-manager=cgroupfs"] if runtime == "crun" else [runtime]
 
 
 class Kubelet:
     """The node agent: ``admit``, ``start``, ``stop`` a pod, ``reconcile`` every now and then.
 
+    With *systemd*, slices and scopes are systemd's units (the kubelet's ``cgroupDriver: systemd``).
+
     A pod's entries in the state file appear before its containers exist and stay after they are gone, until the next
     :meth:`reconcile`: the real one removes them up to ten seconds late.
     """
 
-    def __init__(self, directory: Path, numa: Mapping[int, CpuSet], *, reserved: CpuSet) -> None:
+    def __init__(self, directory: Path, numa: Mapping[int, CpuSet], *, reserved: CpuSet, systemd: bool = False) -> None:
         self.directory = directory
         self.numa = dict(numa)
         self.reserved = reserved
+        self.systemd = systemd
         self.default = CpuSet(cpu for cpus in self.numa.values() for cpu in cpus)
         self.entries: dict[str, dict[str, CpuSet]] = {}
         self.memory: dict[str, dict[str, tuple[CpuSet, int]]] = {}
@@ -213,8 +216,11 @@ class Kubelet:
         # what containers write, and their roots' upper layers, must not lie on the lower one
         subprocess.run(["mount", "-t", "tmpfs", "containers", str(self.scratch)], check=True)
         Cgroup(ROOT).delegate()
-        self.cgroup.path.mkdir()
-        self.cgroup.delegate()
+        if self.systemd:
+            subprocess.run(["systemctl", "start", "kubepods.slice"], check=True)
+        else:
+            self.cgroup.path.mkdir()
+            self.cgroup.delegate()
         self.write_cpu_state()
         self.write_memory_state()
         return self
@@ -222,6 +228,8 @@ class Kubelet:
     def __exit__(self, *_: object) -> None:
         for uid in list(self.running):
             self.stop(uid, grace=0)
+        if self.systemd:
+            subprocess.run(["systemctl", "stop", "kubepods.slice"], check=True)
         self.cgroup.remove()
         subprocess.run(["umount", "--lazy", str(self.scratch)], check=True)
 
@@ -323,7 +331,7 @@ class Kubelet:
         """Start an admitted pod: its sandbox, which holds the namespaces, then its containers."""
         self.pods[pod.uid] = pod
         path = ROOT
-        for part in pod.cgroup_path.parts:
+        for part in () if self.systemd else pod.cgroup_path.parts:
             path /= part
             if not path.exists():
                 path.mkdir()
@@ -347,11 +355,12 @@ class Kubelet:
         layers = f"lowerdir=/,upperdir={bundle / 'upper'},workdir={bundle / 'work'}"
         subprocess.run(["mount", "-t", "overlay", "-o", layers, name, str(bundle / "root")], check=True)
         cpus = CpuSet() if sandbox is None else container.cpus or self.default
-        config = oci_config(pod, container, sandbox, bundle / "root", scope, cpus)
+        cgroup = f"{pod.cgroup_path.name}:cri-containerd:{name}" if self.systemd else str(scope)
+        config = oci_config(pod, container, sandbox, bundle / "root", cgroup, cpus)
         (bundle / "config.json").write_text(json.dumps(config))
-        runtime = pod.runtime if sandbox else SANDBOX_RUNTIME
+        runtime = runtime_argv(pod.runtime if sandbox else SANDBOX_RUNTIME, systemd=self.systemd)
         process = subprocess.Popen(
-            runtime_argv(runtime, "run", "--bundle", str(bundle), name),
+            [*runtime, "run", "--bundle", str(bundle), name],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -377,11 +386,12 @@ class Kubelet:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     container.process.wait(max(0, end - time.monotonic()))
         for container in running.values():
-            subprocess.run(
-                runtime_argv(container.runtime, "delete", "--force", container.id), capture_output=True, check=False
-            )
+            subprocess.run([*container.runtime, "delete", "--force", container.id], capture_output=True, check=False)
         statuses = {name: container.wait() for name, container in running.items()}
-        Cgroup(ROOT / self.pods[uid].cgroup_path).remove()
+        slice_ = self.pods[uid].cgroup_path
+        if self.systemd:
+            subprocess.run(["systemctl", "stop", slice_.name], check=True)
+        Cgroup(ROOT / slice_).remove()
         return {name: status for name, status in statuses.items() if name != "POD"}
 
 
@@ -412,7 +422,7 @@ def cpu_checksum(policy: str, default: str, entries: Mapping[str, Mapping[str, s
 
 
 def oci_config(
-    pod: Pod, container: Container, sandbox: int | None, root: Path, scope: Cgroup, cpus: CpuSet
+    pod: Pod, container: Container, sandbox: int | None, root: Path, cgroup: str, cpus: CpuSet
 ) -> dict[str, Any]:
     """Return the bundle's ``config.json`` (OCI runtime specification 1.0), shaped as containerd's."""
     privileged = container.privileged
@@ -456,7 +466,7 @@ def oci_config(
         },
         "mounts": list(mounts(container, cgroupfs)),
         "linux": {
-            "cgroupsPath": str(scope),
+            "cgroupsPath": cgroup,
             "resources": resources,
             "devices": devices,
             "namespaces": namespaces(pod, container, sandbox),

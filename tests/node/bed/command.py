@@ -20,6 +20,8 @@ from tests.node.bed.shape import Shape
 
 RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
+TESTS, SYSTEMD_TESTS = ["tests/node", "--ignore=tests/node/systemd"], ["tests/node/systemd"]
+"""What needs systemd as PID 1 is a folder of its own: a node without it would have to skip it."""
 NEVER_CAME_UP, NO_STATUS, NO_TESTS = 70, 71, 72
 """Exit statuses of ours, above pytest's (0-5): the bed failed, so the tests say nothing."""
 
@@ -35,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--numa", type=int, default=2, help="NUMA nodes, one socket each (default 2)")
     out.add_argument("--memory", type=int, default=4096, metavar="MIB", help="memory in MiB (default 4096)")
     out.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: KVM if it works")
+    out.add_argument("--systemd", action="store_true", help="with systemd as PID 1; default tests: tests/node/systemd")
     out.add_argument("--shell", action="store_true", help="no tests: an interactive shell in the node")
     out.add_argument("--keep", action="store_true", help="after the tests, a shell in the node that ran them")
     out.add_argument("--here", action="store_true", help="run on this machine (root, cgroup v2): no node is booted")
@@ -50,17 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         if options.here:
-            here(options.pytest)
+            here(pytest_arguments(options.pytest, systemd=options.systemd))
         return in_node(options)
     except BedError as error:
         say(str(error))
         return NEVER_CAME_UP
 
 
-def pytest_arguments(given: Sequence[str]) -> list[str]:
-    """Return pytest's arguments: the ones given, and this folder if no file or folder is among them."""
+def pytest_arguments(given: Sequence[str], *, systemd: bool) -> list[str]:
+    """Return pytest's arguments: the ones given, and a default folder if no file or folder is among them."""
     named = any(not word.startswith("-") and (PROJECT / word.split("::")[0]).exists() for word in given)
-    return ["-p", "no:cacheprovider", *given, *([] if named else ["tests/node"])]
+    return ["-p", "no:cacheprovider", *given, *([] if named else SYSTEMD_TESTS if systemd else TESTS)]
 
 
 def environment() -> dict[str, str]:
@@ -68,12 +71,12 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("RUNNER_") and "CACHE" not in name}
 
 
-def here(given: Sequence[str]) -> None:
+def here(arguments: Sequence[str]) -> None:
     """Become pytest on this machine."""
     os.chdir(PROJECT)
     if "RUNNER_NODE_ROM" not in os.environ:
         os.environ["RUNNER_NODE_ROM"] = str(fetch(artefacts.rom()))
-    os.execv(sys.executable, [sys.executable, "-m", "pytest", *pytest_arguments(given)])
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
 
 
 def in_node(options: argparse.Namespace) -> int:
@@ -102,7 +105,7 @@ def in_node(options: argparse.Namespace) -> int:
         words = [
             *("python3", "-m", "pytest", "--junitxml=/results/junit.xml"),
             f"--color={'yes' if sys.stdout.isatty() else 'no'}",
-            *pytest_arguments(options.pytest),
+            *pytest_arguments(options.pytest, systemd=options.systemd),
         ]
         (run / "job").write_text(f"cd /project\n{exports}exec {shlex.join(words)}\n")
     if interactive:
@@ -113,7 +116,8 @@ def in_node(options: argparse.Namespace) -> int:
         options.accel,
         run,
         interactive=interactive,
-        boot_seconds=options.boot_timeout or 60 + 2 * shape.cpus,
+        systemd=options.systemd,
+        boot_seconds=options.boot_timeout or (60 + 2 * shape.cpus) * (2 if options.systemd else 1),
         job_seconds=options.timeout,
     )
     if outcome.up_after is None:

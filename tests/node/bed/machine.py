@@ -90,12 +90,15 @@ def runs_under_kvm(kernel: Path) -> bool:
 
 
 def arguments(
-    shape: Shape, accel: str, kernel: Path, image: Path, run: Path, word: str, *, interactive: bool
+    shape: Shape, accel: str, kernel: Path, image: Path, run: Path, word: str, *, interactive: bool, systemd: bool
 ) -> list[str]:
     """Return QEMU's command line but for the two descriptors (``terminal``, ``events``).
 
     An interactive node's terminal is a console; otherwise it is a port, which is no tty, so that programs write logs.
     """
+    boot_options = ["console=ttyS0", "quiet", "panic=-1", "rcupdate.rcu_expedited=1", f"node.word={word}"]
+    if systemd:
+        boot_options.append("node.systemd")
     per_node = shape.memory_mib // shape.numa_nodes
     numa = [
         option
@@ -121,7 +124,7 @@ def arguments(
         *("-smp", f"{shape.cpus},sockets={shape.numa_nodes},cores={shape.cores},threads={THREADS}"),
         *numa,
         *("-kernel", str(kernel), "-initrd", str(run / "initrd")),
-        *("-append", f"console=ttyS0 quiet panic=-1 rcupdate.rcu_expedited=1 node.word={word}"),
+        *("-append", " ".join(boot_options)),
         *("-chardev", f"file,id=console,path={run / 'console.log'}", "-serial", "chardev:console"),
         *("-device", "virtio-rng-pci"),
         *("-drive", f"if=none,id=root,file={image},format=raw,readonly=on", "-device", "virtio-blk-pci,drive=root"),
@@ -182,10 +185,19 @@ def terminal_size() -> tuple[int, int]:
     return 120, 40
 
 
-def boot(shape: Shape, accel: str, run: Path, *, interactive: bool, boot_seconds: float, job_seconds: float) -> Outcome:
+def boot(
+    shape: Shape,
+    accel: str,
+    run: Path,
+    *,
+    interactive: bool,
+    systemd: bool,
+    boot_seconds: float,
+    job_seconds: float,
+) -> Outcome:
     """Boot the node, show what its job writes, and return what it said when it was done.
 
-    *run* is the directory the node sees as ``/results``; ``job`` and ``shell`` in it say what to do (``node-init``).
+    *run* is the directory the node sees as ``/results``; ``job`` and ``shell`` in it say what to do (``node-job``).
     """
     if shutil.which(QEMU) is None:
         raise BedError(f"cannot boot the node: no {QEMU}; apt-get install qemu-system-x86")
@@ -193,7 +205,7 @@ def boot(shape: Shape, accel: str, run: Path, *, interactive: bool, boot_seconds
     accel = accelerator(accel, kernel)
     (run / "initrd").write_bytes(artefacts.initrd(shape))
     word = f"node-{token_hex(8)}"
-    argv = arguments(shape, accel, kernel, image, run, word, interactive=interactive)
+    argv = arguments(shape, accel, kernel, image, run, word, interactive=interactive, systemd=systemd)
     started = time.monotonic()
     say(f"booting {shape.cpus} CPUs on {shape.numa_nodes} NUMA nodes ({accel}); logs: {run}")
     with running(argv, run / "qemu.log") as (terminal, events), contextlib.ExitStack() as stack:
