@@ -69,9 +69,6 @@ def initrd(shape: Shape) -> bytes:
 
     The table must stand first and uncompressed (``Documentation/admin-guide/acpi/initrd_table_override.rst``).
     """
-    busybox = shutil.which("busybox")
-    if busybox is None or b"/ld-linux" in Path(busybox).read_bytes()[:4096]:
-        raise BedError("cannot make the initial root: no static busybox; apt-get install busybox-static")
     tables = archive(
         [
             Entry.directory("kernel"),
@@ -80,12 +77,26 @@ def initrd(shape: Shape) -> bytes:
             Entry.file("kernel/firmware/acpi/apic.aml", madt(shape)),
         ]
     )
-    files = archive(
+    mount_points = [Entry.directory(name) for name in ("lower", "upper", "root")]
+    return tables + busybox_root("initramfs-init", mount_points)
+
+
+def guest_initrd() -> bytes:
+    """Return the whole root of the Linux guest, which the node's kernel boots as well."""
+    return busybox_root("guest-init", [])
+
+
+def busybox_root(init: str, entries: list[Entry]) -> bytes:
+    """Return an initramfs with busybox, *init* from this folder, and *entries*."""
+    busybox = shutil.which("busybox")
+    if busybox is None or b"/ld-linux" in Path(busybox).read_bytes()[:4096]:
+        raise BedError("cannot make the initial root: no static busybox; apt-get install busybox-static")
+    return archive(
         [
-            *(Entry.directory(name) for name in ("bin", "dev", "proc", "sys", "lower", "upper", "root")),
+            *(Entry.directory(name) for name in ("bin", "dev", "proc", "sys")),
             Entry.device("dev/console", 5, 1),
             Entry.file("bin/busybox", Path(busybox).read_bytes(), mode=0o755),
-            Entry.file("init", Path(__file__).with_name("initramfs-init").read_bytes(), mode=0o755),
+            Entry.file("init", Path(__file__).with_name(init).read_bytes(), mode=0o755),
+            *entries,
         ]
     )
-    return tables + files

@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -22,6 +23,8 @@ RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
 TESTS, SYSTEMD_TESTS = ["tests/node", "--ignore=tests/node/systemd"], ["tests/node/systemd"]
 """What needs systemd as PID 1 is a folder of its own: a node without it would have to skip it."""
+HANGING_SECONDS = 300
+"""A test that takes longer shows where it is."""
 NEVER_CAME_UP, NO_STATUS, NO_TESTS = 70, 71, 72
 """Exit statuses of ours, above pytest's (0-5): the bed failed, so the tests say nothing."""
 
@@ -58,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BedError as error:
         say(str(error))
         return NEVER_CAME_UP
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def pytest_arguments(given: Sequence[str], *, systemd: bool) -> list[str]:
@@ -89,6 +94,7 @@ def in_node(options: argparse.Namespace) -> int:
     run.mkdir(parents=True, exist_ok=True)
     shutil.copy(fetch(artefacts.rom()), run / "rom")
     shutil.copy(fetch(artefacts.kernel()), run / "kernel")
+    (run / "guest-initrd").write_bytes(artefacts.guest_initrd())
     columns, lines = terminal_size()
     variables = {
         **environment(),
@@ -98,12 +104,14 @@ def in_node(options: argparse.Namespace) -> int:
         "HYPOTHESIS_STORAGE_DIRECTORY": "/run/hypothesis",
         "RUNNER_NODE": "emulated",
         "RUNNER_NODE_ROM": "/results/rom",
-        "RUNNER_NODE_KERNEL": "/results/kernel",
+        "RUNNER_NODE_GUEST_KERNEL": "/results/kernel",
+        "RUNNER_NODE_GUEST_INITRD": "/results/guest-initrd",
     }
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
     if not options.shell:
         words = [
             *("python3", "-m", "pytest", "--junitxml=/results/junit.xml"),
+            *("-o", f"faulthandler_timeout={HANGING_SECONDS}"),
             f"--color={'yes' if sys.stdout.isatty() else 'no'}",
             *pytest_arguments(options.pytest, systemd=options.systemd),
         ]
