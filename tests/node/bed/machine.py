@@ -97,6 +97,8 @@ def arguments(
     An interactive node's terminal is a console; otherwise it is a port, which is no tty, so that programs write logs.
     """
     boot_options = ["console=ttyS0", "quiet", "panic=-1", "rcupdate.rcu_expedited=1", f"node.word={word}"]
+    if interactive:
+        boot_options.append("node.live")
     if systemd:
         boot_options.append("node.systemd")
     per_node = shape.memory_mib // shape.numa_nodes
