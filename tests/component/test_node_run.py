@@ -1,0 +1,91 @@
+"""``tests/node/run`` with a QEMU that misbehaves: a node that says nothing, or the wrong thing, never passes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.node.bed import artefacts, command
+
+RUN = Path(command.__file__).parents[1] / "run"
+QEMU = f"""#!{sys.executable} -I
+import os, signal, socket, sys, time
+options = list(zip(sys.argv, sys.argv[1:]))
+def chardev(name):
+    fd = next(value for option, value in options if option == "-chardev" and value.startswith(f"socket,id={{name}},"))
+    return socket.socket(fileno=int(fd.rsplit("=", 1)[1]))
+word = next(value for option, value in options if option == "-append").rsplit("node.word=", 1)[1]
+console = next(value for option, value in options if option == "-chardev" and value.startswith("file,"))
+results = os.path.dirname(console.rsplit("path=", 1)[1])
+open(f"{{results}}/console.log", "w").write("the last the kernel said\\n")
+events, terminal = chardev("events"), chardev("terminal")
+def say(event):
+    events.sendall(f"{{event}}\\n".encode())
+def report(tests, skipped=0):
+    open(f"{{results}}/junit.xml", "w").write(
+        f'<testsuites><testsuite tests="{{tests}}" skipped="{{skipped}}"/></testsuites>'
+    )
+exec(os.environ["QEMU_DOES"])
+"""
+CASES = {
+    "hangs": ("signal.pause()", command.NEVER_CAME_UP, "the last the kernel said"),
+    "dies at once": ("sys.exit('no such machine')", command.NEVER_CAME_UP, "no such machine"),
+    "is another boot": ("say('up node-0'); signal.pause()", command.NEVER_CAME_UP, "never came up"),
+    "dies later": ("say(f'up {word}')", command.NO_STATUS, "the last the kernel said"),
+    "hangs later": ("say(f'up {word}'); signal.pause()", command.NO_STATUS, "gave no status"),
+    "ends as another": ("say(f'up {word}'); say('done node-0 0')", command.NO_STATUS, "gave no status"),
+    "has no report": ("say(f'up {word}'); say(f'done {word} 0')", command.NO_TESTS, "no test was executed"),
+    "ran nothing": ("say(f'up {word}'); report(2, 2); say(f'done {word} 0')", command.NO_TESTS, "no test was executed"),
+    "failed": ("say(f'up {word}'); report(2); say(f'done {word} 1')", 1, "up after"),
+    "passed": ("say(f'up {word}'); report(2); terminal.sendall(b'2 passed'); say(f'done {word} 0')", 0, "2 passed"),
+}
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> dict[str, str]:
+    """Return an environment whose QEMU is the fake one and whose cache is full already."""
+    for tool in ("uv", "setpriv", "busybox"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is missing")
+    fake = tmp_path / "bin" / "qemu-system-x86_64"
+    fake.parent.mkdir()
+    fake.write_text(QEMU)
+    fake.chmod(0o755)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for artefact in (artefacts.kernel(), artefacts.root(), artefacts.rom()):
+        (cache / f"{artefact.name}-{artefact.key}").touch()
+    return {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "RUNNER_NODE_CACHE": str(cache)}
+
+
+@pytest.mark.parametrize(("does", "status", "said"), CASES.values(), ids=CASES)
+def test_the_status_tells_the_truth(tmp_path: Path, tools: dict[str, str], does: str, status: int, said: str) -> None:
+    boot_timeout = "60" if "up {word}" in does else "1"
+    done = subprocess.run(
+        [
+            sys.executable,
+            RUN,
+            "--accel",
+            "tcg",
+            "--results",
+            str(tmp_path / "results"),
+            "--boot-timeout",
+            boot_timeout,
+            "--timeout",
+            "1",
+        ],
+        env={**tools, "QEMU_DOES": does},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout
+    assert said in done.stdout

@@ -1,0 +1,37 @@
+"""What all test folders share: a skip says what is missing, and where everything is required a skip is a failure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+
+import pytest
+
+EVERYTHING_REQUIRED = os.environ.get("RUNNER_REQUIRE") == "all"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        judge(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.skipped:
+        judge(report)
+    return report
+
+
+def judge(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Turn a skip that gives no reason, or that RUNNER_REQUIRE=all forbids, into a failure."""
+    reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+    if reason in {"", "Skipped", "unconditional skip"}:
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid}: skipped without saying what is missing"
+    elif EVERYTHING_REQUIRED:
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid}: RUNNER_REQUIRE=all, but this was skipped: {reason}"

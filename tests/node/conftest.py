@@ -1,0 +1,85 @@
+"""What the tests of the node stand on: a machine with root and cgroup v2, and a stand-in for its kubelet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.cpuset import CpuSet
+from tests.node.cgroups import ROOT, Cgroup
+from tests.node.standin_kubelet import Kubelet
+
+
+def unsuitable() -> str:
+    """Return what this machine lacks, or an empty string."""
+    if os.geteuid() != 0:
+        return "root privilege is missing"
+    if not (ROOT / "cgroup.controllers").exists():
+        return f"cgroup v2 is missing at {ROOT}"
+    missing = {"cpuset", "cpu", "memory", "pids"} - Cgroup(ROOT).words("cgroup.controllers")
+    if missing:
+        return f"cgroup v2 controllers are missing: {', '.join(sorted(missing))}"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    reason = unsuitable()
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.node)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=f"{reason}; tests/node/run brings a machine that has it"))
+
+
+@pytest.fixture
+def tree() -> Iterator[Cgroup]:
+    """Return an empty cgroup below the root, with every controller; what a test makes in it goes with it."""
+    root = Cgroup(ROOT)
+    root.delegate()
+    tree = root.child(f"test-{os.getpid()}")
+    try:
+        yield tree
+    finally:
+        tree.remove()
+
+
+@pytest.fixture
+def pod(tree: Cgroup) -> Cgroup:
+    """Return a cgroup as a pod's container has it: a domain with every controller on the way to it."""
+    tree.delegate()
+    return tree.child("pod.scope", cpuset_cpus="2-3")
+
+
+@pytest.fixture
+def threaded(tree: Cgroup) -> Cgroup:
+    """Return the root of a threaded subtree: its children may become threaded, for it hands down only cpuset."""
+    tree.delegate()
+    root = tree.child("threaded")
+    root.delegate("cpuset")
+    return root
+
+
+@pytest.fixture(scope="session")
+def numa() -> dict[int, CpuSet]:
+    """Return NUMA node → its CPUs."""
+    return {
+        int(path.name.removeprefix("node")): CpuSet.parse((path / "cpulist").read_text())
+        for path in Path("/sys/devices/system/node").glob("node[0-9]*")
+    }
+
+
+@pytest.fixture
+def kubelet(tmp_path: Path, numa: dict[int, CpuSet]) -> Iterator[Kubelet]:
+    """Return a stand-in kubelet of this machine that reserves CPU 0; its pods end with the test.
+
+    Where systemd is PID 1, cgroups are its units, as the kubelet has it there.
+    """
+    if (ROOT / "kubepods.slice").exists():
+        pytest.skip("a machine without a kubelet is missing: kubepods.slice is there already")
+    systemd = Path("/run/systemd/system").exists()
+    with Kubelet(tmp_path / "kubelet", numa, reserved=CpuSet([0]), systemd=systemd) as kubelet:
+        yield kubelet

@@ -1,0 +1,78 @@
+"""Where systemd is PID 1, a container's cgroup is a scope unit, and an empty scope is a dead one.
+
+Run by ``tests/node/run --systemd``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from runner.cpuset import CpuSet
+from tests.node.cgroups import Cgroup, cgroup_of
+from tests.node.standin_kubelet import Container, Kubelet, Pod, Runtime
+
+UID = "0f5c3c5e-8f2a-4b0e-9d1d-2f3b5a6c7d8e"
+BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
+
+LEAVE = """
+import signal, subprocess, sys
+if sys.argv[1] == "anchored":
+    subprocess.Popen(["sleep", "infinity"])
+print("up", flush=True)
+signal.sigwait({signal.SIGUSR1})
+"""
+
+
+def unit_state(scope: Cgroup) -> str:
+    shown = subprocess.run(
+        ["systemctl", "show", "--property=ActiveState", "--value", scope.path.name],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return shown.stdout.strip()
+
+
+def pod(runtime: Runtime, what: str) -> Pod:
+    return Pod(UID, (Container(("python3", "-c", LEAVE, what), cpus=CpuSet([2, 3])),), runtime=runtime)
+
+
+def test_systemd_is_pid_1() -> None:
+    assert Path("/proc/1/comm").read_text() == "systemd\n"
+
+
+@BOTH
+def test_a_container_is_a_scope_unit_on_its_cpus(kubelet: Kubelet, runtime: Runtime) -> None:
+    main = kubelet.run(pod(runtime, "alone"))["main"]
+    main.wait_for("up")
+    inner = {"crun": "/container", "runc": ""}[runtime]  # crun's annotation run.oci.systemd.subgroup
+    assert cgroup_of(main.pid) == f"{main.scope}{inner}"
+    assert main.scope.path.name == f"cri-containerd-{UID}-main.scope"
+    assert unit_state(main.scope) == "active"
+    assert main.scope.cpus("cpuset.cpus") == CpuSet([2, 3])
+
+
+@BOTH
+def test_the_scope_survives_the_leaving_of_pid_1_with_an_anchor(
+    kubelet: Kubelet, threaded: Cgroup, runtime: Runtime
+) -> None:
+    main = kubelet.run(pod(runtime, "anchored"))["main"]
+    main.wait_for("up")
+    threaded.child("float", threaded=True).write("cgroup.procs", main.pid)
+    subprocess.run(["systemctl", "daemon-reload"], check=True)
+    assert main.scope.populated()
+    assert unit_state(main.scope) == "active"
+    main.update_cpus(CpuSet([1, 2]))
+    assert main.scope.cpus("cpuset.cpus") == CpuSet([1, 2])
+
+
+@BOTH
+def test_without_an_anchor_the_scope_dies_at_once(kubelet: Kubelet, threaded: Cgroup, runtime: Runtime) -> None:
+    main = kubelet.run(pod(runtime, "alone"))["main"]
+    main.wait_for("up")
+    threaded.child("float", threaded=True).write("cgroup.procs", main.pid)
+    main.scope.wait_gone()
+    assert unit_state(main.scope) in {"inactive", "failed"}
