@@ -217,6 +217,7 @@ async def controlled(
     reserved: str = "",
     limits: Limits | None = None,
     patience: Patience | None = None,
+    pace: Pace | None = None,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node*; *own_cpus* makes the node one without a kubelet."""
     keeper = Keeper(
@@ -224,7 +225,7 @@ async def controlled(
         source=None if own_cpus else KubeletFiles(node.kubelet),
         sys=node.path / "sys",
         reserved=CpuSet.parse(reserved),
-        pace=Pace(pause=0.005, readings=10),
+        pace=pace or Pace(pause=0.005, readings=10),
     )
     registrar = Registrar(
         keeper=keeper,
