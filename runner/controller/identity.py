@@ -86,6 +86,13 @@ def home_of(peer: Peer, own: Container | None, residents: Iterable[Resident], ui
             if resident.pid_namespace == peer.pid_namespace:
                 home = Home(resident.container, resident.cgroup)
                 break
+    if home is None and peer.cgroup.startswith("/.."):
+        raise RefusalError(
+            IDENTITY,
+            f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is outside this program's cgroup "
+            "namespace; run the controller in the host's (a privileged container is)",
+            lasting=True,
+        )
     if home is None:
         raise RefusalError(
             IDENTITY,
@@ -100,6 +107,21 @@ def home_of(peer: Peer, own: Container | None, residents: Iterable[Resident], ui
             lasting=True,
         )
     return home
+
+
+def check_container(home: Home, scope: CpuSet, held: CpuSet, uid: str) -> None:
+    """Check that the container that asks to end instance *uid* is the one that has its CPUs.
+
+    A sidecar is in the same pod, and init of its own PID namespace, but its *scope* has none of the CPUs that the
+    instance has *held*. Raises :class:`RefusalError`.
+    """
+    if scope.isdisjoint(held):
+        raise RefusalError(
+            IDENTITY,
+            f"cannot act for instance {uid!r}: its CPUs '{held}' are another container's of the pod; "
+            f"{home.container.path} has '{scope}'",
+            lasting=True,
+        )
 
 
 def check_agreement(asked: CpuSet, choices: Iterable[CpuSet], scope: CpuSet, uid: str) -> None:

@@ -24,7 +24,7 @@ import attrs
 import trio
 
 from runner.controller import identity
-from runner.controller.identity import Home, RefusalError, Resident, check_agreement, home_of
+from runner.controller.identity import Home, RefusalError, Resident, check_agreement, check_container, home_of
 from runner.controller.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, Result, RpcError
 from runner.controller.keeper import Keeper
 from runner.controller.kubelet import Frozen
@@ -226,10 +226,12 @@ class Registrar:
 
     async def _deregister(self, identify: Callable[[], Peer], uid: str) -> Result:
         await trio.lowlevel.checkpoint()
-        self._home(identify, uid)
+        home = self._home(identify, uid)
         group = self.keeper.tree.group(instance_group(uid))
         if not group.exists():
             return Result({"removed": False})
+        if home is not None and self.keeper.source is not None and not self.trusting:
+            check_container(home, self.mount.at(home.container.path).effective_cpus(), group.effective_cpus(), uid)
         if not group.remove():
             with trio.move_on_after(self.patience.emptying):
                 while True:

@@ -140,7 +140,7 @@ class Server:
                 key = self._key(identify)
                 with self._counted(key):
                     await self._exchange(connection, identify, key)
-            except RpcError as error:  # too many connections
+            except RpcError as error:
                 with contextlib.suppress(OSError), trio.move_on_after(self.limits.unfinished):
                     await connection.send(format_error(error))
             except OSError as error:
@@ -200,13 +200,17 @@ class Server:
             raise TimeoutError(errno.ETIMEDOUT, "the client does not read its answer")
 
     def _key(self, identify: partial[Peer]) -> int:
-        """Return what a peer's connections and requests are counted by: its container, or itself on the node."""
+        """Return what a peer's connections and requests are counted by: its container, or itself on the node.
+
+        Raises :class:`RpcError` for a peer that cannot be seen from here.
+        """
         try:
             peer = identify()
-        except PeerError:
+        except PeerError as error:
             if self.registrar.trusting:
                 return 0
-            raise
+            self.registrar.keeper.tally.refusals[identity.IDENTITY] += 1
+            raise RpcError(CODES[identity.IDENTITY], explain(error), {"reason": identity.IDENTITY}) from error
         return peer.pid if peer.pid_namespace == self.registrar.peers.own_namespace() else peer.pid_namespace
 
     @contextlib.contextmanager

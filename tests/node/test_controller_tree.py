@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
+from runner.host import inotify
 from runner.host.cgroup import Cgroup, CgroupError
 
 MOUNT = Cgroup(Path("/sys/fs/cgroup"))
@@ -369,33 +369,24 @@ def test_a_shell_and_a_pod_in_the_hosts_namespace_are_refused(machine: Machine) 
 
 def test_the_controller_is_killed_under_a_running_instance(machine: Machine) -> None:
     pod = machine.pod(A, machine.a)
-    watched: dict[str, set[str]] = {"float": set(), "instance": set()}
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.is_set():
-            watched["float"].add(str(machine.floating.effective_cpus()))
-            watched["instance"].add(str(machine.instance(A).effective_cpus()))
-
     with machine.controller() as process:
         pod.tell("anchor")
         result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
         pod.tell("write", 0, 0)
-        inner = pod.tell("thread")
-        pod.tell("write", 1, inner)
+        pod.tell("write", 1, pod.tell("thread"))
         process.kill()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with inotify.watching() as queue:
+        for group in (machine.root, machine.floating, machine.instance(A)):
+            queue.watch(group.path, inotify.MODIFY | inotify.CREATE | inotify.DELETE)
         for _ in range(3):
             with machine.controller() as process:
                 process.kill()
         with machine.controller():
             assert result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
-    finally:
-        stop.set()
-        watcher.join()
-    assert watched == {"float": {str(machine.shared)}, "instance": {str(machine.a)}}
+        with pytest.raises(BlockingIOError):
+            os.read(queue._fd, 65536)  # nobody wrote to any file of the tree
+    assert machine.floating.effective_cpus() == machine.shared
+    assert machine.instance(A).effective_cpus() == machine.a
     assert machine.instance(A).populated()
 
 

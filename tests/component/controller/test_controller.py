@@ -127,6 +127,15 @@ async def test_deregisters_from_float_with_the_anchor_as_witness(node: Node) -> 
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": False}
 
 
+async def test_a_sidecar_does_not_deregister(node: Node) -> None:
+    node.be(B)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.scope(B).write("cpuset.cpus", SHARED)  # as the scope of another container of the pod has it
+        assert (await client.refusal("deregisterCgroup", uuid=B))["reason"] == "identity"
+        assert node.instance(B).exists()
+
+
 async def test_deregistering_waits_for_the_last_thread(node: Node) -> None:
     node.be(B)
     async with controlled(node), connected(node.socket) as client, trio.open_nursery() as nursery:
@@ -293,6 +302,23 @@ async def test_drift_is_put_right(node: Node) -> None:
         await controller.until(lambda: str(node.floating.mems()) == "0-1")
         node.root.write("cgroup.subtree_control", "-cpuset")
         await controller.until(lambda: "cpuset" in node.root.enabled() and str(node.instance(B).cpus()) == "14-17")
+
+
+async def test_what_somebody_removed_is_made_again(node: Node) -> None:
+    node.be(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert node.floating.remove()
+        await controller.until(lambda: node.floating.exists() and str(node.floating.cpus()) == SHARED)
+        assert node.floating.kind() == "threaded"
+        # An instance is made by its registration only.
+        assert node.instance(B).remove()
+        assert node.floating.remove()
+        assert node.root.remove()
+        await controller.until(lambda: node.floating.exists() and str(node.floating.cpus()) == SHARED)
+        assert not node.instance(B).exists()
+        node.mount.write("cgroup.subtree_control", "-cpuset")  # as systemctl daemon-reload may do
+        await controller.until(lambda: "cpuset" in node.mount.enabled() and str(node.floating.cpus()) == SHARED)
 
 
 async def test_an_instance_goes_when_its_pod_and_its_threads_are_gone(node: Node) -> None:

@@ -120,6 +120,17 @@ async def test_who_resets_after_the_request_disturbs_nobody(node: Node) -> None:
         await works(node)
 
 
+async def test_who_cannot_be_seen_is_told_so(node: Node) -> None:
+    async with controlled(node):
+        (node.proc / str(os.getpid()) / "status").unlink()
+        async with connected(node.socket) as client:
+            response = json.loads(await client.line())
+            assert response["error"]["data"] == {"reason": "identity"}
+            assert await ended(client)
+    async with controlled(node, trusting=True):
+        await works(node)
+
+
 async def test_who_is_gone_before_his_patience_ends_registers_nothing(node: Node) -> None:
     node.be(B)
     node.scope(B).write("cpuset.cpus", "2-11")

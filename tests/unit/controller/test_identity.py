@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from runner.controller.identity import Home, RefusalError, Resident, check_agreement, home_of
+from runner.controller.identity import Home, RefusalError, Resident, check_agreement, check_container, home_of
 from runner.controller.pods import Container
 from runner.cpuset import CpuSet
 from runner.host.peers import INIT_PID_NAMESPACE, Peer
@@ -70,6 +70,19 @@ def test_who_is_accepted_in_all_small_worlds() -> None:
             with pytest.raises(RefusalError) as refused:
                 home_of(peer(namespace, inner), own, residents, "a", OURS)
             assert (refused.value.reason, refused.value.lasting) == ("identity", True)
+
+
+def test_a_controller_in_a_cgroup_namespace_of_its_own_is_told_so() -> None:
+    with pytest.raises(RefusalError, match="outside this program's cgroup namespace"):
+        home_of(peer(cgroup="/../kubepods/poda/1"), None, (), "a", OURS)
+
+
+def test_a_sidecar_does_not_end_the_instance_of_its_pod() -> None:
+    home = Home(A, A.path)
+    check_container(home, CpuSet([4, 5]), CpuSet([4, 5]), "a")
+    check_container(home, CpuSet([4, 5, 6]), CpuSet([4, 5]), "a")
+    with pytest.raises(RefusalError, match="another container's"):
+        check_container(home, CpuSet([0, 1]), CpuSet([4, 5]), "a")
 
 
 SETS = [CpuSet(), CpuSet([4]), CpuSet([4, 5]), CpuSet([5])]
