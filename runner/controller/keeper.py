@@ -86,6 +86,7 @@ class Keeper:
     """What went wrong in the last pass."""
     _disturbed: trio.Event = attrs.field(factory=trio.Event)
     _passed: trio.Event = attrs.field(factory=trio.Event)
+    _watches: set[int] = attrs.field(factory=set)
     _left: dict[str, CpuSet] = attrs.field(factory=dict)
     """The cpusets as this program last saw or wrote them: what differs now was changed by somebody else."""
 
@@ -132,14 +133,15 @@ class Keeper:
             return ()
         observed = self.observe()
         actions = reconcile(desired, observed, grants)
-        self._tell(actions, observed, grants)
         faults = self.tree.apply(actions, machine.online)
+        failed = {fault.group for fault in faults}
+        self._tell([action for action in actions if action.group not in failed], observed, grants)
         after = self.observe() if actions else observed
         self._left = {name: group.cpus for name, group in after.groups.items()}
         faults += tuple(
             Fault(name, f"cannot hold {name} to the CPUs {group.cpus}: the kernel has {group.effective} in effect")
             for name, group in silent_fallbacks(after, machine.online).items()
-            if name not in {fault.group for fault in faults}
+            if name not in failed
         )
         for fault in faults:
             if fault not in self.faults:
@@ -208,6 +210,8 @@ class Keeper:
         """Turn the kernel's reports into :meth:`disturb`; for ever."""
         while True:
             for event in await queue.receive():
+                if event.mask & inotify.IGNORED:
+                    self._watches.discard(event.watch)
                 if self._matters(event):
                     self.disturb()
 
@@ -221,20 +225,27 @@ class Keeper:
 
     def _watch_source(self, queue: inotify.Inotify) -> None:
         if self.source is not None:
-            with contextlib.suppress(HostError):  # not there yet; the next pass looks again
-                queue.watch(self.source.directory, _DIRECTORY)
+            self._watch(queue, self.source.directory, _DIRECTORY)
 
     def _watch_tree(self, queue: inotify.Inotify) -> None:
         groups = [self.tree.root.parent, self.tree.root]
         groups += [self.tree.root.child(name) for name in (self.observed.groups if self.observed else ())]
         for group in groups:
-            try:
-                queue.watch(group.path, _GROUP)
-            except HostError as error:
-                if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-                    log.warning("changes will be seen late reason=%r", explain(error))
+            self._watch(queue, group.path, _GROUP)
 
-    def _tell(self, actions: tuple[Action, ...], observed: Observed, grants: Mapping[str, CpuSet]) -> None:
+    def _watch(self, queue: inotify.Inotify, path: Path, mask: int) -> None:
+        """Watch *path*; what changed there before the watch was new to us calls for another pass."""
+        try:
+            watch = queue.watch(path, mask)
+        except HostError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):  # else: not there yet; the next pass tries again
+                log.warning("changes will be seen late reason=%r", explain(error))
+            return
+        if watch not in self._watches:
+            self._watches.add(watch)
+            self.disturb()
+
+    def _tell(self, actions: list[Action], observed: Observed, grants: Mapping[str, CpuSet]) -> None:
         """Log *actions* as an operator would tell them, and count repairs and removals."""
         for action in actions:
             match action:

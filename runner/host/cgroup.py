@@ -67,8 +67,8 @@ def write_control(fd: int, value: str, name: str) -> None:
 
     The rights that count are those of whoever **opened** the file (since Linux 5.16), so a descriptor of
     ``cgroup.procs`` is a capability that can be passed on: its receiver enters the group by writing ``0``. Each write
-    is one request to the kernel, whatever the file offset. The line end is part of it, because clearing a file by an
-    empty write would make no system call at all.
+    is one request to the kernel, whatever the file offset. The line end is part of it, so that clearing a file (an
+    empty *value*) is a write of one byte: one of none may never reach the file's handler.
 
     Raises :class:`CgroupError`.
     """

@@ -232,7 +232,7 @@ async def controlled(
         mount=node.mount,
         peers=Peers(node.proc),
         own_cpus=CpuSet.parse(own_cpus),
-        patience=patience or Patience(agreement=0.6, emptying=0.6),
+        patience=patience or Patience(agreement=0.4, emptying=0.4),
         trusting=trusting,
     )
     server = Server(registrar, limits or Limits())

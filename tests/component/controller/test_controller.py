@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -493,7 +494,7 @@ async def test_a_restart_changes_nothing(node: Node) -> None:
     before = node.snapshot()
     async with controlled(node) as controller, connected(node.socket) as client:
         assert node.snapshot() == before
-        assert dict(controller.keeper.tally.passes) == {"clean": 1}
+        assert set(controller.keeper.tally.passes) == {"clean"}
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
     assert node.snapshot() == before
 
@@ -538,15 +539,13 @@ async def test_one_cpu_is_always_left_to_float(node: Node) -> None:
 
 
 async def test_trust_is_told(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with controlled(node, trusting=True), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         status = await client.result("getStatus")
         assert isinstance(status, dict)
         assert status["trusting"] is True
-    assert (
-        f"instance registered uuid={B} cpus=14-17" in [record.getMessage() for record in caplog.records]
-        or not caplog.records
-    )
+    assert f"instance registered uuid={B} cpus=14-17" in [record.getMessage() for record in caplog.records]
 
 
 async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
