@@ -116,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="instance-cgroup-controller",
         description="Keeps the cgroups of this node's instances as the kubelet shares out the CPUs.",
+        epilog="It needs the host's PID and cgroup namespaces (hostPID: true, privileged: true), the cgroup v2 hierarchy "
+        "writable and the kubelet's directory readable. SIGTERM ends it; instances do not notice.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument

@@ -83,7 +83,7 @@ def listening(path: Path) -> Iterator[trio.socket.SocketType]:
             listener.listen(_BACKLOG)
             temporary.rename(path)
         except OSError as error:
-            raise HostError(f"cannot listen at {path}") from error
+            raise HostError(f"cannot listen at {path}; its directory must exist and be writable") from error
         try:
             yield trio.socket.from_stdlib_socket(listener)
         finally:
@@ -147,6 +147,8 @@ class Server:
                 log.debug("connection lost reason=%r", explain(error))
             except HostError as error:
                 log.warning("connection ended reason=%r", explain(error))
+            except Exception:
+                log.exception("connection ended by a fault of this program")
 
     async def _exchange(self, connection: trio.socket.SocketType, identify: partial[Peer], key: int) -> None:
         framer = Framer(self.limits.message)

@@ -91,8 +91,10 @@ class Peers:
                 )
                 if not alive() or _start_time(_read(directory, "stat")) != started:
                     raise ProcessLookupError
-            except (OSError, ValueError, IndexError) as error:
+            except OSError as error:
                 raise PeerError(f"cannot identify the peer: process {pid} has ended") from error
+            except (ValueError, IndexError) as error:
+                raise PeerError(f"cannot identify the peer: what {self.proc}/{pid} says is not understood") from error
         if started > accepted_at:
             raise PeerError(f"cannot identify the peer: process {pid} is younger than the connection")
         return peer
@@ -151,9 +153,16 @@ def _start_time(stat: str) -> float:
 
 def _inner_pid(status: str) -> int:
     # proc_pid_status(5): NSpid lists the number in each namespace, the innermost last.
-    return next(int(line.split()[-1]) for line in status.splitlines() if line.startswith("NSpid:"))
+    return int(_after("NSpid:", status).split()[-1])
 
 
 def _unified(cgroup: str) -> str:
     # cgroups(7): the version 2 hierarchy is the line "0::PATH"; " (deleted)" follows the path of a removed group.
-    return next(line[3:] for line in cgroup.splitlines() if line.startswith("0::"))
+    return _after("0::", cgroup)
+
+
+def _after(key: str, text: str) -> str:
+    for line in text.splitlines():
+        if line.startswith(key):
+            return line.removeprefix(key)
+    raise ValueError(f"no line begins with {key!r}")

@@ -86,6 +86,16 @@ def test_does_not_believe_one_that_is_younger_than_the_connection(listener: sock
         identify_and_end(peers, process, connection, accepted_at - 3600)
 
 
+def test_does_not_understand_a_proc_that_is_none(listener: socket.socket, tmp_path: Path) -> None:
+    process, connection, accepted_at = connect(listener)
+    directory = tmp_path / "proc" / str(process.pid)
+    directory.mkdir(parents=True)
+    for file, text in (("stat", f"{process.pid} (x) S" + " 1" * 30), ("status", "Name:\tx\n"), ("cgroup", "0::/\n")):
+        (directory / file).write_text(text)
+    with pytest.raises(PeerError, match="not understood"):
+        identify_and_end(Peers(tmp_path / "proc"), process, connection, accepted_at)
+
+
 def test_leaves_no_descriptor_behind(listener: socket.socket, peers: Peers) -> None:
     process, connection, accepted_at = connect(listener)
     before = os.listdir("/proc/self/fd")  # noqa: PTH208  # names only
