@@ -63,6 +63,8 @@ class Pace:
     """After so many without two equal ones, decisions are frozen."""
     resync: float = 30.0
     """A pass at least so often, whatever is or is not reported."""
+    frozen: float = 5.0
+    """The same while decisions are frozen: a directory that is not there yet cannot report anything."""
 
 
 @attrs.define(eq=False)
@@ -188,7 +190,7 @@ class Keeper:
         while True:
             disturbed = self._disturbed = trio.Event()  # what happens from here on calls for another pass
             await self.once(queue)
-            with trio.move_on_after(self.pace.resync):
+            with trio.move_on_after(self.pace.frozen if self.frozen() else self.pace.resync):
                 await disturbed.wait()
 
     async def once(self, queue: inotify.Inotify) -> None:

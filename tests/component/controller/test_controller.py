@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from runner.controller.keeper import Pace
 from runner.controller.kubelet import Frozen
 from runner.controller.registrar import Patience
 from tests.support.controlled import (
@@ -441,6 +442,22 @@ async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:
         node.put_state(SHARED, ENTRIES)
         await controller.until(lambda: not controller.keeper.frozen())
         assert str(node.floating.cpus()) == SHARED
+
+
+async def test_a_kubelet_whose_directory_comes_later_or_is_replaced_is_followed(node: Node) -> None:
+    aside = node.path / "aside"
+    node.kubelet.rename(aside)
+    pace = Pace(pause=0.005, readings=10, frozen=0.1)
+    async with controlled(node, pace=pace) as controller:
+        assert controller.keeper.frozen()
+        aside.rename(node.kubelet)
+        await controller.until(lambda: not controller.keeper.frozen())
+        node.kubelet.rename(aside)
+        await controller.until(lambda: bool(controller.keeper.frozen()))
+        node.kubelet.mkdir()
+        await controller.keeper.next_pass()
+        node.put_state("2-13", {B: ENTRIES[B], C: ENTRIES[C], "x": {"y": "0-1"}})
+        await controller.until(lambda: str(node.floating.cpus()) == "2-13")
 
 
 async def test_policy_none(node: Node) -> None:
