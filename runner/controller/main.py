@@ -1,0 +1,194 @@
+"""``instance-cgroup-controller``: its command line, its logs and the one nest that holds everything it runs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import attrs
+import trio
+
+from runner.controller.keeper import Keeper, Pace, kept
+from runner.controller.kubelet import KubeletFiles
+from runner.controller.metrics import Page, page, serve_pages
+from runner.controller.registrar import Patience, Registrar
+from runner.controller.server import Limits, Server, listening
+from runner.controller.tree import Tree
+from runner.cpuset import CpuSet
+from runner.errors import HostError, RunnerError, explain
+from runner.host.cgroup import Cgroup
+from runner.host.peers import Peers
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class Options:
+    """The command line, checked."""
+
+    root: Path
+    cgroupfs: Path
+    socket: Path
+    kubelet: Path | None
+    cpus: CpuSet
+    reserved: CpuSet
+    metrics: tuple[str, int] | None
+    trusting: bool
+    sys: Path
+    proc: Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT and return the exit status; the tree stays as it is."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.DEBUG if arguments.debug else logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        trio.run(control, _options(arguments))
+    except RunnerError as error:
+        return _failed(error)
+    except BaseExceptionGroup as group:
+        ours, others = group.split(RunnerError)
+        if ours is None or others is not None:
+            raise  # a fault of this program
+        return max(map(_failed, _leaves(ours)))
+    return 0
+
+
+async def control(options: Options) -> None:
+    """Hold everything for as long as nobody asks to stop. Raises :class:`RunnerError` in an exception group or bare."""
+    keeper = Keeper(
+        tree=Tree(Cgroup(options.root)),
+        source=None if options.kubelet is None else KubeletFiles(options.kubelet),
+        sys=options.sys,
+        reserved=options.reserved,
+        pace=Pace(),
+    )
+    registrar = Registrar(
+        keeper=keeper,
+        mount=Cgroup(options.cgroupfs),
+        peers=Peers(options.proc),
+        own_cpus=options.cpus,
+        patience=Patience(),
+        trusting=options.trusting,
+    )
+    if options.trusting:
+        log.warning("INSECURE: any process that reaches the socket may register and remove any instance")
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with kept(keeper):
+            with listening(options.socket) as listener:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(Server(registrar, Limits()).accept, listener)
+                    if options.metrics is not None:
+                        nursery.start_soon(serve_pages, await _open_pages(*options.metrics), partial(page_of, keeper))
+                    log.info("ready socket=%s root=%s frozen=%r", options.socket, options.root, keeper.frozen())
+                    number = await anext(signals)
+                    log.info("stopping signal=%s", signal.Signals(number).name)
+                    nursery.cancel_scope.cancel()
+
+
+def _failed(error: RunnerError) -> int:
+    log.critical("%s", explain(error))
+    return error.status
+
+
+def page_of(keeper: Keeper, target: str) -> Page:
+    """Return what *target* shows about *keeper* now."""
+    return page(target, keeper.tally, keeper.observed, keeper.frozen())
+
+
+async def _open_pages(host: str, port: int) -> list[trio.SocketListener]:
+    try:
+        return await trio.open_tcp_listeners(port, host=host)
+    except OSError as error:
+        raise HostError(f"cannot listen at {host}:{port}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="instance-cgroup-controller",
+        description="Keeps the cgroups of this node's instances as the kubelet shares out the CPUs.",
+        epilog="It needs the host's PID and cgroup namespaces (hostPID: true, privileged: true), the cgroup v2 hierarchy "
+        "writable and the kubelet's directory readable. SIGTERM ends it; instances do not notice.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--root", type=Path, default=Path("/sys/fs/cgroup/stelia"), metavar="DIR", help="the tree's own cgroup")
+    add("--cgroupfs", type=Path, default=Path("/sys/fs/cgroup"), metavar="DIR", help="where cgroup v2 is mounted")
+    add(
+        "--socket",
+        type=Path,
+        default=Path("/run/instance-cgroup-controller/controller.sock"),
+        metavar="PATH",
+        help="where runners connect",
+    )
+    add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
+    add(
+        "--cpus",
+        type=_some_cpus,
+        metavar="LIST",
+        help="this machine has no kubelet; instances may have these CPUs, whoever asks first (example: 4-15)",
+    )
+    add(
+        "--reserved-cpus",
+        type=CpuSet.parse,
+        default=CpuSet(),
+        metavar="LIST",
+        help="the kubelet's reservedSystemCPUs, needed with its option strict-cpu-reservation",
+    )
+    add("--metrics", type=_address, metavar="HOST:PORT", help="serve /metrics, /healthz and /readyz here")
+    add(
+        "--insecure-trust-peer",
+        action="store_true",
+        help="for development only: believe whoever connects that he is the instance he says",
+    )
+    add("--sysfs", type=Path, default=Path("/sys"), metavar="DIR", help="where sysfs is mounted")
+    add("--procfs", type=Path, default=Path("/proc"), metavar="DIR", help="where procfs is mounted")
+    add("--debug", action="store_true", help="log every action")
+    return parser
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    cpus: CpuSet | None = arguments.cpus
+    return Options(
+        root=arguments.root,
+        cgroupfs=arguments.cgroupfs,
+        socket=arguments.socket,
+        kubelet=arguments.kubelet_dir if cpus is None else None,
+        cpus=cpus or CpuSet(),
+        reserved=arguments.reserved_cpus,
+        metrics=arguments.metrics,
+        trusting=arguments.insecure_trust_peer,
+        sys=arguments.sysfs,
+        proc=arguments.procfs,
+    )
+
+
+def _some_cpus(text: str) -> CpuSet:
+    cpus = CpuSet.parse(text)
+    if not cpus:
+        raise ValueError("the list is empty")
+    return cpus
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:  # noqa: PLR2004  # the highest TCP port
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _leaves(error: BaseExceptionGroup[RunnerError] | RunnerError) -> Iterator[RunnerError]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

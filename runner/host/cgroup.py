@@ -1,0 +1,310 @@
+"""The one door to control groups, version 2.
+
+Every rule cites ``Documentation/admin-guide/cgroup-v2.rst`` of the Linux source by its heading. Words: a *process* is
+**admitted** to a group (``cgroup.procs``), a *thread* is **confined** to one (``cgroup.threads``). Groups are named by
+their directory, so the same code serves the host's hierarchy, the one a container sees, and a directory reached
+through an open descriptor (``/proc/self/fd/N``).
+
+The calls block for as long as the kernel takes: microseconds to read, about a millisecond to write a cpuset, and up
+to some tens of milliseconds for the first move of a process into another domain (the kernel waits for an RCU grace
+period). None of them waits for another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.errors import HostError
+
+THREADED_CONTROLLERS = frozenset({"cpu", "cpuset", "perf_event", "pids"})
+"""Controllers a threaded subtree may use; any other is a *domain* controller ("Threads": "threaded controllers")."""
+
+_MEANING = {
+    # "Threads": a thread moves only between groups of one threaded domain.
+    ("cgroup.threads", errno.EOPNOTSUPP): "its process is in another domain; admit the process first",
+    ("cgroup.threads", errno.ESRCH): "there is no such thread any more",
+    ("cgroup.procs", errno.ESRCH): "there is no such process any more",
+    # "Threads": a group of type "domain invalid" can hold nothing until its type is written.
+    ("cgroup.procs", errno.EOPNOTSUPP): "the group is 'domain invalid', or its cgroup.procs cannot be read as it is "
+    "threaded; write 'threaded' to its cgroup.type, or read cgroup.threads",
+    # "Delegation Containment": the writer needs write access to cgroup.procs of the common ancestor.
+    ("cgroup.procs", errno.EACCES): "the opener of the file may not write to cgroup.procs of the common ancestor; "
+    "use a descriptor opened by someone who may",
+    # "No Internal Process Constraint": a domain with domain controllers switched on for its children holds none itself.
+    ("cgroup.procs", errno.EBUSY): "the group has domain controllers switched on for its children",
+    ("cgroup.subtree_control", errno.EBUSY): "the group holds processes, or a child still uses the controller",
+    ("cgroup.subtree_control", errno.ENOENT): "the controller is not in cgroup.controllers; switch it on in the parent",
+    # "Threads": the parent must be a valid domain without domain controllers, the group itself empty.
+    ("cgroup.type", errno.EOPNOTSUPP): "the group is populated, or its parent has a domain controller in "
+    "cgroup.subtree_control; only cpu, cpuset, perf_event and pids may be there",
+    ("cpuset.cpus", errno.ERANGE): "it names a CPU that this machine cannot have",
+    ("cpuset.cpus", errno.EINVAL): "it names a CPU that this machine cannot have",
+    ("cpuset.cpus", errno.ENOSPC): "the group is populated and would be left without CPUs",
+    ("cpuset.mems", errno.EINVAL): "it names a NUMA node without memory",
+    ("cpuset.mems", errno.ENOSPC): "the group is populated and would be left without memory nodes",
+}
+"""(file, errno) → what the kernel means by it, where ``strerror`` does not say."""
+
+
+class CgroupError(HostError):
+    """The kernel refused to read or change a group; *errno* is its answer."""
+
+    def __init__(self, sentence: str, number: int) -> None:
+        super().__init__(sentence)
+        self.errno = number
+
+
+def write_control(fd: int, value: str, name: str) -> None:
+    """Write *value* to the control file open as *fd*; *name* is what an error calls the file.
+
+    The rights that count are those of whoever **opened** the file (since Linux 5.16), so a descriptor of
+    ``cgroup.procs`` is a capability that can be passed on: its receiver enters the group by writing ``0``. Each write
+    is one request to the kernel, whatever the file offset. The line end is part of it, so that clearing a file (an
+    empty *value*) is a write of one byte: one of none may never reach the file's handler.
+
+    Raises :class:`CgroupError`.
+    """
+    try:
+        os.write(fd, f"{value}\n".encode())
+    except OSError as error:
+        raise _refused(f"write {value!r} to", name, error) from error
+
+
+@attrs.frozen
+class Cgroup:
+    """One group, by the *path* of its directory; it holds nothing open and remembers nothing.
+
+    Everything but :meth:`exists` raises :class:`CgroupError` when the kernel refuses.
+    """
+
+    path: Path = attrs.field(converter=Path)
+
+    @property
+    def name(self) -> str:
+        """The last component of the path."""
+        return self.path.name
+
+    @property
+    def parent(self) -> Self:
+        """The group above; meaningless for the mount point itself."""
+        return attrs.evolve(self, path=self.path.parent)
+
+    def child(self, name: str) -> Self:
+        """Return the group *name* directly below this one, whether it exists or not.
+
+        Raises ``ValueError`` unless *name* is a single plain component: names often come from outside.
+        """
+        if name in {"", ".", ".."} or "/" in name or "\0" in name:
+            raise ValueError(f"{name!r} is not the name of a cgroup")
+        return attrs.evolve(self, path=self.path / name)
+
+    def at(self, path: str) -> Self:
+        """Return the group at *path* as ``/proc/PID/cgroup`` writes it, this one being the hierarchy's mount point.
+
+        Raises ``ValueError`` for a path that leads out of the reader's cgroup namespace (``/../…``).
+        """
+        if not path.startswith("/") or ".." in path.split("/"):
+            raise ValueError(f"{path!r} is not a group of this cgroup namespace")
+        return attrs.evolve(self, path=self.path / path.lstrip("/"))
+
+    # -- the directory ("Organizing Processes and Threads") ----------------------------------------------------------
+
+    def exists(self) -> bool:
+        """Tell whether the group is there."""
+        return self.path.is_dir()
+
+    def create(self) -> None:
+        """Make the group; one that is there already is as good. The parent must exist.
+
+        Under a threaded domain the new group is ``domain invalid`` until :meth:`make_threaded` ("Threads").
+        """
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise _refused("create", str(self.path), error) from error
+
+    def remove(self) -> bool:
+        """Remove the group and return whether it is gone; ``False`` while it has live members or children (EBUSY).
+
+        Zombies do not keep a group ("Processes": it "can be removed"); one that was not there is gone.
+        """
+        try:
+            self.path.rmdir()
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                return False
+            raise _refused("remove", str(self.path), error) from error
+        return True
+
+    def children(self) -> tuple[str, ...]:
+        """Return the names of the groups directly below, sorted."""
+        try:
+            with os.scandir(self.path) as entries:
+                return tuple(sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False)))
+        except OSError as error:
+            raise _refused("list", str(self.path), error) from error
+
+    # -- control files ("Interface Files") ---------------------------------------------------------------------------
+
+    def read(self, file: str) -> str:
+        """Return the content of control file *file* without its last line end."""
+        try:
+            return (self.path / file).read_text().removesuffix("\n")
+        except OSError as error:
+            raise _refused("read", str(self.path / file), error) from error
+
+    def write(self, file: str, value: str) -> None:
+        """Write *value* to control file *file*; the empty string clears it."""
+        fd = self.open(file)
+        try:
+            write_control(fd, value, str(self.path / file))
+        finally:
+            os.close(fd)
+
+    def open(self, file: str) -> int:
+        """Open control file *file* for writing and return the descriptor, which the caller closes or passes on.
+
+        There is no ``O_CREAT``: a misspelt name fails here as it does in the kernel, and nothing is ever made in an
+        ordinary directory that only looks like a group.
+        """
+        try:
+            return os.open(self.path / file, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _refused("open", str(self.path / file), error) from error
+
+    # -- type and controllers ----------------------------------------------------------------------------------------
+
+    def kind(self) -> str:
+        """Return ``domain``, ``domain threaded``, ``domain invalid`` or ``threaded`` ("cgroup.type").
+
+        The root of the hierarchy has no such file; it is a domain.
+        """
+        try:
+            return self.read("cgroup.type")
+        except CgroupError as error:
+            if error.errno == errno.ENOENT and self.exists():
+                return "domain"
+            raise
+
+    def make_threaded(self) -> None:
+        """Turn the group into a threaded one, whose parent becomes ``domain threaded``; there is no way back.
+
+        One that is threaded already is left alone; a ``domain invalid`` one, as a crash between ``mkdir`` and this
+        step leaves it, is finished. Needs an empty group and a parent without domain controllers ("Threads").
+        """
+        if self.kind() != "threaded":
+            self.write("cgroup.type", "threaded")
+
+    def controllers(self) -> frozenset[str]:
+        """Return the controllers this group can switch on for its children ("Top-down Constraint")."""
+        return frozenset(self.read("cgroup.controllers").split())
+
+    def enabled(self) -> frozenset[str]:
+        """Return the controllers switched on for its children ("Enabling and Disabling")."""
+        return frozenset(self.read("cgroup.subtree_control").split())
+
+    def enable(self, controllers: Iterable[str]) -> None:
+        """Switch *controllers* on for the children; those that are on already cost no write.
+
+        Trap: this *succeeds* for threaded controllers while the group itself holds processes, and makes it a
+        threaded domain then and there; children made afterwards as ordinary domains are ``domain invalid``.
+        """
+        missing = sorted(set(controllers) - self.enabled())
+        if missing:
+            self.write("cgroup.subtree_control", " ".join(f"+{name}" for name in missing))
+
+    # -- cpuset ("Cpuset Interface Files") ---------------------------------------------------------------------------
+
+    def cpus(self) -> CpuSet:
+        """Return ``cpuset.cpus`` as it was written; the empty set stands for "what the parent has"."""
+        return self._read_set("cpuset.cpus")
+
+    def effective_cpus(self) -> CpuSet:
+        """Return the CPUs the members really run on."""
+        return self._read_set("cpuset.cpus.effective")
+
+    def mems(self) -> CpuSet:
+        """Return the NUMA nodes of ``cpuset.mems`` as written; the empty set stands for "what the parent has"."""
+        return self._read_set("cpuset.mems")
+
+    def effective_mems(self) -> CpuSet:
+        """Return the NUMA nodes the members really allocate from."""
+        return self._read_set("cpuset.mems.effective")
+
+    def set_cpus(self, cpus: CpuSet) -> CpuSet:
+        """Write ``cpuset.cpus`` and return ``cpuset.cpus.effective`` as read back, which the caller must compare.
+
+        They differ without any error: CPUs the parent does not have, or that are offline, are left out, and when
+        none remains the group silently runs on everything its parent has.
+        """
+        self.write("cpuset.cpus", str(cpus))
+        return self.effective_cpus()
+
+    def set_mems(self, nodes: CpuSet) -> None:
+        """Write ``cpuset.mems``.
+
+        Mind that taking a node away from a populated group migrates every page its members have there, synchronously:
+        "Setting a non-empty value to cpuset.mems causes memory of tasks within the cgroup to be migrated".
+        """
+        self.write("cpuset.mems", str(nodes))
+
+    # -- members -----------------------------------------------------------------------------------------------------
+
+    def admit(self, pid: int) -> None:
+        """Move the process *pid* with all its threads here; 0 is the caller ("Processes").
+
+        A threaded group takes a process from any domain this way, and the process changes its domain by it; a
+        single thread moves only within its domain, by :meth:`confine`.
+        """
+        self.write("cgroup.procs", str(pid))
+
+    def confine(self, tid: int) -> None:
+        """Move the thread *tid* alone here; its process must be in this threaded domain ("Threads")."""
+        self.write("cgroup.threads", str(tid))
+
+    def processes(self) -> frozenset[int]:
+        """Return the processes of a *domain*, its threaded descendants included; 0 is one this reader cannot name.
+
+        In a threaded group ``cgroup.procs`` is not readable (EOPNOTSUPP): ask for :meth:`threads`.
+        """
+        return frozenset(map(int, self.read("cgroup.procs").split()))
+
+    def threads(self) -> frozenset[int]:
+        """Return the threads in exactly this group; 0 is one that the reader's PID namespace cannot name."""
+        return frozenset(map(int, self.read("cgroup.threads").split()))
+
+    def populated(self) -> bool:
+        """Tell whether a live process or thread is here or below ("[Un]populated Notification").
+
+        A change of ``cgroup.events`` can be waited for with poll (``POLLPRI``) or inotify (``IN_MODIFY``).
+        """
+        events = dict(line.split(maxsplit=1) for line in self.read("cgroup.events").splitlines())
+        return events.get("populated") == "1"
+
+    def _read_set(self, file: str) -> CpuSet:
+        text = self.read(file)
+        try:
+            return CpuSet.parse(text)
+        except ValueError as error:
+            raise CgroupError(f"cannot read {self.path / file}: {error}", errno.EBADMSG) from error
+
+
+def _refused(verb: str, name: str, error: OSError) -> CgroupError:
+    number = error.errno or 0
+    meaning = _MEANING.get((name.rpartition("/")[2], number))
+    with contextlib.suppress(OSError):
+        if number == errno.ENOENT and meaning is None and not Path(name).parent.is_dir():
+            meaning = "there is no such cgroup"
+    return CgroupError(f"cannot {verb} {name}" + (f": {meaning}" if meaning else ""), number)

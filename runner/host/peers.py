@@ -1,0 +1,168 @@
+"""Who is at the other end of a Unix socket, by the kernel's word and never by the message's.
+
+``SO_PEERPIDFD`` (Linux 6.5, unix(7)) hands out a descriptor of the very process that connected, so its number cannot
+have been given to another one meanwhile. Before that, ``SO_PEERCRED`` gives a bare number: ``/proc/<pid>`` is opened
+first and everything is read through that descriptor (it answers ESRCH once its process is gone, whoever has the
+number by then), and a process that started after the connection was accepted is not the one that made it. What
+remains in the older way is a number recycled between ``connect`` and ``accept``.
+
+"The peer" is the process that called ``connect``. If it gives its end away, the receiver speaks in its name for as
+long as it lives, which is what passing a descriptor means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import trio
+
+from runner.errors import HostError
+
+SO_PEERPIDFD = 77
+"""``include/uapi/asm-generic/socket.h``; Python 3.11 has no name for it."""
+
+INIT_PID_NAMESPACE = 0xEFFFFFFC
+"""Inode of the machine's first PID namespace: ``PROC_PID_INIT_INO`` of ``include/linux/proc_ns.h``."""
+
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+class PeerError(HostError):
+    """The peer is gone, or out of sight."""
+
+
+@attrs.frozen
+class Peer:
+    """A process as the kernel describes it at one moment of its life."""
+
+    pid: int
+    """Its number here."""
+    inner_pid: int
+    """Its number in its own PID namespace: 1 is that namespace's init."""
+    pid_namespace: int
+    """The inode of its PID namespace."""
+    uid: int
+    """Its user when it connected."""
+    cgroup: str
+    """Its path in the cgroup v2 hierarchy, as seen from the reader's cgroup namespace."""
+
+
+def boot_time() -> float:
+    """Return the clock that the start times of processes are told in."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@attrs.frozen
+class Peers:
+    """The processes listed in *proc*, which must be mounted for the reader's own PID namespace."""
+
+    proc: Path
+    option: int = SO_PEERPIDFD
+
+    def identify(self, connection: socket.socket | trio.socket.SocketType, accepted_at: float) -> Peer:
+        """Return the process that connected *connection*; *accepted_at* is :func:`boot_time` of its acceptance.
+
+        Raises :class:`PeerError` if it has ended, or lives in a PID namespace that is not visible from here.
+        """
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        if pid == 0:
+            raise PeerError(
+                "cannot identify the peer: its PID namespace is not visible from this one; give this program hostPID"
+            )
+        with self._held(connection, pid) as alive, self._directory(pid) as directory:
+            try:
+                started = _start_time(_read(directory, "stat"))
+                peer = Peer(
+                    pid=pid,
+                    inner_pid=_inner_pid(_read(directory, "status")),
+                    pid_namespace=os.stat("ns/pid", dir_fd=directory).st_ino,
+                    uid=uid,
+                    cgroup=_unified(_read(directory, "cgroup")),
+                )
+                if not alive() or _start_time(_read(directory, "stat")) != started:
+                    raise ProcessLookupError
+            except OSError as error:
+                raise PeerError(f"cannot identify the peer: process {pid} has ended") from error
+            except (ValueError, IndexError) as error:
+                raise PeerError(f"cannot identify the peer: what {self.proc}/{pid} says is not understood") from error
+        if started > accepted_at:
+            raise PeerError(f"cannot identify the peer: process {pid} is younger than the connection")
+        return peer
+
+    def namespace(self, pid: int) -> int | None:
+        """Return the inode of the PID namespace of process *pid*, or ``None`` if it has ended."""
+        try:
+            return (self.proc / str(pid) / "ns" / "pid").stat().st_ino
+        except OSError:
+            return None
+
+    def own_namespace(self) -> int:
+        """Return the inode of the reader's own PID namespace."""
+        return (self.proc / "self" / "ns" / "pid").stat().st_ino
+
+    @contextlib.contextmanager
+    def _held(self, connection: socket.socket | trio.socket.SocketType, pid: int) -> Iterator[Callable[[], bool]]:
+        """Hold the peer's pidfd where the kernel gives one; yields the question whether the peer still lives."""
+        try:
+            pidfd = connection.getsockopt(socket.SOL_SOCKET, self.option)
+        except OSError as error:
+            if error.errno != errno.ENOPROTOOPT:  # EINVAL or ESRCH, by version: the process was reaped
+                raise PeerError(f"cannot hold the peer, process {pid}") from error
+            yield lambda: True
+            return
+        try:
+            # poll(2) on a pidfd: readable as soon as the process has ended, reaped or not.
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            yield lambda: not poll.poll(0)
+        finally:
+            os.close(pidfd)
+
+    @contextlib.contextmanager
+    def _directory(self, pid: int) -> Iterator[int]:
+        try:
+            directory = os.open(self.proc / str(pid), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise PeerError(f"cannot identify the peer: process {pid} has ended") from error
+        try:
+            yield directory
+        finally:
+            os.close(directory)
+
+
+def _read(directory: int, file: str) -> str:
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    with os.fdopen(fd, encoding="utf-8", errors="surrogateescape") as stream:
+        return stream.read()
+
+
+def _start_time(stat: str) -> float:
+    # proc_pid_stat(5): the command name is in parentheses and may hold any character, ")" too; starttime is field 22.
+    return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def _inner_pid(status: str) -> int:
+    # proc_pid_status(5): NSpid lists the number in each namespace, the innermost last.
+    return int(_after("NSpid:", status).split()[-1])
+
+
+def _unified(cgroup: str) -> str:
+    # cgroups(7): the version 2 hierarchy is the line "0::PATH"; " (deleted)" follows the path of a removed group.
+    return _after("0::", cgroup)
+
+
+def _after(key: str, text: str) -> str:
+    for line in text.splitlines():
+        if line.startswith(key):
+            return line.removeprefix(key)
+    raise ValueError(f"no line begins with {key!r}")

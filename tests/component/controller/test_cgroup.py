@@ -1,0 +1,107 @@
+"""The door itself, over ordinary directories: what it does without the kernel's help. The rest is in tests/node."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from runner.cpuset import CpuSet
+from runner.host.cgroup import Cgroup, CgroupError, write_control
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Cgroup:
+    for file in ("cgroup.procs", "cgroup.threads", "cpuset.cpus"):
+        (tmp_path / file).touch()
+    return Cgroup(tmp_path)
+
+
+def test_writes_one_line_and_clears_with_a_line_end(group: Cgroup) -> None:
+    group.write("cpuset.cpus", "0-3")
+    assert (group.path / "cpuset.cpus").read_bytes() == b"0-3\n"
+    (group.path / "cpuset.cpus").write_bytes(b"")
+    group.write("cpuset.cpus", "")
+    assert (group.path / "cpuset.cpus").read_bytes() == b"\n"
+
+
+def test_never_makes_a_control_file(group: Cgroup) -> None:
+    with pytest.raises(CgroupError, match=r"cannot open .*cpuset\.cpu$") as caught:
+        group.write("cpuset.cpu", "0-3")
+    assert caught.value.errno == errno.ENOENT
+    assert not (group.path / "cpuset.cpu").exists()
+
+
+def test_descriptors_are_for_writing_and_closed_on_exec(group: Cgroup) -> None:
+    fd = group.open("cgroup.procs")
+    try:
+        assert not os.get_inheritable(fd)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.read(fd, 1)
+        write_control(fd, "0", "cgroup.procs")
+    finally:
+        os.close(fd)
+    assert (group.path / "cgroup.procs").read_bytes() == b"0\n"
+
+
+def test_admits_processes_and_confines_threads(group: Cgroup) -> None:
+    group.admit(12)
+    group.confine(34)
+    assert group.processes() == {12}
+    assert group.threads() == {34}
+
+
+def test_creating_and_removing_twice_is_as_good_as_once(group: Cgroup) -> None:
+    child = group.child("float")
+    child.create()
+    child.create()
+    assert group.children() == ("float",)
+    assert child.parent == group
+    assert child.remove()
+    assert child.remove()
+    assert not child.exists()
+
+
+def test_creating_without_a_parent_says_what_is_missing(group: Cgroup) -> None:
+    with pytest.raises(CgroupError, match="there is no such cgroup"):
+        group.child("a").child("b").create()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "a\0"])
+def test_a_child_has_a_plain_name(group: Cgroup, name: str) -> None:
+    with pytest.raises(ValueError, match="not the name"):
+        group.child(name)
+
+
+@pytest.mark.parametrize("path", ["", "kubepods", "/../../other", "/a/../b"])
+def test_a_path_of_proc_stays_in_the_namespace(group: Cgroup, path: str) -> None:
+    with pytest.raises(ValueError, match="not a group"):
+        group.at(path)
+    assert group.at("/a/b").path == group.path / "a" / "b"
+    assert group.at("/").path == group.path
+
+
+def test_only_populated_one_means_members(group: Cgroup) -> None:
+    for text, populated in (("populated 1\nfrozen 0\n", True), ("populated 0\nfrozen 1\n", False)):
+        (group.path / "cgroup.events").write_text(text)
+        assert group.populated() is populated
+
+
+def test_a_set_that_is_none_is_an_error_with_the_file_in_it(group: Cgroup) -> None:
+    (group.path / "cpuset.cpus").write_text("0-\n")
+    with pytest.raises(CgroupError, match=r"cpuset\.cpus: '0-' .*neither a CPU number nor a range"):
+        group.cpus()
+    (group.path / "cpuset.cpus").write_text("0-2\n")
+    assert group.cpus() == CpuSet([0, 1, 2])
+
+
+def test_says_what_the_kernel_means(group: Cgroup) -> None:
+    read_only = os.open(group.path / "cgroup.threads", os.O_RDONLY)
+    try:
+        with pytest.raises(CgroupError, match=r"cannot write '7' to x/cgroup\.threads") as caught:
+            write_control(read_only, "7", "x/cgroup.threads")
+    finally:
+        os.close(read_only)
+    assert caught.value.errno == errno.EBADF

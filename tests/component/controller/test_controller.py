@@ -1,0 +1,603 @@
+"""Registering, following the kubelet, refusing: a whole controller, its hierarchy on paper, its socket real."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import trio
+
+from runner.controller.keeper import Pace
+from runner.controller.kubelet import Frozen
+from runner.controller.registrar import Patience
+from tests.support.controlled import (
+    ANCHORS,
+    ENTRIES,
+    HOST_NAMESPACE,
+    SHARED,
+    A,
+    B,
+    C,
+    Node,
+    connected,
+    controlled,
+    scope_path,
+)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node.new(tmp_path)
+
+
+def opened(fd: int) -> str:
+    return str(Path(f"/proc/self/fd/{fd}").readlink())
+
+
+async def test_the_articles_exchange(node: Node) -> None:
+    """The published request, as printed, gets the published answer, and more beside the path."""
+    node.put_state("2-3,8-19", {"0": {"x": "0-1"}, "123": {"instance": "4-7"}})
+    printed = b"""{
+"jsonrpc": "2.0",
+"method": "registerCgroup",
+"params": {
+"uuid": "123",
+"cpuset": "4-7"
+},
+"id": 123
+}
+"""
+    async with controlled(node, trusting=True), connected(node.socket) as client:
+        await client.send(printed)
+        assert json.loads(await client.line()) == {
+            "jsonrpc": "2.0",
+            "result": {
+                "cgroup_path": str(node.root.path / "instance-123"),
+                "float_path": str(node.root.path / "float"),
+                "cpuset": "4-7",
+                "protocol": 1,
+            },
+            "id": 123,
+        }
+
+
+async def test_builds_the_tree(node: Node) -> None:
+    async with controlled(node):
+        assert node.root.kind() == "domain threaded"
+        assert node.root.enabled() == {"cpuset"}
+        assert (str(node.root.cpus()), str(node.root.mems())) == ("0-19", "0-1")
+        assert node.floating.kind() == "threaded"
+        assert (str(node.floating.cpus()), str(node.floating.mems())) == (SHARED, "0-1")
+
+
+async def test_registers_once_and_again_with_the_same_answer(node: Node) -> None:
+    node.be(B)
+    async with controlled(node), connected(node.socket) as client:
+        first = await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        before = node.snapshot()
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-15,16-17") == first
+        assert node.snapshot() == before
+        group = node.instance(B)
+        assert (group.kind(), str(group.cpus()), str(group.mems())) == ("threaded", "14-17", "0-1")
+        assert str(node.floating.cpus()) == SHARED
+        await client.send(
+            json.dumps({"jsonrpc": "2.0", "method": "registerCgroup", "params": [B, "14-17"], "id": "x"}).encode()
+            + b"\n"
+        )
+        assert json.loads(await client.line())["result"] == first
+
+
+async def test_the_answer_carries_three_descriptors_in_order(node: Node) -> None:
+    node.be(B)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names only
+    async with controlled(node), connected(node.socket) as client:
+        request = {"jsonrpc": "2.0", "method": "registerCgroup", "params": {"uuid": B, "cpuset": "14-17"}, "id": 1}
+        await client.send(json.dumps(request).encode() + b"\n")
+        data, fds = await client.receive_fds()
+        assert json.loads(data)["result"]["cpuset"] == "14-17"
+        try:
+            assert list(map(opened, fds)) == [
+                str(node.floating.path / "cgroup.procs"),
+                str(node.instance(B).path / "cgroup.threads"),
+                str(node.scope(B).path / "cgroup.procs"),
+            ]
+            for fd in fds:
+                with pytest.raises(OSError, match="Bad file descriptor"):
+                    os.read(fd, 1)  # for writing only
+        finally:
+            for fd in fds:
+                os.close(fd)
+        # A batch has its answers, but no descriptors.
+        await client.send(json.dumps([request]).encode() + b"\n")
+        data, fds = await client.receive_fds()
+        assert json.loads(data)[0]["result"]["cpuset"] == "14-17"
+        assert fds == []
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208  # names only
+
+
+async def test_deregisters_from_float_with_the_anchor_as_witness(node: Node) -> None:
+    node.be(B)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.be(B, cgroup="/stelia/float")
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-17")  # a runner may ask again
+        assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
+        assert not node.instance(B).exists()
+        assert await client.result("deregisterCgroup", uuid=B) == {"removed": False}
+
+
+async def test_a_sidecar_does_not_deregister(node: Node) -> None:
+    node.be(B)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.scope(B).write("cpuset.cpus", SHARED)  # as the scope of another container of the pod has it
+        assert (await client.refusal("deregisterCgroup", uuid=B))["reason"] == "identity"
+        assert node.instance(B).exists()
+
+
+async def test_deregistering_waits_for_the_last_thread(node: Node) -> None:
+    node.be(B)
+    async with controlled(node), connected(node.socket) as client, trio.open_nursery() as nursery:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).populate(True)
+        refused = await client.refusal("deregisterCgroup", uuid=B)
+        assert refused["reason"] == "host"
+        assert "are still in" in str(refused["message"])
+        results: list[object] = []
+
+        async def deregister() -> None:
+            results.append(await client.result("deregisterCgroup", uuid=B))
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(deregister)
+        await trio.sleep(0.1)
+        assert not results
+        node.instance(B).populate(False)
+        await trio.sleep_forever()
+    assert results == [{"removed": True}]
+
+
+@pytest.mark.parametrize("uuid", [A, "123", "unknown"])
+async def test_nobody_acts_for_another_pod(node: Node, uuid: str) -> None:
+    node.be(A)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=A, cpuset="0-1,12-13")
+        before = node.snapshot()
+        node.be(B)
+        for cgroup in (None, "/stelia/float"):
+            node.be(B, cgroup=cgroup)
+            for method, params in (("registerCgroup", {"cpuset": "0-1,12-13"}), ("deregisterCgroup", {})):
+                assert (await client.refusal(method, uuid=uuid, **params))["reason"] == "identity"
+        assert node.snapshot() == before
+
+
+async def test_who_is_no_init_of_a_private_namespace_is_refused(node: Node) -> None:
+    async with controlled(node) as controller, connected(node.socket) as client:
+        for inner, namespace, word in ((7, None, "shareProcessNamespace"), (1, HOST_NAMESPACE, "hostPID")):
+            node.be(B, inner=inner, namespace=namespace)
+            for method, params in (("registerCgroup", {"cpuset": "14-17"}), ("deregisterCgroup", {})):
+                assert word in str((await client.refusal(method, uuid=B, **params))["message"])
+        assert controller.keeper.tally.refusals["identity"] == 4
+        assert not node.instance(B).exists()
+
+
+async def test_without_its_anchor_nobody_is_known_in_float(node: Node) -> None:
+    async with controlled(node), connected(node.socket) as client:
+        node.be(B, cgroup="/stelia/float")
+        (node.scope(B).path / "cgroup.procs").write_text("")
+        assert "anchor" in str((await client.refusal("deregisterCgroup", uuid=B))["message"])
+        (node.scope(B).path / "cgroup.procs").write_text(f"{ANCHORS[B]}\n")
+        node.put_process(ANCHORS[B], scope_path(B), inner=2, namespace="pid-other")
+        assert "anchor" in str((await client.refusal("deregisterCgroup", uuid=B))["message"])
+
+
+async def test_a_stale_scope_is_waited_for(node: Node) -> None:
+    node.be(B)
+    node.scope(B).write("cpuset.cpus", "2-11")
+    async with (
+        controlled(node, patience=Patience(agreement=20)),
+        connected(node.socket) as client,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def correct() -> None:
+            await trio.sleep(0.1)
+            node.scope(B).write("cpuset.cpus", "14-17")
+
+        nursery.start_soon(correct)
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+
+async def test_a_late_entry_is_waited_for(node: Node) -> None:
+    node.be(B)
+    node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
+    async with (
+        controlled(node, patience=Patience(agreement=20)),
+        connected(node.socket) as client,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def allocate() -> None:
+            await trio.sleep(0.05)
+            node.put_state("2-11", {A: ENTRIES[A], C: ENTRIES[C]})  # in neither set
+            await trio.sleep(0.05)
+            node.put_state(SHARED, ENTRIES)
+
+        nursery.start_soon(allocate)
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert str(node.floating.cpus()) == SHARED
+
+
+async def test_lasting_disagreement_is_refused_with_both_values(node: Node) -> None:
+    node.be(B)
+    node.scope(B).write("cpuset.cpus", "14-15")
+    async with controlled(node), connected(node.socket) as client:
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+        assert refused["code"] == -32002
+        assert (refused["requested"], refused["kubelet"], refused["scope"]) == ("14-17", "14-17", "14-15")
+    node.scope(B).write("cpuset.cpus", "14-17")
+    async with controlled(node, patience=Patience(agreement=3600)), connected(node.socket) as client:
+        # Both of the kubelet's words agree against the request: no waiting.
+        assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-16"))["reason"] == "cpuset"
+        assert not node.instance(B).exists()
+
+
+@pytest.mark.parametrize(
+    ("uuid", "cpuset"),
+    [
+        (B, ""),
+        (B, "1.3"),
+        (B, "5-3"),
+        (B, "99999"),
+        ("../x", "14-17"),
+        ("", "14-17"),
+        ("a" * 256, "14-17"),
+        (f"{B}\n", "14-17"),
+        (f"{B}\0", "14-17"),
+        (B.upper(), "14-17"),
+        ("cgroup.procs", "14-17"),
+        ("а", "14-17"),  # noqa: RUF001  # a Cyrillic look-alike
+    ],
+)
+async def test_malformed_parameters_touch_nothing(node: Node, uuid: str, cpuset: str) -> None:
+    node.be(B)
+    async with controlled(node), connected(node.socket) as client:
+        before = node.snapshot()
+        assert (await client.refusal("registerCgroup", uuid=uuid, cpuset=cpuset))["code"] == -32602
+        assert node.snapshot() == before
+
+
+async def test_parameters_are_counted_and_named(node: Node) -> None:
+    async with controlled(node), connected(node.socket) as client:
+        for params in ({}, {"uuid": B}, {"uuid": B, "cpuset": "1", "colour": "red"}):
+            assert (await client.refusal("registerCgroup", **params))["code"] == -32602
+        assert (await client.refusal("getStatus", verbose="1"))["code"] == -32602
+        assert (await client.refusal("rpc.discover"))["code"] == -32601
+
+
+# -- following the kubelet -------------------------------------------------------------------------------------------
+
+
+async def test_float_follows_the_shared_pool_whoever_changes_it(node: Node) -> None:
+    async with controlled(node) as controller:
+        for shared, entries in (
+            ("2-11,18-19", {A: ENTRIES[A], B: ENTRIES[B]}),
+            ("2-5,18-19", {A: ENTRIES[A], B: ENTRIES[B], "not-an-instance": {"web": "6-11"}}),
+            (SHARED, ENTRIES),
+        ):
+            node.put_state(shared, entries)
+            await controller.until(lambda shared=shared: str(node.floating.cpus()) == shared)  # type: ignore[misc]
+
+
+async def test_drift_is_put_right(node: Node) -> None:
+    node.be(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        for group, right in ((node.instance(B), "14-17"), (node.floating, SHARED)):
+            group.write("cpuset.cpus", "0-19")
+            await controller.until(lambda group=group, right=right: str(group.cpus()) == right)  # type: ignore[misc]
+        assert controller.keeper.tally.repairs == 2
+        node.floating.write("cpuset.mems", "0")
+        await controller.until(lambda: str(node.floating.mems()) == "0-1")
+        node.root.write("cgroup.subtree_control", "-cpuset")
+        await controller.until(lambda: "cpuset" in node.root.enabled() and str(node.instance(B).cpus()) == "14-17")
+
+
+async def test_what_somebody_removed_is_made_again(node: Node) -> None:
+    node.be(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert node.floating.remove()
+        await controller.until(lambda: node.floating.exists() and str(node.floating.cpus()) == SHARED)
+        assert node.floating.kind() == "threaded"
+        # An instance is made by its registration only.
+        assert node.instance(B).remove()
+        assert node.floating.remove()
+        assert node.root.remove()
+        await controller.until(lambda: node.floating.exists() and str(node.floating.cpus()) == SHARED)
+        assert not node.instance(B).exists()
+        node.mount.write("cgroup.subtree_control", "-cpuset")  # as systemctl daemon-reload may do
+        await controller.until(lambda: "cpuset" in node.mount.enabled() and str(node.floating.cpus()) == SHARED)
+
+
+async def test_an_instance_goes_when_its_pod_and_its_threads_are_gone(node: Node) -> None:
+    node.be(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).populate(True)
+        node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
+        await controller.until(lambda: str(node.floating.cpus()) == SHARED and not controller.keeper.frozen())
+        await controller.keeper.next_pass()  # by the change of cgroup.events
+        assert str(node.instance(B).cpus()) == "14-17"  # its last threads still run there, alone
+        node.instance(B).populate(False)
+        await controller.until(lambda: not node.instance(B).exists())
+        await controller.until(lambda: str(node.floating.cpus()) == "2-11,14-17")
+        assert controller.keeper.tally.removed == 1
+
+
+async def test_cpus_are_not_given_to_two_instances(node: Node) -> None:
+    node.be(B)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).populate(True)
+        moved = {A: {"instance": "14-17"}, C: ENTRIES[C]}
+        node.put_state("0-13", moved)
+        node.scope(A).write("cpuset.cpus", "14-17")
+        node.be(A)
+        refused = await client.refusal("registerCgroup", uuid=A, cpuset="14-17")
+        assert (refused["reason"], refused["holder"]) == ("conflict", B)
+        node.instance(B).populate(False)
+        assert await client.result("registerCgroup", uuid=A, cpuset="14-17")
+        assert not node.instance(B).exists()
+
+
+async def test_foreign_groups_are_never_touched(node: Node) -> None:
+    node.root.create()
+    node.root.write("cgroup.subtree_control", "+cpuset")
+    names = ["other", "instance-UPPER", "instance-a\nb", "instance-", "floats", "instance-a.b"]
+    for name in names:
+        node.root.child(name).create()
+        node.root.child(name).write("cpuset.cpus", "0-19")
+    async with controlled(node) as controller, connected(node.socket) as client:
+        node.put_state("2-13", {B: ENTRIES[B], C: ENTRIES[C], "x": {"y": "0-1"}})
+        await controller.until(lambda: str(node.floating.cpus()) == "2-13")
+        assert set(node.root.children()) == {*names, "float"}
+        assert all((node.root.path / name / "cpuset.cpus").read_text() == "0-19\n" for name in names)
+        assert await client.result("listInstances") == []
+
+
+async def test_half_built_groups_are_finished(node: Node) -> None:
+    node.root.create()
+    node.root.write("cgroup.subtree_control", "+cpuset")
+    made = node.root.child("made")
+    made.create()
+    made.write("cgroup.type", "threaded")
+    made.remove()
+    node.floating.create()
+    node.instance(B).create()
+    assert node.floating.kind() == node.instance(B).kind() == "domain invalid"
+    async with controlled(node):
+        assert node.floating.kind() == node.instance(B).kind() == "threaded"
+        assert (str(node.floating.cpus()), str(node.instance(B).cpus())) == (SHARED, "14-17")
+
+
+async def test_domain_controllers_in_the_root_are_switched_off(node: Node) -> None:
+    node.root.create()
+    node.root.write("cgroup.subtree_control", "+memory +cpuset")
+    async with controlled(node):
+        assert node.root.enabled() == {"cpuset"}
+        assert node.floating.kind() == "threaded"
+
+
+# -- frozen ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"policyName":"static","defaultCpuSet":"2-10"}', None])
+async def test_on_an_unusable_state_decisions_freeze_and_thaw(node: Node, torn: bytes | None) -> None:
+    node.be(B)
+    state = node.kubelet / "cpu_manager_state"
+    good = state.read_bytes()
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).populate(True)
+        before = node.snapshot()
+        if torn is None:
+            state.unlink()
+        else:
+            state.write_bytes(torn)
+        await controller.until(lambda: bool(controller.keeper.frozen()))
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+        assert refused["reason"] == "frozen"
+        assert str(state) in str(refused["message"])
+        status = await client.result("getStatus")
+        assert isinstance(status, dict)
+        assert str(state) in status["frozen"]
+        assert node.snapshot() == before
+        state.write_bytes(good)
+        await controller.until(lambda: not controller.keeper.frozen())
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert controller.keeper.tally.passes["frozen"]
+
+
+async def test_a_state_that_was_read_once_is_not_acted_upon(node: Node) -> None:
+    async with controlled(node) as controller:
+        settled = controller.keeper.current()
+        assert settled == controller.keeper.state
+        node.put_state("2-11,16-17", {**ENTRIES, B: {"instance": "14-15"}})
+        unsettled = controller.keeper.current()  # before any pass could read the file again
+        assert isinstance(unsettled, Frozen)
+        assert "is changing" in unsettled.reason
+        await controller.until(lambda: str(node.floating.cpus()) == "2-11,16-17")
+        assert controller.keeper.current() == controller.keeper.state != settled
+
+
+async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:
+    (node.kubelet / "cpu_manager_state").unlink()
+    async with controlled(node) as controller:
+        assert controller.keeper.frozen()
+        assert not node.root.exists()  # nothing is known, so nothing is decided
+        node.put_state(SHARED, ENTRIES)
+        await controller.until(lambda: not controller.keeper.frozen())
+        assert str(node.floating.cpus()) == SHARED
+
+
+async def test_a_kubelet_whose_directory_comes_later_or_is_replaced_is_followed(node: Node) -> None:
+    aside = node.path / "aside"
+    node.kubelet.rename(aside)
+    pace = Pace(pause=0.005, readings=10, frozen=0.1)
+    async with controlled(node, pace=pace) as controller:
+        assert controller.keeper.frozen()
+        aside.rename(node.kubelet)
+        await controller.until(lambda: not controller.keeper.frozen())
+        node.kubelet.rename(aside)
+        await controller.until(lambda: bool(controller.keeper.frozen()))
+        node.kubelet.mkdir()
+        await controller.keeper.next_pass()
+        node.put_state("2-13", {B: ENTRIES[B], C: ENTRIES[C], "x": {"y": "0-1"}})
+        await controller.until(lambda: str(node.floating.cpus()) == "2-13")
+
+
+async def test_policy_none(node: Node) -> None:
+    node.be(B)
+    node.put_state("", {}, policy="none")
+    async with controlled(node) as controller, connected(node.socket) as client:
+        assert str(node.floating.cpus()) == "0-19"
+        assert "cpuManagerPolicy" in str((await client.refusal("registerCgroup", uuid=B, cpuset="14-17"))["message"])
+        node.put_state(SHARED, ENTRIES)
+        await controller.until(lambda: str(node.floating.cpus()) == SHARED)
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+
+async def test_strictly_reserved_cpus_may_be_in_no_set(node: Node) -> None:
+    node.put_state("4-11", {**ENTRIES})
+    async with controlled(node) as controller:
+        assert "--reserved-cpus" in controller.keeper.frozen()
+    async with controlled(node, reserved="2-3") as controller:
+        assert not controller.keeper.frozen()
+        assert str(node.floating.cpus()) == "4-11"
+
+
+async def test_an_offline_cpu_cannot_be_registered(node: Node) -> None:
+    node.be(B)
+    (node.path / "sys/devices/system/cpu/online").write_text("0-16,18-19\n")
+    async with controlled(node), connected(node.socket) as client:
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+        assert refused["reason"] == "cpuset"
+        assert "'17' are not online" in str(refused["message"])
+
+
+async def test_a_cpuset_the_kernel_does_not_grant_is_no_registration(node: Node) -> None:
+    """The root lacks a CPU: the kernel accepts the instance's cpuset and runs something else."""
+    node.be(B)
+    async with controlled(node), connected(node.socket) as client:
+        (node.root.path / "cpuset.cpus.effective").write_text("0-15,17-19\n")
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+        assert refused["reason"] == "host"
+        assert "14-15,17" in str(refused["message"])
+        assert not node.instance(B).exists()
+
+
+# -- starting again ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_restart_changes_nothing(node: Node) -> None:
+    node.be(B)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).populate(True)
+    before = node.snapshot()
+    async with controlled(node) as controller, connected(node.socket) as client:
+        assert node.snapshot() == before
+        assert set(controller.keeper.tally.passes) == {"clean"}
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
+    assert node.snapshot() == before
+
+
+async def test_a_restart_after_the_pod_is_gone_cleans_up(node: Node) -> None:
+    node.be(B)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+    node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
+    async with controlled(node):
+        assert node.root.children() == ("float",)
+        assert str(node.floating.cpus()) == "2-11,14-17"
+
+
+# -- no kubelet, no identity -----------------------------------------------------------------------------------------
+
+
+async def test_without_a_kubelet_whoever_asks_first_gets_the_cpus(node: Node) -> None:
+    async with controlled(node, own_cpus="4-15", trusting=True), connected(node.socket) as client:
+        assert str(node.floating.cpus()) == "0-19"
+        await client.result("registerCgroup", uuid="one", cpuset="4-7")
+        assert str(node.floating.cpus()) == "0-3,8-19"
+        node.instance("one").populate(True)
+        refused = await client.refusal("registerCgroup", uuid="two", cpuset="7-8")
+        assert (refused["reason"], refused["holder"]) == ("conflict", "one")
+        node.instance("one").populate(False)
+        await client.result("registerCgroup", uuid="two", cpuset="7-8")  # an empty instance gives way
+        assert str(node.floating.cpus()) == "0-6,9-19"
+        assert node.root.children() == ("float", "instance-two")
+        assert (await client.refusal("registerCgroup", uuid="three", cpuset="0-1"))["reason"] == "cpuset"
+        assert await client.result("deregisterCgroup", uuid="two") == {"removed": True}
+        assert str(node.floating.cpus()) == "0-19"
+
+
+async def test_one_cpu_is_always_left_to_float(node: Node) -> None:
+    async with controlled(node, own_cpus="0-19", trusting=True), connected(node.socket) as client:
+        assert (await client.refusal("registerCgroup", uuid="all", cpuset="0-19"))["reason"] == "cpuset"
+        await client.result("registerCgroup", uuid="most", cpuset="0-18")
+        refused = await client.refusal("registerCgroup", uuid="rest", cpuset="19")
+        assert refused["reason"] == "cpuset"
+        assert str(node.floating.cpus()) == "19"
+
+
+async def test_trust_is_told(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with controlled(node, trusting=True), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        status = await client.result("getStatus")
+        assert isinstance(status, dict)
+        assert status["trusting"] is True
+    assert f"instance registered uuid={B} cpus=14-17" in [record.getMessage() for record in caplog.records]
+
+
+async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
+    async with controlled(node), connected(node.socket) as client:
+        for uid, cpuset in ((A, "0-1,12-13"), (B, "14-17")):
+            node.be(uid)
+            await client.result("registerCgroup", uuid=uid, cpuset=cpuset)
+        own = await client.result("listInstances")
+        assert own == [
+            {
+                "uuid": B,
+                "cgroup_path": str(node.instance(B).path),
+                "cpuset": "14-17",
+                "effective": "14-17",
+                "populated": False,
+            }
+        ]
+        node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)
+        everything = await client.result("listInstances")
+        assert isinstance(everything, list)
+        assert [item["uuid"] for item in everything] == [A, B]
+
+
+async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:
+    """The last state is not lost, none is acted upon that lasted a millisecond, and the loop does not spin."""
+    async with controlled(node) as controller:
+        before = controller.keeper.tally.passes.total()
+        started = trio.current_time()
+        for number in range(500):
+            shared = "2-11" if number % 2 else "2-10"
+            entries = ENTRIES if number % 2 else {**ENTRIES, "x": {"y": "11"}}
+            node.put_state(shared, entries)
+            await trio.sleep(0.001)
+        node.put_state("2-4", {**ENTRIES, "last": {"y": "5-11"}})
+        await controller.until(lambda: str(node.floating.cpus()) == "2-4")
+        passes = controller.keeper.tally.passes.total() - before
+        # A pass takes two readings, 5 ms apart (the pace of these tests).
+        assert passes <= (trio.current_time() - started) / 0.005

@@ -1,0 +1,200 @@
+"""The program itself: command line, signals, exit status, and its pages."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from runner.controller.main import main, page_of
+from runner.controller.metrics import serve_pages
+from runner.controller.server import listening
+from tests.support.controlled import B, Controller, Node, connected, controlled
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node.new(tmp_path)
+
+
+def command(node: Node, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())"),
+        *("--root", str(node.root.path), "--cgroupfs", str(node.mount.path), "--socket", str(node.socket)),
+        *("--kubelet-dir", str(node.kubelet), "--sysfs", str(node.path / "sys"), "--procfs", str(node.proc)),
+        *more,
+    ]
+
+
+def until(process: subprocess.Popen[str], word: str) -> str:
+    """Read what *process* logs until a line with *word*."""
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if word in line:
+            return "".join(lines)
+    raise AssertionError("".join(lines))
+
+
+@pytest.fixture
+def built(node: Node) -> Node:
+    """Build the tree beforehand: the program itself cannot make groups out of ordinary directories."""
+
+    async def build() -> None:
+        node.be(B)
+        async with controlled(node), connected(node.socket) as client:
+            await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+    trio.run(build)
+    node.instance(B).populate(True)
+    return node
+
+
+@pytest.fixture
+def process(built: Node) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        command(built, "--metrics", "127.0.0.1:0"), stderr=subprocess.PIPE, text=True, cwd=Path.cwd()
+    ) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_and_leaves_the_tree(
+    built: Node, process: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    before = built.snapshot()
+    assert "ready" in until(process, "ready")
+    with socket.socket(socket.AF_UNIX) as client:  # a connection is no reason to stay
+        client.connect(str(built.socket))
+        process.send_signal(number)
+        assert number.name in until(process, "stopping")
+        assert process.wait(10) == 0
+    assert built.snapshot() == before
+    assert not built.socket.exists()
+
+
+def test_killed_and_started_again_it_replaces_its_socket(built: Node, process: subprocess.Popen[str]) -> None:
+    before = built.snapshot()
+    until(process, "ready")
+    process.kill()
+    process.wait()
+    assert built.socket.exists()
+    with subprocess.Popen(command(built), stderr=subprocess.PIPE, text=True, cwd=Path.cwd()) as successor:
+        until(successor, "ready")
+        successor.terminate()
+        assert successor.wait(10) == 0
+    assert built.snapshot() == before
+
+
+def test_a_second_controller_refuses_to_start(built: Node, process: subprocess.Popen[str]) -> None:
+    until(process, "ready")
+    second = subprocess.run(command(built), capture_output=True, text=True, check=False, timeout=20)
+    assert second.returncode == 31
+    assert "another controller answers there" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+def test_without_cgroup_v2_it_says_so_and_waits(node: Node) -> None:
+    (node.mount.path / "cgroup.controllers").write_text("memory\n")
+    with subprocess.Popen(command(node), stderr=subprocess.PIPE, text=True) as process:
+        assert "offers no cpuset controller" in until(process, "ready")
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def test_trusting_is_loud(built: Node) -> None:
+    with subprocess.Popen(command(built, "--insecure-trust-peer"), stderr=subprocess.PIPE, text=True) as process:
+        assert "INSECURE" in until(process, "ready")
+        process.terminate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--cpus", "5-3"], "--cpus"),
+        (["--cpus", ""], "--cpus"),
+        (["--reserved-cpus", "x"], "--reserved-cpus"),
+        (["--metrics", "9100"], "--metrics"),
+        (["--metrics", "127.0.0.1:99999"], "--metrics"),
+        (["--unknown"], "--unknown"),
+    ],
+)
+def test_a_wrong_command_line_is_told(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+async def get(path: Path, request: bytes) -> bytes:
+    stream = await trio.open_unix_socket(path)
+    async with stream:
+        await stream.send_all(request)
+        answer = b""
+        while data := await stream.receive_some():
+            answer += data
+    return answer
+
+
+async def test_pages(node: Node) -> None:
+    node.be(B)
+    async with controlled(node) as controller, connected(node.socket) as client, trio.open_nursery() as nursery:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        await client.refusal("registerCgroup", uuid="x", cpuset="1")
+        port = node.path / "pages"  # what is asked there is HTTP, whatever the address family
+        with listening(port) as listener:
+            pages = [trio.SocketListener(listener)]
+            nursery.start_soon(serve_pages, pages, partial(page_of, controller.keeper))
+            await look_at(port, controller)
+            nursery.cancel_scope.cancel()
+
+
+async def look_at(port: Path, controller: Controller) -> None:
+    answer = (await get(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).decode()
+    head, _, body = answer.partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200 OK\r\n")
+    assert f"Content-Length: {len(body)}" in head
+    for line in (
+        "instances 1",
+        "instance_cpus 4",
+        "float_cpus 10",
+        "frozen 0",
+        'requests_total{method="registerCgroup"} 2',
+        'refusals_total{reason="identity"} 1',
+    ):
+        assert f"instance_cgroup_controller_{line}\n" in body
+    sample = re.compile(r'(# (HELP|TYPE) \w+ .+|\w+(\{\w+="\w+"\})? [0-9.e+-]+)')
+    assert all(sample.fullmatch(line) for line in body.splitlines())
+    assert (await get(port, b"GET /healthz HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\nok\n")
+    assert b" 200 " in await get(port, b"GET /readyz?x=1 HTTP/1.1\r\n\r\n")
+    assert b" 404 " in await get(port, b"GET / HTTP/1.1\r\n\r\n")
+    assert b" 405 " in await get(port, b"POST /metrics HTTP/1.1\r\n\r\n")
+    assert b" 400 " in await get(port, b"nonsense\r\n\r\n")
+    assert b" 400 " in await get(port, b"GET /" + b"x" * (8192 - 5))
+    (controller.node.kubelet / "cpu_manager_state").write_bytes(b"{")
+    await controller.until(lambda: bool(controller.keeper.frozen()))
+    assert b"frozen: cannot use" in await get(port, b"GET /healthz HTTP/1.1\r\n\r\n")
+    assert b" 503 " in await get(port, b"GET /readyz HTTP/1.1\r\n\r\n")
+    assert b"controller_frozen 1\n" in await get(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+
+
+def test_the_script_is_installed() -> None:
+    found = subprocess.run(
+        [Path(sys.executable).with_name("instance-cgroup-controller"), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    assert "--insecure-trust-peer" in found.stdout

@@ -1,0 +1,109 @@
+"""Who is at the other end: real processes on real sockets, with and without SO_PEERPIDFD."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.host.peers import INIT_PID_NAMESPACE, SO_PEERPIDFD, Peer, PeerError, Peers, boot_time
+
+NO_SUCH_OPTION = 9999
+"""Makes the kernel answer ENOPROTOOPT, as one before Linux 6.5 does for SO_PEERPIDFD."""
+
+CLIENT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()"
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        listener.settimeout(10)
+        yield listener
+
+
+@pytest.fixture(params=[SO_PEERPIDFD, NO_SUCH_OPTION], ids=["pidfd", "credentials"])
+def peers(request: pytest.FixtureRequest) -> Peers:
+    return Peers(Path("/proc"), request.param)
+
+
+def connect(listener: socket.socket, *prefix: str) -> tuple[subprocess.Popen[bytes], socket.socket, float]:
+    process = subprocess.Popen(
+        [*prefix, sys.executable, "-S", "-c", CLIENT, listener.getsockname()], stdin=subprocess.PIPE
+    )
+    return process, listener.accept()[0], boot_time()
+
+
+def identify_and_end(
+    peers: Peers, process: subprocess.Popen[bytes], connection: socket.socket, accepted_at: float
+) -> Peer:
+    with connection, process:
+        try:
+            return peers.identify(connection, accepted_at)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def test_knows_a_process(listener: socket.socket, peers: Peers) -> None:
+    process, connection, accepted_at = connect(listener)
+    peer = identify_and_end(peers, process, connection, accepted_at)
+    assert (peer.pid, peer.uid) == (process.pid, os.getuid())
+    assert peer.pid_namespace == peers.own_namespace()
+    assert peer.cgroup == next(
+        line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a new PID namespace")
+def test_knows_the_init_of_another_pid_namespace(listener: socket.socket, peers: Peers) -> None:
+    process, connection, accepted_at = connect(listener, "unshare", "--pid", "--fork", "--kill-child")
+    peer = identify_and_end(peers, process, connection, accepted_at)
+    assert peer.inner_pid == 1
+    assert peer.pid != process.pid  # it is unshare's child
+    assert peer.pid_namespace not in (peers.own_namespace(), INIT_PID_NAMESPACE)
+
+
+def test_does_not_know_one_that_has_ended(listener: socket.socket, peers: Peers) -> None:
+    process, connection, accepted_at = connect(listener)
+    process.kill()
+    process.wait()  # reaped: its number is free for others
+    with connection, pytest.raises(PeerError, match=f"process {process.pid}"):
+        peers.identify(connection, accepted_at)
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def test_does_not_believe_one_that_is_younger_than_the_connection(listener: socket.socket, peers: Peers) -> None:
+    process, connection, accepted_at = connect(listener)
+    with pytest.raises(PeerError, match="younger"):
+        identify_and_end(peers, process, connection, accepted_at - 3600)
+
+
+def test_does_not_understand_a_proc_that_is_none(listener: socket.socket, tmp_path: Path) -> None:
+    process, connection, accepted_at = connect(listener)
+    directory = tmp_path / "proc" / str(process.pid)
+    directory.mkdir(parents=True)
+    for file, text in (("stat", f"{process.pid} (x) S" + " 1" * 30), ("status", "Name:\tx\n"), ("cgroup", "0::/\n")):
+        (directory / file).write_text(text)
+    with pytest.raises(PeerError, match="not understood"):
+        identify_and_end(Peers(tmp_path / "proc"), process, connection, accepted_at)
+
+
+def test_leaves_no_descriptor_behind(listener: socket.socket, peers: Peers) -> None:
+    process, connection, accepted_at = connect(listener)
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208  # names only
+    peers.identify(connection, accepted_at)
+    assert len(os.listdir("/proc/self/fd")) == len(before)  # noqa: PTH208  # names only
+    identify_and_end(peers, process, connection, accepted_at)
+
+
+def test_namespace_of_nobody_is_none(peers: Peers) -> None:
+    assert peers.namespace(os.getpid()) == peers.own_namespace()
+    assert peers.namespace(2**22 + 1) is None

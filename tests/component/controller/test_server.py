@@ -1,0 +1,354 @@
+"""Hostile, slow and broken clients on the real socket."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from runner.controller.registrar import Patience
+from runner.controller.server import Limits, listening
+from runner.errors import HostError
+from tests.support.controlled import B, Client, Node, connected, controlled
+
+STATUS = b'{"jsonrpc":"2.0","method":"getStatus","id":1}\n'
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node.new(tmp_path)
+
+
+def error_code(line: bytes) -> object:
+    response = json.loads(line)
+    return response["error"]["code"] if "error" in response else None
+
+
+async def works(node: Node) -> None:
+    """Check that the controller answers somebody else."""
+    async with connected(node.socket) as client:
+        assert await client.result("getStatus")
+
+
+async def ended(client: Client) -> bool:
+    """Wait for the end of the connection."""
+    await trio.lowlevel.checkpoint()
+    data = b"x"
+    while data:
+        try:
+            data = await client.connection.recv(65536)
+        except ConnectionResetError:
+            data = b""
+    return True
+
+
+async def test_who_says_nothing_is_sent_away(node: Node) -> None:
+    async with controlled(node, limits=Limits(first_byte=0.1)), connected(node.socket) as client:
+        assert await ended(client)
+        await works(node)
+
+
+async def test_who_dribbles_is_sent_away_and_disturbs_nobody(node: Node) -> None:
+    limits = Limits(first_byte=0.2, idle=0.5, connections=64, connections_per_peer=64)
+    async with controlled(node, limits=limits), trio.open_nursery() as nursery:
+        left = 0
+
+        async def dribble() -> None:
+            nonlocal left
+            async with connected(node.socket) as client:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    for byte in STATUS:
+                        await client.send(bytes([byte]))
+                        await trio.sleep(0.1)
+                left += 1
+
+        for _ in range(60):
+            nursery.start_soon(dribble)
+        await trio.sleep(0.1)
+        with trio.fail_after(5):
+            for _ in range(10):
+                await works(node)
+        assert left == 0
+    assert left == 60
+
+
+async def test_who_is_idle_between_messages_is_sent_away(node: Node) -> None:
+    async with controlled(node, limits=Limits(idle=0.2)), connected(node.socket) as client:
+        await client.send(STATUS)
+        assert error_code(await client.line()) is None
+        assert await ended(client)
+
+
+async def test_who_does_not_read_is_dropped(node: Node) -> None:
+    async with controlled(node, limits=Limits(idle=0.3)), connected(node.socket) as client:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while True:  # until both directions are full, and then until the controller loses its patience
+                await client.send(STATUS * 100)
+        await works(node)
+
+
+async def test_who_stops_sending_still_gets_his_answer(node: Node) -> None:
+    async with controlled(node):
+        for request in (STATUS, STATUS.rstrip()):  # the last line end may be missing
+            async with connected(node.socket) as client:
+                await client.send(request)
+                client.connection.shutdown(socket.SHUT_WR)
+                assert error_code(await client.line()) is None
+                assert await ended(client)
+        async with connected(node.socket) as client:
+            await client.send(b'{"jsonrpc":')
+            client.connection.shutdown(socket.SHUT_WR)
+            assert error_code(await client.line()) == -32700
+
+
+async def test_who_resets_after_the_request_disturbs_nobody(node: Node) -> None:
+    async with controlled(node):
+        for _ in range(50):
+            async with connected(node.socket) as client:
+                await client.send(STATUS * 3)
+                client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await works(node)
+
+
+async def test_who_cannot_be_seen_is_told_so(node: Node) -> None:
+    async with controlled(node):
+        (node.proc / str(os.getpid()) / "status").unlink()
+        async with connected(node.socket) as client:
+            response = json.loads(await client.line())
+            assert response["error"]["data"] == {"reason": "identity"}
+            assert await ended(client)
+    async with controlled(node, trusting=True):
+        await works(node)
+
+
+async def test_who_is_gone_before_his_patience_ends_registers_nothing(node: Node) -> None:
+    node.be(B)
+    node.scope(B).write("cpuset.cpus", "2-11")
+    async with controlled(node, patience=Patience(agreement=0.5)) as controller:
+        async with connected(node.socket) as client:
+            params = {"uuid": B, "cpuset": "14-17"}
+            await client.send(json.dumps({"jsonrpc": "2.0", "method": "registerCgroup", "params": params}).encode())
+            client.connection.shutdown(socket.SHUT_WR)
+            await trio.sleep(0.05)
+        (node.proc / str(os.getpid()) / "stat").unlink()  # the process has ended
+        node.scope(B).write("cpuset.cpus", "14-17")
+        await controller.eventually(lambda: controller.keeper.tally.refusals["identity"] == 1)
+        assert not node.instance(B).exists()
+
+
+async def test_a_message_beyond_the_limit_ends_the_conversation(node: Node) -> None:
+    async with controlled(node):
+        for flood in (b"x" * 70_000, b'"' + b"x" * 70_000 + b'"\n', b"[" * 100_000, b"{\n" + b" \n" * 40_000):
+            async with connected(node.socket) as client:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    await client.send(flood)
+                    assert error_code(await client.line()) == -32600
+                    assert await ended(client)
+        async with connected(node.socket) as client:  # 10 MiB without a line end
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for _ in range(160):
+                    await client.send(b"x" * 65536)
+                assert await ended(client)
+        await works(node)
+
+
+async def test_the_longest_message_is_read(node: Node) -> None:
+    async with controlled(node), connected(node.socket) as client:
+        await client.send(STATUS.rstrip().ljust(64 * 1024 - 1) + b"\n")
+        assert error_code(await client.line()) is None
+
+
+async def test_a_bracket_without_end_is_answered_soon(node: Node) -> None:
+    async with controlled(node, limits=Limits(unfinished=0.1)), connected(node.socket) as client:
+        await client.send(b"{\n")
+        assert error_code(await client.line()) == -32700
+        await client.send(b'[\n {"jsonrpc":"2.0","method":"getStatus","id":7}\n ]\n')  # its bracket is indented
+        assert json.loads(await client.line())[0]["id"] == 7
+        await client.send(STATUS)
+        assert error_code(await client.line()) is None
+
+
+async def test_many_messages_are_answered_in_order(node: Node) -> None:
+    async with controlled(node), connected(node.socket) as client, trio.open_nursery() as nursery:
+        wire = b"".join(b'{"jsonrpc":"2.0","method":"no","id":%d}\n' % number for number in range(3000))
+        nursery.start_soon(client.send, wire)
+        assert [json.loads(await client.line())["id"] for _ in range(3000)] == list(range(3000))
+
+
+async def test_connections_have_a_limit(node: Node) -> None:
+    async with controlled(node, limits=Limits(connections=64, connections_per_peer=16)) as controller:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(connected(node.socket)) for _ in range(16)]
+            for client in clients:
+                await client.send(STATUS)
+                assert error_code(await client.line()) is None
+            one_too_many = await stack.enter_async_context(connected(node.socket))
+            assert error_code(await one_too_many.line()) == -32005
+            assert await ended(one_too_many)
+        await controller.eventually(lambda: controller.server._connections.total() == 0)
+        await works(node)
+    limits = Limits(connections=3, connections_per_peer=16)
+    async with controlled(node, limits=limits), contextlib.AsyncExitStack() as stack:
+        for _ in range(3):
+            client = await stack.enter_async_context(connected(node.socket))
+            await client.send(STATUS)
+            await client.line()
+        one_too_many = await stack.enter_async_context(connected(node.socket))
+        assert error_code(await one_too_many.line()) == -32005
+
+
+async def test_requests_in_flight_have_a_limit(node: Node) -> None:
+    node.be(B)
+    node.scope(B).write("cpuset.cpus", "2-11")  # a registration waits for it
+    request = {"jsonrpc": "2.0", "method": "registerCgroup", "params": {"uuid": B, "cpuset": "14-17"}, "id": 1}
+    async with controlled(node, patience=Patience(agreement=20)) as controller, contextlib.AsyncExitStack() as stack:
+        waiting = [await stack.enter_async_context(connected(node.socket)) for _ in range(5)]
+        for client in waiting:
+            await client.send(json.dumps(request).encode() + b"\n")
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert controller.server._in_flight.total() == 5
+        sixth = await stack.enter_async_context(connected(node.socket))
+        assert (await sixth.refusal("getStatus"))["code"] == -32005
+        node.scope(B).write("cpuset.cpus", "14-17")
+        assert [error_code(await client.line()) for client in waiting] == [None] * 5
+        assert await sixth.result("getStatus")
+
+
+@pytest.mark.parametrize("count", [1, 253])
+async def test_descriptors_nobody_asked_for_are_closed(node: Node, count: int) -> None:
+    read_end, write_end = os.pipe()
+    async with controlled(node), connected(node.socket) as client:
+        await client.send(STATUS)
+        await client.line()
+        before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names only
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [write_end] * count))]
+        await client.connection.sendmsg([STATUS], rights)
+        assert error_code(await client.line()) is None
+        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208  # names only
+        os.close(write_end)
+        assert os.read(read_end, 1) == b""  # nobody holds the other end any more
+        os.close(read_end)
+
+
+def frames(seed: int) -> Iterator[bytes]:
+    """Yield broken messages of every kind, each one line and none that only opens a bracket."""
+    chance = random.Random(seed)  # noqa: S311  # no secret
+    whole = [
+        STATUS.rstrip(),
+        b'{"jsonrpc":"2.0","method":"registerCgroup","params":{"uuid":"123","cpuset":"4-7"},"id":1}',
+        b'{"jsonrpc":"2.0","method":"deregisterCgroup","params":["123"],"id":"a"}',
+        b'[{"jsonrpc":"2.0","method":"listInstances","id":1},{"jsonrpc":"2.0","method":"x","id":null},1,[]]',
+        b'{"jsonrpc":"2.0","method":"registerCgroup","params":{"uuid":"../../x","cpuset":"0-99999"},"id":1e400}',
+        b'{"id":{"id":[NaN,Infinity]},"id":true,"params":"\\ud800"}',
+    ]
+    while True:
+        frame = bytearray(chance.choice(whole))
+        for _ in range(chance.randrange(4)):
+            place = chance.randrange(len(frame))
+            match chance.randrange(6):
+                case 0:
+                    frame[place] = chance.randrange(256)
+                case 1:
+                    del frame[place : place + chance.randrange(1, 9)]
+                case 2:
+                    frame[place:place] = chance.choice([b"[" * 500, b"\x00", b"\xff", b'"', b"}", b"-", b"\\u", b","])
+                case 3:
+                    del frame[place:]
+                case 4:
+                    frame += frame[:place]
+                case _:
+                    frame[place:place] = bytes(chance.randrange(256) for _ in range(8))
+            frame = frame or bytearray(b"x")
+        line = bytes(frame.replace(b"\n", b" "))
+        if line.strip() not in (b"", b"{", b"["):
+            yield line + b"\n"
+
+
+async def test_ten_thousand_broken_messages(node: Node) -> None:
+    """Every answer is a well-formed response, no group appears, no internal error, and the controller goes on."""
+    seed, wanted = 20260, 10_000
+    async with controlled(node) as controller, contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(connected(node.socket))
+        source = frames(seed)
+        before = node.snapshot()
+        for _ in range(wanted // 100):
+            # A line after each hundred tells where the answers to them end, whether they were requests or not.
+            await client.send(
+                b"".join(next(source) for _ in range(100)) + b'{"jsonrpc":"2.0","method":"","id":"end"}\n'
+            )
+            while True:
+                answer = json.loads(await client.line())
+                for response in answer if isinstance(answer, list) else [answer]:
+                    assert response["jsonrpc"] == "2.0", seed
+                    assert ("result" in response) != ("error" in response), seed
+                    assert "error" not in response or response["error"]["code"] != -32603, seed
+                if not isinstance(answer, list) and answer["id"] == "end":
+                    break
+        assert node.snapshot() == before
+        assert controller.server._in_flight.total() == 0
+        await works(node)
+
+
+# -- the socket's file ------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_controllers_socket_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with listening(path) as listener:
+        assert listener.getsockname() != ""
+        assert path.stat().st_mode & 0o777 == 0o666
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_living_controllers_socket_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with listening(path):
+        with pytest.raises(HostError, match="another controller answers"), listening(path):
+            pass
+        assert path.exists()
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_what_is_no_socket_is_left_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "socket"
+    path.mkdir() if kind == "directory" else path.write_text("x")
+    with pytest.raises(HostError, match="no socket is there; remove it"), listening(path):
+        pass
+    assert path.exists()
+
+
+def test_a_successors_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with listening(path):
+        path.rename(tmp_path / "old")
+        with listening(path) as successor:
+            assert successor.fileno() >= 0
+            (tmp_path / "old").unlink()
+            path.rename(tmp_path / "kept")
+        (tmp_path / "kept").rename(path)
+        os.link(path, tmp_path / "mine")
+        path.unlink()
+        path.write_text("somebody else's")
+    assert path.read_text() == "somebody else's"
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(HostError, match=r"cannot listen at .*missing/socket"),
+        listening(tmp_path / "missing" / "socket"),
+    ):
+        pass

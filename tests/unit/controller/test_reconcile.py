@@ -1,0 +1,321 @@
+"""Small worlds, all of them: three CPUs, two pods, every tree and every kubelet's state that they can form."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+
+import attrs
+import pytest
+
+from runner.controller.kubelet import CpuState
+from runner.controller.machine import Machine
+from runner.controller.reconcile import (
+    FLOAT,
+    ROOT,
+    Action,
+    Desired,
+    Group,
+    Make,
+    Observed,
+    Remove,
+    Write,
+    desire,
+    desire_without_kubelet,
+    holders,
+    instance_group,
+    instance_uid,
+    reconcile,
+    silent_fallbacks,
+    stale,
+)
+from runner.cpuset import CpuSet
+
+ALL, NONE = CpuSet([0, 1, 2]), CpuSet()
+MEMS = CpuSet([0, 1])
+SETS = [CpuSet(cpus) for size in range(4) for cpus in itertools.combinations(ALL, size)]
+MACHINE = Machine(present=ALL, online=ALL, memory_nodes=MEMS)
+BUILT = Observed(delegated=True, exists=True, enabled=frozenset({"cpuset"}), cpus=ALL, mems=MEMS)
+
+
+def threaded(cpus: CpuSet, *, populated: bool = False, mems: CpuSet = MEMS) -> Group:
+    return Group("threaded", cpus, mems, cpus or ALL, populated)
+
+
+HALF_BUILT = Group("domain invalid", NONE, NONE, ALL, populated=False)
+
+
+def perform(observed: Observed, action: Action) -> Observed:
+    """Do to *observed* what the kernel would do to the tree."""
+    if action.group in ("", ".."):
+        return perform_on_root(observed, action)
+    groups = dict(observed.groups)
+    match action:
+        case Make(name):
+            groups[name] = HALF_BUILT
+        case Remove(name):
+            assert not groups[name].populated
+            del groups[name]
+        case Write(name, "cgroup.type", "threaded"):
+            groups[name] = attrs.evolve(groups[name], kind="threaded")
+        case Write(name, "cpuset.cpus", value):
+            cpus = CpuSet.parse(value)
+            assert cpus, "nothing of ours is left without CPUs"
+            groups[name] = attrs.evolve(groups[name], cpus=cpus, effective=cpus)
+        case Write(name, "cpuset.mems", value):
+            groups[name] = attrs.evolve(groups[name], mems=CpuSet.parse(value))
+        case _:
+            raise AssertionError(action)
+    return attrs.evolve(observed, groups=groups)
+
+
+def perform_on_root(observed: Observed, action: Action) -> Observed:
+    match action:
+        case Make(""):
+            return attrs.evolve(observed, exists=True)
+        case Write("..", "cgroup.subtree_control", "+cpuset"):
+            return attrs.evolve(observed, delegated=True)
+        case Write("", "cgroup.subtree_control", words):
+            enabled = set(observed.enabled)
+            for word in words.split():
+                (enabled.add if word[0] == "+" else enabled.discard)(word[1:])
+            return attrs.evolve(observed, enabled=frozenset(enabled))
+        case Write("", "cpuset.cpus", value):
+            return attrs.evolve(observed, cpus=CpuSet.parse(value))
+        case Write("", "cpuset.mems", value):
+            return attrs.evolve(observed, mems=CpuSet.parse(value))
+    raise AssertionError(action)
+
+
+def run(observed: Observed, actions: Iterable[Action]) -> Observed:
+    for action in actions:
+        observed = perform(observed, action)
+    return observed
+
+
+def union(sets: Iterable[CpuSet]) -> CpuSet:
+    return CpuSet(cpu for cpus in sets for cpu in cpus)
+
+
+def overlaps(observed: Observed) -> set[tuple[str, str]]:
+    return {
+        (one, other)
+        for one, other in itertools.combinations(sorted(observed.groups), 2)
+        if not observed.groups[one].cpus.isdisjoint(observed.groups[other].cpus)
+    }
+
+
+def states() -> Iterator[Desired]:
+    for owners in itertools.product("fab", repeat=3):
+        cpus = {owner: CpuSet(cpu for cpu in ALL if owners[cpu] == owner) for owner in "fab"}
+        if cpus["f"]:
+            entries = {uid: {"vm": cpus[uid]} for uid in "ab" if cpus[uid]}
+            yield desire(CpuState("static", cpus["f"], entries), MACHINE, NONE)
+
+
+def trees() -> Iterator[Observed]:
+    floats = [None, HALF_BUILT, *map(threaded, SETS)]
+    instances = [
+        None,
+        HALF_BUILT,
+        *(threaded(cpus, populated=populated) for cpus in SETS for populated in (False, True)),
+    ]
+    for floating, a, b in itertools.product(floats, instances, instances):
+        groups = {FLOAT: floating, "instance-a": a, "instance-b": b}
+        yield attrs.evolve(BUILT, groups={name: group for name, group in groups.items() if group is not None})
+
+
+def check_world(desired: Desired, observed: Observed) -> None:
+    actions = reconcile(desired, observed, {})
+    before = overlaps(observed)
+    orphans = {
+        uid: group for uid, group in observed.instances().items() if uid not in desired.choices and group.populated
+    }
+    after = observed
+    for action in actions:
+        assert action.group in (FLOAT, "instance-a", "instance-b")
+        if isinstance(action, Remove):
+            uid = instance_uid(action.group)
+            assert uid not in desired.choices
+            assert not observed.groups[action.group].populated
+        assert instance_uid(action.group) not in orphans  # what outlives its pod is left alone
+        after = perform(after, action)
+    assert reconcile(desired, after, {}) == (), "one pass is enough"
+    held = union(group.cpus for group in orphans.values())
+    owned = union(group.cpus for uid, group in after.instances().items() if uid not in orphans)
+    blocked = {uid for uid, (cpus, *_) in desired.choices.items() if not cpus.isdisjoint(held)}
+    # Two groups share a CPU only where one of them outlives its pod, or had to be left where somebody else had put it
+    # because its own CPUs are not free: they did so before, or float would have no CPU at all.
+    for one, other in overlaps(after):
+        assert {instance_uid(one), instance_uid(other)} & (set(orphans) | blocked)
+        assert (one, other) in before or (one == FLOAT and desired.shared_pool - owned <= held)
+    if desired.shared_pool - held and not blocked:
+        assert after.groups[FLOAT].cpus == desired.shared_pool - held
+    for uid, group in after.instances().items():
+        if uid in desired.choices and desired.choices[uid][0].isdisjoint(held):
+            assert (group.kind, group.cpus, group.mems) == ("threaded", desired.choices[uid][0], MEMS)
+
+
+def test_every_small_world_becomes_what_the_kubelet_says_in_one_pass() -> None:
+    all_states, worlds = list(states()), 0
+    for index, observed in enumerate(trees()):
+        # Every tree meets a third of the states, every state a third of the trees.
+        for desired in all_states[index % 3 :: 3]:
+            check_world(desired, observed)
+            worlds += 1
+    assert worlds > 19_000
+
+
+def test_dying_after_any_action_changes_nothing_about_the_end() -> None:
+    all_states = list(states())
+    for index, observed in enumerate(itertools.islice(trees(), 0, None, 23)):
+        desired = all_states[index % len(all_states)]
+        actions = reconcile(desired, observed, {})
+        end = run(observed, actions)
+        for count in range(len(actions)):
+            stopped = run(observed, actions[:count])
+            assert run(stopped, reconcile(desired, stopped, {})) == end
+
+
+def test_no_action_brings_two_groups_onto_one_cpu() -> None:
+    """From a tree as this program leaves it, to any other state: what shrinks goes first."""
+    for before, after in itertools.product(states(), states()):
+        grown = run(BUILT, reconcile(before, BUILT, {uid: cpus[0] for uid, cpus in before.choices.items()}))
+        assert not overlaps(grown)
+        for action in reconcile(after, grown, {uid: cpus[0] for uid, cpus in after.choices.items()}):
+            crossing = {FLOAT, *map(instance_group, "ab")} if not _touching(grown, after) else set()
+            grown = perform(grown, action)
+            assert not {pair for pair in overlaps(grown) if not set(pair) & crossing}
+
+
+def _touching(observed: Observed, desired: Desired) -> bool:
+    """Tell whether every group keeps a CPU; only then can CPUs change hands without being shared for a moment."""
+    wanted: dict[str, CpuSet] = {FLOAT: desired.shared_pool}
+    wanted |= {instance_group(uid): cpus[0] for uid, cpus in desired.choices.items()}
+    return all(name not in wanted or not group.cpus.isdisjoint(wanted[name]) for name, group in observed.groups.items())
+
+
+@pytest.mark.parametrize("delegated", [False, True])
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("enabled", [set(), {"cpuset"}, {"memory"}, {"cpuset", "hugetlb", "io"}, {"cpu", "cpuset"}])
+@pytest.mark.parametrize("cpus", [NONE, CpuSet([1]), ALL, ALL | CpuSet([7])])
+def test_the_root_is_finished_from_any_state(*, delegated: bool, exists: bool, enabled: set[str], cpus: CpuSet) -> None:
+    found = Observed(delegated=delegated, exists=exists)
+    if exists:
+        found = attrs.evolve(found, enabled=frozenset(enabled), cpus=cpus, mems=NONE)
+    desired = next(states())
+    after = run(found, reconcile(desired, found, {}))
+    assert after.delegated
+    assert after.exists
+    assert after.enabled - {"cpu"} == {"cpuset"}
+    assert after.cpus == ALL | found.cpus  # never less than it has
+    assert after.mems == MEMS
+    assert after.groups == {FLOAT: threaded(desired.shared_pool)}
+    assert reconcile(desired, after, {}) == ()
+
+
+def test_builds_in_the_order_the_kernel_demands() -> None:
+    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
+    assert reconcile(desired, Observed(delegated=False, exists=False), {"a": CpuSet([1, 2])}) == (
+        Write("..", "cgroup.subtree_control", "+cpuset"),
+        Make(ROOT),
+        Write(ROOT, "cpuset.mems", "0-1"),
+        Write(ROOT, "cpuset.cpus", "0-2"),
+        Write(ROOT, "cgroup.subtree_control", "+cpuset"),
+        Make(FLOAT),
+        Write(FLOAT, "cgroup.type", "threaded"),
+        Write(FLOAT, "cpuset.mems", "0-1"),
+        Make("instance-a"),
+        Write("instance-a", "cgroup.type", "threaded"),
+        Write("instance-a", "cpuset.mems", "0-1"),
+        Write(FLOAT, "cpuset.cpus", "0"),
+        Write("instance-a", "cpuset.cpus", "1-2"),
+    )
+
+
+def test_memory_nodes_are_never_taken_away() -> None:
+    wide = CpuSet([0, 1, 2])
+    observed = attrs.evolve(
+        BUILT,
+        mems=wide,
+        groups={FLOAT: threaded(CpuSet([0]), mems=wide), "instance-a": threaded(CpuSet([1, 2]), mems=CpuSet([1]))},
+    )
+    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
+    assert reconcile(desired, observed, {}) == (Write("instance-a", "cpuset.mems", "0-1"),)
+
+
+@pytest.mark.parametrize(
+    ("found", "left"),
+    [("1", "1"), ("1-2", "1-2"), ("2", "1-2"), ("0", "1-2"), ("0-1", "1-2"), ("", "1-2")],
+)
+def test_which_container_an_instance_is_nobody_wrote_down(found: str, left: str) -> None:
+    entries: Mapping[str, Mapping[str, CpuSet]] = {"a": {"vm": CpuSet([1]), "side": CpuSet([1, 2])}}
+    desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, NONE)
+    observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet.parse(found), populated=True)})
+    assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == left
+
+
+def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
+    observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]))})
+    named = desire(CpuState("static", CpuSet([0, 1, 2])), MACHINE, NONE)
+    unnamed = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, NONE)
+    assert stale(named, observed, {}) == ("a",)
+    assert stale(named, observed, {"a": CpuSet([1])}) == ()
+    assert stale(unnamed, observed, {}) == ()
+    assert stale(desire_without_kubelet(MACHINE), observed, {}) == ()
+
+
+def test_under_policy_none_everything_floats_but_what_still_runs() -> None:
+    desired = desire(CpuState("none", NONE), MACHINE, NONE)
+    observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]), populated=True)})
+    after = run(observed, reconcile(desired, observed, {}))
+    assert str(after.groups[FLOAT].cpus) == "0,2"
+    assert after.groups["instance-a"] == observed.groups["instance-a"]
+
+
+def test_when_all_is_given_away_float_has_the_reserved_cpus() -> None:
+    desired = desire(CpuState("static", NONE, {"a": {"vm": CpuSet([1, 2])}}), MACHINE, CpuSet([0]))
+    assert desired.shared_pool == CpuSet([0])
+
+
+def test_float_joins_an_orphan_only_where_it_has_no_other_cpu() -> None:
+    orphan = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([0]), populated=True)})
+    for shared, expected in (("0", "0"), ("0-1", "1")):
+        desired = desire(CpuState("static", CpuSet.parse(shared)), MACHINE, NONE)
+        assert str(run(orphan, reconcile(desired, orphan, {})).groups[FLOAT].cpus) == expected
+
+
+def test_float_stays_where_it_is_when_there_is_no_cpu_for_it() -> None:
+    desired = desire(CpuState("static", NONE), MACHINE, NONE)
+    assert reconcile(desired, attrs.evolve(BUILT, groups={FLOAT: threaded(CpuSet([1]))}), {}) == ()
+
+
+def test_without_a_kubelet_float_has_what_no_instance_holds() -> None:
+    desired = desire_without_kubelet(MACHINE)
+    observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]))})
+    after = run(observed, reconcile(desired, observed, {"b": CpuSet([2])}))
+    assert str(after.groups[FLOAT].cpus) == "0"
+    assert str(after.groups["instance-a"].cpus) == "1"
+
+
+def test_only_well_formed_names_are_ours() -> None:
+    assert instance_uid(instance_group("a-1")) == "a-1"
+    for name in ("instance-", "instance-A", "instance-a\n", "instance-a/b", "instance-..", "instances", "float", "x"):
+        assert instance_uid(name) is None
+
+
+def test_who_holds_a_cpu() -> None:
+    observed = attrs.evolve(
+        BUILT, groups={FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1])), "instance-b": HALF_BUILT}
+    )
+    assert set(holders(CpuSet([1]), observed, but="c")) == {"a", "b"}  # b runs on everything until it has a cpuset
+    assert set(holders(CpuSet([1]), observed, but="a")) == {"b"}
+    assert set(holders(CpuSet([2]), observed, but="b")) == set()
+
+
+def test_sees_where_the_kernel_silently_fell_back() -> None:
+    lying = Group("threaded", CpuSet([1]), MEMS, ALL, populated=True)
+    observed = attrs.evolve(BUILT, groups={"instance-a": lying, FLOAT: threaded(CpuSet([0]))})
+    assert set(silent_fallbacks(observed, ALL)) == {"instance-a"}
+    offline = Group("threaded", CpuSet([1, 2]), MEMS, CpuSet([1]), populated=True)
+    assert silent_fallbacks(attrs.evolve(BUILT, groups={"instance-a": offline}), CpuSet([0, 1])) == {}
