@@ -14,7 +14,6 @@ import trio
 from runner.errors import RunnerError, explain
 from runner.host.processes import Processes, open_processes
 from runner.host.procfs import Procfs
-from runner.host.qmp import QMPError
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class Faults:
         """Record a failure of the release in the block, and go on with the next one."""
         try:
             yield
-        except (RunnerError, QMPError, OSError, trio.TooSlowError) as error:
+        except (RunnerError, OSError, trio.TooSlowError) as error:
             sentence = f"could not {what}: {explain(error)}"
             log.error("fault: %s", sentence)  # noqa: TRY400 - told in one line; the log is for operators
             self.sentences.append(sentence)

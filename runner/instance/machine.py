@@ -12,7 +12,7 @@ import trio
 from runner.errors import HostError, Status, explain
 from runner.host import files
 from runner.host.processes import Command, Process, stop_bound
-from runner.host.qmp import Event, ExecuteError, Monitor, MonitorError, QMPError, VcpuThread
+from runner.host.qmp import Event, Monitor, MonitorError, VcpuThread
 from runner.host.sockets import Socket, connected_pair
 from runner.instance.host import Host, first_of
 from runner.instance.services import Shares, Tap, death_of
@@ -75,7 +75,7 @@ class Machine:
         """Wait for QEMU to greet, and return its version, or say what it said instead."""
         try:
             return await self._monitor.greet()
-        except (MonitorError, ExecuteError) as error:
+        except MonitorError as error:
             failure = error
         with trio.move_on_after(EXITS_WITHIN):
             await self.process.wait()
@@ -131,8 +131,6 @@ class Machine:
             while True:
                 await self._monitor.execute("system_powerdown")
                 await trio.sleep(PRESSED_EVERY)
-        except QMPError as error:
-            log.warning("cannot press the power button: %s", error)
         except MonitorError as error:
             log.warning("%s", explain(error))
         await trio.sleep_forever()
@@ -149,7 +147,7 @@ class Machine:
     async def _quit(self) -> int:
         try:
             await self._monitor.execute("quit")
-        except (MonitorError, QMPError) as error:
+        except MonitorError as error:
             log.debug("quit was not answered: %s", error)
         return await self.process.wait()
 

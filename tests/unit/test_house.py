@@ -49,7 +49,6 @@ EFFECTS = {
 ONE_DOOR = {
     "subprocess": {"host.processes"},
     "pyroute2": {"host.network"},
-    "qemu": {"host.qmp"},
     "socket": {"host", "controller"},
 }
 """Module → the only modules (or rooms) of ours that may import it."""
