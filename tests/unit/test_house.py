@@ -41,14 +41,12 @@ EFFECTS = {
     "threading",
     "time",
     "trio",
-    "pyroute2",
     "qemu",
 }
 """What no pure room imports: it decides, it does not do."""
 
 ONE_DOOR = {
     "subprocess": {"host.processes"},
-    "pyroute2": {"host.network"},
     "qemu": {"host.qmp"},
     "socket": {"host", "controller"},
 }
