@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -14,7 +13,6 @@ import attrs
 import trio
 
 from runner.errors import RefusedError, RunnerError, Status, explain
-from runner.host.network import Network, network_helper
 from runner.host.outlet import Outlet
 from runner.host.processes import become_subreaper, dying_with_us, signal_name
 from runner.instance.host import Faults, Host, StopRequest, capture, open_host
@@ -98,18 +96,16 @@ async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) ->
 
 
 async def _plan(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath) -> InstancePlan:
-    async with _helped(host, spec) as network:
-        return plan_instance(source, spec, await survey(spec, host, network, state_directory))
+    return plan_instance(source, spec, await survey(spec, host, state_directory))
 
 
 async def _run(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath, stdout: Outlet) -> Verdict:
     """Run *spec*; errors end here, below the root's nursery, which would wrap them."""
     try:
-        async with _helped(host, spec) as network:
-            plan = plan_instance(source, spec, await survey(spec, host, network, state_directory))
-            for remark in plan.remarks:
-                log.warning("%s", remark)
-            ended = await run_instance(plan, host, network, stdout)
+        plan = plan_instance(source, spec, await survey(spec, host, state_directory))
+        for remark in plan.remarks:
+            log.warning("%s", remark)
+        ended = await run_instance(plan, host, stdout)
     except RunnerError as error:
         return _refused(error)
     status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
@@ -118,16 +114,6 @@ async def _run(source: str, spec: InstanceSpec, host: Host, state_directory: Pur
 
 def _refused(error: RunnerError) -> Verdict:
     return Verdict(error.status, error.status.name.lower(), explain(error))
-
-
-@asynccontextmanager
-async def _helped(host: Host, spec: InstanceSpec) -> AsyncIterator[Network | None]:
-    """Hold a network helper when there are networks: started first, it imports while everything else is read."""
-    if not spec.network:
-        yield None
-        return
-    async with network_helper(host.processes) as network:
-        yield network
 
 
 async def _obey(signals: AsyncIterator[int], stop: StopRequest) -> None:

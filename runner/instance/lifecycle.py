@@ -14,7 +14,6 @@ import trio
 
 from runner.errors import Status
 from runner.host import files
-from runner.host.network import Network
 from runner.host.outlet import Outlet
 from runner.host.processes import Command
 from runner.instance.host import Host, StopRequestedError, first_of
@@ -29,7 +28,7 @@ CAUSE_WITHIN = 0.2
 """Seconds within which QEMU's death shows when a daemon has ended because of it."""
 
 
-async def run_instance(plan: InstancePlan, host: Host, network: Network | None, stdout: Outlet) -> Ended:
+async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
     """Hold everything *plan* names for as long as the guest runs, and return how it ended.
 
     Raises :exc:`~runner.errors.RunnerError` when the start failed; whatever was acquired has been released then, and
@@ -40,7 +39,7 @@ async def run_instance(plan: InstancePlan, host: Host, network: Network | None, 
             _state(host, plan) as directory,
             kept_alive(host, Command("anchor", plan.anchor)) as anchor,
             placed(host, plan.placement, anchor) as seat,
-            networked(host, plan.networks, network) as taps,
+            networked(host, plan.networks) as taps,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, stdout) as console,

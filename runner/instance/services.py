@@ -12,8 +12,7 @@ import attrs
 import trio
 
 from runner.errors import RunnerError, Status, explain
-from runner.host import devices, files
-from runner.host.network import Bridge, Network, network_helper
+from runner.host import devices, files, network
 from runner.host.outlet import Outlet
 from runner.host.processes import Command, Process, stop_bound
 from runner.host.sockets import Socket, connected_pair, listening_pair
@@ -26,9 +25,6 @@ log = logging.getLogger(__name__)
 
 STOPPED_WITHIN = 2.0
 """Seconds a service may take to end after SIGTERM."""
-
-REMOVED_WITHIN = 5.0
-"""Seconds the kernel may take to take down the networks."""
 
 FLUSHED_WITHIN = 0.25
 """Seconds given to what the guest said last, when QEMU has gone already."""
@@ -115,11 +111,9 @@ class Tap:
 
 
 @asynccontextmanager
-async def networked(
-    host: Host, plans: Sequence[NetworkPlan], network: Network | None
-) -> AsyncIterator[tuple[Tap, ...]]:
+async def networked(host: Host, plans: Sequence[NetworkPlan]) -> AsyncIterator[tuple[Tap, ...]]:
     """Hold every network of the guest: taps by descriptor, each on a bridge of its own."""
-    if network is None:
+    if not plans:
         yield ()
         return
     bridges = [_bridge(plan) for plan in plans]
@@ -132,20 +126,19 @@ async def networked(
             for plan in plans
         )
         try:
-            # Inside, because a builder that is cut short may have built something; removing what is not there is no matter.
-            await network.build(bridges)
-            await network.dismiss()  # before anything is counted that may run on the vCPUs' CPUs
+            # Inside, because a build that fails may not have taken back everything; removing what is not there is no matter.
+            network.build(bridges)
             yield taps
         finally:
-            with host.faults.recorded("give back the network"), trio.CancelScope(shield=True):
-                async with network_helper(host.processes) as remover:
-                    with trio.fail_after(REMOVED_WITHIN):
-                        await remover.remove(bridges)
+            # Bounded without a timeout of ours: the kernel does it within the call, and host/rtnetlink.py gives up an
+            # answer that was lost. It acquires one descriptor, where `build` had one too.
+            with host.faults.recorded("give back the network"):
+                network.remove(bridges)
 
 
-def _bridge(plan: NetworkPlan) -> Bridge:
+def _bridge(plan: NetworkPlan) -> network.Bridge:
     pod = None if plan.pod is None else pod_link(plan.pod)
-    return Bridge(plan.bridge, plan.tap, str(plan.host), plan.mtu, plan.mac, pod)
+    return network.Bridge(plan.bridge, plan.tap, plan.host, plan.mtu, plan.mac, pod)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import logging
 import pwd
 import re
 from collections.abc import Iterable, Iterator
-from ipaddress import AddressValueError, IPv4Address, IPv4Interface, IPv4Network
+from ipaddress import AddressValueError, IPv4Address
 from pathlib import PurePosixPath
 
 import trio
@@ -14,8 +14,9 @@ import trio
 from runner.errors import HostError
 from runner.host.devices import has_vhost_net, read_kvm
 from runner.host.files import find_program, look, memory_limits, read_text
-from runner.host.network import Link, LinkRoute, Network
+from runner.host.network import Link, read_links
 from runner.host.processes import Command
+from runner.host.rtnetlink import LinkRoute
 from runner.host.scheduler import read_mask
 from runner.instance.host import Host
 from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Resolver, Route, User, Virtiofsd
@@ -29,8 +30,8 @@ ANSWERS_WITHIN = 5.0
 """Seconds a program may take to say its version."""
 
 
-async def survey(spec: InstanceSpec, host: Host, network: Network | None, state_directory: PurePosixPath) -> HostFacts:
-    """Return what *spec*'s plan needs to know of this host; *network* is needed only by networks."""
+async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath) -> HostFacts:
+    """Return what *spec*'s plan needs to know of this host."""
     virtiofsd, trouble = await _virtiofsd(host) if spec.share else (None, "")
     kvm = read_kvm()
     return HostFacts(
@@ -46,7 +47,7 @@ async def survey(spec: InstanceSpec, host: Host, network: Network | None, state_
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
         kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode),
         vhost_net=bool(spec.network) and has_vhost_net(),
-        interfaces=await _interfaces(spec, network),
+        interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
     )
 
@@ -78,35 +79,26 @@ def _users(names: Iterable[str]) -> Iterator[tuple[str, User]]:
         yield name, User(name, entry.pw_uid, entry.pw_gid)
 
 
-async def _interfaces(spec: InstanceSpec, network: Network | None) -> dict[str, Interface]:
+def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:
     names = sorted({each.interface or "eth0" for each in spec.network if each.mode == "bridge"})
-    if not names or network is None:
-        return {}
-    return {name: _interface(link) for name, link in (await network.read_links(names)).items()}
+    return {name: _interface(link) for name, link in read_links(names).items()} if names else {}
 
 
 def _interface(link: Link) -> Interface:
-    addresses = tuple(map(IPv4Interface, link.addresses))
-    return Interface(link.name, link.mac, link.mtu, addresses, tuple(map(_route, link.routes)))
-
-
-def _route(route: LinkRoute) -> Route:
-    gateway = IPv4Address(route.gateway) if route.gateway else None
-    source = IPv4Address(route.source) if route.source else None
-    return Route(IPv4Network(route.destination), gateway, source, route.metric, route.onlink, route.protocol)
+    routes = (
+        Route(each.destination, each.gateway, each.source, each.metric, each.onlink, each.protocol)
+        for each in link.routes
+    )
+    return Interface(link.name, link.mac, link.mtu, link.addresses, tuple(routes))
 
 
 def pod_link(interface: Interface) -> Link:
     """Return *interface* as ``host/network.py`` takes it; the inverse of what the survey reads."""
     routes = tuple(
-        LinkRoute(str(each.destination), _text(each.gateway), _text(each.source), each.metric, each.onlink)
+        LinkRoute(each.destination, each.gateway, each.source, each.metric, each.onlink, each.protocol)
         for each in interface.routes
     )
-    return Link(interface.name, interface.mac, interface.mtu, tuple(map(str, interface.addresses)), routes)
-
-
-def _text(address: IPv4Address | None) -> str:
-    return "" if address is None else str(address)
+    return Link(interface.name, interface.mac, interface.mtu, interface.addresses, routes)
 
 
 def parse_resolver(text: str) -> Resolver:

@@ -12,7 +12,7 @@ from tests.bench.worlds import cpu_of, world
 PHASES = (
     ("interpreter", "interpreter", ""),
     ("imports", "imports", ""),
-    ("command line, spec", "asked", r"start role=(network-helper|virtiofsd-version)"),
+    ("command line, spec", "asked", r"start role=virtiofsd-version"),
     ("survey, plan", "planned", r"start role=anchor"),
     ("anchor, placement, network", "network", r"start role=dnsmasq"),
     ("dnsmasq, virtiofsd", "daemons", r"start role=qemu"),

@@ -7,8 +7,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -18,7 +17,6 @@ import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import RunnerError
-from runner.host.network import network_helper
 from runner.host.outlet import Outlet
 from runner.host.processes import become_subreaper
 from runner.instance.host import Faults, Host, StopRequest, open_host
@@ -150,8 +148,7 @@ class Bench:
                 if beside is not None:
                     host.nursery.start_soon(beside, host)
                 try:
-                    async with _helper(host, plan) as network:
-                        ended: Ended | RunnerError = await run_instance(plan, host, network, stdout)
+                    ended: Ended | RunnerError = await run_instance(plan, host, stdout)
                 except RunnerError as error:
                     ended = error
                 self.when_over()
@@ -181,15 +178,6 @@ def _links() -> Iterator[str]:
     """Return the links of our namespace; /sys shows those of the namespace it was mounted in."""
     for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
         yield line.partition(":")[0].strip()
-
-
-@asynccontextmanager
-async def _helper(host: Host, plan: InstancePlan) -> AsyncIterator[Any]:
-    if not plan.networks:
-        yield None
-        return
-    async with network_helper(host.processes) as network:
-        yield network
 
 
 async def settled(host: Host) -> None:

@@ -5,7 +5,9 @@ The guest is a DHCP client in a network namespace of its own, behind a link with
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,12 +19,13 @@ import attrs
 import pytest
 import trio
 
-from runner.errors import HostError, Status
-from runner.host.network import Bridge, network_helper
+from runner.errors import HostError, Status, explain
+from runner.host.network import Bridge, Link, build, read_links, remove
 from runner.host.processes import Command
-from runner.instance.host import Faults, Host, StopRequest, open_host
+from runner.host.rtnetlink import Rtnetlink
+from runner.instance.host import Host
 from runner.instance.machine import Ended
-from runner.instance.survey import _interface
+from runner.instance.survey import _interface, pod_link
 from runner.plan.argv import dnsmasq_argv
 from runner.plan.facts import FileFact, HostFacts, Resolver
 from runner.plan.instance import InstancePlan, plan_instance
@@ -74,12 +77,11 @@ def pod(request: pytest.FixtureRequest) -> Iterator[str]:
         ip("netns", "delete", name)
 
 
-async def read_eth0() -> Any:
-    async with open_host(StopRequest(), Faults()) as host, network_helper(host.processes) as network:
-        return (await network.read_links(["eth0"]))["eth0"]
+def read_eth0() -> Link:
+    return read_links(["eth0"])["eth0"]
 
 
-def bridged(bench: Any, link: Any) -> InstancePlan:
+def bridged(bench: Any, link: Link) -> InstancePlan:
     """Plan mode bridge with a fake QEMU and the real dnsmasq."""
     private: InstancePlan = bench.plan("[[network]]\n")
     facts = HostFacts(
@@ -147,7 +149,7 @@ async def be_the_guest(host: Host, root: Path, gateway: str) -> dict[str, str]:
 )
 async def test_a_guest_takes_the_pods_place_and_gives_it_back(bench: Any, pod: str) -> None:
     before = state_of("eth0")
-    plan = bridged(bench, await read_eth0())
+    plan = bridged(bench, read_eth0())
     during: dict[str, Any] = {}
 
     async def guest(host: Host) -> None:
@@ -180,27 +182,87 @@ async def test_a_killed_runner_leaves_enough_to_put_it_right(bench: Any, pod: st
     """The alias of eth0 says what it was; the next runner reads that, takes the leftovers down, and goes on."""
     del pod
     before = state_of("eth0")
-    link = await read_eth0()
-    bridge = Bridge("vmbr0", "vmtap0", "169.254.77.1/32", 1450, MAC, link)
-    async with open_host(StopRequest(), Faults()) as host, network_helper(host.processes) as network:
-        with pytest.raises(HostError, match="cannot find the network interface 'vmtap0'"):
-            await network.build([bridge])
+    link = read_eth0()
+    bridge = Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, link)
+    with pytest.raises(HostError, match="cannot find the network interface 'vmtap0'"):
+        build([bridge])
     assert state_of("eth0") == before, "a build that fails half-way takes back what it did"
 
     ip("tuntap", "add", "vmtap0", "mode", "tap")
-    async with open_host(StopRequest(), Faults()) as host, network_helper(host.processes) as network:
-        await network.build([bridge])
-        with pytest.raises(HostError, match="another instance of this network namespace uses it"):
-            await network.build([bridge])
+    build([bridge])
+    with pytest.raises(HostError, match="another instance of this network namespace uses it"):
+        build([bridge])
     ip("link", "delete", "vmtap0")  # the runner is killed: its tap goes with its descriptor, the bridge stays
     assert state_of("eth0")["inet"] == []
 
-    assert await read_eth0() == link, "planned from what it was"
-    plan = bridged(bench, await read_eth0())
+    assert read_eth0() == link, "planned from what it was"
+    plan = bridged(bench, read_eth0())
     bench.stop.ask("test")
     result = await bench.run(plan)
     assert isinstance(result, Ended), result
     assert bench.faults.sentences == []
+    assert state_of("eth0") == before
+
+
+def test_whatever_the_kernel_refuses_is_taken_back(pod: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request of a build fails once; afterwards the pod's interface is what it was and no bridge is left."""
+    del pod
+    before = state_of("eth0")
+    link = read_eth0()
+    bridges = [
+        Bridge("vmbr0", "vmtap0", IPv4Interface("192.168.77.1/24"), 1500, MAC, None),
+        Bridge("vmbr1", "vmtap1", IPv4Interface("169.254.77.1/32"), 1450, MAC, link),
+    ]
+    converse = Rtnetlink._converse
+    asked = 0
+
+    def refusing(self: Rtnetlink, *request: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == n:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return converse(self, *request)
+
+    for tap in ("vmtap0", "vmtap1"):
+        ip("tuntap", "add", tap, "mode", "tap")
+    monkeypatch.setattr(Rtnetlink, "_converse", refusing)
+    try:
+        for n in range(1, 100):  # noqa: B007 - `refusing` reads it
+            asked = 0
+            try:
+                build(bridges)
+                break
+            except HostError as error:
+                said = explain(error)
+            assert said.endswith("Cannot allocate memory")
+            assert state_of("eth0") == before, said
+            assert "vmbr" not in ip("link", "show", "type", "bridge"), said
+        assert asked > 15
+        n = 0
+        assert state_of("eth0") != before
+        remove(bridges)
+        assert state_of("eth0") == before
+        assert read_eth0() == link
+        remove(bridges)  # what is not there is no matter
+    finally:
+        for tap in ("vmtap0", "vmtap1"):
+            ip("link", "delete", tap)
+
+
+def test_a_route_comes_back_as_whose_it_was(pod: str) -> None:
+    del pod
+    ip("route", "add", "10.8.0.0/16", "dev", "eth0", "proto", "static", "metric", "9")
+    before = state_of("eth0")
+    link = read_eth0()
+    assert pod_link(_interface(link)) == link
+    ip("tuntap", "add", "vmtap0", "mode", "tap")
+    bridges = [Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, pod_link(_interface(link)))]
+    try:
+        build(bridges)
+        assert read_eth0() == link
+        remove(bridges)
+    finally:
+        ip("link", "delete", "vmtap0")
     assert state_of("eth0") == before
 
 
@@ -229,7 +291,7 @@ async def test_a_tap_somebody_holds(bench: Any) -> None:
 async def test_dnsmasq_answers_nobody_else(bench: Any, pod: str) -> None:
     """On a bridged link there are other hosts; a client with another MAC address gets no answer from us."""
     del pod
-    plan = bridged(bench, await read_eth0())
+    plan = bridged(bench, read_eth0())
 
     async def stranger(host: Host) -> None:
         with trio.fail_after(30):

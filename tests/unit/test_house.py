@@ -41,14 +41,11 @@ EFFECTS = {
     "threading",
     "time",
     "trio",
-    "pyroute2",
-    "qemu",
 }
 """What no pure room imports: it decides, it does not do."""
 
 ONE_DOOR = {
     "subprocess": {"host.processes"},
-    "pyroute2": {"host.network"},
     "socket": {"host", "controller"},
 }
 """Module → the only modules (or rooms) of ours that may import it."""

@@ -1,0 +1,410 @@
+"""The one door to rtnetlink(7): links, their IPv4 addresses, and the routes of the main table.
+
+A request is a header, a fixed structure and attributes; the kernel does it within ``sendto`` and has put its answer into
+our receive buffer when that returns, so nothing here waits and nothing here needs a task. Numbers and structures are those
+of ``include/uapi/linux/netlink.h``, ``rtnetlink.h``, ``if_link.h`` and ``if_addr.h``; the kernel must be Linux 4.20 or later.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from typing import Self
+
+import attrs
+
+from runner.errors import HostError
+
+ANSWERED_WITHIN = 5
+"""Seconds after which an answer is given up: it is lost then, because the kernel answers before ``sendto`` returns."""
+
+_HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
+_LINK = struct.Struct("=BxHiII")  # ifinfomsg: family, type, index, flags, change
+_ADDRESS = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix length, flags, scope, index
+_ROUTE = struct.Struct("=BBBBBBBBI")  # rtmsg: family, dst and src length, tos, table, protocol, scope, type, flags
+_ATTRIBUTE = struct.Struct("=HH")  # nlattr: length, type
+_ATTRIBUTE_TYPE = 0x3FFF  # the other two bits are flags
+_U8 = struct.Struct("=B")
+_U32 = struct.Struct("=I")
+_S32 = struct.Struct("=i")
+
+_SOL_NETLINK = 270
+_NETLINK_CAP_ACK = 10
+_NETLINK_EXT_ACK = 11
+_NETLINK_GET_STRICT_CHK = 12
+
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_NLM_F_REQUEST = 0x1
+_NLM_F_ACK = 0x4
+_NLM_F_DUMP = 0x300
+_NLM_F_REPLACE = 0x100
+_NLM_F_EXCL = 0x200
+_NLM_F_CREATE = 0x400
+_NLM_F_DUMP_INTR = 0x10
+_NLM_F_CAPPED = 0x100
+_NLM_F_ACK_TLVS = 0x200
+_NLMSGERR_ATTR_MSG = 1
+
+_RTM_NEWLINK, _RTM_DELLINK, _RTM_GETLINK, _RTM_SETLINK = 16, 17, 18, 19
+_RTM_NEWADDR, _RTM_DELADDR, _RTM_GETADDR = 20, 21, 22
+_RTM_NEWROUTE, _RTM_GETROUTE = 24, 26
+
+_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER = 1, 3, 4, 10
+_IFLA_LINKINFO, _IFLA_IFALIAS, _IFLA_EXT_MASK = 18, 20, 29
+_IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
+_IFLA_BR_FORWARD_DELAY, _IFLA_BR_STP_STATE, _IFLA_BR_MCAST_SNOOPING = 1, 5, 23
+_RTEXT_FILTER_SKIP_STATS = 8
+_IFF_UP = 1
+
+_IFA_ADDRESS, _IFA_LOCAL = 1, 2
+
+_RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PRIORITY, _RTA_PREFSRC = 1, 4, 5, 6, 7
+_RT_TABLE_MAIN = 254
+_RT_SCOPE_UNIVERSE, _RT_SCOPE_LINK = 0, 253
+_RTN_UNICAST = 1
+_RTNH_F_ONLINK = 4
+
+_LARGEST_ANSWER = 1 << 16  # the kernel fills datagrams of 32 KiB in a dump, and more only for a single larger message
+_DUMP_TRIES = 10
+"""A dump is torn only by a change in the middle of it; ten in a row are a namespace nobody can read."""
+
+
+@attrs.frozen
+class FoundLink:
+    """A network interface as the kernel describes it."""
+
+    index: int
+    name: str
+    mac: str
+    """Empty when its kind has none."""
+    mtu: int
+    master: int
+    """The index of the bridge it is a port of; 0 when it is none."""
+    alias: str
+    kind: str
+    """``bridge``, ``veth``, ``tun`` (which a tap is too), …; empty for hardware."""
+
+
+@attrs.frozen
+class LinkRoute:
+    """An IPv4 route of the main table through one link."""
+
+    destination: IPv4Network
+    gateway: IPv4Address | None = None
+    source: IPv4Address | None = None
+    metric: int = 0
+    onlink: bool = False
+    protocol: int = 3
+    """Who made it (``RTPROT_*``, rtnetlink(7)); 3 is ``boot``, which ip(8) and CNI plugins leave."""
+    scope: int = attrs.field()
+    """How far the destination is: ``RT_SCOPE_UNIVERSE`` behind a gateway, ``RT_SCOPE_LINK`` without one."""
+
+    @scope.default
+    def _nearest(self) -> int:
+        return _RT_SCOPE_LINK if self.gateway is None else _RT_SCOPE_UNIVERSE
+
+    def __str__(self) -> str:
+        return str(self.destination) if self.gateway is None else f"{self.destination} via {self.gateway}"
+
+
+@attrs.frozen
+class Change:
+    """What is to be set of a link; ``None`` leaves it as it is."""
+
+    up: bool | None = None
+    mac: str | None = None
+    mtu: int | None = None
+    master: int | None = None
+    """0 takes it out of its bridge."""
+    alias: str | None = None
+    """The empty one clears it."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value!r}" for name, value in attrs.asdict(self).items() if value is not None)
+
+
+class Rtnetlink:
+    """A conversation with the kernel about the network namespace this thread is in.
+
+    Every method raises :exc:`~runner.errors.HostError`, caused by the kernel's ``OSError``.
+    """
+
+    def __init__(self) -> None:
+        self._sequence = 0
+        with _doing("open rtnetlink"):
+            self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
+            try:
+                # Refusals come with a sentence of the kernel's, and without a copy of what we have asked.
+                self._socket.setsockopt(_SOL_NETLINK, _NETLINK_EXT_ACK, 1)
+                self._socket.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
+                # A dump of addresses or routes is of one link; without this the kernel ignores which.
+                self._socket.setsockopt(_SOL_NETLINK, _NETLINK_GET_STRICT_CHK, 1)
+                # PID 1 must not wait for ever in a release, whatever has become of an answer.
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", ANSWERED_WITHIN, 0))
+            except OSError:
+                self._socket.close()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def links(self) -> list[FoundLink]:
+        """Return every link of the namespace."""
+        with _doing("read the network interfaces"):
+            return [_found(body) for body in self._dump(_RTM_GETLINK, _LINK.pack(0, 0, 0, 0, 0) + _WITHOUT_STATISTICS)]
+
+    def link(self, name: str) -> FoundLink | None:
+        """Return the link *name*, if there is one."""
+        request = _LINK.pack(0, 0, 0, 0, 0) + _text(_IFLA_IFNAME, name) + _WITHOUT_STATISTICS
+        with _doing(f"look for the network interface {name!r}"):
+            try:
+                [answer] = self._ask(_RTM_GETLINK, 0, request)
+            except OSError as error:
+                if error.errno == errno.ENODEV:
+                    return None
+                raise
+        found = _found(answer)
+        return found if found.name == name else None  # the kernel looks among other names of links too
+
+    def add_bridge(self, name: str, mtu: int) -> None:
+        """Make the bridge *name*: it forwards at once, and floods multicast instead of learning who listens."""
+        options = (
+            _attribute(_IFLA_BR_STP_STATE, _U32.pack(0))
+            + _attribute(_IFLA_BR_FORWARD_DELAY, _U32.pack(0))
+            + _attribute(_IFLA_BR_MCAST_SNOOPING, _U8.pack(0))
+        )
+        info = _text(_IFLA_INFO_KIND, "bridge") + _attribute(_IFLA_INFO_DATA, options)
+        request = (
+            _LINK.pack(0, 0, 0, 0, 0)
+            + _text(_IFLA_IFNAME, name)
+            + _attribute(_IFLA_MTU, _U32.pack(mtu))
+            + _attribute(_IFLA_LINKINFO, info)
+        )
+        with _doing(f"make the bridge {name!r}"):
+            self._ask(_RTM_NEWLINK, _NLM_F_CREATE | _NLM_F_EXCL, request)
+
+    def set_link(self, link: FoundLink, change: Change) -> None:
+        """Make *change* to *link*."""
+        flags = _IFF_UP if change.up else 0
+        request = _LINK.pack(0, 0, link.index, flags, 0 if change.up is None else _IFF_UP)
+        if change.mac is not None:
+            request += _attribute(_IFLA_ADDRESS, bytes.fromhex(change.mac.replace(":", "")))
+        if change.mtu is not None:
+            request += _attribute(_IFLA_MTU, _U32.pack(change.mtu))
+        if change.master is not None:
+            request += _attribute(_IFLA_MASTER, _U32.pack(change.master))
+        if change.alias is not None:
+            request += _attribute(_IFLA_IFALIAS, os.fsencode(change.alias))  # a final NUL would not clear it
+        with _doing(f"set {change} of the network interface {link.name!r}"):
+            self._ask(_RTM_SETLINK, 0, request)
+
+    def delete_link(self, link: FoundLink) -> None:
+        """Delete *link*."""
+        with _doing(f"delete the network interface {link.name!r}"):
+            self._ask(_RTM_DELLINK, 0, _LINK.pack(0, 0, link.index, 0, 0))
+
+    def addresses(self, link: FoundLink) -> tuple[IPv4Interface, ...]:
+        """Return the IPv4 addresses of *link*."""
+        with _doing(f"read the addresses of {link.name!r}"):
+            bodies = self._dump(_RTM_GETADDR, _ADDRESS.pack(socket.AF_INET, 0, 0, 0, link.index))
+        return tuple(_address(body) for body in bodies)
+
+    def add_address(self, link: FoundLink, address: IPv4Interface) -> None:
+        """Give *link* an address it does not have."""
+        with _doing(f"give {link.name!r} the address {address}"):
+            self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_EXCL, _address_request(link, address))
+
+    def replace_address(self, link: FoundLink, address: IPv4Interface) -> None:
+        """Give *link* an address it may have already."""
+        with _doing(f"give {link.name!r} the address {address}"):
+            self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_REPLACE, _address_request(link, address))
+
+    def delete_address(self, link: FoundLink, address: IPv4Interface) -> None:
+        """Take an address from *link*."""
+        with _doing(f"take the address {address} from {link.name!r}"):
+            self._ask(_RTM_DELADDR, 0, _address_request(link, address))
+
+    def routes(self, link: FoundLink) -> tuple[LinkRoute, ...]:
+        """Return the IPv4 routes of the main table through *link*, those of the kernel itself included."""
+        # The table is picked here: the kernel refuses to dump one that was never used (ENOENT).
+        request = _ROUTE.pack(socket.AF_INET, 0, 0, 0, 0, 0, 0, 0, 0) + _attribute(_RTA_OIF, _U32.pack(link.index))
+        with _doing(f"read the routes of {link.name!r}"):
+            bodies = self._dump(_RTM_GETROUTE, request)
+        return tuple(route for body in bodies for route in _route(body, link.index))
+
+    def replace_route(self, link: FoundLink, route: LinkRoute) -> None:
+        """Put *route* into the main table, in the place of one with the same destination and metric."""
+        flags = _RTNH_F_ONLINK if route.onlink else 0
+        length = route.destination.prefixlen
+        request = _ROUTE.pack(
+            socket.AF_INET, length, 0, 0, _RT_TABLE_MAIN, route.protocol, route.scope, _RTN_UNICAST, flags
+        )
+        request += _attribute(_RTA_DST, route.destination.network_address.packed)
+        request += _attribute(_RTA_OIF, _U32.pack(link.index))
+        if route.gateway is not None:
+            request += _attribute(_RTA_GATEWAY, route.gateway.packed)
+        if route.source is not None:
+            request += _attribute(_RTA_PREFSRC, route.source.packed)
+        if route.metric:
+            request += _attribute(_RTA_PRIORITY, _U32.pack(route.metric))
+        with _doing(f"put the route {route} through {link.name!r}"):
+            self._ask(_RTM_NEWROUTE, _NLM_F_CREATE | _NLM_F_REPLACE, request)
+
+    def _dump(self, kind: int, request: bytes) -> list[bytes]:
+        """Return all that there is of a kind, as it was at one moment."""
+        for _ in range(_DUMP_TRIES):
+            answers, torn = self._converse(kind, _NLM_F_DUMP, request)
+            if not torn:
+                return answers
+        raise OSError(errno.EAGAIN, f"it changed each of the {_DUMP_TRIES} times it was read")
+
+    def _ask(self, kind: int, flags: int, request: bytes) -> list[bytes]:
+        return self._converse(kind, flags, request)[0]
+
+    def _converse(self, kind: int, flags: int, request: bytes) -> tuple[list[bytes], bool]:
+        """Ask and return the answers up to the last word, and whether something changed between two of them."""
+        self._sequence += 1
+        header = _HEADER.pack(_HEADER.size + len(request), kind, flags | _NLM_F_REQUEST | _NLM_F_ACK, self._sequence, 0)
+        self._socket.sendto(header + request, (0, 0))  # port 0 is the kernel
+        answers: list[bytes] = []
+        torn = False
+        while True:
+            for said, how, body in self._receive():
+                torn = torn or bool(how & _NLM_F_DUMP_INTR)
+                if said in {_NLMSG_ERROR, _NLMSG_DONE}:
+                    _check(said, how, body)
+                    return answers, torn
+                answers.append(body)
+
+    def _receive(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield the type, the flags and the body of each message of the next datagram that answers what we asked last."""
+        try:
+            datagram, _, how, sender = self._socket.recvmsg(_LARGEST_ANSWER)
+        except BlockingIOError:
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {ANSWERED_WITHIN} s") from None
+        if how & socket.MSG_TRUNC:
+            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        if sender[0] != 0:  # a process may write to our port
+            return
+        offset = 0
+        while offset + _HEADER.size <= len(datagram):
+            length, kind, flags, sequence, _ = _HEADER.unpack_from(datagram, offset)
+            if sequence == self._sequence:  # others answer a question that was given up
+                yield kind, flags, datagram[offset + _HEADER.size : offset + length]
+            offset += _aligned(max(length, _HEADER.size))
+
+
+def _check(kind: int, flags: int, body: bytes) -> None:
+    """Raise what the last word of the kernel says; 0 is an acknowledgement, or the end of a dump that is complete."""
+    (code,) = _S32.unpack_from(body)
+    if code == 0:
+        return
+    words = {}
+    if flags & _NLM_F_ACK_TLVS:
+        begin = _S32.size
+        if kind == _NLMSG_ERROR:  # the header of our request follows, and unless it was capped the request itself
+            asked = _HEADER.size if flags & _NLM_F_CAPPED else int(_U32.unpack_from(body, begin)[0])
+            begin += _aligned(asked)
+        words = _attributes(body[begin:])
+    reason = os.strerror(-code)
+    if _NLMSGERR_ATTR_MSG in words:
+        reason += f": {_string(words[_NLMSGERR_ATTR_MSG])}"
+    raise OSError(-code, reason)
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3
+
+
+def _attribute(kind: int, value: bytes) -> bytes:
+    head = _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind)
+    return head + value + bytes(-len(value) % 4)
+
+
+def _text(kind: int, value: str) -> bytes:
+    return _attribute(kind, os.fsencode(value) + b"\0")
+
+
+_WITHOUT_STATISTICS = _attribute(_IFLA_EXT_MASK, _U32.pack(_RTEXT_FILTER_SKIP_STATS))
+
+
+def _attributes(data: bytes) -> dict[int, bytes]:
+    found = {}
+    offset = 0
+    while offset + _ATTRIBUTE.size <= len(data):
+        length, kind = _ATTRIBUTE.unpack_from(data, offset)
+        found[kind & _ATTRIBUTE_TYPE] = data[offset + _ATTRIBUTE.size : offset + length]
+        offset += _aligned(max(length, _ATTRIBUTE.size))
+    return found
+
+
+def _string(value: bytes) -> str:
+    return os.fsdecode(value.rstrip(b"\0"))
+
+
+def _number(value: bytes | None) -> int:
+    return 0 if value is None else int(_U32.unpack(value)[0])
+
+
+def _found(body: bytes) -> FoundLink:
+    _, _, index, _, _ = _LINK.unpack_from(body)
+    said = _attributes(body[_LINK.size :])
+    info = _attributes(said.get(_IFLA_LINKINFO, b""))
+    return FoundLink(
+        index,
+        _string(said[_IFLA_IFNAME]),
+        said.get(_IFLA_ADDRESS, b"").hex(":"),
+        _number(said.get(_IFLA_MTU)),
+        _number(said.get(_IFLA_MASTER)),
+        _string(said.get(_IFLA_IFALIAS, b"")),
+        _string(info.get(_IFLA_INFO_KIND, b"")),
+    )
+
+
+def _address(body: bytes) -> IPv4Interface:
+    _, length, _, _, _ = _ADDRESS.unpack_from(body)
+    said = _attributes(body[_ADDRESS.size :])
+    # Where the two differ, IFA_ADDRESS is the other end of a point-to-point link.
+    return IPv4Interface((said.get(_IFA_LOCAL) or said[_IFA_ADDRESS], length))
+
+
+def _address_request(link: FoundLink, address: IPv4Interface) -> bytes:
+    request = _ADDRESS.pack(socket.AF_INET, address.network.prefixlen, 0, 0, link.index)
+    return request + _attribute(_IFA_LOCAL, address.packed) + _attribute(_IFA_ADDRESS, address.packed)
+
+
+def _route(body: bytes, index: int) -> Iterator[LinkRoute]:
+    """Yield the route, if it is one of the main table through link *index* alone."""
+    _, length, _, _, table, protocol, scope, _, flags = _ROUTE.unpack_from(body)
+    said = _attributes(body[_ROUTE.size :])
+    if table == _RT_TABLE_MAIN and _number(said.get(_RTA_OIF)) == index:
+        yield LinkRoute(
+            IPv4Network((said.get(_RTA_DST, bytes(4)), length)),
+            _ip(said.get(_RTA_GATEWAY)),
+            _ip(said.get(_RTA_PREFSRC)),
+            _number(said.get(_RTA_PRIORITY)),
+            bool(flags & _RTNH_F_ONLINK),
+            protocol,
+            scope,
+        )
+
+
+def _ip(value: bytes | None) -> IPv4Address | None:
+    return None if value is None else IPv4Address(value)
+
+
+@contextmanager
+def _doing(what: str) -> Iterator[None]:
+    """Say what was attempted when the kernel refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise HostError(f"cannot {what}") from error
