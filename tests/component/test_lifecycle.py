@@ -292,6 +292,22 @@ async def test_some_are_started_again(bench: Any, role: str) -> None:
     assert bench.snapshot() == before
 
 
+async def test_a_crash_loop_costs_little_and_ends_with_the_instance(bench: Any) -> None:
+    """A dnsmasq that dies as soon as it lives: the guest runs, the pauses grow, and nothing is left of it."""
+    plan = bench.plan("[[network]]\n", daemon={"dnsmasq": {"dies_after": 0.001}})
+
+    async def stop_later(_host: Host) -> None:
+        await wait_for(lambda: len(bench.records("dnsmasq", "start")) >= 4)
+        bench.stop.ask("test")
+
+    before = bench.snapshot()
+    started = trio.current_time()
+    assert ended(await bench.run(plan, beside=stop_later)).status is Status.STOPPED
+    assert trio.current_time() - started > 0.1 + 0.2 + 0.4, "pauses of 0.1, 0.2, 0.4 s lie between the first four"
+    assert bench.faults.sentences == []
+    assert bench.snapshot() == before
+
+
 async def test_a_daemon_that_ignores_sigterm_is_killed(bench: Any) -> None:
     plan = bench.plan(bench.share(), qemu={"at_cont": "shutdown"}, daemon={"virtiofsd": {"ignores_sigterm": True}})
     before = bench.snapshot()

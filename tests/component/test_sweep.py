@@ -85,16 +85,18 @@ class Saboteur:
         self.armed = False
         self.n = 0
         self.count = 0
+        self.number = errno.EMFILE
+        self.only = self.OPERATIONS
         sys.addaudithook(self.hook)
 
     def hook(self, event: str, _arguments: tuple[Any, ...]) -> None:
-        if self.armed and event in self.OPERATIONS:
+        if self.armed and event in self.only:
             self.count += 1
             if self.count == self.n:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                raise OSError(self.number, os.strerror(self.number))
 
-    def begin(self, n: int) -> None:
-        self.n, self.count, self.armed = n, 0, True
+    def begin(self, n: int, number: int = errno.EMFILE, only: frozenset[str] = OPERATIONS) -> None:
+        self.n, self.count, self.number, self.only, self.armed = n, 0, number, only, True
 
     def end(self) -> None:
         self.armed = False
@@ -134,6 +136,23 @@ async def test_every_acquisition_fails_once(bench: Any, spec: str) -> None:
             break
         n += 1
     assert refused > 30, f"{refused} of {n} operations"
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
+async def test_every_fork_fails_once(bench: Any, number: int) -> None:
+    """EAGAIN is what a pod gets at its pids.max."""
+    plan = bench.plan(bench.share(), qemu={"at_cont": "shutdown"}, grace=1)
+    before = bench.snapshot()
+    bench.when_over = SABOTEUR.end
+    for n, role in enumerate(("anchor", "virtiofsd", "qemu"), 1):
+        SABOTEUR.begin(n, number, frozenset({"subprocess.Popen"}))
+        with trio.fail_after(60):
+            result = await bench.run(plan)
+        assert isinstance(result, RunnerError)
+        assert f"cannot start {role} (" in explain(result)
+        assert os.strerror(number) in explain(result)
+        assert bench.faults.sentences == []
+        assert bench.snapshot() == before
 
 
 async def test_with_too_few_descriptors(bench: Any) -> None:

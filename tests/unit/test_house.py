@@ -101,6 +101,14 @@ def test_each_kernel_interface_has_one_door(name: str, path: Path) -> None:
             assert not any(within(found, {module}) for found in imports(path)), f"{name} imports {module}"
 
 
+@pytest.mark.parametrize(("name", "path"), MODULES)
+def test_no_decision_looks_at_the_wall_clock(name: str, path: Path) -> None:
+    """It may jump an hour either way; what waits uses trio's monotonic clock."""
+    calls = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert not {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"} & calls
+    assert "datetime" not in set(imports(path))
+
+
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if path.name == "__init__.py"])
 def test_init_files_are_empty(name: str, path: Path) -> None:
     assert path.read_text() == "", name
