@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ENDS_WITHIN = 1.0
+"""Seconds an observer that was cancelled may take; it ends at its next checkpoint."""
+
 
 class StopRequestedError(Exception):
     """The start was given up because somebody asked to stop; not an error, but the start ends like one."""
@@ -78,24 +81,31 @@ class Host:
     faults: Faults
     procfs: Procfs
 
-    @contextmanager
-    def observed(self, observe: Callable[[], Awaitable[None]]) -> Iterator[None]:
-        """Run the task *observe* for as long as the block runs; it may be cancelled at any moment.
+    @asynccontextmanager
+    async def observed(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """Run the task *observe* for as long as the block runs, and not a step longer; it may be cancelled at any moment.
 
         All observers live in one nursery at the root, and not in one of their own, so that an error of the block passes
         as it is instead of in an exception group for each thing that is held.
         """
         scope = trio.CancelScope()
+        ended = trio.Event()
 
         async def watch() -> None:
-            with scope:
-                await observe()
+            try:
+                with scope:
+                    await observe()
+            finally:
+                ended.set()
 
         self.nursery.start_soon(watch)
         try:
             yield
         finally:
             scope.cancel()
+            # It may be about to act already: who was to be started again must not be born after it was stopped.
+            with trio.move_on_after(ENDS_WITHIN, shield=True):
+                await ended.wait()
 
     async def unless_stopped(self, act: Callable[[], Awaitable[T]]) -> T:
         """Do *act*, but give it up and raise :exc:`StopRequestedError` as soon as somebody asks to stop."""

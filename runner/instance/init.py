@@ -71,13 +71,13 @@ async def run_as_init(
     with trio.open_signal_receiver(*ASK_TO_STOP) as signals:
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            async with open_host(stop, faults, () if pid1 else dying_with_us()) as host:
-                with (
-                    host.observed(partial(_obey, signals, stop)),
-                    host.observed(streams.stdout.drain),
-                    host.observed(streams.stderr.drain),
-                ):
-                    verdict = await _run(source, spec, host, state_directory, streams.stdout)
+            async with (
+                open_host(stop, faults, () if pid1 else dying_with_us()) as host,
+                host.observed(partial(_obey, signals, stop)),
+                host.observed(streams.stdout.drain),
+                host.observed(streams.stderr.drain),
+            ):
+                verdict = await _run(source, spec, host, state_directory, streams.stdout)
         finally:
             # What arrives from here on comes too late to change anything, and must not become our own death: trio
             # raises again what its receiver has not delivered.

@@ -69,10 +69,11 @@ async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, share
         return Ended(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")
 
     ended = await first_of(machine.ended, asked, lost)
-    if machine.process.returncode is not None or ended.status not in {Status.STOPPED, Status.SERVICE_DIED}:
-        return ended
-    powered_down = await machine.power_down(plan)
-    return powered_down if ended.status is Status.STOPPED else ended
+    if ended.status is Status.STOPPED:
+        return await machine.power_down(plan)
+    if ended.status is Status.SERVICE_DIED:
+        await machine.power_down(plan)
+    return ended
 
 
 @asynccontextmanager

@@ -78,7 +78,7 @@ async def kept_alive(host: Host, command: Command) -> AsyncIterator[Keeper]:
     assert isinstance(policy, Restart)  # noqa: S101 - a table of ours
     keeper = Keeper(host.processes.spawn(command))
     try:
-        with host.observed(lambda: _keep(host, command, policy, keeper)):
+        async with host.observed(lambda: _keep(host, command, policy, keeper)):
             yield keeper
     finally:
         with host.faults.recorded(f"stop {command.role}"), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
@@ -198,7 +198,7 @@ async def console_shown(host: Host, plan: ConsolePlan, stdout: Outlet) -> AsyncI
     with connected_pair("the serial console") as (ours, theirs), files.owned(files.append(plan.log)) as log_file:
         ours.setblocking(False)
         silent = trio.Event()
-        with host.observed(partial(_copy_console, ours, stdout if plan.stdout else None, log_file, silent)):
+        async with host.observed(partial(_copy_console, ours, stdout if plan.stdout else None, log_file, silent)):
             try:
                 yield theirs
             finally:

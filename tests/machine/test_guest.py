@@ -179,6 +179,21 @@ def test_disks(start: Any, tmp_path: Path) -> None:
     assert run.stop() == 0
 
 
+BOOT_SECTOR = bytes.fromhex("31c0 8ed8 be157c baf803 ac 84c0 7403 ee ebf8 f4 ebfd") + b"DISK BOOTED\r\n\0"
+"""Puts its text on the first serial port, byte by byte, and halts."""
+
+
+@pytest.mark.parametrize("form", ["raw", "qcow2"])
+def test_seabios_boots_the_first_disk(start: Any, tmp_path: Path, form: str) -> None:
+    (tmp_path / "raw").write_bytes(BOOT_SECTOR.ljust(510, b"\0") + b"\x55\xaa" + bytes(1 << 20))
+    subprocess.run(["qemu-img", "convert", "-f", "raw", "-O", form, tmp_path / "raw", tmp_path / "disk"], check=True)
+    (tmp_path / "other").write_bytes(bytes(1 << 20))
+    text = f'[[disk]]\npath = "{tmp_path}/disk"\nformat = "{form}"\n[[disk]]\npath = "{tmp_path}/other"\n[shutdown]\ngrace = 1\n'
+    run = start(text, boot=False)
+    run.until("DISK BOOTED", lambda: run.console)
+    assert run.stop() == 13, "a boot sector knows no power button"
+
+
 def test_uefi(start: Any, tmp_path: Path) -> None:
     firmware = next(
         path for path in map(Path, ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_CODE.fd")) if path.exists()
