@@ -34,6 +34,9 @@ REAPED_AT_ONCE = 256
 KILLED_WITHIN = 5.0
 """Seconds a killed process may take to go; a process in uninterruptible sleep takes longer, and is reported."""
 
+PIPE_SIZE = 1 << 16
+"""Bytes a pipe holds (pipe(7))."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 LAST_WORDS = 20
@@ -85,8 +88,12 @@ class Process:
 
     def send_signal(self, number: int) -> None:
         """Signal it if it still lives; its pid cannot be somebody else's before we have reaped it."""
-        if self.returncode is None:
+        if self.returncode is not None:
+            return
+        try:
             os.kill(self.pid, number)
+        except PermissionError as error:  # it runs as somebody else, and we lack CAP_KILL
+            raise HostError(f"cannot send {signal_name(number)} to {self.role} (pid {self.pid})") from error
 
     def how_it_ended(self) -> str:
         """Return ``exited with status 1`` or ``was killed by SIGKILL``, and its last line if it said anything."""
@@ -97,20 +104,21 @@ class Process:
         return f"{ended}, saying {self.last_words[-1]!r}" if self.last_words else ended
 
     def _hear(self) -> bool:
-        """Read what it has said; ``False`` when there will be nothing more."""
-        while True:
-            try:
-                data = os.read(self._output, 1 << 16)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            *lines, self._line = (self._line + data).split(b"\n")
-            for line in lines:
-                self._say(line)
-            if len(self._line) > 1 << 16:
-                self._say(self._line)
-                self._line = b""
+        """Read some of what it has said; ``False`` when there will be nothing more.
+
+        One piece at a time: a child that never stops talking must not keep us from everything else.
+        """
+        try:
+            data = os.read(self._output, PIPE_SIZE)
+        except BlockingIOError:
+            return True
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            self._say(line)
+        if len(self._line) > PIPE_SIZE:
+            self._say(self._line)
+            self._line = b""
+        return bool(data)
 
     def _say(self, line: bytes) -> None:
         words = line.decode(errors="replace").strip()
@@ -122,13 +130,15 @@ class Process:
         """Log its output until it ends; may be cancelled at any moment."""
         with contextlib.suppress(trio.ClosedResourceError):
             # Asked every time, because its end closes the output, whose number may be something else's by now.
-            while self.returncode is None and self._hear():
+            while self.returncode is None:
                 await trio.lowlevel.wait_readable(self._output)
+                if self._ended.is_set() or not self._hear():
+                    break
 
     def _end(self, returncode: int) -> None:
         """Take its status, hear the rest and let go of its output, which a grandchild of it may hold open for ever."""
         self.returncode = self._popen.returncode = returncode
-        self._hear()
+        self._hear()  # as much as a pipe holds; more would be a grandchild's, who may go on for ever
         self._say(self._line)
         trio.lowlevel.notify_closing(self._output)
         os.close(self._output)
@@ -197,8 +207,9 @@ class Processes:
         Raises :exc:`~runner.errors.HostError` when it does not even die of SIGKILL.
         """
         if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGCONT)  # a stopped process sees no SIGTERM
+            with contextlib.suppress(HostError):  # SIGKILL is tried in any case, and says what is wrong
+                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGCONT)  # a stopped process sees no SIGTERM
             with trio.move_on_after(patience):
                 await process.wait()
         await self.kill(process)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -132,6 +133,16 @@ async def test_a_child_gets_a_user_and_nothing_else_of_ours() -> None:
         "secret=",
     )
     assert set(numbers.split()) - {"3"} <= {"0", "1", "2", str(writing)}
+
+
+async def test_a_child_that_never_stops_talking_keeps_nobody_waiting() -> None:
+    async with open_processes() as processes:
+        process = processes.spawn(Command("test", ("/usr/bin/yes",), level=logging.NOTSET))
+        with trio.fail_after(10):
+            for _ in range(20):
+                await trio.sleep(0.01)
+            await processes.stop(process, 5)
+    assert process.returncode == -signal.SIGTERM
 
 
 async def test_endless_output_without_a_line_end_is_bounded() -> None:
