@@ -17,6 +17,9 @@ import attrs
 from runner.errors import HostError
 
 _QCOW2_MAGIC = b"QFI\xfb"
+_QCOW2_HEADER = struct.Struct(">IIQI52xQ")
+"""Magic, version, backing file's offset and length, …, incompatible features (``docs/interop/qcow2.txt``)."""
+_QCOW2_DATA_FILE = 1 << 2
 _F_OFD_GETLK = 36
 _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock`` of x86-64 and arm64: type, whence, start, length, pid."""
@@ -27,7 +30,7 @@ _READ, _WRITE, _RESIZE = 0, 1, 3
 
 @attrs.frozen
 class Image:
-    """What a disk image says of itself."""
+    """What a disk image says of itself; *backing* names, in words, what other file it takes data from."""
 
     format: str
     backing: str | None
@@ -78,13 +81,16 @@ def _kind(mode: int) -> str:
 
 
 def _image(fd: int, *, write: bool) -> Image:
-    header = os.pread(fd, 24, 0)
+    header = os.pread(fd, _QCOW2_HEADER.size, 0)
     backing = None
     qcow2 = header.startswith(_QCOW2_MAGIC)
-    if qcow2 and len(header) == 24:  # noqa: PLR2004 - magic, version, backing file offset and size (docs/interop/qcow2.txt)
-        _, _, offset, length = struct.unpack(">IIQI", header[:20])
+    if qcow2:
+        _, version, offset, length, features = _QCOW2_HEADER.unpack(header.ljust(_QCOW2_HEADER.size, b"\0"))
         if offset:
-            backing = os.pread(fd, min(length, 1023), offset).decode(errors="replace")
+            name = os.pread(fd, min(length, 1023), offset).decode(errors="replace")
+            backing = f"the backing file {name!r}"
+        elif version > 2 and features & _QCOW2_DATA_FILE:  # noqa: PLR2004 - version 2 has no feature bits
+            backing = "an external data file"
     return Image("qcow2" if qcow2 else "raw", backing, _locked(fd, write=write))
 
 
@@ -105,7 +111,7 @@ def _locked(fd: int, *, write: bool) -> bool:
 def opened(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
     """Hold a descriptor of an existing file."""
     try:
-        fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+        fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise HostError(f"cannot open {str(path)!r}") from error
     with closing(fd):
@@ -159,6 +165,11 @@ def directory(path: PurePosixPath) -> Iterator[int]:
     except OSError as error:
         raise HostError(f"cannot make the directory {str(path)!r}") from error
     with closing(fd):
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise HostError(
+                f"cannot use the directory {str(path)!r}: others may write there; name one of our own with --state-dir"
+            )
         yield fd
 
 
@@ -193,9 +204,9 @@ def remove_directory_if_empty(path: PurePosixPath) -> None:
 
 
 def append(path: PurePosixPath) -> int:
-    """Open *path* for appending, made when it is missing; the caller closes it."""
+    """Open *path* for appending, made when it is missing; the caller closes it. A FIFO without a reader is refused."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o640)
     except OSError as error:
         raise HostError(f"cannot write {str(path)!r}") from error
 
@@ -214,8 +225,8 @@ def memory_limits(root: PurePosixPath, cgroup: str) -> Iterator[int]:
 def find_program(name: str, directories: Sequence[str] = ()) -> PurePosixPath | None:
     """Return where the program *name* is: in ``PATH``, else in one of *directories*."""
     for directory in (*os.environ.get("PATH", os.defpath).split(":"), *directories):
-        path = PurePosixPath(directory or ".") / name
-        if os.path.isfile(path) and os.access(path, os.X_OK):  # noqa: PTH113 - a pure path
+        path = PurePosixPath(directory) / name  # children start in /, so relative entries mean nothing
+        if path.is_absolute() and os.path.isfile(path) and os.access(path, os.X_OK):  # noqa: PTH113 - a pure path
             return path
     return None
 

@@ -38,6 +38,8 @@ class Link:
     addresses: tuple[IPv4Interface, ...] = ()
     routes: tuple[LinkRoute, ...] = ()
     """Without those the kernel makes itself when the link gets an address."""
+    broadcast: bool = False
+    """Whether its addresses came with their subnet's broadcast address."""
 
 
 @attrs.frozen
@@ -59,11 +61,20 @@ def read_links(names: Iterable[str]) -> dict[str, Link]:
     return {name: link for name, link in links.items() if link is not None}
 
 
+def recover(bridges: Sequence[Bridge]) -> None:
+    """Take down what a runner that was killed has left of *bridges*; refuse what is somebody else's.
+
+    Comes before :func:`build`, and outside of whatever calls :func:`remove` when that fails: a bridge that is somebody
+    else's must not be taken for a half-built one.
+    """
+    with Rtnetlink() as rtnetlink:
+        for bridge in bridges:
+            _recover(rtnetlink, bridge)
+
+
 def build(bridges: Sequence[Bridge]) -> None:
     """Build *bridges*, all or none; their taps are there already."""
     with Rtnetlink() as rtnetlink:
-        for bridge in bridges:  # first, because a bridge that is somebody else's must not be taken for a half-built one
-            _recover(rtnetlink, bridge)
         try:
             for bridge in bridges:
                 _build(rtnetlink, bridge)
@@ -88,7 +99,7 @@ def _read(rtnetlink: Rtnetlink, name: str) -> Link | None:
     if kept is not None:
         return kept
     routes = tuple(route for route in rtnetlink.routes(link) if route.protocol != _RTPROT_KERNEL)
-    return Link(name, link.mac, link.mtu, rtnetlink.addresses(link), routes)
+    return Link(name, link.mac, link.mtu, rtnetlink.addresses(link), routes, rtnetlink.has_broadcast(link))
 
 
 def _find(rtnetlink: Rtnetlink, name: str) -> FoundLink:
@@ -131,11 +142,13 @@ def _remove_all(rtnetlink: Rtnetlink, bridges: Sequence[Bridge]) -> None:
 
 def _remove(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
     """Give back the pod's interface and delete the bridge; what is not there is no matter."""
-    if bridge.pod is not None:
-        _give_back(rtnetlink, bridge.pod)
-    link = rtnetlink.link(bridge.name)
-    if link is not None and link.alias == OURS:
-        rtnetlink.delete_link(link)
+    try:
+        if bridge.pod is not None:
+            _give_back(rtnetlink, bridge.pod)
+    finally:
+        link = rtnetlink.link(bridge.name)
+        if link is not None and link.alias == OURS:
+            rtnetlink.delete_link(link)
 
 
 def _recover(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
@@ -189,16 +202,21 @@ def _give_back(rtnetlink: Rtnetlink, pod: Link) -> None:
         _set_mac(rtnetlink, link, pod.mac)
     rtnetlink.set_link(link, Change(mtu=pod.mtu, up=True))
     for address in pod.addresses:
-        rtnetlink.replace_address(link, address)
+        rtnetlink.replace_address(link, address, broadcast=pod.broadcast)
     for route in sorted(pod.routes, key=lambda route: route.gateway is not None):  # on-link ones first
         rtnetlink.replace_route(link, route)
     rtnetlink.set_link(link, Change(alias=""))  # last, because it says that there is something to put right
 
 
 def _set_mac(rtnetlink: Rtnetlink, link: FoundLink, mac: str) -> None:
-    rtnetlink.set_link(link, Change(up=False))  # some drivers refuse while it is up
-    rtnetlink.set_link(link, Change(mac=mac))
-    rtnetlink.set_link(link, Change(up=True))
+    try:
+        rtnetlink.set_link(
+            link, Change(mac=mac)
+        )  # while it is up, because taking it down loses its IPv6 addresses and routes
+    except HostError:  # what some drivers do not allow
+        rtnetlink.set_link(link, Change(up=False))
+        rtnetlink.set_link(link, Change(mac=mac))
+        rtnetlink.set_link(link, Change(up=True))
 
 
 def _alias(link: Link) -> str:
@@ -212,11 +230,13 @@ def _alias(link: Link) -> str:
                 str(route.metric),
                 str(route.protocol),
                 "onlink" if route.onlink else "",
+                route.metrics,
             )
         )
         for route in link.routes
     )
-    return " ".join((OURS, "was", link.mac, str(link.mtu), "+".join(map(str, link.addresses)), *routes))
+    addresses = "+".join(map(str, link.addresses)) + ("+brd" if link.broadcast else "")
+    return " ".join((OURS, "was", link.mac, str(link.mtu), addresses, *routes))
 
 
 def _kept(link: FoundLink) -> Link | None:
@@ -227,14 +247,21 @@ def _kept(link: FoundLink) -> Link | None:
     mac, mtu, addresses, *routes = words[2:]
     parsed = []
     for route in routes:
-        destination, gateway, source, metric, protocol, onlink = route.split(",")
+        destination, gateway, source, metric, protocol, onlink, metrics = route.split(",")
         parsed.append(
             LinkRoute(
-                IPv4Network(destination), _ip(gateway), _ip(source), int(metric), bool(onlink), protocol=int(protocol)
+                IPv4Network(destination),
+                _ip(gateway),
+                _ip(source),
+                int(metric),
+                bool(onlink),
+                protocol=int(protocol),
+                metrics=metrics,
             )
         )
-    held = tuple(IPv4Interface(address) for address in addresses.split("+") if address)
-    return Link(link.name, mac, int(mtu), held, tuple(parsed))
+    words = addresses.split("+")
+    held = tuple(IPv4Interface(address) for address in words if address not in {"", "brd"})
+    return Link(link.name, mac, int(mtu), held, tuple(parsed), "brd" in words)
 
 
 def _text(address: IPv4Address | None) -> str:

@@ -61,9 +61,9 @@ _IFLA_BR_FORWARD_DELAY, _IFLA_BR_STP_STATE, _IFLA_BR_MCAST_SNOOPING = 1, 5, 23
 _RTEXT_FILTER_SKIP_STATS = 8
 _IFF_UP = 1
 
-_IFA_ADDRESS, _IFA_LOCAL = 1, 2
+_IFA_ADDRESS, _IFA_LOCAL, _IFA_BROADCAST = 1, 2, 4
 
-_RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PRIORITY, _RTA_PREFSRC = 1, 4, 5, 6, 7
+_RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PRIORITY, _RTA_PREFSRC, _RTA_METRICS = 1, 4, 5, 6, 7, 8
 _RT_TABLE_MAIN = 254
 _RT_SCOPE_UNIVERSE, _RT_SCOPE_LINK = 0, 253
 _RTN_UNICAST = 1
@@ -103,6 +103,9 @@ class LinkRoute:
     """Who made it (``RTPROT_*``, rtnetlink(7)); 3 is ``boot``, which ip(8) and CNI plugins leave."""
     scope: int = attrs.field()
     """How far the destination is: ``RT_SCOPE_UNIVERSE`` behind a gateway, ``RT_SCOPE_LINK`` without one."""
+
+    metrics: str = ""
+    """Its ``RTA_METRICS`` (MTU, window, …) as they came from the kernel, in hexadecimal."""
 
     @scope.default
     def _nearest(self) -> int:
@@ -217,15 +220,24 @@ class Rtnetlink:
             bodies = self._dump(_RTM_GETADDR, _ADDRESS.pack(socket.AF_INET, 0, 0, 0, link.index))
         return tuple(_address(body) for body in bodies)
 
+    def has_broadcast(self, link: FoundLink) -> bool:
+        """Tell whether the IPv4 addresses of *link* came with a broadcast address."""
+        with _doing(f"read the addresses of {link.name!r}"):
+            bodies = self._dump(_RTM_GETADDR, _ADDRESS.pack(socket.AF_INET, 0, 0, 0, link.index))
+        return any(_IFA_BROADCAST in _attributes(body[_ADDRESS.size :]) for body in bodies)
+
     def add_address(self, link: FoundLink, address: IPv4Interface) -> None:
         """Give *link* an address it does not have."""
         with _doing(f"give {link.name!r} the address {address}"):
             self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_EXCL, _address_request(link, address))
 
-    def replace_address(self, link: FoundLink, address: IPv4Interface) -> None:
-        """Give *link* an address it may have already."""
+    def replace_address(self, link: FoundLink, address: IPv4Interface, *, broadcast: bool = False) -> None:
+        """Give *link* an address it may have already; *broadcast* adds its subnet's broadcast address."""
+        request = _address_request(link, address)
+        if broadcast:
+            request += _attribute(_IFA_BROADCAST, address.network.broadcast_address.packed)
         with _doing(f"give {link.name!r} the address {address}"):
-            self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_REPLACE, _address_request(link, address))
+            self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_REPLACE, request)
 
     def delete_address(self, link: FoundLink, address: IPv4Interface) -> None:
         """Take an address from *link*."""
@@ -255,6 +267,8 @@ class Rtnetlink:
             request += _attribute(_RTA_PREFSRC, route.source.packed)
         if route.metric:
             request += _attribute(_RTA_PRIORITY, _U32.pack(route.metric))
+        if route.metrics:
+            request += _attribute(_RTA_METRICS, bytes.fromhex(route.metrics))
         with _doing(f"put the route {route} through {link.name!r}"):
             self._ask(_RTM_NEWROUTE, _NLM_F_CREATE | _NLM_F_REPLACE, request)
 
@@ -394,6 +408,7 @@ def _route(body: bytes, index: int) -> Iterator[LinkRoute]:
             bool(flags & _RTNH_F_ONLINK),
             protocol,
             scope,
+            said.get(_RTA_METRICS, b"").hex(),
         )
 
 

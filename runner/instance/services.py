@@ -125,6 +125,7 @@ async def networked(host: Host, plans: Sequence[NetworkPlan]) -> AsyncIterator[t
             )
             for plan in plans
         )
+        network.recover(bridges)
         try:
             # Inside, because a build that fails may not have taken back everything; removing what is not there is no matter.
             network.build(bridges)

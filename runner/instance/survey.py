@@ -86,19 +86,21 @@ def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:
 
 def _interface(link: Link) -> Interface:
     routes = (
-        Route(each.destination, each.gateway, each.source, each.metric, each.onlink, each.protocol)
+        Route(each.destination, each.gateway, each.source, each.metric, each.onlink, each.protocol, each.metrics)
         for each in link.routes
     )
-    return Interface(link.name, link.mac, link.mtu, link.addresses, tuple(routes))
+    return Interface(link.name, link.mac, link.mtu, link.addresses, tuple(routes), link.broadcast)
 
 
 def pod_link(interface: Interface) -> Link:
     """Return *interface* as ``host/network.py`` takes it; the inverse of what the survey reads."""
     routes = tuple(
-        LinkRoute(each.destination, each.gateway, each.source, each.metric, each.onlink, each.protocol)
+        LinkRoute(
+            each.destination, each.gateway, each.source, each.metric, each.onlink, each.protocol, metrics=each.metrics
+        )
         for each in interface.routes
     )
-    return Link(interface.name, interface.mac, interface.mtu, interface.addresses, routes)
+    return Link(interface.name, interface.mac, interface.mtu, interface.addresses, routes, interface.broadcast)
 
 
 def parse_resolver(text: str) -> Resolver:

@@ -18,7 +18,7 @@ class ImageFact:
     format: str
     """``raw`` or ``qcow2``, by the file's first bytes."""
     backing: str | None = None
-    """The backing file that a qcow2 header names."""
+    """What other file it takes data from, in words: a qcow2 header may name a backing file or an external data file."""
     locked: bool = False
     """Another process holds QEMU's image lock for writing (``block/file-posix.c``: byte ranges 100 and 200)."""
 
@@ -90,7 +90,9 @@ class Route:
     onlink: bool = False
     """The gateway is reachable although no address of the interface covers it."""
     protocol: int = 3
-    """Who made it (``RTPROT_*``); kept so that it can be given back as it was."""
+    """Who made it (``RTPROT_*``); kept, like *metrics*, so that it can be given back as it was."""
+    metrics: str = ""
+    """Its MTU, window and so on, as the kernel gave them."""
 
 
 @attrs.frozen
@@ -102,6 +104,8 @@ class Interface:
     mtu: int
     addresses: tuple[IPv4Interface, ...] = ()
     routes: tuple[Route, ...] = ()
+    broadcast: bool = False
+    """Whether its addresses came with their subnet's broadcast address."""
 
 
 @attrs.frozen

@@ -299,6 +299,11 @@ class _Planner:
             return "kvm", user
         if kvm.mode & group == group and kvm.gid != 0:
             return "kvm", attrs.evolve(user, groups=(kvm.gid,))
+        if self.spec.instance.user not in {"auto", "root"}:
+            self.refuse(
+                "instance.user",
+                f"{user.name!r} cannot use /dev/kvm (mode {kvm.mode & 0o777:o}); chmod it to 660 with a group",
+            )
         self.remarks.append(
             f"QEMU runs as root, because /dev/kvm (mode {kvm.mode & 0o777:o}) lets no group in; chmod it to 660 with a group"
         )
@@ -461,7 +466,7 @@ class _Planner:
             elif fact.image.backing is not None:
                 self.refuse(
                     f"{where}.path",
-                    f"{name} needs the backing file {fact.image.backing!r}, which is not followed; flatten it with `qemu-img convert`",
+                    f"{name} needs {fact.image.backing}, which is not followed; flatten it with `qemu-img convert`",
                 )
             elif fact.image.locked:
                 self.refuse(f"{where}.path", f"{name} is in use by another process (QEMU's image lock); stop it first")

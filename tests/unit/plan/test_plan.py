@@ -43,7 +43,9 @@ FACTS = HostFacts(
         PurePosixPath("/vars.fd"): FileFact("file", 4 << 20),
         PurePosixPath("/disk"): FileFact("block", GIB, image=ImageFact("raw")),
         PurePosixPath("/d,isk.qcow2"): FileFact("file", GIB, image=ImageFact("qcow2")),
-        PurePosixPath("/backed.qcow2"): FileFact("file", GIB, image=ImageFact("qcow2", backing="/etc/shadow")),
+        PurePosixPath("/backed.qcow2"): FileFact(
+            "file", GIB, image=ImageFact("qcow2", backing="the backing file '/etc/shadow'")
+        ),
         PurePosixPath("/locked"): FileFact("file", GIB, image=ImageFact("raw", locked=True)),
         PurePosixPath("/short"): FileFact("file", 700, image=ImageFact("raw")),
         PurePosixPath("/readonly"): FileFact("file", GIB, "Read-only file system"),
