@@ -111,7 +111,9 @@ class _Version(argparse.Action):
 
 
 def _add_spec(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help="the instance's document, TOML or JSON; - reads standard input")
+    parser.add_argument(
+        "spec", metavar="SPEC", help="the instance's document, TOML or JSON; for plan, - is standard input"
+    )
     parser.add_argument(
         "--state-dir",
         type=_absolute,
@@ -125,9 +127,20 @@ def _absolute(text: str) -> PurePosixPath:
     return PurePosixPath(os.path.abspath(text))  # noqa: PTH100 - pure afterwards
 
 
-def _read(spec: str) -> bytes:
+def _whole(path: Path) -> bytes:
+    """Read a file, and nothing that could keep us waiting."""
+    if not path.exists() or path.is_file():
+        return path.read_bytes()
+    raise UsageError(f"cannot read the spec {str(path)!r}: it is not a file")
+
+
+def _read(spec: str, *, waiting: bool = True) -> bytes:
+    if spec == "-" and not waiting:
+        raise UsageError(
+            "cannot read the spec from standard input: whoever holds that could keep PID 1 waiting; name a file"
+        )
     try:
-        return sys.stdin.buffer.read() if spec == "-" else Path(spec).read_bytes()
+        return sys.stdin.buffer.read() if spec == "-" else _whole(Path(spec))
     except OSError as error:
         raise UsageError(f"cannot read the spec {spec!r}") from error
 
@@ -149,7 +162,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with Outlet(1) as stdout, Outlet(2) as stderr:
         _set_up_logging(stderr, arguments.log_level)
         try:
-            data = _read(arguments.spec)
+            data = _read(arguments.spec, waiting=False)
             run = partial(
                 run_as_init,
                 arguments.spec,
@@ -178,7 +191,9 @@ def _leave_word(path: Path | None, verdict: Verdict) -> None:
     """Write the termination log: without *path*, where Kubernetes put one."""
     try:
         if path is not None or TERMINATION_LOG.exists():
-            (path or TERMINATION_LOG).write_text(json.dumps(verdict.to_json()) + "\n")
+            fd = os.open(path or TERMINATION_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
+            with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
+                file.write(json.dumps(verdict.to_json()) + "\n")
     except OSError as error:
         log.warning("cannot write the termination log: %s", error.strerror)
 

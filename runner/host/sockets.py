@@ -42,7 +42,7 @@ def listening_pair(purpose: str, directory: int) -> Iterator[tuple[socket.socket
 
 def _introduce(listener: socket.socket, client: socket.socket, directory: int) -> None:
     # Through the descriptor, because sun_path holds 107 bytes and the directory's own path may be longer.
-    path = f"/proc/self/fd/{directory}/{os.getpid()}.sock"
+    path = f"/proc/self/fd/{directory}/{os.urandom(8).hex()}.sock"
     listener.bind(path)
     try:
         listener.listen(1)

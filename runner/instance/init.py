@@ -15,7 +15,7 @@ import trio
 from runner.errors import RefusedError, RunnerError, Status, explain
 from runner.host.outlet import Outlet
 from runner.host.processes import become_subreaper, dying_with_us, signal_name
-from runner.instance.host import Faults, Host, StopRequest, capture, open_host
+from runner.instance.host import Faults, Host, StopRequest, StopRequestedError, capture, open_host
 from runner.instance.lifecycle import run_instance
 from runner.instance.survey import survey
 from runner.plan.instance import InstancePlan, plan_instance
@@ -38,7 +38,13 @@ class Verdict:
 
     def to_json(self) -> dict[str, object]:
         """Return it as written to the termination log."""
-        return {"status": self.status, "outcome": self.outcome, "detail": self.detail, "faults": list(self.faults)}
+        # Kubernetes keeps 4096 bytes of it: both lists are cut so that what it keeps is JSON.
+        faults = [_cut(fault, 300) for fault in self.faults[:5]]
+        return {"status": self.status, "outcome": self.outcome, "detail": _cut(self.detail, 1500), "faults": faults}
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 @attrs.frozen
@@ -83,7 +89,8 @@ async def run_as_init(
             # raises again what its receiver has not delivered.
             signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
     if faults.sentences:
-        return attrs.evolve(verdict, status=Status.DIRTY, faults=tuple(faults.sentences))
+        detail = f"{verdict.detail} ({verdict.outcome}), but not everything could be released"
+        return Verdict(Status.DIRTY, "dirty", detail, tuple(faults.sentences))
     return verdict
 
 
@@ -102,10 +109,13 @@ async def _plan(source: str, spec: InstanceSpec, host: Host, state_directory: Pu
 async def _run(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath, stdout: Outlet) -> Verdict:
     """Run *spec*; errors end here, below the root's nursery, which would wrap them."""
     try:
-        plan = plan_instance(source, spec, await survey(spec, host, state_directory))
+        facts = await host.unless_stopped(partial(survey, spec, host, state_directory))
+        plan = plan_instance(source, spec, facts)
         for remark in plan.remarks:
             log.warning("%s", remark)
         ended = await run_instance(plan, host, stdout)
+    except StopRequestedError:
+        return Verdict(Status.STOPPED, "stopped", "asked to stop before anything was started")
     except RunnerError as error:
         return _refused(error)
     status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status

@@ -17,7 +17,7 @@ from runner.host import files
 from runner.host.outlet import Outlet
 from runner.host.processes import Command
 from runner.instance.host import Host, StopRequestedError, first_of
-from runner.instance.machine import Ended, Machine, Wiring, paused_machine
+from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
 from runner.instance.placement import Receipt, Seat, confined, placed
 from runner.instance.services import Shares, console_shown, death_of, dhcp_served, kept_alive, networked, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
@@ -46,8 +46,7 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             paused_machine(host, plan.machine, plan.shutdown, Wiring(taps, shares, console), plan.patience) as machine,
             _receipted(host, plan, seat, machine),
         ):
-            host.stop.check()
-            await machine.resume()
+            await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
             log.info("the guest runs")
             return await _until_the_end(host, plan.shutdown, machine, shares)
     except StopRequestedError:
@@ -90,7 +89,7 @@ async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
 @asynccontextmanager
 async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machine) -> AsyncIterator[Receipt]:
     """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
-    vcpus = await host.unless_stopped(machine.vcpu_threads)
+    vcpus = await started_within(plan.patience, lambda: host.unless_stopped(machine.vcpu_threads))
     receipt = await confined(host, seat, plan.placement, machine.process, vcpus)
     for line in receipt.table():
         log.info("placement: %s", line)

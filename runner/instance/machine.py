@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from typing import TypeVar
 
 import attrs
 import trio
@@ -20,6 +21,8 @@ from runner.plan.argv import Descriptors, qemu_argv
 from runner.plan.instance import FilePlan, MachinePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PRESSED_EVERY = 1.0
 """Seconds between two presses of the power button: a guest that is still booting does not hear the first ones."""
@@ -177,8 +180,7 @@ async def paused_machine(
         try:
             theirs.close()
             wiring.let_go()
-            with _greeting_expected(process, patience):
-                version = await host.unless_stopped(machine.greeted)
+            version = await started_within(patience, lambda: host.unless_stopped(machine.greeted))
             log.info("QEMU is up pid=%d version=%s", process.pid, version)
             yield machine
         finally:
@@ -187,15 +189,13 @@ async def paused_machine(
                 await machine.quit(shutdown, host)
 
 
-@contextmanager
-def _greeting_expected(process: Process, patience: float) -> Iterator[None]:
+async def started_within(patience: float, step: Callable[[], Awaitable[T]]) -> T:
+    """Do one *step* of the start that waits for QEMU's word, within *patience* seconds or not at all."""
     try:
         with trio.fail_after(patience):
-            yield
+            return await step()
     except trio.TooSlowError:
-        raise HostError(
-            f"cannot start QEMU: it has said nothing on QMP for {patience:g} s (pid {process.pid})"
-        ) from None
+        raise HostError(f"cannot start QEMU: it has said nothing on QMP for {patience:g} s") from None
 
 
 def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring) -> Process:

@@ -107,7 +107,7 @@ class Paths:
         """See :class:`Endpoints`."""
         machine = self.plan.machine
         found = {"kernel": machine.kernel, "initrd": machine.initrd}[name]
-        return "" if found is None else _comma(str(found.path))
+        return "" if found is None else str(found.path)
 
     def image(self, name: str) -> tuple[list[str], str]:
         """See :class:`Endpoints`."""
@@ -292,6 +292,26 @@ def _virtiofsd_escape(value: str) -> str:
     return value.replace("\\", "\\\\").replace(",", "\\,")
 
 
+_FLAGS = frozenset(
+    {
+        "-name",
+        "-uuid",
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "-sandbox",
+        "-machine",
+        "-accel",
+        "-cpu",
+        "-smp",
+        "-m",
+        "-object",
+    }
+    | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
+)
+"""Options that begin a line of the script; a value may begin with a dash, too."""
+
+
 def pasteable(plan: InstancePlan) -> str:
     """Return a shell script that runs the same machine by hand: same devices, paths instead of descriptors, not pinned.
 
@@ -300,19 +320,21 @@ def pasteable(plan: InstancePlan) -> str:
     lines = [
         "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
     ]
+    if plan.shares:
+        lines.append(f"mkdir -p {shlex.quote(str(plan.state_directory))}")
     for network in plan.networks:
+        if network.pod is not None:
+            lines.append(
+                f"# {network.pod.name} is left alone: to take its place, move its address and put it into {network.bridge}"
+            )
         lines.append(f"ip link add {network.bridge} type bridge && ip addr add {network.host} dev {network.bridge}")
         lines.append(f"ip tuntap add {network.tap} mode tap && ip link set {network.tap} master {network.bridge} up")
         lines.append(f"ip link set {network.bridge} up")
     lines += [f"{shlex.join(dnsmasq_argv(dhcp))} &" for dhcp in plan.dhcp]
     for index, share in enumerate(plan.shares):
         lines.append(f"{shlex.join(virtiofsd_argv(share, f'--socket-path={_share_socket(plan, index)}'))} &")
+        lines.append(f"until [ -S {shlex.quote(str(_share_socket(plan, index)))} ]; do sleep 0.1; done")
     program, *options = qemu_argv(plan.machine, Paths(plan), paused=False)
-    words = [program]
-    for option in options:
-        if option.startswith("-"):
-            words.append(f"\\\n  {option}")
-        else:
-            words.append(shlex.quote(option))
-    lines.append(" ".join(words))
+    words = (("\\\n  " if option in _FLAGS else "") + shlex.quote(option) for option in options)
+    lines.append(" ".join((shlex.quote(program), *words)))
     return "\n".join(lines) + "\n"

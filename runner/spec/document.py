@@ -69,6 +69,8 @@ def found(value: object) -> str:
         return "null" if value is None else f"the {type(value).__name__} {value}"
     if isinstance(value, dict | list):
         return kind
+    if isinstance(value, int) and value.bit_length() > 64:  # noqa: PLR2004 - TOML's integers have 64 bits
+        return f"an integer of {value.bit_length()} bits"
     text = json.dumps(value, ensure_ascii=False)
     return f"{kind} {text if len(text) <= 60 else text[:57] + '…'}"  # noqa: PLR2004 - a line has to end somewhere
 
@@ -152,11 +154,19 @@ def path() -> Rule:
     """Take an absolute path; relative ones are refused because PID 1's working directory is an accident."""
 
     def parse(value: object) -> PurePosixPath:
-        if not isinstance(value, str) or "\0" in value or not value.startswith("/"):
+        if not isinstance(value, str) or "\0" in value or not value.startswith("/") or not _encodable(value):
             _wrong(value)
         return PurePosixPath(value)
 
     return Rule("an absolute path", parse)
+
+
+def _encodable(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can spell and no file name holds
+        return False
+    return True
 
 
 def cpu_set() -> Rule:
@@ -235,7 +245,7 @@ def parse_document(source: str, data: bytes) -> dict[str, object]:
         return _parse_json(source, content)
     try:
         return tomllib.loads(content)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of thousands of digits
         raise SpecError(source, [Problem("", f"cannot parse the document as TOML: {error}")]) from None
 
 

@@ -150,7 +150,7 @@ class Network:
         doc='`"private"`: a subnet of its own; `"bridge"`: the guest takes over the pod interface\'s address',
     )
     interface: str | None = key(
-        text(r"[^\s/:]{1,15}", "the name of a network interface"),
+        text(r"[!-.0-9;-~]{1,15}", "the name of a network interface"),
         default=None,
         doc='`"bridge"` only: the pod interface; `eth0` without it',
     )

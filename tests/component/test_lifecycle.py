@@ -240,6 +240,26 @@ async def test_asked_to_stop_while_qemu_starts(bench: Any) -> None:
     assert bench.snapshot() == before
 
 
+@pytest.mark.parametrize("command", ["query-cpus-fast", "cont"])
+@pytest.mark.parametrize("asked", [True, False])
+async def test_qemu_hangs_in_the_middle_of_the_start(bench: Any, command: str, asked: bool) -> None:  # noqa: FBT001
+    plan = attrs.evolve(bench.plan(bench.share(), qemu={"deaf_to": command}, grace=1), patience=20 if asked else 0.5)
+
+    async def stop(_host: Host) -> None:
+        await wait_for(lambda: command in bench.commands())
+        if asked:
+            bench.stop.ask("SIGTERM")
+
+    before = bench.snapshot()
+    with trio.fail_after(10):
+        result = await bench.run(plan, beside=stop)
+    if asked:
+        assert ended(result).status is Status.STOPPED
+    else:
+        assert refused(result) == "cannot start QEMU: it has said nothing on QMP for 0.5 s"
+    assert bench.snapshot() == before
+
+
 async def test_asked_to_stop_before_anything(bench: Any) -> None:
     bench.stop.ask("SIGTERM")
     assert ended(await bench.run(bench.plan())).status is Status.STOPPED
@@ -355,6 +375,36 @@ async def test_the_console_goes_to_a_file_and_the_directory_away(bench: Any) -> 
     ended(await bench.run(plan))
     assert log.read_text() == "guest: runs\n"
     assert not (bench.root / "state").exists()
+
+
+async def test_the_console_is_a_fifo_nobody_reads(bench: Any) -> None:
+    fifo = bench.root / "fifo"
+    os.mkfifo(fifo)
+    plan = bench.plan(f'[console]\nlog = "{fifo}"\n')
+    with trio.fail_after(10):
+        assert f"cannot write '{fifo}': No such device or address" in refused(await bench.run(plan))
+
+
+async def test_a_state_directory_others_may_write(bench: Any) -> None:
+    (bench.root / "state").mkdir()
+    (bench.root / "state").chmod(0o777)
+    assert "others may write there" in refused(await bench.run(bench.plan()))
+
+
+async def test_what_could_not_be_released_is_recorded_and_the_rest_released(bench: Any) -> None:
+    plan = bench.plan(bench.share())
+
+    async def interfere(_host: Host) -> None:
+        await wait_for(lambda: "cont" in bench.commands())
+        (bench.root / "state" / "receipt.json").unlink()
+        bench.stop.ask("test")
+
+    before = bench.snapshot()
+    assert ended(await bench.run(plan, beside=interfere)).status is Status.STOPPED
+    assert bench.faults.sentences == [
+        f"could not remove the receipt: cannot remove '{bench.root}/state/receipt.json': No such file or directory"
+    ]
+    assert bench.snapshot() == before
 
 
 async def test_a_full_disk_for_the_console_is_no_reason_to_end(bench: Any) -> None:

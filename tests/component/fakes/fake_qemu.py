@@ -18,6 +18,7 @@ DEFAULTS = {
     "at_powerdown": "shutdown",  # also: None (deaf guest), "reset", "panic", "exit", "no reply"
     "at_quit": "exit",  # also: None (hangs)
     "at_sigterm": "exit",  # also: None (ignores it)
+    "deaf_to": None,  # a command that is never answered
     "noise": False,  # events and foreign replies between request and reply
     "daemonize": False,  # leaves a grandchild that keeps our output open
 }
@@ -140,6 +141,8 @@ for line in qmp.makefile("rb"):
     if command == "set-action":
         reboot_is_shutdown = request["arguments"]["reboot"] == "shutdown"
     if command == "quit" and behaviour["at_quit"] is None:
+        continue
+    if command == behaviour["deaf_to"]:
         continue
     if command == "system_powerdown" and behaviour["at_powerdown"] == "no reply":
         continue
