@@ -145,10 +145,11 @@ class Start:
         pid1: bool = True,
         namespaces: bool = True,
         around: tuple[str, ...] = (),
+        inside: tuple[str, ...] = (),
         streams: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
     ) -> Run:
-        """Start the program with a spec that begins with *text*; *around* goes before everything."""
+        """Start the program with a spec that begins with *text*; *around* goes before everything, *inside* into the namespaces."""
         directory = self.root / f"run{len(self.runs)}"
         directory.mkdir()
         spec = self.spec(text, cmdline, boot=boot)
@@ -165,6 +166,7 @@ class Start:
         argv = (
             *around,
             *(fresh if pid1 and namespaces else ()),
+            *inside,
             "env",
             BLOCK,
             *command,

@@ -65,6 +65,26 @@ def test_boot_dhcp_share_sigterm(start: Any, tmp_path: Path) -> None:
     assert (run.state / "console.log").read_text() == run.console
 
 
+CAPABILITIES = "chown dac_override fsetid fowner mknod net_raw setgid setuid setfcap setpcap net_bind_service sys_chroot kill audit_write"
+"""What Docker gives a container by default."""
+
+
+def test_the_capabilities_the_readme_names_are_enough(start: Any, tmp_path: Path) -> None:
+    share, directory = shared(tmp_path)
+    bounding = ",".join(f"+{name}" for name in (*CAPABILITIES.split(), "net_admin", "sys_nice"))
+    run = start(
+        "[[network]]\n" + share,
+        "guest.word=caps",
+        inside=("setpriv", f"--bounding-set=-all,{bounding}", "--inh-caps=-all"),
+    )
+    run.until_done()
+    assert "CapBnd:\t00000000a88" in Path(f"/proc/{run.pid()}/status").read_text(), "no more than these"
+    assert "guest: address 192.168.77.2/24" in run.console
+    assert (directory / "word").read_text() == "caps\n"
+    assert run.stop() == 0
+    assert run.verdict()["faults"] == []
+
+
 @pytest.fixture
 def pod() -> Iterator[str]:
     """Make a pod's network namespace as CNI plugins make it: a /32 address and a gateway off the link."""
@@ -194,6 +214,19 @@ def test_seabios_boots_the_first_disk(start: Any, tmp_path: Path, form: str) -> 
     assert run.stop() == 13, "a boot sector knows no power button"
 
 
+def test_an_image_that_takes_data_from_elsewhere_is_refused(start: Any, tmp_path: Path) -> None:
+    """A backing file or an external data file is any file of the host, as far as the image's maker likes."""
+    (tmp_path / "secret").write_bytes(bytes(1 << 20))
+    backing = ("-b", tmp_path / "secret", "-F", "raw")
+    data = ("-o", f"data_file={tmp_path}/outside,data_file_raw=on")
+    for name, options in (("backed", backing), ("split", data)):
+        subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", *options, tmp_path / name, "1M"], check=True)
+        run = start(f'[[disk]]\npath = "{tmp_path}/{name}"\nformat = "qcow2"\n')
+        assert run.wait() == 30
+        assert f"disk[0].path: '{tmp_path}/{name}' needs" in run.log
+        assert "which is not followed" in run.log
+
+
 def test_uefi(start: Any, tmp_path: Path) -> None:
     firmware = next(
         path for path in map(Path, ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_CODE.fd")) if path.exists()
@@ -221,16 +254,29 @@ def test_two_vcpus_share_nothing_with_us_or_the_start_says_so(start: Any) -> Non
 
 
 def test_the_script_to_paste_boots_the_same_machine(start: Any, tmp_path: Path) -> None:
-    spec = start.spec("", "guest.then=poweroff")
+    (tmp_path / "a,b").mkdir()
+    (tmp_path / "a,b" / "kernel").write_bytes(start.guest.kernel.read_bytes())
+    share = f'[[network]]\n[[share]]\ntag = "share"\npath = "{tmp_path}/a,b"\n'
+    spec = start.spec(share, "guest.then=poweroff")
+    spec.write_text(
+        spec.read_text().replace(str(start.guest.kernel), f"{tmp_path}/a,b/kernel").replace('"console', '"-x; console')
+    )
     script = subprocess.run(
-        [Path(sys.executable).with_name("instance-runner"), "plan", "--show-argv", spec],
+        [
+            Path(sys.executable).with_name("instance-runner"),
+            "plan",
+            "--show-argv",
+            "--state-dir",
+            tmp_path / "st",
+            spec,
+        ],
         check=True,
         capture_output=True,
         text=True,
     ).stdout
     (tmp_path / "by-hand.sh").write_text(script)
     result = subprocess.run(
-        ["sh", tmp_path / "by-hand.sh"],
+        ["unshare", "--fork", "--pid", "--mount-proc", "--net", "--kill-child", "sh", tmp_path / "by-hand.sh"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

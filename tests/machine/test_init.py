@@ -155,6 +155,17 @@ def test_kill_any_child(start: Any, tmp_path: Path, name: str) -> None:
     assert run.verdict()["faults"] == []
 
 
+def test_a_fault_of_the_teardown_is_the_outcome(start: Any, blank: str) -> None:
+    run = start(blank, boot=False)
+    run.until_runs()
+    (run.state / "receipt.json").unlink()
+    assert run.stop() == 40
+    verdict = run.verdict()
+    assert (verdict["status"], verdict["outcome"]) == (40, "dirty")
+    assert "(forced_off), but not everything could be released" in verdict["detail"]
+    assert len(verdict["faults"]) == 1
+
+
 def test_kill_pid_1(start: Any, tmp_path: Path) -> None:
     """The kernel ends the namespace with its PID 1; there is nothing to find afterwards (see `nothing_left`)."""
     (tmp_path / "shared").mkdir()
@@ -218,7 +229,7 @@ def full(tmp_path: Path) -> Iterator[Path]:
     """Mount a file system without a free block."""
     directory = tmp_path / "full"
     directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "full", directory], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=755", "full", directory], check=True)
     with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as filler:
         while True:
             filler.write(bytes(4096))
