@@ -70,6 +70,11 @@ def tap(name: str, device: Path = Path("/dev/net/tun")) -> Iterator[Descriptor]:
         yield descriptor
 
 
+def has_tun(device: Path = Path("/dev/net/tun")) -> bool:
+    """Tell whether tap interfaces can be made here."""
+    return os.access(device, os.R_OK | os.W_OK)
+
+
 def has_vhost_net(device: Path = Path("/dev/vhost-net")) -> bool:
     """Tell whether virtio-net can be carried by the kernel here."""
     return os.access(device, os.R_OK | os.W_OK)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import stat
 from types import TracebackType
 from typing import Self
@@ -26,8 +27,15 @@ class Outlet:
         self._waiting = trio.Event()
         self._dropped = 0
         self._fd: int | None = None
-        with contextlib.suppress(OSError):  # closed, or its reader is gone: there is nobody to tell
+        self._asked_first: select.poll | None = None
+        try:
             self._fd = _reopened(fd)
+        except PermissionError:  # it belongs to another user: what would wait is found out before each write instead
+            self._fd = os.dup(fd)
+            self._asked_first = select.poll()
+            self._asked_first.register(self._fd, select.POLLOUT)
+        except OSError:  # closed, or its reader is gone: there is nobody to tell
+            return
 
     def __enter__(self) -> Self:
         return self
@@ -53,8 +61,11 @@ class Outlet:
     def flush(self) -> None:
         """Write as much of the backlog as goes at once."""
         while self._backlog and self._fd is not None:
+            if self._asked_first is not None and not self._asked_first.poll(0):
+                self._waiting.set()
+                return
             try:
-                # At most PIPE_BUF: where the descriptor could not be made non-blocking, so much fits when poll says so.
+                # At most PIPE_BUF: so much fits when poll(2) says that anything does.
                 written = os.write(self._fd, self._backlog[: 1 << 12])
             except BlockingIOError:
                 self._waiting.set()

@@ -68,7 +68,6 @@ class Keeper:
     """A child that is started again whenever it ends."""
 
     process: Process
-    restarts: int = 0
 
 
 @asynccontextmanager
@@ -97,7 +96,6 @@ async def _keep(host: Host, command: Command, policy: Restart, keeper: Keeper) -
         pause = min(max(2 * pause, 0.1), policy.longest)
         try:
             keeper.process = host.processes.spawn(command)
-            keeper.restarts += 1
         except RunnerError as error:
             log.warning("%s", explain(error))
 

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 import trio
 
 from runner.errors import HostError
-from runner.host.devices import has_vhost_net, read_kvm
+from runner.host.devices import has_tun, has_vhost_net, read_kvm
 from runner.host.files import find_program, look, memory_limits, read_text
 from runner.host.network import Link, read_links
 from runner.host.processes import Command
@@ -46,6 +46,7 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
         files=dict(_files(spec)),
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
         kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode),
+        tun=not spec.network or has_tun(),
         vhost_net=bool(spec.network) and has_vhost_net(),
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),

@@ -134,6 +134,8 @@ class HostFacts:
     users: Mapping[str, User] = attrs.field(factory=dict)
     """The users asked about, those that exist."""
     kvm: Kvm = Kvm("not found")
+    tun: bool = True
+    """Whether /dev/net/tun may be used; asked only when there are networks."""
     vhost_net: bool = False
     interfaces: Mapping[str, Interface] = attrs.field(factory=dict)
     """The interfaces asked about, those that exist."""

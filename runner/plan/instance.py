@@ -144,15 +144,13 @@ class ShutdownPlan:
     quit: float
     """QMP ``quit``."""
     terminate: float
-    """SIGTERM to QEMU; after it comes SIGKILL."""
-    kill: float
-    """For the kernel to take down a killed QEMU."""
+    """SIGTERM to QEMU; after it comes SIGKILL, which needs no time of its own."""
     poweroff_status: int
 
     @property
     def forced(self) -> float:
         """Seconds for everything after the guest's own time."""
-        return self.quit + self.terminate + self.kill
+        return self.quit + self.terminate
 
 
 @attrs.frozen
@@ -280,7 +278,10 @@ class _Planner:
 
     def accelerator(self) -> tuple[str, User]:
         asked, kvm = self.spec.cpu.accel, self.facts.kvm
-        user = self.user("instance.user", self.spec.instance.user, QEMU_USERS) or ROOT
+        found = self.user("instance.user", self.spec.instance.user, QEMU_USERS)
+        if found is None:
+            self.remarks.append(f"QEMU runs as root, because none of the users {', '.join(QEMU_USERS)} exists here")
+        user = found or ROOT
         if asked == "tcg":
             return "tcg", user
         if kvm.trouble is not None:
@@ -333,6 +334,10 @@ class _Planner:
 
     def networks(self) -> Iterator[NetworkPlan]:
         networks = self.spec.network
+        if networks and not self.facts.tun:
+            self.refuse(
+                "network[0]", "cannot use /dev/net/tun: it is not here, or may not be written; give the pod the device"
+            )
         for index, (network, subnet) in enumerate(zip(networks, private_subnets(networks), strict=True)):
             if subnet is not None:
                 yield self.private_network(index, network, subnet)
@@ -479,6 +484,8 @@ class _Planner:
 
 
 def _is(fact: FileFact) -> str:
+    if fact.kind == "other" and fact.trouble is not None:
+        return f"cannot be looked at ({fact.trouble})"
     return {
         "file": "is a file",
         "directory": "is a directory",
@@ -499,4 +506,4 @@ def derived_mac(identity: str, index: int) -> str:
 def share_grace(grace: float, poweroff_status: int) -> ShutdownPlan:
     """Divide *grace* seconds among the steps of a power-down: the guest gets all but a tenth (at most 3 s)."""
     forced = min(3.0, grace / 10)
-    return ShutdownPlan(grace - forced, forced / 3, forced / 3, forced / 3, poweroff_status)
+    return ShutdownPlan(grace - forced, forced / 2, forced / 2, poweroff_status)

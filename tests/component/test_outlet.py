@@ -51,6 +51,26 @@ def test_closed_and_broken_outputs_are_nobodys_problem() -> None:
         outlet.write(b"x")
 
 
+async def test_a_pipe_of_another_user_is_written_without_waiting(tmp_path: Path) -> None:
+    """It cannot be reopened; what it takes is written, and a full one keeps nobody waiting."""
+    del tmp_path
+    reading, writing = os.pipe()
+    os.fchmod(writing, 0o600)
+    os.seteuid(65534)
+    try:
+        outlet = Outlet(writing)
+    finally:
+        os.seteuid(0)
+    with outlet:
+        outlet.write(b"hello\n")
+        assert os.read(reading, 10) == b"hello\n"
+        for _ in range(100):
+            outlet.write(b"x" * 65536)
+    assert len(os.read(reading, 1 << 20)) >= 4096
+    os.close(reading)
+    os.close(writing)
+
+
 def test_a_file_is_written_where_its_other_writers_are(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     os.write(fd, b"before ")

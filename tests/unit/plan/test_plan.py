@@ -39,6 +39,7 @@ FACTS = HostFacts(
         PurePosixPath("/boot/vmlinuz"): FileFact("file", 8 << 20),
         PurePosixPath("/boot/private"): FileFact("file", 8 << 20, everyone_reads=False),
         PurePosixPath("/boot/unreadable"): FileFact("file", 8 << 20, "Permission denied"),
+        PurePosixPath("/closed/kernel"): FileFact("other", trouble="Permission denied"),
         PurePosixPath("/OVMF.fd"): FileFact("file", 4 << 20),
         PurePosixPath("/vars.fd"): FileFact("file", 4 << 20),
         PurePosixPath("/disk"): FileFact("block", GIB, image=ImageFact("raw")),
@@ -166,6 +167,11 @@ def test_descriptors_are_all_passed_on() -> None:
     ("text", "facts", "expected"),
     [
         ('[boot]\nkernel = "/none"\n', {}, "boot.kernel: '/none' does not exist"),
+        (
+            '[boot]\nkernel = "/closed/kernel"\n',
+            {},
+            "boot.kernel: '/closed/kernel' cannot be looked at (Permission denied)",
+        ),
         ('[boot]\nkernel = "/srv"\n', {}, "boot.kernel: '/srv' is a directory, not a file"),
         ('[boot]\nkernel = "/boot/unreadable"\n', {}, "boot.kernel: cannot read '/boot/unreadable': Permission denied"),
         ('[[disk]]\npath = "/none"\n', {}, "disk[0].path: '/none' does not exist"),
@@ -209,6 +215,7 @@ def test_descriptors_are_all_passed_on() -> None:
             "share[0].read_only: virtiofsd 7.2.22 cannot share read-only",
         ),
         (KERNEL + "[[network]]\n", {"dnsmasq": None}, "network[0]: cannot find the program 'dnsmasq' in PATH; install"),
+        (KERNEL + "[[network]]\n", {"tun": False}, "network[0]: cannot use /dev/net/tun: it is not here"),
         (KERNEL, {"qemu": None}, "cannot find the program 'qemu-system-x86_64' in PATH"),
         (
             KERNEL + '[memory]\nsize = "16GiB"\n',
@@ -306,6 +313,17 @@ def test_qemu_runs_unprivileged_where_it_can(kvm: Kvm, accel: str, user: str, gr
     assert (machine.accel, machine.user.name, machine.user.groups) == (accel, user, groups)
 
 
+def test_root_is_never_taken_in_silence() -> None:
+    nobody = plan_of(KERNEL, attrs.evolve(FACTS, users={}))
+    assert nobody.machine.user.name == "root"
+    assert any("QEMU runs as root, because none of the users" in remark for remark in nobody.remarks)
+    locked = attrs.evolve(FACTS, kvm=Kvm(None, gid=0, mode=0o600))
+    assert any("QEMU runs as root, because /dev/kvm" in remark for remark in plan_of(KERNEL, locked).remarks)
+    assert problems(KERNEL + '[instance]\nuser = "nobody"\n', locked) == [
+        "instance.user: 'nobody' cannot use /dev/kvm (mode 600); chmod it to 660 with a group"
+    ]
+
+
 def test_a_kernel_qemu_may_not_read_is_copied() -> None:
     text = '[boot]\nkernel = "/boot/private"\ninitrd = "/boot/vmlinuz"\n'
     machine = plan_of(text).machine
@@ -353,7 +371,7 @@ def test_mac_addresses_stay_and_differ() -> None:
 def test_the_grace_period_is_divided_whole(grace: float) -> None:
     plan = share_grace(grace, 10)
     assert plan.power_down + plan.forced == pytest.approx(grace)
-    assert min(plan.power_down, plan.quit, plan.terminate, plan.kill) > 0
+    assert min(plan.power_down, plan.quit, plan.terminate) > 0
     assert plan.power_down >= 0.9 * grace - 1e-9
 
 
