@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -28,3 +29,23 @@ def test_a_wrong_argument_is_told_how_it_is_used() -> None:
     result = subprocess.run([QUICKSTART, "--twice"], capture_output=True, text=True, timeout=30, check=False)
     assert result.returncode == 2
     assert "Usage: examples/quickstart/run [--once]" in result.stdout
+
+
+def test_ctrl_c_ends_it_the_way_kubernetes_does() -> None:
+    """On a terminal, where the interrupt goes to everything in the foreground."""
+    terminal = ("script", "--quiet", "--return", "--command", str(QUICKSTART), "/dev/null")
+    with subprocess.Popen(terminal, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        seen = b""
+        while b"guest: done" not in seen:
+            data = os.read(process.stdout.fileno(), 1 << 16)
+            assert data, seen.decode(errors="replace")
+            seen += data
+        process.stdin.write(b"\x03")
+        process.stdin.flush()
+        seen += process.stdout.read()
+        process.wait(60)
+    assert process.returncode == 0, seen.decode(errors="replace")
+    assert b"asked to stop reason=SIGINT" in seen
+    assert b"and nothing is left" in seen
