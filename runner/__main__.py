@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
@@ -32,6 +33,9 @@ STATUS_HELP = "exit statuses:\n" + "\n".join(f"  {status.value:3} {status.name.l
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that *argv* names and return its exit status."""
     _fill_standard_descriptors()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale without arrows is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -43,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"{parser.prog}: cannot write the output: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what is still buffered goes
+        return Status.USAGE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return status
 
 

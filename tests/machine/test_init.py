@@ -299,6 +299,19 @@ def test_a_wrong_command_line(arguments: tuple[str, ...], status: int) -> None:
     )
 
 
+def test_output_that_cannot_be_written_is_told_in_a_line(start: Any) -> None:
+    spec = start.spec("")
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run([RUNNER, "plan", spec], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (
+        2,
+        "instance-runner: cannot write the output: No space left on device\n",
+    )
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([RUNNER, "plan", spec], capture_output=True, text=True, check=True, env=plain).stdout
+    assert "\\u2192" in shown
+
+
 def test_plan_touches_nothing_and_says_what_run_would_do(start: Any, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     spec = start.spec(f'[[network]]\n[[share]]\ntag = "share"\npath = "{tmp_path}/shared"\n')
