@@ -204,15 +204,17 @@ def adopted() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(tmp_path: Path) -> Iterator[None]:
     """Fail a test that leaves a process, a link or a mount of ours on this machine."""
 
     def ours() -> set[str]:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # what was killed with its PID 1, and is nobody else's to reap
                 pass
-        found = {f"link {line.split(':')[0].strip()}" for line in Path("/proc/net/dev").read_text().splitlines()[2:]}
-        found |= {f"mount {line}" for line in Path("/proc/mounts").read_text().splitlines()}
+        # Only what can be ours: this machine may be busy with other things, whose links and mounts come and go.
+        links = (line.split(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines()[2:])
+        found = {f"link {link}" for link in links if link.startswith(("vmbr", "vmtap"))}
+        found |= {f"mount {line}" for line in Path("/proc/mounts").read_text().splitlines() if str(tmp_path) in line}
         waiting = [os.getpid()]  # a subreaper: what is left behind anywhere below becomes a child of ours
         while waiting:
             for thread in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
