@@ -216,15 +216,15 @@ class Rtnetlink:
 
     def addresses(self, link: FoundLink) -> tuple[IPv4Interface, ...]:
         """Return the IPv4 addresses of *link*."""
-        with _doing(f"read the addresses of {link.name!r}"):
-            bodies = self._dump(_RTM_GETADDR, _ADDRESS.pack(socket.AF_INET, 0, 0, 0, link.index))
-        return tuple(_address(body) for body in bodies)
+        return tuple(_address(body) for body in self._address_messages(link))
 
     def has_broadcast(self, link: FoundLink) -> bool:
         """Tell whether the IPv4 addresses of *link* came with a broadcast address."""
+        return any(_IFA_BROADCAST in _attributes(body[_ADDRESS.size :]) for body in self._address_messages(link))
+
+    def _address_messages(self, link: FoundLink) -> list[bytes]:
         with _doing(f"read the addresses of {link.name!r}"):
-            bodies = self._dump(_RTM_GETADDR, _ADDRESS.pack(socket.AF_INET, 0, 0, 0, link.index))
-        return any(_IFA_BROADCAST in _attributes(body[_ADDRESS.size :]) for body in bodies)
+            return self._dump(_RTM_GETADDR, _ADDRESS.pack(socket.AF_INET, 0, 0, 0, link.index))
 
     def add_address(self, link: FoundLink, address: IPv4Interface) -> None:
         """Give *link* an address it does not have."""
