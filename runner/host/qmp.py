@@ -117,9 +117,8 @@ class Monitor:
         request: Message = {"execute": command, "id": number}
         if arguments is not None:
             request["arguments"] = arguments
-        self._expected[number] = (
-            None  # before it is sent: another reader may have the reply before we are back from sending
-        )
+        # Before it is sent: another reader may have the reply before we are back from sending.
+        self._expected[number] = None
         try:
             await self._send(json.dumps(request).encode() + b"\n")
             await self._until(lambda: self._expected[number] is not None)

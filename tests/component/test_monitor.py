@@ -107,6 +107,18 @@ async def test_an_event_waiter_and_a_command_read_for_each_other(ends: tuple[Mon
     assert seen == ["E"]
 
 
+async def test_a_reply_may_overtake_the_end_of_its_sending(ends: tuple[Monitor, Peer]) -> None:
+    """Another task reads the reply while the command's own is still on its way back from sending."""
+    monitor, peer = ends
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.event)
+        await settle()  # the event waiter reads
+        peer.say(**{"return": "early", "id": "1"})
+        with trio.fail_after(5):
+            assert await monitor.execute("x") == "early"
+        nursery.cancel_scope.cancel()
+
+
 async def test_the_reader_is_cancelled_and_another_takes_over(ends: tuple[Monitor, Peer]) -> None:
     monitor, peer = ends
     async with trio.open_nursery() as nursery:
