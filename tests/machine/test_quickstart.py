@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def test_a_wrong_argument_is_told_how_it_is_used() -> None:
 
 def test_ctrl_c_ends_it_the_way_kubernetes_does() -> None:
     """On a terminal, where the interrupt goes to everything in the foreground."""
-    terminal = ("script", "--quiet", "--return", "--command", str(QUICKSTART), "/dev/null")
+    # exec: a shell that stays in between and is not bash ends by the interrupt too, whatever its child's status was.
+    terminal = ("script", "--quiet", "--return", "--command", f"exec {shlex.quote(str(QUICKSTART))}", "/dev/null")
     with subprocess.Popen(terminal, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
