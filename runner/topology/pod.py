@@ -54,12 +54,13 @@ class ContainerKind(enum.Enum):
 
 @attrs.frozen
 class Container:
-    """One container's requests: thousandths of a CPU, and bytes of ``memory`` and each ``hugepages-<size>``."""
+    """One container's requests: thousandths of a CPU, bytes of ``memory`` and each ``hugepages-<size>``, and devices."""
 
     name: str
     millicpus: int = 0
     memory: Mapping[str, int] = attrs.field(factory=dict)
     kind: ContainerKind = ContainerKind.APP
+    devices: Mapping[str, int] = attrs.field(factory=dict)
 
     @classmethod
     def requesting(cls, name: str, requests: Mapping[str, str], kind: ContainerKind = ContainerKind.APP) -> Self:
