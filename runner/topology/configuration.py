@@ -20,7 +20,7 @@ from runner.spec.value import Value
 from runner.topology.admission import KubeletConfiguration
 from runner.topology.hardware import Hardware
 from runner.topology.kubelet import KubeletConfigError
-from runner.topology.pod import HUGEPAGES_PREFIX, MEMORY, parse_quantity
+from runner.topology.pod import HUGEPAGES_PREFIX, MEMORY, parse_quantity, read_quantity
 from runner.topology.topology_manager import Policy, Scope
 
 KIND = "KubeletConfiguration"
@@ -184,20 +184,8 @@ def _reserved(table: Value) -> dict[str, Fraction]:
         if value.key not in {"cpu", MEMORY, "ephemeral-storage", "pid"}:
             raise KubeletConfigError(f'cannot reserve "{value.key}" resource')
         value.text()
-        reserved[value.key] = _quantity(value)
+        reserved[value.key] = read_quantity(value)
     return reserved
-
-
-def _quantity(value: Value) -> Fraction:
-    if isinstance(value.value, bool) or not isinstance(value.value, str | int | float):
-        value.fail(f"must be a quantity like '4', '500m' or '1Gi', found {value.value!r}")
-    try:
-        quantity = parse_quantity(str(value.value))
-    except ValueError as error:
-        value.fail(str(error))
-    if quantity < 0:
-        value.fail(f"must not be negative, found {value.value!r}")
-    return quantity
 
 
 def _eviction(document: Value, hardware: Hardware) -> int:
@@ -213,7 +201,7 @@ def _eviction(document: Value, hardware: Hardware) -> int:
         return 0
     value = Value(threshold, document.source, "evictionHard.memory.available")
     if not threshold.endswith("%"):
-        return math.ceil(_quantity(value))
+        return math.ceil(read_quantity(value))
     try:
         share = float(threshold.removesuffix("%"))
     except ValueError:
@@ -233,7 +221,7 @@ def _reserved_memory(document: Value, hardware: Hardware) -> dict[int, dict[str,
     for entry in listed.elements() if listed else ():
         numa_node = entry.get("numaNode").number() if entry.get("numaNode") else 0
         for limit in entry.get("limits", {}).members():
-            resource, amount = limit.key, math.ceil(_quantity(limit))
+            resource, amount = limit.key, math.ceil(read_quantity(limit))
             if resource != MEMORY and not resource.startswith(HUGEPAGES_PREFIX):
                 raise KubeletConfigError(
                     f'invalid configuration: the limit type "{resource}" for NUMA node {numa_node} is not supported,'

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": BASE | {"spec", "topology"},
     "host": BASE | {"topology.hardware"},
     "instance": BASE | {"spec", "topology", "plan", "host"},
+    "planner": BASE | {"spec", "topology", "plan", "host"},
     "controller": BASE | {"topology", "host"},
 }
 """Room → the rooms of ours it may import besides itself; ``__main__`` may import everything."""
