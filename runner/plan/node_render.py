@@ -112,8 +112,8 @@ def _remains(plan: NodePlan) -> str:
         return "no CPU is ever exclusive with cpuManagerPolicy none"
     most = max((len(node.available & cpus) for cpus in plan.hardware.cpus_of_numa_node.values()), default=0)
     return (
-        f"shared pool {node.shared_pool or 'empty'}; {len(node.available)} CPUs can still be given"
-        f" ({node.available or 'none'}), at most {most} of them on one NUMA node"
+        f"shared pool {node.shared_pool or 'empty'}; {_count(len(node.available), 'CPU')} of it can still be given,"
+        f" at most {most} on one NUMA node"
     )
 
 

@@ -107,7 +107,7 @@ def _looks(owners: Iterable[Owner], reserved: CpuSet) -> Mapping[int, _Look]:
 def _numa_node(title: str, body: _Box, inside: int) -> _Box:
     """Draw the box of one NUMA node: its name, what it has, and its cores."""
     name, _, facts = title.partition(": ")
-    details = textwrap.wrap(facts, int(inside / LETTER), break_on_hyphens=False, break_long_words=False)
+    details = _lines(facts.split(", "), int(inside / LETTER))
     top = PADDING + 14 + LINE * len(details) + 8
     width, height = inside + 2 * PADDING, top + body.height + PADDING
     drawing = [
@@ -122,6 +122,17 @@ def _numa_node(title: str, body: _Box, inside: int) -> _Box:
         "</g>",
     ]
     return _Box(width, height, drawing)
+
+
+def _lines(facts: Iterable[str], columns: int) -> list[str]:
+    """Join *facts* to lines, none of them broken."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and len(lines[-1]) + 2 + len(fact) <= columns:
+            lines[-1] += f", {fact}"
+        else:
+            lines.append(fact)
+    return lines
 
 
 def _cores(plan: NodePlan, numa_node: int, looks: Mapping[int, _Look]) -> _Box:

@@ -43,9 +43,8 @@ class ResourceHints:
             return f"{self.resource}: any NUMA node will do"
         if not self.hints.masks:
             return f"{self.resource}: fits on no set of NUMA nodes"
-        preferred = [hint for hint in self.hints if hint.preferred]
-        if preferred:
-            return f"{self.resource}: prefers {_some(preferred)}"
+        if len(self.hints.best):
+            return f"{self.resource}: prefers {_some(self.hints.best)}"
         return (
             f"{self.resource}: fits on {_some(self.hints)}, but prefers none of them:"
             " fewer NUMA nodes would do on an empty host"
@@ -86,10 +85,10 @@ class Shortage:
         where = "NUMA node {} has" if len(self.numa_nodes) == 1 else "NUMA nodes {} have"
 
         def amount(value: int) -> str:
-            if self.resource == "cpu":
-                return f"{value} CPUs"
-            memory = self.resource == MEMORY or self.resource.startswith(HUGEPAGES_PREFIX)
-            return format_bytes(value) if memory else f"{value} devices"
+            if self.resource == MEMORY or self.resource.startswith(HUGEPAGES_PREFIX):
+                return format_bytes(value)
+            what = "CPU" if self.resource == "cpu" else "device"
+            return f"{value} {what}{'' if value == 1 else 's'}"
 
         return (
             f"{self.resource}: {amount(self.wanted)} wanted; {where.format(_listed(self.numa_nodes))} most,"
@@ -163,8 +162,11 @@ def _why(hint: Hint, asked: Iterable[ResourceHints], policy: Policy) -> str:
         if len(opinions) == 1:
             return f"{where} is the narrowest set that {opinions[0].resource} prefers"
         return f"{where} is the narrowest set that all of {_names(opinions)} prefer"
+    nowhere = [each for each in opinions if each.hints is not None and not len(each.hints)]
     choosers = [each for each in opinions if each.hints and not each.hints.preferred]
-    if choosers:
+    if nowhere:
+        reason = f"{_names(nowhere)} {'fits' if len(nowhere) == 1 else 'fit'} nowhere on the node as it is now"
+    elif choosers:
         reason = f"{_names(choosers)} {'prefers' if len(choosers) == 1 else 'prefer'} nothing on the node as it is now"
     else:
         reason = f"no set of NUMA nodes is preferred by all of {_names(opinions)}"
@@ -269,7 +271,8 @@ def _names(resources: Iterable[ResourceHints]) -> str:
     return ", ".join(each.resource for each in resources)
 
 
-def _some(hints: Iterable[Hint]) -> str:
-    sets = ["any NUMA node" if hint.mask is None else _set(hint.mask) for hint in hints]
-    more = f" and {len(sets) - SHOWN} more" if len(sets) > SHOWN else ""
-    return " or ".join(sets[:SHOWN]) + more
+def _some(hints: HintList) -> str:
+    shown = itertools.islice(hints, SHOWN)
+    sets = ["any NUMA node" if hint.mask is None else _set(hint.mask) for hint in shown]
+    more = f" and {len(hints) - SHOWN} more" if len(hints) > SHOWN else ""
+    return " or ".join(sets) + more

@@ -89,8 +89,11 @@ def test_devices_that_are_gone() -> None:
     explanation = explain(node("restricted").admit(one("a", 1, gpus=2, memory=1)).node, one("p", 1, gpus=1, memory=1))
     assert explanation.admission.reason == "TopologyAffinityError"
     assert str(explanation.merges[0].asked[0]) == "nvidia.com/gpu: fits on no set of NUMA nodes"
+    assert explanation.merges[0].why == (
+        "nvidia.com/gpu fits nowhere on the node as it is now, and policy restricted admits nothing else"
+    )
     assert [str(each) for each in explanation.shortages] == [
-        "nvidia.com/gpu: 1 devices wanted; NUMA node 1 has most, 0 devices free, and 1 devices more would have to be"
+        "nvidia.com/gpu: 1 device wanted; NUMA node 1 has most, 0 devices free, and 1 device more would have to be"
     ]
 
 
