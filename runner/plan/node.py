@@ -17,7 +17,7 @@ from runner.topology.kubelet import KubeletConfigError
 from runner.topology.manifest import Manifest
 from runner.topology.memory_manager import Block, hugepages_resource, peak_memory
 from runner.topology.placement import Placement, place
-from runner.topology.pod import MEMORY, Container, Pod, format_bytes, peak
+from runner.topology.pod import MEMORY, Container, ContainerKind, Pod, format_bytes, peak
 from runner.topology.topology_manager import Hint
 
 
@@ -31,9 +31,10 @@ class States:
 
 @attrs.frozen
 class ContainerPlan:
-    """What an admitted *container* gets; without exclusive *cpus* it runs in the shared pool and has no *placement*.
+    """What an admitted *container* gets; without exclusive *cpus* it runs in the shared pool.
 
-    *affinity* is what the Topology Manager told the other managers, ``None`` with policy ``none``.
+    *placement* is that of an instance in it with as many vCPUs; init containers and sidecars are none. *affinity* is
+    what the Topology Manager told the other managers, ``None`` with policy ``none``.
     """
 
     container: Container
@@ -149,7 +150,9 @@ def fit_of(vcpus: int, cpus: CpuSet | None, plan: NodePlan) -> Fit:
 
     It runs in the container with the most exclusive CPUs.
     """
-    containers = [(container, pod.manifest.name) for pod in plan.pods for container in pod.containers if container.cpus]
+    containers = [
+        (container, pod.manifest.name) for pod in plan.pods for container in pod.containers if container.placement
+    ]
     if not containers:
         return Fit(vcpus, trouble="no container gets exclusive CPUs")
     best, pod = max(containers, key=lambda each: len(each[0].cpus))
@@ -191,7 +194,7 @@ def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[Contai
             admission.memory.get(container.name, ()),
             admission.devices.get(container.name, {}),
             admission.affinity.get(container.name),
-            place(len(cpus), cpus, hardware, others=others) if cpus else None,
+            place(len(cpus), cpus, hardware, others=others) if cpus and container.kind is ContainerKind.APP else None,
         )
 
 

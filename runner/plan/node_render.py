@@ -59,7 +59,7 @@ def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
     yield from _wrapped("remains" if plan.pods else "free", _remains(plan), width)
     if plan.alternatives:
         yield ""
-        yield from table_lines(plan)
+        yield from table_lines(plan, width)
     yield ""
     yield from picture_lines(plan, width=width, colour=colour)
 
@@ -160,7 +160,7 @@ def _container_lines(container: ContainerPlan, width: int) -> Iterator[str]:
     parts = [f"exclusive CPUs {container.cpus}" if container.cpus else "the shared pool"]
     parts += [_block(block) for block in container.memory if block.size]
     parts += [_devices(resource, places) for resource, places in container.devices.items()]
-    if container.affinity is not None:
+    if container.affinity is not None and (container.cpus or container.memory or container.devices):
         parts.append(f"affinity {_affinity(container.affinity)}")
     name = container.container.name + ("" if kind is ContainerKind.APP else f" ({kind.value})")
     yield from _wrapped("  gets", f"{name}: {'; '.join(parts)}", width)
@@ -181,7 +181,7 @@ def runs_of(pins: Sequence[int]) -> Iterator[str]:
     """Yield which vCPUs sit on which CPUs; neighbours whose steps are the same, as ``0,2..38→1..20``, are one run."""
     for stride in (1, 2, 4, 8):
         runs = [_runs(pins, start, stride) for start in range(stride)]
-        if sum(map(len, runs)) <= 2 * stride:
+        if sum(map(len, runs)) <= min(2 * stride, len(pins) - 1):
             yield from itertools.chain.from_iterable(runs)
             return
     yield from (f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(pins))
@@ -203,7 +203,10 @@ def _runs(pins: Sequence[int], start: int, stride: int) -> list[str]:
 
 
 def _series(first: int, last: int, stride: int) -> str:
-    return f"{first}-{last}" if stride == 1 else f"{first},{first + stride}..{last}"
+    if stride == 1:
+        return f"{first}-{last}"
+    series = range(first, last + 1, stride)
+    return ",".join(map(str, series)) if len(series) <= 3 else f"{first},{first + stride}..{last}"  # noqa: PLR2004 - shorter
 
 
 def _block(block: Block) -> str:
@@ -234,22 +237,37 @@ def _fit(fit: Fit) -> str:
 # --- what if ----------------------------------------------------------------------------------------------------------
 
 
-def table_lines(plan: NodePlan) -> Iterator[str]:
-    """Put the plan and its alternatives side by side: a row for each configuration, a column for each pod."""
-    names = [pod.manifest.name for pod in plan.pods]
-    rows = [["what if", *names, "shared pool"]]
-    for other in (Alternative("as it is", plan), *plan.alternatives):
-        if other.plan is None:
-            rows.append([other.name, f"the kubelet would not start: {other.refusal}"])
-            continue
-        answers = [_answer(pod) for pod in other.plan.pods]
-        answers += ["not asked"] * (len(names) - len(answers))
-        rows.append([other.name, *answers, str(other.plan.after.shared_pool)])
-    full = [row for row in rows if len(row) == len(rows[0])]
-    widths = [max(len(row[column]) for row in full) for column in range(len(rows[0]))]
-    widths[0] = max(len(row[0]) for row in rows)
-    for row in rows:
-        yield "  ".join(f"{cell:<{size}}" for cell, size in zip(row, widths, strict=False)).rstrip()
+def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
+    """Put the plan and its alternatives side by side: a row for each configuration, a column for each pod.
+
+    Where that is wider than *width*, each configuration has a block of rows instead.
+    """
+    heads = [*(pod.manifest.name for pod in plan.pods), "shared pool"]
+    rows = [(other.name, _answers(other, len(heads))) for other in (Alternative("as it is", plan), *plan.alternatives)]
+    full = [answers for _, answers in rows if len(answers) == len(heads)]
+    widths = [max(len(row[column]) for row in (heads, *full)) for column in range(len(heads))]
+    first = max(len(name) for name, _ in rows)
+    if first + sum(widths) + 2 * len(widths) <= width:
+        for name, answers in [("what if", heads), *rows]:
+            cells = zip([name, *answers], [first, *widths], strict=False)
+            yield "  ".join(f"{cell:<{size}}" for cell, size in cells).rstrip()
+        return
+    for name, answers in rows:
+        yield f"what if     {name}"
+        if len(answers) == 1:
+            yield from _wrapped("", answers[0], width)
+        else:
+            for head, answer in zip(heads, answers, strict=True):
+                yield from _wrapped("", f"{head}: {answer}", width)
+
+
+def _answers(other: Alternative, columns: int) -> list[str]:
+    """Return the answer to each pod and the shared pool after them, or only why the kubelet would not start."""
+    if other.plan is None:
+        return [f"the kubelet would not start: {other.refusal}"]
+    answers = [_answer(pod) for pod in other.plan.pods]
+    answers += ["not asked"] * (columns - 1 - len(answers))
+    return [*answers, str(other.plan.after.shared_pool) or "all CPUs"]
 
 
 def _answer(pod: PodPlan) -> str:

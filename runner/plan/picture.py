@@ -12,6 +12,7 @@ from runner.cpuset import CpuSet
 from runner.plan.node import NodePlan
 from runner.topology.hardware import Hardware
 from runner.topology.memory_manager import MemoryTable
+from runner.topology.pod import ContainerKind
 
 RESERVED, SHARED = "#", "."
 """Signs of reserved CPUs, which nobody is given, and of those in the shared pool."""
@@ -46,7 +47,9 @@ def owners_of(plan: NodePlan) -> tuple[Owner, ...]:
         for container in pod.containers:
             held = plan.after.cpus.assignments.get(pod.manifest.pod.uid, {}).get(container.container.name)
             if held:
+                kind = container.container.kind
                 name = f"{pod.manifest.name}/{container.container.name}" if several else pod.manifest.name
+                name += "" if kind is ContainerKind.APP else f" ({kind.value})"
                 owners.append(Owner(next(signs), name, held))
     signs = itertools.chain(string.ascii_lowercase, itertools.repeat(MORE))
     for uid, containers in sorted(plan.before.cpus.assignments.items()):

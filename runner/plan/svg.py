@@ -60,8 +60,12 @@ class _Box:
 
 def picture_svg(plan: NodePlan) -> str:
     """Draw *plan*; the same plan gives the same text."""
-    owners = owners_of(plan)
-    looks = _looks(owners, reserved_of(plan))
+    styled = [
+        (owner, _Look(fill, ink, owner.name))
+        for owner, (fill, ink) in zip(owners_of(plan), itertools.cycle(FILLS), strict=False)
+    ]
+    looks = {cpu: _Look(RESERVED, INK, "reserved") for cpu in reserved_of(plan)}
+    looks |= {cpu: look for owner, look in styled for cpu in owner.cpus}
     bodies = [_cores(plan, node.id, looks) for node in plan.hardware.numa_nodes]
     inside = max(body.width for body in bodies)
     boxes = [
@@ -81,7 +85,7 @@ def picture_svg(plan: NodePlan) -> str:
             x = MARGIN + place * (box.width + MARGIN)
             drawing += [f'<g transform="translate({x} {y})">', *box.drawing, "</g>"]
         y += max(box.height for box in row) + MARGIN
-    legend = _legend(owners, looks, reserved_of(plan), width - 2 * MARGIN)
+    legend = _legend(styled, reserved_of(plan), width - 2 * MARGIN)
     drawing += [f'<g transform="translate({MARGIN} {y})">', *legend.drawing, "</g>"]
     y += legend.height + MARGIN
     return "\n".join(
@@ -95,13 +99,6 @@ def picture_svg(plan: NodePlan) -> str:
             "</svg>\n",
         ]
     )
-
-
-def _looks(owners: Iterable[Owner], reserved: CpuSet) -> Mapping[int, _Look]:
-    looks = {cpu: _Look(RESERVED, INK, "reserved") for cpu in reserved}
-    for owner, (fill, ink) in zip(owners, itertools.cycle(FILLS), strict=False):
-        looks |= {cpu: _Look(fill, ink, owner.name) for cpu in owner.cpus}
-    return looks
 
 
 def _numa_node(title: str, body: _Box, inside: int) -> _Box:
@@ -163,14 +160,13 @@ def _cell(x: int, y: int, cpu: int, tip: str, look: _Look) -> str:
     )
 
 
-def _legend(owners: Iterable[Owner], looks: Mapping[int, _Look], reserved: CpuSet, width: int) -> _Box:
+def _legend(styled: Iterable[tuple[Owner, _Look]], reserved: CpuSet, width: int) -> _Box:
     entries = [
         (_Look(RESERVED, INK, ""), f"reserved: {reserved or 'nothing'}"),
         (_Look(FREE, FAINT, ""), "shared pool"),
     ]
     entries += [
-        (looks[min(owner.cpus)], f"{owner.name}{'' if owner.planned else ' (there before)'}: {owner.cpus}")
-        for owner in owners
+        (look, f"{owner.name}{'' if owner.planned else ' (there before)'}: {owner.cpus}") for owner, look in styled
     ]
     drawing = []
     y = 0
