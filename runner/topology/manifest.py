@@ -153,17 +153,18 @@ def _is_device(resource: str) -> bool:
 
 def _resources(value: Value) -> _Resources:
     limits = {each.key: read_quantity(each) for each in value.get("limits", {}).members()}
-    listed = value.get("requests", {})
-    requests = limits | {each.key: read_quantity(each) for each in listed.members()}
+    own = {each.key: read_quantity(each) for each in value.get("requests", {}).members()}
+    requests = limits | own
     for resource, amount in requests.items():
         limit = limits.get(resource)
+        where = value.get("requests" if resource in own else "limits").get(resource)
         if limit is not None and amount > limit:
-            listed.get(resource).fail(f"must be less than or equal to the limit, {_spelled(limit)}")
+            where.fail(f"must be less than or equal to the limit, {_spelled(limit)}")
         if _is_device(resource) or resource.startswith(HUGEPAGES_PREFIX):
             if limit is None or limit != amount:
-                listed.get(resource).fail("must have a limit that is the same")
+                where.fail("must have a limit that is the same")
             if amount % 1:
-                listed.get(resource).fail(f"must be a whole number, found {_spelled(amount)}")
+                where.fail(f"must be a whole number, found {_spelled(amount)}")
     return _Resources(requests, limits)
 
 
