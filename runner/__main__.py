@@ -128,9 +128,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=[],
         help="cpu_manager_state or memory_manager_state, or the kubelet's directory with both (repeatable)",
     )
-    node.add_argument(
-        "--kubelet", metavar="VERSION", default="1.36", help="the kubelet's version (default: %(default)s)"
-    )
+    node.add_argument("--kubelet", metavar="VERSION", help="the kubelet's version (default: the newest that is known)")
     node.add_argument(
         "--device",
         metavar="RESOURCE=COUNT@NUMA_NODE",
@@ -148,9 +146,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     node.add_argument("--svg", metavar="FILE", help="draw the node there")
     host = plan.add_argument_group("the host, without which it is this one")
     host.add_argument("--host", metavar="FILE", help="a recorded host")
-    host.add_argument(
-        "--sys", metavar="ROOT", type=Path, default=Path("/"), help="the directory that has its sys and proc"
-    )
+    host.add_argument("--sys", metavar="ROOT", type=Path, help="the directory that has its sys and proc (default: /)")
     host.add_argument("--record", metavar="FILE", help="write the host down, for --host; - is standard output")
     plan.set_defaults(command=_plan)
 
@@ -220,11 +216,15 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _check_plan(arguments: argparse.Namespace) -> None:
     """Refuse arguments of ``plan`` that do not go together, before anything is read."""
-    given = [name for name in ("pod", "state", "device", "what_if", "svg", "host") if getattr(arguments, name)]
+    given = [
+        name
+        for name in ("pod", "state", "device", "what_if", "svg", "kubelet", "host", "sys")
+        if getattr(arguments, name)
+    ]
     options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
     if arguments.record:
         others = [name for name in ("spec", "node", "show_argv", "json") if getattr(arguments, name)]
-        if given or others:
+        if others or set(given) - {"sys"}:
             raise UsageError("cannot plan while recording: --record takes nothing but --sys beside it")
     elif arguments.node:
         if arguments.show_argv:

@@ -18,7 +18,7 @@ import attrs
 
 from runner.errors import RefusedError, UsageError
 from runner.host.sysfs import read_hardware
-from runner.plan.node import Alternative, Fit, NodePlan, States, fit_of, plan_node, start_node
+from runner.plan.node import Fit, NodePlan, States, WhatIf, fit_of, plan_node, start_node
 from runner.plan.node_render import hardware_line, node_json, node_lines
 from runner.plan.svg import picture_svg
 from runner.spec.instance import parse_instance
@@ -30,7 +30,7 @@ from runner.topology.checkpoint import (
     parse_cpu_manager_state,
     parse_memory_manager_state,
 )
-from runner.topology.configuration import changed, is_kubelet_configuration, parse_kubelet_configuration
+from runner.topology.configuration import changed, configuration_among, parse_kubelet_configuration
 from runner.topology.device_manager import Devices
 from runner.topology.hardware import Hardware
 from runner.topology.kubelet import NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
@@ -45,7 +45,7 @@ POD_LEVEL_RESOURCES_SINCE = 34
 
 def record(arguments: argparse.Namespace) -> int:
     """Write the host down (``--record``)."""
-    hardware = read_hardware(arguments.sys)
+    hardware = read_hardware(arguments.sys or Path("/"))
     if arguments.record == "-":
         print(hardware.to_json(), end="")
         return 0
@@ -58,7 +58,7 @@ def plan(arguments: argparse.Namespace) -> bool:
     """Print the plan for a node (``--node``) and tell whether everything fits."""
     hardware = _hardware(arguments)
     minor = _minor(arguments.kubelet)
-    document = _configuration(arguments.node)
+    document = configuration_among(parse_yaml(arguments.node, _bytes(arguments.node, "kubelet configuration")))
     devices = _devices(arguments.device, hardware)
     states = _states(arguments.state)
     manifests, notes = _manifests(arguments.pod, document, minor)
@@ -74,13 +74,13 @@ def plan(arguments: argparse.Namespace) -> bool:
         node = planned(document)
     except KubeletConfigError as error:
         raise RefusedError("cannot plan: this kubelet would not start") from error
-    alternatives = []
+    others = []
     for name in arguments.what_if:
         try:
-            alternatives.append(Alternative(name, planned(changed(document, _settings(name)))))
+            others.append(WhatIf(name, planned(changed(document, _settings(name)))))
         except KubeletConfigError as error:
-            alternatives.append(Alternative(name, None, str(error)))
-    node = attrs.evolve(node, alternatives=tuple(alternatives), fit=_fit(arguments.spec, node))
+            others.append(WhatIf(name, None, str(error)))
+    node = attrs.evolve(node, what_if=tuple(others), fit=_fit(arguments.spec, node))
     if arguments.svg:
         _write(arguments.svg, picture_svg(node))
     if arguments.json:
@@ -95,18 +95,8 @@ def plan(arguments: argparse.Namespace) -> bool:
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
     if arguments.host is None:
-        return read_hardware(arguments.sys)
+        return read_hardware(arguments.sys or Path("/"))
     return Hardware.from_json(_text(arguments.host, "host record"), arguments.host)
-
-
-def _configuration(path: str) -> Value:
-    documents = parse_yaml(path, _bytes(path, "kubelet configuration"))
-    found = [each for each in documents if is_kubelet_configuration(each)]
-    if len(found) > 1:
-        raise UsageError(f"cannot use {path!r}: it holds {len(found)} kubelet configurations; leave one")
-    if not documents:
-        raise UsageError(f"cannot use {path!r}: it is empty")
-    return found[0] if found else documents[0]
 
 
 def _manifests(paths: Iterable[str], configuration: Value, minor: int) -> tuple[list[Manifest], list[str]]:
@@ -156,7 +146,9 @@ def _devices(listed: Iterable[str], hardware: Hardware) -> Devices:
     return devices
 
 
-def _minor(version: str) -> int:
+def _minor(version: str | None) -> int:
+    if version is None:
+        return NEWEST_MINOR
     match = re.fullmatch(r"v?1\.([0-9]{1,3})(?:\.[0-9]+.*)?", version, re.ASCII)
     if match is None:
         raise UsageError(

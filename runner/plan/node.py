@@ -61,7 +61,7 @@ class PodPlan:
 
 
 @attrs.frozen
-class Alternative:
+class WhatIf:
     """The same pods with another configuration: *plan*, or why the kubelet would not start."""
 
     name: str
@@ -91,7 +91,7 @@ class NodePlan:
     after: Node
     notes: tuple[str, ...] = ()
     fit: Fit | None = None
-    alternatives: tuple[Alternative, ...] = ()
+    what_if: tuple[WhatIf, ...] = ()
 
     @property
     def fits(self) -> bool:

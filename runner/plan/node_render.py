@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from runner.cpuset import CpuSet
-from runner.plan.node import Alternative, ContainerPlan, Fit, NodePlan, PodPlan
+from runner.plan.node import ContainerPlan, Fit, NodePlan, PodPlan, WhatIf
 from runner.plan.picture import approximate, picture_lines, reserved_of
 from runner.topology.admission import Node, Outcome
 from runner.topology.device_manager import Devices
@@ -57,7 +57,7 @@ def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
         yield from _wrapped("instance", _fit(plan.fit), width)
     yield ""
     yield from _wrapped("remains" if plan.pods else "free", _remains(plan), width)
-    if plan.alternatives:
+    if plan.what_if:
         yield ""
         yield from table_lines(plan, width)
     yield ""
@@ -243,7 +243,7 @@ def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
     Where that is wider than *width*, each configuration has a block of rows instead.
     """
     heads = [*(pod.manifest.name for pod in plan.pods), "shared pool"]
-    rows = [(other.name, _answers(other, len(heads))) for other in (Alternative("as it is", plan), *plan.alternatives)]
+    rows = [(other.name, _answers(other, len(heads))) for other in (WhatIf("as it is", plan), *plan.what_if)]
     full = [answers for _, answers in rows if len(answers) == len(heads)]
     widths = [max(len(row[column]) for row in (heads, *full)) for column in range(len(heads))]
     first = max(len(name) for name, _ in rows)
@@ -261,7 +261,7 @@ def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
                 yield from _wrapped("", f"{head}: {answer}", width)
 
 
-def _answers(other: Alternative, columns: int) -> list[str]:
+def _answers(other: WhatIf, columns: int) -> list[str]:
     """Return the answer to each pod and the shared pool after them, or only why the kubelet would not start."""
     if other.plan is None:
         return [f"the kubelet would not start: {other.refusal}"]
@@ -313,7 +313,7 @@ def node_json(plan: NodePlan) -> dict[str, Any]:
                 "pods": [_pod_json(pod) for pod in other.plan.pods] if other.plan else [],
                 "after": _state_json(other.plan.after) if other.plan else None,
             }
-            for other in plan.alternatives
+            for other in plan.what_if
         ],
     }
 

@@ -14,6 +14,8 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 
+import attrs
+
 from runner.cpuset import CpuSet
 from runner.errors import UsageError
 from runner.spec.value import Value
@@ -75,9 +77,29 @@ _SINCE: Mapping[str, Mapping[str, tuple[tuple[int, str], ...]]] = {
 """Manager → option → since which minor version it has which maturity (``policy_options.go``)."""
 
 
-def is_kubelet_configuration(document: Value) -> bool:
-    """Tell whether *document* says that it is one."""
-    return isinstance(document.value, dict) and document.value.get("kind") == KIND
+def configuration_among(documents: Iterable[Value]) -> Value:
+    """Return the kubelet's configuration among the *documents* of one file.
+
+    It may also be what a running kubelet answers at ``/configz``, where flags and drop-in files are in it already.
+    Raises :class:`UsageError` unless there is exactly one.
+    """
+    documents = list(documents)
+    found = []
+    for document in documents:
+        if isinstance(document.value, dict) and document.value.get("kind") == KIND:
+            found.append(document)
+        elif isinstance(document.value, dict) and document.value.keys() == {"kubeletconfig"}:
+            running = document.get("kubeletconfig")
+            running.members()
+            head = {"apiVersion": API_VERSION, "kind": KIND}
+            found.append(Value({**head, **running.value}, running.source, running.path))
+    if len(found) != 1:
+        kinds = (
+            ", ".join(repr(each.value.get("kind")) for each in documents if isinstance(each.value, dict)) or "nothing"
+        )
+        source = documents[0].source.partition(" (document")[0] if documents else "the file"
+        raise UsageError(f"cannot use {source!r}: it must hold one {KIND}, found {kinds}")
+    return found[0]
 
 
 def parse_kubelet_configuration(
@@ -86,11 +108,8 @@ def parse_kubelet_configuration(
     """Read what decides about placement out of *document*, for kubelet 1.*minor* on *hardware*.
 
     The second element is what an operator should know about the file, in sentences. Keys that decide nothing are not
-    looked at. *hardware* says how much a percentage is, and which CPUs can be reserved.
+    looked at. *document* is one of :func:`configuration_among`; *hardware* says how much a percentage is, and which CPUs can be reserved.
     """
-    if not is_kubelet_configuration(document):
-        found = document.get("kind").value
-        document.fail(f"must be a {KIND}, found kind {found!r}")
     if document.get("apiVersion").value != API_VERSION:
         document.get("apiVersion").fail(f"must be {API_VERSION!r}, found {document.get('apiVersion').value!r}")
     words = {word: _word(document, word) for word in WORDS}
@@ -199,7 +218,7 @@ def _eviction(document: Value, hardware: Hardware) -> int:
     threshold = strings.get("memory.available", default)
     if threshold in {"0%", "100%"}:
         return 0
-    value = Value(threshold, document.source, "evictionHard.memory.available")
+    value = attrs.evolve(thresholds.get("memory.available"), value=threshold)
     if not threshold.endswith("%"):
         return math.ceil(read_quantity(value))
     try:
@@ -218,6 +237,7 @@ def _reserved_memory(document: Value, hardware: Hardware) -> dict[int, dict[str,
     """Read ``reservedMemory`` (``validateReservedMemoryConfiguration``, ``getTotalMemoryTypeReserved``)."""
     reserved: dict[int, dict[str, int]] = {}
     listed = document.get("reservedMemory")
+    numa_nodes = {node.id for node in hardware.numa_nodes}
     for entry in listed.elements() if listed else ():
         numa_node = entry.get("numaNode").number() if entry.get("numaNode") else 0
         for limit in entry.get("limits", {}).members():
@@ -238,7 +258,7 @@ def _reserved_memory(document: Value, hardware: Hardware) -> dict[int, dict[str,
                     f' resource "{resource}"'
                 )
             reserved[numa_node][resource] = amount
-        if numa_node not in {node.id for node in hardware.numa_nodes}:
+        if numa_node not in numa_nodes and document.get("memoryManagerPolicy").value == "Static":
             raise KubeletConfigError(
                 f"the reserved memory configuration references a NUMA node {numa_node} that does not exist on this machine"
             )
@@ -289,4 +309,4 @@ def changed(document: Value, settings: Mapping[str, str]) -> Value:
             table[inner] = {"true": True, "false": False}.get(value, value) if key == "featureGates" else value
         else:
             table.pop(inner, None)
-    return Value(contents, document.source)
+    return Value(contents, document.source, document.path)

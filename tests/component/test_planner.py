@@ -135,12 +135,12 @@ def on_a_terminal(environment: dict[str, str]) -> str:
         ((), 2, "cannot plan nothing: name a SPEC, or a kubelet's configuration with --node"),
         (POD, 2, "cannot use --pod alone: name the kubelet's configuration with --node"),
         (
-            ("--what-if", "a=b", "--svg", "x"),
+            ("spec.toml", "--what-if", "a=b", "--svg", "x", "--kubelet", "1.36", "--sys", "/x"),
             2,
-            "cannot use --what-if, --svg alone: name the kubelet's configuration with --node",
+            "cannot use --what-if, --svg, --kubelet, --sys alone: name the kubelet's configuration with --node",
         ),
         (
-            ("--record", "x", "--json"),
+            ("--record", "x", "--json", "--sys", "/x"),
             2,
             "cannot plan while recording: --record takes nothing but --sys beside it",
         ),
@@ -177,8 +177,8 @@ def on_a_terminal(environment: dict[str, str]) -> str:
         ),
         (
             ("--node", "examples/plan/pod.yaml"),
-            30,
-            "examples/plan/pod.yaml: must be a KubeletConfiguration, found kind 'Pod'",
+            2,
+            "cannot use 'examples/plan/pod.yaml': it must hold one KubeletConfiguration, found 'Pod'",
         ),
         (
             (*NODE[:2], "--host", KUBELET),

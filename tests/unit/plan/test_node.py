@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
-from runner.plan.node import Alternative, NodePlan, States, fit_of, plan_node, start_node
+from runner.plan.node import NodePlan, States, WhatIf, fit_of, plan_node, start_node
 from runner.plan.node_render import node_json, node_lines, runs_of
 from runner.plan.picture import MORE, owners_of, picture_lines
 from runner.plan.svg import picture_svg
@@ -143,9 +143,7 @@ def test_a_kubelet_that_crashes_is_asked_nothing_more() -> None:
     plan = planned(host("power9-2s"), pod("first", 8), pod("second", 2), **keys)
     assert [each.explanation.admission.outcome for each in plan.pods] == [Outcome.CRASHES]
     assert "first (Guaranteed): the kubelet crashes: this kubelet would panic: " in shown(plan, 200)
-    beside = attrs.evolve(
-        planned(host("power9-2s"), pod("first", 8), pod("second", 2)), alternatives=(Alternative("x", plan),)
-    )
+    beside = attrs.evolve(planned(host("power9-2s"), pod("first", 8), pod("second", 2)), what_if=(WhatIf("x", plan),))
     assert ["x", "crashes", "not", "asked", "0-127"] in [line.split() for line in shown(beside, 200).splitlines()]
 
 
@@ -241,8 +239,8 @@ def _numbers(text: str) -> list[int]:
 
 def test_alternatives_are_a_table_as_long_as_it_is_narrow_enough() -> None:
     plan = planned(EPYC, pod("p", 40))
-    other = Alternative("topologyManagerPolicy=none", planned(EPYC, pod("p", 2)))
-    plan = attrs.evolve(plan, alternatives=(other, Alternative("x=y", None, "no")))
+    other = WhatIf("topologyManagerPolicy=none", planned(EPYC, pod("p", 2)))
+    plan = attrs.evolve(plan, what_if=(other, WhatIf("x=y", None, "no")))
     table = """
 what if                     p           shared pool
 as it is                    1-20,65-84  0,21-64,85-127
@@ -265,9 +263,7 @@ what if     x=y
 
 def test_json_is_plain_and_the_same_every_time() -> None:
     plan = planned(EPYC, pod("p", 40), pod("q", 400), topologyManagerPolicy="restricted")
-    plan = attrs.evolve(
-        plan, alternatives=(Alternative("x=y", None, "no"), Alternative("y=z", plan)), fit=fit_of(2, None, plan)
-    )
+    plan = attrs.evolve(plan, what_if=(WhatIf("x=y", None, "no"), WhatIf("y=z", plan)), fit=fit_of(2, None, plan))
     document = node_json(plan)
     assert json.loads(json.dumps(document)) == document
     again = planned(EPYC, pod("p", 40), pod("q", 400), topologyManagerPolicy="restricted")

@@ -10,7 +10,7 @@ from runner.errors import SpecError, UsageError
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 from runner.topology.admission import Kubelet, KubeletConfiguration
-from runner.topology.configuration import changed, parse_kubelet_configuration
+from runner.topology.configuration import changed, configuration_among, parse_kubelet_configuration
 from runner.topology.hardware import Hardware
 from runner.topology.kubelet import KubeletConfigError
 
@@ -50,6 +50,37 @@ def test_the_example() -> None:
             " which count for nothing"
         ),
     )
+
+
+def test_the_one_configuration_of_a_file() -> None:
+    other, ours = Value({"kind": "ClusterConfiguration"}, "k.yaml (document 1)"), Value(HEAD, "k.yaml (document 2)")
+    assert configuration_among([other, ours]) is ours
+    with pytest.raises(UsageError) as caught:
+        configuration_among([other])
+    assert (
+        str(caught.value) == "cannot use 'k.yaml': it must hold one KubeletConfiguration, found 'ClusterConfiguration'"
+    )
+    for documents in ([], [ours, ours], [Value([1], "k.yaml")]):
+        with pytest.raises(UsageError, match="it must hold one KubeletConfiguration"):
+            configuration_among(documents)
+
+
+def test_what_a_running_kubelet_says_of_itself() -> None:
+    running = Value({"kubeletconfig": {"topologyManagerPolicy": "restricted", "reservedSystemCPUs": 0}}, "configz.json")
+    document = configuration_among([running])
+    with pytest.raises(SpecError) as caught:
+        parse_kubelet_configuration(document, HARDWARE, 36)
+    assert str(caught.value).startswith("configz.json: kubeletconfig.reservedSystemCPUs: must be a string, found 0")
+    mended = changed(document, {"reservedSystemCPUs": "0"})
+    assert parse_kubelet_configuration(mended, HARDWARE, 36)[0] == read(
+        topologyManagerPolicy="restricted", reservedSystemCPUs="0"
+    )
+
+
+def test_reserved_memory_of_no_numa_node_matters_to_a_memory_manager_only() -> None:
+    assert read(reservedMemory=[{"numaNode": 7, "limits": {"memory": "1Gi"}}]).reserved_memory == {
+        7: {"memory": 1 << 30}
+    }
 
 
 def test_the_defaults() -> None:
@@ -150,7 +181,7 @@ def test_feature_gates_show_options_by_version(minor: int, option: str, gate: di
         ),
         ({"kubeReserved": {"hugepages-2Mi": "1Gi"}}, 'cannot reserve "hugepages-2Mi" resource'),
         (
-            {"reservedMemory": [{"numaNode": 7, "limits": {"memory": "1Gi"}}]},
+            {"memoryManagerPolicy": "Static", "reservedMemory": [{"numaNode": 7, "limits": {"memory": "1Gi"}}]},
             "the reserved memory configuration references a NUMA node 7 that does not exist on this machine",
         ),
         (
@@ -186,7 +217,6 @@ def test_what_the_kubelet_would_not_start_with(keys: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "Pod"}, "must be a KubeletConfiguration, found kind 'Pod'"),
         ({"apiVersion": "v1"}, "apiVersion: must be 'kubelet.config.k8s.io/v1beta1', found 'v1'"),
         ({"reservedSystemCPUs": 0}, 'reservedSystemCPUs: must be a string, found 0; write it in quotes: "0"'),
         (

@@ -103,3 +103,9 @@ def test_an_init_container_s_devices_are_used_again() -> None:
     assert MANAGER.pod_hints(DeviceState(), asking) == {
         GPU: HintList.of([Hint(2, preferred=True), Hint(3, preferred=False)])
     }
+
+
+def test_what_an_init_container_left_has_to_be_part_of_a_hint() -> None:
+    asking = pod(2, 2, kinds=(ContainerKind.INIT, ContainerKind.APP))
+    state = MANAGER.allocate(DeviceState(), asking, asking.containers[0], 0b10)
+    assert gpu_hints(MANAGER, state, asking) == ["{1} preferred", "{0,1}"]
