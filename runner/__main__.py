@@ -147,7 +147,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     host = plan.add_argument_group("the host, without which it is this one")
     where = host.add_mutually_exclusive_group()
     where.add_argument("--host", metavar="FILE", help="a recorded host")
-    host.add_argument("--sys", metavar="ROOT", type=Path, help="the directory that has its sys and proc (default: /)")
+    where.add_argument("--sys", metavar="ROOT", type=Path, help="the directory that has its sys and proc (default: /)")
     host.add_argument("--record", metavar="FILE", help="write the host down, for --host; - is standard output")
     plan.set_defaults(command=_plan)
 
