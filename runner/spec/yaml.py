@@ -35,7 +35,7 @@ def parse_yaml(source: str, data: bytes) -> list[Value]:
         )
     try:
         documents = list(yaml.load_all(data, _Loader))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # not UTF-8, or an integer of thousands of digits
         raise SpecError(source, [Problem("", f"cannot parse the document as YAML: {_sentence(error)}")]) from None
     except RecursionError:
         raise SpecError(source, [Problem("", "cannot parse the document as YAML: it is nested too deeply")]) from None
@@ -45,15 +45,6 @@ def parse_yaml(source: str, data: bytes) -> list[Value]:
         for number, document in enumerate(documents, start=1)
         if document is not None
     ]
-
-
-def parse_scalar(text: str) -> object:
-    """Read *text* as YAML would read it as a value; a string if it is nothing else."""
-    try:
-        value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError:
-        return text
-    return value if isinstance(value, bool | int) else text
 
 
 def _sentence(error: Exception) -> str:

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import main
+from runner.topology.hardware import Hardware
+from runner.topology.memory_manager import MemoryManager, MemoryState
+from runner.topology.pod import Container, Pod
+from runner.topology.topology_manager import Hint
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "runner")
@@ -78,6 +82,61 @@ def test_a_rejected_pod_is_a_finding(tmp_path: Path) -> None:
     said = " ".join(plan(*node, *state, *POD, *POD, status=3).split())
     assert "rejected: TopologyAffinityError: Resources cannot be allocated with Topology locality" in said
     assert "cpu: 40 CPUs wanted; NUMA node 1 has most, 24 CPUs free, and 16 CPUs more would have to be" in said
+
+
+def test_state_files_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+    hardware = Hardware.from_json((ROOT / NODE[3]).read_text())
+    manager = MemoryManager.configured(hardware, {0: {"memory": 2 << 30}, 1: {"memory": 2 << 30}})
+    pod = Pod("uid", (Container("vm", memory={"hugepages-2Mi": 80 << 30}),))
+    booked = manager.allocate(manager.initial, pod, pod.containers[0], Hint(0b10, preferred=True))
+    (tmp_path / "cpus").write_text(json.dumps(CPU_STATE))
+    (tmp_path / "memory").write_text(json.dumps(memory_state(booked)))
+    cpus, memory = ("--state", str(tmp_path / "cpus")), ("--state", str(tmp_path / "memory"))
+    # CPUs are taken on NUMA node 0, hugepages on 1: no NUMA node has enough of both.
+    asked = json.loads(plan(*NODE, *memory, *cpus, *POD, "--json"))["pods"][0]["merges"][0]["asked"]
+    assert [each["says"] for each in asked if each["resource"] in {"cpu", "hugepages-2Mi"}] == [
+        "cpu: prefers {1}",
+        "hugepages-2Mi: prefers {0}",
+    ]
+    said = json.loads(plan(*NODE, *memory, *POD, "--json"))
+    assert said["pods"][0]["containers"][0]["cpus"] == "1-20,65-84"
+    assert said["before"]["memory_free"]["1"]["hugepages-2Mi"] == 28 << 30
+    assert not any("memory_manager_state" in note for note in said["notes"])
+
+
+def memory_state(state: MemoryState) -> dict[str, object]:
+    """Write *state* as the kubelet does."""
+    return {
+        "policyName": "Static",
+        "machineState": {
+            str(numa_node): {
+                "numberOfAssignments": memory.assignments,
+                "cells": list(memory.cells),
+                "memoryMap": {
+                    resource: {
+                        "total": table.total,
+                        "systemReserved": table.system_reserved,
+                        "allocatable": table.allocatable,
+                        "reserved": table.reserved,
+                        "free": table.free,
+                    }
+                    for resource, table in memory.tables.items()
+                },
+            }
+            for numa_node, memory in state.numa_nodes.items()
+        },
+        "entries": {
+            uid: {
+                name: [
+                    {"numaAffinity": list(block.numa_nodes), "type": block.resource, "size": block.size}
+                    for block in blocks
+                ]
+                for name, blocks in containers.items()
+            }
+            for uid, containers in state.assignments.items()
+        },
+        "checksum": 1,
+    }
 
 
 @pytest.mark.parametrize(("count", "status", "words"), [(40, 0, "40 vCPUs fit in"), (41, 3, "41 vCPUs do not fit in")])

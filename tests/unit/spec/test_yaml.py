@@ -84,8 +84,9 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("a: !!python/object:os.system x", "could not determine a constructor for the tag"),
         (b"\xff\xfe\x00", "truncated data"),
         ("a: \x00", "special characters are not allowed"),
+        ("a: " + "9" * 5000, "Exceeds the limit (4300 digits)"),
     ],
-    ids=["twice", "twice-inside", "end", "itself", "deep", "bomb", "key", "tag", "utf-16", "nul"],
+    ids=["twice", "twice-inside", "end", "itself", "deep", "bomb", "key", "tag", "utf-16", "nul", "digits"],
 )
 def test_what_is_refused(text: str | bytes, message: str) -> None:
     assert complaint(text).startswith("f.yaml: cannot parse the document as YAML: ")

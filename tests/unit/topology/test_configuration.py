@@ -1,16 +1,26 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
-from runner.errors import SpecError, UsageError
+from runner.errors import RefusedError, SpecError, UsageError
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 from runner.topology.admission import Kubelet, KubeletConfiguration
-from runner.topology.configuration import changed, configuration_among, parse_kubelet_configuration
+from runner.topology.configuration import (
+    OTHERS,
+    TABLES,
+    WORDS,
+    changed,
+    configuration_among,
+    parse_kubelet_configuration,
+)
 from runner.topology.hardware import Hardware
 from runner.topology.kubelet import KubeletConfigError
 
@@ -299,3 +309,26 @@ def test_what_cannot_be_changed(key: str) -> None:
     if key.startswith("topology"):
         with pytest.raises(UsageError, match="did you mean 'topologyManagerPolicy'"):
             changed(Value(HEAD, "k.yaml"), {key: "x"})
+
+
+NOISE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["static", "0", "0-3", "1Gi", "5%", "x", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["cpu", "memory", "numaNode", "limits", "memory.available", "full-pcpus-only", "x"]), inner
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*WORDS, *TABLES, *OTHERS]), NOISE))
+@settings(max_examples=300, deadline=None)
+def test_nothing_but_a_sentence_comes_of_noise(keys: dict[str, Any]) -> None:
+    with contextlib.suppress(SpecError, RefusedError):
+        Kubelet.configured(HARDWARE, read(**keys))

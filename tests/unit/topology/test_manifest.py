@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from runner.errors import SpecError
 from runner.spec.value import Value
@@ -214,3 +217,49 @@ def test_what_the_api_server_would_refuse(document: dict[str, Any], message: str
     with pytest.raises(SpecError) as caught:
         read(document)
     assert str(caught.value) == f"p.yaml: {message}"
+
+
+KEYS = [
+    "kind",
+    "metadata",
+    "name",
+    "uid",
+    "spec",
+    "template",
+    "items",
+    "replicas",
+    "containers",
+    "initContainers",
+    "restartPolicy",
+    "resources",
+    "limits",
+    "requests",
+    "cpu",
+    "memory",
+    "hugepages-2Mi",
+    "a.b/c",
+]
+NOISE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["Pod", "Job", "List", "1Gi", "2", "x", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(KEYS),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=25,
+)
+
+
+@given(NOISE, NOISE)
+@settings(max_examples=300, deadline=None)
+def test_nothing_but_a_sentence_comes_of_noise(document: Any, resources: Any) -> None:
+    for each in (document, pod({"resources": resources}), {"kind": "Pod", "spec": document}):
+        with contextlib.suppress(SpecError):
+            parse_manifests([Value(each, "p.yaml")], pod_level_resources=True)
