@@ -105,15 +105,30 @@ def devices_of(plan: NodePlan, numa_node: int) -> Iterator[str]:
             yield f"{resource} {manager.free(plan.after.devices, resource)[numa_node]} of {here} free"
 
 
-def title_of(plan: NodePlan, numa_node: int) -> str:
-    """Say what *numa_node* has and what of it is free."""
+def title_of(numa_node: int, hardware: Hardware) -> str:
+    """Name *numa_node* and where it is."""
+    sockets = sorted({hardware.by_cpu[cpu].socket for cpu in hardware.cpus_of_numa_node[numa_node]})
+    return f"NUMA node {numa_node}" + (f" (socket {','.join(map(str, sockets))})" if sockets else "")
+
+
+def facts_of(plan: NodePlan, numa_node: int) -> list[str]:
+    """Say what *numa_node* has and what of it is free, one resource each."""
     cpus = plan.hardware.cpus_of_numa_node[numa_node]
-    sockets = sorted({plan.hardware.by_cpu[cpu].socket for cpu in cpus})
-    where = f"NUMA node {numa_node}" + (f" (socket {','.join(map(str, sockets))})" if sockets else "")
     free = f"{len(plan.after.available & cpus)} of {len(cpus)} CPUs free" if cpus else "no CPUs"
     if cpus and plan.after.kubelet.cpu_manager is None:
         free = f"{len(cpus)} CPUs"
-    return f"{where}: " + ", ".join([free, *memory_of(plan, numa_node), *devices_of(plan, numa_node)])
+    return [free, *memory_of(plan, numa_node), *devices_of(plan, numa_node)]
+
+
+def joined(facts: Iterable[str], columns: int) -> list[str]:
+    """Join *facts* by commas to lines of at most *columns*, no fact broken."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and len(lines[-1]) + 2 + len(fact) <= columns:
+            lines[-1] += f", {fact}"
+        else:
+            lines.append(fact)
+    return lines
 
 
 def picture_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
@@ -126,7 +141,10 @@ def picture_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
     signs |= {cpu: owner.sign for owner in owners for cpu in owner.cpus}
     paints = _paints(owners) if colour else {}
     for node in plan.hardware.numa_nodes:
-        yield title_of(plan, node.id)
+        first, *rest = facts_of(plan, node.id)
+        title, *more = joined([f"{title_of(node.id, plan.hardware)}: {first}", *rest], width)
+        yield title
+        yield from (f"{' ' * LABEL}{line}" for line in more)
         yield from _rows(cores_by_cache(plan.hardware, node.id), signs, paints, width)
     yield from legend_lines(owners, reserved_of(plan), paints)
 

@@ -12,7 +12,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.plan.node import NodePlan
 from runner.plan.node_render import hardware_line
-from runner.plan.picture import Owner, cores_by_cache, lines_of, owners_of, reserved_of, title_of
+from runner.plan.picture import Owner, cores_by_cache, facts_of, joined, lines_of, owners_of, reserved_of, title_of
 
 CELL_WIDTH, CELL_HEIGHT = 27, 17
 CORE_GAP, CACHE_GAP, ROW_GAP = 2, 8, 7
@@ -69,7 +69,7 @@ def picture_svg(plan: NodePlan) -> str:
     bodies = [_cores(plan, node.id, looks) for node in plan.hardware.numa_nodes]
     inside = max(body.width for body in bodies)
     boxes = [
-        _numa_node(title_of(plan, node.id), body, inside)
+        _numa_node(title_of(node.id, plan.hardware), facts_of(plan, node.id), body, inside)
         for node, body in zip(plan.hardware.numa_nodes, bodies, strict=True)
     ]
     beside = min(BESIDE, len(boxes))
@@ -101,15 +101,14 @@ def picture_svg(plan: NodePlan) -> str:
     )
 
 
-def _numa_node(title: str, body: _Box, inside: int) -> _Box:
+def _numa_node(title: str, facts: Iterable[str], body: _Box, inside: int) -> _Box:
     """Draw the box of one NUMA node: its name, what it has, and its cores."""
-    name, _, facts = title.partition(": ")
-    details = _lines(facts.split(", "), int(inside / LETTER))
+    details = joined(facts, int(inside / LETTER))
     top = PADDING + 14 + LINE * len(details) + 8
     width, height = inside + 2 * PADDING, top + body.height + PADDING
     drawing = [
         f'<rect width="{width}" height="{height}" rx="6" fill="#f4f5f7" stroke="#9aa0a6"/>',
-        _text(PADDING, PADDING + 10, name, 13, INK, bold=True),
+        _text(PADDING, PADDING + 10, title, 13, INK, bold=True),
         *(
             _text(PADDING, PADDING + 10 + LINE * number, detail, 11, FAINT)
             for number, detail in enumerate(details, start=1)
@@ -119,17 +118,6 @@ def _numa_node(title: str, body: _Box, inside: int) -> _Box:
         "</g>",
     ]
     return _Box(width, height, drawing)
-
-
-def _lines(facts: Iterable[str], columns: int) -> list[str]:
-    """Join *facts* to lines, none of them broken."""
-    lines: list[str] = []
-    for fact in facts:
-        if lines and len(lines[-1]) + 2 + len(fact) <= columns:
-            lines[-1] += f", {fact}"
-        else:
-            lines.append(fact)
-    return lines
 
 
 def _cores(plan: NodePlan, numa_node: int, looks: Mapping[int, _Look]) -> _Box:

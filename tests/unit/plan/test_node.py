@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,11 @@ HEAD = {
     "kind": "KubeletConfiguration",
     "cpuManagerPolicy": "static",
     "systemReserved": {"cpu": "1"},
+}
+STATIC: dict[str, Any] = {
+    "memoryManagerPolicy": "Static",
+    "reservedMemory": [{"limits": {"memory": "100Mi"}}],
+    "topologyManagerPolicy": "best-effort",
 }
 NO_DEVICES: Devices = {}
 NOTHING: Mapping[str, object] = {}
@@ -282,8 +288,11 @@ def test_json_is_plain_and_the_same_every_time() -> None:
 ALL_HOSTS = sorted(path.stem for path in HOSTS.glob("*.json"))
 
 
+ROW = re.compile(r" +[0-9]+((-|\.\.)[0-9]+)?  ")
+
+
 def cells(plan: NodePlan, width: int) -> Counter[str]:
-    rows = [line[13:] for line in picture_lines(plan, width=width, colour=False) if line.startswith(" ")]
+    rows = [line[13:] for line in picture_lines(plan, width=width, colour=False) if ROW.match(line)]
     return Counter("".join(rows)) - Counter({" ": len("".join(rows))})
 
 
@@ -294,12 +303,20 @@ def test_every_cpu_is_in_the_picture_once_whatever_the_width(name: str, width: i
     plan = planned(hardware, pod("a", 2), pod("b", 3))
     counted = cells(plan, width)
     assert counted == Counter({"A": 2, "B": 3, "#": 1, ".": len(hardware.cpus) - 6})
-    rows = [line for line in picture_lines(plan, width=width, colour=False) if line.startswith(" ")]
+    rows = [line for line in picture_lines(plan, width=width, colour=False) if ROW.match(line)]
     assert max(map(len, rows)) <= width
 
 
+def test_a_title_breaks_between_resources() -> None:
+    lines = list(picture_lines(planned(EPYC, devices={GPU: {0: 4}}, **STATIC), width=80, colour=False))
+    assert lines[:2] == [
+        "NUMA node 0 (socket 0): 63 of 64 CPUs free, memory 18.7Gi of 18.7Gi free",
+        "             hugepages-2Mi 108.5Gi of 108.5Gi free, nvidia.com/gpu 4 of 4 free",
+    ]
+
+
 def test_a_core_is_a_column_and_a_cache_is_a_group() -> None:
-    rows = [line for line in picture_lines(planned(EPYC, pod("p", 4)), width=80, colour=False) if line.startswith(" ")]
+    rows = [line for line in picture_lines(planned(EPYC, pod("p", 4)), width=80, colour=False) if ROW.match(line)]
     assert rows[0] == "       0-31  #AA. .... .... .... .... .... .... ...."
     assert rows[1] == "      64-95  .AA. .... .... .... .... .... .... ...."
 
@@ -362,12 +379,7 @@ def _places(element: ET.Element, x: int, y: int) -> Any:
 @given(st.lists(st.tuples(st.integers(1, 80), st.sampled_from(["1Gi", "20Gi", "300Gi"])), max_size=6))
 @settings(max_examples=40, deadline=None)
 def test_whatever_pods_come_the_cpus_are_all_accounted_for(asked: list[tuple[int, str]]) -> None:
-    keys: dict[str, Any] = {
-        "memoryManagerPolicy": "Static",
-        "reservedMemory": [{"limits": {"memory": "100Mi"}}],
-        "topologyManagerPolicy": "best-effort",
-    }
-    plan = planned(EPYC, *(pod(f"p{number}", *each) for number, each in enumerate(asked)), **keys)
+    plan = planned(EPYC, *(pod(f"p{number}", *each) for number, each in enumerate(asked)), **STATIC)
     given_away = [container.cpus for each in plan.pods for container in each.containers]
     assert sum(map(len, given_away)) + len(plan.after.shared_pool) == len(EPYC.cpus)
     assert len(plan.pods) == len(asked)
