@@ -48,6 +48,9 @@ EFFECTS = {
 ONE_DOOR = {
     "subprocess": {"host.processes"},
     "socket": {"host", "controller"},
+    "yaml": {"spec.yaml"},
+    "runner.spec.yaml": {"planner"},
+    "runner.planner": {"__main__"},
 }
 """Module → the only modules (or rooms) of ours that may import it."""
 
