@@ -107,14 +107,25 @@ def crew() -> Iterator[Crew]:
             init.kill()
 
 
-def main() -> None:
-    """Be the init."""
+def write_receipt(path: str, cpus: list[int], roles: dict[str, str], vcpus: dict[str, int]) -> None:
+    """Write what the runner would have written of these processes (pid → role, and tid → vCPU)."""
     from runner.cpuset import CpuSet
     from runner.host.files import publish
     from runner.host.procfs import Procfs
     from runner.instance.placement import PlacedThread, Receipt
     from runner.plan.instance import Placement
 
+    threads = [
+        PlacedThread("vcpu" if (index := vcpus.get(str(thread.tid))) is not None else role, index, thread)
+        for pid, role in roles.items()
+        for thread in Procfs().threads(int(pid))
+    ]
+    placement = Placement("affinity", CpuSet(cpus), tuple(cpus), CpuSet([0]), shared=False)
+    publish(PurePosixPath(path), json.dumps(Receipt(placement, tuple(threads)).to_json()).encode())
+
+
+def main() -> None:
+    """Be the init."""
     members: dict[int, subprocess.Popen[str]] = {}
     for line in sys.stdin:
         do, *arguments = json.loads(line)
@@ -135,15 +146,7 @@ def main() -> None:
             members[arguments[0]].kill()
             members.pop(arguments[0]).wait()
         elif do == "receipt":
-            # [path, exclusive CPUs, {pid: role}, {tid: vcpu}]: what the runner would have written
-            path, cpus, roles, vcpus = arguments
-            threads = [
-                PlacedThread("vcpu" if (index := vcpus.get(str(thread.tid))) is not None else role, index, thread)
-                for pid, role in roles.items()
-                for thread in Procfs().threads(int(pid))
-            ]
-            placement = Placement("affinity", CpuSet(cpus), tuple(cpus), CpuSet([0]), shared=False)
-            publish(PurePosixPath(path), json.dumps(Receipt(placement, tuple(threads)).to_json()).encode())
+            write_receipt(*arguments)
         print(json.dumps(answer), flush=True)
 
 
