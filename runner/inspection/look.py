@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -17,7 +17,6 @@ import trio
 
 from runner.controller.kubelet import Frozen, KubeletFiles, settled
 from runner.controller.machine import read_machine
-from runner.controller.pods import parse_container
 from runner.controller.reconcile import FLOAT, instance_group, instance_uid
 from runner.cpuset import CpuSet
 from runner.errors import HostError, UsageError, explain
@@ -41,6 +40,7 @@ from runner.inspection.sighting import (
     Sighting,
     Unknown,
 )
+from runner.topology.pod_cgroups import parse_container
 
 FOLLOWS_WITHIN = 1.0
 """Seconds the controller may take from the kubelet's file to float; only then does a difference count."""
@@ -52,6 +52,8 @@ _VCPU_NAME = re.compile(r"CPU ([0-9]+)/", re.ASCII)
 _GUEST_RAM = re.compile(r"/memfd:.*-ram[0-9]*\\040\(deleted\)", re.ASCII)
 """The file that the runner makes the guest's RAM of, as ``numa_maps`` writes it."""
 _SERVICES = ("dnsmasq", "virtiofsd")
+_LAST = (OTHER, EMULATOR, VCPU)
+"""Of the table; the roles before them stand in the order of their births."""
 
 
 @attrs.frozen
@@ -108,6 +110,14 @@ def _stranger(thread: ThreadStatus) -> str:
     return SANDBOX if thread.name == "pause" and parse_container(thread.cgroup) else OTHER
 
 
+def _in_order(threads: Iterable[SeenThread]) -> tuple[SeenThread, ...]:
+    return tuple(sorted(threads, key=_place))
+
+
+def _place(each: SeenThread) -> tuple[int, int, int]:
+    return (_LAST.index(each.role) + 1 if each.role in _LAST else 0, each.vcpu or 0, each.thread.tid)
+
+
 def _look_around(machine: Machine) -> _Crowd:
     peers = Peers(machine.proc)
     visible = peers.own_namespace() == INIT_PID_NAMESPACE
@@ -139,7 +149,7 @@ def look_in_container(machine: Machine, receipt: Path) -> Sighting:
         raise UsageError(f"cannot read {str(receipt)!r}") from error
     crowd = _look_around(machine)
     members = dict(_members(roles, crowd))
-    threads = tuple(_roles_by_receipt(roles, crowd, members))
+    threads = _in_order(_roles_by_receipt(roles, crowd, members))
     instance = InstanceSighting(
         name="instance",
         backend=roles.backend,
@@ -193,7 +203,7 @@ async def look_at_node(machine: Machine, root: Cgroup, kubelet: Path, wanted: st
     numa_node_of = machine.numa_node_of()
     instances = []
     for uid in chosen:
-        threads = tuple(_roles_on_node(root.child(instance_group(uid)), crowd))
+        threads = _in_order(_roles_on_node(root.child(instance_group(uid)), crowd))
         members = {each.thread.pid for each in threads}
         machines = [each.thread.pid for each in threads if each.role in {VCPU, EMULATOR}]
         instances.append(
@@ -255,14 +265,13 @@ def _roles_on_node(group: Cgroup, crowd: _Crowd) -> Iterator[SeenThread]:
                 yield SeenThread(_role_by_name(process.status, thread, group.parent.name), None, thread)
 
 
-def _machine_threads(qemu: _Process, confined: frozenset[int]) -> Sequence[SeenThread]:
-    """Return QEMU's threads, the vCPUs' last and in their order."""
+def _machine_threads(qemu: _Process, confined: frozenset[int]) -> Iterator[SeenThread]:
+    """Yield QEMU's threads."""
     named = {thread.tid: int(match[1]) for thread in qemu.threads if (match := _VCPU_NAME.match(thread.name))}
     unnamed = sorted((thread for thread in qemu.threads if thread.tid in confined), key=lambda each: list(each.cpus))
     index = named or {thread.tid: number for number, thread in enumerate(unnamed)}
-    rest = [SeenThread(EMULATOR, None, thread) for thread in qemu.threads if thread.tid not in index]
-    vcpus = [SeenThread(VCPU, index[thread.tid], thread) for thread in qemu.threads if thread.tid in index]
-    return (*rest, *sorted(vcpus, key=lambda each: (each.vcpu or 0, each.thread.tid)))
+    for thread in qemu.threads:
+        yield SeenThread(VCPU if thread.tid in index else EMULATOR, index.get(thread.tid), thread)
 
 
 def _role_by_name(status: ProcessStatus, thread: ThreadStatus, root: str) -> str:

@@ -174,7 +174,7 @@ def memory_charged(instance: InstanceSighting) -> Verdict:
     missing = tuple(_uncharged(memory, charge))
     if missing:
         return Verdict("charged", Result.VIOLATED, missing)
-    said = f"'{charge.cgroup}' is charged {_size(charge.memory)} of memory and {_size(charge.hugetlb)} of huge pages"
+    said = f"the pod's cgroup is charged {_size(charge.memory)} of memory and {_size(charge.hugetlb)} of huge pages"
     return Verdict("charged", Result.OK, (said,))
 
 

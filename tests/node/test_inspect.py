@@ -155,8 +155,7 @@ def test_every_rule_holds(node: Node, instance: Instance, exclusive: CpuSet, num
     assert "only sleepers (anchors: 1, pod sandboxes: 0)" in shown.stdout
 
 
-def test_a_process_of_the_node_on_an_exclusive_cpu_is_named(node: Node, instance: Instance, exclusive: CpuSet) -> None:
-    assert instance.vcpus
+def test_who_else_may_run_on_an_exclusive_cpu_is_named(node: Node, instance: Instance, exclusive: CpuSet) -> None:
     with task(threads=2) as intruder:
         os.sched_setaffinity(intruder.tids[1], [min(exclusive)])
         said = node.violation("exclusive")
@@ -165,25 +164,20 @@ def test_a_process_of_the_node_on_an_exclusive_cpu_is_named(node: Node, instance
         shown = node.inspect("3ceda", "--json")
         assert shown.returncode == 3, shown.stderr
         assert json.loads(shown.stdout)["instances"][0]["verdicts"][1]["reasons"] == [said]
+    with task(instance.scope) as shell:
+        said = node.violation("exclusive")
+        assert f"(thread {shell.pid}, " in said
+        assert f"in the cgroup '{instance.scope}' may run on '{exclusive}'" in said
     assert node.verdicts()["exclusive"][0] == "ok"
 
 
-def test_a_shell_in_the_pod_is_on_the_exclusive_cpus(node: Node, instance: Instance, exclusive: CpuSet) -> None:
-    with task(instance.scope) as shell:
-        assert f"(thread {shell.pid}, " in node.violation("exclusive")
-        assert f"may run on '{exclusive}'" in node.violation("exclusive")
-
-
-def test_a_vcpu_in_float(node: Node, instance: Instance) -> None:
+def test_vcpus_that_are_not_alone_in_their_cgroup(node: Node, instance: Instance, exclusive: CpuSet) -> None:
+    os.sched_setaffinity(instance.vcpus[1], [min(exclusive)])
+    assert node.violation("vcpus") == f"2 vCPU threads share CPU {min(exclusive)}"
     Cgroup(node.root.path / "float").write("cgroup.threads", instance.vcpus[1])
     said = node.violation("vcpus")
     assert f"vcpu 1 (thread {instance.vcpus[1]}, 'CPU 1/TCG') may run on" in said
-    assert f"is in the cgroup '{node.root}/float' instead of '{instance.group}'" in said
-
-
-def test_two_vcpus_on_one_cpu(node: Node, instance: Instance, exclusive: CpuSet) -> None:
-    os.sched_setaffinity(instance.vcpus[1], [min(exclusive)])
-    assert node.violation("vcpus") == f"2 vCPU threads share CPU {min(exclusive)}"
+    assert f"is in the cgroup '{node.root}/float' instead of '/{node.root.path.name}/instance-{UID}'" in said
 
 
 def test_memory_from_another_numa_node_charged_to_nobody(

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What the kubelet's file says, and how groups are called, is asked where it is known.
     "inspection": BASE
     | {"table", "topology", "host"}
-    | {f"controller.{module}" for module in ("kubelet", "machine", "pods", "reconcile")},
+    | {f"controller.{module}" for module in ("kubelet", "machine", "reconcile")},
 }
 """Room → the rooms of ours it may import besides itself; ``__main__`` may import everything."""
 

@@ -58,7 +58,7 @@ ok        vcpus      vCPU threads: 1, each alone on one of the CPUs '4'
 ok        exclusive  only sleepers (anchors: 0, pod sandboxes: 0) and kernel threads (bound to one CPU: 0, others, which \
 no cgroup can hold: 0) may run there besides the vCPUs
 violated  local      3 MiB on NUMA node 0, 2 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '1'
-ok        charged    '/pod' is charged 3 MiB of memory and 2 MiB of huge pages
+ok        charged    the pod's cgroup is charged 3 MiB of memory and 2 MiB of huge pages
 
 ok        kubelet    float has '0', the kubelet's shared pool
 """
