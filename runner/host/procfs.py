@@ -46,6 +46,8 @@ class ProcessStatus:
     parent: int
     """0 when the parent is in another PID namespace."""
     name: str
+    arguments: tuple[str, ...]
+    """Its command line as it was started (or has rewritten it); none for a thread of the kernel's."""
     kernel: bool
     """It is a thread of the kernel's."""
 
@@ -69,7 +71,7 @@ class Procfs:
     root: Path = Path("/proc")
 
     def processes(self) -> list[int]:
-        """Return the processes that can be seen, in the order of their numbers."""
+        """Return the processes of this procfs's PID namespace, in the order of their numbers."""
         try:
             return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdecimal())
         except OSError as error:
@@ -80,6 +82,7 @@ class Procfs:
         try:
             status = _fields(_read(self.root / str(pid) / "status"))
             stat = _stat(_read(self.root / str(pid) / "stat"))
+            arguments = _read(self.root / str(pid) / "cmdline")
         except _VANISHED:
             return None
         except OSError as error:
@@ -89,6 +92,7 @@ class Procfs:
             inner_pid=int(status["NSpid"].split()[-1]),
             parent=int(status["PPid"]),
             name=status["Name"],
+            arguments=tuple(arguments.removesuffix("\0").split("\0")) if arguments else (),
             kernel=bool(int(stat[6]) & _PF_KTHREAD),
         )
 
@@ -105,6 +109,13 @@ class Procfs:
         except OSError as error:
             raise HostError(f"cannot read the memory of process {pid}") from error
         return list(_mappings(text))
+
+    def name(self, pid: int) -> str:
+        """Return the name of process *pid* (``comm``), empty when it is gone."""
+        try:
+            return _read(self.root / str(pid) / "comm").removesuffix("\n")
+        except OSError:
+            return ""
 
     def thread_ids(self, pid: int) -> list[int]:
         """Return the threads of *pid* in the order of their births; empty when it is gone.
@@ -156,6 +167,16 @@ class Procfs:
             return _unified(_read(self.root / str(pid) / "cgroup"))
         except OSError as error:
             raise HostError(f"cannot read the cgroup of process {pid}") from error
+
+    def mounted_roots(self) -> list[str]:
+        """Return, for each mount this process sees, which directory of its own file system is mounted there.
+
+        Field 4 of ``proc_pid_mountinfo(5)``. Raises :exc:`~runner.errors.HostError`.
+        """
+        try:
+            return [line.split(" ")[3] for line in _read(self.root / "self" / "mountinfo").splitlines()]
+        except OSError as error:
+            raise HostError("cannot read what is mounted here") from error
 
     def memory_total(self) -> int:
         """Return the machine's RAM in bytes (``MemTotal``)."""

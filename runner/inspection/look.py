@@ -24,7 +24,7 @@ from runner.host.cgroup import Cgroup, CgroupError
 from runner.host.peers import INIT_PID_NAMESPACE, Peers
 from runner.host.procfs import ProcessStatus, Procfs, ThreadStatus
 from runner.host.sysfs import read_hardware
-from runner.inspection.receipt import Roles, parse_receipt
+from runner.inspection.receipt import Roles, is_anchor, parse_receipt
 from runner.inspection.sighting import (
     ANCHOR,
     EMULATOR,
@@ -169,8 +169,7 @@ def look_in_container(machine: Machine, receipt: Path) -> Sighting:
 
 def _members(roles: Roles, crowd: _Crowd) -> Iterator[tuple[int, str]]:
     for pid, process in crowd.processes.items():
-        status = process.status
-        role = roles.of_process(pid, status.name, status.parent)
+        role = roles.of_process(process.status)
         # In a PID namespace of its own everybody belongs to the pod, whoever he is.
         if role is not None or crowd.out_of_sight:
             yield pid, role or OTHER
@@ -277,7 +276,7 @@ def _machine_threads(qemu: _Process, confined: frozenset[int]) -> Iterator[SeenT
 def _role_by_name(status: ProcessStatus, thread: ThreadStatus, root: str) -> str:
     if status.inner_pid == 1:
         return RUNNER
-    if status.name == "sleep" and f"/{root}/" not in thread.cgroup:
+    if is_anchor(status) and f"/{root}/" not in thread.cgroup:
         return ANCHOR
     return status.name if status.name in _SERVICES else OTHER
 

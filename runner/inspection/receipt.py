@@ -9,11 +9,16 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import UsageError
+from runner.host.procfs import ProcessStatus
 from runner.inspection.sighting import ANCHOR, EMULATOR, RUNNER, VCPU
 
 VERSION = 1
-_RESTARTED = {"sleep": ANCHOR, "dnsmasq": "dnsmasq"}
-"""Names of the children that are started again under another number when they die."""
+DNSMASQ = "dnsmasq"
+
+
+def is_anchor(process: ProcessStatus) -> bool:
+    """Tell whether *process* can be an anchor by what it does: ``sleep infinity``."""
+    return process.name == "sleep" and process.arguments[1:] == ("infinity",)
 
 
 @attrs.frozen
@@ -39,12 +44,17 @@ class Roles:
         """The pid of QEMU."""
         return next((pid for pid, (role, _) in self.processes.items() if role == EMULATOR), None)
 
-    def of_process(self, pid: int, name: str, parent: int) -> str | None:
-        """Return the role of a process, or ``None`` if it is none of the instance's."""
-        role, known_as = self.processes.get(pid, (None, ""))
-        if role is not None and name == known_as:
+    def of_process(self, process: ProcessStatus) -> str | None:
+        """Return the role of *process*, or ``None`` if it is none of the instance's.
+
+        Anchor and dnsmasq are started again under another number when they die.
+        """
+        role, known_as = self.processes.get(process.pid, (None, ""))
+        if role is not None and process.name == known_as:
             return role
-        return _RESTARTED.get(name) if parent == self.runner else None
+        if process.parent != self.runner:
+            return None
+        return ANCHOR if is_anchor(process) else DNSMASQ if process.name == DNSMASQ else None
 
 
 def parse_receipt(text: str, source: str) -> Roles:

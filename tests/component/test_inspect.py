@@ -52,7 +52,8 @@ class Instance:
 def instance(tmp_path: Path) -> Iterator[Instance]:
     with crew() as found:
         found.tell("pin", 0, [FLOAT])
-        anchor, _ = found.start("sleep", [CPU])
+        anchor = found.start_anchor()
+        found.tell("pin", anchor, [CPU])
         dnsmasq, _ = found.start("dnsmasq", [FLOAT])
         qemu, threads = found.start(
             "qemu-system-x86", [FLOAT], {"IO mon_iothread": [FLOAT], "CPU 0/TCG": [CPU]}, 4 * MIB
@@ -129,7 +130,8 @@ def test_qemu_has_died(instance: Instance) -> None:
 
 def test_an_anchor_started_again_is_the_anchor(instance: Instance) -> None:
     instance.crew.tell("end", instance.anchor)
-    pid, _ = instance.crew.start("sleep", [CPU])
+    pid = instance.crew.start_anchor()
+    instance.crew.tell("pin", pid, [CPU])
     report = json.loads(instance.inspect("--json").stdout)
     roles = {thread["pid"]: thread["role"] for thread in report["instances"][0]["threads"]}
     assert roles[pid] == "anchor"

@@ -1,4 +1,4 @@
-"""``instance-runner inspect`` on a real node: real cgroups, the controller, and a kubelet's file that changes."""
+"""``instance-runner inspect`` on a real node: a real instance in its pod, the controller, and a kubelet's file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -19,59 +18,59 @@ from runner.cpuset import CpuSet
 from runner.host import cgroup
 from runner.inspection.look import Machine, look_at_node
 from runner.inspection.rules import judge
-from tests.node.cgroups import ROOT, SECONDS, Cgroup, task
-from tests.node.standin_kubelet import Container, Kubelet, Pod
-from tests.support.crew import PYTHON, Crew, crew
+from tests.node.cgroups import Cgroup, task
+from tests.node.instances import TREE, Controller, Instance, spec_text, start_instance
+from tests.node.standin_kubelet import MIB, PROJECT, PYCACHE, Container, Kubelet, Pod
 
-UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
-ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
-PROJECT = Path(__file__).parents[2]
-MIB = 1 << 20
+pytestmark = pytest.mark.usefixtures("rom")
+INSPECT = (sys.executable, "-m", "runner", "inspect")
 RULES = ("vcpus", "exclusive", "local", "charged", "kubelet")
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {SECONDS} s for {what}"
-        time.sleep(0.05)
+PF_KTHREAD = 0x00200000
 
 
 @pytest.fixture
-def exclusive(numa: dict[int, CpuSet]) -> Iterator[CpuSet]:
-    """Return two CPUs of the last NUMA node that nothing of this machine's user space may run on until a pod does."""
+def exclusive(numa: dict[int, CpuSet]) -> CpuSet:
     if len(numa) < 2 or len(numa[max(numa)]) < 3:
         pytest.skip("two NUMA nodes with three CPUs each are missing")
-    cpus = CpuSet(list(numa[max(numa)])[:2])
-    before = {}
+    return CpuSet(list(numa[max(numa)])[:2])
+
+
+@contextlib.contextmanager
+def kept_off(cpus: CpuSet) -> Iterator[None]:
+    """Keep what user space there is off *cpus*, as the operator of a node does (``CPUAffinity=`` of systemd)."""
+    before: dict[int, set[int]] = {}
     for path in Path("/proc").glob("[0-9]*/task/[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or it is the kernel's and stays where it is
-            flags = int((path / "stat").read_text().rpartition(")")[2].split()[6])
-            if not flags & 0x00200000:
-                before[int(path.name)] = os.sched_getaffinity(int(path.name))
-                os.sched_setaffinity(int(path.name), CpuSet(before[int(path.name)]) - cpus)
-    yield cpus
-    for tid, mask in before.items():
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(tid, mask)
+        with contextlib.suppress(OSError):  # it has ended, or it is the instance's and has no other CPUs
+            name, _, rest = (path / "stat").read_text().rpartition(")")
+            mask = os.sched_getaffinity(int(path.name))
+            if not int(rest.split()[6]) & PF_KTHREAD and not name.endswith("(pause") and mask & set(cpus):
+                os.sched_setaffinity(int(path.name), mask - set(cpus))
+                before[int(path.name)] = mask
+    try:
+        yield
+    finally:
+        for tid, mask in before.items():
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(tid, mask)
 
 
 @attrs.frozen
 class Node:
-    """A node with a controller, and the kubelet that it follows."""
+    """A node with one instance on it."""
 
     kubelet: Kubelet
-    root: Cgroup
-    controller: subprocess.Popen[bytes]
+    controller: Controller
+    instance: Instance
 
     def inspect(self, *more: str) -> subprocess.CompletedProcess[str]:
-        where = ("--root", str(self.root.path), "--kubelet-dir", str(self.kubelet.directory))
-        argv = (*PYTHON, "-m", "runner", "inspect", *where, *more)
-        return subprocess.run(argv, check=False, capture_output=True, text=True)
+        """Run the program on the node."""
+        argv = (*INSPECT, "--kubelet-dir", str(self.kubelet.directory), *more)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPYCACHEPREFIX": str(PYCACHE)}
+        return subprocess.run(argv, check=False, capture_output=True, text=True, cwd=PROJECT, env=environment)
 
     def verdicts(self) -> dict[str, tuple[str, str]]:
         """Return rule → result and reasons, as this process sees it."""
-        report = judge(trio.run(look_at_node, Machine(), cgroup.Cgroup(self.root.path), self.kubelet.directory))
+        report = judge(trio.run(look_at_node, Machine(), cgroup.Cgroup(TREE.path), self.kubelet.directory))
         return {verdict.rule: (verdict.result.value, "; ".join(verdict.reasons)) for verdict in report.verdicts}
 
     def violation(self, rule: str) -> str:
@@ -81,139 +80,119 @@ class Node:
         assert verdicts[rule][0] == "violated"
         return verdicts[rule][1]
 
-
-@pytest.fixture
-def node(kubelet: Kubelet, exclusive: CpuSet, tmp_path: Path) -> Iterator[Node]:
-    kubelet.admit(Pod(UID, (Container(("true",), cpus=exclusive),)))
-    root = Cgroup(ROOT / f"inspect-{os.getpid()}")
-    command = "import sys; from runner.controller.main import main; sys.exit(main())"
-    where = ("--root", root.path, "--socket", tmp_path / "socket", "--kubelet-dir", kubelet.directory)
-    log = tmp_path / "log"
-    with log.open("wb") as stderr:
-        controller = subprocess.Popen([sys.executable, "-c", command, *map(str, where)], cwd=PROJECT, stderr=stderr)
-    try:
-        until(lambda: (tmp_path / "socket").exists() or controller.poll() is not None, "the controller's socket")
-        assert controller.poll() is None, log.read_text()
-        yield Node(kubelet, root, controller)
-    finally:
-        controller.kill()
-        controller.wait()
-        until(lambda: not root.populated(), "the tree is empty")
-        root.remove()
-
-
-@attrs.frozen
-class Instance:
-    """An instance of two vCPUs that a runner of flesh and blood has placed: this file."""
-
-    crew: Crew
-    qemu: int
-    """Its pid in the crew."""
-    scope: Cgroup
-    group: Cgroup
-    vcpus: tuple[int, int]
-    """Their numbers on the node."""
+    def vcpu(self, index: int) -> int:
+        """Return the thread of a vCPU."""
+        return next(each.tid for each in self.instance.vcpus() if each.name == f"CPU {index}/TCG")
 
 
 @pytest.fixture
-def instance(node: Node, exclusive: CpuSet) -> Iterator[Instance]:
-    pod = node.kubelet.cgroup.child(f"kubepods-pod{UID.replace('-', '_')}.slice")
-    pod.delegate()
-    scope = pod.child(f"cri-containerd-{ID}.scope", cpuset_cpus=exclusive)
-    with crew() as found:
-        scope.write("cgroup.procs", found.pid)
-        anchor = found.outside(found.start("sleep", [])[0])
-        qemu, threads = found.start("qemu-system-x86", [], {"CPU 0/TCG": [], "CPU 1/TCG": [], "worker": []}, 8 * MIB)
-        group = node.root.child(f"instance-{UID}")
-        until(lambda: group.read("cgroup.type") == "threaded" and group.cpus() == exclusive, "the controller mends it")
-        for pid in map(int, scope.read("cgroup.procs").split()):
-            if pid != anchor:
-                Cgroup(node.root.path / "float").write("cgroup.procs", pid)
-        vcpus = (found.outside(threads["CPU 0/TCG"]), found.outside(threads["CPU 1/TCG"]))
-        for tid, cpu in zip(vcpus, exclusive, strict=True):
-            group.write("cgroup.threads", tid)
-            os.sched_setaffinity(tid, [cpu])
-        yield Instance(found, qemu, scope, group, vcpus)
+def node(
+    kubelet: Kubelet, controller: Controller, exclusive: CpuSet, numa: dict[int, CpuSet], tmp_path: Path
+) -> Iterator[Node]:
+    spec = spec_text(exclusive, "[[network]]").replace("[cpu]\n", '[cpu]\nplacement = "controller"\n')
+    mems, sockets = CpuSet([max(numa)]), controller.directory
+    instance = start_instance(kubelet, 1, exclusive, spec=spec, directory=tmp_path, mems=mems, sockets=sockets)
+    instance.up()
+    with kept_off(exclusive):
+        yield Node(kubelet, controller, instance)
 
 
-def test_every_rule_holds(node: Node, instance: Instance, exclusive: CpuSet, numa: dict[int, CpuSet]) -> None:
+def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]) -> None:
     shown = node.inspect()
     assert shown.returncode == 0, shown.stdout + shown.stderr
     print(shown.stdout)
     lines = shown.stdout.splitlines()
-    assert lines[0] == (f"instance {UID}: CPUs '{exclusive}' on NUMA node '{max(numa)}', placement controller")
+    uid = node.instance.uid
+    assert lines[0] == f"instance {uid}: CPUs '{exclusive}' on NUMA node '{max(numa)}', placement controller"
     rows = [line.split() for line in lines]
-    for index, (tid, cpu) in enumerate(zip(instance.vcpus, exclusive, strict=True)):
-        assert ["vcpu", str(index), str(tid), "CPU", f"{index}/TCG", str(cpu)] in [row[:6] for row in rows]
-    floating = Cgroup(node.root.path / "float")
+    for index, cpu in enumerate(exclusive):
+        assert ["vcpu", str(index), str(node.vcpu(index)), "CPU", f"{index}/TCG", str(cpu)] in [row[:6] for row in rows]
     roles = {row[0]: row for row in rows if row}
-    for role in ("runner", "emulator"):
-        assert roles[role][-1] == str(floating)
-        assert str(floating.cpus()) in roles[role]
-    assert roles["anchor"][-1] == str(instance.scope)
+    for role in ("runner", "dnsmasq", "emulator"):
+        assert roles[role][-1] == f"{TREE}/float"
+        assert str(node.kubelet.default) in roles[role]
+    assert roles["anchor"][-1] == node.instance.scope
+    assert roles["vcpu"][-1] == str(node.instance.group)
     assert [line.split()[:2] for line in lines if line.startswith("ok ")] == [["ok", rule] for rule in RULES]
-    assert "only sleepers (anchors: 1, pod sandboxes: 0)" in shown.stdout
+    assert "only sleepers (anchors: 1, pod sandboxes: 1)" in shown.stdout
+    assert f"64 MiB on NUMA node {max(numa)} of the guest's RAM" in shown.stdout
+    # The same from within, as far as that goes without rights and without a mount of the hierarchy.
+    report = json.loads(node.instance.running.execute(*INSPECT, "--json"))
+    (inside,) = report["instances"]
+    assert {verdict["rule"]: verdict["result"] for verdict in (*inside["verdicts"], *report["verdicts"])} == {
+        "vcpus": "ok",
+        "exclusive": "unknown",
+        "local": "unknown",
+        "charged": "unknown",
+        "kubelet": "unknown",
+    }
+    assert inside["backend"] == "controller"
+    assert sorted({thread["role"] for thread in inside["threads"]}) == [
+        "anchor",
+        "dnsmasq",
+        "emulator",
+        "runner",
+        "vcpu",
+    ]
 
 
-def test_who_else_may_run_on_an_exclusive_cpu_is_named(node: Node, instance: Instance, exclusive: CpuSet) -> None:
+def test_who_else_may_run_on_an_exclusive_cpu_is_named(node: Node, exclusive: CpuSet) -> None:
     with task(threads=2) as intruder:
         os.sched_setaffinity(intruder.tids[1], [min(exclusive)])
         said = node.violation("exclusive")
         assert f"other (thread {intruder.tids[1]}, " in said
         assert f"may run on '{min(exclusive)}'" in said
-        shown = node.inspect("3ceda", "--json")
+        shown = node.inspect("00000001-0000", "--json")
         assert shown.returncode == 3, shown.stderr
         assert json.loads(shown.stdout)["instances"][0]["verdicts"][1]["reasons"] == [said]
-    with task(instance.scope) as shell:
+    with task(node.instance.running.scope) as shell:
         said = node.violation("exclusive")
         assert f"(thread {shell.pid}, " in said
-        assert f"in the cgroup '{instance.scope}' may run on '{exclusive}'" in said
+        assert f"in the cgroup '{node.instance.scope}' may run on '{exclusive}'" in said
     assert node.verdicts()["exclusive"][0] == "ok"
 
 
-def test_vcpus_that_are_not_alone_in_their_cgroup(node: Node, instance: Instance, exclusive: CpuSet) -> None:
-    os.sched_setaffinity(instance.vcpus[1], [min(exclusive)])
+def test_vcpus_that_are_not_alone_in_their_cgroup(node: Node, exclusive: CpuSet) -> None:
+    tid = node.vcpu(1)
+    os.sched_setaffinity(tid, [min(exclusive)])
     assert node.violation("vcpus") == f"2 vCPU threads share CPU {min(exclusive)}"
-    Cgroup(node.root.path / "float").write("cgroup.threads", instance.vcpus[1])
+    Cgroup(TREE.path / "float").write("cgroup.threads", tid)
     said = node.violation("vcpus")
-    assert f"vcpu 1 (thread {instance.vcpus[1]}, 'CPU 1/TCG') may run on" in said
-    assert f"is in the cgroup '{node.root}/float' instead of '/{node.root.path.name}/instance-{UID}'" in said
+    assert f"vcpu 1 (thread {tid}, 'CPU 1/TCG') may run on" in said
+    assert f"is in the cgroup '{TREE}/float' instead of '{node.instance.group}'" in said
 
 
-def test_memory_from_another_numa_node_charged_to_nobody(
-    node: Node, instance: Instance, numa: dict[int, CpuSet], exclusive: CpuSet
-) -> None:
-    """Touched first by a thread that is in float already, and on the first NUMA node."""
-    instance.crew.tell("end", instance.qemu)
-    cpu = min(numa[min(numa)] - CpuSet([0]))
-    _, threads = instance.crew.start("qemu-system-x86", [cpu], {"CPU 0/TCG": [], "CPU 1/TCG": []}, 64 * MIB)
-    for name, each in zip(threads, exclusive, strict=True):
-        tid = instance.crew.outside(threads[name])
-        instance.group.write("cgroup.threads", tid)
-        os.sched_setaffinity(tid, [each])
-    verdicts = node.verdicts()
-    assert [verdicts[rule][0] for rule in RULES] == ["ok", "ok", "violated", "violated", "ok"]
-    assert f"64 MiB on NUMA node {min(numa)} of the guest's RAM" in verdicts["local"][1]
-    assert f"64 MiB of the guest's RAM is mapped, but '{instance.scope}' is charged only" in verdicts["charged"][1]
+def test_memory_that_was_moved_and_a_charge_that_is_not_there(node: Node, numa: dict[int, CpuSet]) -> None:
+    [qemu] = node.instance.processes()["qemu"]
+    moved = subprocess.run(["migratepages", str(qemu), str(max(numa)), str(min(numa))], check=False)
+    assert moved.returncode == 0
+    assert f"64 MiB on NUMA node {min(numa)} of the guest's RAM" in node.violation("local")
+    subprocess.run(["migratepages", str(qemu), str(min(numa)), str(max(numa))], check=True)
+    # An anchor elsewhere makes another group the pod's, which is charged for nothing.
+    scope = node.instance.running.scope
+    elsewhere = Cgroup(scope.path.parent).child("elsewhere", cpuset_cpus=scope.read("cpuset.cpus"))
+    [anchor] = node.instance.processes()["anchor"]
+    elsewhere.write("cgroup.procs", anchor)
+    said = node.violation("charged")
+    assert f"64 MiB of the guest's RAM is mapped, but '{elsewhere}' is charged only" in said
+    scope.write("cgroup.procs", anchor)
+    assert node.verdicts()["charged"][0] == "ok"
+    assert int(scope.read("memory.current")) >= 64 * MIB
 
 
-def test_float_follows_the_kubelet_or_is_found_beside_it(node: Node, instance: Instance) -> None:
-    assert instance.vcpus
+def test_float_follows_the_kubelet_or_is_found_beside_it(node: Node) -> None:
     kubelet = node.kubelet
     first, second = list(kubelet.default - CpuSet([0]))[:2]
     kubelet.admit(Pod("416de7c2-21de-472d-817c-fa9d4306cb7d", (Container(("true",), cpus=CpuSet([first])),)))
     assert node.verdicts()["kubelet"][0] == "ok", "the controller follows while we look"
     node.controller.kill()
-    node.controller.wait()
     floating = kubelet.default
     kubelet.admit(Pod("b41f38d8-2c21-4168-af77-6d0cc5482dcb", (Container(("true",), cpus=CpuSet([second])),)))
     assert node.violation("kubelet") == f"float has '{floating}', but the kubelet's shared pool is '{kubelet.default}'"
     kubelet.cpu_state.unlink()
     assert node.verdicts()["kubelet"][0] == "unknown"
-
-
-def test_an_instance_that_has_ended(node: Node, instance: Instance) -> None:
-    instance.crew.tell("end", instance.qemu)
-    until(lambda: not instance.group.populated(), "QEMU has ended")
+    [qemu] = node.instance.processes()["qemu"]
+    os.kill(qemu, 9)
+    node.instance.running.wait()
     verdicts = node.verdicts()
     assert verdicts["vcpus"] == ("unknown", "there is no vCPU thread: the instance starts, or has ended")

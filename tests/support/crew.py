@@ -76,6 +76,11 @@ class Crew:
         pid, tids = self.tell("start", told)
         return pid, tids
 
+    def start_anchor(self) -> int:
+        """Start what sleeps for ever, and return its pid."""
+        pid: int = self.tell("anchor")
+        return pid
+
     def outside(self, tid: int) -> int:
         """Return the number out here of a member, or of a member's thread."""
         for pid in (self.pid, *children(self.pid)):
@@ -121,7 +126,7 @@ def write_receipt(path: str, cpus: list[int], roles: dict[str, str], vcpus: dict
         for thread in Procfs().threads(int(pid))
     ]
     placement = Placement("affinity", CpuSet(cpus), tuple(cpus), CpuSet([0]), shared=False)
-    publish(PurePosixPath(path), json.dumps(Receipt(placement, tuple(threads)).to_json()).encode())
+    publish(PurePosixPath(path), json.dumps(Receipt(placement, None, tuple(threads)).to_json()).encode())
 
 
 def main() -> None:
@@ -142,6 +147,10 @@ def main() -> None:
             members[member.pid] = member
         elif do == "pin":
             os.sched_setaffinity(*arguments)
+        elif do == "anchor":
+            anchor = subprocess.Popen(["sleep", "infinity"], text=True)
+            members[anchor.pid] = anchor
+            answer = anchor.pid
         elif do == "end":
             members[arguments[0]].kill()
             members.pop(arguments[0]).wait()

@@ -40,6 +40,7 @@ def test_a_process_knows_its_parent_and_its_number_inside() -> None:
     me = procfs.process(os.getpid())
     assert me is not None
     assert (me.parent, me.inner_pid, me.kernel) == (os.getppid(), os.getpid(), False)
+    assert me.arguments[0]
     assert os.getpid() in procfs.processes()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.errors import UsageError
-from runner.host.procfs import ThreadStatus
+from runner.host.procfs import ProcessStatus, ThreadStatus
 from runner.inspection.receipt import Roles, parse_receipt
 from runner.instance.placement import PlacedThread, Receipt
 from runner.plan.instance import Placement
@@ -21,6 +21,7 @@ def placed(role: str, pid: int, tid: int, name: str, vcpu: int | None = None) ->
 
 RECEIPT = Receipt(
     Placement("affinity", CpuSet([2, 3]), (2, 3), CpuSet([0, 1]), shared=False),
+    None,
     (
         placed("runner", 1, 1, "instance-runner"),
         placed("anchor", 6, 6, "sleep"),
@@ -45,21 +46,26 @@ def test_the_runners_own_receipt_is_understood() -> None:
 
 
 def test_cgroups_may_be_named_or_absent() -> None:
-    assert roles(cgroups={"pod": "/pod", "float": "/f", "instance": "/i"}).instance_cgroup == "/i"
-    assert roles(cgroups={"pod": "/pod", "float": None, "instance": None}).instance_cgroup == ""
+    assert roles(cgroups={"pod": "/pod", "floating": "/f", "instance": "/i"}).instance_cgroup == "/i"
+    assert roles(cgroups={"pod": "/pod", "floating": None, "instance": None}).instance_cgroup == ""
     assert roles(cgroups=None).instance_cgroup == ""
 
 
+def process(pid: int, parent: int, *arguments: str) -> ProcessStatus:
+    return ProcessStatus(pid, pid, parent, arguments[0], arguments, kernel=False)
+
+
 def test_a_process_is_known_by_its_number_and_name() -> None:
-    assert roles().of_process(8, "dnsmasq", 1) == "dnsmasq"
-    assert roles().of_process(8, "sh", 0) is None, "another process has the number now"
+    assert roles().of_process(process(8, 1, "dnsmasq", "-k")) == "dnsmasq"
+    assert roles().of_process(process(8, 0, "sh")) is None, "another process has the number now"
 
 
 def test_children_that_were_started_again_are_known_by_their_parent() -> None:
-    assert roles().of_process(77, "sleep", 1) == "anchor"
-    assert roles().of_process(78, "dnsmasq", 1) == "dnsmasq"
-    assert roles().of_process(79, "sleep", 60) is None
-    assert roles().of_process(80, "sh", 1) is None
+    assert roles().of_process(process(77, 1, "sleep", "infinity")) == "anchor"
+    assert roles().of_process(process(78, 1, "dnsmasq")) == "dnsmasq"
+    assert roles().of_process(process(79, 60, "sleep", "infinity")) is None
+    assert roles().of_process(process(80, 1, "sleep", "1000")) is None, "an orphan that will wake up"
+    assert roles().of_process(process(81, 1, "sh")) is None
 
 
 @pytest.mark.parametrize("document", ["", "[]", "null", "{}", "7", '{"version": 1}', '{"version": 1, "threads": [1]}'])
