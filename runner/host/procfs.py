@@ -46,8 +46,6 @@ class ProcessStatus:
     parent: int
     """0 when the parent is in another PID namespace."""
     name: str
-    arguments: tuple[str, ...]
-    """Its command line as it was started (or has rewritten it); none for a thread of the kernel's."""
     kernel: bool
     """It is a thread of the kernel's."""
 
@@ -82,7 +80,6 @@ class Procfs:
         try:
             status = _fields(_read(self.root / str(pid) / "status"))
             stat = _stat(_read(self.root / str(pid) / "stat"))
-            arguments = _read(self.root / str(pid) / "cmdline")
         except _VANISHED:
             return None
         except OSError as error:
@@ -92,9 +89,18 @@ class Procfs:
             inner_pid=int(status["NSpid"].split()[-1]),
             parent=int(status["PPid"]),
             name=status["Name"],
-            arguments=tuple(arguments.removesuffix("\0").split("\0")) if arguments else (),
             kernel=bool(int(stat[6]) & _PF_KTHREAD),
         )
+
+    def arguments(self, pid: int) -> tuple[str, ...]:
+        """Return the command line of *pid*, empty when it is gone.
+
+        It lies in the memory of the process, so that reading it may wait for whatever that is doing with its memory.
+        """
+        try:
+            return tuple(_read(self.root / str(pid) / "cmdline").removesuffix("\0").split("\0"))
+        except OSError:
+            return ()
 
     def mappings(self, pid: int) -> list[MappedMemory] | None:
         """Return what *pid* has mapped of files and huge pages, or ``None`` when it is gone or the kernel knows no NUMA.

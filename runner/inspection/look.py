@@ -24,7 +24,7 @@ from runner.host.cgroup import Cgroup, CgroupError
 from runner.host.peers import INIT_PID_NAMESPACE, Peers
 from runner.host.procfs import ProcessStatus, Procfs, ThreadStatus
 from runner.host.sysfs import read_hardware
-from runner.inspection.receipt import Roles, is_anchor, parse_receipt
+from runner.inspection.receipt import Roles, parse_receipt
 from runner.inspection.sighting import (
     ANCHOR,
     EMULATOR,
@@ -86,6 +86,8 @@ class _Process:
     namespace: int | None
     """The inode of its PID namespace; ``None`` when the reader may not know."""
     threads: tuple[ThreadStatus, ...]
+    endless: bool
+    """It is ``sleep infinity``, which is what anchors are."""
 
 
 @attrs.frozen
@@ -132,7 +134,8 @@ def _processes(procfs: Procfs, peers: Peers) -> Iterator[_Process]:
         status = procfs.process(pid)
         threads = tuple(procfs.threads(pid))
         if status is not None and threads and pid != os.getpid():
-            yield _Process(status, peers.namespace(pid), threads)
+            endless = status.name == "sleep" and procfs.arguments(pid)[1:] == ("infinity",)
+            yield _Process(status, peers.namespace(pid), threads, endless)
 
 
 # -- from the container ----------------------------------------------------------------------------------------------
@@ -169,7 +172,7 @@ def look_in_container(machine: Machine, receipt: Path) -> Sighting:
 
 def _members(roles: Roles, crowd: _Crowd) -> Iterator[tuple[int, str]]:
     for pid, process in crowd.processes.items():
-        role = roles.of_process(process.status)
+        role = roles.of_process(process.status, endless=process.endless)
         # In a PID namespace of its own everybody belongs to the pod, whoever he is.
         if role is not None or crowd.out_of_sight:
             yield pid, role or OTHER
@@ -261,7 +264,7 @@ def _roles_on_node(group: Cgroup, crowd: _Crowd) -> Iterator[SeenThread]:
         inside = process.namespace == qemu.namespace and qemu.namespace not in {None, INIT_PID_NAMESPACE}
         if inside and process is not qemu:
             for thread in process.threads:
-                yield SeenThread(_role_by_name(process.status, thread, group.parent.name), None, thread)
+                yield SeenThread(_role_by_name(process, thread, group.parent.name), None, thread)
 
 
 def _machine_threads(qemu: _Process, confined: frozenset[int]) -> Iterator[SeenThread]:
@@ -273,10 +276,11 @@ def _machine_threads(qemu: _Process, confined: frozenset[int]) -> Iterator[SeenT
         yield SeenThread(VCPU if thread.tid in index else EMULATOR, index.get(thread.tid), thread)
 
 
-def _role_by_name(status: ProcessStatus, thread: ThreadStatus, root: str) -> str:
+def _role_by_name(process: _Process, thread: ThreadStatus, root: str) -> str:
+    status = process.status
     if status.inner_pid == 1:
         return RUNNER
-    if is_anchor(status) and f"/{root}/" not in thread.cgroup:
+    if process.endless and f"/{root}/" not in thread.cgroup:
         return ANCHOR
     return status.name if status.name in _SERVICES else OTHER
 

@@ -16,11 +16,6 @@ VERSION = 1
 DNSMASQ = "dnsmasq"
 
 
-def is_anchor(process: ProcessStatus) -> bool:
-    """Tell whether *process* can be an anchor by what it does: ``sleep infinity``."""
-    return process.name == "sleep" and process.arguments[1:] == ("infinity",)
-
-
 @attrs.frozen
 class Roles:
     """The receipt, as far as it says whose a thread is. A number may have been given to another process since."""
@@ -44,8 +39,8 @@ class Roles:
         """The pid of QEMU."""
         return next((pid for pid, (role, _) in self.processes.items() if role == EMULATOR), None)
 
-    def of_process(self, process: ProcessStatus) -> str | None:
-        """Return the role of *process*, or ``None`` if it is none of the instance's.
+    def of_process(self, process: ProcessStatus, *, endless: bool) -> str | None:
+        """Return the role of *process*, or ``None`` if it is none of the instance's; *endless*: it is ``sleep infinity``.
 
         Anchor and dnsmasq are started again under another number when they die.
         """
@@ -54,7 +49,7 @@ class Roles:
             return role
         if process.parent != self.runner:
             return None
-        return ANCHOR if is_anchor(process) else DNSMASQ if process.name == DNSMASQ else None
+        return ANCHOR if endless else DNSMASQ if process.name == DNSMASQ else None
 
 
 def parse_receipt(text: str, source: str) -> Roles:

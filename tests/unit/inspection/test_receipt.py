@@ -51,21 +51,21 @@ def test_cgroups_may_be_named_or_absent() -> None:
     assert roles(cgroups=None).instance_cgroup == ""
 
 
-def process(pid: int, parent: int, *arguments: str) -> ProcessStatus:
-    return ProcessStatus(pid, pid, parent, arguments[0], arguments, kernel=False)
+def role(pid: int, parent: int, name: str, *, endless: bool = False) -> str | None:
+    return roles().of_process(ProcessStatus(pid, pid, parent, name, kernel=False), endless=endless)
 
 
 def test_a_process_is_known_by_its_number_and_name() -> None:
-    assert roles().of_process(process(8, 1, "dnsmasq", "-k")) == "dnsmasq"
-    assert roles().of_process(process(8, 0, "sh")) is None, "another process has the number now"
+    assert role(8, 1, "dnsmasq") == "dnsmasq"
+    assert role(8, 0, "sh") is None, "another process has the number now"
 
 
 def test_children_that_were_started_again_are_known_by_their_parent() -> None:
-    assert roles().of_process(process(77, 1, "sleep", "infinity")) == "anchor"
-    assert roles().of_process(process(78, 1, "dnsmasq")) == "dnsmasq"
-    assert roles().of_process(process(79, 60, "sleep", "infinity")) is None
-    assert roles().of_process(process(80, 1, "sleep", "1000")) is None, "an orphan that will wake up"
-    assert roles().of_process(process(81, 1, "sh")) is None
+    assert role(77, 1, "sleep", endless=True) == "anchor"
+    assert role(78, 1, "dnsmasq") == "dnsmasq"
+    assert role(79, 60, "sleep", endless=True) is None
+    assert role(80, 1, "sleep") is None, "an orphan that will wake up"
+    assert role(81, 1, "sh") is None
 
 
 @pytest.mark.parametrize("document", ["", "[]", "null", "{}", "7", '{"version": 1}', '{"version": 1, "threads": [1]}'])
