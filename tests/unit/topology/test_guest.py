@@ -58,9 +58,11 @@ def test_memory_is_divided_exactly_and_in_proportion_in_every_small_world() -> N
                     shares = [Fraction(pages * weight, sum(weights)) for weight in weights]
                     if min(shares) >= 1:
                         whole = [*parts[:-1], parts[-1] - rest]
-                        assert all(
-                            abs(part // PAGE - share) < 1 for part, share in zip(whole, shares, strict=True)
-                        ), (weights, pages, parts)
+                        assert all(abs(part // PAGE - share) < 1 for part, share in zip(whole, shares, strict=True)), (
+                            weights,
+                            pages,
+                            parts,
+                        )
 
 
 def test_a_small_share_is_still_a_page_and_too_few_pages_are_refused() -> None:
@@ -179,9 +181,7 @@ def test_a_guest_is_never_told_that_something_lies_together_which_does_not(
     placement = place(len(exclusive), exclusive, hardware, policy=data.draw(st.sampled_from([None, *PinPolicy])))
     mems = CpuSet(data.draw(st.sets(st.sampled_from([node.id for node in hardware.numa_nodes]), min_size=1)))
     memory = data.draw(st.integers(64, 4096)) * MIB
-    topology = guest_topology(
-        placement.pins, placement.threads, hardware, memory, page_size=PAGE, memory_nodes=mems
-    )
+    topology = guest_topology(placement.pins, placement.threads, hardware, memory, page_size=PAGE, memory_nodes=mems)
     assert topology.vcpus == len(placement.pins)
     assert sum(each.memory for each in topology.numa_nodes) == memory
     cpus = [hardware.by_cpu[cpu] for cpu in placement.pins]
