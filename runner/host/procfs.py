@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,16 @@ class Procfs:
             return _unified(_read(self.root / str(pid) / "cgroup"))
         except OSError as error:
             raise HostError(f"cannot read the cgroup of process {pid}") from error
+
+    def memory_nodes(self) -> CpuSet:
+        """Return the NUMA nodes that this process may take memory from (its cpuset's)."""
+        return CpuSet.parse(_fields(_read(self.root / "self/status"))["Mems_allowed_list"])
+
+    def cpu_vendor(self) -> str:
+        """Return what CPUID calls the maker of the CPUs, or nothing on other architectures than x86."""
+        with (self.root / "cpuinfo").open(errors="replace") as cpus:  # the first will do: each takes the kernel a while
+            first = itertools.takewhile(str.strip, cpus)
+            return _fields("".join(first)).get("vendor_id", "")
 
     def memory_total(self) -> int:
         """Return the machine's RAM in bytes (``MemTotal``)."""

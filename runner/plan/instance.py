@@ -15,16 +15,24 @@ from pathlib import PurePosixPath
 import attrs
 
 from runner.cpuset import CpuSet
-from runner.errors import Problem, SpecError
+from runner.errors import Problem, RefusedError, SpecError
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, Route, User, Virtiofsd
 from runner.spec.document import format_size
 from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
+from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
+from runner.topology.placement import PinPolicy, choose_cpus, place
 
 QEMU_OVERHEAD = 64 << 20
 """Bytes QEMU needs beside the guest's RAM at the very least; QEMU 7.2 with one vCPU and no device has 40-60 MiB resident."""
 
 PATIENCE = 60.0
 """Seconds QEMU may take to greet: it takes 0.1 s, and much longer only when it preallocates a large memory."""
+
+PAGE_SIZE = 2 << 20
+"""Bytes; NUMA nodes of the guest begin at a multiple of it, so that its RAM can be huge pages from end to end."""
+
+TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
+"""Whose CPUs tell siblings by CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
 
 QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
 DHCP_USERS = ("dnsmasq", "nobody")
@@ -114,6 +122,7 @@ class MachinePlan:
     vcpus: int
     memory: int
     """Bytes, whole MiB."""
+    topology: GuestTopology
     accel: str
     cpu_model: str
     kernel: FilePlan | None
@@ -203,6 +212,7 @@ class _Planner:
         placement = self.placement(spec.cpu)
         accel, user = self.accelerator()
         self.memory()
+        topology = None if placement is None else self.topology(placement, accel)
         networks = tuple(self.networks())
         shares = tuple(self.shares())
         disks = tuple(self.disk(index, disk) for index, disk in enumerate(spec.disk))
@@ -213,7 +223,7 @@ class _Planner:
         initrd = self.file("boot.initrd", spec.boot.initrd, user)
         firmware = self.file("boot.firmware", spec.boot.firmware, user)
         self.writable("boot.firmware_vars", spec.boot.firmware_vars)
-        if placement is None or qemu is None or sleep is None:
+        if placement is None or topology is None or qemu is None or sleep is None:
             return None
         return InstancePlan(
             name=spec.instance.name,
@@ -231,8 +241,9 @@ class _Planner:
                 user=user,
                 vcpus=spec.cpu.count,
                 memory=spec.memory.size,
+                topology=topology,
                 accel=accel,
-                cpu_model=spec.cpu.model or ("host" if accel == "kvm" else "max"),
+                cpu_model=spec.cpu.model or self.cpu_model(accel, topology),
                 kernel=kernel,
                 initrd=initrd,
                 cmdline=spec.boot.cmdline,
@@ -262,8 +273,10 @@ class _Planner:
                 f"asks for {cpu.count} vCPUs, but this process may use {len(allowed)} CPUs ('{allowed}'); one CPU for each vCPU",
             )
             return None
-        # The highest-numbered ones, because interrupts and a machine's own work gather on the lowest.
-        cpus = cpu.cpus or CpuSet(list(allowed)[-cpu.count :])
+        pins = self.pins(cpu)
+        if pins is None:
+            return None
+        cpus = CpuSet(pins)
         rest = allowed - cpus
         self.remarks.append(
             "placement 'affinity' is second best: nothing but CPU masks keeps the vCPUs' CPUs "
@@ -274,7 +287,51 @@ class _Planner:
                 f"all CPUs this process may use ('{allowed}') belong to vCPUs: QEMU's own threads, dnsmasq, virtiofsd and this "
                 "program share them; give it more CPUs than vCPUs"
             )
-        return Placement("affinity", cpus, tuple(cpus), rest or allowed, shared=not rest)
+        return Placement("affinity", cpus, pins, rest or allowed, shared=not rest)
+
+    def pins(self, cpu: Cpu) -> tuple[int, ...] | None:
+        hardware = self.facts.hardware
+        policy = None if cpu.pinning == "auto" else PinPolicy(cpu.pinning)
+        try:
+            cpus = cpu.cpus or choose_cpus(hardware, self.facts.allowed_cpus, cpu.count)
+            placed = place(cpu.count, cpus, hardware, policy=policy)
+        except RefusedError as error:
+            self.refuse("cpu.cpus" if cpu.cpus else "cpu.count", str(error))
+            return None
+        self.remarks += [finding.message for finding in placed.findings]
+        return placed.pins
+
+    def topology(self, placement: Placement, accel: str) -> GuestTopology | None:
+        """Decide what the guest sees. QEMU's emulated model ``max`` calls itself an AMD and has no words for siblings."""
+        spec, hardware = self.spec, self.facts.hardware
+        real = spec.cpu.topology == "host"
+        try:
+            topology = guest_topology(
+                placement.pins,
+                hardware,
+                spec.memory.size,
+                page_size=PAGE_SIZE if real else 1,
+                memory_nodes=self.facts.memory_nodes,
+                siblings=accel == "kvm" or spec.cpu.model is not None,
+            )
+        except RefusedError as error:
+            self.refuse("memory.size", f'{error}, or set cpu.topology = "flat"')
+            return None
+        if not spec.memory.bind:
+            topology = unbound(topology)
+        for each in topology.numa_nodes:
+            if each.bound and each.bound != (each.host,):
+                where = " and ".join(map(str, each.bound))
+                self.remarks.append(
+                    f"{format_size(each.memory)} of memory for the vCPUs on the host's NUMA node {each.host} come from {where}: "
+                    "it has not that much, or none that this pod may use"
+                )
+        return topology if real else flat(topology)
+
+    def cpu_model(self, accel: str, topology: GuestTopology) -> str:
+        if accel != "kvm":
+            return "max"
+        return "host,topoext=on" if topology.threads > 1 and self.facts.cpu_vendor in TOPOEXT_VENDORS else "host"
 
     def accelerator(self) -> tuple[str, User]:
         asked, kvm = self.spec.cpu.accel, self.facts.kvm

@@ -73,6 +73,18 @@ class Cpu:
         default="auto",
         doc='how threads are kept apart: `"affinity"` by `sched_setaffinity` alone, `"auto"` by the best way that works',
     )
+    pinning: str = key(
+        choice("auto", "packed-siblings", "linear"),
+        default="auto",
+        doc='`"packed-siblings"`: vCPUs of one guest core sit on siblings; `"linear"`: vCPU *i* on the *i*-th CPU; '
+        '`"auto"`: the first for whole cores, else the second',
+    )
+    topology: str = key(
+        choice("host", "flat"),
+        default="host",
+        doc='what the guest sees: `"host"`: sockets, L3 caches, threads and NUMA nodes as its vCPUs really lie; '
+        '`"flat"`: one socket of cores',
+    )
     accel: str = key(
         choice("auto", "kvm", "tcg"),
         default="auto",
@@ -98,6 +110,11 @@ class Memory:
     """The guest's RAM."""
 
     size: int = key(size(32 * MIB), default=512 * MIB, doc="how much")
+    bind: bool = key(
+        flag(),
+        default=True,
+        doc="whether it comes from the NUMA nodes its vCPUs sit on, and from nowhere else (`mbind(2)`)",
+    )
 
 
 @attrs.frozen

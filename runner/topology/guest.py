@@ -16,6 +16,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.topology.hardware import Hardware
+from runner.topology.placement import threads_per_core
 
 NEAREST_REMOTE = 11
 """The least distance to another NUMA node: Linux discards an ACPI SLIT with less (``slit_valid``)."""
@@ -56,14 +57,15 @@ class GuestTopology:
 
 
 def guest_topology(
-    pins: Sequence[int], threads: int, hardware: Hardware, memory: int, *, page_size: int, memory_nodes: CpuSet
+    pins: Sequence[int], hardware: Hardware, memory: int, *, page_size: int, memory_nodes: CpuSet, siblings: bool = True
 ) -> GuestTopology:
     """Tell the guest where its vCPUs really are: vCPU *i* sits on CPU ``pins[i]`` of *hardware*.
 
-    *threads* is how many vCPUs that follow each other are one core (``Placement.threads``). Each of the host's NUMA
-    nodes that gives CPUs is one of the guest's, in the same order, with its part of *memory* bytes: in proportion to
-    its vCPUs, in whole pages of *page_size*, from itself, or from the nearest of the host's *memory_nodes* where it has
-    no memory (or not enough). Memory is bound to nothing where there is but one NUMA node it could come from.
+    Guest cores have threads where they are whole host cores, and the guest's CPU model can say *siblings*. Each of the
+    host's NUMA nodes that gives CPUs is one of the guest's, in the same order, with its part of *memory* bytes: in
+    proportion to its vCPUs, in whole pages of *page_size*, from itself, or from the nearest of the host's
+    *memory_nodes* where it has no memory (or not enough). Memory is bound to nothing where there is but one NUMA node
+    that it could come from.
     Raises :class:`RefusedError` when there is not a page for each of them.
     """
     numa_node_of = [hardware.by_cpu[cpu].numa_node for cpu in pins]
@@ -84,6 +86,7 @@ def guest_topology(
         for index, host in enumerate(hosts)
     )
     socket, die = _sizes(pins, hardware)
+    threads = threads_per_core(pins, hardware) if siblings else 1
     return GuestTopology(len(pins) // socket, socket // die, die // threads, threads, numa_nodes)
 
 

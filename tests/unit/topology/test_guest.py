@@ -33,9 +33,7 @@ def seen(
 ) -> GuestTopology:
     exclusive = CpuSet.parse(cpus)
     placement = place(len(exclusive), exclusive, hardware, policy=policy)
-    return guest_topology(
-        placement.pins, placement.threads, hardware, memory, page_size=PAGE, memory_nodes=CpuSet.parse(mems)
-    )
+    return guest_topology(placement.pins, hardware, memory, page_size=PAGE, memory_nodes=CpuSet.parse(mems))
 
 
 def smp(topology: GuestTopology) -> tuple[int, int, int, int]:
@@ -181,7 +179,7 @@ def test_a_guest_is_never_told_that_something_lies_together_which_does_not(
     placement = place(len(exclusive), exclusive, hardware, policy=data.draw(st.sampled_from([None, *PinPolicy])))
     mems = CpuSet(data.draw(st.sets(st.sampled_from([node.id for node in hardware.numa_nodes]), min_size=1)))
     memory = data.draw(st.integers(64, 4096)) * MIB
-    topology = guest_topology(placement.pins, placement.threads, hardware, memory, page_size=PAGE, memory_nodes=mems)
+    topology = guest_topology(placement.pins, hardware, memory, page_size=PAGE, memory_nodes=mems)
     assert topology.vcpus == len(placement.pins)
     assert sum(each.memory for each in topology.numa_nodes) == memory
     cpus = [hardware.by_cpu[cpu] for cpu in placement.pins]
