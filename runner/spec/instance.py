@@ -66,7 +66,7 @@ class Cpu:
     cpus: CpuSet | None = key(
         cpu_set(),
         default=None,
-        doc="the CPUs the vCPUs own; without it they are chosen from those this process may use",
+        doc="the CPUs the vCPUs own; without it, of those this process may use, whole cores of few NUMA nodes",
     )
     placement: str = key(
         choice("auto", "affinity"),

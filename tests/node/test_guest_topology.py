@@ -77,7 +77,7 @@ def test_the_guest_sees_what_was_planned_and_its_memory_is_there(tmp_path: Path,
     with running(spec, tmp_path) as (pid, output, process):
         until(lambda: "LINUX-GUEST-UP" in output() or process.poll() is not None, "the guest's word", BOOTS_WITHIN)
         assert process.poll() is None, output()
-        facts = dict(re.findall(r"LINUX-GUEST-FACT (\S+)=(.*?)\r?\n", output()))
+        facts = dict(re.findall(r"^((?:cpu|node)/\S+):(.*?)\r?$", output(), re.MULTILINE))
         ranges = re.findall(r"SRAT: Node (\d+) PXM \d+ \[mem 0x([0-9a-f]+)-0x([0-9a-f]+)\]", output())
         memory = pages(qemu_of(pid))
 
