@@ -18,6 +18,9 @@ from runner.plan.facts import Route
 from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, SharePlan
 from runner.spec.document import MIB
 
+MOST_PREALLOCATORS = 16
+"""Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
+
 
 class Endpoints(Protocol):
     """How QEMU reaches what it is given."""
@@ -200,8 +203,10 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     for number, each in numa:
         kind, _, properties = endpoints.memory(number).partition(",")
         bound = "".join(f",host-nodes={host}" for host in each.bound) + (",policy=bind" if each.bound else "")
+        touching = min(len(each.vcpus), MOST_PREALLOCATORS)
+        touched = f",prealloc=on,prealloc-threads={touching}" if machine.preallocate else ""
         name = f"ram{number}" if several else "ram"
-        yield from ("-object", f"{kind},id={name},size={each.memory // MIB}M,{properties}{bound}")
+        yield from ("-object", f"{kind},id={name},size={each.memory // MIB}M,{properties}{bound}{touched}")
     if several:
         for number, each in numa:
             vcpus = "".join(f",cpus={vcpus}" for vcpus in str(each.vcpus).split(","))
