@@ -130,7 +130,7 @@ def _read(path: Path) -> str:
 
 def _fields(text: str) -> dict[str, str]:
     pairs = (line.partition(":") for line in text.splitlines())
-    return {name: value.strip() for name, _, value in pairs}
+    return {name.rstrip(): value.strip() for name, _, value in pairs}
 
 
 def _unified(text: str) -> str:
