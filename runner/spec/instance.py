@@ -105,7 +105,7 @@ class Cpu:
     model: str | None = key(
         text(r"[A-Za-z0-9_.,=+-]{1,200}", "a QEMU CPU model"),
         default=None,
-        doc="QEMU's CPU model; `host` under KVM, `max` under TCG",
+        doc="QEMU's CPU model; `host` under KVM (on AMD with `topoext` where the guest has siblings), `max` under TCG",
     )
 
     def contradictions(self) -> Iterator[Problem]:
