@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -174,6 +175,16 @@ class Procfs:
         except OSError as error:
             raise HostError(f"cannot read the cgroup of process {pid}") from error
 
+    def memory_nodes(self) -> CpuSet:
+        """Return the NUMA nodes that this process may take memory from (its cpuset's)."""
+        return CpuSet.parse(_fields(_read(self.root / "self/status"))["Mems_allowed_list"])
+
+    def cpu_vendor(self) -> str:
+        """Return what CPUID calls the maker of the CPUs, or nothing on other architectures than x86."""
+        with (self.root / "cpuinfo").open(errors="replace") as cpus:  # the first will do: each takes the kernel a while
+            first = itertools.takewhile(str.strip, cpus)
+            return _fields("".join(first)).get("vendor_id", "")
+
     def mounted_roots(self) -> list[str]:
         """Return, for each mount this process sees, which directory of its own file system is mounted there.
 
@@ -213,7 +224,7 @@ def _mappings(text: str) -> Iterator[MappedMemory]:
 
 def _fields(text: str) -> dict[str, str]:
     pairs = (line.partition(":") for line in text.splitlines())
-    return {name: value.strip() for name, _, value in pairs}
+    return {name.rstrip(): value.strip() for name, _, value in pairs}
 
 
 def _unified(text: str) -> str:

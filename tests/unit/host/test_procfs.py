@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
+from runner.cpuset import CpuSet
 from runner.host.procfs import MappedMemory, Procfs
 
+X86 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n\nprocessor\t: 1\nvendor_id\t: of another CPU\n\n"
+ARM = "processor\t: 0\nBogoMIPS\t: 50.00\n\nprocessor\t: 1\n\n"
 NUMA_MAPS = """\
 557d5de87000 default file=/usr/bin/cat mapped=2 N0=2 kernelpagesize_kB=4
 7f0000000000 bind:0-1 file=/memfd:a\\040name-ram\\040(deleted) dirty=300 active=0 N0=100 N1=200 kernelpagesize_kB=4
@@ -60,3 +65,19 @@ def test_the_kernels_threads_are_told_apart() -> None:
     assert False in kinds
     status = Procfs().process(2)
     assert status is None or status.kernel == (status.name == "kthreadd")
+
+
+@pytest.mark.parametrize(("text", "vendor"), [(X86, "AuthenticAMD"), (ARM, ""), ("", "")])
+def test_the_vendor_of_the_cpus(tmp_path: Path, text: str, vendor: str) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    assert Procfs(tmp_path).cpu_vendor() == vendor
+
+
+def test_memory_nodes_are_those_of_the_cpuset(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text("Name:\tpython\nMems_allowed:\t00000005\nMems_allowed_list:\t0,2\n")
+    assert Procfs(tmp_path).memory_nodes() == CpuSet([0, 2])
+
+
+def test_this_machine_has_memory() -> None:
+    assert Procfs().memory_nodes()
