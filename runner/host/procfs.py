@@ -86,6 +86,10 @@ class Procfs:
         except OSError as error:
             raise HostError(f"cannot read the cgroup of process {pid}") from error
 
+    def oom_score_adj(self) -> int:
+        """Return our own ``oom_score_adj``, from -1000 to 1000."""
+        return int(_read(self.root / "self/oom_score_adj"))
+
     def memory_total(self) -> int:
         """Return the machine's RAM in bytes (``MemTotal``)."""
         return int(_fields(_read(self.root / "meminfo"))["MemTotal"].split()[0]) << 10

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import logging
+import os
 import pwd
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import AddressValueError, IPv4Address
 from pathlib import PurePosixPath
 
 import trio
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.host.devices import has_tun, has_vhost_net, read_kvm
-from runner.host.files import find_program, look, memory_limits, read_text
+from runner.host.files import cpu_limits, find_program, look, memory_limits, read_text
 from runner.host.network import Link, read_links
 from runner.host.processes import Command
+from runner.host.procfs import Procfs
 from runner.host.rtnetlink import LinkRoute
 from runner.host.scheduler import read_mask
 from runner.instance.host import Host
-from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Resolver, Route, User, Virtiofsd
+from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Pod, Resolver, Route, User, Virtiofsd
+from runner.plan.fitness import qos_of_oom_score_adj
 from runner.plan.instance import DHCP_USERS, QEMU_USERS
 from runner.spec.instance import InstanceSpec
 
 VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 CGROUP_ROOT = PurePosixPath("/sys/fs/cgroup")
+ONLINE_CPUS = PurePosixPath("/sys/devices/system/cpu/online")
 ANSWERS_WITHIN = 5.0
 """Seconds a program may take to say its version."""
 
@@ -34,9 +39,11 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
     """Return what *spec*'s plan needs to know of this host."""
     virtiofsd, trouble = await _virtiofsd(host) if spec.share else (None, "")
     kvm = read_kvm()
+    cgroup = host.procfs.cgroup()
+    pod = read_pod(host.procfs, os.environ)
     return HostFacts(
         allowed_cpus=read_mask(),
-        memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, host.procfs.cgroup()), 1 << 62),
+        memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, cgroup), 1 << 62),
         state_directory=state_directory,
         qemu=find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES),
         dnsmasq=find_program("dnsmasq", SYSTEM_DIRECTORIES),
@@ -50,7 +57,28 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
         vhost_net=bool(spec.network) and has_vhost_net(),
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
+        pod=pod,
+        online_cpus=CpuSet() if pod is None else CpuSet.parse(read_text(ONLINE_CPUS)),
+        cpu_time=min(cpu_limits(CGROUP_ROOT, cgroup), default=None),
     )
+
+
+def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> Pod | None:
+    """Return what the kernel shows of the pod we are in, or ``None`` if nothing says that we are in one.
+
+    In a cgroup namespace of our own our path is ``/``. Then the kubelet's ``oom_score_adj`` tells the QoS class.
+    """
+    cgroup = procfs.cgroup()
+    if "kubepods" in cgroup:
+        from runner.topology.pod_cgroups import parse_container  # here, because its patterns take 4 ms to compile
+
+        container = parse_container(cgroup)
+        if container is not None:
+            return Pod(container.qos, f"its cgroup is {container.path}")
+    if "KUBERNETES_SERVICE_HOST" not in environment:  # the kubelet gives it to every container
+        return None
+    value = procfs.oom_score_adj()
+    return Pod(qos_of_oom_score_adj(value), f"its oom_score_adj is {value}")
 
 
 def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:

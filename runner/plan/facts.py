@@ -80,6 +80,16 @@ class Kvm:
 
 
 @attrs.frozen
+class Pod:
+    """What can be seen, from inside, of the Kubernetes pod this process is in."""
+
+    qos: str = ""
+    """``guaranteed``, ``burstable``, ``besteffort``, or empty when it cannot be seen."""
+    evidence: str = ""
+    """By what it is known, in words."""
+
+
+@attrs.frozen
 class Route:
     """An IPv4 route through one interface, in the main table."""
 
@@ -140,3 +150,9 @@ class HostFacts:
     interfaces: Mapping[str, Interface] = attrs.field(factory=dict)
     """The interfaces asked about, those that exist."""
     resolver: Resolver = Resolver()
+    pod: Pod | None = None
+    """``None`` outside Kubernetes."""
+    online_cpus: CpuSet = attrs.field(factory=CpuSet)
+    """The machine's; asked only in a pod."""
+    cpu_time: float | None = None
+    """The least ``cpu.max`` of its cgroups, as a number of CPUs; ``None`` without a limit."""

@@ -17,6 +17,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, Route, User, Virtiofsd
+from runner.plan.fitness import CPU_TIME, OWN_CPUS, shared_cpus, too_little_time
 from runner.spec.document import format_size
 from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
 
@@ -200,6 +201,7 @@ class _Planner:
 
     def instance(self) -> InstancePlan | None:
         spec, facts = self.spec, self.facts
+        self.own_cpus(spec.cpu)
         placement = self.placement(spec.cpu)
         accel, user = self.accelerator()
         self.memory()
@@ -247,6 +249,20 @@ class _Planner:
             patience=PATIENCE,
             remarks=tuple(self.remarks),
         )
+
+    def own_cpus(self, cpu: Cpu) -> None:
+        """Refuse a pod whose CPUs are not its own all the time, unless less was asked for."""
+        facts = self.facts
+        for trouble, remedy in (
+            (shared_cpus(facts.pod, facts.allowed_cpus, facts.online_cpus), OWN_CPUS),
+            (too_little_time(facts.cpu_time, cpu.count), CPU_TIME),
+        ):
+            if trouble is None:
+                continue
+            if facts.pod is None or cpu.placement == "affinity":
+                self.remarks.append(f"{trouble}; {remedy}")
+            else:
+                self.refuse("cpu.placement", f'{trouble}; {remedy}, or say "affinity" and do with less')
 
     def placement(self, cpu: Cpu) -> Placement | None:
         allowed = self.facts.allowed_cpus
