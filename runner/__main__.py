@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import trio
 
@@ -107,6 +108,29 @@ def _parser() -> argparse.ArgumentParser:
     shape.add_argument("--json", action="store_true", help="the plan as JSON")
     shape.add_argument("--show-argv", action="store_true", help="the same machine as a shell script to paste")
     plan.set_defaults(command=_plan)
+
+    check = commands.add_parser(
+        "check",
+        help="say whether this node, pod or machine is fit for instances, and what mends it; changes nothing",
+        epilog=f"exit status: 0, or {Status.FINDINGS.value} when something keeps an instance from starting; warnings do not.",
+    )
+    _add_spec(check, nargs="?")
+    check.add_argument("--json", action="store_true", help="the findings as JSON")
+    check.add_argument(
+        "--kubelet-dir",
+        type=Path,
+        default=Path("/var/lib/kubelet"),
+        metavar="DIR",
+        help="the kubelet's --root-dir (default: %(default)s)",
+    )
+    check.add_argument(
+        "--socket",
+        type=Path,
+        default=Path("/run/instance-cgroup-controller/controller.sock"),
+        metavar="PATH",
+        help="where the controller listens (default: %(default)s)",
+    )
+    check.set_defaults(command=_check)
     return parser
 
 
@@ -120,9 +144,12 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _add_spec(parser: argparse.ArgumentParser) -> None:
+def _add_spec(parser: argparse.ArgumentParser, **options: Any) -> None:
     parser.add_argument(
-        "spec", metavar="SPEC", help="the instance's document, TOML or JSON; for plan, - is standard input"
+        "spec",
+        metavar="SPEC",
+        help="the instance's document, TOML or JSON; but for run, - is standard input",
+        **options,
     )
     parser.add_argument(
         "--state-dir",
@@ -164,6 +191,22 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(plan_lines(plan)))
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from runner.check.finding import Level
+    from runner.check.reading import Here, check_here
+    from runner.check.report import report_json, report_lines
+
+    document = None if arguments.spec is None else (arguments.spec, _read(arguments.spec))
+    here = Here(Path("/"), arguments.kubelet_dir, arguments.socket, arguments.state_dir, dict(os.environ))
+    report = trio.run(check_here, here, document)
+    if arguments.json:
+        print(json.dumps(report_json(report), indent=1))
+    else:
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print("\n".join(report_lines(report, colour=colour)))
+    return Status.FINDINGS if report.verdict is Level.FATAL else 0
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -85,6 +85,13 @@ class Procfs:
             return _unified(_read(self.root / str(pid) / "cgroup"))
         except OSError as error:
             raise HostError(f"cannot read the cgroup of process {pid}") from error
+
+    def status(self, pid: int | str = "self") -> Mapping[str, str]:
+        """Return the fields of ``/proc/PID/status``."""
+        try:
+            return _fields(_read(self.root / str(pid) / "status"))
+        except OSError as error:
+            raise HostError(f"cannot read the status of process {pid}") from error
 
     def oom_score_adj(self) -> int:
         """Return our own ``oom_score_adj``, from -1000 to 1000."""

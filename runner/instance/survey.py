@@ -37,7 +37,7 @@ ANSWERS_WITHIN = 5.0
 
 async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath) -> HostFacts:
     """Return what *spec*'s plan needs to know of this host."""
-    virtiofsd, trouble = await _virtiofsd(host) if spec.share else (None, "")
+    virtiofsd, trouble = await find_virtiofsd(host) if spec.share else (None, "")
     kvm = read_kvm()
     cgroup = host.procfs.cgroup()
     pod = read_pod(host.procfs, os.environ)
@@ -150,7 +150,8 @@ def parse_resolver(text: str) -> Resolver:
     return Resolver(tuple(nameservers), search)
 
 
-async def _virtiofsd(host: Host) -> tuple[Virtiofsd | None, str]:
+async def find_virtiofsd(host: Host) -> tuple[Virtiofsd | None, str]:
+    """Return the virtiofsd that shares get, and where it was looked for or what it said if there is none."""
     path = find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)
     if path is None:
         return None, "not found in PATH, " + ", ".join(VIRTIOFSD_DIRECTORIES)

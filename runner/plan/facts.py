@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from pathlib import PurePosixPath
@@ -77,6 +78,18 @@ class Kvm:
     """Why it cannot be used; ``None`` when the kernel answered ``KVM_GET_API_VERSION`` with 12."""
     gid: int = 0
     mode: int = 0
+
+    @property
+    def admits_everyone(self) -> bool:
+        """Whether any user may use it."""
+        wanted = stat.S_IROTH | stat.S_IWOTH
+        return self.mode & wanted == wanted
+
+    @property
+    def admits_group(self) -> bool:
+        """Whether a group that is not root's may use it."""
+        wanted = stat.S_IRGRP | stat.S_IWGRP
+        return self.mode & wanted == wanted and self.gid != 0
 
 
 @attrs.frozen

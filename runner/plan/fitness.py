@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runner.cpuset import CpuSet
-from runner.plan.facts import Pod
+from runner.plan.facts import Kvm, Pod
 
 QEMU_OLDEST = (7, 2)
 """The oldest QEMU that everything here was run with."""
@@ -56,6 +56,20 @@ def too_little_time(cpu_time: float | None, vcpus: int) -> str | None:
     if cpu_time is None or cpu_time >= vcpus:
         return None
     return f"cpu.max lets {vcpus} vCPUs have the time of {cpu_time:g} CPUs, and stops them when that is used up"
+
+
+def emulated(kvm: Kvm) -> str | None:
+    """Return why the guest would be emulated; ``None`` if KVM runs it."""
+    if kvm.trouble is None:
+        return None
+    return f"no KVM ({kvm.trouble}): the guest is emulated in software (TCG), many times slower"
+
+
+def root_for_kvm(kvm: Kvm) -> str | None:
+    """Return why QEMU has to be root to use ``/dev/kvm``, which it opens itself: before 8.1 it takes no descriptor for it."""
+    if kvm.admits_everyone or kvm.admits_group:
+        return None
+    return f"QEMU runs as root, because /dev/kvm (mode {kvm.mode & 0o777:o}) lets no group in"
 
 
 def too_old(version: str) -> str | None:

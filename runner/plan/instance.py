@@ -7,7 +7,6 @@ The plan is frozen and complete: the code that carries it out does not decide. W
 from __future__ import annotations
 
 import hashlib
-import stat
 from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from pathlib import PurePosixPath
@@ -17,7 +16,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, Route, User, Virtiofsd
-from runner.plan.fitness import CPU_TIME, OWN_CPUS, shared_cpus, too_little_time
+from runner.plan.fitness import CPU_TIME, OWN_CPUS, emulated, root_for_kvm, shared_cpus, too_little_time
 from runner.spec.document import format_size
 from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
 
@@ -306,24 +305,17 @@ class _Planner:
                     "cpu.accel", f'cannot use /dev/kvm: {kvm.trouble}; give the pod the device, or ask for "tcg"'
                 )
             else:
-                self.remarks.append(
-                    f"no KVM ({kvm.trouble}): the guest is emulated in software (TCG), many times slower"
-                )
+                self.remarks.append(str(emulated(kvm)))
             return "tcg", user
-        # /dev/kvm is opened by QEMU itself: before 8.1 it takes no descriptor for it.
-        everyone, group = stat.S_IROTH | stat.S_IWOTH, stat.S_IRGRP | stat.S_IWGRP
-        if kvm.mode & everyone == everyone:
-            return "kvm", user
-        if kvm.mode & group == group and kvm.gid != 0:
-            return "kvm", attrs.evolve(user, groups=(kvm.gid,))
+        root = root_for_kvm(kvm)
+        if root is None:
+            return "kvm", user if kvm.admits_everyone else attrs.evolve(user, groups=(kvm.gid,))
         if self.spec.instance.user not in {"auto", "root"}:
             self.refuse(
                 "instance.user",
                 f"{user.name!r} cannot use /dev/kvm (mode {kvm.mode & 0o777:o}); chmod it to 660 with a group",
             )
-        self.remarks.append(
-            f"QEMU runs as root, because /dev/kvm (mode {kvm.mode & 0o777:o}) lets no group in; chmod it to 660 with a group"
-        )
+        self.remarks.append(f"{root}; chmod it to 660 with a group")
         return "kvm", ROOT
 
     def user(self, where: str, asked: str, candidates: Iterable[str]) -> User | None:
