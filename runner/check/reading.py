@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -45,7 +45,7 @@ from runner.host.processes import Command, dying_with_us
 from runner.host.procfs import Procfs
 from runner.host.sysfs import read_hardware
 from runner.instance.host import Faults, Host, StopRequest, capture, open_host
-from runner.instance.survey import ANSWERS_WITHIN, SYSTEM_DIRECTORIES, find_virtiofsd, read_pod, survey
+from runner.instance.survey import SYSTEM_DIRECTORIES, find_virtiofsd, read_pod, survey
 from runner.plan.argv import SANDBOX
 from runner.plan.facts import Kvm, Pod
 from runner.plan.instance import InstancePlan, plan_instance
@@ -55,6 +55,9 @@ from runner.topology.hardware import Hardware
 
 SIGTERM = 15
 SPEC = Check("spec", "run refuses what the plan refuses, and says what is second best about it")
+
+PATIENCE = 20.0
+"""Seconds that whoever is asked may take to answer: a person waits, and a busy machine is no broken one."""
 
 PAUSE, READINGS = 0.1, 20
 """Seconds between two readings of the kubelet's state, and after how many it is given up."""
@@ -127,7 +130,8 @@ async def _check(here: Here, host: Host, document: tuple[str, bytes] | None) -> 
     seen = await _see(here, spec, plan)
     findings = [*_judged(_kernel(here, seen)), *_judged(_cpus(here, seen)), *_judged(_rights(here, seen))]
     findings.append(await _kvm(here))
-    findings += await _programs(host, seen.place)
+    if seen.place is not Place.NODE:  # the programs that count are those in the container's image
+        findings += await _programs(host)
     findings += await _services(here, seen)
     # The plan decides by some of the same judgements: what they have said already is not said again.
     findings += [each for each in said if not any(_says(other, each) for other in findings)]
@@ -328,6 +332,8 @@ def _init(procfs: Procfs) -> Init:
 def _rights(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
     for check, name in ((devices.TUN, "net/tun"), (devices.VHOST_NET, "vhost-net")):
         yield check, partial(_device, check, seen.place, here.dev / name)
+    if seen.place is Place.NODE:  # a pod's rights are its own
+        return
     vfio = (here.dev / "vfio/vfio").exists()
     yield (
         devices.MEMLOCK,
@@ -348,38 +354,48 @@ def _device(check: Check, place: Place, path: Path) -> list[Finding]:
 async def _kvm(here: Here) -> Finding:
     device = here.dev / "kvm"
     state = read_kvm(device)
-    trial: str | None = f"it has not answered for {ANSWERS_WITHIN:g} s"
+    trial: str | None = f"it has not answered for {PATIENCE:g} s"
     if state.trouble is None:
         # In a thread, which is left alone if the kernel never comes back from it.
-        with trio.move_on_after(ANSWERS_WITHIN):
+        with trio.move_on_after(PATIENCE):
             trial = await trio.to_thread.run_sync(try_kvm, device, abandon_on_cancel=True)
     return devices.judge_kvm(Kvm(state.trouble, state.gid, state.mode), trial)
 
 
-async def _programs(host: Host, place: Place) -> list[Finding]:
+async def _programs(host: Host) -> list[Finding]:
+    """Ask every program an instance starts, all at once."""
+    findings: list[Finding] = []
+
+    async def judged(check: Check, name: str, package: str, find: Callable[[], Awaitable[Program]]) -> None:
+        findings.append(servants.judge_program(check, name, package, await find()))
+
+    async def virtiofsd() -> None:
+        findings.append(servants.judge_virtiofsd(*await find_virtiofsd(host)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(judged, servants.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, host))
+        nursery.start_soon(judged, servants.DNSMASQ, "dnsmasq", "dnsmasq-base", partial(_dnsmasq, host))
+        nursery.start_soon(virtiofsd)
+    sleep = find_program("sleep", SYSTEM_DIRECTORIES)
+    findings.append(servants.judge_program(servants.SLEEP, "sleep", "coreutils", Program(sleep)))
+    return sorted(findings, key=lambda finding: finding.check)
+
+
+async def _qemu(host: Host) -> Program:
     qemu = await _asked(host, "qemu-system-x86_64", "--version")
-    if qemu.path is not None:
-        qemu = attrs.evolve(qemu, trouble=qemu.trouble or servants.qemu_trouble(qemu.said))
-    if qemu.path is not None and qemu.trouble is None:
+    trouble = qemu.trouble
+    if qemu.path is not None and trouble is None:
+        trouble = servants.qemu_trouble(qemu.said)
+    if qemu.path is not None and trouble is None:
         # Both are left out of some builds: the sandbox every guest runs in, the device every share is.
         parts = ("-sandbox", SANDBOX, "-machine", "none", "-device", "vhost-user-fs-pci,help")
-        whole = await _asked(host, "qemu-system-x86_64", *parts)
-        qemu = attrs.evolve(qemu, trouble=whole.trouble)
+        trouble = (await _asked(host, "qemu-system-x86_64", *parts)).trouble
+    return attrs.evolve(qemu, trouble=trouble)
+
+
+async def _dnsmasq(host: Host) -> Program:
     dnsmasq = await _asked(host, "dnsmasq", "--version")
-    dnsmasq = attrs.evolve(dnsmasq, trouble=dnsmasq.trouble or servants.dnsmasq_trouble(dnsmasq.said))
-    sleep = Program(_path(find_program("sleep", SYSTEM_DIRECTORIES)))
-    virtiofsd, trouble = await find_virtiofsd(host)
-    judge = partial(servants.judge_program, place=place)
-    return [
-        judge(servants.QEMU, name="qemu-system-x86_64", package="qemu-system-x86", program=qemu),
-        judge(servants.DNSMASQ, name="dnsmasq", package="dnsmasq-base", program=dnsmasq),
-        judge(servants.SLEEP, name="sleep", package="coreutils", program=sleep),
-        servants.judge_virtiofsd(place, virtiofsd, trouble),
-    ]
-
-
-def _path(found: PurePosixPath | None) -> str | None:
-    return None if found is None else str(found)
+    return attrs.evolve(dnsmasq, trouble=dnsmasq.trouble or servants.dnsmasq_trouble(dnsmasq.said))
 
 
 async def _asked(host: Host, name: str, *arguments: str) -> Program:
@@ -391,15 +407,15 @@ async def _asked(host: Host, name: str, *arguments: str) -> Program:
     status: int | None = None
     try:
         async with host.processes.daemon(command, 0) as process:
-            with trio.move_on_after(ANSWERS_WITHIN):
+            with trio.move_on_after(PATIENCE):
                 status = await process.wait()
     except HostError as error:
-        return Program(str(path), trouble=explain(error))
+        return Program(path, trouble=explain(error))
     if status is None:
-        return Program(str(path), trouble=f"has not answered for {ANSWERS_WITHIN:g} s")
+        return Program(path, trouble=f"has not answered for {PATIENCE:g} s")
     if status != 0:
-        return Program(str(path), trouble=f"{process.how_it_ended()} when asked for {' '.join(arguments)}")
-    return Program(str(path), " ".join(list(process.last_words)[:2]))
+        return Program(path, trouble=f"{process.how_it_ended()} when asked for {' '.join(arguments)}")
+    return Program(path, " ".join(list(process.last_words)[:2]))
 
 
 async def _services(here: Here, seen: Seen) -> list[Finding]:
@@ -440,7 +456,7 @@ async def ask_controller(path: Path) -> Mapping[str, object] | str | None:
     """Return what the controller at *path* answers to ``getStatus``, why it does not, or ``None`` without a socket."""
     request = {"jsonrpc": "2.0", "method": "getStatus", "id": 1}
     said = b""
-    with trio.move_on_after(ANSWERS_WITHIN):
+    with trio.move_on_after(PATIENCE):
         try:
             async with await trio.open_unix_socket(path) as stream:
                 await stream.send_all(json.dumps(request).encode() + b"\n")
@@ -455,4 +471,4 @@ async def ask_controller(path: Path) -> Mapping[str, object] | str | None:
             return f"it said {said[:60]!r}"
         result = answer.get("result") if isinstance(answer, dict) else None
         return result if isinstance(result, dict) else f"it said {said[:200].decode(errors='replace')!r}"
-    return f"it has not answered for {ANSWERS_WITHIN:g} s"
+    return f"it has not answered for {PATIENCE:g} s"

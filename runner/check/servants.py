@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 
 import attrs
 
@@ -40,7 +41,7 @@ STATIC = (
 class Program:
     """A program that was looked for, and what it said when asked: *trouble* is why it is of no use."""
 
-    path: str | None
+    path: PurePosixPath | None
     said: str = ""
     trouble: str | None = None
 
@@ -56,25 +57,21 @@ def dnsmasq_trouble(said: str) -> str | None:
     return "it was built without DHCP" if re.search(r"\bno-DHCP\b", said) else None
 
 
-def judge_program(check: Check, place: Place, name: str, package: str, program: Program) -> Finding:
-    """Judge a program; on a node the container's image brings it, so nothing follows from its absence there."""
+def judge_program(check: Check, name: str, package: str, program: Program) -> Finding:
+    """Judge a program that was looked for as *name* and comes in *package*."""
     bad = check.fatal if check in {QEMU, SLEEP} else check.warning
     install = f"apt-get install {package}"
-    if program.path is None and place is Place.NODE:
-        return check.unknown(f"{name} is not on the node; the container's image brings it", "ask in the pod")
     if program.path is None:
         return bad(f"cannot find the program {name!r} in PATH", install)
     if program.trouble is not None:
         return bad(f"{program.path}: {program.trouble}", install)
     version = re.search(r"version (\S+)", program.said)
-    return check.ok(f"{program.path} {version[1]}" if version else program.path)
+    return check.ok(f"{program.path} {version[1]}" if version else str(program.path))
 
 
-def judge_virtiofsd(place: Place, found: Virtiofsd | None, trouble: str) -> Finding:
-    """Judge the virtiofsd that a share would get."""
+def judge_virtiofsd(found: Virtiofsd | None, trouble: str) -> Finding:
+    """Judge the virtiofsd that a share would get; *trouble* is why there is none."""
     if found is None:
-        if place is Place.NODE:
-            return VIRTIOFSD.unknown("virtiofsd is not on the node; the container's image brings it", "ask in the pod")
         return VIRTIOFSD.warning(f"cannot use virtiofsd: {trouble}", "apt-get install virtiofsd")
     version = ".".join(map(str, found.version))
     kind = "in Rust" if found.rust else "in C"
