@@ -147,7 +147,7 @@ def test_run_refuses_what_check_calls_fatal(kubelet: Kubelet, tmp_path: Path) ->
     script += f"exec env {BLOCK} python3 -m runner run /spec/auto"
     container = Container(("sh", "-c", script), mounts=((tmp_path, "/spec", "ro"),))
     main = kubelet.run(Pod(UID, (container,), qos="burstable"))["main"]
-    assert main.wait() == 30, main.output
+    assert main.wait(4 * SECONDS) == 30, main.output  # three programs, one after the other, on emulated CPUs
     sentence = "the pod is Burstable (its oom_score_adj is 900), so it shares its CPUs with other pods"
     assert [line.split()[:2] for line in main.lines if line.startswith("fatal")] == [["fatal", "own-cpus"]], main.output
     assert "check 3" in main.lines
