@@ -169,3 +169,9 @@ class HostFacts:
     """The machine's; asked only in a pod."""
     cpu_time: float | None = None
     """The least ``cpu.max`` of its cgroups, as a number of CPUs; ``None`` without a limit."""
+    uid: str | None = None
+    """What the node's controller knows this container by: the pod's UID, without a kubelet the container's id."""
+    controller_trouble: str | None = "it was not looked for"
+    """Why the node's controller cannot be used; ``None`` when the directory of its socket is here."""
+    delegation_trouble: str | None = "it was not looked for"
+    """Why groups cannot be made in this process's own cgroup; ``None`` when they can."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -26,6 +27,8 @@ from tests.node.cgroups import ROOT, SECONDS, Cgroup
 
 PROJECT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
+PYCACHE = Path(tempfile.gettempdir()) / "pycache"
+"""Where every container keeps its compiled modules: the checkout is read-only, and compiling is most of a start here."""
 
 
 def capabilities(names: str) -> tuple[str, ...]:
@@ -219,6 +222,7 @@ class Kubelet:
     def __enter__(self) -> Self:
         self.directory.mkdir(parents=True)
         self.scratch.mkdir()
+        PYCACHE.mkdir(exist_ok=True)
         # what containers write, and their roots' upper layers, must not lie on the lower one
         subprocess.run(["mount", "-t", "tmpfs", "containers", str(self.scratch)], check=True)
         Cgroup(ROOT).delegate()
@@ -353,7 +357,8 @@ class Kubelet:
 
     def start_container(self, pod: Pod, container: Container, sandbox: int | None) -> Running:
         """Make a container's bundle and run it; *sandbox* is the process whose namespaces it joins."""
-        name = f"{pod.uid}-{container.name}".lower()
+        # 64 hexadecimal digits, as containerd's are: who reads a cgroup's path knows a container by them.
+        name = hashlib.sha256(f"{pod.uid}/{container.name}".encode()).hexdigest()
         scope = Cgroup(ROOT / pod.cgroup_path / f"cri-containerd-{name}.scope")
         bundle = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.scratch))
         for directory in ("root", "upper", "work"):
@@ -459,7 +464,7 @@ def oci_config(
                 for name, value in {
                     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
                     "PYTHONPATH": "/project",
-                    "PYTHONDONTWRITEBYTECODE": "1",
+                    "PYTHONPYCACHEPREFIX": str(PYCACHE),
                     "KUBERNETES_SERVICE_HOST": "10.96.0.1",
                     **container.environment,
                 }.items()
@@ -542,6 +547,7 @@ def mounts(container: Container, cgroupfs: str) -> list[dict[str, Any]]:
         {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=755"]},
         {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=1777"]},  # noqa: S108
         {"destination": "/project", "type": "bind", "source": str(PROJECT), "options": ["rbind", "ro"]},
+        {"destination": str(PYCACHE), "type": "bind", "source": str(PYCACHE), "options": ["rbind", "rw"]},
     ]
     out += [
         {"destination": destination, "type": "bind", "source": str(source), "options": ["rbind", mode]}
