@@ -125,10 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument(
         "--socket",
-        type=Path,
-        default=Path("/run/instance-cgroup-controller/controller.sock"),
+        type=_absolute,
         metavar="PATH",
-        help="where the controller listens (default: %(default)s)",
+        help="where the controller listens (default: the spec's cpu.controller)",
     )
     check.set_defaults(command=_check)
     return parser

@@ -7,7 +7,6 @@ vCPUs, a question to the controller.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -27,8 +26,9 @@ from runner.controller.machine import read_machine
 from runner.cpuset import CpuSet
 from runner.errors import HostError, RunnerError, SpecError, explain
 from runner.host.cgroup import Cgroup
+from runner.host.controller import read_status
 from runner.host.devices import look_at_device, read_kvm, try_kvm
-from runner.host.files import cpu_limits, find_program
+from runner.host.files import cpu_limits, find_program, look
 from runner.host.kernel import (
     pid_namespace,
     read_cgroup_mounts,
@@ -48,8 +48,9 @@ from runner.instance.host import Faults, Host, StopRequest, capture, open_host
 from runner.instance.survey import SYSTEM_DIRECTORIES, find_virtiofsd, read_pod, survey
 from runner.plan.argv import SANDBOX
 from runner.plan.facts import Kvm, Pod
+from runner.plan.fitness import ASKING_FOR_LESS
 from runner.plan.instance import InstancePlan, plan_instance
-from runner.spec.instance import InstanceSpec, parse_instance
+from runner.spec.instance import Cpu, InstanceSpec, parse_instance
 from runner.topology.checkpoint import parse_memory_manager_state
 from runner.topology.hardware import Hardware
 
@@ -70,8 +71,8 @@ class Here:
     root: Path
     kubelet: Path
     """The kubelet's ``--root-dir``."""
-    socket: Path
-    """Where the controller listens."""
+    socket: PurePosixPath | None
+    """Where the controller listens; ``None``: where a spec says, or would if it were one."""
     state_directory: PurePosixPath
     environment: Mapping[str, str]
 
@@ -110,7 +111,11 @@ class Seen:
     """Bytes of RAM of the guest, without a spec of the machine."""
     cpus: CpuSet
     """The CPUs that are to be the vCPUs': without a plan all that may be used."""
-    asked_for_less: bool
+    placement: str
+    """What the spec asks for, or would if there were one."""
+    backend: str | None
+    """What the plan gives it."""
+    socket: PurePosixPath
     kubelet: CpuState | Frozen | None
 
 
@@ -172,6 +177,7 @@ def _halves(sentence: str) -> tuple[str, str]:
 
 async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None) -> Seen:
     procfs = Procfs(here.proc)
+    asked = Cpu() if spec is None else spec.cpu
     pod = read_pod(procfs, here.environment)
     sees_everything = pid_namespace(here.proc) == INIT_PID_NAMESPACE
     place = place_of(sees_everything=sees_everything, has_kubelet=here.kubelet.is_dir(), in_pod=pod is not None)
@@ -185,7 +191,9 @@ async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None)
         cgroup=procfs.cgroup(),
         memory=procfs.memory_total() if spec is None else spec.memory.size,
         cpus=allowed if plan is None else plan.placement.cpus,
-        asked_for_less=spec is not None and spec.cpu.placement == "affinity",
+        placement=asked.placement,
+        backend=None if plan is None else plan.placement.backend,
+        socket=here.socket or asked.controller,
         kubelet=await _kubelet(here) if place is Place.NODE else None,
     )
 
@@ -263,7 +271,7 @@ def _cpus(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable
         yield cpus.INTERRUPTS, lambda: [cpus.judge_interrupts(tuple(read_interrupts(here.proc)), exclusive, online)]
         yield cpus.NEIGHBOURS, lambda: [cpus.judge_neighbours(tuple(_neighbours(here.cgroups)), exclusive, pool)]
         return
-    less = seen.asked_for_less
+    less = seen.placement in ASKING_FOR_LESS
     yield cpus.OWN, lambda: [cpus.judge_own_cpus(seen.pod, seen.allowed, online, asked_for_less=less)]
     own = seen.cpus
     yield cpus.TIME, partial(_cpu_time, here, seen)
@@ -281,6 +289,9 @@ def _cpus(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable
 
 
 def _cpu_time(here: Here, seen: Seen) -> Iterator[Finding]:
+    if seen.backend == "controller":
+        yield cpus.TIME.ok("the controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max")
+        return
     group = here.cgroups / seen.cgroup[1:]
     if not (group / "cgroup.controllers").exists():
         yield cpus.TIME.unknown(
@@ -288,8 +299,9 @@ def _cpu_time(here: Here, seen: Seen) -> Iterator[Finding]:
         )
         return
     limit = min(cpu_limits(PurePosixPath(here.cgroups), seen.cgroup), default=None)
+    less = seen.placement in ASKING_FOR_LESS
     throttled = _throttled(read_line(group / "cpu.stat"))
-    yield cpus.judge_cpu_time(seen.place, limit, len(seen.cpus), throttled, asked_for_less=seen.asked_for_less)
+    yield cpus.judge_cpu_time(seen.place, limit, len(seen.cpus), throttled, asked_for_less=less)
 
 
 def _unknown(check: Check, why: str) -> list[Finding]:
@@ -419,8 +431,8 @@ async def _asked(host: Host, name: str, *arguments: str) -> Program:
 
 
 async def _services(here: Here, seen: Seen) -> list[Finding]:
-    answer = await ask_controller(here.socket)
-    findings = [servants.judge_controller(seen.place, str(here.socket), answer, asked_for_less=seen.asked_for_less)]
+    answer = await ask_controller(seen.socket)
+    findings = [servants.judge_controller(seen.place, str(seen.socket), answer, seen.placement)]
     if seen.place is Place.NODE:
         files = KubeletFiles(here.kubelet)
         reason = "" if seen.kubelet is not None else why_unreadable(files.cpu_state)
@@ -452,23 +464,11 @@ def _memory_manager(path: Path) -> Finding:
     return servants.judge_memory_manager(checkpoint.policy, reserved, "")
 
 
-async def ask_controller(path: Path) -> Mapping[str, object] | str | None:
-    """Return what the controller at *path* answers to ``getStatus``, why it does not, or ``None`` without a socket."""
-    request = {"jsonrpc": "2.0", "method": "getStatus", "id": 1}
-    said = b""
+async def ask_controller(path: PurePosixPath) -> Mapping[str, object] | str | None:
+    """Return what the controller at *path* says of itself, why it does not, or ``None`` if there is no place for it."""
     with trio.move_on_after(PATIENCE):
         try:
-            async with await trio.open_unix_socket(path) as stream:
-                await stream.send_all(json.dumps(request).encode() + b"\n")
-                while not said.endswith(b"\n") and (data := await stream.receive_some(1 << 16)):
-                    said += data
-            answer = json.loads(said)
-        except FileNotFoundError:
-            return None
-        except (OSError, trio.BrokenResourceError) as error:
-            return explain(error)
-        except ValueError:
-            return f"it said {said[:60]!r}"
-        result = answer.get("result") if isinstance(answer, dict) else None
-        return result if isinstance(result, dict) else f"it said {said[:200].decode(errors='replace')!r}"
+            return await read_status(path)
+        except HostError as error:
+            return None if look(path.parent).kind == "missing" else explain(error)
     return f"it has not answered for {PATIENCE:g} s"

@@ -118,13 +118,11 @@ def judge_topology_manager() -> Finding:
     )
 
 
-def judge_controller(
-    place: Place, path: str, answer: Mapping[str, object] | str | None, *, asked_for_less: bool
-) -> Finding:
-    """Judge the controller at the socket *path*.
+def judge_controller(place: Place, path: str, answer: Mapping[str, object] | str | None, placement: str) -> Finding:
+    """Judge the controller at the socket *path* for an instance of *placement*.
 
-    *answer* is what ``getStatus`` answered, or why it did not, or ``None`` where there is no socket. *asked_for_less*
-    is whether the spec does without it.
+    *answer* is what it says of itself, or why it does not, or ``None`` where not even the socket's directory is. Then
+    ``auto`` does without; where the directory is, it takes the controller, and waits for it in vain.
     """
     directory = path.rpartition("/")[0]
     if answer is None:
@@ -132,10 +130,11 @@ def judge_controller(
             Place.NODE: "deploy the DaemonSet of instance-cgroup-controller on this node",
             Place.POD: f"mount the node's {directory} into the pod (hostPath), and run the controller on its node",
         }.get(place, f"start instance-cgroup-controller on this machine, and give the container {directory}")
-        return CONTROLLER.warning(f"there is no socket at {path}", remedy)
-    refusing = _refusing(path, answer)
+        return CONTROLLER.warning(f"there is no {directory}, where its socket would be", remedy)
+    refusing = _refusing(answer)
     if refusing is not None:
-        return CONTROLLER.warning(*refusing) if asked_for_less else CONTROLLER.fatal(*refusing)
+        needed = placement == "controller" or (placement == "auto" and place in {Place.NODE, Place.POD})
+        return CONTROLLER.fatal(*refusing) if needed else CONTROLLER.warning(*refusing)
     assert not isinstance(answer, str)  # noqa: S101 - that is refusing
     faults = answer.get("faults")
     if isinstance(faults, list) and faults:
@@ -147,10 +146,10 @@ def judge_controller(
     return CONTROLLER.ok(f"it answers at {path}; float has CPUs '{answer.get('float_cpuset')}'")
 
 
-def _refusing(path: str, answer: Mapping[str, object] | str) -> tuple[str, str] | None:
+def _refusing(answer: Mapping[str, object] | str) -> tuple[str, str] | None:
     """Return why the controller would register no instance now, and the remedy."""
     if isinstance(answer, str):
-        return f"nobody answers at {path}: {answer}", "restart instance-cgroup-controller, and see its log"
+        return answer, "restart instance-cgroup-controller on the node, and see its log"
     if answer.get("protocol") != PROTOCOL:
         return (
             f"it speaks protocol {answer.get('protocol')!r}, this program {PROTOCOL}",

@@ -19,6 +19,9 @@ CPU_TIME = (
 )
 """The remedy for :func:`too_little_time`."""
 
+ASKING_FOR_LESS = frozenset({"affinity", "delegated"})
+"""Placements that keep apart what is in the container only: who names one, does without CPUs of his own."""
+
 _GUARANTEED, _BEST_EFFORT = -997, 1000
 
 

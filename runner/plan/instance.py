@@ -16,7 +16,15 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, Route, User, Virtiofsd
-from runner.plan.fitness import CPU_TIME, OWN_CPUS, emulated, root_for_kvm, shared_cpus, too_little_time
+from runner.plan.fitness import (
+    ASKING_FOR_LESS,
+    CPU_TIME,
+    OWN_CPUS,
+    emulated,
+    root_for_kvm,
+    shared_cpus,
+    too_little_time,
+)
 from runner.spec.document import format_size
 from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
 
@@ -218,7 +226,6 @@ class _Planner:
 
     def instance(self) -> InstancePlan | None:
         spec, facts = self.spec, self.facts
-        self.own_cpus(spec.cpu)
         placement = self.placement(spec.cpu)
         accel, user = self.accelerator()
         self.memory()
@@ -268,16 +275,16 @@ class _Planner:
             remarks=tuple(self.remarks),
         )
 
-    def own_cpus(self, cpu: Cpu) -> None:
+    def own_cpus(self, cpu: Cpu, backend: str) -> None:
         """Refuse a pod whose CPUs are not its own all the time, unless less was asked for."""
         facts = self.facts
-        for trouble, remedy in (
-            (shared_cpus(facts.pod, facts.allowed_cpus, facts.online_cpus), OWN_CPUS),
-            (too_little_time(facts.cpu_time, cpu.count), CPU_TIME),
-        ):
+        # The controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max.
+        short = None if backend == "controller" else too_little_time(facts.cpu_time, cpu.count)
+        shared = shared_cpus(facts.pod, facts.allowed_cpus, facts.online_cpus)
+        for trouble, remedy in ((shared, OWN_CPUS), (short, CPU_TIME)):
             if trouble is None:
                 continue
-            if facts.pod is None or cpu.placement == "affinity":
+            if facts.pod is None or cpu.placement in ASKING_FOR_LESS:
                 self.remarks.append(f"{trouble}; {remedy}")
             else:
                 self.refuse("cpu.placement", f'{trouble}; {remedy}, or say "affinity" and do with less')
@@ -285,6 +292,7 @@ class _Planner:
     def placement(self, cpu: Cpu) -> Placement | None:
         allowed = self.facts.allowed_cpus
         backend = self.backend(cpu)
+        self.own_cpus(cpu, backend)
         if cpu.cpus is not None and not cpu.cpus <= allowed:
             self.refuse(
                 "cpu.cpus",

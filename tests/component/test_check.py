@@ -43,7 +43,8 @@ MEMORY_STATE = {
 
 
 def here(root: Path, environment: Mapping[str, str] | None = None) -> Here:
-    return Here(root, root / "kubelet", root / "controller.sock", PurePosixPath(root / "state"), environment or {})
+    socket = PurePosixPath(root / "run" / "controller.sock")
+    return Here(root, root / "kubelet", socket, PurePosixPath(root / "state"), environment or {})
 
 
 @pytest.fixture(scope="module")
@@ -309,10 +310,12 @@ async def test_a_node_whose_kubelet_keeps_its_files_to_itself(node: Path) -> Non
 async def test_a_controller_is_asked(tmp_path: Path) -> None:
     node = Node.new(tmp_path)
     async with controlled(node):
-        answer = await ask_controller(node.socket)
+        answer = await ask_controller(PurePosixPath(node.socket))
     assert isinstance(answer, dict)
     assert (answer["protocol"], answer["policy"], answer["frozen"]) == (1, "static", None)
-    assert await ask_controller(node.socket) is None, "its socket went with it"
+    gone = await ask_controller(PurePosixPath(node.socket))
+    assert gone == f"cannot reach the controller at '{node.socket}': No such file or directory"
+    assert await ask_controller(PurePosixPath(tmp_path / "none" / "socket")) is None
 
 
 @contextlib.asynccontextmanager
@@ -339,10 +342,10 @@ async def saying(path: Path, words: bytes | None) -> AsyncIterator[None]:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (b"HTTP/1.1 400\r\n", "it said b'HTTP/1.1 400"),
-        (b"", "it said b''"),
-        (b'{"jsonrpc": "2.0", "error": {"code": -32005}, "id": null}\n', "-32005"),
-        (b"[]\n", "it said '[]"),
+        (b"HTTP/1.1 400\r\n", "cannot understand the controller: it answered 'getStatus' with b'HTTP/1.1 400"),
+        (b"", "cannot reach the controller"),
+        (b'{"jsonrpc": "2.0", "error": {"code": -32005, "message": "too many"}, "id": null}\n', "too many"),
+        (b'{"jsonrpc": "2.0", "result": [], "id": 1}\n', "its status is []"),
         (None, "it has not answered for 20 s"),
     ],
 )
@@ -351,7 +354,7 @@ async def test_a_controller_that_does_not_answer(
 ) -> None:
     autojump_clock.autojump_threshold = 0.2  # the kernel's part of a conversation takes real time
     async with saying(tmp_path / "socket", words):
-        answer = await ask_controller(tmp_path / "socket")
+        answer = await ask_controller(PurePosixPath(tmp_path / "socket"))
     assert isinstance(answer, str)
     assert reason in answer
 
@@ -359,7 +362,9 @@ async def test_a_controller_that_does_not_answer(
 async def test_a_socket_that_nobody_listens_at(tmp_path: Path) -> None:
     with trio.socket.socket(trio.socket.AF_UNIX) as left_behind:
         await left_behind.bind(str(tmp_path / "socket"))
-    assert await ask_controller(tmp_path / "socket") == "Connection refused"
+    said = await ask_controller(PurePosixPath(tmp_path / "socket"))
+    assert isinstance(said, str)
+    assert said.endswith(": Connection refused")
 
 
 # -- the command

@@ -63,9 +63,9 @@ def hugepages(near: str, *free: int) -> Finding:
     return kernel.judge_hugepages(hardware, CpuSet.parse(near))
 
 
-def controller(answer: object, place: Place = POD, *, less: bool = False) -> Finding:
+def controller(answer: object, place: Place = POD, placement: str = "auto") -> Finding:
     assert answer is None or isinstance(answer, str | dict)
-    return servants.judge_controller(place, "/run/c/controller.sock", answer, asked_for_less=less)
+    return servants.judge_controller(place, "/run/c/controller.sock", answer, placement)
 
 
 def program(check: Check, path: str | None, said: str = "", trouble: str | None = None) -> Finding:
@@ -182,11 +182,14 @@ CASES: list[tuple[Finding, Level, str]] = [
     (servants.judge_memory_manager("", {}, "Permission denied"), UNKNOWN, "Permission denied"),
     (servants.judge_topology_manager(), UNKNOWN, "configuration only"),
     (controller(STATUS), OK, "float has CPUs '0-1'"),
-    (controller(None), WARNING, "no socket"),
-    (controller(None, NODE), WARNING, "no socket"),
-    (controller(None, MACHINE), WARNING, "no socket"),
+    (controller(None), WARNING, "there is no /run/c, where its socket would be"),
+    (controller(None, NODE), WARNING, "there is no /run/c"),
+    (controller(None, MACHINE), WARNING, "there is no /run/c"),
     (controller("Connection refused"), FATAL, "Connection refused"),
-    (controller("Connection refused", less=True), WARNING, "Connection refused"),
+    (controller("Connection refused", NODE), FATAL, "Connection refused"),
+    (controller("Connection refused", POD, "affinity"), WARNING, "Connection refused"),
+    (controller("Connection refused", CONTAINER), WARNING, "Connection refused"),
+    (controller("Connection refused", CONTAINER, "controller"), FATAL, "Connection refused"),
     (controller({**STATUS, "protocol": 2}), FATAL, "protocol 2"),
     (controller({**STATUS, "frozen": "the file is empty"}), FATAL, "the file is empty"),
     (controller({**STATUS, "policy": "none"}), FATAL, "no exclusive CPUs"),

@@ -391,8 +391,9 @@ def test_a_pod_without_cpus_of_its_own_is_refused_unless_that_was_asked_for() ->
     [problem] = problems(KERNEL, shared)
     assert problem.startswith("cpu.placement: the pod is Burstable (its oom_score_adj is 900), so it shares its CPUs")
     assert "requests equal to limits" in problem
-    plan = plan_of(KERNEL + '[cpu]\nplacement = "affinity"\n', shared)
-    assert any(remark.startswith("the pod is Burstable") for remark in plan.remarks)
+    for less in ("affinity", "delegated"):
+        plan = plan_of(KERNEL + f'[cpu]\nplacement = "{less}"\n', attrs.evolve(shared, delegation_trouble=None))
+        assert any(remark.startswith("the pod is Burstable") for remark in plan.remarks)
 
 
 def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_told_elsewhere() -> None:
@@ -401,6 +402,14 @@ def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_told_elsewhere()
     [problem] = problems(text, attrs.evolve(FACTS, cpu_time=1.5, pod=Pod("guaranteed")))
     assert problem.startswith("cpu.placement: cpu.max lets 2 vCPUs have the time of 1.5 CPUs")
     assert not any("cpu.max" in remark for remark in plan_of(text, attrs.evolve(FACTS, cpu_time=2.0)).remarks)
+
+
+def test_vcpus_placed_by_the_controller_are_not_under_the_pods_cpu_max() -> None:
+    facts = attrs.evolve(
+        FACTS, allowed_cpus=CpuSet([1, 2]), cpu_time=1.5, pod=Pod("guaranteed"), uid="a", controller_trouble=None
+    )
+    plan = plan_of(KERNEL + "[cpu]\ncount = 2\n", facts)
+    assert plan.placement.backend == "controller"
 
 
 def test_root_is_never_taken_in_silence() -> None:
