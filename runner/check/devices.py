@@ -8,7 +8,7 @@ from runner.check.finding import Check, Finding, Place
 from runner.plan.facts import Kvm
 from runner.plan.fitness import emulated, root_for_kvm
 
-KVM = Check("kvm", "without KVM the guest is emulated in software, many times slower")
+KVM = Check("kvm", "with it the guest's instructions run on the CPU itself")
 TUN = Check("tun", "a guest's network is a tap interface made with it")
 VHOST_NET = Check("vhost-net", "without it QEMU copies every packet itself")
 MEMLOCK = Check("memlock", "VFIO locks all guest RAM in memory")
