@@ -111,6 +111,8 @@ class Seen:
     """Bytes of RAM of the guest, without a spec of the machine."""
     cpus: CpuSet
     """The CPUs that are to be the vCPUs': without a plan all that may be used."""
+    vcpus: int
+    """How many the spec asks for; without one, as many as there are CPUs set apart for them, or one."""
     placement: str
     """What the spec asks for, or would if there were one."""
     backend: str | None
@@ -182,15 +184,17 @@ async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None)
     sees_everything = pid_namespace(here.proc) == INIT_PID_NAMESPACE
     place = place_of(sees_everything=sees_everything, has_kubelet=here.kubelet.is_dir(), in_pod=pod is not None)
     allowed = CpuSet.parse(procfs.status()["Cpus_allowed_list"])
+    hardware = read_hardware(here.root)
     return Seen(
         place=place,
         pod=pod,
         sees_everything=sees_everything,
-        hardware=read_hardware(here.root),
+        hardware=hardware,
         allowed=allowed,
         cgroup=procfs.cgroup(),
         memory=procfs.memory_total() if spec is None else spec.memory.size,
         cpus=allowed if plan is None else plan.placement.cpus,
+        vcpus=len(allowed) if spec is None and not hardware.online <= allowed else asked.count,
         placement=asked.placement,
         backend=None if plan is None else plan.placement.backend,
         socket=here.socket or asked.controller,
@@ -301,7 +305,7 @@ def _cpu_time(here: Here, seen: Seen) -> Iterator[Finding]:
     limit = min(cpu_limits(PurePosixPath(here.cgroups), seen.cgroup), default=None)
     less = seen.placement in ASKING_FOR_LESS
     throttled = _throttled(read_line(group / "cpu.stat"))
-    yield cpus.judge_cpu_time(seen.place, limit, len(seen.cpus), throttled, asked_for_less=less)
+    yield cpus.judge_cpu_time(seen.place, limit, seen.vcpus, throttled, asked_for_less=less)
 
 
 def _unknown(check: Check, why: str) -> list[Finding]:

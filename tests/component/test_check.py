@@ -334,7 +334,7 @@ async def saying(path: Path, words: bytes | None) -> AsyncIterator[None]:
     await listener.bind(str(path))
     listener.listen()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.serve_listeners, answer, [trio.SocketListener(listener)])
+        await nursery.start(trio.serve_listeners, answer, [trio.SocketListener(listener)])
         yield
         nursery.cancel_scope.cancel()
 
