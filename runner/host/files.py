@@ -213,11 +213,23 @@ def append(path: PurePosixPath) -> int:
 
 def memory_limits(root: PurePosixPath, cgroup: str) -> Iterator[int]:
     """Yield the memory limits in bytes (``memory.max``) of *cgroup* and of those above it, as far as they can be seen."""
-    group = root / cgroup.lstrip("/")
-    for each in (group, *group.parents):
-        value = read_text(each / "memory.max").strip()
+    for value in _of_each(root, cgroup, "memory.max"):
         if value.isdecimal():
             yield int(value)
+
+
+def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:
+    """Yield the limits of CPU time (``cpu.max``) of *cgroup* and of those above it, as numbers of CPUs."""
+    for value in _of_each(root, cgroup, "cpu.max"):
+        quota, _, period = value.partition(" ")
+        if quota.isdecimal() and period.isdecimal():
+            yield int(quota) / int(period)
+
+
+def _of_each(root: PurePosixPath, cgroup: str, name: str) -> Iterator[str]:
+    group = root / cgroup.lstrip("/")
+    for each in (group, *group.parents):
+        yield read_text(each / name).strip()
         if each == root:
             return
 

@@ -18,6 +18,8 @@ from runner.plan.facts import Route
 from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, SharePlan
 from runner.spec.document import MIB
 
+SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+"""QEMU's seccomp sandbox."""
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
 
@@ -151,7 +153,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     yield from ("-nodefaults", "-no-user-config")
     yield from ("-display", "none")
     # spawn=deny and resourcecontrol=deny do not hinder us: we pin from outside and hand in every descriptor.
-    yield from ("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny")
+    yield from ("-sandbox", SANDBOX)
     if paused:
         yield "-S"
         # QEMU stays after the guest has gone, so that the SHUTDOWN event with its reason is never lost to its exit.

@@ -180,6 +180,7 @@ async def test_qemu_stopped_or_killed_from_outside(bench: Any, number: int) -> N
         ({"before_greeting": "hang"}, "cannot start QEMU: it has said nothing on QMP for 0.5 s"),
         ({"before_greeting": "garbage"}, "cannot start QEMU: cannot understand QEMU: it sent b'SSH-2.0-OpenSSH"),
         ({"before_greeting": "half a line"}, "cannot start QEMU: it exited with status 0"),
+        ({"minor": 1}, "cannot use this QEMU: QEMU 7.1.0 is older than 7.2"),
         ({"before_greeting": "long line"}, "cannot start QEMU: cannot understand QEMU: it sent a line of more than"),
         ({"vcpus": 3}, "cannot pin the vCPUs: QEMU has 3 vCPU threads for 1 CPUs"),
         ({"vcpus": 0}, "cannot pin the vCPUs: QEMU has 0 vCPU threads for 1 CPUs"),

@@ -8,6 +8,7 @@ is the test's as well: what the real one does every ten seconds happens when :me
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -47,6 +48,9 @@ ALL_CAPABILITIES = capabilities("""
     MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE
 """)
 
+OOM_SCORE_ADJ = {"guaranteed": -997, "burstable": 900, "besteffort": 1000}
+"""What the kubelet sets (``qos/policy.go``); for Burstable it depends on the memory request."""
+
 Runtime = Literal["crun", "runc"]
 SANDBOX_RUNTIME: Runtime = "crun" if shutil.which("crun") else "runc"
 """The faster one: a sandbox is only there to hold namespaces."""
@@ -77,6 +81,8 @@ class Container:
     mounts: tuple[Mount, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     uid: int = 0
+    forbidden: tuple[str, ...] = ()
+    """System calls that its seccomp profile refuses with EPERM."""
 
 
 @dataclass(frozen=True)
@@ -460,11 +466,13 @@ def oci_config(
                     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
                     "PYTHONPATH": "/project",
                     "PYTHONPYCACHEPREFIX": str(PYCACHE),
+                    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
                     **container.environment,
                 }.items()
             ],
             "cwd": "/",
             "noNewPrivileges": False,
+            "oomScoreAdj": OOM_SCORE_ADJ[pod.qos],
             "capabilities": {
                 "bounding": list(bounding),
                 **({"effective": kept, "permitted": kept} if kept else {}),
@@ -476,6 +484,7 @@ def oci_config(
             "resources": resources,
             "devices": devices,
             "namespaces": namespaces(pod, container, sandbox),
+            **({"seccomp": seccomp(container.forbidden)} if container.forbidden else {}),
         },
     }
 
@@ -490,6 +499,12 @@ def device(path: str) -> dict[str, Any]:
         "minor": os.minor(found.st_rdev),
         "fileMode": 0o666,
     }
+
+
+def seccomp(forbidden: Sequence[str]) -> dict[str, Any]:
+    """Return a profile that allows everything but *forbidden*."""
+    rule = {"names": list(forbidden), "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM}
+    return {"defaultAction": "SCMP_ACT_ALLOW", "architectures": ["SCMP_ARCH_X86_64"], "syscalls": [rule]}
 
 
 def namespaces(pod: Pod, container: Container, sandbox: int | None) -> list[dict[str, str]]:
