@@ -89,6 +89,10 @@ class Cluster:
         context, limits = container["securityContext"], container["resources"]["limits"]
         added = " ".join(context.get("capabilities", {}).get("add", []))
         sources = {volume["name"]: self.source(directory, volume, uid) for volume in volumes}
+        declared: list[Mount] = [
+            (sources[mount["name"]], mount["mountPath"], "ro" if mount.get("readOnly") else "rw")
+            for mount in container["volumeMounts"]
+        ]
         return Container(
             tuple(re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in words),
             name=container["name"],
@@ -101,13 +105,7 @@ class Cluster:
             allow_privilege_escalation=context.get("allowPrivilegeEscalation", True),
             read_only_root=context.get("readOnlyRootFilesystem", False),
             devices=tuple(path for path in VM_DEVICES if "squat.ai/vm" in limits and Path(path).exists()),
-            mounts=(
-                *(
-                    (sources[mount["name"]], mount["mountPath"], "ro" if mount.get("readOnly") else "rw")
-                    for mount in container["volumeMounts"]
-                ),
-                *mounts,
-            ),
+            mounts=(*sorted(declared, key=lambda mount: mount[1].count("/")), *mounts),
             environment=environment,
         )
 
