@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -224,6 +224,27 @@ class Cgroup:
         missing = sorted(set(controllers) - self.enabled())
         if missing:
             self.write("cgroup.subtree_control", " ".join(f"+{name}" for name in missing))
+
+    def obstacles(self) -> Iterator[str]:
+        """Yield what keeps its own members from being divided among threaded groups in here.
+
+        For a container that shall do so in the group its runtime has put it into: the group must be writable, have
+        cpusets to give, hand down no domain controller ("Threads"), and hold nobody whom the reader cannot name.
+        """
+        if not (self.path / "cgroup.type").exists():
+            yield f"{self.path} is not a container's cgroup"
+            return
+        if not os.access(self.path / "cgroup.subtree_control", os.W_OK):
+            yield f"{self.path} may not be written; a privileged container's may"
+        if "cpuset" not in self.controllers():
+            yield f"{self.path} has no cpuset controller"
+        kind, domain = self.kind(), sorted(self.enabled() - THREADED_CONTROLLERS)
+        if kind not in {"domain", "domain threaded"}:
+            yield f"{self.path} is {kind!r}"
+        elif 0 in self.processes():
+            yield f"processes of others are in {self.path}"
+        if domain:
+            yield f"{self.path} hands down {', '.join(domain)}"
 
     # -- cpuset ("Cpuset Interface Files") ---------------------------------------------------------------------------
 

@@ -206,7 +206,8 @@ def remove_directory_if_empty(path: PurePosixPath) -> None:
     try:
         os.rmdir(path)  # noqa: PTH106 - a pure path
     except OSError as error:
-        if error.errno not in {errno.ENOTEMPTY, errno.EBUSY}:  # EBUSY: a volume is mounted there
+        # EBUSY: a volume is mounted there; EROFS: so it is, in a root file system that is read-only
+        if error.errno not in {errno.ENOTEMPTY, errno.EBUSY, errno.EROFS}:
             raise HostError(f"cannot remove {str(path)!r}") from error
 
 

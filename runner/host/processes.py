@@ -42,6 +42,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 LAST_WORDS = 20
 """Lines of a child's output kept for the sentence that reports its death."""
 
+_ENTER = 'echo 0 >&0 && exec "$@" </dev/null'
+"""Enter the cgroup whose ``cgroup.procs`` is open as standard input, then become the program.
+
+Python has no door to ``CLONE_INTO_CGROUP``. The write goes through the inherited descriptor, because opening the file
+again would ask for the rights of whoever the child runs as."""
+
 
 def stop_bound(patience: float) -> float:
     """Return the seconds within which :meth:`Processes.stop` has ended: for the shielded scope around it."""
@@ -58,6 +64,8 @@ class Command:
     uid: int | None = None
     gid: int | None = None
     groups: tuple[int, ...] = ()
+    entering: int | None = None
+    """A descriptor of the ``cgroup.procs`` it is born into, by way of a shell that becomes it; ``None``: where we are."""
     level: int = logging.INFO
     """At which its output is logged."""
 
@@ -169,11 +177,12 @@ class Processes:
         Raises :exc:`~runner.errors.HostError` when it cannot be started.
         """
         log.debug("start role=%s argv=%s", command.role, shlex.join(command.argv))
+        wrapper = () if command.entering is None else ("/bin/sh", "-c", _ENTER, command.role)
         try:
             with _pipe() as (output, theirs):
                 popen = subprocess.Popen(
-                    (*self._prefix, *command.argv),
-                    stdin=subprocess.DEVNULL,
+                    (*wrapper, *self._prefix, *command.argv),
+                    stdin=subprocess.DEVNULL if command.entering is None else command.entering,
                     stdout=theirs,
                     stderr=theirs,
                     pass_fds=command.fds,

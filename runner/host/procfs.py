@@ -36,6 +36,17 @@ class Procfs:
 
     root: Path = Path("/proc")
 
+    def processes(self) -> list[int]:
+        """Return the processes of this procfs's PID namespace, in the order of their numbers."""
+        return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdecimal())
+
+    def name(self, pid: int) -> str:
+        """Return the name of process *pid* (``comm``), empty when it is gone."""
+        try:
+            return _read(self.root / str(pid) / "comm").removesuffix("\n")
+        except OSError:
+            return ""
+
     def thread_ids(self, pid: int) -> list[int]:
         """Return the threads of *pid* in the order of their births; empty when it is gone.
 
@@ -85,6 +96,16 @@ class Procfs:
             return _unified(_read(self.root / str(pid) / "cgroup"))
         except OSError as error:
             raise HostError(f"cannot read the cgroup of process {pid}") from error
+
+    def mounted_roots(self) -> list[str]:
+        """Return, for each mount this process sees, which directory of its own file system is mounted there.
+
+        Field 4 of ``proc_pid_mountinfo(5)``. Raises :exc:`~runner.errors.HostError`.
+        """
+        try:
+            return [line.split(" ")[3] for line in _read(self.root / "self" / "mountinfo").splitlines()]
+        except OSError as error:
+            raise HostError("cannot read what is mounted here") from error
 
     def memory_total(self) -> int:
         """Return the machine's RAM in bytes (``MemTotal``)."""

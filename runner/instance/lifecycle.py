@@ -18,7 +18,8 @@ from runner.host.outlet import Outlet
 from runner.host.processes import Command
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
-from runner.instance.placement import Receipt, Seat, confined, placed
+from runner.instance.placement import Receipt, confined
+from runner.instance.seats import Seat, placed
 from runner.instance.services import Shares, console_shown, death_of, dhcp_served, kept_alive, networked, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
@@ -43,7 +44,7 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, stdout) as console,
-            paused_machine(host, plan.machine, plan.shutdown, Wiring(taps, shares, console), plan.patience) as machine,
+            paused_machine(host, plan, Wiring(taps, shares, console), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine),
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
@@ -90,7 +91,7 @@ async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
 async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machine) -> AsyncIterator[Receipt]:
     """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
     vcpus = await started_within(plan.patience, lambda: host.unless_stopped(machine.vcpu_threads))
-    receipt = await confined(host, seat, plan.placement, machine.process, vcpus)
+    receipt = confined(host, seat, plan.placement, machine.process, vcpus)
     for line in receipt.table():
         log.info("placement: %s", line)
     path = plan.state_directory / "receipt.json"

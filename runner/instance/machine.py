@@ -18,7 +18,7 @@ from runner.host.sockets import Socket, connected_pair
 from runner.instance.host import Host, first_of
 from runner.instance.services import Shares, Tap, death_of
 from runner.plan.argv import Descriptors, qemu_argv
-from runner.plan.instance import FilePlan, MachinePlan, ShutdownPlan
+from runner.plan.instance import FilePlan, InstancePlan, MachinePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
 
@@ -171,22 +171,26 @@ def _meaning(event: Event) -> Ended | None:
 
 @asynccontextmanager
 async def paused_machine(
-    host: Host, plan: MachinePlan, shutdown: ShutdownPlan, wiring: Wiring, patience: float
+    host: Host, plan: InstancePlan, wiring: Wiring, birthplace: int | None
 ) -> AsyncIterator[Machine]:
-    """Hold a QEMU that has greeted, within *patience* seconds, and whose guest has not run yet."""
+    """Hold a QEMU that has greeted, and whose guest has not run yet.
+
+    It is born in the cgroup of *birthplace* (a descriptor of its ``cgroup.procs``; ``None``: where we are) and has all
+    of its memory when it greets, if the plan says so: a page is charged to the group that touches it first, for ever.
+    """
     with connected_pair("QMP") as (ours, theirs):
-        process = _spawn(host, plan, theirs, wiring)
+        process = _spawn(host, plan.machine, theirs, wiring, birthplace)
         machine = Machine(process, Monitor(ours))
         try:
             theirs.close()
             wiring.let_go()
-            version = await started_within(patience, lambda: host.unless_stopped(machine.greeted))
+            version = await started_within(plan.patience, lambda: host.unless_stopped(machine.greeted))
             log.info("QEMU is up pid=%d version=%s", process.pid, version)
             yield machine
         finally:
-            bound = shutdown.quit + stop_bound(shutdown.terminate)
+            bound = plan.shutdown.quit + stop_bound(plan.shutdown.terminate)
             with host.faults.recorded("end QEMU"), trio.move_on_after(bound, shield=True):
-                await machine.quit(shutdown, host)
+                await machine.quit(plan.shutdown, host)
 
 
 async def started_within(patience: float, step: Callable[[], Awaitable[T]]) -> T:
@@ -198,7 +202,7 @@ async def started_within(patience: float, step: Callable[[], Awaitable[T]]) -> T
         raise HostError(f"cannot start QEMU: it has said nothing on QMP for {patience:g} s") from None
 
 
-def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring) -> Process:
+def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplace: int | None) -> Process:
     """Start QEMU with a copy of everything it needs, and hold none of it afterwards."""
     with ExitStack() as held:
 
@@ -220,8 +224,8 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring) -> Proces
             vhosts=tuple(None if tap.vhost is None else tap.vhost.number for tap in wiring.taps),
             shares=tuple(connection.fileno() for connection in wiring.shares.sockets),
         )
-        argv = tuple(qemu_argv(plan, descriptors))
+        command = Command("qemu", tuple(qemu_argv(plan, descriptors)), descriptors.numbers(), entering=birthplace)
         user = plan.user
-        if user.uid == 0:
-            return host.processes.spawn(Command("qemu", argv, descriptors.numbers()))
-        return host.processes.spawn(Command("qemu", argv, descriptors.numbers(), user.uid, user.gid, user.groups))
+        if user.uid != 0:
+            command = attrs.evolve(command, uid=user.uid, gid=user.gid, groups=user.groups)
+        return host.processes.spawn(command)

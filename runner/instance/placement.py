@@ -1,16 +1,9 @@
-"""Where every thread runs: decided by the plan, done here, read back from the kernel before the guest runs.
-
-One interface, several back ends. ``affinity`` uses CPU masks alone: it needs no rights and no cgroup v2, and it cannot keep
-other people's processes off the vCPUs' CPUs. It is the second best way and says so.
-"""
+"""What the kernel says about every thread of ours: the vCPUs put in their places, everything read back before the guest runs."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -19,12 +12,10 @@ from runner.errors import PlacementError
 from runner.host.processes import Process
 from runner.host.procfs import ThreadStatus
 from runner.host.qmp import VcpuThread
-from runner.host.scheduler import pin, read_mask
+from runner.host.scheduler import pin
 from runner.instance.host import Host
-from runner.instance.services import Keeper
+from runner.instance.seats import Groups, Seat
 from runner.plan.instance import Placement
-
-log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -43,7 +34,13 @@ class Receipt:
     """What the kernel says about every thread of ours, before the guest's first instruction."""
 
     placement: Placement
+    groups: Groups | None
+    """Where the placement has cgroups: what they are called."""
     threads: tuple[PlacedThread, ...]
+
+    def float_cpus(self) -> CpuSet:
+        """Return the CPUs this program may use, which is in float with everything else that is no vCPU."""
+        return next(each.thread.cpus for each in self.threads if each.role == "runner")
 
     def to_json(self) -> dict[str, object]:
         """Return it as written to ``receipt.json``: CPU sets in the kernel's list format."""
@@ -51,8 +48,9 @@ class Receipt:
             "version": 1,
             "backend": self.placement.backend,
             "instance_cpus": str(self.placement.cpus),
-            "float_cpus": str(self.placement.float_cpus),
+            "float_cpus": str(self.float_cpus()),
             "shared": self.placement.shared,
+            "cgroups": None if self.groups is None else attrs.asdict(self.groups),
             "threads": [
                 {
                     "role": each.role,
@@ -74,14 +72,18 @@ class Receipt:
         seen = {each.vcpu for each in self.threads if each.vcpu is not None}
         yield from (f"vCPU {index} has no thread" for index in range(len(self.placement.pins)) if index not in seen)
         for each in self.threads:
-            thread = each.thread
+            thread, who = each.thread, f"{each.role} (thread {each.thread.tid}, {each.thread.name!r})"
             if each.vcpu is not None:
+                who = f"vCPU {each.vcpu} (thread {thread.tid})"
                 wanted = CpuSet([self.placement.pins[each.vcpu]])
                 if thread.cpus != wanted:
-                    yield f"vCPU {each.vcpu} (thread {thread.tid}) may run on '{thread.cpus}' instead of '{wanted}'"
+                    yield f"{who} may run on '{thread.cpus}' instead of '{wanted}'"
+            elif self.groups is not None and each.role == "anchor":
+                pass  # it stays where the vCPUs' CPUs are the only ones there are, and sleeps for ever
             elif not self.placement.shared and not thread.cpus.isdisjoint(self.placement.cpus):
-                taken = thread.cpus & self.placement.cpus
-                yield f"{each.role} (thread {thread.tid}, {thread.name!r}) may run on '{taken}', which belong to vCPUs"
+                yield f"{who} may run on '{thread.cpus & self.placement.cpus}', which belong to vCPUs"
+            if self.groups is not None and thread.cgroup != self.groups.of(each.role):
+                yield f"{who} is in the cgroup {thread.cgroup!r} instead of {self.groups.of(each.role)!r}"
 
     def table(self) -> Iterator[str]:
         """Yield the receipt as lines of a table for people."""
@@ -96,41 +98,7 @@ class Receipt:
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-class Seat(Protocol):
-    """A placement in force: this process and what it forks are in float."""
-
-    async def confine(self, vcpus: Sequence[VcpuThread]) -> None:
-        """Give each vCPU thread its CPU; :exc:`~runner.errors.PlacementError` when one cannot have it."""
-
-
-@attrs.frozen
-class _AffinitySeat:
-    placement: Placement
-
-    async def confine(self, vcpus: Sequence[VcpuThread]) -> None:
-        for vcpu, cpu in zip(vcpus, self.placement.pins, strict=True):
-            pin(vcpu.tid, CpuSet([cpu]))
-
-
-@asynccontextmanager
-async def placed(host: Host, placement: Placement, anchor: Keeper) -> AsyncIterator[Seat]:
-    """Hold a placement: inside the block, this process and everything it starts run on float's CPUs.
-
-    Raises :exc:`~runner.errors.PlacementError` when the kernel does not do as it is told.
-    """
-    before = read_mask()
-    try:
-        pin(0, placement.float_cpus)
-        pin(anchor.process.pid, placement.float_cpus)
-        yield _AffinitySeat(placement)
-    finally:
-        with host.faults.recorded("take back this process's CPU mask"):
-            pin(0, before)
-
-
-async def confined(
-    host: Host, seat: Seat, placement: Placement, machine: Process, vcpus: Sequence[VcpuThread]
-) -> Receipt:
+def confined(host: Host, seat: Seat, placement: Placement, machine: Process, vcpus: Sequence[VcpuThread]) -> Receipt:
     """Give every vCPU thread its CPU, read every thread of ours back from the kernel, and return what was read.
 
     Raises :exc:`~runner.errors.PlacementError` when anything is not as the plan wants it.
@@ -139,8 +107,13 @@ async def confined(
         raise PlacementError(
             f"cannot pin the vCPUs: QEMU has {len(vcpus)} vCPU threads for {len(placement.pins)} CPUs '{placement.cpus}'"
         )
-    await seat.confine(vcpus)
-    receipt = Receipt(placement, tuple(_read_back(host, machine, vcpus)))
+    seat.admit(machine.pid)
+    # First into the group, then onto the CPU: entering a group that has not the CPUs of the mask undoes the mask.
+    for vcpu in vcpus:
+        seat.confine(vcpu.tid)
+    for vcpu, cpu in zip(vcpus, placement.pins, strict=True):
+        pin(vcpu.tid, CpuSet([cpu]))
+    receipt = Receipt(placement, seat.groups, tuple(_read_back(host, machine, vcpus)))
     violations = list(receipt.violations())
     if violations:
         raise PlacementError("cannot place the threads: " + "; ".join(violations))

@@ -68,6 +68,8 @@ class Keeper:
     """A child that is started again whenever it ends."""
 
     process: Process
+    command: Command
+    """What is started the next time."""
 
 
 @asynccontextmanager
@@ -75,27 +77,28 @@ async def kept_alive(host: Host, command: Command) -> AsyncIterator[Keeper]:
     """Hold a daemon that is started again, as :data:`DEATHS` says, whenever it ends."""
     policy = DEATHS[command.role]
     assert isinstance(policy, Restart)  # noqa: S101 - a table of ours
-    keeper = Keeper(host.processes.spawn(command))
+    keeper = Keeper(host.processes.spawn(command), command)
     try:
-        async with host.observed(lambda: _keep(host, command, policy, keeper)):
+        async with host.observed(lambda: _keep(host, policy, keeper)):
             yield keeper
     finally:
         with host.faults.recorded(f"stop {command.role}"), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
             await host.processes.stop(keeper.process, STOPPED_WITHIN)
 
 
-async def _keep(host: Host, command: Command, policy: Restart, keeper: Keeper) -> None:
+async def _keep(host: Host, policy: Restart, keeper: Keeper) -> None:
     pause = policy.first
     while True:
         born = trio.current_time()
         await keeper.process.wait()
         if trio.current_time() - born > policy.forgiven:
             pause = policy.first
-        log.warning("%s %s; starting it again pause=%.1fs", command.role, keeper.process.how_it_ended(), pause)
+        process = keeper.process
+        log.warning("%s %s; starting it again pause=%.1fs", process.role, process.how_it_ended(), pause)
         await trio.sleep(pause)
         pause = min(max(2 * pause, 0.1), policy.longest)
         try:
-            keeper.process = host.processes.spawn(command)
+            keeper.process = host.processes.spawn(keeper.command)
         except RunnerError as error:
             log.warning("%s", explain(error))
 

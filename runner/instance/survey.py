@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import pwd
 import re
 from collections.abc import Iterable, Iterator
 from ipaddress import AddressValueError, IPv4Address
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import trio
 
-from runner.errors import HostError
+from runner.errors import HostError, explain
+from runner.host.cgroup import Cgroup
 from runner.host.devices import has_tun, has_vhost_net, read_kvm
 from runner.host.files import find_program, look, memory_limits, read_text
 from runner.host.network import Link, read_links
@@ -26,6 +28,8 @@ from runner.spec.instance import InstanceSpec
 VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 CGROUP_ROOT = PurePosixPath("/sys/fs/cgroup")
+_UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
+"""A pod's UID; in the name of a slice its hyphens are underscores, and a static pod's has none."""
 ANSWERS_WITHIN = 5.0
 """Seconds a program may take to say its version."""
 
@@ -34,6 +38,7 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
     """Return what *spec*'s plan needs to know of this host."""
     virtiofsd, trouble = await _virtiofsd(host) if spec.share else (None, "")
     kvm = read_kvm()
+    uid = _uid(host) if spec.cpu.placement in {"auto", "controller"} else None
     return HostFacts(
         allowed_cpus=read_mask(),
         memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, host.procfs.cgroup()), 1 << 62),
@@ -50,7 +55,55 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
         vhost_net=bool(spec.network) and has_vhost_net(),
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
+        uid=uid,
+        controller_trouble=_controller_trouble(spec.cpu.controller, uid),
+        delegation_trouble=_delegation_trouble(host) if spec.cpu.placement in {"auto", "delegated"} else None,
     )
+
+
+def _uid(host: Host) -> str | None:
+    """Return the pod's UID: what Kubernetes was asked to say (``metadata.uid``), else what it lets us see."""
+    return os.environ.get("POD_UID") or parse_uid(host.procfs.cgroup(), host.procfs.mounted_roots())
+
+
+def parse_uid(cgroup: str, roots: Iterable[str]) -> str | None:
+    """Return the pod's UID, or without a kubelet the container's id, by where things of this container come from.
+
+    The kubelet names the pod's cgroup by its UID (``pkg/kubelet/cm/helpers_linux.go``) and mounts ``/etc/hosts`` and
+    the termination log from ``/var/lib/kubelet/pods/UID``; docker and podman keep ``/etc/hosts`` in a directory named
+    by the container's id. *roots* are what is mounted, as paths in their own file systems.
+    """
+    pod = re.search(rf"/(?:kubepods[^/]*-)?pod({_UID})(?:\.slice)?/", f"{cgroup}/", re.ASCII)
+    mounted = pod or next(filter(None, (re.search(rf"/pods/({_UID})/", root, re.ASCII) for root in roots)), None)
+    if mounted is not None:
+        return mounted[1].replace("_", "-")
+    for place in (cgroup, *roots):
+        container = re.search(r"[/-]containers?/([0-9a-f]{64})/|(?:docker|libpod)[-/]([0-9a-f]{64})\b", place, re.ASCII)
+        if container is not None:
+            return container[1] or container[2]
+    return None
+
+
+def _controller_trouble(path: PurePosixPath, uid: str | None) -> str | None:
+    """Tell why the controller cannot be asked; that it does not answer yet is none: it may be starting."""
+    if look(path.parent).kind != "directory":
+        return f"its socket's directory {str(path.parent)!r} is not here; mount it from the node"
+    if uid is None:
+        return (
+            "the pod's UID is not to be seen here; set the environment variable POD_UID from the Downward API "
+            "(fieldRef: metadata.uid)"
+        )
+    return None
+
+
+def _delegation_trouble(host: Host) -> str | None:
+    try:
+        path = host.procfs.cgroup()
+        if not path:
+            return "there is no cgroup v2 here"
+        return next(Cgroup(Path(CGROUP_ROOT)).at(path).obstacles(), None)
+    except (HostError, ValueError) as error:
+        return explain(error)
 
 
 def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:

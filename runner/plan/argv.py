@@ -18,6 +18,9 @@ from runner.plan.facts import Route
 from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, SharePlan
 from runner.spec.document import MIB
 
+MOST_PREALLOCATORS = 16
+"""Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
+
 
 class Endpoints(Protocol):
     """How QEMU reaches what it is given."""
@@ -165,7 +168,8 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     yield from ("-smp", f"cpus={machine.vcpus},sockets=1,cores={machine.vcpus},threads=1")
     yield from ("-m", f"size={machine.memory // MIB}M")
     kind, _, properties = endpoints.memory().partition(",")
-    yield from ("-object", f"{kind},id=ram,size={machine.memory // MIB}M,{properties}")
+    touched = f",prealloc=on,prealloc-threads={min(machine.vcpus, MOST_PREALLOCATORS)}" if machine.preallocate else ""
+    yield from ("-object", f"{kind},id=ram,size={machine.memory // MIB}M,{properties}{touched}")
     yield from endpoints.monitor()
     yield from ("-serial", "chardev:console")
     yield from ("-device", "pvpanic-pci")

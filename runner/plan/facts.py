@@ -140,3 +140,9 @@ class HostFacts:
     interfaces: Mapping[str, Interface] = attrs.field(factory=dict)
     """The interfaces asked about, those that exist."""
     resolver: Resolver = Resolver()
+    uid: str | None = None
+    """What the node's controller knows this container by: the pod's UID, without a kubelet the container's id."""
+    controller_trouble: str | None = "it was not looked for"
+    """Why the node's controller cannot be used; ``None`` when the directory of its socket is here."""
+    delegation_trouble: str | None = "it was not looked for"
+    """Why groups cannot be made in this process's own cgroup; ``None`` when they can."""

@@ -24,25 +24,41 @@ QEMU_OVERHEAD = 64 << 20
 """Bytes QEMU needs beside the guest's RAM at the very least; QEMU 7.2 with one vCPU and no device has 40-60 MiB resident."""
 
 PATIENCE = 60.0
-"""Seconds QEMU may take to greet: it takes 0.1 s, and much longer only when it preallocates a large memory."""
+"""Seconds QEMU may take to greet: it takes 0.1 s."""
+
+SLOWEST_PREALLOCATION = 256 << 20
+"""Bytes a second; pages that are zeroed by one slow CPU on the wrong NUMA node still come at 1 GiB/s."""
 
 QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
 DHCP_USERS = ("dnsmasq", "nobody")
 
 
 @attrs.frozen
+class Register:
+    """How the node's controller is asked."""
+
+    socket: PurePosixPath
+    uid: str
+
+
+@attrs.frozen
 class Placement:
-    """Which CPUs are whose."""
+    """Which CPUs are whose, and by what means."""
 
     backend: str
+    """``controller``, ``delegated`` or ``affinity``."""
     cpus: CpuSet
     """The vCPUs' own."""
     pins: tuple[int, ...]
     """The CPU of each vCPU, by vCPU index; as many as vCPUs, all different."""
-    float_cpus: CpuSet
-    """Where everything else runs."""
+    float_cpus: CpuSet | None
+    """Where everything else runs; ``None`` where the node's controller says so, and may say otherwise at any time."""
     shared: bool
     """No CPU is left for anything else, so everything else runs on the vCPUs' CPUs too."""
+    register: Register | None = None
+    """Of ``controller`` alone."""
+    sweep: bool = False
+    """What others start in the container is moved to float."""
 
 
 @attrs.frozen
@@ -114,6 +130,8 @@ class MachinePlan:
     vcpus: int
     memory: int
     """Bytes, whole MiB."""
+    preallocate: bool
+    """Every page of it is touched before QEMU leaves the pod's cgroup, which is charged for it then and for ever."""
     accel: str
     cpu_model: str
     kernel: FilePlan | None
@@ -231,6 +249,7 @@ class _Planner:
                 user=user,
                 vcpus=spec.cpu.count,
                 memory=spec.memory.size,
+                preallocate=placement.register is not None,
                 accel=accel,
                 cpu_model=spec.cpu.model or ("host" if accel == "kvm" else "max"),
                 kernel=kernel,
@@ -244,12 +263,13 @@ class _Planner:
                 on_reboot=spec.shutdown.on_reboot,
             ),
             shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status),
-            patience=PATIENCE,
+            patience=PATIENCE + (spec.memory.size / SLOWEST_PREALLOCATION if placement.register else 0),
             remarks=tuple(self.remarks),
         )
 
     def placement(self, cpu: Cpu) -> Placement | None:
         allowed = self.facts.allowed_cpus
+        backend = self.backend(cpu)
         if cpu.cpus is not None and not cpu.cpus <= allowed:
             self.refuse(
                 "cpu.cpus",
@@ -262,19 +282,55 @@ class _Planner:
                 f"asks for {cpu.count} vCPUs, but this process may use {len(allowed)} CPUs ('{allowed}'); one CPU for each vCPU",
             )
             return None
+        if backend == "controller":
+            return self.registered(cpu, allowed)
         # The highest-numbered ones, because interrupts and a machine's own work gather on the lowest.
         cpus = cpu.cpus or CpuSet(list(allowed)[-cpu.count :])
         rest = allowed - cpus
-        self.remarks.append(
-            "placement 'affinity' is second best: nothing but CPU masks keeps the vCPUs' CPUs "
-            f"'{cpus}' free, and processes of others may run there"
-        )
         if not rest:
             self.remarks.append(
                 f"all CPUs this process may use ('{allowed}') belong to vCPUs: QEMU's own threads, dnsmasq, virtiofsd and this "
                 "program share them; give it more CPUs than vCPUs"
             )
-        return Placement("affinity", cpus, tuple(cpus), rest or allowed, shared=not rest)
+        return Placement(
+            backend,
+            cpus,
+            tuple(cpus),
+            rest or allowed,
+            shared=not rest,
+            sweep=cpu.sweep and backend == "delegated" and bool(rest),
+        )
+
+    def registered(self, cpu: Cpu, allowed: CpuSet) -> Placement | None:
+        """Place with the node's controller: the vCPUs own what the kubelet gave the container, all of it."""
+        if cpu.count < len(allowed):
+            self.refuse(
+                "cpu.count",
+                f"asks for {cpu.count} vCPUs, but the container has {len(allowed)} CPUs ('{allowed}'), and under placement "
+                '"controller" each belongs to a vCPU; give the container as many CPUs as vCPUs, and make its pod Guaranteed',
+            )
+            return None
+        register = Register(cpu.controller, self.facts.uid or "")
+        sweep = cpu.sweep
+        return Placement("controller", allowed, tuple(allowed), None, shared=False, register=register, sweep=sweep)
+
+    def backend(self, cpu: Cpu) -> str:
+        """Return the placement back end: the one asked for, or the best that works."""
+        troubles = {"controller": self.facts.controller_trouble, "delegated": self.facts.delegation_trouble}
+        if cpu.placement != "auto":
+            trouble = troubles.get(cpu.placement)
+            if trouble is not None:
+                self.refuse("cpu.placement", f"{cpu.placement!r} cannot be used: {trouble}")
+            backend = cpu.placement
+        else:
+            backend = next((name for name, trouble in troubles.items() if trouble is None), "affinity")
+        if backend == "affinity":
+            why = "".join(f"; no {name!r}: {trouble}" for name, trouble in troubles.items() if cpu.placement == "auto")
+            self.remarks.append(
+                "placement 'affinity' is second best: nothing but CPU masks keeps the vCPUs' CPUs free, and processes "
+                f"of others may run there{why}"
+            )
+        return backend
 
     def accelerator(self) -> tuple[str, User]:
         asked, kvm = self.spec.cpu.accel, self.facts.kvm

@@ -28,7 +28,8 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     machine, placement = plan.machine, plan.placement
     yield f"instance {plan.name}: {machine.vcpus} vCPUs, {format_size(machine.memory)}, {machine.accel}, CPU model {machine.cpu_model}"
     yield f"  1 anchor     {' '.join(plan.anchor)} stays in the pod's cgroup"
-    rest = f"'{placement.float_cpus}'" + (" (shared with the vCPUs: no other CPU is left)" if placement.shared else "")
+    rest = "the node's shared CPUs" if placement.float_cpus is None else f"'{placement.float_cpus}'"
+    rest += " (shared with the vCPUs: no other CPU is left)" if placement.shared else ""
     yield f"  2 placement  {placement.backend}: this program, dnsmasq, virtiofsd and QEMU's own threads on {rest}"
     for number, network in enumerate(plan.networks):
         yield f"  3 network {number}  {_network(network)}"

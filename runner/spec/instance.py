@@ -69,9 +69,21 @@ class Cpu:
         doc="the CPUs the vCPUs own; without it they are chosen from those this process may use",
     )
     placement: str = key(
-        choice("auto", "affinity"),
+        choice("auto", "controller", "delegated", "affinity"),
         default="auto",
-        doc='how threads are kept apart: `"affinity"` by `sched_setaffinity` alone, `"auto"` by the best way that works',
+        doc='how threads are kept apart: by the node\'s `"controller"`, by cgroups in the container\'s own one (`"delegated"`), '
+        'by `sched_setaffinity` alone (`"affinity"`), or by the best way that works here (`"auto"`)',
+    )
+    controller: PurePosixPath = key(
+        path(),
+        default=PurePosixPath("/run/instance-cgroup-controller/controller.sock"),
+        doc="the socket of the node's controller",
+    )
+    sweep: bool = key(
+        flag(),
+        default=True,
+        doc="whether what others start in the container (`kubectl exec`, probes) is moved to float within a second; "
+        "without cgroups there is nothing to sweep",
     )
     accel: str = key(
         choice("auto", "kvm", "tcg"),

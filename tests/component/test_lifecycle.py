@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -401,9 +402,10 @@ async def test_an_empty_state_directory_open_to_all_is_taken_and_closed(bench: A
     state = bench.root / "state"
     state.mkdir()
     state.chmod(0o777)
-    bench.after_asked_to_stop()
-    ended(await bench.run(bench.plan()))
+    log = state / "console.log"
+    ended(await bench.run(bench.plan(f'[console]\nlog = "{log}"\n', qemu={"at_cont": "shutdown"})))
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert log.read_text() == "guest: runs\n"
 
 
 async def test_what_could_not_be_released_is_recorded_and_the_rest_released(bench: Any) -> None:

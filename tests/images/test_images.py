@@ -52,7 +52,8 @@ def test_a_bare_run_boots_the_demo_guest_and_stops_it_in_order(run: Run, gpu_ins
 
 def least(*capabilities: str) -> tuple[str, ...]:
     added = (word for name in capabilities for word in ("--cap-add", name))
-    return ("--cap-drop", "ALL", *added, "--device", "/dev/net/tun", "--read-only")
+    read_only = ("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/run/instance-runner:mode=777")
+    return (*read_only, "--security-opt", "no-new-privileges", "--cap-drop", "ALL", *added, "--device", "/dev/net/tun")
 
 
 def test_a_few_capabilities_and_a_read_only_root_are_enough(run: Run, gpu_instance: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup
+from tests.node.instances import ROM, Controller
 from tests.node.standin_kubelet import Kubelet
 
 
@@ -83,3 +84,26 @@ def kubelet(tmp_path: Path, numa: dict[int, CpuSet]) -> Iterator[Kubelet]:
     systemd = Path("/run/systemd/system").exists()
     with Kubelet(tmp_path / "kubelet", numa, reserved=CpuSet([0]), systemd=systemd) as kubelet:
         yield kubelet
+
+
+@pytest.fixture
+def controller(kubelet: Kubelet, tmp_path: Path) -> Iterator[Controller]:
+    """Return the node's controller, which answers; its log is shown when the test fails, its tree goes with the test."""
+    controller = Controller(kubelet, tmp_path / "sockets")
+    controller.start()
+    try:
+        yield controller
+    finally:
+        for uid, containers in list(kubelet.running.items()):
+            print(*(f"--- {name} of {uid}\n{container.output}" for name, container in containers.items()), sep="\n")
+            kubelet.stop(uid, grace=0)
+        print(f"--- controller\n{controller.log.read_text()}")
+        controller.end()
+
+
+@pytest.fixture
+def rom() -> Path:
+    """Return the guest that is a ROM."""
+    if not ROM.is_file():
+        pytest.skip("the ROM guest is missing: tests/node/run builds it and names it in RUNNER_NODE_ROM")
+    return ROM

@@ -8,6 +8,7 @@ is the test's as well: what the real one does every ten seconds happens when :me
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -25,6 +26,8 @@ from tests.node.cgroups import ROOT, SECONDS, Cgroup
 
 PROJECT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
+PYCACHE = Path(tempfile.gettempdir()) / "pycache"
+"""Where every container keeps its compiled modules: the checkout is read-only, and compiling is most of a start here."""
 
 
 def capabilities(names: str) -> tuple[str, ...]:
@@ -219,6 +222,7 @@ class Kubelet:
     def __enter__(self) -> Self:
         self.directory.mkdir(parents=True)
         self.scratch.mkdir()
+        PYCACHE.mkdir(exist_ok=True)
         # what containers write, and their roots' upper layers, must not lie on the lower one
         subprocess.run(["mount", "-t", "tmpfs", "containers", str(self.scratch)], check=True)
         Cgroup(ROOT).delegate()
@@ -353,7 +357,8 @@ class Kubelet:
 
     def start_container(self, pod: Pod, container: Container, sandbox: int | None) -> Running:
         """Make a container's bundle and run it; *sandbox* is the process whose namespaces it joins."""
-        name = f"{pod.uid}-{container.name}".lower()
+        # 64 hexadecimal digits, as containerd's are: who reads a cgroup's path knows a container by them.
+        name = hashlib.sha256(f"{pod.uid}/{container.name}".encode()).hexdigest()
         scope = Cgroup(ROOT / pod.cgroup_path / f"cri-containerd-{name}.scope")
         bundle = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.scratch))
         for directory in ("root", "upper", "work"):
@@ -434,7 +439,7 @@ def oci_config(
     privileged = container.privileged
     default = () if container.drop_all else DEFAULT_CAPABILITIES
     bounding = ALL_CAPABILITIES if privileged else (*default, *container.capabilities)
-    project = {"PYTHONPATH": "/project", "PYTHONDONTWRITEBYTECODE": "1"} if container.image is None else {}
+    project = {"PYTHONPATH": "/project", "PYTHONPYCACHEPREFIX": str(PYCACHE)} if container.image is None else {}
     kept = [] if container.uid else list(bounding)
     cgroupfs = container.cgroupfs or ("rw" if privileged else "ro")
     resources: dict[str, Any] = {
@@ -535,6 +540,7 @@ def mounts(container: Container, cgroupfs: str) -> list[dict[str, Any]]:
             {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=755"]},
             {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=1777"]},  # noqa: S108
             {"destination": "/project", "type": "bind", "source": str(PROJECT), "options": ["rbind", "ro"]},
+            {"destination": str(PYCACHE), "type": "bind", "source": str(PYCACHE), "options": ["rbind", "rw"]},
         ]
     out += [
         {"destination": destination, "type": "bind", "source": str(source), "options": ["rbind", mode]}

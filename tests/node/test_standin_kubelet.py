@@ -68,7 +68,7 @@ def test_a_guaranteed_pod_runs_in_the_kubelets_cgroup_on_its_cpus(kubelet: Kubel
     main = kubelet.run(pod)["main"]
     main.wait_for("up")
     assert str(main.scope) == (
-        f"/kubepods.slice/kubepods-pod0f5c3c5e_8f2a_4b0e_9d1d_2f3b5a6c7d8e.slice/cri-containerd-{UID}-main.scope"
+        f"/kubepods.slice/kubepods-pod0f5c3c5e_8f2a_4b0e_9d1d_2f3b5a6c7d8e.slice/cri-containerd-{main.id}.scope"
     )
     assert cgroup_of(main.pid) == str(main.scope)
     assert main.scope.read("cpuset.cpus") == "2-3"

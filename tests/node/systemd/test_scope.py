@@ -50,7 +50,7 @@ def test_a_container_is_a_scope_unit_on_its_cpus(kubelet: Kubelet, runtime: Runt
     main.wait_for("up")
     inner = {"crun": "/container", "runc": ""}[runtime]  # crun's annotation run.oci.systemd.subgroup
     assert cgroup_of(main.pid) == f"{main.scope}{inner}"
-    assert main.scope.path.name == f"cri-containerd-{UID}-main.scope"
+    assert main.scope.path.name == f"cri-containerd-{main.id}.scope"
     assert unit_state(main.scope) == "active"
     assert main.scope.cpus("cpuset.cpus") == CpuSet([2, 3])
 

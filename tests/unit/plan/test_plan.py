@@ -299,6 +299,79 @@ def test_asked_cpus_are_taken() -> None:
     assert (placement.pins, str(placement.float_cpus)) == ((2, 5), "0-1,3-4,6-7")
 
 
+NODE = attrs.evolve(
+    FACTS,
+    allowed_cpus=CpuSet.parse("2-3,10-11"),
+    uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
+    controller_trouble=None,
+    delegation_trouble=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "controller", "delegation", "backend"),
+    [
+        ("auto", None, None, "controller"),
+        ("auto", "no", None, "delegated"),
+        ("auto", "no", "no", "affinity"),
+        ("controller", None, "no", "controller"),
+        ("delegated", None, None, "delegated"),
+        ("affinity", None, None, "affinity"),
+    ],
+)
+def test_the_best_placement_that_works_or_the_one_asked_for(
+    asked: str, controller: str | None, delegation: str | None, backend: str
+) -> None:
+    facts = attrs.evolve(NODE, controller_trouble=controller, delegation_trouble=delegation)
+    count = 4 if backend == "controller" else 3
+    plan = plan_of(f'{KERNEL}[cpu]\nplacement = "{asked}"\ncount = {count}\n', facts)
+    assert plan.placement.backend == backend
+    second_best = [remark for remark in plan.remarks if "second best" in remark]
+    assert bool(second_best) == (backend == "affinity")
+    if asked == "auto" and second_best:
+        assert second_best[0].endswith("; no 'controller': no; no 'delegated': no")
+
+
+@pytest.mark.parametrize("asked", ["controller", "delegated"])
+def test_nothing_less_than_asked_for(asked: str) -> None:
+    facts = attrs.evolve(NODE, controller_trouble="because", delegation_trouble="because")
+    assert problems(f'{KERNEL}[cpu]\nplacement = "{asked}"\ncount = 4\n', facts) == [
+        f"cpu.placement: {asked!r} cannot be used: because"
+    ]
+
+
+def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
+    plan = plan_of(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 4\n[memory]\nsize = "1GiB"\n', NODE)
+    placement = plan.placement
+    assert (placement.pins, placement.float_cpus, placement.shared) == ((2, 3, 10, 11), None, False)
+    assert placement.register is not None
+    assert placement.register.uid == "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+    assert str(placement.register.socket) == "/run/instance-cgroup-controller/controller.sock"
+    # The pod is charged for the guest's memory only if all of it is touched while QEMU is in the pod's cgroup.
+    assert plan.machine.preallocate
+    assert plan.patience == 64
+    assert not plan_of(KERNEL, FACTS).machine.preallocate
+    assert any("the node's shared CPUs" in line for line in plan_lines(plan))
+    [problem] = problems(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 3\n', NODE)
+    assert problem.startswith("cpu.count: asks for 3 vCPUs, but the container has 4 CPUs ('2-3,10-11')")
+    [problem] = problems(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 5\n', NODE)
+    assert problem.startswith("cpu.count: asks for 5 vCPUs, but this process may use 4 CPUs ('2-3,10-11')")
+
+
+@pytest.mark.parametrize(
+    ("spec", "swept"),
+    [
+        ('placement = "controller"\ncount = 4', True),
+        ('placement = "controller"\ncount = 4\nsweep = false', False),
+        ('placement = "delegated"\ncount = 3', True),
+        ('placement = "delegated"\ncount = 4', False),
+        ('placement = "affinity"\ncount = 3', False),
+    ],
+)
+def test_strays_are_swept_where_there_is_somewhere_to_sweep_them_to(spec: str, swept: bool) -> None:  # noqa: FBT001
+    assert plan_of(f"{KERNEL}[cpu]\n{spec}\n", NODE).placement.sweep is swept
+
+
 @pytest.mark.parametrize(
     ("kvm", "accel", "user", "groups"),
     [
@@ -393,6 +466,8 @@ def test_plan_is_shown_to_people_and_machines() -> None:
         "pins": [5, 6, 7],
         "float_cpus": "0-4",
         "shared": False,
+        "register": None,
+        "sweep": False,
     }
     assert as_json["networks"][1]["pod"]["name"] == "eth0"
 

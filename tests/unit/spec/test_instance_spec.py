@@ -24,6 +24,8 @@ user = "nobody"
 count = 4
 cpus = "1-2,65-66"
 placement = "affinity"
+controller = "/run/controller.sock"
+sweep = false
 accel = "tcg"
 model = "EPYC,-svm"
 [memory]
@@ -107,7 +109,7 @@ def test_json_says_the_same_as_toml() -> None:
         (KERNEL + "[cpu]\ncounts = 2\n", "cpu.counts: unknown key; did you mean 'count'?"),
         (
             KERNEL + "[cpu]\nfrequency = 2\n",
-            "cpu.frequency: unknown key; known here: count, cpus, placement, accel, model",
+            "cpu.frequency: unknown key; known here: count, cpus, placement, controller, sweep, accel, model",
         ),
         (KERNEL + '[cpu]\ncount = "2"\n', 'cpu.count: found the string "2"; it takes an integer from 1 to 1024'),
         (KERNEL + "[cpu]\ncount = true\n", "cpu.count: found the boolean true; it takes an integer from 1 to 1024"),

@@ -1,0 +1,183 @@
+"""The node's controller as its clients see it: a question, an answer, and the descriptors that travel with it.
+
+JSON-RPC 2.0 over a Unix stream socket, a message a line, one connection for each call. With the answer to
+``registerCgroup`` come descriptors of control files that the controller has opened: whoever holds one may write to it
+whatever his own rights are, so a pod needs neither privilege nor a mount of the host's cgroups
+(``Documentation/admin-guide/cgroup-v2.rst``, "Delegation Containment"; the opener's credentials count since Linux 5.16).
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import json
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
+
+import attrs
+import trio
+
+from runner.cpuset import CpuSet
+from runner.errors import HostError
+from runner.host.cgroup import Cgroup
+from runner.host.files import Descriptor
+
+LONGEST_ANSWER = 1 << 16
+_MOST_DESCRIPTORS = 16
+_NOBODY = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EAGAIN}
+
+
+class ControllerError(HostError):
+    """The controller refused; *code* is its JSON-RPC error code."""
+
+    def __init__(self, sentence: str, code: int) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class ControllerAbsentError(HostError):
+    """Nobody answers at the controller's socket, or no longer; it may come back."""
+
+
+@attrs.frozen
+class Doors:
+    """Descriptors of three control files, open for writing: how processes and threads change their cgroup."""
+
+    floating: Descriptor
+    """``cgroup.procs`` of float."""
+    instance: Descriptor
+    """``cgroup.threads`` of the instance's group."""
+    pod: Descriptor
+    """``cgroup.procs`` of the pod's own group."""
+
+    def close(self) -> None:
+        """Close all three."""
+        for each in (self.floating, self.instance, self.pod):
+            each.close()
+
+
+@attrs.frozen
+class Registration:
+    """What ``registerCgroup`` has answered."""
+
+    instance: PurePosixPath
+    """The instance's group, in the controller's mount of the hierarchy."""
+    floating: PurePosixPath
+    cpus: CpuSet
+    """The CPUs of the instance's group as the controller has read them back."""
+    doors: Doors
+
+
+async def register(path: PurePosixPath, uuid: str, cpus: CpuSet, pod: Cgroup) -> Registration:
+    """Register the instance *uuid* on *cpus*; the caller closes the doors it is given.
+
+    *pod* is the group this process is in. Of a controller that sends no descriptors, the groups are entered by their
+    paths; of one that names the instance's group alone, float is its sibling. May take the controller's patience with
+    the kubelet, 12 s. Raises :class:`ControllerError`, :class:`ControllerAbsentError`, or
+    :exc:`~runner.errors.HostError` for an answer that is not understood.
+    """
+    with ExitStack() as held:
+        result = await _call(path, "registerCgroup", {"uuid": uuid, "cpuset": str(cpus)}, received := _Received(held))
+        instance = PurePosixPath(_text(result, "cgroup_path"))
+        floating = PurePosixPath(_text(result, "float_path", str(instance.parent / "float")))
+        said = _text(result, "cpuset", str(cpus))
+        try:
+            granted = CpuSet.parse(said)
+        except ValueError as error:
+            raise HostError(f"cannot understand the controller: it grants CPUs {said!r}") from error
+        match received.descriptors:
+            case [floats, threads, home]:
+                doors = Doors(floats, threads, home)
+            case []:
+                doors = open_doors(Cgroup(Path(floating)), Cgroup(Path(instance)), pod)
+            case several:
+                raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 3")
+        held.pop_all()
+    return Registration(instance, floating, granted, doors)
+
+
+async def deregister(path: PurePosixPath, uuid: str) -> None:
+    """Let the controller remove the instance's group; one that is not there is fine. Raises like :func:`register`."""
+    with ExitStack() as held:
+        await _call(path, "deregisterCgroup", {"uuid": uuid}, _Received(held))
+
+
+def open_doors(floating: Cgroup, instance: Cgroup, pod: Cgroup) -> Doors:
+    """Open the three control files by the groups' paths; the caller closes them. Raises ``CgroupError``."""
+    with ExitStack() as held:
+        received = _Received(held)
+        for group, file in ((floating, "cgroup.procs"), (instance, "cgroup.threads"), (pod, "cgroup.procs")):
+            received.take(group.open(file))
+        held.pop_all()
+    return Doors(*received.descriptors)
+
+
+@attrs.frozen
+class _Received:
+    """Descriptors that *held* closes unless somebody takes everything from it."""
+
+    held: ExitStack
+    descriptors: list[Descriptor] = attrs.field(factory=list)
+
+    def take(self, number: int) -> None:
+        self.descriptors.append(Descriptor(number))
+        self.held.callback(self.descriptors[-1].close)
+
+
+async def _call(path: PurePosixPath, method: str, params: Mapping[str, str], received: _Received) -> object:
+    """Return the result of a call; descriptors that come with it go to *received*."""
+    question = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
+    try:
+        with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            await connection.connect(str(path))
+            line = json.dumps(question).encode() + b"\n"
+            while line:
+                line = line[await connection.send(line) :]
+            answer = await _answer(connection, received)
+    except OSError as error:
+        if error.errno in _NOBODY:
+            raise ControllerAbsentError(f"cannot reach the controller at {str(path)!r}") from error
+        raise HostError(f"cannot talk to the controller at {str(path)!r}") from error
+    return _result(method, answer)
+
+
+async def _answer(connection: trio.socket.SocketType, received: _Received) -> bytes:
+    """Return the line of the answer; descriptors that come with it go to *received* at once, so that none is lost."""
+    answer = b""
+    space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+    while b"\n" not in answer:
+        data, ancillary, _, _ = await connection.recvmsg(LONGEST_ANSWER, space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                numbers = array.array("i")
+                numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
+                for number in numbers:
+                    received.take(number)
+        if not data:
+            raise ConnectionResetError(errno.ECONNRESET, "it hung up before it had answered")
+        answer += data
+        if len(answer) > LONGEST_ANSWER:
+            raise HostError(f"cannot understand the controller: its answer is longer than {LONGEST_ANSWER} bytes")
+    return answer.partition(b"\n")[0]
+
+
+def _result(method: str, answer: bytes) -> object:
+    try:
+        document = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise HostError(f"cannot understand the controller: it answered {method!r} with {answer[:200]!r}") from error
+    match document:
+        case {"error": {"code": int(code), "message": str(message)}}:
+            raise ControllerError(message, code)
+        case {"result": result}:
+            return result
+    raise HostError(f"cannot understand the controller: it answered {method!r} with {answer[:200]!r}")
+
+
+def _text(result: object, key: str, default: str | None = None) -> str:
+    value = result.get(key, default) if isinstance(result, dict) else None
+    if not isinstance(value, str):
+        raise HostError(f"cannot understand the controller: its answer has no {key!r}")
+    return value

@@ -1,0 +1,157 @@
+"""The runner's side of the controller's socket, with the real controller and with peers that misbehave."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path, PurePosixPath
+
+import pytest
+import trio
+
+from runner.cpuset import CpuSet
+from runner.errors import HostError, explain
+from runner.host.cgroup import Cgroup
+from runner.host.controller import ControllerAbsentError, ControllerError, deregister, register
+from tests.support.controlled import ENTRIES, A, B, Node, controlled, scope_path
+
+CPUS = CpuSet.parse(ENTRIES[A]["instance"])
+
+
+def descriptors() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node.new(tmp_path)
+
+
+async def test_registers_writes_through_the_doors_and_deregisters(node: Node) -> None:
+    before = descriptors()
+    async with controlled(node):
+        node.be(A)
+        registration = await register(PurePosixPath(node.socket), A, CPUS, node.scope(A))
+        assert str(registration.instance) == str(node.instance(A).path)
+        assert str(registration.floating) == str(node.floating.path)
+        assert registration.cpus == CPUS
+        doors = registration.doors
+        for door, group, file in (
+            (doors.floating, node.floating, "cgroup.procs"),
+            (doors.instance, node.instance(A), "cgroup.threads"),
+            (doors.pod, node.scope(A), "cgroup.procs"),
+        ):
+            assert Path(f"/proc/self/fd/{door.number}").readlink() == group.path / file
+            assert not os.get_inheritable(door.number)
+        doors.close()
+        await deregister(PurePosixPath(node.socket), A)
+        assert not node.instance(A).exists()
+        await deregister(PurePosixPath(node.socket), A)
+    assert descriptors() == before
+
+
+async def test_a_refusal_is_told_with_its_code(node: Node) -> None:
+    async with controlled(node):
+        node.be(A)
+        with pytest.raises(ControllerError, match="cannot act for instance") as refused:
+            await register(PurePosixPath(node.socket), B, CPUS, node.scope(A))
+        assert refused.value.code == -32001
+
+
+@pytest.mark.parametrize("how", ["missing", "stale", "directory missing"])
+async def test_nobody_there(tmp_path: Path, how: str) -> None:
+    path = tmp_path / ("sockets" if "directory" in how else "") / "controller.sock"
+    if how == "stale":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    with pytest.raises(ControllerAbsentError, match="cannot reach the controller"):
+        await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path))
+
+
+@asynccontextmanager
+async def answering(path: Path, answer: Callable[[trio.socket.SocketType], object]) -> AsyncIterator[None]:
+    """Hold a controller that treats its first client as told."""
+    with socket.socket(socket.AF_UNIX) as bound:  # trio binds in a thread, which other tests would find and mind
+        bound.bind(str(path))
+        bound.listen()
+        bound.setblocking(False)
+        listener = trio.socket.from_stdlib_socket(bound)
+
+        async def serve() -> None:
+            connection, _ = await listener.accept()
+            with connection:
+                await connection.recv(65536)
+                answer(connection)
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            yield
+            nursery.cancel_scope.cancel()
+
+
+def said(text: str, fds: int = 0) -> Callable[[trio.socket.SocketType], object]:
+    def answer(connection: trio.socket.SocketType) -> None:
+        with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as blocking:
+            blocking.setblocking(True)
+            rights = array.array("i", [0] * fds)
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if fds else []
+            blocking.sendmsg([text.encode() + b"\n"], ancillary)
+
+    return answer
+
+
+def result(**answer: object) -> str:
+    return json.dumps({"jsonrpc": "2.0", "id": 1, "result": answer})
+
+
+@pytest.mark.parametrize(
+    ("text", "fds", "complaint"),
+    [
+        ("", 0, "it answered 'registerCgroup' with b''"),
+        ("{", 3, "it answered 'registerCgroup' with b'{'"),
+        ("[]", 0, "it answered 'registerCgroup' with b'[]'"),
+        ('{"error": 7}', 0, "it answered"),
+        (result(), 3, "its answer has no 'cgroup_path'"),
+        (result(cgroup_path=7), 3, "its answer has no 'cgroup_path'"),
+        (result(cgroup_path="/a", cpuset="x"), 3, "it grants CPUs 'x'"),
+        (result(cgroup_path="/a"), 1, "it sends 1 descriptors instead of 3"),
+        (result(cgroup_path="/a"), 16, "it sends 16 descriptors instead of 3"),
+        (result(cgroup_path="/nowhere/instance-1"), 0, "there is no such cgroup"),
+        ("x" * 70000, 3, "its answer is longer than 65536 bytes"),
+    ],
+)
+async def test_an_answer_that_is_none(tmp_path: Path, text: str, fds: int, complaint: str) -> None:
+    path = tmp_path / "controller.sock"
+    before = descriptors()
+    async with answering(path, said(text, fds)):
+        with pytest.raises(HostError) as garbled:
+            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path))
+        assert complaint in explain(garbled.value)
+    assert descriptors() == before
+
+
+async def test_it_dies_before_it_has_answered(tmp_path: Path) -> None:
+    path = tmp_path / "controller.sock"
+    async with answering(path, lambda _: None):
+        with pytest.raises(ControllerAbsentError, match="cannot reach"):
+            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path))
+
+
+async def test_the_articles_controller_answers_with_a_path_alone(node: Node, tmp_path: Path) -> None:
+    """Then float is its sibling, and the groups are entered by their paths."""
+    async with controlled(node):
+        node.be(A)
+        node.instance(A).create()
+        path = tmp_path / "old.sock"
+        async with answering(path, said(result(cgroup_path=str(node.instance(A).path)))):
+            registration = await register(PurePosixPath(path), A, CPUS, node.mount.at(scope_path(A)))
+        assert str(registration.floating) == str(node.floating.path)
+        assert registration.cpus == CPUS
+        number = registration.doors.floating.number
+        assert Path(f"/proc/self/fd/{number}").readlink() == node.floating.path / "cgroup.procs"
+        registration.doors.close()
