@@ -17,7 +17,7 @@ import errno
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -166,23 +166,23 @@ def _masked(host: Host, placement: Placement, anchor: Keeper) -> Iterator[Seat]:
 @asynccontextmanager
 async def _registered(host: Host, placement: Placement, asked: Register, anchor: Keeper) -> AsyncIterator[Seat]:
     pod = host.procfs.cgroup()
-    async with AsyncExitStack() as held:
-        # Before it is asked: if it dies, or we are told to stop, nobody knows whether it has heard us.
-        held.push_async_callback(_deregister, host, asked)
-        try:
-            registration = await _registration(host, placement, asked, pod)
-        except ControllerError:
-            held.pop_all()  # it has said no, so there is nothing to take back
-            raise
-        doors = registration.doors
-        held.callback(doors.close)
-        if registration.cpus != placement.cpus:
-            raise PlacementError(
-                f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
-            )
-        name = registration.instance.name
-        async with _floating(host, placement, anchor, doors, Groups(pod, "float", name)) as groups:
-            yield _Grouped(groups, doors.pod.number, doors)
+    with ExitStack() as descriptors:
+        async with AsyncExitStack() as held:
+            # Before it is asked: if it dies, or we are told to stop, nobody knows whether it has heard us.
+            held.push_async_callback(_deregister, host, asked)
+            try:
+                registration = await _registration(host, placement, asked, pod, descriptors)
+            except ControllerError:
+                held.pop_all()  # it has said no, so there is nothing to take back
+                raise
+            doors = registration.doors
+            if registration.cpus != placement.cpus:
+                raise PlacementError(
+                    f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
+                )
+            name = registration.instance.name
+            async with _floating(host, placement, anchor, doors, Groups(pod, "float", name)) as groups:
+                yield _Grouped(groups, doors.pod.number, doors)
 
 
 async def _deregister(host: Host, asked: Register) -> None:
@@ -196,16 +196,14 @@ async def _deregister(host: Host, asked: Register) -> None:
         log.warning("the controller does not answer; it will remove the instance's cgroup later")
 
 
-async def _registration(host: Host, placement: Placement, asked: Register, pod: str) -> Registration:
+async def _registration(host: Host, placement: Placement, asked: Register, pod: str, held: ExitStack) -> Registration:
     """Register, waiting for a controller that is not there yet."""
     own = Cgroup(Path(CGROUP_ROOT) / pod.lstrip("/"))
     waiting = False
     with trio.move_on_after(AWAITED_FOR):
         while True:
             try:
-                return await host.unless_stopped(
-                    partial(register, asked.socket, asked.uid, placement.cpus, own),
-                )
+                return await host.unless_stopped(partial(register, asked.socket, asked.uid, placement.cpus, own, held))
             except ControllerAbsentError as error:
                 if not waiting:
                     log.info("waiting for the controller: %s", explain(error))
@@ -243,7 +241,8 @@ async def _delegated(host: Host, placement: Placement, anchor: Keeper) -> AsyncI
                 raise PlacementError(
                     f"cannot give {group.path} the CPUs '{cpus}': the kernel lets it have '{effective}'"
                 )
-        with _held(open_doors(floating, instance, scope)) as doors:
+        with ExitStack() as held:
+            doors = open_doors(floating, instance, scope, held)
             async with _floating(host, placement, anchor, doors, Groups(pod, "float", instance.name)) as groups:
                 yield _Grouped(groups, None, doors)
     finally:
@@ -264,14 +263,6 @@ async def _removed(group: Cgroup) -> None:
 
 
 # -- in float --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _held(doors: Doors) -> Iterator[Doors]:
-    try:
-        yield doors
-    finally:
-        doors.close()
 
 
 @asynccontextmanager

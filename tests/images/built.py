@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from zlib import crc32
 
 from tests.node.bed import artefacts
 from tests.node.bed.cache import KEPT_SECONDS, BedError, directory, fetch, follow, locked, say
@@ -19,7 +20,9 @@ CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 
 def storage() -> list[str]:
     """Return the options by which podman and buildah keep to a store of our own; it goes with the cache."""
-    return ["--root", str(directory() / "images"), "--runroot", "/run/instance-runner-images"]
+    root = directory() / "images"
+    # What is mounted of a store is noted elsewhere, where a reboot forgets it.
+    return ["--root", str(root), "--runroot", f"/run/instance-runner-images-{crc32(bytes(root)):08x}"]
 
 
 def podman(*words: str) -> str:

@@ -21,7 +21,7 @@ from runner.cpuset import CpuSet
 
 ROOT = Path("/sys/fs/cgroup")
 IN_DELETE = 0x200
-SECONDS = 30
+SECONDS = 60
 """How long to wait for what must happen; emulated CPUs are slow."""
 
 

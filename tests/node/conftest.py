@@ -90,8 +90,8 @@ def kubelet(tmp_path: Path, numa: dict[int, CpuSet]) -> Iterator[Kubelet]:
 def controller(kubelet: Kubelet, tmp_path: Path) -> Iterator[Controller]:
     """Return the node's controller, which answers; its log is shown when the test fails, its tree goes with the test."""
     controller = Controller(kubelet, tmp_path / "sockets")
-    controller.start()
     try:
+        controller.start()
         yield controller
     finally:
         for uid, containers in list(kubelet.running.items()):
