@@ -15,6 +15,8 @@ from tests.node.bed.cache import KEPT_SECONDS, BedError, directory, fetch, follo
 PROJECT = Path(__file__).resolve().parents[2]
 IMAGES = ("gpu-instance", "controller")
 TOOLS = {"podman": "podman", "buildah": "buildah", "runc": "runc", "mkfs.erofs": "erofs-utils"}
+UNPACKED_SECONDS = 24 * 3600
+"""An image's root file system is kept for so long: every change of the code makes another."""
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 
 
@@ -86,7 +88,7 @@ def root_file_system(name: str, image: str) -> Path:
             finally:
                 podman("image", "unmount", image)
         for other in kept.glob(f"{name}-*.erofs"):
-            if time.time() - other.stat().st_mtime > KEPT_SECONDS:
+            if other != path and time.time() - other.stat().st_mtime > UNPACKED_SECONDS:
                 other.unlink()
     return path
 
