@@ -25,6 +25,7 @@ from typing import Protocol
 import attrs
 import trio
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError, PlacementError, explain
 from runner.host.cgroup import Cgroup, CgroupError, write_control
 from runner.host.controller import (
@@ -52,6 +53,9 @@ ASKED_EVERY = 0.25
 
 DEREGISTERED_WITHIN = 5.0
 """Seconds; the controller gives the last thread 2 s to go, and removes by itself what is left of the dead."""
+
+SETTLED_WITHIN = 3.0
+"""Seconds; the controller is not needed for the guest to run."""
 
 EMPTY_WITHIN = 1.0
 """Seconds for the kernel to see that a group whose last thread was reaped is empty; measured: a millisecond."""
@@ -90,6 +94,9 @@ class Seat(Protocol):
     def confine(self, tid: int) -> None:
         """Take the thread *tid* alone into the instance's group."""
 
+    async def settle(self) -> None:
+        """Have the threads that the kernel started with QEMU taken out of the pod's group, which this process cannot."""
+
 
 @attrs.frozen
 class _Masked:
@@ -102,6 +109,9 @@ class _Masked:
         """See :class:`Seat`."""
 
     def confine(self, tid: int) -> None:
+        """See :class:`Seat`."""
+
+    async def settle(self) -> None:
         """See :class:`Seat`."""
 
 
@@ -121,9 +131,30 @@ class _Grouped:
         """See :class:`Seat`."""
         write_control(self.doors.instance.number, str(tid), f"{self.groups.instance}/cgroup.threads")
 
+    async def settle(self) -> None:
+        """See :class:`Seat`; what QEMU started was born in float with it."""
+
     def release(self, pid: int) -> None:
         """Take the process *pid* back to the pod's group."""
         write_control(self.doors.pod.number, str(pid), f"{self.groups.pod}/cgroup.procs")
+
+
+@attrs.frozen
+class _Registered(_Grouped):
+    """In cgroups of the node's controller."""
+
+    asked: Register
+    cpus: CpuSet
+
+    async def settle(self) -> None:
+        """See :class:`Seat`: the controller does it at every registration."""
+        with ExitStack() as held, trio.move_on_after(SETTLED_WITHIN) as patience:
+            try:
+                await register(self.asked.socket, self.asked.uid, self.cpus, Cgroup(Path(CGROUP_ROOT)), held)
+            except HostError as error:
+                log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
+        if patience.cancelled_caught:
+            log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: the controller does not answer")
 
 
 @asynccontextmanager
@@ -182,7 +213,7 @@ async def _registered(host: Host, placement: Placement, asked: Register, anchor:
                 )
             name = registration.instance.name
             async with _floating(host, placement, anchor, doors, Groups(pod, "float", name)) as groups:
-                yield _Grouped(groups, doors.pod.number, doors)
+                yield _Registered(groups, doors.pod.number, doors, asked, placement.cpus)
 
 
 async def _deregister(host: Host, asked: Register) -> None:

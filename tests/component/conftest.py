@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import stat
 import sys
@@ -78,6 +79,8 @@ class Bench:
     faults: Faults = attrs.field(factory=Faults)
     when_over: Callable[[], None] = lambda: None
     """Called when the instance has ended, before anything is looked at."""
+    told: Callable[[], str] = str
+    """Returns what was logged."""
 
     @property
     def log_file(self) -> Path:
@@ -100,6 +103,10 @@ class Bench:
             return []
         everything = [json.loads(line) for line in self.log_file.read_text().splitlines()]
         return [record for record in everything if record["fake"] == fake and record["what"] == what]
+
+    def guest_runs(self) -> bool:
+        """Tell whether the start is over: QEMU has answered ``cont``, and not only got it."""
+        return "the guest runs" in self.told()
 
     def commands(self) -> list[str]:
         """Return the QMP commands the fake QEMU got."""
@@ -189,5 +196,6 @@ async def settled(host: Host) -> None:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
+def bench(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Bench:
+    caplog.set_level(logging.INFO)
+    return Bench(tmp_path, told=lambda: caplog.text)

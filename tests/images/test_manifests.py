@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
+import yaml
 
 from runner.cpuset import CpuSet
 from runner.plan.instance import QEMU_OVERHEAD
 from runner.spec.instance import InstanceSpec, parse_instance
-from runner.topology.admission import Kubelet, KubeletConfiguration
-from runner.topology.hardware import Hardware
 from runner.topology.kubelet import NEWEST_MINOR, OLDEST_MINOR
-from runner.topology.pod import Container, Pod, parse_quantity
+from runner.topology.pod import parse_quantity
+from tests.images.built import PROJECT
 from tests.images.manifests import DIRECTORIES, Object, pod_specs, put_together
 from tests.images.test_images import NEEDED, NEEDED_FOR_SHARES
 
-HOST = Path(__file__).parents[1] / "data" / "hosts" / "epyc-7543-2s-nps1.json"
-KUBELET = KubeletConfiguration(
-    cpu_manager_policy="static",
-    reserved_cpus=CpuSet([0, 64]),
-    memory_manager_policy="Static",
-    reserved_memory={0: {"memory": 1 << 30}},
-    topology_manager_policy="best-effort",
-)
 INSTANCES = [name for name in DIRECTORIES if name != "controller"]
 
 
@@ -134,17 +128,26 @@ def test_an_instance_has_no_more_rights_than_it_needs(name: str, objects: dict[s
 
 
 @pytest.mark.parametrize("name", INSTANCES)
-def test_the_kubelet_gives_it_cpus_of_one_numa_node(name: str, objects: dict[str, list[Object]]) -> None:
-    kubelet = Kubelet.configured(Hardware.from_json(HOST.read_text()), KUBELET)
-    container = container_of(objects[name])
-    requests = {resource: str(amount) for resource, amount in container["resources"]["limits"].items()}
-    pod = Pod(
-        "uid", (Container.requesting("instance", requests),), guaranteed=is_guaranteed(pod_specs(objects[name])[0])
-    )
-    admission = kubelet.empty_node.admit(pod)
-    assert admission.admitted, admission.message
-    assert len(admission.cpus["instance"]) == parse_quantity(requests["cpu"])
-    assert (admission.affinity["instance"].mask or 0).bit_count() == 1
+def test_the_kubelet_of_the_example_admits_it(name: str, objects: dict[str, list[Object]], tmp_path: Path) -> None:
+    """By our own command, with the example's kubelet configuration and recorded host."""
+    manifest, spec = tmp_path / "pod.yaml", tmp_path / "spec.toml"
+    manifest.write_text(yaml.safe_dump_all(objects[name]))
+    [text] = [found["data"]["spec.toml"] for found in objects[name] if found["kind"] == "ConfigMap"]
+    spec.write_text(text)
+    argv = [
+        *(sys.executable, "-m", "runner", "plan", "--json"),
+        *("--node", EXAMPLES / "kubelet-configuration.yaml", "--host", EXAMPLES.parent / "plan" / "dual-epyc.json"),
+        *("--pod", manifest, spec),
+    ]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, check=False, cwd=PROJECT)
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["fits"]) == (0, True)
+    [pod] = answer["pods"]
+    assert (pod["outcome"], pod["qos"]) == ("admitted", "Guaranteed")
+    [container] = pod["containers"]
+    limits = container_of(objects[name])["resources"]["limits"]
+    assert len(CpuSet.parse(container["cpus"])) == parse_quantity(limits["cpu"])
+    assert container["memory"][0]["numa_nodes"] == [0]
 
 
 def test_the_controller_takes_no_whole_cpu(objects: dict[str, list[Object]]) -> None:

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": BASE | {"spec", "topology"},
     "host": BASE | {"topology.hardware"},
     "instance": BASE | {"spec", "topology", "plan", "host"},
+    "planner": BASE | {"spec", "topology", "plan", "host"},
     "controller": BASE | {"topology", "host"},
 }
 """Room → the rooms of ours it may import besides itself; ``__main__`` may import everything."""
@@ -47,6 +48,9 @@ EFFECTS = {
 ONE_DOOR = {
     "subprocess": {"host.processes"},
     "socket": {"host", "controller"},
+    "yaml": {"spec.yaml"},
+    "runner.spec.yaml": {"planner"},
+    "runner.planner": {"__main__"},
 }
 """Module → the only modules (or rooms) of ours that may import it."""
 

@@ -13,7 +13,7 @@ from tests.node.bed.madt import madt
 from tests.node.bed.shape import Shape
 
 PROJECT = Path(__file__).resolve().parents[3]
-NOT_IN_THE_NODE = ("flake8", "flake8-async", "kubernetes-validate", "mypy", "pyyaml", "ruff", "types-pyyaml")
+NOT_IN_THE_NODE = ("flake8", "flake8-async", "kubernetes-validate", "mypy", "ruff")
 """Development tools that no test in the node imports."""
 
 

@@ -12,11 +12,11 @@ from typing import Literal
 
 import attrs
 import pytest
-from tests.node.instances import ROM, TREE, Instance
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import SECONDS, Cgroup
 from tests.node.images.manifested import Cluster, Object
+from tests.node.instances import ROM, TREE, Instance
 from tests.node.standin_kubelet import Kubelet, Mount, Running, Runtime
 
 BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
