@@ -19,7 +19,7 @@ from runner.spec.instance import InstanceSpec, parse_instance
 from runner.topology.kubelet import NEWEST_MINOR, OLDEST_MINOR
 from runner.topology.pod import parse_quantity
 from tests.images.built import PROJECT
-from tests.images.manifests import DIRECTORIES, Object, pod_specs, put_together
+from tests.images.manifests import DIRECTORIES, EXAMPLES, Object, pod_specs, put_together
 from tests.images.test_images import NEEDED, NEEDED_FOR_SHARES
 
 INSTANCES = [name for name in DIRECTORIES if name != "controller"]
@@ -134,7 +134,7 @@ def test_the_kubelet_of_the_example_admits_it(name: str, objects: dict[str, list
     manifest.write_text(yaml.safe_dump_all(objects[name]))
     [text] = [found["data"]["spec.toml"] for found in objects[name] if found["kind"] == "ConfigMap"]
     spec.write_text(text)
-    argv = [
+    argv: list[str | Path] = [
         *(sys.executable, "-m", "runner", "plan", "--json"),
         *("--node", EXAMPLES / "kubelet-configuration.yaml", "--host", EXAMPLES.parent / "plan" / "dual-epyc.json"),
         *("--pod", manifest, spec),
