@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import logging
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run)
 
     _add_plan(commands)
+    _add_inspect(commands.add_parser("inspect", help="say where every thread of a running instance is, and judge it"))
     return parser
 
 
@@ -152,6 +154,36 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.set_defaults(command=_plan)
 
 
+def _add_inspect(inspect: argparse.ArgumentParser) -> None:
+    inspect.description = (
+        "In an instance's container: that instance. On the node, as root: every instance that the controller placed. "
+        f"The exit status is {Status.FINDINGS.value} if a rule is violated, and 0 if not, also where one cannot be judged."
+    )
+    add = inspect.add_argument
+    add("instance", metavar="UUID", nargs="?", default="", help="on the node: only instances whose uuid begins so")
+    add("--json", action="store_true", help="the report as JSON")
+    add(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=5.0,
+        metavar="SECONDS",
+        help="again and again until Ctrl-C (default: every 5 s); where the output is no terminal, only what changes",
+    )
+    _add_state_dir(inspect)
+    add("--root", type=Path, default=Path("/sys/fs/cgroup/stelia"), metavar="DIR", help="the controller's cgroup")
+    add("--cgroupfs", type=Path, default=Path("/sys/fs/cgroup"), metavar="DIR", help="where cgroup v2 is mounted")
+    add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
+    inspect.set_defaults(command=_inspect)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= (seconds := float(text)) <= 86400:  # noqa: PLR2004 - nobody watches more often, or only once a day
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86400")
+
+
 class _Version(argparse.Action):
     """Says the version; what reads it is imported only now, because that takes as long as the rest of this command line."""
 
@@ -166,6 +198,10 @@ def _add_spec(parser: argparse.ArgumentParser, nargs: str | None = None) -> None
     parser.add_argument(
         "spec", metavar="SPEC", nargs=nargs, help="the instance's document, TOML or JSON; for plan, - is standard input"
     )
+    _add_state_dir(parser)
+
+
+def _add_state_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dir",
         type=_absolute,
@@ -238,6 +274,33 @@ def _check_plan(arguments: argparse.Namespace) -> None:
         raise UsageError("cannot plan nothing: name a SPEC, or a kubelet's configuration with --node")
     elif arguments.json and arguments.show_argv:
         raise UsageError("cannot give both --json and --show-argv; leave one out")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from runner.host.cgroup import Cgroup
+    from runner.inspection.command import Screen, Where, inspect
+    from runner.inspection.look import Machine
+    from runner.inspection.rules import Report
+
+    where = Where(
+        receipt=Path(arguments.state_dir / "receipt.json"),
+        root=Cgroup(arguments.root),
+        kubelet=arguments.kubelet_dir,
+        machine=Machine(cgroupfs=arguments.cgroupfs),
+        wanted=arguments.instance,
+    )
+    watching = arguments.watch is not None
+    screen = Screen(arguments.json, redraw=sys.stdout.isatty(), repeated=watching)
+
+    def show(report: Report) -> None:
+        print(screen.text(report), end="", flush=True)
+
+    try:
+        trio.run(inspect, where, arguments.watch, show)
+    except KeyboardInterrupt:
+        if not watching:
+            raise
+    return screen.status
 
 
 def _run(arguments: argparse.Namespace) -> int:

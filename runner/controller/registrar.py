@@ -29,7 +29,12 @@ from runner.controller.identity import Home, RefusalError, Resident, check_agree
 from runner.controller.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, Result, RpcError
 from runner.controller.keeper import Keeper
 from runner.controller.kubelet import Frozen
-from runner.controller.pods import (
+from runner.controller.reconcile import FLOAT, ROOT, holders, instance_group
+from runner.cpuset import CpuSet
+from runner.errors import HostError, explain
+from runner.host.cgroup import Cgroup, CgroupError
+from runner.host.peers import Peer, PeerError, Peers
+from runner.topology.pod_cgroups import (
     INSTANCE_NAME,
     Container,
     bare_groups,
@@ -37,11 +42,6 @@ from runner.controller.pods import (
     parse_container,
     pod_groups,
 )
-from runner.controller.reconcile import FLOAT, ROOT, holders, instance_group
-from runner.cpuset import CpuSet
-from runner.errors import HostError, explain
-from runner.host.cgroup import Cgroup, CgroupError
-from runner.host.peers import Peer, PeerError, Peers
 
 log = logging.getLogger(__name__)
 

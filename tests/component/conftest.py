@@ -20,6 +20,8 @@ from runner.cpuset import CpuSet
 from runner.errors import RunnerError
 from runner.host.outlet import Outlet
 from runner.host.processes import become_subreaper
+from runner.host.procfs import Procfs
+from runner.host.sysfs import read_hardware
 from runner.instance.host import Faults, Host, StopRequest, open_host
 from runner.instance.lifecycle import run_instance
 from runner.instance.machine import Ended
@@ -128,6 +130,8 @@ class Bench:
         daemons = daemon or {}
         facts = HostFacts(
             allowed_cpus=CpuSet(os.sched_getaffinity(0)),
+            hardware=read_hardware(),
+            memory_nodes=Procfs().memory_nodes(),
             memory=1 << 40,
             state_directory=PurePosixPath(self.root / "state"),
             qemu=self.program("qemu", "fake_qemu.py", **(qemu or {})),

@@ -82,7 +82,8 @@ async def answering(path: Path, answer: Callable[[trio.socket.SocketType], objec
         bound.setblocking(False)
         listener = trio.socket.from_stdlib_socket(bound)
 
-        async def serve() -> None:
+        async def serve(task_status: trio.TaskStatus[None]) -> None:
+            task_status.started()
             connection, _ = await listener.accept()
             with connection:
                 await connection.recv(65536)
@@ -90,7 +91,7 @@ async def answering(path: Path, answer: Callable[[trio.socket.SocketType], objec
                 await trio.lowlevel.checkpoint()
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve)
+            await nursery.start(serve)
             yield
             nursery.cancel_scope.cancel()
 

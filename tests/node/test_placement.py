@@ -204,11 +204,11 @@ def test_delegated_divides_the_containers_own_cgroup(
     instance.up()
     scope = instance.scope
     vcpus = instance.vcpus()
-    assert sorted(str(thread.cpus) for thread in vcpus) == ["3", "4", "5"]
+    assert sorted(str(thread.cpus) for thread in vcpus) == ["2", "3", "4"]
     assert {thread.cgroup for thread in vcpus} == {f"{scope}/instance"}
     mine = {thread.tid for thread in vcpus}
     others = [thread for thread in instance.threads() if thread.tid not in mine and thread.name != "sleep"]
-    assert {(thread.cgroup, str(thread.cpus)) for thread in others} == {(f"{scope}/float", "2")}
+    assert {(thread.cgroup, str(thread.cpus)) for thread in others} == {(f"{scope}/float", "5")}
     instance.running.execute("sh", "-c", "sleep 1000 >/dev/null 2>&1 &")
     until(
         lambda: (
