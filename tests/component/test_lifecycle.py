@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -387,9 +388,25 @@ async def test_the_console_is_a_fifo_nobody_reads(bench: Any) -> None:
 
 
 async def test_a_state_directory_others_may_write(bench: Any) -> None:
-    (bench.root / "state").mkdir()
-    (bench.root / "state").chmod(0o777)
+    state = bench.root / "state"
+    state.mkdir()
+    state.chmod(0o1777)
     assert "others may write there" in refused(await bench.run(bench.plan()))
+    state.chmod(0o777)
+    (state / "somebody's").touch()
+    assert "others may write there" in refused(await bench.run(bench.plan()))
+    assert stat.S_IMODE(state.stat().st_mode) == 0o777
+
+
+async def test_an_empty_state_directory_open_to_all_is_taken_and_closed(bench: Any) -> None:
+    """As an emptyDir volume of Kubernetes begins."""
+    state = bench.root / "state"
+    state.mkdir()
+    state.chmod(0o777)
+    log = state / "console.log"
+    ended(await bench.run(bench.plan(f'[console]\nlog = "{log}"\n', qemu={"at_cont": "shutdown"})))
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert log.read_text() == "guest: runs\n"
 
 
 async def test_what_could_not_be_released_is_recorded_and_the_rest_released(bench: Any) -> None:

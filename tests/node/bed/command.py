@@ -21,8 +21,9 @@ from tests.node.bed.shape import Shape
 
 RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
-TESTS, SYSTEMD_TESTS = ["tests/node", "--ignore=tests/node/systemd"], ["tests/node/systemd"]
-"""What needs systemd as PID 1 is a folder of its own: a node without it would have to skip it."""
+TESTS = ["tests/node", "--ignore=tests/node/systemd", "--ignore=tests/node/images"]
+SYSTEMD_TESTS = ["tests/node/systemd"]
+"""What needs systemd as PID 1, or our images as disks, is a folder of its own: a node without it would have to skip it."""
 HANGING_SECONDS = 300
 """A test that takes longer shows where it is."""
 NEVER_CAME_UP, NO_STATUS, NO_TESTS = 70, 71, 72
@@ -45,10 +46,26 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--keep", action="store_true", help="after the tests, a shell in the node that ran them")
     out.add_argument("--here", action="store_true", help="run on this machine (root, cgroup v2): no node is booted")
     out.add_argument("--results", type=Path, metavar="DIR", help="default: a fresh one in .cache/node, kept for 5 runs")
+    out.add_argument(
+        "--disk",
+        type=disk,
+        action="append",
+        default=[],
+        metavar="SERIAL=FILE",
+        help="a read-only disk; may be repeated",
+    )
     out.add_argument("--boot-timeout", type=float, metavar="S", help="default: 60 s and 2 s a CPU")
     out.add_argument("--timeout", type=float, default=3600, metavar="S", help="for the tests (default 3600)")
     out.add_argument("pytest", nargs="*", metavar="-- PYTEST", help="arguments for pytest (default: tests/node)")
     return out
+
+
+def disk(text: str) -> tuple[str, Path]:
+    """Read the value of ``--disk``."""
+    serial, _, file = text.partition("=")
+    if not serial or not Path(file).is_file():
+        raise ValueError(text)
+    return serial, Path(file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,6 +140,7 @@ def in_node(options: argparse.Namespace) -> int:
         shape,
         options.accel,
         run,
+        disks=dict(options.disk),
         interactive=interactive,
         systemd=options.systemd,
         boot_seconds=options.boot_timeout or (60 + 2 * shape.cpus) * (2 if options.systemd else 1),
