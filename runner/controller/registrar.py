@@ -5,8 +5,9 @@ method             params               result
 =================  ===================  ==========================================================================
 registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset", "protocol"}``; with it travel
                                         descriptors of float's ``cgroup.procs``, the instance's
-                                        ``cgroup.threads``, the pod's own ``cgroup.procs``, in this order;
-                                        the kernel's threads in the pod's group go to float
+                                        ``cgroup.threads``, the pod's own ``cgroup.procs``, float's
+                                        ``cgroup.threads``, in this order; the kernel's threads in the pod's
+                                        group go to float
 deregisterCgroup   ``uuid``             ``{"removed": bool}``; what was not there is not removed, and that is fine
 listInstances      none                 ``[{"uuid", "cgroup_path", "cpuset", "effective", "populated"}, …]``
 getStatus          none                 protocol, kubelet's policy, float, frozen reason, faults
@@ -155,6 +156,16 @@ class Registrar:
             # Without a kubelet nobody says when an instance is over; an empty one yields to who asks for its CPUs.
             log.info("empty instance gives way uuid=%s to=%s", other, uid)
             self.keeper.tree.group(instance_group(other)).remove()
+        mine = observed.instances().get(uid)
+        if mine is not None and mine.populated and mine.cpus != asked:
+            raise RefusalError(
+                identity.CONFLICT,
+                f"cannot register instance {uid!r} with CPUs '{asked}': its vCPUs run on '{mine.cpus}'; another container "
+                "of the pod has registered them, and a pod has one instance",
+                lasting=False,
+                requested=str(asked),
+                holder=uid,
+            )
         group = self.keeper.tree.group(instance_group(uid))
         existed = group.exists()
         faults = [
@@ -175,7 +186,7 @@ class Registrar:
         passing = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
         if home is not None:
             own = self.mount.at(home.cgroup)
-            passing.append((own, "cgroup.procs"))
+            passing += [(own, "cgroup.procs"), (floating, "cgroup.threads")]
             self._float_kernel_threads(own)
         return Result(
             {

@@ -26,7 +26,10 @@ from runner.host.files import Descriptor
 
 LONGEST_ANSWER = 1 << 16
 _MOST_DESCRIPTORS = 16
-_NOBODY = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EAGAIN}
+_NOBODY = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EAGAIN, errno.ENOTCONN}
+"""The last two are a queue of connections that is full: it is there, and has no time yet."""
+BUSY = -32005
+"""The code of the controller that has as many connections or requests as it can take."""
 
 
 class ControllerError(HostError):
@@ -43,7 +46,7 @@ class ControllerAbsentError(HostError):
 
 @attrs.frozen
 class Doors:
-    """Descriptors of three control files, open for writing: how processes and threads change their cgroup."""
+    """Descriptors of four control files, open for writing: how processes and threads change their cgroup."""
 
     floating: Descriptor
     """``cgroup.procs`` of float."""
@@ -51,6 +54,8 @@ class Doors:
     """``cgroup.threads`` of the instance's group."""
     pod: Descriptor
     """``cgroup.procs`` of the pod's own group."""
+    floating_threads: Descriptor
+    """``cgroup.threads`` of float."""
 
 
 @attrs.frozen
@@ -83,12 +88,15 @@ async def register(path: PurePosixPath, uuid: str, cpus: CpuSet, pod: Cgroup, he
     except ValueError as error:
         raise HostError(f"cannot understand the controller: it grants CPUs {said!r}") from error
     match received.descriptors:
-        case [floats, threads, home]:
-            doors = Doors(floats, threads, home)
-        case []:
+        case [floats, threads, home, back]:
+            doors = Doors(floats, threads, home, back)
+        case [] | [
+            _,
+            _,
+        ]:  # none at all, or from a controller that trusts anybody and does not know where we are at home
             doors = open_doors(Cgroup(Path(floating)), Cgroup(Path(instance)), pod, held)
         case several:
-            raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 3")
+            raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 4")
     return Registration(instance, floating, granted, doors)
 
 
@@ -108,9 +116,10 @@ async def read_status(path: PurePosixPath) -> Mapping[str, object]:
 
 
 def open_doors(floating: Cgroup, instance: Cgroup, pod: Cgroup, held: ExitStack) -> Doors:
-    """Open the three control files by the groups' paths; *held* closes them. Raises ``CgroupError``."""
+    """Open the control files by the groups' paths; *held* closes them. Raises ``CgroupError``."""
     received = _Received(held)
-    for group, file in ((floating, "cgroup.procs"), (instance, "cgroup.threads"), (pod, "cgroup.procs")):
+    procs, threads = "cgroup.procs", "cgroup.threads"
+    for group, file in ((floating, procs), (instance, threads), (pod, procs), (floating, threads)):
         received.take(group.open(file))
     return Doors(*received.descriptors)
 
@@ -171,7 +180,7 @@ def _result(method: str, answer: bytes) -> object:
         raise HostError(f"cannot understand the controller: it answered {method!r} with {answer[:200]!r}") from error
     match document:
         case {"error": {"code": int(code), "message": str(message)}}:
-            raise ControllerError(message, code)
+            raise ControllerAbsentError(message) if code == BUSY else ControllerError(message, code)
         case {"result": result}:
             return result
     raise HostError(f"cannot understand the controller: it answered {method!r} with {answer[:200]!r}")

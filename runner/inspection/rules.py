@@ -92,7 +92,9 @@ def vcpus_alone(instance: InstanceSighting) -> Verdict:
 def _misplaced(instance: InstanceSighting) -> Iterator[str]:
     threads = instance.vcpu_threads
     indices = {each.vcpu for each in threads if each.vcpu is not None}
-    number = instance.vcpus or max(indices, default=-1) + 1
+    # The node's controller gives an instance as many CPUs as it has vCPUs, whichever of them are to be seen.
+    given = len(instance.cpus) if instance.backend == "controller" else 0
+    number = instance.vcpus or max(given, max(indices, default=-1) + 1)
     yield from (f"vCPU {index} has no thread" for index in range(number) if index not in indices)
     for each in threads:
         thread = each.thread
@@ -110,7 +112,8 @@ def cpus_exclusive(instance: InstanceSighting) -> Verdict:
 
     Exempt, and counted in the reasons, is what does not compete for them: the anchor and pods' ``pause`` processes,
     which sleep for ever, and the kernel's own threads, of which those bound to one CPU serve that CPU, and the others
-    can be held by no cgroup (``Documentation/admin-guide/kernel-parameters.rst``: ``isolcpus=``, ``nohz_full=``).
+    are kept off it by no cpuset (``Documentation/admin-guide/kernel-parameters.rst``: ``isolcpus=``, ``nohz_full=``).
+    A kernel thread in a cgroup works for whoever is in that, such as ``vhost-`` before Linux 6.4, and counts like any.
     """
     rest = (each for each in instance.threads if each.role != VCPU)
     there = [each for each in (*rest, *instance.others) if not each.thread.cpus.isdisjoint(instance.cpus)]
@@ -125,7 +128,7 @@ def cpus_exclusive(instance: InstanceSighting) -> Verdict:
 
 
 def _exempt(each: SeenThread) -> bool:
-    return each.kernel or each.role in {ANCHOR, SANDBOX}
+    return (each.kernel and each.thread.cgroup in {"", "/"}) or each.role in {ANCHOR, SANDBOX}
 
 
 def _intruders(threads: Iterable[SeenThread], cpus: CpuSet) -> Iterator[str]:
@@ -146,7 +149,7 @@ def _exemptions(threads: Iterable[SeenThread]) -> str:
     )
     return (
         f"only sleepers (anchors: {kinds[ANCHOR]}, pod sandboxes: {kinds[SANDBOX]}) and kernel threads (bound to one CPU: "
-        f"{kinds['bound']}, others, which no cgroup can hold: {kinds['unbound']}) may run there besides the vCPUs"
+        f"{kinds['bound']}, others, in no cgroup: {kinds['unbound']}) may run there besides the vCPUs"
     )
 
 

@@ -92,13 +92,13 @@ async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machin
     """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
     vcpus = await started_within(plan.patience, lambda: host.unless_stopped(machine.vcpu_threads))
     receipt = confined(host, seat, plan.placement, machine.process, vcpus)
-    await host.unless_stopped(seat.settle)
     for line in receipt.table():
         log.info("placement: %s", line)
     path = plan.state_directory / "receipt.json"
     files.publish(path, json.dumps(receipt.to_json(), indent=1).encode() + b"\n")
     try:
-        yield receipt
+        async with host.observed(seat.settle):
+            yield receipt
     finally:
         with host.faults.recorded("remove the receipt"):
             files.remove(path)

@@ -54,8 +54,8 @@ ASKED_EVERY = 0.25
 DEREGISTERED_WITHIN = 5.0
 """Seconds; the controller gives the last thread 2 s to go, and removes by itself what is left of the dead."""
 
-SETTLED_WITHIN = 3.0
-"""Seconds; the controller is not needed for the guest to run."""
+SETTLED_AGAIN = 5.0
+"""Seconds between two attempts to have the controller move the kernel's threads."""
 
 EMPTY_WITHIN = 1.0
 """Seconds for the kernel to see that a group whose last thread was reaped is empty; measured: a millisecond."""
@@ -95,7 +95,10 @@ class Seat(Protocol):
         """Take the thread *tid* alone into the instance's group."""
 
     async def settle(self) -> None:
-        """Have the threads that the kernel started with QEMU taken out of the pod's group, which this process cannot."""
+        """Have the threads that the kernel started with QEMU taken out of the pod's group, which this process cannot.
+
+        May be cancelled at any moment, and takes as long as it takes: the guest need not wait for it.
+        """
 
 
 @attrs.frozen
@@ -122,6 +125,8 @@ class _Grouped:
     groups: Groups
     birthplace: int | None
     doors: Doors
+    vcpus: set[int]
+    """The threads that were confined."""
 
     def admit(self, pid: int) -> None:
         """See :class:`Seat`."""
@@ -130,9 +135,19 @@ class _Grouped:
     def confine(self, tid: int) -> None:
         """See :class:`Seat`."""
         write_control(self.doors.instance.number, str(tid), f"{self.groups.instance}/cgroup.threads")
+        self.vcpus.add(tid)
+
+    def give_back(self, tid: int) -> None:
+        """Take the thread *tid* alone back to float, where it may run everywhere."""
+        write_control(self.doors.floating_threads.number, str(tid), f"{self.groups.floating}/cgroup.threads")
+        pin(tid, read_mask())
 
     async def settle(self) -> None:
         """See :class:`Seat`; what QEMU started was born in float with it."""
+
+    def strange(self, cgroup: str) -> bool:
+        """Tell whether *cgroup* is none in which something of ours runs."""
+        return cgroup not in {self.groups.floating, self.groups.instance}
 
     def release(self, pid: int) -> None:
         """Take the process *pid* back to the pod's group."""
@@ -148,13 +163,18 @@ class _Registered(_Grouped):
 
     async def settle(self) -> None:
         """See :class:`Seat`: the controller does it at every registration."""
-        with ExitStack() as held, trio.move_on_after(SETTLED_WITHIN) as patience:
-            try:
-                await register(self.asked.socket, self.asked.uid, self.cpus, Cgroup(Path(CGROUP_ROOT)), held)
-            except HostError as error:
-                log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
-        if patience.cancelled_caught:
-            log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: the controller does not answer")
+        told = False
+        while True:
+            with ExitStack() as held:
+                try:
+                    await register(self.asked.socket, self.asked.uid, self.cpus, _group(self.groups.pod), held)
+                except HostError as error:
+                    if not told:
+                        log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
+                    told = True
+                else:
+                    return
+            await trio.sleep(SETTLED_AGAIN)
 
 
 @asynccontextmanager
@@ -212,8 +232,8 @@ async def _registered(host: Host, placement: Placement, asked: Register, anchor:
                     f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
                 )
             name = registration.instance.name
-            async with _floating(host, placement, anchor, doors, Groups(pod, "float", name)) as groups:
-                yield _Registered(groups, doors.pod.number, doors, asked, placement.cpus)
+            async with _floating(host, placement, anchor, doors, Groups(pod, "float", name)) as seat:
+                yield _Registered(seat.groups, doors.pod.number, doors, seat.vcpus, asked, placement.cpus)
 
 
 async def _deregister(host: Host, asked: Register) -> None:
@@ -229,12 +249,13 @@ async def _deregister(host: Host, asked: Register) -> None:
 
 async def _registration(host: Host, placement: Placement, asked: Register, pod: str, held: ExitStack) -> Registration:
     """Register, waiting for a controller that is not there yet."""
-    own = Cgroup(Path(CGROUP_ROOT) / pod.lstrip("/"))
     waiting = False
     with trio.move_on_after(AWAITED_FOR):
         while True:
             try:
-                return await host.unless_stopped(partial(register, asked.socket, asked.uid, placement.cpus, own, held))
+                return await host.unless_stopped(
+                    partial(register, asked.socket, asked.uid, placement.cpus, _group(pod), held)
+                )
             except ControllerAbsentError as error:
                 if not waiting:
                     log.info("waiting for the controller: %s", explain(error))
@@ -245,6 +266,11 @@ async def _registration(host: Host, placement: Placement, asked: Register, pod: 
         f"cannot register with the controller at {str(asked.socket)!r}: {what} within {AWAITED_FOR:g} s; is its "
         "DaemonSet running on this node?"
     )
+
+
+def _group(path: str) -> Cgroup:
+    """Return the group at *path*, for a controller that sends no descriptors; of no use where it cannot be seen."""
+    return Cgroup(Path(CGROUP_ROOT) / path.lstrip("/"))
 
 
 # -- delegated -------------------------------------------------------------------------------------------------------
@@ -261,6 +287,7 @@ async def _delegated(host: Host, placement: Placement, anchor: Keeper) -> AsyncI
     pod = host.procfs.cgroup()
     scope = Cgroup(Path(CGROUP_ROOT)).at(pod)
     floating, instance = scope.child("float"), scope.child("instance")
+    before = scope.enabled()
     try:
         for group in (floating, instance):
             group.create()
@@ -274,13 +301,13 @@ async def _delegated(host: Host, placement: Placement, anchor: Keeper) -> AsyncI
                 )
         with ExitStack() as held:
             doors = open_doors(floating, instance, scope, held)
-            async with _floating(host, placement, anchor, doors, Groups(pod, "float", instance.name)) as groups:
-                yield _Grouped(groups, None, doors)
+            async with _floating(host, placement, anchor, doors, Groups(pod, "float", instance.name)) as seat:
+                yield seat
     finally:
         with host.faults.recorded("remove the cgroups"), trio.move_on_after(EMPTY_WITHIN + 1, shield=True):
             for group in (instance, floating):
                 await _removed(group)
-            if "cpuset" in scope.enabled():
+            if "cpuset" in scope.enabled() - before:
                 scope.write("cgroup.subtree_control", "-cpuset")
 
 
@@ -299,12 +326,12 @@ async def _removed(group: Cgroup) -> None:
 @asynccontextmanager
 async def _floating(
     host: Host, placement: Placement, anchor: Keeper, doors: Doors, called: Groups
-) -> AsyncIterator[Groups]:
-    """Hold this process in float, and yield what the groups are called as seen from here; before, only names are known.
+) -> AsyncIterator[_Grouped]:
+    """Hold this process in float; only there does it see what the groups of which it knows the names are *called*.
 
     What it forks is born in float, but for the anchor: when that must be started again it enters the pod's group.
     """
-    seat, command = _Grouped(called, None, doors), anchor.command
+    seat, command = _Grouped(called, None, doors, set()), anchor.command
     try:
         seat.admit(0)
         anchor.command = attrs.evolve(command, entering=doors.pod.number)
@@ -316,18 +343,20 @@ async def _floating(
             )
         groups = Groups(called.pod, own, str(PurePosixPath(own).with_name(called.instance)))
         log.info("in float cgroup=%s cpus=%s", own, read_mask())
+        seat = attrs.evolve(seat, groups=groups)
         async with AsyncExitStack() as held:
             if placement.sweep:
-                await held.enter_async_context(host.observed(partial(_sweep, host, _Grouped(groups, None, doors))))
-            yield groups
+                await held.enter_async_context(host.observed(partial(_sweep, host, seat)))
+            yield seat
     finally:
         anchor.command = command
-        with host.faults.recorded("return to the pod's cgroup"):
+        with host.faults.recorded("return what else is in float to the pod's cgroup"):
             own = host.procfs.cgroup()
             for pid in _others(host):
                 with contextlib.suppress(HostError):  # it has ended
                     if host.procfs.cgroup(pid) == own != called.pod:
                         seat.release(pid)
+        with host.faults.recorded("return to the pod's cgroup"):
             seat.release(0)
 
 
@@ -341,18 +370,44 @@ def _others(host: Host) -> list[int]:
 
 
 async def _sweep(host: Host, seat: _Grouped) -> None:
-    """Keep what others start in the container off the vCPUs' CPUs: look for it again and again; nobody tells."""
-    told: set[int] = set()
+    """Keep off the vCPUs' CPUs what comes later: look for it again and again; nobody tells.
+
+    These are processes that others start in the container, and threads that QEMU's vCPU threads start: a thread is born
+    where its parent is, and since Linux 6.14 the first vCPU that runs starts KVM's ``kvm-nx-lpage-recovery``.
+    """
+    told: set[str] = set()
     while True:
-        for pid in _others(host):
-            name = host.procfs.name(pid)
-            try:
-                if host.procfs.cgroup(pid) not in {seat.groups.floating, seat.groups.instance}:
-                    seat.admit(pid)
-                    log.info("moved to float, as it was started in the pod's cgroup pid=%d name=%s", pid, name)
-            except HostError as error:
-                ended = not isinstance(error, CgroupError) or error.errno == errno.ESRCH
-                if not ended and pid not in told:
-                    told.add(pid)
-                    log.warning("a process is on the vCPUs' CPUs pid=%d name=%s: %s", pid, name, explain(error))
+        try:
+            for pid in _others(host):
+                with _survived(told, f"process {pid}"):
+                    first = next(host.procfs.threads(pid), None)  # a zombie has none
+                    if first is not None and seat.strange(first.cgroup):
+                        seat.admit(pid)
+                        log.info(
+                            "moved to float, as it was started in the pod's cgroup pid=%d name=%s", pid, first.name
+                        )
+            for process in host.processes:
+                later = set(host.procfs.thread_ids(process.pid)) - seat.vcpus if process.role == "qemu" else ()
+                for tid in later if seat.vcpus else ():
+                    with _survived(told, f"thread {tid} of QEMU"):
+                        if host.procfs.cgroup(tid) == seat.groups.instance:
+                            name = host.procfs.name(tid)
+                            seat.give_back(tid)
+                            log.info("moved to float, as a vCPU had started it tid=%d name=%s", tid, name)
+        except HostError as error:  # of /proc itself: descriptors or memory are short, and may be there again
+            log.debug("nothing could be looked for: %s", explain(error))
         await trio.sleep(SWEPT_EVERY)
+
+
+@contextmanager
+def _survived(told: set[str], what: str) -> Iterator[None]:
+    """Say once that *what* could not be moved; that it has ended meanwhile is nothing to say."""
+    try:
+        yield
+    except (CgroupError, PlacementError) as error:
+        cause = error.errno if isinstance(error, CgroupError) else getattr(error.__cause__, "errno", None)
+        if cause not in {errno.ESRCH, errno.ENOENT} and what not in told:
+            told.add(what)
+            log.warning("%s is on the vCPUs' CPUs: %s", what, explain(error))
+    except HostError:
+        pass

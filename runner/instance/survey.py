@@ -119,6 +119,8 @@ def _controller_trouble(path: PurePosixPath, uid: str | None) -> str | None:
     """Tell why the controller cannot be asked; that it does not answer yet is none: it may be starting."""
     if look(path.parent).kind != "directory":
         return f"its socket's directory {str(path.parent)!r} is not here; mount it from the node"
+    if uid is not None and not re.fullmatch(rf"{_UID}|[0-9a-f]{{64}}", uid, re.ASCII):
+        return f"{uid!r} is no pod's UID; set the environment variable POD_UID from the Downward API (fieldRef: metadata.uid)"
     if uid is None:
         return (
             "the pod's UID is not to be seen here; set the environment variable POD_UID from the Downward API "

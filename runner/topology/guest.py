@@ -64,8 +64,8 @@ def guest_topology(
     Guest cores have threads where they are whole host cores, and the guest's CPU model can say *siblings*. Each of the
     host's NUMA nodes that gives CPUs is one of the guest's, in the same order, with its part of *memory* bytes: in
     proportion to its vCPUs, in whole pages of *page_size*, from itself, or from the nearest of the host's
-    *memory_nodes* where it has no memory (or not enough). Memory is bound to nothing where there is but one NUMA node
-    that it could come from.
+    *memory_nodes* where it has no memory (or not enough). Memory is bound to nothing where the host has it nowhere else:
+    that the pod may use one NUMA node only is not enough, because QEMU does not stay in the pod's cgroup.
     Raises :class:`RefusedError` when there is not a page for each of them.
     """
     numa_node_of = [hardware.by_cpu[cpu].numa_node for cpu in pins]
@@ -74,13 +74,13 @@ def guest_topology(
     shares = divided(memory, [len(each) for each in vcpus], page_size)
     sources = _sources(dict(zip(hosts, shares, strict=True)), hardware, memory_nodes)
     distances = [[_distance(hardware, here, there, sources) for there in hosts] for here in hosts]
-    usable = {node.id for node in hardware.numa_nodes if node.memory} & set(memory_nodes)
+    everywhere = {node.id for node in hardware.numa_nodes if node.memory}
     numa_nodes = tuple(
         GuestNumaNode(
             vcpus[index],
             shares[index],
             host,
-            () if usable <= set(sources[host]) else sources[host],
+            () if everywhere <= set(sources[host]) else sources[host],
             tuple(distances[index]),
         )
         for index, host in enumerate(hosts)
@@ -94,7 +94,9 @@ def flat(topology: GuestTopology) -> GuestTopology:
     """Return a guest of as many cores in one socket and one NUMA node, with memory from where *topology* has it."""
     numa_nodes = topology.numa_nodes
     everything = CpuSet(range(topology.vcpus))
-    sources = tuple(dict.fromkeys(source for each in numa_nodes for source in each.bound))
+    bound = [each.bound for each in numa_nodes]
+    # What may come from anywhere must not be forced to where the rest is bound.
+    sources = tuple(dict.fromkeys(source for each in bound for source in each)) if all(bound) else ()
     one = GuestNumaNode(everything, sum(each.memory for each in numa_nodes), numa_nodes[0].host, sources, (LOCAL,))
     return GuestTopology(1, 1, topology.vcpus, 1, (one,))
 

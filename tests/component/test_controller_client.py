@@ -45,6 +45,7 @@ async def test_registers_writes_through_the_doors_and_deregisters(node: Node) ->
             (doors.floating, node.floating, "cgroup.procs"),
             (doors.instance, node.instance(A), "cgroup.threads"),
             (doors.pod, node.scope(A), "cgroup.procs"),
+            (doors.floating_threads, node.floating, "cgroup.threads"),
         ):
             assert Path(f"/proc/self/fd/{door.number}").readlink() == group.path / file
             assert not os.get_inheritable(door.number)
@@ -121,9 +122,10 @@ def result(**answer: object) -> str:
         (result(), 3, "its answer has no 'cgroup_path'"),
         (result(cgroup_path=7), 3, "its answer has no 'cgroup_path'"),
         (result(cgroup_path="/a", cpuset="x"), 3, "it grants CPUs 'x'"),
-        (result(cgroup_path="/a"), 1, "it sends 1 descriptors instead of 3"),
-        (result(cgroup_path="/a"), 16, "it sends 16 descriptors instead of 3"),
+        (result(cgroup_path="/a"), 1, "it sends 1 descriptors instead of 4"),
+        (result(cgroup_path="/a"), 16, "it sends 16 descriptors instead of 4"),
         (result(cgroup_path="/nowhere/instance-1"), 0, "there is no such cgroup"),
+        (result(cgroup_path="/nowhere/instance-1"), 2, "there is no such cgroup"),
         ("x" * 70000, 3, "its answer is longer than 65536 bytes"),
     ],
 )
@@ -135,6 +137,27 @@ async def test_an_answer_that_is_none(tmp_path: Path, text: str, fds: int, compl
             await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), held)
         assert complaint in explain(garbled.value)
     assert descriptors() == before
+
+
+async def test_one_that_is_busy_is_there_in_a_while(tmp_path: Path) -> None:
+    path = tmp_path / "controller.sock"
+    busy = json.dumps({"jsonrpc": "2.0", "id": None, "error": {"code": -32005, "message": "cannot take more"}})
+    async with answering(path, said(busy)):
+        with pytest.raises(ControllerAbsentError, match="cannot take more"):
+            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
+
+
+async def test_a_queue_that_is_full_is_there_in_a_while(tmp_path: Path) -> None:
+    path = tmp_path / "controller.sock"
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as waiting:
+        listener.bind(str(path))
+        listener.listen(0)
+        for _ in range(4):
+            client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            client.connect_ex(str(path))
+        with pytest.raises(ControllerAbsentError, match="cannot reach"), trio.fail_after(10):
+            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 
 async def test_it_dies_before_it_has_answered(tmp_path: Path) -> None:

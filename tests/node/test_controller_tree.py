@@ -300,7 +300,7 @@ def test_an_instance_lives_by_its_descriptors_alone(machine: Machine) -> None:
             "cpuset": str(machine.a),
             "protocol": 1,
         }
-        assert answer[1] == 3
+        assert answer[1] == 4
         assert machine.instance(A).effective_cpus() == machine.a
         assert pod.tell("write", 0, 0) == 2
         assert place(pod.pid) == f"/{machine.root.name}/float"

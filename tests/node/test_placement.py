@@ -106,9 +106,25 @@ def test_threads_that_the_kernel_starts_for_qemu_go_to_float(start: Start) -> No
     assert cgroup_of(kernel) == instance.scope
     try:
         instance.up()
-        assert cgroup_of(kernel) == f"{TREE}/float"
+        until(lambda: cgroup_of(kernel) == f"{TREE}/float", "the kernel's thread to be in float")
     finally:
         Cgroup(ROOT).write("cgroup.procs", kernel)
+    assert instance.stop() == 0
+
+
+def test_threads_that_a_vcpu_starts_go_back_to_float(start: Start, kubelet: Kubelet) -> None:
+    """They are born on its CPU; since Linux 6.14 the first vCPU that runs starts one for KVM. Here one is put there."""
+    instance = start(1, "2-3")
+    instance.up()
+    [qemu] = instance.processes()["qemu"]
+    [late] = [thread.tid for thread in threads_of(qemu) if thread.name == "IO mon_iothread"]
+    instance.group.write("cgroup.threads", late)
+    os.sched_setaffinity(late, {2})
+    assert cgroup_of(late) == str(instance.group)
+    until(lambda: cgroup_of(late) == f"{TREE}/float", "the thread to be in float")
+    until(lambda: os.sched_getaffinity(late) == set(kubelet.default), "the thread to be free")
+    instance.is_placed()
+    assert "moved to float, as a vCPU had started it" in instance.running.wait_for("as a vCPU had started it")
     assert instance.stop() == 0
 
 

@@ -90,7 +90,7 @@ async def test_registers_once_and_again_with_the_same_answer(node: Node) -> None
         assert json.loads(await client.line())["result"] == first
 
 
-async def test_the_answer_carries_three_descriptors_in_order(node: Node) -> None:
+async def test_the_answer_carries_four_descriptors_in_order(node: Node) -> None:
     node.be(B)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names only
     async with controlled(node), connected(node.socket) as client:
@@ -103,6 +103,7 @@ async def test_the_answer_carries_three_descriptors_in_order(node: Node) -> None
                 str(node.floating.path / "cgroup.procs"),
                 str(node.instance(B).path / "cgroup.threads"),
                 str(node.scope(B).path / "cgroup.procs"),
+                str(node.floating.path / "cgroup.threads"),
             ]
             for fd in fds:
                 with pytest.raises(OSError, match="Bad file descriptor"):
@@ -365,6 +366,19 @@ async def test_cpus_are_not_given_to_two_instances(node: Node) -> None:
         node.instance(B).populate(False)
         assert await client.result("registerCgroup", uuid=A, cpuset="14-17")
         assert not node.instance(B).exists()
+
+
+async def test_another_container_of_the_pod_does_not_take_over_its_instance(node: Node) -> None:
+    node.be(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).populate(True)
+        node.put_state("4-11", {**ENTRIES, B: {"instance": "14-17", "second": "2-3"}})
+        await controller.eventually(lambda: str(node.floating.cpus()) == "4-11")
+        node.scope(B).write("cpuset.cpus", "2-3")
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="2-3")
+        assert (refused["reason"], refused["holder"]) == ("conflict", B)
+        assert str(node.instance(B).cpus()) == "14-17"
 
 
 async def test_foreign_groups_are_never_touched(node: Node) -> None:

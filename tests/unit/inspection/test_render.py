@@ -55,8 +55,8 @@ ROLE      TID  NAME             ALLOWED_CPUS  RUNNING_ON  NUMA_NODE  CGROUP
 emulator  10   qemu-system-x86  0             0           0          /stelia/float
 vcpu 0    14   CPU 0/KVM        4             4           1          /stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6
 ok        vcpus      vCPU threads: 1, each alone on one of the CPUs '4'
-ok        exclusive  only sleepers (anchors: 0, pod sandboxes: 0) and kernel threads (bound to one CPU: 0, others, which \
-no cgroup can hold: 0) may run there besides the vCPUs
+ok        exclusive  only sleepers (anchors: 0, pod sandboxes: 0) and kernel threads (bound to one CPU: 0, others, \
+in no cgroup: 0) may run there besides the vCPUs
 violated  local      3 MiB on NUMA node 0, 2 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '1'
 ok        charged    the pod's cgroup is charged 3 MiB of memory and 2 MiB of huge pages
 

@@ -151,9 +151,20 @@ def test_what_may_run_there_without_competing_is_counted() -> None:
     assert verdict.result is Result.OK
     (reason,) = verdict.reasons
     assert reason == (
-        "only sleepers (anchors: 1, pod sandboxes: 1) and kernel threads (bound to one CPU: 1, others, which no cgroup can "
-        "hold: 1) may run there besides the vCPUs"
+        "only sleepers (anchors: 1, pod sandboxes: 1) and kernel threads (bound to one CPU: 1, others, in no "
+        "cgroup: 1) may run there besides the vCPUs"
     )
+
+
+def test_a_thread_of_the_kernel_in_a_pods_cgroup_is_somebodys() -> None:
+    """Such as ``vhost-`` before Linux 6.4, which does the network's work of one instance."""
+    vhost = seen("other", 30, "2", POD, name="vhost-10", kernel=True)
+    assert "'vhost-10'" in violations(cpus_exclusive(attrs.evolve(GOOD, others=(vhost,))))
+
+
+def test_what_the_controller_has_given_has_a_vcpu_each() -> None:
+    fewer = attrs.evolve(GOOD, vcpus=None, threads=(VCPU_0,))
+    assert violations(vcpus_alone(fewer)) == "vCPU 1 has no thread"
 
 
 def test_an_intruder_is_named_by_process_with_what_it_may_take() -> None:
