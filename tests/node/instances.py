@@ -9,12 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from runner.cpuset import CpuSet
+from runner.host import inotify
 from tests.node.cgroups import ROOT, SECONDS, Cgroup
 from tests.node.standin_kubelet import (
     MIB,
@@ -31,6 +34,7 @@ from tests.node.standin_kubelet import (
 
 ROM = Path(os.environ.get("RUNNER_NODE_ROM", ""))
 TREE = Cgroup(ROOT / "stelia")
+FLOAT = Cgroup(TREE.path / "float")
 SOCKETS = "/run/instance-cgroup-controller"
 ENTRY = ("env", "--block-signal=TERM,INT,HUP", sys.executable, "-m", "runner", "run")
 DEVICES = tuple(path for path in ("/dev/net/tun", "/dev/vhost-net") if Path(path).exists())
@@ -56,6 +60,7 @@ class Thread:
     name: str
     cgroup: str
     cpus: CpuSet
+    running_on: int
 
 
 def threads_of(pid: int) -> Iterator[Thread]:
@@ -70,6 +75,7 @@ def threads_of(pid: int) -> Iterator[Thread]:
                 fields["Name"].strip(),
                 next(line[3:] for line in groups if line.startswith("0::")),
                 CpuSet.parse(fields["Cpus_allowed_list"].strip()),
+                int((task / "stat").read_text().rpartition(")")[2].split()[36]),  # proc_pid_stat(5): field 39
             )
 
 
@@ -95,15 +101,15 @@ class Controller:
             *(sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())"),
             *("--root", str(TREE.path), "--socket", str(self.socket), "--kubelet-dir", str(kubelet.directory), *more),
         )
+        self.environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(PYCACHE)}
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, and return when it answers."""
         self.directory.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
-            environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(PYCACHE)}
             self.process = subprocess.Popen(
-                self.argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stderr=log, env=environment
+                self.argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stderr=log, env=self.environment
             )
         until(self.answers, "the controller to answer")
 
@@ -114,6 +120,11 @@ class Controller:
             connection.connect(str(self.socket))
             return True
         return False
+
+    def descriptors(self) -> int:
+        """Return how many descriptors it has open."""
+        assert self.process is not None
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def kill(self) -> None:
         """SIGKILL it."""
@@ -198,6 +209,10 @@ class Instance:
         """End its pod as the kubelet does and return its status."""
         return self.kubelet.stop(self.uid)["main"]
 
+    def marks(self) -> dict[int, tuple[str, CpuSet]]:
+        """Return what must not change while it runs: each vCPU thread's cgroup and mask."""
+        return {thread.tid: (thread.cgroup, thread.cpus) for thread in self.vcpus()}
+
 
 def uid_of(number: int) -> str:
     """Return the UID of the *number*-th pod."""
@@ -227,6 +242,9 @@ def start_instance(
     runtime: Runtime = "crun",
     arguments: Sequence[str] = (),
     environment_uid: str | None = None,
+    host_pid: bool = False,
+    share_processes: bool = False,
+    more_mounts: Sequence[Mount] = (),
     **container: Any,
 ) -> Instance:
     """Start a pod with an instance in it.
@@ -235,10 +253,10 @@ def start_instance(
     """
     uid = uid_of(number)
     place = directory / uid
-    place.mkdir()
+    place.mkdir(exist_ok=True)  # the pod may have been here before
     (place / "rom").write_bytes(ROM.read_bytes())
     (place / "spec.toml").write_text(spec)
-    mounts: list[Mount] = [(place, "/guest", "ro")]
+    mounts: list[Mount] = [(place, "/guest", "ro"), *more_mounts]
     if sockets is not None:
         mounts.append((sockets, SOCKETS, "ro"))
     defaults: dict[str, Any] = {
@@ -258,5 +276,71 @@ def start_instance(
         mounts=tuple(mounts),
         **{**defaults, **container},
     )
-    running = kubelet.run(Pod(uid, (main,), runtime=runtime))["main"]
-    return Instance(kubelet, uid, cpus, running)
+    pod = Pod(uid, (main,), runtime=runtime, host_pid=host_pid, share_processes=share_processes)
+    return Instance(kubelet, uid, cpus, kubelet.run(pod)["main"])
+
+
+@dataclass(frozen=True)
+class World:
+    """A node with its kubelet and its controller."""
+
+    kubelet: Kubelet
+    controller: Controller
+    directory: Path
+
+    def start(self, number: int, cpus: str, *more: str, keys: str = "", **options: Any) -> Instance:
+        """Start an instance with placement ``controller`` and no privilege; *keys* stand under ``[cpu]``."""
+        wanted = CpuSet.parse(cpus)
+        spec = spec_text(wanted, "[[network]]", *more).replace("[cpu]\n", f'[cpu]\nplacement = "controller"\n{keys}')
+        return start_instance(
+            self.kubelet,
+            number,
+            wanted,
+            spec=spec,
+            directory=self.directory,
+            sockets=self.controller.directory,
+            **options,
+        )
+
+    def settle(self) -> None:
+        """Wait until float is what the kubelet says."""
+        until(lambda: FLOAT.cpus() == self.kubelet.default, f"float to be {self.kubelet.default}")
+
+
+@contextlib.contextmanager
+def untouched(*groups: Cgroup) -> Iterator[None]:
+    """Check that while the block runs nobody writes to any file of *groups*, and nothing comes or goes in them."""
+    with inotify.watching() as queue:
+        for group in groups:
+            queue.watch(group.path, inotify.MODIFY | inotify.CREATE | inotify.DELETE)
+        yield
+        with contextlib.suppress(BlockingIOError):
+            pytest.fail(f"written to: {[event.name for event in inotify.parse_events(os.read(queue._fd, 65536))]}")
+
+
+@contextlib.contextmanager
+def kubelet_of(directory: Path, numa: Mapping[int, CpuSet]) -> Iterator[Kubelet]:
+    """Hold a stand-in kubelet of this machine that reserves CPU 0; its pods end with the block.
+
+    Where systemd is PID 1, cgroups are its units, as the kubelet has it there.
+    """
+    if (ROOT / "kubepods.slice").exists():
+        pytest.skip("a machine without a kubelet is missing: kubepods.slice is there already")
+    systemd = Path("/run/systemd/system").exists()
+    with Kubelet(directory / "kubelet", numa, reserved=CpuSet([0]), systemd=systemd) as kubelet:
+        yield kubelet
+
+
+@contextlib.contextmanager
+def controller_of(kubelet: Kubelet, directory: Path) -> Iterator[Controller]:
+    """Hold the node's controller, which answers; its log is shown when the test fails, its tree goes with the block."""
+    controller = Controller(kubelet, directory / "sockets")
+    controller.start()
+    try:
+        yield controller
+    finally:
+        for uid, containers in list(kubelet.running.items()):
+            print(*(f"--- {name} of {uid}\n{container.output}" for name, container in containers.items()), sep="\n")
+            kubelet.stop(uid, grace=0)
+        print(f"--- controller\n{controller.log.read_text()}")
+        controller.end()

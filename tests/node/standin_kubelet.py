@@ -349,6 +349,15 @@ class Kubelet:
             running[container.name] = self.start_container(pod, container, sandbox)
         return running
 
+    def restart(self, uid: str, name: str = "main") -> Running:
+        """Start a container that has ended again in its pod, as ``restartPolicy: Always`` wants it."""
+        [container] = [each for each in self.pods[uid].containers if each.name == name]
+        ended = self.running[uid][name]
+        ended.wait()
+        subprocess.run([*ended.runtime, "delete", "--force", ended.id], capture_output=True, check=False)
+        self.running[uid][name] = self.start_container(self.pods[uid], container, self.running[uid]["POD"].pid)
+        return self.running[uid][name]
+
     def start_container(self, pod: Pod, container: Container, sandbox: int | None) -> Running:
         """Make a container's bundle and run it; *sandbox* is the process whose namespaces it joins."""
         # 64 hexadecimal digits, as containerd's are: who reads a cgroup's path knows a container by them.
