@@ -159,7 +159,9 @@ class Instance:
 
     @property
     def scope(self) -> str:
-        return str(self.running.scope)
+        """Return the cgroup of its container; in a unit of systemd's, crun makes one inside."""
+        inner = self.running.scope.path / "container"
+        return str(Cgroup(inner) if inner.exists() else self.running.scope)
 
     @property
     def group(self) -> Cgroup:

@@ -181,6 +181,17 @@ def runtime_argv(runtime: Runtime, *, systemd: bool) -> list[str]:
     return [runtime, "--cgroup-manager=cgroupfs"] if runtime == "crun" else [runtime]
 
 
+def unit_state(scope: Cgroup) -> str:
+    """Return what systemd says of the unit of this cgroup."""
+    shown = subprocess.run(
+        ["systemctl", "show", "--property=ActiveState", "--value", scope.path.name],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return shown.stdout.strip()
+
+
 class Kubelet:
     """The node agent: ``admit``, ``start``, ``stop`` a pod, ``reconcile`` every now and then.
 
