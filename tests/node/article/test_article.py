@@ -26,11 +26,8 @@ def table(instance: Instance) -> Iterator[str]:
 
 
 def row(thread: Thread) -> str:
-    group = (
-        thread.cgroup
-        if thread.cgroup.startswith("/stelia")
-        else f"/kubepods.slice/…/{thread.cgroup.rpartition('/')[2][:20]}…"
-    )
+    first, *_, last = thread.cgroup.strip("/").split("/")
+    group = f"/{first}/{last}" if len(last) < 20 else f"/{first}/{last[:17]}…"
     return f"{thread.tid:5}  {thread.name:<15}  {thread.cpus!s:<14}  {thread.running_on:10}  {group}"
 
 
