@@ -64,8 +64,11 @@ class Thread:
 
 
 def threads_of(pid: int) -> Iterator[Thread]:
-    """Yield the threads of a process."""
-    for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
+    """Yield the threads of a process; those that end meanwhile are left out."""
+    tasks: list[Path] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name))
+    for task in tasks:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
             groups = (task / "cgroup").read_text().splitlines()
@@ -88,6 +91,11 @@ def members_of(init: int) -> list[int]:
             if os.stat(path / "ns" / "pid").st_ino == namespace:  # noqa: PTH116
                 found.append(int(path.name))
     return sorted(found)
+
+
+def names(group: Cgroup) -> list[str]:
+    """Return the names of a group's children."""
+    return [child.path.name for child in group.children()]
 
 
 class Controller:
@@ -169,7 +177,7 @@ class Instance:
 
     def up(self) -> None:
         """Wait until its guest has said its word."""
-        self.running.wait_for("ROM-GUEST-UP", 2 * SECONDS)
+        self.running.wait_for("ROM-GUEST-UP", 6 * SECONDS)
 
     def processes(self) -> dict[str, list[int]]:
         """Return role → the node's pids."""

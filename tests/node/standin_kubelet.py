@@ -8,6 +8,7 @@ is the test's as well: what the real one does every ten seconds happens when :me
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -143,7 +144,7 @@ class Running:
         self.reader.join(seconds)
         return status
 
-    @property
+    @functools.cached_property
     def pid(self) -> int:
         """Return the host's pid of its first process."""
         return int(json.loads(self.command("state"))["pid"])

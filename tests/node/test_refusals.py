@@ -26,6 +26,7 @@ from tests.node.instances import (
     World,
     controller_of,
     kubelet_of,
+    names,
     uid_of,
     until,
     untouched,
@@ -64,7 +65,7 @@ def undisturbed(world: World, instance: Instance) -> Iterator[None]:
         assert instance.marks() == marks
         world.settle()
         instance.is_placed()
-        assert TREE.children() == [FLOAT, instance.group]
+        assert names(TREE) == ["float", instance.group.path.name]
         until(lambda: world.controller.descriptors() == descriptors, f"{descriptors} descriptors again")
     finally:
         print(f"--- the instance\n{instance.running.output}\n--- controller\n{world.controller.log.read_text()}")
@@ -73,13 +74,14 @@ def undisturbed(world: World, instance: Instance) -> Iterator[None]:
 # -- who speaks ------------------------------------------------------------------------------------------------------
 
 ASK = """
-import json, os, socket, sys
+import contextlib, json, os, socket, sys
 def ask(connection, method, params):
     request = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
-    connection.sendall(json.dumps(request).encode() + b"\\n")
+    with contextlib.suppress(BrokenPipeError):  # refused before it has asked
+        connection.sendall(json.dumps(request).encode() + b"\\n")
     data, fds, _, _ = socket.recv_fds(connection, 65536, 8)
     while not data.endswith(b"\\n"):
-        data += connection.recv(65536)
+        data += connection.recv(65536) or sys.exit("hung up")
     print(json.dumps({**json.loads(data), "descriptors": len(fds)}), flush=True)
 def connected():
     connection = socket.socket(socket.AF_UNIX)
@@ -89,7 +91,8 @@ if sys.argv[2] == "of the dead":
     # the connection of a child that has ended since
     ours, theirs = socket.socketpair()
     if not (child := os.fork()):
-        socket.send_fds(theirs, [b"x"], [connected().fileno()])
+        connection = connected()
+        socket.send_fds(theirs, [b"x"], [connection.fileno()])
         os._exit(0)
     os.waitpid(child, 0)
     _, [number], _, _ = socket.recv_fds(ours, 1, 1)
