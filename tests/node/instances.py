@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.host import inotify
-from tests.node.cgroups import ROOT, SECONDS, Cgroup
+from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of, mask_of
 from tests.node.standin_kubelet import (
     MIB,
     PROJECT,
@@ -221,7 +221,12 @@ class Instance:
 
     def marks(self) -> dict[int, tuple[str, CpuSet]]:
         """Return what must not change while it runs: each vCPU thread's cgroup and mask."""
-        return {thread.tid: (thread.cgroup, thread.cpus) for thread in self.vcpus()}
+        return marks_of(thread.tid for thread in self.vcpus())
+
+
+def marks_of(tids: Iterable[int]) -> dict[int, tuple[str, CpuSet]]:
+    """Return each of these threads' cgroup and mask."""
+    return {tid: (cgroup_of(tid), mask_of(tid)) for tid in tids}
 
 
 def uid_of(number: int) -> str:

@@ -21,7 +21,7 @@ def frames(seed: int) -> Iterator[bytes]:
     ]
     while True:
         frame = bytearray(chance.choice(whole))
-        for _ in range(chance.randrange(4)):
+        for _ in range(chance.randrange(1, 4)):
             place = chance.randrange(len(frame))
             match chance.randrange(6):
                 case 0:
