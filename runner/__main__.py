@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import logging
@@ -97,17 +98,90 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(command=_run)
 
+    _add_plan(commands)
+    _add_inspect(commands.add_parser("inspect", help="say where every thread of a running instance is, and judge it"))
+    return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = commands.add_parser(
         "plan",
-        help="say what run would do here; touches nothing",
-        epilog="example: instance-runner plan spec.toml --show-argv > by-hand.sh",
+        help="say what run would do here, or what a Kubernetes node would do with a pod; touches nothing",
+        epilog="examples:\n"
+        "  instance-runner plan spec.toml --show-argv > by-hand.sh\n"
+        "  instance-runner plan --record host.json\n"
+        "  instance-runner plan --node kubelet.yaml --host host.json --pod pod.yaml --svg node.svg\n"
+        "  instance-runner plan --node kubelet.yaml --pod pod.yaml --state /var/lib/kubelet \\\n"
+        "    --what-if topologyManagerPolicy=restricted --what-if cpuManagerPolicyOptions.full-pcpus-only=true\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_spec(plan)
-    shape = plan.add_mutually_exclusive_group()
-    shape.add_argument("--json", action="store_true", help="the plan as JSON")
-    shape.add_argument("--show-argv", action="store_true", help="the same machine as a shell script to paste")
+    _add_spec(plan, nargs="?")
+    plan.add_argument("--json", action="store_true", help="the plan as JSON")
+    plan.add_argument("--show-argv", action="store_true", help="the machine of SPEC as a shell script to paste")
+    node = plan.add_argument_group("a Kubernetes node")
+    node.add_argument("--node", metavar="FILE", help="the kubelet's configuration (KubeletConfiguration, YAML)")
+    node.add_argument(
+        "--pod", metavar="FILE", action="append", default=[], help="manifests, in the order the pods come (repeatable)"
+    )
+    node.add_argument(
+        "--state",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="cpu_manager_state or memory_manager_state, or the kubelet's directory with both (repeatable)",
+    )
+    node.add_argument("--kubelet", metavar="VERSION", help="the kubelet's version (default: the newest that is known)")
+    node.add_argument(
+        "--device",
+        metavar="RESOURCE=COUNT@NUMA_NODE",
+        action="append",
+        default=[],
+        help="devices of this host, such as nvidia.com/gpu=4@0 (repeatable)",
+    )
+    node.add_argument(
+        "--what-if",
+        metavar="KEY=VALUE[,KEY=VALUE]",
+        action="append",
+        default=[],
+        help="compare with other values in the kubelet's configuration (repeatable)",
+    )
+    node.add_argument("--svg", metavar="FILE", help="draw the node there")
+    host = plan.add_argument_group("the host, without which it is this one")
+    where = host.add_mutually_exclusive_group()
+    where.add_argument("--host", metavar="FILE", help="a recorded host")
+    where.add_argument("--sys", metavar="ROOT", type=Path, help="the directory that has its sys and proc (default: /)")
+    host.add_argument("--record", metavar="FILE", help="write the host down, for --host; - is standard output")
     plan.set_defaults(command=_plan)
-    return parser
+
+
+def _add_inspect(inspect: argparse.ArgumentParser) -> None:
+    inspect.description = (
+        "In an instance's container: that instance. On the node, as root: every instance that the controller placed. "
+        f"The exit status is {Status.FINDINGS.value} if a rule is violated, and 0 if not, also where one cannot be judged."
+    )
+    add = inspect.add_argument
+    add("instance", metavar="UUID", nargs="?", default="", help="on the node: only instances whose uuid begins so")
+    add("--json", action="store_true", help="the report as JSON")
+    add(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=5.0,
+        metavar="SECONDS",
+        help="again and again until Ctrl-C (default: every 5 s); where the output is no terminal, only what changes",
+    )
+    _add_state_dir(inspect)
+    add("--root", type=Path, default=Path("/sys/fs/cgroup/stelia"), metavar="DIR", help="the controller's cgroup")
+    add("--cgroupfs", type=Path, default=Path("/sys/fs/cgroup"), metavar="DIR", help="where cgroup v2 is mounted")
+    add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
+    inspect.set_defaults(command=_inspect)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= (seconds := float(text)) <= 86400:  # noqa: PLR2004 - nobody watches more often, or only once a day
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86400")
 
 
 class _Version(argparse.Action):
@@ -120,10 +194,14 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _add_spec(parser: argparse.ArgumentParser) -> None:
+def _add_spec(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     parser.add_argument(
-        "spec", metavar="SPEC", help="the instance's document, TOML or JSON; for plan, - is standard input"
+        "spec", metavar="SPEC", nargs=nargs, help="the instance's document, TOML or JSON; for plan, - is standard input"
     )
+    _add_state_dir(parser)
+
+
+def _add_state_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dir",
         type=_absolute,
@@ -156,6 +234,13 @@ def _read(spec: str, *, waiting: bool = True) -> bytes:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    _check_plan(arguments)
+    if arguments.record or arguments.node:
+        from runner import planner
+
+        if arguments.record:
+            return planner.record(arguments)
+        return 0 if planner.plan(arguments) else Status.FINDINGS
     plan = trio.run(plan_here, arguments.spec, _read(arguments.spec), arguments.state_dir)
     if arguments.show_argv:
         print(pasteable(plan), end="")
@@ -164,6 +249,58 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(plan_lines(plan)))
     return 0
+
+
+def _check_plan(arguments: argparse.Namespace) -> None:
+    """Refuse arguments of ``plan`` that do not go together, before anything is read."""
+    given = [
+        name
+        for name in ("pod", "state", "device", "what_if", "svg", "kubelet", "host", "sys")
+        if getattr(arguments, name)
+    ]
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if arguments.record:
+        others = [name for name in ("spec", "node", "show_argv", "json") if getattr(arguments, name)]
+        if others or set(given) - {"sys"}:
+            raise UsageError("cannot plan while recording: --record takes nothing but --sys beside it")
+    elif arguments.node:
+        if arguments.show_argv:
+            raise UsageError(
+                "cannot show the command line of a machine on another node; leave --show-argv or --node out"
+            )
+    elif given:
+        raise UsageError(f"cannot use {options} alone: name the kubelet's configuration with --node")
+    elif arguments.spec is None:
+        raise UsageError("cannot plan nothing: name a SPEC, or a kubelet's configuration with --node")
+    elif arguments.json and arguments.show_argv:
+        raise UsageError("cannot give both --json and --show-argv; leave one out")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from runner.host.cgroup import Cgroup
+    from runner.inspection.command import Screen, Where, inspect
+    from runner.inspection.look import Machine
+    from runner.inspection.rules import Report
+
+    where = Where(
+        receipt=Path(arguments.state_dir / "receipt.json"),
+        root=Cgroup(arguments.root),
+        kubelet=arguments.kubelet_dir,
+        machine=Machine(cgroupfs=arguments.cgroupfs),
+        wanted=arguments.instance,
+    )
+    watching = arguments.watch is not None
+    screen = Screen(arguments.json, redraw=sys.stdout.isatty(), repeated=watching)
+
+    def show(report: Report) -> None:
+        print(screen.text(report), end="", flush=True)
+
+    try:
+        trio.run(inspect, where, arguments.watch, show)
+    except KeyboardInterrupt:
+        if not watching:
+            raise
+    return screen.status
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ class Status(enum.IntEnum):
     USAGE = 2
     """The command line is wrong."""
     FINDINGS = 3
-    """``check`` or ``inspect`` found something that is not as it should be."""
+    """``plan --node``, ``check`` or ``inspect`` found something that is not as it should be."""
     GUEST_SHUTDOWN = 10
     """The guest shut itself down; ``shutdown.poweroff_status`` in the spec replaces this number."""
     GUEST_RESET = 11

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 import attrs
 
-from runner.controller.pods import Container
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.host.peers import INIT_PID_NAMESPACE, Peer
+from runner.topology.pod_cgroups import Container
 
 IDENTITY = "identity"
 CPUSET = "cpuset"

@@ -21,9 +21,9 @@ import attrs
 
 from runner.controller.kubelet import CpuState
 from runner.controller.machine import Machine
-from runner.controller.pods import INSTANCE_NAME
 from runner.cpuset import CpuSet
 from runner.host.cgroup import THREADED_CONTROLLERS
+from runner.topology.pod_cgroups import INSTANCE_NAME
 
 ROOT = ""
 PARENT = ".."

@@ -5,7 +5,8 @@ method             params               result
 =================  ===================  ==========================================================================
 registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset", "protocol"}``; with it travel
                                         descriptors of float's ``cgroup.procs``, the instance's
-                                        ``cgroup.threads``, the pod's own ``cgroup.procs``, in this order
+                                        ``cgroup.threads``, the pod's own ``cgroup.procs``, in this order;
+                                        the kernel's threads in the pod's group go to float
 deregisterCgroup   ``uuid``             ``{"removed": bool}``; what was not there is not removed, and that is fine
 listInstances      none                 ``[{"uuid", "cgroup_path", "cpuset", "effective", "populated"}, …]``
 getStatus          none                 protocol, kubelet's policy, float, frozen reason, faults
@@ -28,7 +29,12 @@ from runner.controller.identity import Home, RefusalError, Resident, check_agree
 from runner.controller.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, Result, RpcError
 from runner.controller.keeper import Keeper
 from runner.controller.kubelet import Frozen
-from runner.controller.pods import (
+from runner.controller.reconcile import FLOAT, ROOT, holders, instance_group
+from runner.cpuset import CpuSet
+from runner.errors import HostError, explain
+from runner.host.cgroup import Cgroup, CgroupError
+from runner.host.peers import Peer, PeerError, Peers
+from runner.topology.pod_cgroups import (
     INSTANCE_NAME,
     Container,
     bare_groups,
@@ -36,11 +42,6 @@ from runner.controller.pods import (
     parse_container,
     pod_groups,
 )
-from runner.controller.reconcile import FLOAT, ROOT, holders, instance_group
-from runner.cpuset import CpuSet
-from runner.errors import HostError, explain
-from runner.host.cgroup import Cgroup, CgroupError
-from runner.host.peers import Peer, PeerError, Peers
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +174,9 @@ class Registrar:
         floating = self.keeper.tree.floating
         passing = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
         if home is not None:
-            passing.append((self.mount.at(home.cgroup), "cgroup.procs"))
+            own = self.mount.at(home.cgroup)
+            passing.append((own, "cgroup.procs"))
+            self._float_kernel_threads(own)
         return Result(
             {
                 "cgroup_path": str(group.path),
@@ -183,6 +186,21 @@ class Registrar:
             },
             tuple(passing),
         )
+
+    def _float_kernel_threads(self, own: Cgroup) -> None:
+        """Take the kernel's threads that work for the instance off its CPUs; its runner cannot even see them.
+
+        QEMU is born in its pod's cgroup, to which its memory is charged, and the kernel puts the threads it starts for
+        it there too (``cgroup_attach_task_all``): ``vhost-`` before Linux 6.4, ``kvm-nx-lpage-recovery-`` before 6.13.
+        The runner registers once more when QEMU is up.
+        """
+        for pid in sorted(own.processes()):
+            if self.peers.is_kernel_thread(pid):
+                try:
+                    self.keeper.tree.floating.admit(pid)
+                    log.info("kernel thread moved to float pid=%d", pid)
+                except CgroupError as error:
+                    log.warning("kernel thread stays on the instance's CPUs pid=%d reason=%r", pid, explain(error))
 
     def _check_cpus(self, home: Home | None, uid: str, asked: CpuSet) -> None:
         online = self.keeper.machine().online

@@ -52,11 +52,6 @@ class Doors:
     pod: Descriptor
     """``cgroup.procs`` of the pod's own group."""
 
-    def close(self) -> None:
-        """Close all three."""
-        for each in (self.floating, self.instance, self.pod):
-            each.close()
-
 
 @attrs.frozen
 class Registration:
@@ -70,31 +65,30 @@ class Registration:
     doors: Doors
 
 
-async def register(path: PurePosixPath, uuid: str, cpus: CpuSet, pod: Cgroup) -> Registration:
-    """Register the instance *uuid* on *cpus*; the caller closes the doors it is given.
+async def register(path: PurePosixPath, uuid: str, cpus: CpuSet, pod: Cgroup, held: ExitStack) -> Registration:
+    """Register the instance *uuid* on *cpus*; its doors are closed by *held*, whatever becomes of the answer.
 
     *pod* is the group this process is in. Of a controller that sends no descriptors, the groups are entered by their
     paths; of one that names the instance's group alone, float is its sibling. May take the controller's patience with
     the kubelet, 12 s. Raises :class:`ControllerError`, :class:`ControllerAbsentError`, or
     :exc:`~runner.errors.HostError` for an answer that is not understood.
     """
-    with ExitStack() as held:
-        result = await _call(path, "registerCgroup", {"uuid": uuid, "cpuset": str(cpus)}, received := _Received(held))
-        instance = PurePosixPath(_text(result, "cgroup_path"))
-        floating = PurePosixPath(_text(result, "float_path", str(instance.parent / "float")))
-        said = _text(result, "cpuset", str(cpus))
-        try:
-            granted = CpuSet.parse(said)
-        except ValueError as error:
-            raise HostError(f"cannot understand the controller: it grants CPUs {said!r}") from error
-        match received.descriptors:
-            case [floats, threads, home]:
-                doors = Doors(floats, threads, home)
-            case []:
-                doors = open_doors(Cgroup(Path(floating)), Cgroup(Path(instance)), pod)
-            case several:
-                raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 3")
-        held.pop_all()
+    received = _Received(held)
+    result = await _call(path, "registerCgroup", {"uuid": uuid, "cpuset": str(cpus)}, received)
+    instance = PurePosixPath(_text(result, "cgroup_path"))
+    floating = PurePosixPath(_text(result, "float_path", str(instance.parent / "float")))
+    said = _text(result, "cpuset", str(cpus))
+    try:
+        granted = CpuSet.parse(said)
+    except ValueError as error:
+        raise HostError(f"cannot understand the controller: it grants CPUs {said!r}") from error
+    match received.descriptors:
+        case [floats, threads, home]:
+            doors = Doors(floats, threads, home)
+        case []:
+            doors = open_doors(Cgroup(Path(floating)), Cgroup(Path(instance)), pod, held)
+        case several:
+            raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 3")
     return Registration(instance, floating, granted, doors)
 
 
@@ -104,19 +98,17 @@ async def deregister(path: PurePosixPath, uuid: str) -> None:
         await _call(path, "deregisterCgroup", {"uuid": uuid}, _Received(held))
 
 
-def open_doors(floating: Cgroup, instance: Cgroup, pod: Cgroup) -> Doors:
-    """Open the three control files by the groups' paths; the caller closes them. Raises ``CgroupError``."""
-    with ExitStack() as held:
-        received = _Received(held)
-        for group, file in ((floating, "cgroup.procs"), (instance, "cgroup.threads"), (pod, "cgroup.procs")):
-            received.take(group.open(file))
-        held.pop_all()
+def open_doors(floating: Cgroup, instance: Cgroup, pod: Cgroup, held: ExitStack) -> Doors:
+    """Open the three control files by the groups' paths; *held* closes them. Raises ``CgroupError``."""
+    received = _Received(held)
+    for group, file in ((floating, "cgroup.procs"), (instance, "cgroup.threads"), (pod, "cgroup.procs")):
+        received.take(group.open(file))
     return Doors(*received.descriptors)
 
 
 @attrs.frozen
 class _Received:
-    """Descriptors that *held* closes unless somebody takes everything from it."""
+    """Descriptors that *held* closes."""
 
     held: ExitStack
     descriptors: list[Descriptor] = attrs.field(factory=list)

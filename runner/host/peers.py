@@ -33,6 +33,7 @@ SO_PEERPIDFD = 77
 INIT_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the machine's first PID namespace: ``PROC_PID_INIT_INO`` of ``include/linux/proc_ns.h``."""
 
+_PF_KTHREAD = 0x00200000
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
@@ -105,6 +106,15 @@ class Peers:
             return (self.proc / str(pid) / "ns" / "pid").stat().st_ino
         except OSError:
             return None
+
+    def is_kernel_thread(self, pid: int) -> bool:
+        """Tell whether process *pid* is a thread of the kernel (``PF_KTHREAD`` of ``include/linux/sched.h``)."""
+        try:
+            # proc_pid_stat(5): "flags" is field 9; the command name before it may hold any character.
+            stat = (self.proc / str(pid) / "stat").read_text(errors="surrogateescape")
+            return bool(int(stat.rpartition(")")[2].split()[6]) & _PF_KTHREAD)
+        except (OSError, ValueError, IndexError):
+            return False
 
     def own_namespace(self) -> int:
         """Return the inode of the reader's own PID namespace."""

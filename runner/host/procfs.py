@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -11,6 +13,11 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError
 
 _VANISHED = (FileNotFoundError, ProcessLookupError)
+_PF_KTHREAD = 0x00200000
+"""``include/linux/sched.h``: in the flags of proc_pid_stat(5), field 9."""
+_NUMA_PAGES = re.compile(r" N([0-9]+)=([0-9]+)", re.ASCII)
+_PAGE_SIZE = re.compile(r" kernelpagesize_kB=([0-9]+)", re.ASCII)
+_MAPPED_FILE = re.compile(r" file=(\S+)")
 
 
 @attrs.frozen
@@ -31,6 +38,32 @@ class ThreadStatus:
 
 
 @attrs.frozen
+class ProcessStatus:
+    """One process, as the kernel sees it at one moment."""
+
+    pid: int
+    inner_pid: int
+    """Its number in its own PID namespace: 1 is that namespace's init."""
+    parent: int
+    """0 when the parent is in another PID namespace."""
+    name: str
+    kernel: bool
+    """It is a thread of the kernel's."""
+
+
+@attrs.frozen
+class MappedMemory:
+    """Memory of a process that holds a file or huge pages (``numa_maps``)."""
+
+    file: str
+    """Its path with octal escapes (``/memfd:name\\040(deleted)``); empty for anonymous huge pages."""
+    huge: bool
+    """Its pages are hugetlb pages."""
+    resident: Mapping[int, int]
+    """NUMA node → bytes that are there and mapped."""
+
+
+@attrs.frozen
 class Procfs:
     """A procfs mounted at *root*."""
 
@@ -38,7 +71,51 @@ class Procfs:
 
     def processes(self) -> list[int]:
         """Return the processes of this procfs's PID namespace, in the order of their numbers."""
-        return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdecimal())
+        try:
+            return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdecimal())
+        except OSError as error:
+            raise HostError(f"cannot list the processes in {self.root}") from error
+
+    def process(self, pid: int) -> ProcessStatus | None:
+        """Return one process, or ``None`` when it is gone."""
+        try:
+            status = _fields(_read(self.root / str(pid) / "status"))
+            stat = _stat(_read(self.root / str(pid) / "stat"))
+        except _VANISHED:
+            return None
+        except OSError as error:
+            raise HostError(f"cannot read process {pid}") from error
+        return ProcessStatus(
+            pid=pid,
+            inner_pid=int(status["NSpid"].split()[-1]),
+            parent=int(status["PPid"]),
+            name=status["Name"],
+            kernel=bool(int(stat[6]) & _PF_KTHREAD),
+        )
+
+    def arguments(self, pid: int) -> tuple[str, ...]:
+        """Return the command line of *pid*, empty when it is gone.
+
+        It lies in the memory of the process, so that reading it may wait for whatever that is doing with its memory.
+        """
+        try:
+            return tuple(_read(self.root / str(pid) / "cmdline").removesuffix("\0").split("\0"))
+        except OSError:
+            return ()
+
+    def mappings(self, pid: int) -> list[MappedMemory] | None:
+        """Return what *pid* has mapped of files and huge pages, or ``None`` when it is gone or the kernel knows no NUMA.
+
+        The kernel walks the page tables for it: some milliseconds for each GiB in small pages, and the reader must be
+        allowed to trace the process (ptrace(2), ``PTRACE_MODE_READ_FSCREDS``).
+        """
+        try:
+            text = _read(self.root / str(pid) / "numa_maps")
+        except _VANISHED:
+            return None
+        except OSError as error:
+            raise HostError(f"cannot read the memory of process {pid}") from error
+        return list(_mappings(text))
 
     def name(self, pid: int) -> str:
         """Return the name of process *pid* (``comm``), empty when it is gone."""
@@ -67,12 +144,13 @@ class Procfs:
                 yield thread
 
     def thread(self, pid: int, tid: int) -> ThreadStatus | None:
-        """Return one thread, or ``None`` when it is gone."""
+        """Return one thread, or ``None`` when it is gone or a zombie, which runs nowhere any more."""
         task = self.root / str(pid) / "task" / str(tid)
         try:
             status = _fields(_read(task / "status"))
-            # The name in parentheses may hold anything; "processor" is field 39 of proc_pid_stat(5).
-            running_on = int(_read(task / "stat").rpartition(")")[2].split()[36])
+            stat = _stat(_read(task / "stat"))
+            if stat[0] in "ZX":
+                return None
             return ThreadStatus(
                 pid=pid,
                 tid=tid,
@@ -80,7 +158,7 @@ class Procfs:
                 cgroup=_unified(_read(task / "cgroup")),
                 cpus=CpuSet.parse(status["Cpus_allowed_list"]),
                 mems=CpuSet.parse(status["Mems_allowed_list"]),
-                running_on=running_on,
+                running_on=int(stat[36]),
             )
         except _VANISHED:
             return None
@@ -96,6 +174,16 @@ class Procfs:
             return _unified(_read(self.root / str(pid) / "cgroup"))
         except OSError as error:
             raise HostError(f"cannot read the cgroup of process {pid}") from error
+
+    def memory_nodes(self) -> CpuSet:
+        """Return the NUMA nodes that this process may take memory from (its cpuset's)."""
+        return CpuSet.parse(_fields(_read(self.root / "self/status"))["Mems_allowed_list"])
+
+    def cpu_vendor(self) -> str:
+        """Return what CPUID calls the maker of the CPUs, or nothing on other architectures than x86."""
+        with (self.root / "cpuinfo").open(errors="replace") as cpus:  # the first will do: each takes the kernel a while
+            first = itertools.takewhile(str.strip, cpus)
+            return _fields("".join(first)).get("vendor_id", "")
 
     def mounted_roots(self) -> list[str]:
         """Return, for each mount this process sees, which directory of its own file system is mounted there.
@@ -117,9 +205,26 @@ def _read(path: Path) -> str:
     return path.read_text(errors="backslashreplace")
 
 
+def _stat(text: str) -> list[str]:
+    # proc_pid_stat(5) from its third field on, the state: the name in parentheses before it may hold anything.
+    # "flags" (9) is at index 6, "processor" (39) at 36.
+    return text.rpartition(")")[2].split()
+
+
+def _mappings(text: str) -> Iterator[MappedMemory]:
+    # "ADDRESS POLICY [file=PATH] [huge] [key=number …] [N0=pages …] kernelpagesize_kB=SIZE" a line.
+    for line in text.splitlines():
+        file = _MAPPED_FILE.search(line)
+        size = _PAGE_SIZE.search(line)
+        huge = " huge" in line
+        if size is not None and (file is not None or huge):
+            resident = {int(node): (int(pages) * int(size[1])) << 10 for node, pages in _NUMA_PAGES.findall(line)}
+            yield MappedMemory("" if file is None else file[1], huge, resident)
+
+
 def _fields(text: str) -> dict[str, str]:
     pairs = (line.partition(":") for line in text.splitlines())
-    return {name: value.strip() for name, _, value in pairs}
+    return {name.rstrip(): value.strip() for name, _, value in pairs}
 
 
 def _unified(text: str) -> str:

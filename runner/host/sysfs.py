@@ -7,7 +7,10 @@ The files are described in the kernel's ``Documentation/admin-guide/cputopology.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError
@@ -33,37 +36,54 @@ def read_hardware(root: Path = Path("/")) -> Hardware:
     kinds = dict.fromkeys(_optional_cpu_set(root / "sys/devices/cpu_core/cpus"), "performance") | dict.fromkeys(
         _optional_cpu_set(root / "sys/devices/cpu_atom/cpus"), "efficiency"
     )
-    fallback = numa_nodes[0][0].id
-    cpus = [_cpu(system / f"cpu/cpu{cpu}", cpu, numa_node_of.get(cpu, fallback), kinds.get(cpu)) for cpu in online]
+    cpus = _cpus(system / "cpu", online, numa_node_of, numa_nodes[0][0].id, kinds)
     offline = _cpu_set(system / "cpu/present") - online
     return Hardware(tuple(cpus), tuple(node for node, _ in numa_nodes), offline)
 
 
-def _cpu(path: Path, cpu: int, numa_node: int, kind: str | None) -> Cpu:
-    topology = path / "topology"
-    # `core_cpus_list` and `package_cpus_list` came with 5.3; the older name of the first is still there.
-    siblings = _optional_cpu_set(topology / "core_cpus_list") or _optional_cpu_set(topology / "thread_siblings_list")
-    die = _optional_cpu_set(topology / "die_cpus_list") or _optional_cpu_set(topology / "core_siblings_list")
-    return Cpu(
-        cpu=cpu,
-        core=min(siblings, default=cpu),
-        # Virtual machines and some ARM firmware say -1: the host does not know, so it is one socket.
-        socket=max(0, _optional_number(topology / "physical_package_id") or 0),
-        die=min(die, default=0),
-        numa_node=numa_node,
-        l3=_l3(path / "cache"),
-        max_khz=_optional_number(path / "cpufreq/cpuinfo_max_freq"),
-        capacity=_optional_number(path / "cpu_capacity"),
-        kind=kind,
-    )
+def _cpus(
+    path: Path, online: CpuSet, numa_node_of: Mapping[int, int], fallback: int, kinds: Mapping[int, str]
+) -> Iterator[Cpu]:
+    """Yield the *online* CPUs. What CPUs share is read once: a file of each CPU costs PID 1 a third of a millisecond."""
+    cores: dict[int, Cpu] = {}
+    dies: dict[int, tuple[int, int]] = {}
+    caches: dict[int, int | None] = {}
+    for cpu in online:
+        if cpu not in cores:
+            each = path / f"cpu{cpu}"
+            # `core_cpus_list` and `die_cpus_list` came with 5.3; the older names are still there.
+            siblings = _either_cpu_set(each, "topology/core_cpus_list", "topology/thread_siblings_list") or [cpu]
+            if cpu not in dies:
+                sharing = _either_cpu_set(each, "topology/die_cpus_list", "topology/core_siblings_list")
+                # Virtual machines and some ARM firmware say -1: the host does not know, so it is one socket.
+                socket = max(0, _optional_number(each / "topology/physical_package_id") or 0)
+                dies |= dict.fromkeys(sharing or [cpu], (min(sharing, default=0), socket))
+            if cpu not in caches:
+                caches |= _l3(each, cpu)
+            die, socket = dies[cpu]
+            core = Cpu(
+                cpu=cpu,
+                core=min(siblings),
+                socket=socket,
+                die=die,
+                numa_node=numa_node_of.get(cpu, fallback),
+                l3=caches[cpu],
+                max_khz=_optional_number(each / "cpufreq/cpuinfo_max_freq"),
+                capacity=_optional_number(each / "cpu_capacity"),
+                kind=kinds.get(cpu),
+            )
+            cores |= {sibling: attrs.evolve(core, cpu=sibling) for sibling in siblings}
+        yield cores[cpu]
 
 
-def _l3(cache: Path) -> int | None:
-    for index in sorted(cache.glob("index[0-9]*")):
+def _l3(path: Path, cpu: int) -> dict[int, int | None]:
+    """Return the L3 cache of *cpu* for each CPU that shares it."""
+    for index in sorted(path.glob("cache/index[0-9]*")):
         if _optional_number(index / "level") == L3:
-            number = _optional_number(index / "id")
-            return number if number is not None else min(_cpu_set(index / "shared_cpu_list"))
-    return None
+            sharing = _cpu_set(index / "shared_cpu_list")
+            name = _optional_number(index / "id")
+            return dict.fromkeys(sharing, min(sharing) if name is None else name)
+    return {cpu: None}
 
 
 def _numa_nodes(path: Path, root: Path) -> list[tuple[NumaNode, CpuSet]]:
@@ -133,6 +153,10 @@ def _cpu_set(path: Path) -> CpuSet:
         return CpuSet.parse(text)
     except ValueError as error:
         raise HostError(f"cannot use {str(path)!r}") from error
+
+
+def _either_cpu_set(path: Path, name: str, older_name: str) -> CpuSet:
+    return _optional_cpu_set(path / name) or _optional_cpu_set(path / older_name)
 
 
 def _optional_cpu_set(path: Path) -> CpuSet:

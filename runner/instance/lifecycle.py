@@ -92,6 +92,7 @@ async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machin
     """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
     vcpus = await started_within(plan.patience, lambda: host.unless_stopped(machine.vcpu_threads))
     receipt = confined(host, seat, plan.placement, machine.process, vcpus)
+    await host.unless_stopped(seat.settle)
     for line in receipt.table():
         log.info("placement: %s", line)
     path = plan.state_directory / "receipt.json"

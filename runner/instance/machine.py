@@ -31,6 +31,9 @@ EXITS_WITHIN = 1.0
 """Seconds between the end of the QMP conversation and QEMU's exit, when it is QEMU that ends."""
 
 
+MBIND_REMEDY = "let the container's seccomp profile allow mbind(2), as Docker's does with --cap-add SYS_NICE, or set memory.bind = false"
+
+
 @attrs.frozen
 class Wiring:
     """The ends that QEMU gets a copy of; ours are closed then, so that each end sees the other's death."""
@@ -82,7 +85,9 @@ class Machine:
             failure = error
         with trio.move_on_after(EXITS_WITHIN):
             await self.process.wait()
-            raise HostError(f"cannot start QEMU: it {self.process.how_it_ended()}")
+            how = self.process.how_it_ended()
+            remedy = f"; {MBIND_REMEDY}" if "cannot bind memory to host NUMA nodes" in how else ""
+            raise HostError(f"cannot start QEMU: it {how}{remedy}")
         raise HostError("cannot start QEMU") from failure
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
@@ -218,7 +223,10 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplac
         descriptors = Descriptors(
             qmp=qmp.fileno(),
             console=wiring.console.fileno(),
-            ram=held.enter_context(files.memory(f"{plan.name}-ram", plan.memory)),
+            ram=tuple(
+                held.enter_context(files.memory(f"{plan.name}-ram{number}", each.memory))
+                for number, each in enumerate(plan.topology.numa_nodes)
+            ),
             files=numbers,
             taps=tuple(tap.tap.number for tap in wiring.taps),
             vhosts=tuple(None if tap.vhost is None else tap.vhost.number for tap in wiring.taps),

@@ -16,6 +16,7 @@ from runner.host.scheduler import pin
 from runner.instance.host import Host
 from runner.instance.seats import Groups, Seat
 from runner.plan.instance import Placement
+from runner.table import aligned
 
 
 @attrs.frozen
@@ -86,16 +87,14 @@ class Receipt:
                 yield f"{who} is in the cgroup {thread.cgroup!r} instead of {self.groups.of(each.role)!r}"
 
     def table(self) -> Iterator[str]:
-        """Yield the receipt as lines of a table for people."""
+        """Return the receipt as lines of a table for people."""
         rows = [("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON")]
         for each in self.threads:
             role = each.role if each.vcpu is None else f"vcpu {each.vcpu}"
             rows.append(
                 (role, str(each.thread.tid), each.thread.name, str(each.thread.cpus), str(each.thread.running_on))
             )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        for row in rows:
-            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        return aligned(rows)
 
 
 def confined(host: Host, seat: Seat, placement: Placement, machine: Process, vcpus: Sequence[VcpuThread]) -> Receipt:

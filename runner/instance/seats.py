@@ -17,7 +17,7 @@ import errno
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -25,6 +25,7 @@ from typing import Protocol
 import attrs
 import trio
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError, PlacementError, explain
 from runner.host.cgroup import Cgroup, CgroupError, write_control
 from runner.host.controller import (
@@ -52,6 +53,9 @@ ASKED_EVERY = 0.25
 
 DEREGISTERED_WITHIN = 5.0
 """Seconds; the controller gives the last thread 2 s to go, and removes by itself what is left of the dead."""
+
+SETTLED_WITHIN = 3.0
+"""Seconds; the controller is not needed for the guest to run."""
 
 EMPTY_WITHIN = 1.0
 """Seconds for the kernel to see that a group whose last thread was reaped is empty; measured: a millisecond."""
@@ -90,6 +94,9 @@ class Seat(Protocol):
     def confine(self, tid: int) -> None:
         """Take the thread *tid* alone into the instance's group."""
 
+    async def settle(self) -> None:
+        """Have the threads that the kernel started with QEMU taken out of the pod's group, which this process cannot."""
+
 
 @attrs.frozen
 class _Masked:
@@ -102,6 +109,9 @@ class _Masked:
         """See :class:`Seat`."""
 
     def confine(self, tid: int) -> None:
+        """See :class:`Seat`."""
+
+    async def settle(self) -> None:
         """See :class:`Seat`."""
 
 
@@ -121,9 +131,30 @@ class _Grouped:
         """See :class:`Seat`."""
         write_control(self.doors.instance.number, str(tid), f"{self.groups.instance}/cgroup.threads")
 
+    async def settle(self) -> None:
+        """See :class:`Seat`; what QEMU started was born in float with it."""
+
     def release(self, pid: int) -> None:
         """Take the process *pid* back to the pod's group."""
         write_control(self.doors.pod.number, str(pid), f"{self.groups.pod}/cgroup.procs")
+
+
+@attrs.frozen
+class _Registered(_Grouped):
+    """In cgroups of the node's controller."""
+
+    asked: Register
+    cpus: CpuSet
+
+    async def settle(self) -> None:
+        """See :class:`Seat`: the controller does it at every registration."""
+        with ExitStack() as held, trio.move_on_after(SETTLED_WITHIN) as patience:
+            try:
+                await register(self.asked.socket, self.asked.uid, self.cpus, Cgroup(Path(CGROUP_ROOT)), held)
+            except HostError as error:
+                log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
+        if patience.cancelled_caught:
+            log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: the controller does not answer")
 
 
 @asynccontextmanager
@@ -166,23 +197,23 @@ def _masked(host: Host, placement: Placement, anchor: Keeper) -> Iterator[Seat]:
 @asynccontextmanager
 async def _registered(host: Host, placement: Placement, asked: Register, anchor: Keeper) -> AsyncIterator[Seat]:
     pod = host.procfs.cgroup()
-    async with AsyncExitStack() as held:
-        # Before it is asked: if it dies, or we are told to stop, nobody knows whether it has heard us.
-        held.push_async_callback(_deregister, host, asked)
-        try:
-            registration = await _registration(host, placement, asked, pod)
-        except ControllerError:
-            held.pop_all()  # it has said no, so there is nothing to take back
-            raise
-        doors = registration.doors
-        held.callback(doors.close)
-        if registration.cpus != placement.cpus:
-            raise PlacementError(
-                f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
-            )
-        name = registration.instance.name
-        async with _floating(host, placement, anchor, doors, Groups(pod, "float", name)) as groups:
-            yield _Grouped(groups, doors.pod.number, doors)
+    with ExitStack() as descriptors:
+        async with AsyncExitStack() as held:
+            # Before it is asked: if it dies, or we are told to stop, nobody knows whether it has heard us.
+            held.push_async_callback(_deregister, host, asked)
+            try:
+                registration = await _registration(host, placement, asked, pod, descriptors)
+            except ControllerError:
+                held.pop_all()  # it has said no, so there is nothing to take back
+                raise
+            doors = registration.doors
+            if registration.cpus != placement.cpus:
+                raise PlacementError(
+                    f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
+                )
+            name = registration.instance.name
+            async with _floating(host, placement, anchor, doors, Groups(pod, "float", name)) as groups:
+                yield _Registered(groups, doors.pod.number, doors, asked, placement.cpus)
 
 
 async def _deregister(host: Host, asked: Register) -> None:
@@ -196,16 +227,14 @@ async def _deregister(host: Host, asked: Register) -> None:
         log.warning("the controller does not answer; it will remove the instance's cgroup later")
 
 
-async def _registration(host: Host, placement: Placement, asked: Register, pod: str) -> Registration:
+async def _registration(host: Host, placement: Placement, asked: Register, pod: str, held: ExitStack) -> Registration:
     """Register, waiting for a controller that is not there yet."""
     own = Cgroup(Path(CGROUP_ROOT) / pod.lstrip("/"))
     waiting = False
     with trio.move_on_after(AWAITED_FOR):
         while True:
             try:
-                return await host.unless_stopped(
-                    partial(register, asked.socket, asked.uid, placement.cpus, own),
-                )
+                return await host.unless_stopped(partial(register, asked.socket, asked.uid, placement.cpus, own, held))
             except ControllerAbsentError as error:
                 if not waiting:
                     log.info("waiting for the controller: %s", explain(error))
@@ -243,7 +272,8 @@ async def _delegated(host: Host, placement: Placement, anchor: Keeper) -> AsyncI
                 raise PlacementError(
                     f"cannot give {group.path} the CPUs '{cpus}': the kernel lets it have '{effective}'"
                 )
-        with _held(open_doors(floating, instance, scope)) as doors:
+        with ExitStack() as held:
+            doors = open_doors(floating, instance, scope, held)
             async with _floating(host, placement, anchor, doors, Groups(pod, "float", instance.name)) as groups:
                 yield _Grouped(groups, None, doors)
     finally:
@@ -264,14 +294,6 @@ async def _removed(group: Cgroup) -> None:
 
 
 # -- in float --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _held(doors: Doors) -> Iterator[Doors]:
-    try:
-        yield doors
-    finally:
-        doors.close()
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from runner.host.network import Link, read_links
 from runner.host.processes import Command
 from runner.host.rtnetlink import LinkRoute
 from runner.host.scheduler import read_mask
+from runner.host.sysfs import read_hardware
 from runner.instance.host import Host
 from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Resolver, Route, User, Virtiofsd
 from runner.plan.instance import DHCP_USERS, QEMU_USERS
@@ -41,6 +42,9 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
     uid = _uid(host) if spec.cpu.placement in {"auto", "controller"} else None
     return HostFacts(
         allowed_cpus=read_mask(),
+        hardware=read_hardware(),
+        memory_nodes=host.procfs.memory_nodes(),
+        cpu_vendor=host.procfs.cpu_vendor(),
         memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, host.procfs.cgroup()), 1 << 62),
         state_directory=state_directory,
         qemu=find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES),

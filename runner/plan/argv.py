@@ -28,8 +28,8 @@ class Endpoints(Protocol):
     def monitor(self) -> Iterator[str]:
         """Yield the options that make a chardev ``qmp`` or another monitor, and the serial console's chardev ``console``."""
 
-    def memory(self) -> str:
-        """Return the memory backend's properties that say where the RAM comes from."""
+    def memory(self, index: int) -> str:
+        """Return the properties of a memory backend that say where the RAM of the guest's NUMA node *index* comes from."""
 
     def file(self, name: str) -> str:
         """Return the path of the kernel, initial RAM disk or firmware."""
@@ -46,11 +46,11 @@ class Endpoints(Protocol):
 
 @attrs.frozen
 class Descriptors:
-    """Endpoints as inherited descriptors: ``disks``, ``taps``, ``vhosts`` (0 when there is none) and ``shares`` by index."""
+    """Endpoints as inherited descriptors: ``ram``, ``taps``, ``vhosts`` (``None`` when there is none), ``shares`` by index."""
 
     qmp: int
     console: int
-    ram: int
+    ram: tuple[int, ...]
     files: dict[str, int] = attrs.field(factory=dict)
     """``kernel``, ``initrd``, ``firmware``, ``firmware-vars``, ``disk0``, …"""
     taps: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class Descriptors:
     def numbers(self) -> tuple[int, ...]:
         """Return every descriptor, to be passed on."""
         vhosts = (number for number in self.vhosts if number is not None)
-        return (self.qmp, self.console, self.ram, *self.files.values(), *self.taps, *vhosts, *self.shares)
+        return (self.qmp, self.console, *self.ram, *self.files.values(), *self.taps, *vhosts, *self.shares)
 
     def monitor(self) -> Iterator[str]:
         """See :class:`Endpoints`."""
@@ -68,9 +68,9 @@ class Descriptors:
         yield from ("-mon", "chardev=qmp,mode=control")
         yield from ("-chardev", f"socket,id=console,fd={self.console}")
 
-    def memory(self) -> str:
+    def memory(self, index: int) -> str:
         """See :class:`Endpoints`."""
-        return f"memory-backend-file,mem-path=/proc/self/fd/{self.ram},share=on"
+        return f"memory-backend-file,mem-path=/proc/self/fd/{self.ram[index]},share=on"
 
     def file(self, name: str) -> str:
         """See :class:`Endpoints`; QEMU reads these with fopen(3), which knows no fdset."""
@@ -102,7 +102,7 @@ class Paths:
         yield from ("-chardev", "stdio,id=console,mux=on,signal=off")
         yield from ("-mon", "chardev=console,mode=readline")
 
-    def memory(self) -> str:
+    def memory(self, _index: int) -> str:
         """See :class:`Endpoints`."""
         return "memory-backend-memfd,share=on"
 
@@ -162,14 +162,11 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         for unit, node, present in ((0, "firmware", machine.firmware), (1, "firmware-vars", machine.firmware_vars))
         if present is not None
     )
-    yield from ("-machine", f"q35,memory-backend=ram,dump-guest-core=off,vmport=off{flash}")
+    ram = ",memory-backend=ram" if len(machine.topology.numa_nodes) == 1 else ""
+    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{flash}")
     yield from ("-accel", "kvm" if machine.accel == "kvm" else "tcg,thread=multi")
     yield from ("-cpu", machine.cpu_model)
-    yield from ("-smp", f"cpus={machine.vcpus},sockets=1,cores={machine.vcpus},threads=1")
-    yield from ("-m", f"size={machine.memory // MIB}M")
-    kind, _, properties = endpoints.memory().partition(",")
-    touched = f",prealloc=on,prealloc-threads={min(machine.vcpus, MOST_PREALLOCATORS)}" if machine.preallocate else ""
-    yield from ("-object", f"{kind},id=ram,size={machine.memory // MIB}M,{properties}{touched}")
+    yield from _topology(machine, endpoints)
     yield from endpoints.monitor()
     yield from ("-serial", "chardev:console")
     yield from ("-device", "pvpanic-pci")
@@ -192,6 +189,32 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     for index, share in enumerate(machine.shares):
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
+
+
+def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield vCPUs and memory; a guest with one NUMA node is told of none, and has it all the same."""
+    topology = machine.topology
+    sockets, cores, threads = topology.sockets, topology.cores, topology.threads
+    dies = f"dies={topology.dies}," if topology.dies > 1 else ""
+    yield from ("-smp", f"cpus={machine.vcpus},sockets={sockets},{dies}cores={cores},threads={threads}")
+    yield from ("-m", f"size={machine.memory // MIB}M")
+    numa = list(enumerate(topology.numa_nodes))
+    several = len(numa) > 1
+    for number, each in numa:
+        kind, _, properties = endpoints.memory(number).partition(",")
+        bound = "".join(f",host-nodes={host}" for host in each.bound) + (",policy=bind" if each.bound else "")
+        touching = min(len(each.vcpus), MOST_PREALLOCATORS)
+        touched = f",prealloc=on,prealloc-threads={touching}" if machine.preallocate else ""
+        name = f"ram{number}" if several else "ram"
+        yield from ("-object", f"{kind},id={name},size={each.memory // MIB}M,{properties}{bound}{touched}")
+    if several:
+        for number, each in numa:
+            vcpus = "".join(f",cpus={vcpus}" for vcpus in str(each.vcpus).split(","))
+            yield from ("-numa", f"node,nodeid={number}{vcpus},memdev=ram{number}")
+        for number, each in numa:
+            for other, distance in enumerate(each.distances):
+                if other != number:
+                    yield from ("-numa", f"dist,src={number},dst={other},val={distance}")
 
 
 def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
@@ -310,6 +333,7 @@ _FLAGS = frozenset(
         "-smp",
         "-m",
         "-object",
+        "-numa",
     }
     | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
 )

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 import attrs
 
 from runner.cpuset import CpuSet
+from runner.topology.hardware import Hardware
 
 
 @attrs.frozen
@@ -122,6 +123,9 @@ class HostFacts:
 
     allowed_cpus: CpuSet
     """The CPUs this process may use (``sched_getaffinity``)."""
+    hardware: Hardware
+    memory_nodes: CpuSet
+    """The NUMA nodes this process may take memory from (``Mems_allowed_list``)."""
     memory: int
     """Bytes the pod may use: the smallest of the machine's RAM and the memory limits of its cgroups."""
     state_directory: PurePosixPath
@@ -134,6 +138,8 @@ class HostFacts:
     users: Mapping[str, User] = attrs.field(factory=dict)
     """The users asked about, those that exist."""
     kvm: Kvm = Kvm("not found")
+    cpu_vendor: str = ""
+    """CPUID's vendor, such as ``GenuineIntel``; empty where the kernel does not say."""
     tun: bool = True
     """Whether /dev/net/tun may be used; asked only when there are networks."""
     vhost_net: bool = False

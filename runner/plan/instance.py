@@ -15,10 +15,12 @@ from pathlib import PurePosixPath
 import attrs
 
 from runner.cpuset import CpuSet
-from runner.errors import Problem, SpecError
+from runner.errors import Problem, RefusedError, SpecError
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, Route, User, Virtiofsd
 from runner.spec.document import format_size
 from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
+from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
+from runner.topology.placement import PinPolicy, choose_cpus, place
 
 QEMU_OVERHEAD = 64 << 20
 """Bytes QEMU needs beside the guest's RAM at the very least; QEMU 7.2 with one vCPU and no device has 40-60 MiB resident."""
@@ -28,6 +30,12 @@ PATIENCE = 60.0
 
 SLOWEST_PREALLOCATION = 256 << 20
 """Bytes a second; pages that are zeroed by one slow CPU on the wrong NUMA node still come at 1 GiB/s."""
+
+PAGE_SIZE = 2 << 20
+"""Bytes; NUMA nodes of the guest begin at a multiple of it, so that its RAM can be huge pages from end to end."""
+
+TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
+"""Whose CPUs tell siblings by CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
 
 QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
 DHCP_USERS = ("dnsmasq", "nobody")
@@ -130,6 +138,7 @@ class MachinePlan:
     vcpus: int
     memory: int
     """Bytes, whole MiB."""
+    topology: GuestTopology
     preallocate: bool
     """Every page of it is touched before QEMU leaves the pod's cgroup, which is charged for it then and for ever."""
     accel: str
@@ -221,6 +230,7 @@ class _Planner:
         placement = self.placement(spec.cpu)
         accel, user = self.accelerator()
         self.memory()
+        topology = None if placement is None else self.topology(placement, accel)
         networks = tuple(self.networks())
         shares = tuple(self.shares())
         disks = tuple(self.disk(index, disk) for index, disk in enumerate(spec.disk))
@@ -231,7 +241,7 @@ class _Planner:
         initrd = self.file("boot.initrd", spec.boot.initrd, user)
         firmware = self.file("boot.firmware", spec.boot.firmware, user)
         self.writable("boot.firmware_vars", spec.boot.firmware_vars)
-        if placement is None or qemu is None or sleep is None:
+        if placement is None or topology is None or qemu is None or sleep is None:
             return None
         return InstancePlan(
             name=spec.instance.name,
@@ -249,9 +259,10 @@ class _Planner:
                 user=user,
                 vcpus=spec.cpu.count,
                 memory=spec.memory.size,
+                topology=topology,
                 preallocate=placement.register is not None,
                 accel=accel,
-                cpu_model=spec.cpu.model or ("host" if accel == "kvm" else "max"),
+                cpu_model=spec.cpu.model or self.cpu_model(accel, topology),
                 kernel=kernel,
                 initrd=initrd,
                 cmdline=spec.boot.cmdline,
@@ -284,8 +295,10 @@ class _Planner:
             return None
         if backend == "controller":
             return self.registered(cpu, allowed)
-        # The highest-numbered ones, because interrupts and a machine's own work gather on the lowest.
-        cpus = cpu.cpus or CpuSet(list(allowed)[-cpu.count :])
+        pins = self.pins(cpu)
+        if pins is None:
+            return None
+        cpus = CpuSet(pins)
         rest = allowed - cpus
         if not rest:
             self.remarks.append(
@@ -295,11 +308,55 @@ class _Planner:
         return Placement(
             backend,
             cpus,
-            tuple(cpus),
+            pins,
             rest or allowed,
             shared=not rest,
             sweep=cpu.sweep and backend == "delegated" and bool(rest),
         )
+
+    def pins(self, cpu: Cpu) -> tuple[int, ...] | None:
+        hardware = self.facts.hardware
+        policy = None if cpu.pinning == "auto" else PinPolicy(cpu.pinning)
+        try:
+            cpus = cpu.cpus or choose_cpus(hardware, self.facts.allowed_cpus, cpu.count)
+            placed = place(cpu.count, cpus, hardware, policy=policy)
+        except RefusedError as error:
+            self.refuse("cpu.cpus" if cpu.cpus else "cpu.count", str(error))
+            return None
+        self.remarks += [finding.message for finding in placed.findings]
+        return placed.pins
+
+    def topology(self, placement: Placement, accel: str) -> GuestTopology | None:
+        """Decide what the guest sees. QEMU's emulated model ``max`` calls itself an AMD and has no words for siblings."""
+        spec, hardware = self.spec, self.facts.hardware
+        real = spec.cpu.topology == "host"
+        try:
+            topology = guest_topology(
+                placement.pins,
+                hardware,
+                spec.memory.size,
+                page_size=PAGE_SIZE if real else 1,
+                memory_nodes=self.facts.memory_nodes,
+                siblings=accel == "kvm" or spec.cpu.model is not None,
+            )
+        except RefusedError as error:
+            self.refuse("memory.size", f'{error}, or set cpu.topology = "flat"')
+            return None
+        if not spec.memory.bind:
+            topology = unbound(topology)
+        for each in topology.numa_nodes:
+            if each.bound and each.bound != (each.host,):
+                where = " and ".join(map(str, each.bound))
+                self.remarks.append(
+                    f"{format_size(each.memory)} of memory for the vCPUs on the host's NUMA node {each.host} come from {where}: "
+                    "it has not that much, or none that this pod may use"
+                )
+        return topology if real else flat(topology)
+
+    def cpu_model(self, accel: str, topology: GuestTopology) -> str:
+        if accel != "kvm":
+            return "max"
+        return "host,topoext=on" if topology.threads > 1 and self.facts.cpu_vendor in TOPOEXT_VENDORS else "host"
 
     def registered(self, cpu: Cpu, allowed: CpuSet) -> Placement | None:
         """Place with the node's controller: the vCPUs own what the kubelet gave the container, all of it."""
@@ -310,9 +367,11 @@ class _Planner:
                 '"controller" each belongs to a vCPU; give the container as many CPUs as vCPUs, and make its pod Guaranteed',
             )
             return None
+        pins = self.pins(cpu)
+        if pins is None:
+            return None
         register = Register(cpu.controller, self.facts.uid or "")
-        sweep = cpu.sweep
-        return Placement("controller", allowed, tuple(allowed), None, shared=False, register=register, sweep=sweep)
+        return Placement("controller", allowed, pins, None, shared=False, register=register, sweep=cpu.sweep)
 
     def backend(self, cpu: Cpu) -> str:
         """Return the placement back end: the one asked for, or the best that works."""

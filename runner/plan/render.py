@@ -9,6 +9,7 @@ import attrs
 
 from runner.plan.instance import InstancePlan, NetworkPlan
 from runner.spec.document import format_size
+from runner.topology.guest import GuestTopology
 
 
 def plan_json(plan: InstancePlan) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
         yield f"               starts the firmware {machine.firmware.path}"
     for disk in machine.disks:
         yield f"               disk {disk.path}, {disk.format}, {'read-only' if disk.read_only else 'writable'}"
+    yield from _guest(machine.topology)
     pins = ", ".join(f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(placement.pins))
     yield f"  7 pins       vCPU→CPU {pins}; read back from the kernel; then the guest runs"
     shutdown = plan.shutdown
@@ -54,6 +56,25 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     )
     for remark in plan.remarks:
         yield f"  note: {remark}"
+
+
+def _guest(topology: GuestTopology) -> Iterator[str]:
+    parts = (
+        (topology.sockets, "socket"),
+        (topology.dies, "L3 cache"),
+        (topology.cores, "core"),
+        (topology.threads, "thread"),
+    )
+    yield "               guest sees " + " of ".join(f"{number} {what}{'s' * (number > 1)}" for number, what in parts)
+    for number, each in enumerate(topology.numa_nodes):
+        where = (
+            f"the host's NUMA node {' or '.join(map(str, each.bound))}" if each.bound else "any NUMA node of the host"
+        )
+        far = [f"{distance} to {other}" for other, distance in enumerate(each.distances) if other != number]
+        yield (
+            f"               NUMA node {number}: vCPUs {each.vcpus}, {format_size(each.memory)} from {where}"
+            + (f"; distance {', '.join(far)}" if far else "")
+        )
 
 
 def _network(network: NetworkPlan) -> str:

@@ -66,7 +66,7 @@ class Cpu:
     cpus: CpuSet | None = key(
         cpu_set(),
         default=None,
-        doc="the CPUs the vCPUs own; without it they are chosen from those this process may use",
+        doc="the CPUs the vCPUs own; without it, of those this process may use, whole cores of few NUMA nodes",
     )
     placement: str = key(
         choice("auto", "controller", "delegated", "affinity"),
@@ -85,6 +85,18 @@ class Cpu:
         doc="whether what others start in the container (`kubectl exec`, probes) is moved to float within a second; "
         "without cgroups there is nothing to sweep",
     )
+    pinning: str = key(
+        choice("auto", "packed-siblings", "linear"),
+        default="auto",
+        doc='`"packed-siblings"`: vCPUs of one guest core sit on siblings; `"linear"`: vCPU *i* on the *i*-th CPU; '
+        '`"auto"`: the first for whole cores, else the second',
+    )
+    topology: str = key(
+        choice("host", "flat"),
+        default="host",
+        doc='what the guest sees: `"host"`: sockets, L3 caches, threads and NUMA nodes as its vCPUs really lie; '
+        '`"flat"`: one socket of cores',
+    )
     accel: str = key(
         choice("auto", "kvm", "tcg"),
         default="auto",
@@ -93,7 +105,7 @@ class Cpu:
     model: str | None = key(
         text(r"[A-Za-z0-9_.,=+-]{1,200}", "a QEMU CPU model"),
         default=None,
-        doc="QEMU's CPU model; `host` under KVM, `max` under TCG",
+        doc="QEMU's CPU model; `host` under KVM (on AMD with `topoext` where the guest has siblings), `max` under TCG",
     )
 
     def contradictions(self) -> Iterator[Problem]:
@@ -110,6 +122,11 @@ class Memory:
     """The guest's RAM."""
 
     size: int = key(size(32 * MIB), default=512 * MIB, doc="how much")
+    bind: bool = key(
+        flag(),
+        default=True,
+        doc="whether it comes from the NUMA nodes its vCPUs sit on, and from nowhere else (`mbind(2)`)",
+    )
 
 
 @attrs.frozen

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Self
 
 import attrs
@@ -16,6 +17,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.topology.cpu_assignment import CpuTopology
 from runner.topology.cpu_manager import CpuManager, CpuPolicyOptions, CpuState
+from runner.topology.device_manager import DeviceManager, Devices, DeviceState
 from runner.topology.hardware import Hardware
 from runner.topology.kubelet import (
     AllocationError,
@@ -26,7 +28,7 @@ from runner.topology.kubelet import (
     parse_bool,
     quirks_of,
 )
-from runner.topology.memory_manager import Block, MemoryManager, MemoryState
+from runner.topology.memory_manager import Block, MemoryManager, MemoryState, check_reservation
 from runner.topology.pod import MEMORY, Container, Pod
 from runner.topology.topology_manager import (
     DEFAULT_MAX_NUMA_NODES,
@@ -51,7 +53,8 @@ class KubeletConfiguration:
 
     *minor* is the kubelet's minor version. *reserved_millicpus* is kubeReserved and systemReserved CPU together, only
     looked at without *reserved_cpus* (``reservedSystemCPUs``). *reserved_memory* (``reservedMemory``) holds bytes by
-    NUMA node and resource.
+    NUMA node and resource; it must add up to *node_allocatable_memory*, the bytes that kubeReserved, systemReserved and
+    the hard eviction threshold keep from pods, where that is known.
     """
 
     minor: int = 36
@@ -61,6 +64,7 @@ class KubeletConfiguration:
     reserved_millicpus: int = 0
     memory_manager_policy: str = "None"
     reserved_memory: Mapping[int, Mapping[str, int]] = attrs.field(factory=dict)
+    node_allocatable_memory: int | None = None
     topology_manager_policy: str = "none"
     topology_manager_scope: str = "container"
     topology_manager_policy_options: Mapping[str, str] = attrs.field(factory=dict)
@@ -74,6 +78,7 @@ class Kubelet:
     cpu_manager: CpuManager | None
     memory_manager: MemoryManager | None
     quirks: frozenset[Quirk]
+    device_manager: DeviceManager
 
     @classmethod
     def configured(
@@ -81,9 +86,12 @@ class Kubelet:
         hardware: Hardware,
         configuration: KubeletConfiguration,
         *,
+        devices: Devices = MappingProxyType({}),
         quirks: frozenset[Quirk] | None = None,
     ) -> Self:
-        """Start the kubelet with *configuration* on *hardware*; *quirks* replaces those its version is known for.
+        """Start the kubelet with *configuration* on *hardware*, with the *devices* that plugins will register.
+
+        *quirks* replaces those that its version is known for.
 
         Raises :class:`KubeletConfigError` in the kubelet's words if it would not start, :class:`RefusedError` if we
         do not know its version.
@@ -94,6 +102,7 @@ class Kubelet:
             _cpu_manager(CpuTopology.of(hardware), configuration, known),
             _memory_manager(hardware, configuration),
             known,
+            DeviceManager(tuple(node.id for node in hardware.numa_nodes), devices),
         )
 
     @property
@@ -115,10 +124,10 @@ class Kubelet:
             self.memory_manager.validate(memory)
         return Node(self, cpus if self.cpu_manager else empty.cpus, memory if self.memory_manager else empty.memory)
 
-    def hints(
-        self, node: Node, pod: Pod, container: Container | None, device_hints: ProviderHints
-    ) -> dict[str, ProviderHints]:
+    def hints(self, node: Node, pod: Pod, container: Container | None) -> dict[str, ProviderHints]:
         """Ask each hint provider in the kubelet's order about *container*, or about the whole *pod*."""
+        plugins = self.device_manager
+        device = plugins.hints(node.devices, pod, container) if container else plugins.pod_hints(node.devices, pod)
         cpu: ProviderHints = None
         memory: ProviderHints = None
         if self.cpu_manager:
@@ -129,7 +138,7 @@ class Kubelet:
             memory = booking.hints(node.memory, pod, container) if container else booking.pod_hints(node.memory, pod)
         if memory == {} and Quirk.EMPTY_MEMORY_HINTS not in self.quirks:
             memory = {MEMORY: HintList()}
-        return {"device": device_hints, "cpu": cpu, "memory": memory}
+        return {"device": device or None, "cpu": cpu, "memory": memory}
 
 
 def _topology_manager(hardware: Hardware, configuration: KubeletConfiguration) -> TopologyManager:
@@ -192,6 +201,8 @@ def _memory_manager(hardware: Hardware, configuration: KubeletConfiguration) -> 
         return None
     if configuration.memory_manager_policy != "Static":
         raise KubeletConfigError(f'unknown policy: "{configuration.memory_manager_policy}"')
+    if configuration.node_allocatable_memory is not None:
+        check_reservation(configuration.reserved_memory, {MEMORY: configuration.node_allocatable_memory})
     return MemoryManager.configured(hardware, configuration.reserved_memory)
 
 
@@ -245,6 +256,11 @@ class Admission:
         return self.node.cpus.assignments.get(self.pod.uid, {})
 
     @property
+    def devices(self) -> Mapping[str, Devices]:
+        """The devices by container, those that plugins registered."""
+        return self.node.devices.assignments.get(self.pod.uid, {})
+
+    @property
     def memory(self) -> Mapping[str, tuple[Block, ...]]:
         """The memory booked by container; a rejected pod may hold some until the next admission."""
         return self.node.memory.assignments.get(self.pod.uid, {})
@@ -254,7 +270,7 @@ class Admission:
 class Node:
     """What a kubelet remembers between two pods.
 
-    *stale_cpus* and *stale_memory* are pods that may hold something without being admitted. Each manager takes it back
+    *stale_cpus*, *stale_memory* and *stale_devices* are pods that may hold something without being admitted. Each manager takes it back
     when it is asked about the next pod, or when a pod goes (``removeStaleState``); a pod that the CPU Manager rejects
     never comes to the Memory Manager.
     """
@@ -262,8 +278,10 @@ class Node:
     kubelet: Kubelet
     cpus: CpuState
     memory: MemoryState
+    devices: DeviceState = attrs.field(factory=DeviceState)
     stale_cpus: frozenset[str] = frozenset()
     stale_memory: frozenset[str] = frozenset()
+    stale_devices: frozenset[str] = frozenset()
 
     @property
     def shared_pool(self) -> CpuSet:
@@ -278,7 +296,14 @@ class Node:
 
     def without(self, *uids: str) -> Node:
         """Return the node after the pods *uids* ended; what rejected pods still held is taken back with theirs."""
-        return self.with_cpus_back(*uids).with_memory_back(*uids)
+        return self.with_devices_back(*uids).with_cpus_back(*uids).with_memory_back(*uids)
+
+    def with_devices_back(self, *uids: str) -> Node:
+        """Let the Device Manager take back what rejected pods and *uids* hold."""
+        devices = self.devices
+        for uid in sorted(self.stale_devices.union(uids)):
+            devices = self.kubelet.device_manager.without(devices, uid)
+        return attrs.evolve(self, devices=devices, stale_devices=frozenset())
 
     def with_cpus_back(self, *uids: str) -> Node:
         """Let the CPU Manager take back what rejected pods and *uids* hold."""
@@ -294,13 +319,12 @@ class Node:
             memory = self.kubelet.memory_manager.without(memory, uid) if self.kubelet.memory_manager else memory
         return attrs.evolve(self, memory=memory, stale_memory=frozenset())
 
-    def admit(self, pod: Pod, device_hints: Mapping[str | None, ProviderHints] | None = None) -> Admission:
+    def admit(self, pod: Pod) -> Admission:
         """Ask the kubelet to start *pod* (``Manager.Admit``).
 
-        *device_hints* are the device manager's, by container name, or under ``None`` with scope ``pod``.
         Never raises for what the kubelet would do: rejecting, hanging and crashing are outcomes.
         """
-        attempt = _Attempt(pod, self, device_hints or {})
+        attempt = _Attempt(pod, self)
         outcome, reason, message = Outcome.ADMITTED, "", ""
         try:
             attempt.run()
@@ -317,7 +341,12 @@ class Node:
         after = attempt.node
         if outcome is Outcome.REJECTED:
             stale = {pod.uid}
-            after = attrs.evolve(after, stale_cpus=after.stale_cpus | stale, stale_memory=after.stale_memory | stale)
+            after = attrs.evolve(
+                after,
+                stale_cpus=after.stale_cpus | stale,
+                stale_memory=after.stale_memory | stale,
+                stale_devices=after.stale_devices | stale,
+            )
         return Admission(pod, outcome, reason, message, tuple(attempt.steps), attempt.affinity, after)
 
 
@@ -328,10 +357,9 @@ class _RejectedError(Exception):
 class _Attempt:
     """One admission while it goes on."""
 
-    def __init__(self, pod: Pod, node: Node, device_hints: Mapping[str | None, ProviderHints]) -> None:
+    def __init__(self, pod: Pod, node: Node) -> None:
         self.pod = pod
         self.node = node
-        self.device_hints = device_hints
         self.steps: list[Step] = []
         self.affinity: dict[str, Hint] = {}
 
@@ -347,12 +375,11 @@ class _Attempt:
             self._allocate(container, affinity)
 
     def _merged(self, container: Container | None) -> Hint:
-        name = container.name if container else None
         kubelet = self.node.kubelet
         self.node = self.node.without()
-        hints = kubelet.hints(self.node, self.pod, container, self.device_hints.get(name))
+        hints = kubelet.hints(self.node, self.pod, container)
         merged = kubelet.topology_manager.merge(hints.values())
-        self.steps.append(Step(name, hints, merged))
+        self.steps.append(Step(container.name if container else None, hints, merged))
         if not merged.admitted:
             raise _RejectedError
         return merged.hint
@@ -360,6 +387,9 @@ class _Attempt:
     def _allocate(self, container: Container, affinity: Hint) -> None:
         """Let each manager give *container* its share; whoever fails leaves what the ones before it gave."""
         kubelet, pod = self.node.kubelet, self.pod
+        self.node = self.node.with_devices_back()
+        devices = kubelet.device_manager.allocate(self.node.devices, pod, container, affinity.mask)
+        self.node = attrs.evolve(self.node, devices=devices)
         if kubelet.cpu_manager:
             self.node = self.node.with_cpus_back()
             cpus = kubelet.cpu_manager.allocate(self.node.cpus, pod, container, affinity.mask)

@@ -9,14 +9,9 @@ when some CPUs are in neither: :meth:`CpuManager.validate` says so, and the file
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
-
 import attrs
 
-from runner.cpuset import MAX_CPU, CpuSet
-from runner.errors import Problem, SpecError
+from runner.spec.value import Value
 from runner.topology.cpu_manager import CpuState
 from runner.topology.memory_manager import Block, MemoryState, MemoryTable, NumaMemory
 
@@ -46,16 +41,16 @@ def parse_cpu_manager_state(text: str, source: str = CPU_STATE) -> CpuCheckpoint
     Raises :class:`SpecError`, which names the path into the document, for anything that the kubelet does not write.
     Assignments to whole pods (gate ``PodLevelResourceManagers``) are among these.
     """
-    document = _Value(text, source).mapping()
-    pods = document.get("podEntries", {}).items()
+    document = Value.of_json(text, source)
+    pods = document.get("podEntries", {}).members()
     if pods:
-        pods[0][0].fail("CPUs are assigned to whole pods (PodLevelResourceManagers), which is not known here")
+        pods[0].fail("CPUs are assigned to whole pods (PodLevelResourceManagers), which is not known here")
     assignments = {
-        uid.key: {name.key: cpus.cpu_set() for name, cpus in containers.items()}
-        for uid, containers in document.get("entries", {}).items()
+        pod.key: {container.key: container.cpu_set() for container in pod.members()}
+        for pod in document.get("entries", {}).members()
     }
     return CpuCheckpoint(
-        document.get("policyName", None).text(), CpuState(document.get("defaultCpuSet", None).cpu_set(), assignments)
+        document.get("policyName").text(), CpuState(document.get("defaultCpuSet").cpu_set(), assignments)
     )
 
 
@@ -64,102 +59,33 @@ def parse_memory_manager_state(text: str, source: str = MEMORY_STATE) -> MemoryC
 
     Raises :class:`SpecError`, which names the path into the document, for anything that the kubelet does not write.
     """
-    document = _Value(text, source).mapping()
+    document = Value.of_json(text, source)
     numa_nodes = {
         numa_node.decimal(): NumaMemory(
-            memory.get("numberOfAssignments", None).number(),
+            numa_node.get("numberOfAssignments").number(),
             {
-                resource.key: MemoryTable(
-                    total=table.get("total", None).number(),
-                    system_reserved=table.get("systemReserved", None).number(),
-                    allocatable=table.get("allocatable", None).number(),
-                    reserved=table.get("reserved", None).number(),
-                    free=table.get("free", None).number(),
+                table.key: MemoryTable(
+                    total=table.get("total").number(),
+                    system_reserved=table.get("systemReserved").number(),
+                    allocatable=table.get("allocatable").number(),
+                    reserved=table.get("reserved").number(),
+                    free=table.get("free").number(),
                 )
-                for resource, table in memory.get("memoryMap", None).items()
+                for table in numa_node.get("memoryMap").members()
             },
-            memory.get("cells", None).numbers(),
+            numa_node.get("cells").numbers(),
         )
-        for numa_node, memory in document.get("machineState", {}).items()
+        for numa_node in document.get("machineState", {}).members()
     }
     assignments = {
-        uid.key: {
-            name.key: tuple(
-                Block(
-                    block.get("numaAffinity", None).numbers(),
-                    block.get("type", None).text(),
-                    block.get("size", None).number(),
-                )
-                for block in blocks.elements()
+        pod.key: {
+            container.key: tuple(
+                Block(block.get("numaAffinity").numbers(), block.get("type").text(), block.get("size").number())
+                for block in container.elements()
             )
-            for name, blocks in containers.items()
+            for container in pod.members()
         }
-        for uid, containers in document.get("entries", {}).items()
+        for pod in document.get("entries", {}).members()
     }
     state = MemoryState(dict(sorted(numa_nodes.items())), assignments)
-    return MemoryCheckpoint(document.get("policyName", None).text(), state)
-
-
-@attrs.frozen
-class _Value:
-    """A JSON value that knows where it is, so that whoever cannot use it can say so."""
-
-    value: Any
-    source: str
-    path: str = ""
-    key: str = ""
-
-    def fail(self, message: str) -> NoReturn:
-        raise SpecError(self.source, [Problem(self.path, message)])
-
-    def mapping(self) -> _Value:
-        """Take the value for the text of a document, which is an object."""
-        try:
-            document = attrs.evolve(self, value=json.loads(self.value))
-        except ValueError as error:
-            self.fail(f"is not JSON: {error}")
-        document.items()
-        return document
-
-    def get(self, key: str, default: Mapping[str, Any] | None) -> _Value:
-        if not isinstance(self.value, dict):
-            self.fail(f"must be an object, found {self.value!r}")
-        # Go leaves an empty map out, or writes null.
-        value = self.value.get(key)
-        return _Value(default if value is None else value, self.source, f"{self.path}.{key}".lstrip("."), key)
-
-    def items(self) -> list[tuple[_Value, _Value]]:
-        if not isinstance(self.value, dict):
-            self.fail(f"must be an object, found {self.value!r}")
-        return [(self.get(key, None), self.get(key, None)) for key in self.value]
-
-    def elements(self) -> Iterator[_Value]:
-        if not isinstance(self.value, list):
-            self.fail(f"must be a list, found {self.value!r}")
-        for index, value in enumerate(self.value):
-            yield _Value(value, self.source, f"{self.path}[{index}]")
-
-    def number(self) -> int:
-        if type(self.value) is not int or self.value < 0:
-            self.fail(f"must be a whole number, found {self.value!r}")
-        return self.value
-
-    def numbers(self) -> tuple[int, ...]:
-        return tuple(element.number() for element in self.elements())
-
-    def decimal(self) -> int:
-        """Take the key for a NUMA node."""
-        if not self.key.isascii() or not self.key.isdigit() or int(self.key) > MAX_CPU:
-            self.fail(f"{self.key!r} is no NUMA node")
-        return int(self.key)
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            self.fail(f"must be a string, found {self.value!r}")
-        return self.value
-
-    def cpu_set(self) -> CpuSet:
-        try:
-            return CpuSet.parse(self.text())
-        except ValueError as error:
-            self.fail(str(error))
+    return MemoryCheckpoint(document.get("policyName").text(), state)

@@ -32,7 +32,7 @@ class SMTAlignmentError(AllocationError):
 class CpuPolicyOptions:
     """``cpuManagerPolicyOptions``; each stands for the option of its name with dashes.
 
-    Whether a feature gate hides an option (``CPUManagerPolicyAlphaOptions``) is not looked at.
+    Whether a feature gate hides an option is looked at where the configuration file is read (``configuration.py``).
     """
 
     full_pcpus_only: bool = False

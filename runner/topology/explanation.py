@@ -14,10 +14,11 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.topology.admission import Admission, Node, Outcome, Step
 from runner.topology.cpu_manager import CpuManager, exclusive_cpus, exclusive_cpus_of_pod
+from runner.topology.device_manager import peak_devices
 from runner.topology.masks import numa_nodes_of
 from runner.topology.memory_manager import peak_memory
-from runner.topology.pod import MEMORY, Pod, format_bytes
-from runner.topology.topology_manager import Hint, HintList, Policy, ProviderHints
+from runner.topology.pod import HUGEPAGES_PREFIX, MEMORY, Pod, format_bytes
+from runner.topology.topology_manager import Hint, HintList, Policy
 
 SHOWN = 4
 """Sets of NUMA nodes named in a sentence before it says how many more there are."""
@@ -42,9 +43,8 @@ class ResourceHints:
             return f"{self.resource}: any NUMA node will do"
         if not self.hints.masks:
             return f"{self.resource}: fits on no set of NUMA nodes"
-        preferred = [hint for hint in self.hints if hint.preferred]
-        if preferred:
-            return f"{self.resource}: prefers {_some(preferred)}"
+        if len(self.hints.best):
+            return f"{self.resource}: prefers {_some(self.hints.best)}"
         return (
             f"{self.resource}: fits on {_some(self.hints)}, but prefers none of them:"
             " fewer NUMA nodes would do on an empty host"
@@ -67,7 +67,7 @@ class MergeExplanation:
 class Shortage:
     """What is missing for *resource* on as few NUMA nodes as it needs on an empty host.
 
-    *wanted* and *free* are CPUs, or bytes of memory; *numa_nodes* are those that come nearest to it.
+    *wanted* and *free* are CPUs, bytes of memory, or devices; *numa_nodes* are those that come nearest to it.
     """
 
     container: str | None
@@ -85,7 +85,10 @@ class Shortage:
         where = "NUMA node {} has" if len(self.numa_nodes) == 1 else "NUMA nodes {} have"
 
         def amount(value: int) -> str:
-            return f"{value} CPUs" if self.resource == "cpu" else format_bytes(value)
+            if self.resource == MEMORY or self.resource.startswith(HUGEPAGES_PREFIX):
+                return format_bytes(value)
+            what = "CPU" if self.resource == "cpu" else "device"
+            return f"{value} {what}{'' if value == 1 else 's'}"
 
         return (
             f"{self.resource}: {amount(self.wanted)} wanted; {where.format(_listed(self.numa_nodes))} most,"
@@ -117,9 +120,9 @@ class Explanation:
     alternatives: tuple[Alternative, ...] = ()
 
 
-def explain(node: Node, pod: Pod, device_hints: Mapping[str | None, ProviderHints] | None = None) -> Explanation:
+def explain(node: Node, pod: Pod) -> Explanation:
     """Ask *node* to admit *pod* and say why it answers what it does; see :meth:`Node.admit`."""
-    admission = node.admit(pod, device_hints)
+    admission = node.admit(pod)
     policy = node.kubelet.topology_manager.policy
     merges = tuple(_merge(step, pod, policy) for step in admission.steps)
     if admission.admitted:
@@ -128,7 +131,7 @@ def explain(node: Node, pod: Pod, device_hints: Mapping[str | None, ProviderHint
         admission,
         merges,
         tuple(_shortages(node, pod, admission)),
-        tuple(_alternatives(node, pod, device_hints)),
+        tuple(_alternatives(node, pod)),
     )
 
 
@@ -159,8 +162,11 @@ def _why(hint: Hint, asked: Iterable[ResourceHints], policy: Policy) -> str:
         if len(opinions) == 1:
             return f"{where} is the narrowest set that {opinions[0].resource} prefers"
         return f"{where} is the narrowest set that all of {_names(opinions)} prefer"
+    nowhere = [each for each in opinions if each.hints is not None and not len(each.hints)]
     choosers = [each for each in opinions if each.hints and not each.hints.preferred]
-    if choosers:
+    if nowhere:
+        reason = f"{_names(nowhere)} {'fits' if len(nowhere) == 1 else 'fit'} nowhere on the node as it is now"
+    elif choosers:
         reason = f"{_names(choosers)} {'prefers' if len(choosers) == 1 else 'prefer'} nothing on the node as it is now"
     else:
         reason = f"no set of NUMA nodes is preferred by all of {_names(opinions)}"
@@ -169,14 +175,12 @@ def _why(hint: Hint, asked: Iterable[ResourceHints], policy: Policy) -> str:
     return f"{reason}, and policy {policy.value} admits nothing else"
 
 
-def _alternatives(
-    node: Node, pod: Pod, device_hints: Mapping[str | None, ProviderHints] | None
-) -> Iterable[Alternative]:
+def _alternatives(node: Node, pod: Pod) -> Iterable[Alternative]:
     manager = node.kubelet.topology_manager
     for policy in Policy:
         if policy is not manager.policy:
             kubelet = attrs.evolve(node.kubelet, topology_manager=attrs.evolve(manager, policy=policy))
-            admission = attrs.evolve(node, kubelet=kubelet).admit(pod, device_hints)
+            admission = attrs.evolve(node, kubelet=kubelet).admit(pod)
             cpus = admission.cpus if admission.admitted else {}
             yield Alternative(policy, admission.outcome, admission.reason, cpus)
 
@@ -184,7 +188,19 @@ def _alternatives(
 def _shortages(node: Node, pod: Pod, admission: Admission) -> Iterable[Shortage]:
     """Count what is missing where the admission ended: for the last merge, or for the container that failed."""
     before = node.without()
-    for container, cpus, memory in _asked(pod, admission):
+    for container, cpus, memory, devices in _asked(pod, admission):
+        plugins = before.kubelet.device_manager
+        for resource in sorted(devices.keys() & plugins.devices.keys()):
+            if set(plugins.devices[resource]) == {None}:
+                continue
+            free_devices = plugins.free(before.devices, resource)
+            yield from _shortage(
+                container,
+                resource,
+                devices[resource],
+                {numa_node: free_devices[numa_node] for numa_node in plugins.numa_nodes},
+                {numa_node: plugins.devices[resource].get(numa_node, 0) for numa_node in plugins.numa_nodes},
+            )
         manager = before.kubelet.cpu_manager
         if manager and cpus:
             free = _cpus_free(manager, before.available)
@@ -202,13 +218,13 @@ def _shortages(node: Node, pod: Pod, admission: Admission) -> Iterable[Shortage]
                 yield from _shortage(container, resource, amount, bytes_free, allocatable)
 
 
-def _asked(pod: Pod, admission: Admission) -> Iterable[tuple[str | None, int, Mapping[str, int]]]:
+def _asked(pod: Pod, admission: Admission) -> Iterable[tuple[str | None, int, Mapping[str, int], Mapping[str, int]]]:
     if admission.steps and admission.steps[-1].container is None:
-        yield None, exclusive_cpus_of_pod(pod), _memory(pod, None)
+        yield None, exclusive_cpus_of_pod(pod), _memory(pod, None), peak_devices(pod)
         return
     for container in pod.containers:
         if not admission.steps or container.name == admission.steps[-1].container:
-            yield container.name, exclusive_cpus(pod, container), _memory(pod, container.name)
+            yield container.name, exclusive_cpus(pod, container), _memory(pod, container.name), container.devices
 
 
 def _memory(pod: Pod, name: str | None) -> Mapping[str, int]:
@@ -231,8 +247,8 @@ def _shortage(
     if not whole:
         yield Shortage(container, resource, wanted, 0, ())
         return
-    # Most free first, ties by number: the first of them come nearest to what is wanted.
-    nearest = sorted(free, key=lambda numa_node: (-free[numa_node], numa_node))[:fewest]
+    # Most free first, then the biggest, ties by number: the first of them come nearest to what is wanted.
+    nearest = sorted(free, key=lambda numa_node: (-free[numa_node], -whole[numa_node], numa_node))[:fewest]
     most = sum(free[numa_node] for numa_node in nearest)
     if most < wanted:
         yield Shortage(container, resource, wanted, most, tuple(sorted(nearest)))
@@ -255,7 +271,8 @@ def _names(resources: Iterable[ResourceHints]) -> str:
     return ", ".join(each.resource for each in resources)
 
 
-def _some(hints: Iterable[Hint]) -> str:
-    sets = ["any NUMA node" if hint.mask is None else _set(hint.mask) for hint in hints]
-    more = f" and {len(sets) - SHOWN} more" if len(sets) > SHOWN else ""
-    return " or ".join(sets[:SHOWN]) + more
+def _some(hints: HintList) -> str:
+    shown = itertools.islice(hints, SHOWN)
+    sets = ["any NUMA node" if hint.mask is None else _set(hint.mask) for hint in shown]
+    more = f" and {len(hints) - SHOWN} more" if len(hints) > SHOWN else ""
+    return " or ".join(sets) + more

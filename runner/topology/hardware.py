@@ -149,7 +149,7 @@ class Hardware:
         try:
             document = json.loads(text)
         except ValueError as error:
-            raise SpecError(source, [Problem("", f"is not JSON: {error}")]) from error
+            raise SpecError(source, [Problem("", f"is not JSON: {error}")]) from None
         reader = _Reader(source)
         root = reader.mapping(document, "", {"format", "offline", "cpus", "numa_nodes"})
         if root.get("format") != FORMAT:

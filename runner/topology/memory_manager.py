@@ -120,7 +120,7 @@ class MemoryManager:
     def configured(cls, hardware: Hardware, reserved: Mapping[int, Mapping[str, int]]) -> MemoryManager:
         """Check the reservation (``NewPolicyStatic``); :class:`KubeletConfigError` in the kubelet's words.
 
-        That the reservation equals Node Allocatable's is checked by :func:`check_reservation`.
+        That the reservation equals Node Allocatable's is checked before, by :func:`check_reservation`.
         """
         if sum(resources.get(MEMORY, 0) for resources in reserved.values()) <= 0:
             raise KubeletConfigError("[memorymanager] you should specify the system reserved memory")

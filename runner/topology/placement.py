@@ -102,7 +102,9 @@ def place(
         policy = PinPolicy.PACKED_SIBLINGS if not _half_cores(exclusive, hardware) else PinPolicy.LINEAR
     order = list(exclusive) if policy is PinPolicy.LINEAR else _by_siblings(exclusive, hardware)
     pins = tuple(order[:vcpus])
-    return Placement(pins, policy, _threads(pins, hardware), tuple(_findings(pins, exclusive, hardware, others)))
+    return Placement(
+        pins, policy, threads_per_core(pins, hardware), tuple(_findings(pins, exclusive, hardware, others))
+    )
 
 
 def _half_cores(cpus: CpuSet, hardware: Hardware) -> list[int]:
@@ -125,8 +127,8 @@ def _by_siblings(cpus: CpuSet, hardware: Hardware) -> list[int]:
     return sorted(cpus, key=key)
 
 
-def _threads(pins: Sequence[int], hardware: Hardware) -> int:
-    """Return the largest number of threads such that each guest core is exactly one host core."""
+def threads_per_core(pins: Sequence[int], hardware: Hardware) -> int:
+    """Return how many vCPUs that follow each other are exactly one core of *hardware*: 1 where that is not so of all."""
     first = hardware.siblings(pins[0])
     threads = len(first)
     if len(pins) % threads:
@@ -310,5 +312,5 @@ def _evenly(numa_nodes: Sequence[_Units], count: int) -> CpuSet:
         enough = [unit for unit in halves if len(unit) >= missing] or [unit for each in left for unit in each]
         unit = min(enough, key=len) if enough else max(halves, key=len)
         halves = [other for other in halves if other != unit]
-        chosen |= CpuSet(list(unit)[:missing])
+        chosen |= CpuSet(list(unit)[-missing:])  # CPU 0, whom interrupts like best, is the first of its core
     return chosen

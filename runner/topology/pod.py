@@ -11,6 +11,8 @@ from typing import Self
 
 import attrs
 
+from runner.spec.value import Value
+
 MEMORY = "memory"
 HUGEPAGES_PREFIX = "hugepages-"
 
@@ -31,6 +33,19 @@ def parse_quantity(text: str) -> Fraction:
     if match is None or match[2] not in _SUFFIXES or (match[2] and match[3]):
         raise ValueError(f"{text!r} is not a quantity like '4', '500m' or '1Gi'")
     return Fraction(match[1]) * _SUFFIXES[match[2]] * Fraction(10) ** int(match[3] or 0)
+
+
+def read_quantity(value: Value) -> Fraction:
+    """Take *value* for a quantity, as a string or a number; :class:`SpecError` for what is none, or is negative."""
+    if isinstance(value.value, bool) or not isinstance(value.value, str | int | float):
+        value.fail(f"must be a quantity like '4', '500m' or '1Gi', found {value.value!r}")
+    try:
+        quantity = parse_quantity(str(value.value))
+    except ValueError as error:
+        value.fail(str(error))
+    if quantity < 0:
+        value.fail(f"must not be negative, found {value.value!r}")
+    return quantity
 
 
 def format_bytes(amount: int) -> str:
@@ -54,12 +69,13 @@ class ContainerKind(enum.Enum):
 
 @attrs.frozen
 class Container:
-    """One container's requests: thousandths of a CPU, and bytes of ``memory`` and each ``hugepages-<size>``."""
+    """One container's requests: thousandths of a CPU, bytes of ``memory`` and each ``hugepages-<size>``, and devices."""
 
     name: str
     millicpus: int = 0
     memory: Mapping[str, int] = attrs.field(factory=dict)
     kind: ContainerKind = ContainerKind.APP
+    devices: Mapping[str, int] = attrs.field(factory=dict)
 
     @classmethod
     def requesting(cls, name: str, requests: Mapping[str, str], kind: ContainerKind = ContainerKind.APP) -> Self:

@@ -87,8 +87,14 @@ class HintList:
     def __iter__(self) -> Iterator[Hint]:
         """Give the hints by number of NUMA nodes, then lexicographically, as ``IterateBitMasks`` makes them."""
         yield from (Hint(None, preferred) for preferred in sorted(self.nil))
-        for places in sorted(members(self.masks), key=lambda places: (places.bit_count(), numa_nodes_of(places))):
-            yield Hint(self.places.number(places), bool(self.preferred >> places & 1))
+        for size in range(len(self.places) + 1):
+            for places in sorted(members(self.masks & of_size(len(self.places), size)), key=numa_nodes_of):
+                yield Hint(self.places.number(places), bool(self.preferred >> places & 1))
+
+    @property
+    def best(self) -> HintList:
+        """The preferred hints among these."""
+        return HintList(self.places, self.preferred, self.preferred, self.nil & {True})
 
     def over(self, places: Places) -> HintList:
         """Return the same hints over other *places*, without the NUMA nodes that these do not have."""

@@ -22,9 +22,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from runner.cpuset import CpuSet
+from runner.plan.node import States, plan_node, start_node
+from runner.plan.node_render import node_lines
+from runner.plan.svg import picture_svg
+from runner.spec.yaml import parse_yaml
 from runner.topology.admission import Kubelet, KubeletConfiguration
+from runner.topology.configuration import parse_kubelet_configuration
 from runner.topology.cpu_assignment import CpuTopology, take_distributed
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.topology.manifest import parse_manifests
 from runner.topology.masks import Places, everything, having, of_size
 from runner.topology.pod import Container, Pod
 from runner.topology.topology_manager import Hint, HintList, Policy, ProviderHints, TopologyManager
@@ -150,6 +156,41 @@ def admissions() -> dict[str, Any]:
     return results
 
 
+CONFIGURATION = b"""
+apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+cpuManagerPolicy: static
+memoryManagerPolicy: Static
+reservedSystemCPUs: 0,256
+evictionHard: {memory.available: 4Gi}
+reservedMemory: [{numaNode: 0, limits: {memory: 4Gi}}]
+topologyManagerPolicy: restricted
+topologyManagerPolicyOptions: {max-allowable-numa-nodes: "16"}
+"""
+POD = b"""
+kind: Pod
+spec: {containers: [{name: vm, resources: {limits: {cpu: 40, memory: 100Gi}}}]}
+"""
+
+
+def node_plans() -> dict[str, Any]:
+    """Measure all that `plan --node` does once its files are read, but for printing."""
+    hardware = Hardware.from_json((HOSTS / "epyc-9754-2s-nps4-cxl.json").read_text())
+
+    def plan(pods: int) -> None:
+        (document,) = parse_yaml("kubelet.yaml", CONFIGURATION)
+        configured, _ = parse_kubelet_configuration(document, hardware, 36)
+        manifests, _ = parse_manifests(parse_yaml("pods.yaml", b"---".join([POD] * pods)), pod_level_resources=True)
+        node = plan_node(hardware, configured, start_node(hardware, configured, {}, States()), manifests)
+        "\n".join(node_lines(node, width=120, colour=True))
+        picture_svg(node)
+
+    return {
+        f"plan --node, 512 CPUs, {pods} pods, text and SVG": milliseconds(functools.partial(plan, pods), 5)
+        for pods in (1, 10)
+    }
+
+
 def distributions() -> dict[str, Any]:
     topology = CpuTopology.of(wide_host())
     everything_free = CpuSet(topology.all)
@@ -165,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    results = {**merges(), **admissions(), **distributions()}
+    results = {**merges(), **admissions(), **distributions(), **node_plans()}
     if arguments.json:
         print(json.dumps(results, indent=1))
         return

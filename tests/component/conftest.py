@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import stat
 import sys
@@ -19,6 +20,8 @@ from runner.cpuset import CpuSet
 from runner.errors import RunnerError
 from runner.host.outlet import Outlet
 from runner.host.processes import become_subreaper
+from runner.host.procfs import Procfs
+from runner.host.sysfs import read_hardware
 from runner.instance.host import Faults, Host, StopRequest, open_host
 from runner.instance.lifecycle import run_instance
 from runner.instance.machine import Ended
@@ -78,6 +81,8 @@ class Bench:
     faults: Faults = attrs.field(factory=Faults)
     when_over: Callable[[], None] = lambda: None
     """Called when the instance has ended, before anything is looked at."""
+    told: Callable[[], str] = str
+    """Returns what was logged."""
 
     @property
     def log_file(self) -> Path:
@@ -101,6 +106,10 @@ class Bench:
         everything = [json.loads(line) for line in self.log_file.read_text().splitlines()]
         return [record for record in everything if record["fake"] == fake and record["what"] == what]
 
+    def guest_runs(self) -> bool:
+        """Tell whether the start is over: QEMU has answered ``cont``, and not only got it."""
+        return "the guest runs" in self.told()
+
     def commands(self) -> list[str]:
         """Return the QMP commands the fake QEMU got."""
         return [record["command"] for record in self.records("qemu", "command")]
@@ -121,6 +130,8 @@ class Bench:
         daemons = daemon or {}
         facts = HostFacts(
             allowed_cpus=CpuSet(os.sched_getaffinity(0)),
+            hardware=read_hardware(),
+            memory_nodes=Procfs().memory_nodes(),
             memory=1 << 40,
             state_directory=PurePosixPath(self.root / "state"),
             qemu=self.program("qemu", "fake_qemu.py", **(qemu or {})),
@@ -189,5 +200,6 @@ async def settled(host: Host) -> None:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
+def bench(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Bench:
+    caplog.set_level(logging.INFO)
+    return Bench(tmp_path, told=lambda: caplog.text)

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -35,7 +35,8 @@ async def test_registers_writes_through_the_doors_and_deregisters(node: Node) ->
     before = descriptors()
     async with controlled(node):
         node.be(A)
-        registration = await register(PurePosixPath(node.socket), A, CPUS, node.scope(A))
+        held = ExitStack()
+        registration = await register(PurePosixPath(node.socket), A, CPUS, node.scope(A), held)
         assert str(registration.instance) == str(node.instance(A).path)
         assert str(registration.floating) == str(node.floating.path)
         assert registration.cpus == CPUS
@@ -47,7 +48,7 @@ async def test_registers_writes_through_the_doors_and_deregisters(node: Node) ->
         ):
             assert Path(f"/proc/self/fd/{door.number}").readlink() == group.path / file
             assert not os.get_inheritable(door.number)
-        doors.close()
+        held.close()
         await deregister(PurePosixPath(node.socket), A)
         assert not node.instance(A).exists()
         await deregister(PurePosixPath(node.socket), A)
@@ -58,7 +59,7 @@ async def test_a_refusal_is_told_with_its_code(node: Node) -> None:
     async with controlled(node):
         node.be(A)
         with pytest.raises(ControllerError, match="cannot act for instance") as refused:
-            await register(PurePosixPath(node.socket), B, CPUS, node.scope(A))
+            await register(PurePosixPath(node.socket), B, CPUS, node.scope(A), ExitStack())
         assert refused.value.code == -32001
 
 
@@ -69,7 +70,7 @@ async def test_nobody_there(tmp_path: Path, how: str) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
     with pytest.raises(ControllerAbsentError, match="cannot reach the controller"):
-        await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path))
+        await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 
 @asynccontextmanager
@@ -81,7 +82,8 @@ async def answering(path: Path, answer: Callable[[trio.socket.SocketType], objec
         bound.setblocking(False)
         listener = trio.socket.from_stdlib_socket(bound)
 
-        async def serve() -> None:
+        async def serve(task_status: trio.TaskStatus[None]) -> None:
+            task_status.started()
             connection, _ = await listener.accept()
             with connection:
                 await connection.recv(65536)
@@ -89,7 +91,7 @@ async def answering(path: Path, answer: Callable[[trio.socket.SocketType], objec
                 await trio.lowlevel.checkpoint()
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve)
+            await nursery.start(serve)
             yield
             nursery.cancel_scope.cancel()
 
@@ -129,8 +131,8 @@ async def test_an_answer_that_is_none(tmp_path: Path, text: str, fds: int, compl
     path = tmp_path / "controller.sock"
     before = descriptors()
     async with answering(path, said(text, fds)):
-        with pytest.raises(HostError) as garbled:
-            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path))
+        with pytest.raises(HostError) as garbled, ExitStack() as held:
+            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), held)
         assert complaint in explain(garbled.value)
     assert descriptors() == before
 
@@ -139,7 +141,7 @@ async def test_it_dies_before_it_has_answered(tmp_path: Path) -> None:
     path = tmp_path / "controller.sock"
     async with answering(path, lambda _: None):
         with pytest.raises(ControllerAbsentError, match="cannot reach"):
-            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path))
+            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 
 async def test_the_articles_controller_answers_with_a_path_alone(node: Node, tmp_path: Path) -> None:
@@ -148,10 +150,11 @@ async def test_the_articles_controller_answers_with_a_path_alone(node: Node, tmp
         node.be(A)
         node.instance(A).create()
         path = tmp_path / "old.sock"
+        held = ExitStack()
         async with answering(path, said(result(cgroup_path=str(node.instance(A).path)))):
-            registration = await register(PurePosixPath(path), A, CPUS, node.mount.at(scope_path(A)))
+            registration = await register(PurePosixPath(path), A, CPUS, node.mount.at(scope_path(A)), held)
         assert str(registration.floating) == str(node.floating.path)
         assert registration.cpus == CPUS
         number = registration.doors.floating.number
         assert Path(f"/proc/self/fd/{number}").readlink() == node.floating.path / "cgroup.procs"
-        registration.doors.close()
+        held.close()

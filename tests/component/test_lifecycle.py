@@ -44,7 +44,7 @@ async def test_the_story(bench: Any) -> None:
     receipt: dict[str, Any] = {}
 
     async def stop_when_it_runs(host: Host) -> None:
-        await wait_for(lambda: "cont" in bench.commands())
+        await wait_for(bench.guest_runs)
         receipt.update(json.loads((bench.root / "state" / "receipt.json").read_text()))
         assert {process.role for process in host.processes} == {"anchor", "dnsmasq", "virtiofsd", "qemu"}
         bench.stop.ask("SIGTERM")
@@ -128,17 +128,17 @@ async def test_a_reboot_ends_the_instance_only_when_asked(bench: Any) -> None:
     ],
 )
 async def test_power_down_whatever_the_guest_does(bench: Any, at_powerdown: str | None, status: Status) -> None:
-    plan = bench.plan(qemu={"at_powerdown": at_powerdown}, grace=2)
+    plan = bench.plan(qemu={"at_powerdown": at_powerdown}, grace=4)
 
     async def stop(_host: Host) -> None:
-        await wait_for(lambda: "cont" in bench.commands())
+        await wait_for(bench.guest_runs)
         bench.stop.ask("test")
         bench.stop.ask("again")
 
     before = bench.snapshot()
     assert ended(await bench.run(plan, beside=stop)).status is status
     if at_powerdown is None:
-        assert bench.commands().count("system_powerdown") == 2, "pressed every second, for 1.8 s"
+        assert bench.commands().count("system_powerdown") > 1, "pressed every second, for 3.6 s"
     assert bench.faults.sentences == []
     assert bench.snapshot() == before
 
@@ -158,7 +158,7 @@ async def test_qemu_stopped_or_killed_from_outside(bench: Any, number: int) -> N
     plan = bench.plan(grace=1)
 
     async def interfere(host: Host) -> None:
-        await wait_for(lambda: "cont" in bench.commands())
+        await wait_for(bench.guest_runs)
         [qemu] = [process for process in host.processes if process.role == "qemu"]
         qemu.send_signal(number)
         if number == signal.SIGSTOP:
@@ -272,7 +272,7 @@ async def test_the_guest_cannot_live_without_virtiofsd(bench: Any, when: str) ->
     plan = bench.plan(bench.share(), daemon={"virtiofsd": behaviour}, grace=2)
 
     async def kill(host: Host) -> None:
-        await wait_for(lambda: "cont" in bench.commands())
+        await wait_for(bench.guest_runs)
         for process in host.processes:
             if process.role == "virtiofsd":
                 process.send_signal(signal.SIGKILL)
@@ -293,7 +293,7 @@ async def test_some_are_started_again(bench: Any, role: str) -> None:
     deaths = 6 if role == "anchor" else 2
 
     async def kill(host: Host) -> None:
-        await wait_for(lambda: "cont" in bench.commands())
+        await wait_for(bench.guest_runs)
         fake = "sleep" if role == "anchor" else role
         for count in range(1, deaths + 1):
             await wait_for(partial(started, fake, count))
@@ -395,7 +395,7 @@ async def test_what_could_not_be_released_is_recorded_and_the_rest_released(benc
     plan = bench.plan(bench.share())
 
     async def interfere(_host: Host) -> None:
-        await wait_for(lambda: "cont" in bench.commands())
+        await wait_for(bench.guest_runs)
         (bench.root / "state" / "receipt.json").unlink()
         bench.stop.ask("test")
 

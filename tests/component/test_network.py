@@ -23,6 +23,8 @@ import trio
 from runner.errors import HostError, Status, explain
 from runner.host.network import Bridge, Link, build, read_links, recover, remove
 from runner.host.processes import Command
+from runner.host.procfs import Procfs
+from runner.host.sysfs import read_hardware
 from runner.instance.host import Host
 from runner.instance.machine import Ended
 from runner.instance.survey import _interface, pod_link
@@ -98,6 +100,8 @@ def bridged(bench: Any, link: Link) -> InstancePlan:
     private: InstancePlan = bench.plan("[[network]]\n")
     facts = HostFacts(
         allowed_cpus=private.placement.cpus,
+        hardware=read_hardware(),
+        memory_nodes=Procfs().memory_nodes(),
         memory=1 << 40,
         state_directory=private.state_directory,
         qemu=private.machine.program,

@@ -17,23 +17,9 @@ import trio
 
 from runner.errors import RunnerError, explain
 from runner.instance.machine import Ended
+from tests.support.sweep import SABOTEUR, CancelAtStep
 
 SPECS = {"bare": "", "with share and network": "[[network]]\n"}
-
-
-class CancelAtStep(trio.abc.Instrument):
-    """Cancel a scope just before the task step number *n* since it was armed."""
-
-    def __init__(self, scope: trio.CancelScope, n: int) -> None:
-        self.scope = scope
-        self.n = n
-        self.steps = 0
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        del task
-        self.steps += 1
-        if self.steps == self.n:
-            self.scope.cancel()
 
 
 async def cancelled_run(bench: Any, plan: Any, n: int) -> int:
@@ -62,47 +48,6 @@ async def test_cancelled_at_every_step(bench: Any, spec: str) -> None:
         assert bench.snapshot() == before, f"cancelled at step {n} of {steps}"
         assert bench.faults.sentences == [], f"cancelled at step {n} of {steps}"
         n += 1
-
-
-class Saboteur:
-    """Fails the n-th system-touching operation of this process with EMFILE, where Python announces it (PEP 578)."""
-
-    OPERATIONS = frozenset(
-        {
-            "open",
-            "os.listdir",
-            "os.scandir",
-            "os.mkdir",
-            "os.rename",
-            "os.replace",
-            "subprocess.Popen",
-            "socket.bind",
-        }
-        | {"socket.connect", "socket.sendto", "fcntl.ioctl", "os.sendfile", "os.truncate"}
-    )
-
-    def __init__(self) -> None:
-        self.armed = False
-        self.n = 0
-        self.count = 0
-        self.number = errno.EMFILE
-        self.only = self.OPERATIONS
-        sys.addaudithook(self.hook)
-
-    def hook(self, event: str, _arguments: tuple[Any, ...]) -> None:
-        if self.armed and event in self.only:
-            self.count += 1
-            if self.count == self.n:
-                raise OSError(self.number, os.strerror(self.number))
-
-    def begin(self, n: int, number: int = errno.EMFILE, only: frozenset[str] = OPERATIONS) -> None:
-        self.n, self.count, self.number, self.only, self.armed = n, 0, number, only, True
-
-    def end(self) -> None:
-        self.armed = False
-
-
-SABOTEUR = Saboteur()
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -350,8 +350,8 @@ def kubelet_of(directory: Path, numa: Mapping[int, CpuSet]) -> Iterator[Kubelet]
 def controller_of(kubelet: Kubelet, directory: Path) -> Iterator[Controller]:
     """Hold the node's controller, which answers; its log is shown when the test fails, its tree goes with the block."""
     controller = Controller(kubelet, directory / "sockets")
-    controller.start()
     try:
+        controller.start()
         yield controller
     finally:
         for uid, containers in list(kubelet.running.items()):

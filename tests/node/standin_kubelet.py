@@ -353,7 +353,8 @@ class Kubelet:
                 path.mkdir()
                 Cgroup(path).delegate()
         running = self.running.setdefault(pod.uid, {})
-        pause = Container(("sh", "-c", "echo pause; exec sleep infinity"), name="POD", cgroupfs="none")
+        sleep = 'ln -s "$(command -v sleep)" /run/pause; echo pause; exec /run/pause infinity'  # known by its name
+        pause = Container(("sh", "-c", sleep), name="POD", cgroupfs="none")
         running["POD"] = self.start_container(pod, pause, None)
         running["POD"].wait_for("pause")
         sandbox = running["POD"].pid

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runner.cpuset import CpuSet
-from tests.node.cgroups import Cgroup, cgroup_of
+from tests.node.cgroups import ROOT, Cgroup, cgroup_of
 from tests.node.instances import TREE, Controller, Instance, World, spec_text, start_instance, threads_of, until
 from tests.node.standin_kubelet import MIB, Kubelet, Runtime
 
@@ -82,6 +82,25 @@ def test_the_anchor_is_started_again_where_it_was(start: Start) -> None:
         [another] = instance.processes()["anchor"]
         assert cgroup_of(another) == instance.scope
     instance.is_placed()
+    assert instance.stop() == 0
+
+
+def test_threads_that_the_kernel_starts_for_qemu_go_to_float(start: Start) -> None:
+    """Where the kernel makes them (before Linux 6.4 and 6.13) they come into the pod's group; here one is put there."""
+    instance = start(1, "2-3")
+    instance.running.wait_for("in float")
+    kernel = next(
+        int(path.name)
+        for path in Path("/proc").glob("[0-9]*")
+        if (path / "comm").read_text().strip() == "oom_reaper" and not (path / "cmdline").read_bytes()
+    )
+    Cgroup(instance.running.scope.path).write("cgroup.procs", kernel)
+    assert cgroup_of(kernel) == instance.scope
+    try:
+        instance.up()
+        assert cgroup_of(kernel) == f"{TREE}/float"
+    finally:
+        Cgroup(ROOT).write("cgroup.procs", kernel)
     assert instance.stop() == 0
 
 
@@ -177,11 +196,11 @@ def test_delegated_divides_the_containers_own_cgroup(
     instance.up()
     scope = instance.scope
     vcpus = instance.vcpus()
-    assert sorted(str(thread.cpus) for thread in vcpus) == ["3", "4", "5"]
+    assert sorted(str(thread.cpus) for thread in vcpus) == ["2", "3", "4"]
     assert {thread.cgroup for thread in vcpus} == {f"{scope}/instance"}
     mine = {thread.tid for thread in vcpus}
     others = [thread for thread in instance.threads() if thread.tid not in mine and thread.name != "sleep"]
-    assert {(thread.cgroup, str(thread.cpus)) for thread in others} == {(f"{scope}/float", "2")}
+    assert {(thread.cgroup, str(thread.cpus)) for thread in others} == {(f"{scope}/float", "5")}
     instance.running.execute("sh", "-c", "sleep 1000 >/dev/null 2>&1 &")
     until(
         lambda: (

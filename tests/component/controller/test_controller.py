@@ -118,6 +118,19 @@ async def test_the_answer_carries_three_descriptors_in_order(node: Node) -> None
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208  # names only
 
 
+async def test_the_kernels_threads_in_the_pods_group_go_to_float(node: Node) -> None:
+    """QEMU is born there, and so is what the kernel starts for it; its runner cannot see it."""
+    async with controlled(node) as controller, connected(node.socket) as client:
+        node.be(A)
+        node.put_process(900, scope_path(A), inner=900, namespace=HOST_NAMESPACE)
+        flags = " ".join(["1"] * 5 + [str(0x00208040)] + ["1"] * 12)
+        (node.proc / "900" / "stat").write_text(f"900 (vhost-1) 2) S {flags} 1 0\n")
+        node.put_process(901, scope_path(A), inner=5, namespace=f"pid-{A}")
+        (node.scope(A).path / "cgroup.procs").write_text(f"{ANCHORS[A]}\n900\n901\n")
+        await client.result("registerCgroup", uuid=A, cpuset=ENTRIES[A]["instance"])
+        assert (controller.keeper.tree.floating.path / "cgroup.procs").read_text() == "900\n"
+
+
 async def test_deregisters_from_float_with_the_anchor_as_witness(node: Node) -> None:
     node.be(B)
     async with controlled(node), connected(node.socket) as client:

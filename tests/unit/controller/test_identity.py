@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from runner.controller.identity import Home, RefusalError, Resident, check_agreement, check_container, home_of
-from runner.controller.pods import Container
 from runner.cpuset import CpuSet
 from runner.host.peers import INIT_PID_NAMESPACE, Peer
+from runner.topology.pod_cgroups import Container
 
 OURS, POD_A, POD_B = 4_026_540_001, 4_026_540_100, 4_026_540_200
 A = Container("a", "guaranteed", "/kubepods/poda/1")

@@ -32,6 +32,7 @@ def write_cpu(path: Path, cpu: Cpu, hardware: Hardware) -> None:
     if cpu.l3 is not None:
         write(path / "cache/index3/level", 3)
         write(path / "cache/index3/id", cpu.l3)
+        write(path / "cache/index3/shared_cpu_list", sharing(hardware, cpu, "l3"))
     if cpu.max_khz is not None:
         write(path / "cpufreq/cpuinfo_max_freq", cpu.max_khz)
     if cpu.capacity is not None:
@@ -111,7 +112,7 @@ def test_a_kernel_without_numa_is_one_numa_node(tmp_path: Path) -> None:
 def test_what_firmware_does_not_know_has_a_default(tmp_path: Path) -> None:
     write_sysfs(tmp_path, SPARSE)
     cpu = tmp_path / "sys/devices/system/cpu/cpu4"
-    write(cpu / "topology/physical_package_id", -1)
+    write(cpu.with_name("cpu1") / "topology/physical_package_id", -1)
     write(cpu / "cache/index3/level", 3)
     write(cpu / "cache/index3/shared_cpu_list", "4,6")
     write(cpu / "cache/index0/level", 1)
@@ -127,7 +128,7 @@ def test_what_firmware_does_not_know_has_a_default(tmp_path: Path) -> None:
     [
         ("cpu/online", "0-", "cannot use FILE: '0-' in '0-' is neither a CPU number nor a range like '2-5'"),
         (
-            "cpu/cpu4/topology/physical_package_id",
+            "cpu/cpu1/topology/physical_package_id",
             "x",
             "cannot use FILE: 'x' is not a number",
         ),

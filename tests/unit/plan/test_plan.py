@@ -3,10 +3,11 @@ from __future__ import annotations
 import json
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
@@ -16,9 +17,16 @@ from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Re
 from runner.plan.instance import InstancePlan, derived_mac, plan_instance, share_grace
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
+from runner.topology.hardware import Cpu, Hardware, NumaNode
 
 GOLDEN = Path(__file__).parents[2] / "data" / "argv"
+HOSTS = Path(__file__).parents[2] / "data" / "hosts"
 GIB = 1 << 30
+
+
+def recorded(name: str) -> Hardware:
+    return Hardware.from_json((HOSTS / f"{name}.json").read_text())
+
 
 POD = Interface(
     "eth0",
@@ -29,6 +37,8 @@ POD = Interface(
 )
 FACTS = HostFacts(
     allowed_cpus=CpuSet(range(8)),
+    hardware=recorded("vm-8"),
+    memory_nodes=CpuSet([0]),
     memory=16 * GIB,
     state_directory=PurePosixPath("/run/instance-runner"),
     qemu=PurePosixPath("/usr/bin/qemu-system-x86_64"),
@@ -60,6 +70,14 @@ FACTS = HostFacts(
     resolver=Resolver((IPv4Address("10.96.0.10"),), ("default.svc.cluster.local", "cluster.local")),
 )
 KERNEL = '[boot]\nkernel = "/boot/vmlinuz"\n'
+EPYC = attrs.evolve(
+    FACTS,
+    allowed_cpus=CpuSet(range(128)),
+    hardware=recorded("epyc-7543-2s-nps1"),
+    memory_nodes=CpuSet([0, 1]),
+    memory=256 * GIB,
+    cpu_vendor="AuthenticAMD",
+)
 
 
 def plan_of(text: str, facts: HostFacts = FACTS) -> InstancePlan:
@@ -106,6 +124,15 @@ on_reboot = "exit"
 }
 
 
+ON_TWO_NUMA_NODES = {
+    "one-numa-node": KERNEL + '[cpu]\ncount = 8\n[memory]\nsize = "4GiB"\n',
+    "two-numa-nodes": KERNEL + '[cpu]\ncount = 12\ncpus = "4-7,36-37,68-71,100-101"\n[memory]\nsize = "4GiB"\n',
+    "flat": KERNEL
+    + '[cpu]\ncount = 4\ncpus = "30-33"\ntopology = "flat"\npinning = "linear"\n[memory]\nsize = "64MiB"\nbind = false\n',
+}
+"""Machines on a host of two NUMA nodes."""
+
+
 def lines(argv: list[str]) -> str:
     """One option with its value a line: an argument list as a diff can show it."""
     result = argv[0]
@@ -114,9 +141,9 @@ def lines(argv: list[str]) -> str:
     return result + "\n"
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", [*MACHINES, *ON_TWO_NUMA_NODES])
 def test_argv_is_golden(name: str) -> None:
-    plan = plan_of(MACHINES[name])
+    plan = plan_of(MACHINES[name]) if name in MACHINES else plan_of(ON_TWO_NUMA_NODES[name], EPYC)
     machine = plan.machine
     names = {
         "kernel": machine.kernel,
@@ -128,7 +155,7 @@ def test_argv_is_golden(name: str) -> None:
     descriptors = Descriptors(
         qmp=10,
         console=11,
-        ram=12,
+        ram=tuple(12 + index for index in range(len(machine.topology.numa_nodes))),
         files={each: 20 + index for index, each in enumerate(numbers)},
         taps=tuple(30 + index for index in range(len(plan.networks))),
         vhosts=tuple(40 + index for index in range(len(plan.networks))),
@@ -158,8 +185,8 @@ def test_virtiofsd_in_c_is_told_the_same_in_its_own_words() -> None:
 
 
 def test_descriptors_are_all_passed_on() -> None:
-    descriptors = Descriptors(1, 2, 3, {"kernel": 4, "disk0": 5}, (6,), (None,), (7,))
-    assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7]
+    descriptors = Descriptors(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (6,), (None,), (7,))
+    assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert "vhost" not in descriptors.tap(0)
 
 
@@ -271,8 +298,9 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
 
 
 @given(st.frozensets(st.integers(0, 63), min_size=1, max_size=16), st.integers(1, 16))
+@settings(deadline=None)
 def test_every_vcpu_has_a_cpu_of_its_own_or_there_is_no_plan(allowed: frozenset[int], count: int) -> None:
-    facts = attrs.evolve(FACTS, allowed_cpus=CpuSet(allowed))
+    facts = attrs.evolve(EPYC, allowed_cpus=CpuSet(allowed))
     text = f"{KERNEL}[cpu]\ncount = {count}\n"
     if count > len(allowed):
         assert problems(text, facts)[0].startswith(
@@ -299,8 +327,80 @@ def test_asked_cpus_are_taken() -> None:
     assert (placement.pins, str(placement.float_cpus)) == ((2, 5), "0-1,3-4,6-7")
 
 
+def test_cpus_are_chosen_like_a_kubelet_would() -> None:
+    placement = plan_of(KERNEL + "[cpu]\ncount = 8\n", EPYC).placement
+    assert placement.pins == (4, 68, 5, 69, 6, 70, 7, 71), "whole cores of one L3 cache, and not CPU 0's"
+    in_a_pod = attrs.evolve(EPYC, allowed_cpus=CpuSet.parse("1-20,65-84"))
+    assert plan_of(KERNEL + "[cpu]\ncount = 40\n", in_a_pod).placement.pins[:4] == (1, 65, 2, 66)
+    linear = KERNEL + '[cpu]\ncount = 40\npinning = "linear"\n'
+    assert plan_of(linear, in_a_pod).placement.pins == (*range(1, 21), *range(65, 85)), "the i-th on the i-th"
+
+
+def test_half_cores_and_distant_cpus_are_remarked() -> None:
+    plan = plan_of(KERNEL + '[cpu]\ncount = 2\ncpus = "31-32"\n', EPYC)
+    assert plan.placement.pins == (31, 32)
+    assert any("CPUs 31-32 are half cores" in remark for remark in plan.remarks)
+    assert any("the vCPUs lie on 2 NUMA nodes (1 on 0, 1 on 1)" in remark for remark in plan.remarks)
+    assert not any("cores" in remark for remark in plan_of(KERNEL + "[cpu]\ncount = 2\n", EPYC).remarks)
+
+
+def test_cpus_unknown_to_sysfs_are_refused() -> None:
+    strange = attrs.evolve(FACTS, allowed_cpus=CpuSet(range(12)))
+    assert problems(KERNEL + '[cpu]\ncount = 1\ncpus = "9"\n', strange) == [
+        "cpu.cpus: cannot place vCPUs on CPUs 9: the host has no such online CPUs"
+    ]
+    assert problems(KERNEL + "[cpu]\ncount = 10\n", strange) == [
+        "cpu.count: cannot choose 10 CPUs: only 8 may be used (0-7); ask for fewer vCPUs"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "facts", "threads", "model"),
+    [
+        ("", {}, 2, "host,topoext=on"),
+        ("", {"cpu_vendor": "GenuineIntel"}, 2, "host"),
+        ('pinning = "linear"\n', {}, 1, "host"),
+        ('model = "EPYC"\n', {}, 2, "EPYC"),
+        ('accel = "tcg"\n', {}, 1, "max"),
+        ('accel = "tcg"\nmodel = "Skylake-Server"\n', {}, 2, "Skylake-Server"),
+    ],
+)
+def test_siblings_are_told_where_the_cpu_model_has_words_for_them(
+    text: str, facts: dict[str, Any], threads: int, model: str
+) -> None:
+    machine = plan_of(f"{KERNEL}[cpu]\ncount = 4\n{text}", attrs.evolve(EPYC, **facts)).machine
+    assert (machine.topology.threads, machine.cpu_model) == (threads, model)
+
+
+def test_memory_from_elsewhere_is_remarked() -> None:
+    large = KERNEL + '[cpu]\ncount = 8\n[memory]\nsize = "600GiB"\n'
+    plan = plan_of(large, attrs.evolve(EPYC, memory=700 * GIB))
+    assert plan.machine.topology.numa_nodes[0].bound == (), "from both: there is no other"
+    only_there = attrs.evolve(EPYC, hardware=recorded("epyc-7543-2s-nps2"), memory_nodes=CpuSet([1, 2]))
+    plan = plan_of(KERNEL + "[cpu]\ncount = 8\n", only_there)
+    assert (
+        "512MiB of memory for the vCPUs on the host's NUMA node 0 come from 1: it has not that much, or none that this pod may use"
+        in plan.remarks
+    )
+    unbound = plan_of(KERNEL + "[cpu]\ncount = 8\n[memory]\nbind = false\n", only_there)
+    assert unbound.machine.topology.numa_nodes[0].bound == ()
+    assert not any("come from" in remark for remark in unbound.remarks)
+
+
+def test_memory_that_cannot_be_divided_is_refused() -> None:
+    nodes = tuple(NumaNode(each, GIB, tuple(10 if each == other else 20 for other in range(20))) for each in range(20))
+    hardware = Hardware(tuple(Cpu(cpu, cpu, cpu, cpu, cpu) for cpu in range(20)), nodes)
+    many = attrs.evolve(FACTS, allowed_cpus=CpuSet(range(20)), hardware=hardware, memory_nodes=CpuSet(range(20)))
+    text = KERNEL + '[cpu]\ncount = 20\n[memory]\nsize = "32MiB"\n'
+    (problem,) = problems(text, many)
+    assert problem.startswith("memory.size: cannot divide 33554432 bytes of memory among 20 NUMA nodes")
+    assert problem.endswith('; give the guest more memory, or set cpu.topology = "flat"')
+    topology = plan_of(text.replace("count", 'topology = "flat"\ncount'), many).machine.topology
+    assert [each.memory for each in topology.numa_nodes] == [32 << 20]
+
+
 NODE = attrs.evolve(
-    FACTS,
+    EPYC,
     allowed_cpus=CpuSet.parse("2-3,10-11"),
     uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
     controller_trouble=None,
@@ -453,7 +553,9 @@ def test_plan_is_shown_to_people_and_machines() -> None:
     text = "\n".join(plan_lines(plan))
     for word in (
         "3 vCPUs, 1GiB, tcg",
-        "0→5, 1→6, 2→7",
+        "0→1, 1→2, 2→3",
+        "guest sees 1 socket of 1 L3 cache of 3 cores of 1 thread",
+        "NUMA node 0: vCPUs 0-2, 1GiB from any NUMA node of the host",
         "/srv as 'home'",
         "in the place of eth0",
         "note: placement 'affinity' is second best",
@@ -462,9 +564,9 @@ def test_plan_is_shown_to_people_and_machines() -> None:
     as_json = json.loads(json.dumps(plan_json(plan)))
     assert as_json["placement"] == {
         "backend": "affinity",
-        "cpus": "5-7",
-        "pins": [5, 6, 7],
-        "float_cpus": "0-4",
+        "cpus": "1-3",
+        "pins": [1, 2, 3],
+        "float_cpus": "0,4-7",
         "shared": False,
         "register": None,
         "sweep": False,

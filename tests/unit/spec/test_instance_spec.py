@@ -26,10 +26,13 @@ cpus = "1-2,65-66"
 placement = "affinity"
 controller = "/run/controller.sock"
 sweep = false
+pinning = "linear"
+topology = "flat"
 accel = "tcg"
 model = "EPYC,-svm"
 [memory]
 size = "4GiB"
+bind = false
 [boot]
 kernel = "/boot/vmlinuz"
 initrd = "/boot/initrd"
@@ -78,7 +81,8 @@ def test_every_key_can_be_given() -> None:
     spec = parse_instance("spec.toml", FULL.encode())
     assert spec.instance.name == "web-1"
     assert spec.cpu.cpus == CpuSet([1, 2, 65, 66])
-    assert spec.memory.size == 4 << 30
+    assert (spec.cpu.pinning, spec.cpu.topology) == ("linear", "flat")
+    assert (spec.memory.size, spec.memory.bind) == (4 << 30, False)
     assert spec.boot.initrd == PurePosixPath("/boot/initrd")
     assert [disk.format for disk in spec.disk] == ["raw", "qcow2"]
     assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
@@ -109,7 +113,7 @@ def test_json_says_the_same_as_toml() -> None:
         (KERNEL + "[cpu]\ncounts = 2\n", "cpu.counts: unknown key; did you mean 'count'?"),
         (
             KERNEL + "[cpu]\nfrequency = 2\n",
-            "cpu.frequency: unknown key; known here: count, cpus, placement, controller, sweep, accel, model",
+            "cpu.frequency: unknown key; known here: count, cpus, placement, controller, sweep, pinning, topology, accel, model",
         ),
         (KERNEL + '[cpu]\ncount = "2"\n', 'cpu.count: found the string "2"; it takes an integer from 1 to 1024'),
         (KERNEL + "[cpu]\ncount = true\n", "cpu.count: found the boolean true; it takes an integer from 1 to 1024"),

@@ -13,10 +13,11 @@ from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.topology.admission import REJECTION, Kubelet, KubeletConfiguration, Node, Outcome
 from runner.topology.cpu_manager import exclusive_cpus
+from runner.topology.device_manager import Devices
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.topology.kubelet import KubeletConfigError, Quirk
 from runner.topology.pod import Container, ContainerKind, Pod
-from runner.topology.topology_manager import Hint, HintList, ProviderHints
+from runner.topology.topology_manager import Hint
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 MIB, GIB = 1 << 20, 1 << 30
@@ -54,11 +55,19 @@ CONFIGURATION = KubeletConfiguration(
 
 
 def node(hardware: Hardware, quirks: frozenset[Quirk] = ALL, **changes: Any) -> Node:
-    return Kubelet.configured(hardware, attrs.evolve(CONFIGURATION, **changes), quirks=quirks).empty_node
+    """Start a kubelet; on each NUMA node there is one device of a resource of its own."""
+    configuration = attrs.evolve(CONFIGURATION, **changes)
+    devices: Devices = {device_on(each.id): {each.id: 1} for each in hardware.numa_nodes}
+    return Kubelet.configured(hardware, configuration, devices=devices, quirks=quirks).empty_node
 
 
-def one(uid: str, cpus: int, gib: int = 0) -> Pod:
-    return Pod(uid, (Container("c", cpus * 1000, {"memory": gib * GIB}),))
+def device_on(numa_node: int) -> str:
+    return f"example.com/on-{numa_node}"
+
+
+def one(uid: str, cpus: int, gib: int = 0, near: int | None = None) -> Pod:
+    devices = {} if near is None else {device_on(near): 1}
+    return Pod(uid, (Container("c", cpus * 1000, {"memory": gib * GIB}, devices=devices),))
 
 
 def test_an_instance_of_40_cpus_on_a_dual_epyc() -> None:
@@ -174,18 +183,18 @@ def overlapping(current: Node) -> bool:
 def test_memory_is_lost_where_one_numa_node_of_a_group_is_booked_alone() -> None:
     # The hints keep groups apart, but the affinity they are merged to may be one NUMA node of a group, and for a
     # single one the kubelet looks no further. What is released then comes back to whichever NUMA node is first.
-    empty = node(host(2, 1, 4), topology_manager_policy="best-effort")
+    empty = node(host(3, 1, 4), topology_manager_policy="best-effort")
     first = empty.admit(one("first", 1, 8)).node
-    assert [memory.cells for memory in first.memory.numa_nodes.values()] == [(0, 1), (0, 1)]
-    alone = first.admit(one("alone", 1, 2), {"c": gpu(2)}).node
-    assert [memory.cells for memory in alone.memory.numa_nodes.values()] == [(0, 1), (1,)]
-    left = alone.without("alone").without("first").memory.numa_nodes
-    assert left == empty.memory.numa_nodes
-    second = first.admit(one("second", 1, 5)).node.without("first")
-    mixed = second.admit(one("alone", 1, 3), {"c": gpu(1)}).node
+    assert [memory.cells for memory in first.memory.numa_nodes.values()] == [(0, 1), (0, 1), (2,)]
+    second = first.admit(one("filler", 1, 6)).node.admit(one("second", 1, 5)).node.without("first", "filler")
+    mixed = second.admit(one("alone", 1, 3, near=0)).node
     assert mixed.memory.assignments["alone"]["c"][0].numa_nodes == (0,)
     lost = mixed.without("second").without("alone").memory.numa_nodes
-    assert {numa_node: memory.tables["memory"].reserved // GIB for numa_node, memory in lost.items()} == {0: 0, 1: 3}
+    assert {numa_node: memory.tables["memory"].reserved // GIB for numa_node, memory in lost.items()} == {
+        0: 0,
+        1: 3,
+        2: 0,
+    }
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), max_size=6), st.integers(1, 7), st.integers(0, 8))
@@ -260,16 +269,12 @@ def test_a_kubelet_that_would_panic_is_reported() -> None:
     assert admission.node == empty
 
 
-def gpu(mask: int) -> ProviderHints:
-    return {"nvidia.com/gpu": HintList.of([Hint(mask, preferred=True)])}
-
-
 def test_devices_draw_the_cpus_to_their_numa_node() -> None:
     empty = node(host(2, 1, 4))
-    admission = empty.admit(one("p", 2, 1), {"c": gpu(2)})
+    admission = empty.admit(one("p", 2, 1, near=1))
     assert str(admission.cpus["c"]) == "4,12"
     assert admission.memory["c"][0].numa_nodes == (1,)
-    together = node(host(2, 1, 4), topology_manager_scope="pod").admit(one("p", 2, 1), {None: gpu(2)})
+    together = node(host(2, 1, 4), topology_manager_scope="pod").admit(one("p", 2, 1, near=1))
     assert together.cpus == admission.cpus
     assert [step.container for step in together.steps] == [None]
     assert list(together.steps[0].hints) == ["device", "cpu", "memory"]

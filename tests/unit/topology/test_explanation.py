@@ -8,10 +8,11 @@ from runner.topology.admission import Kubelet, KubeletConfiguration, Node, Outco
 from runner.topology.explanation import explain
 from runner.topology.hardware import Hardware
 from runner.topology.pod import Container, Pod
-from runner.topology.topology_manager import Hint, HintList, Policy
+from runner.topology.topology_manager import Policy
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 GIB = 1 << 30
+GPU = "nvidia.com/gpu"
 
 
 def node(policy: str, **changes: Any) -> Node:
@@ -25,12 +26,12 @@ def node(policy: str, **changes: Any) -> Node:
         topology_manager_policy=policy,
         **changes,
     )
-    return Kubelet.configured(hardware, configuration).empty_node
+    return Kubelet.configured(hardware, configuration, devices={GPU: {1: 2}}).empty_node
 
 
-def one(uid: str, cpus: int, **memory: int) -> Pod:
+def one(uid: str, cpus: int, *, gpus: int = 0, **memory: int) -> Pod:
     requests = {resource.replace("_", "-"): gib * GIB for resource, gib in memory.items()}
-    return Pod(uid, (Container("vm", cpus * 1000, requests),))
+    return Pod(uid, (Container("vm", cpus * 1000, requests, devices={GPU: gpus} if gpus else {}),))
 
 
 def test_an_admitted_pod() -> None:
@@ -74,15 +75,26 @@ def test_a_pod_that_fits_only_across_numa_nodes() -> None:
 
 
 def test_resources_that_prefer_different_numa_nodes() -> None:
-    hints = {"nvidia.com/gpu": HintList.of([Hint(2, preferred=True)])}
-    full = node("restricted").admit(one("a", 10, memory=500 - 192), {"vm": hints}).node
-    explanation = explain(full, one("p", 10, memory=64), {"vm": hints})
+    full = node("restricted").admit(one("a", 10, gpus=1, memory=500 - 192)).node
+    explanation = explain(full, one("p", 10, gpus=1, memory=64))
     (merge,) = explanation.merges
     assert merge.why == (
         "no set of NUMA nodes is preferred by all of nvidia.com/gpu, cpu, memory,"
         " and policy restricted admits nothing else"
     )
     assert explanation.shortages == ()
+
+
+def test_devices_that_are_gone() -> None:
+    explanation = explain(node("restricted").admit(one("a", 1, gpus=2, memory=1)).node, one("p", 1, gpus=1, memory=1))
+    assert explanation.admission.reason == "TopologyAffinityError"
+    assert str(explanation.merges[0].asked[0]) == "nvidia.com/gpu: fits on no set of NUMA nodes"
+    assert explanation.merges[0].why == (
+        "nvidia.com/gpu fits nowhere on the node as it is now, and policy restricted admits nothing else"
+    )
+    assert [str(each) for each in explanation.shortages] == [
+        "nvidia.com/gpu: 1 device wanted; NUMA node 1 has most, 0 devices free, and 1 device more would have to be"
+    ]
 
 
 def test_memory_that_fits_nowhere() -> None:

@@ -126,7 +126,9 @@ def test_every_vcpu_has_one_cpu_of_its_own(hardware: Hardware, data: st.DataObje
         ("core-i9-13900k", "0-31", 20, "2-15,16-21"),
         ("ryzen-7840u-nosmt", "0-15", 3, "2,4,6"),
         ("vm-8", "0-7", 8, "0-7"),
-        ("power9-2s", "0-127", 6, "4-9"),
+        ("power9-2s", "0-3", 3, "1-3"),  # CPU 0's core is all there is
+        ("power9-2s", "0-127", 6, "4-7,10-11"),
+        ("vm-8", "0", 1, "0"),
         ("epyc-9754-2s-nps4-cxl", "0-511", 96, "8-55,264-311"),
     ],
 )

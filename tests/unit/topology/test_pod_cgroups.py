@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.controller.pods import (
+from runner.topology.pod_cgroups import (
     INSTANCE_NAME,
     bare_groups,
     parse_bare_container,

@@ -1,0 +1,301 @@
+"""``instance-runner inspect`` over real processes: from their container by a receipt, from the node by its tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from tests.support.crew import PYTHON, Crew, crew
+
+FLOAT, *_, CPU = sorted(os.sched_getaffinity(0))
+MIB = 1 << 20
+INSPECT = (*PYTHON, "-m", "runner", "inspect")
+_MISSING = "-sys_ptrace,-perfmon,-sys_admin"  # of which any one is enough (kernel/fork.c: may_access_mm)
+NO_TRACE = ("setpriv", f"--bounding-set={_MISSING}", f"--inh-caps={_MISSING}")
+UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+
+pytestmark = pytest.mark.skipif(FLOAT == CPU, reason="a second CPU is missing")
+
+
+@attrs.frozen
+class Instance:
+    """A crew with the roles of an instance of one vCPU on the last CPU, and its receipt."""
+
+    crew: Crew
+    receipt: Path
+    qemu: int
+    vcpu: int
+    anchor: int
+
+    def inspect(self, *more: str) -> subprocess.CompletedProcess[str]:
+        """Inspect it from its container."""
+        return subprocess.run(self.command(*more), check=False, capture_output=True, text=True)
+
+    def command(self, *more: str, before: tuple[str, ...] = ()) -> tuple[str, ...]:
+        return self.crew.command(*before, *INSPECT, "--state-dir", str(self.receipt.parent), *more)
+
+    def verdicts(self) -> dict[str, dict[str, Any]]:
+        report = json.loads(self.inspect("--json").stdout)
+        return {verdict["rule"]: verdict for verdict in (*report["instances"][0]["verdicts"], *report["verdicts"])}
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[Instance]:
+    with crew() as found:
+        found.tell("pin", 0, [FLOAT])
+        anchor = found.start_anchor()
+        found.tell("pin", anchor, [CPU])
+        dnsmasq, _ = found.start("dnsmasq", [FLOAT])
+        qemu, threads = found.start(
+            "qemu-system-x86", [FLOAT], {"IO mon_iothread": [FLOAT], "CPU 0/TCG": [CPU]}, 4 * MIB
+        )
+        vcpu = threads["CPU 0/TCG"]
+        roles = {1: "runner", anchor: "anchor", dnsmasq: "dnsmasq", qemu: "emulator"}
+        found.tell("receipt", str(tmp_path / "receipt.json"), [CPU], roles, {vcpu: 0})
+        yield Instance(found, tmp_path / "receipt.json", qemu, vcpu, anchor)
+
+
+def test_a_good_instance_from_its_container(instance: Instance) -> None:
+    shown = instance.inspect()
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert lines[1][:6] == ["ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON", "NUMA_NODE"]
+    assert ["vcpu", "0", str(instance.vcpu), "CPU", "0/TCG", str(CPU), str(CPU), "0"] in [line[:8] for line in lines]
+    assert [" ".join(line[:2]) for line in lines if line and line[0] in {"ok", "unknown", "violated"}] == [
+        "ok vcpus",
+        "unknown exclusive",
+        "ok local",
+        *(["ok charged"] if "ok        charged" in shown.stdout else ["unknown charged"]),
+        "unknown kubelet",
+    ]
+    assert "cannot be seen from inside a PID namespace; inspect on the node" in shown.stdout
+
+
+def test_the_report_for_machines(instance: Instance) -> None:
+    report = json.loads(instance.inspect("--json").stdout)
+    assert (report["version"], report["seen_from"], report["violated"]) == (1, "container", False)
+    (found,) = report["instances"]
+    assert (found["name"], found["backend"], found["cpus"]) == ("instance", "affinity", str(CPU))
+    assert [thread["role"] for thread in found["threads"]] == [
+        "runner",
+        "anchor",
+        "dnsmasq",
+        "emulator",
+        "emulator",
+        "vcpu",
+    ]
+    assert sum(found["memory"]["small_pages"].values()) == 4 * MIB
+    assert found["threads"][-1]["allowed_cpus"] == str(CPU)
+
+
+def test_an_intruder_is_named(instance: Instance) -> None:
+    pid, _ = instance.crew.start("intruder", [FLOAT, CPU])
+    shown = instance.inspect()
+    assert shown.returncode == 3, shown.stdout
+    assert f"violated  exclusive  other (thread {pid}, 'intruder')" in shown.stdout
+    assert f"may run on '{CPU}'" in shown.stdout
+    instance.crew.tell("pin", pid, [FLOAT])
+    assert instance.inspect().returncode == 0
+
+
+def test_a_vcpu_that_lost_its_pin(instance: Instance) -> None:
+    instance.crew.tell("pin", instance.vcpu, [FLOAT, CPU])
+    assert instance.verdicts()["vcpus"] == {
+        "rule": "vcpus",
+        "result": "violated",
+        "reasons": [
+            f"vcpu 0 (thread {instance.vcpu}, 'CPU 0/TCG') may run on '{FLOAT}-{CPU}' instead of one CPU of '{CPU}'"
+            if CPU == FLOAT + 1
+            else f"vcpu 0 (thread {instance.vcpu}, 'CPU 0/TCG') may run on '{FLOAT},{CPU}' instead of one CPU of '{CPU}'"
+        ],
+    }
+    assert instance.inspect().returncode == 3
+
+
+def test_qemu_has_died(instance: Instance) -> None:
+    instance.crew.tell("end", instance.qemu)
+    verdicts = instance.verdicts()
+    assert verdicts["vcpus"]["reasons"] == ["vCPU 0 has no thread"]
+    assert (verdicts["local"]["result"], verdicts["local"]["reasons"]) == ("unknown", ["there is no QEMU"])
+
+
+def test_an_anchor_started_again_is_the_anchor(instance: Instance) -> None:
+    instance.crew.tell("end", instance.anchor)
+    pid = instance.crew.start_anchor()
+    instance.crew.tell("pin", pid, [CPU])
+    report = json.loads(instance.inspect("--json").stdout)
+    roles = {thread["pid"]: thread["role"] for thread in report["instances"][0]["threads"]}
+    assert roles[pid] == "anchor"
+    assert not report["violated"]
+
+
+def test_memory_that_may_not_be_read(instance: Instance) -> None:
+    """With Docker's default capabilities, QEMU being another user."""
+    shown = subprocess.run(instance.command("--json", before=NO_TRACE), check=True, capture_output=True, text=True)
+    verdicts = {verdict["rule"]: verdict for verdict in json.loads(shown.stdout)["instances"][0]["verdicts"]}
+    assert verdicts["vcpus"]["result"] == "ok"
+    assert verdicts["local"]["result"] == "unknown"
+    assert verdicts["local"]["reasons"] == [
+        f"cannot read the memory of process {instance.qemu}: Permission denied; inspect on the node, as root"
+    ]
+
+
+def test_watching_tells_what_changes_until_ctrl_c(instance: Instance) -> None:
+    with subprocess.Popen(instance.command("--watch", "0.1"), stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        for line in watching.stdout:
+            if line.startswith("+ kubelet unknown"):
+                break
+        instance.crew.tell("pin", instance.vcpu, [FLOAT, CPU])
+        changed = [watching.stdout.readline() for _ in range(4)]
+        assert [line.split()[:3] for line in changed] == [
+            ["-", "instance", "vcpu"],
+            ["-", "instance", "vcpus"],
+            ["+", "instance", "vcpu"],
+            ["+", "instance", "vcpus"],
+        ]
+        assert "vcpus violated" in changed[3]
+        inspector = int(Path(f"/proc/{watching.pid}/task/{watching.pid}/children").read_text())
+        os.kill(inspector, signal.SIGINT)
+        assert watching.wait(30) == 3
+
+
+def test_watching_on_a_terminal_draws_the_table(instance: Instance) -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(instance.command("--watch", "0.1"), stdout=theirs) as watching:
+        os.close(theirs)
+        shown = b""
+        while shown.count(b"\x1b[H\x1b[2J") < 3:
+            shown += os.read(ours, 65536)
+        os.kill(int(Path(f"/proc/{watching.pid}/task/{watching.pid}/children").read_text()), signal.SIGINT)
+        assert watching.wait(30) == 0
+    os.close(ours)
+    assert shown.count(b"CPU 0/TCG") >= 2
+
+
+# -- from the node ---------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Node:
+    """A controller's tree and a kubelet's file in ordinary directories, naming a crew's real threads."""
+
+    directory: Path
+
+    @property
+    def group(self) -> Path:
+        return self.directory / "stelia" / f"instance-{UID}"
+
+    def write(self, default: str = str(FLOAT), floating: str = str(FLOAT)) -> None:
+        state = {"policyName": "static", "defaultCpuSet": default, "entries": {UID: {"main": str(CPU)}}, "checksum": 0}
+        (self.directory / "stelia" / "float").mkdir(parents=True, exist_ok=True)
+        (self.directory / "cpu_manager_state").write_text(json.dumps(state))
+        (self.directory / "stelia" / "float" / "cpuset.cpus.effective").write_text(floating)
+        self.group.mkdir(exist_ok=True)
+        (self.group / "cpuset.cpus.effective").write_text(str(CPU))
+
+    def inspect(self, *more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.command(*more), check=False, capture_output=True, text=True)
+
+    def command(self, *more: str) -> tuple[str, ...]:
+        where = ("--root", str(self.directory / "stelia"), "--kubelet-dir", str(self.directory))
+        return (*INSPECT, "--state-dir", str(self.directory / "none"), *where, *more)
+
+    def report(self, *more: str) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads(self.inspect("--json", *more).stdout)
+        return report
+
+
+@pytest.fixture
+def node(tmp_path: Path, instance: Instance) -> Node:
+    node = Node(tmp_path / "node")
+    node.write()
+    (node.group / "cgroup.threads").write_text(f"{instance.crew.outside(instance.vcpu)}\n")
+    return node
+
+
+def test_from_the_node_an_instance_is_who_shares_qemus_namespace(node: Node, instance: Instance) -> None:
+    report = node.report()
+    (found,) = report["instances"]
+    assert (report["seen_from"], found["name"], found["cpus"]) == ("node", UID, str(CPU))
+    outside = instance.crew.outside
+    roles = [(thread["tid"], thread["role"], thread["vcpu"]) for thread in found["threads"]]
+    assert (outside(instance.vcpu), "vcpu", 0) in roles
+    assert (outside(instance.qemu), "emulator", None) in roles
+    assert (outside(1), "runner", None) in roles
+    assert (outside(instance.anchor), "anchor", None) in roles
+    assert [role for _, role, _ in roles].count("dnsmasq") == 1
+    assert len(roles) == 6
+    assert sum(found["memory"]["small_pages"].values()) == 4 * MIB
+
+
+def test_from_the_node_strangers_are_intruders(node: Node) -> None:
+    """This machine's other processes may run anywhere, and this test is one of them."""
+    shown = node.inspect("--json")
+    assert shown.returncode == 3
+    verdict = json.loads(shown.stdout)["instances"][0]["verdicts"][1]
+    assert (verdict["rule"], verdict["result"]) == ("exclusive", "violated")
+    assert any(f"other (thread {os.getpid()}, " in reason for reason in verdict["reasons"])
+
+
+def test_the_kubelets_word_on_float(node: Node) -> None:
+    (verdict,) = node.report()["verdicts"]
+    assert verdict == {
+        "rule": "kubelet",
+        "result": "ok",
+        "reasons": [f"float has '{FLOAT}', the kubelet's shared pool"],
+    }
+    node.write(floating=f"{FLOAT},{CPU}")
+    (verdict,) = node.report()["verdicts"]
+    assert verdict["result"] == "violated"
+    assert f"but the kubelet's shared pool is '{FLOAT}'" in verdict["reasons"][0]
+    (node.directory / "cpu_manager_state").write_text("{")
+    (verdict,) = node.report()["verdicts"]
+    assert verdict["result"] == "unknown"
+    assert "cpu_manager_state" in verdict["reasons"][0]
+
+
+def test_an_instance_is_chosen_by_the_beginning_of_its_uuid(node: Node) -> None:
+    other = node.group.with_name("instance-416de7c2-21de-472d-817c-fa9d4306cb7d")
+    other.mkdir()
+    (other / "cpuset.cpus.effective").write_text(str(FLOAT))
+    (other / "cgroup.threads").write_text("")
+    assert [found["name"] for found in node.report()["instances"]] == [UID, other.name.removeprefix("instance-")]
+    (empty,) = node.report("416de")["instances"]
+    assert [verdict["result"] for verdict in empty["verdicts"][:1]] == ["unknown"]
+    refused = node.inspect("77")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("instance-runner: cannot find an instance whose uuid begins with '77' in ")
+    assert UID in refused.stderr
+
+
+def test_without_the_right_to_trace_it_says_so(node: Node, instance: Instance) -> None:
+    shown = subprocess.run((*NO_TRACE, *node.command("--json")), check=False, capture_output=True, text=True)
+    (found,) = json.loads(shown.stdout)["instances"]
+    assert instance.crew.outside(instance.vcpu) in {thread["tid"] for thread in found["threads"]}
+    assert "Permission denied" in found["verdicts"][2]["reasons"][0]
+
+
+def test_nothing_to_look_at_is_told_with_both_places(tmp_path: Path) -> None:
+    argv = (*INSPECT, "--state-dir", str(tmp_path), "--root", str(tmp_path / "no"))
+    shown = subprocess.run(argv, check=False, capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr.startswith(
+        f"instance-runner: cannot find an instance: there is neither {tmp_path}/receipt.json nor {tmp_path}/no; run this in"
+    )
+
+
+@pytest.mark.parametrize("seconds", ["0", "x", "nan", "-1"])
+def test_how_often_is_a_number_of_seconds(seconds: str) -> None:
+    refused = subprocess.run((*INSPECT, f"--watch={seconds}"), check=False, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert f"{seconds!r} is not a number of seconds from 0.1 to 86400" in refused.stderr

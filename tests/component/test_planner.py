@@ -1,0 +1,268 @@
+"""The command line of ``plan --node``, as an operator types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.__main__ import main
+from runner.topology.hardware import Hardware
+from runner.topology.memory_manager import MemoryManager, MemoryState
+from runner.topology.pod import Container, Pod
+from runner.topology.topology_manager import Hint
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = (sys.executable, "-m", "runner")
+KUBELET = "examples/kubernetes/kubelet-configuration.yaml"
+NODE = ("--node", KUBELET, "--host", "examples/plan/dual-epyc.json")
+POD = ("--pod", "examples/plan/pod.yaml")
+CPU_STATE = {"policyName": "static", "defaultCpuSet": "0,21-64,85-127", "entries": {"uid": {"vm": "1-20,65-84"}}}
+SPEC = '[cpu]\ncount = {count}\n[[disk]]\npath = "/dev/vm"\n'
+
+
+def plan(*arguments: str, status: int = 0, text: str | None = None) -> str:
+    """Run the command from the top of the checkout, and return what it says."""
+    ended = subprocess.run(
+        [*PROGRAM, "plan", *arguments], check=False, capture_output=True, text=True, cwd=ROOT, input=text
+    )
+    assert (ended.returncode, ended.stderr if status in {0, 3} else "") == (status, ""), ended.stderr
+    return ended.stdout if status in {0, 3} else ended.stderr.removeprefix("instance-runner: ")
+
+
+def test_the_article_s_host_gives_the_article_s_cpus() -> None:
+    document = json.loads(plan(*NODE, *POD, "--json"))
+    assert document["host"]["numa_nodes"] == {"0": "0-31,64-95", "1": "32-63,96-127"}
+    (pod,) = document["pods"]
+    (container,) = pod["containers"]
+    assert (pod["outcome"], pod["qos"], container["cpus"]) == ("admitted", "Guaranteed", "1-20,65-84")
+    assert {(each["resource"], each["bytes"] >> 30, *each["numa_nodes"]) for each in container["memory"]} == {
+        ("memory", 4, 0),
+        ("hugepages-2Mi", 80, 0),
+    }
+    assert container["affinity"] == {"numa_nodes": [0], "preferred": True}
+    assert document["after"]["shared_pool"] == "0,21-64,85-127"
+    # The article's own order, vCPU i on the i-th CPU, is not what whole cores get: guest siblings are host siblings.
+    assert container["placement"]["pins"][:4] == [1, 65, 2, 66]
+
+
+def test_the_readme_shows_what_is_printed_and_the_example_what_is_drawn(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (shown,) = re.findall(r"```console\n\$ instance-runner plan (--node .*)\n((?:.*\n)*?)```", readme)
+    svg = tmp_path / "node.svg"
+    assert plan(*shown[0].split(), "--svg", str(svg)) == shown[1]
+    assert svg.read_text() == (ROOT / "examples/plan/node.svg").read_text()
+
+
+def test_the_same_files_give_the_same_words() -> None:
+    arguments = (*NODE, *POD, "--what-if", "cpuManagerPolicyOptions.distribute-cpus-across-numa=true", "--json")
+    assert plan(*arguments) == plan(*arguments)
+
+
+def test_a_rejected_pod_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "cpu_manager_state").write_text(json.dumps(CPU_STATE))
+    state = ("--state", str(tmp_path))
+    said = plan(*NODE, *state, *POD, *POD, "--what-if", "topologyManagerPolicy=restricted", status=0)
+    assert "uid/vm has 1-20,65-84" in said
+    assert "no memory_manager_state was given" in said
+    rejected = plan(*NODE, *state, *POD, *POD, "--json", "--what-if", "topologyManagerPolicy=restricted")
+    (other,) = json.loads(rejected)["what_if"]
+    assert [(pod["name"], pod["outcome"], pod["reason"]) for pod in other["pods"]] == [
+        ("instance", "admitted", ""),
+        ("instance#2", "rejected", "TopologyAffinityError"),
+    ]
+    strict = tmp_path / "kubelet.yaml"
+    strict.write_text((ROOT / KUBELET).read_text().replace("best-effort", "restricted"))
+    node = ("--node", str(strict), *NODE[2:])
+    said = " ".join(plan(*node, *state, *POD, *POD, status=3).split())
+    assert "rejected: TopologyAffinityError: Resources cannot be allocated with Topology locality" in said
+    assert "cpu: 40 CPUs wanted; NUMA node 1 has most, 24 CPUs free, and 16 CPUs more would have to be" in said
+
+
+def test_state_files_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+    hardware = Hardware.from_json((ROOT / NODE[3]).read_text())
+    manager = MemoryManager.configured(hardware, {0: {"memory": 2 << 30}, 1: {"memory": 2 << 30}})
+    pod = Pod("uid", (Container("vm", memory={"hugepages-2Mi": 80 << 30}),))
+    booked = manager.allocate(manager.initial, pod, pod.containers[0], Hint(0b10, preferred=True))
+    (tmp_path / "cpus").write_text(json.dumps(CPU_STATE))
+    (tmp_path / "memory").write_text(json.dumps(memory_state(booked)))
+    cpus, memory = ("--state", str(tmp_path / "cpus")), ("--state", str(tmp_path / "memory"))
+    # CPUs are taken on NUMA node 0, hugepages on 1: no NUMA node has enough of both.
+    asked = json.loads(plan(*NODE, *memory, *cpus, *POD, "--json"))["pods"][0]["merges"][0]["asked"]
+    assert [each["says"] for each in asked if each["resource"] in {"cpu", "hugepages-2Mi"}] == [
+        "cpu: prefers {1}",
+        "hugepages-2Mi: prefers {0}",
+    ]
+    said = json.loads(plan(*NODE, *memory, *POD, "--json"))
+    assert said["pods"][0]["containers"][0]["cpus"] == "1-20,65-84"
+    assert said["before"]["memory_free"]["1"]["hugepages-2Mi"] == 28 << 30
+    assert not any("memory_manager_state" in note for note in said["notes"])
+
+
+def memory_state(state: MemoryState) -> dict[str, object]:
+    """Write *state* as the kubelet does."""
+    return {
+        "policyName": "Static",
+        "machineState": {
+            str(numa_node): {
+                "numberOfAssignments": memory.assignments,
+                "cells": list(memory.cells),
+                "memoryMap": {
+                    resource: {
+                        "total": table.total,
+                        "systemReserved": table.system_reserved,
+                        "allocatable": table.allocatable,
+                        "reserved": table.reserved,
+                        "free": table.free,
+                    }
+                    for resource, table in memory.tables.items()
+                },
+            }
+            for numa_node, memory in state.numa_nodes.items()
+        },
+        "entries": {
+            uid: {
+                name: [
+                    {"numaAffinity": list(block.numa_nodes), "type": block.resource, "size": block.size}
+                    for block in blocks
+                ]
+                for name, blocks in containers.items()
+            }
+            for uid, containers in state.assignments.items()
+        },
+        "checksum": 1,
+    }
+
+
+@pytest.mark.parametrize(("count", "status", "words"), [(40, 0, "40 vCPUs fit in"), (41, 3, "41 vCPUs do not fit in")])
+def test_an_instance_s_document_is_held_against_the_pod(tmp_path: Path, count: int, status: int, words: str) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text(SPEC.format(count=count))
+    assert f"instance    {words} container 'gpu-instance'" in plan(str(spec), *NODE, *POD, status=status)
+    assert words in plan("-", *NODE, *POD, status=status, text=SPEC.format(count=count))
+
+
+def test_a_recorded_host_is_this_host(tmp_path: Path) -> None:
+    record, kubelet = tmp_path / "host.json", tmp_path / "kubelet.yaml"
+    kubelet.write_text(
+        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\ncpuManagerPolicy: static\n"
+        "systemReserved: {cpu: '1'}\n"
+    )
+    said = plan("--record", str(record))
+    assert said.startswith(f"{record}: ")
+    assert plan("--record", "-") == record.read_text()
+    # Hugepages may be taken between two looks; a plan does not say how many are free.
+    assert plan("--node", str(kubelet), "--host", str(record)) == plan("--node", str(kubelet))
+
+
+def test_a_host_is_read_from_wherever_its_files_are(tmp_path: Path) -> None:
+    said = plan("--record", "-", "--sys", str(tmp_path), status=31)
+    assert said == f"cannot read '{tmp_path}/sys/devices/system/cpu/online': No such file or directory\n"
+
+
+def test_a_terminal_has_colours_unless_they_are_not_wanted() -> None:
+    coloured, plain = (on_a_terminal({"NO_COLOR": value} if value else {}) for value in ("", "1"))
+    assert "\x1b[1;32mA" in coloured
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
+
+
+def on_a_terminal(environment: dict[str, str]) -> str:
+    kept = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "COLUMNS"}}
+    ours, theirs = os.openpty()
+    with subprocess.Popen([*PROGRAM, "plan", *NODE, *POD], stdout=theirs, cwd=ROOT, env=kept | environment):
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # how a terminal says that its last holder has gone
+                break
+            said += part
+    os.close(ours)
+    return said.decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        ((), 2, "cannot plan nothing: name a SPEC, or a kubelet's configuration with --node"),
+        (POD, 2, "cannot use --pod alone: name the kubelet's configuration with --node"),
+        (
+            ("spec.toml", "--what-if", "a=b", "--svg", "x", "--kubelet", "1.36", "--sys", "/x"),
+            2,
+            "cannot use --what-if, --svg, --kubelet, --sys alone: name the kubelet's configuration with --node",
+        ),
+        (
+            ("--record", "x", "--json", "--sys", "/x"),
+            2,
+            "cannot plan while recording: --record takes nothing but --sys beside it",
+        ),
+        (
+            ("spec.toml", "--json", "--show-argv"),
+            2,
+            "cannot give both --json and --show-argv; leave one out",
+        ),
+        ((*NODE, "--pod", "/none"), 2, "cannot read the manifest '/none': No such file or directory"),
+        ((*NODE, "--pod", KUBELET), 2, f"cannot plan: no pod is in '{KUBELET}'"),
+        ((*NODE, "--state", "/none"), 2, "cannot read the state file '/none': No such file or directory"),
+        (
+            (*NODE, "--state", "examples"),
+            2,
+            "cannot use 'examples': it holds neither cpu_manager_state nor memory_manager_state",
+        ),
+        ((*NODE, "--svg", "/none/x"), 2, "cannot write '/none/x': No such file or directory"),
+        (
+            (*NODE, "--device", "gpu"),
+            2,
+            "cannot use --device 'gpu': it takes RESOURCE=COUNT@NUMA_NODE, such as nvidia.com/gpu=4@0",
+        ),
+        ((*NODE, "--device", "a/b=1@7"), 2, "cannot use --device 'a/b=1@7': the host has no NUMA node 7"),
+        ((*NODE, "--kubelet", "1"), 2, "cannot use --kubelet '1': it takes a version, from 1.33 to 1.36"),
+        (
+            (*NODE, "--kubelet", "v1.32.4"),
+            30,
+            "cannot predict kubelet 1.32: decisions are known from 1.33 to 1.36; give the version of the kubelet on that node",
+        ),
+        (
+            (*NODE, "--what-if", "x"),
+            2,
+            "cannot use --what-if 'x': it takes KEY=VALUE, such as topologyManagerPolicy=restricted",
+        ),
+        (
+            ("--node", "examples/plan/pod.yaml"),
+            2,
+            "cannot use 'examples/plan/pod.yaml': it must hold one KubeletConfiguration, found 'Pod'",
+        ),
+        (
+            (*NODE[:2], "--host", KUBELET),
+            30,
+            f"{KUBELET}: is not JSON: Expecting value: line 1 column 1 (char 0)",
+        ),
+        (
+            (*NODE[:2], "--host", "tests/data/hosts/vm-8.json"),
+            30,
+            "cannot plan: this kubelet would not start: reserved-cpus: 0,64 is not a subset of online-cpus: 0-7",
+        ),
+    ],
+)
+def test_what_is_refused(
+    arguments: tuple[str, ...],
+    status: int,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["plan", *arguments]) == status
+    assert capsys.readouterr() == ("", f"instance-runner: {sentence}\n")
+
+
+def test_pid_1_pays_for_none_of_it() -> None:
+    script = "import sys, runner.__main__; print([name for name in ('yaml', 'runner.planner', 'runner.plan.node') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout == b"[]\n"

@@ -1,0 +1,113 @@
+"""This machine's QEMU is told of guests of every shape, and says them back as they were planned."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+from collections import Counter
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from runner.cpuset import CpuSet
+from runner.host import files
+from runner.plan.argv import Descriptors, qemu_argv
+from runner.plan.facts import FileFact, HostFacts
+from runner.plan.instance import MachinePlan, plan_instance
+from runner.spec.instance import parse_instance
+from runner.topology.hardware import Hardware
+
+HOSTS = Path(__file__).parents[1] / "data" / "hosts"
+ROM = PurePosixPath("/usr/share/seabios/bios-256k.bin")
+FIRST_CORES = {
+    "epyc-7543-2s-nps1": "1,65,33,97",
+    "epyc-7543-2s-nps4": "1,65,9,73,17,81,25,89,33,97,41,105,49,113,57,121",
+    "xeon-8280l-8s": "1,29,57,85,113,141,169,197",
+    "xeon-8468-2s-snc4": "1,97,13,109,25,121,37,133",
+}
+"""A core of each NUMA node (of one socket, with sub-NUMA clustering)."""
+SHAPES = [
+    *((host, cpus) for host, cpus in FIRST_CORES.items()),
+    *(("vm-8", f"0-{count - 1}") for count in (1, 3, 5, 7)),
+    ("epyc-7543-2s-nps1", "31-33"),
+    ("epyc-7543-2s-nps1", "29-33"),
+    ("epyc-7543-2s-nps1", "28-34"),
+    ("epyc-7543-2s-nps1", "4-11,68-75"),
+    ("power9-2s", "8-15"),
+    ("core-i9-13900k", "2-5,16-17"),
+]
+
+
+def planned(host: str, cpus: str) -> MachinePlan:
+    hardware = Hardware.from_json((HOSTS / f"{host}.json").read_text())
+    count = len(CpuSet.parse(cpus))
+    # Bound to nothing: this machine has not the NUMA nodes of that one. tests/node binds.
+    text = f'[cpu]\ncount = {count}\ncpus = "{cpus}"\naccel = "tcg"\nmodel = "Skylake-Server"\n[memory]\nsize = "127MiB"\nbind = false\n'
+    facts = HostFacts(
+        allowed_cpus=hardware.online,
+        hardware=hardware,
+        memory_nodes=CpuSet(node.id for node in hardware.numa_nodes),
+        memory=1 << 40,
+        state_directory=PurePosixPath("/none"),
+        qemu=PurePosixPath(str(shutil.which("qemu-system-x86_64"))),
+        sleep=PurePosixPath("/none"),
+        files={ROM: FileFact("file", 1 << 18)},
+    )
+    document = parse_instance("spec.toml", f'{text}[boot]\nfirmware = "{ROM}"\n'.encode())
+    return plan_instance("spec.toml", document, facts).machine
+
+
+class Talk:
+    """A conversation with a QEMU that has not begun."""
+
+    def __init__(self, end: socket.socket, held: contextlib.ExitStack) -> None:
+        end.settimeout(60)
+        self._lines = held.enter_context(end.makefile("rwb"))
+        self._lines.readline()
+        self.ask("qmp_capabilities")
+
+    def ask(self, command: str) -> Any:
+        self._lines.write(json.dumps({"execute": command}).encode() + b"\n")
+        self._lines.flush()
+        while "return" not in (reply := json.loads(self._lines.readline())):
+            assert "error" not in reply, reply
+        return reply["return"]
+
+
+@pytest.mark.parametrize(("host", "cpus"), SHAPES)
+def test_qemu_says_the_shape_back(host: str, cpus: str) -> None:
+    machine = planned(host, cpus)
+    topology = machine.topology
+    with contextlib.ExitStack() as held:
+        ours, qmp, console, _ = (
+            held.enter_context(end) for pair in (socket.socketpair(), socket.socketpair()) for end in pair
+        )
+        rom = held.enter_context(files.opened(ROM))
+        ram = tuple(held.enter_context(files.memory("ram", each.memory)) for each in topology.numa_nodes)
+        descriptors = Descriptors(qmp.fileno(), console.fileno(), ram, {"firmware": rom})
+        argv = qemu_argv(machine, descriptors)
+        qemu = held.enter_context(subprocess.Popen(argv, pass_fds=descriptors.numbers(), stderr=subprocess.PIPE))
+        held.callback(qemu.kill)
+        qmp.close()
+        talk = Talk(ours, held)
+        slots = [slot["props"] for slot in talk.ask("query-hotpluggable-cpus")]
+        vcpus = {vcpu["cpu-index"]: vcpu["props"] for vcpu in talk.ask("query-cpus-fast")}
+        backends = {backend["id"]: backend["size"] for backend in talk.ask("query-memdev")}
+        talk.ask("quit")
+        _, said = qemu.communicate(timeout=60)
+        assert qemu.returncode == 0
+        assert [line for line in said.splitlines() if b"TCG doesn't support" not in line] == []
+    assert len(slots) == len(vcpus) == topology.vcpus, "no vCPU is missing, no slot is empty"
+    places = ("socket-id", "die-id", "core-id", "thread-id")
+    sizes = tuple(len({props.get(place, 0) for props in slots}) for place in places)
+    assert sizes == (topology.sockets, topology.dies, topology.cores, topology.threads)
+    several = len(topology.numa_nodes) > 1
+    for number, each in enumerate(topology.numa_nodes):
+        assert not several or {index for index, props in vcpus.items() if props["node-id"] == number} == set(each.vcpus)
+        assert backends[f"ram{number}" if several else "ram"] == each.memory
+    cores = Counter(tuple(props.get(place, 0) for place in places[:3]) for props in vcpus.values())
+    assert set(cores.values()) == {topology.threads}

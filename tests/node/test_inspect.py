@@ -1,0 +1,198 @@
+"""``instance-runner inspect`` on a real node: a real instance in its pod, the controller, and a kubelet's file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+
+from runner.cpuset import CpuSet
+from runner.host import cgroup
+from runner.inspection.look import Machine, look_at_node
+from runner.inspection.rules import judge
+from tests.node.cgroups import Cgroup, task
+from tests.node.instances import TREE, Controller, Instance, spec_text, start_instance
+from tests.node.standin_kubelet import MIB, PROJECT, PYCACHE, Container, Kubelet, Pod
+
+pytestmark = pytest.mark.usefixtures("rom")
+INSPECT = (sys.executable, "-m", "runner", "inspect")
+RULES = ("vcpus", "exclusive", "local", "charged", "kubelet")
+PF_KTHREAD = 0x00200000
+
+
+@pytest.fixture
+def exclusive(numa: dict[int, CpuSet]) -> CpuSet:
+    if len(numa) < 2 or len(numa[max(numa)]) < 3:
+        pytest.skip("two NUMA nodes with three CPUs each are missing")
+    return CpuSet(list(numa[max(numa)])[:2])
+
+
+@contextlib.contextmanager
+def kept_off(cpus: CpuSet) -> Iterator[None]:
+    """Keep what user space there is off *cpus*, as the operator of a node does (``CPUAffinity=`` of systemd)."""
+    before: dict[int, set[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/task/[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or it is the instance's and has no other CPUs
+            name, _, rest = (path / "stat").read_text().rpartition(")")
+            mask = os.sched_getaffinity(int(path.name))
+            if not int(rest.split()[6]) & PF_KTHREAD and not name.endswith("(pause") and mask & set(cpus):
+                os.sched_setaffinity(int(path.name), mask - set(cpus))
+                before[int(path.name)] = mask
+    try:
+        yield
+    finally:
+        for tid, mask in before.items():
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(tid, mask)
+
+
+@attrs.frozen
+class Node:
+    """A node with one instance on it."""
+
+    kubelet: Kubelet
+    controller: Controller
+    instance: Instance
+
+    def inspect(self, *more: str) -> subprocess.CompletedProcess[str]:
+        """Run the program on the node."""
+        argv = (*INSPECT, "--kubelet-dir", str(self.kubelet.directory), *more)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPYCACHEPREFIX": str(PYCACHE)}
+        return subprocess.run(argv, check=False, capture_output=True, text=True, cwd=PROJECT, env=environment)
+
+    def verdicts(self) -> dict[str, tuple[str, str]]:
+        """Return rule → result and reasons, as this process sees it."""
+        report = judge(trio.run(look_at_node, Machine(), cgroup.Cgroup(TREE.path), self.kubelet.directory))
+        return {verdict.rule: (verdict.result.value, "; ".join(verdict.reasons)) for verdict in report.verdicts}
+
+    def violation(self, rule: str) -> str:
+        """Return why *rule* is violated; every other one holds."""
+        verdicts = self.verdicts()
+        assert {each for each, (result, _) in verdicts.items() if result != "ok"} == {rule}, verdicts
+        assert verdicts[rule][0] == "violated"
+        return verdicts[rule][1]
+
+    def vcpu(self, index: int) -> int:
+        """Return the thread of a vCPU."""
+        return next(each.tid for each in self.instance.vcpus() if each.name == f"CPU {index}/TCG")
+
+
+@pytest.fixture
+def node(
+    kubelet: Kubelet, controller: Controller, exclusive: CpuSet, numa: dict[int, CpuSet], tmp_path: Path
+) -> Iterator[Node]:
+    spec = spec_text(exclusive, "[[network]]").replace("[cpu]\n", '[cpu]\nplacement = "controller"\n')
+    mems, sockets = CpuSet([max(numa)]), controller.directory
+    instance = start_instance(kubelet, 1, exclusive, spec=spec, directory=tmp_path, mems=mems, sockets=sockets)
+    instance.up()
+    with kept_off(exclusive):
+        yield Node(kubelet, controller, instance)
+
+
+def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]) -> None:
+    shown = node.inspect()
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    print(shown.stdout)
+    lines = shown.stdout.splitlines()
+    uid = node.instance.uid
+    assert lines[0] == f"instance {uid}: CPUs '{exclusive}' on NUMA node '{max(numa)}', placement controller"
+    rows = [line.split() for line in lines]
+    for index, cpu in enumerate(exclusive):
+        assert ["vcpu", str(index), str(node.vcpu(index)), "CPU", f"{index}/TCG", str(cpu)] in [row[:6] for row in rows]
+    roles = {row[0]: row for row in rows if row}
+    for role in ("runner", "dnsmasq", "emulator"):
+        assert roles[role][-1] == f"{TREE}/float"
+        assert str(node.kubelet.default) in roles[role]
+    assert roles["anchor"][-1] == node.instance.scope
+    assert roles["vcpu"][-1] == str(node.instance.group)
+    assert [line.split()[:2] for line in lines if line.startswith("ok ")] == [["ok", rule] for rule in RULES]
+    assert "only sleepers (anchors: 1, pod sandboxes: 1)" in shown.stdout
+    assert f"64 MiB on NUMA node {max(numa)} of the guest's RAM" in shown.stdout
+    # The same from within, as far as that goes without rights and without a mount of the hierarchy.
+    report = json.loads(node.instance.running.execute(*INSPECT, "--json"))
+    (inside,) = report["instances"]
+    assert {verdict["rule"]: verdict["result"] for verdict in (*inside["verdicts"], *report["verdicts"])} == {
+        "vcpus": "ok",
+        "exclusive": "unknown",
+        "local": "unknown",
+        "charged": "unknown",
+        "kubelet": "unknown",
+    }
+    assert inside["backend"] == "controller"
+    assert sorted({thread["role"] for thread in inside["threads"]}) == [
+        "anchor",
+        "dnsmasq",
+        "emulator",
+        "runner",
+        "vcpu",
+    ]
+
+
+def test_who_else_may_run_on_an_exclusive_cpu_is_named(node: Node, exclusive: CpuSet) -> None:
+    with task(threads=2) as intruder:
+        os.sched_setaffinity(intruder.tids[1], [min(exclusive)])
+        said = node.violation("exclusive")
+        assert f"other (thread {intruder.tids[1]}, " in said
+        assert f"may run on '{min(exclusive)}'" in said
+        shown = node.inspect("00000001-0000", "--json")
+        assert shown.returncode == 3, shown.stderr
+        assert json.loads(shown.stdout)["instances"][0]["verdicts"][1]["reasons"] == [said]
+    with task(node.instance.running.scope) as shell:
+        said = node.violation("exclusive")
+        assert f"(thread {shell.pid}, " in said
+        assert f"in the cgroup '{node.instance.scope}' may run on '{exclusive}'" in said
+    assert node.verdicts()["exclusive"][0] == "ok"
+
+
+def test_vcpus_that_are_not_alone_in_their_cgroup(node: Node, exclusive: CpuSet) -> None:
+    tid = node.vcpu(1)
+    os.sched_setaffinity(tid, [min(exclusive)])
+    assert node.violation("vcpus") == f"2 vCPU threads share CPU {min(exclusive)}"
+    Cgroup(TREE.path / "float").write("cgroup.threads", tid)
+    said = node.violation("vcpus")
+    assert f"vcpu 1 (thread {tid}, 'CPU 1/TCG') may run on" in said
+    assert f"is in the cgroup '{TREE}/float' instead of '{node.instance.group}'" in said
+
+
+def test_memory_that_was_moved_and_a_charge_that_is_not_there(node: Node, numa: dict[int, CpuSet]) -> None:
+    [qemu] = node.instance.processes()["qemu"]
+    moved = subprocess.run(["migratepages", str(qemu), str(max(numa)), str(min(numa))], check=False)
+    assert moved.returncode == 0
+    assert f"64 MiB on NUMA node {min(numa)} of the guest's RAM" in node.violation("local")
+    subprocess.run(["migratepages", str(qemu), str(min(numa)), str(max(numa))], check=True)
+    # An anchor elsewhere makes another group the pod's, which is charged for nothing.
+    scope = node.instance.running.scope
+    elsewhere = Cgroup(scope.path.parent).child("elsewhere", cpuset_cpus=scope.read("cpuset.cpus"))
+    [anchor] = node.instance.processes()["anchor"]
+    elsewhere.write("cgroup.procs", anchor)
+    said = node.violation("charged")
+    assert f"64 MiB of the guest's RAM is mapped, but '{elsewhere}' is charged only" in said
+    scope.write("cgroup.procs", anchor)
+    assert node.verdicts()["charged"][0] == "ok"
+    assert int(scope.read("memory.current")) >= 64 * MIB
+
+
+def test_float_follows_the_kubelet_or_is_found_beside_it(node: Node) -> None:
+    kubelet = node.kubelet
+    first, second = list(kubelet.default - CpuSet([0]))[:2]
+    kubelet.admit(Pod("416de7c2-21de-472d-817c-fa9d4306cb7d", (Container(("true",), cpus=CpuSet([first])),)))
+    assert node.verdicts()["kubelet"][0] == "ok", "the controller follows while we look"
+    node.controller.kill()
+    floating = kubelet.default
+    kubelet.admit(Pod("b41f38d8-2c21-4168-af77-6d0cc5482dcb", (Container(("true",), cpus=CpuSet([second])),)))
+    assert node.violation("kubelet") == f"float has '{floating}', but the kubelet's shared pool is '{kubelet.default}'"
+    kubelet.cpu_state.unlink()
+    assert node.verdicts()["kubelet"][0] == "unknown"
+    [qemu] = node.instance.processes()["qemu"]
+    os.kill(qemu, 9)
+    node.instance.running.wait()
+    verdicts = node.verdicts()
+    assert verdicts["vcpus"] == ("unknown", "there is no vCPU thread: the instance starts, or has ended")
