@@ -18,7 +18,7 @@ DIRTY = 40
 
 @pytest.mark.parametrize("runtime", ["crun", "runc"])
 def test_the_scope_survives_the_leaving_of_everything_but_the_anchor(world: World, runtime: Runtime) -> None:
-    """And of the anchor itself, which is started again; the scope's unit is read anew, and nothing changes."""
+    """The unit is read anew meanwhile, and nothing changes."""
     instance = world.start(1, "2-3", runtime=runtime)
     instance.up()
     world.settle()
@@ -27,10 +27,7 @@ def test_the_scope_survives_the_leaving_of_everything_but_the_anchor(world: Worl
     with untouched(FLOAT, instance.group):
         subprocess.run(["systemctl", "daemon-reload"], check=True)
         assert unit_state(instance.running.scope) == "active"
-        [anchor] = instance.processes()["anchor"]
         assert Cgroup(instance.running.scope.path).populated()
-    os.kill(anchor, signal.SIGKILL)
-    until(lambda: instance.processes().get("anchor", [anchor]) != [anchor], "another anchor")
     instance.is_placed()
     assert instance.marks() == marks
     assert "cpuset" in TREE.words("cgroup.subtree_control")
@@ -46,7 +43,7 @@ def test_without_an_anchor_the_scope_dies_and_the_status_says_that_there_was_no_
     instance.up()
     runner, marks = instance.running.pid, instance.marks()
     [anchor] = instance.processes()["anchor"]
-    os.kill(runner, signal.SIGSTOP)  # so that it starts no other
+    os.kill(runner, signal.SIGSTOP)  # it would start another, and systemd might or might not be quicker
     os.kill(anchor, signal.SIGKILL)
     instance.running.scope.wait_gone()
     assert unit_state(instance.running.scope) in {"inactive", "failed"}
