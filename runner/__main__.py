@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_plan(commands)
     _add_inspect(commands.add_parser("inspect", help="say where every thread of a running instance is, and judge it"))
+    _add_check(commands)
     return parser
 
 
@@ -184,6 +185,30 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86400")
 
 
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    check = commands.add_parser(
+        "check",
+        help="say whether this node, pod or machine is fit for instances, and what mends it; changes nothing",
+        epilog=f"exit status: 0, or {Status.FINDINGS.value} when something keeps an instance from starting; warnings do not.",
+    )
+    _add_spec(check, nargs="?")
+    check.add_argument("--json", action="store_true", help="the findings as JSON")
+    check.add_argument(
+        "--kubelet-dir",
+        type=Path,
+        default=Path("/var/lib/kubelet"),
+        metavar="DIR",
+        help="the kubelet's --root-dir (default: %(default)s)",
+    )
+    check.add_argument(
+        "--socket",
+        type=_absolute,
+        metavar="PATH",
+        help="where the controller listens (default: the spec's cpu.controller)",
+    )
+    check.set_defaults(command=_check)
+
+
 class _Version(argparse.Action):
     """Says the version; what reads it is imported only now, because that takes as long as the rest of this command line."""
 
@@ -196,7 +221,10 @@ class _Version(argparse.Action):
 
 def _add_spec(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     parser.add_argument(
-        "spec", metavar="SPEC", nargs=nargs, help="the instance's document, TOML or JSON; for plan, - is standard input"
+        "spec",
+        metavar="SPEC",
+        nargs=nargs,
+        help="the instance's document, TOML or JSON; but for run, - is standard input",
     )
     _add_state_dir(parser)
 
@@ -301,6 +329,22 @@ def _inspect(arguments: argparse.Namespace) -> int:
         if not watching:
             raise
     return screen.status
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from runner.check.finding import Level
+    from runner.check.reading import Here, check_here
+    from runner.check.report import report_json, report_lines
+
+    document = None if arguments.spec is None else (arguments.spec, _read(arguments.spec))
+    here = Here(Path("/"), arguments.kubelet_dir, arguments.socket, arguments.state_dir, dict(os.environ))
+    report = trio.run(check_here, here, document)
+    if arguments.json:
+        print(json.dumps(report_json(report), indent=1))
+    else:
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print("\n".join(report_lines(report, colour=colour)))
+    return Status.FINDINGS if report.verdict is Level.FATAL else 0
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -98,6 +98,15 @@ async def deregister(path: PurePosixPath, uuid: str) -> None:
         await _call(path, "deregisterCgroup", {"uuid": uuid}, _Received(held))
 
 
+async def read_status(path: PurePosixPath) -> Mapping[str, object]:
+    """Return what the controller says of itself (``getStatus``). Raises like :func:`register`."""
+    with ExitStack() as held:
+        result = await _call(path, "getStatus", {}, _Received(held))
+    if not isinstance(result, dict):
+        raise HostError(f"cannot understand the controller: its status is {result!r}")
+    return result
+
+
 def open_doors(floating: Cgroup, instance: Cgroup, pod: Cgroup, held: ExitStack) -> Doors:
     """Open the three control files by the groups' paths; *held* closes them. Raises ``CgroupError``."""
     received = _Received(held)

@@ -16,6 +16,7 @@ from runner.errors import HostError
 from runner.host.files import Descriptor, closing, owned
 
 _KVM_GET_API_VERSION = 0xAE00
+_KVM_CREATE_VM = 0xAE01
 _KVM_API_VERSION = 12
 _TUNSETIFF = 0x400454CA
 _IFF_TAP = 0x0002
@@ -47,6 +48,33 @@ def read_kvm(device: Path = Path("/dev/kvm")) -> KvmState:
     if version != _KVM_API_VERSION:
         return KvmState(f"{device}: API version {version} instead of {_KVM_API_VERSION}")
     return KvmState(None, found.st_gid, stat.S_IMODE(found.st_mode))
+
+
+def try_kvm(device: Path = Path("/dev/kvm")) -> str | None:
+    """Make a virtual machine without vCPUs and end it; return why that fails, ``None`` if it works.
+
+    That the API answers is not enough: without hardware virtualisation, or with another hypervisor in its possession,
+    only this fails (``Documentation/virt/kvm/api.rst``, 4.2).
+    """
+    try:
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+        with closing(fd):
+            os.close(fcntl.ioctl(fd, _KVM_CREATE_VM, 0))
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def look_at_device(device: Path) -> str | None:
+    """Return why the character device cannot be opened for reading and writing, ``None`` if it can."""
+    try:
+        mode = device.stat().st_mode
+        if not stat.S_ISCHR(mode):
+            return "it is not a character device"
+        os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 @contextmanager

@@ -158,7 +158,11 @@ def copied(path: PurePosixPath) -> Iterator[int]:
 
 @contextmanager
 def directory(path: PurePosixPath) -> Iterator[int]:
-    """Hold a descriptor of a directory of ours, which only we may enter; made with its parents when it is missing."""
+    """Hold a descriptor of a directory of ours, which only we may enter; made with its parents when it is missing.
+
+    One that is given to us alone and still empty is closed to others: an ``emptyDir`` of Kubernetes begins with mode 777
+    (``pkg/volume/emptydir``).
+    """
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)  # noqa: PTH103 - a pure path
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -166,6 +170,9 @@ def directory(path: PurePosixPath) -> Iterator[int]:
         raise HostError(f"cannot make the directory {str(path)!r}") from error
     with closing(fd):
         found = os.fstat(fd)
+        if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o777 and not os.listdir(fd):  # noqa: PTH208, PLR2004 - mode
+            os.fchmod(fd, 0o700)
+            found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise HostError(
                 f"cannot use the directory {str(path)!r}: others may write there; name one of our own with --state-dir"
@@ -199,7 +206,8 @@ def remove_directory_if_empty(path: PurePosixPath) -> None:
     try:
         os.rmdir(path)  # noqa: PTH106 - a pure path
     except OSError as error:
-        if error.errno not in {errno.ENOTEMPTY, errno.EBUSY}:  # EBUSY: a volume is mounted there
+        # EBUSY: a volume is mounted there; EROFS: so it is, in a root file system that is read-only
+        if error.errno not in {errno.ENOTEMPTY, errno.EBUSY, errno.EROFS}:
             raise HostError(f"cannot remove {str(path)!r}") from error
 
 
@@ -213,11 +221,23 @@ def append(path: PurePosixPath) -> int:
 
 def memory_limits(root: PurePosixPath, cgroup: str) -> Iterator[int]:
     """Yield the memory limits in bytes (``memory.max``) of *cgroup* and of those above it, as far as they can be seen."""
-    group = root / cgroup.lstrip("/")
-    for each in (group, *group.parents):
-        value = read_text(each / "memory.max").strip()
+    for value in _of_each(root, cgroup, "memory.max"):
         if value.isdecimal():
             yield int(value)
+
+
+def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:
+    """Yield the limits of CPU time (``cpu.max``) of *cgroup* and of those above it, as numbers of CPUs."""
+    for value in _of_each(root, cgroup, "cpu.max"):
+        quota, _, period = value.partition(" ")
+        if quota.isdecimal() and period.isdecimal():
+            yield int(quota) / int(period)
+
+
+def _of_each(root: PurePosixPath, cgroup: str, name: str) -> Iterator[str]:
+    group = root / cgroup.lstrip("/")
+    for each in (group, *group.parents):
+        yield read_text(each / name).strip()
         if each == root:
             return
 

@@ -185,6 +185,17 @@ class Procfs:
             first = itertools.takewhile(str.strip, cpus)
             return _fields("".join(first)).get("vendor_id", "")
 
+    def status(self, pid: int | str = "self") -> Mapping[str, str]:
+        """Return the fields of ``/proc/PID/status``."""
+        try:
+            return _fields(_read(self.root / str(pid) / "status"))
+        except OSError as error:
+            raise HostError(f"cannot read the status of process {pid}") from error
+
+    def oom_score_adj(self) -> int:
+        """Return our own ``oom_score_adj``, from -1000 to 1000."""
+        return int(_read(self.root / "self/oom_score_adj"))
+
     def mounted_roots(self) -> list[str]:
         """Return, for each mount this process sees, which directory of its own file system is mounted there.
 

@@ -18,6 +18,7 @@ from runner.host.sockets import Socket, connected_pair
 from runner.instance.host import Host, first_of
 from runner.instance.services import Shares, Tap, death_of
 from runner.plan.argv import Descriptors, qemu_argv
+from runner.plan.fitness import too_old
 from runner.plan.instance import FilePlan, InstancePlan, MachinePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
@@ -191,6 +192,8 @@ async def paused_machine(
             wiring.let_go()
             version = await started_within(plan.patience, lambda: host.unless_stopped(machine.greeted))
             log.info("QEMU is up pid=%d version=%s", process.pid, version)
+            if (trouble := too_old(version)) is not None:
+                raise HostError(f"cannot use this QEMU: {trouble}; install a newer one")
             yield machine
         finally:
             bound = plan.shutdown.quit + stop_bound(plan.shutdown.terminate)

@@ -6,29 +6,33 @@ import logging
 import os
 import pwd
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path, PurePosixPath
 
 import trio
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.host.cgroup import Cgroup
 from runner.host.devices import has_tun, has_vhost_net, read_kvm
-from runner.host.files import find_program, look, memory_limits, read_text
+from runner.host.files import cpu_limits, find_program, look, memory_limits, read_text
 from runner.host.network import Link, read_links
 from runner.host.processes import Command
+from runner.host.procfs import Procfs
 from runner.host.rtnetlink import LinkRoute
 from runner.host.scheduler import read_mask
 from runner.host.sysfs import read_hardware
 from runner.instance.host import Host
-from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Resolver, Route, User, Virtiofsd
+from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Pod, Resolver, Route, User, Virtiofsd
+from runner.plan.fitness import qos_of_oom_score_adj
 from runner.plan.instance import DHCP_USERS, QEMU_USERS
 from runner.spec.instance import InstanceSpec
 
 VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 CGROUP_ROOT = PurePosixPath("/sys/fs/cgroup")
+ONLINE_CPUS = PurePosixPath("/sys/devices/system/cpu/online")
 _UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
 """A pod's UID; in the name of a slice its hyphens are underscores, and a static pod's has none."""
 ANSWERS_WITHIN = 5.0
@@ -37,15 +41,17 @@ ANSWERS_WITHIN = 5.0
 
 async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath) -> HostFacts:
     """Return what *spec*'s plan needs to know of this host."""
-    virtiofsd, trouble = await _virtiofsd(host) if spec.share else (None, "")
+    virtiofsd, trouble = await find_virtiofsd(host) if spec.share else (None, "")
     kvm = read_kvm()
+    cgroup = host.procfs.cgroup()
+    pod = read_pod(host.procfs, os.environ)
     uid = _uid(host) if spec.cpu.placement in {"auto", "controller"} else None
     return HostFacts(
         allowed_cpus=read_mask(),
         hardware=read_hardware(),
         memory_nodes=host.procfs.memory_nodes(),
         cpu_vendor=host.procfs.cpu_vendor(),
-        memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, host.procfs.cgroup()), 1 << 62),
+        memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, cgroup), 1 << 62),
         state_directory=state_directory,
         qemu=find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES),
         dnsmasq=find_program("dnsmasq", SYSTEM_DIRECTORIES),
@@ -59,10 +65,31 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
         vhost_net=bool(spec.network) and has_vhost_net(),
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
+        pod=pod,
+        online_cpus=CpuSet() if pod is None else CpuSet.parse(read_text(ONLINE_CPUS)),
+        cpu_time=min(cpu_limits(CGROUP_ROOT, cgroup), default=None),
         uid=uid,
         controller_trouble=_controller_trouble(spec.cpu.controller, uid),
         delegation_trouble=_delegation_trouble(host) if spec.cpu.placement in {"auto", "delegated"} else None,
     )
+
+
+def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> Pod | None:
+    """Return what the kernel shows of the pod we are in, or ``None`` if nothing says that we are in one.
+
+    In a cgroup namespace of our own our path is ``/``. Then the kubelet's ``oom_score_adj`` tells the QoS class.
+    """
+    cgroup = procfs.cgroup()
+    if "kubepods" in cgroup:
+        from runner.topology.pod_cgroups import parse_container  # here, because its patterns take 4 ms to compile
+
+        container = parse_container(cgroup)
+        if container is not None:
+            return Pod(container.qos, f"its cgroup is {container.path}")
+    if "KUBERNETES_SERVICE_HOST" not in environment:  # the kubelet gives it to every container
+        return None
+    value = procfs.oom_score_adj()
+    return Pod(qos_of_oom_score_adj(value), f"its oom_score_adj is {value}")
 
 
 def _uid(host: Host) -> str | None:
@@ -179,7 +206,8 @@ def parse_resolver(text: str) -> Resolver:
     return Resolver(tuple(nameservers), search)
 
 
-async def _virtiofsd(host: Host) -> tuple[Virtiofsd | None, str]:
+async def find_virtiofsd(host: Host) -> tuple[Virtiofsd | None, str]:
+    """Return the virtiofsd that shares get, and where it was looked for or what it said if there is none."""
     path = find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)
     if path is None:
         return None, "not found in PATH, " + ", ".join(VIRTIOFSD_DIRECTORIES)

@@ -18,6 +18,11 @@ from runner.plan.facts import Route
 from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, SharePlan
 from runner.spec.document import MIB
 
+SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+"""QEMU's seccomp sandbox."""
+FIRST_BRIDGE, LAST_BUS = 64, 256
+"""PCI bus numbers: those below are for what is nobody's in particular, the others are divided among NUMA nodes."""
+
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
 
@@ -151,7 +156,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     yield from ("-nodefaults", "-no-user-config")
     yield from ("-display", "none")
     # spawn=deny and resourcecontrol=deny do not hinder us: we pin from outside and hand in every descriptor.
-    yield from ("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny")
+    yield from ("-sandbox", SANDBOX)
     if paused:
         yield "-S"
         # QEMU stays after the guest has gone, so that the SHUTDOWN event with its reason is never lost to its exit.
@@ -189,6 +194,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     for index, share in enumerate(machine.shares):
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
+    yield from _bridges(len(machine.topology.numa_nodes))
 
 
 def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
@@ -215,6 +221,17 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             for other, distance in enumerate(each.distances):
                 if other != number:
                     yield from ("-numa", f"dist,src={number},dst={other},val={distance}")
+
+
+def _bridges(numa_nodes: int) -> Iterator[str]:
+    """Yield a host bridge for each NUMA node of a guest that has several: what is near a node of the host goes behind it.
+
+    They come last: a device that names no bus is put on the bus that was made last, and these take nothing but ports.
+    """
+    if numa_nodes > 1:
+        for number in range(numa_nodes):
+            bus = FIRST_BRIDGE + number * ((LAST_BUS - FIRST_BRIDGE) // numa_nodes)
+            yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
 
 
 def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:

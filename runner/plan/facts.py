@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from pathlib import PurePosixPath
@@ -79,6 +80,28 @@ class Kvm:
     gid: int = 0
     mode: int = 0
 
+    @property
+    def admits_everyone(self) -> bool:
+        """Whether any user may use it."""
+        wanted = stat.S_IROTH | stat.S_IWOTH
+        return self.mode & wanted == wanted
+
+    @property
+    def admits_group(self) -> bool:
+        """Whether a group that is not root's may use it."""
+        wanted = stat.S_IRGRP | stat.S_IWGRP
+        return self.mode & wanted == wanted and self.gid != 0
+
+
+@attrs.frozen
+class Pod:
+    """What can be seen, from inside, of the Kubernetes pod this process is in."""
+
+    qos: str = ""
+    """``guaranteed``, ``burstable``, ``besteffort``, or empty when it cannot be seen."""
+    evidence: str = ""
+    """By what it is known, in words."""
+
 
 @attrs.frozen
 class Route:
@@ -146,6 +169,12 @@ class HostFacts:
     interfaces: Mapping[str, Interface] = attrs.field(factory=dict)
     """The interfaces asked about, those that exist."""
     resolver: Resolver = Resolver()
+    pod: Pod | None = None
+    """``None`` outside Kubernetes."""
+    online_cpus: CpuSet = attrs.field(factory=CpuSet)
+    """The machine's; asked only in a pod."""
+    cpu_time: float | None = None
+    """The least ``cpu.max`` of its cgroups, as a number of CPUs; ``None`` without a limit."""
     uid: str | None = None
     """What the node's controller knows this container by: the pod's UID, without a kubelet the container's id."""
     controller_trouble: str | None = "it was not looked for"

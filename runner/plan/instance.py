@@ -7,7 +7,6 @@ The plan is frozen and complete: the code that carries it out does not decide. W
 from __future__ import annotations
 
 import hashlib
-import stat
 from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from pathlib import PurePosixPath
@@ -17,6 +16,15 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, Route, User, Virtiofsd
+from runner.plan.fitness import (
+    ASKING_FOR_LESS,
+    CPU_TIME,
+    OWN_CPUS,
+    emulated,
+    root_for_kvm,
+    shared_cpus,
+    too_little_time,
+)
 from runner.spec.document import format_size
 from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
 from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
@@ -278,9 +286,24 @@ class _Planner:
             remarks=tuple(self.remarks),
         )
 
+    def own_cpus(self, cpu: Cpu, backend: str) -> None:
+        """Refuse a pod whose CPUs are not its own all the time, unless less was asked for."""
+        facts = self.facts
+        # The controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max.
+        short = None if backend == "controller" else too_little_time(facts.cpu_time, cpu.count)
+        shared = shared_cpus(facts.pod, facts.allowed_cpus, facts.online_cpus)
+        for trouble, remedy in ((shared, OWN_CPUS), (short, CPU_TIME)):
+            if trouble is None:
+                continue
+            if facts.pod is None or cpu.placement in ASKING_FOR_LESS:
+                self.remarks.append(f"{trouble}; {remedy}")
+            else:
+                self.refuse("cpu.placement", f'{trouble}; {remedy}, or say "affinity" and do with less')
+
     def placement(self, cpu: Cpu) -> Placement | None:
         allowed = self.facts.allowed_cpus
         backend = self.backend(cpu)
+        self.own_cpus(cpu, backend)
         if cpu.cpus is not None and not cpu.cpus <= allowed:
             self.refuse(
                 "cpu.cpus",
@@ -405,24 +428,17 @@ class _Planner:
                     "cpu.accel", f'cannot use /dev/kvm: {kvm.trouble}; give the pod the device, or ask for "tcg"'
                 )
             else:
-                self.remarks.append(
-                    f"no KVM ({kvm.trouble}): the guest is emulated in software (TCG), many times slower"
-                )
+                self.remarks.append(str(emulated(kvm)))
             return "tcg", user
-        # /dev/kvm is opened by QEMU itself: before 8.1 it takes no descriptor for it.
-        everyone, group = stat.S_IROTH | stat.S_IWOTH, stat.S_IRGRP | stat.S_IWGRP
-        if kvm.mode & everyone == everyone:
-            return "kvm", user
-        if kvm.mode & group == group and kvm.gid != 0:
-            return "kvm", attrs.evolve(user, groups=(kvm.gid,))
+        root = root_for_kvm(kvm)
+        if root is None:
+            return "kvm", user if kvm.admits_everyone else attrs.evolve(user, groups=(kvm.gid,))
         if self.spec.instance.user not in {"auto", "root"}:
             self.refuse(
                 "instance.user",
                 f"{user.name!r} cannot use /dev/kvm (mode {kvm.mode & 0o777:o}); chmod it to 660 with a group",
             )
-        self.remarks.append(
-            f"QEMU runs as root, because /dev/kvm (mode {kvm.mode & 0o777:o}) lets no group in; chmod it to 660 with a group"
-        )
+        self.remarks.append(f"{root}; chmod it to 660 with a group")
         return "kvm", ROOT
 
     def user(self, where: str, asked: str, candidates: Iterable[str]) -> User | None:

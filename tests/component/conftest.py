@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -202,4 +203,7 @@ async def settled(host: Host) -> None:
 @pytest.fixture
 def bench(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Bench:
     caplog.set_level(logging.INFO)
+    with contextlib.suppress(ChildProcessError):  # orphans of other tests, which would be gone afterwards
+        while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
+            pass
     return Bench(tmp_path, told=lambda: caplog.text)

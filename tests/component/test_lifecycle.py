@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,7 @@ async def test_qemu_stopped_or_killed_from_outside(bench: Any, number: int) -> N
         ({"before_greeting": "hang"}, "cannot start QEMU: it has said nothing on QMP for 0.5 s"),
         ({"before_greeting": "garbage"}, "cannot start QEMU: cannot understand QEMU: it sent b'SSH-2.0-OpenSSH"),
         ({"before_greeting": "half a line"}, "cannot start QEMU: it exited with status 0"),
+        ({"minor": 1}, "cannot use this QEMU: QEMU 7.1.0 is older than 7.2"),
         ({"before_greeting": "long line"}, "cannot start QEMU: cannot understand QEMU: it sent a line of more than"),
         ({"vcpus": 3}, "cannot pin the vCPUs: QEMU has 3 vCPU threads for 1 CPUs"),
         ({"vcpus": 0}, "cannot pin the vCPUs: QEMU has 0 vCPU threads for 1 CPUs"),
@@ -386,9 +388,25 @@ async def test_the_console_is_a_fifo_nobody_reads(bench: Any) -> None:
 
 
 async def test_a_state_directory_others_may_write(bench: Any) -> None:
-    (bench.root / "state").mkdir()
-    (bench.root / "state").chmod(0o777)
+    state = bench.root / "state"
+    state.mkdir()
+    state.chmod(0o1777)
     assert "others may write there" in refused(await bench.run(bench.plan()))
+    state.chmod(0o777)
+    (state / "somebody's").touch()
+    assert "others may write there" in refused(await bench.run(bench.plan()))
+    assert stat.S_IMODE(state.stat().st_mode) == 0o777
+
+
+async def test_an_empty_state_directory_open_to_all_is_taken_and_closed(bench: Any) -> None:
+    """As an emptyDir volume of Kubernetes begins."""
+    state = bench.root / "state"
+    state.mkdir()
+    state.chmod(0o777)
+    log = state / "console.log"
+    ended(await bench.run(bench.plan(f'[console]\nlog = "{log}"\n', qemu={"at_cont": "shutdown"})))
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert log.read_text() == "guest: runs\n"
 
 
 async def test_what_could_not_be_released_is_recorded_and_the_rest_released(bench: Any) -> None:

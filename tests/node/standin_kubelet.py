@@ -8,6 +8,7 @@ is the test's as well: what the real one does every ten seconds happens when :me
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -48,6 +49,9 @@ ALL_CAPABILITIES = capabilities("""
     MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE
 """)
 
+OOM_SCORE_ADJ = {"guaranteed": -997, "burstable": 900, "besteffort": 1000}
+"""What the kubelet sets (``qos/policy.go``); for Burstable it depends on the memory request."""
+
 Runtime = Literal["crun", "runc"]
 SANDBOX_RUNTIME: Runtime = "crun" if shutil.which("crun") else "runc"
 """The faster one: a sandbox is only there to hold namespaces."""
@@ -60,6 +64,8 @@ class Container:
 
     command: tuple[str, ...]
     name: str = "main"
+    image: Path | None = None
+    """Its root file system; without one the node's own, with the checkout as ``/project`` where an image would have it."""
     cpus: CpuSet = field(default_factory=CpuSet)
     """Exclusive CPUs; empty: it runs on the shared pool."""
     mems: CpuSet = field(default_factory=CpuSet)
@@ -69,6 +75,10 @@ class Container:
     """Every capability, all devices, ``/sys`` writable, the host's cgroup namespace: containerd's meaning of it."""
     capabilities: tuple[str, ...] = ()
     """Besides containerd's default ones."""
+    drop_all: bool = False
+    """Only :attr:`capabilities`, no default ones."""
+    allow_privilege_escalation: bool = True
+    read_only_root: bool = False
     cgroup_namespace: Literal["private", "host"] | None = None
     """Default: the host's for a privileged container, as containerd does on cgroup v2; Docker gives a private one."""
     cgroupfs: Literal["rw", "ro", "none"] | None = None
@@ -78,6 +88,8 @@ class Container:
     mounts: tuple[Mount, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     uid: int = 0
+    forbidden: tuple[str, ...] = ()
+    """System calls that its seccomp profile refuses with EPERM."""
 
 
 @dataclass(frozen=True)
@@ -379,7 +391,7 @@ class Kubelet:
         bundle = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.scratch))
         for directory in ("root", "upper", "work"):
             (bundle / directory).mkdir()
-        layers = f"lowerdir=/,upperdir={bundle / 'upper'},workdir={bundle / 'work'}"
+        layers = f"lowerdir={container.image or '/'},upperdir={bundle / 'upper'},workdir={bundle / 'work'}"
         subprocess.run(["mount", "-t", "overlay", "-o", layers, name, str(bundle / "root")], check=True)
         cpus = CpuSet() if sandbox is None else container.cpus or self.default
         cgroup = f"{pod.cgroup_path.name}:cri-containerd:{name}" if self.systemd else str(scope)
@@ -453,7 +465,9 @@ def oci_config(
 ) -> dict[str, Any]:
     """Return the bundle's ``config.json`` (OCI runtime specification 1.0), shaped as containerd's."""
     privileged = container.privileged
-    bounding = ALL_CAPABILITIES if privileged else (*DEFAULT_CAPABILITIES, *container.capabilities)
+    default = () if container.drop_all else DEFAULT_CAPABILITIES
+    bounding = ALL_CAPABILITIES if privileged else (*default, *container.capabilities)
+    project = {"PYTHONPATH": "/project", "PYTHONPYCACHEPREFIX": str(PYCACHE)} if container.image is None else {}
     kept = [] if container.uid else list(bounding)
     cgroupfs = container.cgroupfs or ("rw" if privileged else "ro")
     resources: dict[str, Any] = {
@@ -470,7 +484,7 @@ def oci_config(
         ]
     return {
         "ociVersion": "1.0.2",
-        "root": {"path": str(root)},
+        "root": {"path": str(root), "readonly": container.read_only_root},
         "hostname": pod.uid[:60],
         "process": {
             "user": {"uid": container.uid, "gid": container.uid},
@@ -479,13 +493,14 @@ def oci_config(
                 f"{name}={value}"
                 for name, value in {
                     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-                    "PYTHONPATH": "/project",
-                    "PYTHONPYCACHEPREFIX": str(PYCACHE),
+                    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+                    **project,
                     **container.environment,
                 }.items()
             ],
             "cwd": "/",
-            "noNewPrivileges": False,
+            "noNewPrivileges": not container.allow_privilege_escalation,
+            "oomScoreAdj": OOM_SCORE_ADJ[pod.qos],
             "capabilities": {
                 "bounding": list(bounding),
                 **({"effective": kept, "permitted": kept} if kept else {}),
@@ -497,6 +512,7 @@ def oci_config(
             "resources": resources,
             "devices": devices,
             "namespaces": namespaces(pod, container, sandbox),
+            **({"seccomp": seccomp(container.forbidden)} if container.forbidden else {}),
         },
     }
 
@@ -511,6 +527,12 @@ def device(path: str) -> dict[str, Any]:
         "minor": os.minor(found.st_rdev),
         "fileMode": 0o666,
     }
+
+
+def seccomp(forbidden: Sequence[str]) -> dict[str, Any]:
+    """Return a profile that allows everything but *forbidden*."""
+    rule = {"names": list(forbidden), "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM}
+    return {"defaultAction": "SCMP_ACT_ALLOW", "architectures": ["SCMP_ARCH_X86_64"], "syscalls": [rule]}
 
 
 def namespaces(pod: Pod, container: Container, sandbox: int | None) -> list[dict[str, str]]:
@@ -528,7 +550,7 @@ def namespaces(pod: Pod, container: Container, sandbox: int | None) -> list[dict
 
 
 def mounts(container: Container, cgroupfs: str) -> list[dict[str, Any]]:
-    """Return a container's mounts; ``/project`` is the checkout, where the image would have the program."""
+    """Return a container's mounts."""
     quiet = ["nosuid", "noexec", "nodev"]
     sys_mode = "rw" if container.privileged else "ro"
     out: list[dict[str, Any]] = [{"destination": "/proc", "type": "proc", "source": "proc", "options": quiet}]
@@ -550,12 +572,13 @@ def mounts(container: Container, cgroupfs: str) -> list[dict[str, Any]]:
                 "options": [*quiet, "relatime", cgroupfs],
             }
         )
-    out += [
-        {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=755"]},
-        {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=1777"]},  # noqa: S108
-        {"destination": "/project", "type": "bind", "source": str(PROJECT), "options": ["rbind", "ro"]},
-        {"destination": str(PYCACHE), "type": "bind", "source": str(PYCACHE), "options": ["rbind", "rw"]},
-    ]
+    if container.image is None:
+        out += [
+            {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=755"]},
+            {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=1777"]},  # noqa: S108
+            {"destination": "/project", "type": "bind", "source": str(PROJECT), "options": ["rbind", "ro"]},
+            {"destination": str(PYCACHE), "type": "bind", "source": str(PYCACHE), "options": ["rbind", "rw"]},
+        ]
     out += [
         {"destination": destination, "type": "bind", "source": str(source), "options": ["rbind", mode]}
         for source, destination, mode in container.mounts

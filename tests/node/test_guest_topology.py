@@ -77,7 +77,7 @@ def test_the_guest_sees_what_was_planned_and_its_memory_is_there(tmp_path: Path,
     with running(spec, tmp_path) as (pid, output, process):
         until(lambda: "LINUX-GUEST-UP" in output() or process.poll() is not None, "the guest's word", BOOTS_WITHIN)
         assert process.poll() is None, output()
-        facts = dict(re.findall(r"^((?:cpu|node)/\S+):(.*?)\r?$", output(), re.MULTILINE))
+        facts = dict(re.findall(r"^((?:cpu/|node/|0000:)\S+):(.*?)\r?$", output(), re.MULTILINE))
         ranges = re.findall(r"SRAT: Node (\d+) PXM \d+ \[mem 0x([0-9a-f]+)-0x([0-9a-f]+)\]", output())
         memory = pages(qemu_of(pid))
 
@@ -91,6 +91,7 @@ def test_the_guest_sees_what_was_planned_and_its_memory_is_there(tmp_path: Path,
         assert tuple(map(int, facts[f"node/node{number}/distance"].split())) == tuple(each["distances"])
         of_node = [(int(first, 16), int(last, 16) + 1) for node, first, last in ranges if int(node) == number]
         assert max(of_node)[1] - min(of_node)[0] == each["memory"] == 96 * MIB
+        assert facts[f"0000:{(64, 160)[number]:02x}/cpulistaffinity"] == each["vcpus"]
         policy, where = memory[f"ram{number}"]
         assert policy == f"bind:{each['host']}"
         assert set(where) == {each["host"]}, "every page is where the vCPUs of its guest NUMA node are"

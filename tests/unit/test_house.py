@@ -27,12 +27,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inspection": BASE
     | {"table", "topology", "host"}
     | {f"controller.{module}" for module in ("kubelet", "machine", "reconcile")},
+    "check": BASE | {"spec", "topology", "plan", "host", "instance", "controller.kubelet", "controller.machine"},
 }
 """Room → the rooms of ours it may import besides itself; ``__main__`` may import everything."""
 
-PURE = {"errors", "cpuset", "table", "spec", "topology", "plan"} | {
-    f"inspection.{module}" for module in ("receipt", "render", "rules", "sighting")
-}
+PURE = (
+    {"errors", "cpuset", "table", "spec", "topology", "plan"}
+    | {f"inspection.{module}" for module in ("receipt", "render", "rules", "sighting")}
+    | {f"check.{module}" for module in ("finding", "kernel", "cpus", "devices", "servants", "report")}
+)
 EFFECTS = {
     "asyncio",
     "ctypes",

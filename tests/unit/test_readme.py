@@ -6,6 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from runner.check import cpus, devices, kernel, reading, servants
+from runner.check.finding import Check, Level
 from runner.errors import Status
 from runner.instance.services import DEATHS
 from runner.spec.instance import parse_instance, reference
@@ -23,6 +25,25 @@ def test_every_key_of_the_schema_is_in_the_reference_as_it_is() -> None:
 def test_every_exit_status_is_in_the_table() -> None:
     for status in Status:
         assert f"| {status.value} | `{status.name.lower()}` |" in README
+
+
+def test_every_check_is_named() -> None:
+    checks = {
+        value.name
+        for module in (cpus, devices, kernel, reading, servants)
+        for value in vars(module).values()
+        if isinstance(value, Check)
+    }
+    tables = README.partition("### Is it fit?")[2].partition("\n### ")[0]
+    where = tables.partition("| where | checks |")[2]
+    named = {
+        name
+        for row in re.findall(r"^\| [^|]+ \| (`.*) \|$", where, re.MULTILINE)
+        for name in re.findall(r"`([a-z-]+)`", row)
+    }
+    assert named == checks
+    for level in Level:
+        assert f"| `{level.value}` | " in tables
 
 
 def test_every_child_is_in_the_table_of_deaths() -> None:

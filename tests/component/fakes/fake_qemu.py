@@ -12,6 +12,7 @@ import threading
 
 DEFAULTS = {
     "before_greeting": None,  # None | "exit" | "hang" | "garbage" | "half a line" | "long line"
+    "minor": 2,  # of its version, 7.2.0
     "vcpus": None,  # how many vCPU threads are reported; None: as -smp says
     "tid": None,  # None | "gone" (a thread that does not exist) | "same" (one thread for all)
     "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage"
@@ -122,7 +123,12 @@ elif before == "long line":
     qmp.sendall(b'{"QMP": "' + b"x" * (5 << 20) + b'"}\n')
 if before == "hang":
     threading.Event().wait()
-say(QMP={"version": {"qemu": {"major": 7, "minor": 2, "micro": 0}, "package": "fake"}, "capabilities": ["oob"]})
+say(
+    QMP={
+        "version": {"qemu": {"major": 7, "minor": behaviour["minor"], "micro": 0}, "package": "fake"},
+        "capabilities": ["oob"],
+    }
+)
 reboot_is_shutdown = "reboot=shutdown" in values["-action"]
 
 for line in qmp.makefile("rb"):

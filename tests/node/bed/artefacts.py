@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 from tests.node.bed.cache import RECIPES, Artefact, BedError
@@ -12,7 +13,7 @@ from tests.node.bed.madt import madt
 from tests.node.bed.shape import Shape
 
 PROJECT = Path(__file__).resolve().parents[3]
-NOT_IN_THE_NODE = ("flake8", "flake8-async", "mypy", "ruff")
+NOT_IN_THE_NODE = ("flake8", "flake8-async", "kubernetes-validate", "mypy", "ruff")
 """Development tools that no test in the node imports."""
 
 
@@ -55,6 +56,20 @@ def root() -> Artefact:
         {"requirements.txt": requirements},
         tools={"mmdebstrap": "mmdebstrap", "mkfs.erofs": "erofs-utils"},
     )
+
+
+def image_base() -> Artefact:
+    """Return the recipe of what our images are built on without a registry, a root file system as a tar archive.
+
+    The week is part of it, so that updates of the release arrive, and with them everything built on it.
+    """
+    tools = {"mmdebstrap": "mmdebstrap", "/usr/share/keyrings/debian-archive-keyring.gpg": "debian-archive-keyring"}
+    return Artefact("base", "base.sh", {"week": time.strftime("%G-%V").encode()}, tools)
+
+
+def kustomize() -> Artefact:
+    """Return the recipe of the program that puts Kubernetes manifests together as ``kubectl apply -k`` does."""
+    return Artefact("kustomize", "kustomize.sh", {}, tools={"mmdebstrap": "mmdebstrap"})
 
 
 def rom() -> Artefact:

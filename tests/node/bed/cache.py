@@ -100,32 +100,39 @@ def build(artefact: Artefact, path: Path) -> None:
         started = time.monotonic()
         say(f"building the {artefact.name} (once per recipe; log: {log})")
         script = RECIPES / artefact.script
-        with (
-            log.open("w") as lines,
-            subprocess.Popen(
-                ["bash", str(script)],
-                cwd=work,
-                env={**os.environ, "OUT": str(out), "LC_ALL": "C.UTF-8"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            ) as process,
-        ):
-            assert process.stdout is not None
-            last: deque[str] = deque(maxlen=20)
-            with Progress(artefact.name) as progress:
-                for line in process.stdout:
-                    lines.write(line)
-                    last.append(line)
-                    progress.show(line)
-        if process.returncode != 0 or not out.exists():
-            raise BedError(f"{script.name} failed with status {process.returncode}:\n{''.join(last)}")
+        environment = {**os.environ, "OUT": str(out), "LC_ALL": "C.UTF-8"}
+        status, last = follow(artefact.name, ["bash", str(script)], log, work, environment)
+        if status != 0 or not out.exists():
+            raise BedError(f"{script.name} failed with status {status}:\n{last}")
         out.rename(path)
         say(f"{artefact.name}: {path.stat().st_size / 1e6:.1f} MB in {time.monotonic() - started:.0f} s")
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def follow(name: str, argv: list[str], log: Path, work: Path, environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run a long command in *work*, its output into *log* and, now and then, shown; return its status and last lines."""
+    last: deque[str] = deque(maxlen=20)
+    with (
+        log.open("w") as lines,
+        subprocess.Popen(
+            argv,
+            cwd=work,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        assert process.stdout is not None
+        with Progress(name) as progress:
+            for line in process.stdout:
+                lines.write(line)
+                last.append(line)
+                progress.show(line)
+    return process.returncode, "".join(last)
 
 
 @contextlib.contextmanager

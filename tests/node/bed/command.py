@@ -22,8 +22,8 @@ from tests.node.bed.shape import Shape
 RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
 SYSTEMD_TESTS, ARTICLE_TESTS = ["tests/node/systemd"], ["tests/node/article"]
-"""What needs systemd as PID 1, or 128 CPUs, is a folder of its own: a node without it would have to skip it."""
-TESTS = ["tests/node", *(f"--ignore={folder}" for folder in (*SYSTEMD_TESTS, *ARTICLE_TESTS))]
+"""What needs systemd as PID 1, 128 CPUs or our images as disks is a folder of its own: a node without it would skip it."""
+TESTS = ["tests/node", *(f"--ignore={folder}" for folder in (*SYSTEMD_TESTS, *ARTICLE_TESTS, "tests/node/images"))]
 ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
 HANGING_SECONDS = 300
 """A test that takes longer shows where it is."""
@@ -53,10 +53,26 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--keep", action="store_true", help="after the tests, a shell in the node that ran them")
     out.add_argument("--here", action="store_true", help="run on this machine (root, cgroup v2): no node is booted")
     out.add_argument("--results", type=Path, metavar="DIR", help="default: a fresh one in .cache/node, kept for 5 runs")
+    out.add_argument(
+        "--disk",
+        type=disk,
+        action="append",
+        default=[],
+        metavar="SERIAL=FILE",
+        help="a read-only disk; may be repeated",
+    )
     out.add_argument("--boot-timeout", type=float, metavar="S", help="default: 60 s and 2 s a CPU")
     out.add_argument("--timeout", type=float, default=3600, metavar="S", help="for the tests (default 3600)")
     out.add_argument("pytest", nargs="*", metavar="-- PYTEST", help="arguments for pytest (default: tests/node)")
     return out
+
+
+def disk(text: str) -> tuple[str, Path]:
+    """Read the value of ``--disk``."""
+    serial, _, file = text.partition("=")
+    if not serial or not Path(file).is_file():
+        raise ValueError(text)
+    return serial, Path(file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,6 +152,7 @@ def in_node(options: argparse.Namespace) -> int:
         shape,
         options.accel,
         run,
+        disks=dict(options.disk),
         interactive=interactive,
         systemd=options.systemd,
         boot_seconds=options.boot_timeout or (60 + 2 * shape.cpus) * (2 if options.systemd else 1),

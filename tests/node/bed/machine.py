@@ -15,7 +15,7 @@ import tempfile
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -90,7 +90,16 @@ def runs_under_kvm(kernel: Path) -> bool:
 
 
 def arguments(
-    shape: Shape, accel: str, kernel: Path, image: Path, run: Path, word: str, *, interactive: bool, systemd: bool
+    shape: Shape,
+    accel: str,
+    kernel: Path,
+    image: Path,
+    run: Path,
+    word: str,
+    *,
+    disks: Mapping[str, Path],
+    interactive: bool,
+    systemd: bool,
 ) -> list[str]:
     """Return QEMU's command line but for the two descriptors (``terminal``, ``events``).
 
@@ -119,6 +128,14 @@ def arguments(
             *("-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"),
         )
     ]
+    drives = [
+        option
+        for serial, path in disks.items()
+        for option in (
+            *("-drive", f"if=none,id={serial},file={path},format=raw,readonly=on"),
+            *("-device", f"virtio-blk-pci,drive={serial},serial={serial}"),
+        )
+    ]
     return [
         *(QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-name", "node"),
         *("-M", "q35", "-accel", accel if accel == "kvm" else "tcg,thread=multi", "-cpu", CPU_MODEL[accel]),
@@ -130,6 +147,7 @@ def arguments(
         *("-chardev", f"file,id=console,path={run / 'console.log'}", "-serial", "chardev:console"),
         *("-device", "virtio-rng-pci"),
         *("-drive", f"if=none,id=root,file={image},format=raw,readonly=on", "-device", "virtio-blk-pci,drive=root"),
+        *drives,
         *shares,
         *("-device", "virtio-serial-pci"),
         *("-device", "virtconsole,chardev=terminal" if interactive else PORT.format("terminal")),
@@ -192,6 +210,7 @@ def boot(
     accel: str,
     run: Path,
     *,
+    disks: Mapping[str, Path],
     interactive: bool,
     systemd: bool,
     boot_seconds: float,
@@ -200,6 +219,7 @@ def boot(
     """Boot the node, show what its job writes, and return what it said when it was done.
 
     *run* is the directory the node sees as ``/results``; ``job`` and ``shell`` in it say what to do (``node-job``).
+    *disks* are read-only ones, by the serial numbers the node sees.
     """
     if shutil.which(QEMU) is None:
         raise BedError(f"cannot boot the node: no {QEMU}; apt-get install qemu-system-x86")
@@ -207,7 +227,7 @@ def boot(
     accel = accelerator(accel, kernel)
     (run / "initrd").write_bytes(artefacts.initrd(shape))
     word = f"node-{token_hex(8)}"
-    argv = arguments(shape, accel, kernel, image, run, word, interactive=interactive, systemd=systemd)
+    argv = arguments(shape, accel, kernel, image, run, word, disks=disks, interactive=interactive, systemd=systemd)
     started = time.monotonic()
     say(f"booting {shape.cpus} CPUs on {shape.numa_nodes} NUMA nodes ({accel}); logs: {run}")
     with running(argv, run / "qemu.log") as (terminal, events), contextlib.ExitStack() as stack:

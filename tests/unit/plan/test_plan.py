@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
 from runner.plan.argv import Descriptors, dnsmasq_argv, pasteable, qemu_argv, virtiofsd_argv
-from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Resolver, Route, User, Virtiofsd
+from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Pod, Resolver, Route, User, Virtiofsd
 from runner.plan.instance import InstancePlan, derived_mac, plan_instance, share_grace
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
@@ -484,6 +484,32 @@ def test_strays_are_swept_where_there_is_somewhere_to_sweep_them_to(spec: str, s
 def test_qemu_runs_unprivileged_where_it_can(kvm: Kvm, accel: str, user: str, groups: tuple[int, ...]) -> None:
     machine = plan_of(KERNEL, attrs.evolve(FACTS, kvm=kvm)).machine
     assert (machine.accel, machine.user.name, machine.user.groups) == (accel, user, groups)
+
+
+def test_a_pod_without_cpus_of_its_own_is_refused_unless_that_was_asked_for() -> None:
+    shared = attrs.evolve(FACTS, pod=Pod("burstable", "its oom_score_adj is 900"))
+    [problem] = problems(KERNEL, shared)
+    assert problem.startswith("cpu.placement: the pod is Burstable (its oom_score_adj is 900), so it shares its CPUs")
+    assert "requests equal to limits" in problem
+    for less in ("affinity", "delegated"):
+        plan = plan_of(KERNEL + f'[cpu]\nplacement = "{less}"\n', attrs.evolve(shared, delegation_trouble=None))
+        assert any(remark.startswith("the pod is Burstable") for remark in plan.remarks)
+
+
+def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_told_elsewhere() -> None:
+    text = KERNEL + "[cpu]\ncount = 2\n"
+    assert any("cpu.max" in remark for remark in plan_of(text, attrs.evolve(FACTS, cpu_time=1.5)).remarks)
+    [problem] = problems(text, attrs.evolve(FACTS, cpu_time=1.5, pod=Pod("guaranteed")))
+    assert problem.startswith("cpu.placement: cpu.max lets 2 vCPUs have the time of 1.5 CPUs")
+    assert not any("cpu.max" in remark for remark in plan_of(text, attrs.evolve(FACTS, cpu_time=2.0)).remarks)
+
+
+def test_vcpus_placed_by_the_controller_are_not_under_the_pods_cpu_max() -> None:
+    facts = attrs.evolve(
+        FACTS, allowed_cpus=CpuSet([1, 2]), cpu_time=1.5, pod=Pod("guaranteed"), uid="a", controller_trouble=None
+    )
+    plan = plan_of(KERNEL + "[cpu]\ncount = 2\n", facts)
+    assert plan.placement.backend == "controller"
 
 
 def test_root_is_never_taken_in_silence() -> None:

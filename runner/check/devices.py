@@ -1,0 +1,68 @@
+"""Judgements about devices and rights of this process (pure)."""
+
+from __future__ import annotations
+
+import errno
+
+from runner.check.finding import Check, Finding, Place
+from runner.plan.facts import Kvm
+from runner.plan.fitness import emulated, root_for_kvm
+
+KVM = Check("kvm", "with it the guest's instructions run on the CPU itself")
+TUN = Check("tun", "a guest's network is a tap interface made with it")
+VHOST_NET = Check("vhost-net", "without it QEMU copies every packet itself")
+MEMLOCK = Check("memlock", "VFIO locks all guest RAM in memory")
+MBIND = Check("mbind", "guest RAM is bound to NUMA nodes with it")
+
+MODULES = {TUN: "tun", VHOST_NET: "vhost_net"}
+"""Check → the kernel's module that makes the device node."""
+
+GIVE = "give the container the device: `--device {0}`, or a device plugin's resource in the pod's manifest"
+ALLOW_MBIND = "add the capability SYS_NICE: the default seccomp profiles of Docker and containerd then allow mbind"
+
+
+def judge_kvm(kvm: Kvm, trial: str | None) -> Finding:
+    """Judge ``/dev/kvm``; *trial* is why no virtual machine could be made with it, ``None`` if one was."""
+    trouble = emulated(kvm)
+    if trouble is not None:
+        return KVM.warning(trouble, f"{GIVE.format('/dev/kvm')}; on the node: modprobe kvm_intel (or kvm_amd)")
+    if trial is not None:
+        return KVM.fatal(
+            f"/dev/kvm answers, but makes no virtual machine: {trial}",
+            'see `dmesg | grep -i kvm` on the node, or set cpu.accel = "tcg"',
+        )
+    root = root_for_kvm(kvm)
+    if root is not None:
+        return KVM.warning(root, "chgrp kvm /dev/kvm && chmod 660 /dev/kvm, on the node")
+    return KVM.ok("/dev/kvm makes virtual machines")
+
+
+def judge_device(check: Check, place: Place, path: str, trouble: str | None) -> Finding:
+    """Judge a device node; *trouble* is why it cannot be opened for reading and writing, ``None`` if it can."""
+    if trouble is None:
+        return check.ok(f"{path} may be used")
+    bare = place in {Place.NODE, Place.MACHINE}
+    return check.warning(f"{path}: {trouble}", f"modprobe {MODULES[check]}" if bare else GIVE.format(path))
+
+
+def judge_memlock(limit: int | None, *, has_vfio: bool, memory: int) -> Finding:
+    """Judge ``RLIMIT_MEMLOCK`` in bytes (``None``: no limit) for a guest of *memory* bytes of RAM."""
+    if not has_vfio:
+        return MEMLOCK.ok("there is no /dev/vfio, so nothing is locked")
+    if limit is None or limit > memory:
+        return MEMLOCK.ok("there is no limit" if limit is None else f"{limit >> 20} MiB may be locked")
+    return MEMLOCK.warning(
+        f"{limit >> 10} KiB may be locked, and {memory >> 20} MiB of RAM would have to be",
+        "LimitMEMLOCK=infinity in the [Service] section of containerd.service, or `docker run --ulimit memlock=-1`",
+    )
+
+
+def judge_mbind(error: OSError | None, numa_nodes: int) -> Finding:
+    """Judge a trial of mbind(2) by its *error*, ``None`` for success."""
+    if error is None:
+        return MBIND.ok("mbind works")
+    if error.errno == errno.ENOSYS or numa_nodes == 1:
+        return MBIND.ok(f"mbind fails ({error.strerror}), but the machine has one NUMA node")
+    if error.errno == errno.EPERM:
+        return MBIND.warning("mbind is forbidden, by a seccomp profile", ALLOW_MBIND)
+    return MBIND.unknown(f"a trial of mbind failed: {error.strerror}")

@@ -1,0 +1,478 @@
+"""Reads what the judgements need, and puts the question to all of them; what cannot be read is said, not guessed.
+
+Every file is read below :attr:`Here.root`, so that the tree of another machine can be judged as well. Three things are
+really tried, each on something of our own that is gone a moment later: mbind(2) of a page, a virtual machine without
+vCPUs, a question to the controller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+import attrs
+import trio
+import trio.to_thread
+
+from runner.check import cpus, devices, kernel, servants
+from runner.check.cpus import Init, Neighbour
+from runner.check.finding import Check, Finding, Level, Place, Report, place_of
+from runner.check.servants import Program
+from runner.controller.kubelet import CpuState, Frozen, KubeletFiles, settled
+from runner.controller.machine import read_machine
+from runner.cpuset import CpuSet
+from runner.errors import HostError, RunnerError, SpecError, explain
+from runner.host.cgroup import Cgroup
+from runner.host.controller import read_status
+from runner.host.devices import look_at_device, read_kvm, try_kvm
+from runner.host.files import cpu_limits, find_program, look
+from runner.host.kernel import (
+    pid_namespace,
+    read_cgroup_mounts,
+    read_choice,
+    read_cpus,
+    read_interrupts,
+    read_line,
+    read_pci_devices,
+    read_swaps,
+)
+from runner.host.memory import read_memlock_limit, try_mbind
+from runner.host.peers import INIT_PID_NAMESPACE
+from runner.host.processes import Command, dying_with_us
+from runner.host.procfs import Procfs
+from runner.host.sysfs import read_hardware
+from runner.instance.host import Faults, Host, StopRequest, capture, open_host
+from runner.instance.survey import SYSTEM_DIRECTORIES, find_virtiofsd, read_pod, survey
+from runner.plan.argv import SANDBOX
+from runner.plan.facts import Kvm, Pod
+from runner.plan.fitness import ASKING_FOR_LESS
+from runner.plan.instance import InstancePlan, plan_instance
+from runner.spec.instance import Cpu, InstanceSpec, parse_instance
+from runner.topology.checkpoint import parse_memory_manager_state
+from runner.topology.hardware import Hardware
+
+SIGTERM = 15
+SPEC = Check("spec", "run refuses what the plan refuses, and says what is second best about it")
+
+PATIENCE = 20.0
+"""Seconds that whoever is asked may take to answer: a person waits, and a busy machine is no broken one."""
+
+PAUSE, READINGS = 0.1, 20
+"""Seconds between two readings of the kubelet's state, and after how many it is given up."""
+
+
+@attrs.frozen
+class Here:
+    """Where to look."""
+
+    root: Path
+    kubelet: Path
+    """The kubelet's ``--root-dir``."""
+    socket: PurePosixPath | None
+    """Where the controller listens; ``None``: where a spec says, or would if it were one."""
+    state_directory: PurePosixPath
+    environment: Mapping[str, str]
+
+    @property
+    def proc(self) -> Path:
+        """Where procfs is mounted."""
+        return self.root / "proc"
+
+    @property
+    def sys(self) -> Path:
+        """Where sysfs is mounted."""
+        return self.root / "sys"
+
+    @property
+    def dev(self) -> Path:
+        """Where the device nodes are."""
+        return self.root / "dev"
+
+    @property
+    def cgroups(self) -> Path:
+        """Where cgroup v2 is to be mounted."""
+        return self.root / "sys/fs/cgroup"
+
+
+@attrs.frozen
+class Seen:
+    """What several judgements need, read once; taken from what was asked where a spec was given."""
+
+    place: Place
+    pod: Pod | None
+    sees_everything: bool
+    hardware: Hardware
+    allowed: CpuSet
+    cgroup: str
+    memory: int
+    """Bytes of RAM of the guest, without a spec of the machine."""
+    cpus: CpuSet
+    """The CPUs that are to be the vCPUs': without a plan all that may be used."""
+    vcpus: int
+    """How many the spec asks for; without one, as many as there are CPUs set apart for them, or one."""
+    placement: str
+    """What the spec asks for, or would if there were one."""
+    backend: str | None
+    """What the plan gives it."""
+    socket: PurePosixPath
+    kubelet: CpuState | Frozen | None
+
+
+async def check_here(here: Here, document: tuple[str, bytes] | None) -> Report:
+    """Return what every check that means something here finds; *document* is a spec's name and text.
+
+    Raises :exc:`~runner.errors.HostError` where not even CPUs and NUMA nodes can be read.
+    """
+    prefix = () if os.getpid() == 1 else dying_with_us()
+    async with open_host(StopRequest(), Faults(), prefix) as host:
+        result = await capture(partial(_check, here, host, document))
+    return result()
+
+
+async def _check(here: Here, host: Host, document: tuple[str, bytes] | None) -> Report:
+    spec, plan, said = await _planned(here, host, document)
+    seen = await _see(here, spec, plan)
+    findings = [*_judged(_kernel(here, seen)), *_judged(_cpus(here, seen)), *_judged(_rights(here, seen))]
+    findings.append(await _kvm(here))
+    if seen.place is not Place.NODE:  # the programs that count are those in the container's image
+        findings += await _programs(host)
+    findings += await _services(here, seen)
+    # The plan decides by some of the same judgements: what they have said already is not said again.
+    findings += [each for each in said if not any(_says(other, each) for other in findings)]
+    return Report(seen.place, tuple(findings))
+
+
+def _says(finding: Finding, other: Finding) -> bool:
+    """Tell whether *finding* says what *other* says, and says it no less loudly."""
+    order = list(Level)
+    return finding.found in other.found and order.index(finding.level) >= order.index(other.level) > 0
+
+
+async def _planned(
+    here: Here, host: Host, document: tuple[str, bytes] | None
+) -> tuple[InstanceSpec | None, InstancePlan | None, list[Finding]]:
+    """Make the plan that ``run`` would make; what it refuses is fatal, its remarks are warnings."""
+    if document is None:
+        return None, None, []
+    source, text = document
+    spec = None
+    try:
+        spec = parse_instance(source, text)
+        plan = plan_instance(source, spec, await survey(spec, host, here.state_directory))
+    except SpecError as error:
+        return spec, None, [SPEC.fatal(*_halves(str(problem))) for problem in error.problems]
+    except RunnerError as error:
+        return spec, None, [SPEC.fatal(*_halves(explain(error)))]
+    remarks = [SPEC.warning(*_halves(remark)) for remark in plan.remarks]
+    placed = f"{source}: {plan.machine.vcpus} vCPUs on CPUs '{plan.placement.cpus}', placement {plan.placement.backend}"
+    return spec, plan, [SPEC.ok(placed), *remarks]
+
+
+def _halves(sentence: str) -> tuple[str, str]:
+    """Return what a sentence of the plan says was found, and the remedy that follows it."""
+    found, _, remedy = sentence.partition("; ")
+    return found, remedy or "change the spec, or what it stands on"
+
+
+async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None) -> Seen:
+    procfs = Procfs(here.proc)
+    asked = Cpu() if spec is None else spec.cpu
+    pod = read_pod(procfs, here.environment)
+    sees_everything = pid_namespace(here.proc) == INIT_PID_NAMESPACE
+    place = place_of(sees_everything=sees_everything, has_kubelet=here.kubelet.is_dir(), in_pod=pod is not None)
+    allowed = CpuSet.parse(procfs.status()["Cpus_allowed_list"])
+    hardware = read_hardware(here.root)
+    return Seen(
+        place=place,
+        pod=pod,
+        sees_everything=sees_everything,
+        hardware=hardware,
+        allowed=allowed,
+        cgroup=procfs.cgroup(),
+        memory=procfs.memory_total() if spec is None else spec.memory.size,
+        cpus=allowed if plan is None else plan.placement.cpus,
+        vcpus=len(allowed) if spec is None and not hardware.online <= allowed else asked.count,
+        placement=asked.placement,
+        backend=None if plan is None else plan.placement.backend,
+        socket=here.socket or asked.controller,
+        kubelet=await _kubelet(here) if place is Place.NODE else None,
+    )
+
+
+async def _kubelet(here: Here) -> CpuState | Frozen | None:
+    path = KubeletFiles(here.kubelet).cpu_state
+    if not os.access(path, os.R_OK):
+        return None
+    machine = read_machine(here.sys)
+    # Under strict-cpu-reservation the reserved CPUs are in no set, and nothing here says which they are.
+    return await settled(path, machine, machine.online, pause=PAUSE, readings=READINGS)
+
+
+def _judged(questions: Iterable[tuple[Check, Callable[[], Iterable[Finding]]]]) -> Iterator[Finding]:
+    """Ask each question; where the kernel refuses to answer, that is the finding."""
+    for check, ask in questions:
+        try:
+            yield from tuple(ask())
+        except (HostError, OSError, ValueError) as error:
+            yield check.unknown(f"cannot read what it takes: {explain(error)}")
+
+
+def _kernel(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
+    numa_nodes = len(seen.hardware.numa_nodes)
+    system = here.sys / "devices/system"
+    huge = here.sys / "kernel/mm/transparent_hugepage"
+
+    def cgroups() -> Iterator[Finding]:
+        mounts = read_cgroup_mounts(here.proc)
+        offered = (
+            () if mounts.unified is None else read_line(here.root / mounts.unified[1:] / "cgroup.controllers").split()
+        )
+        yield kernel.judge_cgroups(seen.place, mounts.unified, offered, mounts.legacy)
+
+    yield kernel.CGROUPS, cgroups
+    yield kernel.KERNEL, lambda: [kernel.judge_kernel(read_line(here.proc / "sys/kernel/osrelease"))]
+    yield kernel.CLOCK, lambda: [kernel.judge_clock(read_line(system / "clocksource/clocksource0/current_clocksource"))]
+    swap_limit = here.cgroups / seen.cgroup[1:] / "memory.swap.max"
+    yield kernel.SWAP, lambda: [kernel.judge_swap(read_swaps(here.proc), read_line(swap_limit))]
+    yield (
+        kernel.TRANSPARENT_HUGEPAGES,
+        lambda: [kernel.judge_transparent_hugepages(read_choice(huge / "shmem_enabled"))],
+    )
+    near = seen.hardware.online if seen.place is Place.NODE else seen.cpus
+    yield kernel.HUGEPAGES, lambda: [kernel.judge_hugepages(seen.hardware, near)]
+    balancing = here.proc / "sys/kernel/numa_balancing"
+    yield kernel.NUMA_BALANCING, lambda: [kernel.judge_numa_balancing(read_line(balancing), numa_nodes)]
+    pool = servants.shared_pool_of(seen.kubelet)
+    yield (
+        kernel.ISOLATED,
+        lambda: [
+            kernel.judge_isolated(_isolated(system), read_cpus(system / "cpu/nohz_full"), pool),
+        ],
+    )
+    yield kernel.PCI, lambda: [kernel.judge_pci(tuple(read_pci_devices(here.sys)), numa_nodes)]
+
+
+def _isolated(system: Path) -> CpuSet | None:
+    path = system / "cpu/isolated"
+    return read_cpus(path) if path.exists() else None
+
+
+def _cpus(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
+    online = seen.hardware.online
+    if seen.place is Place.NODE:
+        pool, assigned = servants.shared_pool_of(seen.kubelet), _assigned(seen.kubelet)
+        exclusive = cpus.exclusive_of(assigned)
+        if pool is None or not exclusive:
+            why = "which CPUs are exclusive is not known here" if pool is None else "no pod has CPUs of its own now"
+            for check in (cpus.CORES, cpus.INTERRUPTS, cpus.NEIGHBOURS):
+                yield check, partial(_unknown, check, why)
+            return
+        for uid, own in assigned.items():
+            yield cpus.CORES, partial(cpus.judge_cores, own, seen.hardware, exclusive - own, f"pod {uid}")
+        yield cpus.INTERRUPTS, lambda: [cpus.judge_interrupts(tuple(read_interrupts(here.proc)), exclusive, online)]
+        yield cpus.NEIGHBOURS, lambda: [cpus.judge_neighbours(tuple(_neighbours(here.cgroups)), exclusive, pool)]
+        return
+    less = seen.placement in ASKING_FOR_LESS
+    yield cpus.OWN, lambda: [cpus.judge_own_cpus(seen.pod, seen.allowed, online, asked_for_less=less)]
+    own = seen.cpus
+    yield cpus.TIME, partial(_cpu_time, here, seen)
+    if online <= own:  # then none of them is anybody's own, and that was said
+        for check in (cpus.CORES, cpus.INTERRUPTS):
+            yield check, partial(_unknown, check, "no CPUs are set apart for the vCPUs")
+    else:
+        yield cpus.CORES, lambda: cpus.judge_cores(own, seen.hardware, CpuSet(), "the vCPUs")
+        yield cpus.INTERRUPTS, lambda: [cpus.judge_interrupts(tuple(read_interrupts(here.proc)), own, online)]
+    if seen.place is not Place.MACHINE:
+        yield (
+            cpus.PID_NAMESPACE,
+            lambda: cpus.judge_init(seen.place, _init(Procfs(here.proc)), sees_everything=seen.sees_everything),
+        )
+
+
+def _cpu_time(here: Here, seen: Seen) -> Iterator[Finding]:
+    if seen.backend == "controller":
+        yield cpus.TIME.ok("the controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max")
+        return
+    group = here.cgroups / seen.cgroup[1:]
+    if not (group / "cgroup.controllers").exists():
+        yield cpus.TIME.unknown(
+            "no cgroup v2 can be seen here, which would say whether cpu.max limits it", "ask on the node"
+        )
+        return
+    limit = min(cpu_limits(PurePosixPath(here.cgroups), seen.cgroup), default=None)
+    less = seen.placement in ASKING_FOR_LESS
+    throttled = _throttled(read_line(group / "cpu.stat"))
+    yield cpus.judge_cpu_time(seen.place, limit, seen.vcpus, throttled, asked_for_less=less)
+
+
+def _unknown(check: Check, why: str) -> list[Finding]:
+    return [check.unknown(why)]
+
+
+def _assigned(state: CpuState | Frozen | None) -> Mapping[str, CpuSet]:
+    return state.assigned() if isinstance(state, CpuState) else {}
+
+
+def _throttled(stat: str) -> int:
+    return next((int(line.split()[1]) for line in stat.splitlines() if line.startswith("nr_throttled ")), 0)
+
+
+def _neighbours(mount: Path) -> Iterator[Neighbour]:
+    """Yield the populated groups below the root that are not the kubelet's; a group without cpuset has its parent's CPUs."""
+    root = Cgroup(mount)
+    for name in root.children():
+        group = root.child(name)
+        if "kube" in name or (group.path / "float").is_dir() or not group.populated():
+            continue
+        limited = (group.path / "cpuset.cpus.effective").exists()
+        yield Neighbour(name, group.effective_cpus() if limited else root.effective_cpus())
+
+
+def _init(procfs: Procfs) -> Init:
+    status = procfs.status("1")
+
+    def has_sigterm(field: str) -> bool:
+        return bool(int(status[field], 16) >> (SIGTERM - 1) & 1)
+
+    return Init(
+        ours=procfs.status()["Pid"] == "1",
+        name=status["Name"],
+        blocks_sigterm=has_sigterm("SigBlk"),
+        handles_sigterm=has_sigterm("SigCgt"),
+    )
+
+
+def _rights(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
+    for check, name in ((devices.TUN, "net/tun"), (devices.VHOST_NET, "vhost-net")):
+        yield check, partial(_device, check, seen.place, here.dev / name)
+    if seen.place is Place.NODE:  # a pod's rights are its own
+        return
+    vfio = (here.dev / "vfio/vfio").exists()
+    yield (
+        devices.MEMLOCK,
+        lambda: [devices.judge_memlock(read_memlock_limit(), has_vfio=vfio, memory=seen.memory)],
+    )
+    yield devices.MBIND, partial(_mbind, seen)
+
+
+def _mbind(seen: Seen) -> list[Finding]:
+    [numa_node, *_] = CpuSet.parse(Procfs().status()["Mems_allowed_list"])  # ours, for it is tried here
+    return [devices.judge_mbind(try_mbind(numa_node), len(seen.hardware.numa_nodes))]
+
+
+def _device(check: Check, place: Place, path: Path) -> list[Finding]:
+    return [devices.judge_device(check, place, str(path), look_at_device(path))]
+
+
+async def _kvm(here: Here) -> Finding:
+    device = here.dev / "kvm"
+    state = read_kvm(device)
+    trial: str | None = f"it has not answered for {PATIENCE:g} s"
+    if state.trouble is None:
+        # In a thread, which is left alone if the kernel never comes back from it.
+        with trio.move_on_after(PATIENCE):
+            trial = await trio.to_thread.run_sync(try_kvm, device, abandon_on_cancel=True)
+    return devices.judge_kvm(Kvm(state.trouble, state.gid, state.mode), trial)
+
+
+async def _programs(host: Host) -> list[Finding]:
+    """Ask every program an instance starts, all at once."""
+    findings: list[Finding] = []
+
+    async def judged(check: Check, name: str, package: str, find: Callable[[], Awaitable[Program]]) -> None:
+        findings.append(servants.judge_program(check, name, package, await find()))
+
+    async def virtiofsd() -> None:
+        findings.append(servants.judge_virtiofsd(*await find_virtiofsd(host)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(judged, servants.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, host))
+        nursery.start_soon(judged, servants.DNSMASQ, "dnsmasq", "dnsmasq-base", partial(_dnsmasq, host))
+        nursery.start_soon(virtiofsd)
+    sleep = find_program("sleep", SYSTEM_DIRECTORIES)
+    findings.append(servants.judge_program(servants.SLEEP, "sleep", "coreutils", Program(sleep)))
+    return sorted(findings, key=lambda finding: finding.check)
+
+
+async def _qemu(host: Host) -> Program:
+    qemu = await _asked(host, "qemu-system-x86_64", "--version")
+    trouble = qemu.trouble
+    if qemu.path is not None and trouble is None:
+        trouble = servants.qemu_trouble(qemu.said)
+    if qemu.path is not None and trouble is None:
+        # Both are left out of some builds: the sandbox every guest runs in, the device every share is.
+        parts = ("-sandbox", SANDBOX, "-machine", "none", "-device", "vhost-user-fs-pci,help")
+        trouble = (await _asked(host, "qemu-system-x86_64", *parts)).trouble
+    return attrs.evolve(qemu, trouble=trouble)
+
+
+async def _dnsmasq(host: Host) -> Program:
+    dnsmasq = await _asked(host, "dnsmasq", "--version")
+    return attrs.evolve(dnsmasq, trouble=dnsmasq.trouble or servants.dnsmasq_trouble(dnsmasq.said))
+
+
+async def _asked(host: Host, name: str, *arguments: str) -> Program:
+    """Find a program and run it with *arguments*; what it says first, and why it did not end well."""
+    path = find_program(name, SYSTEM_DIRECTORIES)
+    if path is None:
+        return Program(None)
+    command = Command(name, (str(path), *arguments), level=logging.DEBUG)
+    status: int | None = None
+    try:
+        async with host.processes.daemon(command, 0) as process:
+            with trio.move_on_after(PATIENCE):
+                status = await process.wait()
+    except HostError as error:
+        return Program(path, trouble=explain(error))
+    if status is None:
+        return Program(path, trouble=f"has not answered for {PATIENCE:g} s")
+    if status != 0:
+        return Program(path, trouble=f"{process.how_it_ended()} when asked for {' '.join(arguments)}")
+    return Program(path, " ".join(list(process.last_words)[:2]))
+
+
+async def _services(here: Here, seen: Seen) -> list[Finding]:
+    answer = await ask_controller(seen.socket)
+    findings = [servants.judge_controller(seen.place, str(seen.socket), answer, seen.placement)]
+    if seen.place is Place.NODE:
+        files = KubeletFiles(here.kubelet)
+        reason = "" if seen.kubelet is not None else why_unreadable(files.cpu_state)
+        findings.append(servants.judge_cpu_manager(str(files.cpu_state), seen.kubelet or Frozen(reason), reason))
+        findings.append(_memory_manager(files.memory_state))
+        findings.append(servants.judge_topology_manager())
+    return findings
+
+
+def why_unreadable(path: Path) -> str:
+    """Return why *path* cannot be read, in the kernel's words."""
+    try:
+        path.read_bytes()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _memory_manager(path: Path) -> Finding:
+    try:
+        checkpoint = parse_memory_manager_state(path.read_text(), str(path))
+    except (OSError, ValueError, RunnerError) as error:
+        return servants.judge_memory_manager("", {}, f"{path}: {explain(error)}")
+    reserved = {
+        number: node.tables["memory"].system_reserved
+        for number, node in checkpoint.state.numa_nodes.items()
+        if "memory" in node.tables
+    }
+    return servants.judge_memory_manager(checkpoint.policy, reserved, "")
+
+
+async def ask_controller(path: PurePosixPath) -> Mapping[str, object] | str | None:
+    """Return what the controller at *path* says of itself, why it does not, or ``None`` if there is no place for it."""
+    with trio.move_on_after(PATIENCE):
+        try:
+            return await read_status(path)
+        except HostError as error:
+            return None if look(path.parent).kind == "missing" else explain(error)
+    return f"it has not answered for {PATIENCE:g} s"

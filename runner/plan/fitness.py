@@ -1,0 +1,84 @@
+"""Judgements that decide both whether ``run`` starts and what ``check`` says: made here, so that they cannot differ."""
+
+from __future__ import annotations
+
+from runner.cpuset import CpuSet
+from runner.plan.facts import Kvm, Pod
+
+QEMU_OLDEST = (7, 2)
+"""The oldest QEMU that everything here was run with."""
+
+OWN_CPUS = (
+    "give every container of the pod whole CPUs and memory with requests equal to limits, "
+    "on a node whose kubelet has `cpuManagerPolicy: static`"
+)
+"""The remedy where a pod has no CPUs of its own."""
+
+CPU_TIME = (
+    "raise the limit (`limits.cpu`, `docker --cpus`, `cpu.max` of the groups above) to at least the number of vCPUs"
+)
+"""The remedy for :func:`too_little_time`."""
+
+ASKING_FOR_LESS = frozenset({"affinity", "delegated"})
+"""Placements that keep apart what is in the container only: who names one, does without CPUs of his own."""
+
+_GUARANTEED, _BEST_EFFORT = -997, 1000
+
+
+def qos_of_oom_score_adj(value: int) -> str:
+    """Return the QoS class for which the kubelet sets ``oom_score_adj`` to *value*, empty if for none.
+
+    ``pkg/kubelet/qos/policy.go``, ``GetContainerOOMScoreAdjust``: -997, 1000, and for Burstable by its share of memory
+    something between. A node-critical pod of any class has -997 too.
+    """
+    if value == _GUARANTEED:
+        return "guaranteed"
+    if value == _BEST_EFFORT:
+        return "besteffort"
+    return "burstable" if 1 < value < _BEST_EFFORT else ""
+
+
+def shared_cpus(pod: Pod | None, allowed: CpuSet, online: CpuSet) -> str | None:
+    """Return why the CPUs that a process of *pod* may use are not its own; ``None`` if nothing says so.
+
+    The kubelet gives exclusive CPUs to Guaranteed pods alone, and never every *online* CPU of the node: its static
+    policy does not start without a reservation (``policy_static.go``, ``NewStaticPolicy``).
+    """
+    if pod is None:
+        return None
+    if pod.qos in {"burstable", "besteffort"}:
+        name = {"burstable": "Burstable", "besteffort": "BestEffort"}[pod.qos]
+        return f"the pod is {name} ({pod.evidence}), so it shares its CPUs with other pods"
+    if online and online <= allowed:
+        return f"the pod may use every CPU of the node ('{allowed}'), so none is its own"
+    return None
+
+
+def too_little_time(cpu_time: float | None, vcpus: int) -> str | None:
+    """Return why *vcpus* vCPUs cannot run all the time with *cpu_time* (see :class:`~runner.plan.facts.HostFacts`)."""
+    if cpu_time is None or cpu_time >= vcpus:
+        return None
+    return f"cpu.max lets {vcpus} vCPUs have the time of {cpu_time:g} CPUs, and stops them when that is used up"
+
+
+def emulated(kvm: Kvm) -> str | None:
+    """Return why the guest would be emulated; ``None`` if KVM runs it."""
+    if kvm.trouble is None:
+        return None
+    return f"no KVM ({kvm.trouble}): the guest is emulated in software (TCG), many times slower"
+
+
+def root_for_kvm(kvm: Kvm) -> str | None:
+    """Return why QEMU has to be root to use ``/dev/kvm``, which it opens itself: before 8.1 it takes no descriptor for it."""
+    if kvm.admits_everyone or kvm.admits_group:
+        return None
+    return f"QEMU runs as root, because /dev/kvm (mode {kvm.mode & 0o777:o}) lets no group in"
+
+
+def too_old(version: str) -> str | None:
+    """Return why QEMU *version* (``7.2.22``, as QMP and ``--version`` tell it) cannot be used; ``None`` if it can."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    if major.isdecimal() and minor.isdecimal() and (int(major), int(minor)) >= QEMU_OLDEST:
+        return None
+    return f"QEMU {version} is older than {'.'.join(map(str, QEMU_OLDEST))}"

@@ -1,0 +1,435 @@
+"""`instance-runner check`: recorded trees of a node and of a pod, this machine, a controller that answers or does not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path, PurePosixPath
+
+import pytest
+import trio
+import trio.testing
+
+from runner.check.finding import Level, Place
+from runner.check.reading import Here, ask_controller, check_here
+from runner.errors import Status
+from runner.topology.hardware import Hardware
+from tests.support.controlled import Node, controlled
+from tests.support.paper import format_cpu_state, paper_hierarchy
+from tests.unit.host.test_sysfs import write, write_sysfs
+
+EPYC = Hardware.from_json((Path(__file__).parents[1] / "data/hosts/epyc-7543-2s-nps1.json").read_text())
+PROGRAM = (sys.executable, "-m", "runner", "check")
+UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+FIRST_NAMESPACE, OTHER_NAMESPACE = 4026531836, 4026532256
+MEMORY_STATE = {
+    "policyName": "Static",
+    "machineState": {
+        "0": {
+            "numberOfAssignments": 0,
+            "memoryMap": {
+                "memory": {"total": 9, "systemReserved": 1 << 30, "allocatable": 8, "reserved": 0, "free": 8},
+            },
+            "cells": [0],
+        }
+    },
+    "checksum": 0,
+}
+
+
+def here(root: Path, environment: Mapping[str, str] | None = None) -> Here:
+    socket = PurePosixPath(root / "run" / "controller.sock")
+    return Here(root, root / "kubelet", socket, PurePosixPath(root / "state"), environment or {})
+
+
+@pytest.fixture(scope="module")
+def epyc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a machine with 128 CPUs and two NUMA nodes that is as it should be, seen from its first processes."""
+    root = tmp_path_factory.mktemp("epyc")
+    write_sysfs(root, EPYC)
+    cpus = str(EPYC.online)
+    status = f"Name:\tcheck\nPid:\t7\nSigBlk:\t0000000000004000\nSigCgt:\t0\nCpus_allowed_list:\t{cpus}\nMems_allowed_list:\t0-1"
+    for file, content in {
+        "proc/self/status": status,
+        "proc/self/cgroup": "0::/",
+        "proc/self/oom_score_adj": 0,
+        "proc/self/mountinfo": "35 24 0:30 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate",
+        "proc/1/status": status,
+        "proc/meminfo": "MemTotal:       1048576 kB",
+        "proc/swaps": "Filename\tType\tSize\tUsed\tPriority",
+        "proc/sys/kernel/osrelease": "6.12.48",
+        "proc/sys/kernel/numa_balancing": 0,
+        "proc/irq/9/effective_affinity_list": 0,
+        "proc/irq/9/smp_affinity_list": cpus,
+        "proc/irq/9/acpi/x": "",
+        "proc/irq/10/smp_affinity_list": cpus,  # nobody handles it
+        "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc",
+        "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never deny force",
+        "sys/devices/system/cpu/isolated": "",
+        "sys/devices/system/cpu/nohz_full": "(null)",
+        "sys/bus/pci/devices/0000:41:00.0/class": "0x030200",
+        "sys/bus/pci/devices/0000:41:00.0/numa_node": 1,
+    }.items():
+        write(root / file, content)
+    for process in ("self", "1"):
+        (root / "proc" / process / "ns").mkdir()
+    name_namespace(root, FIRST_NAMESPACE)
+    (root / "sys/fs").mkdir()
+    mount = paper_hierarchy(root / "sys/fs/cgroup", cpus=cpus, mems="0-1")
+    for name in ("system.slice", "kubepods.slice", "idle.slice"):
+        mount.child(name).create()
+    (mount.path / "kubepods.slice" / "cgroup.events").write_text("populated 1\n")
+    return root
+
+
+def name_namespace(root: Path, inode: int) -> None:
+    link = root / "proc/self/ns/pid"
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"pid:[{inode}]")
+
+
+@pytest.fixture
+def node(epyc: Path, tmp_path: Path) -> Path:
+    """Return that machine as a node of Kubernetes, with one pod that has whole cores to itself."""
+    root = tmp_path / "node"
+    subprocess.run(["cp", "--archive", "--link", str(epyc), str(root)], check=True)
+    entries = {UID: {"main": "1-2,65-66"}}
+    write(root / "kubelet/cpu_manager_state", format_cpu_state("0,3-64,67-127", entries).decode())
+    write(root / "kubelet/memory_manager_state", json.dumps(MEMORY_STATE))
+    return root
+
+
+@pytest.fixture
+def pod(epyc: Path, tmp_path: Path) -> Path:
+    """Return that machine as the container of a Guaranteed pod sees it, whose command this program is."""
+    root = tmp_path / "pod"
+    subprocess.run(["cp", "--archive", "--link", str(epyc), str(root)], check=True)
+    status = "Name:\tcheck\nPid:\t1\nSigBlk:\t0000000000004000\nSigCgt:\t0\nCpus_allowed_list:\t1-2,65-66\nMems_allowed_list:\t0-1"
+    change(root, "proc/self/status", status)
+    change(root, "proc/1/status", status)
+    change(root, "proc/self/oom_score_adj", -997)
+    name_namespace(root, OTHER_NAMESPACE)
+    change(root, "sys/fs/cgroup/cpu.max", "400000 100000")
+    change(root, "sys/fs/cgroup/cpu.stat", "usage_usec 5\nnr_periods 7\nnr_throttled 0")
+    return root
+
+
+def change(root: Path, file: str, content: object) -> None:
+    (root / file).unlink(missing_ok=True)  # a link to the machine's
+    write(root / file, content)
+
+
+IN_KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+OF_THIS_MACHINE = {"memlock", "mbind", "qemu", "dnsmasq", "virtiofsd", "sleep", "tun", "vhost-net", "kvm"}
+"""Checks that look at the machine the tests run on, or at device nodes that no tree has."""
+
+
+async def levels(where: Here) -> tuple[Place, dict[str, str]]:
+    report = await check_here(where, None)
+    return report.place, {each.check: each.level.value for each in report.findings if each.check not in OF_THIS_MACHINE}
+
+
+GOOD_KERNEL = dict.fromkeys(
+    (
+        "cgroups",
+        "kernel",
+        "clocksource",
+        "swap",
+        "transparent-hugepages",
+        "hugepages",
+        "numa-balancing",
+        "isolated-cpus",
+        "pci-numa-nodes",
+    ),
+    "ok",
+)
+
+
+async def test_a_node_that_is_as_it_should_be(node: Path) -> None:
+    place, found = await levels(here(node))
+    assert place is Place.NODE
+    assert found == {
+        **GOOD_KERNEL,
+        "cores": "ok",
+        "interrupts": "ok",
+        "neighbours": "ok",
+        "cpu-manager": "ok",
+        "memory-manager": "ok",
+        "topology-manager": "unknown",
+        "controller": "warning",
+    }
+
+
+async def test_a_guaranteed_pod_on_it(pod: Path) -> None:
+    place, found = await levels(here(pod, IN_KUBERNETES))
+    assert place is Place.POD
+    assert found == {
+        **GOOD_KERNEL,
+        "own-cpus": "ok",
+        "cpu-time": "ok",
+        "cores": "ok",
+        "interrupts": "ok",
+        "pid-namespace": "ok",
+        "signals": "ok",
+        "controller": "warning",
+    }
+
+
+Fault = tuple[str, str | None, str, str, str]
+"""A file, what it says instead (``None``: it is not there), the check that notices, its level, a word of what it says."""
+
+
+async def all_noticed(where: Here, faults: list[Fault]) -> None:
+    for file, content, *_ in faults:
+        (where.root / file).unlink()  # a link to the good machine's
+        if content is not None:
+            write(where.root / file, content)
+    found = (await check_here(where, None)).findings
+    for file, _, check, level, word in faults:
+        about = [(each.level.value, each.found) for each in found if each.check == check]
+        assert any(each == level and word in sentence for each, sentence in about), (file, about)
+
+
+async def test_what_is_not_as_it_should_be_on_a_node(node: Path) -> None:
+    entries = {UID: {"main": "1-2"}}
+    await all_noticed(
+        here(node),
+        [
+            (
+                "proc/self/mountinfo",
+                "3 2 0:3 / /c rw - cgroup cgroup rw,cpuset",
+                "cgroups",
+                "fatal",
+                "v1's (hybrid: /c)",
+            ),
+            ("proc/sys/kernel/osrelease", "5.15.0", "kernel", "warning", "before 6.2"),
+            (
+                "sys/devices/system/clocksource/clocksource0/current_clocksource",
+                "hpet",
+                "clocksource",
+                "warning",
+                "hpet",
+            ),
+            ("proc/swaps", "Filename Type\n/dev/vdb partition 1048576 0 -2", "swap", "warning", "/dev/vdb (1024 MiB)"),
+            (
+                "sys/kernel/mm/transparent_hugepage/shmem_enabled",
+                "[never]",
+                "transparent-hugepages",
+                "warning",
+                "never",
+            ),
+            ("proc/sys/kernel/numa_balancing", "1", "numa-balancing", "warning", "is 1"),
+            ("sys/devices/system/cpu/isolated", "0-3", "isolated-cpus", "warning", "CPUs '0,3' of the shared pool"),
+            ("sys/bus/pci/devices/0000:41:00.0/numa_node", "-1", "pci-numa-nodes", "warning", "0000:41:00.0 (display)"),
+            (
+                "sys/devices/system/node/node1/hugepages/hugepages-1048576kB/free_hugepages",
+                "0",
+                "hugepages",
+                "warning",
+                "none of 1 GiB is free on NUMA node 1",
+            ),
+            ("proc/irq/9/effective_affinity_list", "2-70", "interrupts", "warning", "1-2': 9 (acpi)"),
+            (
+                "sys/fs/cgroup/system.slice/cgroup.events",
+                "populated 1",
+                "neighbours",
+                "warning",
+                "system.slice may run",
+            ),
+            (
+                "kubelet/cpu_manager_state",
+                format_cpu_state("0,3-127", entries).decode(),
+                "cores",
+                "warning",
+                f"pod {UID}: ",
+            ),
+            ("kubelet/memory_manager_state", '{"policyName": "None"}', "memory-manager", "warning", "'None'"),
+        ],
+    )
+
+
+async def test_a_kubelet_without_exclusive_cpus(node: Path) -> None:
+    state = format_cpu_state("", policy="none").decode()
+    await all_noticed(
+        here(node),
+        [
+            ("sys/fs/cgroup/cgroup.controllers", "cpu memory", "cgroups", "fatal", "does not offer cpuset"),
+            ("kubelet/cpu_manager_state", state, "cpu-manager", "fatal", "'none'"),
+            ("kubelet/memory_manager_state", "{", "memory-manager", "unknown", "is not JSON"),
+        ],
+    )
+
+
+async def test_what_is_not_as_it_should_be_in_a_pod(pod: Path) -> None:
+    await all_noticed(
+        here(pod, IN_KUBERNETES),
+        [
+            ("proc/self/oom_score_adj", "900", "own-cpus", "fatal", "the pod is Burstable (its oom_score_adj is 900)"),
+            ("sys/fs/cgroup/cpu.max", "250000 100000", "cpu-time", "fatal", "the time of 2.5 CPUs"),
+        ],
+    )
+
+
+async def test_what_cannot_be_seen_in_a_pod_is_unknown(pod: Path) -> None:
+    await all_noticed(
+        here(pod, IN_KUBERNETES),
+        [
+            ("proc/self/oom_score_adj", "0", "own-cpus", "unknown", "QoS class cannot be seen"),
+            ("sys/fs/cgroup/cgroup.controllers", None, "cpu-time", "unknown", "no cgroup v2 can be seen"),
+            ("proc/self/mountinfo", "", "cgroups", "unknown", "no cgroup hierarchy can be seen"),
+            ("sys/devices/system/cpu/isolated", None, "isolated-cpus", "unknown", "does not say"),
+            ("proc/1/status", None, "pid-namespace", "unknown", "cannot read the status of process 1"),
+        ],
+    )
+
+
+async def test_a_pod_with_the_hosts_processes(pod: Path) -> None:
+    name_namespace(pod, FIRST_NAMESPACE)
+    [found] = [
+        each for each in (await check_here(here(pod, IN_KUBERNETES), None)).findings if each.check == "pid-namespace"
+    ]
+    assert (found.level, "hostPID" in found.remedy) == (Level.FATAL, True)
+
+
+async def test_a_node_whose_kubelet_keeps_its_files_to_itself(node: Path) -> None:
+    for name in ("cpu_manager_state", "memory_manager_state"):
+        (node / "kubelet" / name).unlink()
+    _, found = await levels(here(node))
+    unknown = {"cpu-manager", "memory-manager", "topology-manager", "cores", "interrupts", "neighbours"}
+    assert {check for check, level in found.items() if level == "unknown"} == unknown
+
+
+# -- the controller
+
+
+async def test_a_controller_is_asked(tmp_path: Path) -> None:
+    node = Node.new(tmp_path)
+    async with controlled(node):
+        answer = await ask_controller(PurePosixPath(node.socket))
+    assert isinstance(answer, dict)
+    assert (answer["protocol"], answer["policy"], answer["frozen"]) == (1, "static", None)
+    gone = await ask_controller(PurePosixPath(node.socket))
+    assert gone == f"cannot reach the controller at '{node.socket}': No such file or directory"
+    assert await ask_controller(PurePosixPath(tmp_path / "none" / "socket")) is None
+
+
+@contextlib.asynccontextmanager
+async def saying(path: Path, words: bytes | None) -> AsyncIterator[None]:
+    """Answer every client with *words*, or with silence."""
+
+    async def answer(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        if words is None:
+            await trio.sleep_forever()
+        else:
+            await stream.send_all(words)
+        await stream.aclose()
+
+    listener = trio.socket.socket(trio.socket.AF_UNIX)
+    await listener.bind(str(path))
+    listener.listen()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(trio.serve_listeners, answer, [trio.SocketListener(listener)])
+        yield
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (b"HTTP/1.1 400\r\n", "cannot understand the controller: it answered 'getStatus' with b'HTTP/1.1 400"),
+        (b"", "cannot reach the controller"),
+        (b'{"jsonrpc": "2.0", "error": {"code": -32005, "message": "too many"}, "id": null}\n', "too many"),
+        (b'{"jsonrpc": "2.0", "result": [], "id": 1}\n', "its status is []"),
+        (None, "it has not answered for 20 s"),
+    ],
+)
+async def test_a_controller_that_does_not_answer(
+    tmp_path: Path, words: bytes | None, reason: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    autojump_clock.autojump_threshold = 0.2  # the kernel's part of a conversation takes real time
+    async with saying(tmp_path / "socket", words):
+        answer = await ask_controller(PurePosixPath(tmp_path / "socket"))
+    assert isinstance(answer, str)
+    assert reason in answer
+
+
+async def test_a_socket_that_nobody_listens_at(tmp_path: Path) -> None:
+    with trio.socket.socket(trio.socket.AF_UNIX) as left_behind:
+        await left_behind.bind(str(tmp_path / "socket"))
+    said = await ask_controller(PurePosixPath(tmp_path / "socket"))
+    assert isinstance(said, str)
+    assert said.endswith(": Connection refused")
+
+
+# -- the command
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PROGRAM, *arguments], check=False, capture_output=True, text=True)
+
+
+def test_this_machine() -> None:
+    done = command("--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == (Status.FINDINGS if report["verdict"] == "fatal" else 0), done.stderr
+    assert done.stderr == ""
+    found = {each["check"]: each["level"] for each in report["findings"]}
+    assert found["mbind"] == "ok", "the tests run as root and without a seccomp profile"
+    assert found["qemu"] == "ok", "the tests take a QEMU"
+
+
+def test_what_a_spec_cannot_have_here_is_fatal(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text(f'[cpu]\ncount = {len(os.sched_getaffinity(0)) + 1}\n[boot]\nkernel = "{tmp_path}/none"\n')
+    done = command(spec)
+    assert done.returncode == Status.FINDINGS
+    fatal = [line.split(maxsplit=2)[2] for line in done.stdout.splitlines() if line.startswith("fatal")]
+    assert [line.partition(":")[0] for line in fatal if line.startswith(("cpu.", "boot."))] == [
+        "cpu.count",
+        "boot.kernel",
+    ]
+    spec.write_text("[cpu]\ncounts = 1\n")
+    assert "did you mean 'count'?" in command(spec).stdout
+
+
+def test_a_spec_that_fits_is_said_to(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.toml"
+    (tmp_path / "kernel").write_bytes(b"kernel")
+    spec.write_text(f'[cpu]\nplacement = "affinity"\n[boot]\nkernel = "{tmp_path}/kernel"\n')
+    found = json.loads(command("--json", spec).stdout)["findings"]
+    about = {each["found"]: each["level"] for each in found if each["check"] == "spec"}
+    [fits] = [sentence for sentence, level in about.items() if level == "ok"]
+    assert fits.startswith(f"{spec}: 1 vCPUs on CPUs '")
+    assert any(sentence.startswith("placement 'affinity' is second best") for sentence in about)
+    assert not any("/dev/kvm" in sentence for sentence in about), "the check of KVM has said it"
+
+
+def test_a_spec_that_cannot_be_read_is_a_wrong_command_line() -> None:
+    assert command("/no/such/spec").returncode == Status.USAGE
+
+
+@pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colours_are_for_terminals(environment: dict[str, str], *, coloured: bool) -> None:
+    ours, theirs = pty.openpty()
+    plain = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    process = subprocess.Popen(PROGRAM, stdout=theirs, env={**plain, **environment})
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # EIO: nobody has the other side any more
+        while data := os.read(ours, 65536):
+            said += data
+    os.close(ours)
+    process.wait()
+    assert (b"\x1b[32mok     \x1b[0m" in said) == coloured
+    assert b"machine: " in said or b"node: " in said or b"container: " in said or b"pod: " in said
+
+
+def test_pid_1_does_not_load_it() -> None:
+    loaded = "import sys, runner.__main__; print(any(name.startswith('runner.check') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", loaded], check=True, capture_output=True).stdout == b"False\n"

@@ -1,0 +1,98 @@
+"""Our images, built without a registry: buildah on a Debian made by mmdebstrap, layers kept between runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from zlib import crc32
+
+from tests.node.bed import artefacts
+from tests.node.bed.cache import KEPT_SECONDS, BedError, directory, fetch, follow, locked, say
+
+PROJECT = Path(__file__).resolve().parents[2]
+IMAGES = ("gpu-instance", "controller")
+TOOLS = {"podman": "podman", "buildah": "buildah", "runc": "runc", "mkfs.erofs": "erofs-utils"}
+UNPACKED_SECONDS = 24 * 3600
+"""An image's root file system is kept for so long: every change of the code makes another."""
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+
+
+def storage() -> list[str]:
+    """Return the options by which podman and buildah keep to a store of our own; it goes with the cache."""
+    root = directory() / "images"
+    # What is mounted of a store is noted elsewhere, where a reboot forgets it.
+    return ["--root", str(root), "--runroot", f"/run/instance-runner-images-{crc32(bytes(root)):08x}"]
+
+
+def podman(*words: str) -> str:
+    """Call podman and return what it wrote."""
+    done = subprocess.run(["podman", *storage(), *words], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise BedError(f"podman {words[0]} failed with status {done.returncode}")
+    return done.stdout.strip()
+
+
+def build() -> dict[str, str]:
+    """Build both images and return their ids by name."""
+    missing = sorted(package for program, package in TOOLS.items() if shutil.which(program) is None)
+    if missing:
+        raise BedError(f"cannot build the images: something is missing; apt-get install {' '.join(missing)}")
+    tar = fetch(artefacts.image_base())
+    base = f"localhost/base:{tar.name.removeprefix('base-')}"
+    with locked(directory() / "images.lock", "images"):
+        if base not in podman("images", "--format", "{{.Repository}}:{{.Tag}}").split():
+            podman("import", "--quiet", str(tar), base)
+        return {name: built(name, base) for name in IMAGES}
+
+
+def built(name: str, base: str) -> str:
+    """Build one image from its Containerfile and return its id."""
+    started = time.monotonic()
+    identity = directory() / f"{name}.id"
+    identity.unlink(missing_ok=True)
+    # The certificates that this machine believes, which may be others than Debian's where a proxy looks into TLS.
+    bundle = os.environ.get("SSL_CERT_FILE", CERTIFICATES)
+    secret = ["--secret", f"id=ca,src={bundle}"] if Path(bundle).is_file() else []
+    argv = [
+        *("buildah", *storage(), "build", "--isolation", "chroot", "--network", "host", "--layers", *secret),
+        *("--build-arg", f"BASE={base}", "--file", f"images/{name}/Containerfile", "--iidfile", str(identity), "."),
+    ]
+    log = directory() / f"{name}.log"
+    say(f"building the image {name} (log: {log})")
+    status, last = follow(name, argv, log, PROJECT, os.environ)
+    if status != 0:
+        raise BedError(f"buildah failed with status {status}:\n{last}")
+    image = identity.read_text().strip().removeprefix("sha256:")
+    say(
+        f"{name}: {int(podman('image', 'inspect', '--format', '{{.Size}}', image)) / 1e6:.0f} MB in {time.monotonic() - started:.0f} s"
+    )
+    return image
+
+
+def root_file_system(name: str, image: str) -> Path:
+    """Return an erofs file with what is in *image*, for a node that has no image store."""
+    kept = directory()
+    path = kept / f"{name}-{image[:16]}.erofs"
+    with locked(kept / "images.lock", "images"):
+        if path.exists():
+            os.utime(path)
+        else:
+            mounted = podman("image", "mount", image)
+            try:
+                part = path.with_suffix(".part")
+                subprocess.run(["mkfs.erofs", "--quiet", str(part), mounted], check=True)
+                part.rename(path)
+            finally:
+                podman("image", "unmount", image)
+        for other in kept.glob(f"{name}-*.erofs"):
+            if other != path and time.time() - other.stat().st_mtime > UNPACKED_SECONDS:
+                other.unlink()
+    return path
+
+
+def forget_old() -> None:
+    """Remove layers that no build of the last weeks has used."""
+    podman("image", "prune", "--all", "--force", "--filter", f"until={KEPT_SECONDS // 3600}h")

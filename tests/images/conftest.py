@@ -1,0 +1,113 @@
+"""The built images, and containers of them run by podman and runc as PID 1."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from tests.images.built import storage
+
+PODMAN = ("podman", *storage(), "--runtime", "runc", "--cgroup-manager", "cgroupfs")
+LIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=30000:30000")
+"""Given, because without CAP_SYS_RESOURCE the runtime could not raise them to podman's defaults."""
+NO_KVM = ("--volume", "/dev/null:/dev/kvm")
+"""A /dev/kvm that opens may still start no guest (nested virtualisation); these guests are emulated everywhere."""
+SECONDS = 90
+
+
+@attrs.define
+class Container:
+    """A container while it runs, and what it has said."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def until(self, text: str) -> None:
+        """Wait until it says *text*; fail as soon as it has ended without."""
+        end = time.monotonic() + SECONDS
+        while text not in self.output:
+            assert self.process.poll() is None or text in self.output, f"ended without {text!r}:\n{self.output}"
+            assert time.monotonic() < end, f"waited {SECONDS} s for {text!r}:\n{self.output}"
+            time.sleep(0.05)
+
+    def stop(self) -> int:
+        """Ask it to stop as ``podman stop`` does, which kills after 10 s, and return its exit status."""
+        subprocess.run([*PODMAN, "stop", self.name], check=True, capture_output=True, timeout=SECONDS)
+        return self.wait()
+
+    def wait(self) -> int:
+        return self.process.wait(SECONDS)
+
+    def execute(self, *command: str) -> str:
+        """Run a command in it and return what it wrote."""
+        argv = [*PODMAN, "exec", self.name, *command]
+        return subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=SECONDS).stdout
+
+
+Run = Callable[..., Container]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """Start containers; none outlives its test."""
+    containers: list[Container] = []
+
+    def start(image: str, *options: str, command: tuple[str, ...] = ()) -> Container:
+        name = f"instance-runner-{os.getpid()}-{len(containers)}"
+        log = tmp_path / f"{name}.log"
+        argv = [*PODMAN, "run", "--rm", "--name", name, "--net=none", *LIMITS, *options, image, *command]
+        with log.open("wb") as output:
+            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        containers.append(Container(name, process, log))
+        return containers[-1]
+
+    yield start
+    for container in containers:
+        if container.process.poll() is None:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                subprocess.run([*PODMAN, "rm", "--force", container.name], check=True, capture_output=True)
+            container.process.wait(SECONDS)
+
+
+def image(name: str) -> str:
+    images = dict(pair.split("=", 1) for pair in os.environ.get("RUNNER_IMAGES", "").split())
+    if name not in images:
+        pytest.skip("built images are missing: tests/images/run builds them and names them in RUNNER_IMAGES")
+    return images[name]
+
+
+@pytest.fixture(scope="session")
+def gpu_instance() -> str:
+    return image("gpu-instance")
+
+
+@pytest.fixture(scope="session")
+def controller() -> str:
+    return image("controller")
+
+
+@pytest.fixture(scope="session")
+def files() -> Callable[[str], contextlib.AbstractContextManager[Path]]:
+    """Mount an image and look into it."""
+
+    @contextlib.contextmanager
+    def mounted(image: str) -> Iterator[Path]:
+        argv = [*PODMAN, "image", "mount", image]
+        try:
+            yield Path(subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
+        finally:
+            subprocess.run([*PODMAN, "image", "unmount", image], check=True, capture_output=True)
+
+    return mounted

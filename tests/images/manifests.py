@@ -1,0 +1,26 @@
+"""The manifests as ``kubectl apply -k`` puts them together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"
+DIRECTORIES = sorted(str(path.parent.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("kustomization.yaml"))
+Object = dict[str, Any]
+
+
+def put_together(directory: str) -> list[Object]:
+    """Return the objects that applying one of :data:`DIRECTORIES` makes."""
+    argv = [os.environ["RUNNER_KUSTOMIZE"], "build", str(EXAMPLES / directory)]
+    return list(yaml.safe_load_all(subprocess.run(argv, check=True, stdout=subprocess.PIPE).stdout))
+
+
+def pod_specs(objects: list[Object]) -> list[Object]:
+    """Return the specifications of pods among *objects*, those of templates too."""
+    specs = (found if found["kind"] == "Pod" else found.get("spec", {}).get("template", {}) for found in objects)
+    return [found["spec"] for found in specs if "spec" in found]

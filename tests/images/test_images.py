@@ -1,0 +1,152 @@
+"""The images, run as a person without a cluster runs them: by podman, as PID 1, with a real Linux guest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.images.built import PROJECT
+from tests.images.conftest import NO_KVM, PODMAN, Run
+
+Files = Callable[[str], AbstractContextManager[Path]]
+MEGABYTES = {"gpu_instance": 240, "controller": 130}
+"""What an image may weigh unpacked; 80 of it is Debian. README says what they are made of."""
+NEEDED = ("NET_ADMIN", "SYS_NICE", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE")
+"""What a run takes: bridge and tap, pinning threads of another user, changing to it, ending it, the DHCP port."""
+NEEDED_FOR_SHARES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "MKNOD", "SETFCAP", "SETPCAP", "SYS_CHROOT")
+"""What virtiofsd keeps for itself, whether a guest ever uses it or not, and what it takes to give up the rest."""
+
+RUN = ("run", "/etc/instance/spec.toml")
+
+
+def at(spec: Path) -> tuple[str, str]:
+    return ("--volume", f"{spec}:{RUN[1]}:ro")
+
+
+def required(name: str) -> set[str]:
+    """Return the distribution *name* and what it needs to run, and what those need."""
+    found, new = set[str](), {name}
+    while new:
+        found |= new
+        needs = (Requirement(text) for each in new for text in metadata.requires(each) or [])
+        new = {
+            canonicalize_name(need.name) for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})
+        }
+        new -= found
+    return found
+
+
+def inspect(image: str, template: str) -> str:
+    argv = [*PODMAN, "image", "inspect", "--format", template, image]
+    return subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def test_a_bare_run_boots_the_demo_guest_and_stops_it_in_order(run: Run, gpu_instance: str, tmp_path: Path) -> None:
+    share = tmp_path / "share"
+    share.mkdir(mode=0o777)
+    container = run(gpu_instance, "--privileged", *NO_KVM, "--volume", f"{share}:/srv/share")
+    container.until("guest: done")
+    assert container.execute("cat", "/proc/1/comm").strip() == "instance-runner"
+    assert "guest: address 192.168.77.2/24" in container.output
+    assert "guest: wrote hello into the share" in container.output
+    assert (share / "word").read_text() == "hello\n"
+    users = container.execute("sh", "-c", "stat -c %U /proc/$(cat /proc/*/stat | grep qemu-system | cut -d' ' -f1)")
+    assert users.strip() == "qemu"
+    assert container.stop() == 0, container.output
+    assert "guest: power button" in container.output
+    assert "ended outcome=stopped status=0 faults=0" in container.output
+
+
+def least(*capabilities: str) -> tuple[str, ...]:
+    added = (word for name in capabilities for word in ("--cap-add", name))
+    read_only = ("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/run/instance-runner:mode=777")
+    return (*read_only, "--security-opt", "no-new-privileges", "--cap-drop", "ALL", *added, "--device", "/dev/net/tun")
+
+
+def test_a_few_capabilities_and_a_read_only_root_are_enough(run: Run, gpu_instance: str, tmp_path: Path) -> None:
+    verdict, share = tmp_path / "verdict", tmp_path / "share"
+    verdict.touch()
+    share.mkdir()
+    container = run(
+        gpu_instance,
+        *least(*NEEDED, *NEEDED_FOR_SHARES),
+        *("--volume", f"{verdict}:/dev/termination-log", "--volume", f"{share}:/srv/share"),
+    )
+    container.until("guest: done")
+    assert "guest: address 192.168.77.2/24" in container.output
+    assert (share / "word").read_text() == "hello\n"
+    assert container.stop() == 0, container.output
+    assert json.loads(verdict.read_text())["outcome"] == "stopped"
+    assert "warning dnsmasq" not in container.output
+
+
+def test_fewer_are_enough_without_shares(run: Run, gpu_instance: str, tmp_path: Path) -> None:
+    spec = tmp_path / "spec.toml"
+    demo = (PROJECT / "images/gpu-instance/demo.toml").read_text()
+    spec.write_text(demo.replace('[[share]]\ntag = "share"\npath = "/srv/share"\n', ""))
+    spec.chmod(0o644)
+    assert "[[share]]" not in spec.read_text()
+    container = run(gpu_instance, *least(*NEEDED), *at(spec), command=RUN)
+    container.until("guest: done")
+    assert "guest: address 192.168.77.2/24" in container.output
+    assert container.stop() == 0, container.output
+    assert "warning dnsmasq" not in container.output
+
+
+def test_a_wrong_spec_is_told_in_the_exit_status(run: Run, gpu_instance: str, tmp_path: Path) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text("[cpu]\ncounts = 4\n")
+    spec.chmod(0o644)
+    container = run(gpu_instance, *at(spec), command=RUN)
+    assert container.wait() == 30, container.output
+    assert "cpu.counts: unknown key; did you mean 'count'?" in container.output
+
+
+def test_uefi_starts_from_the_firmware_in_the_image(run: Run, gpu_instance: str, tmp_path: Path) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text('[memory]\nsize = "256MiB"\n[boot]\nfirmware = "/usr/share/OVMF/OVMF_CODE_4M.fd"\n')
+    spec.chmod(0o644)
+    container = run(gpu_instance, "--privileged", *NO_KVM, *at(spec), command=RUN)
+    container.until("BdsDxe: ")
+
+
+def test_the_controllers_image_runs_its_program(run: Run, controller: str) -> None:
+    container = run(controller, command=("--help",))
+    assert container.wait() == 0, container.output
+    assert "usage: instance-cgroup-controller" in container.output
+    # Without the node's cgroups and kubelet it says what is missing, in lines, and ends.
+    bare = run(controller)
+    assert bare.wait() == 31, bare.output
+    assert "Traceback" not in bare.output
+    assert "cannot listen at /run/instance-cgroup-controller/controller.sock" in bare.output
+
+
+@pytest.mark.parametrize("name", ["gpu_instance", "controller"])
+def test_what_is_in_an_image_and_what_is_not(name: str, request: pytest.FixtureRequest, files: Files) -> None:
+    image = request.getfixturevalue(name)
+    size = int(inspect(image, "{{.Size}}")) / 1e6
+    assert size < MEGABYTES[name], f"{name} has {size:.0f} MB"
+    assert inspect(image, '{{index .Labels "org.opencontainers.image.version"}}') == metadata.version("instance-runner")
+    with files(image) as root:
+        programs = {
+            path.name
+            for folder in ("usr/bin", "usr/local/bin", "opt/instance-runner/bin")
+            for path in (root / folder).iterdir()
+        }
+        assert not programs & {"gcc", "cc", "make", "pip", "pip3", "uv", "git", "curl", "qemu-system-i386"}
+        packages = root / "opt/instance-runner/lib/python3.13/site-packages"
+        found = {path.name.split("-")[0].replace("_", "-") for path in packages.glob("*.dist-info")}
+        assert found == required("instance-runner")
+        sources = list(packages.rglob("*.py"))
+        assert sources
+        assert [path for path in sources if not list(path.parent.glob(f"__pycache__/{path.stem}.*.pyc"))] == []
+        assert not list((root / "var/lib/apt/lists").glob("*_Packages*"))
+        assert not list((root / "var/cache/apt/archives").glob("*.deb"))

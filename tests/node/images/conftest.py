@@ -1,0 +1,45 @@
+"""Our images as disks of the node, and the manifests that run them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.node.images.manifested import Cluster, Manifests
+from tests.node.standin_kubelet import Kubelet
+
+IMAGES = ("gpu-instance", "controller")
+
+
+@pytest.fixture(scope="session")
+def manifests() -> Manifests:
+    if "RUNNER_NODE_MANIFESTS" not in os.environ:
+        pytest.skip("built images are missing: tests/images/run builds them and gives them to the node")
+    return Manifests.read()
+
+
+@pytest.fixture(scope="session")
+def images(manifests: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Mount the images' root file systems and return them by the name a manifest uses."""
+    serials = {path.read_text().strip(): path.parent.name for path in Path("/sys/block").glob("vd*/serial")}
+    places = {name: tmp_path_factory.mktemp(name) for name in IMAGES}
+    for name, place in places.items():
+        subprocess.run(["mount", "-t", "erofs", "-o", "ro", f"/dev/{serials[name]}", place], check=True)
+    assert manifests.entry_points.keys() == {"gpu-instance", "instance-cgroup-controller"}
+    yield {"gpu-instance": places["gpu-instance"], "instance-cgroup-controller": places["controller"]}
+    for place in places.values():
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.fixture
+def cluster(manifests: Manifests, images: dict[str, Path], kubelet: Kubelet, tmp_path: Path) -> Cluster:
+    return Cluster(
+        manifests,
+        images,
+        kubelet.scratch / "volumes",  # a file system that is not an overlay
+        {"/var/lib/kubelet": kubelet.directory, "/run/instance-cgroup-controller": tmp_path / "sockets"},
+    )

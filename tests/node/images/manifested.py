@@ -1,0 +1,130 @@
+"""From Kubernetes manifests to pods of the stand-in kubelet: what the API server, the kubelet and containerd make of them.
+
+``tests/images/run`` puts the manifests together and leaves them, with what the images' configurations say, in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.topology.pod import parse_quantity
+from tests.node.standin_kubelet import Container, Mount, Pod, Runtime, capabilities
+
+Object = dict[str, Any]
+VM_DEVICES = ("/dev/kvm", "/dev/net/tun", "/dev/vhost-net")
+"""What the resource ``squat.ai/vm`` stands for."""
+
+
+@attrs.frozen
+class Manifests:
+    """The objects of every directory of manifests, and the entry point of every image."""
+
+    objects: dict[str, list[Object]]
+    entry_points: dict[str, list[str]]
+
+    @classmethod
+    def read(cls) -> Manifests:
+        return cls(**json.loads(Path(os.environ["RUNNER_NODE_MANIFESTS"]).read_text()))
+
+    def of(self, directory: str, kind: str) -> Object:
+        [found] = [found for found in self.objects[directory] if found["kind"] == kind]
+        return found
+
+
+@attrs.define
+class Cluster:
+    """What a manifest leaves open: the images' files, the node's own paths, and a place for what a pod writes."""
+
+    manifests: Manifests
+    images: dict[str, Path]
+    scratch: Path
+    host_paths: dict[str, Path]
+    """Path in a manifest → where that is on this node, when it is elsewhere."""
+
+    def pod(
+        self, directory: str, kind: str, uid: str, cpus: CpuSet, *, runtime: Runtime, mounts: tuple[Mount, ...] = ()
+    ) -> Pod:
+        """Return the pod of *directory*; it gets *cpus*, and *mounts* besides its own."""
+        template = self.manifests.of(directory, kind)
+        template = template if kind == "Pod" else template["spec"]["template"]
+        [container] = template["spec"]["containers"]
+        requests = container["resources"].get("requests", container["resources"]["limits"])
+        guaranteed = requests == container["resources"]["limits"]
+        assert guaranteed == bool(cpus), "exclusive CPUs are for Guaranteed pods"
+        assert not guaranteed or len(cpus) == parse_quantity(requests["cpu"])
+        return Pod(
+            uid,
+            (self.container(directory, container, template["spec"].get("volumes", []), uid, cpus, mounts),),
+            qos="guaranteed" if guaranteed else "burstable",
+            host_pid=template["spec"].get("hostPID", False),
+            share_processes=template["spec"].get("shareProcessNamespace", False),
+            runtime=runtime,
+        )
+
+    def container(
+        self,
+        directory: str,
+        container: Object,
+        volumes: list[Object],
+        uid: str,
+        cpus: CpuSet,
+        mounts: tuple[Mount, ...],
+    ) -> Container:
+        """Return one container as its runtime is told of it."""
+        image = container["image"].partition(":")[0].rpartition("/")[2]
+        fields = {"metadata.uid": uid, "status.podIP": "127.0.0.1"}
+        environment = {
+            each["name"]: each["value"] if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+            for each in container.get("env", [])
+        }
+        words = [*container.get("command", self.manifests.entry_points[image]), *container.get("args", [])]
+        context, limits = container["securityContext"], container["resources"]["limits"]
+        added = " ".join(context.get("capabilities", {}).get("add", []))
+        sources = {volume["name"]: self.source(directory, volume, uid) for volume in volumes}
+        declared: list[Mount] = [
+            (sources[mount["name"]], mount["mountPath"], "ro" if mount.get("readOnly") else "rw")
+            for mount in container["volumeMounts"]
+        ]
+        return Container(
+            tuple(re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in words),
+            name=container["name"],
+            image=self.images[image],
+            cpus=cpus,
+            memory=math.ceil(parse_quantity(limits["memory"])),
+            privileged=context.get("privileged", False),
+            capabilities=capabilities(added),
+            drop_all=context.get("capabilities", {}).get("drop") == ["ALL"],
+            allow_privilege_escalation=context.get("allowPrivilegeEscalation", True),
+            read_only_root=context.get("readOnlyRootFilesystem", False),
+            devices=tuple(path for path in VM_DEVICES if "squat.ai/vm" in limits and Path(path).exists()),
+            mounts=(*sorted(declared, key=lambda mount: mount[1].count("/")), *mounts),
+            environment=environment,
+        )
+
+    def source(self, directory: str, volume: Object, uid: str) -> Path:
+        """Return where the files of a volume are, made now if they are the pod's own."""
+        if "hostPath" in volume:
+            path = Path(volume["hostPath"]["path"])
+            path = self.host_paths.get(str(path), path)
+            if volume["hostPath"]["type"] == "DirectoryOrCreate":
+                path.mkdir(parents=True, exist_ok=True)
+            assert path.is_dir(), path
+            return path
+        place: Path = self.scratch / uid / volume["name"]
+        place.mkdir(parents=True)
+        if "configMap" in volume:
+            data = self.manifests.of(directory, "ConfigMap")["data"]
+            for name, text in data.items():
+                (place / name).write_text(text)
+        else:
+            assert "emptyDir" in volume
+            place.chmod(0o777)
+        return place

@@ -1,0 +1,147 @@
+"""The images on a node with cgroup v2, as the manifests in examples/kubernetes run them."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import pytest
+
+from runner.cpuset import CpuSet
+from tests.node.cgroups import SECONDS, Cgroup
+from tests.node.images.manifested import Cluster, Object
+from tests.node.instances import ROM, TREE, Instance
+from tests.node.standin_kubelet import Kubelet, Mount, Running, Runtime
+
+BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
+CONTROLLER, INSTANCE = "00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002"
+LEFT_TO_THE_CONTROLLER = f"{1 << 1 | 1 << 19:016x}"
+"""CAP_DAC_OVERRIDE and CAP_SYS_PTRACE, as /proc shows them."""
+
+
+@pytest.fixture(autouse=True)
+def tree() -> Iterator[Cgroup]:
+    """Return the controller's tree, which goes after the pods of the test."""
+    yield TREE
+    TREE.remove()
+
+
+def status_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
+
+
+def get(container: Running, path: str) -> tuple[int, str]:
+    """Ask the controller's HTTP server as the kubelet's probe does: at the pod's address."""
+    code = (
+        "import sys, urllib.request, urllib.error\n"
+        "try: found = urllib.request.urlopen('http://127.0.0.1:9440' + sys.argv[1], timeout=5)\n"
+        "except urllib.error.HTTPError as error: found = error\n"
+        "print(found.status); print(found.read().decode())"
+    )
+    argv = ["nsenter", f"--target={container.pid}", "--net", "python3", "-c", code, path]
+    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=SECONDS)
+    status, _, text = done.stdout.partition("\n")
+    return int(status), text
+
+
+@BOTH
+def test_the_daemon_set_has_the_rights_it_needs_and_no_more(
+    tree: Cgroup, cluster: Cluster, kubelet: Kubelet, runtime: Runtime
+) -> None:
+    pod = cluster.pod("controller", "DaemonSet", CONTROLLER, CpuSet(), runtime=runtime)
+    controller = kubelet.run(pod)["controller"]
+    controller.wait_for("ready socket=")
+    status = status_of(controller.pid)
+    assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd")} == {LEFT_TO_THE_CONTROLLER}
+    assert (status["NoNewPrivs"], status["CapInh"]) == ("1", f"{0:016x}")
+    assert Cgroup(tree.path / "float").cpus() == kubelet.default
+    assert get(controller, "/healthz")[0] == 200
+    assert get(controller, "/readyz")[0] == 200
+    assert "instance_cgroup_controller_instances 0" in get(controller, "/metrics")[1]
+    assert kubelet.stop(CONTROLLER, grace=5) == {"controller": 0}, controller.output
+
+
+def with_the_rom(cluster: Cluster, directory: str) -> Cluster:
+    """Replace the demo guest in the spec of *directory*: Linux would take a minute here to say a word."""
+    manifests = copy.deepcopy(cluster.manifests)
+    data: Object = manifests.of(directory, "ConfigMap")["data"]
+    text, guests = re.subn(
+        r"\[boot\].*?(?=\n\n)", '[boot]\nfirmware = "/guest/rom"', data["spec.toml"], flags=re.DOTALL
+    )
+    text, sizes = re.subn(r'size = "\w+"', 'size = "64MiB"', text)
+    # There is no pod network here for the guest to take over.
+    text, networks = re.subn('mode = "bridge"', 'mode = "private"', text)
+    assert (guests, sizes, networks) == (1, 1, 1)
+    data["spec.toml"] = text
+    return attrs.evolve(cluster, manifests=manifests)
+
+
+@pytest.fixture
+def guest(tmp_path: Path) -> tuple[Mount, ...]:
+    """Return the mount of a directory with the ROM guest."""
+    place = tmp_path / "guest"
+    place.mkdir()
+    (place / "rom").write_bytes(ROM.read_bytes())
+    return ((place, "/guest", "ro"),)
+
+
+@BOTH
+@pytest.mark.parametrize("directory", ["instance", "job"])
+def test_an_instance_beside_the_daemon_set(
+    cluster: Cluster, kubelet: Kubelet, guest: tuple[Mount, ...], runtime: Runtime, directory: str
+) -> None:
+    kind, exclusive = {"instance": ("Pod", CpuSet.parse("2-3,10-11")), "job": ("Job", CpuSet.parse("9-10"))}[directory]
+    cluster = with_the_rom(cluster, directory)
+    controller = kubelet.run(cluster.pod("controller", "DaemonSet", CONTROLLER, CpuSet(), runtime=runtime))[
+        "controller"
+    ]
+    controller.wait_for("ready socket=")
+    pod = cluster.pod(directory, kind, INSTANCE, exclusive, runtime=runtime, mounts=guest)
+    instance = Instance(kubelet, INSTANCE, exclusive, kubelet.run(pod)["instance"])
+    instance.up()
+    assert instance.receipt()["backend"] == "controller"
+    instance.is_placed()
+    assert kubelet.stop(INSTANCE) == {"instance": 0}, instance.running.output
+    assert "ended outcome=stopped status=0 faults=0" in instance.running.output
+    assert not instance.group.path.exists()
+    assert kubelet.stop(CONTROLLER, grace=5) == {"controller": 0}, controller.output
+
+
+@BOTH
+@pytest.mark.parametrize("namespace", ["host", "private"])
+def test_a_privileged_instance_divides_its_own_cgroup(
+    cluster: Cluster,
+    kubelet: Kubelet,
+    guest: tuple[Mount, ...],
+    runtime: Runtime,
+    namespace: Literal["host", "private"],
+) -> None:
+    """As containerd starts a privileged container, and as Docker does (in a cgroup namespace of its own)."""
+    cluster = with_the_rom(cluster, "overlays/privileged")
+    exclusive = CpuSet.parse("2-4,10-12")
+    pod = cluster.pod("overlays/privileged", "Pod", INSTANCE, exclusive, runtime=runtime, mounts=guest)
+    [container] = pod.containers
+    pod = replace(pod, containers=(replace(container, cgroup_namespace=namespace),))
+    instance = Instance(kubelet, INSTANCE, exclusive, kubelet.run(pod)["instance"])
+    instance.up()
+    receipt = instance.receipt()
+    assert receipt["backend"] == "delegated"
+    pins = {thread.cpus for thread in instance.vcpus()}
+    assert {len(cpus) for cpus in pins} == {1}
+    taken = CpuSet(cpu for cpus in pins for cpu in cpus)
+    assert len(taken) == 4
+    assert taken <= exclusive
+    vcpus = {thread.tid for thread in instance.vcpus()}
+    [anchor] = instance.processes()["anchor"]
+    others = [each for each in instance.threads() if each.tid not in vcpus and each.pid != anchor]
+    assert {each.cpus for each in others} == {exclusive - taken}
+    assert {each.cgroup for each in others} == {f"{instance.scope}/float"}
+    assert kubelet.stop(INSTANCE) == {"instance": 0}, instance.running.output
+    assert "ended outcome=stopped status=0 faults=0" in instance.running.output

@@ -1,0 +1,158 @@
+"""`instance-runner check` on a node of Kubernetes and in pods of every kind, and what `run` says to the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.cpuset import CpuSet
+from tests.node.cgroups import ROOT, SECONDS, Cgroup
+from tests.node.standin_kubelet import Container, Kubelet, Mount, Pod
+
+UID = "0f5c3c5e-8f2a-4b0e-9d1d-2f3b5a6c7d8e"
+PROJECT = Path(__file__).resolve().parents[2]
+BLOCK = "--block-signal=TERM,INT,HUP"
+CHECK = ("env", BLOCK, "python3", "-m", "runner", "check", "--json")
+PATIENCE = 4 * SECONDS
+"""Seconds for a program that starts five others, all on emulated CPUs."""
+SPEC = '[cpu]\nplacement = "{0}"\naccel = "tcg"\n[memory]\nsize = "64MiB"\n[boot]\nkernel = "/spec/kernel"\n'
+
+
+def findings(report: dict[str, Any]) -> dict[str, dict[str, str]]:
+    return {each["check"]: each for each in report["findings"]}
+
+
+def checked_here(kubelet: Kubelet, *more: str) -> tuple[int, dict[str, Any]]:
+    """Run the check on the node, where every process is seen."""
+    argv = [sys.executable, "-m", "runner", "check", "--json", "--kubelet-dir", str(kubelet.directory), *more]
+    done = subprocess.run(argv, cwd=PROJECT, check=False, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stderr == ""
+    return done.returncode, json.loads(done.stdout)
+
+
+def checked_in(kubelet: Kubelet, pod: Pod) -> tuple[int, dict[str, Any]]:
+    """Run *pod*, whose command is the check, to its end."""
+    main = kubelet.run(pod)["main"]
+    status = main.wait(PATIENCE)
+    assert main.output.startswith("{"), main.output
+    return status, json.loads(main.output)
+
+
+@pytest.fixture
+def core(numa: dict[int, CpuSet]) -> CpuSet:
+    """Return a whole core that is not CPU 0's."""
+    last = max(numa[0])
+    return CpuSet.parse(Path(f"/sys/devices/system/cpu/cpu{last}/topology/core_cpus_list").read_text())
+
+
+@contextlib.contextmanager
+def controller(kubelet: Kubelet, directory: Path) -> Iterator[Path]:
+    """Run the controller in a tree of its own until the block ends; yields its socket."""
+    path = directory / "controller.sock"
+    tree = Cgroup(ROOT / "stelia")
+    command = "import sys; from runner.controller.main import main; sys.exit(main())"
+    options = ("--root", str(tree.path), "--socket", str(path), "--kubelet-dir", str(kubelet.directory))
+    with subprocess.Popen([sys.executable, "-c", command, *options], cwd=PROJECT) as process:
+        try:
+            deadline = time.monotonic() + SECONDS
+            while not path.exists():
+                assert process.poll() is None
+                assert time.monotonic() < deadline, "the controller does not listen"
+                time.sleep(0.05)
+            yield path
+        finally:
+            process.kill()
+            process.wait()
+            tree.remove()
+
+
+def test_a_node_with_its_controller(kubelet: Kubelet, core: CpuSet, tmp_path: Path) -> None:
+    sleep = Container(("sh", "-c", "echo up; exec sleep infinity"), cpus=core)
+    kubelet.run(Pod(UID, (sleep,)))["main"].wait_for("up")
+    with controller(kubelet, tmp_path) as path:
+        status, report = checked_here(kubelet, "--socket", str(path))
+    found = findings(report)
+    assert (status, report["place"]) == (0, "node"), report
+    assert report["verdict"] != "fatal"
+    good = ("cgroups", "kernel", "cores", "cpu-manager", "memory-manager", "controller")
+    assert {name: found[name]["level"] for name in good} == dict.fromkeys(good, "ok"), report
+    assert f"exclusive '{core}'" in found["cpu-manager"]["found"]
+    assert found["cores"]["found"] == f"pod {UID}: CPUs '{core}' are whole cores of one NUMA node"
+    assert found["topology-manager"]["level"] == "unknown"
+    assert not {"own-cpus", "qemu", "mbind"} & found.keys(), "these are questions to a pod"
+
+
+def test_half_cores_and_what_runs_beside_the_pods(kubelet: Kubelet, core: CpuSet, tree: Cgroup) -> None:
+    kubelet.admit(Pod(UID, (Container(("true",), cpus=CpuSet([max(core)])),)))
+    tree.delegate()
+    neighbour = tree.child("neighbour")
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        neighbour.write("cgroup.procs", process.pid)
+        try:
+            _, report = checked_here(kubelet)
+        finally:
+            process.kill()
+    neighbour.wait_empty()
+    found = findings(report)
+    assert found["cores"]["level"] == "warning"
+    assert (found["neighbours"]["level"], tree.path.name in found["neighbours"]["found"]) == ("warning", True), found
+    assert str(kubelet.default) in found["neighbours"]["remedy"]
+
+
+def test_a_guaranteed_pod_and_the_controller(kubelet: Kubelet, core: CpuSet, tmp_path: Path) -> None:
+    """It sees its own cgroup as the root, and is known by what the kubelet sets."""
+    with controller(kubelet, tmp_path) as path:
+        mounts: tuple[Mount, ...] = ((path.parent, "/run/instance-cgroup-controller", "rw"),)
+        status, report = checked_in(kubelet, Pod(UID, (Container(CHECK, cpus=core, mounts=mounts),)))
+    found = findings(report)
+    assert (status, report["place"]) == (0, "pod"), report
+    assert found["own-cpus"]["found"].startswith("the pod is Guaranteed (its oom_score_adj is -997)")
+    good = ("own-cpus", "cgroups", "cpu-time", "cores", "pid-namespace", "signals", "mbind", "controller")
+    programs = ("qemu", "dnsmasq", "virtiofsd", "sleep")
+    assert {name: found[name]["level"] for name in (*good, *programs)} == dict.fromkeys((*good, *programs), "ok"), (
+        report
+    )
+    assert found["tun"]["level"] == "warning"
+
+
+def test_a_guaranteed_pod_with_what_it_should_not_have(kubelet: Kubelet, core: CpuSet) -> None:
+    """Privileged, a seccomp profile without mbind, no entry point that blocks signals."""
+    container = Container(CHECK[2:], cpus=core, privileged=True, forbidden=("mbind",))
+    status, report = checked_in(kubelet, Pod(UID, (container,)))
+    found = findings(report)
+    assert (status, found["own-cpus"]["level"], found["tun"]["level"]) == (0, "ok", "ok"), report
+    assert (found["mbind"]["level"], "SYS_NICE" in found["mbind"]["remedy"]) == ("warning", True)
+    assert (found["signals"]["level"], BLOCK in found["signals"]["remedy"]) == ("warning", True)
+
+
+def test_a_pod_without_cpus_of_its_own_and_with_the_hosts_processes(kubelet: Kubelet) -> None:
+    status, report = checked_in(kubelet, Pod(UID, (Container(CHECK),), qos="besteffort", host_pid=True))
+    found = findings(report)
+    assert (status, report["place"], report["verdict"]) == (3, "pod", "fatal")
+    assert (found["own-cpus"]["level"], "requests equal to limits" in found["own-cpus"]["remedy"]) == ("fatal", True)
+    assert (found["pid-namespace"]["level"], "hostPID" in found["pid-namespace"]["remedy"]) == ("fatal", True)
+
+
+def test_run_refuses_what_check_calls_fatal(kubelet: Kubelet, tmp_path: Path) -> None:
+    (tmp_path / "kernel").write_bytes(b"kernel")
+    (tmp_path / "auto").write_text(SPEC.format("auto"))
+    (tmp_path / "less").write_text(SPEC.format("affinity"))
+    script = f"env {BLOCK} python3 -m runner check /spec/auto; echo check $?; python3 -m runner plan /spec/less; echo plan $?; "
+    script += f"exec env {BLOCK} python3 -m runner run /spec/auto"
+    container = Container(("sh", "-c", script), mounts=((tmp_path, "/spec", "ro"),))
+    main = kubelet.run(Pod(UID, (container,), qos="burstable"))["main"]
+    assert main.wait(PATIENCE) == 30, main.output
+    sentence = "the pod is Burstable (its oom_score_adj is 900), so it shares its CPUs with other pods"
+    assert [line.split()[:2] for line in main.lines if line.startswith("fatal")] == [["fatal", "own-cpus"]], main.output
+    assert "check 3" in main.lines
+    assert any(line.startswith(f"  note: {sentence}") for line in main.lines), main.output
+    assert "plan 0" in main.lines
+    assert f"/spec/auto: cpu.placement: {sentence}" in main.lines[-2], main.output

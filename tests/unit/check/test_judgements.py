@@ -1,0 +1,279 @@
+"""Every check in every level it knows; what is not well names what mends it."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from runner.check import cpus, devices, kernel, servants
+from runner.check.cpus import Init, Neighbour
+from runner.check.finding import Check, Finding, Level, Place, Report, place_of
+from runner.check.report import report_json, report_lines
+from runner.check.servants import Program
+from runner.controller.kubelet import CpuState, Frozen
+from runner.cpuset import CpuSet
+from runner.host.kernel import Interrupt, PciDevice, Swap
+from runner.plan.facts import Kvm, Pod, Virtiofsd
+from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+
+OK, UNKNOWN, WARNING, FATAL = Level
+NODE, POD, CONTAINER, MACHINE = Place
+HOSTS = Path(__file__).parents[2] / "data" / "hosts"
+EPYC = Hardware.from_json((HOSTS / "epyc-7543-2s-nps1.json").read_text())
+HYBRID = Hardware.from_json((HOSTS / "core-i9-13900k.json").read_text())
+ALL, SOME = CpuSet(range(8)), CpuSet([2, 3])
+GUARANTEED = Pod("guaranteed", "its oom_score_adj is -997")
+BURSTABLE = Pod("burstable", "its oom_score_adj is 900")
+ERROR_NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
+STATIC = CpuState("static", CpuSet([0, 1]), {"a": {"main": SOME}})
+STATUS: dict[str, object] = {
+    "protocol": 1,
+    "float_cpuset": "0-1",
+    "kubelet": True,
+    "policy": "static",
+    "frozen": None,
+    "faults": [],
+    "trusting": False,
+}
+
+
+def own(pod: Pod | None, allowed: CpuSet, *, less: bool = False) -> Finding:
+    return cpus.judge_own_cpus(pod, allowed, ALL, asked_for_less=less)
+
+
+def time(place: Place, limit: float | None, throttled: int = 0, *, less: bool = False) -> Finding:
+    return cpus.judge_cpu_time(place, limit, 4, throttled, asked_for_less=less)
+
+
+def cores(numbers: str, others: str = "", hardware: Hardware = EPYC) -> list[Finding]:
+    return list(cpus.judge_cores(CpuSet.parse(numbers), hardware, CpuSet.parse(others), "the vCPUs"))
+
+
+def init(
+    *, ours: bool, blocks: bool = False, handles: bool = False, everything: bool = False, name: str = "bash"
+) -> list[Finding]:
+    return list(cpus.judge_init(POD, Init(ours, name, blocks, handles), sees_everything=everything))
+
+
+def hugepages(near: str, *free: int) -> Finding:
+    nodes = tuple(NumaNode(i, 1 << 30, (10,) * len(free), (HugepagePool(2 << 20, 4, n),)) for i, n in enumerate(free))
+    hardware = Hardware(tuple(Cpu(i, i, 0, 0, i) for i in range(len(free))), nodes)
+    return kernel.judge_hugepages(hardware, CpuSet.parse(near))
+
+
+def controller(answer: object, place: Place = POD, placement: str = "auto") -> Finding:
+    assert answer is None or isinstance(answer, str | dict)
+    return servants.judge_controller(place, "/run/c/controller.sock", answer, placement)
+
+
+def program(check: Check, path: str | None, said: str = "", trouble: str | None = None) -> Finding:
+    found = Program(None if path is None else PurePosixPath(path), said, trouble)
+    return servants.judge_program(check, "name", "package", found)
+
+
+V1 = {"cpuset": "/sys/fs/cgroup/cpuset"}
+MOUNT = "/sys/fs/cgroup"
+CASES: list[tuple[Finding, Level, str]] = [
+    (kernel.judge_cgroups(POD, MOUNT, ["cpu", "cpuset"], {}), OK, "offers cpuset"),
+    (kernel.judge_cgroups(POD, None, [], {}), UNKNOWN, "no cgroup hierarchy can be seen"),
+    (kernel.judge_cgroups(MACHINE, f"{MOUNT}/unified", [], V1), WARNING, "cgroup v1's (hybrid: /sys/fs/cgroup/cpuset)"),
+    (kernel.judge_cgroups(NODE, f"{MOUNT}/unified", ["cpuset"], V1), FATAL, "hybrid"),
+    (kernel.judge_cgroups(NODE, None, [], {"cpu": "/x", "memory": "/y"}), FATAL, "only v1 (cpu, memory)"),
+    (kernel.judge_cgroups(NODE, MOUNT, ["cpu"], {}), FATAL, "does not offer cpuset (it offers: cpu)"),
+    (kernel.judge_kernel("6.12.48+deb13-amd64"), OK, "6.12.48"),
+    (kernel.judge_kernel("6.5.0"), OK, "6.5.0"),
+    (kernel.judge_kernel("6.4.99"), WARNING, "before 6.5 the controller knows its clients by bare PID"),
+    (kernel.judge_kernel("5.15.0-91-generic"), WARNING, "before 6.2 a change of a cpuset may reset the masks"),
+    (kernel.judge_kernel(""), UNKNOWN, "no version"),
+    (kernel.judge_clock("tsc"), OK, "tsc"),
+    (kernel.judge_clock("hpet"), WARNING, "hpet"),
+    (kernel.judge_clock(""), UNKNOWN, "does not say"),
+    (kernel.judge_swap([], ""), OK, "off"),
+    (kernel.judge_swap([Swap("/dev/vdb", 1 << 30)], "0"), OK, "not for this container"),
+    (kernel.judge_swap([Swap("/dev/vdb", 1 << 30)], ""), WARNING, "/dev/vdb (1024 MiB)"),
+    (kernel.judge_swap([Swap("/dev/vdb", 1 << 30)], "max"), WARNING, "swap is on"),
+    (kernel.judge_transparent_hugepages("advise"), OK, "advise"),
+    (kernel.judge_transparent_hugepages("never"), WARNING, "never"),
+    (kernel.judge_transparent_hugepages(""), UNKNOWN, "does not say"),
+    (kernel.judge_hugepages(HYBRID, SOME), OK, "none are reserved"),
+    (hugepages("0", 3, 0), OK, "2 MiB: 3 of 4 free on NUMA node 0, 0 of 4 free on NUMA node 1"),
+    (hugepages("1", 3, 0), WARNING, "none of 2 MiB is free on NUMA node 1"),
+    (kernel.judge_numa_balancing("1", 1), OK, "one NUMA node"),
+    (kernel.judge_numa_balancing("0", 2), OK, "off"),
+    (kernel.judge_numa_balancing("", 2), OK, "off"),
+    (kernel.judge_numa_balancing("1", 2), WARNING, "numa_balancing is 1"),
+    (kernel.judge_isolated(CpuSet(), CpuSet(), None), OK, "names none"),
+    (kernel.judge_isolated(SOME, SOME, CpuSet([0, 1])), OK, "none of them in the shared pool; nohz_full='2-3'"),
+    (kernel.judge_isolated(SOME, CpuSet(), CpuSet([0, 1, 2])), WARNING, "CPUs '2' of the shared pool"),
+    (kernel.judge_isolated(SOME, CpuSet(), None), UNKNOWN, "the shared pool is not known here"),
+    (kernel.judge_isolated(None, CpuSet(), None), UNKNOWN, "does not say"),
+    (kernel.judge_pci([PciDevice("0000:01:00.0", 0x03, -1)], 1), OK, "one NUMA node"),
+    (kernel.judge_pci([PciDevice("0000:00:00.0", 0x06, -1), PciDevice("0000:01:00.0", 0x03, 1)], 2), OK, "every device"),
+    (kernel.judge_pci([PciDevice("0000:01:00.0", 0x03, -1)], 2), WARNING, "-1 for 0000:01:00.0 (display)"),
+    (kernel.judge_pci([PciDevice(f"0000:0{i}:00.0", 0x02, -1) for i in range(9)], 2), WARNING, "and 1 more"),
+    (own(GUARANTEED, SOME), OK, "the pod is Guaranteed (its oom_score_adj is -997) and may use CPUs '2-3' of '0-7'"),
+    (own(BURSTABLE, SOME), FATAL, "the pod is Burstable"),
+    (own(BURSTABLE, SOME, less=True), WARNING, "the pod is Burstable"),
+    (own(GUARANTEED, ALL), FATAL, "every CPU of the node"),
+    (own(Pod("", "its oom_score_adj is 0"), SOME), UNKNOWN, "QoS class cannot be seen (its oom_score_adj is 0)"),
+    (own(None, ALL), WARNING, "every CPU of the machine"),
+    (own(None, SOME), UNKNOWN, "nothing here says whether they were given to others too"),
+    (time(POD, None), OK, "no cpu.max"),
+    (time(POD, 4.0), OK, "the time of 4 CPUs to 4"),
+    (time(POD, 3.5), FATAL, "lets 4 vCPUs have the time of 3.5 CPUs"),
+    (time(POD, 3.5, less=True), WARNING, "3.5 CPUs"),
+    (time(CONTAINER, 3.5), WARNING, "3.5 CPUs"),
+    (time(POD, 4.0, throttled=9), WARNING, "9 times"),
+    (cores("1,65,2,66")[0], OK, "the vCPUs: CPUs '1-2,65-66' are whole cores of one NUMA node"),
+    (cores("1,65,2")[0], WARNING, "the vCPUs: CPUs 2 are half cores"),
+    (cores("1,65,2", "66")[0], WARNING, "which are exclusive to another pod"),
+    (cores("1,65,33,97")[0], WARNING, "lie on 2 NUMA nodes"),
+    (cores("0-1,16", "", HYBRID)[0], WARNING, "unequal cores"),
+    (cpus.judge_interrupts([], SOME, ALL), UNKNOWN, "shows none"),
+    (cpus.judge_interrupts([Interrupt(9, "acpi", CpuSet([0]))], SOME, ALL), OK, "none is delivered to CPUs '2-3'"),
+    (cpus.judge_interrupts([Interrupt(9, "acpi", CpuSet([3, 4]))], SOME, ALL), WARNING, "1 may be delivered to CPUs '2-3': 9 (acpi)"),
+    (cpus.judge_interrupts([Interrupt(i, "nvme", SOME) for i in range(9)], SOME, ALL), WARNING, "and 3 more"),
+    (cpus.judge_neighbours([Neighbour("system.slice", CpuSet([0]))], SOME, CpuSet([0, 1])), OK, "nothing but pods"),
+    (cpus.judge_neighbours([Neighbour("system.slice", ALL)], SOME, CpuSet([0, 1])), WARNING, "system.slice may run"),
+    (init(ours=True, blocks=True)[0], OK, "this is PID 1"),
+    (init(ours=True, blocks=True)[1], OK, "was blocked before Python started"),
+    (init(ours=True)[1], WARNING, "was not blocked"),
+    (init(ours=False)[0], UNKNOWN, "its PID 1 is 'bash'"),
+    (init(ours=False)[1], UNKNOWN, "does not listen to SIGTERM"),
+    (init(ours=False, handles=True)[1], UNKNOWN, "how it was started cannot be seen any more"),
+    (init(ours=False, blocks=True)[1], OK, "blocks SIGTERM"),
+    (init(ours=False, name="instance-runner")[0], OK, "its PID 1 is 'instance-runner'"),
+    (init(ours=False, name="pause")[0], FATAL, "shared with the pod's other containers"),
+    (init(ours=False, everything=True)[0], FATAL, "the machine's own"),
+    (devices.judge_kvm(Kvm(None, 104, 0o660), None), OK, "makes virtual machines"),
+    (devices.judge_kvm(Kvm("/dev/kvm: No such file or directory"), None), WARNING, "emulated in software"),
+    (devices.judge_kvm(Kvm(None, 104, 0o660), "Device or resource busy"), FATAL, "makes no virtual machine: Device or"),
+    (devices.judge_kvm(Kvm(None, 0, 0o660), None), WARNING, "lets no group in"),
+    (devices.judge_device(devices.TUN, POD, "/dev/net/tun", None), OK, "may be used"),
+    (devices.judge_device(devices.TUN, POD, "/dev/net/tun", "Permission denied"), WARNING, "Permission denied"),
+    (devices.judge_device(devices.VHOST_NET, NODE, "/dev/vhost-net", "No such file"), WARNING, "No such file"),
+    (devices.judge_memlock(1 << 16, has_vfio=False, memory=1 << 30), OK, "nothing is locked"),
+    (devices.judge_memlock(None, has_vfio=True, memory=1 << 30), OK, "no limit"),
+    (devices.judge_memlock(2 << 30, has_vfio=True, memory=1 << 30), OK, "2048 MiB"),
+    (devices.judge_memlock(1 << 16, has_vfio=True, memory=1 << 30), WARNING, "64 KiB may be locked, and 1024 MiB"),
+    (devices.judge_mbind(None, 2), OK, "works"),
+    (devices.judge_mbind(OSError(errno.EPERM, "Operation not permitted"), 1), OK, "one NUMA node"),
+    (devices.judge_mbind(OSError(errno.EPERM, "Operation not permitted"), 2), WARNING, "seccomp"),
+    (devices.judge_mbind(ERROR_NO_MEMORY, 2), UNKNOWN, "Cannot allocate memory"),
+    (program(servants.QEMU, "/q", "QEMU emulator version 10.0.2 (Debian)"), OK, "/q 10.0.2"),
+    (program(servants.QEMU, "/q", "", "QEMU 6.2.0 is older than 7.2"), FATAL, "older"),
+    (program(servants.QEMU, None), FATAL, "cannot find the program 'name'"),
+    (program(servants.DNSMASQ, None), WARNING, "cannot find"),
+    (program(servants.DNSMASQ, "/d", "", "it was built without DHCP"), WARNING, "/d: it was built without DHCP"),
+    (program(servants.SLEEP, "/bin/sleep"), OK, "/bin/sleep"),
+    (program(servants.SLEEP, None), FATAL, "cannot find"),
+    (servants.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=True, version=(1, 13)), ""), OK, "/v 1.13 (in Rust)"),
+    (servants.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=False, version=(7, 2)), ""), OK, "cannot share read-only"),
+    (servants.judge_virtiofsd(None, "not found"), WARNING, "not found"),
+    (servants.judge_cpu_manager("/s", STATIC, ""), OK, "static; shared pool '0-1', exclusive '2-3'"),
+    (servants.judge_cpu_manager("/s", CpuState("static", CpuSet([0])), ""), WARNING, "the shared pool is '0'"),
+    (servants.judge_cpu_manager("/s", CpuState("none", CpuSet()), ""), FATAL, "policy is 'none'"),
+    (servants.judge_cpu_manager("/s", Frozen("cannot use /s: it is empty"), ""), FATAL, "it is empty"),
+    (servants.judge_cpu_manager("/s", Frozen(""), "Permission denied"), UNKNOWN, "Permission denied"),
+    (servants.judge_memory_manager("Static", {0: 1 << 30, 1: 0}, ""), OK, "1024 MiB on NUMA node 0, 0 MiB on NUMA node 1"),
+    (servants.judge_memory_manager("None", {}, ""), WARNING, "'None'"),
+    (servants.judge_memory_manager("", {}, "Permission denied"), UNKNOWN, "Permission denied"),
+    (servants.judge_topology_manager(), UNKNOWN, "configuration only"),
+    (controller(STATUS), OK, "float has CPUs '0-1'"),
+    (controller(None), WARNING, "there is no /run/c, where its socket would be"),
+    (controller(None, NODE), WARNING, "there is no /run/c"),
+    (controller(None, MACHINE), WARNING, "there is no /run/c"),
+    (controller("Connection refused"), FATAL, "Connection refused"),
+    (controller("Connection refused", NODE), FATAL, "Connection refused"),
+    (controller("Connection refused", POD, "affinity"), WARNING, "Connection refused"),
+    (controller("Connection refused", CONTAINER), WARNING, "Connection refused"),
+    (controller("Connection refused", CONTAINER, "controller"), FATAL, "Connection refused"),
+    (controller({**STATUS, "protocol": 2}), FATAL, "protocol 2"),
+    (controller({**STATUS, "frozen": "the file is empty"}), FATAL, "the file is empty"),
+    (controller({**STATUS, "policy": "none"}), FATAL, "no exclusive CPUs"),
+    (controller({**STATUS, "faults": ["one", "two"]}), WARNING, "2 faults: one"),
+    (controller({**STATUS, "trusting": True}), WARNING, "believes any process"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("finding", "level", "word"), CASES)
+def test_a_check_in_each_of_its_levels(finding: Finding, level: Level, word: str) -> None:
+    assert (finding.level, word in finding.found) == (level, True), finding
+    assert finding.matters
+    assert finding.remedy or level in {OK, UNKNOWN}, "what is not well can be mended"
+    assert not (finding.remedy and level is OK)
+
+
+def test_every_check_was_judged() -> None:
+    checks = {
+        found.name
+        for module in (kernel, cpus, devices, servants)
+        for found in vars(module).values()
+        if isinstance(found, Check)
+    }
+    assert checks == {finding.check for finding, _, _ in CASES}
+
+
+@pytest.mark.parametrize(
+    ("said", "trouble"),
+    [
+        ("QEMU emulator version 7.2.22 (Debian 1:7.2) Copyright", None),
+        ("QEMU emulator version 6.2.0", "QEMU 6.2.0 is older than 7.2"),
+        ("something else", "it says 'something else' when asked for its version"),
+    ],
+)
+def test_what_a_qemu_says_of_itself(said: str, trouble: str | None) -> None:
+    assert servants.qemu_trouble(said) == trouble
+
+
+def test_a_dnsmasq_without_dhcp_is_of_no_use() -> None:
+    assert servants.dnsmasq_trouble("Dnsmasq version 2.90 Compile time options: IPv6 no-DHCP TFTP") is not None
+    assert servants.dnsmasq_trouble("Dnsmasq version 2.90 Compile time options: IPv6 DHCP no-DHCPv6 TFTP") is None
+
+
+@pytest.mark.parametrize(
+    ("sees_everything", "has_kubelet", "in_pod", "place"),
+    [
+        (True, True, False, NODE),
+        (True, True, True, NODE),  # the controller's pod
+        (True, False, True, POD),  # hostPID, which judge_init refuses
+        (False, True, True, POD),
+        (False, False, False, CONTAINER),
+        (True, False, False, MACHINE),
+    ],
+)
+def test_where_we_are(*, sees_everything: bool, has_kubelet: bool, in_pod: bool, place: Place) -> None:
+    assert place_of(sees_everything=sees_everything, has_kubelet=has_kubelet, in_pod=in_pod) is place
+
+
+REPORT = Report(
+    POD, (own(BURSTABLE, SOME), kernel.judge_clock("tsc"), kernel.judge_clock("hpet"), kernel.judge_clock(""))
+)
+
+
+def test_people_read_the_worst_last() -> None:
+    lines = list(report_lines(REPORT, colour=False))
+    assert lines[:2] == [
+        "ok       clocksource  the clock is tsc",
+        "unknown  clocksource  the kernel does not say which clock it uses",
+    ]
+    assert lines[-4].startswith("fatal    own-cpus     the pod is Burstable")
+    assert lines[-3].split(maxsplit=1)[0] == "why"
+    assert lines[-2].split(maxsplit=1)[0] == "mend"
+    assert lines[-1] == "pod: 1 fatal, 1 warning, 1 unknown, 1 ok"
+    assert "\x1b" not in "".join(lines)
+    assert "\x1b[1;31mfatal  \x1b[0m" in "".join(report_lines(REPORT, colour=True))
+
+
+def test_machines_get_everything_in_the_order_it_was_asked() -> None:
+    plain = report_json(REPORT)
+    assert {key: plain[key] for key in ("version", "place", "verdict")} == {
+        "version": 1,
+        "place": "pod",
+        "verdict": "fatal",
+    }
+    assert [finding["level"] for finding in plain["findings"]] == ["fatal", "ok", "warning", "unknown"]
+    assert set(plain["findings"][0]) == {"check", "level", "found", "matters", "remedy"}
+    assert Report(POD, ()).verdict is OK
