@@ -124,6 +124,10 @@ class Controller:
     def answers(self) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, self.log.read_text()
+        return self.listens()
+
+    def listens(self) -> bool:
+        """Whether somebody accepts connections, whoever it is."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self.socket))
             return True

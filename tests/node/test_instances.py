@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -200,18 +199,12 @@ class Mortal:
         pid = int(self.process.stdout.readline())
         begun = time.monotonic()
         if seconds is None:
-            until(self.answers, "the controller to answer")
+            until(self.controller.listens, "the controller to answer")
             self.ready.append(time.monotonic() - begun)
         else:
             time.sleep(seconds)  # the moment is what is tested: any
         os.kill(pid, signal.SIGKILL)
         assert self.process.stdout.readline() == "ended\n"
-
-    def answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(self.controller.socket))
-            return True
-        return False
 
 
 @contextlib.contextmanager
