@@ -21,8 +21,8 @@ from runner.cpuset import CpuSet
 
 ROOT = Path("/sys/fs/cgroup")
 IN_DELETE = 0x200
-SECONDS = 60
-"""How long to wait for what must happen; emulated CPUs are slow."""
+SECONDS = 60 * max(1, (os.cpu_count() or 1) // 16)
+"""How long to wait for what must happen; emulated CPUs are slow, and the more of them the slower."""
 
 
 class Cgroup:

@@ -10,7 +10,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup
-from tests.node.instances import ROM, Controller
+from tests.node.instances import ROM, Controller, World, controller_of, kubelet_of
 from tests.node.standin_kubelet import Kubelet
 
 
@@ -75,30 +75,22 @@ def numa() -> dict[int, CpuSet]:
 
 @pytest.fixture
 def kubelet(tmp_path: Path, numa: dict[int, CpuSet]) -> Iterator[Kubelet]:
-    """Return a stand-in kubelet of this machine that reserves CPU 0; its pods end with the test.
-
-    Where systemd is PID 1, cgroups are its units, as the kubelet has it there.
-    """
-    if (ROOT / "kubepods.slice").exists():
-        pytest.skip("a machine without a kubelet is missing: kubepods.slice is there already")
-    systemd = Path("/run/systemd/system").exists()
-    with Kubelet(tmp_path / "kubelet", numa, reserved=CpuSet([0]), systemd=systemd) as kubelet:
+    """Return a stand-in kubelet of this machine; its pods end with the test."""
+    with kubelet_of(tmp_path, numa) as kubelet:
         yield kubelet
 
 
 @pytest.fixture
 def controller(kubelet: Kubelet, tmp_path: Path) -> Iterator[Controller]:
-    """Return the node's controller, which answers; its log is shown when the test fails, its tree goes with the test."""
-    controller = Controller(kubelet, tmp_path / "sockets")
-    try:
-        controller.start()
+    """Return the node's controller, which answers; its tree goes with the test."""
+    with controller_of(kubelet, tmp_path) as controller:
         yield controller
-    finally:
-        for uid, containers in list(kubelet.running.items()):
-            print(*(f"--- {name} of {uid}\n{container.output}" for name, container in containers.items()), sep="\n")
-            kubelet.stop(uid, grace=0)
-        print(f"--- controller\n{controller.log.read_text()}")
-        controller.end()
+
+
+@pytest.fixture
+def world(kubelet: Kubelet, controller: Controller, tmp_path: Path) -> World:
+    """Return a node with both."""
+    return World(kubelet, controller, tmp_path)
 
 
 @pytest.fixture

@@ -9,13 +9,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from runner.cpuset import CpuSet
-from tests.node.cgroups import ROOT, SECONDS, Cgroup
+from runner.host import inotify
+from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of, mask_of
 from tests.node.standin_kubelet import (
     MIB,
     PROJECT,
@@ -31,6 +34,7 @@ from tests.node.standin_kubelet import (
 
 ROM = Path(os.environ.get("RUNNER_NODE_ROM", ""))
 TREE = Cgroup(ROOT / "stelia")
+FLOAT = Cgroup(TREE.path / "float")
 SOCKETS = "/run/instance-cgroup-controller"
 ENTRY = ("env", "--block-signal=TERM,INT,HUP", sys.executable, "-m", "runner", "run")
 DEVICES = tuple(path for path in ("/dev/net/tun", "/dev/vhost-net") if Path(path).exists())
@@ -56,11 +60,15 @@ class Thread:
     name: str
     cgroup: str
     cpus: CpuSet
+    running_on: int
 
 
 def threads_of(pid: int) -> Iterator[Thread]:
-    """Yield the threads of a process."""
-    for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
+    """Yield the threads of a process; those that end meanwhile are left out."""
+    tasks: list[Path] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name))
+    for task in tasks:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
             groups = (task / "cgroup").read_text().splitlines()
@@ -70,6 +78,7 @@ def threads_of(pid: int) -> Iterator[Thread]:
                 fields["Name"].strip(),
                 next(line[3:] for line in groups if line.startswith("0::")),
                 CpuSet.parse(fields["Cpus_allowed_list"].strip()),
+                int((task / "stat").read_text().rpartition(")")[2].split()[36]),  # proc_pid_stat(5): field 39
             )
 
 
@@ -84,6 +93,11 @@ def members_of(init: int) -> list[int]:
     return sorted(found)
 
 
+def names(group: Cgroup) -> list[str]:
+    """Return the names of a group's children."""
+    return [child.path.name for child in group.children()]
+
+
 class Controller:
     """The node's controller, as the DaemonSet would run it."""
 
@@ -95,25 +109,34 @@ class Controller:
             *(sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())"),
             *("--root", str(TREE.path), "--socket", str(self.socket), "--kubelet-dir", str(kubelet.directory), *more),
         )
+        self.environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(PYCACHE)}
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, and return when it answers."""
         self.directory.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
-            environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(PYCACHE)}
             self.process = subprocess.Popen(
-                self.argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stderr=log, env=environment
+                self.argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stderr=log, env=self.environment
             )
         until(self.answers, "the controller to answer")
 
     def answers(self) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, self.log.read_text()
+        return self.listens()
+
+    def listens(self) -> bool:
+        """Whether somebody accepts connections, whoever it is."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self.socket))
             return True
         return False
+
+    def descriptors(self) -> int:
+        """Return how many descriptors it has open."""
+        assert self.process is not None
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def kill(self) -> None:
         """SIGKILL it."""
@@ -148,7 +171,9 @@ class Instance:
 
     @property
     def scope(self) -> str:
-        return str(self.running.scope)
+        """Return the cgroup of its container; in a unit of systemd's, crun makes one inside."""
+        inner = self.running.scope.path / "container"
+        return str(Cgroup(inner) if inner.exists() else self.running.scope)
 
     @property
     def group(self) -> Cgroup:
@@ -156,7 +181,7 @@ class Instance:
 
     def up(self) -> None:
         """Wait until its guest has said its word."""
-        self.running.wait_for("ROM-GUEST-UP", 2 * SECONDS)
+        self.running.wait_for("ROM-GUEST-UP", 6 * SECONDS)
 
     def processes(self) -> dict[str, list[int]]:
         """Return role → the node's pids."""
@@ -198,6 +223,15 @@ class Instance:
         """End its pod as the kubelet does and return its status."""
         return self.kubelet.stop(self.uid)["main"]
 
+    def marks(self) -> dict[int, tuple[str, CpuSet]]:
+        """Return what must not change while it runs: each vCPU thread's cgroup and mask."""
+        return marks_of(thread.tid for thread in self.vcpus())
+
+
+def marks_of(tids: Iterable[int]) -> dict[int, tuple[str, CpuSet]]:
+    """Return each of these threads' cgroup and mask."""
+    return {tid: (cgroup_of(tid), mask_of(tid)) for tid in tids}
+
 
 def uid_of(number: int) -> str:
     """Return the UID of the *number*-th pod."""
@@ -227,6 +261,9 @@ def start_instance(
     runtime: Runtime = "crun",
     arguments: Sequence[str] = (),
     environment_uid: str | None = None,
+    host_pid: bool = False,
+    share_processes: bool = False,
+    more_mounts: Sequence[Mount] = (),
     **container: Any,
 ) -> Instance:
     """Start a pod with an instance in it.
@@ -235,10 +272,10 @@ def start_instance(
     """
     uid = uid_of(number)
     place = directory / uid
-    place.mkdir()
+    place.mkdir(exist_ok=True)  # the pod may have been here before
     (place / "rom").write_bytes(ROM.read_bytes())
     (place / "spec.toml").write_text(spec)
-    mounts: list[Mount] = [(place, "/guest", "ro")]
+    mounts: list[Mount] = [(place, "/guest", "ro"), *more_mounts]
     if sockets is not None:
         mounts.append((sockets, SOCKETS, "ro"))
     defaults: dict[str, Any] = {
@@ -258,5 +295,71 @@ def start_instance(
         mounts=tuple(mounts),
         **{**defaults, **container},
     )
-    running = kubelet.run(Pod(uid, (main,), runtime=runtime))["main"]
-    return Instance(kubelet, uid, cpus, running)
+    pod = Pod(uid, (main,), runtime=runtime, host_pid=host_pid, share_processes=share_processes)
+    return Instance(kubelet, uid, cpus, kubelet.run(pod)["main"])
+
+
+@dataclass(frozen=True)
+class World:
+    """A node with its kubelet and its controller."""
+
+    kubelet: Kubelet
+    controller: Controller
+    directory: Path
+
+    def start(self, number: int, cpus: str, *more: str, keys: str = "", **options: Any) -> Instance:
+        """Start an instance with placement ``controller`` and no privilege; *keys* stand under ``[cpu]``."""
+        wanted = CpuSet.parse(cpus)
+        spec = spec_text(wanted, "[[network]]", *more).replace("[cpu]\n", f'[cpu]\nplacement = "controller"\n{keys}')
+        return start_instance(
+            self.kubelet,
+            number,
+            wanted,
+            spec=spec,
+            directory=self.directory,
+            sockets=self.controller.directory,
+            **options,
+        )
+
+    def settle(self) -> None:
+        """Wait until float is what the kubelet says."""
+        until(lambda: FLOAT.cpus() == self.kubelet.default, f"float to be {self.kubelet.default}")
+
+
+@contextlib.contextmanager
+def untouched(*groups: Cgroup) -> Iterator[None]:
+    """Check that while the block runs nobody writes to any file of *groups*, and nothing comes or goes in them."""
+    with inotify.watching() as queue:
+        for group in groups:
+            queue.watch(group.path, inotify.MODIFY | inotify.CREATE | inotify.DELETE)
+        yield
+        with contextlib.suppress(BlockingIOError):
+            pytest.fail(f"written to: {[event.name for event in inotify.parse_events(os.read(queue._fd, 65536))]}")
+
+
+@contextlib.contextmanager
+def kubelet_of(directory: Path, numa: Mapping[int, CpuSet]) -> Iterator[Kubelet]:
+    """Hold a stand-in kubelet of this machine that reserves CPU 0; its pods end with the block.
+
+    Where systemd is PID 1, cgroups are its units, as the kubelet has it there.
+    """
+    if (ROOT / "kubepods.slice").exists():
+        pytest.skip("a machine without a kubelet is missing: kubepods.slice is there already")
+    systemd = Path("/run/systemd/system").exists()
+    with Kubelet(directory / "kubelet", numa, reserved=CpuSet([0]), systemd=systemd) as kubelet:
+        yield kubelet
+
+
+@contextlib.contextmanager
+def controller_of(kubelet: Kubelet, directory: Path) -> Iterator[Controller]:
+    """Hold the node's controller, which answers; its log is shown when the test fails, its tree goes with the block."""
+    controller = Controller(kubelet, directory / "sockets")
+    try:
+        controller.start()
+        yield controller
+    finally:
+        for uid, containers in list(kubelet.running.items()):
+            print(*(f"--- {name} of {uid}\n{container.output}" for name, container in containers.items()), sep="\n")
+            kubelet.stop(uid, grace=0)
+        print(f"--- controller\n{controller.log.read_text()}")
+        controller.end()

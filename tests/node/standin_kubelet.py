@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -155,7 +156,7 @@ class Running:
         self.reader.join(seconds)
         return status
 
-    @property
+    @functools.cached_property
     def pid(self) -> int:
         """Return the host's pid of its first process."""
         return int(json.loads(self.command("state"))["pid"])
@@ -191,6 +192,17 @@ def runtime_argv(runtime: Runtime, *, systemd: bool) -> list[str]:
     if systemd:
         return [runtime, "--systemd-cgroup"]
     return [runtime, "--cgroup-manager=cgroupfs"] if runtime == "crun" else [runtime]
+
+
+def unit_state(scope: Cgroup) -> str:
+    """Return what systemd says of the unit of this cgroup."""
+    shown = subprocess.run(
+        ["systemctl", "show", "--property=ActiveState", "--value", scope.path.name],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return shown.stdout.strip()
 
 
 class Kubelet:
@@ -361,6 +373,15 @@ class Kubelet:
         for container in pod.containers:
             running[container.name] = self.start_container(pod, container, sandbox)
         return running
+
+    def restart(self, uid: str, name: str = "main") -> Running:
+        """Start a container that has ended again in its pod, as ``restartPolicy: Always`` wants it."""
+        [container] = [each for each in self.pods[uid].containers if each.name == name]
+        ended = self.running[uid][name]
+        ended.wait()
+        subprocess.run([*ended.runtime, "delete", "--force", ended.id], capture_output=True, check=False)
+        self.running[uid][name] = self.start_container(self.pods[uid], container, self.running[uid]["POD"].pid)
+        return self.running[uid][name]
 
     def start_container(self, pod: Pod, container: Container, sandbox: int | None) -> Running:
         """Make a container's bundle and run it; *sandbox* is the process whose namespaces it joins."""

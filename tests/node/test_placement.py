@@ -12,7 +12,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup, cgroup_of
-from tests.node.instances import TREE, Controller, Instance, spec_text, start_instance, threads_of, until
+from tests.node.instances import TREE, Controller, Instance, World, spec_text, start_instance, threads_of, until
 from tests.node.standin_kubelet import MIB, Kubelet, Runtime
 
 pytestmark = pytest.mark.usefixtures("rom")
@@ -21,17 +21,9 @@ BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
 
 
 @pytest.fixture
-def start(kubelet: Kubelet, controller: Controller, tmp_path: Path) -> Start:
+def start(world: World) -> Start:
     """Return how to start an instance with placement ``controller`` and no privilege."""
-
-    def started(number: int, cpus: str, *more: str, keys: str = "", **options: Any) -> Instance:
-        wanted = CpuSet.parse(cpus)
-        spec = spec_text(wanted, "[[network]]", *more).replace("[cpu]\n", f'[cpu]\nplacement = "controller"\n{keys}')
-        return start_instance(
-            kubelet, number, wanted, spec=spec, directory=tmp_path, sockets=controller.directory, **options
-        )
-
-    return started
+    return world.start
 
 
 @BOTH

@@ -6,10 +6,8 @@ import array
 import contextlib
 import json
 import os
-import random
 import socket
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +18,7 @@ from runner.controller.registrar import Patience
 from runner.controller.server import Limits, listening
 from runner.errors import HostError
 from tests.support.controlled import B, Client, Node, connected, controlled
-
-STATUS = b'{"jsonrpc":"2.0","method":"getStatus","id":1}\n'
+from tests.support.frames import STATUS, frames
 
 
 @pytest.fixture
@@ -238,40 +235,6 @@ async def test_descriptors_nobody_asked_for_are_closed(node: Node, count: int) -
         os.close(write_end)
         assert os.read(read_end, 1) == b""  # nobody holds the other end any more
         os.close(read_end)
-
-
-def frames(seed: int) -> Iterator[bytes]:
-    """Yield broken messages of every kind, each one line and none that only opens a bracket."""
-    chance = random.Random(seed)  # noqa: S311  # no secret
-    whole = [
-        STATUS.rstrip(),
-        b'{"jsonrpc":"2.0","method":"registerCgroup","params":{"uuid":"123","cpuset":"4-7"},"id":1}',
-        b'{"jsonrpc":"2.0","method":"deregisterCgroup","params":["123"],"id":"a"}',
-        b'[{"jsonrpc":"2.0","method":"listInstances","id":1},{"jsonrpc":"2.0","method":"x","id":null},1,[]]',
-        b'{"jsonrpc":"2.0","method":"registerCgroup","params":{"uuid":"../../x","cpuset":"0-99999"},"id":1e400}',
-        b'{"id":{"id":[NaN,Infinity]},"id":true,"params":"\\ud800"}',
-    ]
-    while True:
-        frame = bytearray(chance.choice(whole))
-        for _ in range(chance.randrange(4)):
-            place = chance.randrange(len(frame))
-            match chance.randrange(6):
-                case 0:
-                    frame[place] = chance.randrange(256)
-                case 1:
-                    del frame[place : place + chance.randrange(1, 9)]
-                case 2:
-                    frame[place:place] = chance.choice([b"[" * 500, b"\x00", b"\xff", b'"', b"}", b"-", b"\\u", b","])
-                case 3:
-                    del frame[place:]
-                case 4:
-                    frame += frame[:place]
-                case _:
-                    frame[place:place] = bytes(chance.randrange(256) for _ in range(8))
-            frame = frame or bytearray(b"x")
-        line = bytes(frame.replace(b"\n", b" "))
-        if line.strip() not in (b"", b"{", b"["):
-            yield line + b"\n"
 
 
 async def test_ten_thousand_broken_messages(node: Node) -> None:

@@ -21,9 +21,10 @@ from tests.node.bed.shape import Shape
 
 RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
-TESTS = ["tests/node", "--ignore=tests/node/systemd", "--ignore=tests/node/images"]
-SYSTEMD_TESTS = ["tests/node/systemd"]
-"""What needs systemd as PID 1, or our images as disks, is a folder of its own: a node without it would have to skip it."""
+SYSTEMD_TESTS, ARTICLE_TESTS = ["tests/node/systemd"], ["tests/node/article"]
+"""What needs systemd as PID 1, 128 CPUs or our images as disks is a folder of its own: a node without it would skip it."""
+TESTS = ["tests/node", *(f"--ignore={folder}" for folder in (*SYSTEMD_TESTS, *ARTICLE_TESTS, "tests/node/images"))]
+ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
 HANGING_SECONDS = 300
 """A test that takes longer shows where it is."""
 NEVER_CAME_UP, NO_STATUS, NO_TESTS = 70, 71, 72
@@ -42,6 +43,12 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--memory", type=int, default=4096, metavar="MIB", help="memory in MiB (default 4096)")
     out.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: KVM if it works")
     out.add_argument("--systemd", action="store_true", help="with systemd as PID 1; default tests: tests/node/systemd")
+    out.add_argument(
+        "--article",
+        action="store_true",
+        help="a host of 128 CPUs (0-31,64-95 and 32-63,96-127) with an instance of 40 vCPUs on 1-20,65-84: "
+        "default tests: tests/node/article, which shows where every thread is; takes minutes",
+    )
     out.add_argument("--shell", action="store_true", help="no tests: an interactive shell in the node")
     out.add_argument("--keep", action="store_true", help="after the tests, a shell in the node that ran them")
     out.add_argument("--here", action="store_true", help="run on this machine (root, cgroup v2): no node is booted")
@@ -70,10 +77,15 @@ def disk(text: str) -> tuple[str, Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    options = parser().parse_args(argv)
+    arguments = parser()
+    if arguments.parse_args(argv).article:
+        arguments.set_defaults(**ARTICLE)
+    options = arguments.parse_args(argv)
+    default = ARTICLE_TESTS if options.article else SYSTEMD_TESTS if options.systemd else TESTS
+    options.pytest = pytest_arguments(options.pytest, default)
     try:
         if options.here:
-            here(pytest_arguments(options.pytest, systemd=options.systemd))
+            here(options.pytest)
         return in_node(options)
     except BedError as error:
         say(str(error))
@@ -82,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def pytest_arguments(given: Sequence[str], *, systemd: bool) -> list[str]:
-    """Return pytest's arguments: the ones given, and a default folder if no file or folder is among them."""
+def pytest_arguments(given: Sequence[str], default: Sequence[str]) -> list[str]:
+    """Return pytest's arguments: the ones given, and the *default* ones if no file or folder is among them."""
     named = any(not word.startswith("-") and (PROJECT / word.split("::")[0]).exists() for word in given)
-    return ["-p", "no:cacheprovider", *given, *([] if named else SYSTEMD_TESTS if systemd else TESTS)]
+    return ["-p", "no:cacheprovider", *given, *([] if named else default)]
 
 
 def environment() -> dict[str, str]:
@@ -130,7 +142,7 @@ def in_node(options: argparse.Namespace) -> int:
             *("python3", "-m", "pytest", "--junitxml=/results/junit.xml"),
             *("-o", f"faulthandler_timeout={HANGING_SECONDS}"),
             f"--color={'yes' if sys.stdout.isatty() else 'no'}",
-            *pytest_arguments(options.pytest, systemd=options.systemd),
+            *options.pytest,
         ]
         (run / "job").write_text(f"cd /project\n{exports}exec {shlex.join(words)}\n")
     if interactive:

@@ -12,7 +12,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import Cgroup, cgroup_of
-from tests.node.standin_kubelet import Container, Kubelet, Pod, Runtime
+from tests.node.standin_kubelet import Container, Kubelet, Pod, Runtime, unit_state
 
 UID = "0f5c3c5e-8f2a-4b0e-9d1d-2f3b5a6c7d8e"
 BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
@@ -24,16 +24,6 @@ if sys.argv[1] == "anchored":
 print("up", flush=True)
 signal.sigwait({signal.SIGUSR1})
 """
-
-
-def unit_state(scope: Cgroup) -> str:
-    shown = subprocess.run(
-        ["systemctl", "show", "--property=ActiveState", "--value", scope.path.name],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return shown.stdout.strip()
 
 
 def pod(runtime: Runtime, what: str) -> Pod:

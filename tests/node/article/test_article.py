@@ -1,0 +1,60 @@
+"""The article's host and its instance of 40 vCPUs: where every thread is, shown and checked.
+
+Run by ``tests/node/run --article``: it needs 128 CPUs on two NUMA nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from runner.cpuset import CpuSet
+from tests.node.instances import FLOAT, Instance, Thread, World, members_of, threads_of
+
+pytestmark = [pytest.mark.usefixtures("rom"), pytest.mark.timeout(2400)]
+OTHERS = CpuSet.parse("0,21-64,85-127")
+
+
+def table(instance: Instance) -> Iterator[str]:
+    """Yield every thread of *instance*, as the article's ``pid_affinity`` does: by process, read from /proc."""
+    for pid in members_of(instance.running.pid):
+        threads = list(threads_of(pid))
+        yield f"==== {threads[0].name}, pid {pid}"
+        yield f"{'TID':>5}  {'THREAD_NAME':<15}  {'ALLOWED_CPUS':<14}  {'RUNNING_ON':>10}  CGROUP"
+        yield from (row(thread) for thread in threads)
+
+
+def row(thread: Thread) -> str:
+    first, *_, last = thread.cgroup.strip("/").split("/")
+    group = f"/{first}/{last}" if len(last) < 20 else f"/{first}/{last[:17]}…"
+    return f"{thread.tid:5}  {thread.name:<15}  {thread.cpus!s:<14}  {thread.running_on:10}  {group}"
+
+
+def test_the_articles_instance(world: World, numa: dict[int, CpuSet], capsys: pytest.CaptureFixture[str]) -> None:
+    assert numa == {0: CpuSet.parse("0-31,64-95"), 1: CpuSet.parse("32-63,96-127")}
+    share = world.directory / "share"
+    share.mkdir()
+    instance = world.start(
+        1,
+        "1-20,65-84",
+        '[[share]]\ntag = "share"\npath = "/share"',
+        mems=CpuSet([0]),
+        more_mounts=[(share, "/share", "rw")],
+    )
+    instance.running.wait_for("ROM-GUEST-UP", 1200)
+    with capsys.disabled():
+        print("", *table(instance), sep="\n")
+    instance.is_placed()
+    assert FLOAT.cpus() == OTHERS
+    processes = instance.processes()
+    assert set(processes) == {"runner", "anchor", "dnsmasq", "virtiofsd", "qemu"}
+    anchored = processes.pop("anchor")
+    threads = [thread for thread in instance.threads() if thread.pid not in anchored]
+    pinned = [thread for thread in threads if len(thread.cpus) == 1]
+    assert {str(thread.cpus) for thread in threads if thread not in pinned} == {str(OTHERS)}
+    assert sorted(thread.running_on for thread in pinned) == list(instance.cpus)
+    assert all(thread.cpus == CpuSet([thread.running_on]) for thread in pinned)
+    assert {(thread.pid, thread.cgroup) for thread in pinned} == {(processes["qemu"][0], str(instance.group))}
+    assert len(pinned) == 40
+    assert instance.stop() == 0
