@@ -15,12 +15,11 @@ import trio
 from runner.errors import Status
 from runner.host import files
 from runner.host.outlet import Outlet
-from runner.host.processes import Command
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
 from runner.instance.placement import Receipt, confined
 from runner.instance.seats import Seat, placed
-from runner.instance.services import Shares, console_shown, death_of, dhcp_served, kept_alive, networked, shared
+from runner.instance.services import Shares, anchored, console_shown, death_of, dhcp_served, networked, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
@@ -38,8 +37,8 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
     try:
         async with (
             _state(host, plan) as directory,
-            kept_alive(host, Command("anchor", plan.anchor)) as anchor,
-            placed(host, plan.placement, anchor) as seat,
+            anchored(host, plan.anchor) as anchors,
+            placed(host, plan.placement, anchors) as seat,
             networked(host, plan.networks) as taps,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,

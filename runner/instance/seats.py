@@ -16,7 +16,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -178,20 +178,20 @@ class _Registered(_Grouped):
 
 
 @asynccontextmanager
-async def placed(host: Host, placement: Placement, anchor: Keeper) -> AsyncIterator[Seat]:
+async def placed(host: Host, placement: Placement, anchors: Sequence[Keeper]) -> AsyncIterator[Seat]:
     """Hold a placement: inside the block, this process and everything it starts run on float's CPUs.
 
     Raises :exc:`~runner.errors.RunnerError` when the controller or the kernel do not do as they are told.
     """
     if placement.backend == "controller":
         assert placement.register is not None  # noqa: S101 - a plan of ours
-        async with _registered(host, placement, placement.register, anchor) as seat:
+        async with _registered(host, placement, placement.register, anchors) as seat:
             yield seat
     elif placement.backend == "delegated":
-        async with _delegated(host, placement, anchor) as seat:
+        async with _delegated(host, placement, anchors) as seat:
             yield seat
     else:
-        with _masked(host, placement, anchor) as seat:
+        with _masked(host, placement, anchors) as seat:
             yield seat
 
 
@@ -199,12 +199,13 @@ async def placed(host: Host, placement: Placement, anchor: Keeper) -> AsyncItera
 
 
 @contextmanager
-def _masked(host: Host, placement: Placement, anchor: Keeper) -> Iterator[Seat]:
+def _masked(host: Host, placement: Placement, anchors: Sequence[Keeper]) -> Iterator[Seat]:
     assert placement.float_cpus is not None  # noqa: S101 - a plan of ours
     before = read_mask()
     try:
         pin(0, placement.float_cpus)
-        pin(anchor.process.pid, placement.float_cpus)
+        for anchor in anchors:
+            pin(anchor.process.pid, placement.float_cpus)
         yield _Masked()
     finally:
         with host.faults.recorded("take back this process's CPU mask"):
@@ -215,7 +216,9 @@ def _masked(host: Host, placement: Placement, anchor: Keeper) -> Iterator[Seat]:
 
 
 @asynccontextmanager
-async def _registered(host: Host, placement: Placement, asked: Register, anchor: Keeper) -> AsyncIterator[Seat]:
+async def _registered(
+    host: Host, placement: Placement, asked: Register, anchors: Sequence[Keeper]
+) -> AsyncIterator[Seat]:
     pod = host.procfs.cgroup()
     with ExitStack() as descriptors:
         async with AsyncExitStack() as held:
@@ -232,7 +235,7 @@ async def _registered(host: Host, placement: Placement, asked: Register, anchor:
                     f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
                 )
             name = registration.instance.name
-            async with _floating(host, placement, anchor, doors, Groups(pod, "float", name)) as seat:
+            async with _floating(host, placement, anchors, doors, Groups(pod, "float", name)) as seat:
                 yield _Registered(seat.groups, doors.pod.number, doors, seat.vcpus, asked, placement.cpus)
 
 
@@ -277,7 +280,7 @@ def _group(path: str) -> Cgroup:
 
 
 @asynccontextmanager
-async def _delegated(host: Host, placement: Placement, anchor: Keeper) -> AsyncIterator[Seat]:
+async def _delegated(host: Host, placement: Placement, anchors: Sequence[Keeper]) -> AsyncIterator[Seat]:
     """Make the container's own group the root of a threaded tree, and in the end what it was.
 
     The order matters: switching cpuset on while processes are in the group succeeds either way, but an ordinary child
@@ -301,7 +304,7 @@ async def _delegated(host: Host, placement: Placement, anchor: Keeper) -> AsyncI
                 )
         with ExitStack() as held:
             doors = open_doors(floating, instance, scope, held)
-            async with _floating(host, placement, anchor, doors, Groups(pod, "float", instance.name)) as seat:
+            async with _floating(host, placement, anchors, doors, Groups(pod, "float", instance.name)) as seat:
                 yield seat
     finally:
         with host.faults.recorded("remove the cgroups"), trio.move_on_after(EMPTY_WITHIN + 1, shield=True):
@@ -325,16 +328,17 @@ async def _removed(group: Cgroup) -> None:
 
 @asynccontextmanager
 async def _floating(
-    host: Host, placement: Placement, anchor: Keeper, doors: Doors, called: Groups
+    host: Host, placement: Placement, anchors: Sequence[Keeper], doors: Doors, called: Groups
 ) -> AsyncIterator[_Grouped]:
     """Hold this process in float; only there does it see what the groups of which it knows the names are *called*.
 
-    What it forks is born in float, but for the anchor: when that must be started again it enters the pod's group.
+    What it forks is born in float, but for the anchors: one that must be started again enters the pod's group.
     """
-    seat, command = _Grouped(called, None, doors, set()), anchor.command
+    seat, command = _Grouped(called, None, doors, set()), anchors[0].command
     try:
         seat.admit(0)
-        anchor.command = attrs.evolve(command, entering=doors.pod.number)
+        for anchor in anchors:
+            anchor.command = attrs.evolve(command, entering=doors.pod.number)
         own = host.procfs.cgroup()
         taken = read_mask() & placement.cpus
         if PurePosixPath(own).name != called.floating or (taken and not placement.shared):
@@ -349,7 +353,8 @@ async def _floating(
                 await held.enter_async_context(host.observed(partial(_sweep, host, seat)))
             yield seat
     finally:
-        anchor.command = command
+        for anchor in anchors:
+            anchor.command = command
         with host.faults.recorded("return what else is in float to the pod's cgroup"):
             own = host.procfs.cgroup()
             for pid in _others(host):

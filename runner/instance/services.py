@@ -86,6 +86,17 @@ async def kept_alive(host: Host, command: Command) -> AsyncIterator[Keeper]:
             await host.processes.stop(keeper.process, STOPPED_WITHIN)
 
 
+@asynccontextmanager
+async def anchored(host: Host, argv: tuple[str, ...]) -> AsyncIterator[tuple[Keeper, Keeper]]:
+    """Hold what keeps the pod's cgroup populated: two, so that one is there while the other is started again.
+
+    systemd ends a scope as soon as it is empty, within milliseconds and quicker than a process can be started.
+    """
+    command = Command("anchor", argv)
+    async with kept_alive(host, command) as one, kept_alive(host, command) as other:
+        yield one, other
+
+
 async def _keep(host: Host, policy: Restart, keeper: Keeper) -> None:
     pause = policy.first
     while True:

@@ -24,7 +24,7 @@ from runner.host.qmp import VcpuThread
 from runner.instance.host import Faults, Host, StopRequest, open_host
 from runner.instance.placement import confined
 from runner.instance.seats import _Grouped, placed
-from runner.instance.services import kept_alive
+from runner.instance.services import anchored
 from runner.plan.instance import Placement, Register
 
 THREADS = """
@@ -68,11 +68,11 @@ async def measure(register: Register, cpus: CpuSet, count: int, *, is_bare: bool
     async with (
         open_host(StopRequest(), Faults()) as host,
         AsyncExitStack() as pod,
-        kept_alive(host, Command("anchor", ("sleep", "infinity"))) as anchor,
+        anchored(host, ("sleep", "infinity")) as anchors,
     ):
         process, vcpus = await many_threads(host, pod, count)
         begun = time.perf_counter()
-        async with placed(host, placement, anchor) as seat, AsyncExitStack() as stack:
+        async with placed(host, placement, anchors) as seat, AsyncExitStack() as stack:
             entered = time.perf_counter()
             stack.push_async_callback(host.processes.stop, process, 2)  # before its group is to be removed
             if is_bare:

@@ -89,7 +89,7 @@ async def test_every_fork_fails_once(bench: Any, number: int) -> None:
     plan = bench.plan(bench.share(), qemu={"at_cont": "shutdown"}, grace=1)
     before = bench.snapshot()
     bench.when_over = SABOTEUR.end
-    for n, role in enumerate(("anchor", "virtiofsd", "qemu"), 1):
+    for n, role in enumerate(("anchor", "anchor", "virtiofsd", "qemu"), 1):
         SABOTEUR.begin(n, number, frozenset({"subprocess.Popen"}))
         with trio.fail_after(60):
             result = await bench.run(plan)

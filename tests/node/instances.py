@@ -209,11 +209,11 @@ class Instance:
     def is_placed(self) -> None:
         """Check the article's process layout, by the node's own eyes."""
         anchors = self.processes()["anchor"]
-        assert len(anchors) == 1
+        assert len(anchors) == 2
         vcpus = self.vcpus()
         assert sorted(str(thread.cpus) for thread in vcpus) == sorted(str(cpu) for cpu in self.cpus)
         assert {thread.cgroup for thread in vcpus} == {str(self.group)}
-        assert {thread.cgroup for thread in threads_of(anchors[0])} == {self.scope}
+        assert {thread.cgroup for anchor in anchors for thread in threads_of(anchor)} == {self.scope}
         mine = {thread.tid for thread in vcpus}
         others = [each for each in self.threads() if each.tid not in mine and each.pid not in anchors]
         assert {each.cgroup for each in others} == {f"{TREE}/float"}

@@ -15,7 +15,7 @@ from runner.errors import RunnerError
 from runner.host.processes import Command
 from runner.instance.host import Faults, StopRequest, open_host
 from runner.instance.seats import placed
-from runner.instance.services import kept_alive
+from runner.instance.services import anchored
 from runner.plan.instance import Placement, Register
 from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of
 from tests.node.instances import TREE, Controller, uid_of
@@ -53,14 +53,14 @@ class World:
         placement = self.placement
         async with (
             open_host(StopRequest(), self.faults) as host,
-            kept_alive(host, Command("anchor", SLEEP)) as anchor,
-            placed(host, placement, anchor) as seat,
+            anchored(host, SLEEP) as anchors,
+            placed(host, placement, anchors) as seat,
             host.processes.daemon(Command("qemu", SLEEP, entering=seat.birthplace), 0) as machine,
         ):
             SABOTEUR.end()  # the start is over; what follows is the test's own
             assert seat.groups is not None
             assert cgroup_of(os.getpid()) == seat.groups.floating
-            assert cgroup_of(anchor.process.pid) == seat.groups.pod
+            assert [cgroup_of(anchor.process.pid) for anchor in anchors] == [seat.groups.pod] * 2
             while host.procfs.name(machine.pid) != "sleep":  # it is born where it is told to before it is what it is
                 await trio.sleep(0.001)
             seat.admit(machine.pid)
