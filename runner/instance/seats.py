@@ -234,8 +234,8 @@ async def _registered(
                 raise PlacementError(
                     f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
                 )
-            name = registration.instance.name
-            async with _floating(host, placement, anchors, doors, Groups(pod, "float", name)) as seat:
+            called = Groups(pod, registration.floating.name, registration.instance.name)
+            async with _floating(host, placement, anchors, doors, called) as seat:
                 yield _Registered(seat.groups, doors.pod.number, doors, seat.vcpus, asked, placement.cpus)
 
 
