@@ -253,7 +253,7 @@ def test_a_registration_waits_for_a_file_that_is_being_put_right(world: World) -
     assert asking.wait() == 0
     told = [json.loads(line) for line in asking.lines if line.startswith("{")]
     assert told[0]["result"]["cpuset"] == str(B_CPUS)
-    assert told[0]["descriptors"] == 3
+    assert told[0]["descriptors"] == 4
     assert told[1]["result"] == {"removed": True}
     kubelet.stop(B)
     kubelet.memory[B] = {}
