@@ -139,7 +139,7 @@ def test_process_namespaces(kubelet: Kubelet, runtime: Runtime, kind: str) -> No
     first = Path("/proc/1/comm").read_text().strip()
     pid, comm = main.lines[0], main.lines[-1]
     assert (pid == "pid 1") == (kind == "private")
-    assert comm == {"private": "sh", "host": first, "shared": "sleep"}[kind]
+    assert comm == {"private": "sh", "host": first, "shared": "pause"}[kind]
 
 
 DELEGATED = """
