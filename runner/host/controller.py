@@ -90,10 +90,8 @@ async def register(path: PurePosixPath, uuid: str, cpus: CpuSet, pod: Cgroup, he
     match received.descriptors:
         case [floats, threads, home, back]:
             doors = Doors(floats, threads, home, back)
-        case [] | [
-            _,
-            _,
-        ]:  # none at all, or from a controller that trusts anybody and does not know where we are at home
+        # None at all, or the two of a controller that trusts anybody and does not know where we are at home.
+        case [] | [_, _]:
             doors = open_doors(Cgroup(Path(floating)), Cgroup(Path(instance)), pod, held)
         case several:
             raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 4")

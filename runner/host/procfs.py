@@ -177,7 +177,7 @@ class Procfs:
 
     def memory_nodes(self) -> CpuSet:
         """Return the NUMA nodes that this process may take memory from (its cpuset's)."""
-        return CpuSet.parse(_fields(_read(self.root / "self/status"))["Mems_allowed_list"])
+        return CpuSet.parse(self.status()["Mems_allowed_list"])
 
     def cpu_vendor(self) -> str:
         """Return what CPUID calls the maker of the CPUs, or nothing on other architectures than x86."""

@@ -28,6 +28,7 @@ from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Po
 from runner.plan.fitness import qos_of_oom_score_adj
 from runner.plan.instance import DHCP_USERS, QEMU_USERS
 from runner.spec.instance import InstanceSpec
+from runner.topology.pod_cgroups import parse_bare_container, parse_container
 
 VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
@@ -45,7 +46,7 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
     kvm = read_kvm()
     cgroup = host.procfs.cgroup()
     pod = read_pod(host.procfs, os.environ)
-    uid = _uid(host) if spec.cpu.placement in {"auto", "controller"} else None
+    uid = _uid(host, cgroup) if spec.cpu.placement in {"auto", "controller"} else None
     return HostFacts(
         allowed_cpus=read_mask(),
         hardware=read_hardware(),
@@ -70,7 +71,7 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
         cpu_time=min(cpu_limits(CGROUP_ROOT, cgroup), default=None),
         uid=uid,
         controller_trouble=_controller_trouble(spec.cpu.controller, uid),
-        delegation_trouble=_delegation_trouble(host) if spec.cpu.placement in {"auto", "delegated"} else None,
+        delegation_trouble=_delegation_trouble(cgroup) if spec.cpu.placement in {"auto", "delegated"} else None,
     )
 
 
@@ -92,26 +93,31 @@ def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> Pod | None:
     return Pod(qos_of_oom_score_adj(value), f"its oom_score_adj is {value}")
 
 
-def _uid(host: Host) -> str | None:
+def _uid(host: Host, cgroup: str) -> str | None:
     """Return the pod's UID: what Kubernetes was asked to say (``metadata.uid``), else what it lets us see."""
-    return os.environ.get("POD_UID") or parse_uid(host.procfs.cgroup(), host.procfs.mounted_roots())
+    return os.environ.get("POD_UID") or parse_uid(cgroup, host.procfs.mounted_roots())
 
 
 def parse_uid(cgroup: str, roots: Iterable[str]) -> str | None:
     """Return the pod's UID, or without a kubelet the container's id, by where things of this container come from.
 
-    The kubelet names the pod's cgroup by its UID (``pkg/kubelet/cm/helpers_linux.go``) and mounts ``/etc/hosts`` and
+    The kubelet names the pod's cgroup by its UID (:mod:`runner.topology.pod_cgroups`) and mounts ``/etc/hosts`` and
     the termination log from ``/var/lib/kubelet/pods/UID``; docker and podman keep ``/etc/hosts`` in a directory named
     by the container's id. *roots* are what is mounted, as paths in their own file systems.
     """
-    pod = re.search(rf"/(?:kubepods[^/]*-)?pod({_UID})(?:\.slice)?/", f"{cgroup}/", re.ASCII)
-    mounted = pod or next(filter(None, (re.search(rf"/pods/({_UID})/", root, re.ASCII) for root in roots)), None)
+    pod = parse_container(cgroup)
+    if pod is not None:
+        return pod.owner
+    mounted = next(filter(None, (re.search(rf"/pods/({_UID})/", root, re.ASCII) for root in roots)), None)
     if mounted is not None:
         return mounted[1].replace("_", "-")
     for place in (cgroup, *roots):
-        container = re.search(r"[/-]containers?/([0-9a-f]{64})/|(?:docker|libpod)[-/]([0-9a-f]{64})\b", place, re.ASCII)
+        container = parse_bare_container(place)
         if container is not None:
-            return container[1] or container[2]
+            return container.owner
+        kept = re.search(r"[/-]containers?/([0-9a-f]{64})/", place, re.ASCII)
+        if kept is not None:
+            return kept[1]
     return None
 
 
@@ -129,12 +135,11 @@ def _controller_trouble(path: PurePosixPath, uid: str | None) -> str | None:
     return None
 
 
-def _delegation_trouble(host: Host) -> str | None:
+def _delegation_trouble(cgroup: str) -> str | None:
+    if not cgroup:
+        return "there is no cgroup v2 here"
     try:
-        path = host.procfs.cgroup()
-        if not path:
-            return "there is no cgroup v2 here"
-        return next(Cgroup(Path(CGROUP_ROOT)).at(path).obstacles(), None)
+        return next(Cgroup(Path(CGROUP_ROOT)).at(cgroup).obstacles(), None)
     except (HostError, ValueError) as error:
         return explain(error)
 
