@@ -6,7 +6,8 @@ import errno
 
 from runner.check.finding import Check, Finding, Place
 from runner.plan.facts import Kvm
-from runner.plan.fitness import emulated, root_for_kvm
+from runner.plan.fitness import MEMLOCK as MEMLOCK_REMEDY
+from runner.plan.fitness import emulated, root_for_kvm, too_little_lockable
 
 KVM = Check("kvm", "with it the guest's instructions run on the CPU itself")
 TUN = Check("tun", "a guest's network is a tap interface made with it")
@@ -49,12 +50,10 @@ def judge_memlock(limit: int | None, *, has_vfio: bool, memory: int) -> Finding:
     """Judge ``RLIMIT_MEMLOCK`` in bytes (``None``: no limit) for a guest of *memory* bytes of RAM."""
     if not has_vfio:
         return MEMLOCK.ok("there is no /dev/vfio, so nothing is locked")
-    if limit is None or limit > memory:
-        return MEMLOCK.ok("there is no limit" if limit is None else f"{limit >> 20} MiB may be locked")
-    return MEMLOCK.warning(
-        f"{limit >> 10} KiB may be locked, and {memory >> 20} MiB of RAM would have to be",
-        "LimitMEMLOCK=infinity in the [Service] section of containerd.service, or `docker run --ulimit memlock=-1`",
-    )
+    trouble = too_little_lockable(limit, memory)
+    if trouble is not None:
+        return MEMLOCK.warning(trouble, MEMLOCK_REMEDY)
+    return MEMLOCK.ok("there is no limit" if limit is None else f"{limit >> 20} MiB may be locked")
 
 
 def judge_mbind(error: OSError | None, numa_nodes: int) -> Finding:

@@ -6,12 +6,17 @@ import ctypes
 import mmap
 import os
 import resource
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from runner.errors import HostError
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of the system call by machine: glibc has no function for it."""
 _MPOL_BIND = 2
+_UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+_CAP_SYS_RESOURCE = 24
+"""``include/uapi/linux/capability.h``."""
 _MASK_BITS = 1024
 
 
@@ -43,3 +48,27 @@ def read_memlock_limit() -> int | None:
     """Return how many bytes a process that we start may lock, ``None`` without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def read_lockable(capabilities: Collection[int]) -> int | None:
+    """Return how many bytes a process that we start may lock once :func:`lockable` has helped, ``None`` without a limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if hard == resource.RLIM_INFINITY or _CAP_SYS_RESOURCE in capabilities else hard
+
+
+@contextmanager
+def lockable(size: int) -> Iterator[None]:
+    """Let what is started in the block lock *size* bytes, as far as we may: more than the hard limit takes CAP_SYS_RESOURCE."""
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= size:
+        yield
+        return
+    try:
+        try:
+            enough = hard == resource.RLIM_INFINITY or hard >= size
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard) if enough else _UNLIMITED)
+        except ValueError:  # not allowed, and root with CAP_IPC_LOCK does not need it
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)

@@ -181,9 +181,21 @@ class Procfs:
 
     def cpu_vendor(self) -> str:
         """Return what CPUID calls the maker of the CPUs, or nothing on other architectures than x86."""
+        return self._first_cpu().get("vendor_id", "")
+
+    def address_bits(self) -> int:
+        """Return how many bits a physical address has (``address sizes``), 0 where the kernel does not say."""
+        bits = self._first_cpu().get("address sizes", "").partition(" ")[0]
+        return int(bits) if bits.isdecimal() else 0
+
+    def _first_cpu(self) -> Mapping[str, str]:
         with (self.root / "cpuinfo").open(errors="replace") as cpus:  # the first will do: each takes the kernel a while
-            first = itertools.takewhile(str.strip, cpus)
-            return _fields("".join(first)).get("vendor_id", "")
+            return _fields("".join(itertools.takewhile(str.strip, cpus)))
+
+    def capabilities(self) -> frozenset[int]:
+        """Return our effective capabilities by number (``CapEff``)."""
+        held = int(self.status()["CapEff"], 16)
+        return frozenset(number for number in range(held.bit_length()) if held >> number & 1)
 
     def status(self, pid: int | str = "self") -> Mapping[str, str]:
         """Return the fields of ``/proc/PID/status``."""

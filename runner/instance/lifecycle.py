@@ -21,6 +21,7 @@ from runner.instance.placement import Receipt, confined
 from runner.instance.seats import Seat, placed
 from runner.instance.services import Shares, anchored, console_shown, death_of, dhcp_served, networked, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
+from runner.plan.passing import Passing
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, stdout) as console,
+            _devices_passed(host, plan.machine.passing),
             paused_machine(host, plan, Wiring(taps, shares, console), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine),
         ):
@@ -73,6 +75,18 @@ async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, share
     if ended.status is Status.SERVICE_DIED:
         await machine.power_down(plan)
     return ended
+
+
+@asynccontextmanager
+async def _devices_passed(host: Host, passing: Passing) -> AsyncIterator[None]:
+    """Hold the promise that every device of the host's is as it was when QEMU has gone."""
+    if not passing.devices:
+        yield
+        return
+    from runner.instance.devices import devices_passed  # here, because few guests have devices of their own
+
+    async with devices_passed(host, passing):
+        yield
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import TypeVar
@@ -32,7 +33,25 @@ EXITS_WITHIN = 1.0
 """Seconds between the end of the QMP conversation and QEMU's exit, when it is QEMU that ends."""
 
 
-MBIND_REMEDY = "let the container's seccomp profile allow mbind(2), as Docker's does with --cap-add SYS_NICE, or set memory.bind = false"
+REMEDIES = (
+    (
+        re.compile("cannot bind memory to host NUMA nodes"),
+        "let the container's seccomp profile allow mbind(2), as Docker's does with --cap-add SYS_NICE, or set memory.bind = false",
+    ),
+    (
+        re.compile(r"vfio.*(Device or resource busy|in use)"),
+        "another process has the device or one of its IOMMU group; `fuser /dev/vfio/*` on the node names it",
+    ),
+    (
+        re.compile(r"vfio.*Cannot allocate memory"),
+        "VFIO locks all guest RAM: `ulimit -l` of the container, and what else its user has locked, say how much may be",
+    ),
+    (
+        re.compile(r"vfio.*(Operation not permitted|Permission denied)"),
+        "let the container use the devices' nodes in /dev/vfio: a device plugin's resource, or `--device`",
+    ),
+)
+"""What mends it, by what QEMU says when it does not start."""
 
 
 @attrs.frozen
@@ -87,8 +106,10 @@ class Machine:
         with trio.move_on_after(EXITS_WITHIN):
             await self.process.wait()
             how = self.process.how_it_ended()
-            remedy = f"; {MBIND_REMEDY}" if "cannot bind memory to host NUMA nodes" in how else ""
-            raise HostError(f"cannot start QEMU: it {how}{remedy}")
+            # QEMU explains an error of VFIO's in further lines, and they are not the error.
+            said = next((line for line in self.process.last_words if "vfio" in line), how)
+            remedy = next((f"; {remedy}" for words, remedy in REMEDIES if words.search(said)), "")
+            raise HostError(f"cannot start QEMU: it {how if said in how else f'{how}, and before {said!r}'}{remedy}")
         raise HostError("cannot start QEMU") from failure
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
@@ -184,13 +205,18 @@ async def paused_machine(
     It is born in the cgroup of *birthplace* (a descriptor of its ``cgroup.procs``; ``None``: where we are) and has all
     of its memory when it greets, if the plan says so: a page is charged to the group that touches it first, for ever.
     """
-    with connected_pair("QMP") as (ours, theirs):
+    with connected_pair("QMP") as (ours, theirs), ExitStack() as lent:
+        if plan.machine.passing.devices:
+            from runner.instance.devices import groups_lent  # here, because few guests have devices of their own
+
+            lent.enter_context(groups_lent(host, plan.machine.passing, plan.machine.user))
         process = _spawn(host, plan.machine, theirs, wiring, birthplace)
         machine = Machine(process, Monitor(ours))
         try:
             theirs.close()
             wiring.let_go()
             version = await started_within(plan.patience, lambda: host.unless_stopped(machine.greeted))
+            lent.close()
             log.info("QEMU is up pid=%d version=%s", process.pid, version)
             if (trouble := too_old(version)) is not None:
                 raise HostError(f"cannot use this QEMU: {trouble}; install a newer one")
@@ -223,6 +249,11 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplac
             numbers["firmware-vars"] = held.enter_context(files.opened(plan.firmware_vars, write=True))
         for index, disk in enumerate(plan.disks):
             numbers[f"disk{index}"] = held.enter_context(files.opened(disk.path, write=not disk.read_only))
+        devices: dict[str, int] = {}
+        if plan.passing.devices:
+            from runner.instance.devices import handed_over
+
+            devices = held.enter_context(handed_over(plan.passing))
         descriptors = Descriptors(
             qmp=qmp.fileno(),
             console=wiring.console.fileno(),
@@ -234,6 +265,7 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplac
             taps=tuple(tap.tap.number for tap in wiring.taps),
             vhosts=tuple(None if tap.vhost is None else tap.vhost.number for tap in wiring.taps),
             shares=tuple(connection.fileno() for connection in wiring.shares.sockets),
+            devices=devices,
         )
         command = Command("qemu", tuple(qemu_argv(plan, descriptors)), descriptors.numbers(), entering=birthplace)
         user = plan.user

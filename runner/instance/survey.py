@@ -24,7 +24,19 @@ from runner.host.rtnetlink import LinkRoute
 from runner.host.scheduler import read_mask
 from runner.host.sysfs import read_hardware
 from runner.instance.host import Host
-from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Pod, Resolver, Route, User, Virtiofsd
+from runner.plan.facts import (
+    FileFact,
+    HostFacts,
+    ImageFact,
+    Interface,
+    Kvm,
+    Pod,
+    Resolver,
+    Route,
+    User,
+    VfioFacts,
+    Virtiofsd,
+)
 from runner.plan.fitness import qos_of_oom_score_adj
 from runner.plan.instance import DHCP_USERS, QEMU_USERS
 from runner.spec.instance import InstanceSpec
@@ -46,6 +58,7 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
     kvm = read_kvm()
     cgroup = host.procfs.cgroup()
     pod = read_pod(host.procfs, os.environ)
+    qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
     uid = _uid(host, cgroup) if spec.cpu.placement in {"auto", "controller"} else None
     return HostFacts(
         allowed_cpus=read_mask(),
@@ -54,7 +67,7 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
         cpu_vendor=host.procfs.cpu_vendor(),
         memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, cgroup), 1 << 62),
         state_directory=state_directory,
-        qemu=find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES),
+        qemu=qemu,
         dnsmasq=find_program("dnsmasq", SYSTEM_DIRECTORIES),
         sleep=find_program("sleep", SYSTEM_DIRECTORIES),
         virtiofsd=virtiofsd,
@@ -72,7 +85,30 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
         uid=uid,
         controller_trouble=_controller_trouble(spec.cpu.controller, uid),
         delegation_trouble=_delegation_trouble(cgroup) if spec.cpu.placement in {"auto", "delegated"} else None,
+        vfio=await _vfio(spec, host, qemu),
     )
+
+
+async def _vfio(spec: InstanceSpec, host: Host, qemu: PurePosixPath | None) -> VfioFacts:
+    if not spec.device:
+        return VfioFacts()
+    from runner.instance.devices import look_at_devices  # here, because few guests have devices of their own
+
+    said, _ = await _version(host, "qemu", qemu) if qemu is not None else ("", "")
+    found = re.search(r"version ([0-9.]+)", said, re.ASCII)
+    return look_at_devices(spec, os.environ, host.procfs, "" if found is None else found[1])
+
+
+async def _version(host: Host, role: str, path: PurePosixPath) -> tuple[str, str]:
+    """Return what a program says when it is asked for its version, and why it could not be asked."""
+    command = Command(f"{role}-version", (str(path), "--version"), level=logging.DEBUG)
+    try:
+        async with host.processes.daemon(command, 0) as asked:
+            with trio.move_on_after(ANSWERS_WITHIN):
+                await asked.wait()
+            return " ".join(asked.last_words), ""
+    except HostError as error:
+        return "", str(error)
 
 
 def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> Pod | None:
@@ -218,15 +254,9 @@ async def find_virtiofsd(host: Host) -> tuple[Virtiofsd | None, str]:
     path = find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)
     if path is None:
         return None, "not found in PATH, " + ", ".join(VIRTIOFSD_DIRECTORIES)
-    try:
-        async with host.processes.daemon(
-            Command("virtiofsd-version", (str(path), "--version"), level=logging.DEBUG), 0
-        ) as asked:
-            with trio.move_on_after(ANSWERS_WITHIN):
-                await asked.wait()
-            said = " ".join(asked.last_words)
-    except HostError as error:
-        return None, str(error)
+    said, trouble = await _version(host, "virtiofsd", path)
+    if trouble:
+        return None, trouble
     found = parse_virtiofsd_version(path, said)
     return found, f"{path} says {said!r} when asked for its version"
 

@@ -16,6 +16,7 @@ import attrs
 
 from runner.plan.facts import Route
 from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, SharePlan
+from runner.plan.passing import DevicePlan, Passing
 from runner.spec.document import MIB
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
@@ -48,6 +49,12 @@ class Endpoints(Protocol):
     def share(self, index: int) -> str:
         """Return the chardev properties of share *index*."""
 
+    def iommufd(self) -> str:
+        """Return further properties of the object ``iommufd``."""
+
+    def passed(self, device: DevicePlan) -> str:
+        """Return the properties of ``vfio-pci`` that say which *device* it is."""
+
 
 @attrs.frozen
 class Descriptors:
@@ -61,11 +68,14 @@ class Descriptors:
     taps: tuple[int, ...] = ()
     vhosts: tuple[int | None, ...] = ()
     shares: tuple[int, ...] = ()
+    devices: dict[str, int] = attrs.field(factory=dict)
+    """By PCI address, those that are handed over by descriptor; ``iommufd`` the IOMMU's."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return every descriptor, to be passed on."""
         vhosts = (number for number in self.vhosts if number is not None)
-        return (self.qmp, self.console, *self.ram, *self.files.values(), *self.taps, *vhosts, *self.shares)
+        fixed = (self.qmp, self.console, *self.ram, *self.files.values(), *self.taps)
+        return (*fixed, *vhosts, *self.shares, *self.devices.values())
 
     def monitor(self) -> Iterator[str]:
         """See :class:`Endpoints`."""
@@ -94,6 +104,15 @@ class Descriptors:
     def share(self, index: int) -> str:
         """See :class:`Endpoints`."""
         return f"fd={self.shares[index]}"
+
+    def iommufd(self) -> str:
+        """See :class:`Endpoints`."""
+        return f",fd={self.devices['iommufd']}"
+
+    def passed(self, device: DevicePlan) -> str:
+        """See :class:`Endpoints`."""
+        number = self.devices.get(device.address)
+        return f"host={device.address}" if number is None else f"fd={number},iommufd=iommufd"
 
 
 @attrs.frozen
@@ -133,6 +152,14 @@ class Paths:
     def share(self, index: int) -> str:
         """See :class:`Endpoints`."""
         return f"path={_comma(str(_share_socket(self.plan, index)))}"
+
+    def iommufd(self) -> str:
+        """See :class:`Endpoints`."""
+        return ""
+
+    def passed(self, device: DevicePlan) -> str:
+        """See :class:`Endpoints`."""
+        return f"host={device.address}" + (",iommufd=iommufd" if device.way == "iommufd" else "")
 
 
 def _comma(value: str) -> str:
@@ -195,6 +222,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
     yield from _bridges(len(machine.topology.numa_nodes))
+    yield from _passed(machine.passing, endpoints, firmware=machine.firmware is not None)
 
 
 def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
@@ -232,6 +260,29 @@ def _bridges(numa_nodes: int) -> Iterator[str]:
         for number in range(numa_nodes):
             bus = FIRST_BRIDGE + number * ((LAST_BUS - FIRST_BRIDGE) // numa_nodes)
             yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
+
+
+def _passed(passing: Passing, endpoints: Endpoints, *, firmware: bool) -> Iterator[str]:
+    """Yield each passed device behind a root port of its own, on the bridge of its NUMA node.
+
+    Nothing is ever plugged into these ports, so that firmware keeps no addresses free behind them.
+    """
+    if passing.window is not None:
+        yield from ("-global", f"q35-pcihost.pci-hole64-size={passing.window}")
+        if firmware:  # OVMF does not ask QEMU, and has 32 GiB unless it is told
+            yield from ("-fw_cfg", f"name=opt/ovmf/X-PciMmio64Mb,string={passing.window // MIB}")
+    if passing.iommufd is not None:
+        yield from ("-object", f"iommufd,id=iommufd{endpoints.iommufd()}")
+    for index, device in enumerate(passing.devices):
+        port = f"port{index}"
+        yield from ("-device", f"pcie-root-port,id={port},bus={device.bus},chassis={index + 1},hotplug=off")
+        rom = "" if device.rom else ",rombar=0"
+        more = "".join(f",{name}={_on_off(value)}" for name, value in device.properties)
+        yield from ("-device", f"vfio-pci,id=device{index},bus={port},{endpoints.passed(device)}{rom}{more}")
+
+
+def _on_off(value: object) -> object:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
@@ -351,6 +402,8 @@ _FLAGS = frozenset(
         "-m",
         "-object",
         "-numa",
+        "-global",
+        "-fw_cfg",
     }
     | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
 )

@@ -82,3 +82,23 @@ def too_old(version: str) -> str | None:
     if major.isdecimal() and minor.isdecimal() and (int(major), int(minor)) >= QEMU_OLDEST:
         return None
     return f"QEMU {version} is older than {'.'.join(map(str, QEMU_OLDEST))}"
+
+
+LOCKED_BESIDE_RAM = 64 << 20
+"""Bytes that VFIO locks beside the guest's RAM at most: firmware, option ROMs, video memory."""
+
+MEMLOCK = (
+    "give it `LimitMEMLOCK=infinity` in the [Service] section of containerd.service, `docker run --ulimit memlock=-1`, "
+    "or the capability SYS_RESOURCE, with which the limit is raised"
+)
+"""The remedy for :func:`too_little_lockable`."""
+
+
+def too_little_lockable(limit: int | None, memory: int) -> str | None:
+    """Return why VFIO cannot lock *memory* bytes of guest RAM under *limit* (``RLIMIT_MEMLOCK``); ``None`` if it can."""
+    if limit is None or limit >= memory + LOCKED_BESIDE_RAM:
+        return None
+    return (
+        f"{limit >> 10} KiB may be locked, and {memory >> 20} MiB of RAM would have to be, with "
+        f"{LOCKED_BESIDE_RAM >> 20} MiB for firmware"
+    )

@@ -25,6 +25,7 @@ from runner.plan.fitness import (
     shared_cpus,
     too_little_time,
 )
+from runner.plan.passing import Passing
 from runner.spec.document import format_size
 from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
 from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
@@ -38,6 +39,9 @@ PATIENCE = 60.0
 
 SLOWEST_PREALLOCATION = 256 << 20
 """Bytes a second; pages that are zeroed by one slow CPU on the wrong NUMA node still come at 1 GiB/s."""
+
+DEVICE_RESET = 2.0
+"""Seconds for the kernel to reset a PCI device and to unlock the RAM it could reach."""
 
 PAGE_SIZE = 2 << 20
 """Bytes; NUMA nodes of the guest begin at a multiple of it, so that its RAM can be huge pages from end to end."""
@@ -160,6 +164,7 @@ class MachinePlan:
     networks: tuple[NetworkPlan, ...]
     shares: tuple[SharePlan, ...]
     on_reboot: str
+    passing: Passing
 
 
 @attrs.frozen
@@ -239,6 +244,7 @@ class _Planner:
         accel, user = self.accelerator()
         self.memory()
         topology = None if placement is None else self.topology(placement, accel)
+        passing = Passing() if topology is None else self.devices(topology, user, accel)
         networks = tuple(self.networks())
         shares = tuple(self.shares())
         disks = tuple(self.disk(index, disk) for index, disk in enumerate(spec.disk))
@@ -280,9 +286,11 @@ class _Planner:
                 networks=networks,
                 shares=shares,
                 on_reboot=spec.shutdown.on_reboot,
+                passing=passing,
             ),
-            shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status),
-            patience=PATIENCE + (spec.memory.size / SLOWEST_PREALLOCATION if placement.register else 0),
+            shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status, len(passing.devices)),
+            patience=PATIENCE
+            + (spec.memory.size / SLOWEST_PREALLOCATION if placement.register or passing.devices else 0),
             remarks=tuple(self.remarks),
         )
 
@@ -375,6 +383,16 @@ class _Planner:
                     "it has not that much, or none that this pod may use"
                 )
         return topology if real else flat(topology)
+
+    def devices(self, topology: GuestTopology, user: User, accel: str) -> Passing:
+        if not self.spec.device:
+            return Passing()
+        from runner.plan.devices import plan_devices  # here, because few guests have devices of their own
+
+        passing, problems, remarks = plan_devices(self.spec, self.facts, topology, user, accel)
+        self.problems += problems
+        self.remarks += remarks
+        return passing
 
     def cpu_model(self, accel: str, topology: GuestTopology) -> str:
         if accel != "kvm":
@@ -634,7 +652,12 @@ def derived_mac(identity: str, index: int) -> str:
     return "52:54:00:" + digest[:3].hex(":")
 
 
-def share_grace(grace: float, poweroff_status: int) -> ShutdownPlan:
-    """Divide *grace* seconds among the steps of a power-down: the guest gets all but a tenth (at most 3 s)."""
+def share_grace(grace: float, poweroff_status: int, devices: int = 0) -> ShutdownPlan:
+    """Divide *grace* seconds among the steps of a power-down: the guest gets all but a tenth (at most 3 s).
+
+    Each of its PCI *devices* has to be reset when QEMU goes: for that 2 s are taken from the guest's time, up to half of it.
+    """
     forced = min(3.0, grace / 10)
+    if devices:
+        forced = min(forced + DEVICE_RESET * devices, max(forced, grace / 2))
     return ShutdownPlan(grace - forced, forced / 2, forced / 2, poweroff_status)

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from runner.plan.instance import InstancePlan, NetworkPlan
+from runner.plan.passing import Passing
 from runner.spec.document import format_size
 from runner.topology.guest import GuestTopology
 
@@ -47,6 +48,7 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     for disk in machine.disks:
         yield f"               disk {disk.path}, {disk.format}, {'read-only' if disk.read_only else 'writable'}"
     yield from _guest(machine.topology)
+    yield from _devices(machine.passing)
     pins = ", ".join(f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(placement.pins))
     yield f"  7 pins       vCPU→CPU {pins}; read back from the kernel; then the guest runs"
     shutdown = plan.shutdown
@@ -75,6 +77,18 @@ def _guest(topology: GuestTopology) -> Iterator[str]:
             f"               NUMA node {number}: vCPUs {each.vcpus}, {format_size(each.memory)} from {where}"
             + (f"; distance {', '.join(far)}" if far else "")
         )
+
+
+def _devices(passing: Passing) -> Iterator[str]:
+    for device in passing.devices:
+        if device.guest_numa_node is None:
+            where = "no NUMA node" if device.host_numa_node < 0 else f"NUMA node {device.host_numa_node}"
+        else:
+            where = f"NUMA node {device.host_numa_node}, the guest's {device.guest_numa_node}"
+        memory = format_size(device.memory)
+        yield f"               device {device.address} ({device.name}) by {device.way}, on {where}, {memory} of device memory"
+    if passing.window is not None:
+        yield f"               {format_size(passing.window)} of addresses for device memory"
 
 
 def _network(network: NetworkPlan) -> str:

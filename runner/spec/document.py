@@ -208,6 +208,27 @@ def subnet() -> Rule:
     return Rule('an IPv4 subnet of at least four addresses, such as "192.168.77.0/24"', parse)
 
 
+def settings(known: Mapping[str, Rule]) -> Rule:
+    """Take a table of a few *known* settings, each with a rule of its own, as ``(name, value)`` pairs in their order."""
+
+    def parse(value: object) -> tuple[tuple[str, object], ...]:
+        if not isinstance(value, Mapping):
+            _wrong(value)
+        pairs = []
+        for name, setting in value.items():
+            rule = known.get(name)
+            if rule is None:
+                near = difflib.get_close_matches(name, known, 1)
+                raise ValueError(f"found the unknown {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+            try:
+                pairs.append((name, rule.parse(setting)))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}, where it takes {rule.allowed}") from None
+        return tuple(pairs)
+
+    return Rule("a table of " + ", ".join(known), parse)
+
+
 def table(schema: type) -> Rule:
     """Take a table that follows *schema*."""
     return Rule("a table", _never, schema)

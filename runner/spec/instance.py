@@ -23,6 +23,7 @@ from runner.spec.document import (
     path,
     rule_of,
     seconds,
+    settings,
     size,
     structure,
     subnet,
@@ -34,6 +35,7 @@ from runner.spec.document import (
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 WORD_ALLOWED = "up to 63 letters, digits, '.', '_' and '-', the first a letter or digit"
 TAG = r"[A-Za-z0-9_.-]{1,35}"
+PCI_ADDRESS = r"[0-9a-f]{4,6}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]"
 UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
@@ -217,6 +219,58 @@ class Share:
     read_only: bool = key(flag(), default=False, doc="whether the guest is kept from writing (virtiofsd 1.11 or later)")
 
 
+DEVICE_PROPERTIES = {
+    "x-nv-gpudirect-clique": integer(0, 15),
+    "x-no-geforce-quirks": flag(),
+    "x-no-mmap": flag(),
+    "x-no-kvm-intx": flag(),
+    "x-no-kvm-msi": flag(),
+    "x-no-kvm-msix": flag(),
+    "x-intx-mmap-timeout-ms": integer(0, 60000),
+    "x-msix-relocation": choice("off", "auto", *(f"bar{number}" for number in range(6))),
+    "x-pci-sub-vendor-id": integer(0, 0xFFFF),
+    "x-pci-sub-device-id": integer(0, 0xFFFF),
+}
+"""What may be set of QEMU's ``vfio-pci`` beyond what we set: every QEMU from 7.2 to 10 knows these."""
+
+
+@attrs.frozen
+class Device:
+    """A PCI device of the host that becomes the guest's own (VFIO)."""
+
+    address: str | None = key(
+        text(PCI_ADDRESS, 'a PCI address in lower case, such as "0000:41:00.0"'),
+        default=None,
+        doc="the device, by where it is",
+    )
+    resource: str | None = key(
+        text(r"[A-Za-z0-9.-]{1,253}/[A-Za-z0-9_.-]{1,63}", 'a resource of Kubernetes, such as "nvidia.com/GH100"'),
+        default=None,
+        doc="the devices that a device plugin has put into the environment for this resource "
+        "(`PCI_RESOURCE_NVIDIA_COM_GH100`, `PCIDEVICE_…`)",
+    )
+    count: int | None = key(
+        integer(1, 64), default=None, doc="how many of the resource's devices; without it, all that are left"
+    )
+    iommu: str = key(
+        choice("auto", "legacy", "iommufd"),
+        default="auto",
+        doc='how QEMU gets it: by its IOMMU group (`"legacy"`), by descriptors (`"iommufd"`, QEMU 9.0 or later), or by the '
+        'better way that works (`"auto"`)',
+    )
+    properties: tuple[tuple[str, object], ...] = key(
+        settings(DEVICE_PROPERTIES), default=(), doc="further properties of QEMU's `vfio-pci`"
+    )
+    rom: bool = key(flag(), default=False, doc="whether the guest sees its option ROM, as booting from a NIC takes")
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what cannot be true together."""
+        if (self.address is None) == (self.resource is None):
+            yield Problem("", "takes either an address or a resource, and one of them")
+        if self.count is not None and self.resource is None:
+            yield Problem("count", "goes with a resource; an address is one device")
+
+
 @attrs.frozen
 class Console:
     """The guest's serial console."""
@@ -259,6 +313,9 @@ class InstanceSpec:
     disk: tuple[Disk, ...] = key(tables(Disk), default=(), doc="virtio disks")
     network: tuple[Network, ...] = key(tables(Network), default=(), doc="virtio network interfaces")
     share: tuple[Share, ...] = key(tables(Share), default=(), doc="directories shared by virtiofs")
+    device: tuple[Device, ...] = key(
+        tables(Device), default=(), doc="PCI devices of the host that become the guest's own"
+    )
     console: Console = key(table(Console), default=Console(), doc="the serial console")
     shutdown: Shutdown = key(table(Shutdown), default=Shutdown(), doc="how it ends")
 
@@ -268,6 +325,7 @@ class InstanceSpec:
             yield Problem("boot", "nothing to start; name boot.kernel, or give it a [[disk]]")
         yield from _repeated("share", "tag", (share.tag for share in self.share))
         yield from _repeated("disk", "serial", (disk.serial for disk in self.disk))
+        yield from _repeated("device", "address", (device.address for device in self.device))
         yield from _repeated("network", "mac", (network.mac for network in self.network))
         yield from _repeated(
             "network",
@@ -332,7 +390,7 @@ def reference() -> Iterator[tuple[str, str, str, str]]:
 def _shown(name: str, default: object) -> str:
     if default is attrs.NOTHING:
         return "required"
-    if default is None:
+    if default is None or default == ():
         return "-"
     if isinstance(default, bool):
         return str(default).lower()

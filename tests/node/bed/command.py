@@ -21,9 +21,11 @@ from tests.node.bed.shape import Shape
 
 RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
-SYSTEMD_TESTS, ARTICLE_TESTS = ["tests/node/systemd"], ["tests/node/article"]
-"""What needs systemd as PID 1, 128 CPUs or our images as disks is a folder of its own: a node without it would skip it."""
-TESTS = ["tests/node", *(f"--ignore={folder}" for folder in (*SYSTEMD_TESTS, *ARTICLE_TESTS, "tests/node/images"))]
+SYSTEMD_TESTS, ARTICLE_TESTS, DEVICE_TESTS = ["tests/node/systemd"], ["tests/node/article"], ["tests/node/devices"]
+"""What needs systemd as PID 1, 128 CPUs, spare devices or our images as disks is a folder of its own: a node without it
+would skip it."""
+OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, "tests/node/images")
+TESTS = ["tests/node", *(f"--ignore={folder}" for folder in OWN_FOLDERS)]
 ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
 HANGING_SECONDS = 300
 """A test that takes longer shows where it is."""
@@ -48,6 +50,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="a host of 128 CPUs (0-31,64-95 and 32-63,96-127) with an instance of 40 vCPUs on 1-20,65-84: "
         "default tests: tests/node/article, which shows where every thread is; takes minutes",
+    )
+    out.add_argument(
+        "--devices",
+        action="store_true",
+        help="with an IOMMU and spare PCI devices on every NUMA node; default tests: tests/node/devices",
     )
     out.add_argument("--shell", action="store_true", help="no tests: an interactive shell in the node")
     out.add_argument("--keep", action="store_true", help="after the tests, a shell in the node that ran them")
@@ -81,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.parse_args(argv).article:
         arguments.set_defaults(**ARTICLE)
     options = arguments.parse_args(argv)
-    default = ARTICLE_TESTS if options.article else SYSTEMD_TESTS if options.systemd else TESTS
+    chosen = {"article": ARTICLE_TESTS, "systemd": SYSTEMD_TESTS, "devices": DEVICE_TESTS}
+    default = next((tests for name, tests in chosen.items() if getattr(options, name)), TESTS)
     options.pytest = pytest_arguments(options.pytest, default)
     try:
         if options.here:
@@ -155,6 +163,7 @@ def in_node(options: argparse.Namespace) -> int:
         disks=dict(options.disk),
         interactive=interactive,
         systemd=options.systemd,
+        devices=options.devices,
         boot_seconds=options.boot_timeout or (60 + 2 * shape.cpus) * (2 if options.systemd else 1),
         job_seconds=options.timeout,
     )

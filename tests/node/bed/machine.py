@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 
-from tests.node.bed import artefacts, cache
+from tests.node.bed import artefacts, cache, spares
 from tests.node.bed.cache import BedError, say
 from tests.node.bed.shape import THREADS, Shape
 
@@ -100,6 +100,7 @@ def arguments(
     disks: Mapping[str, Path],
     interactive: bool,
     systemd: bool,
+    devices: bool,
 ) -> list[str]:
     """Return QEMU's command line but for the two descriptors (``terminal``, ``events``).
 
@@ -110,6 +111,8 @@ def arguments(
         boot_options.append("node.live")
     if systemd:
         boot_options.append("node.systemd")
+    if devices:
+        boot_options.append("intel_iommu=on")
     per_node = shape.memory_mib // shape.numa_nodes
     numa = [
         option
@@ -138,12 +141,20 @@ def arguments(
     ]
     return [
         *(QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-name", "node"),
-        *("-M", "q35", "-accel", accel if accel == "kvm" else "tcg,thread=multi", "-cpu", CPU_MODEL[accel]),
+        *(
+            "-M",
+            "q35,kernel-irqchip=split" if devices else "q35",
+            "-accel",
+            accel if accel == "kvm" else "tcg,thread=multi",
+            "-cpu",
+            CPU_MODEL[accel],
+        ),
         *("-m", f"{per_node * shape.numa_nodes}M"),
         *("-smp", f"{shape.cpus},sockets={shape.numa_nodes},cores={shape.cores},threads={THREADS}"),
         *numa,
         *("-kernel", str(kernel), "-initrd", str(run / "initrd")),
         *("-append", " ".join(boot_options)),
+        *(spares.iommu() if devices else ()),
         *("-chardev", f"file,id=console,path={run / 'console.log'}", "-serial", "chardev:console"),
         *("-device", "virtio-rng-pci"),
         *("-drive", f"if=none,id=root,file={image},format=raw,readonly=on", "-device", "virtio-blk-pci,drive=root"),
@@ -152,6 +163,7 @@ def arguments(
         *("-device", "virtio-serial-pci"),
         *("-device", "virtconsole,chardev=terminal" if interactive else PORT.format("terminal")),
         *("-device", PORT.format("events")),
+        *(spares.spare_devices(run, shape.numa_nodes) if devices else ()),
     ]
 
 
@@ -213,6 +225,7 @@ def boot(
     disks: Mapping[str, Path],
     interactive: bool,
     systemd: bool,
+    devices: bool,
     boot_seconds: float,
     job_seconds: float,
 ) -> Outcome:
@@ -227,7 +240,9 @@ def boot(
     accel = accelerator(accel, kernel)
     (run / "initrd").write_bytes(artefacts.initrd(shape))
     word = f"node-{token_hex(8)}"
-    argv = arguments(shape, accel, kernel, image, run, word, disks=disks, interactive=interactive, systemd=systemd)
+    argv = arguments(
+        shape, accel, kernel, image, run, word, disks=disks, interactive=interactive, systemd=systemd, devices=devices
+    )
     started = time.monotonic()
     say(f"booting {shape.cpus} CPUs on {shape.numa_nodes} NUMA nodes ({accel}); logs: {run}")
     with running(argv, run / "qemu.log") as (terminal, events), contextlib.ExitStack() as stack:

@@ -1,0 +1,43 @@
+"""PCI devices of the node that nobody needs, behind an IOMMU: what a real node has in its GPUs and their NICs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+DISK_SIZE = 1 << 20
+FIRST_BUS, BUSES = 0x40, 0x20
+"""PCI buses of the first host bridge, and how many each has."""
+
+
+def iommu() -> tuple[str, ...]:
+    """Return the options for Intel's IOMMU, which must come before the devices it is for."""
+    return ("-device", "intel-iommu,intremap=on,caching-mode=on,device-iotlb=on")
+
+
+def word_on(numa_node: int) -> bytes:
+    """Return what the first sector of a NUMA node's spare disk begins with."""
+    return f"SPARE-DISK-OF-NUMA-NODE-{numa_node}".encode()
+
+
+def spare_devices(run: Path, numa_nodes: int) -> Iterator[str]:
+    """Yield the options for each NUMA node's devices, below a host bridge of its own; *run* holds the disks' files.
+
+    These are an NVMe disk, a NIC (e1000e) at a network with a DHCP server, and two NICs in one IOMMU group, because they
+    are functions of one device that does not keep them apart.
+    """
+    for numa_node in range(numa_nodes):
+        disk = run / f"spare{numa_node}.img"
+        disk.write_bytes(word_on(numa_node).ljust(DISK_SIZE, b"\0"))
+        bridge = f"near{numa_node}"
+        bus = FIRST_BUS + numa_node * BUSES
+        yield from ("-device", f"pxb-pcie,id={bridge},bus=pcie.0,bus_nr={bus},numa_node={numa_node}")
+        for slot, name in enumerate(("disk", "nic", "pair")):
+            port = f"id={name}{numa_node},bus={bridge},chassis={numa_node + 1},slot={slot},addr={slot}"
+            yield from ("-device", f"pcie-root-port,{port}")
+        yield from ("-drive", f"if=none,id=spare{numa_node},file={disk},format=raw")
+        yield from ("-device", f"nvme,drive=spare{numa_node},serial=spare{numa_node},bus=disk{numa_node}")
+        yield from ("-netdev", f"user,id=spare{numa_node},restrict=on")
+        yield from ("-device", f"e1000e,netdev=spare{numa_node},bus=nic{numa_node},romfile=")
+        for function in (1, 0):
+            yield from ("-device", f"e1000e,bus=pair{numa_node},addr=0.{function},multifunction=on,romfile=")

@@ -1,0 +1,100 @@
+"""Spare PCI devices of the node, bound to vfio-pci for a test and given back to their own drivers after it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.node.instances import until
+
+BUS = Path("/sys/bus/pci")
+DISK, NIC = "0x010802", "0x020000"
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A PCI device of the node."""
+
+    address: str
+
+    @property
+    def path(self) -> Path:
+        return BUS / "devices" / self.address
+
+    @property
+    def numa_node(self) -> int:
+        return int((self.path / "numa_node").read_text())
+
+    @property
+    def group(self) -> str:
+        return (self.path / "iommu_group").resolve().name
+
+    @property
+    def nodes(self) -> dict[str, Path]:
+        """Return what each way opens."""
+        [cdev] = (self.path / "vfio-dev").iterdir()
+        return {"legacy": Path("/dev/vfio") / self.group, "iommufd": Path("/dev/vfio/devices") / cdev.name}
+
+    @property
+    def driver(self) -> str:
+        link = self.path / "driver"
+        return link.resolve().name if link.exists() else ""
+
+    def bind(self, driver: str) -> None:
+        """Bind it to *driver*, or to whom it belongs if that is empty."""
+        (self.path / "driver_override").write_text(f"{driver}\n")
+        if self.driver:
+            (self.path / "driver/unbind").write_text(self.address)
+        (BUS / "drivers_probe").write_text(self.address)
+        assert self.driver == driver or not driver
+
+    def sector(self, number: int) -> bytes:
+        """Return a sector of the disk it is, which its own driver shows."""
+        [name] = until(lambda: [path.name for path in self.path.glob("nvme/nvme*/nvme*n1")], "the disk")
+        with (Path("/dev") / name).open("rb") as disk:
+            return os.pread(disk.fileno(), 512, 512 * number).rstrip(b"\0\n")
+
+
+@contextlib.contextmanager
+def bound(*spares: Spare, driver: str = "vfio-pci") -> Iterator[None]:
+    """Have them bound to *driver* until the block ends; then they are their own drivers' again."""
+    for spare in spares:
+        spare.bind(driver)
+    try:
+        yield
+    finally:
+        for spare in spares:
+            spare.bind("")
+
+
+def _of_class(kind: str) -> list[Spare]:
+    return [Spare(path.parent.name) for path in sorted((BUS / "devices").glob("*/class")) if path.read_text().strip() == kind]
+
+
+@pytest.fixture(scope="session")
+def disks() -> dict[int, Spare]:
+    """Return the spare NVMe disk of each NUMA node."""
+    if not list(Path("/sys/class/iommu").glob("*")):
+        pytest.skip("an IOMMU and spare devices are missing: tests/node/run --devices brings a node that has them")
+    return {spare.numa_node: spare for spare in _of_class(DISK)}
+
+
+@pytest.fixture(scope="session")
+def nics(disks: dict[int, Spare]) -> dict[int, Spare]:
+    """Return the spare NIC of each NUMA node that has an IOMMU group of its own."""
+    alone = {spare.numa_node: spare for spare in _of_class(NIC) if len(list((spare.path / "iommu_group/devices").iterdir())) == 1}
+    assert alone.keys() == disks.keys()
+    return alone
+
+
+@pytest.fixture(scope="session")
+def pair(disks: dict[int, Spare]) -> tuple[Spare, Spare]:
+    """Return two NICs that share an IOMMU group."""
+    [first, second] = [spare for spare in _of_class(NIC) if len(list((spare.path / "iommu_group/devices").iterdir())) == 2][:2]
+    assert first.group == second.group
+    return first, second
