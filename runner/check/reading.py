@@ -39,7 +39,7 @@ from runner.host.kernel import (
     read_pci_devices,
     read_swaps,
 )
-from runner.host.memory import read_memlock_limit, try_mbind
+from runner.host.memory import read_lockable, try_mbind
 from runner.host.peers import INIT_PID_NAMESPACE
 from runner.host.processes import Command, dying_with_us
 from runner.host.procfs import Procfs
@@ -353,7 +353,7 @@ def _rights(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterab
     vfio = (here.dev / "vfio/vfio").exists()
     yield (
         devices.MEMLOCK,
-        lambda: [devices.judge_memlock(read_memlock_limit(), has_vfio=vfio, memory=seen.memory)],
+        lambda: [devices.judge_memlock(read_lockable(Procfs().capabilities()), has_vfio=vfio, memory=seen.memory)],
     )
     yield devices.MBIND, partial(_mbind, seen)
 

@@ -44,12 +44,6 @@ def try_mbind(numa_node: int) -> OSError | None:
     return OSError(code, os.strerror(code)) if failed else None
 
 
-def read_memlock_limit() -> int | None:
-    """Return how many bytes a process that we start may lock, ``None`` without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def read_lockable(capabilities: Collection[int]) -> int | None:
     """Return how many bytes a process that we start may lock once :func:`lockable` has helped, ``None`` without a limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)

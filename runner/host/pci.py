@@ -9,8 +9,8 @@ import attrs
 
 from runner.errors import HostError
 
-_BRIDGE = 0x06
-"""The base class of bridges (PCI Code and ID Assignment Specification): VFIO does not mind them in a group."""
+_BRIDGE = 0x0604
+"""The class of bridges to other buses: VFIO does not mind them in a group. An NVSwitch is another kind of bridge."""
 _STANDARD_HEADER = 64
 """Bytes of configuration space that everybody may read."""
 _REGIONS = 6
@@ -119,7 +119,7 @@ def _members(sys: Path, group: str, address: str) -> Iterator[Neighbour]:
             driver = driver_of(path)
             # VFIO's own and pci-stub leave the device alone (drivers/vfio, vfio_dev_driver_allowed).
             harmless = driver in {"vfio-pci", "pci-stub"} or bool(_names(path / "vfio-dev"))
-            yield Neighbour(name, None if harmless else driver, _hex(path / "class") >> 16 == _BRIDGE)
+            yield Neighbour(name, None if harmless else driver, _hex(path / "class") >> 8 == _BRIDGE)
 
 
 def _regions(path: Path) -> Iterator[Region]:

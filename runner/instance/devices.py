@@ -15,7 +15,7 @@ from runner.host.memory import lockable, read_lockable
 from runner.host.procfs import Procfs
 from runner.instance.host import Host
 from runner.plan.devices import asked_devices
-from runner.plan.facts import Bar, DeviceNode, GroupMember, PciFact, PciLink, User, VfioFacts
+from runner.plan.facts import Bar, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
 from runner.plan.passing import DevicePlan, Passing
 from runner.spec.instance import InstanceSpec
 
@@ -92,12 +92,13 @@ def handed_over(passing: Passing) -> Iterator[dict[str, int]]:
 
 
 @contextmanager
-def groups_lent(host: Host, passing: Passing, user: User) -> Iterator[None]:
-    """Let QEMU's *user* own the nodes of groups for as long as the block runs; QEMU opens them once, before it greets."""
-    nodes = {device.group_node for device in passing.devices if device.lend and device.group_node is not None}
+def groups_lent(host: Host, passing: Passing) -> Iterator[None]:
+    """Let QEMU's user own the nodes of groups for as long as the block runs; QEMU opens them once, before it greets."""
+    owners = {device.group_node: device.lent_to for device in passing.devices}
     with ExitStack() as lent:
-        for node in sorted(nodes):
-            lent.callback(_take_back, host, node, vfio.give(node, user.uid))
+        for node, uid in owners.items():
+            if node is not None and uid is not None:
+                lent.callback(_take_back, host, node, vfio.give(node, uid))
         yield
 
 
@@ -132,7 +133,7 @@ def _missing(device: DevicePlan) -> str | None:
         return "it has gone from the bus"
     driver = pci.driver_of(sysfs)
     if driver != device.driver:
-        return f"it is bound to {driver!r} now, not to {device.driver!r}"
+        return f"it is bound to {repr(driver) if driver else 'no driver'} now, not to {device.driver!r}"
     if pci.is_silent(sysfs):
         return "it does not answer: its configuration space reads as nothing but ones"
     if device.group_node is not None:

@@ -209,7 +209,7 @@ async def paused_machine(
         if plan.machine.passing.devices:
             from runner.instance.devices import groups_lent  # here, because few guests have devices of their own
 
-            lent.enter_context(groups_lent(host, plan.machine.passing, plan.machine.user))
+            lent.enter_context(groups_lent(host, plan.machine.passing))
         process = _spawn(host, plan.machine, theirs, wiring, birthplace)
         machine = Machine(process, Monitor(ours))
         try:

@@ -22,8 +22,8 @@ class DevicePlan:
     """What the group way opens; where iommufd is used, what tells whether the device is free, if it is here."""
     device_node: PurePosixPath | None
     """What is handed to QEMU; of ``iommufd`` only."""
-    lend: bool
-    """The group's node is made the property of QEMU's user while QEMU opens it, by its path, which is the only way it knows."""
+    lent_to: int | None
+    """The user who owns the group's node while QEMU opens it, by its path, which is the only way QEMU knows."""
     bus: str
     """The guest's bus that its root port is on."""
     host_numa_node: int

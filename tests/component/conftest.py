@@ -52,6 +52,7 @@ class Snapshot:
     descriptors: frozenset[tuple[int, str]]
     links: frozenset[str]
     files: frozenset[str]
+    """Each with its owner."""
     cpus: CpuSet
 
 
@@ -181,7 +182,7 @@ class Bench:
             processes=frozenset(descendants(os.getpid())),
             descriptors=frozenset(ours),
             links=frozenset(_links()),
-            files=frozenset(str(path) for path in self.root.rglob("*") if path not in kept),
+            files=frozenset(f"{path} {path.lstat().st_uid}" for path in self.root.rglob("*") if path not in kept),
             cpus=CpuSet(os.sched_getaffinity(0)),
         )
 

@@ -5,6 +5,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ DEFAULTS = {
     "at_sigterm": "exit",  # also: None (ignores it)
     "deaf_to": None,  # a command that is never answered
     "noise": False,  # events and foreign replies between request and reply
+    "looks_at": (),  # files whose owners it writes down when it starts
     "daemonize": False,  # leaves a grandchild that keeps our output open
 }
 behaviour = {**DEFAULTS, **globals()["BEHAVIOUR"]}
@@ -46,6 +48,13 @@ record(
     mask=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     cpus=sorted(os.sched_getaffinity(0)),
     uid=os.getuid(),
+    held=[
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}")
+    ],
+    owners=[os.stat(path).st_uid for path in behaviour["looks_at"]],
+    lockable=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
 )
 signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour["at_sigterm"] is None else lambda *_: os._exit(0))
 if behaviour["daemonize"]:

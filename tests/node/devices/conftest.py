@@ -73,7 +73,11 @@ def bound(*spares: Spare, driver: str = "vfio-pci") -> Iterator[None]:
 
 
 def _of_class(kind: str) -> list[Spare]:
-    return [Spare(path.parent.name) for path in sorted((BUS / "devices").glob("*/class")) if path.read_text().strip() == kind]
+    return [
+        Spare(path.parent.name)
+        for path in sorted((BUS / "devices").glob("*/class"))
+        if path.read_text().strip() == kind
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -87,14 +91,18 @@ def disks() -> dict[int, Spare]:
 @pytest.fixture(scope="session")
 def nics(disks: dict[int, Spare]) -> dict[int, Spare]:
     """Return the spare NIC of each NUMA node that has an IOMMU group of its own."""
-    alone = {spare.numa_node: spare for spare in _of_class(NIC) if len(list((spare.path / "iommu_group/devices").iterdir())) == 1}
+    alone = {
+        spare.numa_node: spare
+        for spare in _of_class(NIC)
+        if len(list((spare.path / "iommu_group/devices").iterdir())) == 1
+    }
     assert alone.keys() == disks.keys()
     return alone
 
 
 @pytest.fixture(scope="session")
-def pair(disks: dict[int, Spare]) -> tuple[Spare, Spare]:
+def pair(nics: dict[int, Spare]) -> tuple[Spare, Spare]:
     """Return two NICs that share an IOMMU group."""
-    [first, second] = [spare for spare in _of_class(NIC) if len(list((spare.path / "iommu_group/devices").iterdir())) == 2][:2]
+    [first, second] = [spare for spare in _of_class(NIC) if spare not in nics.values()][:2]
     assert first.group == second.group
     return first, second

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,7 @@ from tests.node.instances import Instance, World, spec_text, start_instance, uid
 from tests.node.test_linux_guest import INITRD, KERNEL
 
 MIB = 1 << 20
-CPUS = CpuSet.parse("2,6")
-"""One of each NUMA node, so that the guest has both."""
 WAYS = ("legacy", "iommufd")
-ABOUT_BOTH = ("/dev/vfio/vfio", "/dev/iommu")
 BOOTS_WITHIN = 400
 """Seconds: an emulated guest on an emulated machine takes 40 of them, and several times that on a busy one."""
 
@@ -30,46 +29,126 @@ def nodes_of(way: str, *spares: Spare) -> tuple[str, ...]:
     return ({"legacy": "/dev/vfio/vfio", "iommufd": "/dev/iommu"}[way], *(str(spare.nodes[way]) for spare in spares))
 
 
-def start(world: World, number: int, spec: str, nodes: tuple[str, ...], environment: dict[str, str]) -> Instance:
-    """Start an instance with these nodes in its pod, and what device plugins say in its environment."""
+@pytest.fixture
+def cpus(numa: dict[int, CpuSet]) -> dict[int, CpuSet]:
+    """Return CPUs for two instances by number, each with one of every NUMA node, so that its guest has both."""
+    in_order = [sorted(each) for _, each in sorted(numa.items())]
+    return {number: CpuSet(each[-number] for each in in_order) for number in (1, 2)}
+
+
+@contextlib.contextmanager
+def started(
+    world: World,
+    number: int,
+    cpus: CpuSet,
+    spec: str,
+    nodes: Iterable[str],
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Instance]:
+    """Hold an instance with these nodes in its pod, and what device plugins say in its environment.
+
+    It has ended when the block has: a device that is in use cannot be given back to its driver.
+    """
     said = {"POD_UID": uid_of(number), "PYTHONPATH": os.pathsep.join(["/project", *filter(None, sys.path)])}
-    return start_instance(
+    instance = start_instance(
         world.kubelet,
         number,
-        CPUS,
+        cpus,
         spec=spec.replace("[cpu]\n", '[cpu]\nplacement = "controller"\n'),
         directory=world.directory,
         sockets=world.controller.directory,
-        devices=nodes,
-        environment={**said, **environment},
+        devices=tuple(nodes),
+        environment={**said, **(environment or {})},
         memory=640 * MIB,
     )
+    try:
+        yield instance
+    finally:
+        print(instance.running.output)
+        if instance.uid in world.kubelet.running:
+            world.kubelet.stop(instance.uid, grace=0)
+        world.kubelet.reconcile()
 
 
+@pytest.mark.usefixtures("rom")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_device_goes_to_qemu_and_comes_back(way: str, world: World, rom: Path, disks: dict[int, Spare]) -> None:
+def test_a_device_goes_to_qemu_and_comes_back(
+    way: str, world: World, disks: dict[int, Spare], cpus: dict[int, CpuSet]
+) -> None:
     disk = disks[1]
-    with bound(disk):
-        spec = spec_text(CPUS, f'[[device]]\naddress = "{disk.address}"\n')
-        instance = start(world, 1, spec, nodes_of(way, disk), {})
+    more = f'[[device]]\naddress = "{disk.address}"\n'
+    with bound(disk), started(world, 1, cpus[1], spec_text(cpus[1], more), nodes_of(way, disk)) as instance:
         instance.up()
         instance.is_placed()
-        said = instance.running.output
-        assert "device " + disk.address in said or True
         [qemu] = instance.processes()["qemu"]
         status = Path(f"/proc/{qemu}/status").read_text()
         assert re.search(r"^Uid:\t65534\t", status, re.MULTILINE), "QEMU is nobody"
-        held = {os.readlink(fd) for fd in Path(f"/proc/{qemu}/fd").iterdir()}
+        held = {str(fd.readlink()) for fd in Path(f"/proc/{qemu}/fd").iterdir()}
         assert str(disk.nodes[way]) in held
-        node = Path(f"/proc/{qemu}/root{disk.nodes[way]}").stat()
-        assert node.st_uid == 0, "it was lent for as long as QEMU took to open it"
+        owner = Path(f"/proc/{instance.running.pid}/root{disk.nodes[way]}").stat().st_uid
+        assert owner == 0, "it was lent for as long as QEMU took to open it"
         with pytest.raises(OSError, match="busy"):
             os.close(os.open(disk.nodes["legacy"], os.O_RDWR))
-        second = start(world, 2, spec.replace("2,6", "3,7"), nodes_of(way, disk), {}) if way == "legacy" else None
-        if second is not None:
+        both = {*nodes_of("legacy", disk), *nodes_of("iommufd", disk)}
+        with started(world, 2, cpus[2], spec_text(cpus[2], more), both) as second:
             assert second.running.wait() == 30
             assert f"{disk.address} is in use: somebody else has {disk.nodes['legacy']} open" in second.running.output
-        assert instance.stop() == 0, instance.running.output
+        # By its own node nobody can tell before QEMU tries.
+        with started(world, 2, cpus[2], spec_text(cpus[2], more), nodes_of("iommufd", disk)) as second:
+            assert second.running.wait() == 31
+            assert "Device or resource busy" in second.running.output
+            assert "another process has the device or one of its IOMMU group" in second.running.output
+        assert instance.stop() == 0
         assert "faults=0" in instance.running.output
         os.close(os.open(disk.nodes["legacy"], os.O_RDWR))
     assert disk.sector(0) == word_on(1)
+
+
+def linux_spec(cpus: CpuSet, *more: str) -> str:
+    """Return a spec whose guest is a Linux that says what devices it sees."""
+    return "\n".join(
+        (
+            f'[cpu]\ncount = {len(cpus)}\naccel = "tcg"\nmodel = "Skylake-Server"\n[memory]\nsize = "192MiB"',
+            '[boot]\nkernel = "/guest/kernel"\ninitrd = "/guest/initrd"\ncmdline = "console=ttyS0 quiet devices=1"',
+            *more,
+        )
+    )
+
+
+@pytest.mark.timeout(BOOTS_WITHIN + 120)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_guest_uses_its_devices_on_the_numa_node_they_are_on(
+    way: str, world: World, disks: dict[int, Spare], nics: dict[int, Spare], cpus: dict[int, CpuSet]
+) -> None:
+    if not Path(KERNEL).is_file() or not Path(INITRD).is_file():
+        pytest.skip("the Linux guest is missing: tests/node/run builds it and names it in RUNNER_NODE_GUEST_KERNEL")
+    place = world.directory / uid_of(1)
+    place.mkdir()
+    shutil.copy(KERNEL, place / "kernel")
+    shutil.copy(INITRD, place / "initrd")
+    near, far = (1, 0) if way == "legacy" else (0, 1)
+    disk, nic = disks[near], nics[far]
+    devices = (
+        f'[[device]]\nresource = "example.com/NVMe-disk"\ncount = 1\niommu = "{way}"\n'
+        f'[[device]]\naddress = "{nic.address}"\n'
+    )
+    environment = {"PCI_RESOURCE_EXAMPLE_COM_NVME-DISK": f"{disk.address},{disk.address},"}
+    with (
+        bound(disk, nic),
+        started(world, 1, cpus[1], linux_spec(cpus[1], devices), nodes_of(way, disk, nic), environment) as instance,
+    ):
+        up = instance.running.wait_for("LINUX-GUEST-UP", BOOTS_WITHIN)
+        said = instance.running.output
+        assert f"NVME-DISK numa_node={near} holds {word_on(near).decode()}" in said
+        assert f"PCI-DEVICE 0x1b36:0x0010 numa_node={near}" in said
+        assert f"PCI-DEVICE 0x8086:0x10d3 numa_node={far}" in said
+        assert "numa_nodes=0-1 addresses=10.0.2.15/24," in up, "the NIC has asked the network behind it for an address"
+        [qemu] = instance.processes()["qemu"]
+        locked = re.search(r"^VmLck:\s+(\d+) kB", Path(f"/proc/{qemu}/status").read_text(), re.MULTILINE)
+        assert locked is not None
+        print("locked", locked[1], (instance.running.scope.path / "memory.current").read_text())
+        assert instance.stop() == 0
+        assert "faults=0" in instance.running.output
+    assert disk.sector(0) == word_on(near)
+    assert disk.sector(8) == b"written by the guest"
+    assert nic.driver == "e1000e"

@@ -56,6 +56,14 @@ subnet = "10.1.2.0/30"
 [[share]]
 tag = "home"
 path = "/home"
+[[device]]
+resource = "nvidia.com/GH100"
+count = 2
+iommu = "legacy"
+properties = { x-nv-gpudirect-clique = 0, x-msix-relocation = "bar2" }
+[[device]]
+address = "0000:41:00.0"
+rom = true
 [console]
 stdout = false
 log = "/var/log/console"
@@ -86,6 +94,8 @@ def test_every_key_can_be_given() -> None:
     assert spec.boot.initrd == PurePosixPath("/boot/initrd")
     assert [disk.format for disk in spec.disk] == ["raw", "qcow2"]
     assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
+    assert spec.device[0].properties == (("x-nv-gpudirect-clique", 0), ("x-msix-relocation", "bar2"))
+    assert (spec.device[1].address, spec.device[1].rom) == ("0000:41:00.0", True)
     assert (spec.shutdown.grace, spec.shutdown.poweroff_status) == (12.5, 0)
 
 
