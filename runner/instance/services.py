@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 
@@ -13,7 +13,6 @@ import trio
 
 from runner.errors import RunnerError, Status, explain
 from runner.host import devices, files, network
-from runner.host.outlet import Outlet
 from runner.host.processes import Command, Process, stop_bound
 from runner.host.sockets import Socket, connected_pair, listening_pair
 from runner.instance.host import Host, first_of
@@ -206,12 +205,12 @@ async def _share(host: Host, plan: SharePlan, directory: int) -> AsyncIterator[t
 
 
 @asynccontextmanager
-async def console_shown(host: Host, plan: ConsolePlan, stdout: Outlet) -> AsyncIterator[Socket]:
-    """Hold the far end of the serial console; what the guest says there goes to *stdout* and to the log file."""
+async def console_shown(host: Host, plan: ConsolePlan, show: Callable[[bytes], None]) -> AsyncIterator[Socket]:
+    """Hold the far end of the serial console; what the guest says there goes to the log file and is *show*n, if the plan says so."""
     with connected_pair("the serial console") as (ours, theirs), files.owned(files.append(plan.log)) as log_file:
         ours.setblocking(False)
         silent = trio.Event()
-        async with host.observed(partial(_copy_console, ours, stdout if plan.stdout else None, log_file, silent)):
+        async with host.observed(partial(_copy_console, ours, show if plan.stdout else None, log_file, silent)):
             try:
                 yield theirs
             finally:
@@ -220,17 +219,21 @@ async def console_shown(host: Host, plan: ConsolePlan, stdout: Outlet) -> AsyncI
                     await silent.wait()
 
 
-async def _copy_console(ours: Socket, stdout: Outlet | None, log_file: files.Descriptor, silent: trio.Event) -> None:
+async def _copy_console(
+    ours: Socket, show: Callable[[bytes], None] | None, log_file: files.Descriptor, silent: trio.Event
+) -> None:
     stream = trio.socket.from_stdlib_socket(ours)
     while data := await _received(stream):
-        if stdout is not None:
-            stdout.write(data)
+        if show is not None:
+            show(data)
         try:
             if log_file.number >= 0:
                 os.write(log_file.number, data)
         except OSError as error:
             log.warning("the console's log file is given up: %s", error.strerror)
             log_file.close()
+    if show is not None:
+        show(b"")
     silent.set()
 
 
