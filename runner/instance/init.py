@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -53,6 +53,8 @@ class Streams:
 
     stdout: Outlet
     stderr: Outlet
+    console: Callable[[bytes], None]
+    """Says on standard output what the guest's console says; without data it was the last."""
 
 
 async def run_as_init(
@@ -83,7 +85,7 @@ async def run_as_init(
                 host.observed(streams.stdout.drain),
                 host.observed(streams.stderr.drain),
             ):
-                verdict = await _run(source, spec, host, state_directory, streams.stdout)
+                verdict = await _run(source, spec, host, state_directory, streams.console)
         finally:
             # What arrives from here on comes too late to change anything, and must not become our own death: trio
             # raises again what its receiver has not delivered.
@@ -106,14 +108,16 @@ async def _plan(source: str, spec: InstanceSpec, host: Host, state_directory: Pu
     return plan_instance(source, spec, await survey(spec, host, state_directory))
 
 
-async def _run(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath, stdout: Outlet) -> Verdict:
+async def _run(
+    source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath, console: Callable[[bytes], None]
+) -> Verdict:
     """Run *spec*; errors end here, below the root's nursery, which would wrap them."""
     try:
         facts = await host.unless_stopped(partial(survey, spec, host, state_directory))
         plan = plan_instance(source, spec, facts)
         for remark in plan.remarks:
             log.warning("%s", remark)
-        ended = await run_instance(plan, host, stdout)
+        ended = await run_instance(plan, host, console)
     except StopRequestedError:
         return Verdict(Status.STOPPED, "stopped", "asked to stop before anything was started")
     except RunnerError as error:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trio
 
 from runner.errors import Status
 from runner.host import files
-from runner.host.outlet import Outlet
 from runner.instance.console import console_shown
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
@@ -29,7 +28,7 @@ CAUSE_WITHIN = 0.2
 """Seconds within which QEMU's death shows when a daemon has ended because of it."""
 
 
-async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
+async def run_instance(plan: InstancePlan, host: Host, show: Callable[[bytes], None]) -> Ended:
     """Hold everything *plan* names for as long as the guest runs, and return how it ended.
 
     Raises :exc:`~runner.errors.RunnerError` when the start failed; whatever was acquired has been released then, and
@@ -43,7 +42,7 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             networked(host, plan.networks) as taps,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
-            console_shown(host, plan.console, stdout, directory) as console,
+            console_shown(host, plan.console, show, directory) as console,
             paused_machine(host, plan, Wiring(taps, shares, console), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine),
         ):
