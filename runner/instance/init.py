@@ -73,7 +73,7 @@ async def run_as_init(
             )
         if not pid1:
             become_subreaper()
-        spec = parse_instance(source, data)
+        spec = parse_instance(source, data, os.environ)
     except RunnerError as error:
         return _refused(error)
     with trio.open_signal_receiver(*ASK_TO_STOP) as signals:
@@ -98,7 +98,7 @@ async def run_as_init(
 
 async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) -> InstancePlan:
     """Return what :func:`run_as_init` would do on this host; touches nothing. Raises :exc:`~runner.errors.RunnerError`."""
-    spec = parse_instance(source, data)
+    spec = parse_instance(source, data, os.environ)
     async with open_host(StopRequest(), Faults(), dying_with_us()) as host:
         result = await capture(partial(_plan, source, spec, host, state_directory))
     return result()
