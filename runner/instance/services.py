@@ -104,6 +104,7 @@ async def _keep(host: Host, policy: Restart, keeper: Keeper) -> None:
         if trio.current_time() - born > policy.forgiven:
             pause = policy.first
         process = keeper.process
+        host.tally.restarts[process.role] += 1
         log.warning("%s %s; starting it again pause=%.1fs", process.role, process.how_it_ended(), pause)
         await trio.sleep(pause)
         pause = min(max(2 * pause, 0.1), policy.longest)
@@ -209,8 +210,14 @@ async def console_shown(host: Host, plan: ConsolePlan, show: Callable[[bytes], N
     """Hold the far end of the serial console; what the guest says there goes to the log file and is *show*n, if the plan says so."""
     with connected_pair("the serial console") as (ours, theirs), files.owned(files.append(plan.log)) as log_file:
         ours.setblocking(False)
+
+        def heard(data: bytes) -> None:
+            host.tally.console += len(data)
+            if plan.stdout:
+                show(data)
+
         silent = trio.Event()
-        async with host.observed(partial(_copy_console, ours, show if plan.stdout else None, log_file, silent)):
+        async with host.observed(partial(_copy_console, ours, heard, log_file, silent)):
             try:
                 yield theirs
             finally:
@@ -220,20 +227,18 @@ async def console_shown(host: Host, plan: ConsolePlan, show: Callable[[bytes], N
 
 
 async def _copy_console(
-    ours: Socket, show: Callable[[bytes], None] | None, log_file: files.Descriptor, silent: trio.Event
+    ours: Socket, heard: Callable[[bytes], None], log_file: files.Descriptor, silent: trio.Event
 ) -> None:
     stream = trio.socket.from_stdlib_socket(ours)
     while data := await _received(stream):
-        if show is not None:
-            show(data)
+        heard(data)
         try:
             if log_file.number >= 0:
                 os.write(log_file.number, data)
         except OSError as error:
             log.warning("the console's log file is given up: %s", error.strerror)
             log_file.close()
-    if show is not None:
-        show(b"")
+    heard(b"")
     silent.set()
 
 
