@@ -17,11 +17,12 @@ import trio
 
 from runner.errors import Status
 from runner.host import files
+from runner.instance.console import console_shown
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
 from runner.instance.placement import Receipt, confined, read_again
 from runner.instance.seats import Seat, placed
-from runner.instance.services import Shares, anchored, console_shown, death_of, dhcp_served, networked, shared
+from runner.instance.services import Shares, anchored, death_of, dhcp_served, networked, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ async def run_instance(plan: InstancePlan, host: Host, show: Callable[[bytes], N
             networked(host, plan.networks) as taps,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
-            console_shown(host, plan.console, show) as console,
+            console_shown(host, plan.console, show, directory) as console,
             paused_machine(host, plan, Wiring(taps, shares, console), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine) as receipt,
         ):

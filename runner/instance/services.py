@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 
@@ -14,19 +13,16 @@ import trio
 from runner.errors import RunnerError, Status, explain
 from runner.host import devices, files, network
 from runner.host.processes import Command, Process, stop_bound
-from runner.host.sockets import Socket, connected_pair, listening_pair
+from runner.host.sockets import Socket, listening_pair
 from runner.instance.host import Host, first_of
 from runner.instance.survey import pod_link
 from runner.plan.argv import dnsmasq_argv, virtiofsd_argv
-from runner.plan.instance import ConsolePlan, DhcpPlan, NetworkPlan, SharePlan
+from runner.plan.instance import DhcpPlan, NetworkPlan, SharePlan
 
 log = logging.getLogger(__name__)
 
 STOPPED_WITHIN = 2.0
 """Seconds a service may take to end after SIGTERM."""
-
-FLUSHED_WITHIN = 0.25
-"""Seconds given to what the guest said last, when QEMU has gone already."""
 
 
 @attrs.frozen
@@ -203,47 +199,3 @@ async def _share(host: Host, plan: SharePlan, directory: int) -> AsyncIterator[t
             what = f"stop the virtiofsd of {plan.tag!r}"
             with host.faults.recorded(what), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await host.processes.stop(daemon, STOPPED_WITHIN)
-
-
-@asynccontextmanager
-async def console_shown(host: Host, plan: ConsolePlan, show: Callable[[bytes], None]) -> AsyncIterator[Socket]:
-    """Hold the far end of the serial console; what the guest says there goes to the log file and is *show*n, if the plan says so."""
-    with connected_pair("the serial console") as (ours, theirs), files.owned(files.append(plan.log)) as log_file:
-        ours.setblocking(False)
-
-        def heard(data: bytes) -> None:
-            host.tally.console += len(data)
-            if plan.stdout:
-                show(data)
-
-        silent = trio.Event()
-        async with host.observed(partial(_copy_console, ours, heard, log_file, silent)):
-            try:
-                yield theirs
-            finally:
-                theirs.close()
-                with trio.move_on_after(FLUSHED_WITHIN, shield=True):
-                    await silent.wait()
-
-
-async def _copy_console(
-    ours: Socket, heard: Callable[[bytes], None], log_file: files.Descriptor, silent: trio.Event
-) -> None:
-    stream = trio.socket.from_stdlib_socket(ours)
-    while data := await _received(stream):
-        heard(data)
-        try:
-            if log_file.number >= 0:
-                os.write(log_file.number, data)
-        except OSError as error:
-            log.warning("the console's log file is given up: %s", error.strerror)
-            log_file.close()
-    heard(b"")
-    silent.set()
-
-
-async def _received(stream: trio.socket.SocketType) -> bytes:
-    try:
-        return await stream.recv(1 << 16)
-    except OSError:  # QEMU went with input of ours unread
-        return b""
