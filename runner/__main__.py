@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import trio
 
+from runner.arguments import spoken
 from runner.errors import RunnerError, Status, UsageError, explain
 from runner.host.logs import FORMATS, JsonConsole, LogHandler, json_of_dropped
 from runner.host.outlet import Outlet, said_of_dropped
@@ -102,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
         default="text",
         help="events on standard error and the console on standard output as they are, or each line of both as a JSON object "
         "(default: text)",
+    )
+    run.add_argument(
+        "--http",
+        type=spoken(_address),
+        metavar="ADDRESS:PORT",
+        help="answer /healthz, /readyz and /metrics there; :PORT is every address (default: nowhere)",
     )
     run.set_defaults(command=_run)
 
@@ -265,6 +272,12 @@ def _add_state_dir(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _address(text: str) -> tuple[str, int]:
+    from runner.host.pages import parse_address  # here, because few ask for pages
+
+    return parse_address(text)
+
+
 def _absolute(text: str) -> PurePosixPath:
     return PurePosixPath(os.path.abspath(text))  # noqa: PTH100 - pure afterwards
 
@@ -395,7 +408,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 arguments.spec,
                 data,
                 arguments.state_dir,
-                Streams(stdout, stderr, console),
+                Streams(stdout, stderr, console, arguments.http),
                 pid1=not arguments.not_pid1,
             )
             verdict = trio.run(run)

@@ -13,6 +13,7 @@ from pathlib import Path
 import attrs
 import trio
 
+from runner.arguments import spoken
 from runner.controller.keeper import Keeper, Pace, kept
 from runner.controller.kubelet import KubeletFiles
 from runner.controller.metrics import page
@@ -131,18 +132,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
     add(
         "--cpus",
-        type=_some_cpus,
+        type=spoken(_some_cpus),
         metavar="LIST",
         help="this machine has no kubelet; instances may have these CPUs, whoever asks first (example: 4-15)",
     )
     add(
         "--reserved-cpus",
-        type=CpuSet.parse,
+        type=spoken(CpuSet.parse),
         default=CpuSet(),
         metavar="LIST",
         help="the kubelet's reservedSystemCPUs, needed with its option strict-cpu-reservation",
     )
-    add("--metrics", type=parse_address, metavar="ADDRESS:PORT", help="serve /metrics, /healthz and /readyz here")
+    add(
+        "--metrics",
+        type=spoken(parse_address),
+        metavar="ADDRESS:PORT",
+        help="serve /metrics, /healthz and /readyz here",
+    )
     add(
         "--insecure-trust-peer",
         action="store_true",

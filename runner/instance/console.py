@@ -50,10 +50,10 @@ class Reader:
 class Console:
     """Our end of the serial line."""
 
-    def __init__(self, line: Socket, show: Callable[[bytes], None] | None, log_file: LogFile) -> None:
+    def __init__(self, line: Socket, heard: Callable[[bytes], None], log_file: LogFile) -> None:
         line.setblocking(False)
         self._line = trio.socket.from_stdlib_socket(line)
-        self._show = show
+        self._heard = heard
         self._log_file = log_file
         self._said = bytearray()
         self._readers: list[Reader] = []
@@ -64,16 +64,14 @@ class Console:
     async def listen(self) -> None:
         """Tell everybody what the guest says, until there is nothing more."""
         while data := await _received(self._line):
-            if self._show is not None:
-                self._show(data)
+            self._heard(data)
             if not self._log_file.write(data):
                 log.warning("the console's log file is given up: %s", self._log_file.trouble)
             self._said += data
             del self._said[:-KEPT]
             for reader in self._readers:
                 reader.outlet.write(data)
-        if self._show is not None:
-            self._show(b"")
+        self._heard(b"")
         self.silent.set()
 
     async def admit(self, listener: Socket) -> None:
@@ -165,14 +163,20 @@ async def console_shown(
 ) -> AsyncIterator[Socket]:
     """Hold the far end of the serial console, and serve whoever attaches by the socket in *directory*.
 
-    What the guest says is *show*n, if the plan says so; nothing more comes after an empty one.
+    What the guest says is *show*n, if the plan says so; without data it was the last.
     """
+
+    def heard(data: bytes) -> None:
+        host.tally.console += len(data)
+        if plan.stdout:
+            show(data)
+
     with (
         connected_pair("the serial console") as (ours, theirs),
         kept_log(plan.log, plan.log_size) as log_file,
         listening(directory, SOCKET) as listener,
     ):
-        console = Console(ours, show if plan.stdout else None, log_file)
+        console = Console(ours, heard, log_file)
         async with host.observed(partial(console.admit, listener)), host.observed(console.listen):
             try:
                 yield theirs
