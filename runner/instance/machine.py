@@ -39,15 +39,15 @@ REMEDIES = (
         "let the container's seccomp profile allow mbind(2), as Docker's does with --cap-add SYS_NICE, or set memory.bind = false",
     ),
     (
-        re.compile(r"vfio.*(Device or resource busy|in use)"),
+        re.compile(": vfio .*Device or resource busy"),
         "another process has the device or one of its IOMMU group; `fuser /dev/vfio/*` on the node names it",
     ),
     (
-        re.compile(r"vfio.*Cannot allocate memory"),
+        re.compile(": vfio .*Cannot allocate memory"),
         "VFIO locks all guest RAM: `ulimit -l` of the container, and what else its user has locked, say how much may be",
     ),
     (
-        re.compile(r"vfio.*(Operation not permitted|Permission denied)"),
+        re.compile(": vfio .*(Operation not permitted|Permission denied)"),
         "let the container use the devices' nodes in /dev/vfio: a device plugin's resource, or `--device`",
     ),
 )
@@ -107,7 +107,7 @@ class Machine:
             await self.process.wait()
             how = self.process.how_it_ended()
             # QEMU explains an error of VFIO's in further lines, and they are not the error.
-            said = next((line for line in self.process.last_words if "vfio" in line), how)
+            said = next((line for line in reversed(self.process.last_words) if ": vfio " in line), how)
             remedy = next((f"; {remedy}" for words, remedy in REMEDIES if words.search(said)), "")
             raise HostError(f"cannot start QEMU: it {how if said in how else f'{how}, and before {said!r}'}{remedy}")
         raise HostError("cannot start QEMU") from failure

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from runner.cpuset import CpuSet
 from tests.node.bed.spares import word_on
 from tests.node.devices.conftest import Spare, bound
 from tests.node.instances import Instance, World, spec_text, start_instance, uid_of
+from tests.node.standin_kubelet import PROJECT
 from tests.node.test_linux_guest import INITRD, KERNEL
 
 MIB = 1 << 20
@@ -102,6 +105,28 @@ def test_a_device_goes_to_qemu_and_comes_back(
         assert "faults=0" in instance.running.output
         os.close(os.open(disk.nodes["legacy"], os.O_RDWR))
     assert disk.sector(0) == word_on(1)
+
+
+@pytest.mark.usefixtures("rom")
+def test_the_example_of_a_gpu_instance(world: World, disks: dict[int, Spare], numa: dict[int, CpuSet]) -> None:
+    """A small disk stands in for the GPU, and there are neither a pod network nor 20 CPUs here; the rest is as it is."""
+    disk, cpus = disks[0], CpuSet([max(numa[0])])
+    spec = tomllib.loads((PROJECT / "examples/instances/gpu.toml").read_text())
+    place = world.directory / uid_of(1)
+    place.mkdir()
+    (place / "disk").write_bytes(bytes(512))
+    spec["cpu"] |= {"count": len(cpus), "accel": "tcg"}
+    spec["memory"]["size"] = "64MiB"
+    spec["boot"] = {"firmware": "/guest/rom"}
+    spec["disk"] = [{"path": "/guest/disk", "read_only": True}]
+    spec["network"] = [{"mode": "private"}]
+    nodes = (*nodes_of("iommufd", disk), "/dev/net/tun")
+    given = {"PCI_RESOURCE_NVIDIA_COM_GH100": f"{disk.address},"}
+    with bound(disk), started(world, 1, cpus, json.dumps(spec), nodes, given) as instance:
+        instance.up()
+        instance.is_placed()
+        assert instance.stop() == 0
+    assert disk.sector(0) == word_on(0)
 
 
 def linux_spec(cpus: CpuSet, *more: str) -> str:
