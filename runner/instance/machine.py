@@ -39,7 +39,8 @@ REMEDIES = (
         "let the container's seccomp profile allow mbind(2), as Docker's does with --cap-add SYS_NICE, or set memory.bind = false",
     ),
     (
-        re.compile(": vfio .*Device or resource busy"),
+        # EINVAL is what the second one to bind a device by its own node gets (vfio_df_device_first_open).
+        re.compile(": vfio .*(Device or resource busy|error bind device .*Invalid argument)"),
         "another process has the device or one of its IOMMU group; `fuser /dev/vfio/*` on the node names it",
     ),
     (

@@ -23,9 +23,8 @@ from tests.support.sweep import SABOTEUR, CancelAtStep
 SPECS = {"bare": "", "with share and network": "[[network]]\n", "with devices": ""}
 
 
-def planned(bench: Any, spec: str) -> Any:
-    text = SPECS[spec] + (bench.share() if "share" in spec else "")
-    plan = bench.plan(text, qemu={"at_cont": "shutdown"}, grace=1)
+def planned(bench: Any, spec: str, share: str) -> Any:
+    plan = bench.plan(SPECS[spec] + share, qemu={"at_cont": "shutdown"}, grace=1)
     return with_devices(plan, bench.root, "legacy", "iommufd") if "devices" in spec else plan
 
 
@@ -44,7 +43,7 @@ async def cancelled_run(bench: Any, plan: Any, n: int) -> int:
 
 @pytest.mark.parametrize("spec", SPECS)
 async def test_cancelled_at_every_step(bench: Any, spec: str) -> None:
-    plan = planned(bench, spec)
+    plan = planned(bench, spec, bench.share() if "share" in spec else "")
     before = bench.snapshot()
     steps = await cancelled_run(bench, plan, sys.maxsize)
     assert steps > 30
@@ -59,7 +58,7 @@ async def test_cancelled_at_every_step(bench: Any, spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 async def test_every_acquisition_fails_once(bench: Any, spec: str) -> None:
     """Whatever the kernel refuses on the way to `cont`, the start is refused with a sentence and reversed."""
-    plan = planned(bench, spec)
+    plan = planned(bench, spec, bench.share())
     before = bench.snapshot()
     await bench.run(plan)  # once in peace, so that nothing is imported later
     bench.when_over = SABOTEUR.end
