@@ -15,8 +15,8 @@ from runner.host.memory import lockable, read_lockable
 from runner.host.procfs import Procfs
 from runner.instance.host import Host
 from runner.plan.devices import asked_devices
-from runner.plan.facts import Bar, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
 from runner.plan.passing import DevicePlan, Passing
+from runner.plan.vfio import Bar, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
 from runner.spec.instance import InstanceSpec
 
 BACK_WITHIN = 5.0

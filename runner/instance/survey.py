@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -35,13 +36,15 @@ from runner.plan.facts import (
     Resolver,
     Route,
     User,
-    VfioFacts,
     Virtiofsd,
 )
 from runner.plan.fitness import qos_of_oom_score_adj
 from runner.plan.instance import DHCP_USERS, QEMU_USERS
 from runner.spec.instance import InstanceSpec
 from runner.topology.pod_cgroups import parse_bare_container, parse_container
+
+if TYPE_CHECKING:
+    from runner.plan.vfio import VfioFacts
 
 VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
@@ -91,9 +94,9 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
     )
 
 
-async def _vfio(spec: InstanceSpec, host: Host, qemu: PurePosixPath | None) -> VfioFacts:
+async def _vfio(spec: InstanceSpec, host: Host, qemu: PurePosixPath | None) -> VfioFacts | None:
     if not spec.device:
-        return VfioFacts()
+        return None
     from runner.instance.devices import look_at_devices  # here, because few guests have devices of their own
 
     said, _ = await _version(host, "qemu", qemu) if qemu is not None else ("", "")

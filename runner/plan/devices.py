@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import attrs
 
 from runner.errors import Problem
-from runner.plan.facts import Bar, DeviceNode, HostFacts, PciFact, PciLink, User, VfioFacts
+from runner.plan.facts import HostFacts, User
 from runner.plan.fitness import LOCKED_BESIDE_RAM, MEMLOCK, too_little_lockable
 from runner.plan.passing import DevicePlan, Passing
+from runner.plan.vfio import Bar, DeviceNode, PciFact, PciLink, VfioFacts
 from runner.spec.document import format_size
 from runner.spec.instance import PCI_ADDRESS, Device, InstanceSpec
 from runner.topology.guest import GuestTopology
@@ -133,8 +134,8 @@ class _Decision:
 
     def __init__(self, spec: InstanceSpec, facts: HostFacts, topology: GuestTopology, user: User, accel: str) -> None:
         self.spec, self.facts, self.topology, self.user, self.accel = spec, facts, topology, user, accel
-        self.vfio = facts.vfio
-        self.asked, self.problems = asked_devices(spec.device, facts.vfio.environment)
+        self.vfio = facts.vfio or VfioFacts()
+        self.asked, self.problems = asked_devices(spec.device, self.vfio.environment)
         self.remarks: list[str] = []
 
     def passing(self) -> Passing:

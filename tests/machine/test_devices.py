@@ -15,9 +15,9 @@ import pytest
 from runner.host import files
 from runner.plan.argv import Descriptors, qemu_argv
 from runner.plan.devices import bar_window
-from runner.plan.facts import Bar
 from runner.plan.instance import FilePlan, MachinePlan
 from runner.plan.passing import DevicePlan, Passing
+from runner.plan.vfio import Bar
 from tests.machine.conftest import until
 from tests.machine.test_shapes import ROM, Talk, planned
 

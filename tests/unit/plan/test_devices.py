@@ -12,9 +12,10 @@ from runner.errors import SpecError
 from runner.instance.devices import look_at_device
 from runner.plan.argv import Descriptors, pasteable, qemu_argv
 from runner.plan.devices import asked_devices, bar_window, guest_address_bits, listed, top_of_addresses
-from runner.plan.facts import Bar, DeviceNode, HostFacts, PciFact, User, VfioFacts
+from runner.plan.facts import HostFacts, User
 from runner.plan.instance import share_grace
 from runner.plan.render import plan_json, plan_lines
+from runner.plan.vfio import Bar, DeviceNode, PciFact, VfioFacts
 from runner.spec.instance import parse_instance
 from tests.support.paper_pci import Record, paper_pci, recorded_pci
 from tests.unit.plan.test_plan import EPYC, GOLDEN, KERNEL, lines, plan_of, problems
@@ -58,13 +59,18 @@ def host(root: Path, records: list[Record]) -> HostFacts:
     return attrs.evolve(EPYC, vfio=vfio)
 
 
+def vfio_of(facts: HostFacts) -> VfioFacts:
+    assert facts.vfio is not None
+    return facts.vfio
+
+
 def with_vfio(facts: HostFacts, **values: object) -> HostFacts:
-    return attrs.evolve(facts, vfio=attrs.evolve(facts.vfio, **values))  # type: ignore[arg-type]
+    return attrs.evolve(facts, vfio=attrs.evolve(vfio_of(facts), **values))  # type: ignore[arg-type]
 
 
 def with_gpu(facts: HostFacts, **values: object) -> HostFacts:
-    gpu = attrs.evolve(facts.vfio.devices[GPU], **values)  # type: ignore[arg-type]
-    return with_vfio(facts, devices={**facts.vfio.devices, GPU: gpu})
+    gpu = attrs.evolve(vfio_of(facts).devices[GPU], **values)  # type: ignore[arg-type]
+    return with_vfio(facts, devices={**vfio_of(facts).devices, GPU: gpu})
 
 
 # -- which ones
@@ -297,7 +303,7 @@ def test_ram_that_cannot_be_locked_is_refused(
 
 
 def test_what_is_second_best_about_a_device_is_said(hgx: HostFacts) -> None:
-    link = hgx.vfio.devices[GPU].link
+    link = vfio_of(hgx).devices[GPU].link
     assert link is not None
     for values, expected in (
         ({"resets": ""}, "cannot be reset by itself"),
@@ -365,7 +371,7 @@ def test_a_guest_of_one_numa_node_has_its_devices_on_the_root(hgx: HostFacts) ->
 
 
 def test_more_devices_than_a_bus_takes_are_refused(hgx: HostFacts) -> None:
-    gpu = hgx.vfio.devices[GPU]
+    gpu = vfio_of(hgx).devices[GPU]
     small = {
         f"0000:{bus:02x}:00.0": attrs.evolve(gpu, address=f"0000:{bus:02x}:00.0", bars=(Bar(4096, high=False),))
         for bus in range(1, 32)
