@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import PurePosixPath
 
 import attrs
@@ -42,19 +40,6 @@ def look_at_node(path: PurePosixPath) -> Node:
 def _admits_everyone(mode: int) -> bool:
     wanted = stat.S_IROTH | stat.S_IWOTH
     return mode & wanted == wanted
-
-
-@contextmanager
-def opened_node(path: PurePosixPath) -> Iterator[int]:
-    """Hold a descriptor of a node."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise HostError(f"cannot open {str(path)!r}") from error
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def give(path: PurePosixPath, uid: int) -> int:

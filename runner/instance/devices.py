@@ -10,7 +10,7 @@ import attrs
 import trio
 
 from runner.errors import HostError
-from runner.host import pci, vfio
+from runner.host import files, pci, vfio
 from runner.host.memory import lockable, read_lockable
 from runner.host.procfs import Procfs
 from runner.instance.host import Host
@@ -81,12 +81,12 @@ def handed_over(passing: Passing) -> Iterator[dict[str, int]]:
     """Hold the descriptors that QEMU is to inherit, by PCI address, and ``iommufd``; it may lock the guest's RAM."""
     with ExitStack() as held:
         numbers = {
-            device.address: held.enter_context(vfio.opened_node(device.device_node))
+            device.address: held.enter_context(files.opened(device.device_node, write=True))
             for device in passing.devices
             if device.device_node is not None
         }
         if passing.iommufd is not None:
-            numbers["iommufd"] = held.enter_context(vfio.opened_node(passing.iommufd))
+            numbers["iommufd"] = held.enter_context(files.opened(passing.iommufd, write=True))
         held.enter_context(lockable(passing.locked))
         yield numbers
 
