@@ -17,7 +17,7 @@ from runner.host import files
 from runner.host.outlet import Outlet
 from runner.instance.console import console_shown
 from runner.instance.host import Host, StopRequestedError, first_of
-from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
+from runner.instance.machine import Ended, Machine, Wiring, agent_line, paused_machine, started_within
 from runner.instance.placement import Receipt, confined
 from runner.instance.seats import Seat, placed
 from runner.instance.services import Shares, anchored, death_of, dhcp_served, networked, shared
@@ -44,7 +44,8 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, stdout, directory) as console,
-            paused_machine(host, plan, Wiring(taps, shares, console), seat.birthplace) as machine,
+            agent_line(plan.machine.guest) as agent,
+            paused_machine(host, plan, Wiring(taps, shares, console, agent), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine),
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))

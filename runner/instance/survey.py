@@ -15,8 +15,8 @@ import trio
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.host.cgroup import Cgroup
-from runner.host.devices import has_tun, has_vhost_net, read_kvm
-from runner.host.files import cpu_limits, find_program, look, memory_limits, read_text
+from runner.host.devices import has_tun, has_vhost_net, has_vhost_vsock, read_kvm
+from runner.host.files import cpu_limits, find_program, look, memory_limits, read_document, read_text
 from runner.host.network import Link, read_links
 from runner.host.processes import Command
 from runner.host.procfs import Procfs
@@ -24,7 +24,21 @@ from runner.host.rtnetlink import LinkRoute
 from runner.host.scheduler import read_mask
 from runner.host.sysfs import read_hardware
 from runner.instance.host import Host
-from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Pod, Resolver, Route, User, Virtiofsd
+from runner.plan.cloud_init import LARGEST, named_documents
+from runner.plan.facts import (
+    DocumentFact,
+    FileFact,
+    HostFacts,
+    ImageFact,
+    Interface,
+    Kvm,
+    Pod,
+    Resolver,
+    Route,
+    User,
+    Virtiofsd,
+)
+from runner.plan.firmware import candidates
 from runner.plan.fitness import qos_of_oom_score_adj
 from runner.plan.instance import DHCP_USERS, QEMU_USERS
 from runner.spec.instance import InstanceSpec
@@ -60,10 +74,12 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
         virtiofsd=virtiofsd,
         virtiofsd_trouble=trouble,
         files=dict(_files(spec)),
+        documents=dict(_documents(spec)),
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
         kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode),
         tun=not spec.network or has_tun(),
         vhost_net=bool(spec.network) and has_vhost_net(),
+        vhost_vsock=spec.guest.vsock is not None and has_vhost_vsock(),
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
         pod=pod,
@@ -145,15 +161,22 @@ def _delegation_trouble(cgroup: str) -> str | None:
 
 
 def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
-    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware):
-        if path is not None:
+    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware, *candidates(spec.boot)):
+        if isinstance(path, PurePosixPath):
             yield path, _file(path)
-    if spec.boot.firmware_vars is not None:
-        yield spec.boot.firmware_vars, _file(spec.boot.firmware_vars, write=True)
+    if (variables := spec.boot.firmware_vars) is not None:
+        yield variables, _file(variables, write=True, image=True)
+        yield variables.parent, _file(variables.parent)
     for disk in spec.disk:
         yield disk.path, _file(disk.path, write=not disk.read_only, image=True)
     for share in spec.share:
         yield share.path, _file(share.path)
+
+
+def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact]]:
+    for path in () if spec.cloud_init is None else named_documents(spec.cloud_init):
+        content, trouble = read_document(path, LARGEST)
+        yield path, DocumentFact(content, trouble)
 
 
 def _file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:

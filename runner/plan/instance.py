@@ -15,7 +15,9 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
+from runner.plan.cloud_init import SeedPlan, plan_seed
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, Route, User, Virtiofsd
+from runner.plan.firmware import VariablesPlan, choose_firmware
 from runner.plan.fitness import (
     ASKING_FOR_LESS,
     CPU_TIME,
@@ -25,6 +27,7 @@ from runner.plan.fitness import (
     shared_cpus,
     too_little_time,
 )
+from runner.plan.guest import GuestPlan, plan_guest
 from runner.spec.document import format_size
 from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
 from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
@@ -155,10 +158,15 @@ class MachinePlan:
     initrd: FilePlan | None
     cmdline: str | None
     firmware: FilePlan | None
-    firmware_vars: PurePosixPath | None
+    firmware_vars: VariablesPlan | None
+    secure_boot: bool
+    """The firmware runs in System Management Mode, and nobody else writes its variables."""
     disks: tuple[DiskPlan, ...]
     networks: tuple[NetworkPlan, ...]
     shares: tuple[SharePlan, ...]
+    guest: GuestPlan
+    seed: SeedPlan | None
+    """cloud-init's."""
     on_reboot: str
 
 
@@ -249,8 +257,11 @@ class _Planner:
         sleep = self.program(facts.sleep, "", "sleep", "coreutils")
         kernel = self.file("boot.kernel", spec.boot.kernel, user)
         initrd = self.file("boot.initrd", spec.boot.initrd, user)
-        firmware = self.file("boot.firmware", spec.boot.firmware, user)
-        self.writable("boot.firmware_vars", spec.boot.firmware_vars)
+        chosen = choose_firmware(spec.boot, facts, self.refuse, self.remarks.append)
+        firmware = self.file("boot.firmware", chosen.code, user)
+        identity = spec.instance.uuid or spec.instance.name
+        guest = plan_guest(spec.guest, identity, facts, self.refuse)
+        seed = self.seed(networks)
         if placement is None or topology is None or qemu is None or sleep is None:
             return None
         return InstancePlan(
@@ -279,10 +290,13 @@ class _Planner:
                 initrd=initrd,
                 cmdline=spec.boot.cmdline,
                 firmware=firmware,
-                firmware_vars=spec.boot.firmware_vars,
+                firmware_vars=chosen.variables,
+                secure_boot=chosen.secure,
                 disks=disks,
                 networks=networks,
                 shares=shares,
+                guest=guest,
+                seed=seed,
                 on_reboot=spec.shutdown.on_reboot,
             ),
             shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status),
@@ -579,17 +593,14 @@ class _Planner:
             self.refuse(where, f"cannot read {str(path)!r}: {fact.trouble}")
         return FilePlan(path, copied=not fact.everyone_reads and user.uid != 0)
 
-    def writable(self, where: str, path: PurePosixPath | None) -> None:
-        if path is None:
-            return
-        fact = self.fact(path)
-        if fact.kind != "file":
-            self.refuse(
-                where,
-                f"{str(path)!r} does not exist" if fact.kind == "missing" else f"{str(path)!r} {_is(fact)}, not a file",
-            )
-        elif fact.trouble is not None:
-            self.refuse(where, f"cannot write {str(path)!r}: {fact.trouble}")
+    def seed(self, networks: Iterable[NetworkPlan]) -> SeedPlan | None:
+        spec, facts = self.spec, self.facts
+        if spec.cloud_init is None:
+            return None
+        # To cloud-init another id is another machine, whose keys and users it makes anew.
+        identity = spec.instance.uuid or facts.uid or spec.instance.name
+        macs = [network.mac for network in networks]
+        return plan_seed(spec.cloud_init, identity, spec.instance.name, macs, facts.documents, self.refuse)
 
     def disk(self, index: int, disk: Disk) -> DiskPlan:
         where, fact, name = f"disk[{index}]", self.fact(disk.path), repr(str(disk.path))
