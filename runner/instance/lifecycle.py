@@ -16,6 +16,7 @@ from runner.errors import Status
 from runner.host import files
 from runner.host.outlet import Outlet
 from runner.instance.console import console_shown
+from runner.instance.display import display_shown
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, agent_line, paused_machine, started_within
 from runner.instance.placement import Receipt, confined
@@ -47,6 +48,7 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             agent_line(plan.machine.guest) as agent,
             paused_machine(host, plan, Wiring(taps, shares, console, agent), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine),
+            display_shown(host, machine, directory, vnc=plan.machine.vnc),
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
             log.info("the guest runs")

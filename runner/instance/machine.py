@@ -132,6 +132,14 @@ class Machine:
         """Let the guest run."""
         await self._monitor.execute("cont")
 
+    async def show(self, connection: int) -> None:
+        """Have QEMU's VNC server serve the descriptor *connection*, which stays the caller's to close.
+
+        Whoever may open our socket may see the guest: nobody is asked for a password.
+        """
+        await self._monitor.execute("getfd", {"fdname": "vnc"}, passing=(connection,))
+        await self._monitor.execute("add_client", {"protocol": "vnc", "fdname": "vnc", "skipauth": True})
+
     async def ended(self) -> Ended:
         """Return why the guest does not run any more, as soon as that is so."""
         return await first_of(self._stopped_running, self._exited)

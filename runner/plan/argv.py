@@ -59,6 +59,9 @@ class Endpoints(Protocol):
     def vsock(self) -> str:
         """Return the device properties of the vsock device."""
 
+    def screen(self) -> Iterator[str]:
+        """Yield the options of the VNC server."""
+
 
 @attrs.frozen
 class Descriptors:
@@ -121,6 +124,10 @@ class Descriptors:
         number, cid = self.vhost_vsock or (-1, 0)
         return f"guest-cid={cid},vhostfd={number}"
 
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`: it listens nowhere, and is given connections (QMP ``add_client``)."""
+        yield from ("-vnc", "none")
+
 
 @attrs.frozen
 class Paths:
@@ -169,6 +176,10 @@ class Paths:
         """See :class:`Endpoints`."""
         vsock = self.plan.machine.guest.vsock
         return f"guest-cid={0 if vsock is None else vsock.cid}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`."""
+        yield from ("-vnc", f"unix:{_comma(str(self.plan.state_directory / 'vnc.sock'))}")
 
 
 def _comma(value: str) -> str:
@@ -300,6 +311,9 @@ def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     if guest.watchdog is not None:
         yield from ("-device", "i6300esb")
         yield from ("-action", f"watchdog={WATCHDOG_ACTIONS[guest.watchdog]}")
+    if machine.vnc:
+        yield from endpoints.screen()
+        yield from ("-device", "VGA")
     if machine.seed is not None:
         yield from _node("seed", endpoints, read_only=True)
         yield from ("-device", "virtio-blk-pci,drive=seed,serial=cidata")
@@ -425,7 +439,7 @@ _FLAGS = frozenset(
         "-numa",
     }
     | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
-    | {"-rtc", "-global", "-action"}
+    | {"-rtc", "-global", "-action", "-vnc"}
 )
 """Options that begin a line of the script; a value may begin with a dash, too."""
 
@@ -433,7 +447,7 @@ _FLAGS = frozenset(
 def _made_first(plan: InstancePlan) -> Iterator[str]:
     """Yield the commands that make what our program holds in memory, or makes when it is missing."""
     machine, directory = plan.machine, shlex.quote(str(plan.state_directory))
-    if machine.guest.agent or machine.seed is not None or machine.firmware_vars is not None:
+    if machine.guest.agent or machine.vnc or machine.seed is not None or machine.firmware_vars is not None:
         yield f"mkdir -p {directory}"
     if machine.firmware_vars is not None and machine.firmware_vars.template is not None:
         yield shlex.join(("cp", "-n", str(machine.firmware_vars.template), str(_variables_path(plan))))

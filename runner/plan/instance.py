@@ -167,6 +167,8 @@ class MachinePlan:
     guest: GuestPlan
     seed: SeedPlan | None
     """cloud-init's."""
+    vnc: bool
+    """It has a screen, and a VNC server that is handed its connections."""
     on_reboot: str
 
 
@@ -297,6 +299,7 @@ class _Planner:
                 shares=shares,
                 guest=guest,
                 seed=seed,
+                vnc=spec.display.vnc,
                 on_reboot=spec.shutdown.on_reboot,
             ),
             shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status),

@@ -74,7 +74,14 @@ def _beside(machine: MachinePlan) -> Iterator[str]:
         else f"vsock {guest.vsock.cid}{'' if guest.vsock.exact else ' or the next free one'}"
     )
     watchdog = None if guest.watchdog is None else f"watchdog ({guest.watchdog})"
-    has = ["entropy", "guest agent's channel" if guest.agent else None, vsock, watchdog, f"clock in {guest.clock}"]
+    has = [
+        "entropy",
+        "guest agent's channel" if guest.agent else None,
+        "screen (VNC)" if machine.vnc else None,
+        vsock,
+        watchdog,
+        f"clock in {guest.clock}",
+    ]
     yield f"               has {', '.join(each for each in has if each is not None)}; no balloon"
 
 

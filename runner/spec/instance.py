@@ -244,6 +244,17 @@ class Console:
 
 
 @attrs.frozen
+class Display:
+    """The guest's screen."""
+
+    vnc: bool = key(
+        flag(),
+        default=False,
+        doc="whether it has one (VGA), shown by VNC to whoever connects to `vnc.sock` in the state directory",
+    )
+
+
+@attrs.frozen
 class Guest:
     """What the machine has for the guest beside the usual."""
 
@@ -336,6 +347,7 @@ class InstanceSpec:
     network: tuple[Network, ...] = key(tables(Network), default=(), doc="virtio network interfaces")
     share: tuple[Share, ...] = key(tables(Share), default=(), doc="directories shared by virtiofs")
     console: Console = key(table(Console), default=Console(), doc="the serial console")
+    display: Display = key(table(Display), default=Display(), doc="the screen")
     guest: Guest = key(table(Guest), default=Guest(), doc="what else the machine has for the guest")
     cloud_init: CloudInit | None = key(table(CloudInit), default=None, doc="what cloud-init in the guest is told")
     shutdown: Shutdown = key(table(Shutdown), default=Shutdown(), doc="how it ends")

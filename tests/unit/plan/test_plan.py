@@ -135,6 +135,8 @@ path = "/disk"
 clock = "localtime"
 vsock = "auto"
 watchdog = "exit"
+[display]
+vnc = true
 [cloud_init]
 """,
     "nothing-beside": KERNEL + "[guest]\nagent = false\n",
