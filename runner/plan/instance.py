@@ -16,7 +16,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
 from runner.plan.cloud_init import SeedPlan, plan_seed
-from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, Route, User, Virtiofsd
+from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, PodName, Route, User, Virtiofsd
 from runner.plan.firmware import VariablesPlan, choose_firmware
 from runner.plan.fitness import (
     ASKING_FOR_LESS,
@@ -205,6 +205,7 @@ class InstancePlan:
     """All that will be done, in the order it will be done."""
 
     name: str
+    pod: PodName
     state_directory: PurePosixPath
     anchor: tuple[str, ...]
     """The argv of the process that stays behind in the pod's cgroup."""
@@ -268,6 +269,7 @@ class _Planner:
             return None
         return InstancePlan(
             name=spec.instance.name,
+            pod=facts.pod_name,
             state_directory=facts.state_directory,
             anchor=(str(sleep), "infinity"),
             placement=placement,

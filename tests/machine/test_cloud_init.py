@@ -12,6 +12,7 @@ import pytest
 from tests.machine.conftest import until
 from tests.node.bed import artefacts
 from tests.node.bed.cache import fetch
+from tests.node.bed.cpio import Entry, archive
 
 HERE = Path(__file__).parent
 EXAMPLE = (HERE.parents[1] / "examples" / "instances" / "block-disk-server.toml").read_text()
@@ -37,11 +38,11 @@ def key(tmp_path: Path) -> Path:
 def initrd(tmp_path: Path) -> Path:
     """Make what puts a writable layer over a Debian that is read-only, and then starts its systemd."""
     path = tmp_path / "initrd"
-    entries = [artefacts.Entry.directory(name) for name in ("bin", "dev")]
-    entries.append(artefacts.Entry.device("dev/console", 5, 1))
-    entries.append(artefacts.Entry.file("bin/busybox", Path("/bin/busybox").read_bytes(), mode=0o755))
-    entries.append(artefacts.Entry.file("init", (HERE / "cloud-guest-init").read_bytes(), mode=0o755))
-    path.write_bytes(artefacts.archive(entries))
+    entries = [Entry.directory(name) for name in ("bin", "dev")]
+    entries.append(Entry.device("dev/console", 5, 1))
+    entries.append(Entry.file("bin/busybox", Path("/bin/busybox").read_bytes(), mode=0o755))
+    entries.append(Entry.file("init", (HERE / "cloud-guest-init").read_bytes(), mode=0o755))
+    path.write_bytes(archive(entries))
     return path
 
 
