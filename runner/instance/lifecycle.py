@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 import attrs
 import trio
 
-from runner.errors import Status
+from runner.errors import HostError, Status, explain
 from runner.host import files
 from runner.instance.console import console_shown
 from runner.instance.display import display_shown
@@ -125,7 +125,13 @@ async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machin
 def _ready(host: Host, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
     """Say to whoever asks that the guest runs and nobody wants it to end: by a file, and by the pages."""
     path = directory / READY
-    files.publish(path, b"")
+    try:
+        files.publish(path, b"")
+    except HostError as error:  # no reason to end a guest that runs
+        log.warning("%s", explain(error))
+        with host.standing.running(read):
+            yield
+        return
     try:
         with host.standing.running(read):
             yield

@@ -24,7 +24,6 @@ from runner.host.rtnetlink import LinkRoute
 from runner.host.scheduler import read_mask
 from runner.host.sysfs import read_hardware
 from runner.instance.host import Host
-from runner.plan.cloud_init import LARGEST, named_documents
 from runner.plan.facts import (
     DocumentFact,
     FileFact,
@@ -182,7 +181,11 @@ def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
 
 
 def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact]]:
-    for path in () if spec.cloud_init is None else named_documents(spec.cloud_init):
+    if spec.cloud_init is None:
+        return
+    from runner.plan.cloud_init import LARGEST, named_documents  # here, because most instances need none of it
+
+    for path in named_documents(spec.cloud_init):
         content, trouble = read_document(path, LARGEST)
         yield path, DocumentFact(content, trouble)
 

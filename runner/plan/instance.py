@@ -10,12 +10,12 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
-from runner.plan.cloud_init import SeedPlan, plan_seed
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, PodName, Route, User, Virtiofsd
 from runner.plan.firmware import VariablesPlan, choose_firmware
 from runner.plan.fitness import (
@@ -32,6 +32,9 @@ from runner.spec.document import format_size
 from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
 from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
 from runner.topology.placement import PinPolicy, choose_cpus, place
+
+if TYPE_CHECKING:
+    from runner.plan.cloud_init import SeedPlan
 
 QEMU_OVERHEAD = 64 << 20
 """Bytes QEMU needs beside the guest's RAM at the very least; QEMU 7.2 with one vCPU and no device has 40-60 MiB resident."""
@@ -602,6 +605,8 @@ class _Planner:
         spec, facts = self.spec, self.facts
         if spec.cloud_init is None:
             return None
+        from runner.plan.cloud_init import plan_seed  # here, because most instances need none of it
+
         # To cloud-init another id is another machine, whose keys and users it makes anew.
         identity = spec.instance.uuid or facts.uid or spec.instance.name
         macs = [network.mac for network in networks]

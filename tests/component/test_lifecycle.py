@@ -153,6 +153,7 @@ async def test_power_down_whatever_the_guest_does(bench: Any, at_powerdown: str 
         ("lazy", True, "the guest agent does nothing; pressing the power button"),
         ("deaf", True, "the guest agent does nothing; pressing the power button"),
         ("garbage", True, "the guest agent does nothing; pressing the power button"),
+        ("old", True, "the guest agent does nothing; pressing the power button"),
         ("flood", True, "cannot understand the guest agent: it sent a line of more than"),
         (None, True, "asked to stop"),
     ],
@@ -173,6 +174,7 @@ async def test_the_agent_is_asked_before_the_power_button(
 
     assert ended(await bench.run(plan, beside=stop)).status is Status.STOPPED
     assert said in bench.told()
+    assert ("is asked to shut the guest down" in bench.told()) is (agent in {"answers", "refuses", "lazy"})
     assert ("system_powerdown" in bench.commands()) is pressed
     if agent == "answers":
         asked = [(record["command"], record["arguments"]) for record in bench.records("qemu", "agent")]

@@ -21,7 +21,7 @@ DEFAULTS = {
     "at_sigterm": "exit",  # also: None (ignores it)
     "deaf_to": None,  # a command that is never answered
     "console": None,  # None (reads nothing) | "echo"; also a number: says so many bytes when something is typed
-    "agent": None,  # None (nobody there) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing)
+    "agent": None,  # None (nobody there) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing) | "old"
     "noise": False,  # events and foreign replies between request and reply
     "daemonize": False,  # leaves a grandchild that keeps our output open
 }
@@ -142,7 +142,10 @@ def be_an_agent(line):
         elif behaviour["agent"] == "deaf":
             continue
         elif request["execute"] == "guest-sync-delimited":
-            line.sendall(b'{"return": "of an earlier one"}\n\xff{"return": %d}\n' % request["arguments"]["id"])
+            number = request["arguments"]["id"]
+            if behaviour["agent"] == "old":  # answers only what another host asked before
+                number += 1000
+            line.sendall(b'{"return": "of an earlier one"}\n\xff{"return": %d}\n' % number)
         elif behaviour["agent"] == "refuses":
             line.sendall(b'{"error": {"class": "GenericError", "desc": "not today"}}\n')
         elif behaviour["agent"] == "answers":
