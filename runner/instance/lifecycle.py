@@ -17,6 +17,7 @@ from runner.host import files
 from runner.host.outlet import Outlet
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
+from runner.instance.memory import guest_memory
 from runner.instance.placement import Receipt, confined
 from runner.instance.seats import Seat, placed
 from runner.instance.services import Shares, anchored, console_shown, death_of, dhcp_served, networked, shared
@@ -39,11 +40,12 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             _state(host, plan) as directory,
             anchored(host, plan.anchor) as anchors,
             placed(host, plan.placement, anchors) as seat,
+            guest_memory(host, plan, seat) as ram,
             networked(host, plan.networks) as taps,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, stdout) as console,
-            paused_machine(host, plan, Wiring(taps, shares, console), seat.birthplace) as machine,
+            paused_machine(host, plan, Wiring(ram, taps, shares, console), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine),
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))

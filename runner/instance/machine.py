@@ -16,6 +16,7 @@ from runner.host.processes import Command, Process, stop_bound
 from runner.host.qmp import Event, Monitor, MonitorError, VcpuThread
 from runner.host.sockets import Socket, connected_pair
 from runner.instance.host import Host, first_of
+from runner.instance.memory import MBIND_REMEDY
 from runner.instance.services import Shares, Tap, death_of
 from runner.plan.argv import Descriptors, qemu_argv
 from runner.plan.fitness import too_old
@@ -32,13 +33,11 @@ EXITS_WITHIN = 1.0
 """Seconds between the end of the QMP conversation and QEMU's exit, when it is QEMU that ends."""
 
 
-MBIND_REMEDY = "let the container's seccomp profile allow mbind(2), as Docker's does with --cap-add SYS_NICE, or set memory.bind = false"
-
-
 @attrs.frozen
 class Wiring:
     """The ends that QEMU gets a copy of; ours are closed then, so that each end sees the other's death."""
 
+    ram: Sequence[files.Descriptor]
     taps: Sequence[Tap]
     shares: Shares
     console: Socket
@@ -46,6 +45,8 @@ class Wiring:
     def let_go(self) -> None:
         """Close our copies."""
         self.console.close()
+        for each in self.ram:
+            each.close()
         for tap in self.taps:
             tap.tap.close()
             if tap.vhost is not None:
@@ -226,10 +227,7 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplac
         descriptors = Descriptors(
             qmp=qmp.fileno(),
             console=wiring.console.fileno(),
-            ram=tuple(
-                held.enter_context(files.memory(f"{plan.name}-ram{number}", each.memory))
-                for number, each in enumerate(plan.topology.numa_nodes)
-            ),
+            ram=tuple(each.number for each in wiring.ram),
             files=numbers,
             taps=tuple(tap.tap.number for tap in wiring.taps),
             vhosts=tuple(None if tap.vhost is None else tap.vhost.number for tap in wiring.taps),
