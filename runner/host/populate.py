@@ -5,9 +5,10 @@ because a page is charged to whoever touches it first, and because it can be end
 runner has one thread, and QEMU, which could do it too, takes one NUMA node after the other, says nothing meanwhile, and
 may not choose the CPUs of its threads in its sandbox.
 
-Its words are ``DESCRIPTOR:BYTES:PAGE:NUMA_NODES:CPUS:THREADS``, one for each file: ``PAGE`` is the size of its huge
+Its first word is how many seconds are between two times that it says how far it is; if it fails, its last line says why.
+The others are ``DESCRIPTOR:BYTES:PAGE:NUMA_NODES:CPUS:THREADS``, one for each file: ``PAGE`` is the size of its huge
 pages or 0, its pages are bound to the ``NUMA_NODES`` (comma separated, or none: anywhere), and its ``THREADS`` run on
-``CPUS`` (as in "2-3,10"). It says how far it is about once a second, and if it fails, why: the last line.
+``CPUS`` (as in "2-3,10").
 
 It imports nothing of ours and little else: it is started with ``python -IS``, by an instance that waits for it.
 """
@@ -29,7 +30,6 @@ _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 """``include/uapi/asm-generic/mman-common.h``; the second came with Linux 5.14."""
 _SLICE = 32 << 20
 """Bytes that a thread takes at a time: small enough to end together, big enough to be worth a system call."""
-_SAID_EVERY = 1.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 MIB = 1 << 20
 
@@ -101,8 +101,8 @@ class _File:
                 self.taken += length
 
 
-def main(words: list[str]) -> str | None:
-    """Take everything; return why that failed, in one line."""
+def main(every: float, words: list[str]) -> str | None:
+    """Take everything, and say *every* few seconds how far that is; return why it failed, in one line."""
     began = time.monotonic()
     try:
         files = [_File(word) for word in words]
@@ -129,7 +129,7 @@ def main(words: list[str]) -> str | None:
         over.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    while not over.wait(_SAID_EVERY):
+    while not over.wait(every):
         taken = sum(file.taken for file in files)
         speed = taken / (time.monotonic() - began) / (1 << 30)
         print(f"{taken // MIB} of {total // MIB} MiB taken, {speed:.2g} GiB/s", flush=True)
@@ -137,7 +137,7 @@ def main(words: list[str]) -> str | None:
 
 
 if __name__ == "__main__":
-    trouble = main(sys.argv[1:])
+    trouble = main(float(sys.argv[1]), sys.argv[2:])
     if trouble is not None:
         print(trouble, flush=True)
     os._exit(0 if trouble is None else 1)  # the other threads need not finish what has failed

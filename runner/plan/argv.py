@@ -29,6 +29,9 @@ FIRST_BRIDGE, LAST_BUS = 64, 256
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
 
+SAID_EVERY = "1"
+"""Seconds between two words of how much of it is there."""
+
 
 class Endpoints(Protocol):
     """How QEMU reaches what it is given."""
@@ -252,7 +255,7 @@ def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int
         )
         for descriptor, each in zip(ram, machine.topology.numa_nodes, strict=True)
     )
-    return [*machine.ram.preallocator, *words]
+    return [*machine.ram.preallocator, SAID_EVERY, *words]
 
 
 def _bridges(numa_nodes: int) -> Iterator[str]:

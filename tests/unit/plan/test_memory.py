@@ -74,7 +74,7 @@ def test_huge_pages_are_divided_bound_and_taken_near_their_vcpus() -> None:
     nodes = plan.machine.topology.numa_nodes
     assert [(each.memory, each.bound) for each in nodes] == [(3 * GIB, (0,)), (2 * GIB, (1,))]
     argv = preallocator_argv(plan.machine, plan.placement, (12, 13))
-    assert argv[3:] == [f"12:{3 * GIB}:{GIB}:0:2-3,10-11:4", f"13:{2 * GIB}:{GIB}:1:4-5,12-13:4"]
+    assert argv[3:] == ["1", f"12:{3 * GIB}:{GIB}:0:2-3,10-11:4", f"13:{2 * GIB}:{GIB}:1:4-5,12-13:4"]
     words = qemu_argv(plan.machine, Descriptors(10, 11, (12, 13), {"kernel": 20}))
     assert "memory-backend-file,id=ram1,size=2048M,mem-path=/proc/self/fd/13,share=on,host-nodes=1,policy=bind" in words
     by_hand = qemu_argv(plan.machine, Paths(plan))
@@ -228,7 +228,7 @@ def test_a_numa_node_that_may_not_be_used_gives_no_pages() -> None:
     [found] = problems(text, attrs.evolve(facts, hardware=hardware((2048, 1023))))
     assert found.startswith("memory.hugepages: 1024 pages of 2MiB (2GiB) are to come from NUMA node 1, where 1023")
     unbound = text + "bind = false\n"
-    assert plan_of(unbound, attrs.evolve(FACTS, hardware=hardware((1024, 0))))
+    assert plan_of(unbound, attrs.evolve(FACTS, hardware=hardware((1024, 0)))).machine.ram.page_size == 2 * MIB
     [found] = problems(unbound, attrs.evolve(facts, hardware=hardware((1024, 0))))
     assert "come from NUMA node 1, where 0 " in found
 
