@@ -3,7 +3,7 @@
 It is started in the cgroup that is to be charged for the pages, and is gone before anything else happens. A program,
 because a page is charged to whoever touches it first, and because it can be ended at any moment; of its own, because the
 runner has one thread, and QEMU, which could do it too, takes one NUMA node after the other, says nothing meanwhile, and
-may not choose the CPUs of its threads in its sandbox.
+may not choose the CPUs of its threads in its sandbox. What is there QEMU has only to map.
 
 Its first word is how many seconds are between two times that it says how far it is; if it fails, its last line says why.
 The others are ``DESCRIPTOR:BYTES:PAGE:NUMA_NODES:CPUS:THREADS``, one for each file: ``PAGE`` is the size of its huge

@@ -19,7 +19,6 @@ from runner.plan.facts import Route
 from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, Placement, SharePlan
 from runner.plan.memory import TRANSLATED
 from runner.spec.document import MIB
-from runner.topology.guest import GuestNumaNode
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 """QEMU's seccomp sandbox."""
@@ -116,7 +115,7 @@ class Paths:
     def memory(self, _index: int, page_size: int | None) -> str:
         """See :class:`Endpoints`."""
         huge = "" if page_size is None else f",hugetlb=on,hugetlbsize={page_size // MIB}M"
-        return f"memory-backend-memfd,share=on{huge}" + (",prealloc=on" if self.plan.machine.ram.preallocate else "")
+        return f"memory-backend-memfd,share=on{huge}"
 
     def file(self, name: str) -> str:
         """See :class:`Endpoints`."""
@@ -216,11 +215,15 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     numa = list(enumerate(topology.numa_nodes))
     several = len(numa) > 1
     for number, each in numa:
-        backend = endpoints.memory(number, machine.ram.page_size) if machine.ram.shared else _private(machine, each)
+        shared = machine.ram.shared
+        backend = endpoints.memory(number, machine.ram.page_size) if shared else "memory-backend-ram,share=off"
         kind, _, properties = backend.partition(",")
         bound = "".join(f",host-nodes={host}" for host in each.bound) + (",policy=bind" if each.bound else "")
+        # Pages that are there are mapped only, and their tables charged to the pod: the guest's first touch finds them.
+        touching = min(len(each.vcpus), MOST_PREALLOCATORS)
+        touched = f",prealloc=on,prealloc-threads={touching}" if machine.ram.preallocate else ""
         name = f"ram{number}" if several else "ram"
-        yield from ("-object", f"{kind},id={name},size={each.memory // MIB}M,{properties}{bound}")
+        yield from ("-object", f"{kind},id={name},size={each.memory // MIB}M,{properties}{bound}{touched}")
     if several:
         for number, each in numa:
             vcpus = "".join(f",cpus={vcpus}" for vcpus in str(each.vcpus).split(","))
@@ -229,14 +232,6 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             for other, distance in enumerate(each.distances):
                 if other != number:
                     yield from ("-numa", f"dist,src={number},dst={other},val={distance}")
-
-
-def _private(machine: MachinePlan, numa_node: GuestNumaNode) -> str:
-    """Return the backend of memory that nobody but QEMU has, and so nobody else can touch before the guest does."""
-    touching = min(len(numa_node.vcpus), MOST_PREALLOCATORS)
-    return "memory-backend-ram,share=off" + (
-        f",prealloc=on,prealloc-threads={touching}" if machine.ram.preallocate else ""
-    )
 
 
 def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int, ...]) -> list[str]:

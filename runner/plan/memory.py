@@ -57,7 +57,7 @@ class RamPlan:
     beside: int
     """Bytes that are needed beside it, at most; see :func:`needed_beside`."""
     preallocator: tuple[str, ...]
-    """How the program that touches the pages begins; it does where the RAM is shared, else QEMU."""
+    """How the program that touches the pages begins. QEMU finds them there; what is not shared it touches itself."""
 
 
 def needed_beside(spec: InstanceSpec, accel: str) -> int:

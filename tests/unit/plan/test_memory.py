@@ -76,11 +76,14 @@ def test_huge_pages_are_divided_bound_and_taken_near_their_vcpus() -> None:
     argv = preallocator_argv(plan.machine, plan.placement, (12, 13))
     assert argv[3:] == ["1", f"12:{3 * GIB}:{GIB}:0:2-3,10-11:4", f"13:{2 * GIB}:{GIB}:1:4-5,12-13:4"]
     words = qemu_argv(plan.machine, Descriptors(10, 11, (12, 13), {"kernel": 20}))
-    assert "memory-backend-file,id=ram1,size=2048M,mem-path=/proc/self/fd/13,share=on,host-nodes=1,policy=bind" in words
+    assert (
+        "memory-backend-file,id=ram1,size=2048M,mem-path=/proc/self/fd/13,share=on,host-nodes=1,policy=bind,prealloc=on,"
+        "prealloc-threads=4"
+    ) in words
     by_hand = qemu_argv(plan.machine, Paths(plan))
     assert (
-        "memory-backend-memfd,id=ram1,size=2048M,share=on,hugetlb=on,hugetlbsize=1024M,prealloc=on,host-nodes=1,policy=bind"
-        in by_hand
+        "memory-backend-memfd,id=ram1,size=2048M,share=on,hugetlb=on,hugetlbsize=1024M,host-nodes=1,policy=bind,"
+        "prealloc=on,prealloc-threads=4" in by_hand
     )
     assert any(
         "memory in huge pages of 1GiB, all taken before the guest runs; at most" in line for line in plan_lines(plan)
@@ -110,7 +113,7 @@ def test_private_memory_is_qemus_own_to_take() -> None:
     machine = plan_of("[cpu]\ncount = 2\n[memory]\nshared = false\nprealloc = true\nlock = true\n", ALONE).machine
     words = qemu_argv(machine, Descriptors(10, 11, (), {"kernel": 20}))
     assert (
-        "memory-backend-ram,id=ram,size=512M,share=off,prealloc=on,prealloc-threads=2,host-nodes=0,policy=bind" in words
+        "memory-backend-ram,id=ram,size=512M,share=off,host-nodes=0,policy=bind,prealloc=on,prealloc-threads=2" in words
     )
     assert words[words.index("-overcommit") + 1] == "mem-lock=on"
 
