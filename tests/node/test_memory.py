@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from runner.cpuset import CpuSet
 from tests.node.cgroups import Cgroup
 from tests.node.instances import Instance, World, start_instance, until
-from tests.node.standin_kubelet import MIB
+from tests.node.standin_kubelet import MIB, PROJECT
 
 pytestmark = pytest.mark.usefixtures("rom")
 Start = Callable[..., Instance]
@@ -97,7 +98,8 @@ def test_huge_pages_are_the_pods_and_each_on_its_numa_node(start: Start, reserve
         assert " huge " in line
         assert re.findall(r" (N\d+=\d+)", line) == [f"N{node}=32"]
         assert "kernelpagesize_kB=2048" in line
-    inspected = instance.running.execute("sh", "-c", f"cd /project; {sys.executable} -m runner inspect --json; true")
+    argv = [sys.executable, "-m", "runner", "inspect", "--json", "--kubelet-dir", instance.kubelet.directory]
+    inspected = subprocess.run(argv, cwd=PROJECT, stdout=subprocess.PIPE, check=False).stdout
     verdicts = {each["rule"]: each for each in json.loads(inspected)["instances"][0]["verdicts"]}
     assert verdicts["local"]["result"] == "ok"
     assert "64 MiB on NUMA node 0, 64 MiB on NUMA node 1" in str(verdicts["local"])
