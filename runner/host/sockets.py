@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -38,6 +39,34 @@ def listening_pair(purpose: str, directory: int) -> Iterator[tuple[socket.socket
         except OSError as error:
             raise HostError(f"cannot make a listening socket for {purpose}") from error
         yield listener, client
+
+
+@contextmanager
+def listening_in(directory: int, name: str, purpose: str) -> Iterator[socket.socket]:
+    """Hold a socket that accepts connections as *name* in *directory* (a descriptor); nobody but our user may connect.
+
+    One that a predecessor has left behind is replaced; it is gone with the block.
+    """
+    path, new = (f"/proc/self/fd/{directory}/{each}" for each in (name, f"{name}.new"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(new)  # noqa: PTH108 - a path through a descriptor
+            listener.bind(new)
+            try:
+                os.chmod(new, 0o600)  # noqa: PTH101 - the same
+                listener.listen(8)
+                os.rename(new, path)  # noqa: PTH104
+            except OSError:
+                os.unlink(new)  # noqa: PTH108
+                raise
+        except OSError as error:
+            raise HostError(f"cannot make a listening socket for {purpose}") from error
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # noqa: PTH108
 
 
 def _introduce(listener: socket.socket, client: socket.socket, directory: int) -> None:

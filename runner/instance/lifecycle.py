@@ -5,24 +5,32 @@ The order of the lines in :func:`run_instance` is the order of the start, and re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import trio
 
-from runner.errors import Status
+from runner.errors import PlacementError, Status
 from runner.host import files
 from runner.host.outlet import Outlet
+from runner.host.sockets import listening_in
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
-from runner.instance.placement import Receipt, confined
+from runner.instance.placement import MachineThreads, Receipt, confined, read_back
 from runner.instance.seats import Seat, placed
 from runner.instance.services import Shares, anchored, console_shown, death_of, dhcp_served, networked, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
+
+CONTROL_SOCKET = "control.sock"
+"""In the state directory."""
+
+SWEPT_WITHIN = (0.1, 0.5, 1.0)
+"""Seconds between looks at the threads after a change: the sweep moves what others brought to the vCPUs' CPUs meanwhile."""
 
 CAUSE_WITHIN = 0.2
 """Seconds within which QEMU's death shows when a daemon has ended because of it."""
@@ -44,7 +52,8 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, stdout) as console,
             paused_machine(host, plan, Wiring(taps, shares, console), seat.birthplace) as machine,
-            _receipted(host, plan, seat, machine),
+            _receipted(host, plan, seat, machine) as verify,
+            _controlled(host, plan, directory, machine, verify),
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
             log.info("the guest runs")
@@ -87,17 +96,58 @@ async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machine) -> AsyncIterator[Receipt]:
-    """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
+async def _receipted(
+    host: Host, plan: InstancePlan, seat: Seat, machine: Machine
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory.
+
+    Yields what reads every thread back once more and writes it down anew, for after a change.
+    """
     vcpus = await started_within(plan.patience, lambda: host.unless_stopped(machine.vcpu_threads))
-    receipt = confined(host, seat, plan.placement, machine.process, vcpus)
+    path = plan.state_directory / "receipt.json"
+
+    async def threads() -> MachineThreads:
+        return MachineThreads(machine.process, vcpus, await machine.iothreads())
+
+    def written(receipt: Receipt) -> None:
+        files.publish(path, json.dumps(receipt.to_json(), indent=1).encode() + b"\n")
+
+    async def verify() -> None:
+        placed_now = await threads()
+        for pause in SWEPT_WITHIN:
+            with contextlib.suppress(PlacementError):
+                written(read_back(host, seat, plan.placement, placed_now))
+                return
+            await trio.sleep(pause)
+        written(read_back(host, seat, plan.placement, placed_now))
+
+    some = any(disk.iothread for disk in plan.machine.disks)
+    started = await started_within(plan.patience, lambda: host.unless_stopped(threads)) if some else None
+    receipt = confined(host, seat, plan.placement, started or MachineThreads(machine.process, vcpus, ()))
     for line in receipt.table():
         log.info("placement: %s", line)
-    path = plan.state_directory / "receipt.json"
-    files.publish(path, json.dumps(receipt.to_json(), indent=1).encode() + b"\n")
+    written(receipt)
     try:
         async with host.observed(seat.settle):
-            yield receipt
+            yield verify
     finally:
         with host.faults.recorded("remove the receipt"):
             files.remove(path)
+
+
+@asynccontextmanager
+async def _controlled(
+    host: Host, plan: InstancePlan, directory: int, machine: Machine, verify: Callable[[], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Hold the control socket; what serves it is imported when somebody asks for the first time."""
+    with listening_in(directory, CONTROL_SOCKET, "the control socket") as listener:
+
+        async def serve() -> None:
+            await trio.lowlevel.wait_readable(listener)
+            from runner.instance.control import accept
+            from runner.instance.live import LiveDisks
+
+            await accept(listener, LiveDisks(plan, machine.monitor, machine.disk_news, verify))
+
+        async with host.observed(serve):
+            yield

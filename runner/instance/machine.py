@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import PurePosixPath
 from typing import TypeVar
 
 import attrs
@@ -15,6 +16,7 @@ from runner.host import files
 from runner.host.processes import Command, Process, stop_bound
 from runner.host.qmp import Event, Monitor, MonitorError, VcpuThread
 from runner.host.sockets import Socket, connected_pair
+from runner.instance import disks
 from runner.instance.host import Host, first_of
 from runner.instance.services import Shares, Tap, death_of
 from runner.plan.argv import Descriptors, qemu_argv
@@ -75,8 +77,14 @@ class Machine:
 
     def __init__(self, process: Process, monitor: Monitor) -> None:
         self.process = process
+        self.disk_news = disks.DiskNews()
         self._monitor = monitor
         self._end: Ended | None = None
+
+    @property
+    def monitor(self) -> Monitor:
+        """The conversation with QEMU; its events are heard by :meth:`ended` alone."""
+        return self._monitor
 
     async def greeted(self) -> str:
         """Wait for QEMU to greet, and return its version, or say what it said instead."""
@@ -95,6 +103,10 @@ class Machine:
         """Return the vCPUs' threads by index."""
         return await self._monitor.vcpu_threads()
 
+    async def iothreads(self) -> dict[int, str]:
+        """Return the iothreads' ids by thread."""
+        return await self._monitor.iothreads()
+
     async def resume(self) -> None:
         """Let the guest run."""
         await self._monitor.execute("cont")
@@ -107,7 +119,9 @@ class Machine:
         try:
             # Remembered, because QEMU says it once and whoever hears it may have been given up on in that very moment.
             while self._end is None:
-                self._end = _meaning(await self._monitor.event())
+                event = await self._monitor.event()
+                self.disk_news.hear(event)
+                self._end = _meaning(event)
         except MonitorError as error:
             with trio.move_on_after(EXITS_WITHIN):
                 return await self._exited()
@@ -185,7 +199,7 @@ async def paused_machine(
     of its memory when it greets, if the plan says so: a page is charged to the group that touches it first, for ever.
     """
     with connected_pair("QMP") as (ours, theirs):
-        process = _spawn(host, plan.machine, theirs, wiring, birthplace)
+        process = _spawn(host, plan.machine, plan.state_directory, theirs, wiring, birthplace)
         machine = Machine(process, Monitor(ours))
         try:
             theirs.close()
@@ -210,7 +224,9 @@ async def started_within(patience: float, step: Callable[[], Awaitable[T]]) -> T
         raise HostError(f"cannot start QEMU: it has said nothing on QMP for {patience:g} s") from None
 
 
-def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplace: int | None) -> Process:
+def _spawn(
+    host: Host, plan: MachinePlan, directory: PurePosixPath, qmp: Socket, wiring: Wiring, birthplace: int | None
+) -> Process:
     """Start QEMU with a copy of everything it needs, and hold none of it afterwards."""
     with ExitStack() as held:
 
@@ -221,8 +237,8 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplac
         numbers = {name: file(found) for name, found in named.items() if found is not None}
         if plan.firmware_vars is not None:
             numbers["firmware-vars"] = held.enter_context(files.opened(plan.firmware_vars, write=True))
-        for index, disk in enumerate(plan.disks):
-            numbers[f"disk{index}"] = held.enter_context(files.opened(disk.path, write=not disk.read_only))
+        for disk in plan.disks:
+            numbers |= held.enter_context(disks.opened(disk, directory))
         descriptors = Descriptors(
             qmp=qmp.fileno(),
             console=wiring.console.fileno(),

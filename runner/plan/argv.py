@@ -6,6 +6,7 @@ person pastes the command into a terminal (:class:`Paths`). The rest of its comm
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
 from ipaddress import IPv4Network
@@ -14,6 +15,8 @@ from typing import Protocol
 
 import attrs
 
+from runner.plan.disk_nodes import block_nodes, disk_device, slot
+from runner.plan.disks import DiskPlan
 from runner.plan.facts import Route
 from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, SharePlan
 from runner.spec.document import MIB
@@ -22,6 +25,9 @@ SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=de
 """QEMU's seccomp sandbox."""
 FIRST_BRIDGE, LAST_BUS = 64, 256
 """PCI bus numbers: those below are for what is nobody's in particular, the others are divided among NUMA nodes."""
+
+FIRST_CHASSIS = 128
+"""Of the root ports for disks; 0 to 255 are possible."""
 
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
@@ -120,10 +126,13 @@ class Paths:
     def image(self, name: str) -> tuple[list[str], str]:
         """See :class:`Endpoints`."""
         machine = self.plan.machine
-        paths: dict[str, PurePosixPath | None] = {f"disk{index}": disk.path for index, disk in enumerate(machine.disks)}
+        paths: dict[str, PurePosixPath | None] = {}
+        for disk in machine.disks:
+            paths[disk.name] = disk.path if disk.overlay is None else _overlay(self.plan, disk)
+            paths |= {below: layer.path for below, layer in disk.below()}
         paths["firmware"] = None if machine.firmware is None else machine.firmware.path
         paths["firmware-vars"] = machine.firmware_vars
-        return [], _comma(str(paths[name]))
+        return [], str(paths[name])
 
     def tap(self, index: int) -> str:
         """See :class:`Endpoints`."""
@@ -138,6 +147,10 @@ class Paths:
 def _comma(value: str) -> str:
     """Escape *value* for QEMU's ``key=value,…`` syntax, where a comma is written twice."""
     return value.replace(",", ",,")
+
+
+def _overlay(plan: InstancePlan, disk: DiskPlan) -> PurePosixPath:
+    return plan.state_directory / f"{disk.name}.qcow2"
 
 
 def _share_socket(plan: InstancePlan, index: int) -> PurePosixPath:
@@ -176,18 +189,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     yield from ("-serial", "chardev:console")
     yield from ("-device", "pvpanic-pci")
     yield from _boot(machine, endpoints)
-    for index, disk in enumerate(machine.disks):
-        name = f"disk{index}"
-        first, filename = endpoints.image(name)
-        yield from first
-        # auto-read-only would reopen the file, which an inherited descriptor cannot be.
-        mode = f"read-only={'on' if disk.read_only else 'off'},auto-read-only=off"
-        yield from ("-blockdev", f"driver=file,node-name={name}-file,filename={filename},{mode}")
-        yield from ("-blockdev", f"driver={disk.format},node-name={name},file={name}-file,{mode}")
-        serial = "" if disk.serial is None else f",serial={disk.serial}"
-        # A kernel started directly is boot index 0 itself, and the disks are not booted from.
-        boot = f",bootindex={index}" if machine.kernel is None else ""
-        yield from ("-device", f"virtio-blk-pci,drive={name}{boot}{serial}")
+    yield from _disks(machine, endpoints)
     for index, network in enumerate(machine.networks):
         yield from ("-netdev", f"tap,id=net{index},{endpoints.tap(index)}")
         yield from ("-device", f"virtio-net-pci,netdev=net{index},mac={network.mac},host_mtu={network.mtu},romfile=")
@@ -195,6 +197,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
     yield from _bridges(len(machine.topology.numa_nodes))
+    yield from _slots(machine.slots)
 
 
 def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
@@ -234,6 +237,31 @@ def _bridges(numa_nodes: int) -> Iterator[str]:
             yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
 
 
+def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield disks as JSON, which says what ``key=value`` has no words for: that below an image there is nothing."""
+    names: dict[str, str] = {}
+    for index, disk in enumerate(machine.disks):
+        for name in (disk.name, *(below for below, _ in disk.below())):
+            first, names[name] = endpoints.image(name)
+            yield from first
+        for node in block_nodes(disk, names.__getitem__):
+            yield from ("-blockdev", json.dumps(node))
+        if disk.iothread:
+            yield from ("-object", f"iothread,id={disk.name}")
+        # A kernel started directly is boot index 0 itself, and the disks are not booted from.
+        device = disk_device(disk, boot_index=index if machine.kernel is None else None)
+        yield from ("-device", json.dumps(device))
+
+
+def _slots(number: int) -> Iterator[str]:
+    """Yield root ports for disks that are attached later: the ports of pcie.0 itself take nothing while the guest runs.
+
+    They come last for the reason of the bridges. Chassis and slot must differ from those of every other root port.
+    """
+    for each in range(number):
+        yield from ("-device", f"pcie-root-port,id={slot(each)},bus=pcie.0,chassis={FIRST_CHASSIS + each},slot={each}")
+
+
 def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     if machine.firmware is not None:
         yield from _flash("firmware", endpoints, read_only=True)
@@ -248,7 +276,8 @@ def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 
 
 def _flash(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
-    first, filename = endpoints.image(name)
+    first, path = endpoints.image(name)
+    filename = _comma(path)
     yield from first
     mode = f"read-only={'on' if read_only else 'off'},auto-read-only=off"
     yield from ("-blockdev", f"driver=file,node-name={name}-file,filename={filename},{mode}")
@@ -365,8 +394,12 @@ def pasteable(plan: InstancePlan) -> str:
     lines = [
         "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
     ]
-    if plan.shares:
+    overlays = [(disk, disk.overlay) for disk in plan.machine.disks if disk.overlay is not None]
+    if plan.shares or overlays:
         lines.append(f"mkdir -p {shlex.quote(str(plan.state_directory))}")
+    for disk, overlay in overlays:
+        path = shlex.quote(str(_overlay(plan, disk)))
+        lines.append(f"qemu-img create -q -f qcow2 {path} {overlay.size} && truncate -s {overlay.limit} {path}")
     for network in plan.networks:
         if network.pod is not None:
             lines.append(

@@ -161,6 +161,16 @@ def path() -> Rule:
     return Rule("an absolute path", parse)
 
 
+def paths() -> Rule:
+    """Take an array of absolute paths."""
+    one = path()
+
+    def parse(value: object) -> tuple[object, ...]:
+        return tuple(map(one.parse, value)) if isinstance(value, list) else _wrong(value)
+
+    return Rule("an array of absolute paths", parse)
+
+
 def _encodable(value: str) -> bool:
     try:
         value.encode()

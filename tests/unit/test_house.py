@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "host": BASE | {"topology.hardware"},
     "instance": BASE | {"table", "spec", "topology", "plan", "host"},
     "planner": BASE | {"spec", "topology", "plan", "host"},
+    "ctl": BASE | {"table", "host"},
     "controller": BASE | {"topology", "host"},
     # What the kubelet's file says, and how groups are called, is asked where it is known.
     "inspection": BASE
