@@ -10,15 +10,16 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
 import trio
 
+from runner.arguments import spoken
 from runner.errors import RunnerError, Status, UsageError, explain
-from runner.host.outlet import Outlet
+from runner.host.logs import FORMATS, JsonConsole, LogHandler, json_of_dropped
+from runner.host.outlet import Outlet, said_of_dropped
 from runner.instance.init import ASK_TO_STOP, Streams, Verdict, plan_here, run_as_init
 from runner.plan.argv import pasteable
 from runner.plan.render import plan_json, plan_lines
@@ -96,12 +97,26 @@ def _parser() -> argparse.ArgumentParser:
         default="info",
         help="what is logged (default: info)",
     )
+    run.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="events on standard error and the console on standard output as they are, or each line of both as a JSON object "
+        "(default: text)",
+    )
+    run.add_argument(
+        "--http",
+        type=spoken(_address),
+        metavar="ADDRESS:PORT",
+        help="answer /healthz, /readyz and /metrics there; :PORT is every address (default: nowhere)",
+    )
     run.set_defaults(command=_run)
 
     _add_plan(commands)
     _add_inspect(commands.add_parser("inspect", help="say where every thread of a running instance is, and judge it"))
     _add_check(commands)
     _add_ctl(commands)
+    _add_console(commands)
     return parser
 
 
@@ -256,6 +271,24 @@ def _ctl(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_console(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    console = commands.add_parser(
+        "console",
+        help="attach this terminal to the serial console of the instance in this container",
+        epilog="example: kubectl exec -it POD -- instance-runner console",
+    )
+    mode = console.add_mutually_exclusive_group()
+    mode.add_argument("--read-only", action="store_true", help="type nothing")
+    mode.add_argument(
+        "--steal", action="store_true", help="write in the place of whoever does; that one goes on reading"
+    )
+    console.add_argument(
+        "--detach-key", default="ctrl-]", metavar="KEY", help="what ends it, the guest runs on (default: %(default)s)"
+    )
+    _add_state_dir(console)
+    console.set_defaults(command=_console)
+
+
 class _Version(argparse.Action):
     """Says the version; what reads it is imported only now, because that takes as long as the rest of this command line."""
 
@@ -284,6 +317,12 @@ def _add_state_dir(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where receipt.json and console.log are (default: %(default)s)",
     )
+
+
+def _address(text: str) -> tuple[str, int]:
+    from runner.host.pages import parse_address  # here, because few ask for pages
+
+    return parse_address(text)
 
 
 def _absolute(text: str) -> PurePosixPath:
@@ -394,11 +433,21 @@ def _check(arguments: argparse.Namespace) -> int:
     return Status.FINDINGS if report.verdict is Level.FATAL else 0
 
 
+def _console(arguments: argparse.Namespace) -> int:
+    from runner.console import Wish, attach
+
+    wish = Wish(write=not arguments.read_only, steal=arguments.steal)
+    return attach(Path(arguments.state_dir), wish, arguments.detach_key)
+
+
 def _run(arguments: argparse.Namespace) -> int:
     # For an entry point that forgot `env --block-signal`: late, but better than never.
     signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
-    with Outlet(1) as stdout, Outlet(2) as stderr:
-        _set_up_logging(stderr, arguments.log_level)
+    json_lines = arguments.log_format == "json"
+    dropped = json_of_dropped if json_lines else said_of_dropped
+    with Outlet(1, dropped) as stdout, Outlet(2, dropped) as stderr:
+        console = JsonConsole(stdout.write).write if json_lines else stdout.write
+        _set_up_logging(stderr, arguments)
         try:
             data = _read(arguments.spec, waiting=False)
             run = partial(
@@ -406,7 +455,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 arguments.spec,
                 data,
                 arguments.state_dir,
-                Streams(stdout, stderr),
+                Streams(stdout, stderr, console, arguments.http),
                 pid1=not arguments.not_pid1,
             )
             verdict = trio.run(run)
@@ -436,24 +485,10 @@ def _leave_word(path: Path | None, verdict: Verdict) -> None:
         log.warning("cannot write the termination log: %s", error.strerror)
 
 
-class _LogHandler(logging.Handler):
-    """Writes to an outlet, which never waits."""
-
-    def __init__(self, outlet: Outlet) -> None:
-        super().__init__()
-        self._outlet = outlet
-
-    def emit(self, record: logging.LogRecord) -> None:
-        moment = time.strftime("%H:%M:%S", time.gmtime(record.created))
-        for line in record.getMessage().splitlines():
-            text = f"{moment}.{record.msecs:03.0f} {record.levelname.lower():7} {line}\n"
-            self._outlet.write(text.encode(errors="backslashreplace"))
-
-
-def _set_up_logging(stderr: Outlet, level: str) -> None:
+def _set_up_logging(stderr: Outlet, arguments: argparse.Namespace) -> None:
     root = logging.getLogger()
-    root.addHandler(_LogHandler(stderr))
-    root.setLevel(level.upper())
+    root.addHandler(LogHandler(stderr.write, arguments.log_format))
+    root.setLevel(arguments.log_level.upper())
 
 
 def entry() -> None:

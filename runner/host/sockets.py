@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from runner.errors import HostError
 
@@ -41,40 +43,74 @@ def listening_pair(purpose: str, directory: int) -> Iterator[tuple[socket.socket
         yield listener, client
 
 
-@contextmanager
-def listening_in(directory: int, name: str, purpose: str) -> Iterator[socket.socket]:
-    """Hold a socket that accepts connections as *name* in *directory* (a descriptor); nobody but our user may connect.
-
-    One that a predecessor has left behind is replaced; it is gone with the block.
-    """
-    path, new = (f"/proc/self/fd/{directory}/{each}" for each in (name, f"{name}.new"))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(new)  # noqa: PTH108 - a path through a descriptor
-            listener.bind(new)
-            try:
-                os.chmod(new, 0o600)  # noqa: PTH101 - the same
-                listener.listen(8)
-                os.rename(new, path)  # noqa: PTH104
-            except OSError:
-                os.unlink(new)  # noqa: PTH108
-                raise
-        except OSError as error:
-            raise HostError(f"cannot make a listening socket for {purpose}") from error
-        try:
-            yield listener
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # noqa: PTH108
-
-
 def _introduce(listener: socket.socket, client: socket.socket, directory: int) -> None:
-    # Through the descriptor, because sun_path holds 107 bytes and the directory's own path may be longer.
-    path = f"/proc/self/fd/{directory}/{os.urandom(8).hex()}.sock"
+    path = _beneath(directory, f"{os.urandom(8).hex()}.sock")
     listener.bind(path)
     try:
         listener.listen(1)
         client.connect(path)
     finally:
         os.unlink(path)  # noqa: PTH108 - a path through a descriptor
+
+
+@contextmanager
+def listening(directory: int, name: str) -> Iterator[socket.socket]:
+    """Hold a listening, non-blocking socket *name* in *directory* (a descriptor), which only its owner may connect to.
+
+    It is removed at the end. One that nobody answers was left by somebody who was killed, and is replaced.
+    """
+    path = _beneath(directory, name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            _remove_stale(path)
+            os.fchmod(listener.fileno(), 0o600)  # before there is a file: bind(2) takes the mode from here
+            listener.bind(path)
+        except (OSError, HostError) as error:
+            raise HostError(f"cannot make the socket {name!r} in the state directory") from error
+        try:
+            listener.listen()
+            listener.setblocking(False)
+            yield listener
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # noqa: PTH108 - a path through a descriptor
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise HostError("there is something else of that name")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asking:
+        try:
+            asking.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)  # noqa: PTH108 - a path through a descriptor
+            return
+        except BlockingIOError:  # somebody listens, with a queue that is full
+            pass
+    raise HostError("another runner listens there; give each instance a --state-dir of its own")
+
+
+@contextmanager
+def connected(directory: Path, name: str) -> Iterator[socket.socket]:
+    """Hold a connection to the socket *name* in *directory*, which a runner listens on (:func:`listening`)."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            number = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                connection.connect(_beneath(number, name))
+            finally:
+                os.close(number)
+        except OSError as error:
+            raise HostError(
+                f"cannot connect to {str(directory / name)!r}; is an instance running, and this its --state-dir"
+            ) from error
+        yield connection
+
+
+def _beneath(directory: int, name: str) -> str:
+    # Through the descriptor, because sun_path holds 107 bytes and the directory's own path may be longer.
+    return f"/proc/self/fd/{directory}/{name}"

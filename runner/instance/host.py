@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import attrs
 import trio
@@ -14,6 +15,9 @@ import trio
 from runner.errors import RunnerError, explain
 from runner.host.processes import Processes, open_processes
 from runner.host.procfs import Procfs
+
+if TYPE_CHECKING:  # it stands on this module
+    from runner.instance.placement import Receipt
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +74,39 @@ class Faults:
             self.sentences.append(sentence)
 
 
+@attrs.define
+class Tally:
+    """What has happened since the start; counters only ever grow."""
+
+    restarts: Counter[str] = attrs.field(factory=Counter)
+    """Children that ended and were started again, by role."""
+    swept: int = 0
+    """Processes and threads of others that were moved off the vCPUs' CPUs."""
+    console: int = 0
+    """Bytes the guest has said on its console."""
+
+
+@attrs.define
+class Standing:
+    """How the guest stands, for whoever asks from outside."""
+
+    phase: str = "starting"
+    """``starting``, ``running`` or ``stopping``."""
+    since: float | None = None
+    """When it began to run, on trio's clock."""
+    read: Callable[[], Receipt] | None = None
+    """Reads back from the kernel where every thread is now; only while it runs."""
+
+    @contextmanager
+    def running(self, read: Callable[[], Receipt]) -> Iterator[None]:
+        """Say that the guest runs for as long as the block does."""
+        self.phase, self.since, self.read = "running", trio.current_time(), read
+        try:
+            yield
+        finally:
+            self.phase, self.read = "stopping", None
+
+
 @attrs.frozen
 class Host:
     """The handles every part of the nest needs."""
@@ -80,6 +117,8 @@ class Host:
     stop: StopRequest
     faults: Faults
     procfs: Procfs
+    tally: Tally = attrs.field(factory=Tally)
+    standing: Standing = attrs.field(factory=Standing)
 
     @asynccontextmanager
     async def observed(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -53,6 +54,10 @@ class Streams:
 
     stdout: Outlet
     stderr: Outlet
+    console: Callable[[bytes], None]
+    """Says on standard output what the guest's console says; without data it was the last."""
+    http: tuple[str, int] | None
+    """Where it answers probes, if anywhere."""
 
 
 async def run_as_init(
@@ -71,7 +76,7 @@ async def run_as_init(
             )
         if not pid1:
             become_subreaper()
-        spec = parse_instance(source, data)
+        spec = parse_instance(source, data, os.environ)
     except RunnerError as error:
         return _refused(error)
     with trio.open_signal_receiver(*ASK_TO_STOP) as signals:
@@ -83,7 +88,7 @@ async def run_as_init(
                 host.observed(streams.stdout.drain),
                 host.observed(streams.stderr.drain),
             ):
-                verdict = await _run(source, spec, host, state_directory, streams.stdout)
+                verdict = await _run(source, spec, host, state_directory, streams)
         finally:
             # What arrives from here on comes too late to change anything, and must not become our own death: trio
             # raises again what its receiver has not delivered.
@@ -96,7 +101,7 @@ async def run_as_init(
 
 async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) -> InstancePlan:
     """Return what :func:`run_as_init` would do on this host; touches nothing. Raises :exc:`~runner.errors.RunnerError`."""
-    spec = parse_instance(source, data)
+    spec = parse_instance(source, data, os.environ)
     async with open_host(StopRequest(), Faults(), dying_with_us()) as host:
         result = await capture(partial(_plan, source, spec, host, state_directory))
     return result()
@@ -106,20 +111,37 @@ async def _plan(source: str, spec: InstanceSpec, host: Host, state_directory: Pu
     return plan_instance(source, spec, await survey(spec, host, state_directory))
 
 
-async def _run(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath, stdout: Outlet) -> Verdict:
+async def _run(
+    source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath, streams: Streams
+) -> Verdict:
     """Run *spec*; errors end here, below the root's nursery, which would wrap them."""
     try:
         facts = await host.unless_stopped(partial(survey, spec, host, state_directory))
         plan = plan_instance(source, spec, facts)
         for remark in plan.remarks:
             log.warning("%s", remark)
-        ended = await run_instance(plan, host, stdout)
+        log.info("starting instance=%s", plan.name)
+        if plan.pod.name:
+            log.info("in the pod name=%s namespace=%s node=%s uid=%s", *attrs.astuple(plan.pod))
+        async with _paged(host, plan, streams.http):
+            ended = await run_instance(plan, host, streams.console)
     except StopRequestedError:
         return Verdict(Status.STOPPED, "stopped", "asked to stop before anything was started")
     except RunnerError as error:
         return _refused(error)
     status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
     return Verdict(status, ended.status.name.lower(), ended.detail)
+
+
+@asynccontextmanager
+async def _paged(host: Host, plan: InstancePlan, http: tuple[str, int] | None) -> AsyncIterator[None]:
+    if http is None:
+        yield
+        return
+    from runner.instance.pages import paged  # here, because nobody pays for pages that are not asked for
+
+    async with paged(host, plan, http):
+        yield
 
 
 def _refused(error: RunnerError) -> Verdict:

@@ -5,38 +5,38 @@ The order of the lines in :func:`run_instance` is the order of the start, and re
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import PurePosixPath
 
 import trio
 
-from runner.errors import PlacementError, Status
+from runner.errors import Status
 from runner.host import files
-from runner.host.outlet import Outlet
-from runner.host.sockets import listening_in
+from runner.host.sockets import listening
+from runner.instance.console import console_shown
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
-from runner.instance.placement import MachineThreads, Receipt, confined, read_back
+from runner.instance.placement import Receipt, confined
+from runner.instance.receipts import RECEIPT, Receipts, machine_threads
 from runner.instance.seats import Seat, placed
-from runner.instance.services import Shares, anchored, console_shown, death_of, dhcp_served, networked, shared
+from runner.instance.services import Shares, anchored, death_of, dhcp_served, networked, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
 
+READY = "ready"
+"""A file in the state directory, there while the guest runs."""
 CONTROL_SOCKET = "control.sock"
-"""In the state directory."""
-
-SWEPT_WITHIN = (0.1, 0.5, 1.0)
-"""Seconds between looks at the threads after a change: the sweep moves what others brought to the vCPUs' CPUs meanwhile."""
+"""Beside it."""
 
 CAUSE_WITHIN = 0.2
 """Seconds within which QEMU's death shows when a daemon has ended because of it."""
 
 
-async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
+async def run_instance(plan: InstancePlan, host: Host, show: Callable[[bytes], None]) -> Ended:
     """Hold everything *plan* names for as long as the guest runs, and return how it ended.
 
     Raises :exc:`~runner.errors.RunnerError` when the start failed; whatever was acquired has been released then, and
@@ -50,20 +50,22 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             networked(host, plan.networks) as taps,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
-            console_shown(host, plan.console, stdout) as console,
+            console_shown(host, plan.console, show, directory) as console,
             paused_machine(host, plan, Wiring(taps, shares, console), seat.birthplace) as machine,
-            _receipted(host, plan, seat, machine) as verify,
-            _controlled(host, plan, directory, machine, verify),
+            _receipted(host, plan, seat, machine) as receipts,
+            _controlled(host, plan, directory, machine, receipts),
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
             log.info("the guest runs")
-            return await _until_the_end(host, plan.shutdown, machine, shares)
+            with _ready(host, plan.state_directory, receipts.read):
+                why = await _wait_for_the_end(host, machine, shares)
+            return await _powered_down(plan.shutdown, machine, why)
     except StopRequestedError:
         return Ended(Status.STOPPED, "asked to stop before the guest ran")
 
 
-async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, shares: Shares) -> Ended:
-    """Wait for the guest's end, a request to stop, or the death of what the guest needs; then the guest is powered down."""
+async def _wait_for_the_end(host: Host, machine: Machine, shares: Shares) -> Ended:
+    """Wait for the guest's end, a request to stop, or the death of what the guest needs, and return which it was."""
 
     async def asked() -> Ended:
         await host.stop.asked()
@@ -76,7 +78,11 @@ async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, share
         log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
         return Ended(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")
 
-    ended = await first_of(machine.ended, asked, lost)
+    return await first_of(machine.ended, asked, lost)
+
+
+async def _powered_down(plan: ShutdownPlan, machine: Machine, ended: Ended) -> Ended:
+    """Power the guest down unless it has *ended* by itself."""
     if ended.status is Status.STOPPED:
         return await machine.power_down(plan)
     if ended.status is Status.SERVICE_DIED:
@@ -88,6 +94,8 @@ async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, share
 async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
     """Hold a descriptor of the state directory; it is removed at the end unless something is kept in it."""
     with files.directory(plan.state_directory) as directory:
+        for name in (READY, RECEIPT):  # of one that was killed here
+            files.discard(plan.state_directory / name)
         try:
             yield directory
         finally:
@@ -96,58 +104,47 @@ async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def _receipted(
-    host: Host, plan: InstancePlan, seat: Seat, machine: Machine
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory.
-
-    Yields what reads every thread back once more and writes it down anew, for after a change.
-    """
-    vcpus = await started_within(plan.patience, lambda: host.unless_stopped(machine.vcpu_threads))
-    path = plan.state_directory / "receipt.json"
-
-    async def threads() -> MachineThreads:
-        return MachineThreads(machine.process, vcpus, await machine.iothreads())
-
-    def written(receipt: Receipt) -> None:
-        files.publish(path, json.dumps(receipt.to_json(), indent=1).encode() + b"\n")
-
-    async def verify() -> None:
-        placed_now = await threads()
-        for pause in SWEPT_WITHIN:
-            with contextlib.suppress(PlacementError):
-                written(read_back(host, seat, plan.placement, placed_now))
-                return
-            await trio.sleep(pause)
-        written(read_back(host, seat, plan.placement, placed_now))
-
-    some = any(disk.iothread for disk in plan.machine.disks)
-    started = await started_within(plan.patience, lambda: host.unless_stopped(threads)) if some else None
-    receipt = confined(host, seat, plan.placement, started or MachineThreads(machine.process, vcpus, ()))
-    for line in receipt.table():
+async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machine) -> AsyncIterator[Receipts]:
+    """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
+    threads = await started_within(plan.patience, lambda: host.unless_stopped(partial(machine_threads, machine, plan)))
+    receipts = Receipts(host, plan, machine, threads, confined(host, seat, plan.placement, threads))
+    for line in receipts.receipt.table():
         log.info("placement: %s", line)
-    written(receipt)
+    receipts.publish()
     try:
         async with host.observed(seat.settle):
-            yield verify
+            yield receipts
     finally:
         with host.faults.recorded("remove the receipt"):
-            files.remove(path)
+            files.remove(plan.state_directory / RECEIPT)
 
 
 @asynccontextmanager
 async def _controlled(
-    host: Host, plan: InstancePlan, directory: int, machine: Machine, verify: Callable[[], Awaitable[None]]
+    host: Host, plan: InstancePlan, directory: int, machine: Machine, receipts: Receipts
 ) -> AsyncIterator[None]:
     """Hold the control socket; what serves it is imported when somebody asks for the first time."""
-    with listening_in(directory, CONTROL_SOCKET, "the control socket") as listener:
+    with listening(directory, CONTROL_SOCKET) as listener:
 
         async def serve() -> None:
             await trio.lowlevel.wait_readable(listener)
             from runner.instance.control import accept
             from runner.instance.live import LiveDisks
 
-            await accept(listener, LiveDisks(plan, machine.monitor, machine.disk_news, verify))
+            await accept(listener, LiveDisks(plan, machine.monitor, machine.disk_news, receipts.verify))
 
         async with host.observed(serve):
             yield
+
+
+@contextmanager
+def _ready(host: Host, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
+    """Say to whoever asks that the guest runs and nobody wants it to end: by a file, and by the pages."""
+    path = directory / READY
+    files.publish(path, b"")
+    try:
+        with host.standing.running(read):
+            yield
+    finally:
+        with host.faults.recorded("remove the sign that the guest runs"):
+            files.remove(path)

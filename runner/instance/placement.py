@@ -103,7 +103,7 @@ class MachineThreads:
 
     process: Process
     vcpus: Sequence[VcpuThread]
-    iothreads: Container[int]
+    iothreads: Container[int] = ()
     """Their numbers."""
 
 
@@ -123,22 +123,23 @@ def confined(host: Host, seat: Seat, placement: Placement, machine: MachineThrea
         seat.confine(vcpu.tid)
     for vcpu, cpu in zip(vcpus, placement.pins, strict=True):
         pin(vcpu.tid, CpuSet([cpu]))
-    return read_back(host, seat, placement, machine)
+    return checked(read_again(host, Receipt(placement, seat.groups, ()), machine))
 
 
-def read_back(host: Host, seat: Seat, placement: Placement, machine: MachineThreads) -> Receipt:
-    """Read every thread of ours back from the kernel, and return what was read.
-
-    Raises :exc:`~runner.errors.PlacementError` when anything is not as the plan wants it.
-    """
-    receipt = Receipt(placement, seat.groups, tuple(_threads(host, machine)))
+def checked(receipt: Receipt) -> Receipt:
+    """Return *receipt*. Raises :exc:`~runner.errors.PlacementError` when anything is not as the plan wants it."""
     violations = list(receipt.violations())
     if violations:
         raise PlacementError("cannot place the threads: " + "; ".join(violations))
     return receipt
 
 
-def _threads(host: Host, machine: MachineThreads) -> Iterator[PlacedThread]:
+def read_again(host: Host, receipt: Receipt, machine: MachineThreads) -> Receipt:
+    """Return what the kernel says now of the instance of *receipt*: all threads it has now."""
+    return attrs.evolve(receipt, threads=tuple(_read_back(host, machine)))
+
+
+def _read_back(host: Host, machine: MachineThreads) -> Iterator[PlacedThread]:
     index = {vcpu.tid: vcpu.index for vcpu in machine.vcpus}
     for thread in host.procfs.threads(os.getpid()):
         yield PlacedThread("runner", None, thread)

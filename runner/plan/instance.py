@@ -16,7 +16,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
 from runner.plan.disks import DiskPlan, plan_disk
-from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, Route, User, Virtiofsd
+from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, PodName, Route, User, Virtiofsd
 from runner.plan.fitness import (
     ASKING_FOR_LESS,
     CPU_TIME,
@@ -161,6 +161,8 @@ class ConsolePlan:
 
     stdout: bool
     log: PurePosixPath
+    log_size: int
+    """Bytes after which the log is moved aside."""
 
 
 @attrs.frozen
@@ -186,6 +188,7 @@ class InstancePlan:
     """All that will be done, in the order it will be done."""
 
     name: str
+    pod: PodName
     state_directory: PurePosixPath
     anchor: tuple[str, ...]
     """The argv of the process that stays behind in the pod's cgroup."""
@@ -249,13 +252,16 @@ class _Planner:
             return None
         return InstancePlan(
             name=spec.instance.name,
+            pod=facts.pod_name,
             state_directory=facts.state_directory,
             anchor=(str(sleep), "infinity"),
             placement=placement,
             networks=networks,
             dhcp=dhcp,
             shares=shares,
-            console=ConsolePlan(spec.console.stdout, spec.console.log or facts.state_directory / "console.log"),
+            console=ConsolePlan(
+                spec.console.stdout, spec.console.log or facts.state_directory / "console.log", spec.console.log_size
+            ),
             machine=MachinePlan(
                 program=qemu,
                 name=spec.instance.name,

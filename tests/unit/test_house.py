@@ -16,14 +16,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "cpuset": set(),
     "table": set(),
+    "arguments": set(),
     "spec": BASE,
     "topology": BASE | {"spec"},
     "plan": BASE | {"spec", "topology"},
     "host": BASE | {"topology.hardware"},
     "instance": BASE | {"table", "spec", "topology", "plan", "host"},
+    "console": BASE | {"host"},
     "planner": BASE | {"spec", "topology", "plan", "host"},
     "ctl": BASE | {"table", "host"},
-    "controller": BASE | {"topology", "host"},
+    "controller": BASE | {"arguments", "topology", "host"},
     # What the kubelet's file says, and how groups are called, is asked where it is known.
     "inspection": BASE
     | {"table", "topology", "host"}
