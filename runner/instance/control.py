@@ -71,8 +71,7 @@ async def _converse(connection: trio.socket.SocketType, accepted_at: float, disk
     """Answer who has connected until he goes; never raises but for cancellation."""
     with connection:
         try:
-            _check(connection, accepted_at)
-            await _exchange(connection, disks)
+            await _exchange(connection, accepted_at, disks)
         except RpcError as error:
             with contextlib.suppress(OSError), trio.move_on_after(SILENT_FOR):
                 await connection.send(format_error(error))
@@ -97,7 +96,7 @@ def _check(connection: trio.socket.SocketType, accepted_at: float) -> None:
         )
 
 
-async def _exchange(connection: trio.socket.SocketType, disks: LiveDisks) -> None:
+async def _exchange(connection: trio.socket.SocketType, accepted_at: float, disks: LiveDisks) -> None:
     framer = Framer(LONGEST_MESSAGE)
 
     async def call(method: str, params: Mapping[str, object] | list[object]) -> Result:
@@ -107,6 +106,7 @@ async def _exchange(connection: trio.socket.SocketType, disks: LiveDisks) -> Non
         data = b""
         with trio.move_on_after(SILENT_FOR):
             data = await connection.recv(LONGEST_MESSAGE)
+        _check(connection, accepted_at)  # only now, because who is sent away before he has spoken does not listen
         try:
             messages = list(framer.feed(data) if data else framer.flush())
         except OverlongError:
