@@ -51,8 +51,7 @@ class DiskNews:
             self.departure(str(event.data["device"])).set()
         elif event.name == "BLOCK_IO_ERROR":
             data = event.data
-            reason = "no space left" if data.get("nospace") else str(data.get("reason"))
-            self._tell(f"the disk {data.get('node-name')} has failed to {data.get('operation')}: {reason}")
+            self._tell(f"the disk {data.get('node-name')} has failed to {data.get('operation')}: {data.get('reason')}")
 
     def departure(self, device: str) -> trio.Event:
         """Return what is set when the guest has released *device*."""
