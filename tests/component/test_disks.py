@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from runner.errors import HostError, Problem, explain
 from runner.host import files
@@ -159,8 +160,8 @@ def test_what_a_file_system_can_do_is_tried(tmp_path: Path) -> None:
     assert not files.look(PurePosixPath("/proc/self/status"), image=True).direct
 
 
-@pytest.mark.usefixtures("autojump_clock")
-async def test_errors_are_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_errors_are_told_once_and_counted(caplog: pytest.LogCaptureFixture, autojump_clock: MockClock) -> None:
+    del autojump_clock  # it is the clock
     news = DiskNews()
     failed = {"node-name": "disk0", "operation": "write", "reason": "Input/output error"}
     for _ in range(1000):
