@@ -20,7 +20,11 @@ from runner.instance.machine import Ended
 from tests.support.paper_pci import with_devices
 from tests.support.sweep import SABOTEUR, CancelAtStep
 
-SPECS = {"bare": "", "with share and network": "[[network]]\n", "with devices": ""}
+SPECS = {
+    "bare": "",
+    "with everything": "[memory]\nprealloc = true\n[[network]]\n[display]\nvnc = true\n[cloud_init]\n",
+    "with devices": "",
+}
 
 
 def planned(bench: Any, spec: str, share: str) -> Any:
