@@ -41,8 +41,9 @@ HYPERTRANSPORT = 1012 * GIB
 EMULATED_BITS = 40
 """Of physical addresses, with every CPU model that is not told otherwise (``target/i386/cpu.h``)."""
 
-PORTS_ON_ROOT = 16
-"""Devices of a guest that is told of one NUMA node: half the slots of its root bus, where everything else is too."""
+PORTS_ON_ROOT = 12
+"""Devices of a guest that is told of one NUMA node: of the 32 slots of its root bus, where disks, networks, shares and the
+ports for later disks are too."""
 PORTS_ON_BRIDGE = 23
 """Devices of a NUMA node: of eight, each has 24 bus numbers (``plan/argv.py``)."""
 
