@@ -161,7 +161,7 @@ async def _planned(
     spec = None
     try:
         spec = parse_instance(source, text)
-        plan = plan_instance(source, spec, await survey(spec, host, here.state_directory))
+        plan = plan_instance(source, spec, await survey(spec, host, here.state_directory, handing_over=False))
     except SpecError as error:
         return spec, None, [SPEC.fatal(*_halves(str(problem))) for problem in error.problems]
     except RunnerError as error:

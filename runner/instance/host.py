@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import attrs
 import trio
@@ -14,6 +14,9 @@ import trio
 from runner.errors import RunnerError, explain
 from runner.host.processes import Processes, open_processes
 from runner.host.procfs import Procfs
+
+if TYPE_CHECKING:
+    from runner.host.descriptors import Handed
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +83,8 @@ class Host:
     stop: StopRequest
     faults: Faults
     procfs: Procfs
+    handed: Mapping[str, Handed] = attrs.field(factory=dict)
+    """The descriptors that somebody else has opened for us, by name."""
 
     @asynccontextmanager
     async def observed(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -103,23 +104,39 @@ async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) ->
 
 
 async def _plan(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath) -> InstancePlan:
-    return plan_instance(source, spec, await survey(spec, host, state_directory))
+    return plan_instance(source, spec, await survey(spec, host, state_directory, handing_over=False))
 
 
-async def _run(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath, stdout: Outlet) -> Verdict:
+async def _run(source: str, spec: InstanceSpec, bare: Host, state_directory: PurePosixPath, stdout: Outlet) -> Verdict:
     """Run *spec*; errors end here, below the root's nursery, which would wrap them."""
     try:
-        facts = await host.unless_stopped(partial(survey, spec, host, state_directory))
-        plan = plan_instance(source, spec, facts)
-        for remark in plan.remarks:
-            log.warning("%s", remark)
-        ended = await run_instance(plan, host, stdout)
+        async with _handed(bare, spec) as host:
+            facts = await host.unless_stopped(partial(survey, spec, host, state_directory))
+            plan = plan_instance(source, spec, facts)
+            for remark in plan.remarks:
+                log.warning("%s", remark)
+            ended = await run_instance(plan, host, stdout)
     except StopRequestedError:
         return Verdict(Status.STOPPED, "stopped", "asked to stop before anything was started")
     except RunnerError as error:
         return _refused(error)
     status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
     return Verdict(status, ended.status.name.lower(), ended.detail)
+
+
+@asynccontextmanager
+async def _handed(host: Host, spec: InstanceSpec) -> AsyncIterator[Host]:
+    """Hold *host* with the descriptors that are handed to us."""
+    agent = spec.descriptors.socket
+    if agent is None and not os.environ.get("LISTEN_FDS"):
+        yield host
+        return
+    from runner.host.descriptors import descriptors_handed  # here, because few instances pay for it
+
+    async with AsyncExitStack() as held:
+        taking = descriptors_handed(os.environ, agent)
+        handed = await host.unless_stopped(partial(held.enter_async_context, taking))
+        yield attrs.evolve(host, handed=handed)
 
 
 def _refused(error: RunnerError) -> Verdict:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import trio
@@ -15,11 +15,13 @@ import trio
 from runner.errors import Status
 from runner.host import files
 from runner.host.outlet import Outlet
+from runner.host.processes import Process
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
+from runner.instance.networks import dhcp_served, networked
 from runner.instance.placement import Receipt, confined
 from runner.instance.seats import Seat, placed
-from runner.instance.services import Shares, anchored, console_shown, death_of, dhcp_served, networked, shared
+from runner.instance.services import anchored, console_shown, death_of, first_dead, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
@@ -39,21 +41,22 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             _state(host, plan) as directory,
             anchored(host, plan.anchor) as anchors,
             placed(host, plan.placement, anchors) as seat,
-            networked(host, plan.networks) as taps,
+            networked(host, plan.networks) as wires,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, stdout) as console,
-            paused_machine(host, plan, Wiring(taps, shares, console), seat.birthplace) as machine,
+            paused_machine(host, plan, Wiring(wires, shares, console), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine),
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
             log.info("the guest runs")
-            return await _until_the_end(host, plan.shutdown, machine, shares)
+            servants = [*shares.daemons, *(wire.daemon for wire in wires if wire.daemon is not None)]
+            return await _until_the_end(host, plan.shutdown, machine, servants)
     except StopRequestedError:
         return Ended(Status.STOPPED, "asked to stop before the guest ran")
 
 
-async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, shares: Shares) -> Ended:
+async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, servants: Sequence[Process]) -> Ended:
     """Wait for the guest's end, a request to stop, or the death of what the guest needs; then the guest is powered down."""
 
     async def asked() -> Ended:
@@ -61,8 +64,8 @@ async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, share
         return Ended(Status.STOPPED, "")
 
     async def lost() -> Ended:
-        dead = await shares.died()
-        with trio.move_on_after(CAUSE_WITHIN):  # virtiofsd ends when QEMU does: then QEMU's death is the cause
+        dead = await first_dead(servants)
+        with trio.move_on_after(CAUSE_WITHIN):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
         log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
         return Ended(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")

@@ -16,7 +16,8 @@ from runner.host.processes import Command, Process, stop_bound
 from runner.host.qmp import Event, Monitor, MonitorError, VcpuThread
 from runner.host.sockets import Socket, connected_pair
 from runner.instance.host import Host, first_of
-from runner.instance.services import Shares, Tap, death_of
+from runner.instance.networks import Wire
+from runner.instance.services import Shares, death_of
 from runner.plan.argv import Descriptors, qemu_argv
 from runner.plan.fitness import too_old
 from runner.plan.instance import FilePlan, InstancePlan, MachinePlan, ShutdownPlan
@@ -39,17 +40,15 @@ MBIND_REMEDY = "let the container's seccomp profile allow mbind(2), as Docker's 
 class Wiring:
     """The ends that QEMU gets a copy of; ours are closed then, so that each end sees the other's death."""
 
-    taps: Sequence[Tap]
+    wires: Sequence[Wire]
     shares: Shares
     console: Socket
 
     def let_go(self) -> None:
         """Close our copies."""
         self.console.close()
-        for tap in self.taps:
-            tap.tap.close()
-            if tap.vhost is not None:
-                tap.vhost.close()
+        for wire in self.wires:
+            wire.let_go()
         for connection in self.shares.sockets:
             connection.close()
 
@@ -231,8 +230,7 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplac
                 for number, each in enumerate(plan.topology.numa_nodes)
             ),
             files=numbers,
-            taps=tuple(tap.tap.number for tap in wiring.taps),
-            vhosts=tuple(None if tap.vhost is None else tap.vhost.number for tap in wiring.taps),
+            wires=tuple(wire.numbers() for wire in wiring.wires),
             shares=tuple(connection.fileno() for connection in wiring.shares.sockets),
         )
         command = Command("qemu", tuple(qemu_argv(plan, descriptors)), descriptors.numbers(), entering=birthplace)
