@@ -127,10 +127,8 @@ def take_inherited(environment: Mapping[str, str], take: Callable[[str, int, str
     names = environment.get("LISTEN_FDNAMES", "").split(":")
     with ExitStack() as unnamed:
         for number in numbers:
-            try:
-                os.fstat(number)
-            except OSError as error:
-                raise RefusedError(f"cannot use LISTEN_FDS {text!r}: descriptor {number} is not open") from error
+            if not _inherited(number):
+                raise RefusedError(f"cannot use LISTEN_FDS {text!r}: descriptor {number} is not open")
             unnamed.callback(_close, number)
         if len(names) != len(numbers):
             raise RefusedError(
@@ -139,6 +137,14 @@ def take_inherited(environment: Mapping[str, str], take: Callable[[str, int, str
             )
         unnamed.pop_all()
         _take_all([(name, number, None) for name, number in zip(names, numbers, strict=True)], take)
+
+
+def _inherited(number: int) -> bool:
+    """Tell whether the descriptor came through exec: what this process has opened itself is closed on exec."""
+    try:
+        return os.get_inheritable(number)
+    except OSError:
+        return False
 
 
 def _take_all(found: list[tuple[str, int, str | None]], take: Callable[[str, int, str | None], None]) -> None:

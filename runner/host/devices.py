@@ -19,6 +19,7 @@ _KVM_GET_API_VERSION = 0xAE00
 _KVM_CREATE_VM = 0xAE01
 _KVM_API_VERSION = 12
 _TUNSETIFF = 0x400454CA
+_TUNGETIFF = 0x800454D2
 _IFF_TAP = 0x0002
 _IFF_NO_PI = 0x1000
 _IFF_VNET_HDR = 0x4000
@@ -143,10 +144,14 @@ def _opened_macvtap(node: Path, name: str, major: int, queues: int) -> int:
             'or choose cpu.placement = "controller", whose float is outside of the container\'s device filter'
         ) from error
     try:
-        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
+        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"", flags))
+        found = os.fsdecode(fcntl.ioctl(fd, _TUNGETIFF, bytes(40))[:16].rstrip(b"\0"))
     except OSError as error:
         os.close(fd)
-        raise HostError(f"cannot use the macvtap {name!r}: it is not the device of that name") from error
+        raise HostError(f"cannot use the macvtap {name!r}") from error
+    if found != name:  # the kernel does not compare a name that it is given with its own
+        os.close(fd)
+        raise HostError(f"cannot use the macvtap {name!r}: its device node is of {found!r}")
     return fd
 
 

@@ -303,6 +303,13 @@ class NetworkPlanner:
         if self._facts.passt is None:
             self._refuse(f"network[{index}].mode", "cannot find the program 'passt' in PATH; install the package passt")
             return None
+        for other in self._spec.network:
+            pod = self._facts.interfaces.get(other.interface or "eth0")
+            if other.mode == "bridge" and pod and any(route.destination.prefixlen == 0 for route in pod.routes):
+                self._refuse(
+                    f"network[{index}].mode",
+                    f'passt speaks with the address of {pod.name!r}, which another network gives away (mode = "bridge")',
+                )
         return PasstPlan(self._mac(index, network), network.mtu or PASST_MTU, 1, self._facts.passt)
 
     def _handed(self, index: int, network: Network) -> HandedPlan | None:

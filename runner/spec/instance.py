@@ -368,10 +368,6 @@ def _networks(networks: tuple[Network, ...]) -> Iterator[Problem]:
             yield Problem(
                 f"network[{index}].interface", 'has mode = "bridge" on it already; a link is one or the other'
             )
-        if network.mode == "passt" and bridged:
-            yield Problem(
-                f"network[{index}].mode", 'passt speaks with the pod\'s address, which mode = "bridge" gives away'
-            )
     names = (
         (name, f"network[{index}].{key}")
         for index, each in enumerate(networks)

@@ -15,7 +15,7 @@ from runner.errors import SpecError
 from runner.plan.argv import Descriptors, pasteable, qemu_argv, virtiofsd_argv
 from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Pod, Resolver, Route, User, Virtiofsd
 from runner.plan.instance import InstancePlan, plan_instance, share_grace
-from runner.plan.networks import BridgedPlan, derived_mac
+from runner.plan.networks import BridgedPlan, PasstPlan, derived_mac
 from runner.plan.networks_argv import WireNumbers, dnsmasq_argv
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
@@ -75,6 +75,7 @@ FACTS = HostFacts(
             POD,
             name="net1",
             mac="0a:58:0a:f4:02:05",
+            routes=(Route(IPv4Network("10.7.0.0/16")),),
             addresses6=(IPv6Interface("fd00:10::5/64"),),
             routes6=(Route(IPv6Network("::/0"), IPv6Address("fe80::1")),),
             routers={IPv6Address("fe80::1"): IPv6Address("fe80::1")},
@@ -192,7 +193,9 @@ def test_argv_is_golden(name: str) -> None:
         ram=tuple(12 + index for index in range(len(machine.topology.numa_nodes))),
         files={each: 20 + index for index, each in enumerate(numbers)},
         wires=tuple(
-            WireNumbers(
+            WireNumbers(stream=30 + 4 * index)
+            if isinstance(network, PasstPlan)
+            else WireNumbers(
                 tuple(30 + 4 * index + queue for queue in range(network.queues)),
                 tuple(50 + 4 * index + queue for queue in range(network.queues)),
             )
