@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_inspect(commands.add_parser("inspect", help="say where every thread of a running instance is, and judge it"))
     _add_check(commands)
+    _add_console(commands)
     return parser
 
 
@@ -207,6 +208,24 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="where the controller listens (default: the spec's cpu.controller)",
     )
     check.set_defaults(command=_check)
+
+
+def _add_console(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    console = commands.add_parser(
+        "console",
+        help="attach this terminal to the serial console of the instance in this container",
+        epilog="example: kubectl exec -it POD -- instance-runner console",
+    )
+    mode = console.add_mutually_exclusive_group()
+    mode.add_argument("--read-only", action="store_true", help="type nothing")
+    mode.add_argument(
+        "--steal", action="store_true", help="write in the place of whoever does; that one goes on reading"
+    )
+    console.add_argument(
+        "--detach-key", default="ctrl-]", metavar="KEY", help="what ends it, the guest runs on (default: %(default)s)"
+    )
+    _add_state_dir(console)
+    console.set_defaults(command=_console)
 
 
 class _Version(argparse.Action):
@@ -345,6 +364,13 @@ def _check(arguments: argparse.Namespace) -> int:
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         print("\n".join(report_lines(report, colour=colour)))
     return Status.FINDINGS if report.verdict is Level.FATAL else 0
+
+
+def _console(arguments: argparse.Namespace) -> int:
+    from runner.console import Wish, attach
+
+    wish = Wish(write=not arguments.read_only, steal=arguments.steal)
+    return attach(Path(arguments.state_dir), wish, arguments.detach_key)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from runner.errors import HostError
 
@@ -41,11 +44,73 @@ def listening_pair(purpose: str, directory: int) -> Iterator[tuple[socket.socket
 
 
 def _introduce(listener: socket.socket, client: socket.socket, directory: int) -> None:
-    # Through the descriptor, because sun_path holds 107 bytes and the directory's own path may be longer.
-    path = f"/proc/self/fd/{directory}/{os.urandom(8).hex()}.sock"
+    path = _beneath(directory, f"{os.urandom(8).hex()}.sock")
     listener.bind(path)
     try:
         listener.listen(1)
         client.connect(path)
     finally:
         os.unlink(path)  # noqa: PTH108 - a path through a descriptor
+
+
+@contextmanager
+def listening(directory: int, name: str) -> Iterator[socket.socket]:
+    """Hold a listening, non-blocking socket *name* in *directory* (a descriptor), which only its owner may connect to.
+
+    It is removed at the end. One that nobody answers was left by somebody who was killed, and is replaced.
+    """
+    path = _beneath(directory, name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            _remove_stale(path)
+            os.fchmod(listener.fileno(), 0o600)  # before there is a file: bind(2) takes the mode from here
+            listener.bind(path)
+        except (OSError, HostError) as error:
+            raise HostError(f"cannot make the socket {name!r} in the state directory") from error
+        try:
+            listener.listen()
+            listener.setblocking(False)
+            yield listener
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # noqa: PTH108 - a path through a descriptor
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise HostError("there is something else of that name")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asking:
+        try:
+            asking.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)  # noqa: PTH108 - a path through a descriptor
+            return
+        except BlockingIOError:  # somebody listens, with a queue that is full
+            pass
+    raise HostError("another runner listens there; give each instance a --state-dir of its own")
+
+
+@contextmanager
+def connected(directory: Path, name: str) -> Iterator[socket.socket]:
+    """Hold a connection to the socket *name* in *directory*, which a runner listens on (:func:`listening`)."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            number = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                connection.connect(_beneath(number, name))
+            finally:
+                os.close(number)
+        except OSError as error:
+            raise HostError(
+                f"cannot connect to {str(directory / name)!r}; is an instance running, and this its --state-dir"
+            ) from error
+        yield connection
+
+
+def _beneath(directory: int, name: str) -> str:
+    # Through the descriptor, because sun_path holds 107 bytes and the directory's own path may be longer.
+    return f"/proc/self/fd/{directory}/{name}"

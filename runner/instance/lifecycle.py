@@ -16,12 +16,13 @@ from runner.errors import Status
 from runner.host import files
 from runner.host.outlet import Outlet
 from runner.host.processes import Process
+from runner.instance.console import console_shown
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
 from runner.instance.networks import dhcp_served, networked
 from runner.instance.placement import Receipt, confined
 from runner.instance.seats import Seat, placed
-from runner.instance.services import anchored, console_shown, death_of, first_dead, shared
+from runner.instance.services import anchored, death_of, first_dead, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             networked(host, plan.networks) as wires,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
-            console_shown(host, plan.console, stdout) as console,
+            console_shown(host, plan.console, stdout, directory) as console,
             paused_machine(host, plan, Wiring(wires, shares, console), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine),
         ):

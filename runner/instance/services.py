@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -12,21 +11,16 @@ import attrs
 import trio
 
 from runner.errors import RunnerError, Status, explain
-from runner.host import files
-from runner.host.outlet import Outlet
 from runner.host.processes import Command, Process, stop_bound
-from runner.host.sockets import Socket, connected_pair, listening_pair
+from runner.host.sockets import Socket, listening_pair
 from runner.instance.host import Host, first_of
 from runner.plan.argv import virtiofsd_argv
-from runner.plan.instance import ConsolePlan, SharePlan
+from runner.plan.instance import SharePlan
 
 log = logging.getLogger(__name__)
 
 STOPPED_WITHIN = 2.0
 """Seconds a service may take to end after SIGTERM."""
-
-FLUSHED_WITHIN = 0.25
-"""Seconds given to what the guest said last, when QEMU has gone already."""
 
 
 @attrs.frozen
@@ -155,39 +149,3 @@ async def _share(host: Host, plan: SharePlan, directory: int) -> AsyncIterator[t
             what = f"stop the virtiofsd of {plan.tag!r}"
             with host.faults.recorded(what), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await host.processes.stop(daemon, STOPPED_WITHIN)
-
-
-@asynccontextmanager
-async def console_shown(host: Host, plan: ConsolePlan, stdout: Outlet) -> AsyncIterator[Socket]:
-    """Hold the far end of the serial console; what the guest says there goes to *stdout* and to the log file."""
-    with connected_pair("the serial console") as (ours, theirs), files.owned(files.append(plan.log)) as log_file:
-        ours.setblocking(False)
-        silent = trio.Event()
-        async with host.observed(partial(_copy_console, ours, stdout if plan.stdout else None, log_file, silent)):
-            try:
-                yield theirs
-            finally:
-                theirs.close()
-                with trio.move_on_after(FLUSHED_WITHIN, shield=True):
-                    await silent.wait()
-
-
-async def _copy_console(ours: Socket, stdout: Outlet | None, log_file: files.Descriptor, silent: trio.Event) -> None:
-    stream = trio.socket.from_stdlib_socket(ours)
-    while data := await _received(stream):
-        if stdout is not None:
-            stdout.write(data)
-        try:
-            if log_file.number >= 0:
-                os.write(log_file.number, data)
-        except OSError as error:
-            log.warning("the console's log file is given up: %s", error.strerror)
-            log_file.close()
-    silent.set()
-
-
-async def _received(stream: trio.socket.SocketType) -> bytes:
-    try:
-        return await stream.recv(1 << 16)
-    except OSError:  # QEMU went with input of ours unread
-        return b""

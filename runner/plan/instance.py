@@ -137,6 +137,8 @@ class ConsolePlan:
 
     stdout: bool
     log: PurePosixPath
+    log_size: int
+    """Bytes after which the log is moved aside."""
 
 
 @attrs.frozen
@@ -232,7 +234,9 @@ class _Planner:
             networks=networks,
             dhcp=dhcp,
             shares=shares,
-            console=ConsolePlan(spec.console.stdout, spec.console.log or facts.state_directory / "console.log"),
+            console=ConsolePlan(
+                spec.console.stdout, spec.console.log or facts.state_directory / "console.log", spec.console.log_size
+            ),
             machine=MachinePlan(
                 program=qemu,
                 name=spec.instance.name,

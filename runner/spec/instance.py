@@ -306,6 +306,11 @@ class Console:
     log: PurePosixPath | None = key(
         path(), default=None, doc="the file it is written to; `console.log` in the state directory without it"
     )
+    log_size: int = key(
+        size(MIB),
+        default=4 * MIB,
+        doc="when the file would hold more it is moved aside to `….1`, in the place of the one before",
+    )
 
 
 @attrs.frozen
@@ -451,7 +456,7 @@ def _shown(name: str, default: object) -> str:
         return "-"
     if isinstance(default, bool):
         return str(default).lower()
-    if name == "size" and isinstance(default, int):
+    if name.endswith("size") and isinstance(default, int):
         return f'"{format_size(default)}"'
     return (
         f"{default:g}" if isinstance(default, float) else f'"{default}"' if isinstance(default, str) else str(default)

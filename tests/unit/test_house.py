@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": BASE | {"spec", "topology"},
     "host": BASE | {"topology.hardware"},
     "instance": BASE | {"table", "spec", "topology", "plan", "host"},
+    "console": BASE | {"host"},
     "planner": BASE | {"spec", "topology", "plan", "host"},
     "controller": BASE | {"topology", "host"},
     # What the kubelet's file says, and how groups are called, is asked where it is known.

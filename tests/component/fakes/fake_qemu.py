@@ -20,6 +20,7 @@ DEFAULTS = {
     "at_quit": "exit",  # also: None (hangs)
     "at_sigterm": "exit",  # also: None (ignores it)
     "deaf_to": None,  # a command that is never answered
+    "console": None,  # None (reads nothing) | "echo"; also a number: says so many bytes when something is typed
     "noise": False,  # events and foreign replies between request and reply
     "daemonize": False,  # leaves a grandchild that keeps our output open
 }
@@ -61,6 +62,19 @@ if behaviour["before_greeting"] == "exit":
 
 qmp = socket.socket(fileno=fd_of("qmp"))
 console = socket.socket(fileno=fd_of("console"))
+
+
+def be_a_terminal():
+    while typed := console.recv(1 << 16):
+        record("typed", text=typed.decode(errors="replace"))
+        if behaviour["console"] == "echo":
+            console.sendall(b"you typed " + typed + b"\r\n")
+        else:
+            console.sendall(b"x" * behaviour["console"] + b"END\r\n")
+
+
+if behaviour["console"] is not None:
+    threading.Thread(target=be_a_terminal, daemon=True).start()
 count = int(dict(item.partition("=")[::2] for item in values["-smp"].split(","))["cpus"])
 stop = threading.Event()
 tids = []

@@ -1,0 +1,175 @@
+"""The guest's serial console: told on standard output, kept in a file, and shared among those who attach to it.
+
+Whoever may open ``console.sock`` in the state directory says in one line of JSON what it wants, ``{"write": true,
+"steal": false}``, and is told in another what it gets, ``{"writes": true}``. Then both directions are the console's bytes.
+Any number reads, up to :data:`MOST_READERS`; one writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import attrs
+import trio
+
+from runner.host.logfile import LogFile, kept_log
+from runner.host.outlet import Outlet
+from runner.host.sockets import Socket, connected_pair, listening
+from runner.instance.host import Host
+from runner.plan.instance import ConsolePlan
+
+log = logging.getLogger(__name__)
+
+SOCKET = "console.sock"
+
+FLUSHED_WITHIN = 0.25
+"""Seconds given to what the guest said last, when QEMU has gone already."""
+
+KEPT = 8 << 10
+"""Bytes shown to whoever attaches: what the guest said before."""
+
+MOST_READERS = 8
+WISHED_WITHIN = 5.0
+"""Seconds a client may take to say what it wants."""
+LONGEST_WISH = 256
+
+STOLEN = b"\r\n[another console writes now, this one only reads]\r\n"
+
+
+@attrs.define(eq=False)
+class Reader:
+    """Somebody who is attached."""
+
+    outlet: Outlet
+
+
+class Console:
+    """Our end of the serial line."""
+
+    def __init__(self, line: Socket, stdout: Outlet | None, log_file: LogFile) -> None:
+        line.setblocking(False)
+        self._line = trio.socket.from_stdlib_socket(line)
+        self._stdout = stdout
+        self._log_file = log_file
+        self._said = bytearray()
+        self._readers: list[Reader] = []
+        self._writer: Reader | None = None
+        self.silent = trio.Event()
+        """QEMU has closed its end, and what it said was told."""
+
+    async def listen(self) -> None:
+        """Tell everybody what the guest says, until there is nothing more."""
+        while data := await _received(self._line):
+            if self._stdout is not None:
+                self._stdout.write(data)
+            if not self._log_file.write(data):
+                log.warning("the console's log file is given up: %s", self._log_file.trouble)
+            self._said += data
+            del self._said[:-KEPT]
+            for reader in self._readers:
+                reader.outlet.write(data)
+        self.silent.set()
+
+    async def admit(self, listener: Socket) -> None:
+        """Serve those who attach; runs until cancelled, asleep while nobody comes."""
+        door = trio.socket.from_stdlib_socket(listener)
+        async with trio.open_nursery() as attached:
+            while True:
+                try:
+                    client, _ = await door.accept()
+                except OSError as error:  # out of descriptors: others of ours need them more
+                    log.warning("nobody can attach to the console: %s", error.strerror)
+                    await trio.sleep(1)
+                    continue
+                attached.start_soon(self._serve, client)
+
+    async def _serve(self, client: trio.socket.SocketType) -> None:
+        with client, Outlet(client.fileno()) as outlet:
+            wish = await _wish(client)
+            if wish is None:
+                return
+            if len(self._readers) >= MOST_READERS:
+                outlet.write(_line(error=f"{MOST_READERS} are attached already"))
+                return
+            reader = Reader(outlet)
+            self._readers.append(reader)
+            try:
+                self._settle_writer(reader, wish)
+                outlet.write(_line(writes=self._writer is reader) + self._said)
+                async with trio.open_nursery() as both:
+                    both.start_soon(outlet.drain)
+                    await self._type(client, reader)
+                    both.cancel_scope.cancel()
+            finally:
+                self._readers.remove(reader)
+                if self._writer is reader:
+                    self._writer = None
+
+    def _settle_writer(self, reader: Reader, wish: dict[str, object]) -> None:
+        if wish.get("write") is not True:
+            return
+        if self._writer is not None:
+            if wish.get("steal") is not True:
+                return
+            self._writer.outlet.write(STOLEN)
+        self._writer = reader
+
+    async def _type(self, client: trio.socket.SocketType, reader: Reader) -> None:
+        """Pass on what *reader* types while it is the writer; return when it has detached.
+
+        A guest that reads nothing lets it wait, and nobody else.
+        """
+        while data := await _received(client):
+            while data and self._writer is reader:
+                try:
+                    data = data[await self._line.send(data) :]
+                except OSError:  # QEMU has gone: there is nobody to type to, but last words to be read
+                    break
+
+
+async def _wish(client: trio.socket.SocketType) -> dict[str, object] | None:
+    """Return the client's first line, or ``None`` if there is none that can be understood."""
+    line = b""
+    with trio.move_on_after(WISHED_WITHIN):
+        while not line.endswith(b"\n"):
+            if len(line) > LONGEST_WISH or not (byte := await _received(client, 1)):
+                return None
+            line += byte
+    try:
+        wish = json.loads(line)
+    except ValueError:
+        return None
+    return wish if isinstance(wish, dict) else None
+
+
+def _line(**told: object) -> bytes:
+    return json.dumps(told).encode() + b"\n"
+
+
+async def _received(stream: trio.socket.SocketType, most: int = 1 << 16) -> bytes:
+    try:
+        return await stream.recv(most)
+    except OSError:  # the other end went with input of ours unread
+        return b""
+
+
+@asynccontextmanager
+async def console_shown(host: Host, plan: ConsolePlan, stdout: Outlet, directory: int) -> AsyncIterator[Socket]:
+    """Hold the far end of the serial console, and serve whoever attaches by the socket in *directory*."""
+    with (
+        connected_pair("the serial console") as (ours, theirs),
+        kept_log(plan.log, plan.log_size) as log_file,
+        listening(directory, SOCKET) as listener,
+    ):
+        console = Console(ours, stdout if plan.stdout else None, log_file)
+        async with host.observed(partial(console.admit, listener)), host.observed(console.listen):
+            try:
+                yield theirs
+            finally:
+                theirs.close()
+                with trio.move_on_after(FLUSHED_WITHIN, shield=True):
+                    await console.silent.wait()

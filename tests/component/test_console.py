@@ -1,0 +1,277 @@
+"""The serial console shared: replay, several readers, one writer, slow ones, and the terminal that comes with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import socket
+import stat
+import subprocess
+import sys
+import termios
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from runner.console import Wish, parse_key
+from runner.errors import RunnerError, Status, UsageError, explain
+from runner.host.logfile import kept_log
+from runner.instance.host import Host
+from runner.instance.machine import Ended
+
+PROJECT = str(Path(__file__).parents[2])
+WRITE, READ, STEAL = Wish(write=True, steal=False), Wish(write=False, steal=False), Wish(write=True, steal=True)
+
+
+class Client:
+    """Somebody attached, who remembers all that came."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.stream = stream
+        self.seen = b""
+
+    async def until(self, text: bytes) -> None:
+        with trio.fail_after(20):
+            while text not in self.seen:
+                data = await self.stream.receive_some(1 << 16)
+                assert data, f"hung up without {text!r}: {self.seen[-200:]!r}"
+                self.seen += data
+
+
+@asynccontextmanager
+async def attached(bench: Any, wish: Wish) -> AsyncIterator[Client]:
+    path = bench.root / "state" / "console.sock"
+    async with await trio.open_unix_socket(path) as stream:
+        await stream.send_all(json.dumps({"write": wish.write, "steal": wish.steal}).encode() + b"\n")
+        client = Client(stream)
+        await client.until(b"\n")
+        yield client
+
+
+async def running(bench: Any, act: Callable[[], Any], **qemu: object) -> None:
+    """Do *act* beside an instance whose guest runs; everything is as before in the end."""
+    plan = bench.plan(qemu=qemu)
+    before = bench.snapshot()
+
+    async def beside(_host: Host) -> None:
+        try:
+            with trio.fail_after(30):
+                while not bench.guest_runs():
+                    await trio.sleep(0.005)
+            await act()
+        finally:
+            bench.stop.ask("test")
+
+    result = await bench.run(plan, beside=beside)
+    assert isinstance(result, Ended), explain(result)
+    assert result.status is Status.STOPPED
+    assert bench.faults.sentences == []
+    assert bench.snapshot() == before
+
+
+async def test_one_writes_all_read_and_latecomers_are_told_what_was(bench: Any) -> None:
+    async def act() -> None:
+        mode = (bench.root / "state" / "console.sock").stat().st_mode
+        assert stat.S_IMODE(mode) == 0o600
+        async with attached(bench, WRITE) as first, attached(bench, WRITE) as second, attached(bench, READ) as third:
+            assert [b'"writes": true' in each.seen for each in (first, second, third)] == [True, False, False]
+            await first.stream.send_all(b"one")
+            for each in (first, second, third):
+                await each.until(b"guest: runs")
+                await each.until(b"you typed one")
+            await second.stream.send_all(b"not me")
+            async with attached(bench, STEAL) as thief:
+                assert b'"writes": true' in thief.seen
+                await thief.until(b"you typed one")
+                await first.until(b"another console writes now")
+                await first.stream.send_all(b"nor me")
+                await thief.stream.send_all(b"two")
+                await first.until(b"you typed two")
+        async with attached(bench, WRITE) as again:  # the writer has gone: its place is free
+            assert b'"writes": true' in again.seen
+        assert [record["text"] for record in bench.records("qemu", "typed")] == ["one", "two"]
+
+    await running(bench, act, console="echo")
+
+
+async def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_missed(bench: Any) -> None:
+    much, rounds = 128 << 10, 12
+
+    async def act() -> None:
+        async with attached(bench, WRITE) as quick, attached(bench, READ) as slow:
+            for _ in range(rounds):
+                quick.seen = b""
+                await quick.stream.send_all(b"go")
+                await quick.until(b"xEND")
+                assert b"dropped" not in quick.seen
+            seen = 0
+            with trio.move_on_after(1):
+                while True:
+                    seen += len(await slow.stream.receive_some(1 << 16))
+            assert much < seen < rounds * much, "what the socket and our own buffer hold, not everything"
+            await quick.stream.send_all(b"again")
+            await slow.until(b"bytes of output were dropped: nobody was reading]")
+
+    await running(bench, act, console=much)
+
+
+@pytest.mark.parametrize("hello", [b"x" * 1000, b"not json\n", b"[1]\n", b"\xff\n", b""])
+async def test_who_does_not_say_what_it_wants_is_hung_up_on(bench: Any, hello: bytes) -> None:
+    async def act() -> None:
+        async with await trio.open_unix_socket(bench.root / "state" / "console.sock") as stream:
+            with trio.fail_after(10):
+                await stream.send_all(hello)
+                await stream.send_eof()
+                with suppress(trio.BrokenResourceError):
+                    assert await stream.receive_some(10) == b""
+
+    await running(bench, act)
+
+
+async def test_the_ninth_reader_is_refused(bench: Any) -> None:
+    async def act() -> None:
+        async with trio.open_nursery() as readers:
+
+            async def read(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+                async with attached(bench, READ):
+                    task_status.started()
+                    await trio.sleep_forever()
+
+            for _ in range(8):
+                await readers.start(read)
+            async with attached(bench, READ) as ninth:
+                assert b"8 are attached already" in ninth.seen
+            readers.cancel_scope.cancel()
+
+    await running(bench, act)
+
+
+async def test_a_stale_socket_is_replaced_and_another_runners_is_not(bench: Any) -> None:
+    path = bench.root / "state" / "console.sock"
+    path.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+
+    async def act() -> None:
+        async with attached(bench, READ) as client:
+            await client.until(b"guest: runs")
+
+    plan = bench.plan(qemu={"at_cont": "shutdown"})
+    assert isinstance(await bench.run(plan), Ended)
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as other:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        other.bind(str(path))
+        other.listen()
+        result = await bench.run(plan)
+        assert isinstance(result, RunnerError)
+        assert "another runner listens there; give each instance a --state-dir of its own" in explain(result)
+    path.unlink()
+    path.write_text("something")
+    result = await bench.run(plan)
+    assert isinstance(result, RunnerError)
+    assert "there is something else of that name" in explain(result)
+    assert path.read_text() == "something"
+
+
+def test_the_log_has_the_newest_and_no_more_than_twice_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"before\n")
+    with kept_log(path, 100) as log:  # type: ignore[arg-type] # a path is a pure path
+        for number in range(100):
+            assert log.write(b"line %02d\n" % number)
+    both = (tmp_path / "log.1").read_bytes() + path.read_bytes()
+    assert both.endswith(b"line 98\nline 99\n")
+    assert 100 <= len(both) <= 200
+    assert max(path.stat().st_size, (tmp_path / "log.1").stat().st_size) <= 100
+    with kept_log(path, 100) as log:  # type: ignore[arg-type]
+        (tmp_path / "log.1").unlink()
+        (tmp_path / "log.1").mkdir()
+        assert [log.write(b"x" * 60) for _ in range(3)] == [True, False, True]
+        assert log.trouble == "Is a directory"
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    ours, theirs = pty.openpty()
+    yield ours, theirs
+    os.close(ours)
+    os.close(theirs)
+
+
+class Screen(Client):
+    """A person's end of a pseudo terminal."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.seen = b""
+
+    async def until(self, text: bytes) -> None:
+        with trio.fail_after(30):
+            while text not in self.seen:
+                await trio.lowlevel.wait_readable(self.fd)
+                self.seen += os.read(self.fd, 1 << 16)
+
+
+def console_on(terminal: int, state: Path) -> int:
+    """Start the command there and return the pid of a shell, which says its status: whoever reaps here is the runner under test."""
+    command = [sys.executable, "-m", "runner", "console", "--state-dir", str(state)]
+    argv = ["sh", "-c", '"$@"; echo "status $?"', "sh", *command]
+    files = [(os.POSIX_SPAWN_DUP2, terminal, number) for number in range(3)]
+    return os.posix_spawnp("sh", argv, {**os.environ, "PYTHONPATH": PROJECT}, file_actions=files)
+
+
+@pytest.mark.parametrize("end", ["detach", "terminate", "the instance ends"])
+async def test_the_terminal_is_restored_whatever_ends_it(bench: Any, terminal: tuple[int, int], end: str) -> None:
+    ours, theirs = terminal
+    before = termios.tcgetattr(theirs)
+    screen = Screen(ours)
+
+    async def act() -> None:
+        shell = console_on(theirs, bench.root / "state")
+        await screen.until(b"attached; Ctrl-] detaches")
+        await screen.until(b"guest: runs")
+        assert not termios.tcgetattr(theirs)[3] & (termios.ICANON | termios.ECHO | termios.ISIG)
+        os.write(ours, b"\x03")
+        await screen.until(b"you typed \x03")
+        if end == "detach":
+            os.write(ours, b"last\x1dnever")
+            await screen.until(b"[detached]")
+            await screen.until(b"status 0")
+        elif end == "terminate":
+            [child] = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
+            os.kill(int(child), 15)
+            await screen.until(b"status 143")
+
+    await running(bench, act, console="echo")
+    if end == "the instance ends":
+        await screen.until(b"[the instance has ended]")
+        await screen.until(b"status 0")
+    assert termios.tcgetattr(theirs) == before
+
+
+def test_detach_keys() -> None:
+    assert [parse_key(key) for key in ("ctrl-]", "Ctrl-A", "ctrl-@")] == [b"\x1d", b"\x01", b"\0"]
+    for wrong in ("]", "ctrl-", "ctrl-ab", "alt-x", "ctrl-é"):
+        with pytest.raises(UsageError, match="is no key like"):
+            parse_key(wrong)
+
+
+def test_without_an_instance_it_says_so(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "runner", "console", "--state-dir", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=PROJECT,
+    )
+    assert result.returncode == 31
+    assert (
+        f"cannot connect to '{tmp_path}/console.sock'; is an instance running, and this its --state-dir"
+        in result.stderr
+    )
