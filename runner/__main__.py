@@ -10,15 +10,16 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
 import trio
 
+from runner.arguments import spoken
 from runner.errors import RunnerError, Status, UsageError, explain
-from runner.host.outlet import Outlet
+from runner.host.logs import FORMATS, JsonConsole, LogHandler, json_of_dropped
+from runner.host.outlet import Outlet, said_of_dropped
 from runner.instance.init import ASK_TO_STOP, Streams, Verdict, plan_here, run_as_init
 from runner.plan.argv import pasteable
 from runner.plan.render import plan_json, plan_lines
@@ -95,6 +96,19 @@ def _parser() -> argparse.ArgumentParser:
         choices=("debug", "info", "warning", "error"),
         default="info",
         help="what is logged (default: info)",
+    )
+    run.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="events on standard error and the console on standard output as they are, or each line of both as a JSON object "
+        "(default: text)",
+    )
+    run.add_argument(
+        "--http",
+        type=spoken(_address),
+        metavar="ADDRESS:PORT",
+        help="answer /healthz, /readyz and /metrics there; :PORT is every address (default: nowhere)",
     )
     run.set_defaults(command=_run)
 
@@ -258,6 +272,12 @@ def _add_state_dir(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _address(text: str) -> tuple[str, int]:
+    from runner.host.pages import parse_address  # here, because few ask for pages
+
+    return parse_address(text)
+
+
 def _absolute(text: str) -> PurePosixPath:
     return PurePosixPath(os.path.abspath(text))  # noqa: PTH100 - pure afterwards
 
@@ -376,8 +396,11 @@ def _console(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     # For an entry point that forgot `env --block-signal`: late, but better than never.
     signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
-    with Outlet(1) as stdout, Outlet(2) as stderr:
-        _set_up_logging(stderr, arguments.log_level)
+    json_lines = arguments.log_format == "json"
+    dropped = json_of_dropped if json_lines else said_of_dropped
+    with Outlet(1, dropped) as stdout, Outlet(2, dropped) as stderr:
+        console = JsonConsole(stdout.write).write if json_lines else stdout.write
+        _set_up_logging(stderr, arguments)
         try:
             data = _read(arguments.spec, waiting=False)
             run = partial(
@@ -385,7 +408,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 arguments.spec,
                 data,
                 arguments.state_dir,
-                Streams(stdout, stderr),
+                Streams(stdout, stderr, console, arguments.http),
                 pid1=not arguments.not_pid1,
             )
             verdict = trio.run(run)
@@ -415,24 +438,10 @@ def _leave_word(path: Path | None, verdict: Verdict) -> None:
         log.warning("cannot write the termination log: %s", error.strerror)
 
 
-class _LogHandler(logging.Handler):
-    """Writes to an outlet, which never waits."""
-
-    def __init__(self, outlet: Outlet) -> None:
-        super().__init__()
-        self._outlet = outlet
-
-    def emit(self, record: logging.LogRecord) -> None:
-        moment = time.strftime("%H:%M:%S", time.gmtime(record.created))
-        for line in record.getMessage().splitlines():
-            text = f"{moment}.{record.msecs:03.0f} {record.levelname.lower():7} {line}\n"
-            self._outlet.write(text.encode(errors="backslashreplace"))
-
-
-def _set_up_logging(stderr: Outlet, level: str) -> None:
+def _set_up_logging(stderr: Outlet, arguments: argparse.Namespace) -> None:
     root = logging.getLogger()
-    root.addHandler(_LogHandler(stderr))
-    root.setLevel(level.upper())
+    root.addHandler(LogHandler(stderr.write, arguments.log_format))
+    root.setLevel(arguments.log_level.upper())
 
 
 def entry() -> None:

@@ -174,7 +174,7 @@ def _fit(spec: str | None, node: NodePlan) -> Fit | None:
     if spec is None:
         return None
     data = sys.stdin.buffer.read() if spec == "-" else _bytes(spec, "spec")
-    cpu = parse_instance(spec, data).cpu
+    cpu = parse_instance(spec, data, os.environ).cpu
     return fit_of(cpu.count, cpu.cpus, node)
 
 

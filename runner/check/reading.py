@@ -160,7 +160,7 @@ async def _planned(
     source, text = document
     spec = None
     try:
-        spec = parse_instance(source, text)
+        spec = parse_instance(source, text, here.environment)
         plan = plan_instance(source, spec, await survey(spec, host, here.state_directory, handing_over=False))
     except SpecError as error:
         return spec, None, [SPEC.fatal(*_halves(str(problem))) for problem in error.problems]

@@ -85,7 +85,9 @@ class Keeper:
     observed: Observed | None = None
     """The tree after the last pass."""
     faults: tuple[Fault, ...] = ()
-    """What went wrong in the last pass."""
+    """What went wrong in the last pass, group by group."""
+    trouble: str = ""
+    """What was wrong with the last pass that :meth:`once` made, empty if nothing was; it is why the node is not ready."""
     _disturbed: trio.Event = attrs.field(factory=trio.Event)
     _passed: trio.Event = attrs.field(factory=trio.Event)
     _watches: set[int] = attrs.field(factory=set)
@@ -200,9 +202,11 @@ class Keeper:
         try:
             if self.source is not None:
                 await self.settle(self.source)
-            self.pass_over({})
+            faults = self.pass_over({})
+            self.trouble = "; ".join(fault.reason for fault in faults)
         except HostError as error:
-            log.error("pass failed reason=%r", explain(error))  # noqa: TRY400  # the sentence says it all
+            self.trouble = explain(error)
+            log.error("pass failed reason=%r", self.trouble)  # noqa: TRY400  # the sentence says it all
             self.tally.passes["faulty"] += 1
         self._watch_tree(queue)
         passed, self._passed = self._passed, trio.Event()

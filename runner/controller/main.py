@@ -13,15 +13,18 @@ from pathlib import Path
 import attrs
 import trio
 
+from runner.arguments import spoken
 from runner.controller.keeper import Keeper, Pace, kept
 from runner.controller.kubelet import KubeletFiles
-from runner.controller.metrics import Page, page, serve_pages
+from runner.controller.metrics import page
 from runner.controller.registrar import Patience, Registrar
 from runner.controller.server import Limits, Server, listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
-from runner.errors import HostError, RunnerError, explain
+from runner.errors import RunnerError, explain
 from runner.host.cgroup import Cgroup
+from runner.host.logs import FORMATS, LogHandler
+from runner.host.pages import Page, open_pages, parse_address, serve_pages
 from runner.host.peers import Peers
 
 log = logging.getLogger(__name__)
@@ -46,11 +49,9 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT and return the exit status; the tree stays as it is."""
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.DEBUG if arguments.debug else logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    root = logging.getLogger()
+    root.addHandler(LogHandler(_written, arguments.log_format))
+    root.setLevel(logging.DEBUG if arguments.debug else logging.INFO)
     try:
         trio.run(control, _options(arguments))
     except RunnerError as error:
@@ -88,11 +89,16 @@ async def control(options: Options) -> None:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(Server(registrar, Limits()).accept, listener)
                     if options.metrics is not None:
-                        nursery.start_soon(serve_pages, await _open_pages(*options.metrics), partial(page_of, keeper))
+                        nursery.start_soon(serve_pages, await open_pages(*options.metrics), partial(page_of, keeper))
                     log.info("ready socket=%s root=%s frozen=%r", options.socket, options.root, keeper.frozen())
                     number = await anext(signals)
                     log.info("stopping signal=%s", signal.Signals(number).name)
                     nursery.cancel_scope.cancel()
+
+
+def _written(line: bytes) -> None:
+    sys.stderr.buffer.write(line)
+    sys.stderr.buffer.flush()
 
 
 def _failed(error: RunnerError) -> int:
@@ -102,14 +108,7 @@ def _failed(error: RunnerError) -> int:
 
 def page_of(keeper: Keeper, target: str) -> Page:
     """Return what *target* shows about *keeper* now."""
-    return page(target, keeper.tally, keeper.observed, keeper.frozen())
-
-
-async def _open_pages(host: str, port: int) -> list[trio.SocketListener]:
-    try:
-        return await trio.open_tcp_listeners(port, host=host)
-    except OSError as error:
-        raise HostError(f"cannot listen at {host}:{port}") from error
+    return page(target, keeper.tally, keeper.observed, keeper.frozen(), keeper.trouble)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,18 +132,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
     add(
         "--cpus",
-        type=_some_cpus,
+        type=spoken(_some_cpus),
         metavar="LIST",
         help="this machine has no kubelet; instances may have these CPUs, whoever asks first (example: 4-15)",
     )
     add(
         "--reserved-cpus",
-        type=CpuSet.parse,
+        type=spoken(CpuSet.parse),
         default=CpuSet(),
         metavar="LIST",
         help="the kubelet's reservedSystemCPUs, needed with its option strict-cpu-reservation",
     )
-    add("--metrics", type=_address, metavar="HOST:PORT", help="serve /metrics, /healthz and /readyz here")
+    add(
+        "--metrics",
+        type=spoken(parse_address),
+        metavar="ADDRESS:PORT",
+        help="serve /metrics, /healthz and /readyz here",
+    )
     add(
         "--insecure-trust-peer",
         action="store_true",
@@ -152,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--sysfs", type=Path, default=Path("/sys"), metavar="DIR", help="where sysfs is mounted")
     add("--procfs", type=Path, default=Path("/proc"), metavar="DIR", help="where procfs is mounted")
+    add(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="the log on standard error: for people, or one JSON object a line",
+    )
     add("--debug", action="store_true", help="log every action")
     return parser
 
@@ -177,13 +187,6 @@ def _some_cpus(text: str) -> CpuSet:
     if not cpus:
         raise ValueError("the list is empty")
     return cpus
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535:  # noqa: PLR2004  # the highest TCP port
-        raise ValueError(f"{text!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 def _leaves(error: BaseExceptionGroup[RunnerError] | RunnerError) -> Iterator[RunnerError]:

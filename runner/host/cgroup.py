@@ -79,6 +79,14 @@ def write_control(fd: int, value: str, name: str) -> None:
 
 
 @attrs.frozen
+class Charge:
+    """What a group is charged for, in bytes."""
+
+    memory: int
+    hugetlb: int
+
+
+@attrs.frozen
 class Cgroup:
     """One group, by the *path* of its directory; it holds nothing open and remembers nothing.
 
@@ -313,6 +321,11 @@ class Cgroup:
         """
         events = dict(line.split(maxsplit=1) for line in self.read("cgroup.events").splitlines())
         return events.get("populated") == "1"
+
+    def charge(self) -> Charge:
+        """Return what the group is charged for (``memory.current``, ``hugetlb.*.current``)."""
+        files = self.path.glob("hugetlb.*B.current")
+        return Charge(int(self.read("memory.current")), sum(int(self.read(file.name)) for file in files))
 
     def _read_set(self, file: str) -> CpuSet:
         text = self.read(file)

@@ -201,6 +201,16 @@ def remove(path: PurePosixPath) -> None:
         raise HostError(f"cannot remove {str(path)!r}") from error
 
 
+def discard(path: PurePosixPath) -> None:
+    """Remove a file that may exist."""
+    try:
+        os.unlink(path)  # noqa: PTH108 - a pure path
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise HostError(f"cannot remove {str(path)!r}") from error
+
+
 def remove_directory_if_empty(path: PurePosixPath) -> None:
     """Remove a directory unless something is kept in it."""
     try:

@@ -1,7 +1,8 @@
 """Standard output and error, written without ever waiting.
 
 A container's log pipe may have no reader, a terminal may be stopped, a descriptor may be closed: none of that may stop
-PID 1 or the guest. What cannot be written at once waits in a bounded backlog; what does not fit is dropped and counted.
+PID 1 or the guest. What cannot be written at once waits in a bounded backlog; a write that does not fit is dropped, whole,
+and counted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import select
 import stat
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -19,10 +21,16 @@ BACKLOG = 1 << 18
 """Bytes kept for a reader that is slow."""
 
 
-class Outlet:
-    """One descriptor to write to; a context manager that closes what it opened."""
+def said_of_dropped(size: int) -> bytes:
+    """Return what a reader that is back is told of *size* bytes he has missed."""
+    return f"\n[{size} bytes of output were dropped: nobody was reading]\n".encode()
 
-    def __init__(self, fd: int) -> None:
+
+class Outlet:
+    """One descriptor to write to, and what is said there of dropped bytes; a context manager that closes what it opened."""
+
+    def __init__(self, fd: int, dropped: Callable[[int], bytes] = said_of_dropped) -> None:
+        self._said_of_dropped = dropped
         self._backlog = bytearray()
         self._waiting = trio.Event()
         self._dropped = 0
@@ -51,11 +59,12 @@ class Outlet:
         if self._fd is None:
             return
         if self._dropped and not self._backlog:
-            data = f"\n[{self._dropped} bytes of output were dropped: nobody was reading]\n".encode() + data
+            self._backlog += self._said_of_dropped(self._dropped)
             self._dropped = 0
-        room = BACKLOG - len(self._backlog)
-        self._backlog += data[:room]
-        self._dropped += max(0, len(data) - room)
+        if len(self._backlog) + len(data) > BACKLOG:
+            self._dropped += len(data)
+        else:
+            self._backlog += data
         self.flush()
 
     def flush(self) -> None:

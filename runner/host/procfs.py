@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,18 @@ class ProcessStatus:
     name: str
     kernel: bool
     """It is a thread of the kernel's."""
+
+
+@attrs.frozen
+class ThreadTimes:
+    """What a thread has had of its CPU."""
+
+    ran: float | None
+    """Seconds; ``None``, like *waited*, on a kernel without ``CONFIG_SCHED_INFO``."""
+    waited: float | None
+    """Seconds it was ready to run and did not: what KVM tells its guest as stolen."""
+    involuntary: int
+    """Times it was taken off its CPU while it wanted to run."""
 
 
 @attrs.frozen
@@ -164,6 +177,30 @@ class Procfs:
             return None
         except OSError as error:
             raise HostError(f"cannot read thread {tid} of process {pid}") from error
+
+    def times(self, pid: int, tid: int) -> ThreadTimes | None:
+        """Return what one thread has had of its CPU, or ``None`` when it is gone.
+
+        ``schedstat`` is described in ``Documentation/scheduler/sched-stats.rst``: nanoseconds run, nanoseconds waited.
+        """
+        task = self.root / str(pid) / "task" / str(tid)
+        try:
+            switches = int(_fields(_read(task / "status"))["nonvoluntary_ctxt_switches"])
+            try:
+                ran, waited, *_ = map(int, _read(task / "schedstat").split())
+            except FileNotFoundError:
+                return ThreadTimes(None, None, switches)
+        except _VANISHED:
+            return None
+        except OSError as error:
+            raise HostError(f"cannot read thread {tid} of process {pid}") from error
+        return ThreadTimes(ran / 1e9, waited / 1e9, switches)
+
+    def steal(self) -> dict[int, float]:
+        """Return for each CPU the seconds that a hypervisor below this kernel has taken from it (proc_stat(5), field 8)."""
+        ticks = os.sysconf("SC_CLK_TCK")
+        rows = (line.split() for line in _read(self.root / "stat").splitlines())
+        return {int(row[0][3:]): int(row[8]) / ticks for row in rows if re.fullmatch(r"cpu[0-9]+", row[0])}
 
     def cgroup(self, pid: int | str = "self") -> str:
         """Return the cgroup v2 path of *pid*, empty where there is no cgroup v2.

@@ -346,8 +346,7 @@ def _charge(machine: Machine, threads: Iterable[SeenThread]) -> Charge | Unknown
     if not path:
         return Unknown("the pod's cgroup is not known: there is no anchor, or no cgroup v2")
     try:
-        group = Cgroup(machine.cgroupfs).at(path)
-        hugetlb = sum(int(file.read_text()) for file in group.path.glob("hugetlb.*B.current"))
-        return Charge(path, int(group.read("memory.current")), hugetlb)
-    except (HostError, OSError, ValueError) as error:
+        charge = Cgroup(machine.cgroupfs).at(path).charge()
+        return Charge(path, charge.memory, charge.hugetlb)
+    except (HostError, ValueError) as error:
         return Unknown(f"the charge of the pod's cgroup '{path}' cannot be read: {explain(error)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -50,10 +50,10 @@ class Reader:
 class Console:
     """Our end of the serial line."""
 
-    def __init__(self, line: Socket, stdout: Outlet | None, log_file: LogFile) -> None:
+    def __init__(self, line: Socket, heard: Callable[[bytes], None], log_file: LogFile) -> None:
         line.setblocking(False)
         self._line = trio.socket.from_stdlib_socket(line)
-        self._stdout = stdout
+        self._heard = heard
         self._log_file = log_file
         self._said = bytearray()
         self._readers: list[Reader] = []
@@ -64,14 +64,14 @@ class Console:
     async def listen(self) -> None:
         """Tell everybody what the guest says, until there is nothing more."""
         while data := await _received(self._line):
-            if self._stdout is not None:
-                self._stdout.write(data)
+            self._heard(data)
             if not self._log_file.write(data):
                 log.warning("the console's log file is given up: %s", self._log_file.trouble)
             self._said += data
             del self._said[:-KEPT]
             for reader in self._readers:
                 reader.outlet.write(data)
+        self._heard(b"")
         self.silent.set()
 
     async def admit(self, listener: Socket) -> None:
@@ -158,14 +158,25 @@ async def _received(stream: trio.socket.SocketType, most: int = 1 << 16) -> byte
 
 
 @asynccontextmanager
-async def console_shown(host: Host, plan: ConsolePlan, stdout: Outlet, directory: int) -> AsyncIterator[Socket]:
-    """Hold the far end of the serial console, and serve whoever attaches by the socket in *directory*."""
+async def console_shown(
+    host: Host, plan: ConsolePlan, show: Callable[[bytes], None], directory: int
+) -> AsyncIterator[Socket]:
+    """Hold the far end of the serial console, and serve whoever attaches by the socket in *directory*.
+
+    What the guest says is *show*n, if the plan says so; without data it was the last.
+    """
+
+    def heard(data: bytes) -> None:
+        host.tally.console += len(data)
+        if plan.stdout:
+            show(data)
+
     with (
         connected_pair("the serial console") as (ours, theirs),
         kept_log(plan.log, plan.log_size) as log_file,
         listening(directory, SOCKET) as listener,
     ):
-        console = Console(ours, stdout if plan.stdout else None, log_file)
+        console = Console(ours, heard, log_file)
         async with host.observed(partial(console.admit, listener)), host.observed(console.listen):
             try:
                 yield theirs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from runner.host.procfs import Procfs
 
 if TYPE_CHECKING:
     from runner.host.descriptors import Handed
+    from runner.instance.placement import Receipt  # it stands on this module
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,39 @@ class Faults:
             self.sentences.append(sentence)
 
 
+@attrs.define
+class Tally:
+    """What has happened since the start; counters only ever grow."""
+
+    restarts: Counter[str] = attrs.field(factory=Counter)
+    """Children that ended and were started again, by role."""
+    swept: int = 0
+    """Processes and threads of others that were moved off the vCPUs' CPUs."""
+    console: int = 0
+    """Bytes the guest has said on its console."""
+
+
+@attrs.define
+class Standing:
+    """How the guest stands, for whoever asks from outside."""
+
+    phase: str = "starting"
+    """``starting``, ``running`` or ``stopping``."""
+    since: float | None = None
+    """When it began to run, on trio's clock."""
+    read: Callable[[], Receipt] | None = None
+    """Reads back from the kernel where every thread is now; only while it runs."""
+
+    @contextmanager
+    def running(self, read: Callable[[], Receipt]) -> Iterator[None]:
+        """Say that the guest runs for as long as the block does."""
+        self.phase, self.since, self.read = "running", trio.current_time(), read
+        try:
+            yield
+        finally:
+            self.phase, self.read = "stopping", None
+
+
 @attrs.frozen
 class Host:
     """The handles every part of the nest needs."""
@@ -83,6 +118,8 @@ class Host:
     stop: StopRequest
     faults: Faults
     procfs: Procfs
+    tally: Tally = attrs.field(factory=Tally)
+    standing: Standing = attrs.field(factory=Standing)
     handed: Mapping[str, Handed] = attrs.field(factory=dict)
     """The descriptors that somebody else has opened for us, by name."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import PurePosixPath
@@ -54,6 +54,10 @@ class Streams:
 
     stdout: Outlet
     stderr: Outlet
+    console: Callable[[bytes], None]
+    """Says on standard output what the guest's console says; without data it was the last."""
+    http: tuple[str, int] | None
+    """Where it answers probes, if anywhere."""
 
 
 async def run_as_init(
@@ -72,7 +76,7 @@ async def run_as_init(
             )
         if not pid1:
             become_subreaper()
-        spec = parse_instance(source, data)
+        spec = parse_instance(source, data, os.environ)
     except RunnerError as error:
         return _refused(error)
     with trio.open_signal_receiver(*ASK_TO_STOP) as signals:
@@ -84,7 +88,7 @@ async def run_as_init(
                 host.observed(streams.stdout.drain),
                 host.observed(streams.stderr.drain),
             ):
-                verdict = await _run(source, spec, host, state_directory, streams.stdout)
+                verdict = await _run(source, spec, host, state_directory, streams)
         finally:
             # What arrives from here on comes too late to change anything, and must not become our own death: trio
             # raises again what its receiver has not delivered.
@@ -97,7 +101,7 @@ async def run_as_init(
 
 async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) -> InstancePlan:
     """Return what :func:`run_as_init` would do on this host; touches nothing. Raises :exc:`~runner.errors.RunnerError`."""
-    spec = parse_instance(source, data)
+    spec = parse_instance(source, data, os.environ)
     async with open_host(StopRequest(), Faults(), dying_with_us()) as host:
         result = await capture(partial(_plan, source, spec, host, state_directory))
     return result()
@@ -107,7 +111,9 @@ async def _plan(source: str, spec: InstanceSpec, host: Host, state_directory: Pu
     return plan_instance(source, spec, await survey(spec, host, state_directory, handing_over=False))
 
 
-async def _run(source: str, spec: InstanceSpec, bare: Host, state_directory: PurePosixPath, stdout: Outlet) -> Verdict:
+async def _run(
+    source: str, spec: InstanceSpec, bare: Host, state_directory: PurePosixPath, streams: Streams
+) -> Verdict:
     """Run *spec*; errors end here, below the root's nursery, which would wrap them."""
     try:
         async with _handed(bare, spec) as host:
@@ -115,7 +121,11 @@ async def _run(source: str, spec: InstanceSpec, bare: Host, state_directory: Pur
             plan = plan_instance(source, spec, facts)
             for remark in plan.remarks:
                 log.warning("%s", remark)
-            ended = await run_instance(plan, host, stdout)
+            log.info("starting instance=%s", plan.name)
+            if plan.pod.name:
+                log.info("in the pod name=%s namespace=%s node=%s uid=%s", *attrs.astuple(plan.pod))
+            async with _paged(host, plan, streams.http):
+                ended = await run_instance(plan, host, streams.console)
     except StopRequestedError:
         return Verdict(Status.STOPPED, "stopped", "asked to stop before anything was started")
     except RunnerError as error:
@@ -137,6 +147,17 @@ async def _handed(host: Host, spec: InstanceSpec) -> AsyncIterator[Host]:
         taking = descriptors_handed(os.environ, agent)
         handed = await host.unless_stopped(partial(held.enter_async_context, taking))
         yield attrs.evolve(host, handed=handed)
+
+
+@asynccontextmanager
+async def _paged(host: Host, plan: InstancePlan, http: tuple[str, int] | None) -> AsyncIterator[None]:
+    if http is None:
+        yield
+        return
+    from runner.instance.pages import paged  # here, because nobody pays for pages that are not asked for
+
+    async with paged(host, plan, http):
+        yield
 
 
 def _refused(error: RunnerError) -> Verdict:

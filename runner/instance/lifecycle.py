@@ -7,31 +7,36 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import PurePosixPath
 
+import attrs
 import trio
 
 from runner.errors import Status
 from runner.host import files
-from runner.host.outlet import Outlet
 from runner.host.processes import Process
 from runner.instance.console import console_shown
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
 from runner.instance.networks import dhcp_served, networked
-from runner.instance.placement import Receipt, confined
+from runner.instance.placement import Receipt, confined, read_again
 from runner.instance.seats import Seat, placed
 from runner.instance.services import anchored, death_of, first_dead, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
 
+RECEIPT, READY = "receipt.json", "ready"
+"""Files in the state directory, there while the guest runs."""
+
 CAUSE_WITHIN = 0.2
 """Seconds within which QEMU's death shows when a daemon has ended because of it."""
 
 
-async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
+async def run_instance(plan: InstancePlan, host: Host, show: Callable[[bytes], None]) -> Ended:
     """Hold everything *plan* names for as long as the guest runs, and return how it ended.
 
     Raises :exc:`~runner.errors.RunnerError` when the start failed; whatever was acquired has been released then, and
@@ -45,20 +50,22 @@ async def run_instance(plan: InstancePlan, host: Host, stdout: Outlet) -> Ended:
             networked(host, plan.networks) as wires,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
-            console_shown(host, plan.console, stdout, directory) as console,
+            console_shown(host, plan.console, show, directory) as console,
             paused_machine(host, plan, Wiring(wires, shares, console), seat.birthplace) as machine,
-            _receipted(host, plan, seat, machine),
+            _receipted(host, plan, seat, machine) as receipt,
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
             log.info("the guest runs")
             servants = [*shares.daemons, *(wire.daemon for wire in wires if wire.daemon is not None)]
-            return await _until_the_end(host, plan.shutdown, machine, servants)
+            with _ready(host, plan.state_directory, partial(read_again, host, receipt, machine.process)):
+                why = await _wait_for_the_end(host, machine, servants)
+            return await _powered_down(plan.shutdown, machine, why)
     except StopRequestedError:
         return Ended(Status.STOPPED, "asked to stop before the guest ran")
 
 
-async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, servants: Sequence[Process]) -> Ended:
-    """Wait for the guest's end, a request to stop, or the death of what the guest needs; then the guest is powered down."""
+async def _wait_for_the_end(host: Host, machine: Machine, servants: Sequence[Process]) -> Ended:
+    """Wait for the guest's end, a request to stop, or the death of what the guest needs, and return which it was."""
 
     async def asked() -> Ended:
         await host.stop.asked()
@@ -71,7 +78,11 @@ async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, serva
         log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
         return Ended(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")
 
-    ended = await first_of(machine.ended, asked, lost)
+    return await first_of(machine.ended, asked, lost)
+
+
+async def _powered_down(plan: ShutdownPlan, machine: Machine, ended: Ended) -> Ended:
+    """Power the guest down unless it has *ended* by itself."""
     if ended.status is Status.STOPPED:
         return await machine.power_down(plan)
     if ended.status is Status.SERVICE_DIED:
@@ -83,6 +94,8 @@ async def _until_the_end(host: Host, plan: ShutdownPlan, machine: Machine, serva
 async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
     """Hold a descriptor of the state directory; it is removed at the end unless something is kept in it."""
     with files.directory(plan.state_directory) as directory:
+        for name in (READY, RECEIPT):  # of one that was killed here
+            files.discard(plan.state_directory / name)
         try:
             yield directory
         finally:
@@ -97,11 +110,25 @@ async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machin
     receipt = confined(host, seat, plan.placement, machine.process, vcpus)
     for line in receipt.table():
         log.info("placement: %s", line)
-    path = plan.state_directory / "receipt.json"
-    files.publish(path, json.dumps(receipt.to_json(), indent=1).encode() + b"\n")
+    path = plan.state_directory / RECEIPT
+    who = {"instance": plan.name, "pod": attrs.asdict(plan.pod)}
+    files.publish(path, json.dumps({**receipt.to_json(), **who}, indent=1).encode() + b"\n")
     try:
         async with host.observed(seat.settle):
             yield receipt
     finally:
         with host.faults.recorded("remove the receipt"):
+            files.remove(path)
+
+
+@contextmanager
+def _ready(host: Host, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
+    """Say to whoever asks that the guest runs and nobody wants it to end: by a file, and by the pages."""
+    path = directory / READY
+    files.publish(path, b"")
+    try:
+        with host.standing.running(read):
+            yield
+    finally:
+        with host.faults.recorded("remove the sign that the guest runs"):
             files.remove(path)

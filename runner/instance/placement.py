@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
@@ -112,15 +112,21 @@ def confined(host: Host, seat: Seat, placement: Placement, machine: Process, vcp
         seat.confine(vcpu.tid)
     for vcpu, cpu in zip(vcpus, placement.pins, strict=True):
         pin(vcpu.tid, CpuSet([cpu]))
-    receipt = Receipt(placement, seat.groups, tuple(_read_back(host, machine, vcpus)))
+    index = {vcpu.tid: vcpu.index for vcpu in vcpus}
+    receipt = Receipt(placement, seat.groups, tuple(_read_back(host, machine, index)))
     violations = list(receipt.violations())
     if violations:
         raise PlacementError("cannot place the threads: " + "; ".join(violations))
     return receipt
 
 
-def _read_back(host: Host, machine: Process, vcpus: Sequence[VcpuThread]) -> Iterator[PlacedThread]:
-    index = {vcpu.tid: vcpu.index for vcpu in vcpus}
+def read_again(host: Host, receipt: Receipt, machine: Process) -> Receipt:
+    """Return what the kernel says now of the instance of *receipt*: all threads it has now."""
+    index = {each.thread.tid: each.vcpu for each in receipt.threads if each.vcpu is not None}
+    return attrs.evolve(receipt, threads=tuple(_read_back(host, machine, index)))
+
+
+def _read_back(host: Host, machine: Process, index: Mapping[int, int]) -> Iterator[PlacedThread]:
     for thread in host.procfs.threads(os.getpid()):
         yield PlacedThread("runner", None, thread)
     for process in host.processes:

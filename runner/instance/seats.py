@@ -388,6 +388,7 @@ async def _sweep(host: Host, seat: _Grouped) -> None:
                     first = next(host.procfs.threads(pid), None)  # a zombie has none
                     if first is not None and seat.strange(first.cgroup):
                         seat.admit(pid)
+                        host.tally.swept += 1
                         log.info(
                             "moved to float, as it was started in the pod's cgroup pid=%d name=%s", pid, first.name
                         )
@@ -398,6 +399,7 @@ async def _sweep(host: Host, seat: _Grouped) -> None:
                         if host.procfs.cgroup(tid) == seat.groups.instance:
                             name = host.procfs.name(tid)
                             seat.give_back(tid)
+                            host.tally.swept += 1
                             log.info("moved to float, as a vCPU had started it tid=%d name=%s", tid, name)
         except HostError as error:  # of /proc itself: descriptors or memory are short, and may be there again
             log.debug("nothing could be looked for: %s", explain(error))

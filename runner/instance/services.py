@@ -99,6 +99,7 @@ async def _keep(host: Host, policy: Restart, keeper: Keeper) -> None:
         if trio.current_time() - born > policy.forgiven:
             pause = policy.first
         process = keeper.process
+        host.tally.restarts[process.role] += 1
         log.warning("%s %s; starting it again pause=%.1fs", process.role, process.how_it_ended(), pause)
         await trio.sleep(pause)
         pause = min(max(2 * pause, 0.1), policy.longest)

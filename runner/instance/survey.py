@@ -34,6 +34,7 @@ from runner.plan.facts import (
     Kvm,
     Neighbour,
     Pod,
+    PodName,
     Resolver,
     Route,
     User,
@@ -90,6 +91,7 @@ async def survey(
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
         pod=pod,
+        pod_name=read_pod_name(os.environ),
         online_cpus=CpuSet() if pod is None else CpuSet.parse(read_text(ONLINE_CPUS)),
         cpu_time=min(cpu_limits(CGROUP_ROOT, cgroup), default=None),
         uid=uid,
@@ -114,6 +116,12 @@ def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> Pod | None:
         return None
     value = procfs.oom_score_adj()
     return Pod(qos_of_oom_score_adj(value), f"its oom_score_adj is {value}")
+
+
+def read_pod_name(environment: Mapping[str, str]) -> PodName:
+    """Return what the pod's manifest lets Kubernetes tell of it, by the names that everybody gives to it."""
+    names = ("POD_NAME", "POD_NAMESPACE", "NODE_NAME", "POD_UID")
+    return PodName(*(environment.get(name, "") for name in names))
 
 
 def _uid(host: Host, cgroup: str) -> str | None:

@@ -104,6 +104,16 @@ class Pod:
 
 
 @attrs.frozen
+class PodName:
+    """Who the pod is, as far as Kubernetes was asked to say it (Downward API); each empty where it was not."""
+
+    name: str = ""
+    namespace: str = ""
+    node: str = ""
+    uid: str = ""
+
+
+@attrs.frozen
 class Route:
     """A route through one interface, in the main table."""
 
@@ -214,6 +224,7 @@ class HostFacts:
     resolver: Resolver = Resolver()
     pod: Pod | None = None
     """``None`` outside Kubernetes."""
+    pod_name: PodName = PodName()
     online_cpus: CpuSet = attrs.field(factory=CpuSet)
     """The machine's; asked only in a pod."""
     cpu_time: float | None = None

@@ -14,7 +14,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
 from runner.plan.descriptors import Claims
-from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, User, Virtiofsd
+from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, PodName, User, Virtiofsd
 from runner.plan.fitness import (
     ASKING_FOR_LESS,
     CPU_TIME,
@@ -164,6 +164,7 @@ class InstancePlan:
     """All that will be done, in the order it will be done."""
 
     name: str
+    pod: PodName
     state_directory: PurePosixPath
     anchor: tuple[str, ...]
     """The argv of the process that stays behind in the pod's cgroup."""
@@ -228,6 +229,7 @@ class _Planner:
             return None
         return InstancePlan(
             name=spec.instance.name,
+            pod=facts.pod_name,
             state_directory=facts.state_directory,
             anchor=(str(sleep), "infinity"),
             placement=placement,

@@ -31,6 +31,9 @@ _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,12})(Ki|Mi|Gi|Ti)B?", re.ASCII)
 DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
 """What a descriptor may be called."""
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_REFERENCE = re.compile(r"\$\$\{|\$\{([^}]*)\}?", re.ASCII)
+"""``$${``, which is ``${`` itself, or ``${NAME}``."""
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", re.ASCII)
 
 
@@ -255,6 +258,22 @@ def descriptor_names() -> Rule:
     return Rule('names of descriptors, such as "net0" or "net0,net1"', parse)
 
 
+def variables() -> Rule:
+    """Take names of environment variables, each once."""
+
+    def parse(value: object) -> tuple[str, ...]:
+        if not isinstance(value, list):
+            _wrong(value)
+        for name in value:
+            if not isinstance(name, str) or _VARIABLE.fullmatch(name) is None:
+                _wrong(name)
+            if value.count(name) > 1:
+                raise ValueError(f"found {found(name)} twice")
+        return tuple(value)
+
+    return Rule('an array of names of environment variables, such as ["NODE_NAME"]', parse)
+
+
 def table(schema: type) -> Rule:
     """Take a table that follows *schema*."""
     return Rule("a table", _never, schema)
@@ -315,6 +334,40 @@ def _parse_json(source: str, content: str) -> dict[str, object]:
     if not isinstance(document, dict):
         raise SpecError(source, [Problem("", f"the document must be a table, found {found(document)}")])
     return document
+
+
+def expanded(value: object, variables: Mapping[str, str], where: str, problems: list[Problem]) -> object:
+    """Return *value* with ``${NAME}`` in every string of it replaced from *variables*, and ``$${`` by ``${``.
+
+    Keys are left as they are. What is no variable of *variables* is appended to *problems*: nobody means ``${`` literally.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        name = match[1]
+        if name is None:
+            return "${"
+        if not match[0].endswith("}"):
+            problems.append(Problem(where, f"{match[0]!r} is not closed with }}; write $${{ for a literal ${{"))
+            return match[0]
+        if name not in variables:
+            problems.append(
+                Problem(
+                    where, f"${{{name}}} is not declared; name it in environment.allow, or write $${{ for a literal one"
+                )
+            )
+            return match[0]
+        return variables[name]
+
+    match value:
+        case str():
+            return _REFERENCE.sub(replaced, value)
+        case dict():
+            inside = {name: f"{where}.{name}" if where else name for name in value}
+            return {name: expanded(each, variables, inside[name], problems) for name, each in value.items()}
+        case list():
+            return [expanded(each, variables, f"{where}[{index}]", problems) for index, each in enumerate(value)]
+        case _:
+            return value
 
 
 def structure(schema: type[T], value: object, where: str, problems: list[Problem]) -> T | None:

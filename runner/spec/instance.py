@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
+from types import MappingProxyType
 
 import attrs
 
@@ -16,6 +17,7 @@ from runner.spec.document import (
     choice,
     cpu_set,
     descriptor_names,
+    expanded,
     flag,
     format_size,
     integer,
@@ -32,6 +34,7 @@ from runner.spec.document import (
     table,
     tables,
     text,
+    variables,
 )
 
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
@@ -335,6 +338,18 @@ class Shutdown:
 
 
 @attrs.frozen
+class Environment:
+    """Which variables of the runner's environment the document may use."""
+
+    allow: tuple[str, ...] = key(
+        variables(),
+        default=(),
+        doc="what `${NAME}` in a string of this document may name; without this table `$` means nothing, "
+        "with it `${` is written `$${`",
+    )
+
+
+@attrs.frozen
 class InstanceSpec:
     """The whole document."""
 
@@ -348,6 +363,9 @@ class InstanceSpec:
     share: tuple[Share, ...] = key(tables(Share), default=(), doc="directories shared by virtiofs")
     console: Console = key(table(Console), default=Console(), doc="the serial console")
     shutdown: Shutdown = key(table(Shutdown), default=Shutdown(), doc="how it ends")
+    environment: Environment = key(
+        table(Environment), default=Environment(), doc="what it may take from its environment"
+    )
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what cannot be true together across tables."""
@@ -427,16 +445,46 @@ def _repeated(table_name: str, name: str, values: Iterable[Hashable]) -> Iterato
             yield Problem(f"{table_name}[{index}].{name}", f"{value!r} is taken by {table_name}[{seen[value]}] already")
 
 
-def parse_instance(source: str, data: bytes) -> InstanceSpec:
+NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
+"""Of a document that takes nothing from it."""
+
+
+def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO_ENVIRONMENT) -> InstanceSpec:
     """Parse and check a whole document; *source* is the name errors use for it.
 
-    Raises :exc:`~runner.errors.SpecError` with every problem found.
+    Of *environment* it gets what it declares. Raises :exc:`~runner.errors.SpecError` with every problem found.
     """
     problems: list[Problem] = []
-    spec = structure(InstanceSpec, parse_document(source, data), "", problems)
+    document = _with_environment(parse_document(source, data), environment, problems)
+    if problems:  # what is wrong with a string that is not whole, is not said
+        raise SpecError(source, problems)
+    spec = structure(InstanceSpec, document, "", problems)
     if spec is None or problems:
         raise SpecError(source, problems)
     return spec
+
+
+def _with_environment(
+    document: dict[str, object], environment: Mapping[str, str], problems: list[Problem]
+) -> dict[str, object]:
+    if "environment" not in document:
+        return document
+    declared = structure(Environment, document["environment"], "environment", [])
+    if declared is None:  # as the whole document's structure will say
+        return document
+    for index, name in enumerate(declared.allow):
+        if name not in environment:
+            problems.append(
+                Problem(
+                    f"environment.allow[{index}]",
+                    f"the environment has no {name}; set it in the pod (env:, fieldRef:) or on the command line",
+                )
+            )
+    known = {name: environment.get(name, f"${{{name}}}") for name in declared.allow}
+    return {
+        name: value if name == "environment" else expanded(value, known, name, problems)
+        for name, value in document.items()
+    }
 
 
 def reference() -> Iterator[tuple[str, str, str, str]]:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -42,6 +43,7 @@ def own_namespace() -> None:
         pytest.exit("the component tests make network namespaces: run them as root", returncode=1)
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
         pytest.exit(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}", returncode=1)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     become_subreaper()
 
 
@@ -168,7 +170,7 @@ class Bench:
                 if beside is not None:
                     host.nursery.start_soon(beside, host)
                 try:
-                    ended: Ended | RunnerError = await run_instance(plan, host, stdout)
+                    ended: Ended | RunnerError = await run_instance(plan, host, stdout.write)
                 except RunnerError as error:
                     ended = error
                 self.when_over()

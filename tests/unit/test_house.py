@@ -16,6 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "cpuset": set(),
     "table": set(),
+    "arguments": set(),
     "spec": BASE,
     "topology": BASE | {"spec"},
     "plan": BASE | {"spec", "topology"},
@@ -23,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "instance": BASE | {"table", "spec", "topology", "plan", "host"},
     "console": BASE | {"host"},
     "planner": BASE | {"spec", "topology", "plan", "host"},
-    "controller": BASE | {"topology", "host"},
+    "controller": BASE | {"arguments", "topology", "host"},
     # What the kubelet's file says, and how groups are called, is asked where it is known.
     "inspection": BASE
     | {"table", "topology", "host"}

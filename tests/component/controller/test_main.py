@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,8 +17,8 @@ import pytest
 import trio
 
 from runner.controller.main import main, page_of
-from runner.controller.metrics import serve_pages
 from runner.controller.server import listening
+from runner.host.pages import serve_pages
 from tests.support.controlled import B, Controller, Node, connected, controlled
 
 
@@ -127,6 +128,7 @@ def test_trusting_is_loud(built: Node) -> None:
         (["--reserved-cpus", "x"], "--reserved-cpus"),
         (["--metrics", "9100"], "--metrics"),
         (["--metrics", "127.0.0.1:99999"], "--metrics"),
+        (["--metrics", "localhost:9100"], "--metrics"),
         (["--unknown"], "--unknown"),
     ],
 )
@@ -187,6 +189,31 @@ async def look_at(port: Path, controller: Controller) -> None:
     assert b"frozen: cannot use" in await get(port, b"GET /healthz HTTP/1.1\r\n\r\n")
     assert b" 503 " in await get(port, b"GET /readyz HTTP/1.1\r\n\r\n")
     assert b"controller_frozen 1\n" in await get(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+
+
+async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
+    controllers = node.mount.path / "cgroup.controllers"
+    before = controllers.read_text()
+    controllers.write_text("memory\n")
+    async with controlled(node) as controller:
+        show = partial(page_of, controller.keeper)
+        failed = show("/readyz")
+        assert (failed.status, failed.text[:21]) == (503, "the last pass failed:")
+        assert "offers no cpuset controller" in failed.text
+        assert show("/healthz").text == "ok\n"
+        controllers.write_text(before)
+        await controller.eventually(lambda: show("/readyz").status == 200)
+
+
+def test_machines_can_read_its_log(built: Node) -> None:
+    with subprocess.Popen(command(built, "--log-format=json"), stderr=subprocess.PIPE, text=True) as process:
+        said = [json.loads(line) for line in until(process, '"ready"').splitlines()]
+        process.terminate()
+        assert process.stderr is not None
+        said += [json.loads(line) for line in process.stderr]
+    [ready] = [each for each in said if each["message"] == "ready"]
+    assert ready["fields"]["socket"] == str(built.socket)
+    assert said[-1]["fields"] == {"signal": "SIGTERM"}
 
 
 def test_the_script_is_installed() -> None:

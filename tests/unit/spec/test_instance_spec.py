@@ -63,6 +63,8 @@ log = "/var/log/console"
 grace = 12.5
 on_reboot = "exit"
 poweroff_status = 0
+[environment]
+allow = []
 """
 
 
@@ -260,3 +262,70 @@ def test_sizes_are_printed_as_they_are_read(mebibytes: int) -> None:
     if mebibytes >= 32:
         spec = parse_instance("spec.toml", f'{KERNEL}[memory]\nsize = "{text}"\n'.encode())
         assert spec.memory.size == mebibytes << 20
+
+
+ENVIRONMENT = {"NODE_NAME": "n1", "POD_NAME": "web-1", "EMPTY": "", "OTHER": "secret", "PATH": "/usr/bin"}
+DECLARED = '[environment]\nallow = ["POD_NAME", "NODE_NAME", "EMPTY"]\n'
+
+
+def test_declared_variables_are_put_into_strings_and_nothing_else_is() -> None:
+    text = """
+[instance]
+name = "${POD_NAME}"
+[boot]
+kernel = "/k/${NODE_NAME}/${POD_NAME}${EMPTY}"
+cmdline = "a=$1 b=$$ c=$${NODE_NAME} d=${NODE_NAME}"
+[[disk]]
+path = "/disks/${POD_NAME}"
+"""
+    spec = parse_instance("spec.toml", (text + DECLARED).encode(), ENVIRONMENT)
+    assert spec.instance.name == "web-1"
+    assert spec.boot.kernel == PurePosixPath("/k/n1/web-1")
+    assert spec.boot.cmdline == "a=$1 b=$$ c=${NODE_NAME} d=n1"
+    assert spec.disk[0].path == PurePosixPath("/disks/web-1")
+
+
+def test_without_the_table_a_dollar_means_nothing() -> None:
+    spec = parse_instance("spec.toml", (KERNEL + 'cmdline = "${NODE_NAME} $${X}"\n').encode(), ENVIRONMENT)
+    assert spec.boot.cmdline == "${NODE_NAME} $${X}"
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [("${OTHER}", "OTHER"), ("${NODE_NAM}", "NODE_NAM"), ("${}", ""), ("${node_name}", "node_name"), ("x${NODE_NAME", "NODE_NAME")],
+)  # fmt: skip
+def test_a_variable_that_is_not_declared_is_refused(value: str, name: str) -> None:
+    text = f"{KERNEL}cmdline = {json.dumps(value)}\n{DECLARED}"
+    if value.endswith("}"):
+        with pytest.raises(SpecError) as caught:
+            parse_instance("spec.toml", text.encode(), ENVIRONMENT)
+        assert str(caught.value) == (
+            f"spec.toml: boot.cmdline: ${{{name}}} is not declared; name it in environment.allow, or write $${{ for a literal one"
+        )
+    else:
+        with pytest.raises(SpecError, match="is not closed"):
+            parse_instance("spec.toml", text.encode(), ENVIRONMENT)
+
+
+def test_a_declared_variable_that_is_not_set_is_refused() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_instance("spec.toml", f'{KERNEL}[instance]\nname = "${{EMPTY}}"\n{DECLARED}'.encode(), {"EMPTY": "x"})
+    assert [problem.path for problem in caught.value.problems] == ["environment.allow[0]", "environment.allow[1]"]
+    assert "the environment has no POD_NAME; set it in the pod (env:, fieldRef:)" in str(caught.value)
+
+
+def test_what_comes_from_the_environment_is_checked_like_everything_else() -> None:
+    with pytest.raises(SpecError, match=r"instance.name: found the string \"a b\""):
+        parse_instance(
+            "spec.toml",
+            f'{KERNEL}[instance]\nname = "${{EMPTY}}"\n{DECLARED}'.encode(),
+            {**ENVIRONMENT, "EMPTY": "a b"},
+        )
+    with pytest.raises(SpecError, match=r"cpu.count: found the string \"4\""):  # in strings only
+        parse_instance(
+            "spec.toml", f'{KERNEL}[cpu]\ncount = "${{EMPTY}}"\n{DECLARED}'.encode(), {**ENVIRONMENT, "EMPTY": "4"}
+        )
+    assert problems(f'{KERNEL}[environment]\nallow = ["A-B"]\n')[0].startswith(
+        'environment.allow: found the string "A-B"'
+    )
+    assert "twice" in problems(f'{KERNEL}[environment]\nallow = ["A", "A"]\n')[0]

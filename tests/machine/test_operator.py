@@ -1,0 +1,61 @@
+"""What an operator sees of a real guest: pages by a real HTTP client, a log that machines read, names from the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from tests.machine.conftest import until
+
+CLIENT = """
+import sys, urllib.error, urllib.request
+try:
+    with urllib.request.urlopen(f"http://{sys.argv[1]}/{sys.argv[2]}", timeout=10) as answer:
+        print(answer.status, answer.read().decode())
+except urllib.error.HTTPError as error:
+    print(error.code, error.read().decode())
+"""
+LOOPBACK = ("sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+SPEC = '[environment]\nallow = ["POD_NAME"]\n[instance]\nname = "${POD_NAME}"\n[[network]]\n'
+
+
+def test_an_instance_is_watched_from_outside(start: Any) -> None:
+    who = {"POD_NAME": "web-1", "POD_NAMESPACE": "prod", "NODE_NAME": "n1"}
+    run = start(SPEC, "", "--log-format=json", "--http=:9441", inside=LOOPBACK, environment=who)
+
+    def page(name: str, address: str = "127.0.0.1:9441") -> str:
+        argv = ("nsenter", f"--target={run.pid()}", "--net", sys.executable, "-c", CLIENT, address, name)
+        return subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    run.until("the guest runs", lambda: run.log)
+    assert page("readyz") == "200 ok\n\n"
+    assert page("healthz", "[::1]:9441") == "200 running\n\n"
+    assert (run.state / "ready").exists()
+    found = page("metrics")
+    assert 'instance_runner_info{instance="web-1",namespace="prod",pod="web-1",node="n1"' in found
+    assert "\ninstance_runner_placement_holds 1\n" in found
+    # All of it on the one thread there is: none was started for a name, a connection or a page.
+    assert len(os.listdir(f"/proc/{run.pid()}/task")) == 1  # noqa: PTH208
+    run.until("guest: done", lambda: run.console)
+    assert run.stop() == 0
+    assert not (run.state / "ready").exists()
+    events = [json.loads(line) for line in run.log.splitlines()]
+    console = [json.loads(line) for line in run.console.splitlines()]
+    assert {each["stream"] for each in events} == {"event"}
+    assert {each["stream"] for each in console} == {"console"}
+    assert any(each["message"].startswith("guest: done") for each in console)
+    [pod] = [each for each in events if each["message"] == "in the pod"]
+    assert pod["fields"] == {"name": "web-1", "namespace": "prod", "node": "n1", "uid": ""}
+    assert events[-1]["message"] == "ended"
+    assert events[-1]["fields"] == {"outcome": "stopped", "status": 0, "faults": 0}
+    assert b"\r\n" in (run.state / "console.log").read_bytes()
+
+
+def test_an_address_that_is_not_here_is_a_failed_start(start: Any) -> None:
+    run = start("", "", "--http=192.0.2.1:9441", inside=LOOPBACK)
+    assert run.wait() == 31
+    assert "cannot listen at 192.0.2.1:9441" in run.log
+    assert until(lambda: run.verdict()["outcome"], "its verdict") == "start_failed"
