@@ -208,7 +208,6 @@ def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:
 
 
 def _interface(link: Link) -> Interface:
-    gateways = (route.gateway for route in link.routes6)
     return Interface(
         link.name,
         link.mac,
@@ -220,7 +219,6 @@ def _interface(link: Link) -> Interface:
         tuple(map(_fact, link.routes6)),
         tuple(Neighbour(str(each.address), each.mac) for each in link.neighbours),
         tuple(map(str, link.several_ways)),
-        {each: each for each in gateways if isinstance(each, IPv6Address) and each.is_link_local},
     )
 
 

@@ -154,8 +154,6 @@ class Interface:
     neighbours: tuple[Neighbour, ...] = ()
     several_ways: tuple[str, ...] = ()
     """The destinations of routes over several gateways, of which this interface is one."""
-    routers: Mapping[object, IPv6Address] = attrs.field(factory=dict)
-    """The gateways of its IPv6 routes whose link-local addresses are known."""
 
 
 @attrs.frozen

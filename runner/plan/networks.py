@@ -39,8 +39,6 @@ class Ipv6Plan:
     guest: IPv6Interface
     host: IPv6Interface | None
     """Our address on the bridge; ``None`` where the network is the pod's, and we are nobody in it."""
-    router: IPv6Address | None
-    """Who is the guest's default router, by its link-local address; ``None``: our bridge, or in a pod's network nobody."""
     nameservers: tuple[IPv6Address, ...] = ()
 
 
@@ -195,11 +193,11 @@ class NetworkPlanner:
         )
 
     def _private_ipv6(self, index: int, network: Network) -> Ipv6Plan | None:
-        if not (network.ipv6 or network.subnet6) or self._without_ipv6(index):
+        if not network.ipv6 or self._without_ipv6(index):
             return None
         subnet = network.subnet6 or derived_subnet(self._identity, index)
         host, guest = (IPv6Interface((subnet[number], 64)) for number in (1, 2))
-        return Ipv6Plan(guest, host, None)
+        return Ipv6Plan(guest, host)
 
     def _without_ipv6(self, index: int) -> bool:
         """Refuse IPv6 where this network namespace has none."""
@@ -265,26 +263,24 @@ class NetworkPlanner:
 
     def _pods_ipv6(self, index: int, network: Network, pod: Interface) -> Ipv6Plan | None:
         where = f"network[{index}].ipv6"
-        if network.ipv6 is False or (network.ipv6 is None and not pod.addresses6):
-            return None
-        if self._without_ipv6(index):
+        if not network.ipv6 and pod.addresses6:
+            self.remarks.append(
+                f"the guest does not get the IPv6 address of {pod.name!r}; ipv6 = true gives it by DHCPv6"
+            )
+        if not network.ipv6 or self._without_ipv6(index):
             return None
         if len(pod.addresses6) != 1:
             found = ", ".join(map(str, pod.addresses6)) or "none"
             self._refuse(
                 where,
-                f"{pod.name!r} must have exactly one global IPv6 address for the guest to take over, found {found}; "
-                "set ipv6 = false to leave it behind",
+                f"{pod.name!r} must have exactly one global IPv6 address for the guest to take over, found {found}",
             )
             return None
-        defaults = [route for route in pod.routes6 if route.destination.prefixlen == 0]
-        router = None if not defaults else pod.routers.get(defaults[0].gateway)
-        if defaults and router is None:
-            self.remarks.append(
-                f"the guest is not told of the IPv6 router {defaults[0].gateway} of {pod.name!r}: an advertisement comes from a "
-                "link-local address, and the router's is not known here"
-            )
-        return Ipv6Plan(pod.addresses6[0], None, router, self._facts.resolver.nameservers6)
+        self.remarks.append(
+            f"nobody advertises a router of {pod.name!r} to the guest: who answers by DHCPv6 only cannot, so the guest is told by other "
+            "means, or by the network's own router"
+        )
+        return Ipv6Plan(pod.addresses6[0], None, self._facts.resolver.nameservers6)
 
     def _macvtap(self, index: int, network: Network) -> MacvtapPlan | None:
         over = self._interface(index, network)

@@ -199,11 +199,11 @@ class Network:
     address: ipaddress.IPv4Address | None = key(
         address(), default=None, doc='`"private"` only: another address of its subnet for the guest'
     )
-    ipv6: bool | None = key(
+    ipv6: bool = key(
         flag(),
-        default=None,
-        doc='whether the guest gets an IPv6 address too; without it, `"private"` gives one if `subnet6` is set and `"bridge"` if '
-        "the pod interface has one",
+        default=False,
+        doc='whether the guest gets an IPv6 address too: `"private"`: by advertisement and DHCPv6; '
+        '`"bridge"`: the pod interface\'s, by DHCPv6',
     )
     subnet6: ipaddress.IPv6Network | None = key(
         subnet6(),
@@ -239,12 +239,12 @@ class Network:
     def contradictions(self) -> Iterator[Problem]:
         """Yield what cannot be true together."""
         for name, modes in NETWORK_KEYS.items():
-            if getattr(self, name) not in {None, ()} and self.mode not in modes:
+            if getattr(self, name) not in {None, (), False} and self.mode not in modes:
                 yield Problem(
                     name, f"goes with mode = {' or '.join(map(repr_toml, modes))}, not with {repr_toml(self.mode)}"
                 )
-        if self.subnet6 is not None and self.ipv6 is False:
-            yield Problem("subnet6", "is given, but ipv6 = false")
+        if self.subnet6 is not None and not self.ipv6:
+            yield Problem("subnet6", "needs ipv6 = true")
         if self.mode == "descriptor":
             yield from self._descriptor_contradictions()
         if self.mode == "passt" and self.queues not in {None, 1}:

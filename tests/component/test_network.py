@@ -112,7 +112,7 @@ def bridged(bench: Any, link: Link) -> InstancePlan:
         interfaces={"eth0": _interface(link)},
         resolver=Resolver((IPv4Address("10.96.0.10"),), ("default.svc.cluster.local", "cluster.local")),
     )
-    text = b'[boot]\nfirmware = "/rom"\n[[network]]\nmode = "bridge"\n'
+    text = b'[boot]\nfirmware = "/rom"\n[[network]]\nmode = "bridge"\nipv6 = true\n'
     planned = plan_instance("spec", parse_instance("spec", text), facts)
     return attrs.evolve(
         private,

@@ -111,7 +111,7 @@ def with_dnsmasq(plan: Any) -> Any:
 
 async def test_a_private_network_in_both_families(bench: Any, guest: str) -> None:
     """An address of our choice by DHCP, one by DHCPv6, a router by its advertisement, and a NAK for an old lease."""
-    text = f'[[network]]\nmac = "{MAC}"\naddress = "192.168.77.9"\nsubnet6 = "fd00:77::/64"\nmtu = 1400\n'
+    text = f'[[network]]\nmac = "{MAC}"\naddress = "192.168.77.9"\nipv6 = true\nsubnet6 = "fd00:77::/64"\nmtu = 1400\n'
     plan = with_dnsmasq(bench.plan(text))
     before = bench.snapshot()
     said: dict[str, Any] = {}

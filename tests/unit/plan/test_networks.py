@@ -8,7 +8,7 @@ import pytest
 
 from runner.plan.argv import pasteable
 from runner.plan.facts import DescriptorFact, Neighbour, Route
-from runner.plan.networks import BridgedPlan, HandedPlan, derived_subnet
+from runner.plan.networks import BridgedPlan, HandedPlan, Ipv6Plan, derived_subnet
 from runner.plan.render import plan_json, plan_lines
 from tests.unit.plan.test_plan import FACTS, KERNEL, MACHINES, POD, plan_of, problems
 
@@ -104,25 +104,15 @@ def test_no_more_than_eight_queues_by_themselves() -> None:
     assert plan_of(f"{KERNEL}[cpu]\ncount = 40\n[[network]]\n", EPYC).networks[0].queues == 8
 
 
-def dual(**more: object) -> BridgedPlan:
-    interface = attrs.evolve(DUAL, **more)  # type: ignore[arg-type]
-    plan = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": interface})).networks[0]
-    assert isinstance(plan, BridgedPlan)
-    return plan
-
-
-def test_a_pods_ipv6_address_goes_with_the_other() -> None:
-    known = dual(routers={IPv6Address("fd00:10::1"): IPv6Address("fe80::1")})
-    assert known.ipv6 is not None
-    assert (str(known.ipv6.guest), known.ipv6.host, str(known.ipv6.router)) == ("fd00:10::5/64", None, "fe80::1")
-    [remark] = [
-        each for each in plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": DUAL})).remarks if "IPv6" in each
-    ]
-    assert "the guest is not told of the IPv6 router fd00:10::1 of 'eth0'" in remark
-    assert dual(addresses6=()).ipv6 is None
-    without = plan_of(BRIDGE + "ipv6 = false\n", attrs.evolve(FACTS, interfaces={"eth0": DUAL})).networks[0]
-    assert isinstance(without, BridgedPlan)
-    assert without.ipv6 is None
+def test_a_pods_ipv6_address_goes_with_the_other_when_asked() -> None:
+    facts = attrs.evolve(FACTS, interfaces={"eth0": DUAL})
+    asked, unasked = plan_of(BRIDGE + "ipv6 = true\n", facts), plan_of(BRIDGE, facts)
+    assert isinstance(asked.networks[0], BridgedPlan)
+    assert isinstance(unasked.networks[0], BridgedPlan)
+    assert asked.networks[0].ipv6 == Ipv6Plan(IPv6Interface("fd00:10::5/64"), None)
+    assert unasked.networks[0].ipv6 is None
+    assert any("nobody advertises a router of 'eth0'" in remark for remark in asked.remarks)
+    assert any("the guest does not get the IPv6 address of 'eth0'" in remark for remark in unasked.remarks)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +123,11 @@ def test_a_pods_ipv6_address_goes_with_the_other() -> None:
             {},
             "network[0].ipv6: 'eth0' must have exactly one global IPv6 address for the guest",
         ),
-        (BRIDGE, {"ipv6_trouble": "the kernel has none", "interfaces": {"eth0": DUAL}}, "network[0].ipv6: cannot give"),
+        (
+            BRIDGE + "ipv6 = true\n",
+            {"ipv6_trouble": "the kernel has none", "interfaces": {"eth0": DUAL}},
+            "network[0].ipv6: cannot give",
+        ),
         (
             KERNEL + "[[network]]\nipv6 = true\n",
             {"ipv6_trouble": "none here"},

@@ -78,7 +78,6 @@ FACTS = HostFacts(
             routes=(Route(IPv4Network("10.7.0.0/16")),),
             addresses6=(IPv6Interface("fd00:10::5/64"),),
             routes6=(Route(IPv6Network("::/0"), IPv6Address("fe80::1")),),
-            routers={IPv6Address("fe80::1"): IPv6Address("fe80::1")},
         ),
     },
     resolver=Resolver((IPv4Address("10.96.0.10"),), ("default.svc.cluster.local", "cluster.local")),
@@ -154,6 +153,7 @@ vhost_fd = "c,d"
 [[network]]
 mode = "bridge"
 interface = "net1"
+ipv6 = true
 """,
     "uefi": '[boot]\nfirmware = "/OVMF.fd"\nfirmware_vars = "/vars.fd"\n[[disk]]\npath = "/disk"\n',
 }
