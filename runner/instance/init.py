@@ -19,6 +19,7 @@ from runner.host.processes import become_subreaper, dying_with_us, signal_name
 from runner.instance.host import Faults, Host, StopRequest, StopRequestedError, capture, open_host
 from runner.instance.lifecycle import run_instance
 from runner.instance.survey import survey
+from runner.plan.descriptors import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
 
@@ -108,15 +109,17 @@ async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) ->
 
 
 async def _plan(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath) -> InstancePlan:
+    spec = with_disks(spec, None)
     return plan_instance(source, spec, await survey(spec, host, state_directory, handing_over=False))
 
 
 async def _run(
-    source: str, spec: InstanceSpec, bare: Host, state_directory: PurePosixPath, streams: Streams
+    source: str, asked: InstanceSpec, bare: Host, state_directory: PurePosixPath, streams: Streams
 ) -> Verdict:
-    """Run *spec*; errors end here, below the root's nursery, which would wrap them."""
+    """Run what is *asked*; errors end here, below the root's nursery, which would wrap them."""
     try:
-        async with _handed(bare, spec) as host:
+        async with _handed(bare, asked) as host:
+            spec = with_disks(asked, {name: each.descriptor.number for name, each in host.handed.items()})
             facts = await host.unless_stopped(partial(survey, spec, host, state_directory))
             plan = plan_instance(source, spec, facts)
             for remark in plan.remarks:

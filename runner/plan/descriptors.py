@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from pathlib import PurePosixPath
+
+import attrs
 
 from runner.plan.facts import DescriptorFact, HostFacts
+from runner.spec.instance import InstanceSpec
 
 ALLOWED = {
     "tap": "a tap",
@@ -15,6 +19,20 @@ ALLOWED = {
     "block": "a block device",
 }
 """What a spec can use, by the kind that the kernel was seen to say."""
+
+
+def with_disks(spec: InstanceSpec, numbers: Mapping[str, int] | None) -> InstanceSpec:
+    """Return *spec* with the paths of the disks that were handed over as descriptors; *numbers* are those, by name.
+
+    A disk is opened again by its descriptor's magic link (proc_pid_fd(5)), for each use of it takes flags of its own: the
+    access that was handed over must allow that. Without *numbers* nothing is handed over, and those disks are left out.
+    """
+    if numbers is None:
+        return attrs.evolve(spec, disk=tuple(disk for disk in spec.disk if disk.fd is None))
+    paths = {name: PurePosixPath(f"/proc/self/fd/{number}") for name, number in numbers.items()}
+    return attrs.evolve(
+        spec, disk=tuple(attrs.evolve(disk, path=paths.get(disk.fd or "", disk.path)) for disk in spec.disk)
+    )
 
 
 class Claims:

@@ -219,6 +219,9 @@ class _Planner:
         qemu = self.program(facts.qemu, "", "qemu-system-x86_64", "qemu-system-x86")
         dhcp = tuple(planner.dhcp(networks))
         self.remarks += planner.remarks
+        for index, each in enumerate(spec.disk):
+            if each.fd is not None:
+                claims.claim(f"disk[{index}].fd", each.fd, {"file", "block"}, write=not each.read_only)
         claims.unclaimed()
         sleep = self.program(facts.sleep, "", "sleep", "coreutils")
         kernel = self.file("boot.kernel", spec.boot.kernel, user)

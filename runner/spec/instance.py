@@ -12,6 +12,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
 from runner.spec.document import (
+    DESCRIPTOR_NAME,
     MIB,
     address,
     choice,
@@ -39,6 +40,8 @@ from runner.spec.document import (
 
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 WORD_ALLOWED = "up to 63 letters, digits, '.', '_' and '-', the first a letter or digit"
+HANDED = PurePosixPath("/dev/fd")
+"""The path of a disk that is handed over as a descriptor, until it is."""
 TAG = r"[A-Za-z0-9_.-]{1,35}"
 UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
@@ -165,7 +168,12 @@ class Boot:
 class Disk:
     """A virtio disk; the order of disks is the order they are tried for booting."""
 
-    path: PurePosixPath = key(path(), doc="a file or block device")
+    path: PurePosixPath = key(path(), default=HANDED, doc="a file or block device; or else `fd`")
+    fd: str | None = key(
+        text(DESCRIPTOR_NAME, "the name of a descriptor"),
+        default=None,
+        doc="the descriptor of a file or block device that is handed to us; opened again by what it is",
+    )
     format: str = key(choice("raw", "qcow2"), default="raw", doc="what the file holds")
     read_only: bool = key(flag(), default=False, doc="whether the guest is kept from writing")
     serial: str | None = key(
@@ -375,7 +383,11 @@ class InstanceSpec:
         yield from _repeated("disk", "serial", (disk.serial for disk in self.disk))
         yield from _repeated("network", "mac", (network.mac for network in self.network))
         yield from _networks(self.network)
-        writable = {disk.path for disk in self.disk if not disk.read_only}
+        yield from _repeated_descriptors(self.disk, self.network)
+        for index, disk in enumerate(self.disk):
+            if (disk.fd is None) == (disk.path == HANDED):
+                yield Problem(f"disk[{index}].path", "takes an absolute path, or else fd names a descriptor")
+        writable = {disk.path for disk in self.disk if not disk.read_only and disk.fd is None}
         for index, disk in enumerate(self.disk):
             if disk.path in writable and any(other.path == disk.path for other in self.disk[:index]):
                 yield Problem(f"disk[{index}].path", f"{str(disk.path)!r} is given twice and one of them is writable")
@@ -391,13 +403,6 @@ def _networks(networks: tuple[Network, ...]) -> Iterator[Problem]:
             yield Problem(
                 f"network[{index}].interface", 'has mode = "bridge" on it already; a link is one or the other'
             )
-    names = (
-        (name, f"network[{index}].{key}")
-        for index, each in enumerate(networks)
-        for key in ("fd", "vhost_fd")
-        for name in getattr(each, key)
-    )
-    yield from repeated_names(names)
     subnets = private_subnets(networks)
     for index, mine in enumerate(subnets):
         for earlier, other in enumerate(subnets[:index]):
@@ -414,8 +419,12 @@ def _networks(networks: tuple[Network, ...]) -> Iterator[Problem]:
             )
 
 
-def repeated_names(names: Iterable[tuple[str, str]]) -> Iterator[Problem]:
-    """Yield the descriptors that are named twice, of pairs of a name and where it stands."""
+def _repeated_descriptors(disks: tuple[Disk, ...], networks: tuple[Network, ...]) -> Iterator[Problem]:
+    """Yield the descriptors that are named twice."""
+    names = [(disk.fd, f"disk[{index}].fd") for index, disk in enumerate(disks) if disk.fd is not None]
+    for index, network in enumerate(networks):
+        names += [(name, f"network[{index}].fd") for name in network.fd]
+        names += [(name, f"network[{index}].vhost_fd") for name in network.vhost_fd]
     seen: dict[str, str] = {}
     for name, where in names:
         if name in seen:
@@ -500,7 +509,7 @@ def reference() -> Iterator[tuple[str, str, str, str]]:
 def _shown(name: str, default: object) -> str:
     if default is attrs.NOTHING:
         return "required"
-    if default is None or default == ():
+    if default in (None, (), HANDED):
         return "-"
     if isinstance(default, bool):
         return str(default).lower()

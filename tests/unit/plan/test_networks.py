@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import json
 from ipaddress import IPv6Address, IPv6Interface, IPv6Network
+from pathlib import PurePosixPath
 
 import attrs
 import pytest
 
 from runner.plan.argv import pasteable
-from runner.plan.facts import DescriptorFact, Neighbour, Route
+from runner.plan.descriptors import with_disks
+from runner.plan.facts import DescriptorFact, FileFact, ImageFact, Neighbour, Route
+from runner.plan.instance import plan_instance
 from runner.plan.networks import BridgedPlan, HandedPlan, Ipv6Plan, derived_subnet
 from runner.plan.render import plan_json, plan_lines
+from runner.spec.instance import parse_instance
 from tests.unit.plan.test_plan import FACTS, KERNEL, MACHINES, POD, plan_of, problems
 
 TAP = DescriptorFact("tap", "the tap 't0'", interface="t0", multi_queue=True)
@@ -23,6 +27,7 @@ HANDED = {
     "s": DescriptorFact("socket", "a connected stream socket"),
     "false": attrs.evolve(TAP, declared="vhost-net"),
     "read": attrs.evolve(TAP, writable=False),
+    "disk": DescriptorFact("file", "a file of 4096 bytes", size=4096),
     "null": DescriptorFact("other", "the character device 1:3"),
 }
 DUAL = attrs.evolve(
@@ -85,6 +90,28 @@ def test_what_is_handed_over_is_used_as_it_is() -> None:
     assert (taps.queues, taps.kind, taps.vhost) == (2, "tap", True)
     assert (macvtap.mac, macvtap.vhost, macvtap.vhost_fds) == ("52:54:00:00:00:09", False, ("v",))
     assert (socket.kind, socket.vhost) == ("socket", False)
+
+
+def test_a_disk_by_its_descriptor() -> None:
+    facts = attrs.evolve(
+        FACTS,
+        descriptors={"disk": HANDED["disk"]},
+        files={**FACTS.files, PurePosixPath("/proc/self/fd/9"): FileFact("file", 4096, image=ImageFact("raw"))},
+    )
+    spec = parse_instance("spec", b'[[disk]]\nfd = "disk"\n')
+    assert plan_instance("spec", with_disks(spec, {"disk": 9}), facts).machine.disks[0].path == PurePosixPath(
+        "/proc/self/fd/9"
+    )
+    assert with_disks(spec, None).disk == ()
+    assert given('[[disk]]\nfd = "disk"\n[[disk]]\npath = "/disk"\n', "a") == [
+        "disk[0].path: '/dev/fd' does not exist",
+        "disk[0].fd: no descriptor 'disk' was handed to us; there are: 'a'",
+        "descriptors: nothing names the descriptor 'a' (the tap 't0'); name it, or hand it to somebody else",
+    ]
+    for text in ("[[disk]]\n", '[[disk]]\nfd = "disk"\npath = "/disk"\n'):
+        assert problems(text) == ["disk[0].path: takes an absolute path, or else fd names a descriptor"]
+    text = '[[disk]]\nfd = "a"\n' + handed("a").removeprefix(KERNEL)
+    assert problems(text) == ["network[0].fd: the descriptor 'a' is taken by disk[0].fd already"]
 
 
 def test_a_plan_beforehand_takes_the_specs_word() -> None:

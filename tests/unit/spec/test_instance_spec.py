@@ -46,6 +46,8 @@ serial = "root"
 [[disk]]
 path = "/data.qcow2"
 format = "qcow2"
+[[disk]]
+fd = "disk0"
 [[network]]
 mode = "bridge"
 interface = "net1"
@@ -53,6 +55,16 @@ mac = "52:54:00:00:00:01"
 mtu = 1400
 [[network]]
 subnet = "10.1.2.0/30"
+address = "10.1.2.2"
+ipv6 = true
+subnet6 = "fd00:77::/64"
+queues = 2
+[[network]]
+mode = "descriptor"
+fd = "net0,net1"
+vhost_fd = "vhost0,vhost1"
+[descriptors]
+socket = "/run/agent.sock"
 [[share]]
 tag = "home"
 path = "/home"
@@ -87,7 +99,7 @@ def test_every_key_can_be_given() -> None:
     assert (spec.cpu.pinning, spec.cpu.topology) == ("linear", "flat")
     assert (spec.memory.size, spec.memory.bind) == (4 << 30, False)
     assert spec.boot.initrd == PurePosixPath("/boot/initrd")
-    assert [disk.format for disk in spec.disk] == ["raw", "qcow2"]
+    assert [disk.format for disk in spec.disk] == ["raw", "qcow2", "raw"]
     assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
     assert (spec.shutdown.grace, spec.shutdown.poweroff_status) == (12.5, 0)
 
