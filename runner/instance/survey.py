@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 CGROUP_ROOT = PurePosixPath("/sys/fs/cgroup")
+CAP_NET_RAW = 13
+"""``include/uapi/linux/capability.h``."""
 ONLINE_CPUS = PurePosixPath("/sys/devices/system/cpu/online")
 _UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
 """A pod's UID; in the name of a slice its hyphens are underscores, and a static pod's has none."""
@@ -86,7 +88,7 @@ async def survey(
         tun=not spec.network or has_tun(),
         vhost_net=bool(spec.network) and has_vhost_net(),
         passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
-        ipv6_trouble=_ipv6_trouble(),
+        ipv6_trouble=_ipv6_trouble(host.procfs.status()),
         descriptors=_descriptors(host) if handing_over else None,
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
@@ -255,10 +257,12 @@ def pod_link(interface: Interface) -> Link:
     )
 
 
-def _ipv6_trouble() -> str | None:
+def _ipv6_trouble(status: Mapping[str, str]) -> str | None:
+    """Tell why a guest's network cannot have IPv6: links of ours have none, or dnsmasq may not hear routers' solicitations."""
     disabled = read_text(PurePosixPath("/proc/sys/net/ipv6/conf/default/disable_ipv6")).strip()
     if disabled == "0":
-        return None
+        allowed = int(status["CapEff"], 16) >> CAP_NET_RAW & 1
+        return None if allowed else "dnsmasq needs the capability NET_RAW for it; give it to the container"
     return (
         "the kernel has none"
         if not disabled
