@@ -143,8 +143,37 @@ def memory(name: str, size: int) -> Iterator[int]:
 
 
 @contextmanager
-def copied(path: PurePosixPath) -> Iterator[int]:
-    """Hold a copy of *path* in memory, which a user who may not read the file can read through the descriptor."""
+def filled_memory(name: str, content: bytes) -> Iterator[int]:
+    """Hold *content* as a file that can only be read: who looks for a descriptor to read by wants no other (QEMU's fdsets)."""
+    with memory(name, len(content)) as fd:
+        os.pwrite(fd, content, 0)
+        with opened(PurePosixPath(f"/proc/self/fd/{fd}")) as reading:
+            yield reading
+
+
+def copy_new(source: PurePosixPath, path: PurePosixPath) -> None:
+    """Make *path* a copy of *source* that only we may use, whole or not at all; one that is there stays as it is."""
+    temporary = f"{path}.new"
+    try:
+        with open(source, "rb") as original:  # noqa: PTH123 - a pure path
+            content = original.read()
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb") as copy:  # noqa: PTH123 - a descriptor
+                copy.write(content)
+                copy.flush()
+                os.fsync(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)  # unlike a rename it replaces nothing
+        finally:
+            os.unlink(temporary)  # noqa: PTH108
+    except OSError as error:
+        raise HostError(f"cannot make {str(path)!r} from {str(source)!r}") from error
+
+
+@contextmanager
+def copied(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
+    """Hold a copy of *path* in memory, which a user who may not read the file can read (or *write*) through the descriptor."""
     with opened(path) as source:
         size = os.fstat(source).st_size
         with memory(path.name, size) as copy:
@@ -153,7 +182,8 @@ def copied(path: PurePosixPath) -> Iterator[int]:
                     size -= sent
             except OSError as error:
                 raise HostError(f"cannot copy {str(path)!r}") from error
-            yield copy
+            with opened(PurePosixPath(f"/proc/self/fd/{copy}"), write=write) as handed_on:
+                yield handed_on
 
 
 @contextmanager
@@ -291,3 +321,17 @@ def owned(fd: int) -> Iterator[Descriptor]:
         yield descriptor
     finally:
         descriptor.close()
+
+
+def read_document(path: PurePosixPath, most: int) -> tuple[bytes, str | None]:
+    """Return what a file of at most *most* bytes holds, and why that could not be read."""
+    try:
+        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                return b"", "it is not a file"
+            if found.st_size > most:
+                return b"", f"it has {found.st_size} bytes, of which at most {most} are taken"
+            return os.read(fd, most), None
+    except OSError as error:
+        return b"", error.strerror

@@ -15,12 +15,13 @@ from pathlib import PurePosixPath
 import attrs
 import trio
 
-from runner.errors import Status
+from runner.errors import HostError, Status, explain
 from runner.host import files
 from runner.host.processes import Process
 from runner.instance.console import console_shown
+from runner.instance.display import display_shown
 from runner.instance.host import Host, StopRequestedError, first_of
-from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
+from runner.instance.machine import Ended, Machine, Wiring, agent_line, paused_machine, started_within
 from runner.instance.networks import dhcp_served, networked
 from runner.instance.placement import Receipt, confined, read_again
 from runner.instance.seats import Seat, placed
@@ -51,8 +52,10 @@ async def run_instance(plan: InstancePlan, host: Host, show: Callable[[bytes], N
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, show, directory) as console,
-            paused_machine(host, plan, Wiring(wires, shares, console), seat.birthplace) as machine,
+            agent_line(plan.machine.guest) as agent,
+            paused_machine(host, plan, Wiring(wires, shares, console, agent), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine) as receipt,
+            display_shown(host, machine, directory, vnc=plan.machine.vnc),
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
             log.info("the guest runs")
@@ -125,7 +128,13 @@ async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machin
 def _ready(host: Host, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
     """Say to whoever asks that the guest runs and nobody wants it to end: by a file, and by the pages."""
     path = directory / READY
-    files.publish(path, b"")
+    try:
+        files.publish(path, b"")
+    except HostError as error:  # no reason to end a guest that runs
+        log.warning("%s", explain(error))
+        with host.standing.running(read):
+            yield
+        return
     try:
         with host.standing.running(read):
             yield

@@ -16,8 +16,8 @@ import trio
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.host.cgroup import Cgroup
-from runner.host.devices import has_tun, has_vhost_net, read_kvm
-from runner.host.files import cpu_limits, find_program, look, memory_limits, read_text
+from runner.host.devices import has_tun, has_vhost_net, has_vhost_vsock, read_kvm
+from runner.host.files import cpu_limits, find_program, look, memory_limits, read_document, read_text
 from runner.host.network import Link, read_links
 from runner.host.processes import Command
 from runner.host.procfs import Procfs
@@ -27,6 +27,7 @@ from runner.host.sysfs import read_hardware
 from runner.instance.host import Host
 from runner.plan.facts import (
     DescriptorFact,
+    DocumentFact,
     FileFact,
     HostFacts,
     ImageFact,
@@ -40,6 +41,7 @@ from runner.plan.facts import (
     User,
     Virtiofsd,
 )
+from runner.plan.firmware import candidates
 from runner.plan.fitness import qos_of_oom_score_adj
 from runner.plan.instance import QEMU_USERS
 from runner.plan.networks import DHCP_USERS
@@ -83,6 +85,7 @@ async def survey(
         virtiofsd=virtiofsd,
         virtiofsd_trouble=trouble,
         files=dict(_files(spec)),
+        documents=dict(_documents(spec)),
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
         kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode),
         tun=not spec.network or has_tun(),
@@ -90,6 +93,7 @@ async def survey(
         passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
         ipv6_trouble=_ipv6_trouble(host.procfs.status()),
         descriptors=_descriptors(host) if handing_over else None,
+        vhost_vsock=spec.guest.vsock is not None and has_vhost_vsock(),
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
         pod=pod,
@@ -178,15 +182,26 @@ def _delegation_trouble(cgroup: str) -> str | None:
 
 
 def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
-    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware):
-        if path is not None:
+    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware, *candidates(spec.boot)):
+        if isinstance(path, PurePosixPath):
             yield path, _file(path)
-    if spec.boot.firmware_vars is not None:
-        yield spec.boot.firmware_vars, _file(spec.boot.firmware_vars, write=True)
+    if (variables := spec.boot.firmware_vars) is not None:
+        yield variables, _file(variables, write=True, image=True)
+        yield variables.parent, _file(variables.parent)
     for disk in spec.disk:
         yield disk.path, _file(disk.path, write=not disk.read_only, image=True)
     for share in spec.share:
         yield share.path, _file(share.path)
+
+
+def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact]]:
+    if spec.cloud_init is None:
+        return
+    from runner.plan.cloud_init import LARGEST, named_documents  # here, because most instances need none of it
+
+    for path in named_documents(spec.cloud_init):
+        content, trouble = read_document(path, LARGEST)
+        yield path, DocumentFact(content, trouble)
 
 
 def _file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:

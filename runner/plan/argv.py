@@ -22,6 +22,11 @@ SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=de
 FIRST_BRIDGE, LAST_BUS = 64, 256
 """PCI bus numbers: those below are for what is nobody's in particular, the others are divided among NUMA nodes."""
 
+SEED = "seed.iso"
+
+WATCHDOG_ACTIONS = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
+"""Of ``guest.watchdog``; QEMU's own ``poweroff`` is an exit without a word, so we end what it has paused."""
+
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
 
@@ -47,6 +52,15 @@ class Endpoints(Protocol):
     def share(self, index: int) -> str:
         """Return the chardev properties of share *index*."""
 
+    def agent(self) -> str:
+        """Return the chardev properties of the guest agent's channel."""
+
+    def vsock(self) -> str:
+        """Return the device properties of the vsock device."""
+
+    def screen(self) -> Iterator[str]:
+        """Yield the options of the VNC server."""
+
 
 @attrs.frozen
 class Descriptors:
@@ -59,11 +73,16 @@ class Descriptors:
     """``kernel``, ``initrd``, ``firmware``, ``firmware-vars``, ``disk0``, …"""
     wires: tuple[WireNumbers, ...] = ()
     shares: tuple[int, ...] = ()
+    agent_line: int | None = None
+    vhost_vsock: tuple[int, int] | None = None
+    """The descriptor and its context identifier."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return every descriptor, to be passed on."""
         wires = (number for wire in self.wires for number in wire.numbers())
-        return (self.qmp, self.console, *self.ram, *self.files.values(), *wires, *self.shares)
+        agent = () if self.agent_line is None else (self.agent_line,)
+        vsock = () if self.vhost_vsock is None else self.vhost_vsock[:1]
+        return (self.qmp, self.console, *self.ram, *self.files.values(), *wires, *self.shares, *agent, *vsock)
 
     def monitor(self) -> Iterator[str]:
         """See :class:`Endpoints`."""
@@ -92,6 +111,19 @@ class Descriptors:
         """See :class:`Endpoints`."""
         return f"fd={self.shares[index]}"
 
+    def agent(self) -> str:
+        """See :class:`Endpoints`."""
+        return f"fd={self.agent_line}"
+
+    def vsock(self) -> str:
+        """See :class:`Endpoints`."""
+        number, cid = self.vhost_vsock or (-1, 0)
+        return f"guest-cid={cid},vhostfd={number}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`: it listens nowhere, and is given connections (QMP ``add_client``)."""
+        yield from ("-vnc", "none")
+
 
 @attrs.frozen
 class Paths:
@@ -119,7 +151,8 @@ class Paths:
         machine = self.plan.machine
         paths: dict[str, PurePosixPath | None] = {f"disk{index}": disk.path for index, disk in enumerate(machine.disks)}
         paths["firmware"] = None if machine.firmware is None else machine.firmware.path
-        paths["firmware-vars"] = machine.firmware_vars
+        paths["firmware-vars"] = _variables_path(self.plan)
+        paths["seed"] = self.plan.state_directory / SEED
         return [], _comma(str(paths[name]))
 
     def netdev(self, index: int) -> str:
@@ -130,6 +163,19 @@ class Paths:
         """See :class:`Endpoints`."""
         return f"path={_comma(str(_share_socket(self.plan, index)))}"
 
+    def agent(self) -> str:
+        """See :class:`Endpoints`: any program may connect there."""
+        return f"path={_comma(str(self.plan.state_directory / 'agent.sock'))},server=on,wait=off"
+
+    def vsock(self) -> str:
+        """See :class:`Endpoints`."""
+        vsock = self.plan.machine.guest.vsock
+        return f"guest-cid={0 if vsock is None else vsock.cid}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`."""
+        yield from ("-vnc", f"unix:{_comma(str(self.plan.state_directory / 'vnc.sock'))}")
+
 
 def _comma(value: str) -> str:
     """Escape *value* for QEMU's ``key=value,…`` syntax, where a comma is written twice."""
@@ -138,6 +184,11 @@ def _comma(value: str) -> str:
 
 def _share_socket(plan: InstancePlan, index: int) -> PurePosixPath:
     return plan.state_directory / f"share{index}.sock"
+
+
+def _variables_path(plan: InstancePlan) -> PurePosixPath | None:
+    variables = plan.machine.firmware_vars
+    return None if variables is None else variables.path or plan.state_directory / "firmware-vars.fd"
 
 
 def qemu_argv(machine: MachinePlan, endpoints: Endpoints, *, paused: bool = True) -> list[str]:
@@ -164,10 +215,19 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         if present is not None
     )
     ram = ",memory-backend=ram" if len(machine.topology.numa_nodes) == 1 else ""
-    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{flash}")
+    secure = ",smm=on" if machine.secure_boot else ""
+    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{secure}{flash}")
+    if machine.secure_boot:
+        yield from ("-global", "driver=cfi.pflash01,property=secure,value=on")
+        yield from (
+            "-global",
+            "ICH9-LPC.disable_s3=1",
+        )  # OVMF with SMM cannot resume, and refuses to start where it might
     yield from ("-accel", "kvm" if machine.accel == "kvm" else "tcg,thread=multi")
     yield from ("-cpu", machine.cpu_model)
     yield from _topology(machine, endpoints)
+    # Ticks of the clock that the guest missed are given to it later, instead of leaving it behind.
+    yield from ("-rtc", f"base={machine.guest.clock},clock=host,driftfix=slew")
     yield from endpoints.monitor()
     yield from ("-serial", "chardev:console")
     yield from ("-device", "pvpanic-pci")
@@ -191,6 +251,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     for index, share in enumerate(machine.shares):
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
+    yield from _guest_devices(machine, endpoints)
     yield from _bridges(len(machine.topology.numa_nodes))
 
 
@@ -231,11 +292,34 @@ def _bridges(numa_nodes: int) -> Iterator[str]:
             yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
 
 
+def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield what serves the guest; after disks and networks, whose PCI addresses shall not depend on it."""
+    guest = machine.guest
+    # Without it a guest may wait for entropy at its first boot; it takes from getrandom(2), and no path.
+    yield from ("-object", "rng-builtin,id=rng")
+    yield from ("-device", "virtio-rng-pci,rng=rng")
+    if guest.agent:
+        yield from ("-device", "virtio-serial-pci,id=serial")
+        yield from ("-chardev", f"socket,id=agent,{endpoints.agent()}")
+        yield from ("-device", "virtserialport,bus=serial.0,chardev=agent,id=agent,name=org.qemu.guest_agent.0")
+    if guest.vsock is not None:
+        yield from ("-device", f"vhost-vsock-pci,{endpoints.vsock()}")
+    if guest.watchdog is not None:
+        yield from ("-device", "i6300esb")
+        yield from ("-action", f"watchdog={WATCHDOG_ACTIONS[guest.watchdog]}")
+    if machine.vnc:
+        yield from endpoints.screen()
+        yield from ("-device", "VGA")
+    if machine.seed is not None:
+        yield from _node("seed", endpoints, read_only=True)
+        yield from ("-device", "virtio-blk-pci,drive=seed,serial=cidata")
+
+
 def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     if machine.firmware is not None:
-        yield from _flash("firmware", endpoints, read_only=True)
+        yield from _node("firmware", endpoints, read_only=True)
     if machine.firmware_vars is not None:
-        yield from _flash("firmware-vars", endpoints, read_only=False)
+        yield from _node("firmware-vars", endpoints, read_only=False)
     if machine.kernel is not None:
         yield from ("-kernel", endpoints.file("kernel"))
         if machine.initrd is not None:
@@ -244,7 +328,8 @@ def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             yield from ("-append", machine.cmdline)
 
 
-def _flash(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
+def _node(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
+    """Yield a raw block device of QEMU's that is a file of ours."""
     first, filename = endpoints.image(name)
     yield from first
     mode = f"read-only={'on' if read_only else 'off'},auto-read-only=off"
@@ -288,8 +373,27 @@ _FLAGS = frozenset(
         "-numa",
     }
     | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
+    | {"-rtc", "-global", "-action", "-vnc"}
 )
 """Options that begin a line of the script; a value may begin with a dash, too."""
+
+
+def _made_first(plan: InstancePlan) -> Iterator[str]:
+    """Yield the commands that make what our program holds in memory, or makes when it is missing."""
+    machine, directory = plan.machine, shlex.quote(str(plan.state_directory))
+    if machine.guest.agent or machine.vnc or machine.seed is not None or machine.firmware_vars is not None:
+        yield f"mkdir -p {directory}"
+    if machine.firmware_vars is not None and machine.firmware_vars.template is not None:
+        yield shlex.join(("cp", "-n", str(machine.firmware_vars.template), str(_variables_path(plan))))
+    if machine.seed is not None:
+        import base64  # here, because no instance needs them
+        import zlib
+
+        packer = zlib.compressobj(wbits=31)  # gzip
+        packed = base64.b64encode(packer.compress(machine.seed.image()) + packer.flush()).decode()
+        yield f"base64 -d <<'END' | gzip -d >{shlex.quote(str(plan.state_directory / SEED))}"
+        yield from (packed[start : start + 100] for start in range(0, len(packed), 100))
+        yield "END"
 
 
 def pasteable(plan: InstancePlan) -> str:
@@ -300,6 +404,7 @@ def pasteable(plan: InstancePlan) -> str:
     lines = [
         "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
     ]
+    lines += _made_first(plan)
     if plan.shares:
         lines.append(f"mkdir -p {shlex.quote(str(plan.state_directory))}")
     for index, network in enumerate(plan.networks):

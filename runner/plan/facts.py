@@ -45,6 +45,15 @@ MISSING = FileFact("missing")
 
 
 @attrs.frozen
+class DocumentFact:
+    """A small file that the spec names, whole."""
+
+    content: bytes = attrs.field(default=b"", repr=False)
+    trouble: str | None = None
+    """Why it was not read."""
+
+
+@attrs.frozen
 class User:
     """A user a child runs as; *groups* are its supplementary groups."""
 
@@ -204,6 +213,7 @@ class HostFacts:
     virtiofsd: Virtiofsd | None = None
     virtiofsd_trouble: str = "not found"
     files: Mapping[PurePosixPath, FileFact] = attrs.field(factory=dict)
+    documents: Mapping[PurePosixPath, DocumentFact] = attrs.field(factory=dict)
     users: Mapping[str, User] = attrs.field(factory=dict)
     """The users asked about, those that exist."""
     kvm: Kvm = Kvm("not found")
@@ -217,6 +227,8 @@ class HostFacts:
     """Why new links of this network namespace have no IPv6; ``None`` when they do."""
     descriptors: Mapping[str, DescriptorFact] | None = None
     """What was handed to us, by name; ``None`` where nothing is taken over, because only a plan is wanted."""
+    vhost_vsock: bool = False
+    """Asked only when the guest is to have a vsock device."""
     interfaces: Mapping[str, Interface] = attrs.field(factory=dict)
     """The interfaces asked about, those that exist."""
     resolver: Resolver = Resolver()

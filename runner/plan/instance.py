@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -15,6 +16,7 @@ from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
 from runner.plan.descriptors import Claims
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, PodName, User, Virtiofsd
+from runner.plan.firmware import VariablesPlan, choose_firmware
 from runner.plan.fitness import (
     ASKING_FOR_LESS,
     CPU_TIME,
@@ -24,11 +26,15 @@ from runner.plan.fitness import (
     shared_cpus,
     too_little_time,
 )
+from runner.plan.guest import GuestPlan, plan_guest
 from runner.plan.networks import DhcpPlan, NetworkPlan, NetworkPlanner
 from runner.spec.document import format_size
 from runner.spec.instance import Cpu, Disk, InstanceSpec, Share
 from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
 from runner.topology.placement import PinPolicy, choose_cpus, place
+
+if TYPE_CHECKING:
+    from runner.plan.cloud_init import SeedPlan
 
 QEMU_OVERHEAD = 64 << 20
 """Bytes QEMU needs beside the guest's RAM at the very least; QEMU 7.2 with one vCPU and no device has 40-60 MiB resident."""
@@ -124,10 +130,17 @@ class MachinePlan:
     initrd: FilePlan | None
     cmdline: str | None
     firmware: FilePlan | None
-    firmware_vars: PurePosixPath | None
+    firmware_vars: VariablesPlan | None
+    secure_boot: bool
+    """The firmware runs in System Management Mode, and nobody else writes its variables."""
     disks: tuple[DiskPlan, ...]
     networks: tuple[NetworkPlan, ...]
     shares: tuple[SharePlan, ...]
+    guest: GuestPlan
+    seed: SeedPlan | None
+    """cloud-init's."""
+    vnc: bool
+    """It has a screen, and a VNC server that is handed its connections."""
     on_reboot: str
 
 
@@ -226,8 +239,11 @@ class _Planner:
         sleep = self.program(facts.sleep, "", "sleep", "coreutils")
         kernel = self.file("boot.kernel", spec.boot.kernel, user)
         initrd = self.file("boot.initrd", spec.boot.initrd, user)
-        firmware = self.file("boot.firmware", spec.boot.firmware, user)
-        self.writable("boot.firmware_vars", spec.boot.firmware_vars)
+        chosen = choose_firmware(spec.boot, facts, self.refuse, self.remarks.append)
+        firmware = self.file("boot.firmware", chosen.code, user)
+        identity = spec.instance.uuid or spec.instance.name
+        guest = plan_guest(spec.guest, identity, facts, self.refuse)
+        seed = self.seed(networks)
         if placement is None or topology is None or qemu is None or sleep is None:
             return None
         return InstancePlan(
@@ -257,10 +273,14 @@ class _Planner:
                 initrd=initrd,
                 cmdline=spec.boot.cmdline,
                 firmware=firmware,
-                firmware_vars=spec.boot.firmware_vars,
+                firmware_vars=chosen.variables,
+                secure_boot=chosen.secure,
                 disks=disks,
                 networks=networks,
                 shares=shares,
+                guest=guest,
+                seed=seed,
+                vnc=spec.display.vnc,
                 on_reboot=spec.shutdown.on_reboot,
             ),
             shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status),
@@ -488,17 +508,16 @@ class _Planner:
             self.refuse(where, f"cannot read {str(path)!r}: {fact.trouble}")
         return FilePlan(path, copied=not fact.everyone_reads and user.uid != 0)
 
-    def writable(self, where: str, path: PurePosixPath | None) -> None:
-        if path is None:
-            return
-        fact = self.fact(path)
-        if fact.kind != "file":
-            self.refuse(
-                where,
-                f"{str(path)!r} does not exist" if fact.kind == "missing" else f"{str(path)!r} {_is(fact)}, not a file",
-            )
-        elif fact.trouble is not None:
-            self.refuse(where, f"cannot write {str(path)!r}: {fact.trouble}")
+    def seed(self, networks: Iterable[NetworkPlan]) -> SeedPlan | None:
+        spec, facts = self.spec, self.facts
+        if spec.cloud_init is None:
+            return None
+        from runner.plan.cloud_init import plan_seed  # here, because most instances need none of it
+
+        # To cloud-init another id is another machine, whose keys and users it makes anew.
+        identity = spec.instance.uuid or facts.uid or spec.instance.name
+        macs = [network.mac for network in networks]
+        return plan_seed(spec.cloud_init, identity, spec.instance.name, macs, facts.documents, self.refuse)
 
     def disk(self, index: int, disk: Disk) -> DiskPlan:
         where, fact, name = f"disk[{index}]", self.fact(disk.path), repr(str(disk.path))

@@ -32,10 +32,8 @@ with socket.create_server(("", 5001)) as listener:
 
 
 def spec(guest: Path, mib: int, vcpus: int, accel: str) -> str:
-    return (
-        f'[cpu]\ncount = {vcpus}\naccel = "{accel}"\n[memory]\nsize = "256MiB"\n[boot]\nkernel = "{guest}/vmlinuz"\ninitrd = "{guest}/initrd"\n'
-        f'cmdline = "console=ttyS0 quiet guest.send={mib}"\n[[network]]\n'
-    )
+    boot = f'kernel = "{guest}/vmlinuz"\ninitrd = "{guest}/initrd"\ncmdline = "console=ttyS0 quiet guest.send={mib}"\n'
+    return f'[cpu]\ncount = {vcpus}\naccel = "{accel}"\n[memory]\nsize = "256MiB"\n[boot]\n{boot}[[network]]\n'
 
 
 def throughput(argv: list[str | Path], patience: float) -> float:

@@ -54,6 +54,8 @@ FACTS = HostFacts(
         PurePosixPath("/closed/kernel"): FileFact("other", trouble="Permission denied"),
         PurePosixPath("/OVMF.fd"): FileFact("file", 4 << 20),
         PurePosixPath("/vars.fd"): FileFact("file", 4 << 20),
+        PurePosixPath("/usr/share/OVMF/OVMF_CODE_4M.secboot.fd"): FileFact("file", 3653632),
+        PurePosixPath("/usr/share/OVMF/OVMF_VARS_4M.ms.fd"): FileFact("file", 540672),
         PurePosixPath("/disk"): FileFact("block", GIB, image=ImageFact("raw")),
         PurePosixPath("/d,isk.qcow2"): FileFact("file", GIB, image=ImageFact("qcow2")),
         PurePosixPath("/backed.qcow2"): FileFact(
@@ -68,6 +70,7 @@ FACTS = HostFacts(
     users={"nobody": User("nobody", 65534, 65534), "dnsmasq": User("dnsmasq", 101, 65534)},
     kvm=Kvm(None, gid=104, mode=0o660),
     vhost_net=True,
+    vhost_vsock=True,
     passt=PurePosixPath("/usr/bin/passt"),
     interfaces={
         "eth0": POD,
@@ -156,6 +159,22 @@ interface = "net1"
 ipv6 = true
 """,
     "uefi": '[boot]\nfirmware = "/OVMF.fd"\nfirmware_vars = "/vars.fd"\n[[disk]]\npath = "/disk"\n',
+    "server": """
+[boot]
+firmware = "uefi-secure"
+firmware_vars = "/srv/new.fd"
+[[disk]]
+path = "/disk"
+[[network]]
+[guest]
+clock = "localtime"
+vsock = "auto"
+watchdog = "exit"
+[display]
+vnc = true
+[cloud_init]
+""",
+    "nothing-beside": KERNEL + "[guest]\nagent = false\n",
 }
 
 
@@ -185,6 +204,7 @@ def test_argv_is_golden(name: str) -> None:
         "initrd": machine.initrd,
         "firmware": machine.firmware,
         "firmware-vars": machine.firmware_vars,
+        "seed": machine.seed,
     }
     numbers = [each for each, found in names.items() if found] + [f"disk{index}" for index in range(len(machine.disks))]
     descriptors = Descriptors(
@@ -201,7 +221,9 @@ def test_argv_is_golden(name: str) -> None:
             )
             for index, network in enumerate(plan.networks)
         ),
-        shares=tuple(70 + index for index in range(len(plan.shares))),
+        shares=tuple(80 + index for index in range(len(plan.shares))),
+        agent_line=70,
+        vhost_vsock=(71, 1234),
     )
     text = lines(qemu_argv(machine, descriptors))
     text += "".join(lines(dnsmasq_argv(dhcp)) for dhcp in plan.dhcp)
@@ -227,8 +249,8 @@ def test_virtiofsd_in_c_is_told_the_same_in_its_own_words() -> None:
 
 
 def test_descriptors_are_all_passed_on() -> None:
-    descriptors = Descriptors(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (WireNumbers((6,)),), (7,))
-    assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8]
+    descriptors = Descriptors(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (WireNumbers((6,)),), (7,), 9, (10, 99))
+    assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert "vhost" not in descriptors.netdev(0)
 
 
