@@ -15,10 +15,12 @@ from typing import Protocol
 
 import attrs
 
+from runner.cpuset import CpuSet
 from runner.plan.disk_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan
 from runner.plan.facts import Route
-from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, SharePlan
+from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, Placement, SharePlan
+from runner.plan.memory import TRANSLATED
 from runner.spec.document import MIB
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
@@ -26,11 +28,19 @@ SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=de
 FIRST_BRIDGE, LAST_BUS = 64, 256
 """PCI bus numbers: those below are for what is nobody's in particular, the others are divided among NUMA nodes."""
 
+SEED = "seed.iso"
+
+WATCHDOG_ACTIONS = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
+"""Of ``guest.watchdog``; QEMU's own ``poweroff`` is an exit without a word, so we end what it has paused."""
+
 FIRST_CHASSIS = 128
 """Of the root ports for disks; 0 to 255 are possible."""
 
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
+
+SAID_EVERY = "1"
+"""Seconds between two words of how much of it is there."""
 
 
 class Endpoints(Protocol):
@@ -39,8 +49,8 @@ class Endpoints(Protocol):
     def monitor(self) -> Iterator[str]:
         """Yield the options that make a chardev ``qmp`` or another monitor, and the serial console's chardev ``console``."""
 
-    def memory(self, index: int) -> str:
-        """Return the properties of a memory backend that say where the RAM of the guest's NUMA node *index* comes from."""
+    def memory(self, index: int, page_size: int | None) -> str:
+        """Return the memory backend, with properties that say where the guest's NUMA node *index* has its RAM from."""
 
     def file(self, name: str) -> str:
         """Return the path of the kernel, initial RAM disk or firmware."""
@@ -53,6 +63,15 @@ class Endpoints(Protocol):
 
     def share(self, index: int) -> str:
         """Return the chardev properties of share *index*."""
+
+    def agent(self) -> str:
+        """Return the chardev properties of the guest agent's channel."""
+
+    def vsock(self) -> str:
+        """Return the device properties of the vsock device."""
+
+    def screen(self) -> Iterator[str]:
+        """Yield the options of the VNC server."""
 
 
 @attrs.frozen
@@ -67,11 +86,17 @@ class Descriptors:
     taps: tuple[int, ...] = ()
     vhosts: tuple[int | None, ...] = ()
     shares: tuple[int, ...] = ()
+    agent_line: int | None = None
+    vhost_vsock: tuple[int, int] | None = None
+    """The descriptor and its context identifier."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return every descriptor, to be passed on."""
         vhosts = (number for number in self.vhosts if number is not None)
-        return (self.qmp, self.console, *self.ram, *self.files.values(), *self.taps, *vhosts, *self.shares)
+        agent = () if self.agent_line is None else (self.agent_line,)
+        vsock = () if self.vhost_vsock is None else self.vhost_vsock[:1]
+        files = self.files.values()
+        return (self.qmp, self.console, *self.ram, *files, *self.taps, *vhosts, *self.shares, *agent, *vsock)
 
     def monitor(self) -> Iterator[str]:
         """See :class:`Endpoints`."""
@@ -79,7 +104,7 @@ class Descriptors:
         yield from ("-mon", "chardev=qmp,mode=control")
         yield from ("-chardev", f"socket,id=console,fd={self.console}")
 
-    def memory(self, index: int) -> str:
+    def memory(self, index: int, _page_size: int | None) -> str:
         """See :class:`Endpoints`."""
         return f"memory-backend-file,mem-path=/proc/self/fd/{self.ram[index]},share=on"
 
@@ -101,6 +126,19 @@ class Descriptors:
         """See :class:`Endpoints`."""
         return f"fd={self.shares[index]}"
 
+    def agent(self) -> str:
+        """See :class:`Endpoints`."""
+        return f"fd={self.agent_line}"
+
+    def vsock(self) -> str:
+        """See :class:`Endpoints`."""
+        number, cid = self.vhost_vsock or (-1, 0)
+        return f"guest-cid={cid},vhostfd={number}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`: it listens nowhere, and is given connections (QMP ``add_client``)."""
+        yield from ("-vnc", "none")
+
 
 @attrs.frozen
 class Paths:
@@ -113,9 +151,10 @@ class Paths:
         yield from ("-chardev", "stdio,id=console,mux=on,signal=off")
         yield from ("-mon", "chardev=console,mode=readline")
 
-    def memory(self, _index: int) -> str:
+    def memory(self, _index: int, page_size: int | None) -> str:
         """See :class:`Endpoints`."""
-        return "memory-backend-memfd,share=on"
+        huge = "" if page_size is None else f",hugetlb=on,hugetlbsize={page_size // MIB}M"
+        return f"memory-backend-memfd,share=on{huge}"
 
     def file(self, name: str) -> str:
         """See :class:`Endpoints`."""
@@ -131,7 +170,8 @@ class Paths:
             paths[disk.name] = disk.path if disk.overlay is None else _overlay(self.plan, disk)
             paths |= {below: layer.path for below, layer in disk.below()}
         paths["firmware"] = None if machine.firmware is None else machine.firmware.path
-        paths["firmware-vars"] = machine.firmware_vars
+        paths["firmware-vars"] = _variables_path(self.plan)
+        paths["seed"] = self.plan.state_directory / SEED
         return [], str(paths[name])
 
     def tap(self, index: int) -> str:
@@ -142,6 +182,19 @@ class Paths:
     def share(self, index: int) -> str:
         """See :class:`Endpoints`."""
         return f"path={_comma(str(_share_socket(self.plan, index)))}"
+
+    def agent(self) -> str:
+        """See :class:`Endpoints`: any program may connect there."""
+        return f"path={_comma(str(self.plan.state_directory / 'agent.sock'))},server=on,wait=off"
+
+    def vsock(self) -> str:
+        """See :class:`Endpoints`."""
+        vsock = self.plan.machine.guest.vsock
+        return f"guest-cid={0 if vsock is None else vsock.cid}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`."""
+        yield from ("-vnc", f"unix:{_comma(str(self.plan.state_directory / 'vnc.sock'))}")
 
 
 def _comma(value: str) -> str:
@@ -155,6 +208,11 @@ def _overlay(plan: InstancePlan, disk: DiskPlan) -> PurePosixPath:
 
 def _share_socket(plan: InstancePlan, index: int) -> PurePosixPath:
     return plan.state_directory / f"share{index}.sock"
+
+
+def _variables_path(plan: InstancePlan) -> PurePosixPath | None:
+    variables = plan.machine.firmware_vars
+    return None if variables is None else variables.path or plan.state_directory / "firmware-vars.fd"
 
 
 def qemu_argv(machine: MachinePlan, endpoints: Endpoints, *, paused: bool = True) -> list[str]:
@@ -181,10 +239,17 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         if present is not None
     )
     ram = ",memory-backend=ram" if len(machine.topology.numa_nodes) == 1 else ""
-    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{flash}")
-    yield from ("-accel", "kvm" if machine.accel == "kvm" else "tcg,thread=multi")
+    secure = ",smm=on" if machine.secure_boot else ""
+    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{secure}{flash}")
+    if machine.secure_boot:
+        yield from ("-global", "driver=cfi.pflash01,property=secure,value=on")
+        # OVMF with SMM cannot resume, and refuses to start where it might
+        yield from ("-global", "ICH9-LPC.disable_s3=1")
+    yield from ("-accel", "kvm" if machine.accel == "kvm" else f"tcg,thread=multi,tb-size={TRANSLATED // MIB}")
     yield from ("-cpu", machine.cpu_model)
     yield from _topology(machine, endpoints)
+    # Ticks of the clock that the guest missed are given to it later, instead of leaving it behind.
+    yield from ("-rtc", f"base={machine.guest.clock},clock=host,driftfix=slew")
     yield from endpoints.monitor()
     yield from ("-serial", "chardev:console")
     yield from ("-device", "pvpanic-pci")
@@ -196,6 +261,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     for index, share in enumerate(machine.shares):
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
+    yield from _guest_devices(machine, endpoints)
     yield from _bridges(len(machine.topology.numa_nodes))
     yield from _slots(machine.slots)
 
@@ -207,13 +273,18 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     dies = f"dies={topology.dies}," if topology.dies > 1 else ""
     yield from ("-smp", f"cpus={machine.vcpus},sockets={sockets},{dies}cores={cores},threads={threads}")
     yield from ("-m", f"size={machine.memory // MIB}M")
+    if machine.ram.locked:
+        yield from ("-overcommit", "mem-lock=on")
     numa = list(enumerate(topology.numa_nodes))
     several = len(numa) > 1
     for number, each in numa:
-        kind, _, properties = endpoints.memory(number).partition(",")
+        shared = machine.ram.shared
+        backend = endpoints.memory(number, machine.ram.page_size) if shared else "memory-backend-ram,share=off"
+        kind, _, properties = backend.partition(",")
         bound = "".join(f",host-nodes={host}" for host in each.bound) + (",policy=bind" if each.bound else "")
+        # Pages that are there are mapped only, and their tables charged to the pod: the guest's first touch finds them.
         touching = min(len(each.vcpus), MOST_PREALLOCATORS)
-        touched = f",prealloc=on,prealloc-threads={touching}" if machine.preallocate else ""
+        touched = f",prealloc=on,prealloc-threads={touching}" if machine.ram.preallocate else ""
         name = f"ram{number}" if several else "ram"
         yield from ("-object", f"{kind},id={name},size={each.memory // MIB}M,{properties}{bound}{touched}")
     if several:
@@ -226,6 +297,25 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
                     yield from ("-numa", f"dist,src={number},dst={other},val={distance}")
 
 
+def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int, ...]) -> list[str]:
+    """Return the argv of the program that takes all pages of the descriptors *ram*.
+
+    It has a word for each of them: descriptor, bytes, bytes of a page (0: the kernel's own), the NUMA nodes it is bound
+    to, the CPUs that are near, and the number of threads (:mod:`runner.host.populate`).
+    """
+    words = (
+        ":".join(
+            (
+                *(str(descriptor), str(each.memory), str(machine.ram.page_size or 0), ",".join(map(str, each.bound))),
+                str(CpuSet(placement.pins[vcpu] for vcpu in each.vcpus)),
+                str(min(len(each.vcpus), MOST_PREALLOCATORS)),
+            )
+        )
+        for descriptor, each in zip(ram, machine.topology.numa_nodes, strict=True)
+    )
+    return [*machine.ram.preallocator, SAID_EVERY, *words]
+
+
 def _bridges(numa_nodes: int) -> Iterator[str]:
     """Yield a host bridge for each NUMA node of a guest that has several: what is near a node of the host goes behind it.
 
@@ -235,6 +325,29 @@ def _bridges(numa_nodes: int) -> Iterator[str]:
         for number in range(numa_nodes):
             bus = FIRST_BRIDGE + number * ((LAST_BUS - FIRST_BRIDGE) // numa_nodes)
             yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
+
+
+def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield what serves the guest; after disks and networks, whose PCI addresses shall not depend on it."""
+    guest = machine.guest
+    # Without it a guest may wait for entropy at its first boot; it takes from getrandom(2), and no path.
+    yield from ("-object", "rng-builtin,id=rng")
+    yield from ("-device", "virtio-rng-pci,rng=rng")
+    if guest.agent:
+        yield from ("-device", "virtio-serial-pci,id=serial")
+        yield from ("-chardev", f"socket,id=agent,{endpoints.agent()}")
+        yield from ("-device", "virtserialport,bus=serial.0,chardev=agent,id=agent,name=org.qemu.guest_agent.0")
+    if guest.vsock is not None:
+        yield from ("-device", f"vhost-vsock-pci,{endpoints.vsock()}")
+    if guest.watchdog is not None:
+        yield from ("-device", "i6300esb")
+        yield from ("-action", f"watchdog={WATCHDOG_ACTIONS[guest.watchdog]}")
+    if machine.vnc:
+        yield from endpoints.screen()
+        yield from ("-device", "VGA")
+    if machine.seed is not None:
+        yield from _node("seed", endpoints, read_only=True)
+        yield from ("-device", "virtio-blk-pci,drive=seed,serial=cidata")
 
 
 def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
@@ -264,9 +377,9 @@ def _slots(number: int) -> Iterator[str]:
 
 def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     if machine.firmware is not None:
-        yield from _flash("firmware", endpoints, read_only=True)
+        yield from _node("firmware", endpoints, read_only=True)
     if machine.firmware_vars is not None:
-        yield from _flash("firmware-vars", endpoints, read_only=False)
+        yield from _node("firmware-vars", endpoints, read_only=False)
     if machine.kernel is not None:
         yield from ("-kernel", endpoints.file("kernel"))
         if machine.initrd is not None:
@@ -275,7 +388,8 @@ def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             yield from ("-append", machine.cmdline)
 
 
-def _flash(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
+def _node(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
+    """Yield a raw block device of QEMU's that is a file of ours."""
     first, path = endpoints.image(name)
     filename = _comma(path)
     yield from first
@@ -380,10 +494,30 @@ _FLAGS = frozenset(
         "-m",
         "-object",
         "-numa",
+        "-overcommit",
     }
     | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
+    | {"-rtc", "-global", "-action", "-vnc"}
 )
 """Options that begin a line of the script; a value may begin with a dash, too."""
+
+
+def _made_first(plan: InstancePlan) -> Iterator[str]:
+    """Yield the commands that make what our program holds in memory, or makes when it is missing."""
+    machine, directory = plan.machine, shlex.quote(str(plan.state_directory))
+    if machine.guest.agent or machine.vnc or machine.seed is not None or machine.firmware_vars is not None:
+        yield f"mkdir -p {directory}"
+    if machine.firmware_vars is not None and machine.firmware_vars.template is not None:
+        yield shlex.join(("cp", "-n", str(machine.firmware_vars.template), str(_variables_path(plan))))
+    if machine.seed is not None:
+        import base64  # here, because no instance needs them
+        import zlib
+
+        packer = zlib.compressobj(wbits=31)  # gzip
+        packed = base64.b64encode(packer.compress(machine.seed.image()) + packer.flush()).decode()
+        yield f"base64 -d <<'END' | gzip -d >{shlex.quote(str(plan.state_directory / SEED))}"
+        yield from (packed[start : start + 100] for start in range(0, len(packed), 100))
+        yield "END"
 
 
 def pasteable(plan: InstancePlan) -> str:
@@ -394,6 +528,7 @@ def pasteable(plan: InstancePlan) -> str:
     lines = [
         "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
     ]
+    lines += _made_first(plan)
     overlays = [(disk, disk.overlay) for disk in plan.machine.disks if disk.overlay is not None]
     if plan.shares or overlays:
         lines.append(f"mkdir -p {shlex.quote(str(plan.state_directory))}")
