@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -531,7 +532,7 @@ def device(path: str) -> dict[str, Any]:
     found = os.stat(path)  # noqa: PTH116 - the description takes numbers
     return {
         "path": path,
-        "type": "c",
+        "type": "b" if stat.S_ISBLK(found.st_mode) else "c",
         "major": os.major(found.st_rdev),
         "minor": os.minor(found.st_rdev),
         "fileMode": 0o666,
