@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from runner.plan.disks import disk_words
 from runner.plan.instance import InstancePlan, MachinePlan
 from runner.plan.networks import HandedPlan, MacvtapPlan, NetworkPlan, PasstPlan
 from runner.spec.document import format_size
@@ -46,9 +47,10 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     elif machine.firmware is not None:
         yield f"               starts the firmware {machine.firmware.path}"
     for disk in machine.disks:
-        yield f"               disk {disk.path}, {disk.format}, {'read-only' if disk.read_only else 'writable'}"
+        yield f"               disk {disk_words(disk)}"
     yield from _beside(machine)
     yield from _guest(machine.topology)
+    yield f"               {_ram(machine)}"
     pins = ", ".join(f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(placement.pins))
     yield f"  7 pins       vCPU→CPU {pins}; read back from the kernel; then the guest runs"
     shutdown = plan.shutdown
@@ -103,6 +105,15 @@ def _guest(topology: GuestTopology) -> Iterator[str]:
             f"               NUMA node {number}: vCPUs {each.vcpus}, {format_size(each.memory)} from {where}"
             + (f"; distance {', '.join(far)}" if far else "")
         )
+
+
+def _ram(machine: MachinePlan) -> str:
+    ram = machine.ram
+    pages = "ordinary pages" if ram.page_size is None else f"huge pages of {format_size(ram.page_size)}"
+    when = "all taken before the guest runs" if ram.preallocate else "taken as the guest uses it"
+    locked = ", locked" if ram.locked else ""
+    private = "" if ram.shared else ", QEMU's alone"
+    return f"memory in {pages}{locked}{private}, {when}; at most {format_size(ram.beside)} needed beside it"
 
 
 def _network(network: NetworkPlan) -> str:

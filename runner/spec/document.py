@@ -144,6 +144,11 @@ def size(least: int) -> Rule:
     return Rule(f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"', parse)
 
 
+def either(word: str, value: object, rule: Rule) -> Rule:
+    """Take *word*, which means *value*, or what *rule* takes."""
+    return Rule(f'{rule.allowed}, or "{word}"', lambda given: value if given == word else rule.parse(given))
+
+
 def seconds(least: float, most: float) -> Rule:
     """Take a duration in seconds."""
 
@@ -206,6 +211,16 @@ def documents() -> Rule:
         return tuple(map(document().parse, value))
 
     return Rule("an array of texts, or of absolute paths of files that hold them", parse)
+
+
+def paths() -> Rule:
+    """Take an array of absolute paths."""
+    one = path()
+
+    def parse(value: object) -> tuple[object, ...]:
+        return tuple(map(one.parse, value)) if isinstance(value, list) else _wrong(value)
+
+    return Rule("an array of absolute paths", parse)
 
 
 def _encodable(value: str) -> bool:
