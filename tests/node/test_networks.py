@@ -1,10 +1,9 @@
-"""Networks of every kind at once, as a real guest sees them; and a tap that somebody else has opened."""
+"""Networks of every kind at once by QEMU 10, and a tap that somebody else has opened."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -15,11 +14,10 @@ import pytest
 
 from runner.host import devices
 from tests.node.instances import World, members_of, uid_of
-from tests.node.test_linux_guest import INITRD, KERNEL
-from tests.node.test_runner import NAMESPACES, PROJECT, RUNNER, until
+from tests.node.test_runner import NAMESPACES, PROJECT, ROM, RUNNER, until
 
-BOOTS_WITHIN = 480
-"""Seconds: an emulated guest on an emulated machine."""
+UP_WITHIN = 120
+"""Seconds, on a busy machine."""
 EXAMPLE = PROJECT / "examples" / "instances" / "two-nics.toml"
 POD = """
 set -e
@@ -71,44 +69,29 @@ def outcome(tmp_path: Path) -> Iterator[Callable[[Path], tuple[subprocess.Popen[
         print((tmp_path / "output").read_text(errors="replace"))
 
 
-@pytest.mark.timeout(BOOTS_WITHIN + 120)
-def test_a_guest_with_a_network_of_every_kind(
+@pytest.mark.usefixtures("rom")
+def test_a_machine_with_a_network_of_every_kind(
     tmp_path: Path, outcome: Callable[[Path], tuple[subprocess.Popen[bytes], Callable[[], str]]]
 ) -> None:
-    """The example's two, a private one and passt: addresses by DHCP, a router by advertisement, queues, MTU."""
-    if not Path(KERNEL).is_file() or not Path(INITRD).is_file():
-        pytest.skip("the Linux guest is missing: tests/node/run builds it and names it in RUNNER_NODE_GUEST_KERNEL")
-    kernel = tmp_path / "kernel"
-    shutil.copy(KERNEL, kernel)
-    text = EXAMPLE.read_text()
-    for found, put in (
-        (r"^kernel = .*", f'kernel = "{kernel}"'),
-        (r"^initrd = .*", f'initrd = "{INITRD}"'),
-        (r"console=ttyS0 quiet", "console=ttyS0 networks=1"),
-        (r"^count = 2", 'count = 2\naccel = "tcg"\nmodel = "Skylake-Server"'),
-        (r'"512MiB"', '"192MiB"'),
-    ):
-        text, changed = re.subn(found, put, text, flags=re.MULTILINE)
-        assert changed == 1, found
+    """The example's two, a private one and passt, by QEMU 10 and with vhost-net; afterwards the pod is as it was.
+
+    What a Linux guest sees of it is asked in tests/machine, where booting one takes seconds.
+    """
+    text, changed = re.subn(r"\[boot\]\n(\w+ = .*\n)+", f'[boot]\nfirmware = "{ROM}"\n', EXAMPLE.read_text())
+    assert changed == 1
+    text = text.replace("count = 2\n", 'count = 2\naccel = "tcg"\n').replace("512MiB", "64MiB")
     spec = tmp_path / "spec.toml"
-    spec.write_text(text + '[[network]]\nipv6 = true\nsubnet6 = "fd00:77::/64"\n[[network]]\nmode = "passt"\n')
+    private = '[[network]]\nipv6 = true\nsubnet6 = "fd00:77::/64"\n'
+    spec.write_text(f'{text}{private}[[network]]\nmode = "passt"\n[shutdown]\ngrace = 20\n')
 
     process, output = outcome(spec)
-    until(lambda: "LINUX-GUEST-UP" in output() or process.poll() is not None, "the guest's word", BOOTS_WITHIN)
+    until(lambda: "ROM-GUEST-UP" in output() or process.poll() is not None, "the guest's word", UP_WITHIN)
     assert process.poll() is None, output()
-    said = output()
-    up = re.search(r"LINUX-GUEST-UP .* addresses=(\S*)", said)
-    assert up is not None
-    assert up[1].rstrip(",").split(",") == ["10.244.1.5/24", "10.1.0.77/24", "192.168.79.2/24", "10.1.0.5/24"]
-    nics = dict(re.findall(r"^(eth[0-9]): (.*?)\r?$", said, re.MULTILINE))
-    assert nics["eth0"] == "mac=0a:58:0a:f4:01:05 mtu=1500 queues=2"
-    assert nics["eth1"].endswith("mtu=1400 queues=2")
-    assert nics["eth2"].endswith("mtu=1500 queues=2")
-    assert nics["eth3"].endswith("mtu=65520 queues=1")
-    assert re.search(r"^route: default via fe80::\S+ dev eth2", said, re.MULTILINE)
-    assert "vhost=on" in said
-    [qemu] = re.findall(r"role=qemu argv=(.*)", said)
+    [qemu] = re.findall(r"role=qemu argv=(.*)", output())
     assert qemu.count("vhostfds=") == 3
+    assert qemu.count("mq=on,vectors=6") == 3
+    assert re.search("role=passt argv=.*--one-off", output())
+    until(lambda: "NETDEV_STREAM_CONNECTED" in output(), "QEMU to have passt's socket")
 
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[0]), 15)
