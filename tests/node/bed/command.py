@@ -23,7 +23,8 @@ RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
 SYSTEMD_TESTS, ARTICLE_TESTS = ["tests/node/systemd"], ["tests/node/article"]
 """What needs systemd as PID 1, 128 CPUs or our images as disks is a folder of its own: a node without it would skip it."""
-TESTS = ["tests/node", *(f"--ignore={folder}" for folder in (*SYSTEMD_TESTS, *ARTICLE_TESTS, "tests/node/images"))]
+IMAGE_TESTS = ["tests/node/images", "tests/node/containerd"]
+TESTS = ["tests/node", *(f"--ignore={folder}" for folder in (*SYSTEMD_TESTS, *ARTICLE_TESTS, *IMAGE_TESTS))]
 ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
 HANGING_SECONDS = 300
 """A test that takes longer shows where it is."""
