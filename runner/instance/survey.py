@@ -6,30 +6,46 @@ import logging
 import os
 import pwd
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path, PurePosixPath
 
+import attrs
 import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.host.cgroup import Cgroup
-from runner.host.devices import has_tun, has_vhost_net, read_kvm
-from runner.host.files import cpu_limits, find_program, look, memory_limits, read_text
+from runner.host.devices import has_tun, has_vhost_net, has_vhost_vsock, read_kvm
+from runner.host.files import (
+    cpu_limits,
+    find_program,
+    huge_limits,
+    look,
+    memory_limits,
+    read_document,
+    read_text,
+    real_path,
+)
 from runner.host.network import Link, read_links
 from runner.host.processes import Command
 from runner.host.procfs import Procfs
 from runner.host.rtnetlink import LinkRoute
 from runner.host.scheduler import read_mask
-from runner.host.sysfs import read_hardware
+from runner.host.sysfs import read_hardware, read_huge_pools
 from runner.instance.host import Host
+from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.facts import (
+    DocumentFact,
     FileFact,
     HostFacts,
+    HugeFact,
     ImageFact,
     Interface,
     Kvm,
+    LateDiskFacts,
+    Limits,
     Pod,
     PodName,
     Resolver,
@@ -37,9 +53,10 @@ from runner.plan.facts import (
     User,
     Virtiofsd,
 )
+from runner.plan.firmware import candidates
 from runner.plan.fitness import qos_of_oom_score_adj
 from runner.plan.instance import DHCP_USERS, QEMU_USERS
-from runner.spec.instance import InstanceSpec
+from runner.spec.instance import Disk, InstanceSpec
 from runner.topology.pod_cgroups import parse_bare_container, parse_container
 
 VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
@@ -48,6 +65,8 @@ CGROUP_ROOT = PurePosixPath("/sys/fs/cgroup")
 ONLINE_CPUS = PurePosixPath("/sys/devices/system/cpu/online")
 _UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
 """A pod's UID; in the name of a slice its hyphens are underscores, and a static pod's has none."""
+PREALLOCATOR = Path(__file__).parents[1] / "host" / "populate.py"
+"""A script, which this process does not import: it is run by a Python of its own."""
 ANSWERS_WITHIN = 5.0
 """Seconds a program may take to say its version."""
 
@@ -58,24 +77,30 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
     kvm = read_kvm()
     cgroup = host.procfs.cgroup()
     pod = read_pod(host.procfs, os.environ)
+    limits = _limits(spec, host, cgroup)
     uid = _uid(host, cgroup) if spec.cpu.placement in {"auto", "controller"} else None
     return HostFacts(
         allowed_cpus=read_mask(),
         hardware=read_hardware(),
         memory_nodes=host.procfs.memory_nodes(),
         cpu_vendor=host.procfs.cpu_vendor(),
-        memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, cgroup), 1 << 62),
+        memory=min(host.procfs.memory_total(), limits.memory or 1 << 62),
         state_directory=state_directory,
+        limits=limits,
+        preallocator=(sys.executable, "-IS", str(PREALLOCATOR)),
         qemu=find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES),
         dnsmasq=find_program("dnsmasq", SYSTEM_DIRECTORIES),
         sleep=find_program("sleep", SYSTEM_DIRECTORIES),
         virtiofsd=virtiofsd,
         virtiofsd_trouble=trouble,
         files=dict(_files(spec)),
+        documents=dict(_documents(spec)),
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
+        io_uring_trouble=_io_uring_trouble(spec.disk),
         kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode),
         tun=not spec.network or has_tun(),
         vhost_net=bool(spec.network) and has_vhost_net(),
+        vhost_vsock=spec.guest.vsock is not None and has_vhost_vsock(),
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
         pod=pod,
@@ -140,6 +165,23 @@ def parse_uid(cgroup: str, roots: Iterable[str]) -> str | None:
     return None
 
 
+def _limits(spec: InstanceSpec, host: Host, cgroup: str) -> Limits:
+    memlock, may_lock = None, False
+    if spec.memory.lock:
+        from runner.host.memory import read_memlock_limit  # here, because nobody else needs ctypes
+
+        memlock, may_lock = read_memlock_limit(), host.procfs.may_lock()
+    return Limits(
+        memory=min(memory_limits(CGROUP_ROOT, cgroup), default=None),
+        huge={
+            pool.size: HugeFact(min(huge_limits(CGROUP_ROOT, cgroup, pool.size), default=None), pool.promised)
+            for pool in (read_huge_pools() if spec.memory.hugepages else ())
+        },
+        memlock=memlock,
+        may_lock=may_lock,
+    )
+
+
 def _controller_trouble(path: PurePosixPath, uid: str | None) -> str | None:
     """Tell why the controller cannot be asked; that it does not answer yet is none: it may be starting."""
     if look(path.parent).kind != "directory":
@@ -164,21 +206,66 @@ def _delegation_trouble(cgroup: str) -> str | None:
 
 
 def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
-    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware):
-        if path is not None:
+    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware, *candidates(spec.boot)):
+        if isinstance(path, PurePosixPath):
             yield path, _file(path)
-    if spec.boot.firmware_vars is not None:
-        yield spec.boot.firmware_vars, _file(spec.boot.firmware_vars, write=True)
+    if (variables := spec.boot.firmware_vars) is not None:
+        yield variables, _file(variables, write=True, image=True)
+        yield variables.parent, _file(variables.parent)
     for disk in spec.disk:
-        yield disk.path, _file(disk.path, write=not disk.read_only, image=True)
+        yield from _disk_files(disk)
     for share in spec.share:
         yield share.path, _file(share.path)
 
 
+def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact]]:
+    if spec.cloud_init is None:
+        return
+    from runner.plan.cloud_init import LARGEST, named_documents  # here, because most instances need none of it
+
+    for path in named_documents(spec.cloud_init):
+        content, trouble = read_document(path, LARGEST)
+        yield path, DocumentFact(content, trouble)
+
+
+def survey_disk(disk: Disk) -> LateDiskFacts:
+    """Return what the plan of one disk needs to know."""
+    return LateDiskFacts(dict(_disk_files(disk)), _io_uring_trouble((disk,)))
+
+
+def _disk_files(disk: Disk) -> Iterator[tuple[PurePosixPath, FileFact]]:
+    """Yield what *disk* names, and what its data comes from as far as the spec lets it.
+
+    A header may name anything: what does not lie where it is allowed is not even opened.
+    """
+    path, fact = disk.path, _file(disk.path, write=disk.writes, image=True)
+    yield path, fact
+    for _ in range(LONGEST_CHAIN):
+        backing = None if fact.image is None else fact.image.backing
+        if backing is None or not within(backing, disk.backing):
+            return
+        path, fact = backing, _file(backing, image=True)
+        yield path, fact
+
+
 def _file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:
     found = look(path, write=write, image=image)
-    said = None if found.image is None else ImageFact(found.image.format, found.image.backing, found.image.locked)
-    return FileFact(found.kind, found.size, found.trouble, found.everyone_reads, said)
+    fact = FileFact(found.kind, found.size, found.trouble, found.everyone_reads)
+    if found.image is None:
+        return fact
+    said = found.image
+    backing = None if said.backing is None else real_path(path, said.backing)
+    image_fact = ImageFact(said.format, said.size, backing, said.backing_format, said.locked, said.trouble)
+    return attrs.evolve(fact, image=image_fact, direct=found.direct, sparse=found.sparse, sectors=found.sectors)
+
+
+def _io_uring_trouble(disks: Iterable[Disk]) -> str | None:
+    if all(disk.aio != "io_uring" for disk in disks):
+        return None
+    from runner.host.io_uring import try_io_uring
+
+    trouble = try_io_uring()
+    return None if trouble is None else trouble.strerror
 
 
 def _users(names: Iterable[str]) -> Iterator[tuple[str, User]]:
