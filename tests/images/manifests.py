@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ def put_together(directory: str) -> list[Object]:
     return list(yaml.safe_load_all(subprocess.run(argv, check=True, stdout=subprocess.PIPE).stdout))
 
 
-def pod_specs(objects: list[Object]) -> list[Object]:
+def images_of(objects: Iterable[Object]) -> list[str]:
+    """Return the names of the images that pods of *objects* run."""
+    return sorted({container["image"] for spec in pod_specs(objects) for container in spec["containers"]})
+
+
+def pod_specs(objects: Iterable[Object]) -> list[Object]:
     """Return the specifications of pods among *objects*, those of templates too."""
     specs = (found if found["kind"] == "Pod" else found.get("spec", {}).get("template", {}) for found in objects)
     return [found["spec"] for found in specs if "spec" in found]

@@ -11,7 +11,7 @@ import pytest
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup
 from tests.node.instances import ROM, Controller, World, controller_of, kubelet_of
-from tests.node.standin_kubelet import Kubelet
+from tests.node.standin_kubelet import Kubelet, Mount
 
 
 def unsuitable() -> str:
@@ -99,3 +99,12 @@ def rom() -> Path:
     if not ROM.is_file():
         pytest.skip("the ROM guest is missing: tests/node/run builds it and names it in RUNNER_NODE_ROM")
     return ROM
+
+
+@pytest.fixture
+def guest(rom: Path, tmp_path: Path) -> tuple[Mount, ...]:
+    """Return the mount of a directory with the ROM guest."""
+    place = tmp_path / "guest"
+    place.mkdir()
+    (place / "rom").write_bytes(rom.read_bytes())
+    return ((place, "/guest", "ro"),)

@@ -67,6 +67,10 @@ class Container:
     name: str = "main"
     image: Path | None = None
     """Its root file system; without one the node's own, with the checkout as ``/project`` where an image would have it."""
+    reference: str = ""
+    """The image's name, by which a runtime knows it that has images."""
+    keeps_entry_point: bool = False
+    """:attr:`command` is only what follows the image's own entry point."""
     cpus: CpuSet = field(default_factory=CpuSet)
     """Exclusive CPUs; empty: it runs on the shared pool."""
     mems: CpuSet = field(default_factory=CpuSet)

@@ -24,7 +24,8 @@ KEPT_RUNS = 5
 SYSTEMD_TESTS, ARTICLE_TESTS, DEVICE_TESTS = ["tests/node/systemd"], ["tests/node/article"], ["tests/node/devices"]
 """What needs systemd as PID 1, 128 CPUs, spare devices or our images as disks is a folder of its own: a node without it
 would skip it."""
-OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, "tests/node/images")
+IMAGE_TESTS = ["tests/node/images", "tests/node/containerd"]
+OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, *IMAGE_TESTS)
 TESTS = ["tests/node", *(f"--ignore={folder}" for folder in OWN_FOLDERS)]
 ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
 HANGING_SECONDS = 300

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.images.manifested import Cluster, Manifests
+from tests.node.images.manifested import Cluster, Manifests, mount_image
 from tests.node.standin_kubelet import Kubelet
-
-IMAGES = ("gpu-instance", "controller")
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +23,10 @@ def manifests() -> Manifests:
 @pytest.fixture(scope="session")
 def images(manifests: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """Mount the images' root file systems and return them by the name a manifest uses."""
-    serials = {path.read_text().strip(): path.parent.name for path in Path("/sys/block").glob("vd*/serial")}
-    places = {name: tmp_path_factory.mktemp(name) for name in IMAGES}
+    places = {name: tmp_path_factory.mktemp(name) for name in manifests.configurations}
     for name, place in places.items():
-        subprocess.run(["mount", "-t", "erofs", "-o", "ro", f"/dev/{serials[name]}", place], check=True)
-    assert manifests.entry_points.keys() == {"gpu-instance", "instance-cgroup-controller"}
-    yield {"gpu-instance": places["gpu-instance"], "instance-cgroup-controller": places["controller"]}
+        mount_image(name, place)
+    yield places
     for place in places.values():
         subprocess.run(["umount", "--lazy", place], check=True)
 

@@ -5,30 +5,35 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 
 from runner.cpuset import CpuSet
 from runner.topology.pod import parse_quantity
 from tests.node.standin_kubelet import Container, Mount, Pod, Runtime, capabilities
 
 Object = dict[str, Any]
+DISKS = {"gpu-instance": "gpu-instance", "instance-cgroup-controller": "controller"}
+"""What the manifests call an image → the serial number of its disk."""
 VM_DEVICES = ("/dev/kvm", "/dev/net/tun", "/dev/vhost-net")
 """What the resource ``squat.ai/vm`` stands for."""
 
 
 @attrs.frozen
 class Manifests:
-    """The objects of every directory of manifests, and the entry point of every image."""
+    """The objects of every directory of manifests, and the configuration of every image."""
 
     objects: dict[str, list[Object]]
-    entry_points: dict[str, list[str]]
+    configurations: dict[str, Object]
 
     @classmethod
     def read(cls) -> Manifests:
@@ -45,9 +50,25 @@ class Cluster:
 
     manifests: Manifests
     images: dict[str, Path]
+    """Their root file systems; empty if the runtime has images."""
     scratch: Path
     host_paths: dict[str, Path]
     """Path in a manifest → where that is on this node, when it is elsewhere."""
+    pod_ip: str = "127.0.0.1"
+    networked: bool = False
+    """Pods have an interface that a guest can take over."""
+
+    def with_the_rom(self, directory: str) -> Cluster:
+        """Replace the demo guest in the spec of *directory*: Linux would take a minute here to say a word."""
+        manifests = copy.deepcopy(self.manifests)
+        data: Object = manifests.of(directory, "ConfigMap")["data"]
+        text, guests = re.subn(
+            r"\[boot\].*?(?=\n\n)", '[boot]\nfirmware = "/guest/rom"', data["spec.toml"], flags=re.DOTALL
+        )
+        text, sizes = re.subn(r'size = "\w+"', 'size = "64MiB"', text)
+        assert (guests, sizes, text.count('mode = "bridge"')) == (1, 1, 1)
+        data["spec.toml"] = text if self.networked else text.replace('mode = "bridge"', 'mode = "private"')
+        return attrs.evolve(self, manifests=manifests)
 
     def pod(
         self, directory: str, kind: str, uid: str, cpus: CpuSet, *, runtime: Runtime, mounts: tuple[Mount, ...] = ()
@@ -80,12 +101,14 @@ class Cluster:
     ) -> Container:
         """Return one container as its runtime is told of it."""
         image = container["image"].partition(":")[0].rpartition("/")[2]
-        fields = {"metadata.uid": uid, "status.podIP": "127.0.0.1"}
+        fields = {"metadata.uid": uid, "status.podIP": self.pod_ip}
         environment = {
             each["name"]: each["value"] if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
             for each in container.get("env", [])
         }
-        words = [*container.get("command", self.manifests.entry_points[image]), *container.get("args", [])]
+        root = self.images.get(image)
+        entry = container.get("command", self.manifests.configurations[image]["Entrypoint"] if root else None)
+        words = [*(entry or ()), *container.get("args", [])]
         context, limits = container["securityContext"], container["resources"]["limits"]
         added = " ".join(context.get("capabilities", {}).get("add", []))
         sources = {volume["name"]: self.source(directory, volume, uid) for volume in volumes}
@@ -96,7 +119,9 @@ class Cluster:
         return Container(
             tuple(re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in words),
             name=container["name"],
-            image=self.images[image],
+            image=root,
+            reference=container["image"],
+            keeps_entry_point=entry is None,
             cpus=cpus,
             memory=math.ceil(parse_quantity(limits["memory"])),
             privileged=context.get("privileged", False),
@@ -128,3 +153,16 @@ class Cluster:
             assert "emptyDir" in volume
             place.chmod(0o777)
         return place
+
+
+def mount_image(name: str, place: Path) -> None:
+    """Mount the root file system of an image, which is one of the node's disks, at *place*."""
+    subprocess.run(["mount", "-t", "erofs", "-o", "ro", disk(DISKS[name]), place], check=True)
+
+
+def disk(serial: str) -> Path:
+    """Return the device of a disk that the node was given."""
+    serials = {path.read_text().strip(): path.parent.name for path in Path("/sys/block").glob("vd*/serial")}
+    if serial not in serials:
+        pytest.skip(f"the disk {serial!r} is missing: tests/images/run gives it to the node")
+    return Path("/dev") / serials[serial]

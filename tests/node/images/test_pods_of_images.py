@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import attrs
 import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import SECONDS, Cgroup
-from tests.node.images.manifested import Cluster, Object
-from tests.node.instances import ROM, TREE, Instance
+from tests.node.images.manifested import Cluster
+from tests.node.instances import TREE, Instance
 from tests.node.standin_kubelet import Kubelet, Mount, Running, Runtime
 
 BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
@@ -68,37 +65,13 @@ def test_the_daemon_set_has_the_rights_it_needs_and_no_more(
     assert kubelet.stop(CONTROLLER, grace=5) == {"controller": 0}, controller.output
 
 
-def with_the_rom(cluster: Cluster, directory: str) -> Cluster:
-    """Replace the demo guest in the spec of *directory*: Linux would take a minute here to say a word."""
-    manifests = copy.deepcopy(cluster.manifests)
-    data: Object = manifests.of(directory, "ConfigMap")["data"]
-    text, guests = re.subn(
-        r"\[boot\].*?(?=\n\n)", '[boot]\nfirmware = "/guest/rom"', data["spec.toml"], flags=re.DOTALL
-    )
-    text, sizes = re.subn(r'size = "\w+"', 'size = "64MiB"', text)
-    # There is no pod network here for the guest to take over.
-    text, networks = re.subn('mode = "bridge"', 'mode = "private"', text)
-    assert (guests, sizes, networks) == (1, 1, 1)
-    data["spec.toml"] = text
-    return attrs.evolve(cluster, manifests=manifests)
-
-
-@pytest.fixture
-def guest(tmp_path: Path) -> tuple[Mount, ...]:
-    """Return the mount of a directory with the ROM guest."""
-    place = tmp_path / "guest"
-    place.mkdir()
-    (place / "rom").write_bytes(ROM.read_bytes())
-    return ((place, "/guest", "ro"),)
-
-
 @BOTH
 @pytest.mark.parametrize("directory", ["instance", "job"])
 def test_an_instance_beside_the_daemon_set(
     cluster: Cluster, kubelet: Kubelet, guest: tuple[Mount, ...], runtime: Runtime, directory: str
 ) -> None:
     kind, exclusive = {"instance": ("Pod", CpuSet.parse("2-3,10-11")), "job": ("Job", CpuSet.parse("9-10"))}[directory]
-    cluster = with_the_rom(cluster, directory)
+    cluster = cluster.with_the_rom(directory)
     controller = kubelet.run(cluster.pod("controller", "DaemonSet", CONTROLLER, CpuSet(), runtime=runtime))[
         "controller"
     ]
@@ -124,7 +97,7 @@ def test_a_privileged_instance_divides_its_own_cgroup(
     namespace: Literal["host", "private"],
 ) -> None:
     """As containerd starts a privileged container, and as Docker does (in a cgroup namespace of its own)."""
-    cluster = with_the_rom(cluster, "overlays/privileged")
+    cluster = cluster.with_the_rom("overlays/privileged")
     exclusive = CpuSet.parse("2-4,10-12")
     pod = cluster.pod("overlays/privileged", "Pod", INSTANCE, exclusive, runtime=runtime, mounts=guest)
     [container] = pod.containers
