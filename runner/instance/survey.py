@@ -15,7 +15,7 @@ import trio
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.host.cgroup import Cgroup
-from runner.host.devices import has_tun, has_vhost_net, read_kvm
+from runner.host.devices import has_tun, has_vhost_net, read_kvm, try_kvm
 from runner.host.files import cpu_limits, find_program, look, memory_limits, read_text
 from runner.host.network import Link, read_links
 from runner.host.processes import Command
@@ -56,6 +56,7 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
     """Return what *spec*'s plan needs to know of this host."""
     virtiofsd, trouble = await find_virtiofsd(host) if spec.share else (None, "")
     kvm = read_kvm()
+    trial = try_kvm() if kvm.trouble is None and spec.cpu.accel != "tcg" else None
     cgroup = host.procfs.cgroup()
     pod = read_pod(host.procfs, os.environ)
     uid = _uid(host, cgroup) if spec.cpu.placement in {"auto", "controller"} else None
@@ -73,7 +74,7 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
         virtiofsd_trouble=trouble,
         files=dict(_files(spec)),
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
-        kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode),
+        kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode, trial),
         tun=not spec.network or has_tun(),
         vhost_net=bool(spec.network) and has_vhost_net(),
         interfaces=_interfaces(spec),
