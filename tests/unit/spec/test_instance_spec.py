@@ -59,6 +59,7 @@ path = "/home"
 [console]
 stdout = false
 log = "/var/log/console"
+log_size = "1MiB"
 [shutdown]
 grace = 12.5
 on_reboot = "exit"
