@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 import attrs
 
 from runner.errors import HostError
+from runner.topology.hardware import hugetlb_name
 
 _QCOW2_MAGIC = b"QFI\xfb"
 _QCOW2_HEADER = struct.Struct(">IIQI52xQ")
@@ -127,24 +128,63 @@ def closing(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-@contextmanager
-def memory(name: str, size: int) -> Iterator[int]:
-    """Hold *size* bytes of anonymous memory as a file (``memfd_create(2)``); no page of it exists before it is touched."""
+def create_memory(name: str, size: int, page_size: int | None = None) -> int:
+    """Make *size* bytes of anonymous memory as a file (``memfd_create(2)``), which the caller closes.
+
+    No page of it exists before it is touched. With *page_size* it consists of huge pages of so many bytes.
+    """
+    huge = 0 if page_size is None else os.MFD_HUGETLB | (page_size.bit_length() - 1) << os.MFD_HUGE_SHIFT
     try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    except OSError as error:
-        raise HostError(f"cannot make {size} bytes of memory for {name}") from error
-    with closing(fd):
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | huge)
         try:
             os.ftruncate(fd, size)
-        except OSError as error:
-            raise HostError(f"cannot make {size} bytes of memory for {name}") from error
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise HostError(f"cannot make {size} bytes of memory for {name}") from error
+    return fd
+
+
+@contextmanager
+def memory(name: str, size: int) -> Iterator[int]:
+    """Hold what :func:`create_memory` makes."""
+    with closing(create_memory(name, size)) as fd:
         yield fd
 
 
 @contextmanager
-def copied(path: PurePosixPath) -> Iterator[int]:
-    """Hold a copy of *path* in memory, which a user who may not read the file can read through the descriptor."""
+def filled_memory(name: str, content: bytes) -> Iterator[int]:
+    """Hold *content* as a file that can only be read: who looks for a descriptor to read by wants no other (QEMU's fdsets)."""
+    with memory(name, len(content)) as fd:
+        os.pwrite(fd, content, 0)
+        with opened(PurePosixPath(f"/proc/self/fd/{fd}")) as reading:
+            yield reading
+
+
+def copy_new(source: PurePosixPath, path: PurePosixPath) -> None:
+    """Make *path* a copy of *source* that only we may use, whole or not at all; one that is there stays as it is."""
+    temporary = f"{path}.new"
+    try:
+        with open(source, "rb") as original:  # noqa: PTH123 - a pure path
+            content = original.read()
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb") as copy:  # noqa: PTH123 - a descriptor
+                copy.write(content)
+                copy.flush()
+                os.fsync(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)  # unlike a rename it replaces nothing
+        finally:
+            os.unlink(temporary)  # noqa: PTH108
+    except OSError as error:
+        raise HostError(f"cannot make {str(path)!r} from {str(source)!r}") from error
+
+
+@contextmanager
+def copied(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
+    """Hold a copy of *path* in memory, which a user who may not read the file can read (or *write*) through the descriptor."""
     with opened(path) as source:
         size = os.fstat(source).st_size
         with memory(path.name, size) as copy:
@@ -153,7 +193,8 @@ def copied(path: PurePosixPath) -> Iterator[int]:
                     size -= sent
             except OSError as error:
                 raise HostError(f"cannot copy {str(path)!r}") from error
-            yield copy
+            with opened(PurePosixPath(f"/proc/self/fd/{copy}"), write=write) as handed_on:
+                yield handed_on
 
 
 @contextmanager
@@ -236,6 +277,14 @@ def memory_limits(root: PurePosixPath, cgroup: str) -> Iterator[int]:
             yield int(value)
 
 
+def huge_limits(root: PurePosixPath, cgroup: str, page_size: int) -> Iterator[int]:
+    """Yield the limits in bytes of huge pages of *page_size* bytes, for pages and for promises of them, as above."""
+    for kind in ("max", "rsvd.max"):
+        for value in _of_each(root, cgroup, f"hugetlb.{hugetlb_name(page_size)}.{kind}"):
+            if value.isdecimal():
+                yield int(value)
+
+
 def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:
     """Yield the limits of CPU time (``cpu.max``) of *cgroup* and of those above it, as numbers of CPUs."""
     for value in _of_each(root, cgroup, "cpu.max"):
@@ -291,3 +340,17 @@ def owned(fd: int) -> Iterator[Descriptor]:
         yield descriptor
     finally:
         descriptor.close()
+
+
+def read_document(path: PurePosixPath, most: int) -> tuple[bytes, str | None]:
+    """Return what a file of at most *most* bytes holds, and why that could not be read."""
+    try:
+        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                return b"", "it is not a file"
+            if found.st_size > most:
+                return b"", f"it has {found.st_size} bytes, of which at most {most} are taken"
+            return os.read(fd, most), None
+    except OSError as error:
+        return b"", error.strerror

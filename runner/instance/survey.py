@@ -6,6 +6,7 @@ import logging
 import os
 import pwd
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path, PurePosixPath
@@ -15,21 +16,24 @@ import trio
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.host.cgroup import Cgroup
-from runner.host.devices import has_tun, has_vhost_net, read_kvm, try_kvm
-from runner.host.files import cpu_limits, find_program, look, memory_limits, read_text
+from runner.host.devices import has_tun, has_vhost_net, has_vhost_vsock, read_kvm, try_kvm
+from runner.host.files import cpu_limits, find_program, huge_limits, look, memory_limits, read_document, read_text
 from runner.host.network import Link, read_links
 from runner.host.processes import Command
 from runner.host.procfs import Procfs
 from runner.host.rtnetlink import LinkRoute
 from runner.host.scheduler import read_mask
-from runner.host.sysfs import read_hardware
+from runner.host.sysfs import read_hardware, read_huge_pools
 from runner.instance.host import Host
 from runner.plan.facts import (
+    DocumentFact,
     FileFact,
     HostFacts,
+    HugeFact,
     ImageFact,
     Interface,
     Kvm,
+    Limits,
     Pod,
     PodName,
     Resolver,
@@ -37,6 +41,7 @@ from runner.plan.facts import (
     User,
     Virtiofsd,
 )
+from runner.plan.firmware import candidates
 from runner.plan.fitness import qos_of_oom_score_adj
 from runner.plan.instance import DHCP_USERS, QEMU_USERS
 from runner.spec.instance import InstanceSpec
@@ -48,6 +53,8 @@ CGROUP_ROOT = PurePosixPath("/sys/fs/cgroup")
 ONLINE_CPUS = PurePosixPath("/sys/devices/system/cpu/online")
 _UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
 """A pod's UID; in the name of a slice its hyphens are underscores, and a static pod's has none."""
+PREALLOCATOR = Path(__file__).parents[1] / "host" / "populate.py"
+"""A script, which this process does not import: it is run by a Python of its own."""
 ANSWERS_WITHIN = 5.0
 """Seconds a program may take to say its version."""
 
@@ -59,24 +66,29 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
     trial = try_kvm() if kvm.trouble is None and spec.cpu.accel != "tcg" else None
     cgroup = host.procfs.cgroup()
     pod = read_pod(host.procfs, os.environ)
+    limits = _limits(spec, host, cgroup)
     uid = _uid(host, cgroup) if spec.cpu.placement in {"auto", "controller"} else None
     return HostFacts(
         allowed_cpus=read_mask(),
         hardware=read_hardware(),
         memory_nodes=host.procfs.memory_nodes(),
         cpu_vendor=host.procfs.cpu_vendor(),
-        memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, cgroup), 1 << 62),
+        memory=min(host.procfs.memory_total(), limits.memory or 1 << 62),
         state_directory=state_directory,
+        limits=limits,
+        preallocator=(sys.executable, "-IS", str(PREALLOCATOR)),
         qemu=find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES),
         dnsmasq=find_program("dnsmasq", SYSTEM_DIRECTORIES),
         sleep=find_program("sleep", SYSTEM_DIRECTORIES),
         virtiofsd=virtiofsd,
         virtiofsd_trouble=trouble,
         files=dict(_files(spec)),
+        documents=dict(_documents(spec)),
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
         kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode, trial),
         tun=not spec.network or has_tun(),
         vhost_net=bool(spec.network) and has_vhost_net(),
+        vhost_vsock=spec.guest.vsock is not None and has_vhost_vsock(),
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
         pod=pod,
@@ -141,6 +153,23 @@ def parse_uid(cgroup: str, roots: Iterable[str]) -> str | None:
     return None
 
 
+def _limits(spec: InstanceSpec, host: Host, cgroup: str) -> Limits:
+    memlock, may_lock = None, False
+    if spec.memory.lock:
+        from runner.host.memory import read_memlock_limit  # here, because nobody else needs ctypes
+
+        memlock, may_lock = read_memlock_limit(), host.procfs.may_lock()
+    return Limits(
+        memory=min(memory_limits(CGROUP_ROOT, cgroup), default=None),
+        huge={
+            pool.size: HugeFact(min(huge_limits(CGROUP_ROOT, cgroup, pool.size), default=None), pool.promised)
+            for pool in (read_huge_pools() if spec.memory.hugepages else ())
+        },
+        memlock=memlock,
+        may_lock=may_lock,
+    )
+
+
 def _controller_trouble(path: PurePosixPath, uid: str | None) -> str | None:
     """Tell why the controller cannot be asked; that it does not answer yet is none: it may be starting."""
     if look(path.parent).kind != "directory":
@@ -165,15 +194,26 @@ def _delegation_trouble(cgroup: str) -> str | None:
 
 
 def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
-    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware):
-        if path is not None:
+    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware, *candidates(spec.boot)):
+        if isinstance(path, PurePosixPath):
             yield path, _file(path)
-    if spec.boot.firmware_vars is not None:
-        yield spec.boot.firmware_vars, _file(spec.boot.firmware_vars, write=True)
+    if (variables := spec.boot.firmware_vars) is not None:
+        yield variables, _file(variables, write=True, image=True)
+        yield variables.parent, _file(variables.parent)
     for disk in spec.disk:
         yield disk.path, _file(disk.path, write=not disk.read_only, image=True)
     for share in spec.share:
         yield share.path, _file(share.path)
+
+
+def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact]]:
+    if spec.cloud_init is None:
+        return
+    from runner.plan.cloud_init import LARGEST, named_documents  # here, because most instances need none of it
+
+    for path in named_documents(spec.cloud_init):
+        content, trouble = read_document(path, LARGEST)
+        yield path, DocumentFact(content, trouble)
 
 
 def _file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:

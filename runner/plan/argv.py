@@ -14,8 +14,10 @@ from typing import Protocol
 
 import attrs
 
+from runner.cpuset import CpuSet
 from runner.plan.facts import Route
-from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, SharePlan
+from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, Placement, SharePlan
+from runner.plan.memory import TRANSLATED
 from runner.spec.document import MIB
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
@@ -23,8 +25,16 @@ SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=de
 FIRST_BRIDGE, LAST_BUS = 64, 256
 """PCI bus numbers: those below are for what is nobody's in particular, the others are divided among NUMA nodes."""
 
+SEED = "seed.iso"
+
+WATCHDOG_ACTIONS = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
+"""Of ``guest.watchdog``; QEMU's own ``poweroff`` is an exit without a word, so we end what it has paused."""
+
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
+
+SAID_EVERY = "1"
+"""Seconds between two words of how much of it is there."""
 
 
 class Endpoints(Protocol):
@@ -33,8 +43,8 @@ class Endpoints(Protocol):
     def monitor(self) -> Iterator[str]:
         """Yield the options that make a chardev ``qmp`` or another monitor, and the serial console's chardev ``console``."""
 
-    def memory(self, index: int) -> str:
-        """Return the properties of a memory backend that say where the RAM of the guest's NUMA node *index* comes from."""
+    def memory(self, index: int, page_size: int | None) -> str:
+        """Return the memory backend, with properties that say where the guest's NUMA node *index* has its RAM from."""
 
     def file(self, name: str) -> str:
         """Return the path of the kernel, initial RAM disk or firmware."""
@@ -47,6 +57,15 @@ class Endpoints(Protocol):
 
     def share(self, index: int) -> str:
         """Return the chardev properties of share *index*."""
+
+    def agent(self) -> str:
+        """Return the chardev properties of the guest agent's channel."""
+
+    def vsock(self) -> str:
+        """Return the device properties of the vsock device."""
+
+    def screen(self) -> Iterator[str]:
+        """Yield the options of the VNC server."""
 
 
 @attrs.frozen
@@ -61,11 +80,17 @@ class Descriptors:
     taps: tuple[int, ...] = ()
     vhosts: tuple[int | None, ...] = ()
     shares: tuple[int, ...] = ()
+    agent_line: int | None = None
+    vhost_vsock: tuple[int, int] | None = None
+    """The descriptor and its context identifier."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return every descriptor, to be passed on."""
         vhosts = (number for number in self.vhosts if number is not None)
-        return (self.qmp, self.console, *self.ram, *self.files.values(), *self.taps, *vhosts, *self.shares)
+        agent = () if self.agent_line is None else (self.agent_line,)
+        vsock = () if self.vhost_vsock is None else self.vhost_vsock[:1]
+        files = self.files.values()
+        return (self.qmp, self.console, *self.ram, *files, *self.taps, *vhosts, *self.shares, *agent, *vsock)
 
     def monitor(self) -> Iterator[str]:
         """See :class:`Endpoints`."""
@@ -73,7 +98,7 @@ class Descriptors:
         yield from ("-mon", "chardev=qmp,mode=control")
         yield from ("-chardev", f"socket,id=console,fd={self.console}")
 
-    def memory(self, index: int) -> str:
+    def memory(self, index: int, _page_size: int | None) -> str:
         """See :class:`Endpoints`."""
         return f"memory-backend-file,mem-path=/proc/self/fd/{self.ram[index]},share=on"
 
@@ -95,6 +120,19 @@ class Descriptors:
         """See :class:`Endpoints`."""
         return f"fd={self.shares[index]}"
 
+    def agent(self) -> str:
+        """See :class:`Endpoints`."""
+        return f"fd={self.agent_line}"
+
+    def vsock(self) -> str:
+        """See :class:`Endpoints`."""
+        number, cid = self.vhost_vsock or (-1, 0)
+        return f"guest-cid={cid},vhostfd={number}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`: it listens nowhere, and is given connections (QMP ``add_client``)."""
+        yield from ("-vnc", "none")
+
 
 @attrs.frozen
 class Paths:
@@ -107,9 +145,10 @@ class Paths:
         yield from ("-chardev", "stdio,id=console,mux=on,signal=off")
         yield from ("-mon", "chardev=console,mode=readline")
 
-    def memory(self, _index: int) -> str:
+    def memory(self, _index: int, page_size: int | None) -> str:
         """See :class:`Endpoints`."""
-        return "memory-backend-memfd,share=on"
+        huge = "" if page_size is None else f",hugetlb=on,hugetlbsize={page_size // MIB}M"
+        return f"memory-backend-memfd,share=on{huge}"
 
     def file(self, name: str) -> str:
         """See :class:`Endpoints`."""
@@ -122,7 +161,8 @@ class Paths:
         machine = self.plan.machine
         paths: dict[str, PurePosixPath | None] = {f"disk{index}": disk.path for index, disk in enumerate(machine.disks)}
         paths["firmware"] = None if machine.firmware is None else machine.firmware.path
-        paths["firmware-vars"] = machine.firmware_vars
+        paths["firmware-vars"] = _variables_path(self.plan)
+        paths["seed"] = self.plan.state_directory / SEED
         return [], _comma(str(paths[name]))
 
     def tap(self, index: int) -> str:
@@ -134,6 +174,19 @@ class Paths:
         """See :class:`Endpoints`."""
         return f"path={_comma(str(_share_socket(self.plan, index)))}"
 
+    def agent(self) -> str:
+        """See :class:`Endpoints`: any program may connect there."""
+        return f"path={_comma(str(self.plan.state_directory / 'agent.sock'))},server=on,wait=off"
+
+    def vsock(self) -> str:
+        """See :class:`Endpoints`."""
+        vsock = self.plan.machine.guest.vsock
+        return f"guest-cid={0 if vsock is None else vsock.cid}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`."""
+        yield from ("-vnc", f"unix:{_comma(str(self.plan.state_directory / 'vnc.sock'))}")
+
 
 def _comma(value: str) -> str:
     """Escape *value* for QEMU's ``key=value,…`` syntax, where a comma is written twice."""
@@ -142,6 +195,11 @@ def _comma(value: str) -> str:
 
 def _share_socket(plan: InstancePlan, index: int) -> PurePosixPath:
     return plan.state_directory / f"share{index}.sock"
+
+
+def _variables_path(plan: InstancePlan) -> PurePosixPath | None:
+    variables = plan.machine.firmware_vars
+    return None if variables is None else variables.path or plan.state_directory / "firmware-vars.fd"
 
 
 def qemu_argv(machine: MachinePlan, endpoints: Endpoints, *, paused: bool = True) -> list[str]:
@@ -168,10 +226,17 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         if present is not None
     )
     ram = ",memory-backend=ram" if len(machine.topology.numa_nodes) == 1 else ""
-    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{flash}")
-    yield from ("-accel", "kvm" if machine.accel == "kvm" else "tcg,thread=multi")
+    secure = ",smm=on" if machine.secure_boot else ""
+    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{secure}{flash}")
+    if machine.secure_boot:
+        yield from ("-global", "driver=cfi.pflash01,property=secure,value=on")
+        # OVMF with SMM cannot resume, and refuses to start where it might
+        yield from ("-global", "ICH9-LPC.disable_s3=1")
+    yield from ("-accel", "kvm" if machine.accel == "kvm" else f"tcg,thread=multi,tb-size={TRANSLATED // MIB}")
     yield from ("-cpu", machine.cpu_model)
     yield from _topology(machine, endpoints)
+    # Ticks of the clock that the guest missed are given to it later, instead of leaving it behind.
+    yield from ("-rtc", f"base={machine.guest.clock},clock=host,driftfix=slew")
     yield from endpoints.monitor()
     yield from ("-serial", "chardev:console")
     yield from ("-device", "pvpanic-pci")
@@ -194,6 +259,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     for index, share in enumerate(machine.shares):
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
+    yield from _guest_devices(machine, endpoints)
     yield from _bridges(len(machine.topology.numa_nodes))
 
 
@@ -204,13 +270,18 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     dies = f"dies={topology.dies}," if topology.dies > 1 else ""
     yield from ("-smp", f"cpus={machine.vcpus},sockets={sockets},{dies}cores={cores},threads={threads}")
     yield from ("-m", f"size={machine.memory // MIB}M")
+    if machine.ram.locked:
+        yield from ("-overcommit", "mem-lock=on")
     numa = list(enumerate(topology.numa_nodes))
     several = len(numa) > 1
     for number, each in numa:
-        kind, _, properties = endpoints.memory(number).partition(",")
+        shared = machine.ram.shared
+        backend = endpoints.memory(number, machine.ram.page_size) if shared else "memory-backend-ram,share=off"
+        kind, _, properties = backend.partition(",")
         bound = "".join(f",host-nodes={host}" for host in each.bound) + (",policy=bind" if each.bound else "")
+        # Pages that are there are mapped only, and their tables charged to the pod: the guest's first touch finds them.
         touching = min(len(each.vcpus), MOST_PREALLOCATORS)
-        touched = f",prealloc=on,prealloc-threads={touching}" if machine.preallocate else ""
+        touched = f",prealloc=on,prealloc-threads={touching}" if machine.ram.preallocate else ""
         name = f"ram{number}" if several else "ram"
         yield from ("-object", f"{kind},id={name},size={each.memory // MIB}M,{properties}{bound}{touched}")
     if several:
@@ -221,6 +292,25 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             for other, distance in enumerate(each.distances):
                 if other != number:
                     yield from ("-numa", f"dist,src={number},dst={other},val={distance}")
+
+
+def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int, ...]) -> list[str]:
+    """Return the argv of the program that takes all pages of the descriptors *ram*.
+
+    It has a word for each of them: descriptor, bytes, bytes of a page (0: the kernel's own), the NUMA nodes it is bound
+    to, the CPUs that are near, and the number of threads (:mod:`runner.host.populate`).
+    """
+    words = (
+        ":".join(
+            (
+                *(str(descriptor), str(each.memory), str(machine.ram.page_size or 0), ",".join(map(str, each.bound))),
+                str(CpuSet(placement.pins[vcpu] for vcpu in each.vcpus)),
+                str(min(len(each.vcpus), MOST_PREALLOCATORS)),
+            )
+        )
+        for descriptor, each in zip(ram, machine.topology.numa_nodes, strict=True)
+    )
+    return [*machine.ram.preallocator, SAID_EVERY, *words]
 
 
 def _bridges(numa_nodes: int) -> Iterator[str]:
@@ -234,11 +324,34 @@ def _bridges(numa_nodes: int) -> Iterator[str]:
             yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
 
 
+def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield what serves the guest; after disks and networks, whose PCI addresses shall not depend on it."""
+    guest = machine.guest
+    # Without it a guest may wait for entropy at its first boot; it takes from getrandom(2), and no path.
+    yield from ("-object", "rng-builtin,id=rng")
+    yield from ("-device", "virtio-rng-pci,rng=rng")
+    if guest.agent:
+        yield from ("-device", "virtio-serial-pci,id=serial")
+        yield from ("-chardev", f"socket,id=agent,{endpoints.agent()}")
+        yield from ("-device", "virtserialport,bus=serial.0,chardev=agent,id=agent,name=org.qemu.guest_agent.0")
+    if guest.vsock is not None:
+        yield from ("-device", f"vhost-vsock-pci,{endpoints.vsock()}")
+    if guest.watchdog is not None:
+        yield from ("-device", "i6300esb")
+        yield from ("-action", f"watchdog={WATCHDOG_ACTIONS[guest.watchdog]}")
+    if machine.vnc:
+        yield from endpoints.screen()
+        yield from ("-device", "VGA")
+    if machine.seed is not None:
+        yield from _node("seed", endpoints, read_only=True)
+        yield from ("-device", "virtio-blk-pci,drive=seed,serial=cidata")
+
+
 def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     if machine.firmware is not None:
-        yield from _flash("firmware", endpoints, read_only=True)
+        yield from _node("firmware", endpoints, read_only=True)
     if machine.firmware_vars is not None:
-        yield from _flash("firmware-vars", endpoints, read_only=False)
+        yield from _node("firmware-vars", endpoints, read_only=False)
     if machine.kernel is not None:
         yield from ("-kernel", endpoints.file("kernel"))
         if machine.initrd is not None:
@@ -247,7 +360,8 @@ def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             yield from ("-append", machine.cmdline)
 
 
-def _flash(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
+def _node(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
+    """Yield a raw block device of QEMU's that is a file of ours."""
     first, filename = endpoints.image(name)
     yield from first
     mode = f"read-only={'on' if read_only else 'off'},auto-read-only=off"
@@ -351,10 +465,30 @@ _FLAGS = frozenset(
         "-m",
         "-object",
         "-numa",
+        "-overcommit",
     }
     | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
+    | {"-rtc", "-global", "-action", "-vnc"}
 )
 """Options that begin a line of the script; a value may begin with a dash, too."""
+
+
+def _made_first(plan: InstancePlan) -> Iterator[str]:
+    """Yield the commands that make what our program holds in memory, or makes when it is missing."""
+    machine, directory = plan.machine, shlex.quote(str(plan.state_directory))
+    if machine.guest.agent or machine.vnc or machine.seed is not None or machine.firmware_vars is not None:
+        yield f"mkdir -p {directory}"
+    if machine.firmware_vars is not None and machine.firmware_vars.template is not None:
+        yield shlex.join(("cp", "-n", str(machine.firmware_vars.template), str(_variables_path(plan))))
+    if machine.seed is not None:
+        import base64  # here, because no instance needs them
+        import zlib
+
+        packer = zlib.compressobj(wbits=31)  # gzip
+        packed = base64.b64encode(packer.compress(machine.seed.image()) + packer.flush()).decode()
+        yield f"base64 -d <<'END' | gzip -d >{shlex.quote(str(plan.state_directory / SEED))}"
+        yield from (packed[start : start + 100] for start in range(0, len(packed), 100))
+        yield "END"
 
 
 def pasteable(plan: InstancePlan) -> str:
@@ -365,6 +499,7 @@ def pasteable(plan: InstancePlan) -> str:
     lines = [
         "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
     ]
+    lines += _made_first(plan)
     if plan.shares:
         lines.append(f"mkdir -p {shlex.quote(str(plan.state_directory))}")
     for network in plan.networks:

@@ -142,6 +142,11 @@ def size(least: int) -> Rule:
     return Rule(f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"', parse)
 
 
+def either(word: str, value: object, rule: Rule) -> Rule:
+    """Take *word*, which means *value*, or what *rule* takes."""
+    return Rule(f'{rule.allowed}, or "{word}"', lambda given: value if given == word else rule.parse(given))
+
+
 def seconds(least: float, most: float) -> Rule:
     """Take a duration in seconds."""
 
@@ -162,6 +167,48 @@ def path() -> Rule:
         return PurePosixPath(value)
 
     return Rule("an absolute path", parse)
+
+
+def path_or(*words: str) -> Rule:
+    """Take an absolute path, or one of a few words."""
+
+    def parse(value: object) -> PurePosixPath | str:
+        if isinstance(value, str) and value in words:
+            return value
+        return cast("PurePosixPath", path().parse(value))
+
+    return Rule("an absolute path, or " + " or ".join(f'"{word}"' for word in words), parse)
+
+
+def integer_or(word: str, least: int, most: int) -> Rule:
+    """Take an integer between two bounds, both included, or a word."""
+
+    def parse(value: object) -> int | str:
+        return word if value == word else cast("int", integer(least, most).parse(value))
+
+    return Rule(f'"{word}", or an integer from {least} to {most}', parse)
+
+
+def document() -> Rule:
+    """Take a text of any number of lines, or the path of a file that holds one: what begins with a slash is a path."""
+
+    def parse(value: object) -> PurePosixPath | str:
+        if not isinstance(value, str) or not value or "\0" in value or not _encodable(value):
+            _wrong(value)
+        return PurePosixPath(value) if value.startswith("/") else value
+
+    return Rule("a text, or the absolute path of a file that holds it", parse)
+
+
+def documents() -> Rule:
+    """Take an array of texts or paths, as :func:`document` does."""
+
+    def parse(value: object) -> tuple[object, ...]:
+        if not isinstance(value, list):
+            _wrong(value)
+        return tuple(map(document().parse, value))
+
+    return Rule("an array of texts, or of absolute paths of files that hold them", parse)
 
 
 def _encodable(value: str) -> bool:

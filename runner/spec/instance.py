@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from types import MappingProxyType
@@ -15,14 +16,19 @@ from runner.spec.document import (
     MIB,
     choice,
     cpu_set,
+    document,
+    documents,
+    either,
     expanded,
     flag,
     format_size,
     integer,
+    integer_or,
     key,
     mac,
     parse_document,
     path,
+    path_or,
     rule_of,
     seconds,
     size,
@@ -37,6 +43,11 @@ from runner.spec.document import (
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 WORD_ALLOWED = "up to 63 letters, digits, '.', '_' and '-', the first a letter or digit"
 TAG = r"[A-Za-z0-9_.-]{1,35}"
+ALL_CPUS = 0
+"""``cpu.count = "all"``: the plan makes a number of it."""
+WHAT_LIMITS_LEAVE = 0
+"""``memory.size = "limits"``: the plan makes a size of it."""
+LEAST_MEMORY = 32 * MIB
 UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
@@ -65,7 +76,12 @@ class Instance:
 class Cpu:
     """The vCPUs and the CPUs they own."""
 
-    count: int = key(integer(1, 1024), default=1, doc="number of vCPUs; each gets one CPU to itself")
+    count: int = key(
+        either("all", ALL_CPUS, integer(1, 1024)),
+        default=1,
+        doc="number of vCPUs; each gets one CPU to itself. "
+        '`"all"`: as many as the container has CPUs; where everything else runs there too, one core less',
+    )
     cpus: CpuSet | None = key(
         cpu_set(),
         default=None,
@@ -113,7 +129,11 @@ class Cpu:
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what cannot be true together."""
-        if self.cpus is not None and len(self.cpus) != self.count:
+        if self.cpus is not None and self.count == ALL_CPUS:
+            yield Problem(
+                "count", f'"all" and cpu.cpus contradict each other; say {len(self.cpus)}, or leave cpu.cpus out'
+            )
+        elif self.cpus is not None and len(self.cpus) != self.count:
             yield Problem(
                 "cpus",
                 f"{str(self.cpus)!r} are {len(self.cpus)} CPUs, but cpu.count asks for {self.count} vCPUs",
@@ -124,12 +144,37 @@ class Cpu:
 class Memory:
     """The guest's RAM."""
 
-    size: int = key(size(32 * MIB), default=512 * MIB, doc="how much")
+    size: int = key(
+        either("limits", WHAT_LIMITS_LEAVE, size(LEAST_MEMORY)),
+        default=512 * MIB,
+        doc='how much; `"limits"`: what the limits of the container\'s cgroup leave (`hugetlb.<size>.max`, else `memory.max` '
+        "without what is needed beside the guest)",
+    )
     bind: bool = key(
         flag(),
         default=True,
         doc="whether it comes from the NUMA nodes its vCPUs sit on, and from nowhere else (`mbind(2)`)",
     )
+    hugepages: str | None = key(
+        choice("2MiB", "1GiB"), default=None, doc="the size of the huge pages it consists of; ordinary pages without it"
+    )
+    prealloc: bool | None = key(
+        flag(),
+        default=None,
+        doc='whether all of it is taken before the guest runs; without it, with placement `"controller"`, huge pages or lock',
+    )
+    lock: bool = key(flag(), default=False, doc="whether QEMU locks it, and all else it has, in memory (`mlockall(2)`)")
+    shared: bool = key(
+        flag(),
+        default=True,
+        doc="whether others can map it, as virtiofsd must; anonymous memory, which is not, gets transparent huge pages "
+        "more readily",
+    )
+
+    @property
+    def page_size(self) -> int | None:
+        """The size of the huge pages in bytes; ``None`` without them."""
+        return None if self.hugepages is None else {"2MiB": 2 * MIB, "1GiB": 1024 * MIB}[self.hugepages]
 
 
 @attrs.frozen
@@ -141,11 +186,17 @@ class Boot:
     cmdline: str | None = key(
         text(), default=None, doc="its command line; `console=ttyS0` shows it on the serial console"
     )
-    firmware: PurePosixPath | None = key(
-        path(), default=None, doc="a firmware image mapped as flash, such as OVMF_CODE.fd; SeaBIOS without it"
+    firmware: PurePosixPath | str | None = key(
+        path_or("uefi", "uefi-secure"),
+        default=None,
+        doc='a firmware image mapped as flash, such as OVMF_CODE.fd; `"uefi"`: the one that is installed; `"uefi-secure"`: with '
+        "Secure Boot and Microsoft's keys; SeaBIOS without it",
     )
     firmware_vars: PurePosixPath | None = key(
-        path(), default=None, doc="the firmware's variable store, written by the guest; OVMF_VARS.fd's copy"
+        path(),
+        default=None,
+        doc="the file that keeps the firmware's variables, written by the guest; made from the firmware's own empty store "
+        "when it is missing. Without it they are forgotten at the end",
     )
 
     def contradictions(self) -> Iterator[Problem]:
@@ -236,6 +287,77 @@ class Console:
 
 
 @attrs.frozen
+class Display:
+    """The guest's screen."""
+
+    vnc: bool = key(
+        flag(),
+        default=False,
+        doc="whether it has one (VGA), shown by VNC to whoever connects to `vnc.sock` in the state directory",
+    )
+
+
+@attrs.frozen
+class Guest:
+    """What the machine has for the guest beside the usual."""
+
+    agent: bool = key(
+        flag(),
+        default=True,
+        doc="whether there is a channel for QEMU's guest agent, which is asked to shut the guest down before its power button is "
+        "pressed, if it is there",
+    )
+    clock: str = key(
+        choice("utc", "localtime"),
+        default="utc",
+        doc='what the hardware clock shows; `"localtime"` (the time zone of the container) is for Windows',
+    )
+    vsock: int | str | None = key(
+        integer_or("auto", 3, (1 << 32) - 2),
+        default=None,
+        doc='the context identifier of a vsock device, which no other guest of the node may have; `"auto"`: one that is free',
+    )
+    watchdog: str | None = key(
+        choice("reset", "exit", "nmi", "none"),
+        default=None,
+        doc="a watchdog (i6300esb), and what follows when the guest feeds it no more: it is reset, the instance ends, it gets an "
+        "NMI, or the log says so and no more",
+    )
+
+
+@attrs.frozen
+class CloudInit:
+    """What cloud-init in the guest is told; the table alone, empty, is enough to have it told something."""
+
+    user_data: PurePosixPath | str | None = key(
+        document(), default=None, doc="its user-data: `#cloud-config`, a script, MIME, …"
+    )
+    ssh_keys: tuple[PurePosixPath | str, ...] = key(
+        documents(), default=(), doc="public keys that may log in as the image's default user; a file may hold several"
+    )
+    hostname: str | None = key(
+        text(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", "a host name"),
+        default=None,
+        doc="the guest's host name; else the instance's name",
+    )
+    meta_data: PurePosixPath | str | None = key(
+        document(), default=None, doc="its meta-data, YAML or JSON, in the place of ours with id, host name and keys"
+    )
+    network_config: PurePosixPath | str | None = key(
+        document(),
+        default=None,
+        doc="its network-config, YAML or JSON; else DHCP on each network, known by its MAC address",
+    )
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what cannot be true together."""
+        if self.meta_data is not None:
+            for name, given in (("ssh_keys", self.ssh_keys), ("hostname", self.hostname)):
+                if given:
+                    yield Problem(name, "goes into cloud_init.meta_data when that is given")
+
+
+@attrs.frozen
 class Shutdown:
     """How the instance ends."""
 
@@ -280,6 +402,9 @@ class InstanceSpec:
     network: tuple[Network, ...] = key(tables(Network), default=(), doc="virtio network interfaces")
     share: tuple[Share, ...] = key(tables(Share), default=(), doc="directories shared by virtiofs")
     console: Console = key(table(Console), default=Console(), doc="the serial console")
+    display: Display = key(table(Display), default=Display(), doc="the screen")
+    guest: Guest = key(table(Guest), default=Guest(), doc="what else the machine has for the guest")
+    cloud_init: CloudInit | None = key(table(CloudInit), default=None, doc="what cloud-init in the guest is told")
     shutdown: Shutdown = key(table(Shutdown), default=Shutdown(), doc="how it ends")
     environment: Environment = key(
         table(Environment), default=Environment(), doc="what it may take from its environment"
@@ -397,6 +522,8 @@ def _shown(name: str, default: object) -> str:
         return "-"
     if isinstance(default, bool):
         return str(default).lower()
+    if isinstance(default, tuple):
+        return json.dumps(default)
     if name.endswith("size") and isinstance(default, int):
         return f'"{format_size(default)}"'
     return (

@@ -52,6 +52,8 @@ FACTS = HostFacts(
         PurePosixPath("/closed/kernel"): FileFact("other", trouble="Permission denied"),
         PurePosixPath("/OVMF.fd"): FileFact("file", 4 << 20),
         PurePosixPath("/vars.fd"): FileFact("file", 4 << 20),
+        PurePosixPath("/usr/share/OVMF/OVMF_CODE_4M.secboot.fd"): FileFact("file", 3653632),
+        PurePosixPath("/usr/share/OVMF/OVMF_VARS_4M.ms.fd"): FileFact("file", 540672),
         PurePosixPath("/disk"): FileFact("block", GIB, image=ImageFact("raw")),
         PurePosixPath("/d,isk.qcow2"): FileFact("file", GIB, image=ImageFact("qcow2")),
         PurePosixPath("/backed.qcow2"): FileFact(
@@ -66,6 +68,7 @@ FACTS = HostFacts(
     users={"nobody": User("nobody", 65534, 65534), "dnsmasq": User("dnsmasq", 101, 65534)},
     kvm=Kvm(None, gid=104, mode=0o660),
     vhost_net=True,
+    vhost_vsock=True,
     interfaces={"eth0": POD},
     resolver=Resolver((IPv4Address("10.96.0.10"),), ("default.svc.cluster.local", "cluster.local")),
 )
@@ -121,6 +124,22 @@ path = "/srv"
 on_reboot = "exit"
 """,
     "uefi": '[boot]\nfirmware = "/OVMF.fd"\nfirmware_vars = "/vars.fd"\n[[disk]]\npath = "/disk"\n',
+    "server": """
+[boot]
+firmware = "uefi-secure"
+firmware_vars = "/srv/new.fd"
+[[disk]]
+path = "/disk"
+[[network]]
+[guest]
+clock = "localtime"
+vsock = "auto"
+watchdog = "exit"
+[display]
+vnc = true
+[cloud_init]
+""",
+    "nothing-beside": KERNEL + "[guest]\nagent = false\n",
 }
 
 
@@ -150,6 +169,7 @@ def test_argv_is_golden(name: str) -> None:
         "initrd": machine.initrd,
         "firmware": machine.firmware,
         "firmware-vars": machine.firmware_vars,
+        "seed": machine.seed,
     }
     numbers = [each for each, found in names.items() if found] + [f"disk{index}" for index in range(len(machine.disks))]
     descriptors = Descriptors(
@@ -160,6 +180,8 @@ def test_argv_is_golden(name: str) -> None:
         taps=tuple(30 + index for index in range(len(plan.networks))),
         vhosts=tuple(40 + index for index in range(len(plan.networks))),
         shares=tuple(50 + index for index in range(len(plan.shares))),
+        agent_line=70,
+        vhost_vsock=(71, 1234),
     )
     text = lines(qemu_argv(machine, descriptors))
     text += "".join(lines(dnsmasq_argv(dhcp)) for dhcp in plan.dhcp)
@@ -185,8 +207,8 @@ def test_virtiofsd_in_c_is_told_the_same_in_its_own_words() -> None:
 
 
 def test_descriptors_are_all_passed_on() -> None:
-    descriptors = Descriptors(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (6,), (None,), (7,))
-    assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8]
+    descriptors = Descriptors(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (6,), (None,), (7,), 9, (10, 99))
+    assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert "vhost" not in descriptors.tap(0)
 
 
@@ -247,7 +269,7 @@ def test_descriptors_are_all_passed_on() -> None:
         (
             KERNEL + '[memory]\nsize = "16GiB"\n',
             {},
-            "memory.size: 16GiB and the 64MiB QEMU needs beside it do not fit into the 16384MiB",
+            "memory.size: 16GiB and the 164MiB needed beside it (QEMU, page tables, this program) do not fit into the 16384MiB",
         ),
         (
             KERNEL + "[cpu]\ncount = 9\n",
@@ -453,9 +475,9 @@ def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
     assert placement.register.uid == "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
     assert str(placement.register.socket) == "/run/instance-cgroup-controller/controller.sock"
     # The pod is charged for the guest's memory only if all of it is touched while QEMU is in the pod's cgroup.
-    assert plan.machine.preallocate
+    assert plan.machine.ram.preallocate
     assert plan.patience == 64
-    assert not plan_of(KERNEL, FACTS).machine.preallocate
+    assert not plan_of(KERNEL, FACTS).machine.ram.preallocate
     assert any("the node's shared CPUs" in line for line in plan_lines(plan))
     [problem] = problems(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 3\n', NODE)
     assert problem.startswith("cpu.count: asks for 3 vCPUs, but the container has 4 CPUs ('2-3,10-11')")
