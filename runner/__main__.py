@@ -78,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run an instance as PID 1, until it ends or SIGTERM ends it",
-        epilog=f"example: env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml\n\n{STATUS_HELP}",
+        epilog=f"example: env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml "
+        f"--http :9441\n\n{STATUS_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_spec(run)
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands.add_parser("inspect", help="say where every thread of a running instance is, and judge it"))
     _add_check(commands)
     _add_ctl(commands)
+    _add_words(commands)
     _add_console(commands)
     return parser
 
@@ -176,6 +178,13 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
         "In an instance's container: that instance. On the node, as root: every instance that the controller placed. "
         f"The exit status is {Status.FINDINGS.value} if a rule is violated, and 0 if not, also where one cannot be judged."
     )
+    inspect.epilog = (
+        "examples:\n"
+        "  kubectl exec POD -- instance-runner inspect\n"
+        "  instance-runner inspect --watch 2\n"
+        "  instance-runner inspect 3ceda12c --json"
+    )
+    inspect.formatter_class = argparse.RawDescriptionHelpFormatter
     add = inspect.add_argument
     add("instance", metavar="UUID", nargs="?", default="", help="on the node: only instances whose uuid begins so")
     add("--json", action="store_true", help="the report as JSON")
@@ -194,6 +203,33 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
     inspect.set_defaults(command=_inspect)
 
 
+def _add_words(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    completion = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete this command and the controller's",
+        epilog="examples:\n"
+        "  source <(instance-runner completion bash)      in ~/.bashrc\n"
+        "  source <(instance-runner completion zsh)       in ~/.zshrc\n"
+        "  instance-runner completion fish > ~/.config/fish/completions/instance-runner.fish",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell")
+    completion.set_defaults(command=_completion)
+    manual = commands.add_parser(
+        "manual",
+        help="print a manual page, in the language of man",
+        epilog="example: instance-runner manual instance-runner-spec.5 | man -l -",
+    )
+    manual.add_argument(
+        "page",
+        nargs="?",
+        choices=("instance-runner.1", "instance-runner-spec.5", "instance-cgroup-controller.8"),
+        default="instance-runner.1",
+        help="which page (default: %(default)s)",
+    )
+    manual.set_defaults(command=_manual)
+
+
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0.1 <= (seconds := float(text)) <= 86400:  # noqa: PLR2004 - nobody watches more often, or only once a day
@@ -205,7 +241,11 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     check = commands.add_parser(
         "check",
         help="say whether this node, pod or machine is fit for instances, and what mends it; changes nothing",
-        epilog=f"exit status: 0, or {Status.FINDINGS.value} when something keeps an instance from starting; warnings do not.",
+        epilog=f"exit status: 0, or {Status.FINDINGS.value} when something keeps an instance from starting; warnings do not.\n\n"
+        "examples:\n"
+        "  instance-runner check\n"
+        "  instance-runner check /etc/instance/spec.toml --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_spec(check, nargs="?")
     check.add_argument("--json", action="store_true", help="the findings as JSON")
@@ -438,6 +478,32 @@ def _console(arguments: argparse.Namespace) -> int:
 
     wish = Wish(write=not arguments.read_only, steal=arguments.steal)
     return attach(Path(arguments.state_dir), wish, arguments.detach_key)
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from runner.completion import completion
+    from runner.controller.main import command_line
+
+    print(completion(arguments.shell, (_parser(), command_line())), end="")
+    return 0
+
+
+def _manual(arguments: argparse.Namespace) -> int:
+    from importlib import metadata
+
+    from runner.controller.main import command_line
+    from runner.manual import command_page, spec_page
+
+    version = metadata.version("instance-runner")
+    pages = ("instance-runner(1)", "instance-runner-spec(5)", "instance-cgroup-controller(8)")
+    name, section = arguments.page.split(".")
+    others = [page for page in pages if page != f"{name}({section})"]
+    if section == "5":
+        print(spec_page(version, others), end="")
+    else:
+        parser = _parser() if section == "1" else command_line()
+        print(command_page(parser, int(section), version, others), end="")
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:

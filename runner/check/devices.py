@@ -6,8 +6,8 @@ import errno
 
 from runner.check.finding import Check, Finding, Place
 from runner.plan.facts import Kvm
+from runner.plan.fitness import BARREN, barren, emulated, root_for_kvm, too_little_lockable
 from runner.plan.fitness import MEMLOCK as MEMLOCK_REMEDY
-from runner.plan.fitness import emulated, root_for_kvm, too_little_lockable
 
 KVM = Check("kvm", "with it the guest's instructions run on the CPU itself")
 TUN = Check("tun", "a guest's network is a tap interface made with it")
@@ -22,16 +22,13 @@ GIVE = "give the container the device: `--device {0}`, or a device plugin's reso
 ALLOW_MBIND = "add the capability SYS_NICE: the default seccomp profiles of Docker and containerd then allow mbind"
 
 
-def judge_kvm(kvm: Kvm, trial: str | None) -> Finding:
-    """Judge ``/dev/kvm``; *trial* is why no virtual machine could be made with it, ``None`` if one was."""
+def judge_kvm(kvm: Kvm) -> Finding:
+    """Judge ``/dev/kvm``."""
     trouble = emulated(kvm)
     if trouble is not None:
         return KVM.warning(trouble, f"{GIVE.format('/dev/kvm')}; on the node: modprobe kvm_intel (or kvm_amd)")
-    if trial is not None:
-        return KVM.fatal(
-            f"/dev/kvm answers, but makes no virtual machine: {trial}",
-            'see `dmesg | grep -i kvm` on the node, or set cpu.accel = "tcg"',
-        )
+    if (unusable := barren(kvm)) is not None:
+        return KVM.fatal(unusable, BARREN)
     root = root_for_kvm(kvm)
     if root is not None:
         return KVM.warning(root, "chgrp kvm /dev/kvm && chmod 660 /dev/kvm, on the node")

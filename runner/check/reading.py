@@ -386,7 +386,7 @@ async def _kvm(here: Here) -> Finding:
         # In a thread, which is left alone if the kernel never comes back from it.
         with trio.move_on_after(PATIENCE):
             trial = await trio.to_thread.run_sync(try_kvm, device, abandon_on_cancel=True)
-    return devices.judge_kvm(Kvm(state.trouble, state.gid, state.mode), trial)
+    return devices.judge_kvm(Kvm(state.trouble, state.gid, state.mode, trial))
 
 
 async def _programs(host: Host) -> list[Finding]:

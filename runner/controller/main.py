@@ -48,7 +48,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT and return the exit status; the tree stays as it is."""
-    arguments = _parser().parse_args(argv)
+    arguments = command_line().parse_args(argv)
     root = logging.getLogger()
     root.addHandler(LogHandler(_written, arguments.log_format))
     root.setLevel(logging.DEBUG if arguments.debug else logging.INFO)
@@ -111,13 +111,21 @@ def page_of(keeper: Keeper, target: str) -> Page:
     return page(target, keeper.tally, keeper.observed, keeper.frozen(), keeper.trouble)
 
 
-def _parser() -> argparse.ArgumentParser:
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of this program's arguments."""
     parser = argparse.ArgumentParser(
         prog="instance-cgroup-controller",
         description="Keeps the cgroups of this node's instances as the kubelet shares out the CPUs.",
-        epilog="It needs the host's PID and cgroup namespaces (hostPID: true, privileged: true), the cgroup v2 hierarchy "
-        "writable and the kubelet's directory readable. SIGTERM ends it; instances do not notice.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="It needs the node's PID and cgroup namespaces, the cgroup v2 hierarchy writable and the kubelet's directory\n"
+        "readable. SIGTERM ends it; instances do not notice.\n\n"
+        "examples:\n"
+        "  instance-cgroup-controller --metrics :9440\n"
+        "  instance-cgroup-controller --cpus 4-15    on a machine without a kubelet",
+        formatter_class=_Formatter,
     )
     add = parser.add_argument
     add("--root", type=Path, default=Path("/sys/fs/cgroup/stelia"), metavar="DIR", help="the tree's own cgroup")

@@ -18,7 +18,7 @@ import trio
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.host.cgroup import Cgroup
-from runner.host.devices import has_tun, has_vhost_net, has_vhost_vsock, read_kvm
+from runner.host.devices import has_tun, has_vhost_net, has_vhost_vsock, read_kvm, try_kvm
 from runner.host.files import (
     cpu_limits,
     find_program,
@@ -87,6 +87,7 @@ async def survey(
     """Return what *spec*'s plan needs to know of this host; *handing_over* says that descriptors were taken over."""
     virtiofsd, trouble = await find_virtiofsd(host) if spec.share else (None, "")
     kvm = read_kvm()
+    trial = try_kvm() if kvm.trouble is None and spec.cpu.accel != "tcg" else None
     cgroup = host.procfs.cgroup()
     pod = read_pod(host.procfs, os.environ)
     qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
@@ -110,7 +111,7 @@ async def survey(
         documents=dict(_documents(spec)),
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
         io_uring_trouble=_io_uring_trouble(spec.disk),
-        kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode),
+        kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode, trial),
         tun=not spec.network or has_tun(),
         vhost_net=bool(spec.network) and has_vhost_net(),
         passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,

@@ -116,6 +116,8 @@ class Kvm:
     """Why it cannot be used; ``None`` when the kernel answered ``KVM_GET_API_VERSION`` with 12."""
     gid: int = 0
     mode: int = 0
+    trial: str | None = None
+    """Why no virtual machine could be made with it; ``None`` when one was, or when nobody asked."""
 
     @property
     def admits_everyone(self) -> bool:

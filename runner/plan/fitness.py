@@ -68,6 +68,15 @@ def emulated(kvm: Kvm) -> str | None:
     return f"no KVM ({kvm.trouble}): the guest is emulated in software (TCG), many times slower"
 
 
+def barren(kvm: Kvm) -> str | None:
+    """Return why a KVM that answers cannot be used; ``None`` if it can. Emulating instead would be slow without a word."""
+    return None if kvm.trial is None else f"/dev/kvm answers, but makes no virtual machine: {kvm.trial}"
+
+
+BARREN = 'see `dmesg | grep -i kvm` on the node, or set cpu.accel = "tcg"'
+"""The remedy for :func:`barren`."""
+
+
 def root_for_kvm(kvm: Kvm) -> str | None:
     """Return why QEMU has to be root to use ``/dev/kvm``, which it opens itself: before 8.1 it takes no descriptor for it."""
     if kvm.admits_everyone or kvm.admits_group:

@@ -20,8 +20,10 @@ from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, PodName, User,
 from runner.plan.firmware import VariablesPlan, choose_firmware
 from runner.plan.fitness import (
     ASKING_FOR_LESS,
+    BARREN,
     CPU_TIME,
     OWN_CPUS,
+    barren,
     emulated,
     root_for_kvm,
     shared_cpus,
@@ -462,6 +464,8 @@ class _Planner:
             else:
                 self.remarks.append(str(emulated(kvm)))
             return "tcg", user
+        if (trouble := barren(kvm)) is not None:
+            self.refuse("cpu.accel", f"{trouble}; {BARREN}")
         root = root_for_kvm(kvm)
         if root is None:
             return "kvm", user if kvm.admits_everyone else attrs.evolve(user, groups=(kvm.gid,))

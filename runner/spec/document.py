@@ -31,8 +31,8 @@ _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,12})(Ki|Mi|Gi|Ti)B?", re.ASCII)
 DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
 """What a descriptor may be called."""
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_REFERENCE = re.compile(r"\$\$\{|\$\{([^}]*)\}?", re.ASCII)
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+_REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
 """``$${``, which is ``${`` itself, or ``${NAME}``."""
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", re.ASCII)
 
@@ -343,7 +343,7 @@ def variables() -> Rule:
         if not isinstance(value, list):
             _wrong(value)
         for name in value:
-            if not isinstance(name, str) or _VARIABLE.fullmatch(name) is None:
+            if not isinstance(name, str) or re.fullmatch(_VARIABLE, name, re.ASCII) is None:
                 _wrong(name)
             if value.count(name) > 1:
                 raise ValueError(f"found {found(name)} twice")
@@ -438,7 +438,7 @@ def expanded(value: object, variables: Mapping[str, str], where: str, problems: 
 
     match value:
         case str():
-            return _REFERENCE.sub(replaced, value)
+            return re.sub(_REFERENCE, replaced, value)
         case dict():
             inside = {name: f"{where}.{name}" if where else name for name in value}
             return {name: expanded(each, variables, inside[name], problems) for name, each in value.items()}

@@ -767,6 +767,14 @@ def reference() -> Iterator[tuple[str, str, str, str]]:
             yield name, rule_of(inner).allowed, _shown(inner.name, inner.default), inner.metadata["doc"]
 
 
+def tables_of_reference() -> dict[str, str]:
+    """Return what each table of :func:`reference` is, by the name it has there."""
+    return {
+        f"{attribute.name}[]" if rule_of(attribute).many else attribute.name: attribute.metadata["doc"]
+        for attribute in attrs.fields(InstanceSpec)
+    }
+
+
 def _shown(name: str, default: object) -> str:
     if default is attrs.NOTHING:
         return "required"

@@ -35,7 +35,11 @@ def objects() -> dict[str, list[Object]]:
 
 def spec_of(objects: list[Object]) -> InstanceSpec:
     [text] = [found["data"]["spec.toml"] for found in objects if found["kind"] == "ConfigMap"]
-    return parse_instance("spec.toml", text.encode())
+    return parse_instance("spec.toml", text.encode(), dict.fromkeys(names_of(objects), "value"))
+
+
+def names_of(objects: list[Object]) -> list[str]:
+    return [each["name"] for each in container_of(objects)["env"]]
 
 
 def container_of(objects: list[Object]) -> Object:
@@ -110,7 +114,24 @@ def test_what_the_spec_names_is_in_the_pod(name: str, objects: dict[str, list[Ob
         assert container["env"][0]["name"] == "POD_UID"
     pods = pod_specs(objects[name])
     assert not any(pod.get("hostPID") or pod.get("shareProcessNamespace") for pod in pods)
-    assert "exec" not in json.dumps([container.get("livenessProbe"), container.get("readinessProbe")])
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_probes_reach_the_runner_and_not_the_guest(name: str, objects: dict[str, list[Object]]) -> None:
+    spec, container = spec_of(objects[name]), container_of(objects[name])
+    probes = {kind: probe for kind, probe in container.items() if kind.endswith("Probe")}
+    assert set(probes) == ({"readinessProbe"} if name == "overlays/probes" else set())
+    for probe in probes.values():
+        assert set(probe) == {"httpGet", "periodSeconds"}, "no exec probes: they start on the vCPUs' CPUs"
+        assert probe["httpGet"] == {"path": "/readyz", "port": "http"}
+        [port] = container["ports"]
+        assert f"--http=:{port['containerPort']}" in container["args"]
+        assert {network.mode for network in spec.network} == {"private"}
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_the_pod_is_told_who_it_is(name: str, objects: dict[str, list[Object]]) -> None:
+    assert names_of(objects[name]) == ["POD_UID", "POD_NAME", "POD_NAMESPACE", "NODE_NAME"]
 
 
 @pytest.mark.parametrize("name", INSTANCES)
@@ -140,7 +161,8 @@ def test_the_kubelet_of_the_example_admits_it(name: str, objects: dict[str, list
         *("--node", EXAMPLES / "kubelet-configuration.yaml", "--host", EXAMPLES.parent / "plan" / "dual-epyc.json"),
         *("--pod", manifest, spec),
     ]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, check=False, cwd=PROJECT)
+    told = {**os.environ, **dict.fromkeys(names_of(objects[name]), "value")}
+    done = subprocess.run(argv, stdout=subprocess.PIPE, check=False, cwd=PROJECT, env=told)
     answer = json.loads(done.stdout)
     assert (done.returncode, answer["fits"]) == (0, True)
     [pod] = answer["pods"]

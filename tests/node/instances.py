@@ -264,6 +264,7 @@ def start_instance(
     host_pid: bool = False,
     share_processes: bool = False,
     more_mounts: Sequence[Mount] = (),
+    more_environment: Mapping[str, str] | None = None,
     **container: Any,
 ) -> Instance:
     """Start a pod with an instance in it.
@@ -284,6 +285,7 @@ def start_instance(
         "environment": {
             "POD_UID": environment_uid or uid,
             "PYTHONPATH": os.pathsep.join(["/project", *filter(None, sys.path)]),
+            **(more_environment or {}),
         },
         "memory": 384 * MIB,
         "cgroupfs": "none",

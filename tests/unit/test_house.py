@@ -17,6 +17,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cpuset": set(),
     "table": set(),
     "arguments": set(),
+    "completion": set(),
+    "manual": BASE | {"completion", "spec"},
     "spec": BASE,
     "topology": BASE | {"spec"},
     "plan": BASE | {"spec", "topology"},
@@ -35,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Room → the rooms of ours it may import besides itself; ``__main__`` may import everything."""
 
 PURE = (
-    {"errors", "cpuset", "table", "spec", "topology", "plan"}
+    {"errors", "cpuset", "table", "completion", "manual", "spec", "topology", "plan"}
     | {f"inspection.{module}" for module in ("receipt", "render", "rules", "sighting")}
     | {f"check.{module}" for module in ("finding", "kernel", "cpus", "devices", "servants", "report")}
 )

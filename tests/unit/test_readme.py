@@ -6,9 +6,11 @@ import re
 import tomllib
 from pathlib import Path
 
+import runner.errors
 from runner.check import cpus, devices, kernel, reading, servants
 from runner.check.finding import Check, Level
 from runner.errors import Status
+from runner.instance import pages
 from runner.instance.services import DEATHS
 from runner.spec.instance import parse_instance, reference
 
@@ -51,12 +53,29 @@ def test_every_child_is_in_the_table_of_deaths() -> None:
         assert role in README.lower()
 
 
+def test_every_metric_of_an_instance_is_named() -> None:
+    source = Path(pages.__file__).read_text()
+    names = set(re.findall(r'add\("(?:vcpu_)?([a-z_]+)", "(?:gauge|counter)"', source)) - {"info"}
+    assert len(names) > 10
+    assert [name for name in sorted(names) if f"`{name}`" not in README] == []
+
+
+def test_every_event_that_is_explained_is_one_of_ours() -> None:
+    source = " ".join(path.read_text() for path in sorted(Path(runner.errors.__file__).parent.rglob("*.py")))
+    table = README.partition("| event | it means | do |")[2].partition("\n\n")[0]
+    events = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    assert len(events) > 10
+    for event in events:
+        words = max(re.split(r"…|'affinity'|\w+=|[:;]", event), key=len).strip()
+        assert words in source, event
+
+
 def test_the_example_specs_are_taken() -> None:
     specs = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     assert specs
     for spec in specs:
         assert tomllib.loads(spec)
-        parse_instance("README.md", spec.encode())
+        parse_instance("README.md", spec.encode(), {"POD_NAME": "web-1"})
 
 
 def test_the_two_commands_exist() -> None:

@@ -101,7 +101,13 @@ class Cluster:
     ) -> Container:
         """Return one container as its runtime is told of it."""
         image = container["image"].partition(":")[0].rpartition("/")[2]
-        fields = {"metadata.uid": uid, "status.podIP": self.pod_ip}
+        fields = {
+            "metadata.uid": uid,
+            "metadata.name": container["name"],
+            "metadata.namespace": "instances",
+            "spec.nodeName": "node",
+            "status.podIP": self.pod_ip,
+        }
         environment = {
             each["name"]: each["value"] if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
             for each in container.get("env", [])

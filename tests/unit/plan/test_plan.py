@@ -402,6 +402,11 @@ def test_descriptors_are_all_passed_on() -> None:
             "cpu.cpus: '8' of '7-8' may not be used by this process, which has '0-7'",
         ),
         (
+            KERNEL,
+            {"kvm": Kvm(None, 104, 0o660, "Device or resource busy")},
+            "cpu.accel: /dev/kvm answers, but makes no virtual machine: Device or resource busy; see `dmesg",
+        ),
+        (
             KERNEL + '[cpu]\naccel = "kvm"\n',
             {"kvm": Kvm("no such device")},
             "cpu.accel: cannot use /dev/kvm: no such device",
