@@ -175,7 +175,7 @@ def _fit(spec: str | None, node: NodePlan) -> Fit | None:
         return None
     data = sys.stdin.buffer.read() if spec == "-" else _bytes(spec, "spec")
     cpu = parse_instance(spec, data, os.environ).cpu
-    return fit_of(cpu.count, cpu.cpus, node)
+    return fit_of(cpu.count, cpu.cpus, node, spare=cpu.placement != "controller")
 
 
 def _bytes(path: str, what: str) -> bytes:

@@ -11,7 +11,7 @@ from runner.plan.fitness import emulated, root_for_kvm
 KVM = Check("kvm", "with it the guest's instructions run on the CPU itself")
 TUN = Check("tun", "a guest's network is a tap interface made with it")
 VHOST_NET = Check("vhost-net", "without it QEMU copies every packet itself")
-MEMLOCK = Check("memlock", "VFIO locks all guest RAM in memory")
+MEMLOCK = Check("memlock", "VFIO locks all guest RAM in memory, and so does memory.lock")
 MBIND = Check("mbind", "guest RAM is bound to NUMA nodes with it")
 
 MODULES = {TUN: "tun", VHOST_NET: "vhost_net"}
@@ -45,9 +45,9 @@ def judge_device(check: Check, place: Place, path: str, trouble: str | None) -> 
     return check.warning(f"{path}: {trouble}", f"modprobe {MODULES[check]}" if bare else GIVE.format(path))
 
 
-def judge_memlock(limit: int | None, *, has_vfio: bool, memory: int) -> Finding:
-    """Judge ``RLIMIT_MEMLOCK`` in bytes (``None``: no limit) for a guest of *memory* bytes of RAM."""
-    if not has_vfio:
+def judge_memlock(limit: int | None, *, locks: bool, memory: int) -> Finding:
+    """Judge ``RLIMIT_MEMLOCK`` in bytes (``None``: no limit) for a guest of *memory* bytes of RAM, if anything *locks* it."""
+    if not locks:
         return MEMLOCK.ok("there is no /dev/vfio, so nothing is locked")
     if limit is None or limit > memory:
         return MEMLOCK.ok("there is no limit" if limit is None else f"{limit >> 20} MiB may be locked")

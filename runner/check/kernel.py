@@ -117,11 +117,15 @@ def judge_transparent_hugepages(shmem: str) -> Finding:
     return TRANSPARENT_HUGEPAGES.ok(f"shmem_enabled is {shmem!r}")
 
 
-def judge_hugepages(hardware: Hardware, cpus: CpuSet) -> Finding:
-    """Judge the hugepages on the NUMA nodes of *cpus*."""
+def judge_hugepages(hardware: Hardware, cpus: CpuSet, asked: int | None) -> Finding:
+    """Judge the hugepages on the NUMA nodes of *cpus*; of those that were *asked* for (bytes), if they were.
+
+    Whether there are enough for a spec is the plan's to say, and then there are no *cpus* to look at.
+    """
     near = {hardware.by_cpu[cpu].numa_node for cpu in cpus & hardware.online}
     told, missing = [], []
-    for size in sorted({pool.size for node in hardware.numa_nodes for pool in node.hugepages if pool.total}):
+    reserved = {pool.size for node in hardware.numa_nodes for pool in node.hugepages if pool.total}
+    for size in sorted(reserved if asked is None else {asked}):
         where = []
         for node in hardware.numa_nodes:
             total, free = next(((pool.total, pool.free) for pool in node.hugepages if pool.size == size), (0, 0))

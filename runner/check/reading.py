@@ -109,6 +109,10 @@ class Seen:
     cgroup: str
     memory: int
     """Bytes of RAM of the guest, without a spec of the machine."""
+    hugepages: int | None
+    """The size in bytes of those the spec asks for."""
+    locks: bool
+    """The spec asks for RAM that is locked."""
     cpus: CpuSet
     """The CPUs that are to be the vCPUs': without a plan all that may be used."""
     vcpus: int
@@ -180,6 +184,7 @@ def _halves(sentence: str) -> tuple[str, str]:
 async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None) -> Seen:
     procfs = Procfs(here.proc)
     asked = Cpu() if spec is None else spec.cpu
+    vcpus = asked.count if plan is None else plan.machine.vcpus
     pod = read_pod(procfs, here.environment)
     sees_everything = pid_namespace(here.proc) == INIT_PID_NAMESPACE
     place = place_of(sees_everything=sees_everything, has_kubelet=here.kubelet.is_dir(), in_pod=pod is not None)
@@ -192,9 +197,11 @@ async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None)
         hardware=hardware,
         allowed=allowed,
         cgroup=procfs.cgroup(),
-        memory=procfs.memory_total() if spec is None else spec.memory.size,
+        memory=plan.machine.memory if plan is not None else spec.memory.size if spec else procfs.memory_total(),
+        hugepages=None if spec is None else spec.memory.page_size,
+        locks=spec is not None and spec.memory.lock,
         cpus=allowed if plan is None else plan.placement.cpus,
-        vcpus=len(allowed) if spec is None and not hardware.online <= allowed else asked.count,
+        vcpus=len(allowed) if spec is None and not hardware.online <= allowed else vcpus,
         placement=asked.placement,
         backend=None if plan is None else plan.placement.backend,
         socket=here.socket or asked.controller,
@@ -242,7 +249,9 @@ def _kernel(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterab
         lambda: [kernel.judge_transparent_hugepages(read_choice(huge / "shmem_enabled"))],
     )
     near = seen.hardware.online if seen.place is Place.NODE else seen.cpus
-    yield kernel.HUGEPAGES, lambda: [kernel.judge_hugepages(seen.hardware, near)]
+    if seen.hugepages is not None and seen.backend is not None:
+        near = CpuSet()  # the plan has found enough of them where they are wanted
+    yield kernel.HUGEPAGES, lambda: [kernel.judge_hugepages(seen.hardware, near, seen.hugepages)]
     balancing = here.proc / "sys/kernel/numa_balancing"
     yield kernel.NUMA_BALANCING, lambda: [kernel.judge_numa_balancing(read_line(balancing), numa_nodes)]
     pool = servants.shared_pool_of(seen.kubelet)
@@ -350,10 +359,10 @@ def _rights(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterab
         yield check, partial(_device, check, seen.place, here.dev / name)
     if seen.place is Place.NODE:  # a pod's rights are its own
         return
-    vfio = (here.dev / "vfio/vfio").exists()
+    locks = seen.locks or (here.dev / "vfio/vfio").exists()
     yield (
         devices.MEMLOCK,
-        lambda: [devices.judge_memlock(read_memlock_limit(), has_vfio=vfio, memory=seen.memory)],
+        lambda: [devices.judge_memlock(read_memlock_limit(), locks=locks, memory=seen.memory)],
     )
     yield devices.MBIND, partial(_mbind, seen)
 

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 import attrs
 
 from runner.errors import HostError
+from runner.topology.hardware import hugetlb_name
 
 _QCOW2_MAGIC = b"QFI\xfb"
 _QCOW2_HEADER = struct.Struct(">IIQI52xQ")
@@ -127,18 +128,28 @@ def closing(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-@contextmanager
-def memory(name: str, size: int) -> Iterator[int]:
-    """Hold *size* bytes of anonymous memory as a file (``memfd_create(2)``); no page of it exists before it is touched."""
+def create_memory(name: str, size: int, page_size: int | None = None) -> int:
+    """Make *size* bytes of anonymous memory as a file (``memfd_create(2)``), which the caller closes.
+
+    No page of it exists before it is touched. With *page_size* it consists of huge pages of so many bytes.
+    """
+    huge = 0 if page_size is None else os.MFD_HUGETLB | (page_size.bit_length() - 1) << os.MFD_HUGE_SHIFT
     try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    except OSError as error:
-        raise HostError(f"cannot make {size} bytes of memory for {name}") from error
-    with closing(fd):
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | huge)
         try:
             os.ftruncate(fd, size)
-        except OSError as error:
-            raise HostError(f"cannot make {size} bytes of memory for {name}") from error
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise HostError(f"cannot make {size} bytes of memory for {name}") from error
+    return fd
+
+
+@contextmanager
+def memory(name: str, size: int) -> Iterator[int]:
+    """Hold what :func:`create_memory` makes."""
+    with closing(create_memory(name, size)) as fd:
         yield fd
 
 
@@ -264,6 +275,14 @@ def memory_limits(root: PurePosixPath, cgroup: str) -> Iterator[int]:
     for value in _of_each(root, cgroup, "memory.max"):
         if value.isdecimal():
             yield int(value)
+
+
+def huge_limits(root: PurePosixPath, cgroup: str, page_size: int) -> Iterator[int]:
+    """Yield the limits in bytes of huge pages of *page_size* bytes, for pages and for promises of them, as above."""
+    for kind in ("max", "rsvd.max"):
+        for value in _of_each(root, cgroup, f"hugetlb.{hugetlb_name(page_size)}.{kind}"):
+            if value.isdecimal():
+                yield int(value)
 
 
 def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:

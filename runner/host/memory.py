@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import resource
 
 from runner.errors import HostError
-
-_MBIND = {"x86_64": 237, "aarch64": 235}
-"""The number of the system call by machine: glibc has no function for it."""
-_MPOL_BIND = 2
-_MASK_BITS = 1024
+from runner.host.populate import bind
 
 
 def try_mbind(numa_node: int) -> OSError | None:
@@ -21,22 +16,19 @@ def try_mbind(numa_node: int) -> OSError | None:
     A seccomp profile may answer for the kernel: only trying tells.
     Raises :class:`~runner.errors.HostError` on a machine whose number of the system call is not known here.
     """
-    machine = os.uname().machine
-    number = _MBIND.get(machine)
-    if number is None:
-        raise HostError(f"cannot try mbind: the number of the system call is not known for {machine}")
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
-    syscall.restype = ctypes.c_long
-    mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
-    mask[numa_node // 64] = 1 << numa_node % 64
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         first = ctypes.c_char.from_buffer(page)
-        address = ctypes.c_void_p(ctypes.addressof(first))
-        size = ctypes.c_ulong(mmap.PAGESIZE)
-        failed = syscall(ctypes.c_long(number), address, size, _MPOL_BIND, mask, ctypes.c_ulong(_MASK_BITS), 0)
-        code = ctypes.get_errno()
-        del first, address  # a mapping that is looked into cannot be closed
-    return OSError(code, os.strerror(code)) if failed else None
+        try:
+            bind(ctypes.addressof(first), mmap.PAGESIZE, [numa_node])
+        except KeyError as error:
+            raise HostError(
+                f"cannot try mbind: the number of the system call is not known for {error.args[0]}"
+            ) from None
+        except OSError as error:
+            return error
+        finally:
+            del first  # a mapping that is looked into cannot be closed
+    return None
 
 
 def read_memlock_limit() -> int | None:

@@ -18,6 +18,7 @@ _PF_KTHREAD = 0x00200000
 """``include/linux/sched.h``: in the flags of proc_pid_stat(5), field 9."""
 _NUMA_PAGES = re.compile(r" N([0-9]+)=([0-9]+)", re.ASCII)
 _PAGE_SIZE = re.compile(r" kernelpagesize_kB=([0-9]+)", re.ASCII)
+_BOUND = re.compile(r" bind(?:=[a-z|]+)?:([0-9,-]+)", re.ASCII)
 _MAPPED_FILE = re.compile(r" file=(\S+)")
 
 
@@ -74,6 +75,8 @@ class MappedMemory:
     """Its pages are hugetlb pages."""
     resident: Mapping[int, int]
     """NUMA node → bytes that are there and mapped."""
+    bound: CpuSet = attrs.field(factory=CpuSet)
+    """The NUMA nodes it is bound to (``MPOL_BIND``), and may come from nowhere else; empty: none."""
 
 
 @attrs.frozen
@@ -229,6 +232,10 @@ class Procfs:
         except OSError as error:
             raise HostError(f"cannot read the status of process {pid}") from error
 
+    def may_lock(self) -> bool:
+        """Tell whether we have CAP_IPC_LOCK (``include/uapi/linux/capability.h``: 14)."""
+        return bool(int(self.status()["CapEff"], 16) >> 14 & 1)
+
     def oom_score_adj(self) -> int:
         """Return our own ``oom_score_adj``, from -1000 to 1000."""
         return int(_read(self.root / "self/oom_score_adj"))
@@ -267,7 +274,9 @@ def _mappings(text: str) -> Iterator[MappedMemory]:
         huge = " huge" in line
         if size is not None and (file is not None or huge):
             resident = {int(node): (int(pages) * int(size[1])) << 10 for node, pages in _NUMA_PAGES.findall(line)}
-            yield MappedMemory("" if file is None else file[1], huge, resident)
+            bound = _BOUND.search(line)
+            nodes = CpuSet() if bound is None else CpuSet.parse(bound[1])
+            yield MappedMemory("" if file is None else file[1], huge, resident, nodes)
 
 
 def _fields(text: str) -> dict[str, str]:

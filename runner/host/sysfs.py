@@ -113,6 +113,22 @@ def _hugepages(path: Path) -> tuple[HugepagePool, ...]:
     return tuple(sorted(pools, key=lambda pool: pool.size))
 
 
+@attrs.frozen
+class HugePool:
+    """The huge pages of one size on the whole machine; *promised* are free and reserved for a mapping that has them not yet."""
+
+    size: int
+    promised: int
+
+
+def read_huge_pools(root: Path = Path("/")) -> tuple[HugePool, ...]:
+    """Return every size of huge pages that the host of *root* knows, none where the kernel knows none."""
+    return tuple(
+        HugePool(pool.size, _number(root / f"sys/kernel/mm/hugepages/hugepages-{pool.size >> 10}kB/resv_hugepages"))
+        for pool in _hugepages(root / "sys/kernel/mm/hugepages")
+    )
+
+
 def _meminfo(path: Path, pattern: str) -> int:
     match = re.search(rf"^{pattern}$", _text(path), re.MULTILINE)
     if match is None:

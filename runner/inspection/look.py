@@ -332,12 +332,15 @@ def _guest_memory(procfs: Procfs, qemu: int | None) -> GuestMemory | Unknown:
         return Unknown("QEMU has ended, or the kernel knows no NUMA nodes")
     small: Counter[int] = Counter()
     huge: Counter[int] = Counter()
+    bound: set[int] = set()
+    astray = 0
     for mapping in mappings:
-        if mapping.huge:
-            huge.update(mapping.resident)
-        elif _GUEST_RAM.fullmatch(mapping.file):
-            small.update(mapping.resident)
-    return GuestMemory(dict(small), dict(huge))
+        if not mapping.huge and not _GUEST_RAM.fullmatch(mapping.file):
+            continue
+        (huge if mapping.huge else small).update(mapping.resident)
+        bound |= set(mapping.bound)
+        astray += sum(size for node, size in mapping.resident.items() if mapping.bound and node not in mapping.bound)
+    return GuestMemory(dict(small), dict(huge), CpuSet(bound), astray)
 
 
 def _charge(machine: Machine, threads: Iterable[SeenThread]) -> Charge | Unknown:

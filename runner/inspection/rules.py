@@ -154,16 +154,22 @@ def _exemptions(threads: Iterable[SeenThread]) -> str:
 
 
 def memory_local(instance: InstanceSighting) -> Verdict:
-    """Judge that the guest's RAM lies on the NUMA nodes of the instance's CPUs, as far as QEMU has mapped it."""
+    """Judge that the guest's RAM lies on the NUMA nodes it is bound to, as far as QEMU has mapped it.
+
+    They are those of the instance's CPUs, unless these have no memory that the pod may use. What is bound to nothing
+    is judged by the CPUs.
+    """
     memory = instance.memory
     if isinstance(memory, Unknown):
         return Verdict("local", Result.UNKNOWN, (memory.reason,))
-    if not instance.numa_nodes:
+    wanted = memory.bound or instance.numa_nodes
+    if not wanted:
         return Verdict("local", Result.UNKNOWN, ("the NUMA nodes of its CPUs cannot be seen",))
     where = {node: memory.small.get(node, 0) + memory.huge.get(node, 0) for node in {*memory.small, *memory.huge}}
     said = ", ".join(f"{_size(where[node])} on NUMA node {node}" for node in sorted(where) if where[node])
-    sentence = f"{said or 'nothing'} of the guest's RAM is mapped; its CPUs are on '{instance.numa_nodes}'"
-    away = any(size and node not in instance.numa_nodes for node, size in where.items())
+    bound = f"it is bound to '{memory.bound}', " if memory.bound else ""
+    sentence = f"{said or 'nothing'} of the guest's RAM is mapped; {bound}its CPUs are on '{instance.numa_nodes}'"
+    away = memory.astray or any(size and node not in wanted for node, size in where.items())
     return Verdict("local", Result.VIOLATED if away else Result.OK, (sentence,))
 
 

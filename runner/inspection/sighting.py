@@ -57,6 +57,10 @@ class GuestMemory:
 
     small: Mapping[int, int]
     huge: Mapping[int, int]
+    bound: CpuSet = attrs.field(factory=CpuSet)
+    """The NUMA nodes that it is bound to; empty where that is so for none of it."""
+    astray: int = 0
+    """Bytes of it that lie elsewhere than they are bound to."""
 
 
 @attrs.frozen

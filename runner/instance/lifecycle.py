@@ -21,6 +21,7 @@ from runner.instance.console import console_shown
 from runner.instance.display import display_shown
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, agent_line, paused_machine, started_within
+from runner.instance.memory import guest_memory
 from runner.instance.placement import Receipt, confined, read_again
 from runner.instance.seats import Seat, placed
 from runner.instance.services import Shares, anchored, death_of, dhcp_served, networked, shared
@@ -46,12 +47,13 @@ async def run_instance(plan: InstancePlan, host: Host, show: Callable[[bytes], N
             _state(host, plan) as directory,
             anchored(host, plan.anchor) as anchors,
             placed(host, plan.placement, anchors) as seat,
+            guest_memory(host, plan, seat) as ram,
             networked(host, plan.networks) as taps,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, show, directory) as console,
             agent_line(plan.machine.guest) as agent,
-            paused_machine(host, plan, Wiring(taps, shares, console, agent), seat.birthplace) as machine,
+            paused_machine(host, plan, Wiring(ram, taps, shares, console, agent), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine) as receipt,
             display_shown(host, machine, directory, vnc=plan.machine.vnc),
         ):

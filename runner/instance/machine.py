@@ -18,6 +18,7 @@ from runner.host.processes import Command, Process, stop_bound
 from runner.host.qmp import Event, Monitor, MonitorError, VcpuThread
 from runner.host.sockets import Socket, connected_pair
 from runner.instance.host import Host, first_of
+from runner.instance.memory import MBIND_REMEDY
 from runner.instance.services import Shares, Tap, death_of
 from runner.plan.argv import Descriptors, qemu_argv
 from runner.plan.firmware import VariablesPlan
@@ -37,8 +38,6 @@ EXITS_WITHIN = 1.0
 
 AGENT_ANSWERS_WITHIN = 1.0
 """Seconds an agent in the guest may take to answer before the guest's power button is pressed instead."""
-
-MBIND_REMEDY = "let the container's seccomp profile allow mbind(2), as Docker's does with --cap-add SYS_NICE, or set memory.bind = false"
 
 
 @attrs.frozen
@@ -63,6 +62,7 @@ async def agent_line(guest: GuestPlan) -> AsyncIterator[AgentLine]:
 class Wiring:
     """The ends that QEMU gets a copy of; ours are closed then, so that each end sees the other's death."""
 
+    ram: Sequence[files.Descriptor]
     taps: Sequence[Tap]
     shares: Shares
     console: Socket
@@ -73,6 +73,8 @@ class Wiring:
         self.console.close()
         if self.agent.theirs is not None:
             self.agent.theirs.close()
+        for each in self.ram:
+            each.close()
         for tap in self.taps:
             tap.tap.close()
             if tap.vhost is not None:
@@ -302,10 +304,7 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplac
         descriptors = Descriptors(
             qmp=qmp.fileno(),
             console=wiring.console.fileno(),
-            ram=tuple(
-                held.enter_context(files.memory(f"{plan.name}-ram{number}", each.memory))
-                for number, each in enumerate(plan.topology.numa_nodes)
-            ),
+            ram=tuple(each.number for each in wiring.ram),
             files=numbers,
             taps=tuple(tap.tap.number for tap in wiring.taps),
             vhosts=tuple(None if tap.vhost is None else tap.vhost.number for tap in wiring.taps),

@@ -88,6 +88,10 @@ class Seat(Protocol):
     def birthplace(self) -> int | None:
         """The descriptor by which QEMU enters the group that is charged for its memory; ``None``: it is born in it."""
 
+    @property
+    def quarry(self) -> int | None:
+        """The descriptor by which a short-lived process enters the pod's group, with all its CPUs; ``None``: it is there."""
+
     def admit(self, pid: int) -> None:
         """Take the process *pid* with all its threads into float."""
 
@@ -107,6 +111,7 @@ class _Masked:
 
     groups: None = None
     birthplace: None = None
+    quarry: None = None
 
     def admit(self, pid: int) -> None:
         """See :class:`Seat`."""
@@ -127,6 +132,11 @@ class _Grouped:
     doors: Doors
     vcpus: set[int]
     """The threads that were confined."""
+
+    @property
+    def quarry(self) -> int:
+        """See :class:`Seat`."""
+        return self.doors.pod.number
 
     def admit(self, pid: int) -> None:
         """See :class:`Seat`."""

@@ -6,6 +6,7 @@ import logging
 import os
 import pwd
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path, PurePosixPath
@@ -16,21 +17,23 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.host.cgroup import Cgroup
 from runner.host.devices import has_tun, has_vhost_net, has_vhost_vsock, read_kvm
-from runner.host.files import cpu_limits, find_program, look, memory_limits, read_document, read_text
+from runner.host.files import cpu_limits, find_program, huge_limits, look, memory_limits, read_document, read_text
 from runner.host.network import Link, read_links
 from runner.host.processes import Command
 from runner.host.procfs import Procfs
 from runner.host.rtnetlink import LinkRoute
 from runner.host.scheduler import read_mask
-from runner.host.sysfs import read_hardware
+from runner.host.sysfs import read_hardware, read_huge_pools
 from runner.instance.host import Host
 from runner.plan.facts import (
     DocumentFact,
     FileFact,
     HostFacts,
+    HugeFact,
     ImageFact,
     Interface,
     Kvm,
+    Limits,
     Pod,
     PodName,
     Resolver,
@@ -50,6 +53,8 @@ CGROUP_ROOT = PurePosixPath("/sys/fs/cgroup")
 ONLINE_CPUS = PurePosixPath("/sys/devices/system/cpu/online")
 _UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
 """A pod's UID; in the name of a slice its hyphens are underscores, and a static pod's has none."""
+PREALLOCATOR = Path(__file__).parents[1] / "host" / "populate.py"
+"""A script, which this process does not import: it is run by a Python of its own."""
 ANSWERS_WITHIN = 5.0
 """Seconds a program may take to say its version."""
 
@@ -60,14 +65,17 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
     kvm = read_kvm()
     cgroup = host.procfs.cgroup()
     pod = read_pod(host.procfs, os.environ)
+    limits = _limits(spec, host, cgroup)
     uid = _uid(host, cgroup) if spec.cpu.placement in {"auto", "controller"} else None
     return HostFacts(
         allowed_cpus=read_mask(),
         hardware=read_hardware(),
         memory_nodes=host.procfs.memory_nodes(),
         cpu_vendor=host.procfs.cpu_vendor(),
-        memory=min(host.procfs.memory_total(), *memory_limits(CGROUP_ROOT, cgroup), 1 << 62),
+        memory=min(host.procfs.memory_total(), limits.memory or 1 << 62),
         state_directory=state_directory,
+        limits=limits,
+        preallocator=(sys.executable, "-IS", str(PREALLOCATOR)),
         qemu=find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES),
         dnsmasq=find_program("dnsmasq", SYSTEM_DIRECTORIES),
         sleep=find_program("sleep", SYSTEM_DIRECTORIES),
@@ -142,6 +150,23 @@ def parse_uid(cgroup: str, roots: Iterable[str]) -> str | None:
         if kept is not None:
             return kept[1]
     return None
+
+
+def _limits(spec: InstanceSpec, host: Host, cgroup: str) -> Limits:
+    memlock, may_lock = None, False
+    if spec.memory.lock:
+        from runner.host.memory import read_memlock_limit  # here, because nobody else needs ctypes
+
+        memlock, may_lock = read_memlock_limit(), host.procfs.may_lock()
+    return Limits(
+        memory=min(memory_limits(CGROUP_ROOT, cgroup), default=None),
+        huge={
+            pool.size: HugeFact(min(huge_limits(CGROUP_ROOT, cgroup, pool.size), default=None), pool.promised)
+            for pool in (read_huge_pools() if spec.memory.hugepages else ())
+        },
+        memlock=memlock,
+        may_lock=may_lock,
+    )
 
 
 def _controller_trouble(path: PurePosixPath, uid: str | None) -> str | None:

@@ -14,8 +14,10 @@ from typing import Protocol
 
 import attrs
 
+from runner.cpuset import CpuSet
 from runner.plan.facts import Route
-from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, SharePlan
+from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, Placement, SharePlan
+from runner.plan.memory import TRANSLATED
 from runner.spec.document import MIB
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
@@ -31,6 +33,9 @@ WATCHDOG_ACTIONS = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "non
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
 
+SAID_EVERY = "1"
+"""Seconds between two words of how much of it is there."""
+
 
 class Endpoints(Protocol):
     """How QEMU reaches what it is given."""
@@ -38,8 +43,8 @@ class Endpoints(Protocol):
     def monitor(self) -> Iterator[str]:
         """Yield the options that make a chardev ``qmp`` or another monitor, and the serial console's chardev ``console``."""
 
-    def memory(self, index: int) -> str:
-        """Return the properties of a memory backend that say where the RAM of the guest's NUMA node *index* comes from."""
+    def memory(self, index: int, page_size: int | None) -> str:
+        """Return the memory backend, with properties that say where the guest's NUMA node *index* has its RAM from."""
 
     def file(self, name: str) -> str:
         """Return the path of the kernel, initial RAM disk or firmware."""
@@ -93,7 +98,7 @@ class Descriptors:
         yield from ("-mon", "chardev=qmp,mode=control")
         yield from ("-chardev", f"socket,id=console,fd={self.console}")
 
-    def memory(self, index: int) -> str:
+    def memory(self, index: int, _page_size: int | None) -> str:
         """See :class:`Endpoints`."""
         return f"memory-backend-file,mem-path=/proc/self/fd/{self.ram[index]},share=on"
 
@@ -140,9 +145,10 @@ class Paths:
         yield from ("-chardev", "stdio,id=console,mux=on,signal=off")
         yield from ("-mon", "chardev=console,mode=readline")
 
-    def memory(self, _index: int) -> str:
+    def memory(self, _index: int, page_size: int | None) -> str:
         """See :class:`Endpoints`."""
-        return "memory-backend-memfd,share=on"
+        huge = "" if page_size is None else f",hugetlb=on,hugetlbsize={page_size // MIB}M"
+        return f"memory-backend-memfd,share=on{huge}"
 
     def file(self, name: str) -> str:
         """See :class:`Endpoints`."""
@@ -224,11 +230,9 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{secure}{flash}")
     if machine.secure_boot:
         yield from ("-global", "driver=cfi.pflash01,property=secure,value=on")
-        yield from (
-            "-global",
-            "ICH9-LPC.disable_s3=1",
-        )  # OVMF with SMM cannot resume, and refuses to start where it might
-    yield from ("-accel", "kvm" if machine.accel == "kvm" else "tcg,thread=multi")
+        # OVMF with SMM cannot resume, and refuses to start where it might
+        yield from ("-global", "ICH9-LPC.disable_s3=1")
+    yield from ("-accel", "kvm" if machine.accel == "kvm" else f"tcg,thread=multi,tb-size={TRANSLATED // MIB}")
     yield from ("-cpu", machine.cpu_model)
     yield from _topology(machine, endpoints)
     # Ticks of the clock that the guest missed are given to it later, instead of leaving it behind.
@@ -266,13 +270,18 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     dies = f"dies={topology.dies}," if topology.dies > 1 else ""
     yield from ("-smp", f"cpus={machine.vcpus},sockets={sockets},{dies}cores={cores},threads={threads}")
     yield from ("-m", f"size={machine.memory // MIB}M")
+    if machine.ram.locked:
+        yield from ("-overcommit", "mem-lock=on")
     numa = list(enumerate(topology.numa_nodes))
     several = len(numa) > 1
     for number, each in numa:
-        kind, _, properties = endpoints.memory(number).partition(",")
+        shared = machine.ram.shared
+        backend = endpoints.memory(number, machine.ram.page_size) if shared else "memory-backend-ram,share=off"
+        kind, _, properties = backend.partition(",")
         bound = "".join(f",host-nodes={host}" for host in each.bound) + (",policy=bind" if each.bound else "")
+        # Pages that are there are mapped only, and their tables charged to the pod: the guest's first touch finds them.
         touching = min(len(each.vcpus), MOST_PREALLOCATORS)
-        touched = f",prealloc=on,prealloc-threads={touching}" if machine.preallocate else ""
+        touched = f",prealloc=on,prealloc-threads={touching}" if machine.ram.preallocate else ""
         name = f"ram{number}" if several else "ram"
         yield from ("-object", f"{kind},id={name},size={each.memory // MIB}M,{properties}{bound}{touched}")
     if several:
@@ -283,6 +292,25 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             for other, distance in enumerate(each.distances):
                 if other != number:
                     yield from ("-numa", f"dist,src={number},dst={other},val={distance}")
+
+
+def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int, ...]) -> list[str]:
+    """Return the argv of the program that takes all pages of the descriptors *ram*.
+
+    It has a word for each of them: descriptor, bytes, bytes of a page (0: the kernel's own), the NUMA nodes it is bound
+    to, the CPUs that are near, and the number of threads (:mod:`runner.host.populate`).
+    """
+    words = (
+        ":".join(
+            (
+                *(str(descriptor), str(each.memory), str(machine.ram.page_size or 0), ",".join(map(str, each.bound))),
+                str(CpuSet(placement.pins[vcpu] for vcpu in each.vcpus)),
+                str(min(len(each.vcpus), MOST_PREALLOCATORS)),
+            )
+        )
+        for descriptor, each in zip(ram, machine.topology.numa_nodes, strict=True)
+    )
+    return [*machine.ram.preallocator, SAID_EVERY, *words]
 
 
 def _bridges(numa_nodes: int) -> Iterator[str]:
@@ -437,6 +465,7 @@ _FLAGS = frozenset(
         "-m",
         "-object",
         "-numa",
+        "-overcommit",
     }
     | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
     | {"-rtc", "-global", "-action", "-vnc"}

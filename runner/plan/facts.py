@@ -160,6 +160,30 @@ class Resolver:
 
 
 @attrs.frozen
+class HugeFact:
+    """What this process may have of the huge pages of one size, beside what is free on each NUMA node."""
+
+    limit: int | None = None
+    """Bytes: the least ``hugetlb.<size>.max`` and ``.rsvd.max`` of its cgroups; ``None`` without a limit."""
+    promised: int = 0
+    """Pages that are free and yet others' (``resv_hugepages``): mapped, and not touched yet."""
+
+
+@attrs.frozen
+class Limits:
+    """What bounds the memory of this process."""
+
+    memory: int | None = None
+    """Bytes: the least ``memory.max`` of its cgroups; ``None`` without a limit."""
+    huge: Mapping[int, HugeFact] = attrs.field(factory=dict)
+    """By page size in bytes, every size that the host knows."""
+    memlock: int | None = None
+    """Bytes that a process without CAP_IPC_LOCK may lock (``RLIMIT_MEMLOCK``); ``None`` without a limit."""
+    may_lock: bool = False
+    """This process has CAP_IPC_LOCK, and so has QEMU if it runs as root."""
+
+
+@attrs.frozen
 class HostFacts:
     """Everything a plan needs to know of the host and the pod."""
 
@@ -171,6 +195,9 @@ class HostFacts:
     memory: int
     """Bytes the pod may use: the smallest of the machine's RAM and the memory limits of its cgroups."""
     state_directory: PurePosixPath
+    limits: Limits = Limits()
+    preallocator: tuple[str, ...] = ()
+    """How the program that touches the guest's pages is started; :mod:`runner.host.populate` says what it takes."""
     qemu: PurePosixPath | None = None
     dnsmasq: PurePosixPath | None = None
     sleep: PurePosixPath | None = None

@@ -28,25 +28,40 @@ from runner.plan.fitness import (
     too_little_time,
 )
 from runner.plan.guest import GuestPlan, plan_guest
+from runner.plan.memory import (
+    PAGE_SIZE,
+    RamPlan,
+    contradictions,
+    needed_beside,
+    not_lockable,
+    size_by_limits,
+    too_few_pages,
+    too_little_memory,
+    with_size,
+)
 from runner.spec.document import format_size
-from runner.spec.instance import Cpu, Disk, InstanceSpec, Network, Share, private_subnets
+from runner.spec.instance import (
+    ALL_CPUS,
+    LEAST_MEMORY,
+    WHAT_LIMITS_LEAVE,
+    Cpu,
+    Disk,
+    InstanceSpec,
+    Network,
+    Share,
+    private_subnets,
+)
 from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
-from runner.topology.placement import PinPolicy, choose_cpus, place
+from runner.topology.placement import PinPolicy, all_cpus, choose_cpus, place
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
-
-QEMU_OVERHEAD = 64 << 20
-"""Bytes QEMU needs beside the guest's RAM at the very least; QEMU 7.2 with one vCPU and no device has 40-60 MiB resident."""
 
 PATIENCE = 60.0
 """Seconds QEMU may take to greet: it takes 0.1 s."""
 
 SLOWEST_PREALLOCATION = 256 << 20
 """Bytes a second; pages that are zeroed by one slow CPU on the wrong NUMA node still come at 1 GiB/s."""
-
-PAGE_SIZE = 2 << 20
-"""Bytes; NUMA nodes of the guest begin at a multiple of it, so that its RAM can be huge pages from end to end."""
 
 TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
 """Whose CPUs tell siblings by CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
@@ -153,8 +168,7 @@ class MachinePlan:
     memory: int
     """Bytes, whole MiB."""
     topology: GuestTopology
-    preallocate: bool
-    """Every page of it is touched before QEMU leaves the pod's cgroup, which is charged for it then and for ever."""
+    ram: RamPlan
     accel: str
     cpu_model: str
     kernel: FilePlan | None
@@ -220,7 +234,7 @@ class InstancePlan:
     machine: MachinePlan
     shutdown: ShutdownPlan
     patience: float
-    """Seconds QEMU may take to greet."""
+    """Seconds preallocation may take, and those QEMU may take to greet."""
     remarks: tuple[str, ...]
     """What is second best about it, for the operator."""
 
@@ -253,8 +267,10 @@ class _Planner:
         spec, facts = self.spec, self.facts
         placement = self.placement(spec.cpu)
         accel, user = self.accelerator()
-        self.memory()
+        ram = self.memory(placement, accel, user)
         topology = None if placement is None else self.topology(placement, accel)
+        self.pages(topology)
+        spec = self.spec
         networks = tuple(self.networks())
         shares = tuple(self.shares())
         disks = tuple(self.disk(index, disk) for index, disk in enumerate(spec.disk))
@@ -290,7 +306,7 @@ class _Planner:
                 vcpus=spec.cpu.count,
                 memory=spec.memory.size,
                 topology=topology,
-                preallocate=placement.register is not None,
+                ram=ram,
                 accel=accel,
                 cpu_model=spec.cpu.model or self.cpu_model(accel, topology),
                 kernel=kernel,
@@ -308,7 +324,7 @@ class _Planner:
                 on_reboot=spec.shutdown.on_reboot,
             ),
             shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status),
-            patience=PATIENCE + (spec.memory.size / SLOWEST_PREALLOCATION if placement.register else 0),
+            patience=PATIENCE + (spec.memory.size / SLOWEST_PREALLOCATION if ram.preallocate else 0),
             remarks=tuple(self.remarks),
         )
 
@@ -329,6 +345,9 @@ class _Planner:
     def placement(self, cpu: Cpu) -> Placement | None:
         allowed = self.facts.allowed_cpus
         backend = self.backend(cpu)
+        if cpu.count == ALL_CPUS:
+            cpu = attrs.evolve(cpu, count=all_cpus(self.facts.hardware, allowed, spare=backend != "controller"))
+            self.spec = attrs.evolve(self.spec, cpu=cpu)
         self.own_cpus(cpu, backend)
         if cpu.cpus is not None and not cpu.cpus <= allowed:
             self.refuse(
@@ -384,7 +403,7 @@ class _Planner:
                 placement.pins,
                 hardware,
                 spec.memory.size,
-                page_size=PAGE_SIZE if real else 1,
+                page_size=spec.memory.page_size or (PAGE_SIZE if real else 1),
                 memory_nodes=self.facts.memory_nodes,
                 siblings=accel == "kvm" or spec.cpu.model is not None,
             )
@@ -475,14 +494,37 @@ class _Planner:
             return user
         return next((self.facts.users[name] for name in candidates if name in self.facts.users), None)
 
-    def memory(self) -> None:
-        asked, limit = self.spec.memory.size, self.facts.memory
-        if asked + QEMU_OVERHEAD > limit:
-            self.refuse(
-                "memory.size",
-                f"{format_size(asked)} and the {format_size(QEMU_OVERHEAD)} QEMU needs beside it do not fit into the "
-                f"{limit >> 20}MiB this pod may use; at most {max(0, (limit - QEMU_OVERHEAD) >> 20)}MiB do",
-            )
+    def memory(self, placement: Placement | None, accel: str, user: User) -> RamPlan:
+        facts, asked = self.facts, self.spec.memory
+        if asked.size == WHAT_LIMITS_LEAVE:
+            numa_node_of = {cpu.cpu: cpu.numa_node for cpu in facts.hardware.cpus}
+            several = placement is not None and self.spec.cpu.topology == "host"
+            pins = placement.pins if placement is not None and several else ()
+            size = size_by_limits(self.spec, accel, facts.limits, len({numa_node_of[cpu] for cpu in pins}) or 1)
+            if isinstance(size, Problem):
+                self.problems.append(size)
+                size = LEAST_MEMORY  # said once is enough
+            self.spec = with_size(self.spec, size)
+        beside = needed_beside(self.spec, accel)
+        controller = placement is not None and placement.register is not None
+        self.problems += contradictions(self.spec, controller=controller)
+        self.problems += too_little_memory(self.spec, beside, facts.memory, facts.limits)
+        locked = not_lockable(self.spec, facts.limits, root=user.uid == 0)
+        if locked is not None:
+            self.problems.append(locked)
+        return RamPlan(
+            page_size=asked.page_size,
+            # What is locked is there at once, and must then lie where it shall be already.
+            preallocate=asked.prealloc or controller or asked.hugepages is not None or asked.lock,
+            locked=asked.lock,
+            shared=asked.shared,
+            beside=beside,
+            preallocator=facts.preallocator,
+        )
+
+    def pages(self, topology: GuestTopology | None) -> None:
+        facts = self.facts
+        self.problems += too_few_pages(self.spec.memory, topology, facts.hardware, facts.memory_nodes, facts.limits)
 
     def program(self, path: PurePosixPath | None, where: str, name: str, package: str) -> PurePosixPath | None:
         if path is None:

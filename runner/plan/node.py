@@ -16,7 +16,7 @@ from runner.topology.hardware import Hardware
 from runner.topology.kubelet import KubeletConfigError
 from runner.topology.manifest import Manifest
 from runner.topology.memory_manager import Block, hugepages_resource, peak_memory
-from runner.topology.placement import Placement, place
+from runner.topology.placement import Placement, all_cpus, place
 from runner.topology.pod import MEMORY, Container, ContainerKind, Pod, format_bytes, peak
 from runner.topology.topology_manager import Hint
 
@@ -145,10 +145,11 @@ def plan_node(
     return NodePlan(hardware, configuration, before, tuple(pods), node.without(), tuple(notes))
 
 
-def fit_of(vcpus: int, cpus: CpuSet | None, plan: NodePlan) -> Fit:
+def fit_of(vcpus: int, cpus: CpuSet | None, plan: NodePlan, *, spare: bool = False) -> Fit:
     """Tell whether an instance of *vcpus*, which insists on *cpus*, fits into what the pods of *plan* get.
 
-    It runs in the container with the most exclusive CPUs.
+    It runs in the container with the most exclusive CPUs. Zero *vcpus* are all of those; *spare* leaves some for
+    everything else.
     """
     containers = [
         (container, pod.manifest.name) for pod in plan.pods for container in pod.containers if container.placement
@@ -156,6 +157,7 @@ def fit_of(vcpus: int, cpus: CpuSet | None, plan: NodePlan) -> Fit:
     if not containers:
         return Fit(vcpus, trouble="no container gets exclusive CPUs")
     best, pod = max(containers, key=lambda each: len(each[0].cpus))
+    vcpus = vcpus or all_cpus(plan.hardware, best.cpus, spare=spare)
     fit = Fit(vcpus, pod, best.container.name)
     if vcpus > len(best.cpus):
         trouble = f"it gets {len(best.cpus)} CPUs; ask for {vcpus} in the pod, or for fewer vCPUs"

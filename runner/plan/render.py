@@ -48,6 +48,7 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
         yield f"               disk {disk.path}, {disk.format}, {'read-only' if disk.read_only else 'writable'}"
     yield from _beside(machine)
     yield from _guest(machine.topology)
+    yield f"               {_ram(machine)}"
     pins = ", ".join(f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(placement.pins))
     yield f"  7 pins       vCPU→CPU {pins}; read back from the kernel; then the guest runs"
     shutdown = plan.shutdown
@@ -102,6 +103,15 @@ def _guest(topology: GuestTopology) -> Iterator[str]:
             f"               NUMA node {number}: vCPUs {each.vcpus}, {format_size(each.memory)} from {where}"
             + (f"; distance {', '.join(far)}" if far else "")
         )
+
+
+def _ram(machine: MachinePlan) -> str:
+    ram = machine.ram
+    pages = "ordinary pages" if ram.page_size is None else f"huge pages of {format_size(ram.page_size)}"
+    when = "all taken before the guest runs" if ram.preallocate else "taken as the guest uses it"
+    locked = ", locked" if ram.locked else ""
+    private = "" if ram.shared else ", QEMU's alone"
+    return f"memory in {pages}{locked}{private}, {when}; at most {format_size(ram.beside)} needed beside it"
 
 
 def _network(network: NetworkPlan) -> str:

@@ -142,6 +142,11 @@ def size(least: int) -> Rule:
     return Rule(f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"', parse)
 
 
+def either(word: str, value: object, rule: Rule) -> Rule:
+    """Take *word*, which means *value*, or what *rule* takes."""
+    return Rule(f'{rule.allowed}, or "{word}"', lambda given: value if given == word else rule.parse(given))
+
+
 def seconds(least: float, most: float) -> Rule:
     """Take a duration in seconds."""
 

@@ -18,6 +18,7 @@ from runner.spec.document import (
     cpu_set,
     document,
     documents,
+    either,
     expanded,
     flag,
     format_size,
@@ -42,6 +43,11 @@ from runner.spec.document import (
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 WORD_ALLOWED = "up to 63 letters, digits, '.', '_' and '-', the first a letter or digit"
 TAG = r"[A-Za-z0-9_.-]{1,35}"
+ALL_CPUS = 0
+"""``cpu.count = "all"``: the plan makes a number of it."""
+WHAT_LIMITS_LEAVE = 0
+"""``memory.size = "limits"``: the plan makes a size of it."""
+LEAST_MEMORY = 32 * MIB
 UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
@@ -70,7 +76,12 @@ class Instance:
 class Cpu:
     """The vCPUs and the CPUs they own."""
 
-    count: int = key(integer(1, 1024), default=1, doc="number of vCPUs; each gets one CPU to itself")
+    count: int = key(
+        either("all", ALL_CPUS, integer(1, 1024)),
+        default=1,
+        doc="number of vCPUs; each gets one CPU to itself. "
+        '`"all"`: as many as the container has CPUs; where everything else runs there too, one core less',
+    )
     cpus: CpuSet | None = key(
         cpu_set(),
         default=None,
@@ -118,7 +129,11 @@ class Cpu:
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what cannot be true together."""
-        if self.cpus is not None and len(self.cpus) != self.count:
+        if self.cpus is not None and self.count == ALL_CPUS:
+            yield Problem(
+                "count", f'"all" and cpu.cpus contradict each other; say {len(self.cpus)}, or leave cpu.cpus out'
+            )
+        elif self.cpus is not None and len(self.cpus) != self.count:
             yield Problem(
                 "cpus",
                 f"{str(self.cpus)!r} are {len(self.cpus)} CPUs, but cpu.count asks for {self.count} vCPUs",
@@ -129,12 +144,37 @@ class Cpu:
 class Memory:
     """The guest's RAM."""
 
-    size: int = key(size(32 * MIB), default=512 * MIB, doc="how much")
+    size: int = key(
+        either("limits", WHAT_LIMITS_LEAVE, size(LEAST_MEMORY)),
+        default=512 * MIB,
+        doc='how much; `"limits"`: what the limits of the container\'s cgroup leave (`hugetlb.<size>.max`, else `memory.max` '
+        "without what is needed beside the guest)",
+    )
     bind: bool = key(
         flag(),
         default=True,
         doc="whether it comes from the NUMA nodes its vCPUs sit on, and from nowhere else (`mbind(2)`)",
     )
+    hugepages: str | None = key(
+        choice("2MiB", "1GiB"), default=None, doc="the size of the huge pages it consists of; ordinary pages without it"
+    )
+    prealloc: bool | None = key(
+        flag(),
+        default=None,
+        doc='whether all of it is taken before the guest runs; without it, with placement `"controller"`, huge pages or lock',
+    )
+    lock: bool = key(flag(), default=False, doc="whether QEMU locks it, and all else it has, in memory (`mlockall(2)`)")
+    shared: bool = key(
+        flag(),
+        default=True,
+        doc="whether others can map it, as virtiofsd must; anonymous memory, which is not, gets transparent huge pages "
+        "more readily",
+    )
+
+    @property
+    def page_size(self) -> int | None:
+        """The size of the huge pages in bytes; ``None`` without them."""
+        return None if self.hugepages is None else {"2MiB": 2 * MIB, "1GiB": 1024 * MIB}[self.hugepages]
 
 
 @attrs.frozen

@@ -55,6 +55,13 @@ class HugepagePool:
     free: int
 
 
+def hugetlb_name(page_size: int) -> str:
+    """Return what cgroup files call huge pages of *page_size* bytes, such as ``2MB`` (``mm/hugetlb_cgroup.c``, ``mem_fmt``)."""
+    return next(
+        f"{page_size >> shift}{unit}" for shift, unit in ((30, "GB"), (20, "MB"), (10, "KB")) if page_size >> shift
+    )
+
+
 @attrs.frozen
 class NumaNode:
     """One NUMA node; it may have no CPUs (CXL memory) or no memory.

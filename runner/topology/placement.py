@@ -213,6 +213,17 @@ def choose_cpus(hardware: Hardware, allowed: CpuSet, count: int) -> CpuSet:
     return _evenly([units[each] for each in _best_numa_nodes(hardware, units, count)], count)
 
 
+def all_cpus(hardware: Hardware, usable: CpuSet, *, spare: bool) -> int:
+    """Return how many of *usable* CPUs vCPUs may own: all, or all that leave a core to *spare* for everything else.
+
+    A core, because half of one makes the vCPU on its other half slow; of a single core, one CPU.
+    """
+    if not spare or len(usable) == 1:
+        return len(usable)
+    core = min((hardware.siblings(cpu) & usable for cpu in usable), key=len)
+    return len(usable) - (len(core) if len(core) < len(usable) else 1)
+
+
 @attrs.frozen
 class _Units:
     """The usable CPUs of one NUMA node by core, those with the fullest L3 caches first."""

@@ -123,6 +123,7 @@ class Bench:
         *,
         qemu: dict[str, object] | None = None,
         daemon: dict[str, object] | None = None,
+        preallocator: dict[str, object] | None = None,
         grace: float = 10,
     ) -> InstancePlan:
         """Plan an instance whose programs are fakes that behave as told."""
@@ -137,6 +138,7 @@ class Bench:
             memory_nodes=Procfs().memory_nodes(),
             memory=1 << 40,
             state_directory=PurePosixPath(self.root / "state"),
+            preallocator=(str(self.program("preallocator", "fake_preallocator.py", **(preallocator or {}))),),
             qemu=self.program("qemu", "fake_qemu.py", **(qemu or {})),
             dnsmasq=self.program("dnsmasq", "fake_daemon.py", **cast("dict[str, object]", daemons.get("dnsmasq", {}))),
             sleep=self.program("sleep", "fake_daemon.py", **cast("dict[str, object]", daemons.get("sleep", {}))),

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from runner.cpuset import CpuSet
-from runner.plan.instance import QEMU_OVERHEAD
+from runner.plan.memory import needed_beside
 from runner.spec.instance import InstanceSpec, parse_instance
 from runner.topology.kubelet import NEWEST_MINOR, OLDEST_MINOR
 from runner.topology.pod import parse_quantity
@@ -87,7 +87,8 @@ def test_pod_and_spec_agree(name: str, objects: dict[str, list[Object]]) -> None
     # Without the controller's float, everything that is no vCPU needs CPUs of the pod: one whole core.
     besides = 0 if spec.cpu.placement == "controller" else 2
     assert parse_quantity(limits["cpu"]) == spec.cpu.count + besides
-    assert parse_quantity(limits["memory"]) >= spec.memory.size + QEMU_OVERHEAD
+    # Emulated, as in the node of the tests, it needs more.
+    assert parse_quantity(limits["memory"]) >= spec.memory.size + needed_beside(spec, "tcg")
     assert pod["terminationGracePeriodSeconds"] >= spec.shutdown.grace + 5
     assert pod["restartPolicy"] in {"Never", "OnFailure"}
     assert spec.shutdown.poweroff_status == 0, "else a guest that shut itself down would be started again"

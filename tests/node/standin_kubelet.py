@@ -71,6 +71,8 @@ class Container:
     mems: CpuSet = field(default_factory=CpuSet)
     """NUMA nodes of its memory; empty: all."""
     memory: int = 512 * MIB
+    hugepages: Mapping[str, int] = field(default_factory=dict)
+    """Page size as the kernel writes it (``2MB``) → bytes."""
     privileged: bool = False
     """Every capability, all devices, ``/sys`` writable, the host's cgroup namespace: containerd's meaning of it."""
     capabilities: tuple[str, ...] = ()
@@ -472,6 +474,7 @@ def oci_config(
     cgroupfs = container.cgroupfs or ("rw" if privileged else "ro")
     resources: dict[str, Any] = {
         "memory": {"limit": container.memory},
+        "hugepageLimits": [{"pageSize": size, "limit": limit} for size, limit in container.hugepages.items()],
         "devices": [{"allow": privileged, "access": "rwm"}],
     }
     if cpus:

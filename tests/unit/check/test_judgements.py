@@ -57,10 +57,10 @@ def init(
     return list(cpus.judge_init(POD, Init(ours, name, blocks, handles), sees_everything=everything))
 
 
-def hugepages(near: str, *free: int) -> Finding:
+def hugepages(near: str, *free: int, asked: int | None = None) -> Finding:
     nodes = tuple(NumaNode(i, 1 << 30, (10,) * len(free), (HugepagePool(2 << 20, 4, n),)) for i, n in enumerate(free))
     hardware = Hardware(tuple(Cpu(i, i, 0, 0, i) for i in range(len(free))), nodes)
-    return kernel.judge_hugepages(hardware, CpuSet.parse(near))
+    return kernel.judge_hugepages(hardware, CpuSet.parse(near), asked)
 
 
 def controller(answer: object, place: Place = POD, placement: str = "auto") -> Finding:
@@ -97,9 +97,12 @@ CASES: list[tuple[Finding, Level, str]] = [
     (kernel.judge_transparent_hugepages("advise"), OK, "advise"),
     (kernel.judge_transparent_hugepages("never"), WARNING, "never"),
     (kernel.judge_transparent_hugepages(""), UNKNOWN, "does not say"),
-    (kernel.judge_hugepages(HYBRID, SOME), OK, "none are reserved"),
+    (kernel.judge_hugepages(HYBRID, SOME, None), OK, "none are reserved"),
     (hugepages("0", 3, 0), OK, "2 MiB: 3 of 4 free on NUMA node 0, 0 of 4 free on NUMA node 1"),
     (hugepages("1", 3, 0), WARNING, "none of 2 MiB is free on NUMA node 1"),
+    (hugepages("1", 3, 0, asked=2 << 20), WARNING, "none of 2 MiB is free on NUMA node 1"),
+    (hugepages("", 3, 0, asked=2 << 20), OK, "2 MiB: 3 of 4 free on NUMA node 0, 0 of 4 free on NUMA node 1"),
+    (hugepages("0", 3, 0, asked=1 << 30), WARNING, "none of 1 GiB is free on NUMA node 0"),
     (kernel.judge_numa_balancing("1", 1), OK, "one NUMA node"),
     (kernel.judge_numa_balancing("0", 2), OK, "off"),
     (kernel.judge_numa_balancing("", 2), OK, "off"),
@@ -154,10 +157,10 @@ CASES: list[tuple[Finding, Level, str]] = [
     (devices.judge_device(devices.TUN, POD, "/dev/net/tun", None), OK, "may be used"),
     (devices.judge_device(devices.TUN, POD, "/dev/net/tun", "Permission denied"), WARNING, "Permission denied"),
     (devices.judge_device(devices.VHOST_NET, NODE, "/dev/vhost-net", "No such file"), WARNING, "No such file"),
-    (devices.judge_memlock(1 << 16, has_vfio=False, memory=1 << 30), OK, "nothing is locked"),
-    (devices.judge_memlock(None, has_vfio=True, memory=1 << 30), OK, "no limit"),
-    (devices.judge_memlock(2 << 30, has_vfio=True, memory=1 << 30), OK, "2048 MiB"),
-    (devices.judge_memlock(1 << 16, has_vfio=True, memory=1 << 30), WARNING, "64 KiB may be locked, and 1024 MiB"),
+    (devices.judge_memlock(1 << 16, locks=False, memory=1 << 30), OK, "nothing is locked"),
+    (devices.judge_memlock(None, locks=True, memory=1 << 30), OK, "no limit"),
+    (devices.judge_memlock(2 << 30, locks=True, memory=1 << 30), OK, "2048 MiB"),
+    (devices.judge_memlock(1 << 16, locks=True, memory=1 << 30), WARNING, "64 KiB may be locked, and 1024 MiB"),
     (devices.judge_mbind(None, 2), OK, "works"),
     (devices.judge_mbind(OSError(errno.EPERM, "Operation not permitted"), 1), OK, "one NUMA node"),
     (devices.judge_mbind(OSError(errno.EPERM, "Operation not permitted"), 2), WARNING, "seccomp"),

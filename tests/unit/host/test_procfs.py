@@ -28,7 +28,9 @@ def test_files_and_huge_pages_are_counted_in_bytes_by_numa_node(tmp_path: Path) 
     (tmp_path / "7" / "numa_maps").write_text(NUMA_MAPS)
     assert Procfs(tmp_path).mappings(7) == [
         MappedMemory("/usr/bin/cat", huge=False, resident={0: 8192}),
-        MappedMemory("/memfd:a\\040name-ram\\040(deleted)", huge=False, resident={0: 409600, 1: 819200}),
+        MappedMemory(
+            "/memfd:a\\040name-ram\\040(deleted)", huge=False, resident={0: 409600, 1: 819200}, bound=CpuSet([0, 1])
+        ),
         MappedMemory("/anon_hugepage\\040(deleted)", huge=True, resident={1: 6 << 20}),
         MappedMemory("", huge=True, resident={0: 2 << 20}),
     ]

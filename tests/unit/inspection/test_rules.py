@@ -207,6 +207,18 @@ def test_memory_on_another_numa_node() -> None:
     assert memory_local(both).result is Result.OK
 
 
+def test_memory_is_judged_by_what_it_is_bound_to() -> None:
+    """The CPUs' NUMA node may have no memory that the pod may use."""
+    elsewhere = GuestMemory({1: MIB}, {}, CpuSet([1]))
+    said = memory_local(attrs.evolve(GOOD, memory=elsewhere))
+    assert said.result is Result.OK
+    assert said.reasons == (
+        "1 MiB on NUMA node 1 of the guest's RAM is mapped; it is bound to '1', its CPUs are on '0'",
+    )
+    mixed = GuestMemory({0: MIB, 1: MIB}, {}, CpuSet([0, 1]), astray=4096)
+    assert "bound to '0-1'" in violations(memory_local(attrs.evolve(GOOD, memory=mixed)))
+
+
 def test_memory_that_cannot_be_seen() -> None:
     assert unknown(memory_local(attrs.evolve(GOOD, memory=Unknown("no right")))) == "no right"
     assert unknown(memory_charged(attrs.evolve(GOOD, memory=Unknown("no right")))) == "no right"

@@ -269,7 +269,7 @@ def test_descriptors_are_all_passed_on() -> None:
         (
             KERNEL + '[memory]\nsize = "16GiB"\n',
             {},
-            "memory.size: 16GiB and the 64MiB QEMU needs beside it do not fit into the 16384MiB",
+            "memory.size: 16GiB and the 164MiB needed beside it (QEMU, page tables, this program) do not fit into the 16384MiB",
         ),
         (
             KERNEL + "[cpu]\ncount = 9\n",
@@ -470,9 +470,9 @@ def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
     assert placement.register.uid == "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
     assert str(placement.register.socket) == "/run/instance-cgroup-controller/controller.sock"
     # The pod is charged for the guest's memory only if all of it is touched while QEMU is in the pod's cgroup.
-    assert plan.machine.preallocate
+    assert plan.machine.ram.preallocate
     assert plan.patience == 64
-    assert not plan_of(KERNEL, FACTS).machine.preallocate
+    assert not plan_of(KERNEL, FACTS).machine.ram.preallocate
     assert any("the node's shared CPUs" in line for line in plan_lines(plan))
     [problem] = problems(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 3\n', NODE)
     assert problem.startswith("cpu.count: asks for 3 vCPUs, but the container has 4 CPUs ('2-3,10-11')")

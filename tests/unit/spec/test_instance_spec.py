@@ -33,6 +33,10 @@ model = "EPYC,-svm"
 [memory]
 size = "4GiB"
 bind = false
+hugepages = "2MiB"
+prealloc = true
+lock = true
+shared = true
 [boot]
 kernel = "/boot/vmlinuz"
 initrd = "/boot/initrd"
@@ -97,6 +101,7 @@ def test_every_key_can_be_given() -> None:
     assert spec.cpu.cpus == CpuSet([1, 2, 65, 66])
     assert (spec.cpu.pinning, spec.cpu.topology) == ("linear", "flat")
     assert (spec.memory.size, spec.memory.bind) == (4 << 30, False)
+    assert (spec.memory.page_size, spec.memory.prealloc, spec.memory.lock) == (2 << 20, True, True)
     assert spec.boot.initrd == PurePosixPath("/boot/initrd")
     assert [disk.format for disk in spec.disk] == ["raw", "qcow2"]
     assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
@@ -131,6 +136,7 @@ def test_json_says_the_same_as_toml() -> None:
             KERNEL + "[cpu]\nfrequency = 2\n",
             "cpu.frequency: unknown key; known here: count, cpus, placement, controller, sweep, pinning, topology, accel, model",
         ),
+        (KERNEL + '[cpu]\ncount = "all"\ncpus = "1-2"\n', 'cpu.count: "all" and cpu.cpus contradict each other; say 2'),
         (KERNEL + '[cpu]\ncount = "2"\n', 'cpu.count: found the string "2"; it takes an integer from 1 to 1024'),
         (KERNEL + "[cpu]\ncount = true\n", "cpu.count: found the boolean true; it takes an integer from 1 to 1024"),
         (KERNEL + "[cpu]\ncount = 0\n", "cpu.count: found the integer 0; it takes an integer from 1 to 1024"),

@@ -1,0 +1,74 @@
+"""The guest's RAM: files in memory, every page of them taken before QEMU is started, where the plan says so."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+
+import trio
+
+from runner.errors import HostError
+from runner.host import files
+from runner.host.processes import Command, Process
+from runner.instance.host import Host
+from runner.instance.seats import Seat
+from runner.plan.argv import preallocator_argv
+from runner.plan.instance import InstancePlan
+from runner.spec.document import format_size
+
+log = logging.getLogger(__name__)
+
+MBIND_REMEDY = "let the container's seccomp profile allow mbind(2), as Docker's does with --cap-add SYS_NICE, or set memory.bind = false"
+FULL_REMEDY = "raise the pod's limits of memory and huge pages, or give the guest less"
+
+
+@asynccontextmanager
+async def guest_memory(host: Host, plan: InstancePlan, seat: Seat) -> AsyncIterator[tuple[files.Descriptor, ...]]:
+    """Hold the RAM of each of the guest's NUMA nodes until QEMU has it; none if nobody but QEMU may have it.
+
+    The pages are taken from within the pod's cgroup, on all NUMA nodes at once, by threads near to them.
+    """
+    machine = plan.machine
+    if not machine.ram.shared:
+        yield ()
+        return
+    with ExitStack() as held:
+        ram = tuple(
+            held.enter_context(
+                files.owned(files.create_memory(f"{machine.name}-ram{number}", each.memory, machine.ram.page_size))
+            )
+            for number, each in enumerate(machine.topology.numa_nodes)
+        )
+        if machine.ram.preallocate:
+            await _preallocated(host, plan, seat, tuple(each.number for each in ram))
+        yield ram
+
+
+async def _preallocated(host: Host, plan: InstancePlan, seat: Seat, ram: tuple[int, ...]) -> None:
+    argv = preallocator_argv(plan.machine, plan.placement, ram)
+    command = Command("preallocator", tuple(argv), ram, entering=seat.quarry)
+    began = trio.current_time()
+    async with host.processes.daemon(command, 0) as process:
+        try:
+            with trio.fail_after(plan.patience):
+                status = await host.unless_stopped(process.wait)
+        except trio.TooSlowError:
+            said = process.last_words[-1] if process.last_words else "nothing"
+            raise HostError(
+                f"cannot preallocate the guest's memory: it takes more than {plan.patience:g} s; the last word was {said!r}"
+            ) from None
+    if status != 0:
+        raise HostError(f"cannot preallocate the guest's memory: {_why(process)}")
+    size, seconds = plan.machine.memory, trio.current_time() - began
+    log.info("the guest's memory is there size=%s seconds=%.1f", format_size(size), seconds)
+
+
+def _why(process: Process) -> str:
+    if process.returncode == -signal.SIGKILL:
+        return f"its taker was killed, as the kernel does when a cgroup is over memory.max; {FULL_REMEDY}"
+    if process.returncode != 1 or not process.last_words:
+        return f"its taker {process.how_it_ended()}"
+    said = process.last_words[-1]
+    return f"{said}; {MBIND_REMEDY if '(mbind)' in said else FULL_REMEDY}"

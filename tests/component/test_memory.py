@@ -1,0 +1,125 @@
+"""The guest's memory is taken before QEMU is born, by a program that can be ended, fail, and be killed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from runner.errors import RunnerError, Status, explain
+from runner.host import files
+from runner.instance.host import Host
+from runner.instance.machine import Ended
+from runner.instance.survey import PREALLOCATOR
+
+MIB = 1 << 20
+PREALLOC = '[memory]\nprealloc = true\nsize = "64MiB"\n'
+
+
+async def test_it_is_taken_before_qemu_is_born(bench: Any) -> None:
+    plan = bench.plan(PREALLOC, qemu={"at_cont": "shutdown"})
+    before = bench.snapshot()
+    ended = await bench.run(plan)
+    assert isinstance(ended, Ended), explain(ended)
+    [taker], [qemu] = bench.records("preallocator", "start"), bench.records("qemu", "start")
+    lines = bench.log_file.read_text().splitlines()
+    assert lines.index(next(line for line in lines if "preallocator" in line)) < lines.index(
+        next(line for line in lines if '"fake": "qemu"' in line)
+    )
+    ram, *rest = taker["argv"][2].split(":")
+    assert rest[:3] == [str(64 * MIB), "0", ""]
+    assert taker["fds"] == [0, 1, 2, int(ram)]
+    assert any(f"mem-path=/proc/self/fd/{ram}," in word for word in qemu["argv"])
+    assert "the guest's memory is there size=64MiB" in bench.told()
+    assert bench.snapshot() == before
+
+
+async def test_a_request_to_stop_ends_it_at_once(bench: Any) -> None:
+    plan = bench.plan(PREALLOC, preallocator={"does": "hang"})
+    before = bench.snapshot()
+
+    async def stop(_host: Host) -> None:
+        while not bench.records("preallocator", "start"):
+            await trio.sleep(0.005)
+        bench.stop.ask("SIGTERM")
+
+    with trio.fail_after(20):
+        ended = await bench.run(plan, beside=stop)
+    assert ended == Ended(Status.STOPPED, "asked to stop before the guest ran")
+    assert bench.records("qemu", "start") == []
+    assert bench.faults.sentences == []
+    assert bench.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        (
+            {"does": "fail"},
+            "cannot preallocate the guest's memory: nothing is left; raise the pod's limits of memory and huge pages",
+        ),
+        (
+            {"does": "fail", "says": "cannot bind memory to NUMA nodes (mbind): not permitted"},
+            "not permitted; let the container's seccomp profile allow mbind(2)",
+        ),
+        (
+            {"does": "die"},
+            "its taker was killed, as the kernel does when a cgroup is over memory.max; raise the pod's limits",
+        ),
+    ],
+)
+async def test_what_cannot_be_taken_is_a_failed_start(bench: Any, behaviour: dict[str, object], sentence: str) -> None:
+    plan = bench.plan(PREALLOC, preallocator=behaviour)
+    before = bench.snapshot()
+    ended = await bench.run(plan)
+    assert isinstance(ended, RunnerError)
+    assert sentence in explain(ended)
+    assert bench.records("qemu", "start") == []
+    assert bench.snapshot() == before
+
+
+async def test_it_may_not_take_for_ever(bench: Any) -> None:
+    plan = attrs.evolve(bench.plan(PREALLOC, preallocator={"does": "hang"}), patience=0.5)
+    ended = await bench.run(plan)
+    assert isinstance(ended, RunnerError)
+    assert "it takes more than 0.5 s; the last word was 'nothing'" in explain(ended)
+
+
+def taken(*words: str, descriptors: tuple[int, ...], every: str = "1") -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-IS", str(PREALLOCATOR), every, *words]
+    return subprocess.run(argv, pass_fds=descriptors, capture_output=True, text=True, check=False)
+
+
+def test_every_page_is_there_and_zero() -> None:
+    with files.memory("one", 70 * MIB) as one, files.memory("two", 33 * MIB) as two:
+        done = taken(f"{one}:{70 * MIB}:0:0:0-1:3", f"{two}:{33 * MIB}:0::9999:1", descriptors=(one, two))
+        assert (done.returncode, done.stderr) == (0, "")
+        for descriptor, size in ((one, 70 * MIB), (two, 33 * MIB)):
+            assert os.fstat(descriptor).st_blocks * 512 == size
+            with mmap.mmap(descriptor, size) as seen:
+                assert seen[-1] == 0
+
+
+def test_progress_is_said_again_and_again() -> None:
+    with files.memory("big", 256 * MIB) as big:
+        done = taken(f"{big}:{256 * MIB}:0::0:1", descriptors=(big,), every="0.005")
+    assert done.returncode == 0
+    said = [int(line.partition(" of 256 MiB taken, ")[0]) for line in done.stdout.splitlines()]
+    assert len(said) >= 2
+    assert said == sorted(said)
+
+
+def test_what_the_kernel_refuses_is_said_with_the_numbers() -> None:
+    pool = Path("/sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages")
+    if not pool.exists() or int(pool.read_text()):
+        pytest.skip("a kernel that has huge pages of 1 GiB, and none free, is missing")
+    with files.owned(files.create_memory("huge", 1 << 30, 1 << 30)) as huge:
+        done = taken(f"{huge.number}:{1 << 30}:{1 << 30}::0:1", descriptors=(huge.number,))
+    assert (done.returncode, done.stdout) == (1, "cannot map 1024 MiB in pages of 1024 MiB: Cannot allocate memory\n")

@@ -1,0 +1,106 @@
+"""The smallest machine runs; and no machine needs more beside its RAM than was reckoned."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from runner.cpuset import CpuSet
+from runner.host import files
+from runner.plan.argv import Descriptors, qemu_argv
+from runner.plan.facts import FileFact, HostFacts
+from runner.plan.instance import plan_instance
+from runner.plan.memory import RUNNER, needed_beside
+from runner.spec.instance import parse_instance
+from runner.topology.hardware import Hardware
+from tests.machine.test_shapes import HOSTS, ROM, Talk
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "instances" / "tiny.toml"
+DEMO = "/usr/share/instance-runner/demo"
+
+
+def resident(pid: int) -> int:
+    """Return the bytes a process has beside shared memory, which the guest's RAM is, and those of its page tables."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return sum(
+        int(size) * 1024 for _, size in re.findall(r"^(RssAnon|RssFile|VmPTE):\s+(\d+) kB", status, re.MULTILINE)
+    )
+
+
+def test_the_smallest_machine_runs(start: Any) -> None:
+    text = EXAMPLE.read_text().replace(f"{DEMO}/vmlinuz", str(start.guest.kernel))
+    text = text.replace(f"{DEMO}/initrd", str(start.guest.initrd)).replace("[cpu]\n", '[cpu]\naccel = "tcg"\n')
+    run = start(text, boot=False)
+    run.until_done()
+    assert run.stop() == 0, run.log
+
+
+def test_a_real_guest_and_its_servants_need_no_more_than_reckoned(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "share").mkdir()
+    share = f'[[share]]\ntag = "share"\npath = "{tmp_path}/share"\n'
+    run = start(f'[memory]\nsize = "512MiB"\nprealloc = true\n[[network]]\n{share}', "guest.word=xyzzy")
+    run.until_done()
+    assert "the guest's memory is there size=512MiB" in run.log
+    processes = [run.pid(), *(pid for pids in run.descendants().values() for pid in pids)]
+    used = sum(map(resident, processes))
+    spec = parse_instance("spec.toml", (start.root / "spec.toml").read_bytes(), {})
+    reckoned = needed_beside(spec, "tcg")
+    print(f"used {used >> 20} of the {reckoned >> 20} MiB reckoned")
+    assert reckoned / 4 < used <= reckoned
+    assert run.stop() == 0
+
+
+@pytest.mark.parametrize("more", ["", "disks", "locked"])
+@pytest.mark.parametrize("vcpus", [1, 16, 64])
+def test_qemu_needs_no_more_than_reckoned(vcpus: int, more: str, tmp_path: Path) -> None:
+    hardware = Hardware.from_json((HOSTS / "epyc-7543-2s-nps1.json").read_text())
+    text = f'[cpu]\ncount = {vcpus}\naccel = "tcg"\n[memory]\nsize = "127MiB"\nbind = false\n'
+    text += "lock = true\n" if more == "locked" else ""
+    text += f'[boot]\nfirmware = "{ROM}"\n'
+    disks = []
+    for index in range(8 if more == "disks" else 0):
+        disks.append(tmp_path / f"disk{index}")
+        with disks[-1].open("wb") as disk:
+            disk.truncate(1 << 20)
+        text += f'[[disk]]\npath = "{disks[-1]}"\n'
+    spec = parse_instance("spec.toml", text.encode(), {})
+    facts = HostFacts(
+        allowed_cpus=hardware.online,
+        hardware=hardware,
+        memory_nodes=CpuSet(node.id for node in hardware.numa_nodes),
+        memory=1 << 40,
+        state_directory=PurePosixPath("/none"),
+        qemu=PurePosixPath(str(shutil.which("qemu-system-x86_64"))),
+        sleep=PurePosixPath("/none"),
+        files={ROM: FileFact("file", 1 << 18), **{PurePosixPath(disk): FileFact("file", 1 << 20) for disk in disks}},
+    )
+    machine = plan_instance("spec.toml", spec, facts).machine
+    with contextlib.ExitStack() as held:
+        ours, qmp, console, _ = (
+            held.enter_context(end) for pair in (socket.socketpair(), socket.socketpair()) for end in pair
+        )
+        numbers = {"firmware": held.enter_context(files.opened(ROM))}
+        for index, path in enumerate(disks):
+            numbers[f"disk{index}"] = held.enter_context(files.opened(PurePosixPath(path), write=True))
+        ram = tuple(held.enter_context(files.memory("ram", each.memory)) for each in machine.topology.numa_nodes)
+        descriptors = Descriptors(qmp.fileno(), console.fileno(), ram, numbers)
+        qemu = held.enter_context(
+            subprocess.Popen(qemu_argv(machine, descriptors), pass_fds=descriptors.numbers(), stderr=subprocess.DEVNULL)
+        )
+        held.callback(qemu.kill)
+        qmp.close()
+        talk = Talk(ours, held)
+        talk.ask("cont")
+        talk.ask("query-status")
+        used = resident(qemu.pid)
+        reckoned = needed_beside(spec, "tcg") - RUNNER
+        print(json.dumps({"vcpus": vcpus, "more": more, "used": used >> 20, "reckoned": reckoned >> 20}))
+        assert reckoned / 8 < used <= reckoned

@@ -1,0 +1,209 @@
+"""The guest's memory on a real kernel: its pages, where they lie, who is charged, and what happens when there are none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.cpuset import CpuSet
+from tests.node.cgroups import Cgroup
+from tests.node.instances import Instance, World, start_instance, until
+from tests.node.standin_kubelet import MIB, PROJECT
+
+pytestmark = pytest.mark.usefixtures("rom")
+Start = Callable[..., Instance]
+BOTH_NODES = "3,7"
+"""A CPU on each of two NUMA nodes."""
+PAGE = 2 * MIB
+
+
+def pool(node: int, file: str) -> Path:
+    return Path(f"/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/{file}")
+
+
+def free() -> list[int]:
+    return [int(pool(node, "free_hugepages").read_text()) for node in (0, 1)]
+
+
+@pytest.fixture
+def reserve(numa: dict[int, CpuSet]) -> Iterator[Callable[[int, int], None]]:
+    """Return how to reserve huge pages on two NUMA nodes; they are given back."""
+    if len(numa) < 2 or not pool(0, "nr_hugepages").exists():
+        pytest.skip("a machine with two NUMA nodes and huge pages of 2 MiB is missing")
+    before = [pool(node, "nr_hugepages").read_text() for node in (0, 1)]
+
+    def reserved(*pages: int) -> None:
+        for node, count in enumerate(pages):
+            pool(node, "nr_hugepages").write_text(str(count))
+            assert pool(node, "nr_hugepages").read_text() == f"{count}\n", "the machine has no room for them"
+
+    yield reserved
+    for node, count in enumerate(before):
+        pool(node, "nr_hugepages").write_text(count)
+
+
+@pytest.fixture
+def start(world: World) -> Start:
+    """Return how to start an instance with placement ``controller`` on both NUMA nodes, with these keys of [memory]."""
+
+    def started(ram: str, *, count: str = '"all"', more: str = "", **options: Any) -> Instance:
+        cpus = CpuSet.parse(BOTH_NODES)
+        spec = f'[cpu]\ncount = {count}\nplacement = "controller"\naccel = "tcg"\n[memory]\n{ram}\n'
+        spec += f'[boot]\nfirmware = "/guest/rom"\n[shutdown]\ngrace = 20\n{more}'
+        defaults: dict[str, Any] = {"cgroupfs": "ro", "memory": 384 * MIB}
+        return start_instance(
+            world.kubelet,
+            1,
+            cpus,
+            spec=spec,
+            directory=world.directory,
+            sockets=world.controller.directory,
+            **{**defaults, **options},
+        )
+
+    return started
+
+
+def backends(pid: int) -> dict[str, str]:
+    """Return guest memory → its line of ``numa_maps``, without where it is mapped."""
+    lines = Path(f"/proc/{pid}/numa_maps").read_text().splitlines()
+    return {found[1]: line.partition(" ")[2] for line in lines if (found := re.search(r"-(ram[0-9]+)", line))}
+
+
+def test_huge_pages_are_the_pods_and_each_on_its_numa_node(start: Start, reserve: Callable[[int, int], None]) -> None:
+    """As many vCPUs as CPUs, as much memory as the limit; it is charged as such, and nothing of it is left at the end."""
+    reserve(40, 40)
+    # An odd page more than both NUMA nodes can have alike.
+    instance = start('size = "limits"\nhugepages = "2MiB"', hugepages={"2MB": 128 * MIB + PAGE})
+    instance.up()
+    instance.is_placed()
+    scope = Cgroup(instance.running.scope.path)
+    assert int(scope.read("hugetlb.2MB.current")) == 128 * MIB
+    assert int(scope.read("hugetlb.2MB.rsvd.current")) == 128 * MIB
+    assert int(scope.read("memory.current")) < 128 * MIB, "QEMU's own, not the guest's"
+    assert free() == [8, 8]
+    [qemu] = instance.processes()["qemu"]
+    for node, (_, line) in enumerate(sorted(backends(qemu).items())):
+        assert line.startswith(f"bind:{node} ")
+        assert " huge " in line
+        assert re.findall(r" (N\d+=\d+)", line) == [f"N{node}=32"]
+        assert "kernelpagesize_kB=2048" in line
+    argv = [sys.executable, "-m", "runner", "inspect", "--json", "--kubelet-dir", instance.kubelet.directory]
+    inspected = subprocess.run(argv, cwd=PROJECT, stdout=subprocess.PIPE, check=False).stdout
+    verdicts = {each["rule"]: each for each in json.loads(inspected)["instances"][0]["verdicts"]}
+    assert verdicts["local"]["result"] == "ok"
+    assert "64 MiB on NUMA node 0, 64 MiB on NUMA node 1" in str(verdicts["local"])
+    assert "it is bound to '0-1'" in str(verdicts["local"])
+    assert "the guest's memory is there size=128MiB" in instance.running.output
+    assert instance.stop() == 0
+    assert free() == [40, 40]
+
+
+def test_ordinary_pages_follow_the_limit_as_well_and_can_be_locked(start: Start) -> None:
+    instance = start('size = "limits"\nlock = true', memory=512 * MIB)
+    instance.up()
+    [qemu] = instance.processes()["qemu"]
+    sizes = []
+    for node, (_, line) in enumerate(sorted(backends(qemu).items())):
+        [(where, pages)] = re.findall(r" N(\d+)=(\d+)", line)
+        assert where == str(node)
+        sizes.append(int(pages) * int(line.rpartition("=")[2]) * 1024)
+    assert len(set(sizes)) == 1
+    assert 32 * MIB <= sum(sizes) < 512 * MIB
+    scope = Cgroup(instance.running.scope.path)
+    assert sum(sizes) <= int(scope.read("memory.current")) <= 512 * MIB
+    locked = re.search(r"VmLck:\s+(\d+) kB", Path(f"/proc/{qemu}/status").read_text())
+    assert locked is not None
+    assert int(locked[1]) * 1024 >= sum(sizes)
+    assert "oom_kill 0" in scope.read("memory.events")
+    assert instance.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "sentence"),
+    [
+        (
+            'size = "128MiB"\nhugepages = "2MiB"',
+            {"hugepages": {"2MB": 128 * MIB}},
+            "memory.hugepages: 32 pages of 2MiB (64MiB) are to come from NUMA node 1, where 31 (62MiB) are free",
+        ),
+        (
+            'size = "128MiB"\nhugepages = "2MiB"',
+            {"hugepages": {"2MB": 126 * MIB}, "mems": CpuSet([0])},
+            "memory.size: 128MiB in pages of 2MiB do not fit into the 126MiB of them this pod may use (hugetlb.2MB.max)",
+        ),
+        ('size = "320MiB"', {}, "do not fit into the 384MiB this pod may use"),
+        ('size = "limits"\nhugepages = "2MiB"', {}, "leaves, and there is no limit; set limits.hugepages-2Mi"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_touched(
+    start: Start, reserve: Callable[[int, int], None], memory: str, options: dict[str, Any], sentence: str
+) -> None:
+    reserve(80, 31)
+    instance = start(memory, **options)
+    assert instance.running.wait() == 30
+    assert sentence in instance.running.output
+    assert "in float" not in instance.running.output
+    assert free() == [80, 31]
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "sentence"),
+    [
+        (
+            'size = "128MiB"\nhugepages = "2MiB"',
+            {"hugepages": {"2MB": 126 * MIB}},
+            "cannot preallocate the guest's memory: cannot ",
+        ),
+        ('size = "320MiB"', {"memory": 192 * MIB}, "cannot preallocate the guest's memory: its taker was killed"),
+    ],
+)
+def test_limits_that_cannot_be_seen_are_met_in_order(
+    start: Start, reserve: Callable[[int, int], None], memory: str, options: dict[str, Any], sentence: str
+) -> None:
+    reserve(40, 40)
+    instance = start(memory, cgroupfs="none", **options)
+    assert instance.running.wait() == 31
+    assert sentence in instance.running.output
+    assert "ended outcome=start_failed status=31 faults=0" in instance.running.output
+    assert not instance.group.path.exists()
+    assert free() == [40, 40]
+
+
+@pytest.mark.parametrize("ending", ["asked to stop", "killed"])
+def test_an_end_while_memory_is_taken(start: Start, ending: str) -> None:
+    instance = start('size = "192MiB"', memory=512 * MIB)
+
+    def taker() -> int | None:
+        for command in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if b"/populate.py\0" in command.read_bytes() and b"\0-c\0" not in command.read_bytes():
+                    return int(command.parent.name)
+        return None
+
+    pid = until(taker, "the one who takes it")
+    os.kill(pid, signal.SIGSTOP)  # so that it does not end before we have done what we want to
+    scope = Cgroup(instance.running.scope.path)
+    assert str(pid) in scope.words("cgroup.procs"), "the pod is charged"
+    if ending == "killed":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        instance.running.kill()
+    assert instance.running.wait() == (31 if ending == "killed" else 0)
+    assert (
+        "its taker was killed" if ending == "killed" else "asked to stop before the guest ran"
+    ) in instance.running.output
+    assert "faults=0" in instance.running.output
+    assert "QEMU is up" not in instance.running.output
+    assert not Path(f"/proc/{pid}").exists()
+    assert not instance.group.path.exists()

@@ -1,0 +1,295 @@
+"""The guest's memory: what is planned, refused with numbers, and reckoned beside it."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+import attrs
+import pytest
+
+from runner.cpuset import CpuSet
+from runner.errors import SpecError
+from runner.plan.argv import Descriptors, Paths, preallocator_argv, qemu_argv
+from runner.plan.facts import FileFact, HostFacts, HugeFact, Kvm, Limits, User, Virtiofsd
+from runner.plan.instance import InstancePlan, plan_instance
+from runner.plan.memory import needed_beside
+from runner.plan.render import plan_lines
+from runner.spec.instance import parse_instance
+from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+
+MIB, GIB = 1 << 20, 1 << 30
+KERNEL = '[boot]\nkernel = "/k"\n'
+
+
+def hardware(free: tuple[int, int] = (1024, 1024), big: tuple[int, int] = (4, 4)) -> Hardware:
+    """Return two NUMA nodes of 4 cores with 2 threads (n and n + 8) and 16 GiB; *free* and *big* pages of 2048 and 8."""
+    cpus = tuple(Cpu(cpu, cpu % 8, cpu % 8 // 4, cpu % 8 // 4, cpu % 8 // 4, cpu % 8 // 4) for cpu in range(16))
+    nodes = tuple(
+        NumaNode(
+            node,
+            16 * GIB,
+            (10, 20) if node == 0 else (20, 10),
+            (HugepagePool(2 * MIB, 2048, free[node]), HugepagePool(GIB, 8, big[node])),
+        )
+        for node in (0, 1)
+    )
+    return Hardware(cpus, nodes)
+
+
+FACTS = HostFacts(
+    allowed_cpus=CpuSet.parse("2-5,10-13"),
+    hardware=hardware(),
+    memory_nodes=CpuSet([0, 1]),
+    memory=8 * GIB,
+    state_directory=PurePosixPath("/s"),
+    limits=Limits(memory=8 * GIB, huge={2 * MIB: HugeFact(), GIB: HugeFact()}),
+    preallocator=("python3", "-IS", "populate.py"),
+    qemu=PurePosixPath("/q"),
+    sleep=PurePosixPath("/sleep"),
+    dnsmasq=PurePosixPath("/d"),
+    virtiofsd=Virtiofsd(PurePosixPath("/v"), rust=True, version=(1, 13)),
+    files={PurePosixPath("/k"): FileFact("file", 1), PurePosixPath("/srv"): FileFact("directory")},
+    users={"nobody": User("nobody", 65534, 65534), "root": User("root", 0, 0)},
+    kvm=Kvm(None, gid=104, mode=0o660),
+    uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
+    controller_trouble=None,
+)
+ALL_CPUS = '[cpu]\ncount = "all"\nplacement = "controller"\n'
+ALONE = attrs.evolve(FACTS, controller_trouble="no")
+
+
+def plan_of(text: str, facts: HostFacts = FACTS) -> InstancePlan:
+    return plan_instance("spec.toml", parse_instance("spec.toml", (KERNEL + text).encode()), facts)
+
+
+def problems(text: str, facts: HostFacts = FACTS) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        plan_of(text, facts)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_huge_pages_are_divided_bound_and_taken_near_their_vcpus() -> None:
+    plan = plan_of(ALL_CPUS + '[memory]\nsize = "5GiB"\nhugepages = "1GiB"\n')
+    nodes = plan.machine.topology.numa_nodes
+    assert [(each.memory, each.bound) for each in nodes] == [(3 * GIB, (0,)), (2 * GIB, (1,))]
+    argv = preallocator_argv(plan.machine, plan.placement, (12, 13))
+    assert argv[3:] == ["1", f"12:{3 * GIB}:{GIB}:0:2-3,10-11:4", f"13:{2 * GIB}:{GIB}:1:4-5,12-13:4"]
+    words = qemu_argv(plan.machine, Descriptors(10, 11, (12, 13), {"kernel": 20}))
+    assert (
+        "memory-backend-file,id=ram1,size=2048M,mem-path=/proc/self/fd/13,share=on,host-nodes=1,policy=bind,prealloc=on,"
+        "prealloc-threads=4"
+    ) in words
+    by_hand = qemu_argv(plan.machine, Paths(plan))
+    assert (
+        "memory-backend-memfd,id=ram1,size=2048M,share=on,hugetlb=on,hugetlbsize=1024M,host-nodes=1,policy=bind,"
+        "prealloc=on,prealloc-threads=4" in by_hand
+    )
+    assert any(
+        "memory in huge pages of 1GiB, all taken before the guest runs; at most" in line for line in plan_lines(plan)
+    )
+    assert plan.patience == 60 + 20
+
+
+@pytest.mark.parametrize(
+    ("keys", "facts", "expected"),
+    [
+        ("", ALONE, False),
+        ("prealloc = true", ALONE, True),
+        ("", FACTS, True),
+        ('hugepages = "2MiB"', ALONE, True),
+        ("lock = true", ALONE, True),
+    ],
+)
+def test_what_must_be_there_is_preallocated(keys: str, facts: HostFacts, expected: bool) -> None:  # noqa: FBT001
+    cpu = '[cpu]\ncount = "all"\n'
+    assert plan_of(f"{cpu}[memory]\n{keys}\n", facts).machine.ram.preallocate is expected
+    if expected and keys != "prealloc = true":
+        [problem] = problems(f"{cpu}[memory]\n{keys}\nprealloc = false\n", facts)
+        assert problem.startswith("memory.prealloc: must not be false: ")
+
+
+def test_private_memory_is_qemus_own_to_take() -> None:
+    machine = plan_of("[cpu]\ncount = 2\n[memory]\nshared = false\nprealloc = true\nlock = true\n", ALONE).machine
+    words = qemu_argv(machine, Descriptors(10, 11, (), {"kernel": 20}))
+    assert (
+        "memory-backend-ram,id=ram,size=512M,share=off,host-nodes=0,policy=bind,prealloc=on,prealloc-threads=2" in words
+    )
+    assert words[words.index("-overcommit") + 1] == "mem-lock=on"
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "problem"),
+    [
+        (
+            ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "2MiB"\n',
+            {"hardware": hardware((1024, 1000))},
+            (
+                "memory.hugepages: 1024 pages of 2MiB (2GiB) are to come from NUMA node 1, where 1000 (2000MiB) are free; on the "
+                "node: echo 2072 > /sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages, or give the guest less"
+            ),
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "2MiB"\n',
+            {"limits": Limits(huge={2 * MIB: HugeFact(promised=1)})},
+            "memory.hugepages: 2048 pages of 2MiB are wanted, and of the 2048 that are free 1 are promised to others",
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "1GiB"\n',
+            {"limits": Limits(huge={2 * MIB: HugeFact()})},
+            "memory.hugepages: this host has no huge pages of 1GiB; it knows 2MiB",
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "1GiB"\n',
+            {"limits": Limits()},
+            "memory.hugepages: this host has no huge pages of 1GiB; it knows none at all",
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "2047MiB"\nhugepages = "2MiB"\n',
+            {},
+            "memory.size: 2047MiB is not a multiple of the huge pages' 2MiB; 2GiB is",
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "1GiB"\nhugepages = "1GiB"\n',
+            {},
+            "memory.size: cannot divide 1073741824 bytes of memory among 2 NUMA nodes in pages of 1073741824 bytes",
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "2GiB"\nhugepages = "2MiB"\n',
+            {"limits": Limits(huge={2 * MIB: HugeFact(limit=GIB)})},
+            (
+                "memory.size: 2GiB in pages of 2MiB do not fit into the 1024MiB of them this pod may use (hugetlb.2MB.max); "
+                "raise limits.hugepages-2Mi in the pod"
+            ),
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "2GiB"\nhugepages = "2MiB"\n',
+            {"memory": 64 * MIB},
+            "memory.hugepages: the 128MiB needed beside the guest's huge pages (QEMU, this program) do not fit into the 64MiB",
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "8GiB"\n',
+            {},
+            (
+                "memory.size: 8GiB and the 160MiB needed beside it (QEMU, page tables, this program) do not fit into the 8192MiB "
+                "this pod may use; at most 8032MiB do, or raise limits.memory"
+            ),
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "1GiB"\nlock = true\n',
+            {"limits": Limits(memlock=8 * MIB)},
+            (
+                "memory.lock: 2176MiB may have to be locked (the guest's 1GiB and all addresses of QEMU's), and RLIMIT_MEMLOCK is "
+                "8192KiB; LimitMEMLOCK=infinity"
+            ),
+        ),
+        (
+            ALL_CPUS + '[memory]\nshared = false\n[[share]]\ntag = "a"\npath = "/srv"\n',
+            {},
+            "memory.shared: must be true: virtiofsd maps the guest's RAM for [[share]]; leave it out",
+        ),
+        (
+            ALL_CPUS + '[memory]\nshared = false\nhugepages = "2MiB"\n',
+            {},
+            "memory.shared: must be true with memory.hugepages, which are files to the kernel; leave it out",
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "limits"\n',
+            {"limits": Limits()},
+            'memory.size: "limits" means what memory.max of this cgroup leaves, and there is no limit; set limits.memory',
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "limits"\nhugepages = "2MiB"\n',
+            {},
+            (
+                'memory.size: "limits" means what hugetlb.2MB.max of this cgroup leaves, and there is no limit; set '
+                "limits.hugepages-2Mi in the pod, or say how much"
+            ),
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "limits"\n',
+            {"limits": Limits(memory=128 * MIB)},
+            (
+                "memory.size: memory.max is 128MiB, of which 129MiB are needed beside the guest: what is left is less than the "
+                "32MiB that a guest has at least; raise limits.memory"
+            ),
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_with_the_numbers_and_the_remedy(
+    text: str, change: dict[str, Any], problem: str
+) -> None:
+    [found] = problems(text, attrs.evolve(FACTS, **change))
+    assert found.startswith(problem)
+
+
+def test_a_numa_node_that_may_not_be_used_gives_no_pages() -> None:
+    """All come from the other one, if they are there."""
+    facts = attrs.evolve(FACTS, memory_nodes=CpuSet([1]))
+    text = ALL_CPUS + '[memory]\nsize = "2GiB"\nhugepages = "2MiB"\n'
+    assert {each.bound for each in plan_of(text, facts).machine.topology.numa_nodes} == {(1,)}
+    [found] = problems(text, attrs.evolve(facts, hardware=hardware((2048, 1023))))
+    assert found.startswith("memory.hugepages: 1024 pages of 2MiB (2GiB) are to come from NUMA node 1, where 1023")
+    unbound = text + "bind = false\n"
+    assert plan_of(unbound, attrs.evolve(FACTS, hardware=hardware((1024, 0)))).machine.ram.page_size == 2 * MIB
+    [found] = problems(unbound, attrs.evolve(facts, hardware=hardware((1024, 0))))
+    assert "come from NUMA node 1, where 0 " in found
+
+
+def test_who_may_lock_is_not_limited() -> None:
+    text = '[instance]\nuser = "{}"\n[memory]\nlock = true\n[cpu]\ncount = 2\n'
+    facts = attrs.evolve(ALONE, limits=Limits(memlock=8 * MIB, may_lock=True))
+    assert plan_of(text.format("root"), facts).machine.ram.locked
+    assert problems(text.format("nobody"), facts)[0].startswith("memory.lock: ")
+    enough = attrs.evolve(ALONE, limits=Limits(memlock=2 * GIB))
+    assert plan_of(text.format("nobody"), enough).machine.ram.locked
+
+
+@pytest.mark.parametrize(
+    ("placement", "allowed", "count"),
+    [
+        ("controller", "2-5,10-13", 8),
+        ("affinity", "2-5,10-13", 6),
+        ("affinity", "2-5,10", 4),  # 3, 4 and 5 are halves of cores: one is enough
+        ("affinity", "2,10", 1),
+        ("affinity", "2", 1),
+        ("controller", "2", 1),
+    ],
+)
+def test_all_cpus_are_vcpus_but_for_a_core_where_everything_else_needs_one(
+    placement: str, allowed: str, count: int
+) -> None:
+    facts = attrs.evolve(FACTS, allowed_cpus=CpuSet.parse(allowed))
+    plan = plan_of(f'[cpu]\ncount = "all"\nplacement = "{placement}"\n', facts)
+    assert (plan.machine.vcpus, len(plan.placement.pins)) == (count, count)
+    assert plan.placement.shared is (placement == "affinity" and allowed == "2")
+    if allowed == "2-5,10-13" and placement == "affinity":
+        rest = CpuSet.parse(allowed) - plan.placement.cpus
+        assert rest == facts.hardware.siblings(min(rest)), "a whole core"
+    assert f"{count} vCPUs" in next(iter(plan_lines(plan)))
+
+
+def test_the_limits_are_used_up_and_not_exceeded() -> None:
+    limits = Limits(memory=4 * GIB + 3 * MIB, huge={2 * MIB: HugeFact(limit=3 * GIB + 2 * MIB), GIB: HugeFact()})
+    facts = attrs.evolve(FACTS, limits=limits, memory=4 * GIB + 3 * MIB)
+    plan = plan_of(ALL_CPUS + '[memory]\nsize = "limits"\n', facts)
+    left = 4 * GIB + 3 * MIB - plan.machine.memory - plan.machine.ram.beside
+    assert 0 <= left < 6 * MIB, "less than a page for each NUMA node, and its page tables"
+    assert plan.machine.memory % (4 * MIB) == 0
+    assert "3952MiB" in next(iter(plan_lines(plan)))
+    huge = plan_of(ALL_CPUS + '[memory]\nsize = "limits"\nhugepages = "2MiB"\n', facts)
+    assert huge.machine.memory == 3 * GIB, "both NUMA nodes have as much"
+
+
+def test_more_of_anything_needs_more_beside_the_guest() -> None:
+    def beside(text: str, accel: str = "kvm") -> int:
+        return needed_beside(parse_instance("s", (KERNEL + text).encode()), accel) // MIB
+
+    assert beside('[memory]\nsize = "1GiB"\n') == 104
+    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 100
+    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n', "tcg") == 228
+    assert beside('[memory]\nsize = "81GiB"\n') == 104 + 320
+    assert beside('[cpu]\ncount = 11\n[memory]\nsize = "1GiB"\n') == 144
+    assert beside('[memory]\nsize = "1GiB"\nlock = true\n') == 160
+    assert beside('[memory]\nsize = "1GiB"\n[[network]]\n') == 114
+    assert beside('[memory]\nsize = "1GiB"\n[[share]]\ntag = "a"\npath = "/a"\n') == 116
