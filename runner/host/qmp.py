@@ -163,6 +163,14 @@ class Monitor:
         self._fail(MonitorClosedError("cannot talk to QEMU: the conversation was ended"))
         self._stream.socket.close()
 
+    async def iothreads(self) -> dict[int, str]:
+        """Return the iothreads' ids by thread (``query-iothreads``)."""
+        reply: Any = await self.execute("query-iothreads")
+        try:
+            return {int(each["thread-id"]): str(each["id"]) for each in reply}
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._fail(MonitorGarbledError(f"cannot understand QEMU's list of iothreads: {reply!r}")) from error
+
     async def _send(self, line: bytes, passing: Sequence[int] = ()) -> None:
         async with self._sending:
             if self._failure is not None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import PurePosixPath
 from typing import TypeVar
 
 import attrs
@@ -17,6 +18,7 @@ from runner.host.devices import vhost_vsock
 from runner.host.processes import Command, Process, stop_bound
 from runner.host.qmp import Event, Monitor, MonitorError, VcpuThread
 from runner.host.sockets import Socket, connected_pair
+from runner.instance import disks
 from runner.instance.host import Host, first_of
 from runner.instance.memory import MBIND_REMEDY
 from runner.instance.services import Shares, Tap, death_of
@@ -107,11 +109,17 @@ class Machine:
 
     def __init__(self, process: Process, monitor: Monitor, agent: Socket | None) -> None:
         self.process = process
+        self.disk_news = disks.DiskNews()
         self._monitor = monitor
         self._agent = agent
         self._agent_listens = False
         """What QEMU said last of the agent's port: whether a program in the guest has it open."""
         self._end: Ended | None = None
+
+    @property
+    def monitor(self) -> Monitor:
+        """The conversation with QEMU; its events are heard by :meth:`ended` alone."""
+        return self._monitor
 
     async def greeted(self) -> str:
         """Wait for QEMU to greet, and return its version, or say what it said instead."""
@@ -129,6 +137,10 @@ class Machine:
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
         """Return the vCPUs' threads by index."""
         return await self._monitor.vcpu_threads()
+
+    async def iothreads(self) -> dict[int, str]:
+        """Return the iothreads' ids by thread."""
+        return await self._monitor.iothreads()
 
     async def resume(self) -> None:
         """Let the guest run."""
@@ -154,6 +166,7 @@ class Machine:
                 if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
                     self._agent_listens = event.data.get("open") is True
                     log.info("the guest agent %s", "is there" if self._agent_listens else "has gone")
+                self.disk_news.hear(event)
                 self._end = _meaning(event)
         except MonitorError as error:
             with trio.move_on_after(EXITS_WITHIN):
@@ -260,7 +273,7 @@ async def paused_machine(
     of its memory when it greets, if the plan says so: a page is charged to the group that touches it first, for ever.
     """
     with connected_pair("QMP") as (ours, theirs):
-        process = _spawn(host, plan.machine, theirs, wiring, birthplace)
+        process = _spawn(host, plan.machine, plan.state_directory, theirs, wiring, birthplace)
         machine = Machine(process, Monitor(ours), wiring.agent.ours)
         try:
             theirs.close()
@@ -285,7 +298,9 @@ async def started_within(patience: float, step: Callable[[], Awaitable[T]]) -> T
         raise HostError(f"cannot start QEMU: it has said nothing on QMP for {patience:g} s") from None
 
 
-def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplace: int | None) -> Process:
+def _spawn(
+    host: Host, plan: MachinePlan, directory: PurePosixPath, qmp: Socket, wiring: Wiring, birthplace: int | None
+) -> Process:
     """Start QEMU with a copy of everything it needs, and hold none of it afterwards."""
     with ExitStack() as held:
 
@@ -299,8 +314,8 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplac
         if plan.seed is not None:
             numbers["seed"] = held.enter_context(files.filled_memory("cloud-init seed", plan.seed.image()))
         vsock = plan.guest.vsock
-        for index, disk in enumerate(plan.disks):
-            numbers[f"disk{index}"] = held.enter_context(files.opened(disk.path, write=not disk.read_only))
+        for disk in plan.disks:
+            numbers |= held.enter_context(disks.opened(disk, directory))
         descriptors = Descriptors(
             qmp=qmp.fileno(),
             console=wiring.console.fileno(),

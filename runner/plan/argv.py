@@ -6,6 +6,7 @@ person pastes the command into a terminal (:class:`Paths`). The rest of its comm
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
 from ipaddress import IPv4Network
@@ -15,6 +16,8 @@ from typing import Protocol
 import attrs
 
 from runner.cpuset import CpuSet
+from runner.plan.disk_nodes import block_nodes, disk_device, slot
+from runner.plan.disks import DiskPlan
 from runner.plan.facts import Route
 from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, Placement, SharePlan
 from runner.plan.memory import TRANSLATED
@@ -29,6 +32,9 @@ SEED = "seed.iso"
 
 WATCHDOG_ACTIONS = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
 """Of ``guest.watchdog``; QEMU's own ``poweroff`` is an exit without a word, so we end what it has paused."""
+
+FIRST_CHASSIS = 128
+"""Of the root ports for disks; 0 to 255 are possible."""
 
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
@@ -159,11 +165,14 @@ class Paths:
     def image(self, name: str) -> tuple[list[str], str]:
         """See :class:`Endpoints`."""
         machine = self.plan.machine
-        paths: dict[str, PurePosixPath | None] = {f"disk{index}": disk.path for index, disk in enumerate(machine.disks)}
+        paths: dict[str, PurePosixPath | None] = {}
+        for disk in machine.disks:
+            paths[disk.name] = disk.path if disk.overlay is None else _overlay(self.plan, disk)
+            paths |= {below: layer.path for below, layer in disk.below()}
         paths["firmware"] = None if machine.firmware is None else machine.firmware.path
         paths["firmware-vars"] = _variables_path(self.plan)
         paths["seed"] = self.plan.state_directory / SEED
-        return [], _comma(str(paths[name]))
+        return [], str(paths[name])
 
     def tap(self, index: int) -> str:
         """See :class:`Endpoints`."""
@@ -191,6 +200,10 @@ class Paths:
 def _comma(value: str) -> str:
     """Escape *value* for QEMU's ``key=value,…`` syntax, where a comma is written twice."""
     return value.replace(",", ",,")
+
+
+def _overlay(plan: InstancePlan, disk: DiskPlan) -> PurePosixPath:
+    return plan.state_directory / f"{disk.name}.qcow2"
 
 
 def _share_socket(plan: InstancePlan, index: int) -> PurePosixPath:
@@ -241,18 +254,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     yield from ("-serial", "chardev:console")
     yield from ("-device", "pvpanic-pci")
     yield from _boot(machine, endpoints)
-    for index, disk in enumerate(machine.disks):
-        name = f"disk{index}"
-        first, filename = endpoints.image(name)
-        yield from first
-        # auto-read-only would reopen the file, which an inherited descriptor cannot be.
-        mode = f"read-only={'on' if disk.read_only else 'off'},auto-read-only=off"
-        yield from ("-blockdev", f"driver=file,node-name={name}-file,filename={filename},{mode}")
-        yield from ("-blockdev", f"driver={disk.format},node-name={name},file={name}-file,{mode}")
-        serial = "" if disk.serial is None else f",serial={disk.serial}"
-        # A kernel started directly is boot index 0 itself, and the disks are not booted from.
-        boot = f",bootindex={index}" if machine.kernel is None else ""
-        yield from ("-device", f"virtio-blk-pci,drive={name}{boot}{serial}")
+    yield from _disks(machine, endpoints)
     for index, network in enumerate(machine.networks):
         yield from ("-netdev", f"tap,id=net{index},{endpoints.tap(index)}")
         yield from ("-device", f"virtio-net-pci,netdev=net{index},mac={network.mac},host_mtu={network.mtu},romfile=")
@@ -261,6 +263,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
     yield from _guest_devices(machine, endpoints)
     yield from _bridges(len(machine.topology.numa_nodes))
+    yield from _slots(machine.slots)
 
 
 def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
@@ -347,6 +350,31 @@ def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
         yield from ("-device", "virtio-blk-pci,drive=seed,serial=cidata")
 
 
+def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield disks as JSON, which says what ``key=value`` has no words for: that below an image there is nothing."""
+    names: dict[str, str] = {}
+    for index, disk in enumerate(machine.disks):
+        for name in (disk.name, *(below for below, _ in disk.below())):
+            first, names[name] = endpoints.image(name)
+            yield from first
+        for node in block_nodes(disk, names.__getitem__):
+            yield from ("-blockdev", json.dumps(node))
+        if disk.iothread:
+            yield from ("-object", f"iothread,id={disk.name}")
+        # A kernel started directly is boot index 0 itself, and the disks are not booted from.
+        device = disk_device(disk, boot_index=index if machine.kernel is None else None)
+        yield from ("-device", json.dumps(device))
+
+
+def _slots(number: int) -> Iterator[str]:
+    """Yield root ports for disks that are attached later: the ports of pcie.0 itself take nothing while the guest runs.
+
+    They come last for the reason of the bridges. Chassis and slot must differ from those of every other root port.
+    """
+    for each in range(number):
+        yield from ("-device", f"pcie-root-port,id={slot(each)},bus=pcie.0,chassis={FIRST_CHASSIS + each},slot={each}")
+
+
 def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     if machine.firmware is not None:
         yield from _node("firmware", endpoints, read_only=True)
@@ -362,7 +390,8 @@ def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 
 def _node(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
     """Yield a raw block device of QEMU's that is a file of ours."""
-    first, filename = endpoints.image(name)
+    first, path = endpoints.image(name)
+    filename = _comma(path)
     yield from first
     mode = f"read-only={'on' if read_only else 'off'},auto-read-only=off"
     yield from ("-blockdev", f"driver=file,node-name={name}-file,filename={filename},{mode}")
@@ -500,8 +529,12 @@ def pasteable(plan: InstancePlan) -> str:
         "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
     ]
     lines += _made_first(plan)
-    if plan.shares:
+    overlays = [(disk, disk.overlay) for disk in plan.machine.disks if disk.overlay is not None]
+    if plan.shares or overlays:
         lines.append(f"mkdir -p {shlex.quote(str(plan.state_directory))}")
+    for disk, overlay in overlays:
+        path = shlex.quote(str(_overlay(plan, disk)))
+        lines.append(f"qemu-img create -q -f qcow2 {path} {overlay.size} && truncate -s {overlay.limit} {path}")
     for network in plan.networks:
         if network.pod is not None:
             lines.append(

@@ -16,6 +16,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
+from runner.plan.disks import DiskPlan, plan_disk
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, PodName, Route, User, Virtiofsd
 from runner.plan.firmware import VariablesPlan, choose_firmware
 from runner.plan.fitness import (
@@ -45,7 +46,6 @@ from runner.spec.instance import (
     LEAST_MEMORY,
     WHAT_LIMITS_LEAVE,
     Cpu,
-    Disk,
     InstanceSpec,
     Network,
     Share,
@@ -139,16 +139,6 @@ class SharePlan:
 
 
 @attrs.frozen
-class DiskPlan:
-    """One virtio disk."""
-
-    path: PurePosixPath
-    format: str
-    read_only: bool
-    serial: str | None
-
-
-@attrs.frozen
 class FilePlan:
     """A file QEMU reads; *copied* into memory first when QEMU's user may not read it."""
 
@@ -179,6 +169,8 @@ class MachinePlan:
     secure_boot: bool
     """The firmware runs in System Management Mode, and nobody else writes its variables."""
     disks: tuple[DiskPlan, ...]
+    slots: int
+    """Root ports for disks that are attached later."""
     networks: tuple[NetworkPlan, ...]
     shares: tuple[SharePlan, ...]
     guest: GuestPlan
@@ -273,7 +265,10 @@ class _Planner:
         spec = self.spec
         networks = tuple(self.networks())
         shares = tuple(self.shares())
-        disks = tuple(self.disk(index, disk) for index, disk in enumerate(spec.disk))
+        disks = tuple(
+            plan_disk(f"disk{index}", disk, facts, f"disk[{index}]", self.refuse)
+            for index, disk in enumerate(spec.disk)
+        )
         qemu = self.program(facts.qemu, "", "qemu-system-x86_64", "qemu-system-x86")
         dhcp = tuple(self.dhcp(networks))
         sleep = self.program(facts.sleep, "", "sleep", "coreutils")
@@ -316,6 +311,7 @@ class _Planner:
                 firmware_vars=chosen.variables,
                 secure_boot=chosen.secure,
                 disks=disks,
+                slots=spec.hotplug.disks,
                 networks=networks,
                 shares=shares,
                 guest=guest,
@@ -623,7 +619,7 @@ class _Planner:
         if fact.kind != "directory":
             self.refuse(
                 where,
-                f"{str(share.path)!r} {_is(fact)}, not a directory"
+                f"{str(share.path)!r} {fact.words}, not a directory"
                 if fact is not MISSING
                 else f"{str(share.path)!r} does not exist",
             )
@@ -638,7 +634,7 @@ class _Planner:
         if fact.kind == "missing":
             self.refuse(where, f"{str(path)!r} does not exist")
         elif fact.kind != "file":
-            self.refuse(where, f"{str(path)!r} {_is(fact)}, not a file")
+            self.refuse(where, f"{str(path)!r} {fact.words}, not a file")
         elif fact.trouble is not None:
             self.refuse(where, f"cannot read {str(path)!r}: {fact.trouble}")
         return FilePlan(path, copied=not fact.everyone_reads and user.uid != 0)
@@ -653,43 +649,6 @@ class _Planner:
         identity = spec.instance.uuid or facts.uid or spec.instance.name
         macs = [network.mac for network in networks]
         return plan_seed(spec.cloud_init, identity, spec.instance.name, macs, facts.documents, self.refuse)
-
-    def disk(self, index: int, disk: Disk) -> DiskPlan:
-        where, fact, name = f"disk[{index}]", self.fact(disk.path), repr(str(disk.path))
-        if fact.kind == "missing":
-            self.refuse(f"{where}.path", f"{name} does not exist")
-        elif fact.kind not in {"file", "block"}:
-            self.refuse(f"{where}.path", f"{name} {_is(fact)}, not a file or block device")
-        elif fact.trouble is not None:
-            remedy = "" if disk.read_only else "; set read_only = true if the guest shall not write"
-            self.refuse(f"{where}.path", f"cannot open {name}: {fact.trouble}{remedy}")
-        elif fact.image is not None:
-            if fact.image.format != disk.format:
-                self.refuse(f"{where}.format", f'is "{disk.format}", but {name} holds a {fact.image.format} image')
-            elif fact.image.backing is not None:
-                self.refuse(
-                    f"{where}.path",
-                    f"{name} needs {fact.image.backing}, which is not followed; flatten it with `qemu-img convert`",
-                )
-            elif fact.image.locked:
-                self.refuse(f"{where}.path", f"{name} is in use by another process (QEMU's image lock); stop it first")
-            elif disk.format == "raw" and (fact.size == 0 or fact.size % 512):
-                self.refuse(
-                    f"{where}.path",
-                    f"{name} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector",
-                )
-        return DiskPlan(disk.path, disk.format, disk.read_only, disk.serial)
-
-
-def _is(fact: FileFact) -> str:
-    if fact.kind == "other" and fact.trouble is not None:
-        return f"cannot be looked at ({fact.trouble})"
-    return {
-        "file": "is a file",
-        "directory": "is a directory",
-        "block": "is a block device",
-        "character": "is a character device",
-    }.get(fact.kind, "is something special")
 
 
 def derived_mac(identity: str, index: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from runner.plan.disks import disk_words
 from runner.plan.instance import InstancePlan, MachinePlan, NetworkPlan
 from runner.spec.document import format_size
 from runner.topology.guest import GuestTopology
@@ -45,7 +46,7 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     elif machine.firmware is not None:
         yield f"               starts the firmware {machine.firmware.path}"
     for disk in machine.disks:
-        yield f"               disk {disk.path}, {disk.format}, {'read-only' if disk.read_only else 'writable'}"
+        yield f"               disk {disk_words(disk)}"
     yield from _beside(machine)
     yield from _guest(machine.topology)
     yield f"               {_ram(machine)}"

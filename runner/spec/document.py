@@ -211,6 +211,16 @@ def documents() -> Rule:
     return Rule("an array of texts, or of absolute paths of files that hold them", parse)
 
 
+def paths() -> Rule:
+    """Take an array of absolute paths."""
+    one = path()
+
+    def parse(value: object) -> tuple[object, ...]:
+        return tuple(map(one.parse, value)) if isinstance(value, list) else _wrong(value)
+
+    return Rule("an array of absolute paths", parse)
+
+
 def _encodable(value: str) -> bool:
     try:
         value.encode()

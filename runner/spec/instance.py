@@ -29,6 +29,7 @@ from runner.spec.document import (
     parse_document,
     path,
     path_or,
+    paths,
     rule_of,
     seconds,
     size,
@@ -221,6 +222,82 @@ class Disk:
         default=None,
         doc="its serial number in the guest",
     )
+    ephemeral: bool = key(
+        flag(),
+        default=False,
+        doc="whether what the guest writes goes to a file without a name in the state directory and ends with the instance; "
+        "`path` is only read, and others may read it too",
+    )
+    ephemeral_size: int | None = key(
+        size(MIB),
+        default=None,
+        doc="the most that what it writes may take; more is an I/O error in the guest. Without it: as much as the disk holds",
+    )
+    backing: tuple[PurePosixPath, ...] = key(
+        paths(),
+        default=(),
+        doc="directories in which the files lie that a qcow2 image takes data from; without them such an image is refused",
+    )
+    cache: str = key(
+        choice("auto", "none", "writeback", "writethrough"),
+        default="auto",
+        doc='`"none"`: past the page cache (`O_DIRECT`); `"writeback"`: through it; `"writethrough"`: every write of the guest is on '
+        'stable storage when it ends; `"auto"`: `"none"` where the file system can do it',
+    )
+    aio: str = key(
+        choice("auto", "native", "io_uring", "threads"),
+        default="auto",
+        doc='how QEMU reads and writes: `"native"` (`io_submit(2)`, cache `"none"` only), `"io_uring"`, or worker threads; '
+        '`"auto"`: `"native"` for what takes no allocation (block devices, files without holes), else `"threads"`',
+    )
+    discard: bool = key(
+        flag(),
+        default=True,
+        doc="whether what the guest discards is given back: holes in files, `BLKDISCARD` for devices",
+    )
+    detect_zeroes: str = key(
+        choice("off", "on", "unmap"),
+        default="off",
+        doc='whether zeroes the guest writes are looked for and written cheaply (`"on"`), or discarded (`"unmap"`)',
+    )
+    iothread: bool = key(
+        flag(), default=False, doc="whether a thread of its own serves it, beside QEMU's main thread; it runs in float"
+    )
+
+    @property
+    def writes(self) -> bool:
+        """Whether the file or block device itself is written to."""
+        return not self.read_only and not self.ephemeral
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what cannot be true together."""
+        if self.ephemeral:
+            if self.read_only:
+                yield Problem("read_only", "goes with a disk that is kept; ephemeral = true never writes to path")
+            for name in ("cache", "aio"):
+                if getattr(self, name) != "auto":
+                    yield Problem(name, "goes with a disk that is kept; what an ephemeral one writes need not survive")
+        elif self.ephemeral_size is not None:
+            yield Problem("ephemeral_size", "needs ephemeral = true")
+        if self.backing and self.format != "qcow2":
+            yield Problem("backing", 'goes with format = "qcow2"; a raw image takes data from no other file')
+        if self.aio == "native" and self.cache not in {"auto", "none"}:
+            yield Problem(
+                "aio", f'"native" needs cache = "none", not "{self.cache}": io_submit(2) waits for the page cache'
+            )
+        if self.detect_zeroes == "unmap" and not self.discard:
+            yield Problem("detect_zeroes", '"unmap" needs discard = true')
+
+
+@attrs.frozen
+class Hotplug:
+    """What can change while the guest runs."""
+
+    disks: int = key(
+        integer(0, 16),
+        default=4,
+        doc="how many disks `instance-runner ctl disk attach` can add: each takes a PCI Express root port, there from the start",
+    )
 
 
 @attrs.frozen
@@ -399,6 +476,7 @@ class InstanceSpec:
     memory: Memory = key(table(Memory), default=Memory(), doc="RAM")
     boot: Boot = key(table(Boot), default=Boot(), doc="what it starts")
     disk: tuple[Disk, ...] = key(tables(Disk), default=(), doc="virtio disks")
+    hotplug: Hotplug = key(table(Hotplug), default=Hotplug(), doc="what can change while it runs")
     network: tuple[Network, ...] = key(tables(Network), default=(), doc="virtio network interfaces")
     share: tuple[Share, ...] = key(tables(Share), default=(), doc="directories shared by virtiofs")
     console: Console = key(table(Console), default=Console(), doc="the serial console")
@@ -422,7 +500,7 @@ class InstanceSpec:
             "interface",
             ((network.interface or "eth0") if network.mode == "bridge" else None for network in self.network),
         )
-        writable = {disk.path for disk in self.disk if not disk.read_only}
+        writable = {disk.path for disk in self.disk if disk.writes}
         for index, disk in enumerate(self.disk):
             if disk.path in writable and any(other.path == disk.path for other in self.disk[:index]):
                 yield Problem(f"disk[{index}].path", f"{str(disk.path)!r} is given twice and one of them is writable")

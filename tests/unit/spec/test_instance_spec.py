@@ -50,6 +50,18 @@ serial = "root"
 [[disk]]
 path = "/data.qcow2"
 format = "qcow2"
+backing = ["/images", "/more"]
+cache = "none"
+aio = "native"
+discard = true
+detect_zeroes = "unmap"
+iothread = true
+[[disk]]
+path = "/golden"
+ephemeral = true
+ephemeral_size = "2GiB"
+[hotplug]
+disks = 2
 [[network]]
 mode = "bridge"
 interface = "net1"
@@ -103,7 +115,9 @@ def test_every_key_can_be_given() -> None:
     assert (spec.memory.size, spec.memory.bind) == (4 << 30, False)
     assert (spec.memory.page_size, spec.memory.prealloc, spec.memory.lock) == (2 << 20, True, True)
     assert spec.boot.initrd == PurePosixPath("/boot/initrd")
-    assert [disk.format for disk in spec.disk] == ["raw", "qcow2"]
+    assert [disk.format for disk in spec.disk] == ["raw", "qcow2", "raw"]
+    assert spec.disk[1].backing == (PurePosixPath("/images"), PurePosixPath("/more"))
+    assert (spec.disk[2].ephemeral_size, spec.hotplug.disks) == (2 << 30, 2)
     assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
     assert (spec.shutdown.grace, spec.shutdown.poweroff_status) == (12.5, 0)
 
@@ -131,6 +145,23 @@ def test_json_says_the_same_as_toml() -> None:
     [
         ("", "boot: nothing to start; name boot.kernel, or give it a [[disk]]"),
         (KERNEL + "[cpus]\n", "cpus: unknown key; did you mean 'cpu'?"),
+        (
+            '[[disk]]\npath = "/a"\nephemeral = true\nread_only = true\n',
+            "disk[0].read_only: goes with a disk that is kept; ephemeral = true never writes to path",
+        ),
+        ('[[disk]]\npath = "/a"\nephemeral = true\ncache = "none"\n', "disk[0].cache: goes with a disk that is kept;"),
+        ('[[disk]]\npath = "/a"\nephemeral_size = "1GiB"\n', "disk[0].ephemeral_size: needs ephemeral = true"),
+        ('[[disk]]\npath = "/a"\nbacking = ["/b"]\n', 'disk[0].backing: goes with format = "qcow2";'),
+        ('[[disk]]\npath = "/a"\nbacking = "/b"\n', 'disk[0].backing: found the string "/b"; it takes an array of'),
+        ('[[disk]]\npath = "/a"\nbacking = ["b"]\n', 'disk[0].backing: found the string "b"; it takes an array of'),
+        (
+            '[[disk]]\npath = "/a"\naio = "native"\ncache = "writeback"\n',
+            'disk[0].aio: "native" needs cache = "none", not "writeback"',
+        ),
+        (
+            '[[disk]]\npath = "/a"\ndetect_zeroes = "unmap"\ndiscard = false\n',
+            'disk[0].detect_zeroes: "unmap" needs discard = true',
+        ),
         (KERNEL + "[cpu]\ncounts = 2\n", "cpu.counts: unknown key; did you mean 'count'?"),
         (
             KERNEL + "[cpu]\nfrequency = 2\n",
