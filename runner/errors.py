@@ -48,7 +48,7 @@ class Status(enum.IntEnum):
     MACHINE_DIED = 20
     """QEMU ended although nobody had asked it to, or could no longer be controlled."""
     SERVICE_DIED = 21
-    """A service the guest cannot live without (virtiofsd) ended."""
+    """A service the guest cannot live without (virtiofsd, passt) ended."""
     REFUSED = 30
     """The spec, the host or the pod does not fit; nothing was touched."""
     START_FAILED = 31

@@ -47,6 +47,7 @@ from runner.host.sysfs import read_hardware
 from runner.instance.host import Faults, Host, StopRequest, capture, open_host
 from runner.instance.survey import SYSTEM_DIRECTORIES, find_virtiofsd, read_pod, survey
 from runner.plan.argv import SANDBOX
+from runner.plan.descriptors import with_disks
 from runner.plan.facts import Kvm, Pod
 from runner.plan.fitness import ASKING_FOR_LESS
 from runner.plan.instance import InstancePlan, plan_instance
@@ -165,7 +166,8 @@ async def _planned(
     spec = None
     try:
         spec = parse_instance(source, text, here.environment)
-        plan = plan_instance(source, spec, await survey(spec, host, here.state_directory))
+        spec = with_disks(spec, None)
+        plan = plan_instance(source, spec, await survey(spec, host, here.state_directory, handing_over=False))
     except SpecError as error:
         return spec, None, [SPEC.fatal(*_halves(str(problem))) for problem in error.problems]
     except RunnerError as error:

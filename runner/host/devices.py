@@ -8,7 +8,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import attrs
@@ -20,11 +20,13 @@ _KVM_GET_API_VERSION = 0xAE00
 _KVM_CREATE_VM = 0xAE01
 _KVM_API_VERSION = 12
 _TUNSETIFF = 0x400454CA
+_TUNGETIFF = 0x800454D2
 _VHOST_VSOCK_SET_GUEST_CID = 0x4008AF60
 _CIDS_TRIED = 256
 _IFF_TAP = 0x0002
 _IFF_NO_PI = 0x1000
 _IFF_VNET_HDR = 0x4000
+_IFF_MULTI_QUEUE = 0x0100
 
 
 @attrs.frozen
@@ -81,24 +83,79 @@ def look_at_device(device: Path) -> str | None:
 
 
 @contextmanager
-def tap(name: str, device: Path = Path("/dev/net/tun")) -> Iterator[Descriptor]:
-    """Hold the tap interface *name* by its descriptor; it goes when the last copy of the descriptor is closed.
+def tap(name: str, queues: int = 1, device: Path = Path("/dev/net/tun")) -> Iterator[tuple[Descriptor, ...]]:
+    """Hold the tap interface *name* by a descriptor for each queue; it goes when the last copy of the last one is closed.
 
     See ``Documentation/networking/tuntap.rst``. ``IFF_VNET_HDR`` lets the guest leave checksums and segmentation to us.
     """
+    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR | (_IFF_MULTI_QUEUE if queues > 1 else 0)
+    request = struct.pack("16sH22x", name.encode(), flags)
+    with ExitStack() as held:
+        found = []
+        for _ in range(queues):
+            try:
+                fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                raise HostError(f"cannot open {str(device)!r}; give the pod the device") from error
+            found.append(held.enter_context(owned(fd)))
+            try:
+                fcntl.ioctl(fd, _TUNSETIFF, request)
+            except OSError as error:
+                raise HostError(
+                    f"cannot make the tap interface {name!r}; it takes CAP_NET_ADMIN and a name nobody has"
+                ) from error
+        yield tuple(found)
+
+
+@contextmanager
+def macvtap(
+    name: str, index: int, queues: int, sysfs: Path = Path("/sys"), devices: Path = Path("/dev")
+) -> Iterator[tuple[Descriptor, ...]]:
+    """Hold the macvtap link *name* of interface *index* by a descriptor for each queue; the link itself is not ours to end.
+
+    Its device node is called after an index that another network namespace may have too, and is in no container. So it is
+    made here by the numbers in our own sysfs, in ``/dev``, which is never mounted ``nodev``, and removed once it is open;
+    that the descriptor is of *name* is asked of it afterwards.
+    """
+    numbers = sysfs / "class" / "net" / name / f"tap{index}" / "dev"
     try:
-        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise HostError(f"cannot open {str(device)!r}; give the pod the device") from error
-    with owned(fd) as descriptor:
-        request = struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR)
+        major, minor = map(int, numbers.read_text().split(":"))
+    except (OSError, ValueError) as error:
+        raise HostError(
+            f"cannot find the device of the macvtap {name!r} in {str(numbers)!r}; /sys must be of this network namespace"
+        ) from error
+    node = devices / f".instance-runner-{os.urandom(8).hex()}"
+    with ExitStack() as held:
         try:
-            fcntl.ioctl(fd, _TUNSETIFF, request)
+            os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
         except OSError as error:
-            raise HostError(
-                f"cannot make the tap interface {name!r}; it takes CAP_NET_ADMIN and a name nobody has"
-            ) from error
-        yield descriptor
+            raise HostError(f"cannot make a device node for the macvtap {name!r}; it takes CAP_MKNOD") from error
+        try:
+            found = tuple(held.enter_context(owned(_opened_macvtap(node, name, major, queues))) for _ in range(queues))
+        finally:
+            node.unlink()
+        yield found
+
+
+def _opened_macvtap(node: Path, name: str, major: int, queues: int) -> int:
+    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR | (_IFF_MULTI_QUEUE if queues > 1 else 0)
+    try:
+        fd = os.open(node, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise HostError(
+            f"cannot open the macvtap {name!r}; let the container use the device, such as `--device-cgroup-rule 'c {major}:* rw'`, "
+            'or choose cpu.placement = "controller", whose float is outside of the container\'s device filter'
+        ) from error
+    try:
+        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"", flags))
+        found = os.fsdecode(fcntl.ioctl(fd, _TUNGETIFF, bytes(40))[:16].rstrip(b"\0"))
+    except OSError as error:
+        os.close(fd)
+        raise HostError(f"cannot use the macvtap {name!r}") from error
+    if found != name:  # the kernel does not compare a name that it is given with its own
+        os.close(fd)
+        raise HostError(f"cannot use the macvtap {name!r}: its device node is of {found!r}")
+    return fd
 
 
 def has_tun(device: Path = Path("/dev/net/tun")) -> bool:

@@ -13,19 +13,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface, ip_address, ip_interface, ip_network
 
 import attrs
 
 from runner.errors import HostError
-from runner.host.rtnetlink import Change, FoundLink, LinkRoute, Rtnetlink
+from runner.host.rtnetlink import Address, Change, FoundLink, Host, LinkNeighbour, LinkRoute, Network, Rtnetlink
 
 log = logging.getLogger(__name__)
 
 OURS = "instance-runner"
 LONGEST_ALIAS = 255
 """``IFALIASZ`` less the final NUL (``include/uapi/linux/if.h``)."""
-_RTPROT_KERNEL = 2
+_RTPROT_KERNEL, _RTPROT_RA = 2, 9
+_NEIGHBOUR_WORDS = 2
 
 
 @attrs.frozen
@@ -40,6 +41,24 @@ class Link:
     """Without those the kernel makes itself when the link gets an address."""
     broadcast: bool = False
     """Whether its addresses came with their subnet's broadcast address."""
+    addresses6: tuple[IPv6Interface, ...] = ()
+    """The global ones that were given to it for good."""
+    routes6: tuple[LinkRoute, ...] = ()
+    """Without those that the kernel makes itself or a router's advertisement made."""
+    neighbours: tuple[LinkNeighbour, ...] = ()
+    """The permanent ones; the kernel forgets them when the MAC address changes."""
+    several_ways: tuple[Network, ...] = ()
+    """The destinations of routes over several gateways: such a route can be neither given away nor put back."""
+
+
+@attrs.frozen
+class Macvtap:
+    """A link of our own over another one."""
+
+    name: str
+    over: str
+    mac: str
+    mtu: int
 
 
 @attrs.frozen
@@ -52,6 +71,9 @@ class Bridge:
     mtu: int
     guest_mac: str
     pod: Link | None
+    address6: IPv6Interface | None = None
+    takes_ipv6: bool = False
+    """Whether the guest takes *pod*'s IPv6 addresses too."""
 
 
 def read_links(names: Iterable[str]) -> dict[str, Link]:
@@ -95,11 +117,21 @@ def _read(rtnetlink: Rtnetlink, name: str) -> Link | None:
     link = rtnetlink.link(name)
     if link is None:
         return None
-    kept = _kept(link)
-    if kept is not None:
-        return kept
+    if link.alias.startswith(f"{OURS} was "):
+        return _kept(name, link.alias + _rest(rtnetlink, name))
     routes = tuple(route for route in rtnetlink.routes(link) if route.protocol != _RTPROT_KERNEL)
-    return Link(name, link.mac, link.mtu, rtnetlink.addresses(link), routes, rtnetlink.has_broadcast(link))
+    return Link(
+        name,
+        link.mac,
+        link.mtu,
+        rtnetlink.addresses(link),
+        routes,
+        rtnetlink.has_broadcast(link),
+        rtnetlink.addresses6(link),
+        tuple(route for route in rtnetlink.routes6(link) if route.protocol not in {_RTPROT_KERNEL, _RTPROT_RA}),
+        rtnetlink.neighbours(link),
+        rtnetlink.several_ways(link),
+    )
 
 
 def _find(rtnetlink: Rtnetlink, name: str) -> FoundLink:
@@ -112,8 +144,10 @@ def _find(rtnetlink: Rtnetlink, name: str) -> FoundLink:
 def _build(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
     made = _make(rtnetlink, bridge)
     if bridge.pod is not None:
-        _give_away(rtnetlink, bridge.pod, made, bridge.guest_mac)
+        _give_away(rtnetlink, bridge.pod, made, bridge)
     rtnetlink.add_address(made, bridge.address)
+    if bridge.address6 is not None:
+        rtnetlink.add_address(made, bridge.address6)
     rtnetlink.set_link(_find(rtnetlink, bridge.tap), Change(mtu=bridge.mtu, master=made.index, up=True))
 
 
@@ -147,7 +181,7 @@ def _remove(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
             _give_back(rtnetlink, bridge.pod)
     finally:
         link = rtnetlink.link(bridge.name)
-        if link is not None and link.alias == OURS:
+        if link is not None and link.alias.startswith(OURS):
             rtnetlink.delete_link(link)
 
 
@@ -156,7 +190,7 @@ def _recover(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
     found = rtnetlink.link(bridge.name)
     if found is None and bridge.pod is None:
         return
-    if found is not None and found.alias != OURS:
+    if found is not None and not found.alias.startswith(OURS):
         raise HostError(
             f"cannot make the bridge {bridge.name!r}: a link of that name exists and is not ours; remove it"
         )
@@ -170,23 +204,28 @@ def _recover(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
     _remove(rtnetlink, bridge)
 
 
-def _give_away(rtnetlink: Rtnetlink, pod: Link, bridge: FoundLink, guest_mac: str) -> None:
+def _give_away(rtnetlink: Rtnetlink, pod: Link, made: FoundLink, bridge: Bridge) -> None:
     """Let the guest take the place of *pod*: its address, and its MAC unless the guest has one of its own."""
     kept = _alias(pod)
-    if len(kept) > LONGEST_ALIAS:
+    rest = f"{OURS} of {pod.name} "
+    if len(kept) > 2 * LONGEST_ALIAS - len(rest):
         log.warning(
             "network: %r has too many routes to be remembered in its alias; it is lost if this runner is killed",
             pod.name,
         )
         kept = OURS
     link = _find(rtnetlink, pod.name)
-    rtnetlink.set_link(link, Change(alias=kept))  # first, because from here on there is something to put right
-    for address in pod.addresses:
+    if kept[LONGEST_ALIAS:]:
+        rtnetlink.set_link(made, Change(alias=rest + kept[LONGEST_ALIAS:]))
+    # First, because from here on there is something to put right.
+    rtnetlink.set_link(link, Change(alias=kept[:LONGEST_ALIAS]))
+    taken: tuple[Address, ...] = pod.addresses + (pod.addresses6 if bridge.takes_ipv6 else ())
+    for address in taken:
         rtnetlink.delete_address(link, address)
-    if guest_mac == pod.mac:
+    if bridge.guest_mac == pod.mac:
         # A frame to a MAC of the bridge's own ports is ours; this one must reach the guest.
         _set_mac(rtnetlink, link, "02:" + os.urandom(5).hex(":"))
-    rtnetlink.set_link(link, Change(master=bridge.index, up=True))
+    rtnetlink.set_link(link, Change(master=made.index, up=True))
 
 
 def _give_back(rtnetlink: Rtnetlink, pod: Link) -> None:
@@ -203,8 +242,12 @@ def _give_back(rtnetlink: Rtnetlink, pod: Link) -> None:
     rtnetlink.set_link(link, Change(mtu=pod.mtu, up=True))
     for address in pod.addresses:
         rtnetlink.replace_address(link, address, broadcast=pod.broadcast)
-    for route in sorted(pod.routes, key=lambda route: route.gateway is not None):  # on-link ones first
+    for address6 in pod.addresses6:
+        rtnetlink.replace_address(link, address6)
+    for route in sorted(pod.routes + pod.routes6, key=lambda route: route.gateway is not None):  # on-link ones first
         rtnetlink.replace_route(link, route)
+    for neighbour in pod.neighbours:
+        rtnetlink.replace_neighbour(link, neighbour)
     rtnetlink.set_link(link, Change(alias=""))  # last, because it says that there is something to put right
 
 
@@ -233,24 +276,33 @@ def _alias(link: Link) -> str:
                 route.metrics,
             )
         )
-        for route in link.routes
+        for route in link.routes + link.routes6
     )
-    addresses = "+".join(map(str, link.addresses)) + ("+brd" if link.broadcast else "")
-    return " ".join((OURS, "was", link.mac, str(link.mtu), addresses, *routes))
+    neighbours = (f"{neighbour.address},{neighbour.mac}" for neighbour in link.neighbours)
+    held: tuple[Address, ...] = link.addresses + link.addresses6
+    addresses = "+".join(map(str, held)) + ("+brd" if link.broadcast else "")
+    return " ".join((OURS, "was", link.mac, str(link.mtu), addresses, *routes, *neighbours))
 
 
-def _kept(link: FoundLink) -> Link | None:
-    """Read back what :func:`_alias` wrote; ``None`` when this link's place was not given away."""
-    words = link.alias.split(" ")
-    if words[:2] != [OURS, "was"]:
-        return None
-    mac, mtu, addresses, *routes = words[2:]
-    parsed = []
-    for route in routes:
-        destination, gateway, source, metric, protocol, onlink, metrics = route.split(",")
-        parsed.append(
+def _rest(rtnetlink: Rtnetlink, name: str) -> str:
+    """Return what had no room in the alias of link *name*: its bridge's alias has it, whatever the bridge is called."""
+    head = f"{OURS} of {name} "
+    return next((link.alias.removeprefix(head) for link in rtnetlink.links() if link.alias.startswith(head)), "")
+
+
+def _kept(name: str, alias: str) -> Link:
+    """Read back what :func:`_alias` wrote about link *name*."""
+    mac, mtu, addresses, *words = alias.split(" ")[2:]
+    routes, neighbours = [], []
+    for word in words:
+        parts = word.split(",")
+        if len(parts) == _NEIGHBOUR_WORDS:
+            neighbours.append(LinkNeighbour(ip_address(parts[0]), parts[1]))
+            continue
+        destination, gateway, source, metric, protocol, onlink, metrics = parts
+        routes.append(
             LinkRoute(
-                IPv4Network(destination),
+                ip_network(destination),
                 _ip(gateway),
                 _ip(source),
                 int(metric),
@@ -259,14 +311,57 @@ def _kept(link: FoundLink) -> Link | None:
                 metrics=metrics,
             )
         )
-    words = addresses.split("+")
-    held = tuple(IPv4Interface(address) for address in words if address not in {"", "brd"})
-    return Link(link.name, mac, int(mtu), held, tuple(parsed), "brd" in words)
+    listed = addresses.split("+")
+    held = [ip_interface(address) for address in listed if address not in {"", "brd"}]
+    return Link(
+        name,
+        mac,
+        int(mtu),
+        tuple(address for address in held if isinstance(address, IPv4Interface)),
+        tuple(route for route in routes if route.destination.version == 4),  # noqa: PLR2004 - IPv4
+        "brd" in listed,
+        tuple(address for address in held if isinstance(address, IPv6Interface)),
+        tuple(route for route in routes if route.destination.version == 6),  # noqa: PLR2004 - IPv6
+        tuple(neighbours),
+    )
 
 
-def _text(address: IPv4Address | None) -> str:
+def _text(address: Host | None) -> str:
     return "" if address is None else str(address)
 
 
-def _ip(text: str) -> IPv4Address | None:
-    return IPv4Address(text) if text else None
+def _ip(text: str) -> IPv4Address | IPv6Address | None:
+    return ip_address(text) if text else None
+
+
+def add_macvtap(plan: Macvtap) -> int:
+    """Make a macvtap, which :func:`remove_macvtap` takes down, and return its index.
+
+    One that a runner of the same instance has left, because it was killed, is taken down first.
+    """
+    with Rtnetlink() as rtnetlink:
+        over = _find(rtnetlink, plan.over)
+        found = rtnetlink.link(plan.name)
+        if found is not None:
+            if (found.alias, found.mac) != (OURS, plan.mac):
+                raise HostError(
+                    f"cannot make the macvtap {plan.name!r}: a link of that name exists and is not ours; remove it"
+                )
+            log.warning("network: found %r of a runner that was killed; taking it down", plan.name)
+            rtnetlink.delete_link(found)
+        rtnetlink.add_macvtap(plan.name, over, plan.mac, plan.mtu)
+        made = _find(rtnetlink, plan.name)
+        try:
+            rtnetlink.set_link(made, Change(alias=OURS, up=True))
+        except HostError:
+            rtnetlink.delete_link(made)
+            raise
+        return made.index
+
+
+def remove_macvtap(plan: Macvtap) -> None:
+    """Take down the macvtap, if it is there."""
+    with Rtnetlink() as rtnetlink:
+        found = rtnetlink.link(plan.name)
+        if found is not None and found.alias == OURS:
+            rtnetlink.delete_link(found)

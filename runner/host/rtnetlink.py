@@ -1,4 +1,4 @@
-"""The one door to rtnetlink(7): links, their IPv4 addresses, and the routes of the main table.
+"""The one door to rtnetlink(7): links, their addresses and permanent neighbours, and the routes of the main table.
 
 A request is a header, a fixed structure and attributes; the kernel does it within ``sendto`` and has put its answer into
 our receive buffer when that returns, so nothing here waits and nothing here needs a task. Numbers and structures are those
@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from typing import Self
 
 import attrs
@@ -26,6 +26,8 @@ ANSWERED_WITHIN = 5
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
 _LINK = struct.Struct("=BxHiII")  # ifinfomsg: family, type, index, flags, change
 _ADDRESS = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix length, flags, scope, index
+_NEIGHBOUR = struct.Struct("=B3xiHBB")  # ndmsg: family, index, state, flags, type
+_NEXT_HOP = struct.Struct("=HBBi")  # rtnexthop: length, flags, hops, index
 _ROUTE = struct.Struct("=BBBBBBBBI")  # rtmsg: family, dst and src length, tos, table, protocol, scope, type, flags
 _ATTRIBUTE = struct.Struct("=HH")  # nlattr: length, type
 _ATTRIBUTE_TYPE = 0x3FFF  # the other two bits are flags
@@ -53,21 +55,32 @@ _NLMSGERR_ATTR_MSG = 1
 _RTM_NEWLINK, _RTM_DELLINK, _RTM_GETLINK, _RTM_SETLINK = 16, 17, 18, 19
 _RTM_NEWADDR, _RTM_DELADDR, _RTM_GETADDR = 20, 21, 22
 _RTM_NEWROUTE, _RTM_GETROUTE = 24, 26
+_RTM_NEWNEIGH, _RTM_GETNEIGH = 28, 30
 
-_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER = 1, 3, 4, 10
+_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINK, _IFLA_MASTER = 1, 3, 4, 5, 10
+_IFLA_MACVLAN_MODE = 1
+_MACVLAN_MODE_BRIDGE = 4
 _IFLA_LINKINFO, _IFLA_IFALIAS, _IFLA_EXT_MASK = 18, 20, 29
 _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
 _IFLA_BR_FORWARD_DELAY, _IFLA_BR_STP_STATE, _IFLA_BR_MCAST_SNOOPING = 1, 5, 23
 _RTEXT_FILTER_SKIP_STATS = 8
 _IFF_UP = 1
 
-_IFA_ADDRESS, _IFA_LOCAL, _IFA_BROADCAST = 1, 2, 4
+_IFA_ADDRESS, _IFA_LOCAL, _IFA_BROADCAST, _IFA_FLAGS = 1, 2, 4, 8
+_IFA_F_TEMPORARY, _IFA_F_NODAD, _IFA_F_PERMANENT = 0x01, 0x02, 0x80
 
-_RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PRIORITY, _RTA_PREFSRC, _RTA_METRICS = 1, 4, 5, 6, 7, 8
+_RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PRIORITY, _RTA_PREFSRC, _RTA_METRICS, _RTA_MULTIPATH = 1, 4, 5, 6, 7, 8, 9
 _RT_TABLE_MAIN = 254
 _RT_SCOPE_UNIVERSE, _RT_SCOPE_LINK = 0, 253
 _RTN_UNICAST = 1
 _RTNH_F_ONLINK = 4
+
+_NDA_DST, _NDA_LLADDR, _NDA_IFINDEX = 1, 2, 8
+_NUD_PERMANENT = 0x80
+
+Address = IPv4Interface | IPv6Interface
+Network = IPv4Network | IPv6Network
+Host = IPv4Address | IPv6Address
 
 _LARGEST_ANSWER = 1 << 16  # the kernel fills datagrams of 32 KiB in a dump, and more only for a single larger message
 _DUMP_TRIES = 10
@@ -92,11 +105,11 @@ class FoundLink:
 
 @attrs.frozen
 class LinkRoute:
-    """An IPv4 route of the main table through one link."""
+    """A route of the main table through one link."""
 
-    destination: IPv4Network
-    gateway: IPv4Address | None = None
-    source: IPv4Address | None = None
+    destination: Network
+    gateway: Host | None = None
+    source: Host | None = None
     metric: int = 0
     onlink: bool = False
     protocol: int = 3
@@ -109,10 +122,18 @@ class LinkRoute:
 
     @scope.default
     def _nearest(self) -> int:
-        return _RT_SCOPE_LINK if self.gateway is None else _RT_SCOPE_UNIVERSE
+        return _RT_SCOPE_LINK if self.gateway is None and self.destination.version == 4 else _RT_SCOPE_UNIVERSE  # noqa: PLR2004
 
     def __str__(self) -> str:
         return str(self.destination) if self.gateway is None else f"{self.destination} via {self.gateway}"
+
+
+@attrs.frozen
+class LinkNeighbour:
+    """An entry of a link's neighbour table."""
+
+    address: Host
+    mac: str
 
 
 @attrs.frozen
@@ -194,6 +215,20 @@ class Rtnetlink:
         with _doing(f"make the bridge {name!r}"):
             self._ask(_RTM_NEWLINK, _NLM_F_CREATE | _NLM_F_EXCL, request)
 
+    def add_macvtap(self, name: str, over: FoundLink, mac: str, mtu: int) -> None:
+        """Make the macvtap *name* over the link *over*, which its siblings reach too (``macvtap mode bridge``)."""
+        mode = _attribute(_IFLA_MACVLAN_MODE, _U32.pack(_MACVLAN_MODE_BRIDGE))
+        request = (
+            _LINK.pack(0, 0, 0, 0, 0)
+            + _text(_IFLA_IFNAME, name)
+            + _attribute(_IFLA_LINK, _U32.pack(over.index))
+            + _attribute(_IFLA_ADDRESS, bytes.fromhex(mac.replace(":", "")))
+            + _attribute(_IFLA_MTU, _U32.pack(mtu))
+            + _attribute(_IFLA_LINKINFO, _text(_IFLA_INFO_KIND, "macvtap") + _attribute(_IFLA_INFO_DATA, mode))
+        )
+        with _doing(f"make the macvtap {name!r} over {over.name!r}"):
+            self._ask(_RTM_NEWLINK, _NLM_F_CREATE | _NLM_F_EXCL, request)
+
     def set_link(self, link: FoundLink, change: Change) -> None:
         """Make *change* to *link*."""
         flags = _IFF_UP if change.up else 0
@@ -216,22 +251,29 @@ class Rtnetlink:
 
     def addresses(self, link: FoundLink) -> tuple[IPv4Interface, ...]:
         """Return the IPv4 addresses of *link*."""
-        return tuple(_address(body) for body in self._address_messages(link))
+        said = (_address(body) for body in self._address_messages(link, socket.AF_INET))
+        return tuple(address for address in said if isinstance(address, IPv4Interface))
+
+    def addresses6(self, link: FoundLink) -> tuple[IPv6Interface, ...]:
+        """Return the global IPv6 addresses of *link* that were given to it for good."""
+        messages = (body for body in self._address_messages(link, socket.AF_INET6) if _for_good(body))
+        return tuple(address for address in map(_address, messages) if isinstance(address, IPv6Interface))
 
     def has_broadcast(self, link: FoundLink) -> bool:
         """Tell whether the IPv4 addresses of *link* came with a broadcast address."""
-        return any(_IFA_BROADCAST in _attributes(body[_ADDRESS.size :]) for body in self._address_messages(link))
+        messages = self._address_messages(link, socket.AF_INET)
+        return any(_IFA_BROADCAST in _attributes(body[_ADDRESS.size :]) for body in messages)
 
-    def _address_messages(self, link: FoundLink) -> list[bytes]:
+    def _address_messages(self, link: FoundLink, family: int) -> list[bytes]:
         with _doing(f"read the addresses of {link.name!r}"):
-            return self._dump(_RTM_GETADDR, _ADDRESS.pack(socket.AF_INET, 0, 0, 0, link.index))
+            return self._dump(_RTM_GETADDR, _ADDRESS.pack(family, 0, 0, 0, link.index))
 
-    def add_address(self, link: FoundLink, address: IPv4Interface) -> None:
+    def add_address(self, link: FoundLink, address: Address) -> None:
         """Give *link* an address it does not have."""
         with _doing(f"give {link.name!r} the address {address}"):
             self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_EXCL, _address_request(link, address))
 
-    def replace_address(self, link: FoundLink, address: IPv4Interface, *, broadcast: bool = False) -> None:
+    def replace_address(self, link: FoundLink, address: Address, *, broadcast: bool = False) -> None:
         """Give *link* an address it may have already; *broadcast* adds its subnet's broadcast address."""
         request = _address_request(link, address)
         if broadcast:
@@ -239,25 +281,62 @@ class Rtnetlink:
         with _doing(f"give {link.name!r} the address {address}"):
             self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_REPLACE, request)
 
-    def delete_address(self, link: FoundLink, address: IPv4Interface) -> None:
+    def delete_address(self, link: FoundLink, address: Address) -> None:
         """Take an address from *link*."""
         with _doing(f"take the address {address} from {link.name!r}"):
             self._ask(_RTM_DELADDR, 0, _address_request(link, address))
 
+    def neighbours(self, link: FoundLink) -> tuple[LinkNeighbour, ...]:
+        """Return the permanent neighbours of *link*."""
+        request = _NEIGHBOUR.pack(0, 0, 0, 0, 0) + _attribute(_NDA_IFINDEX, _U32.pack(link.index))
+        with _doing(f"read the neighbours of {link.name!r}"):
+            bodies = self._dump(_RTM_GETNEIGH, request)
+        return tuple(neighbour for body in bodies for neighbour in _neighbour(body, link.index))
+
+    def replace_neighbour(self, link: FoundLink, neighbour: LinkNeighbour) -> None:
+        """Tell *link* a permanent neighbour, in the place of what it knows of that address."""
+        family = _family(neighbour.address)
+        request = _NEIGHBOUR.pack(family, link.index, _NUD_PERMANENT, 0, 0)
+        request += _attribute(_NDA_DST, neighbour.address.packed)
+        request += _attribute(_NDA_LLADDR, bytes.fromhex(neighbour.mac.replace(":", "")))
+        with _doing(f"tell {link.name!r} the neighbour {neighbour.address}"):
+            self._ask(_RTM_NEWNEIGH, _NLM_F_CREATE | _NLM_F_REPLACE, request)
+
     def routes(self, link: FoundLink) -> tuple[LinkRoute, ...]:
         """Return the IPv4 routes of the main table through *link*, those of the kernel itself included."""
-        # The table is picked here: the kernel refuses to dump one that was never used (ENOENT).
-        request = _ROUTE.pack(socket.AF_INET, 0, 0, 0, 0, 0, 0, 0, 0) + _attribute(_RTA_OIF, _U32.pack(link.index))
+        return tuple(route for body in self._route_messages(link, socket.AF_INET) for route in _route(body, link.index))
+
+    def routes6(self, link: FoundLink) -> tuple[LinkRoute, ...]:
+        """Return the same of IPv6."""
+        return tuple(
+            route for body in self._route_messages(link, socket.AF_INET6) for route in _route(body, link.index)
+        )
+
+    def several_ways(self, link: FoundLink) -> tuple[Network, ...]:
+        """Return the destinations of routes over several gateways, one of them through *link*."""
+        messages = (body for family in (socket.AF_INET, socket.AF_INET6) for body in self._route_messages(link, family))
+        return tuple(destination for body in messages for destination in _several_ways(body, link.index))
+
+    def _route_messages(self, link: FoundLink, family: int) -> list[bytes]:
+        # The table is picked by who reads: the kernel refuses to dump one that was never used (ENOENT).
+        request = _ROUTE.pack(family, 0, 0, 0, 0, 0, 0, 0, 0) + _attribute(_RTA_OIF, _U32.pack(link.index))
         with _doing(f"read the routes of {link.name!r}"):
-            bodies = self._dump(_RTM_GETROUTE, request)
-        return tuple(route for body in bodies for route in _route(body, link.index))
+            return self._dump(_RTM_GETROUTE, request)
 
     def replace_route(self, link: FoundLink, route: LinkRoute) -> None:
         """Put *route* into the main table, in the place of one with the same destination and metric."""
         flags = _RTNH_F_ONLINK if route.onlink else 0
         length = route.destination.prefixlen
         request = _ROUTE.pack(
-            socket.AF_INET, length, 0, 0, _RT_TABLE_MAIN, route.protocol, route.scope, _RTN_UNICAST, flags
+            _family(route.destination.network_address),
+            length,
+            0,
+            0,
+            _RT_TABLE_MAIN,
+            route.protocol,
+            route.scope,
+            _RTN_UNICAST,
+            flags,
         )
         request += _attribute(_RTA_DST, route.destination.network_address.packed)
         request += _attribute(_RTA_OIF, _U32.pack(link.index))
@@ -383,27 +462,60 @@ def _found(body: bytes) -> FoundLink:
     )
 
 
-def _address(body: bytes) -> IPv4Interface:
-    _, length, _, _, _ = _ADDRESS.unpack_from(body)
+def _address(body: bytes) -> Address:
+    family, length, _, _, _ = _ADDRESS.unpack_from(body)
     said = _attributes(body[_ADDRESS.size :])
     # Where the two differ, IFA_ADDRESS is the other end of a point-to-point link.
-    return IPv4Interface((said.get(_IFA_LOCAL) or said[_IFA_ADDRESS], length))
+    packed = said.get(_IFA_LOCAL) or said[_IFA_ADDRESS]
+    return IPv4Interface((packed, length)) if family == socket.AF_INET else IPv6Interface((packed, length))
 
 
-def _address_request(link: FoundLink, address: IPv4Interface) -> bytes:
-    request = _ADDRESS.pack(socket.AF_INET, address.network.prefixlen, 0, 0, link.index)
-    return request + _attribute(_IFA_LOCAL, address.packed) + _attribute(_IFA_ADDRESS, address.packed)
+def _for_good(body: bytes) -> bool:
+    """Tell whether the address is a global one that nobody's advertisement made."""
+    _, _, flags, scope, _ = _ADDRESS.unpack_from(body)
+    flags |= _number(_attributes(body[_ADDRESS.size :]).get(_IFA_FLAGS))
+    return scope == _RT_SCOPE_UNIVERSE and bool(flags & _IFA_F_PERMANENT) and not flags & _IFA_F_TEMPORARY
+
+
+def _address_request(link: FoundLink, address: Address) -> bytes:
+    request = _ADDRESS.pack(_family(address.ip), address.network.prefixlen, 0, 0, link.index)
+    request += _attribute(_IFA_LOCAL, address.packed) + _attribute(_IFA_ADDRESS, address.packed)
+    if isinstance(
+        address, IPv6Interface
+    ):  # it is ours, or was this link's a moment ago: nobody else is to be asked for it
+        request += _attribute(_IFA_FLAGS, _U32.pack(_IFA_F_NODAD))
+    return request
+
+
+def _family(address: Host) -> int:
+    return socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
+
+
+def _neighbour(body: bytes, index: int) -> Iterator[LinkNeighbour]:
+    """Yield the neighbour, if it is a permanent one of link *index*."""
+    family, link, state, _, _ = _NEIGHBOUR.unpack_from(body)
+    said = _attributes(body[_NEIGHBOUR.size :])
+    if family in {socket.AF_INET, socket.AF_INET6} and link == index and state & _NUD_PERMANENT and _NDA_LLADDR in said:
+        yield LinkNeighbour(_host(family, said[_NDA_DST]), said[_NDA_LLADDR].hex(":"))
+
+
+def _destination(body: bytes) -> Network:
+    family, length, *_ = _ROUTE.unpack_from(body)
+    said = _attributes(body[_ROUTE.size :])
+    if family == socket.AF_INET:
+        return IPv4Network((said.get(_RTA_DST, bytes(4)), length))
+    return IPv6Network((said.get(_RTA_DST, bytes(16)), length))
 
 
 def _route(body: bytes, index: int) -> Iterator[LinkRoute]:
     """Yield the route, if it is one of the main table through link *index* alone."""
-    _, length, _, _, table, protocol, scope, _, flags = _ROUTE.unpack_from(body)
+    family, _, _, _, table, protocol, scope, kind, flags = _ROUTE.unpack_from(body)
     said = _attributes(body[_ROUTE.size :])
-    if table == _RT_TABLE_MAIN and _number(said.get(_RTA_OIF)) == index:
+    if table == _RT_TABLE_MAIN and _number(said.get(_RTA_OIF)) == index and kind == _RTN_UNICAST:
         yield LinkRoute(
-            IPv4Network((said.get(_RTA_DST, bytes(4)), length)),
-            _ip(said.get(_RTA_GATEWAY)),
-            _ip(said.get(_RTA_PREFSRC)),
+            _destination(body),
+            None if _RTA_GATEWAY not in said else _host(family, said[_RTA_GATEWAY]),
+            None if _RTA_PREFSRC not in said else _host(family, said[_RTA_PREFSRC]),
             _number(said.get(_RTA_PRIORITY)),
             bool(flags & _RTNH_F_ONLINK),
             protocol,
@@ -412,8 +524,21 @@ def _route(body: bytes, index: int) -> Iterator[LinkRoute]:
         )
 
 
-def _ip(value: bytes | None) -> IPv4Address | None:
-    return None if value is None else IPv4Address(value)
+def _several_ways(body: bytes, index: int) -> Iterator[Network]:
+    """Yield the route's destination, if one of its several gateways is behind link *index*."""
+    table = _ROUTE.unpack_from(body)[4]
+    hops = _attributes(body[_ROUTE.size :]).get(_RTA_MULTIPATH, b"")
+    links = []
+    while len(hops) >= _NEXT_HOP.size:
+        length, _, _, link = _NEXT_HOP.unpack_from(hops)
+        links.append(link)
+        hops = hops[_aligned(max(length, _NEXT_HOP.size)) :]
+    if table == _RT_TABLE_MAIN and index in links:
+        yield _destination(body)
+
+
+def _host(family: int, packed: bytes) -> Host:
+    return IPv4Address(packed) if family == socket.AF_INET else IPv6Address(packed)
 
 
 @contextmanager

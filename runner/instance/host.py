@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -16,8 +16,9 @@ from runner.errors import RunnerError, explain
 from runner.host.processes import Processes, open_processes
 from runner.host.procfs import Procfs
 
-if TYPE_CHECKING:  # it stands on this module
-    from runner.instance.placement import Receipt
+if TYPE_CHECKING:
+    from runner.host.descriptors import Handed
+    from runner.instance.placement import Receipt  # it stands on this module
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class Host:
     procfs: Procfs
     tally: Tally = attrs.field(factory=Tally)
     standing: Standing = attrs.field(factory=Standing)
+    handed: Mapping[str, Handed] = attrs.field(factory=dict)
+    """The descriptors that somebody else has opened for us, by name."""
 
     @asynccontextmanager
     async def observed(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:

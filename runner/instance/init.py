@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -19,6 +19,7 @@ from runner.host.processes import become_subreaper, dying_with_us, signal_name
 from runner.instance.host import Faults, Host, StopRequest, StopRequestedError, capture, open_host
 from runner.instance.lifecycle import run_instance
 from runner.instance.survey import survey
+from runner.plan.descriptors import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
 
@@ -108,29 +109,47 @@ async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) ->
 
 
 async def _plan(source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath) -> InstancePlan:
-    return plan_instance(source, spec, await survey(spec, host, state_directory))
+    spec = with_disks(spec, None)
+    return plan_instance(source, spec, await survey(spec, host, state_directory, handing_over=False))
 
 
 async def _run(
-    source: str, spec: InstanceSpec, host: Host, state_directory: PurePosixPath, streams: Streams
+    source: str, asked: InstanceSpec, bare: Host, state_directory: PurePosixPath, streams: Streams
 ) -> Verdict:
-    """Run *spec*; errors end here, below the root's nursery, which would wrap them."""
+    """Run what is *asked*; errors end here, below the root's nursery, which would wrap them."""
     try:
-        facts = await host.unless_stopped(partial(survey, spec, host, state_directory))
-        plan = plan_instance(source, spec, facts)
-        for remark in plan.remarks:
-            log.warning("%s", remark)
-        log.info("starting instance=%s", plan.name)
-        if plan.pod.name:
-            log.info("in the pod name=%s namespace=%s node=%s uid=%s", *attrs.astuple(plan.pod))
-        async with _paged(host, plan, streams.http):
-            ended = await run_instance(plan, host, streams.console)
+        async with _handed(bare, asked) as host:
+            spec = with_disks(asked, {name: each.descriptor.number for name, each in host.handed.items()})
+            facts = await host.unless_stopped(partial(survey, spec, host, state_directory))
+            plan = plan_instance(source, spec, facts)
+            for remark in plan.remarks:
+                log.warning("%s", remark)
+            log.info("starting instance=%s", plan.name)
+            if plan.pod.name:
+                log.info("in the pod name=%s namespace=%s node=%s uid=%s", *attrs.astuple(plan.pod))
+            async with _paged(host, plan, streams.http):
+                ended = await run_instance(plan, host, streams.console)
     except StopRequestedError:
         return Verdict(Status.STOPPED, "stopped", "asked to stop before anything was started")
     except RunnerError as error:
         return _refused(error)
     status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
     return Verdict(status, ended.status.name.lower(), ended.detail)
+
+
+@asynccontextmanager
+async def _handed(host: Host, spec: InstanceSpec) -> AsyncIterator[Host]:
+    """Hold *host* with the descriptors that are handed to us."""
+    agent = spec.descriptors.socket
+    if agent is None and not os.environ.get("LISTEN_FDS"):
+        yield host
+        return
+    from runner.host.descriptors import descriptors_handed  # here, because few instances pay for it
+
+    async with AsyncExitStack() as held:
+        taking = descriptors_handed(os.environ, agent)
+        handed = await host.unless_stopped(partial(held.enter_async_context, taking))
+        yield attrs.evolve(host, handed=handed)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ The order of the lines in :func:`run_instance` is the order of the start, and re
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
@@ -15,16 +15,18 @@ import trio
 
 from runner.errors import HostError, Status, explain
 from runner.host import files
+from runner.host.processes import Process
 from runner.host.sockets import listening
 from runner.instance.console import console_shown
 from runner.instance.display import display_shown
 from runner.instance.host import Host, StopRequestedError, first_of
 from runner.instance.machine import Ended, Machine, Wiring, agent_line, paused_machine, started_within
 from runner.instance.memory import guest_memory
+from runner.instance.networks import dhcp_served, networked
 from runner.instance.placement import Receipt, confined
 from runner.instance.receipts import RECEIPT, Receipts, machine_threads
 from runner.instance.seats import Seat, placed
-from runner.instance.services import Shares, anchored, death_of, dhcp_served, networked, shared
+from runner.instance.services import anchored, death_of, first_dead, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
@@ -50,26 +52,27 @@ async def run_instance(plan: InstancePlan, host: Host, show: Callable[[bytes], N
             anchored(host, plan.anchor) as anchors,
             placed(host, plan.placement, anchors) as seat,
             guest_memory(host, plan, seat) as ram,
-            networked(host, plan.networks) as taps,
+            networked(host, plan.networks) as wires,
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, show, directory) as console,
             agent_line(plan.machine.guest) as agent,
-            paused_machine(host, plan, Wiring(ram, taps, shares, console, agent), seat.birthplace) as machine,
+            paused_machine(host, plan, Wiring(ram, wires, shares, console, agent), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine) as receipts,
             display_shown(host, machine, directory, vnc=plan.machine.vnc),
             _controlled(host, plan, directory, machine, receipts),
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
             log.info("the guest runs")
+            servants = [*shares.daemons, *(wire.daemon for wire in wires if wire.daemon is not None)]
             with _ready(host, plan.state_directory, receipts.read):
-                why = await _wait_for_the_end(host, machine, shares)
+                why = await _wait_for_the_end(host, machine, servants)
             return await _powered_down(plan.shutdown, machine, why)
     except StopRequestedError:
         return Ended(Status.STOPPED, "asked to stop before the guest ran")
 
 
-async def _wait_for_the_end(host: Host, machine: Machine, shares: Shares) -> Ended:
+async def _wait_for_the_end(host: Host, machine: Machine, servants: Sequence[Process]) -> Ended:
     """Wait for the guest's end, a request to stop, or the death of what the guest needs, and return which it was."""
 
     async def asked() -> Ended:
@@ -77,8 +80,8 @@ async def _wait_for_the_end(host: Host, machine: Machine, shares: Shares) -> End
         return Ended(Status.STOPPED, "")
 
     async def lost() -> Ended:
-        dead = await shares.died()
-        with trio.move_on_after(CAUSE_WITHIN):  # virtiofsd ends when QEMU does: then QEMU's death is the cause
+        dead = await first_dead(servants)
+        with trio.move_on_after(CAUSE_WITHIN):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
         log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
         return Ended(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")

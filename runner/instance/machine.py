@@ -21,7 +21,8 @@ from runner.host.sockets import Socket, connected_pair
 from runner.instance import disks
 from runner.instance.host import Host, first_of
 from runner.instance.memory import MBIND_REMEDY
-from runner.instance.services import Shares, Tap, death_of
+from runner.instance.networks import Wire
+from runner.instance.services import Shares, death_of
 from runner.plan.argv import Descriptors, qemu_argv
 from runner.plan.firmware import VariablesPlan
 from runner.plan.fitness import too_old
@@ -65,7 +66,7 @@ class Wiring:
     """The ends that QEMU gets a copy of; ours are closed then, so that each end sees the other's death."""
 
     ram: Sequence[files.Descriptor]
-    taps: Sequence[Tap]
+    wires: Sequence[Wire]
     shares: Shares
     console: Socket
     agent: AgentLine
@@ -77,10 +78,8 @@ class Wiring:
             self.agent.theirs.close()
         for each in self.ram:
             each.close()
-        for tap in self.taps:
-            tap.tap.close()
-            if tap.vhost is not None:
-                tap.vhost.close()
+        for wire in self.wires:
+            wire.let_go()
         for connection in self.shares.sockets:
             connection.close()
 
@@ -321,8 +320,7 @@ def _spawn(
             console=wiring.console.fileno(),
             ram=tuple(each.number for each in wiring.ram),
             files=numbers,
-            taps=tuple(tap.tap.number for tap in wiring.taps),
-            vhosts=tuple(None if tap.vhost is None else tap.vhost.number for tap in wiring.taps),
+            wires=tuple(wire.numbers() for wire in wiring.wires),
             shares=tuple(connection.fileno() for connection in wiring.shares.sockets),
             agent_line=None if wiring.agent.theirs is None else wiring.agent.theirs.fileno(),
             vhost_vsock=None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact)),

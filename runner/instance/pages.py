@@ -25,6 +25,7 @@ from runner.instance.host import Host
 from runner.instance.placement import Receipt
 from runner.instance.survey import CGROUP_ROOT
 from runner.plan.instance import InstancePlan
+from runner.plan.networks import BridgedPlan
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ async def paged(host: Host, plan: InstancePlan, address: tuple[str, int]) -> Asy
     """Answer at *address* for as long as the block runs; see :func:`~runner.host.pages.parse_address`."""
     listeners = await open_pages(*address)
     log.info("pages are served port=%d", listeners[0].socket.getsockname()[1])
-    taken = [network.pod.name for network in plan.networks if network.pod is not None]
+    taken = [each.pod.name for each in plan.networks if isinstance(each, BridgedPlan) and each.pod is not None]
     if taken:
         log.warning(
             "the guest has the address of %s: who connects to it reaches the guest, and not --http", ", ".join(taken)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import attrs
 import trio
 
 from runner.errors import RunnerError, Status, explain
-from runner.host import devices, files, network
 from runner.host.processes import Command, Process, stop_bound
 from runner.host.sockets import Socket, listening_pair
 from runner.instance.host import Host, first_of
-from runner.instance.survey import pod_link
-from runner.plan.argv import dnsmasq_argv, virtiofsd_argv
-from runner.plan.instance import DhcpPlan, NetworkPlan, SharePlan
+from runner.plan.argv import virtiofsd_argv
+from runner.plan.instance import SharePlan
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +44,7 @@ DEATHS: Mapping[str, Restart | EndInstance] = {
     "anchor": Restart(first=0.0, longest=5.0),  # at once: the pod's cgroup must not stay empty
     "dnsmasq": Restart(first=0.1, longest=10.0),  # the guest keeps its address meanwhile
     "virtiofsd": EndInstance(Status.SERVICE_DIED),  # QEMU cannot reconnect
+    "passt": EndInstance(Status.SERVICE_DIED),  # nor here
     "qemu": EndInstance(Status.MACHINE_DIED),
 }
 """What the death of each child means, by its role."""
@@ -111,71 +110,23 @@ async def _keep(host: Host, policy: Restart, keeper: Keeper) -> None:
 
 
 @attrs.frozen
-class Tap:
-    """One guest interface's ends; both are closed here once QEMU has its copies."""
-
-    tap: files.Descriptor
-    vhost: files.Descriptor | None
-
-
-@asynccontextmanager
-async def networked(host: Host, plans: Sequence[NetworkPlan]) -> AsyncIterator[tuple[Tap, ...]]:
-    """Hold every network of the guest: taps by descriptor, each on a bridge of its own."""
-    if not plans:
-        yield ()
-        return
-    bridges = [_bridge(plan) for plan in plans]
-    with ExitStack() as held:
-        taps = tuple(
-            Tap(
-                held.enter_context(devices.tap(plan.tap)),
-                held.enter_context(devices.vhost_net()) if plan.vhost else None,
-            )
-            for plan in plans
-        )
-        network.recover(bridges)
-        try:
-            # Inside, because a build that fails may not have taken back everything; removing what is not there is no matter.
-            network.build(bridges)
-            yield taps
-        finally:
-            # Bounded without a timeout of ours: the kernel does it within the call, and host/rtnetlink.py gives up an
-            # answer that was lost. It acquires one descriptor, where `build` had one too.
-            with host.faults.recorded("give back the network"):
-                network.remove(bridges)
-
-
-def _bridge(plan: NetworkPlan) -> network.Bridge:
-    pod = None if plan.pod is None else pod_link(plan.pod)
-    return network.Bridge(plan.bridge, plan.tap, plan.host, plan.mtu, plan.mac, pod)
-
-
-@asynccontextmanager
-async def dhcp_served(host: Host, plans: Sequence[DhcpPlan]) -> AsyncIterator[None]:
-    """Hold a dnsmasq on every bridge."""
-    async with AsyncExitStack() as held:
-        for plan in plans:
-            await held.enter_async_context(kept_alive(host, Command("dnsmasq", tuple(dnsmasq_argv(plan)))))
-        yield
-
-
-@attrs.frozen
 class Shares:
     """The virtiofsd of each share, and the connection of each that waits for QEMU."""
 
     daemons: tuple[Process, ...] = ()
     sockets: tuple[Socket, ...] = ()
 
-    async def died(self) -> Process:
-        """Return the first daemon that ends; never without shares."""
-        if not self.daemons:
-            await trio.sleep_forever()
 
-        async def ended(daemon: Process) -> Process:
-            await daemon.wait()
-            return daemon
+async def first_dead(daemons: Sequence[Process]) -> Process:
+    """Return the first of *daemons* that ends; never without any."""
+    if not daemons:
+        await trio.sleep_forever()
 
-        return await first_of(*(partial(ended, daemon) for daemon in self.daemons))
+    async def ended(daemon: Process) -> Process:
+        await daemon.wait()
+        return daemon
+
+    return await first_of(*(partial(ended, daemon) for daemon in daemons))
 
 
 @asynccontextmanager

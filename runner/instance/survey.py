@@ -8,8 +8,9 @@ import pwd
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from ipaddress import AddressValueError, IPv4Address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -31,12 +32,13 @@ from runner.host.files import (
 from runner.host.network import Link, read_links
 from runner.host.processes import Command
 from runner.host.procfs import Procfs
-from runner.host.rtnetlink import LinkRoute
+from runner.host.rtnetlink import LinkNeighbour, LinkRoute
 from runner.host.scheduler import read_mask
 from runner.host.sysfs import read_hardware, read_huge_pools
 from runner.instance.host import Host
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.facts import (
+    DescriptorFact,
     DocumentFact,
     FileFact,
     HostFacts,
@@ -46,6 +48,7 @@ from runner.plan.facts import (
     Kvm,
     LateDiskFacts,
     Limits,
+    Neighbour,
     Pod,
     PodName,
     Resolver,
@@ -55,13 +58,19 @@ from runner.plan.facts import (
 )
 from runner.plan.firmware import candidates
 from runner.plan.fitness import qos_of_oom_score_adj
-from runner.plan.instance import DHCP_USERS, QEMU_USERS
+from runner.plan.instance import QEMU_USERS
+from runner.plan.networks import DHCP_USERS
 from runner.spec.instance import Disk, InstanceSpec
 from runner.topology.pod_cgroups import parse_bare_container, parse_container
+
+if TYPE_CHECKING:
+    from runner.host.descriptors import Handed
 
 VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 CGROUP_ROOT = PurePosixPath("/sys/fs/cgroup")
+CAP_NET_RAW = 13
+"""``include/uapi/linux/capability.h``."""
 ONLINE_CPUS = PurePosixPath("/sys/devices/system/cpu/online")
 _UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
 """A pod's UID; in the name of a slice its hyphens are underscores, and a static pod's has none."""
@@ -71,8 +80,10 @@ ANSWERS_WITHIN = 5.0
 """Seconds a program may take to say its version."""
 
 
-async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath) -> HostFacts:
-    """Return what *spec*'s plan needs to know of this host."""
+async def survey(
+    spec: InstanceSpec, host: Host, state_directory: PurePosixPath, *, handing_over: bool = True
+) -> HostFacts:
+    """Return what *spec*'s plan needs to know of this host; *handing_over* says that descriptors were taken over."""
     virtiofsd, trouble = await find_virtiofsd(host) if spec.share else (None, "")
     kvm = read_kvm()
     cgroup = host.procfs.cgroup()
@@ -100,6 +111,9 @@ async def survey(spec: InstanceSpec, host: Host, state_directory: PurePosixPath)
         kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode),
         tun=not spec.network or has_tun(),
         vhost_net=bool(spec.network) and has_vhost_net(),
+        passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
+        ipv6_trouble=_ipv6_trouble(host.procfs.status()),
+        descriptors=_descriptors(host) if handing_over else None,
         vhost_vsock=spec.guest.vsock is not None and has_vhost_vsock(),
         interfaces=_interfaces(spec),
         resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
@@ -278,45 +292,113 @@ def _users(names: Iterable[str]) -> Iterator[tuple[str, User]]:
 
 
 def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:
-    names = sorted({each.interface or "eth0" for each in spec.network if each.mode == "bridge"})
+    names = sorted({each.interface or "eth0" for each in spec.network if each.mode in {"bridge", "macvtap"}})
     return {name: _interface(link) for name, link in read_links(names).items()} if names else {}
 
 
 def _interface(link: Link) -> Interface:
-    routes = (
-        Route(each.destination, each.gateway, each.source, each.metric, each.onlink, each.protocol, each.metrics)
-        for each in link.routes
+    return Interface(
+        link.name,
+        link.mac,
+        link.mtu,
+        link.addresses,
+        tuple(map(_fact, link.routes)),
+        link.broadcast,
+        link.addresses6,
+        tuple(map(_fact, link.routes6)),
+        tuple(Neighbour(str(each.address), each.mac) for each in link.neighbours),
+        tuple(map(str, link.several_ways)),
     )
-    return Interface(link.name, link.mac, link.mtu, link.addresses, tuple(routes), link.broadcast)
+
+
+def _fact(route: LinkRoute) -> Route:
+    return Route(
+        route.destination, route.gateway, route.source, route.metric, route.onlink, route.protocol, route.metrics
+    )
+
+
+def _link_route(route: Route) -> LinkRoute:
+    return LinkRoute(
+        route.destination,
+        route.gateway,
+        route.source,
+        route.metric,
+        route.onlink,
+        route.protocol,
+        metrics=route.metrics,
+    )
 
 
 def pod_link(interface: Interface) -> Link:
     """Return *interface* as ``host/network.py`` takes it; the inverse of what the survey reads."""
-    routes = tuple(
-        LinkRoute(
-            each.destination, each.gateway, each.source, each.metric, each.onlink, each.protocol, metrics=each.metrics
-        )
-        for each in interface.routes
+    return Link(
+        interface.name,
+        interface.mac,
+        interface.mtu,
+        interface.addresses,
+        tuple(map(_link_route, interface.routes)),
+        interface.broadcast,
+        interface.addresses6,
+        tuple(map(_link_route, interface.routes6)),
+        tuple(LinkNeighbour(ip_address(each.address), each.mac) for each in interface.neighbours),
     )
-    return Link(interface.name, interface.mac, interface.mtu, interface.addresses, routes, interface.broadcast)
+
+
+def _ipv6_trouble(status: Mapping[str, str]) -> str | None:
+    """Tell why a guest's network cannot have IPv6: links of ours have none, or dnsmasq may not hear routers' solicitations."""
+    disabled = read_text(PurePosixPath("/proc/sys/net/ipv6/conf/default/disable_ipv6")).strip()
+    if disabled == "0":
+        allowed = int(status["CapEff"], 16) >> CAP_NET_RAW & 1
+        return None if allowed else "dnsmasq needs the capability NET_RAW for it; give it to the container"
+    return (
+        "the kernel has none"
+        if not disabled
+        else ("it is disabled here; set net.ipv6.conf.default.disable_ipv6=0 for the pod or container")
+    )
+
+
+def _descriptors(host: Host) -> dict[str, DescriptorFact]:
+    """Return what was handed to us."""
+    if not host.handed:
+        return {}
+    from runner.host.descriptors import look as look_at  # here, because few instances pay for it
+
+    def fact(handed: Handed) -> DescriptorFact:
+        found = look_at(handed.descriptor.number)
+        return DescriptorFact(
+            found.kind,
+            found.said,
+            found.writable,
+            found.size,
+            found.interface,
+            found.mac,
+            found.multi_queue,
+            handed.declared,
+        )
+
+    return {name: fact(handed) for name, handed in host.handed.items()}
 
 
 def parse_resolver(text: str) -> Resolver:
-    """Parse ``resolv.conf(5)``; IPv6 servers and loopback ones, which mean nothing to a guest, are left out."""
-    nameservers: list[IPv4Address] = []
+    """Parse ``resolv.conf(5)``; loopback servers, and those that only this link knows, are left out."""
+    nameservers: list[IPv4Address | IPv6Address] = []
     search: tuple[str, ...] = ()
     for line in text.splitlines():
         word, *rest = line.split() or [""]
         if word == "nameserver" and rest:
             try:
-                address = IPv4Address(rest[0])
-            except AddressValueError:
+                address = ip_address(rest[0])
+            except ValueError:
                 continue
-            if not address.is_loopback:
+            if not address.is_loopback and not address.is_link_local:
                 nameservers.append(address)
         elif word in {"search", "domain"}:
             search = tuple(name for name in rest if re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name) and name != ".")
-    return Resolver(tuple(nameservers), search)
+    return Resolver(
+        tuple(each for each in nameservers if isinstance(each, IPv4Address)),
+        search,
+        tuple(each for each in nameservers if isinstance(each, IPv6Address)),
+    )
 
 
 async def find_virtiofsd(host: Host) -> tuple[Virtiofsd | None, str]:

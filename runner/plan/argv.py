@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
-from ipaddress import IPv4Network
 from pathlib import PurePosixPath
 from typing import Protocol
 
@@ -18,9 +17,9 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.plan.disk_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan
-from runner.plan.facts import Route
-from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, Placement, SharePlan
+from runner.plan.instance import InstancePlan, MachinePlan, Placement, SharePlan
 from runner.plan.memory import TRANSLATED
+from runner.plan.networks_argv import WireNumbers, dnsmasq_argv, netdev_by_hand, network_by_hand, nic_device
 from runner.spec.document import MIB
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
@@ -58,8 +57,8 @@ class Endpoints(Protocol):
     def image(self, name: str) -> tuple[list[str], str]:
         """Return the options that must come first, and the file name of a block device."""
 
-    def tap(self, index: int) -> str:
-        """Return the netdev properties of network *index*."""
+    def netdev(self, index: int) -> str:
+        """Return the kind and properties of network *index*."""
 
     def share(self, index: int) -> str:
         """Return the chardev properties of share *index*."""
@@ -76,15 +75,14 @@ class Endpoints(Protocol):
 
 @attrs.frozen
 class Descriptors:
-    """Endpoints as inherited descriptors: ``ram``, ``taps``, ``vhosts`` (``None`` when there is none), ``shares`` by index."""
+    """Endpoints as inherited descriptors: ``ram``, ``wires``, ``shares`` by index."""
 
     qmp: int
     console: int
     ram: tuple[int, ...]
     files: dict[str, int] = attrs.field(factory=dict)
     """``kernel``, ``initrd``, ``firmware``, ``firmware-vars``, ``disk0``, …"""
-    taps: tuple[int, ...] = ()
-    vhosts: tuple[int | None, ...] = ()
+    wires: tuple[WireNumbers, ...] = ()
     shares: tuple[int, ...] = ()
     agent_line: int | None = None
     vhost_vsock: tuple[int, int] | None = None
@@ -92,11 +90,10 @@ class Descriptors:
 
     def numbers(self) -> tuple[int, ...]:
         """Return every descriptor, to be passed on."""
-        vhosts = (number for number in self.vhosts if number is not None)
+        wires = (number for wire in self.wires for number in wire.numbers())
         agent = () if self.agent_line is None else (self.agent_line,)
         vsock = () if self.vhost_vsock is None else self.vhost_vsock[:1]
-        files = self.files.values()
-        return (self.qmp, self.console, *self.ram, *files, *self.taps, *vhosts, *self.shares, *agent, *vsock)
+        return (self.qmp, self.console, *self.ram, *self.files.values(), *wires, *self.shares, *agent, *vsock)
 
     def monitor(self) -> Iterator[str]:
         """See :class:`Endpoints`."""
@@ -117,10 +114,9 @@ class Descriptors:
         number = self.files[name]
         return ["-add-fd", f"fd={number},set={number},opaque={name}"], f"/dev/fdset/{number}"
 
-    def tap(self, index: int) -> str:
+    def netdev(self, index: int) -> str:
         """See :class:`Endpoints`."""
-        vhost = self.vhosts[index]
-        return f"fd={self.taps[index]}" + ("" if vhost is None else f",vhost=on,vhostfd={vhost}")
+        return self.wires[index].netdev()
 
     def share(self, index: int) -> str:
         """See :class:`Endpoints`."""
@@ -174,10 +170,9 @@ class Paths:
         paths["seed"] = self.plan.state_directory / SEED
         return [], str(paths[name])
 
-    def tap(self, index: int) -> str:
+    def netdev(self, index: int) -> str:
         """See :class:`Endpoints`."""
-        network = self.plan.networks[index]
-        return f"ifname={network.tap},script=no,downscript=no" + (",vhost=on" if network.vhost else "")
+        return netdev_by_hand(index, self.plan.networks[index])
 
     def share(self, index: int) -> str:
         """See :class:`Endpoints`."""
@@ -256,8 +251,9 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     yield from _boot(machine, endpoints)
     yield from _disks(machine, endpoints)
     for index, network in enumerate(machine.networks):
-        yield from ("-netdev", f"tap,id=net{index},{endpoints.tap(index)}")
-        yield from ("-device", f"virtio-net-pci,netdev=net{index},mac={network.mac},host_mtu={network.mtu},romfile=")
+        kind, _, properties = endpoints.netdev(index).partition(",")
+        yield from ("-netdev", f"{kind},id=net{index},{properties}")
+        yield from ("-device", nic_device(index, network))
     for index, share in enumerate(machine.shares):
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
@@ -398,68 +394,6 @@ def _node(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
     yield from ("-blockdev", f"driver=raw,node-name={name},file={name}-file,{mode}")
 
 
-def dnsmasq_argv(dhcp: DhcpPlan) -> list[str]:
-    """Return dnsmasq's argv: a DHCP server for one guest on one bridge, no DNS, no files.
-
-    The lease is static and for ever, so there is no lease file to be full, corrupt or left behind, and a guest never
-    renews. Other hosts on a bridged link are not answered at all.
-    """
-    network = dhcp.network
-    argv = [
-        str(dhcp.program),
-        "--keep-in-foreground",
-        "--conf-file=/dev/null",
-        "--no-hosts",
-        "--no-resolv",
-        "--port=0",
-        f"--interface={network.bridge}",
-        "--bind-interfaces",
-        "--except-interface=lo",
-        f"--user={dhcp.user}",
-        "--pid-file=",
-        "--log-facility=-",
-        "--leasefile-ro",
-        "--no-ping",
-        "--dhcp-authoritative",
-        "--dhcp-ignore=tag:!known",
-        f"--dhcp-range={network.guest.ip},static,{network.guest.netmask},infinite",
-        f"--dhcp-host={network.mac},{network.guest.ip},infinite",
-        f"--dhcp-option=option:mtu,{network.mtu}",
-    ]
-    if network.host.ip not in network.guest.network:
-        # Our address is link-local: the guest's subnet belongs to the pod's network, not to the bridge.
-        argv.append(f"--shared-network={network.bridge},{network.guest.ip}")
-    argv.append(f"--dhcp-option=option:router{_option_value(network.gateway)}")
-    argv.append("--dhcp-option=option:dns-server" + "".join(f",{address}" for address in network.nameservers))
-    if network.routes:
-        pairs = (f",{route.destination},{route.gateway or '0.0.0.0'}" for route in dhcp_routes(network))
-        argv.append("--dhcp-option=option:classless-static-route" + "".join(pairs))
-    if network.search:
-        argv.append(f"--dhcp-option=option:domain-name,{network.search[0]}")
-        argv.append("--dhcp-option=option:domain-search," + ",".join(network.search))
-    return argv
-
-
-def _option_value(address: object) -> str:
-    return "" if address is None else f",{address}"
-
-
-def dhcp_routes(network: NetworkPlan) -> list[Route]:
-    """Return the routes for DHCP option 121: those without a gateway first, then what is reached through them.
-
-    A gateway outside every on-link route (a pod with a /32 address) gets a route of its own, because a client installs
-    the list in order and refuses an unreachable gateway.
-    """
-    direct = [route for route in network.routes if route.gateway is None]
-    beyond = [route for route in network.routes if route.gateway is not None]
-    for route in beyond:
-        gateway = route.gateway
-        if gateway is None or gateway in network.guest.network or any(gateway in other.destination for other in direct):
-            continue
-        direct.append(Route(IPv4Network(gateway)))
-    return direct + beyond
-
-
 def virtiofsd_argv(share: SharePlan, listener: str) -> list[str]:
     """Return virtiofsd's argv; *listener* is ``--fd=N`` (a listening socket) or ``--socket-path=…``.
 
@@ -535,14 +469,8 @@ def pasteable(plan: InstancePlan) -> str:
     for disk, overlay in overlays:
         path = shlex.quote(str(_overlay(plan, disk)))
         lines.append(f"qemu-img create -q -f qcow2 {path} {overlay.size} && truncate -s {overlay.limit} {path}")
-    for network in plan.networks:
-        if network.pod is not None:
-            lines.append(
-                f"# {network.pod.name} is left alone: to take its place, move its address and put it into {network.bridge}"
-            )
-        lines.append(f"ip link add {network.bridge} type bridge && ip addr add {network.host} dev {network.bridge}")
-        lines.append(f"ip tuntap add {network.tap} mode tap && ip link set {network.tap} master {network.bridge} up")
-        lines.append(f"ip link set {network.bridge} up")
+    for index, network in enumerate(plan.networks):
+        lines += network_by_hand(index, network)
     lines += [f"{shlex.join(dnsmasq_argv(dhcp))} &" for dhcp in plan.dhcp]
     for index, share in enumerate(plan.shares):
         lines.append(f"{shlex.join(virtiofsd_argv(share, f'--socket-path={_share_socket(plan, index)}'))} &")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Mapping
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from pathlib import PurePosixPath
 from typing import Protocol
 
@@ -149,11 +149,11 @@ class PodName:
 
 @attrs.frozen
 class Route:
-    """An IPv4 route through one interface, in the main table."""
+    """A route through one interface, in the main table."""
 
-    destination: IPv4Network
-    gateway: IPv4Address | None = None
-    source: IPv4Address | None = None
+    destination: IPv4Network | IPv6Network
+    gateway: IPv4Address | IPv6Address | None = None
+    source: IPv4Address | IPv6Address | None = None
     metric: int = 0
     onlink: bool = False
     """The gateway is reachable although no address of the interface covers it."""
@@ -161,6 +161,14 @@ class Route:
     """Who made it (``RTPROT_*``); kept, like *metrics*, so that it can be given back as it was."""
     metrics: str = ""
     """Its MTU, window and so on, as the kernel gave them."""
+
+
+@attrs.frozen
+class Neighbour:
+    """A permanent entry of an interface's neighbour table."""
+
+    address: str
+    mac: str
 
 
 @attrs.frozen
@@ -174,6 +182,33 @@ class Interface:
     routes: tuple[Route, ...] = ()
     broadcast: bool = False
     """Whether its addresses came with their subnet's broadcast address."""
+    addresses6: tuple[IPv6Interface, ...] = ()
+    """The global ones that are there for good; not those that a router's advertisements made."""
+    routes6: tuple[Route, ...] = ()
+    neighbours: tuple[Neighbour, ...] = ()
+    several_ways: tuple[str, ...] = ()
+    """The destinations of routes over several gateways, of which this interface is one."""
+
+
+@attrs.frozen
+class DescriptorFact:
+    """A descriptor that was handed to us, as the kernel describes it."""
+
+    kind: str
+    """``tap``, ``macvtap``, ``vhost-net``, ``socket``, ``file``, ``block`` or ``other``."""
+    said: str
+    """The same in words."""
+    writable: bool = True
+    """Whether it may be read and written."""
+    size: int = 0
+    """Bytes, of a file or block device."""
+    interface: str = ""
+    """The name of a tap or macvtap."""
+    mac: str = ""
+    """Its MAC address; a macvtap hands on only what is sent to that."""
+    multi_queue: bool = False
+    declared: str | None = None
+    """What the agent that sent it says it is."""
 
 
 @attrs.frozen
@@ -182,6 +217,7 @@ class Resolver:
 
     nameservers: tuple[IPv4Address, ...] = ()
     search: tuple[str, ...] = ()
+    nameservers6: tuple[IPv6Address, ...] = ()
 
 
 class DiskFacts(Protocol):
@@ -260,6 +296,11 @@ class HostFacts:
     tun: bool = True
     """Whether /dev/net/tun may be used; asked only when there are networks."""
     vhost_net: bool = False
+    passt: PurePosixPath | None = None
+    ipv6_trouble: str | None = None
+    """Why new links of this network namespace have no IPv6; ``None`` when they do."""
+    descriptors: Mapping[str, DescriptorFact] | None = None
+    """What was handed to us, by name; ``None`` where nothing is taken over, because only a plan is wanted."""
     vhost_vsock: bool = False
     """Asked only when the guest is to have a vsock device."""
     interfaces: Mapping[str, Interface] = attrs.field(factory=dict)

@@ -6,9 +6,7 @@ The plan is frozen and complete: the code that carries it out does not decide. W
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -16,8 +14,9 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
+from runner.plan.descriptors import Claims
 from runner.plan.disks import DiskPlan, plan_disk
-from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, PodName, Route, User, Virtiofsd
+from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, PodName, User, Virtiofsd
 from runner.plan.firmware import VariablesPlan, choose_firmware
 from runner.plan.fitness import (
     ASKING_FOR_LESS,
@@ -40,6 +39,7 @@ from runner.plan.memory import (
     too_little_memory,
     with_size,
 )
+from runner.plan.networks import DhcpPlan, NetworkPlan, NetworkPlanner
 from runner.spec.document import format_size
 from runner.spec.instance import (
     ALL_CPUS,
@@ -47,9 +47,7 @@ from runner.spec.instance import (
     WHAT_LIMITS_LEAVE,
     Cpu,
     InstanceSpec,
-    Network,
     Share,
-    private_subnets,
 )
 from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
 from runner.topology.placement import PinPolicy, all_cpus, choose_cpus, place
@@ -67,7 +65,6 @@ TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
 """Whose CPUs tell siblings by CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
 
 QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
-DHCP_USERS = ("dnsmasq", "nobody")
 
 
 @attrs.frozen
@@ -96,36 +93,6 @@ class Placement:
     """Of ``controller`` alone."""
     sweep: bool = False
     """What others start in the container is moved to float."""
-
-
-@attrs.frozen
-class NetworkPlan:
-    """One network interface of the guest."""
-
-    bridge: str
-    tap: str
-    mac: str
-    mtu: int
-    host: IPv4Interface
-    """Our address on the bridge, from which dnsmasq answers."""
-    guest: IPv4Interface
-    gateway: IPv4Address | None
-    routes: tuple[Route, ...]
-    """Handed to the guest (RFC 3442); empty when mask and gateway say everything."""
-    nameservers: tuple[IPv4Address, ...]
-    search: tuple[str, ...]
-    pod: Interface | None
-    """The interface whose place the guest takes, as it was found (mode ``bridge``)."""
-    vhost: bool
-
-
-@attrs.frozen
-class DhcpPlan:
-    """dnsmasq on one bridge."""
-
-    program: PurePosixPath
-    user: str
-    network: NetworkPlan
 
 
 @attrs.frozen
@@ -263,14 +230,21 @@ class _Planner:
         topology = None if placement is None else self.topology(placement, accel)
         self.pages(topology)
         spec = self.spec
-        networks = tuple(self.networks())
+        claims = Claims(facts, self.refuse)
+        planner = NetworkPlanner(spec, facts, claims, self.refuse)
+        networks = tuple(planner.networks())
         shares = tuple(self.shares())
         disks = tuple(
             plan_disk(f"disk{index}", disk, facts, f"disk[{index}]", self.refuse)
             for index, disk in enumerate(spec.disk)
         )
         qemu = self.program(facts.qemu, "", "qemu-system-x86_64", "qemu-system-x86")
-        dhcp = tuple(self.dhcp(networks))
+        dhcp = tuple(planner.dhcp(networks))
+        self.remarks += planner.remarks
+        for index, each in enumerate(spec.disk):
+            if each.fd is not None:
+                claims.claim(f"disk[{index}].fd", each.fd, {"file", "block"}, write=each.writes)
+        claims.unclaimed()
         sleep = self.program(facts.sleep, "", "sleep", "coreutils")
         kernel = self.file("boot.kernel", spec.boot.kernel, user)
         initrd = self.file("boot.initrd", spec.boot.initrd, user)
@@ -527,75 +501,6 @@ class _Planner:
             self.refuse(where, f"cannot find the program {name!r} in PATH; install the package {package}")
         return path
 
-    def networks(self) -> Iterator[NetworkPlan]:
-        networks = self.spec.network
-        if networks and not self.facts.tun:
-            self.refuse(
-                "network[0]", "cannot use /dev/net/tun: it is not here, or may not be written; give the pod the device"
-            )
-        for index, (network, subnet) in enumerate(zip(networks, private_subnets(networks), strict=True)):
-            if subnet is not None:
-                yield self.private_network(index, network, subnet)
-            else:
-                bridged = self.bridged_network(index, network)
-                if bridged is not None:
-                    yield bridged
-
-    def private_network(self, index: int, network: Network, subnet: IPv4Network) -> NetworkPlan:
-        host, guest = (IPv4Interface((subnet[n], subnet.prefixlen)) for n in (1, 2))
-        return NetworkPlan(
-            bridge=f"vmbr{index}",
-            tap=f"vmtap{index}",
-            mac=network.mac or derived_mac(self.spec.instance.uuid or self.spec.instance.name, index),
-            mtu=network.mtu or 1500,
-            host=host,
-            guest=guest,
-            gateway=host.ip,
-            routes=(),
-            nameservers=(),
-            search=(),
-            pod=None,
-            vhost=self.facts.vhost_net,
-        )
-
-    def bridged_network(self, index: int, network: Network) -> NetworkPlan | None:
-        where, name = f"network[{index}].interface", network.interface or "eth0"
-        pod = self.facts.interfaces.get(name)
-        if pod is None:
-            self.refuse(where, f'there is no network interface {name!r} here; name the pod\'s, or use mode = "private"')
-            return None
-        if len(pod.addresses) != 1:
-            found = ", ".join(map(str, pod.addresses)) or "none"
-            self.refuse(where, f"{name!r} must have exactly one IPv4 address for the guest to take over, found {found}")
-            return None
-        if network.mtu is not None and network.mtu > pod.mtu:
-            self.refuse(f"network[{index}].mtu", f"{network.mtu} is more than the {pod.mtu} of {name!r}")
-        guest = pod.addresses[0]
-        gateway = next((route.gateway for route in pod.routes if route.destination.prefixlen == 0), None)
-        # Mask and gateway say everything unless the gateway is off the link or there are other routes (RFC 3442).
-        plain = all(route.destination.prefixlen == 0 and route.gateway in guest.network for route in pod.routes)
-        return NetworkPlan(
-            bridge=f"vmbr{index}",
-            tap=f"vmtap{index}",
-            mac=network.mac or pod.mac,
-            mtu=network.mtu or pod.mtu,
-            host=IPv4Interface(f"169.254.77.{index + 1}/32"),
-            guest=guest,
-            gateway=gateway,
-            routes=() if plain else pod.routes,
-            nameservers=self.facts.resolver.nameservers,
-            search=self.facts.resolver.search,
-            pod=pod,
-            vhost=self.facts.vhost_net,
-        )
-
-    def dhcp(self, networks: Iterable[NetworkPlan]) -> Iterator[DhcpPlan]:
-        for index, network in enumerate(networks):
-            program = self.program(self.facts.dnsmasq, f"network[{index}]", "dnsmasq", "dnsmasq-base")
-            if program is not None:
-                user = self.user("", "auto", DHCP_USERS) or ROOT
-                yield DhcpPlan(program, user.name, network)
-
     def shares(self) -> Iterator[SharePlan]:
         for index, share in enumerate(self.spec.share):
             self.directory(f"share[{index}].path", share)
@@ -649,15 +554,6 @@ class _Planner:
         identity = spec.instance.uuid or facts.uid or spec.instance.name
         macs = [network.mac for network in networks]
         return plan_seed(spec.cloud_init, identity, spec.instance.name, macs, facts.documents, self.refuse)
-
-
-def derived_mac(identity: str, index: int) -> str:
-    """Return a MAC address that stays the same as long as the instance keeps its name (or UUID).
-
-    ``52:54:00`` is QEMU's customary locally administered prefix.
-    """
-    digest = hashlib.sha256(f"{identity}/{index}".encode()).digest()
-    return "52:54:00:" + digest[:3].hex(":")
 
 
 def share_grace(grace: float, poweroff_status: int) -> ShutdownPlan:

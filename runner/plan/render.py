@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 
 from runner.plan.disks import disk_words
-from runner.plan.instance import InstancePlan, MachinePlan, NetworkPlan
+from runner.plan.instance import InstancePlan, MachinePlan
+from runner.plan.networks import HandedPlan, MacvtapPlan, NetworkPlan, PasstPlan
 from runner.spec.document import format_size
 from runner.topology.guest import GuestTopology
 
@@ -116,7 +117,16 @@ def _ram(machine: MachinePlan) -> str:
 
 
 def _network(network: NetworkPlan) -> str:
-    what = f"guest {network.guest} ({network.mac}, MTU {network.mtu}) on bridge {network.bridge}"
-    if network.pod is not None:
-        what += f", in the place of {network.pod.name}"
-    return what + (", vhost-net" if network.vhost else "")
+    guest = f"({network.mac}, MTU {network.mtu}"
+    guest += f", {network.queues} queues)" if network.queues > 1 else ")"
+    if isinstance(network, PasstPlan):
+        return f"passt {guest}: the guest reaches what the pod reaches, and nothing reaches the guest"
+    if isinstance(network, MacvtapPlan):
+        what = f"macvtap {network.link} over {network.over} {guest}"
+    elif isinstance(network, HandedPlan):
+        what = f"{network.kind} handed to us as {', '.join(network.fds)} {guest}"
+    else:
+        also = "" if network.ipv6 is None else f" and {network.ipv6.guest}"
+        what = f"guest {network.guest}{also} {guest} on bridge {network.bridge}"
+        what += "" if network.pod is None else f", in the place of {network.pod.name}"
+    return what + (", vhost-net" if network.vhost or (isinstance(network, HandedPlan) and network.vhost_fds) else "")

@@ -29,6 +29,8 @@ T = TypeVar("T")
 MIB = 1 << 20
 _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,12})(Ki|Mi|Gi|Ti)B?", re.ASCII)
+DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
+"""What a descriptor may be called."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^}]*)\}?", re.ASCII)
 """``$${``, which is ``${`` itself, or ``${NAME}``."""
@@ -266,6 +268,51 @@ def subnet() -> Rule:
         return network
 
     return Rule('an IPv4 subnet of at least four addresses, such as "192.168.77.0/24"', parse)
+
+
+def address() -> Rule:
+    """Take an IPv4 address."""
+
+    def parse(value: object) -> ipaddress.IPv4Address:
+        if not isinstance(value, str):
+            _wrong(value)
+        try:
+            return ipaddress.IPv4Address(value)
+        except ValueError as error:
+            raise ValueError(f"found {found(value)} ({error})") from None
+
+    return Rule('an IPv4 address, such as "192.168.77.10"', parse)
+
+
+def subnet6() -> Rule:
+    """Take an IPv6 subnet of 64 bits, the only ones in which hosts find their neighbours without being told more."""
+
+    def parse(value: object) -> ipaddress.IPv6Network:
+        if not isinstance(value, str):
+            _wrong(value)
+        try:
+            network = ipaddress.IPv6Network(value)
+        except ValueError as error:
+            raise ValueError(f"found {found(value)} ({error})") from None
+        if network.prefixlen != 64:  # noqa: PLR2004 - RFC 4291, 2.5.4
+            _wrong(value)
+        return network
+
+    return Rule('an IPv6 subnet of 64 bits, such as "fd12:3456:789a:1::/64"', parse)
+
+
+def descriptor_names() -> Rule:
+    """Take names of descriptors: sd_listen_fds_with_names(3) allows what is printable but a colon."""
+
+    def parse(value: object) -> tuple[str, ...]:
+        if not isinstance(value, str):
+            _wrong(value)
+        names = tuple(value.split(","))
+        if not all(re.fullmatch(DESCRIPTOR_NAME, name, re.ASCII) for name in names):
+            _wrong(value)
+        return names
+
+    return Rule('names of descriptors, such as "net0" or "net0,net1"', parse)
 
 
 def variables() -> Rule:

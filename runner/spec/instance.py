@@ -13,9 +13,12 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
 from runner.spec.document import (
+    DESCRIPTOR_NAME,
     MIB,
+    address,
     choice,
     cpu_set,
+    descriptor_names,
     document,
     documents,
     either,
@@ -35,6 +38,7 @@ from runner.spec.document import (
     size,
     structure,
     subnet,
+    subnet6,
     table,
     tables,
     text,
@@ -43,6 +47,8 @@ from runner.spec.document import (
 
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 WORD_ALLOWED = "up to 63 letters, digits, '.', '_' and '-', the first a letter or digit"
+HANDED = PurePosixPath("/dev/fd")
+"""The path of a disk that is handed over as a descriptor, until it is."""
 TAG = r"[A-Za-z0-9_.-]{1,35}"
 ALL_CPUS = 0
 """``cpu.count = "all"``: the plan makes a number of it."""
@@ -214,7 +220,12 @@ class Boot:
 class Disk:
     """A virtio disk; the order of disks is the order they are tried for booting."""
 
-    path: PurePosixPath = key(path(), doc="a file or block device")
+    path: PurePosixPath = key(path(), default=HANDED, doc="a file or block device; or else `fd`")
+    fd: str | None = key(
+        text(DESCRIPTOR_NAME, "the name of a descriptor"),
+        default=None,
+        doc="the descriptor of a file or block device that is handed to us; opened again by what it is",
+    )
     format: str = key(choice("raw", "qcow2"), default="raw", doc="what the file holds")
     read_only: bool = key(flag(), default=False, doc="whether the guest is kept from writing")
     serial: str | None = key(
@@ -305,35 +316,113 @@ class Network:
     """A virtio network interface."""
 
     mode: str = key(
-        choice("private", "bridge"),
+        choice("private", "bridge", "macvtap", "passt", "descriptor"),
         default="private",
-        doc='`"private"`: a subnet of its own; `"bridge"`: the guest takes over the pod interface\'s address',
+        doc='`"private"`: a subnet of its own; `"bridge"`: the guest takes over the pod interface\'s address; `"macvtap"`: a MAC '
+        'address of its own on the network behind an interface; `"passt"`: what the pod reaches, without privilege; '
+        '`"descriptor"`: a tap, macvtap or socket that is handed to us',
     )
     interface: str | None = key(
         text(r"[!-.0-9;-~]{1,15}", "the name of a network interface"),
         default=None,
-        doc='`"bridge"` only: the pod interface; `eth0` without it',
+        doc='`"bridge"` and `"macvtap"` only: the pod interface; `eth0` without it',
     )
     subnet: ipaddress.IPv4Network | None = key(
         subnet(),
         default=None,
         doc='`"private"` only: first address ours, second the guest\'s; `192.168.77.0/24` and the next ones without it',
     )
+    address: ipaddress.IPv4Address | None = key(
+        address(), default=None, doc='`"private"` only: another address of its subnet for the guest'
+    )
+    ipv6: bool = key(
+        flag(),
+        default=False,
+        doc='whether the guest gets an IPv6 address too: `"private"`: by advertisement and DHCPv6; '
+        '`"bridge"`: the pod interface\'s, by DHCPv6',
+    )
+    subnet6: ipaddress.IPv6Network | None = key(
+        subnet6(),
+        default=None,
+        doc="`\"private\"` only: first address ours, second the guest's; else a unique local one derived from the instance's name",
+    )
     mac: str | None = key(
         mac(),
         default=None,
         doc="the guest's MAC address; else the pod interface's, or one derived from the instance's name",
     )
-    mtu: int | None = key(integer(576, 65521), default=None, doc="the guest's MTU; else the pod interface's, or 1500")
+    mtu: int | None = key(
+        integer(576, 65521),
+        default=None,
+        doc="the guest's MTU; else the pod interface's, with `\"passt\"` 65520, else 1500",
+    )
+    queues: int | None = key(
+        integer(1, 64),
+        default=None,
+        doc="pairs of queues, each with a vhost thread of its own; else as many as vCPUs, up to 8, and one for each descriptor",
+    )
+    fd: tuple[str, ...] = key(
+        descriptor_names(),
+        default=(),
+        doc='`"descriptor"` only: the tap, macvtap or stream socket; one name for each queue',
+    )
+    vhost_fd: tuple[str, ...] = key(
+        descriptor_names(),
+        default=(),
+        doc='`"descriptor"` only: the vhost-net of each queue; else ours, if /dev/vhost-net is here',
+    )
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what cannot be true together."""
-        if self.mode == "bridge" and self.subnet is not None:
+        for name, modes in NETWORK_KEYS.items():
+            if getattr(self, name) not in {None, (), False} and self.mode not in modes:
+                yield Problem(
+                    name, f"goes with mode = {' or '.join(map(repr_toml, modes))}, not with {repr_toml(self.mode)}"
+                )
+        if self.subnet6 is not None and not self.ipv6:
+            yield Problem("subnet6", "needs ipv6 = true")
+        if self.mode == "descriptor":
+            yield from self._descriptor_contradictions()
+        if self.mode == "passt" and self.queues not in {None, 1}:
+            yield Problem("queues", "passt has one pair of queues")
+
+    def _descriptor_contradictions(self) -> Iterator[Problem]:
+        if not self.fd:
+            yield Problem("fd", 'is missing; mode = "descriptor" needs the name of one')
+        if self.vhost_fd and len(self.vhost_fd) != len(self.fd):
             yield Problem(
-                "subnet", 'goes with mode = "private"; in mode "bridge" the guest takes the pod interface\'s address'
+                "vhost_fd", f"names {len(self.vhost_fd)}, but fd names {len(self.fd)}; each queue has one of both"
             )
-        if self.mode == "private" and self.interface is not None:
-            yield Problem("interface", 'goes with mode = "bridge"; a private network has no outer interface')
+        if self.queues is not None and self.queues != len(self.fd):
+            yield Problem("queues", f"is {self.queues}, but fd names {len(self.fd)}; leave it out")
+
+
+NETWORK_KEYS: dict[str, tuple[str, ...]] = {
+    "interface": ("bridge", "macvtap"),
+    "subnet": ("private",),
+    "address": ("private",),
+    "ipv6": ("private", "bridge"),
+    "subnet6": ("private",),
+    "fd": ("descriptor",),
+    "vhost_fd": ("descriptor",),
+}
+"""Key → the modes it means something in."""
+
+
+def repr_toml(word: str) -> str:
+    """Return *word* as it stands in a document."""
+    return f'"{word}"'
+
+
+@attrs.frozen
+class Descriptors:
+    """What is handed to us already open."""
+
+    socket: PurePosixPath | None = key(
+        path(),
+        default=None,
+        doc="the socket of an agent of the host that hands over descriptors; without it they are inherited (`LISTEN_FDS`)",
+    )
 
 
 @attrs.frozen
@@ -478,6 +567,7 @@ class InstanceSpec:
     disk: tuple[Disk, ...] = key(tables(Disk), default=(), doc="virtio disks")
     hotplug: Hotplug = key(table(Hotplug), default=Hotplug(), doc="what can change while it runs")
     network: tuple[Network, ...] = key(tables(Network), default=(), doc="virtio network interfaces")
+    descriptors: Descriptors = key(table(Descriptors), default=Descriptors(), doc="what is handed to us already open")
     share: tuple[Share, ...] = key(tables(Share), default=(), doc="directories shared by virtiofs")
     console: Console = key(table(Console), default=Console(), doc="the serial console")
     display: Display = key(table(Display), default=Display(), doc="the screen")
@@ -495,20 +585,54 @@ class InstanceSpec:
         yield from _repeated("share", "tag", (share.tag for share in self.share))
         yield from _repeated("disk", "serial", (disk.serial for disk in self.disk))
         yield from _repeated("network", "mac", (network.mac for network in self.network))
-        yield from _repeated(
-            "network",
-            "interface",
-            ((network.interface or "eth0") if network.mode == "bridge" else None for network in self.network),
-        )
-        writable = {disk.path for disk in self.disk if disk.writes}
+        yield from _networks(self.network)
+        yield from _repeated_descriptors(self.disk, self.network)
+        for index, disk in enumerate(self.disk):
+            if (disk.fd is None) == (disk.path == HANDED):
+                yield Problem(f"disk[{index}].path", "takes an absolute path, or else fd names a descriptor")
+        writable = {disk.path for disk in self.disk if disk.writes and disk.fd is None}
         for index, disk in enumerate(self.disk):
             if disk.path in writable and any(other.path == disk.path for other in self.disk[:index]):
                 yield Problem(f"disk[{index}].path", f"{str(disk.path)!r} is given twice and one of them is writable")
-        subnets = private_subnets(self.network)
-        for index, mine in enumerate(subnets):
-            for earlier, other in enumerate(subnets[:index]):
-                if mine is not None and other is not None and mine.overlaps(other):
-                    yield Problem(f"network[{index}].subnet", f"{mine} overlaps {other} of network[{earlier}]")
+
+
+def _networks(networks: tuple[Network, ...]) -> Iterator[Problem]:
+    """Yield what several networks cannot have together."""
+    given = (((each.interface or "eth0") if each.mode == "bridge" else None) for each in networks)
+    yield from _repeated("network", "interface", given)
+    bridged = {each.interface or "eth0" for each in networks if each.mode == "bridge"}
+    for index, network in enumerate(networks):
+        if network.mode == "macvtap" and (network.interface or "eth0") in bridged:
+            yield Problem(
+                f"network[{index}].interface", 'has mode = "bridge" on it already; a link is one or the other'
+            )
+    subnets = private_subnets(networks)
+    for index, mine in enumerate(subnets):
+        for earlier, other in enumerate(subnets[:index]):
+            if mine is not None and other is not None and mine.overlaps(other):
+                yield Problem(f"network[{index}].subnet", f"{mine} overlaps {other} of network[{earlier}]")
+        address = networks[index].address
+        if (
+            mine is not None
+            and address is not None
+            and not (address in mine and mine[1] < address < mine.broadcast_address)
+        ):
+            yield Problem(
+                f"network[{index}].address", f"{address} is not a guest's address of {mine}; the first one is ours"
+            )
+
+
+def _repeated_descriptors(disks: tuple[Disk, ...], networks: tuple[Network, ...]) -> Iterator[Problem]:
+    """Yield the descriptors that are named twice."""
+    names = [(disk.fd, f"disk[{index}].fd") for index, disk in enumerate(disks) if disk.fd is not None]
+    for index, network in enumerate(networks):
+        names += [(name, f"network[{index}].fd") for name in network.fd]
+        names += [(name, f"network[{index}].vhost_fd") for name in network.vhost_fd]
+    seen: dict[str, str] = {}
+    for name, where in names:
+        if name in seen:
+            yield Problem(where, f"the descriptor {name!r} is taken by {seen[name]} already")
+        seen.setdefault(name, where)
 
 
 def private_subnets(networks: Iterable[Network]) -> tuple[ipaddress.IPv4Network | None, ...]:
@@ -588,7 +712,7 @@ def reference() -> Iterator[tuple[str, str, str, str]]:
 def _shown(name: str, default: object) -> str:
     if default is attrs.NOTHING:
         return "required"
-    if default is None or default == ():
+    if default in (None, (), HANDED):
         return "-"
     if isinstance(default, bool):
         return str(default).lower()

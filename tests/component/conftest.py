@@ -10,7 +10,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import RunnerError
+from runner.host.descriptors import Handed
 from runner.host.outlet import Outlet
 from runner.host.processes import become_subreaper
 from runner.host.procfs import Procfs
@@ -157,10 +158,17 @@ class Bench:
     def share(self) -> str:
         return f'[[share]]\ntag = "share"\npath = "{self.root / "share"}"\n'
 
-    async def run(self, plan: InstancePlan, *, beside: Callable[[Host], Any] | None = None) -> Ended | RunnerError:
-        """Run *plan* on a fresh host; *beside* runs at the same time."""
+    async def run(
+        self,
+        plan: InstancePlan,
+        *,
+        beside: Callable[[Host], Any] | None = None,
+        handed: Mapping[str, Handed] | None = None,
+    ) -> Ended | RunnerError:
+        """Run *plan* on a fresh host with what was *handed* to it; *beside* runs at the same time."""
         with Outlet(1) as stdout:
-            async with open_host(self.stop, self.faults) as host:
+            async with open_host(self.stop, self.faults) as bare:
+                host = attrs.evolve(bare, handed=handed or {})
                 if beside is not None:
                     host.nursery.start_soon(beside, host)
                 try:

@@ -17,7 +17,8 @@ from runner.instance.host import Host, open_host
 from runner.instance.pages import READ_AGAIN, paged
 from runner.instance.survey import read_pod_name
 from runner.plan.facts import Interface, PodName
-from runner.plan.instance import InstancePlan, NetworkPlan
+from runner.plan.instance import InstancePlan
+from runner.plan.networks import BridgedPlan
 
 Ask = Callable[[str], Awaitable[tuple[int, str]]]
 POD = PodName("web-1", "prod", 'a "node"', "3ceda12c-3ee9-40fa-9f42-61428fe654a6")
@@ -135,7 +136,7 @@ async def test_what_a_killed_runner_left_is_no_sign(bench: Any) -> None:
 async def test_where_the_guest_has_the_pods_address_it_is_said(bench: Any) -> None:
     address, gateway = IPv4Interface("10.0.0.7/24"), IPv4Interface("169.254.9.1/30")
     pod = Interface("eth0", "0a:58:0a:f4:01:05", 1450, (address,))
-    network = NetworkPlan("br0", "tap0", pod.mac, 1450, gateway, address, None, (), (), (), pod, vhost=False)
+    network = BridgedPlan(pod.mac, 1450, 1, "br0", "tap0", gateway, address, None, (), (), (), pod, None, vhost=False)
     plan = attrs.evolve(bench.plan(), networks=(network,))
     async with open_host(bench.stop, bench.faults) as host, paged(host, plan, ("127.0.0.1", 0)):
         assert "the guest has the address of eth0: who connects to it reaches the guest, and not --http" in bench.told()

@@ -28,9 +28,9 @@ from runner.host.sysfs import read_hardware
 from runner.instance.host import Host
 from runner.instance.machine import Ended
 from runner.instance.survey import _interface, pod_link
-from runner.plan.argv import dnsmasq_argv
 from runner.plan.facts import FileFact, HostFacts, Resolver
 from runner.plan.instance import InstancePlan, plan_instance
+from runner.plan.networks_argv import dnsmasq_argv
 from runner.spec.instance import parse_instance
 
 MAC = "0a:58:0a:f4:01:05"
@@ -112,7 +112,7 @@ def bridged(bench: Any, link: Link) -> InstancePlan:
         interfaces={"eth0": _interface(link)},
         resolver=Resolver((IPv4Address("10.96.0.10"),), ("default.svc.cluster.local", "cluster.local")),
     )
-    text = b'[boot]\nfirmware = "/rom"\n[[network]]\nmode = "bridge"\n'
+    text = b'[boot]\nfirmware = "/rom"\n[[network]]\nmode = "bridge"\nipv6 = true\n'
     planned = plan_instance("spec", parse_instance("spec", text), facts)
     return attrs.evolve(
         private,

@@ -92,6 +92,8 @@ class Container:
     uid: int = 0
     forbidden: tuple[str, ...] = ()
     """System calls that its seccomp profile refuses with EPERM."""
+    descriptors: tuple[int, ...] = ()
+    """Open descriptors of ours that it inherits as 3 and the next ones (``--preserve-fds``)."""
 
 
 @dataclass(frozen=True)
@@ -400,8 +402,12 @@ class Kubelet:
         config = oci_config(pod, container, sandbox, bundle / "root", cgroup, cpus)
         (bundle / "config.json").write_text(json.dumps(config))
         runtime = runtime_argv(pod.runtime if sandbox else SANDBOX_RUNTIME, systemd=self.systemd)
+        moved = " ".join(f"{3 + index}<&{number}" for index, number in enumerate(container.descriptors))
+        inherit = ("bash", "-c", f'exec {moved}; exec "$@"', "bash") if moved else ()
+        preserve = (f"--preserve-fds={len(container.descriptors)}",) if moved else ()
         process = subprocess.Popen(
-            [*runtime, "run", "--bundle", str(bundle), name],
+            [*inherit, *runtime, "run", *preserve, "--bundle", str(bundle), name],
+            pass_fds=container.descriptors,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

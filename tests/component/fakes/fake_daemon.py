@@ -11,7 +11,19 @@ if sys.argv[1:] == ["--version"]:
     sys.exit(0)
 with open(globals()["LOG"], "a") as log:
     mask = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-    facts = {"fake": globals()["NAME"], "what": "start", "argv": sys.argv, "mask": mask, "pid": os.getpid()}
+    opened = {
+        name: os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{name}")
+    }
+    facts = {
+        "fake": globals()["NAME"],
+        "what": "start",
+        "argv": sys.argv,
+        "mask": mask,
+        "pid": os.getpid(),
+        "open": opened,
+    }
     log.write(json.dumps(facts) + "\n")
 if behaviour["ignores_sigterm"]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
-from runner.plan.argv import Descriptors, dnsmasq_argv, pasteable, qemu_argv, virtiofsd_argv
+from runner.plan.argv import Descriptors, pasteable, qemu_argv, virtiofsd_argv
 from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Pod, Resolver, Route, User, Virtiofsd
-from runner.plan.instance import InstancePlan, derived_mac, plan_instance, share_grace
+from runner.plan.instance import InstancePlan, plan_instance, share_grace
+from runner.plan.networks import BridgedPlan, PasstPlan, derived_mac
+from runner.plan.networks_argv import WireNumbers, dnsmasq_argv
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from runner.topology.hardware import Cpu, Hardware, NumaNode
@@ -89,7 +91,18 @@ FACTS = HostFacts(
     kvm=Kvm(None, gid=104, mode=0o660),
     vhost_net=True,
     vhost_vsock=True,
-    interfaces={"eth0": POD},
+    passt=PurePosixPath("/usr/bin/passt"),
+    interfaces={
+        "eth0": POD,
+        "net1": attrs.evolve(
+            POD,
+            name="net1",
+            mac="0a:58:0a:f4:02:05",
+            routes=(Route(IPv4Network("10.7.0.0/16")),),
+            addresses6=(IPv6Interface("fd00:10::5/64"),),
+            routes6=(Route(IPv6Network("::/0"), IPv6Address("fe80::1")),),
+        ),
+    },
     resolver=Resolver((IPv4Address("10.96.0.10"),), ("default.svc.cluster.local", "cluster.local")),
 )
 KERNEL = '[boot]\nkernel = "/boot/vmlinuz"\n'
@@ -163,6 +176,28 @@ discard = false
 [hotplug]
 disks = 0
 """,
+    "networks": KERNEL
+    + """
+[cpu]
+count = 2
+[[network]]
+address = "192.168.77.9"
+ipv6 = true
+queues = 1
+[[network]]
+mode = "macvtap"
+mtu = 1400
+[[network]]
+mode = "passt"
+[[network]]
+mode = "descriptor"
+fd = "a,b"
+vhost_fd = "c,d"
+[[network]]
+mode = "bridge"
+interface = "net1"
+ipv6 = true
+""",
     "uefi": '[boot]\nfirmware = "/OVMF.fd"\nfirmware_vars = "/vars.fd"\n[[disk]]\npath = "/disk"\n',
     "server": """
 [boot]
@@ -219,9 +254,16 @@ def test_argv_is_golden(name: str) -> None:
         console=11,
         ram=tuple(12 + index for index in range(len(machine.topology.numa_nodes))),
         files={each: 20 + index for index, each in enumerate(numbers)},
-        taps=tuple(30 + index for index in range(len(plan.networks))),
-        vhosts=tuple(40 + index for index in range(len(plan.networks))),
-        shares=tuple(50 + index for index in range(len(plan.shares))),
+        wires=tuple(
+            WireNumbers(stream=30 + 4 * index)
+            if isinstance(network, PasstPlan)
+            else WireNumbers(
+                tuple(30 + 4 * index + queue for queue in range(network.queues)),
+                tuple(50 + 4 * index + queue for queue in range(network.queues)),
+            )
+            for index, network in enumerate(plan.networks)
+        ),
+        shares=tuple(80 + index for index in range(len(plan.shares))),
         agent_line=70,
         vhost_vsock=(71, 1234),
     )
@@ -249,9 +291,9 @@ def test_virtiofsd_in_c_is_told_the_same_in_its_own_words() -> None:
 
 
 def test_descriptors_are_all_passed_on() -> None:
-    descriptors = Descriptors(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (6,), (None,), (7,), 9, (10, 99))
+    descriptors = Descriptors(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (WireNumbers((6,)),), (7,), 9, (10, 99))
     assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert "vhost" not in descriptors.tap(0)
+    assert "vhost" not in descriptors.netdev(0)
 
 
 @pytest.mark.parametrize(
@@ -633,6 +675,7 @@ def test_a_kernel_qemu_may_not_read_is_copied() -> None:
 
 def test_a_bridged_guest_takes_the_pods_place() -> None:
     network = plan_of(KERNEL + '[[network]]\nmode = "bridge"\n').networks[0]
+    assert isinstance(network, BridgedPlan)
     assert (network.mac, network.mtu, str(network.guest)) == (POD.mac, 1450, "10.244.1.5/32")
     assert network.routes == POD.routes
     argv = dnsmasq_argv(plan_of(KERNEL + '[[network]]\nmode = "bridge"\n').dhcp[0])

@@ -60,6 +60,8 @@ iothread = true
 path = "/golden"
 ephemeral = true
 ephemeral_size = "2GiB"
+[[disk]]
+fd = "disk0"
 [hotplug]
 disks = 2
 [[network]]
@@ -69,6 +71,16 @@ mac = "52:54:00:00:00:01"
 mtu = 1400
 [[network]]
 subnet = "10.1.2.0/30"
+address = "10.1.2.2"
+ipv6 = true
+subnet6 = "fd00:77::/64"
+queues = 2
+[[network]]
+mode = "descriptor"
+fd = "net0,net1"
+vhost_fd = "vhost0,vhost1"
+[descriptors]
+socket = "/run/agent.sock"
 [[share]]
 tag = "home"
 path = "/home"

@@ -1,0 +1,341 @@
+"""The guest's network interfaces: what each is made of, decided from what was asked and what was found."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
+from pathlib import PurePosixPath
+
+import attrs
+
+from runner.plan.descriptors import Claims
+from runner.plan.facts import HostFacts, Interface, Route
+from runner.spec.instance import InstanceSpec, Network, private_subnets
+
+MOST_QUEUES = 8
+"""Pairs of queues a guest gets unless it asks for more: each costs a vhost thread, and 8 carry more than a NIC does."""
+
+PASST_MTU = 65520
+"""Bytes; passt's own default (passt(1), ``--mtu``): its packets never leave the machine in that size."""
+
+DHCP_USERS = ("dnsmasq", "nobody")
+
+
+@attrs.frozen
+class Nic:
+    """What the guest sees of a network interface."""
+
+    mac: str
+    mtu: int
+    queues: int
+    """Pairs of queues."""
+
+
+@attrs.frozen
+class Ipv6Plan:
+    """The guest's IPv6 address on one bridge; it is told of it by router advertisement and DHCPv6."""
+
+    guest: IPv6Interface
+    host: IPv6Interface | None
+    """Our address on the bridge; ``None`` where the network is the pod's, and we are nobody in it."""
+    nameservers: tuple[IPv6Address, ...] = ()
+
+
+@attrs.frozen
+class BridgedPlan(Nic):
+    """A tap on a bridge of ours, where dnsmasq tells the guest its address (modes ``private`` and ``bridge``)."""
+
+    bridge: str
+    tap: str
+    host: IPv4Interface
+    """Our address on the bridge, from which dnsmasq answers."""
+    guest: IPv4Interface
+    gateway: IPv4Address | None
+    routes: tuple[Route, ...]
+    """Handed to the guest (RFC 3442); empty when mask and gateway say everything."""
+    nameservers: tuple[IPv4Address, ...]
+    search: tuple[str, ...]
+    pod: Interface | None
+    """The interface whose place the guest takes, as it was found (mode ``bridge``)."""
+    ipv6: Ipv6Plan | None
+    vhost: bool
+
+
+@attrs.frozen
+class MacvtapPlan(Nic):
+    """A link with a MAC address of its own over another one (``Documentation/networking/``, ``drivers/net/macvtap.c``)."""
+
+    link: str
+    over: str
+    vhost: bool
+
+
+@attrs.frozen
+class PasstPlan(Nic):
+    """passt(1): the guest's frames become sockets of the pod."""
+
+    program: PurePosixPath
+
+
+@attrs.frozen
+class HandedPlan(Nic):
+    """Descriptors that somebody else has opened, by name."""
+
+    kind: str
+    """``tap``, ``macvtap`` or ``socket``."""
+    fds: tuple[str, ...]
+    vhost_fds: tuple[str, ...]
+    vhost: bool
+    """Whether we open a vhost-net for each; never beside *vhost_fds*."""
+
+
+NetworkPlan = BridgedPlan | MacvtapPlan | PasstPlan | HandedPlan
+
+
+@attrs.frozen
+class DhcpPlan:
+    """dnsmasq on one bridge."""
+
+    program: PurePosixPath
+    user: str
+    network: BridgedPlan
+
+
+def derived_mac(identity: str, index: int) -> str:
+    """Return a MAC address that stays the same as long as the instance keeps its name (or UUID).
+
+    ``52:54:00`` is QEMU's customary locally administered prefix.
+    """
+    digest = hashlib.sha256(f"{identity}/{index}".encode()).digest()
+    return "52:54:00:" + digest[:3].hex(":")
+
+
+def derived_subnet(identity: str, index: int) -> IPv6Network:
+    """Return a unique local subnet (RFC 4193: 40 bits that nobody else has chosen) that stays the same, as the MAC does."""
+    digest = hashlib.sha256(f"{identity}/ipv6".encode()).digest()
+    return IPv6Network((bytes((0xFD, *digest[:5], 0, index, *bytes(8))), 64))
+
+
+class NetworkPlanner:
+    """Decides about all networks of one instance; *refuse* is told the path of what cannot be done, and why."""
+
+    def __init__(
+        self, spec: InstanceSpec, facts: HostFacts, claims: Claims, refuse: Callable[[str, str], None]
+    ) -> None:
+        self._spec = spec
+        self._facts = facts
+        self._claims = claims
+        self._refuse = refuse
+        self._identity = spec.instance.uuid or spec.instance.name
+        self.remarks: list[str] = []
+
+    def networks(self) -> Iterator[NetworkPlan]:
+        """Yield the plan of each network that can be had."""
+        networks = self._spec.network
+        made = next((index for index, each in enumerate(networks) if each.mode in {"private", "bridge"}), None)
+        if made is not None and not self._facts.tun:
+            self._refuse(
+                f"network[{made}]",
+                "cannot use /dev/net/tun: it is not here, or may not be written; give the pod the device",
+            )
+        for index, (network, subnet) in enumerate(zip(networks, private_subnets(networks), strict=True)):
+            if subnet is not None:
+                yield self._private(index, network, subnet)
+                continue
+            decide = {
+                "bridge": self._bridged,
+                "macvtap": self._macvtap,
+                "passt": self._passt,
+                "descriptor": self._handed,
+            }[network.mode]
+            plan = decide(index, network)
+            if plan is not None:
+                yield plan
+
+    def dhcp(self, networks: tuple[NetworkPlan, ...]) -> Iterator[DhcpPlan]:
+        """Yield the dnsmasq of each network that has one."""
+        user = next((name for name in DHCP_USERS if name in self._facts.users), "root")
+        for index, network in enumerate(networks):
+            if not isinstance(network, BridgedPlan):
+                continue
+            if self._facts.dnsmasq is None:
+                self._refuse(
+                    f"network[{index}]",
+                    "cannot find the program 'dnsmasq' in PATH; install the package dnsmasq-base",
+                )
+            else:
+                yield DhcpPlan(self._facts.dnsmasq, user, network)
+
+    def _queues(self, network: Network) -> int:
+        return network.queues or min(self._spec.cpu.count, MOST_QUEUES)
+
+    def _mac(self, index: int, network: Network) -> str:
+        return network.mac or derived_mac(self._identity, index)
+
+    def _private(self, index: int, network: Network, subnet: IPv4Network) -> BridgedPlan:
+        host = IPv4Interface((subnet[1], subnet.prefixlen))
+        return BridgedPlan(
+            mac=self._mac(index, network),
+            mtu=network.mtu or 1500,
+            queues=self._queues(network),
+            bridge=f"vmbr{index}",
+            tap=f"vmtap{index}",
+            host=host,
+            guest=IPv4Interface((network.address or subnet[2], subnet.prefixlen)),
+            gateway=host.ip,
+            routes=(),
+            nameservers=(),
+            search=(),
+            pod=None,
+            ipv6=self._private_ipv6(index, network),
+            vhost=self._facts.vhost_net,
+        )
+
+    def _private_ipv6(self, index: int, network: Network) -> Ipv6Plan | None:
+        if not network.ipv6 or self._without_ipv6(index):
+            return None
+        subnet = network.subnet6 or derived_subnet(self._identity, index)
+        host, guest = (IPv6Interface((subnet[number], 64)) for number in (1, 2))
+        return Ipv6Plan(guest, host)
+
+    def _without_ipv6(self, index: int) -> bool:
+        """Refuse IPv6 where this network namespace has none."""
+        if self._facts.ipv6_trouble is not None:
+            self._refuse(f"network[{index}].ipv6", f"cannot give the guest IPv6: {self._facts.ipv6_trouble}")
+        return self._facts.ipv6_trouble is not None
+
+    def _interface(self, index: int, network: Network) -> Interface | None:
+        """Return the interface that is named, if it is here and carries what the guest may send."""
+        name = network.interface or "eth0"
+        found = self._facts.interfaces.get(name)
+        if found is None:
+            self._refuse(
+                f"network[{index}].interface",
+                f'there is no network interface {name!r} here; name the pod\'s, or use mode = "private"',
+            )
+        elif network.mtu is not None and network.mtu > found.mtu:
+            self._refuse(f"network[{index}].mtu", f"{network.mtu} is more than the {found.mtu} of {name!r}")
+        return found
+
+    def _bridged(self, index: int, network: Network) -> BridgedPlan | None:
+        pod = self._interface(index, network)
+        if pod is None:
+            return None
+        where, name = f"network[{index}].interface", pod.name
+        if len(pod.addresses) != 1:
+            found = ", ".join(map(str, pod.addresses)) or "none"
+            self._refuse(
+                where, f"{name!r} must have exactly one IPv4 address for the guest to take over, found {found}"
+            )
+            return None
+        for route in pod.several_ways:
+            self._refuse(
+                where,
+                f"{name!r} has the route {route} over several gateways, which neither a guest can be told nor an alias keeps; "
+                "give it one gateway",
+            )
+        for neighbour in pod.neighbours:
+            self.remarks.append(
+                f"{name!r} has the permanent neighbour {neighbour.address}: it comes back afterwards, but no guest can be told of it"
+            )
+        guest = pod.addresses[0]
+        gateways = (route.gateway for route in pod.routes if route.destination.prefixlen == 0)
+        gateway = next((each for each in gateways if isinstance(each, IPv4Address)), None)
+        # Mask and gateway say everything unless the gateway is off the link or there are other routes (RFC 3442).
+        plain = all(route.destination.prefixlen == 0 and route.gateway in guest.network for route in pod.routes)
+        return BridgedPlan(
+            mac=network.mac or pod.mac,
+            mtu=network.mtu or pod.mtu,
+            queues=self._queues(network),
+            bridge=f"vmbr{index}",
+            tap=f"vmtap{index}",
+            host=IPv4Interface(f"169.254.77.{index + 1}/32"),
+            guest=guest,
+            gateway=gateway,
+            routes=() if plain else pod.routes,
+            nameservers=self._facts.resolver.nameservers,
+            search=self._facts.resolver.search,
+            pod=pod,
+            ipv6=self._pods_ipv6(index, network, pod),
+            vhost=self._facts.vhost_net,
+        )
+
+    def _pods_ipv6(self, index: int, network: Network, pod: Interface) -> Ipv6Plan | None:
+        where = f"network[{index}].ipv6"
+        if not network.ipv6 and pod.addresses6:
+            self.remarks.append(
+                f"the guest does not get the IPv6 address of {pod.name!r}; ipv6 = true gives it by DHCPv6"
+            )
+        if not network.ipv6 or self._without_ipv6(index):
+            return None
+        if len(pod.addresses6) != 1:
+            found = ", ".join(map(str, pod.addresses6)) or "none"
+            self._refuse(
+                where,
+                f"{pod.name!r} must have exactly one global IPv6 address for the guest to take over, found {found}",
+            )
+            return None
+        self.remarks.append(
+            f"nobody advertises a router of {pod.name!r} to the guest: who answers by DHCPv6 only cannot, so the guest is told by other "
+            "means, or by the network's own router"
+        )
+        return Ipv6Plan(pod.addresses6[0], None, self._facts.resolver.nameservers6)
+
+    def _macvtap(self, index: int, network: Network) -> MacvtapPlan | None:
+        over = self._interface(index, network)
+        if over is None:
+            return None
+        return MacvtapPlan(
+            mac=self._mac(index, network),
+            mtu=network.mtu or over.mtu,
+            queues=self._queues(network),
+            link=f"vmtap{index}",
+            over=over.name,
+            vhost=self._facts.vhost_net,
+        )
+
+    def _passt(self, index: int, network: Network) -> PasstPlan | None:
+        if self._facts.passt is None:
+            self._refuse(f"network[{index}].mode", "cannot find the program 'passt' in PATH; install the package passt")
+            return None
+        for other in self._spec.network:
+            pod = self._facts.interfaces.get(other.interface or "eth0")
+            if other.mode == "bridge" and pod and any(route.destination.prefixlen == 0 for route in pod.routes):
+                self._refuse(
+                    f"network[{index}].mode",
+                    f'passt speaks with the address of {pod.name!r}, which another network gives away (mode = "bridge")',
+                )
+        return PasstPlan(self._mac(index, network), network.mtu or PASST_MTU, 1, self._facts.passt)
+
+    def _handed(self, index: int, network: Network) -> HandedPlan | None:
+        where = f"network[{index}].fd"
+        found = [self._claims.claim(where, name, {"tap", "macvtap", "socket"}, write=True) for name in network.fd]
+        for name in network.vhost_fd:
+            self._claims.claim(f"network[{index}].vhost_fd", name, {"vhost-net"}, write=True)
+        first = next((each for each in found if each is not None), None)
+        kind, mac = ("tap", self._mac(index, network)) if first is None else (first.kind, self._mac(index, network))
+        if first is not None and any(
+            each is not None and (each.kind, each.interface) != (kind, first.interface) for each in found
+        ):
+            self._refuse(where, "names descriptors of different interfaces; each queue is one of the same")
+        if len(found) > 1 and (kind == "socket" or any(each is not None and not each.multi_queue for each in found)):
+            self._refuse(where, "names several, which takes a tap or macvtap opened with IFF_MULTI_QUEUE each time")
+        if kind == "socket" and network.vhost_fd:
+            self._refuse(f"network[{index}].vhost_fd", "a socket is not carried by vhost-net; leave it out")
+        if first is not None and kind == "macvtap":
+            if network.mac not in {None, first.mac}:
+                self._refuse(
+                    f"network[{index}].mac",
+                    f"{network.mac} is not that of the macvtap {first.interface!r}, {first.mac}",
+                )
+            mac = first.mac
+        return HandedPlan(
+            mac=mac,
+            mtu=network.mtu or 1500,
+            queues=len(network.fd),
+            kind=kind,
+            fds=network.fd,
+            vhost_fds=network.vhost_fd,
+            vhost=kind != "socket" and not network.vhost_fd and self._facts.vhost_net,
+        )

@@ -1,0 +1,247 @@
+"""Descriptors from outside: inherited, sent by an agent, told apart by the kernel, and none of them left open."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from runner.errors import RefusedError, explain
+from runner.host import devices
+from runner.host.descriptors import Handed, descriptors_handed, look
+from runner.host.files import Descriptor
+from runner.instance.machine import Ended
+from runner.plan.networks import HandedPlan
+
+Sent = tuple[bytes, Sequence[int]]
+
+
+def open_now() -> set[str]:
+    return {f"{entry.name} {entry.readlink()}" for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
+
+
+@contextlib.contextmanager
+def agent(path: Path, *messages: Sent, close: bool = True) -> Iterator[PurePosixPath]:
+    """Serve one connection: send *messages*, each with its descriptors, and close unless told otherwise."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+        over = threading.Event()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for text, numbers in messages:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))] if numbers else []
+                    connection.sendmsg([text], rights)
+                if not close:
+                    over.wait()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield PurePosixPath(path)
+        finally:
+            over.set()
+            thread.join()
+    path.unlink()
+
+
+def line(name: str, kind: str) -> bytes:
+    return json.dumps({"name": name, "kind": kind}).encode() + b"\n"
+
+
+async def test_an_agent_sends_what_the_kernel_then_names(tmp_path: Path) -> None:
+    """Several in one message, a line in two pieces: a stream has no edges but those of descriptors."""
+    disk = tmp_path / "disk"
+    disk.write_bytes(bytes(4096))
+    ours, theirs = socket.socketpair()
+    before = open_now()
+    with devices.tap("vmtap9") as [tap], disk.open("r+b") as file, disk.open("rb") as reading, ours, theirs:
+        messages = [
+            (line("disk0", "file") + line("net0", "tap"), [file.fileno(), tap.number]),
+            (b'{"name": "read", ', [reading.fileno()]),
+            (b'"kind": "file"}\n', []),
+            (line("user", "socket"), [theirs.fileno()]),
+        ]
+        with agent(tmp_path / "agent", *messages) as path:
+            async with descriptors_handed({}, path) as handed:
+                found = {name: look(each.descriptor.number) for name, each in handed.items()}
+                inherited = [os.get_inheritable(each.descriptor.number) for each in handed.values()]
+        assert {name: (each.kind, each.size, each.writable) for name, each in found.items()} == {
+            "disk0": ("file", 4096, True),
+            "net0": ("tap", 0, True),
+            "read": ("file", 4096, False),
+            "user": ("socket", 0, True),
+        }
+        assert found["net0"].interface == "vmtap9"
+        assert inherited == [False] * 4
+    ours.close()
+    assert open_now() <= before
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([(line("a", "file"), [])], "cannot take over 'a' of {}: no descriptor came with it"),
+        ([(line("a", "file"), [0]), (line("a", "file"), [0])], "cannot take over two descriptors called 'a'"),
+        ([(line("a b", "file"), [0, 0])], "cannot take over a descriptor called 'a b'"),
+        ([(b"hello\n", [0])], "cannot understand the agent {}: it said 'hello'; it takes"),
+        ([(b"\xff[" * 1000 + b"\n", [0])], "cannot understand the agent {}"),
+        ([(line("a", "gpu"), [0])], "cannot understand the agent {}"),
+        ([(b'{"name": "a"', [0])], "cannot take over the descriptors of {}: the agent closed after half a line"),
+        ([(line("a", "file"), [0, 0])], "{}: the agent closed after a descriptor without a line"),
+        ([(line(f"a{n}", "file"), [0]) for n in range(65)], "{}: more than 64 of them or 64 KiB of text"),
+        ([(b" " * 65537, [0])], "{}: more than 64 of them or 64 KiB of text"),
+    ],
+)
+async def test_what_an_agent_does_wrong_is_told_and_closed(
+    tmp_path: Path, messages: Sequence[Sent], expected: str
+) -> None:
+    before = open_now()
+    with agent(tmp_path / "agent", *messages) as path, pytest.raises(RefusedError) as caught:
+        async with descriptors_handed({}, path):
+            pass
+    assert expected.format(repr(str(path))) in str(caught.value)
+    assert open_now() <= before
+
+
+async def test_an_agent_that_does_not_close_is_given_up(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    del autojump_clock
+    before = open_now()
+    with (
+        agent(tmp_path / "agent", (line("a", "file"), [0]), close=False) as path,
+        pytest.raises(RefusedError, match="the agent has not closed within 10 s"),
+    ):
+        async with descriptors_handed({}, path):
+            pass
+    assert open_now() <= before
+
+
+async def test_an_agent_of_another_user_is_not_trusted(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    serve = (
+        "import socket, sys\nwith socket.socket(socket.AF_UNIX) as s:\n s.bind(sys.argv[1]); s.listen(); print(flush=True)\n"
+        " c, _ = s.accept(); c.recv(1)"
+    )
+    for parent in tmp_path.parents:
+        if not parent.stat().st_mode & 1:
+            parent.chmod(parent.stat().st_mode | 0o111)
+    path = tmp_path / "agent"
+    argv = ("setpriv", "--reuid", "65534", "--clear-groups", "/usr/bin/python3", "-IS", "-c", serve, str(path))
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:  # noqa: ASYNC220 - it is told from in here
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(RefusedError, match="it runs as user 65534, neither root nor ours"):
+            async with descriptors_handed({}, PurePosixPath(path)):
+                pass
+    with pytest.raises(RefusedError) as caught:
+        async with descriptors_handed({}, PurePosixPath(path)):
+            pass
+    assert explain(caught.value).endswith("that hands over descriptors: Connection refused")
+
+
+INHERIT = """
+import os, sys, trio
+from runner.errors import RefusedError
+from runner.host.descriptors import descriptors_handed, look
+
+async def main():
+    try:
+        async with descriptors_handed(os.environ, None) as handed:
+            print({name: look(each.descriptor.number).kind for name, each in handed.items()})
+    except RefusedError as error:
+        print(error)
+    print([number for number in (3, 4, 5) if os.path.exists(f"/proc/self/fd/{number}")])
+    print(os.path.exists("/proc/self/fd/6"))
+
+trio.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected", "left"),
+    [
+        ("LISTEN_FDS=3 LISTEN_FDNAMES=a:b:c LISTEN_PID=$$", "{'a': 'file', 'b': 'other', 'c': 'socket'}", "[]"),
+        ("LISTEN_FDS=3 LISTEN_FDNAMES=a:b:c LISTEN_PID=1", "{}", "[3, 4, 5]"),
+        ("LISTEN_FDS=3 LISTEN_FDNAMES=a:a:c LISTEN_PID=$$", "cannot take over two descriptors called 'a'", "[]"),
+        (
+            "LISTEN_FDS=3 LISTEN_PID=$$",
+            "cannot use LISTEN_FDNAMES '': it names 1 descriptors, and LISTEN_FDS says 3",
+            "[]",
+        ),
+        ("LISTEN_FDS=9 LISTEN_FDNAMES=a LISTEN_PID=$$", "cannot use LISTEN_FDS '9': descriptor 7 is not open", "[]"),
+        ("LISTEN_FDS=99 LISTEN_PID=$$", "cannot use LISTEN_FDS '99': it takes a number up to 64", "[3, 4, 5]"),
+        ("LISTEN_FDS= LISTEN_PID=$$", "{}", "[3, 4, 5]"),
+    ],
+)
+def test_inherited_ones_as_systemd_hands_them_over(tmp_path: Path, environment: str, expected: str, left: str) -> None:
+    ours, theirs = socket.socketpair()
+    (tmp_path / "disk").write_bytes(bytes(512))
+    script = f'exec 3<>{tmp_path}/disk 4</dev/null 5<&{theirs.fileno()} 6<&{theirs.fileno()} {theirs.fileno()}<&-; {environment} exec "$@"'
+    with ours, theirs:
+        argv = ("bash", "-c", script, "bash", sys.executable, "-c", INHERIT)
+        said = subprocess.run(argv, pass_fds=[theirs.fileno()], check=True, capture_output=True, text=True)
+    first, *_, listed, sixth = said.stdout.splitlines()
+    assert first.startswith(expected), said
+    assert listed == left
+    assert sixth == str("FDS=9 " not in environment)
+
+
+async def test_qemu_has_them_and_no_other_child(bench: Any) -> None:
+    """QEMU gets a copy, ours is closed then, and at the end none is open."""
+    plan = bench.plan("[[network]]\n" + bench.share(), qemu={"at_cont": "shutdown"})
+    before = bench.snapshot()
+    with contextlib.ExitStack() as held:
+        [tap] = held.enter_context(devices.tap("vmtap9"))
+        handed = {"net0": Handed(Descriptor(os.dup(tap.number)), None)}
+        network = HandedPlan("52:54:00:00:00:01", 1500, 1, "tap", ("net0",), (), vhost=False)
+        plan = attrs.evolve(plan, networks=(network,), dhcp=(), machine=attrs.evolve(plan.machine, networks=(network,)))
+        result = await bench.run(plan, handed=handed)
+        assert isinstance(result, Ended), explain(result)
+        assert handed["net0"].descriptor.number == -1
+    [qemu] = bench.records("qemu", "start")
+    named = next(word for word in qemu["argv"] if word.startswith("tap,"))
+    assert int(named.rpartition("fd=")[2]) in qemu["fds"]
+    for daemon in ("virtiofsd", "sleep"):
+        assert bench.records(daemon, "start")
+        for started in bench.records(daemon, "start"):
+            assert "/dev/net/tun" not in started["open"].values(), daemon
+    assert bench.snapshot() == before
+
+
+def test_what_the_kernel_says_of_a_descriptor(tmp_path: Path) -> None:
+    said = {}
+    with contextlib.ExitStack() as held:
+        listening = held.enter_context(socket.socket(socket.AF_UNIX))
+        packets = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        for name, path in (("null", "/dev/null"), ("unused", "/dev/net/tun"), ("directory", str(tmp_path))):
+            number = os.open(path, os.O_RDONLY)
+            held.callback(os.close, number)
+            said[name] = look(number).said
+        ends = os.pipe()
+        for end in ends:
+            held.callback(os.close, end)
+        said |= {"listening": look(listening.fileno()).said, "packets": look(packets.fileno()).said}
+        said["pipe"] = look(ends[0]).said
+        assert look(packets.fileno()).kind == look(listening.fileno()).kind == "other"
+    assert said == {
+        "null": "the character device 1:3",
+        "unused": "a /dev/net/tun that is no interface's yet (TUNSETIFF)",
+        "directory": "a directory",
+        "listening": "a socket that is not connected",
+        "packets": "a socket of datagrams or packets",
+        "pipe": "a pipe",
+    }

@@ -1,0 +1,39 @@
+"""The example with two network interfaces, and what is handed over already open, with this machine's QEMU and a real guest."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.machine.conftest import PROJECT, Start
+
+POD = """
+mount -t sysfs sysfs /sys && mount -t cgroup2 cgroup2 /sys/fs/cgroup 2>/dev/null
+ip link add eth0 address 0a:58:0a:f4:01:05 type veth peer name far0
+ip link add net1 type veth peer name far1
+for link in lo eth0 far0 net1 far1; do ip link set $link up; done
+ip address add 10.244.1.5/24 dev eth0
+exec 3<>"$0"
+export LISTEN_FDS=1 LISTEN_FDNAMES=disk0 LISTEN_PID=$$
+exec "$@"
+"""
+"""A pod with two interfaces, whose runtime hands on a disk (``--preserve-fds``)."""
+
+
+def test_the_example_with_two_interfaces_and_a_disk_by_its_descriptor(start: Start, tmp_path: Path) -> None:
+    example = (PROJECT / "examples" / "instances" / "two-nics.toml").read_text()
+    text, changed = re.subn(r"\[boot\]\n(\w+ = .*\n)+", "", example)
+    assert changed == 1, "the guest is the tests' own"
+    disk = tmp_path / "disk"
+    disk.write_bytes(b"HANDED-OVER".ljust(4096, b"\0"))
+    text = text[text.index("[cpu]") :]
+    run: Any = start(text + '[[disk]]\nfd = "disk0"\n', inside=("bash", "-c", POD, str(disk)))
+    run.until_done()
+    assert "guest: address 10.244.1.5/24 mtu 1500" in run.console
+    assert "guest: interface eth0 0a:58:0a:f4:01:05 mtu 1500 queues 2" in run.console
+    assert re.search("guest: interface eth1 52:54:00:[0-9a-f:]{8} mtu 1400 queues 2", run.console)
+    assert "guest: disk vda of 8 sectors beginning with HANDED-OVER" in run.console
+    assert "handed to us name=disk0 kind=a file of 4096 bytes" in run.log
+    assert run.stop() == 0, run.log
+    assert "faults=0" in run.log

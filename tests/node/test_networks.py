@@ -1,0 +1,148 @@
+"""Networks of every kind at once, as a real guest sees them; and a tap that somebody else has opened."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.host import devices
+from tests.node.instances import World, members_of, uid_of
+from tests.node.test_linux_guest import INITRD, KERNEL
+from tests.node.test_runner import NAMESPACES, PROJECT, RUNNER, until
+
+BOOTS_WITHIN = 480
+"""Seconds: an emulated guest on an emulated machine."""
+EXAMPLE = PROJECT / "examples" / "instances" / "two-nics.toml"
+POD = """
+set -e
+mount -t sysfs sysfs /sys && mount -t cgroup2 cgroup2 /sys/fs/cgroup
+mount -t tmpfs tmpfs /run && mkdir /run/netns
+ip netns add far
+ip link set lo up
+for name in eth0 net1; do
+  ip link add $name type veth peer name $name netns far
+  ip link set $name up
+  ip -n far link set $name up
+done
+ip link set eth0 address 0a:58:0a:f4:01:05
+ip address add 10.244.1.5/24 dev eth0
+ip address add fd00:244::5/64 dev eth0 nodad
+ip address add 10.1.0.5/24 dev net1
+ip route add default via 10.1.0.1
+ip -n far address add 10.1.0.1/24 dev net1
+ip netns exec far dnsmasq -k -C /dev/null -p 0 -i net1 -z --dhcp-range=10.1.0.77,10.1.0.77 -l /run/leases --no-ping &
+ip -j address show dev eth0 >$1/before
+"${@:2}" &
+runner=$!
+trap 'kill -TERM $runner' TERM
+wait $runner || wait $runner && status=0 || status=$?
+ip -j address show dev eth0 >$1/after
+ip link >$1/links
+exit $status
+"""
+"""A pod with two interfaces; the network behind the second one gives addresses."""
+
+
+@pytest.fixture
+def outcome(tmp_path: Path) -> Iterator[Callable[[Path], tuple[subprocess.Popen[bytes], Callable[[], str]]]]:
+    """Start the runner in such a pod; it ends with the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(spec: Path) -> tuple[subprocess.Popen[bytes], Callable[[], str]]:
+        output = tmp_path / "output"
+        run = (*RUNNER, "run", "--not-pid1", "--log-level", "debug", "--state-dir", tmp_path / "state", spec)
+        argv = (*NAMESPACES, "bash", "-c", POD, "pod", tmp_path, *run)
+        with output.open("wb") as log:
+            started.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        return started[0], lambda: output.read_text(errors="replace")
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        print((tmp_path / "output").read_text(errors="replace"))
+
+
+@pytest.mark.timeout(BOOTS_WITHIN + 120)
+def test_a_guest_with_a_network_of_every_kind(
+    tmp_path: Path, outcome: Callable[[Path], tuple[subprocess.Popen[bytes], Callable[[], str]]]
+) -> None:
+    """The example's two, a private one and passt: addresses by DHCP, a router by advertisement, queues, MTU."""
+    if not Path(KERNEL).is_file() or not Path(INITRD).is_file():
+        pytest.skip("the Linux guest is missing: tests/node/run builds it and names it in RUNNER_NODE_GUEST_KERNEL")
+    kernel = tmp_path / "kernel"
+    shutil.copy(KERNEL, kernel)
+    text = EXAMPLE.read_text()
+    for found, put in (
+        (r"^kernel = .*", f'kernel = "{kernel}"'),
+        (r"^initrd = .*", f'initrd = "{INITRD}"'),
+        (r"console=ttyS0 quiet", "console=ttyS0 networks=1"),
+        (r"^count = 2", 'count = 2\naccel = "tcg"\nmodel = "Skylake-Server"'),
+        (r'"512MiB"', '"192MiB"'),
+    ):
+        text, changed = re.subn(found, put, text, flags=re.MULTILINE)
+        assert changed == 1, found
+    spec = tmp_path / "spec.toml"
+    spec.write_text(text + '[[network]]\nipv6 = true\nsubnet6 = "fd00:77::/64"\n[[network]]\nmode = "passt"\n')
+
+    process, output = outcome(spec)
+    until(lambda: "LINUX-GUEST-UP" in output() or process.poll() is not None, "the guest's word", BOOTS_WITHIN)
+    assert process.poll() is None, output()
+    said = output()
+    up = re.search(r"LINUX-GUEST-UP .* addresses=(\S*)", said)
+    assert up is not None
+    assert up[1].rstrip(",").split(",") == ["10.244.1.5/24", "10.1.0.77/24", "192.168.79.2/24", "10.1.0.5/24"]
+    nics = dict(re.findall(r"^(eth[0-9]): (.*?)\r?$", said, re.MULTILINE))
+    assert nics["eth0"] == "mac=0a:58:0a:f4:01:05 mtu=1500 queues=2"
+    assert nics["eth1"].endswith("mtu=1400 queues=2")
+    assert nics["eth2"].endswith("mtu=1500 queues=2")
+    assert nics["eth3"].endswith("mtu=65520 queues=1")
+    assert re.search(r"^route: default via fe80::\S+ dev eth2", said, re.MULTILINE)
+    assert "vhost=on" in said
+    [qemu] = re.findall(r"role=qemu argv=(.*)", said)
+    assert qemu.count("vhostfds=") == 3
+
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), 15)
+    assert process.wait(60) == 0, output()
+    assert "ended outcome=stopped status=0 faults=0" in output()
+    assert (tmp_path / "after").read_text() == (tmp_path / "before").read_text()
+    assert not re.search("vmbr|vmtap", (tmp_path / "links").read_text())
+
+
+@pytest.mark.usefixtures("rom")
+def test_a_tap_that_a_runtime_hands_on(world: World) -> None:
+    """Inherited through crun's ``--preserve-fds``: only QEMU has it, and nobody has it when the instance is gone."""
+    with devices.tap("handed0") as [tap]:
+        environment = {
+            "POD_UID": uid_of(1),
+            "PYTHONPATH": os.pathsep.join(["/project", *filter(None, sys.path)]),
+            "LISTEN_PID": "1",
+            "LISTEN_FDS": "1",
+            "LISTEN_FDNAMES": "net0",
+        }
+        more = '[[network]]\nmode = "descriptor"\nfd = "net0"\n'
+        instance = world.start(1, "1", more, environment=environment, descriptors=(tap.number,))
+        instance.up()
+        assert "handed to us name=net0 kind=the tap 'handed0'" in instance.running.output
+        holders: dict[str, int] = {}
+        for pid in members_of(instance.running.pid):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]  # noqa: PTH115 - a magic link
+            holders[name] = holders.get(name, 0) + links.count("/dev/net/tun")
+        tap.close()
+        assert {name: count for name, count in holders.items() if count} == {"qemu-system-x86": 2}
+        assert Path("/sys/class/net/handed0").exists()
+        assert instance.stop() == 0
+        assert "ended outcome=stopped status=0 faults=0" in instance.running.output
+    deadline = time.monotonic() + 10
+    while Path("/sys/class/net/handed0").exists():
+        assert time.monotonic() < deadline, "somebody still holds the tap"

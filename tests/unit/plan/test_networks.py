@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+from ipaddress import IPv6Address, IPv6Interface, IPv6Network
+from pathlib import PurePosixPath
+
+import attrs
+import pytest
+
+from runner.plan.argv import pasteable
+from runner.plan.descriptors import with_disks
+from runner.plan.facts import DescriptorFact, FileFact, ImageFact, Neighbour, Route
+from runner.plan.instance import plan_instance
+from runner.plan.networks import BridgedPlan, HandedPlan, Ipv6Plan, derived_subnet
+from runner.plan.render import plan_json, plan_lines
+from runner.spec.instance import parse_instance
+from tests.unit.plan.test_plan import FACTS, KERNEL, MACHINES, POD, plan_of, problems
+
+TAP = DescriptorFact("tap", "the tap 't0'", interface="t0", multi_queue=True)
+HANDED = {
+    "a": TAP,
+    "b": TAP,
+    "other": attrs.evolve(TAP, interface="t1"),
+    "single": attrs.evolve(TAP, multi_queue=False),
+    "m": DescriptorFact("macvtap", "the macvtap 'm0'", interface="m0", mac="52:54:00:00:00:09"),
+    "v": DescriptorFact("vhost-net", "a vhost-net"),
+    "s": DescriptorFact("socket", "a connected stream socket"),
+    "false": attrs.evolve(TAP, declared="vhost-net"),
+    "read": attrs.evolve(TAP, writable=False),
+    "disk": DescriptorFact("file", "a file of 4096 bytes", size=4096),
+    "null": DescriptorFact("other", "the character device 1:3"),
+}
+DUAL = attrs.evolve(
+    POD,
+    addresses6=(IPv6Interface("fd00:10::5/64"),),
+    routes6=(Route(IPv6Network("::/0"), IPv6Address("fd00:10::1")),),
+)
+BRIDGE = KERNEL + '[[network]]\nmode = "bridge"\n'
+
+
+def handed(names: str, more: str = "") -> str:
+    return f'{KERNEL}[[network]]\nmode = "descriptor"\nfd = "{names}"\n{more}'
+
+
+def given(text: str, *names: str) -> list[str]:
+    return problems(text, attrs.evolve(FACTS, descriptors={name: HANDED[name] for name in names}))
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "expected"),
+    [
+        (handed("a"), (), "network[0].fd: no descriptor 'a' was handed to us; there are: none"),
+        (handed("a"), ("a", "b"), "descriptors: nothing names the descriptor 'b' (the tap 't0'); name it, or hand"),
+        (KERNEL, ("s",), "descriptors: nothing names the descriptor 's' (a connected stream socket)"),
+        (
+            handed("v"),
+            ("v",),
+            "network[0].fd: the descriptor 'v' is a vhost-net, it takes a tap or a macvtap or a stream",
+        ),
+        (handed("null"), ("null",), "network[0].fd: the descriptor 'null' is the character device 1:3, it takes a tap"),
+        (
+            handed("a", 'vhost_fd = "b"'),
+            ("a", "b"),
+            "network[0].vhost_fd: the descriptor 'b' is the tap 't0', it takes a vhost",
+        ),
+        (handed("false"), ("false",), "network[0].fd: the descriptor 'false' is the tap 't0', but came as 'vhost-net'"),
+        (handed("read"), ("read",), "network[0].fd: the descriptor 'read' is open for reading only"),
+        (handed("a,other"), ("a", "other"), "network[0].fd: names descriptors of different interfaces"),
+        (handed("a,single"), ("a", "single"), "network[0].fd: names several, which takes a tap or macvtap opened with"),
+        (handed("s", 'vhost_fd = "v"'), ("s", "v"), "network[0].vhost_fd: a socket is not carried by vhost-net"),
+        (
+            handed("m", 'mac = "52:54:00:00:00:08"'),
+            ("m",),
+            "network[0].mac: 52:54:00:00:00:08 is not that of the macvtap 'm0'",
+        ),
+    ],
+)
+def test_what_is_not_as_it_should_be_is_refused(text: str, names: tuple[str, ...], expected: str) -> None:
+    found = given(text, *names)
+    assert [problem[: len(expected)] for problem in found] == [expected]
+
+
+def test_what_is_handed_over_is_used_as_it_is() -> None:
+    facts = attrs.evolve(FACTS, descriptors={name: HANDED[name] for name in ("a", "b", "m", "s", "v")})
+    text = handed("a,b") + handed("m", 'vhost_fd = "v"\n').removeprefix(KERNEL) + handed("s").removeprefix(KERNEL)
+    taps, macvtap, socket = plan_of(text, facts).networks
+    assert isinstance(taps, HandedPlan)
+    assert isinstance(macvtap, HandedPlan)
+    assert isinstance(socket, HandedPlan)
+    assert (taps.queues, taps.kind, taps.vhost) == (2, "tap", True)
+    assert (macvtap.mac, macvtap.vhost, macvtap.vhost_fds) == ("52:54:00:00:00:09", False, ("v",))
+    assert (socket.kind, socket.vhost) == ("socket", False)
+
+
+def test_a_disk_by_its_descriptor() -> None:
+    facts = attrs.evolve(
+        FACTS,
+        descriptors={"disk": HANDED["disk"]},
+        files={**FACTS.files, PurePosixPath("/proc/self/fd/9"): FileFact("file", 4096, image=ImageFact("raw"))},
+    )
+    spec = parse_instance("spec", b'[[disk]]\nfd = "disk"\n')
+    assert plan_instance("spec", with_disks(spec, {"disk": 9}), facts).machine.disks[0].path == PurePosixPath(
+        "/proc/self/fd/9"
+    )
+    assert with_disks(spec, None).disk == ()
+    assert given('[[disk]]\nfd = "disk"\n[[disk]]\npath = "/disk"\n', "a") == [
+        "disk[0].path: '/dev/fd' does not exist",
+        "disk[0].fd: no descriptor 'disk' was handed to us; there are: 'a'",
+        "descriptors: nothing names the descriptor 'a' (the tap 't0'); name it, or hand it to somebody else",
+    ]
+    for text in ("[[disk]]\n", '[[disk]]\nfd = "disk"\npath = "/disk"\n'):
+        assert problems(text) == ["disk[0].path: takes an absolute path, or else fd names a descriptor"]
+    text = '[[disk]]\nfd = "a"\n' + handed("a").removeprefix(KERNEL)
+    assert problems(text) == ["network[0].fd: the descriptor 'a' is taken by disk[0].fd already"]
+
+
+def test_a_plan_beforehand_takes_the_specs_word() -> None:
+    assert isinstance(plan_of(handed("a")).networks[0], HandedPlan)
+
+
+@pytest.mark.parametrize(
+    ("vcpus", "more", "queues"), [(1, "", 1), (5, "", 5), (7, "queues = 3", 3), (2, "queues = 4", 4)]
+)
+def test_queues(vcpus: int, more: str, queues: int) -> None:
+    assert plan_of(f"{KERNEL}[cpu]\ncount = {vcpus}\n[[network]]\n{more}").networks[0].queues == queues
+
+
+def test_no_more_than_eight_queues_by_themselves() -> None:
+    from tests.unit.plan.test_plan import EPYC
+
+    assert plan_of(f"{KERNEL}[cpu]\ncount = 40\n[[network]]\n", EPYC).networks[0].queues == 8
+
+
+def test_a_pods_ipv6_address_goes_with_the_other_when_asked() -> None:
+    facts = attrs.evolve(FACTS, interfaces={"eth0": DUAL})
+    asked, unasked = plan_of(BRIDGE + "ipv6 = true\n", facts), plan_of(BRIDGE, facts)
+    assert isinstance(asked.networks[0], BridgedPlan)
+    assert isinstance(unasked.networks[0], BridgedPlan)
+    assert asked.networks[0].ipv6 == Ipv6Plan(IPv6Interface("fd00:10::5/64"), None)
+    assert unasked.networks[0].ipv6 is None
+    assert any("nobody advertises a router of 'eth0'" in remark for remark in asked.remarks)
+    assert any("the guest does not get the IPv6 address of 'eth0'" in remark for remark in unasked.remarks)
+
+
+@pytest.mark.parametrize(
+    ("text", "facts", "expected"),
+    [
+        (
+            BRIDGE + "ipv6 = true\n",
+            {},
+            "network[0].ipv6: 'eth0' must have exactly one global IPv6 address for the guest",
+        ),
+        (
+            BRIDGE + "ipv6 = true\n",
+            {"ipv6_trouble": "the kernel has none", "interfaces": {"eth0": DUAL}},
+            "network[0].ipv6: cannot give",
+        ),
+        (
+            KERNEL + "[[network]]\nipv6 = true\n",
+            {"ipv6_trouble": "none here"},
+            "network[0].ipv6: cannot give the guest IPv6",
+        ),
+        (
+            BRIDGE,
+            {"interfaces": {"eth0": attrs.evolve(POD, several_ways=("0.0.0.0/0",))}},
+            "network[0].interface: 'eth0' has the route 0.0.0.0/0 over several gateways",
+        ),
+        (KERNEL + '[[network]]\nmode = "passt"\n', {"passt": None}, "network[0].mode: cannot find the program 'passt'"),
+        (BRIDGE + '[[network]]\nmode = "passt"\n', {}, "network[1].mode: passt speaks with the address of 'eth0'"),
+        (
+            KERNEL + '[[network]]\nmode = "macvtap"\nmtu = 9000\n',
+            {},
+            "network[0].mtu: 9000 is more than the 1450 of 'eth0'",
+        ),
+        (
+            KERNEL + '[[network]]\nmode = "macvtap"\ninterface = "x"\n',
+            {},
+            "network[0].interface: there is no network inter",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(text: str, facts: dict[str, object], expected: str) -> None:
+    found = problems(text, attrs.evolve(FACTS, **facts))  # type: ignore[arg-type]
+    assert [problem[: len(expected)] for problem in found] == [expected]
+
+
+def test_a_permanent_neighbour_is_told_of() -> None:
+    pod = attrs.evolve(POD, neighbours=(Neighbour("169.254.1.1", "02:00:00:00:00:01"),))
+    remarks = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod})).remarks
+    assert any("permanent neighbour 169.254.1.1" in remark for remark in remarks)
+
+
+def test_an_ipv6_subnet_stays_the_same_and_is_nobody_elses() -> None:
+    subnets = {derived_subnet(name, index) for name in "ab" for index in range(3)}
+    assert len(subnets) == 6
+    assert derived_subnet("a", 0) == derived_subnet("a", 0)
+    assert all(subnet.subnet_of(IPv6Network("fd00::/8")) and subnet.prefixlen == 64 for subnet in subnets)
+
+
+def test_every_kind_is_shown_and_can_be_made_by_hand() -> None:
+    plan = plan_of(MACHINES["networks"])
+    shown = [line for line in plan_lines(plan) if "  3 network" in line]
+    assert [
+        word in line
+        for word, line in zip(
+            ("fd", "macvtap vmtap1 over eth0", "passt", "tap handed to us as a, b", "net1"), shown, strict=True
+        )
+    ] == [True] * 5
+    assert json.loads(json.dumps(plan_json(plan)))["networks"][4]["ipv6"]["guest"] == "fd00:10::5/64"
+    script = pasteable(plan)
+    for word in ("type macvtap mode bridge", "/usr/bin/passt", "exec 20<>", "multi_queue", "vectors=6"):
+        assert word in script
