@@ -127,7 +127,7 @@ def test_every_key_can_be_given() -> None:
     assert (spec.memory.size, spec.memory.bind) == (4 << 30, False)
     assert (spec.memory.page_size, spec.memory.prealloc, spec.memory.lock) == (2 << 20, True, True)
     assert spec.boot.initrd == PurePosixPath("/boot/initrd")
-    assert [disk.format for disk in spec.disk] == ["raw", "qcow2", "raw"]
+    assert [disk.format for disk in spec.disk] == ["raw", "qcow2", "raw", "raw"]
     assert spec.disk[1].backing == (PurePosixPath("/images"), PurePosixPath("/more"))
     assert (spec.disk[2].ephemeral_size, spec.hotplug.disks) == (2 << 30, 2)
     assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
