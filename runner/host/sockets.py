@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import stat
@@ -10,7 +11,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import trio
+
 from runner.errors import HostError
+
+log = logging.getLogger(__name__)
 
 Socket = socket.socket
 
@@ -74,6 +79,16 @@ def listening(directory: int, name: str) -> Iterator[socket.socket]:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # noqa: PTH108 - a path through a descriptor
+
+
+async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
+    """Return the next connection, the caller's to close; while there is no descriptor for it, others of ours need it more."""
+    while True:
+        try:
+            return (await listener.accept())[0]
+        except OSError as error:
+            log.warning("cannot accept a connection: %s", error.strerror)
+            await trio.sleep(1)
 
 
 def _remove_stale(path: str) -> None:

@@ -18,7 +18,7 @@ import trio
 
 from runner.host.logfile import LogFile, kept_log
 from runner.host.outlet import Outlet
-from runner.host.sockets import Socket, connected_pair, listening
+from runner.host.sockets import Socket, accepted, connected_pair, listening
 from runner.instance.host import Host
 from runner.plan.instance import ConsolePlan
 
@@ -79,13 +79,7 @@ class Console:
         door = trio.socket.from_stdlib_socket(listener)
         async with trio.open_nursery() as attached:
             while True:
-                try:
-                    client, _ = await door.accept()
-                except OSError as error:  # out of descriptors: others of ours need them more
-                    log.warning("nobody can attach to the console: %s", error.strerror)
-                    await trio.sleep(1)
-                    continue
-                attached.start_soon(self._serve, client)
+                attached.start_soon(self._serve, await accepted(door))
 
     async def _serve(self, client: trio.socket.SocketType) -> None:
         with client, Outlet(client.fileno()) as outlet:

@@ -11,7 +11,7 @@ import trio
 
 from runner.errors import explain
 from runner.host.qmp import MonitorError
-from runner.host.sockets import Socket, listening
+from runner.host.sockets import Socket, accepted, listening
 from runner.instance.host import Host
 from runner.instance.machine import Machine
 
@@ -34,13 +34,7 @@ async def display_shown(host: Host, machine: Machine, directory: int, *, vnc: bo
 async def _hand_over(listener: Socket, machine: Machine) -> None:
     door = trio.socket.from_stdlib_socket(listener)
     while True:
-        try:
-            viewer, _ = await door.accept()
-        except OSError as error:  # out of descriptors: others of ours need them more
-            log.warning("nobody can see the screen: %s", error.strerror)
-            await trio.sleep(1)
-            continue
-        with viewer:
+        with await accepted(door) as viewer:
             try:
                 await machine.show(viewer.fileno())
             except MonitorError as error:

@@ -29,6 +29,8 @@ VCPU = 4 * MIB
 """A vCPU: 1.4 MiB (measured, emulated); the kernel's part under KVM is below 1 MiB. KubeVirt takes 8 MiB."""
 DEVICE = 2 * MIB
 """A disk or a network interface with its queues: 0.8 MiB (measured)."""
+SCREEN = 24 * MIB
+"""A screen: 16 MiB of video memory (QEMU's ``VGA``), and what its VNC server keeps of what a viewer has seen."""
 SERVANT = 8 * MIB
 """A dnsmasq (3 MiB) or a virtiofsd (5 MiB and its cache of names; measured)."""
 TRANSLATED = 128 * MIB
@@ -72,6 +74,8 @@ def needed_beside(spec: InstanceSpec, accel: str) -> int:
         RUNNER,
         QEMU + spec.cpu.count * VCPU,
         (len(spec.disk) + len(spec.network) + len(spec.share)) * DEVICE,
+        sum((spec.guest.vsock is not None, spec.cloud_init is not None)) * DEVICE,
+        SCREEN if spec.display.vnc else 0,
         (len(spec.network) + len(spec.share)) * SERVANT,
         TRANSLATED if accel == "tcg" else 0,
         LOCKED + spec.cpu.count * LOCKED_VCPU if memory.lock else 0,

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,18 +135,11 @@ async def test_who_does_not_say_what_it_wants_is_hung_up_on(bench: Any, hello: b
 
 async def test_the_ninth_reader_is_refused(bench: Any) -> None:
     async def act() -> None:
-        async with trio.open_nursery() as readers:
-
-            async def read(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-                async with attached(bench, READ):
-                    task_status.started()
-                    await trio.sleep_forever()
-
+        async with AsyncExitStack() as readers:
             for _ in range(8):
-                await readers.start(read)
+                await readers.enter_async_context(attached(bench, READ))
             async with attached(bench, READ) as ninth:
                 assert b"8 are attached already" in ninth.seen
-            readers.cancel_scope.cancel()
 
     await running(bench, act)
 
