@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_inspect(commands.add_parser("inspect", help="say where every thread of a running instance is, and judge it"))
     _add_check(commands)
+    _add_ctl(commands)
     _add_console(commands)
     return parser
 
@@ -222,6 +223,52 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="where the controller listens (default: the spec's cpu.controller)",
     )
     check.set_defaults(command=_check)
+
+
+def _add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    ctl = commands.add_parser(
+        "ctl",
+        help="ask a running instance, from inside its container: its state, disks that come, go and grow",
+        epilog="examples:\n"
+        "  instance-runner ctl status\n"
+        "  instance-runner ctl disk attach /dev/data format=raw serial=data iothread=true\n"
+        "  instance-runner ctl disk grow disk1 20GiB\n"
+        "  instance-runner ctl disk detach disk1\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_state_dir(ctl)
+    ctl.add_argument("--json", action="store_true", help="the answer as JSON")
+    ctl.set_defaults(command=_ctl, keys=[])
+    topics = ctl.add_subparsers(required=True, metavar="WHAT")
+    topics.add_parser("status", help="what it is and does").set_defaults(method="status")
+    cpus = topics.add_parser("cpus", help="the number of vCPUs, which cannot change while the guest runs")
+    cpus.add_argument("count", type=int, metavar="COUNT")
+    cpus.set_defaults(method="cpu.set")
+    disk = topics.add_parser("disk", help="its disks").add_subparsers(required=True, metavar="DO")
+    disk.add_parser("list", help="the disks it has").set_defaults(method="disk.list")
+    attach = disk.add_parser("attach", help="attach a file or block device, checked as one of the spec")
+    attach.add_argument("path", metavar="PATH", type=_absolute)
+    attach.add_argument("keys", metavar="KEY=VALUE", nargs="*", help="other keys of a [[disk]]")
+    attach.set_defaults(method="disk.attach")
+    detach = disk.add_parser("detach", help="take away a disk that was attached; the guest must release it")
+    detach.add_argument("name", metavar="NAME")
+    detach.set_defaults(method="disk.detach")
+    grow = disk.add_parser("grow", help="make a disk larger, or tell the guest that its block device is")
+    grow.add_argument("name", metavar="NAME")
+    grow.add_argument(
+        "size", metavar="SIZE", nargs="?", help="such as 20GiB; of a block device all there is without it"
+    )
+    grow.set_defaults(method="disk.grow")
+
+
+def _ctl(arguments: argparse.Namespace) -> int:
+    from runner.ctl import answer_lines, control, parse_keys
+
+    given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count")}
+    params = {name: value if name == "count" else str(value) for name, value in given.items() if value is not None}
+    answer = trio.run(control, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})
+    print(json.dumps(answer, indent=1) if arguments.json else "\n".join(answer_lines(answer)))
+    return 0
 
 
 def _add_console(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -43,6 +43,8 @@ class Status(enum.IntEnum):
     """The guest's kernel panicked."""
     FORCED_OFF = 13
     """Asked to stop; the guest did not power down within its grace and was switched off."""
+    GUEST_HUNG = 14
+    """The guest fed its watchdog no more and ``guest.watchdog`` is ``"exit"``."""
     MACHINE_DIED = 20
     """QEMU ended although nobody had asked it to, or could no longer be controlled."""
     SERVICE_DIED = 21

@@ -27,13 +27,13 @@ import trio
 
 from runner.controller import identity
 from runner.controller.identity import Home, RefusalError, Resident, check_agreement, check_container, home_of
-from runner.controller.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, Result, RpcError
 from runner.controller.keeper import Keeper
 from runner.controller.kubelet import Frozen
 from runner.controller.reconcile import FLOAT, ROOT, holders, instance_group
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.host.cgroup import Cgroup, CgroupError
+from runner.host.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, Result, RpcError
 from runner.host.peers import Peer, PeerError, Peers
 from runner.topology.pod_cgroups import (
     INSTANCE_NAME,

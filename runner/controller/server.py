@@ -24,7 +24,9 @@ import attrs
 import trio
 
 from runner.controller import identity
-from runner.controller.jsonrpc import (
+from runner.controller.registrar import CODES, Registrar
+from runner.errors import HostError, explain
+from runner.host.jsonrpc import (
     INVALID_REQUEST,
     Framer,
     OverlongError,
@@ -34,8 +36,6 @@ from runner.controller.jsonrpc import (
     answer,
     format_error,
 )
-from runner.controller.registrar import CODES, Registrar
-from runner.errors import HostError, explain
 from runner.host.peers import Peer, PeerError, boot_time
 
 log = logging.getLogger(__name__)

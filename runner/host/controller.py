@@ -134,7 +134,15 @@ class _Received:
         self.held.callback(self.descriptors[-1].close)
 
 
-async def _call(path: PurePosixPath, method: str, params: Mapping[str, str], received: _Received) -> object:
+async def ask(who: str, path: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
+    """Return what *who*, such as ``"the instance"``, answers at another socket of the same kind. Raises like :func:`register`."""
+    with ExitStack() as held:
+        return await _call(path, method, params, _Received(held), who)
+
+
+async def _call(
+    path: PurePosixPath, method: str, params: Mapping[str, object], received: _Received, who: str = "the controller"
+) -> object:
     """Return the result of a call; descriptors that come with it go to *received*."""
     question = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
     try:
@@ -143,15 +151,15 @@ async def _call(path: PurePosixPath, method: str, params: Mapping[str, str], rec
             line = json.dumps(question).encode() + b"\n"
             while line:
                 line = line[await connection.send(line) :]
-            answer = await _answer(connection, received)
+            answer = await _answer(connection, received, who)
     except OSError as error:
         if error.errno in _NOBODY:
-            raise ControllerAbsentError(f"cannot reach the controller at {str(path)!r}") from error
-        raise HostError(f"cannot talk to the controller at {str(path)!r}") from error
-    return _result(method, answer)
+            raise ControllerAbsentError(f"cannot reach {who} at {str(path)!r}") from error
+        raise HostError(f"cannot talk to {who} at {str(path)!r}") from error
+    return _result(method, answer, who)
 
 
-async def _answer(connection: trio.socket.SocketType, received: _Received) -> bytes:
+async def _answer(connection: trio.socket.SocketType, received: _Received, who: str) -> bytes:
     """Return the line of the answer; descriptors that come with it go to *received* at once, so that none is lost."""
     answer = b""
     space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
@@ -167,21 +175,21 @@ async def _answer(connection: trio.socket.SocketType, received: _Received) -> by
             raise ConnectionResetError(errno.ECONNRESET, "it hung up before it had answered")
         answer += data
         if len(answer) > LONGEST_ANSWER:
-            raise HostError(f"cannot understand the controller: its answer is longer than {LONGEST_ANSWER} bytes")
+            raise HostError(f"cannot understand {who}: its answer is longer than {LONGEST_ANSWER} bytes")
     return answer.partition(b"\n")[0]
 
 
-def _result(method: str, answer: bytes) -> object:
+def _result(method: str, answer: bytes, who: str) -> object:
     try:
         document = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise HostError(f"cannot understand the controller: it answered {method!r} with {answer[:200]!r}") from error
+        raise HostError(f"cannot understand {who}: it answered {method!r} with {answer[:200]!r}") from error
     match document:
         case {"error": {"code": int(code), "message": str(message)}}:
             raise ControllerAbsentError(message) if code == BUSY else ControllerError(message, code)
         case {"result": result}:
             return result
-    raise HostError(f"cannot understand the controller: it answered {method!r} with {answer[:200]!r}")
+    raise HostError(f"cannot understand {who}: it answered {method!r} with {answer[:200]!r}")
 
 
 def _text(result: object, key: str, default: str | None = None) -> str:

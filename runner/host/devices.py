@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -19,6 +20,8 @@ _KVM_GET_API_VERSION = 0xAE00
 _KVM_CREATE_VM = 0xAE01
 _KVM_API_VERSION = 12
 _TUNSETIFF = 0x400454CA
+_VHOST_VSOCK_SET_GUEST_CID = 0x4008AF60
+_CIDS_TRIED = 256
 _IFF_TAP = 0x0002
 _IFF_NO_PI = 0x1000
 _IFF_VNET_HDR = 0x4000
@@ -117,3 +120,36 @@ def vhost_net(device: Path = Path("/dev/vhost-net")) -> Iterator[Descriptor]:
         raise HostError(f"cannot open {str(device)!r}") from error
     with owned(fd) as descriptor:
         yield descriptor
+
+
+def has_vhost_vsock(device: Path = Path("/dev/vhost-vsock")) -> bool:
+    """Tell whether guests can have sockets of the family vsock here."""
+    return os.access(device, os.R_OK | os.W_OK)
+
+
+@contextmanager
+def vhost_vsock(cid: int, *, exact: bool, device: Path = Path("/dev/vhost-vsock")) -> Iterator[tuple[int, int]]:
+    """Hold the kernel's half of a vsock device, and the context identifier that belongs to it until it is closed.
+
+    That is *cid*, or without *exact* the next one that is free: the kernel has one guest of each
+    (``drivers/vhost/vsock.c``: ``EADDRINUSE``). QEMU sets it again on the same descriptor, which changes nothing.
+    """
+    try:
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostError(f"cannot open {str(device)!r}") from error
+    with closing(fd):
+        for each in range(cid, cid + (1 if exact else _CIDS_TRIED)):
+            try:
+                fcntl.ioctl(fd, _VHOST_VSOCK_SET_GUEST_CID, struct.pack("Q", each))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise HostError(f"cannot take the vsock context identifier {each}") from error
+            break
+        else:
+            raise HostError(
+                f"cannot take the vsock context identifier {cid}: another guest of this node has it; "
+                'name another one, or say guest.vsock = "auto"'
+            )
+        yield fd, each

@@ -5,37 +5,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import attrs
 
 from runner.errors import HostError
 from runner.topology.hardware import hugetlb_name
 
-_QCOW2_MAGIC = b"QFI\xfb"
-_QCOW2_HEADER = struct.Struct(">IIQI52xQ")
-"""Magic, version, backing file's offset and length, …, incompatible features (``docs/interop/qcow2.txt``)."""
-_QCOW2_DATA_FILE = 1 << 2
-_F_OFD_GETLK = 36
-_FLOCK = struct.Struct("hhqqi4x")
-"""``struct flock`` of x86-64 and arm64: type, whence, start, length, pid."""
-_TAKEN, _REFUSED = 100, 200
-_READ, _WRITE, _RESIZE = 0, 1, 3
-"""QEMU locks an image byte by byte: 100+p says "I use permission p", 200+p says "nobody else may" (``block/file-posix.c``)."""
+if TYPE_CHECKING:
+    from runner.host.images import Image
 
-
-@attrs.frozen
-class Image:
-    """What a disk image says of itself; *backing* names, in words, what other file it takes data from."""
-
-    format: str
-    backing: str | None
-    locked: bool
+_BLKSSZGET, _BLKPBSZGET = 0x1268, 0x127B  # include/uapi/linux/fs.h
 
 
 @attrs.frozen
@@ -47,6 +34,12 @@ class Look:
     trouble: str | None = None
     everyone_reads: bool = True
     image: Image | None = None
+    direct: bool = False
+    """It can be read past the page cache (``O_DIRECT``)."""
+    sparse: bool = False
+    """Not all of it has room on the disk: writing to it may have to find some."""
+    sectors: tuple[int, int] = (512, 512)
+    """Bytes of a logical and of a physical block."""
 
 
 def look(path: PurePosixPath, *, write: bool = False, image: bool = False) -> Look:
@@ -69,7 +62,20 @@ def look(path: PurePosixPath, *, write: bool = False, image: bool = False) -> Lo
         return Look(kind, found.st_size, error.strerror, everyone)
     try:
         size = os.lseek(fd, 0, os.SEEK_END)
-        return Look(kind, size, None, everyone, _image(fd, write=write) if image else None)
+        if not image:
+            return Look(kind, size, None, everyone)
+        from runner.host.images import read_image  # 2 ms, for who has a disk
+
+        return Look(
+            kind,
+            size,
+            None,
+            everyone,
+            read_image(fd, size, write=write),
+            direct=_reads_directly(path),
+            sparse=kind == "file" and found.st_blocks * 512 < found.st_size,
+            sectors=_sectors(fd) if kind == "block" else (512, 512),
+        )
     except OSError as error:
         return Look(kind, found.st_size, error.strerror, everyone)
     finally:
@@ -81,41 +87,52 @@ def _kind(mode: int) -> str:
     return next((kind for kind, test in tests.items() if test(mode)), "other")
 
 
-def _image(fd: int, *, write: bool) -> Image:
-    header = os.pread(fd, _QCOW2_HEADER.size, 0)
-    backing = None
-    qcow2 = header.startswith(_QCOW2_MAGIC)
-    if qcow2:
-        _, version, offset, length, features = _QCOW2_HEADER.unpack(header.ljust(_QCOW2_HEADER.size, b"\0"))
-        if offset:
-            name = os.pread(fd, min(length, 1023), offset).decode(errors="replace")
-            backing = f"the backing file {name!r}"
-        elif version > 2 and features & _QCOW2_DATA_FILE:  # noqa: PLR2004 - version 2 has no feature bits
-            backing = "an external data file"
-    return Image("qcow2" if qcow2 else "raw", backing, _locked(fd, write=write))
+def real_path(image: PurePosixPath, name: str) -> PurePosixPath:
+    """Return the path, without symbolic links, of what *image* calls *name*: relative to the directory it lies in."""
+    return PurePosixPath(os.path.realpath(image.parent / name))
 
 
-def _locked(fd: int, *, write: bool) -> bool:
-    """Tell whether a QEMU that is running would keep another one from opening the image."""
-    # Who has the image as a disk always refuses others writing and resizing, whether it writes itself or not.
-    bytes_in_the_way = [_REFUSED + _READ, _TAKEN + _WRITE, _TAKEN + _RESIZE]
-    if write:
-        bytes_in_the_way += [_REFUSED + _WRITE, _REFUSED + _RESIZE]
-    for byte in bytes_in_the_way:
-        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-        if _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK:
-            return True
-    return False
+def _reads_directly(path: PurePosixPath) -> bool:
+    """Tell whether *path* can be read past the page cache; tmpfs before Linux 6.6, and some others, cannot."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        with mmap.mmap(-1, mmap.PAGESIZE) as aligned:
+            os.preadv(fd, [aligned], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _sectors(fd: int) -> tuple[int, int]:
+    logical, physical = (
+        struct.unpack("I", fcntl.ioctl(fd, request, bytes(4)))[0] for request in (_BLKSSZGET, _BLKPBSZGET)
+    )
+    return logical, physical
 
 
 @contextmanager
-def opened(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
-    """Hold a descriptor of an existing file."""
+def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False) -> Iterator[int]:
+    """Hold a descriptor of an existing file; *direct*: past the page cache."""
+    flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
     try:
-        fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise HostError(f"cannot open {str(path)!r}") from error
     with closing(fd):
+        yield fd
+
+
+@contextmanager
+def opened_in_place(path: PurePosixPath) -> Iterator[int]:
+    """Hold a descriptor of the file at *path*, of which no part may be a symbolic link (any more)."""
+    with opened(path) as fd:
+        if (found := os.readlink(f"/proc/self/fd/{fd}")) != str(path):  # noqa: PTH115 - a magic link
+            raise HostError(f"cannot open {str(path)!r}: it lies at {found!r} now")
         yield fd
 
 
@@ -154,8 +171,37 @@ def memory(name: str, size: int) -> Iterator[int]:
 
 
 @contextmanager
-def copied(path: PurePosixPath) -> Iterator[int]:
-    """Hold a copy of *path* in memory, which a user who may not read the file can read through the descriptor."""
+def filled_memory(name: str, content: bytes) -> Iterator[int]:
+    """Hold *content* as a file that can only be read: who looks for a descriptor to read by wants no other (QEMU's fdsets)."""
+    with memory(name, len(content)) as fd:
+        os.pwrite(fd, content, 0)
+        with opened(PurePosixPath(f"/proc/self/fd/{fd}")) as reading:
+            yield reading
+
+
+def copy_new(source: PurePosixPath, path: PurePosixPath) -> None:
+    """Make *path* a copy of *source* that only we may use, whole or not at all; one that is there stays as it is."""
+    temporary = f"{path}.new"
+    try:
+        with open(source, "rb") as original:  # noqa: PTH123 - a pure path
+            content = original.read()
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb") as copy:  # noqa: PTH123 - a descriptor
+                copy.write(content)
+                copy.flush()
+                os.fsync(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)  # unlike a rename it replaces nothing
+        finally:
+            os.unlink(temporary)  # noqa: PTH108
+    except OSError as error:
+        raise HostError(f"cannot make {str(path)!r} from {str(source)!r}") from error
+
+
+@contextmanager
+def copied(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
+    """Hold a copy of *path* in memory, which a user who may not read the file can read (or *write*) through the descriptor."""
     with opened(path) as source:
         size = os.fstat(source).st_size
         with memory(path.name, size) as copy:
@@ -164,7 +210,8 @@ def copied(path: PurePosixPath) -> Iterator[int]:
                     size -= sent
             except OSError as error:
                 raise HostError(f"cannot copy {str(path)!r}") from error
-            yield copy
+            with opened(PurePosixPath(f"/proc/self/fd/{copy}"), write=write) as handed_on:
+                yield handed_on
 
 
 @contextmanager
@@ -310,3 +357,17 @@ def owned(fd: int) -> Iterator[Descriptor]:
         yield descriptor
     finally:
         descriptor.close()
+
+
+def read_document(path: PurePosixPath, most: int) -> tuple[bytes, str | None]:
+    """Return what a file of at most *most* bytes holds, and why that could not be read."""
+    try:
+        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                return b"", "it is not a file"
+            if found.st_size > most:
+                return b"", f"it has {found.st_size} bytes, of which at most {most} are taken"
+            return os.read(fd, most), None
+    except OSError as error:
+        return b"", error.strerror

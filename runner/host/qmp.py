@@ -16,12 +16,13 @@ Errors by whose fault they are::
 
 from __future__ import annotations
 
+import array
 import itertools
 import json
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -108,8 +109,10 @@ class Monitor:
         await self.execute("qmp_capabilities")
         return text
 
-    async def execute(self, command: str, arguments: Mapping[str, object] | None = None) -> object:
-        """Execute *command* and return what it returns.
+    async def execute(
+        self, command: str, arguments: Mapping[str, object] | None = None, *, passing: Sequence[int] = ()
+    ) -> object:
+        """Execute *command* and return what it returns; descriptors *passing* with it stay the caller's.
 
         Raises :exc:`CommandRefusedError` when QEMU refuses it, another :exc:`MonitorError` when the conversation is over.
         """
@@ -120,7 +123,7 @@ class Monitor:
         # Before it is sent: another reader may have the reply before we are back from sending.
         self._expected[number] = None
         try:
-            await self._send(json.dumps(request).encode() + b"\n")
+            await self._send(json.dumps(request).encode() + b"\n", passing)
             await self._until(lambda: self._expected[number] is not None)
             reply = self._expected[number]
         finally:
@@ -160,14 +163,25 @@ class Monitor:
         self._fail(MonitorClosedError("cannot talk to QEMU: the conversation was ended"))
         self._stream.socket.close()
 
-    async def _send(self, line: bytes) -> None:
+    async def iothreads(self) -> dict[int, str]:
+        """Return the iothreads' ids by thread (``query-iothreads``)."""
+        reply: Any = await self.execute("query-iothreads")
+        try:
+            return {int(each["thread-id"]): str(each["id"]) for each in reply}
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._fail(MonitorGarbledError(f"cannot understand QEMU's list of iothreads: {reply!r}")) from error
+
+    async def _send(self, line: bytes, passing: Sequence[int] = ()) -> None:
         async with self._sending:
             if self._failure is not None:
                 raise self._failure
             await trio.lowlevel.checkpoint_if_cancelled()
             try:
+                if passing:  # they travel with the first byte
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passing))
+                    line = line[await self._stream.socket.sendmsg([line], [rights]) :]
                 await self._stream.send_all(line)
-            except trio.BrokenResourceError as error:
+            except (trio.BrokenResourceError, OSError) as error:
                 raise self._fail(MonitorClosedError("cannot talk to QEMU: it hung up")) from error
             except trio.Cancelled:
                 self._fail(MonitorClosedError("cannot talk to QEMU: a command was abandoned half-sent"))

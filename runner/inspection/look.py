@@ -28,6 +28,7 @@ from runner.inspection.receipt import Roles, parse_receipt
 from runner.inspection.sighting import (
     ANCHOR,
     EMULATOR,
+    IOTHREAD,
     OTHER,
     RUNNER,
     SANDBOX,
@@ -49,10 +50,12 @@ _PAUSE, _READINGS = 0.01, 10
 """Between two readings of the kubelet's file that must be equal, and how many are tried."""
 _VCPU_NAME = re.compile(r"CPU ([0-9]+)/", re.ASCII)
 """What QEMU calls a vCPU thread (``-name debug-threads=on``)."""
+_IOTHREAD_NAME = re.compile(r"IO disk[0-9]+", re.ASCII)
+"""What it calls the iothread of a disk; ``IO mon_iothread`` is its own."""
 _GUEST_RAM = re.compile(r"/memfd:.*-ram[0-9]*\\040\(deleted\)", re.ASCII)
 """The file that the runner makes the guest's RAM of, as ``numa_maps`` writes it."""
 _SERVICES = ("dnsmasq", "virtiofsd")
-_LAST = (OTHER, EMULATOR, VCPU)
+_LAST = (OTHER, EMULATOR, IOTHREAD, VCPU)
 """Of the table; the roles before them stand in the order of their births."""
 
 
@@ -183,6 +186,8 @@ def _roles_by_receipt(roles: Roles, crowd: _Crowd, members: Mapping[int, str]) -
         for thread in crowd.processes[pid].threads:
             if role == EMULATOR and thread.tid in roles.vcpus:
                 yield SeenThread(VCPU, roles.vcpus[thread.tid], thread)
+            elif role == EMULATOR and thread.tid in roles.iothreads:
+                yield SeenThread(IOTHREAD, None, thread)
             else:
                 yield SeenThread(role, None, thread)
 
@@ -273,7 +278,8 @@ def _machine_threads(qemu: _Process, confined: frozenset[int]) -> Iterator[SeenT
     unnamed = sorted((thread for thread in qemu.threads if thread.tid in confined), key=lambda each: list(each.cpus))
     index = named or {thread.tid: number for number, thread in enumerate(unnamed)}
     for thread in qemu.threads:
-        yield SeenThread(VCPU if thread.tid in index else EMULATOR, index.get(thread.tid), thread)
+        other = IOTHREAD if _IOTHREAD_NAME.match(thread.name) else EMULATOR
+        yield SeenThread(VCPU if thread.tid in index else other, index.get(thread.tid), thread)
 
 
 def _role_by_name(process: _Process, thread: ThreadStatus, root: str) -> str:

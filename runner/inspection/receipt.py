@@ -10,7 +10,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import UsageError
 from runner.host.procfs import ProcessStatus
-from runner.inspection.sighting import ANCHOR, EMULATOR, RUNNER, VCPU
+from runner.inspection.sighting import ANCHOR, EMULATOR, IOTHREAD, RUNNER, VCPU
 
 VERSION = 1
 DNSMASQ = "dnsmasq"
@@ -28,6 +28,8 @@ class Roles:
     """pid → role and name; QEMU's role is ``emulator``."""
     vcpus: Mapping[int, int]
     """tid → vCPU index."""
+    iothreads: frozenset[int]
+    """The tids of threads that serve disks."""
 
     @property
     def runner(self) -> int | None:
@@ -67,6 +69,7 @@ def parse_receipt(text: str, source: str) -> Roles:
             cpus=CpuSet.parse(document["instance_cpus"]),
             instance_cgroup=(document.get("cgroups") or {}).get("instance") or "",
             processes=processes,
+            iothreads=frozenset(thread["tid"] for thread in document["threads"] if thread["role"] == IOTHREAD),
             vcpus={thread["tid"]: thread["vcpu"] for thread in document["threads"] if thread["role"] == VCPU},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

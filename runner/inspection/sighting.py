@@ -11,6 +11,7 @@ from runner.host.procfs import ThreadStatus
 
 ANCHOR = "anchor"
 EMULATOR = "emulator"
+IOTHREAD = "iothread"
 OTHER = "other"
 RUNNER = "runner"
 SANDBOX = "sandbox"
@@ -29,7 +30,8 @@ class SeenThread:
     """One thread and what it is for."""
 
     role: str
-    """``runner``, ``anchor``, ``dnsmasq``, ``virtiofsd``, ``emulator``, ``vcpu``; ``sandbox`` (a pod's ``pause``), ``other``."""
+    """``runner``, ``anchor``, ``dnsmasq``, ``virtiofsd``, ``emulator``, ``iothread``, ``vcpu``;
+    ``sandbox`` (a pod's ``pause``), ``other``."""
     vcpu: int | None
     """The vCPU's index, where it is known."""
     thread: ThreadStatus

@@ -5,31 +5,34 @@ The order of the lines in :func:`run_instance` is the order of the start, and re
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
 
-import attrs
 import trio
 
-from runner.errors import Status
+from runner.errors import HostError, Status, explain
 from runner.host import files
+from runner.host.sockets import listening
 from runner.instance.console import console_shown
+from runner.instance.display import display_shown
 from runner.instance.host import Host, StopRequestedError, first_of
-from runner.instance.machine import Ended, Machine, Wiring, paused_machine, started_within
+from runner.instance.machine import Ended, Machine, Wiring, agent_line, paused_machine, started_within
 from runner.instance.memory import guest_memory
-from runner.instance.placement import Receipt, confined, read_again
+from runner.instance.placement import Receipt, confined
+from runner.instance.receipts import RECEIPT, Receipts, machine_threads
 from runner.instance.seats import Seat, placed
 from runner.instance.services import Shares, anchored, death_of, dhcp_served, networked, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
 
-RECEIPT, READY = "receipt.json", "ready"
-"""Files in the state directory, there while the guest runs."""
+READY = "ready"
+"""A file in the state directory, there while the guest runs."""
+CONTROL_SOCKET = "control.sock"
+"""Beside it."""
 
 CAUSE_WITHIN = 0.2
 """Seconds within which QEMU's death shows when a daemon has ended because of it."""
@@ -51,12 +54,15 @@ async def run_instance(plan: InstancePlan, host: Host, show: Callable[[bytes], N
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, show, directory) as console,
-            paused_machine(host, plan, Wiring(ram, taps, shares, console), seat.birthplace) as machine,
-            _receipted(host, plan, seat, machine) as receipt,
+            agent_line(plan.machine.guest) as agent,
+            paused_machine(host, plan, Wiring(ram, taps, shares, console, agent), seat.birthplace) as machine,
+            _receipted(host, plan, seat, machine) as receipts,
+            display_shown(host, machine, directory, vnc=plan.machine.vnc),
+            _controlled(host, plan, directory, machine, receipts),
         ):
             await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
             log.info("the guest runs")
-            with _ready(host, plan.state_directory, partial(read_again, host, receipt, machine.process)):
+            with _ready(host, plan.state_directory, receipts.read):
                 why = await _wait_for_the_end(host, machine, shares)
             return await _powered_down(plan.shutdown, machine, why)
     except StopRequestedError:
@@ -103,28 +109,50 @@ async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machine) -> AsyncIterator[Receipt]:
+async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machine) -> AsyncIterator[Receipts]:
     """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
-    vcpus = await started_within(plan.patience, lambda: host.unless_stopped(machine.vcpu_threads))
-    receipt = confined(host, seat, plan.placement, machine.process, vcpus)
-    for line in receipt.table():
+    threads = await started_within(plan.patience, lambda: host.unless_stopped(partial(machine_threads, machine, plan)))
+    receipts = Receipts(host, plan, machine, threads, confined(host, seat, plan.placement, threads))
+    for line in receipts.receipt.table():
         log.info("placement: %s", line)
-    path = plan.state_directory / RECEIPT
-    who = {"instance": plan.name, "pod": attrs.asdict(plan.pod)}
-    files.publish(path, json.dumps({**receipt.to_json(), **who}, indent=1).encode() + b"\n")
+    receipts.publish()
     try:
         async with host.observed(seat.settle):
-            yield receipt
+            yield receipts
     finally:
         with host.faults.recorded("remove the receipt"):
-            files.remove(path)
+            files.remove(plan.state_directory / RECEIPT)
+
+
+@asynccontextmanager
+async def _controlled(
+    host: Host, plan: InstancePlan, directory: int, machine: Machine, receipts: Receipts
+) -> AsyncIterator[None]:
+    """Hold the control socket; what serves it is imported when somebody asks for the first time."""
+    with listening(directory, CONTROL_SOCKET) as listener:
+
+        async def serve() -> None:
+            await trio.lowlevel.wait_readable(listener)
+            from runner.instance.control import accept
+            from runner.instance.live import LiveDisks
+
+            await accept(listener, LiveDisks(plan, machine.monitor, machine.disk_news, receipts.verify))
+
+        async with host.observed(serve):
+            yield
 
 
 @contextmanager
 def _ready(host: Host, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
     """Say to whoever asks that the guest runs and nobody wants it to end: by a file, and by the pages."""
     path = directory / READY
-    files.publish(path, b"")
+    try:
+        files.publish(path, b"")
+    except HostError as error:  # no reason to end a guest that runs
+        log.warning("%s", explain(error))
+        with host.standing.running(read):
+            yield
+        return
     try:
         with host.standing.running(read):
             yield

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import PurePosixPath
 from typing import TypeVar
 
 import attrs
@@ -12,14 +14,18 @@ import trio
 
 from runner.errors import HostError, Status, explain
 from runner.host import files
+from runner.host.devices import vhost_vsock
 from runner.host.processes import Command, Process, stop_bound
 from runner.host.qmp import Event, Monitor, MonitorError, VcpuThread
 from runner.host.sockets import Socket, connected_pair
+from runner.instance import disks
 from runner.instance.host import Host, first_of
 from runner.instance.memory import MBIND_REMEDY
 from runner.instance.services import Shares, Tap, death_of
 from runner.plan.argv import Descriptors, qemu_argv
+from runner.plan.firmware import VariablesPlan
 from runner.plan.fitness import too_old
+from runner.plan.guest import GuestPlan
 from runner.plan.instance import FilePlan, InstancePlan, MachinePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
@@ -32,6 +38,27 @@ PRESSED_EVERY = 1.0
 EXITS_WITHIN = 1.0
 """Seconds between the end of the QMP conversation and QEMU's exit, when it is QEMU that ends."""
 
+AGENT_ANSWERS_WITHIN = 1.0
+"""Seconds an agent in the guest may take to answer before the guest's power button is pressed instead."""
+
+
+@attrs.frozen
+class AgentLine:
+    """Both ends of the guest agent's channel, if it has one."""
+
+    ours: Socket | None = None
+    theirs: Socket | None = None
+
+
+@asynccontextmanager
+async def agent_line(guest: GuestPlan) -> AsyncIterator[AgentLine]:
+    """Hold the guest agent's channel; nobody reads it until the guest is to go."""
+    if not guest.agent:
+        yield AgentLine()
+        return
+    with connected_pair("the guest agent") as (ours, theirs):
+        yield AgentLine(ours, theirs)
+
 
 @attrs.frozen
 class Wiring:
@@ -41,10 +68,13 @@ class Wiring:
     taps: Sequence[Tap]
     shares: Shares
     console: Socket
+    agent: AgentLine
 
     def let_go(self) -> None:
         """Close our copies."""
         self.console.close()
+        if self.agent.theirs is not None:
+            self.agent.theirs.close()
         for each in self.ram:
             each.close()
         for tap in self.taps:
@@ -71,13 +101,25 @@ _REASONS = {
 """The guest's own reasons among ``ShutdownCause`` (``qapi/run-state.json``); every other one is QEMU's or ours."""
 
 
+_HUNG = Ended(Status.GUEST_HUNG, "the guest hung: it fed its watchdog no more")
+
+
 class Machine:
     """One QEMU that has greeted."""
 
-    def __init__(self, process: Process, monitor: Monitor) -> None:
+    def __init__(self, process: Process, monitor: Monitor, agent: Socket | None) -> None:
         self.process = process
+        self.disk_news = disks.DiskNews()
         self._monitor = monitor
+        self._agent = agent
+        self._agent_listens = False
+        """What QEMU said last of the agent's port: whether a program in the guest has it open."""
         self._end: Ended | None = None
+
+    @property
+    def monitor(self) -> Monitor:
+        """The conversation with QEMU; its events are heard by :meth:`ended` alone."""
+        return self._monitor
 
     async def greeted(self) -> str:
         """Wait for QEMU to greet, and return its version, or say what it said instead."""
@@ -96,9 +138,21 @@ class Machine:
         """Return the vCPUs' threads by index."""
         return await self._monitor.vcpu_threads()
 
+    async def iothreads(self) -> dict[int, str]:
+        """Return the iothreads' ids by thread."""
+        return await self._monitor.iothreads()
+
     async def resume(self) -> None:
         """Let the guest run."""
         await self._monitor.execute("cont")
+
+    async def show(self, connection: int) -> None:
+        """Have QEMU's VNC server serve the descriptor *connection*, which stays the caller's to close.
+
+        Whoever may open our socket may see the guest: nobody is asked for a password.
+        """
+        await self._monitor.execute("getfd", {"fdname": "vnc"}, passing=(connection,))
+        await self._monitor.execute("add_client", {"protocol": "vnc", "fdname": "vnc", "skipauth": True})
 
     async def ended(self) -> Ended:
         """Return why the guest does not run any more, as soon as that is so."""
@@ -108,7 +162,12 @@ class Machine:
         try:
             # Remembered, because QEMU says it once and whoever hears it may have been given up on in that very moment.
             while self._end is None:
-                self._end = _meaning(await self._monitor.event())
+                event = await self._monitor.event()
+                if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
+                    self._agent_listens = event.data.get("open") is True
+                    log.info("the guest agent %s", "is there" if self._agent_listens else "has gone")
+                self.disk_news.hear(event)
+                self._end = _meaning(event)
         except MonitorError as error:
             with trio.move_on_after(EXITS_WITHIN):
                 return await self._exited()
@@ -125,7 +184,7 @@ class Machine:
         Returns with ``STOPPED`` if it did, ``FORCED_OFF`` if its time ran out, else what became of it instead.
         """
         with trio.move_on_after(plan.power_down):
-            ended = await first_of(self.ended, self._press_power_button)
+            ended = await first_of(self.ended, partial(self._ask_to_power_down, plan.power_down / 2))
             # It went down because we asked; a reboot is its way to say so when the button means reboot to it.
             if ended.status in {Status.GUEST_SHUTDOWN, Status.GUEST_RESET}:
                 return Ended(Status.STOPPED, "the guest powered down when asked to")
@@ -134,10 +193,15 @@ class Machine:
             Status.FORCED_OFF, f"the guest did not power down within {plan.power_down:g} s and was switched off"
         )
 
-    async def _press_power_button(self) -> Ended:
-        """Press for ever; a QEMU that does not answer is pressed no more, because its reply may never come."""
+    async def _ask_to_power_down(self, patience: float) -> Ended:
+        """Ask the agent, which gets *patience* seconds if it is there, then press the power button for ever.
+
+        A QEMU that does not answer is pressed no more, because its reply may never come.
+        """
         try:
             await self._monitor.execute("set-action", {"reboot": "shutdown"})
+            if self._agent is not None and self._agent_listens:
+                await _told_by_agent(self._agent, patience)
             while True:
                 await self._monitor.execute("system_powerdown")
                 await trio.sleep(PRESSED_EVERY)
@@ -162,6 +226,26 @@ class Machine:
         return await self.process.wait()
 
 
+async def _told_by_agent(line: Socket, patience: float) -> None:
+    """Have the agent shut the guest down; returns when that is refused or has not ended the guest within *patience* seconds.
+
+    The guest is not trusted: an agent that does not answer costs :data:`AGENT_ANSWERS_WITHIN` seconds.
+    """
+    from runner.host.agent import AgentError, GuestAgent  # here, because most of its life an instance does not need it
+
+    agent = GuestAgent(line)
+    try:
+        with trio.fail_after(min(AGENT_ANSWERS_WITHIN, patience)):
+            await agent.ping()
+        log.info("the guest agent is asked to shut the guest down")
+        with trio.fail_after(patience):
+            log.warning("the guest agent refuses to shut the guest down: %s", await agent.shut_down())
+    except trio.TooSlowError:
+        log.warning("the guest agent does nothing; pressing the power button")
+    except AgentError as error:
+        log.warning("%s", explain(error))
+
+
 def _meaning(event: Event) -> Ended | None:
     """Return what *event* says about the guest's end, if anything."""
     if event.name == "SHUTDOWN":
@@ -171,6 +255,9 @@ def _meaning(event: Event) -> Ended | None:
         )
     if event.name == "GUEST_PANICKED":
         return _REASONS["guest-panic"]
+    if event.name == "WATCHDOG":
+        log.warning("the guest's watchdog was not fed action=%s", event.data.get("action"))
+        return _HUNG if event.data.get("action") == "pause" else None
     if event.name == "RESET":
         log.info("the guest was reset reason=%s", event.data.get("reason"))
     return None
@@ -186,8 +273,8 @@ async def paused_machine(
     of its memory when it greets, if the plan says so: a page is charged to the group that touches it first, for ever.
     """
     with connected_pair("QMP") as (ours, theirs):
-        process = _spawn(host, plan.machine, theirs, wiring, birthplace)
-        machine = Machine(process, Monitor(ours))
+        process = _spawn(host, plan.machine, plan.state_directory, theirs, wiring, birthplace)
+        machine = Machine(process, Monitor(ours), wiring.agent.ours)
         try:
             theirs.close()
             wiring.let_go()
@@ -211,7 +298,9 @@ async def started_within(patience: float, step: Callable[[], Awaitable[T]]) -> T
         raise HostError(f"cannot start QEMU: it has said nothing on QMP for {patience:g} s") from None
 
 
-def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplace: int | None) -> Process:
+def _spawn(
+    host: Host, plan: MachinePlan, directory: PurePosixPath, qmp: Socket, wiring: Wiring, birthplace: int | None
+) -> Process:
     """Start QEMU with a copy of everything it needs, and hold none of it afterwards."""
     with ExitStack() as held:
 
@@ -221,9 +310,12 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplac
         named = {"kernel": plan.kernel, "initrd": plan.initrd, "firmware": plan.firmware}
         numbers = {name: file(found) for name, found in named.items() if found is not None}
         if plan.firmware_vars is not None:
-            numbers["firmware-vars"] = held.enter_context(files.opened(plan.firmware_vars, write=True))
-        for index, disk in enumerate(plan.disks):
-            numbers[f"disk{index}"] = held.enter_context(files.opened(disk.path, write=not disk.read_only))
+            numbers["firmware-vars"] = held.enter_context(_variables(plan.firmware_vars))
+        if plan.seed is not None:
+            numbers["seed"] = held.enter_context(files.filled_memory("cloud-init seed", plan.seed.image()))
+        vsock = plan.guest.vsock
+        for disk in plan.disks:
+            numbers |= held.enter_context(disks.opened(disk, directory))
         descriptors = Descriptors(
             qmp=qmp.fileno(),
             console=wiring.console.fileno(),
@@ -232,9 +324,28 @@ def _spawn(host: Host, plan: MachinePlan, qmp: Socket, wiring: Wiring, birthplac
             taps=tuple(tap.tap.number for tap in wiring.taps),
             vhosts=tuple(None if tap.vhost is None else tap.vhost.number for tap in wiring.taps),
             shares=tuple(connection.fileno() for connection in wiring.shares.sockets),
+            agent_line=None if wiring.agent.theirs is None else wiring.agent.theirs.fileno(),
+            vhost_vsock=None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact)),
         )
+        if descriptors.vhost_vsock is not None:
+            log.info("the guest's vsock context identifier is %d", descriptors.vhost_vsock[1])
         command = Command("qemu", tuple(qemu_argv(plan, descriptors)), descriptors.numbers(), entering=birthplace)
         user = plan.user
         if user.uid != 0:
             command = attrs.evolve(command, uid=user.uid, gid=user.gid, groups=user.groups)
         return host.processes.spawn(command)
+
+
+@contextmanager
+def _variables(plan: VariablesPlan) -> Iterator[int]:
+    """Hold the firmware's variable store, which is made now if it is missing."""
+    if plan.path is None:
+        assert plan.template is not None  # noqa: S101 - one that is forgotten is made anew each time
+        with files.copied(plan.template, write=True) as store:
+            yield store
+        return
+    if plan.template is not None:
+        files.copy_new(plan.template, plan.path)
+        log.info("made the firmware's variable store %s", plan.path)
+    with files.opened(plan.path, write=True) as store:
+        yield store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import attrs
 
@@ -24,7 +24,7 @@ class PlacedThread:
     """A line of the receipt."""
 
     role: str
-    """``runner``, ``anchor``, ``dnsmasq``, ``virtiofsd``, ``emulator`` (QEMU's own threads) or ``vcpu``."""
+    """``runner``, ``anchor``, ``dnsmasq``, ``virtiofsd``, ``emulator`` (QEMU's own threads), ``iothread`` or ``vcpu``."""
     vcpu: int | None
     """The vCPU's index."""
     thread: ThreadStatus
@@ -97,43 +97,57 @@ class Receipt:
         return aligned(rows)
 
 
-def confined(host: Host, seat: Seat, placement: Placement, machine: Process, vcpus: Sequence[VcpuThread]) -> Receipt:
+@attrs.frozen
+class MachineThreads:
+    """QEMU, and which of its threads do what."""
+
+    process: Process
+    vcpus: Sequence[VcpuThread]
+    iothreads: Container[int] = ()
+    """Their numbers."""
+
+
+def confined(host: Host, seat: Seat, placement: Placement, machine: MachineThreads) -> Receipt:
     """Give every vCPU thread its CPU, read every thread of ours back from the kernel, and return what was read.
 
     Raises :exc:`~runner.errors.PlacementError` when anything is not as the plan wants it.
     """
+    vcpus = machine.vcpus
     if len(vcpus) != len(placement.pins) or len({vcpu.tid for vcpu in vcpus}) != len(vcpus):
         raise PlacementError(
             f"cannot pin the vCPUs: QEMU has {len(vcpus)} vCPU threads for {len(placement.pins)} CPUs '{placement.cpus}'"
         )
-    seat.admit(machine.pid)
+    seat.admit(machine.process.pid)
     # First into the group, then onto the CPU: entering a group that has not the CPUs of the mask undoes the mask.
     for vcpu in vcpus:
         seat.confine(vcpu.tid)
     for vcpu, cpu in zip(vcpus, placement.pins, strict=True):
         pin(vcpu.tid, CpuSet([cpu]))
-    index = {vcpu.tid: vcpu.index for vcpu in vcpus}
-    receipt = Receipt(placement, seat.groups, tuple(_read_back(host, machine, index)))
+    return checked(read_again(host, Receipt(placement, seat.groups, ()), machine))
+
+
+def checked(receipt: Receipt) -> Receipt:
+    """Return *receipt*. Raises :exc:`~runner.errors.PlacementError` when anything is not as the plan wants it."""
     violations = list(receipt.violations())
     if violations:
         raise PlacementError("cannot place the threads: " + "; ".join(violations))
     return receipt
 
 
-def read_again(host: Host, receipt: Receipt, machine: Process) -> Receipt:
+def read_again(host: Host, receipt: Receipt, machine: MachineThreads) -> Receipt:
     """Return what the kernel says now of the instance of *receipt*: all threads it has now."""
-    index = {each.thread.tid: each.vcpu for each in receipt.threads if each.vcpu is not None}
-    return attrs.evolve(receipt, threads=tuple(_read_back(host, machine, index)))
+    return attrs.evolve(receipt, threads=tuple(_read_back(host, machine)))
 
 
-def _read_back(host: Host, machine: Process, index: Mapping[int, int]) -> Iterator[PlacedThread]:
+def _read_back(host: Host, machine: MachineThreads) -> Iterator[PlacedThread]:
+    index = {vcpu.tid: vcpu.index for vcpu in machine.vcpus}
     for thread in host.procfs.threads(os.getpid()):
         yield PlacedThread("runner", None, thread)
     for process in host.processes:
         for thread in host.procfs.threads(process.pid):
-            if process is not machine:
+            if process is not machine.process:
                 yield PlacedThread(process.role, None, thread)
             elif thread.tid in index:
                 yield PlacedThread("vcpu", index[thread.tid], thread)
             else:
-                yield PlacedThread("emulator", None, thread)
+                yield PlacedThread("iothread" if thread.tid in machine.iothreads else "emulator", None, thread)

@@ -6,6 +6,7 @@ person pastes the command into a terminal (:class:`Paths`). The rest of its comm
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
 from ipaddress import IPv4Network
@@ -15,6 +16,8 @@ from typing import Protocol
 import attrs
 
 from runner.cpuset import CpuSet
+from runner.plan.disk_nodes import block_nodes, disk_device, slot
+from runner.plan.disks import DiskPlan
 from runner.plan.facts import Route
 from runner.plan.instance import DhcpPlan, InstancePlan, MachinePlan, NetworkPlan, Placement, SharePlan
 from runner.plan.memory import TRANSLATED
@@ -24,6 +27,14 @@ SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=de
 """QEMU's seccomp sandbox."""
 FIRST_BRIDGE, LAST_BUS = 64, 256
 """PCI bus numbers: those below are for what is nobody's in particular, the others are divided among NUMA nodes."""
+
+SEED = "seed.iso"
+
+WATCHDOG_ACTIONS = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
+"""Of ``guest.watchdog``; QEMU's own ``poweroff`` is an exit without a word, so we end what it has paused."""
+
+FIRST_CHASSIS = 128
+"""Of the root ports for disks; 0 to 255 are possible."""
 
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
@@ -53,6 +64,15 @@ class Endpoints(Protocol):
     def share(self, index: int) -> str:
         """Return the chardev properties of share *index*."""
 
+    def agent(self) -> str:
+        """Return the chardev properties of the guest agent's channel."""
+
+    def vsock(self) -> str:
+        """Return the device properties of the vsock device."""
+
+    def screen(self) -> Iterator[str]:
+        """Yield the options of the VNC server."""
+
 
 @attrs.frozen
 class Descriptors:
@@ -66,11 +86,17 @@ class Descriptors:
     taps: tuple[int, ...] = ()
     vhosts: tuple[int | None, ...] = ()
     shares: tuple[int, ...] = ()
+    agent_line: int | None = None
+    vhost_vsock: tuple[int, int] | None = None
+    """The descriptor and its context identifier."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return every descriptor, to be passed on."""
         vhosts = (number for number in self.vhosts if number is not None)
-        return (self.qmp, self.console, *self.ram, *self.files.values(), *self.taps, *vhosts, *self.shares)
+        agent = () if self.agent_line is None else (self.agent_line,)
+        vsock = () if self.vhost_vsock is None else self.vhost_vsock[:1]
+        files = self.files.values()
+        return (self.qmp, self.console, *self.ram, *files, *self.taps, *vhosts, *self.shares, *agent, *vsock)
 
     def monitor(self) -> Iterator[str]:
         """See :class:`Endpoints`."""
@@ -100,6 +126,19 @@ class Descriptors:
         """See :class:`Endpoints`."""
         return f"fd={self.shares[index]}"
 
+    def agent(self) -> str:
+        """See :class:`Endpoints`."""
+        return f"fd={self.agent_line}"
+
+    def vsock(self) -> str:
+        """See :class:`Endpoints`."""
+        number, cid = self.vhost_vsock or (-1, 0)
+        return f"guest-cid={cid},vhostfd={number}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`: it listens nowhere, and is given connections (QMP ``add_client``)."""
+        yield from ("-vnc", "none")
+
 
 @attrs.frozen
 class Paths:
@@ -126,10 +165,14 @@ class Paths:
     def image(self, name: str) -> tuple[list[str], str]:
         """See :class:`Endpoints`."""
         machine = self.plan.machine
-        paths: dict[str, PurePosixPath | None] = {f"disk{index}": disk.path for index, disk in enumerate(machine.disks)}
+        paths: dict[str, PurePosixPath | None] = {}
+        for disk in machine.disks:
+            paths[disk.name] = disk.path if disk.overlay is None else _overlay(self.plan, disk)
+            paths |= {below: layer.path for below, layer in disk.below()}
         paths["firmware"] = None if machine.firmware is None else machine.firmware.path
-        paths["firmware-vars"] = machine.firmware_vars
-        return [], _comma(str(paths[name]))
+        paths["firmware-vars"] = _variables_path(self.plan)
+        paths["seed"] = self.plan.state_directory / SEED
+        return [], str(paths[name])
 
     def tap(self, index: int) -> str:
         """See :class:`Endpoints`."""
@@ -140,14 +183,36 @@ class Paths:
         """See :class:`Endpoints`."""
         return f"path={_comma(str(_share_socket(self.plan, index)))}"
 
+    def agent(self) -> str:
+        """See :class:`Endpoints`: any program may connect there."""
+        return f"path={_comma(str(self.plan.state_directory / 'agent.sock'))},server=on,wait=off"
+
+    def vsock(self) -> str:
+        """See :class:`Endpoints`."""
+        vsock = self.plan.machine.guest.vsock
+        return f"guest-cid={0 if vsock is None else vsock.cid}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`."""
+        yield from ("-vnc", f"unix:{_comma(str(self.plan.state_directory / 'vnc.sock'))}")
+
 
 def _comma(value: str) -> str:
     """Escape *value* for QEMU's ``key=value,…`` syntax, where a comma is written twice."""
     return value.replace(",", ",,")
 
 
+def _overlay(plan: InstancePlan, disk: DiskPlan) -> PurePosixPath:
+    return plan.state_directory / f"{disk.name}.qcow2"
+
+
 def _share_socket(plan: InstancePlan, index: int) -> PurePosixPath:
     return plan.state_directory / f"share{index}.sock"
+
+
+def _variables_path(plan: InstancePlan) -> PurePosixPath | None:
+    variables = plan.machine.firmware_vars
+    return None if variables is None else variables.path or plan.state_directory / "firmware-vars.fd"
 
 
 def qemu_argv(machine: MachinePlan, endpoints: Endpoints, *, paused: bool = True) -> list[str]:
@@ -174,33 +239,31 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         if present is not None
     )
     ram = ",memory-backend=ram" if len(machine.topology.numa_nodes) == 1 else ""
-    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{flash}")
+    secure = ",smm=on" if machine.secure_boot else ""
+    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{secure}{flash}")
+    if machine.secure_boot:
+        yield from ("-global", "driver=cfi.pflash01,property=secure,value=on")
+        # OVMF with SMM cannot resume, and refuses to start where it might
+        yield from ("-global", "ICH9-LPC.disable_s3=1")
     yield from ("-accel", "kvm" if machine.accel == "kvm" else f"tcg,thread=multi,tb-size={TRANSLATED // MIB}")
     yield from ("-cpu", machine.cpu_model)
     yield from _topology(machine, endpoints)
+    # Ticks of the clock that the guest missed are given to it later, instead of leaving it behind.
+    yield from ("-rtc", f"base={machine.guest.clock},clock=host,driftfix=slew")
     yield from endpoints.monitor()
     yield from ("-serial", "chardev:console")
     yield from ("-device", "pvpanic-pci")
     yield from _boot(machine, endpoints)
-    for index, disk in enumerate(machine.disks):
-        name = f"disk{index}"
-        first, filename = endpoints.image(name)
-        yield from first
-        # auto-read-only would reopen the file, which an inherited descriptor cannot be.
-        mode = f"read-only={'on' if disk.read_only else 'off'},auto-read-only=off"
-        yield from ("-blockdev", f"driver=file,node-name={name}-file,filename={filename},{mode}")
-        yield from ("-blockdev", f"driver={disk.format},node-name={name},file={name}-file,{mode}")
-        serial = "" if disk.serial is None else f",serial={disk.serial}"
-        # A kernel started directly is boot index 0 itself, and the disks are not booted from.
-        boot = f",bootindex={index}" if machine.kernel is None else ""
-        yield from ("-device", f"virtio-blk-pci,drive={name}{boot}{serial}")
+    yield from _disks(machine, endpoints)
     for index, network in enumerate(machine.networks):
         yield from ("-netdev", f"tap,id=net{index},{endpoints.tap(index)}")
         yield from ("-device", f"virtio-net-pci,netdev=net{index},mac={network.mac},host_mtu={network.mtu},romfile=")
     for index, share in enumerate(machine.shares):
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
+    yield from _guest_devices(machine, endpoints)
     yield from _bridges(len(machine.topology.numa_nodes))
+    yield from _slots(machine.slots)
 
 
 def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
@@ -264,11 +327,59 @@ def _bridges(numa_nodes: int) -> Iterator[str]:
             yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
 
 
+def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield what serves the guest; after disks and networks, whose PCI addresses shall not depend on it."""
+    guest = machine.guest
+    # Without it a guest may wait for entropy at its first boot; it takes from getrandom(2), and no path.
+    yield from ("-object", "rng-builtin,id=rng")
+    yield from ("-device", "virtio-rng-pci,rng=rng")
+    if guest.agent:
+        yield from ("-device", "virtio-serial-pci,id=serial")
+        yield from ("-chardev", f"socket,id=agent,{endpoints.agent()}")
+        yield from ("-device", "virtserialport,bus=serial.0,chardev=agent,id=agent,name=org.qemu.guest_agent.0")
+    if guest.vsock is not None:
+        yield from ("-device", f"vhost-vsock-pci,{endpoints.vsock()}")
+    if guest.watchdog is not None:
+        yield from ("-device", "i6300esb")
+        yield from ("-action", f"watchdog={WATCHDOG_ACTIONS[guest.watchdog]}")
+    if machine.vnc:
+        yield from endpoints.screen()
+        yield from ("-device", "VGA")
+    if machine.seed is not None:
+        yield from _node("seed", endpoints, read_only=True)
+        yield from ("-device", "virtio-blk-pci,drive=seed,serial=cidata")
+
+
+def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield disks as JSON, which says what ``key=value`` has no words for: that below an image there is nothing."""
+    names: dict[str, str] = {}
+    for index, disk in enumerate(machine.disks):
+        for name in (disk.name, *(below for below, _ in disk.below())):
+            first, names[name] = endpoints.image(name)
+            yield from first
+        for node in block_nodes(disk, names.__getitem__):
+            yield from ("-blockdev", json.dumps(node))
+        if disk.iothread:
+            yield from ("-object", f"iothread,id={disk.name}")
+        # A kernel started directly is boot index 0 itself, and the disks are not booted from.
+        device = disk_device(disk, boot_index=index if machine.kernel is None else None)
+        yield from ("-device", json.dumps(device))
+
+
+def _slots(number: int) -> Iterator[str]:
+    """Yield root ports for disks that are attached later: the ports of pcie.0 itself take nothing while the guest runs.
+
+    They come last for the reason of the bridges. Chassis and slot must differ from those of every other root port.
+    """
+    for each in range(number):
+        yield from ("-device", f"pcie-root-port,id={slot(each)},bus=pcie.0,chassis={FIRST_CHASSIS + each},slot={each}")
+
+
 def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     if machine.firmware is not None:
-        yield from _flash("firmware", endpoints, read_only=True)
+        yield from _node("firmware", endpoints, read_only=True)
     if machine.firmware_vars is not None:
-        yield from _flash("firmware-vars", endpoints, read_only=False)
+        yield from _node("firmware-vars", endpoints, read_only=False)
     if machine.kernel is not None:
         yield from ("-kernel", endpoints.file("kernel"))
         if machine.initrd is not None:
@@ -277,8 +388,10 @@ def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             yield from ("-append", machine.cmdline)
 
 
-def _flash(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
-    first, filename = endpoints.image(name)
+def _node(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
+    """Yield a raw block device of QEMU's that is a file of ours."""
+    first, path = endpoints.image(name)
+    filename = _comma(path)
     yield from first
     mode = f"read-only={'on' if read_only else 'off'},auto-read-only=off"
     yield from ("-blockdev", f"driver=file,node-name={name}-file,filename={filename},{mode}")
@@ -384,8 +497,27 @@ _FLAGS = frozenset(
         "-overcommit",
     }
     | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
+    | {"-rtc", "-global", "-action", "-vnc"}
 )
 """Options that begin a line of the script; a value may begin with a dash, too."""
+
+
+def _made_first(plan: InstancePlan) -> Iterator[str]:
+    """Yield the commands that make what our program holds in memory, or makes when it is missing."""
+    machine, directory = plan.machine, shlex.quote(str(plan.state_directory))
+    if machine.guest.agent or machine.vnc or machine.seed is not None or machine.firmware_vars is not None:
+        yield f"mkdir -p {directory}"
+    if machine.firmware_vars is not None and machine.firmware_vars.template is not None:
+        yield shlex.join(("cp", "-n", str(machine.firmware_vars.template), str(_variables_path(plan))))
+    if machine.seed is not None:
+        import base64  # here, because no instance needs them
+        import zlib
+
+        packer = zlib.compressobj(wbits=31)  # gzip
+        packed = base64.b64encode(packer.compress(machine.seed.image()) + packer.flush()).decode()
+        yield f"base64 -d <<'END' | gzip -d >{shlex.quote(str(plan.state_directory / SEED))}"
+        yield from (packed[start : start + 100] for start in range(0, len(packed), 100))
+        yield "END"
 
 
 def pasteable(plan: InstancePlan) -> str:
@@ -396,8 +528,13 @@ def pasteable(plan: InstancePlan) -> str:
     lines = [
         "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
     ]
-    if plan.shares:
+    lines += _made_first(plan)
+    overlays = [(disk, disk.overlay) for disk in plan.machine.disks if disk.overlay is not None]
+    if plan.shares or overlays:
         lines.append(f"mkdir -p {shlex.quote(str(plan.state_directory))}")
+    for disk, overlay in overlays:
+        path = shlex.quote(str(_overlay(plan, disk)))
+        lines.append(f"qemu-img create -q -f qcow2 {path} {overlay.size} && truncate -s {overlay.limit} {path}")
     for network in plan.networks:
         if network.pod is not None:
             lines.append(

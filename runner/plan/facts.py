@@ -6,6 +6,7 @@ import stat
 from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from pathlib import PurePosixPath
+from typing import Protocol
 
 import attrs
 
@@ -19,10 +20,16 @@ class ImageFact:
 
     format: str
     """``raw`` or ``qcow2``, by the file's first bytes."""
-    backing: str | None = None
-    """What other file it takes data from, in words: a qcow2 header may name a backing file or an external data file."""
+    size: int = 0
+    """Bytes the guest sees."""
+    backing: PurePosixPath | None = None
+    """The file it takes data from: the real path of what its header names, seen from the directory it lies in."""
+    backing_format: str | None = None
+    """What that file holds, as the header says; old images do not say it."""
     locked: bool = False
     """Another process holds QEMU's image lock for writing (``block/file-posix.c``: byte ranges 100 and 200)."""
+    trouble: str | None = None
+    """Why it cannot be used at all, in words: encryption, damage, an external data file."""
 
 
 @attrs.frozen
@@ -38,10 +45,37 @@ class FileFact:
     everyone_reads: bool = True
     """Whether its mode lets any user read it."""
     image: ImageFact | None = None
-    """Of a disk only."""
+    """Of a disk only, like the rest."""
+    direct: bool = False
+    """It can be read past the page cache (``O_DIRECT``): tried."""
+    sparse: bool = False
+    """A file with holes: writing to it may have to find room on the disk."""
+    sectors: tuple[int, int] = (512, 512)
+    """Bytes of a logical and of a physical block; of a block device the kernel's word."""
+
+    @property
+    def words(self) -> str:
+        """What it is, as the end of a sentence."""
+        if self.kind == "other" and self.trouble is not None:
+            return f"cannot be looked at ({self.trouble})"
+        return {
+            "file": "is a file",
+            "directory": "is a directory",
+            "block": "is a block device",
+            "character": "is a character device",
+        }.get(self.kind, "is something special")
 
 
 MISSING = FileFact("missing")
+
+
+@attrs.frozen
+class DocumentFact:
+    """A small file that the spec names, whole."""
+
+    content: bytes = attrs.field(default=b"", repr=False)
+    trouble: str | None = None
+    """Why it was not read."""
 
 
 @attrs.frozen
@@ -150,6 +184,26 @@ class Resolver:
     search: tuple[str, ...] = ()
 
 
+class DiskFacts(Protocol):
+    """What a disk's plan needs to know."""
+
+    @property
+    def files(self) -> Mapping[PurePosixPath, FileFact]:
+        """What was found at the paths of disks, and at those of the files their data comes from."""
+
+    @property
+    def io_uring_trouble(self) -> str | None:
+        """Why ``io_uring`` cannot be used."""
+
+
+@attrs.frozen
+class LateDiskFacts:
+    """What was read about a disk that is attached while the machine runs."""
+
+    files: Mapping[PurePosixPath, FileFact]
+    io_uring_trouble: str | None
+
+
 @attrs.frozen
 class HugeFact:
     """What this process may have of the huge pages of one size, beside what is free on each NUMA node."""
@@ -195,14 +249,19 @@ class HostFacts:
     virtiofsd: Virtiofsd | None = None
     virtiofsd_trouble: str = "not found"
     files: Mapping[PurePosixPath, FileFact] = attrs.field(factory=dict)
+    documents: Mapping[PurePosixPath, DocumentFact] = attrs.field(factory=dict)
     users: Mapping[str, User] = attrs.field(factory=dict)
     """The users asked about, those that exist."""
     kvm: Kvm = Kvm("not found")
+    io_uring_trouble: str | None = "it was not looked for"
+    """Why ``io_uring`` cannot be used; asked only when a disk names it."""
     cpu_vendor: str = ""
     """CPUID's vendor, such as ``GenuineIntel``; empty where the kernel does not say."""
     tun: bool = True
     """Whether /dev/net/tun may be used; asked only when there are networks."""
     vhost_net: bool = False
+    vhost_vsock: bool = False
+    """Asked only when the guest is to have a vsock device."""
     interfaces: Mapping[str, Interface] = attrs.field(factory=dict)
     """The interfaces asked about, those that exist."""
     resolver: Resolver = Resolver()

@@ -10,12 +10,15 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
+from runner.plan.disks import DiskPlan, plan_disk
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, Interface, PodName, Route, User, Virtiofsd
+from runner.plan.firmware import VariablesPlan, choose_firmware
 from runner.plan.fitness import (
     ASKING_FOR_LESS,
     CPU_TIME,
@@ -25,6 +28,7 @@ from runner.plan.fitness import (
     shared_cpus,
     too_little_time,
 )
+from runner.plan.guest import GuestPlan, plan_guest
 from runner.plan.memory import (
     PAGE_SIZE,
     RamPlan,
@@ -42,7 +46,6 @@ from runner.spec.instance import (
     LEAST_MEMORY,
     WHAT_LIMITS_LEAVE,
     Cpu,
-    Disk,
     InstanceSpec,
     Network,
     Share,
@@ -50,6 +53,9 @@ from runner.spec.instance import (
 )
 from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
 from runner.topology.placement import PinPolicy, all_cpus, choose_cpus, place
+
+if TYPE_CHECKING:
+    from runner.plan.cloud_init import SeedPlan
 
 PATIENCE = 60.0
 """Seconds QEMU may take to greet: it takes 0.1 s."""
@@ -133,16 +139,6 @@ class SharePlan:
 
 
 @attrs.frozen
-class DiskPlan:
-    """One virtio disk."""
-
-    path: PurePosixPath
-    format: str
-    read_only: bool
-    serial: str | None
-
-
-@attrs.frozen
 class FilePlan:
     """A file QEMU reads; *copied* into memory first when QEMU's user may not read it."""
 
@@ -169,10 +165,19 @@ class MachinePlan:
     initrd: FilePlan | None
     cmdline: str | None
     firmware: FilePlan | None
-    firmware_vars: PurePosixPath | None
+    firmware_vars: VariablesPlan | None
+    secure_boot: bool
+    """The firmware runs in System Management Mode, and nobody else writes its variables."""
     disks: tuple[DiskPlan, ...]
+    slots: int
+    """Root ports for disks that are attached later."""
     networks: tuple[NetworkPlan, ...]
     shares: tuple[SharePlan, ...]
+    guest: GuestPlan
+    seed: SeedPlan | None
+    """cloud-init's."""
+    vnc: bool
+    """It has a screen, and a VNC server that is handed its connections."""
     on_reboot: str
 
 
@@ -260,14 +265,20 @@ class _Planner:
         spec = self.spec
         networks = tuple(self.networks())
         shares = tuple(self.shares())
-        disks = tuple(self.disk(index, disk) for index, disk in enumerate(spec.disk))
+        disks = tuple(
+            plan_disk(f"disk{index}", disk, facts, f"disk[{index}]", self.refuse)
+            for index, disk in enumerate(spec.disk)
+        )
         qemu = self.program(facts.qemu, "", "qemu-system-x86_64", "qemu-system-x86")
         dhcp = tuple(self.dhcp(networks))
         sleep = self.program(facts.sleep, "", "sleep", "coreutils")
         kernel = self.file("boot.kernel", spec.boot.kernel, user)
         initrd = self.file("boot.initrd", spec.boot.initrd, user)
-        firmware = self.file("boot.firmware", spec.boot.firmware, user)
-        self.writable("boot.firmware_vars", spec.boot.firmware_vars)
+        chosen = choose_firmware(spec.boot, facts, self.refuse, self.remarks.append)
+        firmware = self.file("boot.firmware", chosen.code, user)
+        identity = spec.instance.uuid or spec.instance.name
+        guest = plan_guest(spec.guest, identity, facts, self.refuse)
+        seed = self.seed(networks)
         if placement is None or topology is None or qemu is None or sleep is None:
             return None
         return InstancePlan(
@@ -297,10 +308,15 @@ class _Planner:
                 initrd=initrd,
                 cmdline=spec.boot.cmdline,
                 firmware=firmware,
-                firmware_vars=spec.boot.firmware_vars,
+                firmware_vars=chosen.variables,
+                secure_boot=chosen.secure,
                 disks=disks,
+                slots=spec.hotplug.disks,
                 networks=networks,
                 shares=shares,
+                guest=guest,
+                seed=seed,
+                vnc=spec.display.vnc,
                 on_reboot=spec.shutdown.on_reboot,
             ),
             shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status),
@@ -603,7 +619,7 @@ class _Planner:
         if fact.kind != "directory":
             self.refuse(
                 where,
-                f"{str(share.path)!r} {_is(fact)}, not a directory"
+                f"{str(share.path)!r} {fact.words}, not a directory"
                 if fact is not MISSING
                 else f"{str(share.path)!r} does not exist",
             )
@@ -618,59 +634,21 @@ class _Planner:
         if fact.kind == "missing":
             self.refuse(where, f"{str(path)!r} does not exist")
         elif fact.kind != "file":
-            self.refuse(where, f"{str(path)!r} {_is(fact)}, not a file")
+            self.refuse(where, f"{str(path)!r} {fact.words}, not a file")
         elif fact.trouble is not None:
             self.refuse(where, f"cannot read {str(path)!r}: {fact.trouble}")
         return FilePlan(path, copied=not fact.everyone_reads and user.uid != 0)
 
-    def writable(self, where: str, path: PurePosixPath | None) -> None:
-        if path is None:
-            return
-        fact = self.fact(path)
-        if fact.kind != "file":
-            self.refuse(
-                where,
-                f"{str(path)!r} does not exist" if fact.kind == "missing" else f"{str(path)!r} {_is(fact)}, not a file",
-            )
-        elif fact.trouble is not None:
-            self.refuse(where, f"cannot write {str(path)!r}: {fact.trouble}")
+    def seed(self, networks: Iterable[NetworkPlan]) -> SeedPlan | None:
+        spec, facts = self.spec, self.facts
+        if spec.cloud_init is None:
+            return None
+        from runner.plan.cloud_init import plan_seed  # here, because most instances need none of it
 
-    def disk(self, index: int, disk: Disk) -> DiskPlan:
-        where, fact, name = f"disk[{index}]", self.fact(disk.path), repr(str(disk.path))
-        if fact.kind == "missing":
-            self.refuse(f"{where}.path", f"{name} does not exist")
-        elif fact.kind not in {"file", "block"}:
-            self.refuse(f"{where}.path", f"{name} {_is(fact)}, not a file or block device")
-        elif fact.trouble is not None:
-            remedy = "" if disk.read_only else "; set read_only = true if the guest shall not write"
-            self.refuse(f"{where}.path", f"cannot open {name}: {fact.trouble}{remedy}")
-        elif fact.image is not None:
-            if fact.image.format != disk.format:
-                self.refuse(f"{where}.format", f'is "{disk.format}", but {name} holds a {fact.image.format} image')
-            elif fact.image.backing is not None:
-                self.refuse(
-                    f"{where}.path",
-                    f"{name} needs {fact.image.backing}, which is not followed; flatten it with `qemu-img convert`",
-                )
-            elif fact.image.locked:
-                self.refuse(f"{where}.path", f"{name} is in use by another process (QEMU's image lock); stop it first")
-            elif disk.format == "raw" and (fact.size == 0 or fact.size % 512):
-                self.refuse(
-                    f"{where}.path",
-                    f"{name} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector",
-                )
-        return DiskPlan(disk.path, disk.format, disk.read_only, disk.serial)
-
-
-def _is(fact: FileFact) -> str:
-    if fact.kind == "other" and fact.trouble is not None:
-        return f"cannot be looked at ({fact.trouble})"
-    return {
-        "file": "is a file",
-        "directory": "is a directory",
-        "block": "is a block device",
-        "character": "is a character device",
-    }.get(fact.kind, "is something special")
+        # To cloud-init another id is another machine, whose keys and users it makes anew.
+        identity = spec.instance.uuid or facts.uid or spec.instance.name
+        macs = [network.mac for network in networks]
+        return plan_seed(spec.cloud_init, identity, spec.instance.name, macs, facts.documents, self.refuse)
 
 
 def derived_mac(identity: str, index: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from runner.plan.disks import disk_words
 from runner.plan.instance import InstancePlan, MachinePlan, NetworkPlan
 from runner.spec.document import format_size
 from runner.topology.guest import GuestTopology
@@ -45,7 +46,8 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     elif machine.firmware is not None:
         yield f"               starts the firmware {machine.firmware.path}"
     for disk in machine.disks:
-        yield f"               disk {disk.path}, {disk.format}, {'read-only' if disk.read_only else 'writable'}"
+        yield f"               disk {disk_words(disk)}"
+    yield from _beside(machine)
     yield from _guest(machine.topology)
     yield f"               {_ram(machine)}"
     pins = ", ".join(f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(placement.pins))
@@ -57,6 +59,32 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     )
     for remark in plan.remarks:
         yield f"  note: {remark}"
+
+
+def _beside(machine: MachinePlan) -> Iterator[str]:
+    variables, guest, seed = machine.firmware_vars, machine.guest, machine.seed
+    if variables is not None:
+        kept = "forgotten at the end" if variables.path is None else f"kept in {variables.path}"
+        made = "" if variables.template is None else f", at first a copy of {variables.template}"
+        yield f"               firmware variables {kept}{made}"
+    if seed is not None:
+        said = "your meta-data" if not seed.instance_id else f"instance-id {seed.instance_id}"
+        yield f"               cloud-init seed: {said}, user-data of {len(seed.user_data.content)} bytes"
+    vsock = (
+        None
+        if guest.vsock is None
+        else f"vsock {guest.vsock.cid}{'' if guest.vsock.exact else ' or the next free one'}"
+    )
+    watchdog = None if guest.watchdog is None else f"watchdog ({guest.watchdog})"
+    has = [
+        "entropy",
+        "guest agent's channel" if guest.agent else None,
+        "screen (VNC)" if machine.vnc else None,
+        vsock,
+        watchdog,
+        f"clock in {guest.clock}",
+    ]
+    yield f"               has {', '.join(each for each in has if each is not None)}; no balloon"
 
 
 def _guest(topology: GuestTopology) -> Iterator[str]:

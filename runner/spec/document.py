@@ -169,6 +169,58 @@ def path() -> Rule:
     return Rule("an absolute path", parse)
 
 
+def path_or(*words: str) -> Rule:
+    """Take an absolute path, or one of a few words."""
+
+    def parse(value: object) -> PurePosixPath | str:
+        if isinstance(value, str) and value in words:
+            return value
+        return cast("PurePosixPath", path().parse(value))
+
+    return Rule("an absolute path, or " + " or ".join(f'"{word}"' for word in words), parse)
+
+
+def integer_or(word: str, least: int, most: int) -> Rule:
+    """Take an integer between two bounds, both included, or a word."""
+
+    def parse(value: object) -> int | str:
+        return word if value == word else cast("int", integer(least, most).parse(value))
+
+    return Rule(f'"{word}", or an integer from {least} to {most}', parse)
+
+
+def document() -> Rule:
+    """Take a text of any number of lines, or the path of a file that holds one: what begins with a slash is a path."""
+
+    def parse(value: object) -> PurePosixPath | str:
+        if not isinstance(value, str) or not value or "\0" in value or not _encodable(value):
+            _wrong(value)
+        return PurePosixPath(value) if value.startswith("/") else value
+
+    return Rule("a text, or the absolute path of a file that holds it", parse)
+
+
+def documents() -> Rule:
+    """Take an array of texts or paths, as :func:`document` does."""
+
+    def parse(value: object) -> tuple[object, ...]:
+        if not isinstance(value, list):
+            _wrong(value)
+        return tuple(map(document().parse, value))
+
+    return Rule("an array of texts, or of absolute paths of files that hold them", parse)
+
+
+def paths() -> Rule:
+    """Take an array of absolute paths."""
+    one = path()
+
+    def parse(value: object) -> tuple[object, ...]:
+        return tuple(map(one.parse, value)) if isinstance(value, list) else _wrong(value)
+
+    return Rule("an array of absolute paths", parse)
+
+
 def _encodable(value: str) -> bool:
     try:
         value.encode()

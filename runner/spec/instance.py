@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from types import MappingProxyType
@@ -15,15 +16,20 @@ from runner.spec.document import (
     MIB,
     choice,
     cpu_set,
+    document,
+    documents,
     either,
     expanded,
     flag,
     format_size,
     integer,
+    integer_or,
     key,
     mac,
     parse_document,
     path,
+    path_or,
+    paths,
     rule_of,
     seconds,
     size,
@@ -181,11 +187,17 @@ class Boot:
     cmdline: str | None = key(
         text(), default=None, doc="its command line; `console=ttyS0` shows it on the serial console"
     )
-    firmware: PurePosixPath | None = key(
-        path(), default=None, doc="a firmware image mapped as flash, such as OVMF_CODE.fd; SeaBIOS without it"
+    firmware: PurePosixPath | str | None = key(
+        path_or("uefi", "uefi-secure"),
+        default=None,
+        doc='a firmware image mapped as flash, such as OVMF_CODE.fd; `"uefi"`: the one that is installed; `"uefi-secure"`: with '
+        "Secure Boot and Microsoft's keys; SeaBIOS without it",
     )
     firmware_vars: PurePosixPath | None = key(
-        path(), default=None, doc="the firmware's variable store, written by the guest; OVMF_VARS.fd's copy"
+        path(),
+        default=None,
+        doc="the file that keeps the firmware's variables, written by the guest; made from the firmware's own empty store "
+        "when it is missing. Without it they are forgotten at the end",
     )
 
     def contradictions(self) -> Iterator[Problem]:
@@ -209,6 +221,82 @@ class Disk:
         text(r"[A-Za-z0-9_-]{1,20}", "up to 20 letters, digits, '_' and '-'"),
         default=None,
         doc="its serial number in the guest",
+    )
+    ephemeral: bool = key(
+        flag(),
+        default=False,
+        doc="whether what the guest writes goes to a file without a name in the state directory and ends with the instance; "
+        "`path` is only read, and others may read it too",
+    )
+    ephemeral_size: int | None = key(
+        size(MIB),
+        default=None,
+        doc="the most that what it writes may take; more is an I/O error in the guest. Without it: as much as the disk holds",
+    )
+    backing: tuple[PurePosixPath, ...] = key(
+        paths(),
+        default=(),
+        doc="directories in which the files lie that a qcow2 image takes data from; without them such an image is refused",
+    )
+    cache: str = key(
+        choice("auto", "none", "writeback", "writethrough"),
+        default="auto",
+        doc='`"none"`: past the page cache (`O_DIRECT`); `"writeback"`: through it; `"writethrough"`: every write of the guest is on '
+        'stable storage when it ends; `"auto"`: `"none"` where the file system can do it',
+    )
+    aio: str = key(
+        choice("auto", "native", "io_uring", "threads"),
+        default="auto",
+        doc='how QEMU reads and writes: `"native"` (`io_submit(2)`, cache `"none"` only), `"io_uring"`, or worker threads; '
+        '`"auto"`: `"native"` for what takes no allocation (block devices, files without holes), else `"threads"`',
+    )
+    discard: bool = key(
+        flag(),
+        default=True,
+        doc="whether what the guest discards is given back: holes in files, `BLKDISCARD` for devices",
+    )
+    detect_zeroes: str = key(
+        choice("off", "on", "unmap"),
+        default="off",
+        doc='whether zeroes the guest writes are looked for and written cheaply (`"on"`), or discarded (`"unmap"`)',
+    )
+    iothread: bool = key(
+        flag(), default=False, doc="whether a thread of its own serves it, beside QEMU's main thread; it runs in float"
+    )
+
+    @property
+    def writes(self) -> bool:
+        """Whether the file or block device itself is written to."""
+        return not self.read_only and not self.ephemeral
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what cannot be true together."""
+        if self.ephemeral:
+            if self.read_only:
+                yield Problem("read_only", "goes with a disk that is kept; ephemeral = true never writes to path")
+            for name in ("cache", "aio"):
+                if getattr(self, name) != "auto":
+                    yield Problem(name, "goes with a disk that is kept; what an ephemeral one writes need not survive")
+        elif self.ephemeral_size is not None:
+            yield Problem("ephemeral_size", "needs ephemeral = true")
+        if self.backing and self.format != "qcow2":
+            yield Problem("backing", 'goes with format = "qcow2"; a raw image takes data from no other file')
+        if self.aio == "native" and self.cache not in {"auto", "none"}:
+            yield Problem(
+                "aio", f'"native" needs cache = "none", not "{self.cache}": io_submit(2) waits for the page cache'
+            )
+        if self.detect_zeroes == "unmap" and not self.discard:
+            yield Problem("detect_zeroes", '"unmap" needs discard = true')
+
+
+@attrs.frozen
+class Hotplug:
+    """What can change while the guest runs."""
+
+    disks: int = key(
+        integer(0, 16),
+        default=4,
+        doc="how many disks `instance-runner ctl disk attach` can add: each takes a PCI Express root port, there from the start",
     )
 
 
@@ -276,6 +364,77 @@ class Console:
 
 
 @attrs.frozen
+class Display:
+    """The guest's screen."""
+
+    vnc: bool = key(
+        flag(),
+        default=False,
+        doc="whether it has one (VGA), shown by VNC to whoever connects to `vnc.sock` in the state directory",
+    )
+
+
+@attrs.frozen
+class Guest:
+    """What the machine has for the guest beside the usual."""
+
+    agent: bool = key(
+        flag(),
+        default=True,
+        doc="whether there is a channel for QEMU's guest agent, which is asked to shut the guest down before its power button is "
+        "pressed, if it is there",
+    )
+    clock: str = key(
+        choice("utc", "localtime"),
+        default="utc",
+        doc='what the hardware clock shows; `"localtime"` (the time zone of the container) is for Windows',
+    )
+    vsock: int | str | None = key(
+        integer_or("auto", 3, (1 << 32) - 2),
+        default=None,
+        doc='the context identifier of a vsock device, which no other guest of the node may have; `"auto"`: one that is free',
+    )
+    watchdog: str | None = key(
+        choice("reset", "exit", "nmi", "none"),
+        default=None,
+        doc="a watchdog (i6300esb), and what follows when the guest feeds it no more: it is reset, the instance ends, it gets an "
+        "NMI, or the log says so and no more",
+    )
+
+
+@attrs.frozen
+class CloudInit:
+    """What cloud-init in the guest is told; the table alone, empty, is enough to have it told something."""
+
+    user_data: PurePosixPath | str | None = key(
+        document(), default=None, doc="its user-data: `#cloud-config`, a script, MIME, …"
+    )
+    ssh_keys: tuple[PurePosixPath | str, ...] = key(
+        documents(), default=(), doc="public keys that may log in as the image's default user; a file may hold several"
+    )
+    hostname: str | None = key(
+        text(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", "a host name"),
+        default=None,
+        doc="the guest's host name; else the instance's name",
+    )
+    meta_data: PurePosixPath | str | None = key(
+        document(), default=None, doc="its meta-data, YAML or JSON, in the place of ours with id, host name and keys"
+    )
+    network_config: PurePosixPath | str | None = key(
+        document(),
+        default=None,
+        doc="its network-config, YAML or JSON; else DHCP on each network, known by its MAC address",
+    )
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield what cannot be true together."""
+        if self.meta_data is not None:
+            for name, given in (("ssh_keys", self.ssh_keys), ("hostname", self.hostname)):
+                if given:
+                    yield Problem(name, "goes into cloud_init.meta_data when that is given")
+
+
+@attrs.frozen
 class Shutdown:
     """How the instance ends."""
 
@@ -317,9 +476,13 @@ class InstanceSpec:
     memory: Memory = key(table(Memory), default=Memory(), doc="RAM")
     boot: Boot = key(table(Boot), default=Boot(), doc="what it starts")
     disk: tuple[Disk, ...] = key(tables(Disk), default=(), doc="virtio disks")
+    hotplug: Hotplug = key(table(Hotplug), default=Hotplug(), doc="what can change while it runs")
     network: tuple[Network, ...] = key(tables(Network), default=(), doc="virtio network interfaces")
     share: tuple[Share, ...] = key(tables(Share), default=(), doc="directories shared by virtiofs")
     console: Console = key(table(Console), default=Console(), doc="the serial console")
+    display: Display = key(table(Display), default=Display(), doc="the screen")
+    guest: Guest = key(table(Guest), default=Guest(), doc="what else the machine has for the guest")
+    cloud_init: CloudInit | None = key(table(CloudInit), default=None, doc="what cloud-init in the guest is told")
     shutdown: Shutdown = key(table(Shutdown), default=Shutdown(), doc="how it ends")
     environment: Environment = key(
         table(Environment), default=Environment(), doc="what it may take from its environment"
@@ -337,7 +500,7 @@ class InstanceSpec:
             "interface",
             ((network.interface or "eth0") if network.mode == "bridge" else None for network in self.network),
         )
-        writable = {disk.path for disk in self.disk if not disk.read_only}
+        writable = {disk.path for disk in self.disk if disk.writes}
         for index, disk in enumerate(self.disk):
             if disk.path in writable and any(other.path == disk.path for other in self.disk[:index]):
                 yield Problem(f"disk[{index}].path", f"{str(disk.path)!r} is given twice and one of them is writable")
@@ -429,6 +592,8 @@ def _shown(name: str, default: object) -> str:
         return "-"
     if isinstance(default, bool):
         return str(default).lower()
+    if isinstance(default, tuple):
+        return json.dumps(default)
     if name.endswith("size") and isinstance(default, int):
         return f'"{format_size(default)}"'
     return (

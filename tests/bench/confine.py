@@ -22,7 +22,7 @@ from runner.host.processes import Command, Process
 from runner.host.procfs import Procfs
 from runner.host.qmp import VcpuThread
 from runner.instance.host import Faults, Host, StopRequest, open_host
-from runner.instance.placement import confined
+from runner.instance.placement import MachineThreads, confined
 from runner.instance.seats import _Grouped, placed
 from runner.instance.services import anchored
 from runner.plan.instance import Placement, Register
@@ -79,7 +79,7 @@ async def measure(register: Register, cpus: CpuSet, count: int, *, is_bare: bool
                 assert isinstance(seat, _Grouped)
                 bare(seat, process, vcpus, placement.pins)
             else:
-                confined(host, seat, placement, process, vcpus)
+                confined(host, seat, placement, MachineThreads(process, vcpus, ()))
             ended = time.perf_counter()
     assert host.faults.sentences == []
     name = "bare loop" if is_bare else "confine, pin, read back"

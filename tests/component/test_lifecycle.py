@@ -90,6 +90,7 @@ async def test_children_begin_clean(bench: Any) -> None:
     [
         ("shutdown", Status.GUEST_SHUTDOWN, "the guest shut itself down"),
         ("panic", Status.GUEST_PANICKED, "the guest's kernel panicked"),
+        ("hang", Status.GUEST_HUNG, "the guest hung: it fed its watchdog no more"),
         ("exit", Status.MACHINE_DIED, "QEMU exited with status 3"),
         ("abort", Status.MACHINE_DIED, "QEMU was killed by SIGABRT"),
         ("hang up", Status.MACHINE_DIED, "QEMU can no longer be controlled: cannot talk to QEMU: it hung up"),
@@ -140,6 +141,45 @@ async def test_power_down_whatever_the_guest_does(bench: Any, at_powerdown: str 
     assert ended(await bench.run(plan, beside=stop)).status is status
     if at_powerdown is None:
         assert bench.commands().count("system_powerdown") > 1, "pressed every second, for 3.6 s"
+    assert bench.faults.sentences == []
+    assert bench.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("agent", "pressed", "said"),
+    [
+        ("answers", False, "the guest agent is asked to shut the guest down"),
+        ("refuses", True, "the guest agent refuses to shut the guest down: not today"),
+        ("lazy", True, "the guest agent does nothing; pressing the power button"),
+        ("deaf", True, "the guest agent does nothing; pressing the power button"),
+        ("garbage", True, "the guest agent does nothing; pressing the power button"),
+        ("old", True, "the guest agent does nothing; pressing the power button"),
+        ("flood", True, "cannot understand the guest agent: it sent a line of more than"),
+        (None, True, "asked to stop"),
+    ],
+)
+async def test_the_agent_is_asked_before_the_power_button(
+    bench: Any, agent: str | None, pressed: Any, said: str
+) -> None:
+    """One that answers ends a guest that is deaf to its button; whatever else it does costs a bounded time."""
+    plan = bench.plan(qemu={"agent": agent, "at_powerdown": "shutdown" if pressed else None}, grace=4)
+    before = bench.snapshot()
+    began = 0.0
+
+    async def stop(_host: Host) -> None:
+        nonlocal began
+        await wait_for(lambda: bench.guest_runs() and (agent is None or "the guest agent is there" in bench.told()))
+        bench.stop.ask("test")
+        began = trio.current_time()
+
+    assert ended(await bench.run(plan, beside=stop)).status is Status.STOPPED
+    assert said in bench.told()
+    assert ("is asked to shut the guest down" in bench.told()) is (agent in {"answers", "refuses", "lazy"})
+    assert ("system_powerdown" in bench.commands()) is pressed
+    if agent == "answers":
+        asked = [(record["command"], record["arguments"]) for record in bench.records("qemu", "agent")]
+        assert asked == [("guest-sync-delimited", {"id": 1}), ("guest-shutdown", {"mode": "powerdown"})]
+    assert trio.current_time() - began < 3.6, "of the grace, the guest's share"
     assert bench.faults.sentences == []
     assert bench.snapshot() == before
 

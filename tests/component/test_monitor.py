@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import trio
@@ -246,3 +248,41 @@ async def test_events_without_end_do_not_fill_memory(ends: tuple[Monitor, Peer])
         storming.start()
     storming.join()
     assert (await monitor.event()).name == "E2000", "the newest thousand are kept"
+
+
+async def test_descriptors_travel_with_a_command(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    reading, writing = os.pipe()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(monitor.execute, "add-fd", {"opaque": "x" * 100_000}, passing=(reading,)))
+        await settle()
+        data, received, _, _ = socket.recv_fds(peer.end, 1 << 16, 4)
+        peer.buffer += data
+        await settle()
+        while b"\n" not in peer.buffer:
+            peer.buffer += peer.end.recv(1 << 16, socket.MSG_DONTWAIT)
+            await settle()
+        peer.say(**{"return": {"fdset-id": 0}, "id": peer.heard()["id"]})
+    os.write(writing, b"word")
+    assert [os.read(number, 4) for number in received] == [b"word"]
+    os.fstat(reading)  # ours still
+    for number in (reading, writing, *received):
+        os.close(number)
+
+
+async def test_iothreads_by_their_threads(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    found: list[object] = []
+
+    async def ask() -> None:
+        try:
+            found.append(await monitor.iothreads())
+        except MonitorGarbledError as error:
+            found.append(type(error))
+
+    for said in ([{"id": "disk0", "thread-id": 7}], [{"id": "disk0"}]):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await settle()
+            peer.say(**{"return": said, "id": peer.heard()["id"]})
+    assert found == [{7: "disk0"}, MonitorGarbledError]

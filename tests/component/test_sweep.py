@@ -19,7 +19,10 @@ from runner.errors import RunnerError, explain
 from runner.instance.machine import Ended
 from tests.support.sweep import SABOTEUR, CancelAtStep
 
-SPECS = {"bare": "", "with memory, share and network": "[memory]\nprealloc = true\n[[network]]\n"}
+SPECS = {
+    "bare": "",
+    "with everything": "[memory]\nprealloc = true\n[[network]]\n[display]\nvnc = true\n[cloud_init]\n",
+}
 
 
 async def cancelled_run(bench: Any, plan: Any, n: int) -> int:

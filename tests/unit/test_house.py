@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "instance": BASE | {"table", "spec", "topology", "plan", "host"},
     "console": BASE | {"host"},
     "planner": BASE | {"spec", "topology", "plan", "host"},
+    "ctl": BASE | {"table", "host"},
     "controller": BASE | {"arguments", "topology", "host"},
     # What the kubelet's file says, and how groups are called, is asked where it is known.
     "inspection": BASE

@@ -21,6 +21,7 @@ DEFAULTS = {
     "at_sigterm": "exit",  # also: None (ignores it)
     "deaf_to": None,  # a command that is never answered
     "console": None,  # None (reads nothing) | "echo"; also a number: says so many bytes when something is typed
+    "agent": None,  # None (nobody there) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing) | "old"
     "noise": False,  # events and foreign replies between request and reply
     "daemonize": False,  # leaves a grandchild that keeps our output open
 }
@@ -117,6 +118,8 @@ def do(what):
         event("SHUTDOWN" if reboot_is_shutdown else "RESET", guest=True, reason="guest-reset")
     elif what == "panic":
         event("GUEST_PANICKED", action="pause", info={})
+    elif what == "hang":
+        event("WATCHDOG", action="pause")
     elif what == "exit":
         os._exit(3)
     elif what == "abort":
@@ -125,6 +128,28 @@ def do(what):
         qmp.shutdown(socket.SHUT_RDWR)
     elif what == "garbage":
         qmp.sendall(b"\x00\xff this is not QMP\n")
+
+
+def be_an_agent(line):
+    while request := line.recv(1 << 16):
+        request = json.loads(request.lstrip(b"\xff"))
+        record("agent", command=request["execute"], arguments=request["arguments"])
+        if behaviour["agent"] == "garbage":
+            line.sendall(b"\xff\xff\xff[]\n\xff{\n" + b'\xff{"return": 99}\n')
+        elif behaviour["agent"] == "flood":
+            while True:
+                line.sendall(b"x" * 4096)
+        elif behaviour["agent"] == "deaf":
+            continue
+        elif request["execute"] == "guest-sync-delimited":
+            number = request["arguments"]["id"]
+            if behaviour["agent"] == "old":  # answers only what another host asked before
+                number += 1000
+            line.sendall(b'{"return": "of an earlier one"}\n\xff{"return": %d}\n' % number)
+        elif behaviour["agent"] == "refuses":
+            line.sendall(b'{"error": {"class": "GenericError", "desc": "not today"}}\n')
+        elif behaviour["agent"] == "answers":
+            event("SHUTDOWN", guest=True, reason="guest-shutdown")
 
 
 before = behaviour["before_greeting"]
@@ -172,6 +197,11 @@ for line in qmp.makefile("rb"):
         os._exit(0)
     if command == "cont":
         console.sendall(b"guest: runs\r\n")
+        if behaviour["agent"] is not None:
+            agent = socket.socket(fileno=fd_of("agent"))
+            threading.Thread(target=be_an_agent, args=(agent,), daemon=True).start()
+            event("VSERPORT_CHANGE", id="other", open=False)
+            event("VSERPORT_CHANGE", id="agent", open=True)
         do(behaviour["at_cont"])
     if command == "system_powerdown":
         event("POWERDOWN")

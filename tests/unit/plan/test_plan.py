@@ -52,11 +52,33 @@ FACTS = HostFacts(
         PurePosixPath("/closed/kernel"): FileFact("other", trouble="Permission denied"),
         PurePosixPath("/OVMF.fd"): FileFact("file", 4 << 20),
         PurePosixPath("/vars.fd"): FileFact("file", 4 << 20),
+        PurePosixPath("/usr/share/OVMF/OVMF_CODE_4M.secboot.fd"): FileFact("file", 3653632),
+        PurePosixPath("/usr/share/OVMF/OVMF_VARS_4M.ms.fd"): FileFact("file", 540672),
         PurePosixPath("/disk"): FileFact("block", GIB, image=ImageFact("raw")),
         PurePosixPath("/d,isk.qcow2"): FileFact("file", GIB, image=ImageFact("qcow2")),
         PurePosixPath("/backed.qcow2"): FileFact(
-            "file", GIB, image=ImageFact("qcow2", backing="the backing file '/etc/shadow'")
+            "file", GIB, image=ImageFact("qcow2", backing=PurePosixPath("/etc/shadow"))
         ),
+        PurePosixPath("/4kn"): FileFact("block", GIB, image=ImageFact("raw", GIB), direct=True, sectors=(4096, 4096)),
+        PurePosixPath("/raw"): FileFact("file", GIB, image=ImageFact("raw", GIB), direct=True),
+        PurePosixPath("/sparse"): FileFact("file", GIB, image=ImageFact("raw", GIB), direct=True, sparse=True),
+        PurePosixPath("/top"): FileFact(
+            "file", 1 << 20, image=ImageFact("qcow2", GIB, PurePosixPath("/images/middle"), "qcow2"), direct=True
+        ),
+        PurePosixPath("/images/middle"): FileFact(
+            "file", 1 << 20, image=ImageFact("qcow2", GIB, PurePosixPath("/images/golden/base"), "raw"), direct=True
+        ),
+        PurePosixPath("/images/golden/base"): FileFact("file", GIB, image=ImageFact("raw", GIB), direct=True),
+        PurePosixPath("/images/round"): FileFact(
+            "file", 1 << 20, image=ImageFact("qcow2", GIB, PurePosixPath("/images/round"), "qcow2")
+        ),
+        PurePosixPath("/images/unsaid"): FileFact(
+            "file", 1 << 20, image=ImageFact("qcow2", GIB, PurePosixPath("/images/golden/base"))
+        ),
+        PurePosixPath("/images/lost"): FileFact(
+            "file", 1 << 20, image=ImageFact("qcow2", GIB, PurePosixPath("/images/gone"), "raw")
+        ),
+        PurePosixPath("/encrypted"): FileFact("file", GIB, image=ImageFact("qcow2", GIB, trouble="is encrypted")),
         PurePosixPath("/locked"): FileFact("file", GIB, image=ImageFact("raw", locked=True)),
         PurePosixPath("/short"): FileFact("file", 700, image=ImageFact("raw")),
         PurePosixPath("/readonly"): FileFact("file", GIB, "Read-only file system"),
@@ -66,6 +88,7 @@ FACTS = HostFacts(
     users={"nobody": User("nobody", 65534, 65534), "dnsmasq": User("dnsmasq", 101, 65534)},
     kvm=Kvm(None, gid=104, mode=0o660),
     vhost_net=True,
+    vhost_vsock=True,
     interfaces={"eth0": POD},
     resolver=Resolver((IPv4Address("10.96.0.10"),), ("default.svc.cluster.local", "cluster.local")),
 )
@@ -120,7 +143,43 @@ path = "/srv"
 [shutdown]
 on_reboot = "exit"
 """,
+    "disks": """
+[[disk]]
+path = "/4kn"
+iothread = true
+[[disk]]
+path = "/top"
+format = "qcow2"
+backing = ["/images"]
+detect_zeroes = "unmap"
+[[disk]]
+path = "/images/golden/base"
+ephemeral = true
+ephemeral_size = "256MiB"
+[[disk]]
+path = "/raw"
+cache = "writethrough"
+discard = false
+[hotplug]
+disks = 0
+""",
     "uefi": '[boot]\nfirmware = "/OVMF.fd"\nfirmware_vars = "/vars.fd"\n[[disk]]\npath = "/disk"\n',
+    "server": """
+[boot]
+firmware = "uefi-secure"
+firmware_vars = "/srv/new.fd"
+[[disk]]
+path = "/disk"
+[[network]]
+[guest]
+clock = "localtime"
+vsock = "auto"
+watchdog = "exit"
+[display]
+vnc = true
+[cloud_init]
+""",
+    "nothing-beside": KERNEL + "[guest]\nagent = false\n",
 }
 
 
@@ -150,8 +209,11 @@ def test_argv_is_golden(name: str) -> None:
         "initrd": machine.initrd,
         "firmware": machine.firmware,
         "firmware-vars": machine.firmware_vars,
+        "seed": machine.seed,
     }
-    numbers = [each for each, found in names.items() if found] + [f"disk{index}" for index in range(len(machine.disks))]
+    numbers = [each for each, found in names.items() if found]
+    for disk in machine.disks:
+        numbers += [disk.name, *(below for below, _ in disk.below())]
     descriptors = Descriptors(
         qmp=10,
         console=11,
@@ -160,6 +222,8 @@ def test_argv_is_golden(name: str) -> None:
         taps=tuple(30 + index for index in range(len(plan.networks))),
         vhosts=tuple(40 + index for index in range(len(plan.networks))),
         shares=tuple(50 + index for index in range(len(plan.shares))),
+        agent_line=70,
+        vhost_vsock=(71, 1234),
     )
     text = lines(qemu_argv(machine, descriptors))
     text += "".join(lines(dnsmasq_argv(dhcp)) for dhcp in plan.dhcp)
@@ -185,8 +249,8 @@ def test_virtiofsd_in_c_is_told_the_same_in_its_own_words() -> None:
 
 
 def test_descriptors_are_all_passed_on() -> None:
-    descriptors = Descriptors(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (6,), (None,), (7,))
-    assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8]
+    descriptors = Descriptors(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (6,), (None,), (7,), 9, (10, 99))
+    assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert "vhost" not in descriptors.tap(0)
 
 
@@ -216,9 +280,45 @@ def test_descriptors_are_all_passed_on() -> None:
         (
             '[[disk]]\npath = "/backed.qcow2"\nformat = "qcow2"\n',
             {},
-            "disk[0].path: '/backed.qcow2' needs the backing file '/etc/shadow'",
+            "disk[0].path: '/backed.qcow2' takes data from '/etc/shadow', which is not followed unless",
         ),
         ('[[disk]]\npath = "/locked"\n', {}, "disk[0].path: '/locked' is in use by another process"),
+        (
+            '[[disk]]\npath = "/top"\nformat = "qcow2"\nbacking = ["/srv", "/images/golden"]\n',
+            {},
+            "disk[0].path: '/top' takes data from '/images/middle', which is not in '/srv', '/images/golden'; flatten it",
+        ),
+        (
+            '[[disk]]\npath = "/top"\nformat = "qcow2"\nbacking = ["/imag"]\n',
+            {},
+            "disk[0].path: '/top' takes data from '/images/middle', which is not in '/imag'; flatten it",
+        ),
+        (
+            '[[disk]]\npath = "/images/round"\nformat = "qcow2"\nbacking = ["/images"]\n',
+            {},
+            "disk[0].path: '/images/round' takes data from '/images/round', and so on without end",
+        ),
+        (
+            '[[disk]]\npath = "/images/unsaid"\nformat = "qcow2"\nbacking = ["/images"]\n',
+            {},
+            "disk[0].path: '/images/unsaid' takes data from '/images/golden/base' and gives no format for it; say it with",
+        ),
+        (
+            '[[disk]]\npath = "/images/lost"\nformat = "qcow2"\nbacking = ["/images"]\n',
+            {},
+            "disk[0].path: '/images/gone' does not exist",
+        ),
+        ('[[disk]]\npath = "/encrypted"\nformat = "qcow2"\n', {}, "disk[0].path: '/encrypted' is encrypted"),
+        (
+            '[[disk]]\npath = "/disk"\ncache = "none"\n',
+            {},
+            "disk[0].cache: '/disk' cannot be used past the page cache (O_DIRECT): its file system has no such thing;",
+        ),
+        (
+            '[[disk]]\npath = "/raw"\naio = "io_uring"\n',
+            {"io_uring_trouble": "Operation not permitted"},
+            "disk[0].aio: cannot use io_uring: Operation not permitted; leave it out",
+        ),
         ('[[disk]]\npath = "/short"\n', {}, "disk[0].path: '/short' has 700 bytes"),
         (
             '[[disk]]\npath = "/readonly"\n',
@@ -605,6 +705,6 @@ def test_script_to_paste_names_paths_and_no_descriptor() -> None:
     assert "/proc/self/fd" not in text
     assert "fd=" not in text
     assert "-kernel /boot/private" in text
-    assert "filename=/d,,isk.qcow2" in text
+    assert '"filename": "/d,isk.qcow2"' in text
     assert "ifname=vmtap1,script=no" in text
     assert "--socket-path=/run/instance-runner/share0.sock" in text

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 import trio
 
-from runner.controller.jsonrpc import (
+from runner.host.jsonrpc import (
     INVALID_PARAMS,
     LONGEST_BATCH,
     METHOD_NOT_FOUND,

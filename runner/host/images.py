@@ -1,0 +1,161 @@
+"""What disk images say of themselves, and the empty one that an ephemeral disk writes to.
+
+The parts of the qcow2 format that matter here are in QEMU's ``docs/interop/qcow2.txt``; whether somebody else uses an
+image is said by locks on single bytes of it (``block/file-posix.c``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+
+import attrs
+
+from runner.errors import HostError
+
+_MAGIC = b"QFI\xfb"
+_HEADER = struct.Struct(">4sIQIIQI36xQ")
+"""Magic, version, backing file's offset and length, cluster bits, size, encryption, …, incompatible features."""
+_NEW = struct.Struct(">4sIQIIQIIQQIIQQQQII8x")
+"""The whole header of version 3, with the compression type."""
+_DATA_FILE, _CORRUPT = 1 << 2, 1 << 1
+_KNOWN_FEATURES = 0b11111
+"""Dirty, corrupt, external data file, compression type, extended L2 entries: those that QEMU 7.2 knows."""
+_BACKING_FORMAT = 0xE2792ACA
+_LONGEST_NAME = 1023
+_CLUSTER = 1 << 16
+
+_F_OFD_GETLK = 36
+_FLOCK = struct.Struct("hhqqi4x")
+"""``struct flock`` of x86-64 and arm64: type, whence, start, length, pid."""
+_TAKEN, _REFUSED = 100, 200
+_READ, _WRITE, _RESIZE = 0, 1, 3
+"""QEMU locks an image byte by byte: 100+p says "I use permission p", 200+p says "nobody else may" (``block/file-posix.c``)."""
+
+
+@attrs.frozen
+class Image:
+    """What a disk image says of itself."""
+
+    format: str
+    """``raw`` or ``qcow2``, by its first bytes."""
+    size: int
+    """Bytes the guest sees."""
+    locked: bool
+    """Another QEMU uses it in a way that keeps us from using it."""
+    backing: str | None = None
+    """The file it takes data from, as it is named in the header."""
+    backing_format: str | None = None
+    """What that file holds, as the header says; old images do not say it."""
+    trouble: str | None = None
+    """Why it cannot be used at all, in words."""
+
+
+def read_image(fd: int, size: int, *, write: bool) -> Image:
+    """Return what the image in *fd*, of *size* bytes, says of itself; *write*: whether it is to be written to."""
+    locked = _locked(fd, write=write)
+    header = os.pread(fd, _HEADER.size, 0)
+    if not header.startswith(_MAGIC):
+        return Image("raw", size, locked)
+    _, version, offset, length, _, size, encrypted, features = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+    if version == 2:  # noqa: PLR2004 - version 2 has no feature bits
+        features = 0
+    troubles = {
+        f"is qcow2 of version {version}, which nobody knows": version not in {2, 3},
+        "is encrypted": encrypted,
+        "takes data from an external data file": features & _DATA_FILE,
+        "is marked as corrupt (repair it with `qemu-img check -r all`)": features & _CORRUPT,
+        "uses features of qcow2 that are not known here": features & ~_KNOWN_FEATURES,
+    }
+    trouble = next((trouble for trouble, found in troubles.items() if found), None)
+    backing = os.pread(fd, min(length, _LONGEST_NAME), offset).decode(errors="replace") if offset else None
+    return Image("qcow2", size, locked, backing, _backing_format(fd, version, offset), trouble)
+
+
+def _backing_format(fd: int, version: int, end: int) -> str | None:
+    """Return the backing file's format by the header's extensions, which lie between the header and that file's name."""
+    start = struct.unpack(">I", os.pread(fd, 4, 100).ljust(4, b"\0"))[0] if version > 2 else 72  # noqa: PLR2004
+    if not start <= end <= _CLUSTER:
+        return None
+    extensions = os.pread(fd, end - start, start)
+    while len(extensions) >= 8:  # noqa: PLR2004 - type and length
+        kind, length = struct.unpack_from(">II", extensions)
+        if kind == _BACKING_FORMAT:
+            return extensions[8 : 8 + length].decode(errors="replace")
+        extensions = extensions[8 + -(-length // 8) * 8 :]
+    return None
+
+
+def _locked(fd: int, *, write: bool) -> bool:
+    """Tell whether a QEMU that is running would keep another one from opening the image."""
+    # Who has the image as a disk always refuses others writing and resizing, whether it writes itself or not.
+    bytes_in_the_way = [_REFUSED + _READ, _TAKEN + _WRITE, _TAKEN + _RESIZE]
+    if write:
+        bytes_in_the_way += [_REFUSED + _WRITE, _REFUSED + _RESIZE]
+    for byte in bytes_in_the_way:
+        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        if _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK:
+            return True
+    return False
+
+
+def empty_qcow2(size: int) -> dict[int, bytes]:
+    """Return an empty qcow2 image of *size* bytes for the guest, as what is written where; the rest of it is zeroes.
+
+    It names no backing file: QEMU is told what lies below it, and nothing can be followed.
+    """
+    level_1 = max(1, -(-size // (_CLUSTER * _CLUSTER // 8)))
+    clusters = 3 + -(-level_1 * 8 // _CLUSTER)
+    header = _NEW.pack(
+        *(_MAGIC, 3, 0, 0, 16, size, 0),
+        *(level_1, 3 * _CLUSTER, _CLUSTER, 1, 0, 0),
+        *(0, 0, 0, 4, _NEW.size),
+    )
+    counts = b"\0\1" * clusters  # of references to each cluster, 16 bits each
+    return {0: header, _CLUSTER: struct.pack(">Q", 2 * _CLUSTER), 2 * _CLUSTER: counts}
+
+
+def metadata_size(size: int) -> int:
+    """Return how many bytes a qcow2 image of *size* bytes may need besides the data itself, generously."""
+    return 8 * _CLUSTER + size // 4096
+
+
+@contextmanager
+def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
+    """Hold an empty qcow2 image of *size* bytes in a file of *directory* that has no name and *limit* bytes, all holes.
+
+    Nothing is left of it when the last descriptor is closed, whoever dies how.
+    """
+    try:
+        fd = _nameless(directory)
+    except OSError as error:
+        raise HostError(f"cannot make a file for an ephemeral disk in {str(directory)!r}") from error
+    try:
+        for offset, content in empty_qcow2(size).items():
+            os.pwrite(fd, content, offset)
+        os.ftruncate(fd, limit)
+        yield fd
+    except OSError as error:
+        raise HostError(f"cannot write an ephemeral disk in {str(directory)!r}") from error
+    finally:
+        os.close(fd)
+
+
+def _nameless(directory: PurePosixPath) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        # open(2): "O_TMPFILE … support must be provided by the underlying filesystem"; overlayfs has it since Linux 6.1.
+        if error.errno not in {errno.EOPNOTSUPP, errno.EISDIR}:
+            raise
+    path = directory / f"overlay.{os.urandom(8).hex()}"
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # noqa: PTH108 - a pure path
+    return fd

@@ -1,0 +1,67 @@
+"""The receipt in the state directory: written when every thread is in its place, and anew after each change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import attrs
+import trio
+
+from runner.errors import PlacementError
+from runner.host import files
+from runner.instance.host import Host
+from runner.instance.machine import Machine
+from runner.instance.placement import MachineThreads, Receipt, checked, read_again
+from runner.plan.instance import InstancePlan
+
+RECEIPT = "receipt.json"
+"""In the state directory, while the guest runs."""
+
+LOOKED_AGAIN = (0.1, 0.5, 1.0)
+"""Seconds between looks at the threads after a change: the sweep moves what others brought to the vCPUs' CPUs meanwhile."""
+
+
+async def machine_threads(machine: Machine, plan: InstancePlan) -> MachineThreads:
+    """Ask QEMU which of its threads do what; a machine without iothreads is not asked for them."""
+    vcpus = await machine.vcpu_threads()
+    some = any(disk.iothread for disk in plan.machine.disks)
+    return MachineThreads(machine.process, vcpus, await machine.iothreads() if some else ())
+
+
+@attrs.define
+class Receipts:
+    """The receipt of a machine, kept true."""
+
+    host: Host
+    plan: InstancePlan
+    machine: Machine
+    threads: MachineThreads
+    receipt: Receipt
+
+    def read(self) -> Receipt:
+        """Return what the kernel says now."""
+        return read_again(self.host, self.receipt, self.threads)
+
+    def publish(self) -> None:
+        """Write the receipt down."""
+        who = {"instance": self.plan.name, "pod": attrs.asdict(self.plan.pod)}
+        content = json.dumps({**self.receipt.to_json(), **who}, indent=1).encode() + b"\n"
+        files.publish(self.plan.state_directory / RECEIPT, content)
+
+    async def verify(self) -> None:
+        """Read every thread back once more, and write it down.
+
+        Raises :exc:`~runner.errors.PlacementError` when one is not in its place.
+        """
+        self.threads = attrs.evolve(self.threads, iothreads=await self.machine.iothreads())
+        for pause in LOOKED_AGAIN:
+            with contextlib.suppress(PlacementError):
+                self._write_checked()
+                return
+            await trio.sleep(pause)
+        self._write_checked()
+
+    def _write_checked(self) -> None:
+        self.receipt = checked(self.read())
+        self.publish()

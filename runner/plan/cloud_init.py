@@ -1,0 +1,168 @@
+"""What cloud-init in the guest is told: the NoCloud seed, a small CD image labelled CIDATA.
+
+cloud-init's ``doc/rtd/reference/datasources/nocloud.rst`` says which files it has; which kinds of user-data there are is in
+``cloudinit/handlers/__init__.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+
+import attrs
+
+from runner.plan.facts import DocumentFact
+from runner.plan.iso9660 import image
+from runner.spec.instance import CloudInit
+
+LABEL = "CIDATA"
+LARGEST = 1 << 20
+"""Bytes of each document."""
+
+KINDS = (
+    b"#cloud-config",
+    b"#!",
+    b"#include",
+    b"#cloud-boothook",
+    b"#part-handler",
+    b"## template: jinja",
+    b"Content-Type: multipart/",
+    b"MIME-Version:",
+    b"From ",
+    b"\x1f\x8b",
+)
+"""How user-data begins: a header, MIME, or gzip."""
+_KEY = re.compile(r"(?:.+ )?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[A-Za-z0-9+/]+={0,3}(?: .*)?")
+_Refuse = Callable[[str, str], None]
+
+
+class Sealed:
+    """Bytes that may hold a secret: how many there are is all that a plan shows of them."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sealed) and self.content == other.content
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+    def __repr__(self) -> str:
+        return f"{len(self.content)} bytes, not shown"
+
+
+@attrs.frozen
+class SeedPlan:
+    """The seed's documents."""
+
+    instance_id: str
+    """Another one makes cloud-init begin anew; empty when the document meta_data says it."""
+    user_data: Sealed
+    meta_data: Sealed
+    network_config: Sealed | None
+
+    def image(self) -> bytes:
+        """Return the seed as a disk image."""
+        files = {"meta-data": self.meta_data, "user-data": self.user_data, "network-config": self.network_config}
+        return image(LABEL, {name: found.content for name, found in files.items() if found is not None})
+
+
+def named_documents(cloud_init: CloudInit) -> list[PurePosixPath]:
+    """Return the files that have to be read for :func:`plan_seed`."""
+    values = (cloud_init.user_data, cloud_init.meta_data, cloud_init.network_config, *cloud_init.ssh_keys)
+    return [value for value in values if isinstance(value, PurePosixPath)]
+
+
+def plan_seed(
+    cloud_init: CloudInit,
+    identity: str,
+    name: str,
+    macs: Sequence[str],
+    documents: Mapping[PurePosixPath, DocumentFact],
+    refuse: _Refuse,
+) -> SeedPlan:
+    """Decide what the seed says; *macs* are those of the networks, in order, and *identity* is the instance's for ever.
+
+    A network whose configuration is not given is configured by DHCP, which hands out what was planned for it, and is
+    known by its MAC address, because its name depends on the guest's distribution.
+    """
+
+    def read(where: str, value: str | PurePosixPath | None) -> bytes | None:
+        if not isinstance(value, PurePosixPath):
+            return None if value is None else value.encode()
+        fact = documents.get(value, DocumentFact(trouble="it was not read"))
+        if fact.trouble is not None:
+            refuse(f"cloud_init.{where}", f"cannot read {str(value)!r}: {fact.trouble}")
+            return None
+        return fact.content
+
+    user_data = read("user_data", cloud_init.user_data)
+    if user_data is not None:
+        _judge_user_data(user_data, refuse)
+    keys = [
+        key
+        for index, value in enumerate(cloud_init.ssh_keys)
+        for key in _keys(f"ssh_keys[{index}]", value, read(f"ssh_keys[{index}]", value), refuse)
+    ]
+    meta_data = read("meta_data", cloud_init.meta_data)
+    network_config = read("network_config", cloud_init.network_config)
+    if network_config is None and macs:
+        network_config = _plain(_by_dhcp(macs))
+    if meta_data is not None:
+        identity = ""
+    else:
+        hostname = cloud_init.hostname or name.replace("_", "-")
+        known: dict[str, object] = {"instance-id": identity, "local-hostname": hostname}
+        meta_data = _plain({**known, "public-keys": keys} if keys else known)
+    return SeedPlan(
+        identity,
+        Sealed(user_data if user_data is not None else b"#cloud-config\n"),
+        Sealed(meta_data),
+        None if network_config is None else Sealed(network_config),
+    )
+
+
+def _plain(value: object) -> bytes:
+    return json.dumps(value, indent=1).encode() + b"\n"  # JSON is YAML
+
+
+def _by_dhcp(macs: Sequence[str]) -> dict[str, object]:
+    # The MAC address as DHCP's client identifier: what the lease is known by.
+    known = {"dhcp4": True, "dhcp-identifier": "mac"}
+    ethernets = {f"net{index}": {"match": {"macaddress": mac}, **known} for index, mac in enumerate(macs)}
+    return {"version": 2, "ethernets": ethernets}
+
+
+def _judge_user_data(content: bytes, refuse: _Refuse) -> None:
+    if content.startswith(KINDS):
+        return
+    first = content.partition(b"\n")[0][:40].decode(errors="replace")
+    near = content.lstrip(b"\xef\xbb\xbf \t\r\n#")[:12] == b"cloud-config"
+    refuse(
+        "cloud_init.user_data",
+        f"begins with {first!r}, which cloud-init would ignore; "
+        + (
+            "its first line must be '#cloud-config', without anything before it"
+            if near
+            else "begin it with '#cloud-config' or '#!/bin/sh'"
+        ),
+    )
+
+
+def _keys(where: str, value: str | PurePosixPath, content: bytes | None, refuse: _Refuse) -> list[str]:
+    if content is None:
+        return []
+    named = f"{str(value)!r} has " if isinstance(value, PurePosixPath) else "is "
+    if b"PRIVATE KEY" in content:
+        refuse(f"cloud_init.{where}", f"{named}a private key, which nobody must see; give the public one (….pub)")
+        return []
+    text = content.decode(errors="replace")
+    found = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    wrong = next((line for line in found if _KEY.fullmatch(line) is None), None)
+    if wrong is not None or not found:
+        what = "no public key" if wrong is None else f"{wrong[:40]!r}, which is no public key"
+        refuse(f"cloud_init.{where}", f"{named}{what}; one looks like 'ssh-ed25519 AAAAC3… name'")
+    return found

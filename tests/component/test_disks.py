@@ -1,0 +1,176 @@
+"""The files of disks on a real file system: what images say of themselves, and everything that fails when they are opened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from pathlib import Path, PurePosixPath
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from runner.errors import HostError, Problem, explain
+from runner.host import files
+from runner.host.images import overlay
+from runner.host.qmp import Event
+from runner.instance.disks import TOLD_EVERY, DiskNews, opened
+from runner.instance.survey import survey_disk
+from runner.plan.disks import DiskPlan, plan_disk
+from runner.spec.instance import Disk
+from tests.support.sweep import SABOTEUR
+
+MIB = 1 << 20
+
+
+def qemu_img(*words: object) -> None:
+    subprocess.run(["qemu-img", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+
+
+def planned(disk: Disk) -> DiskPlan:
+    problems: list[Problem] = []
+    plan = plan_disk("disk0", disk, survey_disk(disk), "disk[0]", lambda *each: problems.append(Problem(*each)))
+    assert problems == []
+    return plan
+
+
+def refused(disk: Disk) -> str:
+    problems: list[Problem] = []
+    plan_disk("disk0", disk, survey_disk(disk), "disk[0]", lambda *each: problems.append(Problem(*each)))
+    [problem] = problems
+    return str(problem)
+
+
+def descriptors() -> set[str]:
+    return {entry for entry in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{entry}")}  # noqa: PTH110, PTH208
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Disk:
+    """Make an image above an image above a raw file; the second is named by a relative path, the third by a link."""
+    below = tmp_path / "below"
+    below.mkdir()
+    (below / "base").write_bytes(b"\1" * MIB)
+    (below / "link").symlink_to(below / "base")
+    qemu_img("create", "-f", "qcow2", "-b", below / "link", "-F", "raw", below / "middle")
+    qemu_img("create", "-f", "qcow2", "-b", "below/middle", "-F", "qcow2", tmp_path / "top")
+    return Disk(path=PurePosixPath(tmp_path / "top"), format="qcow2", backing=(PurePosixPath(below),))
+
+
+def test_a_chain_is_found_as_the_headers_say(chain: Disk, tmp_path: Path) -> None:
+    plan = planned(chain)
+    below = PurePosixPath(tmp_path / "below")
+    assert [(layer.path, layer.format) for layer in plan.layers] == [
+        (chain.path, "qcow2"),
+        (below / "middle", "qcow2"),
+        (below / "base", "raw"),
+    ]
+
+
+@pytest.mark.parametrize("ephemeral", [False, True])
+def test_every_descriptor_that_cannot_be_had(chain: Disk, tmp_path: Path, *, ephemeral: bool) -> None:
+    plan = planned(Disk(path=chain.path, format="qcow2", backing=chain.backing, ephemeral=ephemeral))
+    before = descriptors()
+    failed = 0
+    while True:
+        SABOTEUR.begin(failed + 1, errno.EMFILE, frozenset({"open", "os.truncate"}))
+        trouble: HostError | None = None
+        try:
+            with opened(plan, PurePosixPath(tmp_path)) as numbers:
+                SABOTEUR.end()
+                assert list(numbers) == ["disk0", *(name for name, _ in plan.below())]
+        except HostError as error:
+            trouble = error
+        finally:
+            SABOTEUR.end()
+        assert descriptors() == before
+        if trouble is None:
+            break
+        assert os.strerror(errno.EMFILE) in explain(trouble)
+        failed += 1
+    assert failed >= len(plan.layers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["below", "top"]
+
+
+def test_what_has_changed_since_the_plan_was_made(chain: Disk, tmp_path: Path) -> None:
+    plan = planned(chain)
+    middle = tmp_path / "below" / "middle"
+    secret = tmp_path / "secret"
+    middle.rename(secret)
+    with pytest.raises(HostError, match=r"cannot open '.*/middle'"), opened(plan, PurePosixPath(tmp_path)):
+        pass
+    middle.symlink_to(secret)
+    with (
+        pytest.raises(HostError, match=r"cannot open '.*/middle': it lies at '.*/secret' now"),
+        opened(plan, PurePosixPath(tmp_path)),
+    ):
+        pass
+
+
+def test_what_images_of_qemu_img_say(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    disk = Disk(path=PurePosixPath(path), format="qcow2")
+    qemu_img("create", "-f", "qcow2", "-o", "compat=0.10", path, "3M")
+    assert survey_disk(disk).files[disk.path].image.size == 3 * MIB  # type: ignore[union-attr]
+    planned(disk)
+    secret = ("--object", "secret,id=s,data=x", "-o", "encrypt.format=luks,encrypt.key-secret=s")
+    qemu_img("create", "-f", "qcow2", *secret, path, "3M")
+    assert "is encrypted" in refused(disk)
+    qemu_img("create", "-f", "qcow2", "-o", f"data_file={tmp_path}/outside", path, "3M")
+    assert "takes data from an external data file" in refused(disk)
+    qemu_img("create", "-f", "qcow2", path, "3M")
+    with path.open("r+b") as file:
+        file.seek(79)  # the last byte of the incompatible features
+        file.write(b"\2")
+    assert "is marked as corrupt" in refused(disk)
+    qemu_img("create", "-f", "qcow2", "-b", tmp_path / "elsewhere", "-F", "raw", "-u", path, "3M")
+    assert "takes data from '" in refused(disk)
+    assert "does not exist" in refused(Disk(path=disk.path, format="qcow2", backing=(PurePosixPath(tmp_path),)))
+    vmdk = tmp_path / "image.vmdk"
+    vmdk.write_bytes(b"QFI")  # shorter than any header
+    assert "has 3 bytes" in refused(Disk(path=PurePosixPath(vmdk)))
+
+
+@pytest.mark.parametrize("size", [MIB, 3 << 30, 2 << 40])
+def test_qemu_takes_our_overlays(tmp_path: Path, size: int) -> None:
+    with overlay(PurePosixPath(tmp_path), size, 64 * MIB) as fd:
+        assert list(tmp_path.iterdir()) == [], "it never has a name"
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        found = subprocess.run(["qemu-img", "info", path], check=True, capture_output=True, text=True).stdout
+        assert f"({size} bytes)" in found
+        assert "backing" not in found
+        qemu_img("check", path)
+        subprocess.run(
+            ["qemu-io", "-f", "qcow2", "-c", f"write -P 7 {size - 65536} 64k", path],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        qemu_img("check", path)
+
+
+def test_what_a_file_system_can_do_is_tried(tmp_path: Path) -> None:
+    (tmp_path / "whole").write_bytes(b"\1" * MIB)
+    with (tmp_path / "holes").open("wb") as file:
+        file.truncate(MIB)
+    whole, holes = (files.look(PurePosixPath(tmp_path / name), image=True) for name in ("whole", "holes"))
+    assert (whole.sparse, holes.sparse) == (False, True)
+    assert whole.direct == holes.direct
+    # A file of the kernel's that nothing reads directly.
+    assert not files.look(PurePosixPath("/proc/self/status"), image=True).direct
+
+
+async def test_errors_are_told_once_and_counted(caplog: pytest.LogCaptureFixture, autojump_clock: MockClock) -> None:
+    del autojump_clock  # it is the clock
+    news = DiskNews()
+    failed = {"node-name": "disk0", "operation": "write", "reason": "Input/output error"}
+    for _ in range(1000):
+        news.hear(Event("BLOCK_IO_ERROR", failed))
+    news.hear(Event("BLOCK_IO_ERROR", {**failed, "operation": "read"}))
+    await trio.sleep(TOLD_EVERY + 1)
+    news.hear(Event("BLOCK_IO_ERROR", failed))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the disk disk0 has failed to write: Input/output error; the guest was told",
+        "the disk disk0 has failed to read: Input/output error; the guest was told",
+        "the disk disk0 has failed to write: Input/output error (999 more since it was last said); the guest was told",
+    ]

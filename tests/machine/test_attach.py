@@ -1,0 +1,87 @@
+"""Attaching to a real QEMU: the serial console and the screen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.machine.conftest import RUNNER, until
+
+ECHO = bytes.fromhex("bafd03 ec a801 74fb b2f8 ec ee ebf2").ljust(510, b"\0") + b"\x55\xaa"
+"""A boot sector that says on the first serial port whatever it hears there."""
+
+
+def echoing(start: Any, tmp_path: Path, more: str = "") -> Any:
+    (tmp_path / "disk").write_bytes(ECHO + bytes(1 << 20))
+    run = start(f'[[disk]]\npath = "{tmp_path}/disk"\n[shutdown]\ngrace = 1\n{more}', boot=False)
+    run.until_runs()
+    return run
+
+
+def test_the_console_from_a_terminal(start: Any, tmp_path: Path) -> None:
+    run = echoing(start, tmp_path)
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    seen = b""
+
+    def sees(text: bytes) -> bool:
+        nonlocal seen
+        with contextlib.suppress(BlockingIOError):
+            seen += os.read(ours, 1 << 16)
+        return text in seen
+
+    try:
+        argv = [RUNNER, "console", "--state-dir", run.state, "--detach-key", "ctrl-a"]
+        with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs) as client:
+            until(lambda: sees(b"attached; Ctrl-a detaches"), "the greeting")
+            # Before the boot sector is there the firmware may take what is typed.
+            until(lambda: (os.write(ours, b"knock "), sees(b"knock knock"))[1], "an echo", 60)
+            os.write(ours, b"\x01")
+            until(lambda: sees(b"[detached]"), "the end")
+            assert client.wait(30) == 0
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    reading = subprocess.Popen(
+        [RUNNER, "console", "--read-only", "--state-dir", run.state],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    with reading:
+        assert reading.stdout is not None
+        assert b"reading only" in reading.stdout.readline()
+        assert run.stop() == 13, "a boot sector knows no power button"
+        rest = reading.stdout.read()
+    assert b"knock" in rest, "what was said before it came"
+    assert b"[the instance has ended]" in rest
+    assert reading.returncode == 0
+    assert b"knock" in (run.state / "console.log").read_bytes()
+
+
+def test_the_screen_by_vnc(start: Any, tmp_path: Path) -> None:
+    """Two viewers at once; QEMU's own word for it is RFB (RFC 6143)."""
+    run = echoing(start, tmp_path, "[display]\nvnc = true\n")
+    assert (run.state / "vnc.sock").stat().st_mode & 0o777 == 0o600
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX) as viewer, viewer.makefile("rwb") as stream:
+            viewer.settimeout(30)
+            viewer.connect(str(run.state / "vnc.sock"))
+            assert stream.read(12) == b"RFB 003.008\n"
+            stream.write(b"RFB 003.008\n")
+            stream.flush()
+            assert stream.read(2) == b"\x01\x01", "one kind of security: none, for the socket is root's"
+            stream.write(b"\x01")
+            stream.flush()
+            assert stream.read(4) == bytes(4)
+            stream.write(b"\x01")
+            stream.flush()
+            width, height = (int.from_bytes(stream.read(2), "big") for _ in range(2))
+            assert (width, height) >= (320, 200)
+    assert run.stop() == 13
+    assert not (run.state / "vnc.sock").exists()

@@ -1,0 +1,109 @@
+"""Disks in a pod of the node: a block device, a shared base, one that comes later; what serves them is in float."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.cpuset import CpuSet
+from tests.node.instances import (
+    DEVICES,
+    FLOAT,
+    Controller,
+    Instance,
+    spec_text,
+    start_instance,
+    threads_of,
+)
+from tests.node.standin_kubelet import PROJECT, PYCACHE, Kubelet
+
+pytestmark = pytest.mark.usefixtures("rom")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[str]:
+    """Hold a block device of 4 KiB sectors."""
+    (tmp_path / "device").write_bytes(bytes(16 * MIB))
+    add = ["losetup", "--find", "--show", "--sector-size", "4096", str(tmp_path / "device")]
+    name = subprocess.run(add, check=True, capture_output=True, text=True).stdout.strip()
+    yield name
+    subprocess.run(["losetup", "--detach", name], check=True)
+
+
+def ctl(instance: Instance, *words: str) -> Any:
+    return json.loads(instance.running.execute(sys.executable, "-m", "runner", "ctl", "--json", *words))
+
+
+def iothreads(instance: Instance) -> dict[str, tuple[str, str]]:
+    """Return the iothreads of the receipt by name, with cgroup and CPUs."""
+    threads = instance.receipt()["threads"]
+    return {each["name"]: (each["cgroup"], each["allowed_cpus"]) for each in threads if each["role"] == "iothread"}
+
+
+def test_disks_in_a_pod(
+    kubelet: Kubelet, controller: Controller, numa: dict[int, CpuSet], device: str, tmp_path: Path
+) -> None:
+    disks = tmp_path / "disks"
+    disks.mkdir()
+    for name in ("base", "later"):
+        (disks / name).write_bytes(b"\1" * (8 * MIB))
+    cpus = CpuSet(list(numa[max(numa)])[:2])
+    spec = spec_text(
+        cpus,
+        f'[[disk]]\npath = "{device}"\niothread = true\n[[disk]]\npath = "/disks/base"\nephemeral = true\n',
+    ).replace("[cpu]\n", '[cpu]\nplacement = "controller"\n')
+    instance = start_instance(
+        kubelet,
+        1,
+        cpus,
+        spec=spec,
+        directory=tmp_path,
+        sockets=controller.directory,
+        devices=(*DEVICES, device),
+        more_mounts=[(disks, "/disks", "rw")],
+    )
+    instance.up()
+    instance.is_placed()
+    floating = (str(FLOAT), str(kubelet.default))
+    assert {name: (Path(group).name, allowed) for name, (group, allowed) in iothreads(instance).items()} == {
+        "IO disk0": ("float", floating[1])
+    }
+
+    # The guest is told the sectors that the device has, and the device is used past the page cache without threads.
+    [qemu] = instance.processes()["qemu"]
+    argv = Path(f"/proc/{qemu}/cmdline").read_text().split("\0")
+    [block] = [json.loads(word) for word in argv if '"disk0-file"' in word and word.startswith('{"driver": "host')]
+    assert (block["driver"], block["cache"], block["aio"]) == ("host_device", {"direct": True}, "native")
+    assert any('"logical_block_size": 4096, "physical_block_size": 4096' in word for word in argv)
+
+    # From the node, which has no receipt, it is known by its name.
+    inspect = (sys.executable, "-m", "runner", "inspect", "--kubelet-dir", str(kubelet.directory), "--json")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPYCACHEPREFIX": str(PYCACHE)}
+    seen = subprocess.run(inspect, check=False, capture_output=True, text=True, cwd=PROJECT, env=environment).stdout
+    assert '"role": "iothread"' in seen, seen
+
+    # One more, with a thread that is born while the guest runs: it is in float, and the receipt says so.
+    assert ctl(instance, "disk", "attach", "/disks/later", "iothread=true", "serial=later")["name"] == "disk2"
+    instance.is_placed()
+    assert set(iothreads(instance)) == {"IO disk0", "IO disk2"}
+    assert {allowed for _, allowed in iothreads(instance).values()} == {floating[1]}
+    assert {thread.name for thread in threads_of(qemu)} >= {"IO disk0", "IO disk2"}
+
+    # The device has grown outside; the guest is told when somebody asks for it.
+    with (tmp_path / "device").open("r+b") as file:
+        file.truncate(32 * MIB)
+    subprocess.run(["losetup", "--set-capacity", device], check=True)
+    assert ctl(instance, "disk", "grow", "disk0")["size"] == 32 * MIB
+    assert ctl(instance, "disk", "grow", "disk2", "12MiB")["size"] == 12 * MIB
+    assert (disks / "later").stat().st_size == 12 * MIB
+    instance.is_placed()
+    assert instance.stop() == 0
+    assert (disks / "base").read_bytes() == b"\1" * (8 * MIB)

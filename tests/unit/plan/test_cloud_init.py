@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path, PurePosixPath
+
+import attrs
+import pytest
+
+from runner.plan.argv import pasteable
+from runner.plan.cloud_init import SeedPlan
+from runner.plan.facts import DocumentFact
+from runner.plan.iso9660 import SECTOR, image
+from runner.plan.render import plan_json, plan_lines
+from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ0 somebody"
+DOCUMENTS = {
+    PurePosixPath("/keys"): DocumentFact(
+        f'# two\n{KEY}\n\nno-pty,command="a b" ecdsa-sha2-nistp256 AAAAE2VjZHNh\n'.encode()
+    ),
+    PurePosixPath("/id"): DocumentFact(b"-----BEGIN OPENSSH PRIVATE KEY-----\nb3Blb\n"),
+    PurePosixPath("/user"): DocumentFact(b"#!/bin/sh\necho hunter2\n"),
+    PurePosixPath("/gone"): DocumentFact(trouble="No such file or directory"),
+    PurePosixPath("/network"): DocumentFact(b"version: 2\n"),
+}
+READ = attrs.evolve(FACTS, documents=DOCUMENTS)
+
+
+def seed(text: str, before: str = "") -> SeedPlan:
+    found = plan_of(f"{before}{KERNEL}{text}", READ).machine.seed
+    assert found is not None
+    return found
+
+
+def test_an_empty_table_is_enough() -> None:
+    found = seed("[cloud_init]\n")
+    assert found.user_data.content == b"#cloud-config\n"
+    assert json.loads(found.meta_data.content) == {"instance-id": "instance", "local-hostname": "instance"}
+    assert found.network_config is None, "without networks cloud-init finds out for itself"
+    assert plan_of(KERNEL).machine.seed is None
+
+
+def test_who_it_is_stays_the_same() -> None:
+    uuid = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+    assert seed("[cloud_init]\n", f'[instance]\nname = "a_b"\nuuid = "{uuid}"\n').instance_id == uuid
+    in_pod = plan_of(f"{KERNEL}[cloud_init]\n", attrs.evolve(READ, uid="pod-uid")).machine.seed
+    assert in_pod is not None
+    assert in_pod.instance_id == "pod-uid"
+    assert json.loads(seed("[cloud_init]\n", '[instance]\nname = "a_b"\n').meta_data.content)["local-hostname"] == "a-b"
+
+
+def test_keys_host_name_and_networks() -> None:
+    found = seed(
+        f'[cloud_init]\nssh_keys = ["{KEY} two", "/keys"]\nhostname = "web.example.org"\n'
+        '[[network]]\nmac = "52:54:00:00:00:01"\n[[network]]\nmode = "bridge"\n'
+    )
+    told = json.loads(found.meta_data.content)
+    assert told["public-keys"] == [f"{KEY} two", KEY, 'no-pty,command="a b" ecdsa-sha2-nistp256 AAAAE2VjZHNh']
+    assert told["local-hostname"] == "web.example.org"
+    assert found.network_config is not None
+    network = json.loads(found.network_config.content)
+    assert [each["match"]["macaddress"] for each in network["ethernets"].values()] == [
+        "52:54:00:00:00:01",
+        "0a:58:0a:f4:01:05",
+    ]
+    assert all(each["dhcp4"] for each in network["ethernets"].values())
+    given = seed('[cloud_init]\nnetwork_config = "/network"\nmeta_data = "instance-id: x"\n[[network]]\n')
+    assert given.network_config is not None
+    assert (given.network_config.content, given.meta_data.content) == (b"version: 2\n", b"instance-id: x")
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ('user_data = "/gone"', "cloud_init.user_data: cannot read '/gone': No such file or directory"),
+        (
+            'user_data = "hostname: web"',
+            "cloud_init.user_data: begins with 'hostname: web', which cloud-init would ignore; begin it",
+        ),
+        (
+            'user_data = " #cloud-config\\n"',
+            "cloud_init.user_data: begins with ' #cloud-config', which cloud-init would ignore; its first",
+        ),
+        (
+            'user_data = "# cloud-config\\n"',
+            "cloud_init.user_data: begins with '# cloud-config', which cloud-init would ignore; its first",
+        ),
+        ('ssh_keys = ["/id"]', "cloud_init.ssh_keys[0]: '/id' has a private key, which nobody must see"),
+        ('ssh_keys = ["ssh-rsa"]', "cloud_init.ssh_keys[0]: is 'ssh-rsa', which is no public key; one looks like"),
+        ('ssh_keys = ["/user"]', "cloud_init.ssh_keys[0]: '/user' has 'echo hunter2', which is no public key"),
+        (
+            'ssh_keys = ["/network", "/gone"]',
+            "cloud_init.ssh_keys[0]: '/network' has 'version: 2', which is no public key",
+        ),
+        (
+            f'ssh_keys = ["{KEY}"]\nmeta_data = "a: b"',
+            "cloud_init.ssh_keys: goes into cloud_init.meta_data when that is given",
+        ),
+        ('hostname = "a_b"', 'cloud_init.hostname: found the string "a_b"; it takes a host name'),
+        ('user_data = ""', 'cloud_init.user_data: found the string ""'),
+        ("ssh_keys = [1]", "cloud_init.ssh_keys: found the integer 1"),
+    ],
+)
+def test_what_is_refused(table: str, expected: str) -> None:
+    assert problems(f"{KERNEL}[cloud_init]\n{table}\n", READ)[0][: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"#cloud-config\r\n",
+        b"## template: jinja\n#cloud-config\n",
+        b"Content-Type: multipart/mixed; b",
+        b"\x1f\x8b\x08",
+    ],
+)
+def test_every_kind_of_user_data_is_taken(content: bytes) -> None:
+    facts = attrs.evolve(READ, documents={PurePosixPath("/a"): DocumentFact(content)})
+    assert plan_of(f'{KERNEL}[cloud_init]\nuser_data = "/a"\n', facts).machine.seed is not None
+
+
+def test_no_word_of_it_is_shown() -> None:
+    plan = plan_of(f'{KERNEL}[cloud_init]\nuser_data = "/user"\n', READ)
+    shown = "\n".join(plan_lines(plan)) + json.dumps(plan_json(plan)) + repr(plan) + repr(READ)
+    assert "hunter2" not in shown
+    assert "user-data of 23 bytes" in shown
+    assert json.loads(json.dumps(plan_json(plan)))["machine"]["seed"]["user_data"] == "23 bytes, not shown"
+
+
+def test_the_script_to_paste_makes_the_same_seed(tmp_path: Path) -> None:
+    facts = attrs.evolve(READ, state_directory=PurePosixPath(tmp_path))
+    plan = plan_of(f'{KERNEL}[cloud_init]\nuser_data = "/user"\n', facts)
+    script = pasteable(plan).partition("/usr/bin/qemu")[0]
+    subprocess.run(["sh", "-e"], input=script, text=True, check=True)
+    assert plan.machine.seed is not None
+    assert (tmp_path / "seed.iso").read_bytes() == plan.machine.seed.image()
+
+
+def test_the_image_is_a_cd_with_that_label(tmp_path: Path) -> None:
+    """That its files are what they should be is asked of a kernel, in tests/machine/test_cloud_init.py."""
+    found = image("CIDATA", {"user-data": b"x" * SECTOR, "meta-data": b"", "network-config": b"y"})
+    assert len(found) == 27 * SECTOR
+    assert found == image("CIDATA", {"user-data": b"x" * SECTOR, "meta-data": b"", "network-config": b"y"})
+    (tmp_path / "seed").write_bytes(found)
+    blkid = shutil.which("blkid", path="/usr/sbin:/sbin:/usr/bin:/bin")
+    assert blkid is not None
+    said = subprocess.run([blkid, "-p", "-o", "export", tmp_path / "seed"], check=True, capture_output=True, text=True)
+    assert {"LABEL=CIDATA", "TYPE=iso9660", "VERSION=Joliet\\ Extension"} <= set(said.stdout.splitlines())
+    with pytest.raises(ValueError, match="40 files do not fit into one directory"):
+        image("X", {f"file-with-a-name-{number}": b"" for number in range(40)})

@@ -1,0 +1,90 @@
+"""How each kind of disk is used: what is decided without being asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import PurePosixPath
+
+import attrs
+import pytest
+
+from runner.plan.disk_nodes import block_nodes, disk_device
+from runner.plan.disks import DiskPlan, Overlay, disk_words, within
+from runner.plan.instance import InstancePlan
+from tests.unit.plan.test_plan import FACTS, GIB, plan_of
+
+
+def disk_of(keys: str, **facts: object) -> DiskPlan:
+    plan: InstancePlan = plan_of(f"[[disk]]\n{keys}\n", attrs.evolve(FACTS, **facts))  # type: ignore[arg-type]
+    return plan.machine.disks[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "direct", "aio"),
+    [
+        ('path = "/4kn"', True, "native"),
+        ('path = "/raw"', True, "native"),
+        ('path = "/sparse"', True, "threads"),  # a write may have to find room, and io_submit(2) would wait for it
+        ('path = "/sparse"\nread_only = true', True, "native"),
+        ('path = "/images/golden/base"\nephemeral = true', False, "threads"),
+        ('path = "/raw"\ncache = "writeback"', False, "threads"),
+        ('path = "/disk"', False, "threads"),  # without O_DIRECT
+        ('path = "/raw"\naio = "io_uring"', True, "io_uring"),
+        ('path = "/sparse"\naio = "native"', True, "native"),
+    ],
+)
+def test_cache_and_aio_follow_what_the_disk_can_do(keys: str, *, direct: bool, aio: str) -> None:
+    disk = disk_of(keys, io_uring_trouble=None)
+    assert (disk.direct, disk.aio) == (direct, aio)
+
+
+def test_only_what_is_written_to_goes_past_the_page_cache() -> None:
+    """A base is others' too: the page cache holds it once for all of them."""
+    disk = disk_of('path = "/top"\nformat = "qcow2"\nbacking = ["/images"]')
+    nodes = {str(node["node-name"]): node for node in block_nodes(disk, lambda name: f"/{name}")}
+    assert nodes["disk0-file"]["cache"] == {"direct": True}
+    assert [name for name, node in nodes.items() if node.get("read-only") is False] == ["disk0-file", "disk0"]
+    for below in ("disk0-base1-file", "disk0-base2-file"):
+        assert nodes[below]["read-only"] is True
+        assert "cache" not in nodes[below]
+    assert [nodes[name]["backing"] for name in ("disk0", "disk0-base1")] == ["disk0-base1", "disk0-base2"]
+
+
+def test_no_header_is_ever_followed() -> None:
+    disk = disk_of('path = "/d,isk.qcow2"\nformat = "qcow2"')
+    [_, image] = block_nodes(disk, str)
+    assert "backing" in image
+    assert image["backing"] is None
+
+
+def test_nodes_are_made_after_those_they_stand_on() -> None:
+    disk = disk_of('path = "/top"\nformat = "qcow2"\nephemeral = true\nbacking = ["/images"]')
+    nodes = list(block_nodes(disk, str))
+    made = [str(node["node-name"]) for node in nodes]
+    for number, node in enumerate(nodes):
+        below = {str(node[key]) for key in ("file", "backing") if node.get(key) is not None}
+        assert below <= set(made[:number])
+    assert json.dumps(nodes).count("/images/") == 0, "paths are the descriptors' business"
+
+
+def test_an_ephemeral_disk_has_room_for_all_that_can_be_written() -> None:
+    disk = disk_of('path = "/raw"\nephemeral = true')
+    assert disk.overlay is not None
+    assert disk.overlay.size == GIB
+    assert disk.overlay.limit > GIB
+    assert not disk.written
+    limited = disk_of('path = "/raw"\nephemeral = true\nephemeral_size = "3MiB"')
+    assert limited.overlay == Overlay(GIB, 3 << 20)
+    assert disk_words(limited) == "/raw, raw, ephemeral (at most 3MiB written), cache writeback, aio threads"
+
+
+def test_an_error_of_the_file_never_stops_the_guest() -> None:
+    device = disk_device(disk_of('path = "/raw"\nserial = "a"'), bus="slot0", boot_index=0)
+    assert (device["werror"], device["rerror"], device["bus"], device["bootindex"]) == ("report", "report", "slot0", 0)
+
+
+def test_within_is_about_whole_names() -> None:
+    images = [PurePosixPath("/images")]
+    assert within(PurePosixPath("/images/a/b"), images)
+    assert not within(PurePosixPath("/images"), images)
+    assert not within(PurePosixPath("/images2/a"), images)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+import attrs
+import pytest
+
+from runner.plan.argv import pasteable
+from runner.plan.facts import FileFact, ImageFact
+from runner.plan.firmware import VariablesPlan
+from runner.plan.render import plan_lines
+from tests.unit.plan.test_plan import FACTS, plan_of, problems
+
+DISK = '[[disk]]\npath = "/disk"\n'
+CODE, TEMPLATE = PurePosixPath("/fw/OVMF_CODE_4M.fd"), PurePosixPath("/fw/OVMF_VARS_4M.fd")
+DEBIAN = PurePosixPath("/usr/share/OVMF")
+HERE = {
+    CODE: FileFact("file", 3 << 20),
+    TEMPLATE: FileFact("file", 540672),
+    DEBIAN / "OVMF_CODE_4M.fd": FileFact("file", 3 << 20),
+    DEBIAN / "OVMF_VARS_4M.fd": FileFact("file", 540672),
+    PurePosixPath("/vars.fd"): FileFact("file", 540672),
+    PurePosixPath("/vars"): FileFact("directory"),
+    PurePosixPath("/old.fd"): FileFact("file", 131072),
+    PurePosixPath("/locked.fd"): FileFact("file", 540672, image=ImageFact("raw", locked=True)),
+    PurePosixPath("/ro.fd"): FileFact("file", 540672, "Read-only file system"),
+    PurePosixPath("/bare/CODE.fd"): FileFact("file", 3 << 20),
+}
+FOUND = attrs.evolve(FACTS, files={**FACTS.files, **HERE})
+
+
+@pytest.mark.parametrize(
+    ("boot", "code", "variables"),
+    [
+        ('firmware = "uefi"', DEBIAN / "OVMF_CODE_4M.fd", VariablesPlan(None, DEBIAN / "OVMF_VARS_4M.fd")),
+        (
+            'firmware = "uefi"\nfirmware_vars = "/vars/web.fd"',
+            DEBIAN / "OVMF_CODE_4M.fd",
+            VariablesPlan(PurePosixPath("/vars/web.fd"), DEBIAN / "OVMF_VARS_4M.fd"),
+        ),
+        (f'firmware = "{CODE}"\nfirmware_vars = "/vars.fd"', CODE, VariablesPlan(PurePosixPath("/vars.fd"), None)),
+        (
+            f'firmware = "{CODE}"\nfirmware_vars = "/vars/web.fd"',
+            CODE,
+            VariablesPlan(PurePosixPath("/vars/web.fd"), TEMPLATE),
+        ),
+        (f'firmware = "{CODE}"', CODE, None),
+    ],
+)
+def test_where_variables_are_kept(boot: str, code: PurePosixPath, variables: VariablesPlan | None) -> None:
+    plan = plan_of(f"[boot]\n{boot}\n{DISK}", FOUND)
+    assert plan.machine.firmware is not None
+    assert plan.machine.firmware.path == code
+    assert plan.machine.firmware_vars == variables
+    forgotten = variables is not None and variables.path is None
+    assert any("is forgotten at the end" in remark for remark in plan.remarks) is forgotten
+    script = pasteable(plan)
+    assert ("cp -n" in script) is (variables is not None and variables.template is not None)
+    if variables is not None:
+        assert any("firmware variables" in line for line in plan_lines(plan))
+
+
+@pytest.mark.parametrize(
+    ("boot", "expected"),
+    [
+        ('firmware = "uefi-secure"', None),
+        ('firmware = "uefi-secured"', "boot.firmware: found"),
+        (
+            f'firmware = "{CODE}"\nfirmware_vars = "/old.fd"',
+            "boot.firmware_vars: '/old.fd' has 131072 bytes, but the store of this",
+        ),
+        (
+            f'firmware = "{CODE}"\nfirmware_vars = "/locked.fd"',
+            "boot.firmware_vars: '/locked.fd' is in use by another process",
+        ),
+        (
+            f'firmware = "{CODE}"\nfirmware_vars = "/ro.fd"',
+            "boot.firmware_vars: cannot write '/ro.fd': Read-only file system",
+        ),
+        (
+            f'firmware = "{CODE}"\nfirmware_vars = "/dev/null"',
+            "boot.firmware_vars: '/dev/null' is a character, not a file",
+        ),
+        (
+            f'firmware = "{CODE}"\nfirmware_vars = "/none/a.fd"',
+            "boot.firmware_vars: '/none/a.fd' does not exist, and neither",
+        ),
+        (
+            'firmware = "/bare/CODE.fd"\nfirmware_vars = "/vars/a.fd"',
+            "boot.firmware_vars: '/vars/a.fd' does not exist, and there is no '/bare/VARS.fd' to make it from",
+        ),
+        ('firmware_vars = "/vars.fd"', "boot.firmware_vars: needs boot.firmware"),
+    ],
+)
+def test_what_is_refused(boot: str, expected: str | None) -> None:
+    text = f"[boot]\n{boot}\n{DISK}"
+    if expected is None:
+        assert plan_of(text, FOUND).machine.secure_boot
+    else:
+        assert [each[: len(expected)] for each in problems(text, FOUND)] == [expected]
+
+
+def test_without_any_firmware_the_places_looked_at_are_named() -> None:
+    [problem] = problems(f'[boot]\nfirmware = "uefi"\n{DISK}')
+    assert problem.startswith(
+        "boot.firmware: cannot find the firmware 'uefi' as one of /usr/share/OVMF/OVMF_CODE_4M.fd, "
+    )
+    assert problem.endswith("install the package ovmf, or name the files")
