@@ -506,7 +506,11 @@ class _Planner:
         return RamPlan(
             page_size=asked.page_size,
             # What is locked is there at once, and must then lie where it shall be already.
-            preallocate=asked.prealloc or controller or asked.hugepages is not None or asked.lock,
+            preallocate=asked.prealloc
+            or controller
+            or asked.hugepages is not None
+            or asked.lock
+            or bool(self.spec.device),
             locked=asked.lock,
             shared=asked.shared,
             beside=beside,

@@ -98,7 +98,7 @@ def test_huge_pages_are_the_pods_and_each_on_its_numa_node(start: Start, reserve
         assert " huge " in line
         assert re.findall(r" (N\d+=\d+)", line) == [f"N{node}=32"]
         assert "kernelpagesize_kB=2048" in line
-    argv = [sys.executable, "-m", "runner", "inspect", "--json", "--kubelet-dir", instance.kubelet.directory]
+    argv = [sys.executable, "-m", "runner", "inspect", "--json", "--kubelet-dir", str(instance.kubelet.directory)]
     inspected = subprocess.run(argv, cwd=PROJECT, stdout=subprocess.PIPE, check=False).stdout
     verdicts = {each["rule"]: each for each in json.loads(inspected)["instances"][0]["verdicts"]}
     assert verdicts["local"]["result"] == "ok"
