@@ -11,7 +11,6 @@ import trio
 
 from runner.errors import HostError
 from runner.host import files, pci, vfio
-from runner.host.memory import lockable, read_lockable
 from runner.host.procfs import Procfs
 from runner.instance.host import Host
 from runner.plan.devices import asked_devices
@@ -21,8 +20,6 @@ from runner.spec.instance import InstanceSpec
 
 BACK_WITHIN = 5.0
 """Seconds after QEMU's end within which its devices are free again: the kernel has reset them by then."""
-CAP_IPC_LOCK = 14
-"""``include/uapi/linux/capability.h``."""
 LOOKED_AT_EVERY = 0.1
 """Seconds between two looks: nothing tells when an IOMMU group becomes free."""
 
@@ -31,7 +28,7 @@ def look_at_devices(
     spec: InstanceSpec, environment: Mapping[str, str], procfs: Procfs, qemu_version: str, root: Path = Path("/")
 ) -> VfioFacts:
     """Return what passing the devices of *spec* takes; device plugins have said in *environment* what they gave."""
-    nodes, capabilities = PurePosixPath(root / "dev"), procfs.capabilities()
+    nodes = PurePosixPath(root / "dev")
     asked, _ = asked_devices(spec.device, environment)
     found = (look_at_device(each.address, root) for each in asked)
     return VfioFacts(
@@ -40,8 +37,6 @@ def look_at_devices(
         container=_node(nodes / "vfio/vfio"),
         iommufd=_node(nodes / "iommu"),
         qemu_version=qemu_version,
-        lockable=read_lockable(capabilities),
-        root_locks=CAP_IPC_LOCK in capabilities,
         address_bits=procfs.address_bits(),
     )
 
@@ -78,7 +73,7 @@ def _node(path: PurePosixPath) -> DeviceNode:
 
 @contextmanager
 def handed_over(passing: Passing) -> Iterator[dict[str, int]]:
-    """Hold the descriptors that QEMU is to inherit, by PCI address, and ``iommufd``; it may lock the guest's RAM."""
+    """Hold the descriptors that QEMU is to inherit, by PCI address, and ``iommufd``."""
     with ExitStack() as held:
         numbers = {
             device.address: held.enter_context(files.opened(device.device_node, write=True))
@@ -87,7 +82,6 @@ def handed_over(passing: Passing) -> Iterator[dict[str, int]]:
         }
         if passing.iommufd is not None:
             numbers["iommufd"] = held.enter_context(files.opened(passing.iommufd, write=True))
-        held.enter_context(lockable(passing.locked))
         yield numbers
 
 

@@ -206,18 +206,19 @@ def parse_uid(cgroup: str, roots: Iterable[str]) -> str | None:
 
 
 def _limits(spec: InstanceSpec, host: Host, cgroup: str) -> Limits:
-    memlock, may_lock = None, False
-    if spec.memory.lock:
-        from runner.host.memory import read_memlock_limit  # here, because nobody else needs ctypes
+    lockable, may_lock = None, False
+    if spec.memory.lock or spec.device:
+        from runner.host.memory import CAP_IPC_LOCK, read_lockable  # here, because nobody else needs ctypes
 
-        memlock, may_lock = read_memlock_limit(), host.procfs.may_lock()
+        capabilities = host.procfs.capabilities()
+        lockable, may_lock = read_lockable(capabilities), CAP_IPC_LOCK in capabilities
     return Limits(
         memory=min(memory_limits(CGROUP_ROOT, cgroup), default=None),
         huge={
             pool.size: HugeFact(min(huge_limits(CGROUP_ROOT, cgroup, pool.size), default=None), pool.promised)
             for pool in (read_huge_pools() if spec.memory.hugepages else ())
         },
-        memlock=memlock,
+        lockable=lockable,
         may_lock=may_lock,
     )
 

@@ -12,7 +12,6 @@ import attrs
 
 from runner.errors import Problem
 from runner.plan.facts import HostFacts, User
-from runner.plan.fitness import LOCKED_BESIDE_RAM, MEMLOCK, too_little_lockable
 from runner.plan.passing import DevicePlan, Passing
 from runner.plan.vfio import Bar, DeviceNode, PciFact, PciLink, VfioFacts
 from runner.spec.document import format_size
@@ -153,9 +152,8 @@ class _Decision:
                 plans += [plan] if plan is not None else []
                 self.remarks += device_remarks(fact)
         self.ports(plans)
-        locked = self.lock()
         used = any(plan.way == "iommufd" for plan in plans)
-        return Passing(tuple(plans), self.vfio.iommufd.path if used else None, self.window(plans), locked)
+        return Passing(tuple(plans), self.vfio.iommufd.path if used else None, self.window(plans))
 
     def preferred(self, facts: Sequence[PciFact]) -> tuple[str, str]:
         """Return the ways in the order they are tried for devices that name none: one way for all, or RAM is locked twice."""
@@ -232,13 +230,6 @@ class _Decision:
                         "instance, or give it CPUs of every NUMA node that its devices are on",
                     )
                 )
-
-    def lock(self) -> int:
-        limit = None if self.user.uid == 0 and self.vfio.root_locks else self.vfio.lockable
-        trouble = too_little_lockable(limit, self.spec.memory.size)
-        if trouble is not None:
-            self.problems.append(Problem("device", f"VFIO locks the guest's RAM, but {trouble}; {MEMLOCK}"))
-        return self.spec.memory.size + LOCKED_BESIDE_RAM
 
     def window(self, plans: Iterable[DevicePlan]) -> int | None:
         window = bar_window(self.vfio.devices[plan.address].bars for plan in plans)

@@ -24,6 +24,7 @@ from runner.plan.fitness import (
     CPU_TIME,
     OWN_CPUS,
     barren,
+    bytes_to_lock,
     emulated,
     root_for_kvm,
     shared_cpus,
@@ -132,6 +133,8 @@ class MachinePlan:
     """Bytes, whole MiB."""
     topology: GuestTopology
     ram: RamPlan
+    lockable: int
+    """Bytes that it may have to lock, 0 if none."""
     accel: str
     cpu_model: str
     kernel: FilePlan | None
@@ -233,11 +236,13 @@ class _Planner:
         spec, facts = self.spec, self.facts
         placement = self.placement(spec.cpu)
         accel, user = self.accelerator()
-        ram = self.memory(placement, accel, user)
+        ram = self.memory(placement, accel)
         topology = None if placement is None else self.topology(placement, accel)
         self.pages(topology)
         spec = self.spec
         passing = Passing() if topology is None else self.devices(topology, user, accel)
+        lockable = bytes_to_lock(spec, sum(device.memory for device in passing.devices))
+        self.problems += not_lockable(spec, lockable, facts.limits, root=user.uid == 0)
         claims = Claims(facts, self.refuse)
         planner = NetworkPlanner(spec, facts, claims, self.refuse)
         networks = tuple(planner.networks())
@@ -284,6 +289,7 @@ class _Planner:
                 memory=spec.memory.size,
                 topology=topology,
                 ram=ram,
+                lockable=lockable,
                 accel=accel,
                 cpu_model=spec.cpu.model or self.cpu_model(accel, topology),
                 kernel=kernel,
@@ -485,7 +491,7 @@ class _Planner:
             return user
         return next((self.facts.users[name] for name in candidates if name in self.facts.users), None)
 
-    def memory(self, placement: Placement | None, accel: str, user: User) -> RamPlan:
+    def memory(self, placement: Placement | None, accel: str) -> RamPlan:
         facts, asked = self.facts, self.spec.memory
         if asked.size == WHAT_LIMITS_LEAVE:
             numa_node_of = {cpu.cpu: cpu.numa_node for cpu in facts.hardware.cpus}
@@ -500,9 +506,6 @@ class _Planner:
         controller = placement is not None and placement.register is not None
         self.problems += contradictions(self.spec, controller=controller)
         self.problems += too_little_memory(self.spec, beside, facts.memory, facts.limits)
-        locked = not_lockable(self.spec, facts.limits, root=user.uid == 0)
-        if locked is not None:
-            self.problems.append(locked)
         return RamPlan(
             page_size=asked.page_size,
             # What is locked is there at once, and must then lie where it shall be already.

@@ -13,6 +13,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem
 from runner.plan.facts import HugeFact, Limits
+from runner.plan.fitness import MEMLOCK, too_little_lockable
 from runner.spec.document import MIB, format_size
 from runner.spec.instance import LEAST_MEMORY, InstanceSpec, Memory
 from runner.topology.guest import GuestTopology
@@ -39,9 +40,6 @@ PAGE_TABLES = 512
 """Page tables take a word of 8 bytes for each page: in pages of 4 KiB this part of it. KubeVirt reckons so, too."""
 LOCKED, LOCKED_VCPU = 48 * MIB, 8 * MIB
 """What locking adds, for QEMU and for each vCPU: stacks, heaps and libraries whole (measured: 21 and 8 MiB)."""
-ADDRESSES, ADDRESSES_VCPU = 512 * MIB, 80 * MIB
-"""QEMU's addresses beside the guest's RAM, and those of a thread (its heap may take 64 MiB, its stack 8): they count
-against ``RLIMIT_MEMLOCK``, used or not (``mm/mlock.c``, ``mlockall``; measured: 414 and at most 73 MiB)."""
 
 
 @attrs.frozen
@@ -224,20 +222,14 @@ def _shortage(sources: tuple[int, ...], pages: int, page: int, free: int, total:
     )
 
 
-def not_lockable(spec: InstanceSpec, limits: Limits, *, root: bool) -> Problem | None:
-    """Return why QEMU, which is *root* or not, cannot lock its memory."""
-    if not spec.memory.lock or limits.memlock is None or (root and limits.may_lock):
-        return None
-    # Pages of hugetlb are never swapped, and yet their addresses are counted.
-    needed = spec.memory.size + ADDRESSES + spec.cpu.count * ADDRESSES_VCPU
-    if limits.memlock >= needed:
-        return None
-    return Problem(
-        "memory.lock",
-        f"{format_size(needed)} may have to be locked (the guest's {format_size(spec.memory.size)} and all addresses of "
-        f"QEMU's), and RLIMIT_MEMLOCK is {limits.memlock >> 10}KiB; LimitMEMLOCK=infinity in the [Service] section of "
-        "containerd.service, or `docker run --ulimit memlock=-1`",
-    )
+def not_lockable(spec: InstanceSpec, needed: int, limits: Limits, *, root: bool) -> Iterator[Problem]:
+    """Yield why QEMU, which is *root* or not, cannot lock *needed* bytes."""
+    trouble = too_little_lockable(None if root and limits.may_lock else limits.lockable, needed)
+    if trouble is not None:
+        who = ["QEMU's memory with all of its addresses (memory.lock)"] if spec.memory.lock else []
+        who += ["the guest's RAM for VFIO ([[device]])"] if spec.device else []
+        where = "memory.lock" if spec.memory.lock else "device"
+        yield Problem(where, f"{trouble}: {' and '.join(who)}; {MEMLOCK}")
 
 
 def _shown(size: int) -> str:

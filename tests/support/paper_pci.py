@@ -82,7 +82,7 @@ def with_devices(plan: InstancePlan, root: Path, *ways: str) -> InstancePlan:
             )
         )
     iommufd = PurePosixPath(root / "dev/iommu") if "iommufd" in ways else None
-    passing = Passing(tuple(devices), iommufd, locked=plan.machine.memory)
+    passing = Passing(tuple(devices), iommufd)
     return attrs.evolve(plan, machine=attrs.evolve(plan.machine, passing=passing))
 
 

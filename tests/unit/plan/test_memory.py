@@ -177,10 +177,10 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         ),
         (
             ALL_CPUS + '[memory]\nsize = "1GiB"\nlock = true\n',
-            {"limits": Limits(memlock=8 * MIB)},
+            {"limits": Limits(lockable=8 * MIB)},
             (
-                "memory.lock: 2176MiB may have to be locked (the guest's 1GiB and all addresses of QEMU's), and RLIMIT_MEMLOCK is "
-                "8192KiB; LimitMEMLOCK=infinity"
+                "memory.lock: 2176 MiB may have to be locked, and RLIMIT_MEMLOCK is 8192 KiB: QEMU's memory with all of its "
+                "addresses (memory.lock); give it `LimitMEMLOCK=infinity`"
             ),
         ),
         (
@@ -238,10 +238,10 @@ def test_a_numa_node_that_may_not_be_used_gives_no_pages() -> None:
 
 def test_who_may_lock_is_not_limited() -> None:
     text = '[instance]\nuser = "{}"\n[memory]\nlock = true\n[cpu]\ncount = 2\n'
-    facts = attrs.evolve(ALONE, limits=Limits(memlock=8 * MIB, may_lock=True))
+    facts = attrs.evolve(ALONE, limits=Limits(lockable=8 * MIB, may_lock=True))
     assert plan_of(text.format("root"), facts).machine.ram.locked
     assert problems(text.format("nobody"), facts)[0].startswith("memory.lock: ")
-    enough = attrs.evolve(ALONE, limits=Limits(memlock=2 * GIB))
+    enough = attrs.evolve(ALONE, limits=Limits(lockable=2 * GIB))
     assert plan_of(text.format("nobody"), enough).machine.ram.locked
 
 
