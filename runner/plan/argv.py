@@ -398,7 +398,7 @@ def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 
 
 def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
-    """Yield disks as JSON, which says what ``key=value`` has no words for: that below an image there is nothing."""
+    """Yield disks, their nodes as JSON, which says what ``key=value`` has no words for: that below an image there is nothing."""
     names: dict[str, str] = {}
     for index, disk in enumerate(machine.disks):
         for name in (disk.name, *(below for below, _ in disk.below())):
@@ -410,7 +410,9 @@ def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             yield from ("-object", f"iothread,id={disk.name}")
         # A kernel started directly is boot index 0 itself, and the disks are not booted from.
         device = disk_device(disk, boot_index=index if machine.kernel is None else None)
-        yield from ("-device", json.dumps(device))
+        # Not as JSON: QEMU makes such devices after all others, and would put them on the bridge of a NUMA node.
+        driver, *rest = (f"{name}={_on_off(value)}" for name, value in device.items())
+        yield from ("-device", ",".join((driver.removeprefix("driver="), *rest)))
 
 
 def _slots(number: int) -> Iterator[str]:
