@@ -44,6 +44,7 @@ from runner.plan.memory import (
 )
 from runner.plan.networks import DhcpPlan, NetworkPlan, NetworkPlanner
 from runner.plan.passing import Passing
+from runner.plan.root_bus import too_few_slots
 from runner.spec.document import format_size
 from runner.spec.instance import (
     ALL_CPUS,
@@ -268,7 +269,7 @@ class _Planner:
         seed = self.seed(networks)
         if placement is None or topology is None or qemu is None or sleep is None:
             return None
-        return InstancePlan(
+        plan = InstancePlan(
             name=spec.instance.name,
             pod=facts.pod_name,
             state_directory=facts.state_directory,
@@ -312,6 +313,8 @@ class _Planner:
             patience=PATIENCE + (spec.memory.size / SLOWEST_PREALLOCATION if ram.preallocate or passing.devices else 0),
             remarks=tuple(self.remarks),
         )
+        self.problems += too_few_slots(plan.machine)
+        return plan
 
     def own_cpus(self, cpu: Cpu, backend: str) -> None:
         """Refuse a pod whose CPUs are not its own all the time, unless less was asked for."""
