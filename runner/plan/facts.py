@@ -321,6 +321,8 @@ class HostFacts:
     """The least ``cpu.max`` of its cgroups, as a number of CPUs; ``None`` without a limit."""
     uid: str | None = None
     """What the node's controller knows this container by: the pod's UID, without a kubelet the container's id."""
+    pod_uid: str | None = None
+    """The pod's UID; ``None`` outside Kubernetes. Asked only when the guest is told who it is (cloud-init)."""
     controller_trouble: str | None = "it was not looked for"
     """Why the node's controller cannot be used; ``None`` when the directory of its socket is here."""
     delegation_trouble: str | None = "it was not looked for"

@@ -582,7 +582,7 @@ class _Planner:
         from runner.plan.cloud_init import plan_seed  # here, because most instances need none of it
 
         # To cloud-init another id is another machine, whose keys and users it makes anew.
-        identity = spec.instance.uuid or facts.uid or spec.instance.name
+        identity = spec.instance.uuid or facts.pod_uid or spec.instance.name
         macs = [network.mac for network in networks]
         return plan_seed(spec.cloud_init, identity, spec.instance.name, macs, facts.documents, self.refuse)
 
