@@ -18,8 +18,6 @@ from runner.plan.passing import DevicePlan, Passing
 from runner.plan.vfio import Bar, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
 from runner.spec.instance import InstanceSpec
 
-BACK_WITHIN = 5.0
-"""Seconds after QEMU's end within which its devices are free again: the kernel has reset them by then."""
 LOOKED_AT_EVERY = 0.1
 """Seconds between two looks: nothing tells when an IOMMU group becomes free."""
 
@@ -102,13 +100,16 @@ def _take_back(host: Host, node: PurePosixPath, owner: int) -> None:
 
 
 @asynccontextmanager
-async def devices_passed(host: Host, passing: Passing) -> AsyncIterator[None]:
-    """Hold nothing, but see at the end that every device is as it was: it answers, with its driver, and nobody has it."""
+async def devices_passed(host: Host, passing: Passing, patience: float) -> AsyncIterator[None]:
+    """Hold nothing, but see at the end that every device is as it was: it answers, with its driver, and nobody has it.
+
+    All of them together get *patience* seconds for it.
+    """
     try:
         yield
     finally:
         with trio.CancelScope(shield=True):
-            deadline = trio.current_time() + BACK_WITHIN
+            deadline = trio.current_time() + patience
             for device in passing.devices:
                 with host.faults.recorded(f"get the device {device.address} back"):
                     await _back(device, deadline)

@@ -69,6 +69,9 @@ SLOWEST_PREALLOCATION = 256 << 20
 DEVICE_RESET = 2.0
 """Seconds for the kernel to reset a PCI device and to unlock the RAM it could reach."""
 
+DEVICES_BACK = 5.0
+"""Seconds after QEMU's end within which its devices are free again: the kernel has reset them by then."""
+
 TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
 """Whose CPUs tell siblings by CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
 
@@ -180,6 +183,8 @@ class ShutdownPlan:
     terminate: float
     """SIGTERM to QEMU; after it comes SIGKILL, which needs no time of its own."""
     poweroff_status: int
+    devices_back: float = 0.0
+    """For its PCI devices to be as they were, if it had any."""
 
     @property
     def forced(self) -> float:
@@ -590,9 +595,12 @@ class _Planner:
 def share_grace(grace: float, poweroff_status: int, devices: int = 0) -> ShutdownPlan:
     """Divide *grace* seconds among the steps of a power-down: the guest gets all but a tenth (at most 3 s).
 
-    Each of its PCI *devices* has to be reset when QEMU goes: for that 2 s are taken from the guest's time, up to half of it.
+    Each of its PCI *devices* has to be reset when QEMU goes, and then all of them are waited for: for that 2 s each and 5 s
+    are taken from the guest's time, up to half of the grace.
     """
-    forced = min(3.0, grace / 10)
+    forced, back = min(3.0, grace / 10), 0.0
     if devices:
-        forced = min(forced + DEVICE_RESET * devices, max(forced, grace / 2))
-    return ShutdownPlan(grace - forced, forced / 2, forced / 2, poweroff_status)
+        resets = DEVICE_RESET * devices
+        part = min(1.0, (grace / 2 - forced) / (resets + DEVICES_BACK))
+        forced, back = forced + part * resets, part * DEVICES_BACK
+    return ShutdownPlan(grace - forced - back, forced / 2, forced / 2, poweroff_status, back)

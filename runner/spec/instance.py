@@ -584,7 +584,8 @@ class Shutdown:
     grace: float = key(
         seconds(1, 3600),
         default=30.0,
-        doc="seconds the whole power-down may take; keep it 5 s below terminationGracePeriodSeconds",
+        doc="seconds the whole power-down may take; keep it 10 s below terminationGracePeriodSeconds, which network, shares and the "
+        "controller may take then",
     )
     on_reboot: str = key(
         choice("reset", "exit"),

@@ -473,9 +473,14 @@ def test_a_window_beyond_the_guests_addresses_is_refused(hgx: HostFacts) -> None
 
 def test_time_to_let_go_of_devices_is_taken_from_the_guests() -> None:
     assert share_grace(30, 10).power_down == 27
-    assert share_grace(30, 10, 2).power_down == 23
-    assert share_grace(30, 10, 8).power_down == 15, "half of it is the guest's"
-    assert share_grace(120, 10, 8).forced == 19
+    assert share_grace(30, 10, 1).power_down == 20
+    assert share_grace(30, 10, 8).power_down == pytest.approx(15), "half of it is the guest's"
+    long = share_grace(120, 10, 8)
+    assert (long.forced, long.devices_back) == (19, 5)
+    for grace, devices in ((1, 1), (8, 16), (30, 1), (600, 8)):
+        plan = share_grace(grace, 10, devices)
+        assert plan.power_down + plan.forced + plan.devices_back == pytest.approx(grace), "what is waited for is in it"
+        assert min(plan.quit, plan.devices_back) > 0
 
 
 def test_facts_of_devices_are_asked_for_by_address(tmp_path: Path) -> None:
