@@ -125,6 +125,7 @@ def contradictions(spec: InstanceSpec, *, controller: bool) -> Iterator[Problem]
             (controller, 'with placement "controller" the pod is charged only for what is touched while QEMU is in it'),
             (memory.hugepages is not None, "huge pages are touched before the guest runs, while an error is still one"),
             (memory.lock, "what is locked is there"),
+            (spec.device != (), "VFIO locks all of it for [[device]]"),
         ):
             if reason:
                 yield Problem("memory.prealloc", f"must not be false: {so}; leave it out")

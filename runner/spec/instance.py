@@ -170,7 +170,7 @@ class Memory:
     prealloc: bool | None = key(
         flag(),
         default=None,
-        doc='whether all of it is taken before the guest runs; without it, with placement `"controller"`, huge pages or lock',
+        doc='whether all of it is taken before the guest runs; without it, with placement `"controller"`, huge pages, lock or `[[device]]`',
     )
     lock: bool = key(flag(), default=False, doc="whether QEMU locks it, and all else it has, in memory (`mlockall(2)`)")
     shared: bool = key(

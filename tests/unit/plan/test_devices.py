@@ -303,6 +303,12 @@ def test_ram_that_cannot_be_locked_is_refused(
     assert "LimitMEMLOCK=infinity" in problem
 
 
+def test_memory_is_there_before_it_is_passed_to_devices(hgx: HostFacts) -> None:
+    assert plan_of(KERNEL + ONE, hgx).machine.ram.preallocate
+    [problem] = problems(f"{KERNEL}[memory]\nprealloc = false\n{ONE}", hgx)
+    assert problem == "memory.prealloc: must not be false: VFIO locks all of it for [[device]]; leave it out"
+
+
 def test_memory_locked_for_both_reasons_is_counted_twice(hgx: HostFacts) -> None:
     """VFIO's count comes on top of mlockall(2)'s, which has counted the devices' regions as QEMU's addresses."""
     text = f"{KERNEL}[memory]\nlock = true\n{ONE}"
