@@ -51,6 +51,7 @@ from runner.spec.instance import (
     LEAST_MEMORY,
     WHAT_LIMITS_LEAVE,
     Cpu,
+    Disk,
     InstanceSpec,
     Share,
 )
@@ -254,7 +255,7 @@ class _Planner:
         networks = tuple(planner.networks())
         shares = tuple(self.shares())
         disks = tuple(
-            plan_disk(f"disk{index}", disk, facts, f"disk[{index}]", self.refuse)
+            plan_disk(f"disk{index}", disk, self.known(disk), f"disk[{index}]", self.refuse)
             for index, disk in enumerate(spec.disk)
         )
         qemu = self.program(facts.qemu, "", "qemu-system-x86_64", "qemu-system-x86")
@@ -579,6 +580,12 @@ class _Planner:
         elif fact.trouble is not None:
             self.refuse(where, f"cannot read {str(path)!r}: {fact.trouble}")
         return FilePlan(path, copied=not fact.everyone_reads and user.uid != 0)
+
+    def known(self, disk: Disk) -> HostFacts:
+        """Return the facts with the spec's word for *disk*, if it would be handed over and nothing was."""
+        if disk.fd is None or self.facts.descriptors is not None:
+            return self.facts
+        return attrs.evolve(self.facts, files={disk.path: FileFact("file")})
 
     def seed(self, networks: Iterable[NetworkPlan]) -> SeedPlan | None:
         spec, facts = self.spec, self.facts
