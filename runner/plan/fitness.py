@@ -97,6 +97,9 @@ def too_old(version: str) -> str | None:
 ADDRESSES, ADDRESSES_THREAD = 512 << 20, 80 << 20
 """QEMU's addresses beside the guest's RAM, and those of a thread (its heap may take 64 MiB, its stack 8): they count
 against ``RLIMIT_MEMLOCK``, used or not (``mm/mlock.c``, ``mlockall``; measured: 414 and at most 73 MiB)."""
+WORKERS = 4
+"""Threads that read and write for QEMU's main thread, and for each iothread, where memory is locked: else up to 64, each with
+a stack and a heap that count (``thread-pool-max``)."""
 PASSED_BESIDE_RAM = 64 << 20
 """Bytes that VFIO locks beside the guest's RAM at most: firmware, option ROMs, video memory."""
 
@@ -107,6 +110,12 @@ MEMLOCK = (
 """The remedy for :func:`too_little_lockable`."""
 
 
+def locked_threads(spec: InstanceSpec) -> int:
+    """Return how many threads QEMU has at most where its memory is locked, beside those it always has."""
+    iothreads = sum(disk.iothread for disk in spec.disk)
+    return spec.cpu.count + iothreads + WORKERS * (1 + iothreads)
+
+
 def bytes_to_lock(spec: InstanceSpec, bars: int = 0) -> int:
     """Return how many bytes QEMU may have to lock for *spec*, 0 if none; its devices have regions of *bars* bytes.
 
@@ -115,7 +124,7 @@ def bytes_to_lock(spec: InstanceSpec, bars: int = 0) -> int:
     memory, needed = spec.memory, 0
     if memory.lock:
         # Pages of hugetlb are never swapped, and yet their addresses are counted.
-        needed += memory.size + ADDRESSES + spec.cpu.count * ADDRESSES_THREAD
+        needed += memory.size + ADDRESSES + locked_threads(spec) * ADDRESSES_THREAD
     if spec.device:
         needed += memory.size + PASSED_BESIDE_RAM + (bars if memory.lock else 0)
     return needed

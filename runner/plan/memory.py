@@ -13,7 +13,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem
 from runner.plan.facts import HugeFact, Limits
-from runner.plan.fitness import MEMLOCK, too_little_lockable
+from runner.plan.fitness import MEMLOCK, locked_threads, too_little_lockable
 from runner.spec.document import MIB, format_size
 from runner.spec.instance import LEAST_MEMORY, InstanceSpec, Memory
 from runner.topology.guest import GuestTopology
@@ -29,7 +29,9 @@ QEMU = 64 * MIB
 VCPU = 4 * MIB
 """A vCPU: 1.4 MiB (measured, emulated); the kernel's part under KVM is below 1 MiB. KubeVirt takes 8 MiB."""
 DEVICE = 2 * MIB
-"""A disk or a network interface with its queues: 0.8 MiB (measured)."""
+"""A disk or a network interface with its queues: 0.8 MiB (measured). Disks that are attached later count, too."""
+ALL_DEVICES = 16
+"""So many of a resource are reckoned where the spec takes all that were given: as many as a machine mostly has."""
 SCREEN = 24 * MIB
 """A screen: 16 MiB of video memory (QEMU's ``VGA``), and what its VNC server keeps of what a viewer has seen."""
 SERVANT = 8 * MIB
@@ -38,8 +40,8 @@ TRANSLATED = 128 * MIB
 """What QEMU may fill with translated code where it emulates the CPU; it is told to (``-accel tcg,tb-size=``)."""
 PAGE_TABLES = 512
 """Page tables take a word of 8 bytes for each page: in pages of 4 KiB this part of it. KubeVirt reckons so, too."""
-LOCKED, LOCKED_VCPU = 48 * MIB, 8 * MIB
-"""What locking adds, for QEMU and for each vCPU: stacks, heaps and libraries whole (measured: 21 and 8 MiB)."""
+LOCKED, LOCKED_THREAD = 48 * MIB, 8 * MIB
+"""What locking adds, for QEMU and for each thread: stacks, heaps and libraries whole (measured: 21 and 8 MiB)."""
 
 
 @attrs.frozen
@@ -67,16 +69,17 @@ def needed_beside(spec: InstanceSpec, accel: str) -> int:
     a guest that opens very many files is not in it.
     """
     memory = spec.memory
+    passed = sum(device.count or (ALL_DEVICES if device.resource else 1) for device in spec.device)
     tables = 0 if memory.page_size else memory.size // PAGE_TABLES
     parts = [
         RUNNER,
         QEMU + spec.cpu.count * VCPU,
-        (len(spec.disk) + len(spec.network) + len(spec.share)) * DEVICE,
+        (len(spec.disk) + spec.hotplug.disks + len(spec.network) + len(spec.share) + passed) * DEVICE,
         sum((spec.guest.vsock is not None, spec.cloud_init is not None)) * DEVICE,
         SCREEN if spec.display.vnc else 0,
         (len(spec.network) + len(spec.share)) * SERVANT,
         TRANSLATED if accel == "tcg" else 0,
-        LOCKED + spec.cpu.count * LOCKED_VCPU if memory.lock else 0,
+        LOCKED + locked_threads(spec) * LOCKED_THREAD if memory.lock else 0,
         tables * (2 + len(spec.share)),  # of QEMU and of KVM; virtiofsd maps it, too
     ]
     # Whole MiB, as everything is said in them.

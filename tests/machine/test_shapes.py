@@ -43,7 +43,7 @@ SHAPES = [
 ]
 
 
-def planned(host: str, cpus: str, more: str = "") -> MachinePlan:
+def planned(host: str, cpus: str, more: str = "[guest]\nagent = false\n") -> MachinePlan:
     hardware = Hardware.from_json((HOSTS / f"{host}.json").read_text())
     count = len(CpuSet.parse(cpus))
     # Bound to nothing: this machine has not the NUMA nodes of that one. tests/node binds.
@@ -71,8 +71,8 @@ class Talk:
         self._lines.readline()
         self.ask("qmp_capabilities")
 
-    def ask(self, command: str) -> Any:
-        self._lines.write(json.dumps({"execute": command}).encode() + b"\n")
+    def ask(self, command: str, **arguments: str) -> Any:
+        self._lines.write(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
         self._lines.flush()
         while "return" not in (reply := json.loads(self._lines.readline())):
             assert "error" not in reply, reply

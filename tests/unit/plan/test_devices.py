@@ -313,7 +313,7 @@ def test_memory_locked_for_both_reasons_is_counted_twice(hgx: HostFacts) -> None
     """VFIO's count comes on top of mlockall(2)'s, which has counted the devices' regions as QEMU's addresses."""
     text = f"{KERNEL}[memory]\nlock = true\n{ONE}"
     regions = sum(bar.size for bar in vfio_of(hgx).devices[GPU].bars)
-    needed = 2 * 512 * MIB + (512 + 80) * MIB + 64 * MIB + regions
+    needed = 2 * 512 * MIB + (512 + (1 + 4) * 80) * MIB + 64 * MIB + regions
     assert plan_of(text, hgx).machine.lockable == needed
     assert plan_of(text, attrs.evolve(hgx, limits=Limits(lockable=needed))).machine.ram.locked
     [problem] = problems(text, attrs.evolve(hgx, limits=Limits(lockable=needed - 1)))

@@ -165,21 +165,21 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         (
             ALL_CPUS + '[memory]\nsize = "2GiB"\nhugepages = "2MiB"\n',
             {"memory": 64 * MIB},
-            "memory.hugepages: the 128MiB needed beside the guest's huge pages (QEMU, this program) do not fit into the 64MiB",
+            "memory.hugepages: the 136MiB needed beside the guest's huge pages (QEMU, this program) do not fit into the 64MiB",
         ),
         (
             ALL_CPUS + '[memory]\nsize = "8GiB"\n',
             {},
             (
-                "memory.size: 8GiB and the 160MiB needed beside it (QEMU, page tables, this program) do not fit into the 8192MiB "
-                "this pod may use; at most 8032MiB do, or raise limits.memory"
+                "memory.size: 8GiB and the 168MiB needed beside it (QEMU, page tables, this program) do not fit into the 8192MiB "
+                "this pod may use; at most 8024MiB do, or raise limits.memory"
             ),
         ),
         (
             ALL_CPUS + '[memory]\nsize = "1GiB"\nlock = true\n',
             {"limits": Limits(lockable=8 * MIB)},
             (
-                "memory.lock: 2176 MiB may have to be locked, and RLIMIT_MEMLOCK is 8192 KiB: QEMU's memory with all of its "
+                "memory.lock: 2496 MiB may have to be locked, and RLIMIT_MEMLOCK is 8192 KiB: QEMU's memory with all of its "
                 "addresses (memory.lock); give it `LimitMEMLOCK=infinity`"
             ),
         ),
@@ -210,7 +210,7 @@ def test_private_memory_is_qemus_own_to_take() -> None:
             ALL_CPUS + '[memory]\nsize = "limits"\n',
             {"limits": Limits(memory=128 * MIB)},
             (
-                "memory.size: memory.max is 128MiB, of which 129MiB are needed beside the guest: what is left is less than the "
+                "memory.size: memory.max is 128MiB, of which 137MiB are needed beside the guest: what is left is less than the "
                 "32MiB that a guest has at least; raise limits.memory"
             ),
         ),
@@ -276,7 +276,7 @@ def test_the_limits_are_used_up_and_not_exceeded() -> None:
     left = 4 * GIB + 3 * MIB - plan.machine.memory - plan.machine.ram.beside
     assert 0 <= left < 6 * MIB, "less than a page for each NUMA node, and its page tables"
     assert plan.machine.memory % (4 * MIB) == 0
-    assert "3952MiB" in next(iter(plan_lines(plan)))
+    assert "3944MiB" in next(iter(plan_lines(plan)))
     huge = plan_of(ALL_CPUS + '[memory]\nsize = "limits"\nhugepages = "2MiB"\n', facts)
     assert huge.machine.memory == 3 * GIB, "both NUMA nodes have as much"
 
@@ -285,11 +285,18 @@ def test_more_of_anything_needs_more_beside_the_guest() -> None:
     def beside(text: str, accel: str = "kvm") -> int:
         return needed_beside(parse_instance("s", (KERNEL + text).encode()), accel) // MIB
 
-    assert beside('[memory]\nsize = "1GiB"\n') == 104
-    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 100
-    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n', "tcg") == 228
-    assert beside('[memory]\nsize = "81GiB"\n') == 104 + 320
-    assert beside('[cpu]\ncount = 11\n[memory]\nsize = "1GiB"\n') == 144
-    assert beside('[memory]\nsize = "1GiB"\nlock = true\n') == 160
-    assert beside('[memory]\nsize = "1GiB"\n[[network]]\n') == 114
-    assert beside('[memory]\nsize = "1GiB"\n[[share]]\ntag = "a"\npath = "/a"\n') == 116
+    assert beside('[memory]\nsize = "1GiB"\n') == 112
+    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 108
+    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n', "tcg") == 236
+    assert beside('[memory]\nsize = "81GiB"\n') == 112 + 320
+    assert beside('[cpu]\ncount = 11\n[memory]\nsize = "1GiB"\n') == 152
+    assert beside('[memory]\nsize = "1GiB"\nlock = true\n') == 200, "four workers"
+    assert beside('[memory]\nsize = "1GiB"\n[[network]]\n') == 122
+    assert beside('[memory]\nsize = "1GiB"\n[[share]]\ntag = "a"\npath = "/a"\n') == 124
+    none = '[memory]\nsize = "1GiB"\n[hotplug]\ndisks = {}\n'
+    assert beside(none.format(0)) == 104
+    assert beside(none.format(16)) == 136
+    device = '[memory]\nsize = "1GiB"\n[[device]]\n'
+    assert beside(device + 'address = "0000:01:00.0"\n') == 114
+    assert beside(device + 'resource = "a/b"\ncount = 8\n') == 128
+    assert beside(device + 'resource = "a/b"\n') == 144
