@@ -735,6 +735,12 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
     return spec
 
 
+def declared_variables(source: str, data: bytes) -> tuple[str, ...]:
+    """Return the names of the variables that a document declares; none where it is not whole, as :func:`parse_instance` says."""
+    declared = structure(Environment, parse_document(source, data).get("environment", {}), "environment", [])
+    return () if declared is None else declared.allow
+
+
 def _with_environment(
     document: dict[str, object], environment: Mapping[str, str], problems: list[Problem]
 ) -> dict[str, object]:
