@@ -243,7 +243,7 @@ class _Planner:
         spec, facts = self.spec, self.facts
         placement = self.placement(spec.cpu)
         accel, user = self.accelerator()
-        ram = self.memory(placement, accel)
+        ram = self.memory(placement, accel, self.copied(user))
         topology = None if placement is None else self.topology(placement, accel)
         self.pages(topology)
         spec = self.spec
@@ -500,18 +500,18 @@ class _Planner:
             return user
         return next((self.facts.users[name] for name in candidates if name in self.facts.users), None)
 
-    def memory(self, placement: Placement | None, accel: str) -> RamPlan:
+    def memory(self, placement: Placement | None, accel: str, copied: int) -> RamPlan:
         facts, asked = self.facts, self.spec.memory
         if asked.size == WHAT_LIMITS_LEAVE:
             numa_node_of = {cpu.cpu: cpu.numa_node for cpu in facts.hardware.cpus}
             several = placement is not None and self.spec.cpu.topology == "host"
             pins = placement.pins if placement is not None and several else ()
-            size = size_by_limits(self.spec, accel, facts.limits, len({numa_node_of[cpu] for cpu in pins}) or 1)
+            size = size_by_limits(self.spec, accel, facts.limits, len({numa_node_of[cpu] for cpu in pins}) or 1, copied)
             if isinstance(size, Problem):
                 self.problems.append(size)
                 size = LEAST_MEMORY  # said once is enough
             self.spec = with_size(self.spec, size)
-        beside = needed_beside(self.spec, accel)
+        beside = needed_beside(self.spec, accel, copied)
         controller = placement is not None and placement.register is not None
         self.problems += contradictions(self.spec, controller=controller)
         self.problems += too_little_memory(self.spec, beside, facts.memory, facts.limits)
@@ -579,7 +579,13 @@ class _Planner:
             self.refuse(where, f"{str(path)!r} {fact.words}, not a file")
         elif fact.trouble is not None:
             self.refuse(where, f"cannot read {str(path)!r}: {fact.trouble}")
-        return FilePlan(path, copied=not fact.everyone_reads and user.uid != 0)
+        return FilePlan(path, copied=_is_copied(fact, user))
+
+    def copied(self, user: User) -> int:
+        """Return how many bytes of files are copied into memory for QEMU."""
+        boot = self.spec.boot
+        named = (path for path in (boot.kernel, boot.initrd, boot.firmware) if isinstance(path, PurePosixPath))
+        return sum(fact.size for fact in map(self.fact, named) if _is_copied(fact, user))
 
     def known(self, disk: Disk) -> HostFacts:
         """Return the facts with the spec's word for *disk*, if it would be handed over and nothing was."""
@@ -597,6 +603,11 @@ class _Planner:
         identity = spec.instance.uuid or facts.pod_uid or spec.instance.name
         macs = [network.mac for network in networks]
         return plan_seed(spec.cloud_init, identity, spec.instance.name, macs, facts.documents, self.refuse)
+
+
+def _is_copied(fact: FileFact, user: User) -> bool:
+    """Tell whether QEMU's *user* may not read a file that we may."""
+    return not fact.everyone_reads and user.uid != 0
 
 
 def share_grace(grace: float, poweroff_status: int, devices: int = 0) -> ShutdownPlan:

@@ -62,9 +62,10 @@ class RamPlan:
     """How the program that touches the pages begins. QEMU finds them there; what is not shared it touches itself."""
 
 
-def needed_beside(spec: InstanceSpec, accel: str) -> int:
+def needed_beside(spec: InstanceSpec, accel: str, copied: int = 0) -> int:
     """Return how many bytes the instance needs at most beside the guest's RAM: QEMU, page tables, us and our servants.
 
+    Files of *copied* bytes are copied into memory for QEMU, whose user may not read them.
     An upper bound that grows with what is asked for, as in KubeVirt's ``GetMemoryOverhead``. What a virtiofsd keeps for
     a guest that opens very many files is not in it.
     """
@@ -73,6 +74,7 @@ def needed_beside(spec: InstanceSpec, accel: str) -> int:
     tables = 0 if memory.page_size else memory.size // PAGE_TABLES
     parts = [
         RUNNER,
+        copied,
         QEMU + spec.cpu.count * VCPU,
         (len(spec.disk) + spec.hotplug.disks + len(spec.network) + len(spec.share) + passed) * DEVICE,
         sum((spec.guest.vsock is not None, spec.cloud_init is not None)) * DEVICE,
@@ -86,13 +88,13 @@ def needed_beside(spec: InstanceSpec, accel: str) -> int:
     return -(-sum(parts) // MIB) * MIB
 
 
-def size_by_limits(spec: InstanceSpec, accel: str, limits: Limits, numa_nodes: int) -> int | Problem:
+def size_by_limits(spec: InstanceSpec, accel: str, limits: Limits, numa_nodes: int, copied: int) -> int | Problem:
     """Return how much RAM the limits leave a guest of *numa_nodes* NUMA nodes, or why that cannot be said."""
     page = spec.memory.page_size
     if page is None:
         limit, name, resource = limits.memory, "memory.max", "limits.memory"
         # What is needed beside it grows with it, so this leaves a little more than that.
-        beside = 0 if limit is None else needed_beside(with_size(spec, limit), accel)
+        beside = 0 if limit is None else needed_beside(with_size(spec, limit), accel, copied)
     else:
         limit = limits.huge.get(page, HugeFact()).limit
         name, beside = f"hugetlb.{hugetlb_name(page)}.max", 0
@@ -207,13 +209,15 @@ def too_few_pages(
         if pages > free:
             short = True
             yield Problem("memory.hugepages", _shortage(sources, pages, page, free, pools[sources[0]].total))
+    # Sets may overlap, and promises are of no NUMA node in particular.
     free = sum(pool.free for pool in pools.values())
     promised = limits.huge[page].promised
     if not short and sum(wanted.values()) > free - promised:
+        others = f", of which {promised} are promised to others that have not touched them yet" if promised else ""
         yield Problem(
             "memory.hugepages",
-            f"{sum(wanted.values())} pages of {shown} are wanted, and of the {free} that are free {promised} are promised "
-            "to others that have not touched them yet; reserve more on the node (nr_hugepages)",
+            f"{sum(wanted.values())} pages of {shown} are wanted on all NUMA nodes together, where {free} are free{others}; "
+            "reserve more on the node (nr_hugepages)",
         )
 
 

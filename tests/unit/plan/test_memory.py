@@ -13,7 +13,7 @@ from runner.errors import SpecError
 from runner.plan.argv import Descriptors, Paths, preallocator_argv, qemu_argv
 from runner.plan.facts import FileFact, HostFacts, HugeFact, Kvm, Limits, User, Virtiofsd
 from runner.plan.instance import InstancePlan, plan_instance
-from runner.plan.memory import needed_beside
+from runner.plan.memory import needed_beside, too_few_pages
 from runner.plan.render import plan_lines
 from runner.spec.instance import parse_instance
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
@@ -132,7 +132,7 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         (
             ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "2MiB"\n',
             {"limits": Limits(huge={2 * MIB: HugeFact(promised=1)})},
-            "memory.hugepages: 2048 pages of 2MiB are wanted, and of the 2048 that are free 1 are promised to others",
+            "memory.hugepages: 2048 pages of 2MiB are wanted on all NUMA nodes together, where 2048 are free, of which 1 are p",
         ),
         (
             ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "1GiB"\n',
@@ -300,3 +300,27 @@ def test_more_of_anything_needs_more_beside_the_guest() -> None:
     assert beside(device + 'address = "0000:01:00.0"\n') == 114
     assert beside(device + 'resource = "a/b"\ncount = 8\n') == 128
     assert beside(device + 'resource = "a/b"\n') == 144
+
+
+def test_files_that_are_copied_into_memory_are_reckoned() -> None:
+    def beside(user: str, *, everyone: bool) -> int:
+        files = {**ALONE.files, PurePosixPath("/k"): FileFact("file", 300 * MIB, everyone_reads=everyone)}
+        plan = plan_of(f'[instance]\nuser = "{user}"\n[memory]\nsize = "1GiB"\n', attrs.evolve(ALONE, files=files))
+        return plan.machine.ram.beside // MIB
+
+    assert beside("nobody", everyone=True) == beside("root", everyone=False)
+    assert beside("nobody", everyone=False) == beside("nobody", everyone=True) + 300
+
+
+def test_pages_that_two_numa_nodes_count_on_are_said_with_the_sum() -> None:
+    topology = plan_of(ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "2MiB"\n', FACTS).machine.topology
+    one, two = topology.numa_nodes
+    one = attrs.evolve(one, bound=(0, 1), memory=3000 * MIB)
+    two = attrs.evolve(two, bound=(1,), memory=2000 * MIB)
+    memory = parse_instance("s", f'{KERNEL}[memory]\nsize = "5000MiB"\nhugepages = "2MiB"\n'.encode()).memory
+    both = attrs.evolve(topology, numa_nodes=(one, two))
+    [found] = too_few_pages(memory, both, FACTS.hardware, FACTS.memory_nodes, FACTS.limits)
+    assert str(found) == (
+        "memory.hugepages: 2500 pages of 2MiB are wanted on all NUMA nodes together, where 2048 are free; reserve more on "
+        "the node (nr_hugepages)"
+    )
