@@ -399,7 +399,11 @@ def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 
 
 def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
-    """Yield disks, their nodes as JSON, which says what ``key=value`` has no words for: that below an image there is nothing."""
+    """Yield disks. Nodes are JSON, which says what ``key=value`` has no words for: that below an image there is nothing.
+
+    Devices are not: QEMU makes those it is given as JSON after all others (``qemu_create_cli_devices``), on the bus that
+    was made last, and a disk's address would depend on everything else.
+    """
     names: dict[str, str] = {}
     few = f",thread-pool-max={WORKERS}" if machine.ram.locked else ""
     if few:
@@ -414,9 +418,8 @@ def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             yield from ("-object", f"iothread,id={disk.name}{few}")
         # A kernel started directly is boot index 0 itself, and the disks are not booted from.
         device = disk_device(disk, boot_index=index if machine.kernel is None else None)
-        # Not as JSON: QEMU makes such devices after all others, and would put them on the bridge of a NUMA node.
-        driver, *rest = (f"{name}={_on_off(value)}" for name, value in device.items())
-        yield from ("-device", ",".join((driver.removeprefix("driver="), *rest)))
+        words = (f"{name}={_on_off(value)}" for name, value in device.items() if name != "driver")
+        yield from ("-device", ",".join((str(device["driver"]), *words)))
 
 
 def _slots(number: int) -> Iterator[str]:
