@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import socket
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import attrs
@@ -16,9 +17,13 @@ import trio
 
 from runner.errors import RunnerError, Status, explain
 from runner.host import files
+from runner.host.qmp import Monitor
+from runner.instance.disks import DiskNews
 from runner.instance.host import Host
+from runner.instance.live import LiveDisks
 from runner.instance.machine import Ended
 from runner.instance.survey import PREALLOCATOR
+from runner.spec.instance import Disk
 
 MIB = 1 << 20
 PREALLOC = '[memory]\nprealloc = true\nsize = "64MiB"\n'
@@ -139,3 +144,16 @@ async def test_qemus_limit_of_locked_memory_is_raised_where_something_is_locked(
         assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == (1 << 16, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
+async def test_a_disk_attached_later_brings_no_threads_where_memory_is_locked(bench: Any, tmp_path: Path) -> None:
+    (tmp_path / "disk").write_bytes(bytes(4096))
+    disk = Disk(path=PurePosixPath(tmp_path / "disk"), iothread=True)
+    for lock in (False, True):
+        plan = bench.plan(f"[memory]\nlock = {str(lock).lower()}\n")
+        ours, theirs = socket.socketpair()
+        with ours:
+            theirs.close()  # no QEMU is asked before it is refused
+            with pytest.raises(RunnerError) as raised:
+                await LiveDisks(plan, Monitor(ours), DiskNews(), trio.lowlevel.checkpoint).attach(disk)
+            assert ("disk.iothread: must be false: with memory.lock" in explain(raised.value)) is lock
