@@ -149,16 +149,19 @@ def test_an_instance_has_no_more_rights_than_it_needs(name: str, objects: dict[s
     assert tuple(context["capabilities"]["add"]) == (*NEEDED, *(NEEDED_FOR_SHARES if spec.share else ()))
 
 
+@pytest.mark.parametrize("kubelet", ["kubelet-configuration.yaml", "kubelet-configuration-strict.yaml"])
 @pytest.mark.parametrize("name", INSTANCES)
-def test_the_kubelet_of_the_example_admits_it(name: str, objects: dict[str, list[Object]], tmp_path: Path) -> None:
-    """By our own command, with the example's kubelet configuration and recorded host."""
+def test_the_kubelet_of_the_example_admits_it(
+    name: str, kubelet: str, objects: dict[str, list[Object]], tmp_path: Path
+) -> None:
+    """By our own command, with an example's kubelet configuration and the recorded host."""
     manifest, spec = tmp_path / "pod.yaml", tmp_path / "spec.toml"
     manifest.write_text(yaml.safe_dump_all(objects[name]))
     [text] = [found["data"]["spec.toml"] for found in objects[name] if found["kind"] == "ConfigMap"]
     spec.write_text(text)
     argv: list[str | Path] = [
         *(sys.executable, "-m", "runner", "plan", "--json"),
-        *("--node", EXAMPLES / "kubelet-configuration.yaml", "--host", EXAMPLES.parent / "plan" / "dual-epyc.json"),
+        *("--node", EXAMPLES / kubelet, "--host", EXAMPLES.parent / "plan" / "dual-epyc.json"),
         *("--pod", manifest, spec),
     ]
     told = {**os.environ, **dict.fromkeys(names_of(objects[name]), "value")}
