@@ -45,7 +45,7 @@ def planned(bench: Any, spec: str) -> Any:
     disk = Disk(path=PurePosixPath(bench.root / "disk"), ephemeral=True, iothread=True)
     passt = PasstPlan("52:54:00:00:00:77", 65520, 1, bench.program("passt", "fake_daemon.py"))
     networks = (*plan.networks, passt)
-    disks = (plan_disk("disk0", disk, survey_disk(disk), "disk[0]", pytest.fail),)
+    disks = (plan_disk("disk0", disk, survey_disk(disk), "disk[0]", lambda *why: pytest.fail(": ".join(why))),)
     machine = attrs.evolve(plan.machine, networks=networks, disks=disks)
     return attrs.evolve(plan, networks=networks, machine=machine)
 
