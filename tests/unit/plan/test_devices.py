@@ -346,7 +346,7 @@ def test_eight_gpus_are_seen_where_they_are(hgx: HostFacts) -> None:
     assert set(range(30, 41)) - {38, 39} <= set(descriptors.numbers())
     told = "\n".join(plan_lines(plan))
     assert f"device {GPUS[7]} (10de:2330) by iommufd, on NUMA node 1, the guest's 1, 131120MiB of device memory" in told
-    assert "2TiB of addresses for device memory" in told
+    assert "4TiB of addresses for device memory" in told
     assert plan_json(plan)["machine"]["passing"]["devices"][0]["address"] == GPU
 
 
@@ -367,7 +367,7 @@ def test_ovmf_is_told_of_the_window(hgx: HostFacts) -> None:
         plan_of(uefi + ONE, hgx).machine, Descriptors(1, 2, (3,), {"firmware": 4}, devices={GPU: 5, "iommufd": 6})
     )
     assert "name=opt/ovmf/X-PciMmio64Mb,string=524288" in argv
-    assert "q35-pcihost.pci-hole64-size=274877906944" in argv
+    assert "q35-pcihost.pci-hole64-size=549755813888" in argv
 
 
 def test_a_guest_of_one_numa_node_has_its_devices_on_the_root(hgx: HostFacts) -> None:
