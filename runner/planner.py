@@ -21,7 +21,7 @@ from runner.host.sysfs import read_hardware
 from runner.plan.node import Fit, NodePlan, States, WhatIf, fit_of, plan_node, start_node
 from runner.plan.node_render import hardware_line, node_json, node_lines
 from runner.plan.svg import picture_svg
-from runner.spec.instance import parse_instance
+from runner.spec.instance import declared_variables, parse_instance
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 from runner.topology.checkpoint import (
@@ -36,6 +36,8 @@ from runner.topology.hardware import Hardware
 from runner.topology.kubelet import NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
 from runner.topology.manifest import Manifest, parse_manifests
 
+PLACEHOLDER = "unset"
+"""The value of a variable that a spec declares and nobody has set where it is only planned."""
 WIDTH = 120
 """Columns of the output where it is no terminal."""
 
@@ -80,7 +82,8 @@ def plan(arguments: argparse.Namespace) -> bool:
             others.append(WhatIf(name, planned(changed(document, _settings(name)))))
         except KubeletConfigError as error:
             others.append(WhatIf(name, None, str(error)))
-    node = attrs.evolve(node, what_if=tuple(others), fit=_fit(arguments.spec, node))
+    fit, unset = _fit(arguments.spec, node)
+    node = attrs.evolve(node, what_if=tuple(others), fit=fit, notes=(*node.notes, *unset))
     if arguments.svg:
         _write(arguments.svg, picture_svg(node))
     if arguments.json:
@@ -170,12 +173,15 @@ def _settings(text: str) -> Mapping[str, str]:
     return settings
 
 
-def _fit(spec: str | None, node: NodePlan) -> Fit | None:
+def _fit(spec: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]:
+    """Return how the spec fits, and what is assumed for it: its variables are the pod's, which is not here."""
     if spec is None:
-        return None
+        return None, ()
     data = sys.stdin.buffer.read() if spec == "-" else _bytes(spec, "spec")
-    cpu = parse_instance(spec, data, os.environ).cpu
-    return fit_of(cpu.count, cpu.cpus, node, spare=cpu.placement != "controller")
+    unset = [name for name in declared_variables(spec, data) if name not in os.environ]
+    cpu = parse_instance(spec, data, {**os.environ, **dict.fromkeys(unset, PLACEHOLDER)}).cpu
+    notes = (f"{spec}: {', '.join(unset)} are not set here, and taken as {PLACEHOLDER!r}",) if unset else ()
+    return fit_of(cpu.count, cpu.cpus, node, spare=cpu.placement != "controller"), notes
 
 
 def _bytes(path: str, what: str) -> bytes:

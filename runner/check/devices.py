@@ -43,11 +43,13 @@ def judge_device(check: Check, place: Place, path: str, trouble: str | None) -> 
     return check.warning(f"{path}: {trouble}", f"modprobe {MODULES[check]}" if bare else GIVE.format(path))
 
 
-def judge_memlock(limit: int | None, *, locks: bool, memory: int) -> Finding:
-    """Judge ``RLIMIT_MEMLOCK`` in bytes (``None``: no limit) for a guest of *memory* bytes of RAM, if anything *locks* it."""
-    if not locks:
-        return MEMLOCK.ok("there is no /dev/vfio, so nothing is locked")
-    trouble = too_little_lockable(limit, memory)
+def judge_memlock(limit: int | None, needed: int | None) -> Finding:
+    """Judge how many bytes may be locked (``None``: no limit) for a guest that may *need* so many (``None``: not known)."""
+    if needed == 0:
+        return MEMLOCK.ok("nothing is locked")
+    if needed is None:
+        return MEMLOCK.unknown("how much is locked depends on what the plan was refused for", "mend that first")
+    trouble = too_little_lockable(limit, needed)
     if trouble is not None:
         return MEMLOCK.warning(trouble, MEMLOCK_REMEDY)
     return MEMLOCK.ok("there is no limit" if limit is None else f"{limit >> 20} MiB may be locked")

@@ -39,7 +39,7 @@ from runner.host.kernel import (
     read_pci_devices,
     read_swaps,
 )
-from runner.host.memory import read_memlock_limit, try_mbind
+from runner.host.memory import read_lockable, try_mbind
 from runner.host.peers import INIT_PID_NAMESPACE
 from runner.host.processes import Command, dying_with_us
 from runner.host.procfs import Procfs
@@ -49,9 +49,9 @@ from runner.instance.survey import SYSTEM_DIRECTORIES, find_virtiofsd, read_pod,
 from runner.plan.argv import SANDBOX
 from runner.plan.descriptors import with_disks
 from runner.plan.facts import Kvm, Pod
-from runner.plan.fitness import ASKING_FOR_LESS
+from runner.plan.fitness import ASKING_FOR_LESS, PASSED_BESIDE_RAM, bytes_to_lock
 from runner.plan.instance import InstancePlan, plan_instance
-from runner.spec.instance import Cpu, InstanceSpec, parse_instance
+from runner.spec.instance import ALL_CPUS, WHAT_LIMITS_LEAVE, Cpu, InstanceSpec, parse_instance
 from runner.topology.checkpoint import parse_memory_manager_state
 from runner.topology.hardware import Hardware
 
@@ -108,12 +108,10 @@ class Seen:
     hardware: Hardware
     allowed: CpuSet
     cgroup: str
-    memory: int
-    """Bytes of RAM of the guest, without a spec of the machine."""
     hugepages: int | None
     """The size in bytes of those the spec asks for."""
-    locks: bool
-    """The spec asks for RAM that is locked."""
+    to_lock: int | None
+    """Bytes that QEMU may have to lock, 0 if none; ``None`` if that is not known, because the plan has failed."""
     cpus: CpuSet
     """The CPUs that are to be the vCPUs': without a plan all that may be used."""
     vcpus: int
@@ -186,11 +184,11 @@ def _halves(sentence: str) -> tuple[str, str]:
 async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None) -> Seen:
     procfs = Procfs(here.proc)
     asked = Cpu() if spec is None else spec.cpu
-    vcpus = asked.count if plan is None else plan.machine.vcpus
     pod = read_pod(procfs, here.environment)
     sees_everything = pid_namespace(here.proc) == INIT_PID_NAMESPACE
     place = place_of(sees_everything=sees_everything, has_kubelet=here.kubelet.is_dir(), in_pod=pod is not None)
     allowed = CpuSet.parse(procfs.status()["Cpus_allowed_list"])
+    vcpus = (asked.count or len(allowed)) if plan is None else plan.machine.vcpus
     hardware = read_hardware(here.root)
     return Seen(
         place=place,
@@ -199,9 +197,8 @@ async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None)
         hardware=hardware,
         allowed=allowed,
         cgroup=procfs.cgroup(),
-        memory=plan.machine.memory if plan is not None else spec.memory.size if spec else procfs.memory_total(),
         hugepages=None if spec is None else spec.memory.page_size,
-        locks=spec is not None and spec.memory.lock,
+        to_lock=plan.machine.lockable if plan is not None else _to_lock(here, procfs, spec),
         cpus=allowed if plan is None else plan.placement.cpus,
         vcpus=len(allowed) if spec is None and not hardware.online <= allowed else vcpus,
         placement=asked.placement,
@@ -209,6 +206,16 @@ async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None)
         socket=here.socket or asked.controller,
         kubelet=await _kubelet(here) if place is Place.NODE else None,
     )
+
+
+def _to_lock(here: Here, procfs: Procfs, spec: InstanceSpec | None) -> int | None:
+    """Return the bytes that may have to be locked where there is no plan; without a spec, a guest with devices has all RAM."""
+    if spec is None:
+        return procfs.memory_total() + PASSED_BESIDE_RAM if (here.dev / "vfio").is_dir() else 0
+    if not spec.memory.lock and not spec.device:
+        return 0
+    unknown = spec.memory.size == WHAT_LIMITS_LEAVE or spec.cpu.count == ALL_CPUS
+    return None if unknown else bytes_to_lock(spec)
 
 
 async def _kubelet(here: Here) -> CpuState | Frozen | None:
@@ -361,10 +368,9 @@ def _rights(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterab
         yield check, partial(_device, check, seen.place, here.dev / name)
     if seen.place is Place.NODE:  # a pod's rights are its own
         return
-    locks = seen.locks or (here.dev / "vfio/vfio").exists()
     yield (
         devices.MEMLOCK,
-        lambda: [devices.judge_memlock(read_memlock_limit(), locks=locks, memory=seen.memory)],
+        lambda: [devices.judge_memlock(read_lockable(Procfs().capabilities()), seen.to_lock)],
     )
     yield devices.MBIND, partial(_mbind, seen)
 

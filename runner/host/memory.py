@@ -12,7 +12,7 @@ from runner.errors import HostError
 from runner.host.populate import bind
 
 _UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-_CAP_SYS_RESOURCE = 24
+CAP_IPC_LOCK, _CAP_SYS_RESOURCE = 14, 24
 """``include/uapi/linux/capability.h``."""
 
 
@@ -35,12 +35,6 @@ def try_mbind(numa_node: int) -> OSError | None:
         finally:
             del first  # a mapping that is looked into cannot be closed
     return None
-
-
-def read_memlock_limit() -> int | None:
-    """Return how many bytes a process that we start may lock, ``None`` without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def read_lockable(capabilities: Collection[int]) -> int | None:

@@ -244,10 +244,6 @@ class Procfs:
         except OSError as error:
             raise HostError(f"cannot read the status of process {pid}") from error
 
-    def may_lock(self) -> bool:
-        """Tell whether we have CAP_IPC_LOCK (``include/uapi/linux/capability.h``: 14)."""
-        return bool(int(self.status()["CapEff"], 16) >> 14 & 1)
-
     def oom_score_adj(self) -> int:
         """Return our own ``oom_score_adj``, from -1000 to 1000."""
         return int(_read(self.root / "self/oom_score_adj"))

@@ -11,7 +11,6 @@ import trio
 
 from runner.errors import HostError
 from runner.host import files, pci, vfio
-from runner.host.memory import lockable, read_lockable
 from runner.host.procfs import Procfs
 from runner.instance.host import Host
 from runner.plan.devices import asked_devices
@@ -19,10 +18,6 @@ from runner.plan.passing import DevicePlan, Passing
 from runner.plan.vfio import Bar, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
 from runner.spec.instance import InstanceSpec
 
-BACK_WITHIN = 5.0
-"""Seconds after QEMU's end within which its devices are free again: the kernel has reset them by then."""
-CAP_IPC_LOCK = 14
-"""``include/uapi/linux/capability.h``."""
 LOOKED_AT_EVERY = 0.1
 """Seconds between two looks: nothing tells when an IOMMU group becomes free."""
 
@@ -31,7 +26,7 @@ def look_at_devices(
     spec: InstanceSpec, environment: Mapping[str, str], procfs: Procfs, qemu_version: str, root: Path = Path("/")
 ) -> VfioFacts:
     """Return what passing the devices of *spec* takes; device plugins have said in *environment* what they gave."""
-    nodes, capabilities = PurePosixPath(root / "dev"), procfs.capabilities()
+    nodes = PurePosixPath(root / "dev")
     asked, _ = asked_devices(spec.device, environment)
     found = (look_at_device(each.address, root) for each in asked)
     return VfioFacts(
@@ -40,8 +35,6 @@ def look_at_devices(
         container=_node(nodes / "vfio/vfio"),
         iommufd=_node(nodes / "iommu"),
         qemu_version=qemu_version,
-        lockable=read_lockable(capabilities),
-        root_locks=CAP_IPC_LOCK in capabilities,
         address_bits=procfs.address_bits(),
     )
 
@@ -78,7 +71,7 @@ def _node(path: PurePosixPath) -> DeviceNode:
 
 @contextmanager
 def handed_over(passing: Passing) -> Iterator[dict[str, int]]:
-    """Hold the descriptors that QEMU is to inherit, by PCI address, and ``iommufd``; it may lock the guest's RAM."""
+    """Hold the descriptors that QEMU is to inherit, by PCI address, and ``iommufd``."""
     with ExitStack() as held:
         numbers = {
             device.address: held.enter_context(files.opened(device.device_node, write=True))
@@ -87,7 +80,6 @@ def handed_over(passing: Passing) -> Iterator[dict[str, int]]:
         }
         if passing.iommufd is not None:
             numbers["iommufd"] = held.enter_context(files.opened(passing.iommufd, write=True))
-        held.enter_context(lockable(passing.locked))
         yield numbers
 
 
@@ -108,13 +100,16 @@ def _take_back(host: Host, node: PurePosixPath, owner: int) -> None:
 
 
 @asynccontextmanager
-async def devices_passed(host: Host, passing: Passing) -> AsyncIterator[None]:
-    """Hold nothing, but see at the end that every device is as it was: it answers, with its driver, and nobody has it."""
+async def devices_passed(host: Host, passing: Passing, patience: float) -> AsyncIterator[None]:
+    """Hold nothing, but see at the end that every device is as it was: it answers, with its driver, and nobody has it.
+
+    All of them together get *patience* seconds for it.
+    """
     try:
         yield
     finally:
         with trio.CancelScope(shield=True):
-            deadline = trio.current_time() + BACK_WITHIN
+            deadline = trio.current_time() + patience
             for device in passing.devices:
                 with host.faults.recorded(f"get the device {device.address} back"):
                     await _back(device, deadline)

@@ -28,7 +28,6 @@ from runner.instance.receipts import RECEIPT, Receipts, machine_threads
 from runner.instance.seats import Seat, placed
 from runner.instance.services import anchored, death_of, first_dead, shared
 from runner.plan.instance import InstancePlan, ShutdownPlan
-from runner.plan.passing import Passing
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ async def run_instance(plan: InstancePlan, host: Host, show: Callable[[bytes], N
             dhcp_served(host, plan.dhcp),
             shared(host, plan.shares, directory) as shares,
             console_shown(host, plan.console, show, directory) as console,
-            _devices_passed(host, plan.machine.passing),
+            _devices_passed(host, plan),
             agent_line(plan.machine.guest) as agent,
             paused_machine(host, plan, Wiring(ram, wires, shares, console, agent), seat.birthplace) as machine,
             _receipted(host, plan, seat, machine) as receipts,
@@ -101,14 +100,14 @@ async def _powered_down(plan: ShutdownPlan, machine: Machine, ended: Ended) -> E
 
 
 @asynccontextmanager
-async def _devices_passed(host: Host, passing: Passing) -> AsyncIterator[None]:
+async def _devices_passed(host: Host, plan: InstancePlan) -> AsyncIterator[None]:
     """Hold the promise that every device of the host's is as it was when QEMU has gone."""
-    if not passing.devices:
+    if not plan.machine.passing.devices:
         yield
         return
     from runner.instance.devices import devices_passed  # here, because few guests have devices of their own
 
-    async with devices_passed(host, passing):
+    async with devices_passed(host, plan.machine.passing, plan.shutdown.devices_back):
         yield
 
 

@@ -122,6 +122,13 @@ class LiveDisks:
         others = (*self._plan.machine.disks, *(each.plan for each in self._attached.values()))
         if disk.serial is not None and any(other.serial == disk.serial for other in others):
             problems.append(Problem("disk.serial", f"{disk.serial!r} is taken by another disk already"))
+        if plan.iothread and self._plan.machine.ram.locked:
+            problems.append(
+                Problem(
+                    "disk.iothread",
+                    "must be false: with memory.lock all threads are counted at the start; leave it out",
+                )
+            )
         if problems:
             raise SpecError("ctl", problems)
         return plan

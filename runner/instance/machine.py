@@ -349,6 +349,10 @@ def _spawn(
             from runner.instance.devices import handed_over
 
             devices = held.enter_context(handed_over(plan.passing))
+        if plan.lockable:
+            from runner.host.memory import lockable  # here, because few guests have anything locked
+
+            held.enter_context(lockable(plan.lockable))
         descriptors = Descriptors(
             qmp=qmp.fileno(),
             console=wiring.console.fileno(),

@@ -7,7 +7,7 @@ import os
 import pwd
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -125,6 +125,7 @@ async def survey(
         online_cpus=CpuSet() if pod is None else CpuSet.parse(read_text(ONLINE_CPUS)),
         cpu_time=min(cpu_limits(CGROUP_ROOT, cgroup), default=None),
         uid=uid,
+        pod_uid=None if spec.cloud_init is None else _pod_uid(host, cgroup),
         controller_trouble=_controller_trouble(spec.cpu.controller, uid),
         delegation_trouble=_delegation_trouble(cgroup) if spec.cpu.placement in {"auto", "delegated"} else None,
         vfio=await _vfio(spec, host, qemu),
@@ -182,19 +183,29 @@ def _uid(host: Host, cgroup: str) -> str | None:
     return os.environ.get("POD_UID") or parse_uid(cgroup, host.procfs.mounted_roots())
 
 
-def parse_uid(cgroup: str, roots: Iterable[str]) -> str | None:
-    """Return the pod's UID, or without a kubelet the container's id, by where things of this container come from.
+def _pod_uid(host: Host, cgroup: str) -> str | None:
+    """Return the pod's UID alone: a container's id is another one each time."""
+    return os.environ.get("POD_UID") or parse_pod_uid(cgroup, host.procfs.mounted_roots())
+
+
+def parse_pod_uid(cgroup: str, roots: Iterable[str]) -> str | None:
+    """Return the pod's UID by where things of this container come from.
 
     The kubelet names the pod's cgroup by its UID (:mod:`runner.topology.pod_cgroups`) and mounts ``/etc/hosts`` and
-    the termination log from ``/var/lib/kubelet/pods/UID``; docker and podman keep ``/etc/hosts`` in a directory named
-    by the container's id. *roots* are what is mounted, as paths in their own file systems.
+    the termination log from ``/var/lib/kubelet/pods/UID``. *roots* are what is mounted, as paths in their own file systems.
     """
     pod = parse_container(cgroup)
     if pod is not None:
         return pod.owner
     mounted = next(filter(None, (re.search(rf"/pods/({_UID})/", root, re.ASCII) for root in roots)), None)
-    if mounted is not None:
-        return mounted[1].replace("_", "-")
+    return None if mounted is None else mounted[1].replace("_", "-")
+
+
+def parse_uid(cgroup: str, roots: Collection[str]) -> str | None:
+    """Return the pod's UID, or without a kubelet the container's id: docker and podman keep ``/etc/hosts`` in a directory so named."""
+    pod = parse_pod_uid(cgroup, roots)
+    if pod is not None:
+        return pod
     for place in (cgroup, *roots):
         container = parse_bare_container(place)
         if container is not None:
@@ -206,18 +217,19 @@ def parse_uid(cgroup: str, roots: Iterable[str]) -> str | None:
 
 
 def _limits(spec: InstanceSpec, host: Host, cgroup: str) -> Limits:
-    memlock, may_lock = None, False
-    if spec.memory.lock:
-        from runner.host.memory import read_memlock_limit  # here, because nobody else needs ctypes
+    lockable, may_lock = None, False
+    if spec.memory.lock or spec.device:
+        from runner.host.memory import CAP_IPC_LOCK, read_lockable  # here, because nobody else needs ctypes
 
-        memlock, may_lock = read_memlock_limit(), host.procfs.may_lock()
+        capabilities = host.procfs.capabilities()
+        lockable, may_lock = read_lockable(capabilities), CAP_IPC_LOCK in capabilities
     return Limits(
         memory=min(memory_limits(CGROUP_ROOT, cgroup), default=None),
         huge={
             pool.size: HugeFact(min(huge_limits(CGROUP_ROOT, cgroup, pool.size), default=None), pool.promised)
             for pool in (read_huge_pools() if spec.memory.hugepages else ())
         },
-        memlock=memlock,
+        lockable=lockable,
         may_lock=may_lock,
     )
 

@@ -17,6 +17,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.plan.disk_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan
+from runner.plan.fitness import WORKERS
 from runner.plan.instance import InstancePlan, MachinePlan, Placement, SharePlan
 from runner.plan.memory import TRANSLATED
 from runner.plan.networks_argv import WireNumbers, dnsmasq_argv, netdev_by_hand, network_by_hand, nic_device
@@ -404,6 +405,9 @@ def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     was made last, and a disk's address would depend on everything else.
     """
     names: dict[str, str] = {}
+    few = f",thread-pool-max={WORKERS}" if machine.ram.locked else ""
+    if few:
+        yield from ("-object", f"main-loop,id=main-loop{few}")
     for index, disk in enumerate(machine.disks):
         for name in (disk.name, *(below for below, _ in disk.below())):
             first, names[name] = endpoints.image(name)
@@ -411,7 +415,7 @@ def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
         for node in block_nodes(disk, names.__getitem__):
             yield from ("-blockdev", json.dumps(node))
         if disk.iothread:
-            yield from ("-object", f"iothread,id={disk.name}")
+            yield from ("-object", f"iothread,id={disk.name}{few}")
         # A kernel started directly is boot index 0 itself, and the disks are not booted from.
         device = disk_device(disk, boot_index=index if machine.kernel is None else None)
         words = (f"{name}={_on_off(value)}" for name, value in device.items() if name != "driver")

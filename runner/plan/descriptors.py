@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 import attrs
 
 from runner.plan.facts import DescriptorFact, HostFacts
-from runner.spec.instance import InstanceSpec
+from runner.spec.instance import Disk, InstanceSpec
 
 ALLOWED = {
     "tap": "a tap",
@@ -25,14 +25,15 @@ def with_disks(spec: InstanceSpec, numbers: Mapping[str, int] | None) -> Instanc
     """Return *spec* with the paths of the disks that were handed over as descriptors; *numbers* are those, by name.
 
     A disk is opened again by its descriptor's magic link (proc_pid_fd(5)), for each use of it takes flags of its own: the
-    access that was handed over must allow that. Without *numbers* nothing is handed over, and those disks are left out.
+    access that was handed over must allow that. Without *numbers* nothing is handed over, and their paths only name them.
     """
-    if numbers is None:
-        return attrs.evolve(spec, disk=tuple(disk for disk in spec.disk if disk.fd is None))
-    paths = {name: PurePosixPath(f"/proc/self/fd/{number}") for name, number in numbers.items()}
-    return attrs.evolve(
-        spec, disk=tuple(attrs.evolve(disk, path=paths.get(disk.fd or "", disk.path)) for disk in spec.disk)
-    )
+
+    def path(disk: Disk) -> PurePosixPath:
+        if disk.fd is None or (numbers is not None and disk.fd not in numbers):
+            return disk.path
+        return PurePosixPath(f"fd:{disk.fd}" if numbers is None else f"/proc/self/fd/{numbers[disk.fd]}")
+
+    return attrs.evolve(spec, disk=tuple(attrs.evolve(disk, path=path(disk)) for disk in spec.disk))
 
 
 class Claims:

@@ -12,8 +12,8 @@ import attrs
 
 from runner.errors import Problem
 from runner.plan.facts import HostFacts, User
-from runner.plan.fitness import LOCKED_BESIDE_RAM, MEMLOCK, too_little_lockable
 from runner.plan.passing import DevicePlan, Passing
+from runner.plan.root_bus import ROOT_BUS
 from runner.plan.vfio import Bar, DeviceNode, PciFact, PciLink, VfioFacts
 from runner.spec.document import MIB, format_size
 from runner.spec.instance import PCI_ADDRESS, Device, InstanceSpec
@@ -43,9 +43,6 @@ HYPERTRANSPORT = 1012 * GIB
 EMULATED_BITS = 40
 """Of physical addresses, with every CPU model that is not told otherwise (``target/i386/cpu.h``)."""
 
-PORTS_ON_ROOT = 12
-"""Devices of a guest that is told of one NUMA node: of the 32 slots of its root bus, where disks, networks, shares and the
-ports for later disks are too."""
 PORTS_ON_BRIDGE = 23
 """Devices of a NUMA node: of eight, each has 24 bus numbers (``plan/argv.py``)."""
 
@@ -155,9 +152,8 @@ class _Decision:
                 plans += [plan] if plan is not None else []
                 self.remarks += device_remarks(fact)
         self.ports(plans)
-        locked = self.lock()
         used = any(plan.way == "iommufd" for plan in plans)
-        return Passing(tuple(plans), self.vfio.iommufd.path if used else None, self.window(plans), locked)
+        return Passing(tuple(plans), self.vfio.iommufd.path if used else None, self.window(plans))
 
     def preferred(self, facts: Sequence[PciFact]) -> tuple[str, str]:
         """Return the ways in the order they are tried for devices that name none: one way for all, or RAM is locked twice."""
@@ -195,7 +191,7 @@ class _Decision:
             group_node=None if group is None or (group.trouble is not None and not group.busy) else group.path,
             device_node=node.path if node is not None and way == "iommufd" else None,
             lent_to=self.user.uid if way == "legacy" and self.user.uid and group and not group.everyone else None,
-            bus="pcie.0" if guest is None else f"pcie.{guest + 1}",
+            bus=ROOT_BUS if guest is None else f"pcie.{guest + 1}",
             host_numa_node=fact.numa_node,
             guest_numa_node=guest,
             memory=sum(bar.size for bar in fact.bars),
@@ -223,24 +219,16 @@ class _Decision:
         return near if len(numa_nodes) > 1 else None
 
     def ports(self, plans: Sequence[DevicePlan]) -> None:
-        for bus in sorted({plan.bus for plan in plans}):
+        for bus in sorted({plan.bus for plan in plans} - {ROOT_BUS}):
             number = sum(plan.bus == bus for plan in plans)
-            most = PORTS_ON_ROOT if bus == "pcie.0" else PORTS_ON_BRIDGE
-            if number > most:
+            if number > PORTS_ON_BRIDGE:
                 self.problems.append(
                     Problem(
                         "device",
-                        f"{number} devices would be on the guest's bus {bus!r}, which takes {most}; pass fewer to one "
+                        f"{number} devices would be on the guest's bus {bus!r}, which takes {PORTS_ON_BRIDGE}; pass fewer to one "
                         "instance, or give it CPUs of every NUMA node that its devices are on",
                     )
                 )
-
-    def lock(self) -> int:
-        limit = None if self.user.uid == 0 and self.vfio.root_locks else self.vfio.lockable
-        trouble = too_little_lockable(limit, self.spec.memory.size)
-        if trouble is not None:
-            self.problems.append(Problem("device", f"VFIO locks the guest's RAM, but {trouble}; {MEMLOCK}"))
-        return self.spec.memory.size + LOCKED_BESIDE_RAM
 
     def window(self, plans: Iterable[DevicePlan]) -> int | None:
         window = bar_window(self.vfio.devices[plan.address].bars for plan in plans)

@@ -263,8 +263,9 @@ class Limits:
     """Bytes: the least ``memory.max`` of its cgroups; ``None`` without a limit."""
     huge: Mapping[int, HugeFact] = attrs.field(factory=dict)
     """By page size in bytes, every size that the host knows."""
-    memlock: int | None = None
-    """Bytes that a process without CAP_IPC_LOCK may lock (``RLIMIT_MEMLOCK``); ``None`` without a limit."""
+    lockable: int | None = None
+    """Bytes that a process we start may lock without CAP_IPC_LOCK, once we have raised its limit as far as we may; ``None``
+    without a limit. Looked at only when something is to be locked."""
     may_lock: bool = False
     """This process has CAP_IPC_LOCK, and so has QEMU if it runs as root."""
 
@@ -320,6 +321,8 @@ class HostFacts:
     """The least ``cpu.max`` of its cgroups, as a number of CPUs; ``None`` without a limit."""
     uid: str | None = None
     """What the node's controller knows this container by: the pod's UID, without a kubelet the container's id."""
+    pod_uid: str | None = None
+    """The pod's UID; ``None`` outside Kubernetes. Asked only when the guest is told who it is (cloud-init)."""
     controller_trouble: str | None = "it was not looked for"
     """Why the node's controller cannot be used; ``None`` when the directory of its socket is here."""
     delegation_trouble: str | None = "it was not looked for"

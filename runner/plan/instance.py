@@ -24,6 +24,7 @@ from runner.plan.fitness import (
     CPU_TIME,
     OWN_CPUS,
     barren,
+    bytes_to_lock,
     emulated,
     root_for_kvm,
     shared_cpus,
@@ -43,12 +44,14 @@ from runner.plan.memory import (
 )
 from runner.plan.networks import DhcpPlan, NetworkPlan, NetworkPlanner
 from runner.plan.passing import Passing
+from runner.plan.root_bus import too_few_slots
 from runner.spec.document import format_size
 from runner.spec.instance import (
     ALL_CPUS,
     LEAST_MEMORY,
     WHAT_LIMITS_LEAVE,
     Cpu,
+    Disk,
     InstanceSpec,
     Share,
 )
@@ -66,6 +69,9 @@ SLOWEST_PREALLOCATION = 256 << 20
 
 DEVICE_RESET = 2.0
 """Seconds for the kernel to reset a PCI device and to unlock the RAM it could reach."""
+
+DEVICES_BACK = 5.0
+"""Seconds after QEMU's end within which its devices are free again: the kernel has reset them by then."""
 
 TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
 """Whose CPUs tell siblings by CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
@@ -132,6 +138,8 @@ class MachinePlan:
     """Bytes, whole MiB."""
     topology: GuestTopology
     ram: RamPlan
+    lockable: int
+    """Bytes that it may have to lock, 0 if none."""
     accel: str
     cpu_model: str
     kernel: FilePlan | None
@@ -176,6 +184,8 @@ class ShutdownPlan:
     terminate: float
     """SIGTERM to QEMU; after it comes SIGKILL, which needs no time of its own."""
     poweroff_status: int
+    devices_back: float = 0.0
+    """For its PCI devices to be as they were, if it had any."""
 
     @property
     def forced(self) -> float:
@@ -233,17 +243,19 @@ class _Planner:
         spec, facts = self.spec, self.facts
         placement = self.placement(spec.cpu)
         accel, user = self.accelerator()
-        ram = self.memory(placement, accel, user)
+        ram = self.memory(placement, accel, self.copied(user))
         topology = None if placement is None else self.topology(placement, accel)
         self.pages(topology)
         spec = self.spec
         passing = Passing() if topology is None else self.devices(topology, user, accel)
+        lockable = bytes_to_lock(spec, sum(device.memory for device in passing.devices))
+        self.problems += not_lockable(spec, lockable, facts.limits, root=user.uid == 0)
         claims = Claims(facts, self.refuse)
         planner = NetworkPlanner(spec, facts, claims, self.refuse)
         networks = tuple(planner.networks())
         shares = tuple(self.shares())
         disks = tuple(
-            plan_disk(f"disk{index}", disk, facts, f"disk[{index}]", self.refuse)
+            plan_disk(f"disk{index}", disk, self.known(disk), f"disk[{index}]", self.refuse)
             for index, disk in enumerate(spec.disk)
         )
         qemu = self.program(facts.qemu, "", "qemu-system-x86_64", "qemu-system-x86")
@@ -263,7 +275,7 @@ class _Planner:
         seed = self.seed(networks)
         if placement is None or topology is None or qemu is None or sleep is None:
             return None
-        return InstancePlan(
+        plan = InstancePlan(
             name=spec.instance.name,
             pod=facts.pod_name,
             state_directory=facts.state_directory,
@@ -284,6 +296,7 @@ class _Planner:
                 memory=spec.memory.size,
                 topology=topology,
                 ram=ram,
+                lockable=lockable,
                 accel=accel,
                 cpu_model=spec.cpu.model or self.cpu_model(accel, topology),
                 kernel=kernel,
@@ -306,6 +319,8 @@ class _Planner:
             patience=PATIENCE + (spec.memory.size / SLOWEST_PREALLOCATION if ram.preallocate or passing.devices else 0),
             remarks=tuple(self.remarks),
         )
+        self.problems += too_few_slots(plan.machine)
+        return plan
 
     def own_cpus(self, cpu: Cpu, backend: str) -> None:
         """Refuse a pod whose CPUs are not its own all the time, unless less was asked for."""
@@ -485,24 +500,21 @@ class _Planner:
             return user
         return next((self.facts.users[name] for name in candidates if name in self.facts.users), None)
 
-    def memory(self, placement: Placement | None, accel: str, user: User) -> RamPlan:
+    def memory(self, placement: Placement | None, accel: str, copied: int) -> RamPlan:
         facts, asked = self.facts, self.spec.memory
         if asked.size == WHAT_LIMITS_LEAVE:
             numa_node_of = {cpu.cpu: cpu.numa_node for cpu in facts.hardware.cpus}
             several = placement is not None and self.spec.cpu.topology == "host"
             pins = placement.pins if placement is not None and several else ()
-            size = size_by_limits(self.spec, accel, facts.limits, len({numa_node_of[cpu] for cpu in pins}) or 1)
+            size = size_by_limits(self.spec, accel, facts.limits, len({numa_node_of[cpu] for cpu in pins}) or 1, copied)
             if isinstance(size, Problem):
                 self.problems.append(size)
                 size = LEAST_MEMORY  # said once is enough
             self.spec = with_size(self.spec, size)
-        beside = needed_beside(self.spec, accel)
+        beside = needed_beside(self.spec, accel, copied)
         controller = placement is not None and placement.register is not None
         self.problems += contradictions(self.spec, controller=controller)
         self.problems += too_little_memory(self.spec, beside, facts.memory, facts.limits)
-        locked = not_lockable(self.spec, facts.limits, root=user.uid == 0)
-        if locked is not None:
-            self.problems.append(locked)
         return RamPlan(
             page_size=asked.page_size,
             # What is locked is there at once, and must then lie where it shall be already.
@@ -567,7 +579,19 @@ class _Planner:
             self.refuse(where, f"{str(path)!r} {fact.words}, not a file")
         elif fact.trouble is not None:
             self.refuse(where, f"cannot read {str(path)!r}: {fact.trouble}")
-        return FilePlan(path, copied=not fact.everyone_reads and user.uid != 0)
+        return FilePlan(path, copied=_is_copied(fact, user))
+
+    def copied(self, user: User) -> int:
+        """Return how many bytes of files are copied into memory for QEMU."""
+        boot = self.spec.boot
+        named = (path for path in (boot.kernel, boot.initrd, boot.firmware) if isinstance(path, PurePosixPath))
+        return sum(fact.size for fact in map(self.fact, named) if _is_copied(fact, user))
+
+    def known(self, disk: Disk) -> HostFacts:
+        """Return the facts with the spec's word for *disk*, if it would be handed over and nothing was."""
+        if disk.fd is None or self.facts.descriptors is not None:
+            return self.facts
+        return attrs.evolve(self.facts, files={disk.path: FileFact("file")})
 
     def seed(self, networks: Iterable[NetworkPlan]) -> SeedPlan | None:
         spec, facts = self.spec, self.facts
@@ -576,17 +600,25 @@ class _Planner:
         from runner.plan.cloud_init import plan_seed  # here, because most instances need none of it
 
         # To cloud-init another id is another machine, whose keys and users it makes anew.
-        identity = spec.instance.uuid or facts.uid or spec.instance.name
+        identity = spec.instance.uuid or facts.pod_uid or spec.instance.name
         macs = [network.mac for network in networks]
         return plan_seed(spec.cloud_init, identity, spec.instance.name, macs, facts.documents, self.refuse)
+
+
+def _is_copied(fact: FileFact, user: User) -> bool:
+    """Tell whether QEMU's *user* may not read a file that we may."""
+    return not fact.everyone_reads and user.uid != 0
 
 
 def share_grace(grace: float, poweroff_status: int, devices: int = 0) -> ShutdownPlan:
     """Divide *grace* seconds among the steps of a power-down: the guest gets all but a tenth (at most 3 s).
 
-    Each of its PCI *devices* has to be reset when QEMU goes: for that 2 s are taken from the guest's time, up to half of it.
+    Each of its PCI *devices* has to be reset when QEMU goes, and then all of them are waited for: for that 2 s each and 5 s
+    are taken from the guest's time, up to half of the grace.
     """
-    forced = min(3.0, grace / 10)
+    forced, back = min(3.0, grace / 10), 0.0
     if devices:
-        forced = min(forced + DEVICE_RESET * devices, max(forced, grace / 2))
-    return ShutdownPlan(grace - forced, forced / 2, forced / 2, poweroff_status)
+        resets = DEVICE_RESET * devices
+        part = min(1.0, (grace / 2 - forced) / (resets + DEVICES_BACK))
+        forced, back = forced + part * resets, part * DEVICES_BACK
+    return ShutdownPlan(grace - forced - back, forced / 2, forced / 2, poweroff_status, back)

@@ -13,6 +13,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem
 from runner.plan.facts import HugeFact, Limits
+from runner.plan.fitness import MEMLOCK, locked_threads, too_little_lockable
 from runner.spec.document import MIB, format_size
 from runner.spec.instance import LEAST_MEMORY, InstanceSpec, Memory
 from runner.topology.guest import GuestTopology
@@ -28,7 +29,9 @@ QEMU = 64 * MIB
 VCPU = 4 * MIB
 """A vCPU: 1.4 MiB (measured, emulated); the kernel's part under KVM is below 1 MiB. KubeVirt takes 8 MiB."""
 DEVICE = 2 * MIB
-"""A disk or a network interface with its queues: 0.8 MiB (measured)."""
+"""A disk or a network interface with its queues: 0.8 MiB (measured). Disks that are attached later count, too."""
+ALL_DEVICES = 16
+"""So many of a resource are reckoned where the spec takes all that were given: as many as a machine mostly has."""
 SCREEN = 24 * MIB
 """A screen: 16 MiB of video memory (QEMU's ``VGA``), and what its VNC server keeps of what a viewer has seen."""
 SERVANT = 8 * MIB
@@ -37,11 +40,8 @@ TRANSLATED = 128 * MIB
 """What QEMU may fill with translated code where it emulates the CPU; it is told to (``-accel tcg,tb-size=``)."""
 PAGE_TABLES = 512
 """Page tables take a word of 8 bytes for each page: in pages of 4 KiB this part of it. KubeVirt reckons so, too."""
-LOCKED, LOCKED_VCPU = 48 * MIB, 8 * MIB
-"""What locking adds, for QEMU and for each vCPU: stacks, heaps and libraries whole (measured: 21 and 8 MiB)."""
-ADDRESSES, ADDRESSES_VCPU = 512 * MIB, 80 * MIB
-"""QEMU's addresses beside the guest's RAM, and those of a thread (its heap may take 64 MiB, its stack 8): they count
-against ``RLIMIT_MEMLOCK``, used or not (``mm/mlock.c``, ``mlockall``; measured: 414 and at most 73 MiB)."""
+LOCKED, LOCKED_THREAD = 48 * MIB, 8 * MIB
+"""What locking adds, for QEMU and for each thread: stacks, heaps and libraries whole (measured: 21 and 8 MiB)."""
 
 
 @attrs.frozen
@@ -62,36 +62,39 @@ class RamPlan:
     """How the program that touches the pages begins. QEMU finds them there; what is not shared it touches itself."""
 
 
-def needed_beside(spec: InstanceSpec, accel: str) -> int:
+def needed_beside(spec: InstanceSpec, accel: str, copied: int = 0) -> int:
     """Return how many bytes the instance needs at most beside the guest's RAM: QEMU, page tables, us and our servants.
 
+    Files of *copied* bytes are copied into memory for QEMU, whose user may not read them.
     An upper bound that grows with what is asked for, as in KubeVirt's ``GetMemoryOverhead``. What a virtiofsd keeps for
     a guest that opens very many files is not in it.
     """
     memory = spec.memory
+    passed = sum(device.count or (ALL_DEVICES if device.resource else 1) for device in spec.device)
     tables = 0 if memory.page_size else memory.size // PAGE_TABLES
     parts = [
         RUNNER,
+        copied,
         QEMU + spec.cpu.count * VCPU,
-        (len(spec.disk) + len(spec.network) + len(spec.share)) * DEVICE,
+        (len(spec.disk) + spec.hotplug.disks + len(spec.network) + len(spec.share) + passed) * DEVICE,
         sum((spec.guest.vsock is not None, spec.cloud_init is not None)) * DEVICE,
         SCREEN if spec.display.vnc else 0,
         (len(spec.network) + len(spec.share)) * SERVANT,
         TRANSLATED if accel == "tcg" else 0,
-        LOCKED + spec.cpu.count * LOCKED_VCPU if memory.lock else 0,
+        LOCKED + locked_threads(spec) * LOCKED_THREAD if memory.lock else 0,
         tables * (2 + len(spec.share)),  # of QEMU and of KVM; virtiofsd maps it, too
     ]
     # Whole MiB, as everything is said in them.
     return -(-sum(parts) // MIB) * MIB
 
 
-def size_by_limits(spec: InstanceSpec, accel: str, limits: Limits, numa_nodes: int) -> int | Problem:
+def size_by_limits(spec: InstanceSpec, accel: str, limits: Limits, numa_nodes: int, copied: int) -> int | Problem:
     """Return how much RAM the limits leave a guest of *numa_nodes* NUMA nodes, or why that cannot be said."""
     page = spec.memory.page_size
     if page is None:
         limit, name, resource = limits.memory, "memory.max", "limits.memory"
         # What is needed beside it grows with it, so this leaves a little more than that.
-        beside = 0 if limit is None else needed_beside(with_size(spec, limit), accel)
+        beside = 0 if limit is None else needed_beside(with_size(spec, limit), accel, copied)
     else:
         limit = limits.huge.get(page, HugeFact()).limit
         name, beside = f"hugetlb.{hugetlb_name(page)}.max", 0
@@ -127,6 +130,7 @@ def contradictions(spec: InstanceSpec, *, controller: bool) -> Iterator[Problem]
             (controller, 'with placement "controller" the pod is charged only for what is touched while QEMU is in it'),
             (memory.hugepages is not None, "huge pages are touched before the guest runs, while an error is still one"),
             (memory.lock, "what is locked is there"),
+            (spec.device != (), "VFIO locks all of it for [[device]]"),
         ):
             if reason:
                 yield Problem("memory.prealloc", f"must not be false: {so}; leave it out")
@@ -205,13 +209,15 @@ def too_few_pages(
         if pages > free:
             short = True
             yield Problem("memory.hugepages", _shortage(sources, pages, page, free, pools[sources[0]].total))
+    # Sets may overlap, and promises are of no NUMA node in particular.
     free = sum(pool.free for pool in pools.values())
     promised = limits.huge[page].promised
     if not short and sum(wanted.values()) > free - promised:
+        others = f", of which {promised} are promised to others that have not touched them yet" if promised else ""
         yield Problem(
             "memory.hugepages",
-            f"{sum(wanted.values())} pages of {shown} are wanted, and of the {free} that are free {promised} are promised "
-            "to others that have not touched them yet; reserve more on the node (nr_hugepages)",
+            f"{sum(wanted.values())} pages of {shown} are wanted on all NUMA nodes together, where {free} are free{others}; "
+            "reserve more on the node (nr_hugepages)",
         )
 
 
@@ -224,20 +230,14 @@ def _shortage(sources: tuple[int, ...], pages: int, page: int, free: int, total:
     )
 
 
-def not_lockable(spec: InstanceSpec, limits: Limits, *, root: bool) -> Problem | None:
-    """Return why QEMU, which is *root* or not, cannot lock its memory."""
-    if not spec.memory.lock or limits.memlock is None or (root and limits.may_lock):
-        return None
-    # Pages of hugetlb are never swapped, and yet their addresses are counted.
-    needed = spec.memory.size + ADDRESSES + spec.cpu.count * ADDRESSES_VCPU
-    if limits.memlock >= needed:
-        return None
-    return Problem(
-        "memory.lock",
-        f"{format_size(needed)} may have to be locked (the guest's {format_size(spec.memory.size)} and all addresses of "
-        f"QEMU's), and RLIMIT_MEMLOCK is {limits.memlock >> 10}KiB; LimitMEMLOCK=infinity in the [Service] section of "
-        "containerd.service, or `docker run --ulimit memlock=-1`",
-    )
+def not_lockable(spec: InstanceSpec, needed: int, limits: Limits, *, root: bool) -> Iterator[Problem]:
+    """Yield why QEMU, which is *root* or not, cannot lock *needed* bytes."""
+    trouble = too_little_lockable(None if root and limits.may_lock else limits.lockable, needed)
+    if trouble is not None:
+        who = ["QEMU's memory with all of its addresses (memory.lock)"] if spec.memory.lock else []
+        who += ["the guest's RAM for VFIO ([[device]])"] if spec.device else []
+        where = "memory.lock" if spec.memory.lock else "device"
+        yield Problem(where, f"{trouble}: {' and '.join(who)}; {MEMLOCK}")
 
 
 def _shown(size: int) -> str:

@@ -44,5 +44,3 @@ class Passing:
     """The node of the IOMMU file descriptor, if one is used."""
     window: int | None = None
     """Bytes of guest addresses above its RAM for the devices' regions; ``None``: QEMU's 32 GiB will do."""
-    locked: int = 0
-    """Bytes that must be locked."""

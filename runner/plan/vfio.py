@@ -89,9 +89,5 @@ class VfioFacts:
     container: DeviceNode = DeviceNode(PurePosixPath("/dev/vfio/vfio"), "not looked for")
     iommufd: DeviceNode = DeviceNode(PurePosixPath("/dev/iommu"), "not looked for")
     qemu_version: str = ""
-    lockable: int | None = None
-    """Bytes of memory a process we start may lock, ``None`` without a limit."""
-    root_locks: bool = False
-    """Whether it may lock more if it runs as root (CAP_IPC_LOCK)."""
     address_bits: int = 0
     """Of a physical address on this machine; 0 where the kernel does not say."""

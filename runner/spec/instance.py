@@ -170,7 +170,7 @@ class Memory:
     prealloc: bool | None = key(
         flag(),
         default=None,
-        doc='whether all of it is taken before the guest runs; without it, with placement `"controller"`, huge pages or lock',
+        doc='whether all of it is taken before the guest runs; without it, with placement `"controller"`, huge pages, lock or `[[device]]`',
     )
     lock: bool = key(flag(), default=False, doc="whether QEMU locks it, and all else it has, in memory (`mlockall(2)`)")
     shared: bool = key(
@@ -584,7 +584,8 @@ class Shutdown:
     grace: float = key(
         seconds(1, 3600),
         default=30.0,
-        doc="seconds the whole power-down may take; keep it 5 s below terminationGracePeriodSeconds",
+        doc="seconds the whole power-down may take; keep it 10 s below terminationGracePeriodSeconds, which network, shares and the "
+        "controller may take then",
     )
     on_reboot: str = key(
         choice("reset", "exit"),
@@ -732,6 +733,12 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
     if spec is None or problems:
         raise SpecError(source, problems)
     return spec
+
+
+def declared_variables(source: str, data: bytes) -> tuple[str, ...]:
+    """Return the names of the variables that a document declares; none where it is not whole, as :func:`parse_instance` says."""
+    declared = structure(Environment, parse_document(source, data).get("environment", {}), "environment", [])
+    return () if declared is None else declared.allow
 
 
 def _with_environment(

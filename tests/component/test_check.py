@@ -304,6 +304,25 @@ async def test_a_node_whose_kubelet_keeps_its_files_to_itself(node: Path) -> Non
     assert {check for check, level in found.items() if level == "unknown"} == unknown
 
 
+async def test_what_a_refused_plan_leaves_open_is_unknown_or_reckoned_without_it(pod: Path) -> None:
+    """All vCPUs are those it may use, not none; and what is locked depends on them."""
+    (pod / "dev/vfio").mkdir(parents=True)
+    where = here(pod, IN_KUBERNETES)
+    text = '[boot]\nkernel = "/none"\n[cpu]\ncount = {}\n[memory]\nlock = {}\n'
+
+    async def found(count: str, lock: str) -> dict[str, tuple[str, str]]:
+        report = await check_here(where, ("spec.toml", text.format(count, lock).encode()))
+        return {each.check: (each.level.value, each.found) for each in report.findings}
+
+    everything = await found('"all"', "true")
+    assert everything["spec"][0] == "fatal"
+    assert everything["cpu-time"][1].endswith(" to 4"), "the four CPUs of the pod"
+    assert everything["memlock"][0] == "unknown"
+    assert (await found("1", "true"))["memlock"][0] != "unknown"
+    assert (await found('"all"', "false"))["memlock"] == ("ok", "nothing is locked")
+    assert (await found("1", "false"))["memlock"] == ("ok", "nothing is locked"), "with a spec /dev/vfio says nothing"
+
+
 # -- the controller
 
 

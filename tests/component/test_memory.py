@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,18 @@ def test_what_the_kernel_refuses_is_said_with_the_numbers() -> None:
     with files.owned(files.create_memory("huge", 1 << 30, 1 << 30)) as huge:
         done = taken(f"{huge.number}:{1 << 30}:{1 << 30}::0:1", descriptors=(huge.number,))
     assert (done.returncode, done.stdout) == (1, "cannot map 1024 MiB in pages of 1024 MiB: Cannot allocate memory\n")
+
+
+async def test_qemus_limit_of_locked_memory_is_raised_where_something_is_locked(bench: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, hard))
+    try:
+        for lock in (False, True):
+            plan = bench.plan(f"[memory]\nlock = {str(lock).lower()}\n", qemu={"at_cont": "shutdown"})
+            await bench.run(plan)
+            limit = bench.records("qemu", "start")[-1]["lockable"]
+            assert (limit == 1 << 16) is not lock
+            assert not lock or limit in {-1, hard}
+        assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == (1 << 16, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))

@@ -147,6 +147,16 @@ def test_an_instance_s_document_is_held_against_the_pod(tmp_path: Path, count: i
     assert words in plan("-", *NODE, *POD, status=status, text=SPEC.format(count=count))
 
 
+def test_the_pod_s_variables_need_not_be_set_to_plan_for_it() -> None:
+    text = '[environment]\nallow = ["NAME_OF_POD", "PATH"]\n[instance]\nname = "${NAME_OF_POD}"\n' + SPEC.format(
+        count=40
+    )
+    document = json.loads(plan(*NODE, *POD, "--json", "-", text=text))
+    assert document["notes"][-1] == "-: NAME_OF_POD are not set here, and taken as 'unset'"
+    undeclared = plan(*NODE, *POD, "-", status=30, text=text.replace('"NAME_OF_POD", ', ""))
+    assert "${NAME_OF_POD} is not declared" in undeclared
+
+
 def test_a_recorded_host_is_this_host(tmp_path: Path) -> None:
     record, kubelet = tmp_path / "host.json", tmp_path / "kubelet.yaml"
     kubelet.write_text(

@@ -17,6 +17,7 @@ from runner.cpuset import CpuSet
 from runner.host import files
 from runner.plan.argv import Descriptors, qemu_argv
 from runner.plan.facts import FileFact, HostFacts
+from runner.plan.fitness import ADDRESSES_THREAD, WORKERS
 from runner.plan.instance import plan_instance
 from runner.plan.memory import RUNNER, needed_beside
 from runner.spec.instance import parse_instance
@@ -58,19 +59,19 @@ def test_a_real_guest_and_its_servants_need_no_more_than_reckoned(start: Any, tm
     assert run.stop() == 0
 
 
-@pytest.mark.parametrize("more", ["", "disks", "locked"])
+@pytest.mark.parametrize("more", ["", "disks", "locked", "disks locked"])
 @pytest.mark.parametrize("vcpus", [1, 16, 64])
 def test_qemu_needs_no_more_than_reckoned(vcpus: int, more: str, tmp_path: Path) -> None:
     hardware = Hardware.from_json((HOSTS / "epyc-7543-2s-nps1.json").read_text())
     text = f'[cpu]\ncount = {vcpus}\naccel = "tcg"\n[memory]\nsize = "127MiB"\nbind = false\n'
-    text += "lock = true\n" if more == "locked" else ""
-    text += f'[boot]\nfirmware = "{ROM}"\n[guest]\nagent = false\n'
+    text += "lock = true\n" if "locked" in more else ""
+    text += f'[guest]\nagent = false\n[boot]\nfirmware = "{ROM}"\n'
     disks = []
-    for index in range(8 if more == "disks" else 0):
+    for index in range(8 if "disks" in more else 0):
         disks.append(tmp_path / f"disk{index}")
         with disks[-1].open("wb") as disk:
             disk.truncate(1 << 20)
-        text += f'[[disk]]\npath = "{disks[-1]}"\n'
+        text += f'[[disk]]\npath = "{disks[-1]}"\niothread = true\n'
     spec = parse_instance("spec.toml", text.encode(), {})
     facts = HostFacts(
         allowed_cpus=hardware.online,
@@ -100,6 +101,13 @@ def test_qemu_needs_no_more_than_reckoned(vcpus: int, more: str, tmp_path: Path)
         talk = Talk(ours, held)
         talk.ask("cont")
         talk.ask("query-status")
+        if machine.ram.locked:
+            for pool in ("main-loop", *(disk.name for disk in machine.disks)):
+                assert talk.ask("qom-get", path=f"/objects/{pool}", property="thread-pool-max") == WORKERS
+            addresses = re.search(r"^VmSize:\s+(\d+) kB", Path(f"/proc/{qemu.pid}/status").read_text(), re.MULTILINE)
+            assert addresses is not None
+            idle = WORKERS * (1 + len(machine.disks)) * ADDRESSES_THREAD  # workers that do not exist yet
+            assert int(addresses[1]) * 1024 + idle <= machine.lockable
         used = resident(qemu.pid)
         reckoned = needed_beside(spec, "tcg") - RUNNER
         print(json.dumps({"vcpus": vcpus, "more": more, "used": used >> 20, "reckoned": reckoned >> 20}))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from runner.cpuset import CpuSet
+from runner.errors import SpecError
 from runner.host import files
 from runner.plan.argv import Descriptors, qemu_argv
 from runner.plan.facts import FileFact, HostFacts
@@ -42,7 +43,7 @@ SHAPES = [
 ]
 
 
-def planned(host: str, cpus: str) -> MachinePlan:
+def planned(host: str, cpus: str, more: str = "[guest]\nagent = false\n") -> MachinePlan:
     hardware = Hardware.from_json((HOSTS / f"{host}.json").read_text())
     count = len(CpuSet.parse(cpus))
     # Bound to nothing: this machine has not the NUMA nodes of that one. tests/node binds.
@@ -57,7 +58,7 @@ def planned(host: str, cpus: str) -> MachinePlan:
         sleep=PurePosixPath("/none"),
         files={ROM: FileFact("file", 1 << 18)},
     )
-    document = parse_instance("spec.toml", f'{text}[boot]\nfirmware = "{ROM}"\n[guest]\nagent = false\n'.encode())
+    document = parse_instance("spec.toml", f'{text}[boot]\nfirmware = "{ROM}"\n{more}'.encode())
     return plan_instance("spec.toml", document, facts).machine
 
 
@@ -70,8 +71,8 @@ class Talk:
         self._lines.readline()
         self.ask("qmp_capabilities")
 
-    def ask(self, command: str) -> Any:
-        self._lines.write(json.dumps({"execute": command}).encode() + b"\n")
+    def ask(self, command: str, **arguments: str) -> Any:
+        self._lines.write(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
         self._lines.flush()
         while "return" not in (reply := json.loads(self._lines.readline())):
             assert "error" not in reply, reply
@@ -111,3 +112,31 @@ def test_qemu_says_the_shape_back(host: str, cpus: str) -> None:
         assert backends[f"ram{number}" if several else "ram"] == each.memory
     cores = Counter(tuple(props.get(place, 0) for place in places[:3]) for props in vcpus.values())
     assert set(cores.values()) == {topology.threads}
+
+
+@pytest.mark.parametrize(
+    ("host", "cpus", "disks"), [("vm-8", "0-1", 26), ("xeon-8280l-8s", FIRST_CORES["xeon-8280l-8s"], 18)]
+)
+def test_the_root_bus_takes_what_the_plan_lets_it(host: str, cpus: str, disks: int) -> None:
+    more = '[guest]\nwatchdog = "reset"\n[hotplug]\ndisks = {}\n' + f'[[disk]]\npath = "{ROM}"\nread_only = true\n' * (
+        disks - 2
+    )
+    with pytest.raises(SpecError, match=r"30 slots, and 31 are wanted: .*; lower hotplug\.disks to 2$"):
+        planned(host, cpus, more.format(3))
+    machine = planned(host, cpus, more.format(2))
+    with contextlib.ExitStack() as held:
+        ours, qmp, console, _ = (
+            held.enter_context(end) for pair in (socket.socketpair(), socket.socketpair()) for end in pair
+        )
+        agent, _ = (held.enter_context(end) for end in socket.socketpair())
+        names = ("firmware", *(disk.name for disk in machine.disks))
+        numbers = {name: held.enter_context(files.opened(ROM)) for name in names}
+        ram = tuple(held.enter_context(files.memory("ram", each.memory)) for each in machine.topology.numa_nodes)
+        descriptors = Descriptors(qmp.fileno(), console.fileno(), ram, numbers, agent_line=agent.fileno())
+        argv = qemu_argv(machine, descriptors)
+        qemu = held.enter_context(subprocess.Popen(argv, pass_fds=descriptors.numbers(), stderr=subprocess.DEVNULL))
+        held.callback(qemu.kill)
+        qmp.close()
+        buses = Talk(ours, held).ask("query-pci")
+        [root] = [bus for bus in buses if bus["bus"] == 0]
+        assert {device["slot"] for device in root["devices"]} == set(range(32)), "not one is left"

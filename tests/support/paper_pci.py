@@ -82,8 +82,9 @@ def with_devices(plan: InstancePlan, root: Path, *ways: str) -> InstancePlan:
             )
         )
     iommufd = PurePosixPath(root / "dev/iommu") if "iommufd" in ways else None
-    passing = Passing(tuple(devices), iommufd, locked=plan.machine.memory)
-    return attrs.evolve(plan, machine=attrs.evolve(plan.machine, passing=passing))
+    passing = Passing(tuple(devices), iommufd)
+    shutdown = attrs.evolve(plan.shutdown, devices_back=2.0)
+    return attrs.evolve(plan, machine=attrs.evolve(plan.machine, passing=passing), shutdown=shutdown)
 
 
 def _resource(bars: Mapping[int, Sequence[Any]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.instance.survey import parse_uid
+from runner.instance.survey import parse_pod_uid, parse_uid
 
 UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 DASHED = UID.replace("-", "_")
@@ -40,3 +40,4 @@ ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
 )
 def test_uid(cgroup: str, roots: list[str], expected: str | None) -> None:
     assert parse_uid(cgroup, roots) == expected
+    assert parse_pod_uid(cgroup, roots) == (None if expected == ID else expected)

@@ -45,9 +45,12 @@ def test_an_empty_table_is_enough() -> None:
 def test_who_it_is_stays_the_same() -> None:
     uuid = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
     assert seed("[cloud_init]\n", f'[instance]\nname = "a_b"\nuuid = "{uuid}"\n').instance_id == uuid
-    in_pod = plan_of(f"{KERNEL}[cloud_init]\n", attrs.evolve(READ, uid="pod-uid")).machine.seed
+    in_pod = plan_of(f"{KERNEL}[cloud_init]\n", attrs.evolve(READ, pod_uid="pod-uid")).machine.seed
     assert in_pod is not None
     assert in_pod.instance_id == "pod-uid"
+    in_docker = plan_of(f"{KERNEL}[cloud_init]\n", attrs.evolve(READ, uid="0123abcd" * 8)).machine.seed
+    assert in_docker is not None
+    assert in_docker.instance_id == "instance", "the container's id is another one each time"
     assert json.loads(seed("[cloud_init]\n", '[instance]\nname = "a_b"\n').meta_data.content)["local-hostname"] == "a-b"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import attrs
 import pytest
@@ -12,7 +13,7 @@ from runner.errors import SpecError
 from runner.instance.devices import look_at_device
 from runner.plan.argv import Descriptors, pasteable, qemu_argv
 from runner.plan.devices import asked_devices, bar_window, guest_address_bits, listed, top_of_addresses
-from runner.plan.facts import HostFacts, User
+from runner.plan.facts import HostFacts, Limits, User
 from runner.plan.instance import share_grace
 from runner.plan.render import plan_json, plan_lines
 from runner.plan.vfio import Bar, DeviceNode, PciFact, VfioFacts
@@ -277,29 +278,47 @@ def test_a_groups_node_is_lent_to_whom_it_does_not_let_in(
 @pytest.mark.parametrize(
     ("values", "user", "refused"),
     [
-        ({"lockable": None}, "nobody", False),
+        ({}, "nobody", False),
         ({"lockable": 8 << 20}, "nobody", True),
         ({"lockable": (512 + 64) * MIB}, "nobody", False),
         ({"lockable": (512 + 64) * MIB - 1}, "nobody", True),
-        ({"lockable": 8 << 20, "root_locks": True}, "nobody", True),
-        ({"lockable": 8 << 20, "root_locks": True}, "root", False),
+        ({"lockable": 8 << 20, "may_lock": True}, "nobody", True),
+        ({"lockable": 8 << 20, "may_lock": True}, "root", False),
     ],
 )
 def test_ram_that_cannot_be_locked_is_refused(
     hgx: HostFacts,
-    values: dict[str, object],
+    values: dict[str, Any],
     user: str,
     refused: bool,  # noqa: FBT001
 ) -> None:
-    facts = attrs.evolve(with_vfio(hgx, **values), users={**hgx.users, "root": User("root", 0, 0)})
+    facts = attrs.evolve(hgx, limits=Limits(**values), users={**hgx.users, "root": User("root", 0, 0)})
     text = f'[instance]\nuser = "{user}"\n{KERNEL}{ONE}'
     if not refused:
-        assert plan_of(text, facts).machine.passing.locked == (512 + 64) * MIB
+        assert plan_of(text, facts).machine.lockable == (512 + 64) * MIB
         return
     [problem] = problems(text, facts)
-    assert problem.startswith("device: VFIO locks the guest's RAM, but ")
-    assert "512 MiB of RAM would have to be" in problem
+    assert problem.startswith("device: 576 MiB may have to be locked, and RLIMIT_MEMLOCK is ")
+    assert "KiB: the guest's RAM for VFIO ([[device]]); " in problem
     assert "LimitMEMLOCK=infinity" in problem
+
+
+def test_memory_is_there_before_it_is_passed_to_devices(hgx: HostFacts) -> None:
+    assert plan_of(KERNEL + ONE, hgx).machine.ram.preallocate
+    [problem] = problems(f"{KERNEL}[memory]\nprealloc = false\n{ONE}", hgx)
+    assert problem == "memory.prealloc: must not be false: VFIO locks all of it for [[device]]; leave it out"
+
+
+def test_memory_locked_for_both_reasons_is_counted_twice(hgx: HostFacts) -> None:
+    """VFIO's count comes on top of mlockall(2)'s, which has counted the devices' regions as QEMU's addresses."""
+    text = f"{KERNEL}[memory]\nlock = true\n{ONE}"
+    regions = sum(bar.size for bar in vfio_of(hgx).devices[GPU].bars)
+    needed = 2 * 512 * MIB + (512 + (1 + 4) * 80) * MIB + 64 * MIB + regions
+    assert plan_of(text, hgx).machine.lockable == needed
+    assert plan_of(text, attrs.evolve(hgx, limits=Limits(lockable=needed))).machine.ram.locked
+    [problem] = problems(text, attrs.evolve(hgx, limits=Limits(lockable=needed - 1)))
+    assert problem.startswith(f"memory.lock: {needed >> 20} MiB may have to be locked")
+    assert "addresses (memory.lock) and the guest's RAM for VFIO ([[device]]); " in problem
 
 
 def test_what_is_second_best_about_a_device_is_said(hgx: HostFacts) -> None:
@@ -383,8 +402,17 @@ def test_more_devices_than_a_bus_takes_are_refused(hgx: HostFacts) -> None:
     }
     facts = with_vfio(hgx, devices=small, environment={"PCIDEVICE_A_B": ",".join(small)})
     for count, cpus, expected in (
-        (12, "", None),
-        (13, "", "device: 13 devices would be on the guest's bus 'pcie.0', which takes 12; pass fewer"),
+        (23, "", None),
+        (
+            24,
+            "",
+            "hotplug.disks: the guest's root bus has 30 slots, and 31 are wanted: 24 devices, 4 for disks attached later (hotpl",
+        ),
+        (
+            28,
+            "",
+            "the guest's root bus has 30 slots, and 35 are wanted: 28 devices, 4 for disks attached later (hotplug.disks), 1 for agent",
+        ),
         (23, ON_BOTH, None),
         (24, ON_BOTH, "device: 24 devices would be on the guest's bus 'pcie.1', which takes 23; pass fewer"),
     ):
@@ -451,9 +479,14 @@ def test_a_window_beyond_the_guests_addresses_is_refused(hgx: HostFacts) -> None
 
 def test_time_to_let_go_of_devices_is_taken_from_the_guests() -> None:
     assert share_grace(30, 10).power_down == 27
-    assert share_grace(30, 10, 2).power_down == 23
-    assert share_grace(30, 10, 8).power_down == 15, "half of it is the guest's"
-    assert share_grace(120, 10, 8).forced == 19
+    assert share_grace(30, 10, 1).power_down == 20
+    assert share_grace(30, 10, 8).power_down == pytest.approx(15), "half of it is the guest's"
+    long = share_grace(120, 10, 8)
+    assert (long.forced, long.devices_back) == (19, 5)
+    for grace, devices in ((1, 1), (8, 16), (30, 1), (600, 8)):
+        plan = share_grace(grace, 10, devices)
+        assert plan.power_down + plan.forced + plan.devices_back == pytest.approx(grace), "what is waited for is in it"
+        assert min(plan.quit, plan.devices_back) > 0
 
 
 def test_facts_of_devices_are_asked_for_by_address(tmp_path: Path) -> None:

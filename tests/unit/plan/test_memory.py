@@ -13,7 +13,7 @@ from runner.errors import SpecError
 from runner.plan.argv import Descriptors, Paths, preallocator_argv, qemu_argv
 from runner.plan.facts import FileFact, HostFacts, HugeFact, Kvm, Limits, User, Virtiofsd
 from runner.plan.instance import InstancePlan, plan_instance
-from runner.plan.memory import needed_beside
+from runner.plan.memory import needed_beside, too_few_pages
 from runner.plan.render import plan_lines
 from runner.spec.instance import parse_instance
 from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
@@ -132,7 +132,7 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         (
             ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "2MiB"\n',
             {"limits": Limits(huge={2 * MIB: HugeFact(promised=1)})},
-            "memory.hugepages: 2048 pages of 2MiB are wanted, and of the 2048 that are free 1 are promised to others",
+            "memory.hugepages: 2048 pages of 2MiB are wanted on all NUMA nodes together, where 2048 are free, of which 1 are p",
         ),
         (
             ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "1GiB"\n',
@@ -165,22 +165,22 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         (
             ALL_CPUS + '[memory]\nsize = "2GiB"\nhugepages = "2MiB"\n',
             {"memory": 64 * MIB},
-            "memory.hugepages: the 128MiB needed beside the guest's huge pages (QEMU, this program) do not fit into the 64MiB",
+            "memory.hugepages: the 136MiB needed beside the guest's huge pages (QEMU, this program) do not fit into the 64MiB",
         ),
         (
             ALL_CPUS + '[memory]\nsize = "8GiB"\n',
             {},
             (
-                "memory.size: 8GiB and the 160MiB needed beside it (QEMU, page tables, this program) do not fit into the 8192MiB "
-                "this pod may use; at most 8032MiB do, or raise limits.memory"
+                "memory.size: 8GiB and the 168MiB needed beside it (QEMU, page tables, this program) do not fit into the 8192MiB "
+                "this pod may use; at most 8024MiB do, or raise limits.memory"
             ),
         ),
         (
             ALL_CPUS + '[memory]\nsize = "1GiB"\nlock = true\n',
-            {"limits": Limits(memlock=8 * MIB)},
+            {"limits": Limits(lockable=8 * MIB)},
             (
-                "memory.lock: 2176MiB may have to be locked (the guest's 1GiB and all addresses of QEMU's), and RLIMIT_MEMLOCK is "
-                "8192KiB; LimitMEMLOCK=infinity"
+                "memory.lock: 2496 MiB may have to be locked, and RLIMIT_MEMLOCK is 8192 KiB: QEMU's memory with all of its "
+                "addresses (memory.lock); give it `LimitMEMLOCK=infinity`"
             ),
         ),
         (
@@ -210,7 +210,7 @@ def test_private_memory_is_qemus_own_to_take() -> None:
             ALL_CPUS + '[memory]\nsize = "limits"\n',
             {"limits": Limits(memory=128 * MIB)},
             (
-                "memory.size: memory.max is 128MiB, of which 129MiB are needed beside the guest: what is left is less than the "
+                "memory.size: memory.max is 128MiB, of which 137MiB are needed beside the guest: what is left is less than the "
                 "32MiB that a guest has at least; raise limits.memory"
             ),
         ),
@@ -238,10 +238,10 @@ def test_a_numa_node_that_may_not_be_used_gives_no_pages() -> None:
 
 def test_who_may_lock_is_not_limited() -> None:
     text = '[instance]\nuser = "{}"\n[memory]\nlock = true\n[cpu]\ncount = 2\n'
-    facts = attrs.evolve(ALONE, limits=Limits(memlock=8 * MIB, may_lock=True))
+    facts = attrs.evolve(ALONE, limits=Limits(lockable=8 * MIB, may_lock=True))
     assert plan_of(text.format("root"), facts).machine.ram.locked
     assert problems(text.format("nobody"), facts)[0].startswith("memory.lock: ")
-    enough = attrs.evolve(ALONE, limits=Limits(memlock=2 * GIB))
+    enough = attrs.evolve(ALONE, limits=Limits(lockable=2 * GIB))
     assert plan_of(text.format("nobody"), enough).machine.ram.locked
 
 
@@ -276,7 +276,7 @@ def test_the_limits_are_used_up_and_not_exceeded() -> None:
     left = 4 * GIB + 3 * MIB - plan.machine.memory - plan.machine.ram.beside
     assert 0 <= left < 6 * MIB, "less than a page for each NUMA node, and its page tables"
     assert plan.machine.memory % (4 * MIB) == 0
-    assert "3952MiB" in next(iter(plan_lines(plan)))
+    assert "3944MiB" in next(iter(plan_lines(plan)))
     huge = plan_of(ALL_CPUS + '[memory]\nsize = "limits"\nhugepages = "2MiB"\n', facts)
     assert huge.machine.memory == 3 * GIB, "both NUMA nodes have as much"
 
@@ -285,11 +285,42 @@ def test_more_of_anything_needs_more_beside_the_guest() -> None:
     def beside(text: str, accel: str = "kvm") -> int:
         return needed_beside(parse_instance("s", (KERNEL + text).encode()), accel) // MIB
 
-    assert beside('[memory]\nsize = "1GiB"\n') == 104
-    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 100
-    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n', "tcg") == 228
-    assert beside('[memory]\nsize = "81GiB"\n') == 104 + 320
-    assert beside('[cpu]\ncount = 11\n[memory]\nsize = "1GiB"\n') == 144
-    assert beside('[memory]\nsize = "1GiB"\nlock = true\n') == 160
-    assert beside('[memory]\nsize = "1GiB"\n[[network]]\n') == 114
-    assert beside('[memory]\nsize = "1GiB"\n[[share]]\ntag = "a"\npath = "/a"\n') == 116
+    assert beside('[memory]\nsize = "1GiB"\n') == 112
+    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 108
+    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n', "tcg") == 236
+    assert beside('[memory]\nsize = "81GiB"\n') == 112 + 320
+    assert beside('[cpu]\ncount = 11\n[memory]\nsize = "1GiB"\n') == 152
+    assert beside('[memory]\nsize = "1GiB"\nlock = true\n') == 200, "four workers"
+    assert beside('[memory]\nsize = "1GiB"\n[[network]]\n') == 122
+    assert beside('[memory]\nsize = "1GiB"\n[[share]]\ntag = "a"\npath = "/a"\n') == 124
+    none = '[memory]\nsize = "1GiB"\n[hotplug]\ndisks = {}\n'
+    assert beside(none.format(0)) == 104
+    assert beside(none.format(16)) == 136
+    device = '[memory]\nsize = "1GiB"\n[[device]]\n'
+    assert beside(device + 'address = "0000:01:00.0"\n') == 114
+    assert beside(device + 'resource = "a/b"\ncount = 8\n') == 128
+    assert beside(device + 'resource = "a/b"\n') == 144
+
+
+def test_files_that_are_copied_into_memory_are_reckoned() -> None:
+    def beside(user: str, *, everyone: bool) -> int:
+        files = {**ALONE.files, PurePosixPath("/k"): FileFact("file", 300 * MIB, everyone_reads=everyone)}
+        plan = plan_of(f'[instance]\nuser = "{user}"\n[memory]\nsize = "1GiB"\n', attrs.evolve(ALONE, files=files))
+        return plan.machine.ram.beside // MIB
+
+    assert beside("nobody", everyone=True) == beside("root", everyone=False)
+    assert beside("nobody", everyone=False) == beside("nobody", everyone=True) + 300
+
+
+def test_pages_that_two_numa_nodes_count_on_are_said_with_the_sum() -> None:
+    topology = plan_of(ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "2MiB"\n', FACTS).machine.topology
+    one, two = topology.numa_nodes
+    one = attrs.evolve(one, bound=(0, 1), memory=3000 * MIB)
+    two = attrs.evolve(two, bound=(1,), memory=2000 * MIB)
+    memory = parse_instance("s", f'{KERNEL}[memory]\nsize = "5000MiB"\nhugepages = "2MiB"\n'.encode()).memory
+    both = attrs.evolve(topology, numa_nodes=(one, two))
+    [found] = too_few_pages(memory, both, FACTS.hardware, FACTS.memory_nodes, FACTS.limits)
+    assert str(found) == (
+        "memory.hugepages: 2500 pages of 2MiB are wanted on all NUMA nodes together, where 2048 are free; reserve more on "
+        "the node (nr_hugepages)"
+    )

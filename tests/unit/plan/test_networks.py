@@ -7,8 +7,10 @@ from pathlib import PurePosixPath
 import attrs
 import pytest
 
+from runner.errors import SpecError
 from runner.plan.argv import pasteable
 from runner.plan.descriptors import with_disks
+from runner.plan.disks import disk_words
 from runner.plan.facts import DescriptorFact, FileFact, ImageFact, Neighbour, Route
 from runner.plan.instance import plan_instance
 from runner.plan.networks import BridgedPlan, HandedPlan, Ipv6Plan, derived_subnet
@@ -92,6 +94,20 @@ def test_what_is_handed_over_is_used_as_it_is() -> None:
     assert (socket.kind, socket.vhost) == ("socket", False)
 
 
+def test_a_plan_made_beforehand_takes_the_specs_word_for_disks_by_descriptor() -> None:
+    text = KERNEL + '[[disk]]\nfd = "root"\n[[disk]]\npath = "/missing"\n'
+    spec = with_disks(parse_instance("spec", text.encode()), None)
+    with pytest.raises(SpecError) as raised:
+        plan_instance("spec", spec, FACTS)
+    assert [str(problem) for problem in raised.value.problems] == ["disk[1].path: '/missing' does not exist"], (
+        "the second"
+    )
+    facts = attrs.evolve(FACTS, files={**FACTS.files, PurePosixPath("/missing"): FileFact("file", 4096)})
+    handed_over, named = plan_instance("spec", spec, facts).machine.disks
+    assert disk_words(handed_over).startswith("fd:root, raw, writable, ")
+    assert named.name == "disk1"
+
+
 def test_a_disk_by_its_descriptor() -> None:
     facts = attrs.evolve(
         FACTS,
@@ -102,7 +118,6 @@ def test_a_disk_by_its_descriptor() -> None:
     assert plan_instance("spec", with_disks(spec, {"disk": 9}), facts).machine.disks[0].path == PurePosixPath(
         "/proc/self/fd/9"
     )
-    assert with_disks(spec, None).disk == ()
     assert given('[[disk]]\nfd = "disk"\n[[disk]]\npath = "/disk"\n', "a") == [
         "disk[0].path: '/dev/fd' does not exist",
         "disk[0].fd: no descriptor 'disk' was handed to us; there are: 'a'",

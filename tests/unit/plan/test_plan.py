@@ -389,7 +389,7 @@ def test_descriptors_are_all_passed_on() -> None:
         (
             KERNEL + '[memory]\nsize = "16GiB"\n',
             {},
-            "memory.size: 16GiB and the 164MiB needed beside it (QEMU, page tables, this program) do not fit into the 16384MiB",
+            "memory.size: 16GiB and the 172MiB needed beside it (QEMU, page tables, this program) do not fit into the 16384MiB",
         ),
         (
             KERNEL + "[cpu]\ncount = 9\n",

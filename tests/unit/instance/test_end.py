@@ -1,0 +1,20 @@
+"""How long the end of an instance takes at worst, reckoned from the bounds of its parts."""
+
+from __future__ import annotations
+
+import attrs
+
+from runner.instance import console, seats, services
+from runner.spec.instance import Shutdown
+
+BELOW = 10
+"""Seconds that the documents say the grace is to be kept below the pod's."""
+
+
+def test_what_follows_the_grace_fits_into_what_is_kept_for_it() -> None:
+    """Even where one servant does not hear SIGTERM, and the controller does not answer or a cgroup does not become empty."""
+    seat = max(seats.DEREGISTERED_WITHIN, seats.EMPTY_WITHIN + 1)
+    worst = console.FLUSHED_WITHIN + services.STOPPED_WITHIN + seat
+    assert worst <= BELOW
+    told = repr(attrs.fields(Shutdown).grace.metadata)
+    assert f"keep it {BELOW} s below terminationGracePeriodSeconds" in told
