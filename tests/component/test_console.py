@@ -99,6 +99,32 @@ async def test_one_writes_all_read_and_latecomers_are_told_what_was(bench: Any) 
     await running(bench, act, console="echo")
 
 
+async def typed_until_nobody_reads(client: Client) -> None:
+    """Type on until what lies between the client and the guest is full."""
+    stuck = False
+    while not stuck:
+        with trio.move_on_after(0.5) as patience:
+            await client.stream.socket.send(b"x" * (1 << 16))
+        stuck = patience.cancelled_caught
+
+
+async def test_who_writes_to_a_guest_that_does_not_read_can_be_stolen_from_and_hang_up(bench: Any) -> None:
+    async def act() -> None:
+        async with attached(bench, WRITE) as first:
+            await typed_until_nobody_reads(first)
+            async with attached(bench, STEAL) as thief:
+                assert b'"writes": true' in thief.seen
+                await typed_until_nobody_reads(thief)
+                await first.until(b"another console writes now")
+            with trio.fail_after(10):
+                while True:  # the thief has gone with much untold: its place is free
+                    async with attached(bench, WRITE) as next_one:
+                        if b'"writes": true' in next_one.seen:
+                            return
+
+    await running(bench, act)
+
+
 async def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_missed(bench: Any) -> None:
     much, rounds = 128 << 10, 12
 
