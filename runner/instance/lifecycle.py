@@ -129,7 +129,7 @@ async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
 async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machine) -> AsyncIterator[Receipts]:
     """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
     threads = await started_within(plan.patience, lambda: host.unless_stopped(partial(machine_threads, machine, plan)))
-    receipts = Receipts(host, plan, machine, threads, confined(host, seat, plan.placement, threads))
+    receipts = Receipts(host, plan, machine, threads, seat, confined(host, seat, plan.placement, threads))
     for line in receipts.receipt.table():
         log.info("placement: %s", line)
     receipts.publish()
