@@ -116,9 +116,10 @@ def _sectors(fd: int) -> tuple[int, int]:
 
 
 @contextmanager
-def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False) -> Iterator[int]:
-    """Hold a descriptor of an existing file; *direct*: past the page cache."""
+def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False, following: bool = True) -> Iterator[int]:
+    """Hold a descriptor of an existing file; *direct*: past the page cache; not *following*: a symbolic link is refused."""
     flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
+    flags |= 0 if following else os.O_NOFOLLOW
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -185,7 +186,9 @@ def copy_new(source: PurePosixPath, path: PurePosixPath) -> None:
     try:
         with open(source, "rb") as original:  # noqa: PTH123 - a pure path
             content = original.read()
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(FileNotFoundError):  # of one that was killed
+            os.unlink(temporary)  # noqa: PTH108
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "wb") as copy:  # noqa: PTH123 - a descriptor
                 copy.write(content)
@@ -280,9 +283,13 @@ def remove_directory_if_empty(path: PurePosixPath) -> None:
 
 
 def append(path: PurePosixPath) -> int:
-    """Open *path* for appending, made when it is missing; the caller closes it. A FIFO without a reader is refused."""
+    """Open *path* for appending, made when it is missing; the caller closes it.
+
+    A FIFO without a reader is refused, and a symbolic link.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o640)
+        return os.open(path, flags, 0o640)
     except OSError as error:
         raise HostError(f"cannot write {str(path)!r}") from error
 

@@ -380,5 +380,5 @@ def _variables(plan: VariablesPlan) -> Iterator[int]:
     if plan.template is not None:
         files.copy_new(plan.template, plan.path)
         log.info("made the firmware's variable store %s", plan.path)
-    with files.opened(plan.path, write=True) as store:
+    with files.opened(plan.path, write=True, following=False) as store:
         yield store
