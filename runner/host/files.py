@@ -241,6 +241,18 @@ def directory(path: PurePosixPath) -> Iterator[int]:
         yield fd
 
 
+def claim(fd: int, path: PurePosixPath) -> None:
+    """Lock the directory *fd*, which is at *path*, for as long as it is open; refuse if somebody has done so."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise HostError(
+            f"cannot use the directory {str(path)!r}: another runner does; give each instance a --state-dir of its own"
+        ) from None
+    except OSError as error:
+        raise HostError(f"cannot lock the directory {str(path)!r}") from error
+
+
 def publish(path: PurePosixPath, content: bytes) -> None:
     """Let *path* hold *content*, whole or not at all."""
     temporary = f"{path}.new"

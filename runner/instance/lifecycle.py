@@ -116,6 +116,7 @@ async def _devices_passed(host: Host, passing: Passing) -> AsyncIterator[None]:
 async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
     """Hold a descriptor of the state directory; it is removed at the end unless something is kept in it."""
     with files.directory(plan.state_directory) as directory:
+        files.claim(directory, plan.state_directory)
         for name in (READY, RECEIPT):  # of one that was killed here
             files.discard(plan.state_directory / name)
         try:

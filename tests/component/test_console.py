@@ -198,6 +198,20 @@ async def test_a_stale_socket_is_replaced_and_another_runners_is_not(bench: Any)
     assert path.read_text() == "something"
 
 
+async def test_a_second_runner_does_no_harm_to_the_first(bench: Any) -> None:
+    state = bench.root / "state"
+
+    async def act() -> None:
+        before = {path.name: path.read_bytes() for path in state.iterdir() if path.is_file()}
+        assert {"ready", "receipt.json"} <= set(before)
+        result = await bench.run(bench.plan())
+        assert isinstance(result, RunnerError)
+        assert "another runner does; give each instance a --state-dir of its own" in explain(result)
+        assert {path.name: path.read_bytes() for path in state.iterdir() if path.is_file()} == before
+
+    await running(bench, act)
+
+
 def test_the_log_has_the_newest_and_no_more_than_twice_its_size(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"before\n")
