@@ -31,7 +31,7 @@ from runner.host.sockets import Socket
 from runner.instance.live import LiveDisks
 from runner.spec.document import size as size_rule
 from runner.spec.document import structure
-from runner.spec.instance import Disk
+from runner.spec.instance import HANDED, Disk
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,10 @@ async def _call(disks: LiveDisks, method: str, params: Mapping[str, object] | li
 def _disk(params: Mapping[str, object]) -> Disk:
     problems: list[Problem] = []
     disk = structure(Disk, params, "disk", problems)
+    if disk is not None and disk.fd is not None:
+        problems.append(Problem("disk.fd", "descriptors are handed over at the start alone; name a path"))
+    elif disk is not None and disk.path == HANDED:
+        problems.append(Problem("disk.path", "is missing; it takes an absolute path"))
     if disk is None or problems:
         raise SpecError("ctl", problems)
     return disk
