@@ -109,6 +109,7 @@ def _carry(line: Socket, key: bytes) -> bool:
                 typed = os.read(keyboard, 1 << 12)
                 before, detached, _ = typed.partition(key)
                 if detached:
+                    _sent(line, waiting + before)
                     return False
                 if not typed:  # nobody types; what the guest says is shown all the same
                     poll.unregister(keyboard)

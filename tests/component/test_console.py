@@ -276,6 +276,9 @@ async def test_the_terminal_is_restored_whatever_ends_it(bench: Any, terminal: t
             os.write(ours, b"last\x1dnever")
             await screen.until(b"[detached]")
             await screen.until(b"status 0")
+            with trio.fail_after(20):
+                while bench.records("qemu", "typed")[-1]["text"] != "last":
+                    await trio.sleep(0.005)
         elif end == "terminate":
             [child] = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
             os.kill(int(child), 15)
