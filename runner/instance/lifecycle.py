@@ -37,6 +37,9 @@ READY = "ready"
 CONTROL_SOCKET = "control.sock"
 """Beside it."""
 
+IMPORTED_AGAIN = 1.0
+"""Seconds until the next attempt when descriptors or memory are short."""
+
 CAUSE_WITHIN = 0.2
 """Seconds within which QEMU's death shows when a daemon has ended because of it."""
 
@@ -150,10 +153,16 @@ async def _controlled(
     with listening(directory, CONTROL_SOCKET) as listener:
 
         async def serve() -> None:
-            await trio.lowlevel.wait_readable(listener)
-            from runner.instance.control import accept
-            from runner.instance.live import LiveDisks
-
+            while True:
+                await trio.lowlevel.wait_readable(listener)
+                try:
+                    from runner.instance.control import accept
+                    from runner.instance.live import LiveDisks
+                except (ImportError, OSError, MemoryError) as error:  # no reason to end a guest that runs
+                    log.warning("the control socket cannot be served yet: %s", explain(error))
+                    await trio.sleep(IMPORTED_AGAIN)
+                else:
+                    break
             await accept(listener, LiveDisks(plan, machine.monitor, machine.disk_news, receipts.verify))
 
         async with host.observed(serve):
