@@ -131,11 +131,6 @@ def empty_qcow2(size: int) -> dict[int, bytes]:
     return {0: header, _CLUSTER: struct.pack(">Q", 2 * _CLUSTER), 2 * _CLUSTER: counts}
 
 
-def metadata_size(size: int) -> int:
-    """Return how many bytes a qcow2 image of *size* bytes may need besides the data itself, generously."""
-    return 8 * _CLUSTER + size // 4096
-
-
 @contextmanager
 def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
     """Hold an empty qcow2 image of *size* bytes in a file of *directory* that has no name and *limit* bytes, all holes.
@@ -147,12 +142,13 @@ def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
     except OSError as error:
         raise HostError(f"cannot make a file for an ephemeral disk in {str(directory)!r}") from error
     try:
-        for offset, content in empty_qcow2(size).items():
-            os.pwrite(fd, content, offset)
-        os.ftruncate(fd, limit)
+        try:
+            for offset, content in empty_qcow2(size).items():
+                os.pwrite(fd, content, offset)
+            os.ftruncate(fd, limit)
+        except OSError as error:
+            raise HostError(f"cannot write an ephemeral disk in {str(directory)!r}") from error
         yield fd
-    except OSError as error:
-        raise HostError(f"cannot write an ephemeral disk in {str(directory)!r}") from error
     finally:
         os.close(fd)
 
