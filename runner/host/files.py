@@ -222,7 +222,7 @@ def directory(path: PurePosixPath) -> Iterator[int]:
     """Hold a descriptor of a directory of ours, which only we may enter; made with its parents when it is missing.
 
     One that is given to us alone and still empty is closed to others: an ``emptyDir`` of Kubernetes begins with mode 777
-    (``pkg/volume/emptydir``).
+    (``pkg/volume/emptydir``), and set-group-ID where the pod has an ``fsGroup`` (``pkg/volume/volume_linux.go``).
     """
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)  # noqa: PTH103 - a pure path
@@ -231,7 +231,8 @@ def directory(path: PurePosixPath) -> Iterator[int]:
         raise HostError(f"cannot make the directory {str(path)!r}") from error
     with closing(fd):
         found = os.fstat(fd)
-        if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o777 and not os.listdir(fd):  # noqa: PTH208, PLR2004 - mode
+        open_to_all = stat.S_IMODE(found.st_mode) & ~stat.S_ISGID == 0o777  # noqa: PLR2004 - a mode
+        if found.st_uid == os.geteuid() and open_to_all and not os.listdir(fd):  # noqa: PTH208
             os.fchmod(fd, 0o700)
             found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
