@@ -19,13 +19,11 @@ import trio
 
 from runner.host.logfile import LogFile, kept_log
 from runner.host.outlet import Outlet
-from runner.host.sockets import Socket, accepted, connected_pair, listening
+from runner.host.sockets import CONSOLE_SOCKET, Socket, accepted, connected_pair, listening
 from runner.instance.host import Host, first_of
 from runner.plan.instance import ConsolePlan
 
 log = logging.getLogger(__name__)
-
-SOCKET = "console.sock"
 
 FLUSHED_WITHIN = 0.25
 """Seconds given to what the guest said last, when QEMU has gone already."""
@@ -191,7 +189,7 @@ async def console_shown(
     with (
         connected_pair("the serial console") as (ours, theirs),
         kept_log(plan.log, plan.log_size) as log_file,
-        listening(directory, SOCKET) as listener,
+        listening(directory, CONSOLE_SOCKET) as listener,
     ):
         console = Console(ours, heard, log_file)
         async with host.observed(partial(console.admit, listener)), host.observed(console.listen):

@@ -27,7 +27,7 @@ from runner.host.jsonrpc import (
     format_error,
 )
 from runner.host.peers import PeerError, Peers, boot_time
-from runner.host.sockets import Socket
+from runner.host.sockets import Socket, accepted
 from runner.instance.live import LiveDisks
 from runner.spec.document import size as size_rule
 from runner.spec.document import structure
@@ -41,8 +41,6 @@ NOBODY = -32001
 """The code for who may not ask."""
 LONGEST_MESSAGE = 64 << 10
 MOST_CLIENTS = 8
-ACCEPTED_AGAIN = 0.1
-"""Seconds until the next attempt when one could not be accepted."""
 SILENT_FOR = 30.0
 """Seconds a client may say nothing, or not read its answer."""
 
@@ -55,12 +53,7 @@ async def accept(listener: Socket, disks: LiveDisks) -> None:
     accepting = trio.socket.from_stdlib_socket(listener)
     async with trio.open_nursery() as clients:
         while True:
-            try:
-                connection, _ = await accepting.accept()
-            except OSError as error:  # out of descriptors, or the client has gone before it was accepted
-                log.warning("cannot accept a client of the control socket: %s", explain(error))
-                await trio.sleep(ACCEPTED_AGAIN)
-                continue
+            connection = await accepted(accepting)
             if len(clients.child_tasks) < MOST_CLIENTS:
                 clients.start_soon(_converse, connection, boot_time(), disks)
             else:

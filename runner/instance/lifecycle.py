@@ -16,7 +16,7 @@ import trio
 from runner.errors import HostError, Status, explain
 from runner.host import files
 from runner.host.processes import Process
-from runner.host.sockets import listening
+from runner.host.sockets import CONTROL_SOCKET, listening
 from runner.instance.console import console_shown
 from runner.instance.display import display_shown
 from runner.instance.host import Host, StopRequestedError, first_of
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 READY = "ready"
 """A file in the state directory, there while the guest runs."""
-CONTROL_SOCKET = "control.sock"
-"""Beside it."""
 
 IMPORTED_AGAIN = 1.0
 """Seconds until the next attempt when descriptors or memory are short."""
@@ -162,8 +160,7 @@ async def _controlled(
                     log.warning("the control socket cannot be served yet: %s", explain(error))
                     await trio.sleep(IMPORTED_AGAIN)
                 else:
-                    break
-            await accept(listener, LiveDisks(plan, machine.monitor, machine.disk_news, receipts.verify))
+                    await accept(listener, LiveDisks(plan, machine.monitor, machine.disk_news, receipts.verify))
 
         async with host.observed(serve):
             yield

@@ -59,6 +59,19 @@ async def test_what_cannot_be_imported_now_ends_no_guest(bench: Any, lacking: st
     assert f"{said[lacking]}: Too many open files" in bench.told()
 
 
+async def test_the_path_may_be_longer_than_an_address(bench: Any) -> None:
+    plan = bench.plan()
+    alias = bench.root / ("x" * 120)
+
+    async def act() -> None:
+        alias.symlink_to(plan.state_directory)
+        with pytest.raises(RunnerError, match="Method not found"):
+            await control(alias, "nothing", {})
+        alias.unlink()
+
+    await beside_a_guest(bench, plan, act)
+
+
 async def test_no_descriptor_is_attached_later(bench: Any) -> None:
     plan = bench.plan()
     refusals = []
