@@ -398,7 +398,11 @@ def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 
 
 def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
-    """Yield disks as JSON, which says what ``key=value`` has no words for: that below an image there is nothing."""
+    """Yield disks. Nodes are JSON, which says what ``key=value`` has no words for: that below an image there is nothing.
+
+    Devices are not: QEMU makes those it is given as JSON after all others (``qemu_create_cli_devices``), on the bus that
+    was made last, and a disk's address would depend on everything else.
+    """
     names: dict[str, str] = {}
     for index, disk in enumerate(machine.disks):
         for name in (disk.name, *(below for below, _ in disk.below())):
@@ -410,7 +414,8 @@ def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
             yield from ("-object", f"iothread,id={disk.name}")
         # A kernel started directly is boot index 0 itself, and the disks are not booted from.
         device = disk_device(disk, boot_index=index if machine.kernel is None else None)
-        yield from ("-device", json.dumps(device))
+        words = (f"{name}={_on_off(value)}" for name, value in device.items() if name != "driver")
+        yield from ("-device", ",".join((str(device["driver"]), *words)))
 
 
 def _slots(number: int) -> Iterator[str]:

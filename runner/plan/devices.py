@@ -15,7 +15,7 @@ from runner.plan.facts import HostFacts, User
 from runner.plan.fitness import LOCKED_BESIDE_RAM, MEMLOCK, too_little_lockable
 from runner.plan.passing import DevicePlan, Passing
 from runner.plan.vfio import Bar, DeviceNode, PciFact, PciLink, VfioFacts
-from runner.spec.document import format_size
+from runner.spec.document import MIB, format_size
 from runner.spec.instance import PCI_ADDRESS, Device, InstanceSpec
 from runner.topology.guest import GuestTopology
 
@@ -32,6 +32,8 @@ no device memory (QEMU's ``backends/iommufd.c``, before Linux 6.19)."""
 GIB = 1 << 30
 PORT_GRAIN = 1 << 20
 """Bytes; the windows of PCI bridges are multiples of it."""
+OTHERS = 256 * MIB
+"""Bytes of the window for what the machine has beside: 16 KiB for a virtio device, 2 MiB for a port that takes disks later."""
 DEFAULT_WINDOW = 32 * GIB
 """``pci-hole64-size`` of QEMU's q35, and the 64-bit aperture of OVMF."""
 LOW_RAM = 2 * GIB
@@ -334,14 +336,14 @@ def bar_window(devices: Iterable[Iterable[Bar]]) -> int:
     """Return the bytes of addresses, a power of two, that hold the high regions of *devices*, each behind a port of its own.
 
     A port's window begins at a multiple of its largest region and is a multiple of it, so ports sorted by that leave no
-    gaps; and regions, as firmware sorts them, leave none in it.
+    gaps; and regions, as firmware sorts them, leave none in it. The emulated devices' small ones come after them.
     """
     total = 0
     for bars in devices:
         high = [bar.size for bar in bars if bar.high]
         if high:
             total += _up(sum(high), max(*high, PORT_GRAIN))
-    return 1 << (total - 1).bit_length() if total else 0
+    return 1 << (total + OTHERS - 1).bit_length() if total else 0
 
 
 def _up(value: int, grain: int) -> int:

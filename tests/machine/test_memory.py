@@ -64,7 +64,7 @@ def test_qemu_needs_no_more_than_reckoned(vcpus: int, more: str, tmp_path: Path)
     hardware = Hardware.from_json((HOSTS / "epyc-7543-2s-nps1.json").read_text())
     text = f'[cpu]\ncount = {vcpus}\naccel = "tcg"\n[memory]\nsize = "127MiB"\nbind = false\n'
     text += "lock = true\n" if more == "locked" else ""
-    text += f'[boot]\nfirmware = "{ROM}"\n'
+    text += f'[boot]\nfirmware = "{ROM}"\n[guest]\nagent = false\n'
     disks = []
     for index in range(8 if more == "disks" else 0):
         disks.append(tmp_path / f"disk{index}")

@@ -57,7 +57,7 @@ def planned(host: str, cpus: str) -> MachinePlan:
         sleep=PurePosixPath("/none"),
         files={ROM: FileFact("file", 1 << 18)},
     )
-    document = parse_instance("spec.toml", f'{text}[boot]\nfirmware = "{ROM}"\n'.encode())
+    document = parse_instance("spec.toml", f'{text}[boot]\nfirmware = "{ROM}"\n[guest]\nagent = false\n'.encode())
     return plan_instance("spec.toml", document, facts).machine
 
 

@@ -332,7 +332,7 @@ def test_eight_gpus_are_seen_where_they_are(hgx: HostFacts) -> None:
     assert [device.bus for device in passing.devices] == ["pcie.1"] * 4 + ["pcie.2"] * 4
     assert [device.guest_numa_node for device in passing.devices] == [0] * 4 + [1] * 4
     # 128 GiB and 48 MiB more take 256 GiB behind each port: firmware puts nothing else into the rest.
-    assert passing.window == 2048 * GIB
+    assert passing.window == 4096 * GIB
     descriptors = Descriptors(
         10,
         11,
@@ -346,7 +346,7 @@ def test_eight_gpus_are_seen_where_they_are(hgx: HostFacts) -> None:
     assert set(range(30, 41)) - {38, 39} <= set(descriptors.numbers())
     told = "\n".join(plan_lines(plan))
     assert f"device {GPUS[7]} (10de:2330) by iommufd, on NUMA node 1, the guest's 1, 131120MiB of device memory" in told
-    assert "2TiB of addresses for device memory" in told
+    assert "4TiB of addresses for device memory" in told
     assert plan_json(plan)["machine"]["passing"]["devices"][0]["address"] == GPU
 
 
@@ -366,8 +366,8 @@ def test_ovmf_is_told_of_the_window(hgx: HostFacts) -> None:
     argv = qemu_argv(
         plan_of(uefi + ONE, hgx).machine, Descriptors(1, 2, (3,), {"firmware": 4}, devices={GPU: 5, "iommufd": 6})
     )
-    assert "name=opt/ovmf/X-PciMmio64Mb,string=262144" in argv
-    assert "q35-pcihost.pci-hole64-size=274877906944" in argv
+    assert "name=opt/ovmf/X-PciMmio64Mb,string=524288" in argv
+    assert "q35-pcihost.pci-hole64-size=549755813888" in argv
 
 
 def test_a_guest_of_one_numa_node_has_its_devices_on_the_root(hgx: HostFacts) -> None:
@@ -404,10 +404,10 @@ def test_more_devices_than_a_bus_takes_are_refused(hgx: HostFacts) -> None:
     [
         ([], 0),
         ([[Bar(16 * MIB, high=False)]], 0),
-        ([[Bar(GIB, high=True)]], GIB),
-        ([[Bar(GIB, high=True), Bar(MIB, high=True)]], 2 * GIB),
+        ([[Bar(GIB, high=True)]], 2 * GIB),
+        ([[Bar(GIB, high=True), Bar(MIB, high=True)]], 4 * GIB),
         ([[Bar(GIB, high=True)]] * 3, 4 * GIB),
-        ([[Bar(256 * GIB, high=True), Bar(64 * MIB, high=True)]] * 8, 4096 * GIB),
+        ([[Bar(256 * GIB, high=True), Bar(64 * MIB, high=True)]] * 8, 8192 * GIB),
     ],
 )
 def test_the_window_holds_every_port(devices: list[list[Bar]], window: int) -> None:
@@ -442,11 +442,11 @@ def test_a_window_beyond_the_guests_addresses_is_refused(hgx: HostFacts) -> None
     text = KERNEL + ON_BOTH + '[[device]]\nresource = "nvidia.com/GH100"\n'
     [problem] = problems(text, with_vfio(hgx, address_bits=39))
     assert problem.startswith(
-        "device: the devices' memory needs a window of 2TiB above 64GiB of RAM, which ends at 4TiB; the guest's CPU has "
+        "device: the devices' memory needs a window of 4TiB above 64GiB of RAM, which ends at 8TiB; the guest's CPU has "
         "addresses of 39 bits, up to 512GiB; under KVM leave cpu.model out"
     )
-    for enough in (42, 0):  # 0: a kernel that does not say
-        assert plan_of(text, with_vfio(hgx, address_bits=enough)).machine.passing.window == 2048 * GIB
+    for enough in (43, 0):  # 0: a kernel that does not say
+        assert plan_of(text, with_vfio(hgx, address_bits=enough)).machine.passing.window == 4096 * GIB
 
 
 def test_time_to_let_go_of_devices_is_taken_from_the_guests() -> None:
