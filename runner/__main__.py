@@ -113,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         "--http",
         type=spoken(_address),
         metavar="ADDRESS:PORT",
-        help="answer /healthz, /readyz and /metrics there; :PORT is every address (default: nowhere)",
+        help="answer /healthz, /readyz and /metrics there; :PORT is every address, also the one where a guest in mode private "
+        "finds its gateway (default: nowhere)",
     )
     run.set_defaults(command=_run)
 
