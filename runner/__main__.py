@@ -69,7 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="instance-runner",
         description="Runs one virtual machine in one pod, every vCPU alone on its own CPU.",
-        epilog=STATUS_HELP,
+        epilog=f"{STATUS_HELP}\n\n"
+        "examples:\n"
+        "  instance-runner check /etc/instance/spec.toml\n"
+        "  instance-runner plan /etc/instance/spec.toml\n"
+        "  env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
@@ -78,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run an instance as PID 1, until it ends or SIGTERM ends it",
-        epilog=f"example: env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml "
-        f"--http :9441\n\n{STATUS_HELP}",
+        epilog=f"{STATUS_HELP}\n\n"
+        "example: env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml --http :9441",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_spec(run)
@@ -109,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         "--http",
         type=spoken(_address),
         metavar="ADDRESS:PORT",
-        help="answer /healthz, /readyz and /metrics there; :PORT is every address (default: nowhere)",
+        help="answer /healthz, /readyz and /metrics there; :PORT is every address, also the one where a guest in mode private "
+        "finds its gateway (default: nowhere)",
     )
     run.set_defaults(command=_run)
 
@@ -280,20 +285,41 @@ def _add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ctl.add_argument("--json", action="store_true", help="the answer as JSON")
     ctl.set_defaults(command=_ctl, keys=[])
     topics = ctl.add_subparsers(required=True, metavar="WHAT")
-    topics.add_parser("status", help="what it is and does").set_defaults(method="status")
-    cpus = topics.add_parser("cpus", help="the number of vCPUs, which cannot change while the guest runs")
+    topics.add_parser("status", help="what it is and does", epilog="example: instance-runner ctl status").set_defaults(
+        method="status"
+    )
+    cpus = topics.add_parser(
+        "cpus",
+        help="the number of vCPUs, which cannot change while the guest runs",
+        epilog="example: instance-runner ctl cpus 8",
+    )
     cpus.add_argument("count", type=int, metavar="COUNT")
     cpus.set_defaults(method="cpu.set")
-    disk = topics.add_parser("disk", help="its disks").add_subparsers(required=True, metavar="DO")
-    disk.add_parser("list", help="the disks it has").set_defaults(method="disk.list")
-    attach = disk.add_parser("attach", help="attach a file or block device, checked as one of the spec")
+    disks = topics.add_parser("disk", help="its disks", epilog="example: instance-runner ctl disk list")
+    disk = disks.add_subparsers(required=True, metavar="DO")
+    disk.add_parser("list", help="the disks it has", epilog="example: instance-runner ctl disk list").set_defaults(
+        method="disk.list"
+    )
+    attach = disk.add_parser(
+        "attach",
+        help="attach a file or block device, checked as one of the spec",
+        epilog="example: instance-runner ctl disk attach /dev/data serial=data iothread=true",
+    )
     attach.add_argument("path", metavar="PATH", type=_absolute)
     attach.add_argument("keys", metavar="KEY=VALUE", nargs="*", help="other keys of a [[disk]]")
     attach.set_defaults(method="disk.attach")
-    detach = disk.add_parser("detach", help="take away a disk that was attached; the guest must release it")
+    detach = disk.add_parser(
+        "detach",
+        help="take away a disk that was attached; the guest must release it",
+        epilog="example: instance-runner ctl disk detach disk1",
+    )
     detach.add_argument("name", metavar="NAME")
     detach.set_defaults(method="disk.detach")
-    grow = disk.add_parser("grow", help="make a disk larger, or tell the guest that its block device is")
+    grow = disk.add_parser(
+        "grow",
+        help="make a disk larger, or tell the guest that its block device is",
+        epilog="example: instance-runner ctl disk grow disk1 20GiB",
+    )
     grow.add_argument("name", metavar="NAME")
     grow.add_argument(
         "size", metavar="SIZE", nargs="?", help="such as 20GiB; of a block device all there is without it"

@@ -16,9 +16,8 @@ from pathlib import Path
 import attrs
 
 from runner.errors import HostError, UsageError
-from runner.host.sockets import Socket, connected
+from runner.host.sockets import CONSOLE_SOCKET, Socket, connected
 
-SOCKET = "console.sock"
 TYPED_AHEAD = 1 << 16
 """Bytes kept for a guest that does not read; what is typed beyond is dropped, and the bell rings."""
 
@@ -45,7 +44,7 @@ class Wish:
 def attach(directory: Path, wish: Wish, key: str) -> int:
     """Be a terminal of the instance whose state is in *directory*, until *key* is typed or the instance ends."""
     byte = parse_key(key)
-    with connected(directory, SOCKET) as line:
+    with connected(directory, CONSOLE_SOCKET) as line:
         line.sendall(json.dumps(attrs.asdict(wish)).encode() + b"\n")
         told, said = _told(line)
         if "error" in told:
@@ -109,6 +108,7 @@ def _carry(line: Socket, key: bytes) -> bool:
                 typed = os.read(keyboard, 1 << 12)
                 before, detached, _ = typed.partition(key)
                 if detached:
+                    _sent(line, waiting + before)
                     return False
                 if not typed:  # nobody types; what the guest says is shown all the same
                     poll.unregister(keyboard)

@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.errors import UsageError
 from runner.host.controller import ask
+from runner.host.sockets import CONTROL_SOCKET
 from runner.table import aligned
 
 
@@ -18,7 +19,7 @@ async def control(state_directory: PurePosixPath, method: str, params: Mapping[s
 
     Raises :exc:`~runner.errors.RunnerError` when nobody is there, or it refuses.
     """
-    return await ask("the instance", state_directory / "control.sock", method, params)
+    return await ask("the instance", state_directory / CONTROL_SOCKET, method, params)
 
 
 def parse_keys(words: Iterable[str]) -> dict[str, object]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ from runner.host.pages import Page, open_pages, parse_address, serve_pages
 from runner.host.peers import Peers
 
 log = logging.getLogger(__name__)
+
+_STDERR = 2
 
 
 @attrs.frozen
@@ -97,8 +100,8 @@ async def control(options: Options) -> None:
 
 
 def _written(line: bytes) -> None:
-    sys.stderr.buffer.write(line)
-    sys.stderr.buffer.flush()
+    with contextlib.suppress(OSError):  # nobody reads, and the node's instances need this program all the same
+        os.write(_STDERR, line)
 
 
 def _failed(error: RunnerError) -> int:

@@ -23,6 +23,7 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.host.cgroup import Cgroup
 from runner.host.files import Descriptor
+from runner.host.sockets import reachable
 
 LONGEST_ANSWER = 1 << 16
 _MOST_DESCRIPTORS = 16
@@ -147,7 +148,8 @@ async def _call(
     question = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
     try:
         with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            await connection.connect(str(path))
+            with reachable(path) as address:
+                await connection.connect(address)
             line = json.dumps(question).encode() + b"\n"
             while line:
                 line = line[await connection.send(line) :]

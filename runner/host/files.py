@@ -116,9 +116,10 @@ def _sectors(fd: int) -> tuple[int, int]:
 
 
 @contextmanager
-def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False) -> Iterator[int]:
-    """Hold a descriptor of an existing file; *direct*: past the page cache."""
+def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False, following: bool = True) -> Iterator[int]:
+    """Hold a descriptor of an existing file; *direct*: past the page cache; not *following*: a symbolic link is refused."""
     flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
+    flags |= 0 if following else os.O_NOFOLLOW
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -185,7 +186,9 @@ def copy_new(source: PurePosixPath, path: PurePosixPath) -> None:
     try:
         with open(source, "rb") as original:  # noqa: PTH123 - a pure path
             content = original.read()
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(FileNotFoundError):  # of one that was killed
+            os.unlink(temporary)  # noqa: PTH108
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "wb") as copy:  # noqa: PTH123 - a descriptor
                 copy.write(content)
@@ -219,7 +222,7 @@ def directory(path: PurePosixPath) -> Iterator[int]:
     """Hold a descriptor of a directory of ours, which only we may enter; made with its parents when it is missing.
 
     One that is given to us alone and still empty is closed to others: an ``emptyDir`` of Kubernetes begins with mode 777
-    (``pkg/volume/emptydir``).
+    (``pkg/volume/emptydir``), and set-group-ID where the pod has an ``fsGroup`` (``pkg/volume/volume_linux.go``).
     """
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)  # noqa: PTH103 - a pure path
@@ -228,7 +231,8 @@ def directory(path: PurePosixPath) -> Iterator[int]:
         raise HostError(f"cannot make the directory {str(path)!r}") from error
     with closing(fd):
         found = os.fstat(fd)
-        if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o777 and not os.listdir(fd):  # noqa: PTH208, PLR2004 - mode
+        open_to_all = stat.S_IMODE(found.st_mode) & ~stat.S_ISGID == 0o777  # noqa: PLR2004 - a mode
+        if found.st_uid == os.geteuid() and open_to_all and not os.listdir(fd):  # noqa: PTH208
             os.fchmod(fd, 0o700)
             found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -236,6 +240,18 @@ def directory(path: PurePosixPath) -> Iterator[int]:
                 f"cannot use the directory {str(path)!r}: others may write there; name one of our own with --state-dir"
             )
         yield fd
+
+
+def claim(fd: int, path: PurePosixPath) -> None:
+    """Lock the directory *fd*, which is at *path*, for as long as it is open; refuse if somebody has done so."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise HostError(
+            f"cannot use the directory {str(path)!r}: another runner does; give each instance a --state-dir of its own"
+        ) from None
+    except OSError as error:
+        raise HostError(f"cannot lock the directory {str(path)!r}") from error
 
 
 def publish(path: PurePosixPath, content: bytes) -> None:
@@ -280,9 +296,13 @@ def remove_directory_if_empty(path: PurePosixPath) -> None:
 
 
 def append(path: PurePosixPath) -> int:
-    """Open *path* for appending, made when it is missing; the caller closes it. A FIFO without a reader is refused."""
+    """Open *path* for appending, made when it is missing; the caller closes it.
+
+    A FIFO without a reader is refused, and a symbolic link.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o640)
+        return os.open(path, flags, 0o640)
     except OSError as error:
         raise HostError(f"cannot write {str(path)!r}") from error
 

@@ -29,6 +29,9 @@ _KNOWN_FEATURES = 0b11111
 """Dirty, corrupt, external data file, compression type, extended L2 entries: those that QEMU 7.2 knows."""
 _BACKING_FORMAT = 0xE2792ACA
 _LONGEST_NAME = 1023
+_LARGEST_CLUSTER_BITS = 21
+_LARGEST = 1 << 56
+"""Bytes; offsets of clusters have 56 bits (``docs/interop/qcow2.txt``, "Standard Cluster Descriptor")."""
 _CLUSTER = 1 << 16
 
 _F_OFD_GETLK = 36
@@ -63,18 +66,25 @@ def read_image(fd: int, size: int, *, write: bool) -> Image:
     header = os.pread(fd, _HEADER.size, 0)
     if not header.startswith(_MAGIC):
         return Image("raw", size, locked)
-    _, version, offset, length, _, size, encrypted, features = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+    _, version, offset, length, bits, size, encrypted, features = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
     if version == 2:  # noqa: PLR2004 - version 2 has no feature bits
         features = 0
+    backing, misnamed = None, False
+    if offset:  # the name lies in the first cluster, or QEMU refuses it (block/qcow2.c, qcow2_do_open)
+        misnamed = length > _LONGEST_NAME or offset + length > 1 << min(bits, _LARGEST_CLUSTER_BITS)
+        name = b"" if misnamed else os.pread(fd, length, offset)
+        misnamed = misnamed or b"\0" in name
+        backing = None if misnamed else name.decode(errors="replace")
     troubles = {
         f"is qcow2 of version {version}, which nobody knows": version not in {2, 3},
         "is encrypted": encrypted,
         "takes data from an external data file": features & _DATA_FILE,
         "is marked as corrupt (repair it with `qemu-img check -r all`)": features & _CORRUPT,
         "uses features of qcow2 that are not known here": features & ~_KNOWN_FEATURES,
+        "is broken: it names a backing file as no image can": misnamed,
+        f"is broken: it says that it has {size} bytes": size > _LARGEST,
     }
     trouble = next((trouble for trouble, found in troubles.items() if found), None)
-    backing = os.pread(fd, min(length, _LONGEST_NAME), offset).decode(errors="replace") if offset else None
     return Image("qcow2", size, locked, backing, _backing_format(fd, version, offset), trouble)
 
 
@@ -121,11 +131,6 @@ def empty_qcow2(size: int) -> dict[int, bytes]:
     return {0: header, _CLUSTER: struct.pack(">Q", 2 * _CLUSTER), 2 * _CLUSTER: counts}
 
 
-def metadata_size(size: int) -> int:
-    """Return how many bytes a qcow2 image of *size* bytes may need besides the data itself, generously."""
-    return 8 * _CLUSTER + size // 4096
-
-
 @contextmanager
 def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
     """Hold an empty qcow2 image of *size* bytes in a file of *directory* that has no name and *limit* bytes, all holes.
@@ -137,12 +142,13 @@ def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
     except OSError as error:
         raise HostError(f"cannot make a file for an ephemeral disk in {str(directory)!r}") from error
     try:
-        for offset, content in empty_qcow2(size).items():
-            os.pwrite(fd, content, offset)
-        os.ftruncate(fd, limit)
+        try:
+            for offset, content in empty_qcow2(size).items():
+                os.pwrite(fd, content, offset)
+            os.ftruncate(fd, limit)
+        except OSError as error:
+            raise HostError(f"cannot write an ephemeral disk in {str(directory)!r}") from error
         yield fd
-    except OSError as error:
-        raise HostError(f"cannot write an ephemeral disk in {str(directory)!r}") from error
     finally:
         os.close(fd)
 

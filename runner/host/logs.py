@@ -103,7 +103,8 @@ class JsonConsole:
 
     def write(self, data: bytes) -> None:
         """Write the lines that *data* completes; without data it was the last."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = [line[at : at + LONGEST] for line in whole for at in range(0, len(line) or 1, LONGEST)]
         while len(self._rest) > LONGEST or (self._rest and not data):
             lines.append(self._rest[:LONGEST])
             self._rest = self._rest[LONGEST:]

@@ -118,7 +118,13 @@ def _read(rtnetlink: Rtnetlink, name: str) -> Link | None:
     if link is None:
         return None
     if link.alias.startswith(f"{OURS} was "):
-        return _kept(name, link.alias + _rest(rtnetlink, name))
+        try:
+            return _kept(name, link.alias + _rest(rtnetlink, name))
+        except ValueError:
+            raise HostError(
+                f"cannot tell what {name!r} was before a guest took its place: its alias {link.alias!r} cannot be understood; "
+                "recreate the pod"
+            ) from None
     routes = tuple(route for route in rtnetlink.routes(link) if route.protocol != _RTPROT_KERNEL)
     return Link(
         name,
@@ -175,14 +181,22 @@ def _remove_all(rtnetlink: Rtnetlink, bridges: Sequence[Bridge]) -> None:
 
 
 def _remove(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
-    """Give back the pod's interface and delete the bridge; what is not there is no matter."""
+    """Give back the pod's interface and delete the bridge; what is not there is no matter.
+
+    A bridge that has the rest of what an interface was stays until that is given back: nobody else knows it.
+    """
+    failure: HostError | None = None
     try:
         if bridge.pod is not None:
             _give_back(rtnetlink, bridge.pod)
-    finally:
-        link = rtnetlink.link(bridge.name)
-        if link is not None and link.alias.startswith(OURS):
-            rtnetlink.delete_link(link)
+    except HostError as error:
+        failure = error
+    link = rtnetlink.link(bridge.name)
+    needed = failure is not None and bridge.pod is not None and _rest(rtnetlink, bridge.pod.name)
+    if link is not None and link.alias.startswith(OURS) and not needed:
+        rtnetlink.delete_link(link)
+    if failure is not None:
+        raise failure
 
 
 def _recover(rtnetlink: Rtnetlink, bridge: Bridge) -> None:

@@ -180,7 +180,8 @@ class Monitor:
                 if passing:  # they travel with the first byte
                     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passing))
                     line = line[await self._stream.socket.sendmsg([line], [rights]) :]
-                await self._stream.send_all(line)
+                if line:  # else a cancellation would be taken for one in the middle of it
+                    await self._stream.send_all(line)
             except (trio.BrokenResourceError, OSError) as error:
                 raise self._fail(MonitorClosedError("cannot talk to QEMU: it hung up")) from error
             except trio.Cancelled:

@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import trio
 
@@ -18,6 +18,9 @@ from runner.errors import HostError
 log = logging.getLogger(__name__)
 
 Socket = socket.socket
+
+CONSOLE_SOCKET, CONTROL_SOCKET = "console.sock", "control.sock"
+"""What a runner listens on in its state directory while the guest runs."""
 
 
 @contextmanager
@@ -110,15 +113,22 @@ def _remove_stale(path: str) -> None:
 
 
 @contextmanager
+def reachable(path: PurePath) -> Iterator[str]:
+    """Hold an address of the socket at *path*, which may be longer than an address can be."""
+    number = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield _beneath(number, path.name)
+    finally:
+        os.close(number)
+
+
+@contextmanager
 def connected(directory: Path, name: str) -> Iterator[socket.socket]:
     """Hold a connection to the socket *name* in *directory*, which a runner listens on (:func:`listening`)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
-            number = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                connection.connect(_beneath(number, name))
-            finally:
-                os.close(number)
+            with reachable(directory / name) as address:
+                connection.connect(address)
         except OSError as error:
             raise HostError(
                 f"cannot connect to {str(directory / name)!r}; is an instance running, and this its --state-dir"

@@ -54,7 +54,7 @@ _IOTHREAD_NAME = re.compile(r"IO disk[0-9]+", re.ASCII)
 """What it calls the iothread of a disk; ``IO mon_iothread`` is its own."""
 _GUEST_RAM = re.compile(r"/memfd:.*-ram[0-9]*\\040\(deleted\)", re.ASCII)
 """The file that the runner makes the guest's RAM of, as ``numa_maps`` writes it."""
-_SERVICES = ("dnsmasq", "virtiofsd")
+_SERVICES = ("dnsmasq", "virtiofsd", "passt")
 _LAST = (OTHER, EMULATOR, IOTHREAD, VCPU)
 """Of the table; the roles before them stand in the order of their births."""
 
@@ -288,7 +288,8 @@ def _role_by_name(process: _Process, thread: ThreadStatus, root: str) -> str:
         return RUNNER
     if process.endless and f"/{root}/" not in thread.cgroup:
         return ANCHOR
-    return status.name if status.name in _SERVICES else OTHER
+    name = status.name.removesuffix(".avx2")  # what passt becomes where the CPU allows
+    return name if name in _SERVICES else OTHER
 
 
 def _out_of_sight(crowd: _Crowd, members: Iterable[int]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import select
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,13 +19,11 @@ import trio
 
 from runner.host.logfile import LogFile, kept_log
 from runner.host.outlet import Outlet
-from runner.host.sockets import Socket, accepted, connected_pair, listening
-from runner.instance.host import Host
+from runner.host.sockets import CONSOLE_SOCKET, Socket, accepted, connected_pair, listening
+from runner.instance.host import Host, first_of
 from runner.plan.instance import ConsolePlan
 
 log = logging.getLogger(__name__)
-
-SOCKET = "console.sock"
 
 FLUSHED_WITHIN = 0.25
 """Seconds given to what the guest said last, when QEMU has gone already."""
@@ -52,18 +51,21 @@ class Console:
 
     def __init__(self, line: Socket, heard: Callable[[bytes], None], log_file: LogFile) -> None:
         line.setblocking(False)
-        self._line = trio.socket.from_stdlib_socket(line)
+        self._line = line
         self._heard = heard
         self._log_file = log_file
         self._said = bytearray()
         self._readers: list[Reader] = []
         self._writer: Reader | None = None
+        self._waiting = trio.Lock()
+        """Only one task may wait until the guest reads on: another one may have become the writer meanwhile."""
         self.silent = trio.Event()
         """QEMU has closed its end, and what it said was told."""
 
     async def listen(self) -> None:
         """Tell everybody what the guest says, until there is nothing more."""
-        while data := await _received(self._line):
+        line = trio.socket.from_stdlib_socket(self._line)
+        while data := await _received(line):
             self._heard(data)
             if not self._log_file.write(data):
                 log.warning("the console's log file is given up: %s", self._log_file.trouble)
@@ -115,14 +117,33 @@ class Console:
     async def _type(self, client: trio.socket.SocketType, reader: Reader) -> None:
         """Pass on what *reader* types while it is the writer; return when it has detached.
 
-        A guest that reads nothing lets it wait, and nobody else.
+        A guest that reads nothing lets it wait, and nobody else. What has not been passed on when it detaches is lost.
         """
         while data := await _received(client):
             while data and self._writer is reader:
                 try:
-                    data = data[await self._line.send(data) :]
+                    data = data[self._line.send(data) :]
+                except BlockingIOError:
+                    if not await first_of(self._room, partial(_hung_up, client)):
+                        return
                 except OSError:  # QEMU has gone: there is nobody to type to, but last words to be read
                     break
+
+    async def _room(self) -> bool:
+        async with self._waiting:
+            await trio.lowlevel.wait_writable(self._line)
+        return True
+
+
+async def _hung_up(client: trio.socket.SocketType) -> bool:
+    """Wait until *client* has gone, whatever it has typed before; ``False``, as there is no more to do for it."""
+    try:
+        with select.epoll() as end:  # trio's waits for data too
+            end.register(client.fileno(), select.EPOLLRDHUP)
+            await trio.lowlevel.wait_readable(end.fileno())
+    except OSError as error:  # there is no descriptor, and others of ours need it more
+        log.warning("somebody is detached, as the guest reads nothing: %s", error.strerror)
+    return False
 
 
 async def _wish(client: trio.socket.SocketType) -> dict[str, object] | None:
@@ -168,7 +189,7 @@ async def console_shown(
     with (
         connected_pair("the serial console") as (ours, theirs),
         kept_log(plan.log, plan.log_size) as log_file,
-        listening(directory, SOCKET) as listener,
+        listening(directory, CONSOLE_SOCKET) as listener,
     ):
         console = Console(ours, heard, log_file)
         async with host.observed(partial(console.admit, listener)), host.observed(console.listen):

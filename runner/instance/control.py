@@ -27,11 +27,11 @@ from runner.host.jsonrpc import (
     format_error,
 )
 from runner.host.peers import PeerError, Peers, boot_time
-from runner.host.sockets import Socket
+from runner.host.sockets import Socket, accepted
 from runner.instance.live import LiveDisks
 from runner.spec.document import size as size_rule
 from runner.spec.document import structure
-from runner.spec.instance import Disk
+from runner.spec.instance import HANDED, Disk
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,6 @@ NOBODY = -32001
 """The code for who may not ask."""
 LONGEST_MESSAGE = 64 << 10
 MOST_CLIENTS = 8
-ACCEPTED_AGAIN = 0.1
-"""Seconds until the next attempt when one could not be accepted."""
 SILENT_FOR = 30.0
 """Seconds a client may say nothing, or not read its answer."""
 
@@ -55,12 +53,7 @@ async def accept(listener: Socket, disks: LiveDisks) -> None:
     accepting = trio.socket.from_stdlib_socket(listener)
     async with trio.open_nursery() as clients:
         while True:
-            try:
-                connection, _ = await accepting.accept()
-            except OSError as error:  # out of descriptors, or the client has gone before it was accepted
-                log.warning("cannot accept a client of the control socket: %s", explain(error))
-                await trio.sleep(ACCEPTED_AGAIN)
-                continue
+            connection = await accepted(accepting)
             if len(clients.child_tasks) < MOST_CLIENTS:
                 clients.start_soon(_converse, connection, boot_time(), disks)
             else:
@@ -149,6 +142,10 @@ async def _call(disks: LiveDisks, method: str, params: Mapping[str, object] | li
 def _disk(params: Mapping[str, object]) -> Disk:
     problems: list[Problem] = []
     disk = structure(Disk, params, "disk", problems)
+    if disk is not None and disk.fd is not None:
+        problems.append(Problem("disk.fd", "descriptors are handed over at the start alone; name a path"))
+    elif disk is not None and disk.path == HANDED:
+        problems.append(Problem("disk.path", "is missing; it takes an absolute path"))
     if disk is None or problems:
         raise SpecError("ctl", problems)
     return disk

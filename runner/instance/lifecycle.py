@@ -16,7 +16,7 @@ import trio
 from runner.errors import HostError, Status, explain
 from runner.host import files
 from runner.host.processes import Process
-from runner.host.sockets import listening
+from runner.host.sockets import CONTROL_SOCKET, listening
 from runner.instance.console import console_shown
 from runner.instance.display import display_shown
 from runner.instance.host import Host, StopRequestedError, first_of
@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 READY = "ready"
 """A file in the state directory, there while the guest runs."""
-CONTROL_SOCKET = "control.sock"
-"""Beside it."""
+
+IMPORTED_AGAIN = 1.0
+"""Seconds until the next attempt when descriptors or memory are short."""
 
 CAUSE_WITHIN = 0.2
 """Seconds within which QEMU's death shows when a daemon has ended because of it."""
@@ -115,6 +116,7 @@ async def _devices_passed(host: Host, plan: InstancePlan) -> AsyncIterator[None]
 async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
     """Hold a descriptor of the state directory; it is removed at the end unless something is kept in it."""
     with files.directory(plan.state_directory) as directory:
+        files.claim(directory, plan.state_directory)
         for name in (READY, RECEIPT):  # of one that was killed here
             files.discard(plan.state_directory / name)
         try:
@@ -128,7 +130,7 @@ async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
 async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machine) -> AsyncIterator[Receipts]:
     """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
     threads = await started_within(plan.patience, lambda: host.unless_stopped(partial(machine_threads, machine, plan)))
-    receipts = Receipts(host, plan, machine, threads, confined(host, seat, plan.placement, threads))
+    receipts = Receipts(host, plan, machine, threads, seat, confined(host, seat, plan.placement, threads))
     for line in receipts.receipt.table():
         log.info("placement: %s", line)
     receipts.publish()
@@ -148,11 +150,16 @@ async def _controlled(
     with listening(directory, CONTROL_SOCKET) as listener:
 
         async def serve() -> None:
-            await trio.lowlevel.wait_readable(listener)
-            from runner.instance.control import accept
-            from runner.instance.live import LiveDisks
-
-            await accept(listener, LiveDisks(plan, machine.monitor, machine.disk_news, receipts.verify))
+            while True:
+                await trio.lowlevel.wait_readable(listener)
+                try:
+                    from runner.instance.control import accept
+                    from runner.instance.live import LiveDisks
+                except (ImportError, OSError, MemoryError) as error:  # no reason to end a guest that runs
+                    log.warning("the control socket cannot be served yet: %s", explain(error))
+                    await trio.sleep(IMPORTED_AGAIN)
+                else:
+                    await accept(listener, LiveDisks(plan, machine.monitor, machine.disk_news, receipts.verify))
 
         async with host.observed(serve):
             yield

@@ -1,7 +1,8 @@
 """What changes while the guest runs: disks that come, go and grow; after each change every thread is looked at again.
 
-A change is all or nothing: what was done of one that fails is undone. Only what the guest must do itself, releasing a
-disk, may stay half done: then the disk is still its own, and detaching it again goes on from there.
+An attachment is all or nothing: what was done of one that fails is undone. What the guest must do itself, releasing a
+disk, may stay half done: then the disk is still its own, and detaching it again goes on from there. A disk that has gone or
+grown stays so, also when a thread is found out of its place afterwards, which is told as an error.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ class LiveDisks:
     async def detach(self, name: str) -> None:
         """Take the disk *name* from the guest, which may refuse to let it go.
 
-        Raises :exc:`~runner.errors.RunnerError`: the disk is there still.
+        Raises :exc:`~runner.errors.RunnerError`: the disk is there still, unless it is a
+        :exc:`~runner.errors.PlacementError`.
         """
         async with self._changing:
             if any(disk.name == name for disk in self._plan.machine.disks):
@@ -210,7 +212,8 @@ class LiveDisks:
     async def grow(self, name: str, size: int | None) -> dict[str, object]:
         """Let the guest see *size* bytes of the disk *name*, or all of its block device, and return what ``listed`` says.
 
-        Raises :exc:`~runner.errors.RunnerError`: nothing has changed then.
+        Raises :exc:`~runner.errors.RunnerError`: nothing has changed then, unless it is a
+        :exc:`~runner.errors.PlacementError`.
         """
         async with self._changing:
             attached = self._attached.get(name)

@@ -254,8 +254,14 @@ async def _told_by_agent(line: Socket, patience: float) -> None:
 
     The guest is not trusted: an agent that does not answer costs :data:`AGENT_ANSWERS_WITHIN` seconds.
     """
-    from runner.host.agent import AgentError, GuestAgent  # here, because most of its life an instance does not need it
-
+    try:
+        from runner.host.agent import (
+            AgentError,
+            GuestAgent,
+        )  # here, because most of its life an instance does not need it
+    except (ImportError, OSError, MemoryError) as error:
+        log.warning("the guest agent is not asked: %s; pressing the power button", explain(error))
+        return
     agent = GuestAgent(line)
     try:
         with trio.fail_after(min(AGENT_ANSWERS_WITHIN, patience)):
@@ -384,5 +390,5 @@ def _variables(plan: VariablesPlan) -> Iterator[int]:
     if plan.template is not None:
         files.copy_new(plan.template, plan.path)
         log.info("made the firmware's variable store %s", plan.path)
-    with files.opened(plan.path, write=True) as store:
+    with files.opened(plan.path, write=True, following=False) as store:
         yield store

@@ -86,6 +86,17 @@ class Receipt:
             if self.groups is not None and thread.cgroup != self.groups.of(each.role):
                 yield f"{who} is in the cgroup {thread.cgroup!r} instead of {self.groups.of(each.role)!r}"
 
+    def is_vcpus_own(self, each: PlacedThread) -> bool:
+        """Tell whether a vCPU thread has started *each*, which is where it was born.
+
+        Since Linux 6.14 the first vCPU that runs starts KVM's ``kvm-nx-lpage-recovery``.
+        """
+        if each.role != "emulator":
+            return False
+        if self.groups is not None:
+            return each.thread.cgroup == self.groups.instance
+        return not self.placement.shared and len(each.thread.cpus) == 1 and each.thread.cpus <= self.placement.cpus
+
     def table(self) -> Iterator[str]:
         """Return the receipt as lines of a table for people."""
         rows = [("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON")]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 
 import attrs
 import trio
 
-from runner.errors import PlacementError
+from runner.errors import HostError, PlacementError
 from runner.host import files
 from runner.instance.host import Host
 from runner.instance.machine import Machine
 from runner.instance.placement import MachineThreads, Receipt, checked, read_again
+from runner.instance.seats import Seat
 from runner.plan.instance import InstancePlan
+
+log = logging.getLogger(__name__)
 
 RECEIPT = "receipt.json"
 """In the state directory, while the guest runs."""
@@ -37,11 +41,22 @@ class Receipts:
     plan: InstancePlan
     machine: Machine
     threads: MachineThreads
+    seat: Seat
     receipt: Receipt
 
     def read(self) -> Receipt:
-        """Return what the kernel says now."""
-        return read_again(self.host, self.receipt, self.threads)
+        """Return what the kernel says now.
+
+        What a vCPU thread has started since the last time goes back to float first: not everywhere does somebody sweep.
+        """
+        found = read_again(self.host, self.receipt, self.threads)
+        born = [each.thread for each in found.threads if found.is_vcpus_own(each)]
+        for thread in born:
+            with contextlib.suppress(HostError, PlacementError):  # then it has ended, or is told of as misplaced
+                self.seat.give_back(thread.tid)
+                self.host.tally.swept += 1
+                log.info("moved to float, as a vCPU had started it tid=%d name=%s", thread.tid, thread.name)
+        return read_again(self.host, self.receipt, self.threads) if born else found
 
     def publish(self) -> None:
         """Write the receipt down."""

@@ -98,6 +98,9 @@ class Seat(Protocol):
     def confine(self, tid: int) -> None:
         """Take the thread *tid* alone into the instance's group."""
 
+    def give_back(self, tid: int) -> None:
+        """Take the thread *tid* alone back to float, where it may run everywhere."""
+
     async def settle(self) -> None:
         """Have the threads that the kernel started with QEMU taken out of the pod's group, which this process cannot.
 
@@ -118,6 +121,10 @@ class _Masked:
 
     def confine(self, tid: int) -> None:
         """See :class:`Seat`."""
+
+    def give_back(self, tid: int) -> None:
+        """See :class:`Seat`."""
+        pin(tid, read_mask())
 
     async def settle(self) -> None:
         """See :class:`Seat`."""
@@ -148,7 +155,7 @@ class _Grouped:
         self.vcpus.add(tid)
 
     def give_back(self, tid: int) -> None:
-        """Take the thread *tid* alone back to float, where it may run everywhere."""
+        """See :class:`Seat`."""
         write_control(self.doors.floating_threads.number, str(tid), f"{self.groups.floating}/cgroup.threads")
         pin(tid, read_mask())
 

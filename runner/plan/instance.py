@@ -15,7 +15,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
 from runner.plan.descriptors import Claims
-from runner.plan.disks import DiskPlan, plan_disk
+from runner.plan.disks import DiskPlan, plan_disk, within
 from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, PodName, User, Virtiofsd
 from runner.plan.firmware import VariablesPlan, choose_firmware
 from runner.plan.fitness import (
@@ -554,7 +554,22 @@ class _Planner:
                     f"share[{index}].read_only",
                     f"virtiofsd {version} cannot share read-only, 1.11 can; mount the directory read-only in the pod instead",
                 )
+            if not share.read_only:
+                self.keep_out(share)
             yield SharePlan(program, share.tag, share.path, share.read_only)
+
+    def keep_out(self, share: Share) -> None:
+        """Refuse to write, with our rights, to what the guest can make a link to anything."""
+        for where, path in (
+            ("console.log", self.spec.console.log),
+            ("boot.firmware_vars", self.spec.boot.firmware_vars),
+        ):
+            if path is not None and within(path, [share.path]):
+                self.refuse(
+                    where,
+                    f"{str(path)!r} lies in the share {share.tag!r}, where the guest may put a link in its place; keep it "
+                    "elsewhere, or set the share's read_only",
+                )
 
     def directory(self, where: str, share: Share) -> None:
         fact = self.fact(share.path)

@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.bench.bench_memory import taking
+from tests.bench.disk import disk
 from tests.bench.figures import Figure, markdown
 from tests.bench.idle import idle, memory
 from tests.bench.instances import Bench, build, cpus
+from tests.bench.network import network
 from tests.bench.reap import reap
 from tests.bench.start import start
 from tests.bench.stop import stop
@@ -28,6 +31,9 @@ PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "idle": idle,
     "stop": stop,
     "reap": reap,
+    "taking": taking,
+    "disk": disk,
+    "network": network,
 }
 
 QUIET = 0.25
@@ -37,7 +43,7 @@ QUIET = 0.25
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/bench/run", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same numbers, with every sample, for machines")
-    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it works; under a minute")
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it works; some two minutes")
     parser.add_argument("--only", choices=PARTS, action="append", metavar="NAME", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--accel", choices=("tcg", "kvm"), default="tcg", help="default: %(default)s")
     arguments = parser.parse_args()

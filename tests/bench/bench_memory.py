@@ -1,4 +1,4 @@
-"""Measure how fast the guest's memory is taken: ``tests/bench/bench_memory.py`` or ``tests/node/run -- tests/bench/bench_memory.py``.
+"""How fast the guest's memory is taken: ``tests/bench/run --only taking`` or ``tests/node/run -- tests/bench/bench_memory.py``.
 
 By one thread, by our threads near to each NUMA node's memory, all NUMA nodes at once, and by QEMU alone, which takes one
 after the other; and how long QEMU then takes to map what is there. Ordinary pages, and huge ones where they can be
@@ -19,11 +19,15 @@ from pathlib import Path
 from runner.cpuset import CpuSet
 from runner.host import files
 from runner.instance.survey import PREALLOCATOR
+from tests.bench.figures import Figure
+from tests.bench.instances import Bench
 
 MIB = 1 << 20
 ROUNDS = 3
 MIB_OF_EACH = int(os.environ.get("MIB_OF_EACH", "512"))
 QEMU = ("qemu-system-x86_64", "-nodefaults", "-display", "none", "-S", "-accel", "tcg", "-M", "none")
+OURS, PEER = "ours, near, all nodes at once", "QEMU alone"
+MAPPED, BARE = "QEMU, mapping what is there", "QEMU's start without memory"
 Memory = Sequence[tuple[int, int]]
 """Descriptor and NUMA node."""
 
@@ -101,37 +105,44 @@ def reserved(cpus: dict[int, CpuSet]) -> Iterator[bool]:
             file.write_text(value)
 
 
-def measure(page: int) -> Iterator[str]:
-    """Yield a line for each way."""
+def sampled(page: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each way."""
     cpus = cpus_by_numa_node()
     threads = min(16, max(map(len, cpus.values())))
-    total = MIB_OF_EACH * len(cpus) / 1024
-    kind = f"{page // MIB} MiB" if page else "ordinary"
     ways: dict[str, Callable[[Memory], None]] = {
         "one thread": lambda memory: by_one_thread(memory, page, cpus),
-        "ours, near, all nodes at once": lambda memory: by_ours(memory, page, cpus, None),
-        "QEMU alone": lambda memory: by_qemu(memory, threads),
+        OURS: lambda memory: by_ours(memory, page, cpus, None),
+        PEER: lambda memory: by_qemu(memory, threads),
     }
-    taken: dict[str, list[float]] = {way: [] for way in ways}
-    mapped = []
-    bare = []
-    for _ in range(ROUNDS):
+    taken: dict[str, list[float]] = {way: [] for way in (*ways, MAPPED, BARE)}
+    for _ in range(rounds):
         for way, take in ways.items():
             with fresh(cpus, page) as memory:
                 taken[way].append(seconds(lambda: take(memory)))  # noqa: B023 - called at once
-                if "near" in way:
-                    mapped.append(seconds(lambda: by_qemu(memory, threads)))
-        bare.append(seconds(lambda: by_qemu([], threads)))
-    peer = statistics.median(taken["QEMU alone"])
+                if way == OURS:
+                    taken[MAPPED].append(seconds(lambda: by_qemu(memory, threads)))
+        taken[BARE].append(seconds(lambda: by_qemu([], threads)))
+    return taken
+
+
+def measure(page: int) -> Iterator[str]:
+    """Yield a line for each way."""
+    total = MIB_OF_EACH * len(cpus_by_numa_node()) / 1024
+    kind = f"{page // MIB} MiB" if page else "ordinary"
+    taken = sampled(page, ROUNDS)
+    peer = statistics.median(taken[PEER])
     for way, times in taken.items():
         median = statistics.median(times)
-        yield (
-            f"| {kind} | {way} | {total / median:.2f} GiB/s | {median:.2f} s | {peer / median:.2f} |"
-            f" {min(times):.2f} to {max(times):.2f} |"
-        )
-    then = statistics.median(mapped)
-    yield f"| {kind} | QEMU, mapping what is there | {total / then:.2f} GiB/s | {then:.2f} s | {peer / then:.2f} | |"
-    yield f"| {kind} | QEMU's start without memory | | {statistics.median(bare):.2f} s | | |"
+        speed, ratio = ("", "") if way == BARE else (f"{total / median:.2f} GiB/s", f"{peer / median:.2f}")
+        yield f"| {kind} | {way} | {speed} | {median:.2f} s | {ratio} | {min(times):.2f} to {max(times):.2f} |"
+
+
+def taking(bench: Bench) -> Iterator[Figure]:
+    """Yield the times of our way with ordinary pages, beside QEMU's."""
+    taken = sampled(0, bench.rounds(ROUNDS, 1))
+    size = f"{MIB_OF_EACH * len(cpus_by_numa_node())} MiB"
+    yield Figure(f"taking {size}, s", taken[OURS], {way: taken[way] for way in ("one thread", PEER)})
+    yield Figure(f"taking {size}: QEMU maps what is there, s", taken[MAPPED], {"QEMU without memory": taken[BARE]})
 
 
 def report() -> Iterator[str]:
@@ -150,8 +161,3 @@ def report() -> Iterator[str]:
 def test_how_fast_it_is(capsys: object) -> None:
     with capsys.disabled():  # type: ignore[attr-defined]
         print("", *report(), sep="\n")
-
-
-if __name__ == "__main__":
-    for line in report():
-        print(line, flush=True)

@@ -88,6 +88,14 @@ class Bench:
         return ("bash", HERE / "bare.sh", directory, str(self.cpu), self.others)
 
 
+def linux_guest() -> Path:
+    """Return the directory of the quickstart's guest, a kernel and an initrd, made if they are not there."""
+    guest = Path(os.environ.get("RUNNER_GUEST_CACHE") or Path.home() / ".cache" / "instance-runner" / "guest")
+    make = HERE.parents[1] / "examples" / "quickstart" / "make-guest"
+    subprocess.run([make, guest], check=True, stdout=subprocess.DEVNULL)
+    return guest
+
+
 def _parts(by_hand: str) -> dict[str, str]:
     """Cut what ``plan --show-argv`` prints into the files of ``bare.sh``."""
     *lines, qemu = by_hand.replace("\\\n", "").splitlines()

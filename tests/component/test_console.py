@@ -99,6 +99,32 @@ async def test_one_writes_all_read_and_latecomers_are_told_what_was(bench: Any) 
     await running(bench, act, console="echo")
 
 
+async def typed_until_nobody_reads(client: Client) -> None:
+    """Type on until what lies between the client and the guest is full."""
+    stuck = False
+    while not stuck:
+        with trio.move_on_after(0.5) as patience:
+            await client.stream.socket.send(b"x" * (1 << 16))
+        stuck = patience.cancelled_caught
+
+
+async def test_who_writes_to_a_guest_that_does_not_read_can_be_stolen_from_and_hang_up(bench: Any) -> None:
+    async def act() -> None:
+        async with attached(bench, WRITE) as first:
+            await typed_until_nobody_reads(first)
+            async with attached(bench, STEAL) as thief:
+                assert b'"writes": true' in thief.seen
+                await typed_until_nobody_reads(thief)
+                await first.until(b"another console writes now")
+            with trio.fail_after(10):
+                while True:  # the thief has gone with much untold: its place is free
+                    async with attached(bench, WRITE) as next_one:
+                        if b'"writes": true' in next_one.seen:
+                            return
+
+    await running(bench, act)
+
+
 async def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_missed(bench: Any) -> None:
     much, rounds = 128 << 10, 12
 
@@ -172,6 +198,20 @@ async def test_a_stale_socket_is_replaced_and_another_runners_is_not(bench: Any)
     assert path.read_text() == "something"
 
 
+async def test_a_second_runner_does_no_harm_to_the_first(bench: Any) -> None:
+    state = bench.root / "state"
+
+    async def act() -> None:
+        before = {path.name: path.read_bytes() for path in state.iterdir() if path.is_file()}
+        assert {"ready", "receipt.json"} <= set(before)
+        result = await bench.run(bench.plan())
+        assert isinstance(result, RunnerError)
+        assert "another runner does; give each instance a --state-dir of its own" in explain(result)
+        assert {path.name: path.read_bytes() for path in state.iterdir() if path.is_file()} == before
+
+    await running(bench, act)
+
+
 def test_the_log_has_the_newest_and_no_more_than_twice_its_size(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"before\n")
@@ -236,6 +276,9 @@ async def test_the_terminal_is_restored_whatever_ends_it(bench: Any, terminal: t
             os.write(ours, b"last\x1dnever")
             await screen.until(b"[detached]")
             await screen.until(b"status 0")
+            with trio.fail_after(20):
+                while bench.records("qemu", "typed")[-1]["text"] != "last":
+                    await trio.sleep(0.005)
         elif end == "terminate":
             [child] = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
             os.kill(int(child), 15)

@@ -22,6 +22,8 @@ from runner.spec.instance import Disk
 from tests.support.sweep import SABOTEUR
 
 MIB = 1 << 20
+NAME = -1
+"""Where the name of the backing file lies."""
 
 
 def qemu_img(*words: object) -> None:
@@ -130,6 +132,26 @@ def test_what_images_of_qemu_img_say(tmp_path: Path) -> None:
     vmdk = tmp_path / "image.vmdk"
     vmdk.write_bytes(b"QFI")  # shorter than any header
     assert "has 3 bytes" in refused(Disk(path=PurePosixPath(vmdk)))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [
+        (8, b"\x80" + bytes(7), "names a backing file as no image can"),  # its offset, 2^63
+        (8, b"\0\0\0\0\0\0\xff\xf9", "names a backing file as no image can"),  # it ends beyond the first cluster
+        (16, b"\0\0\x04\0", "names a backing file as no image can"),  # its length, 1024
+        (NAME, b"\0", "names a backing file as no image can"),  # in the name
+        (24, b"\x20" + bytes(7), "says that it has 2305843009213693952 bytes"),
+    ],
+)
+def test_an_image_that_lies_is_refused_in_words(tmp_path: Path, at: int, value: bytes, words: str) -> None:
+    path = tmp_path / "image"
+    qemu_img("create", "-f", "qcow2", "-b", tmp_path / "elsewhere", "-F", "raw", "-u", path, "3M")
+    content = path.read_bytes()
+    at = content.index(b"elsewhere") if at == NAME else at
+    path.write_bytes(content[:at] + value + content[at + len(value) :])
+    disk = Disk(path=PurePosixPath(path), format="qcow2", backing=(PurePosixPath(tmp_path),), ephemeral=True)
+    assert words in refused(disk)
 
 
 @pytest.mark.parametrize("size", [MIB, 3 << 30, 2 << 40])

@@ -224,6 +224,7 @@ def node(tmp_path: Path, instance: Instance) -> Node:
 
 
 def test_from_the_node_an_instance_is_who_shares_qemus_namespace(node: Node, instance: Instance) -> None:
+    instance.crew.start("passt.avx2", [])
     report = node.report()
     (found,) = report["instances"]
     assert (report["seen_from"], found["name"], found["cpus"]) == ("node", UID, str(CPU))
@@ -234,7 +235,8 @@ def test_from_the_node_an_instance_is_who_shares_qemus_namespace(node: Node, ins
     assert (outside(1), "runner", None) in roles
     assert (outside(instance.anchor), "anchor", None) in roles
     assert [role for _, role, _ in roles].count("dnsmasq") == 1
-    assert len(roles) == 6
+    assert [role for _, role, _ in roles].count("passt") == 1
+    assert len(roles) == 7
     assert sum(found["memory"]["small_pages"].values()) == 4 * MIB
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import trio
 
+from runner.cpuset import CpuSet
 from runner.instance.host import Host, open_host
 from runner.instance.pages import READ_AGAIN, paged
 from runner.instance.survey import read_pod_name
@@ -58,6 +59,17 @@ def figures(text: str) -> dict[str, float]:
     return {name.removeprefix("instance_runner_"): float(value) for name, _, value in lines}
 
 
+async def a_vcpu_starts_a_thread(host: Host, page: Ask, cpu: CpuSet) -> None:
+    """Without cgroups nobody sweeps: whoever asks finds it back in its place."""
+    [qemu] = [process for process in host.processes if process.role == "qemu"]
+    before = os.sched_getaffinity(qemu.pid)
+    os.sched_setaffinity(qemu.pid, set(cpu))  # as a thread is born that a vCPU's starts
+    await trio.sleep(READ_AGAIN)
+    assert await page("/readyz") == (200, "ok\n")
+    assert os.sched_getaffinity(qemu.pid) == before
+    assert host.tally.swept == 1
+
+
 async def test_while_the_guest_runs(bench: Any) -> None:
     plan = attrs.evolve(bench.plan(grace=4, qemu={"at_powerdown": None}), pod=POD)
     ready = Path(plan.state_directory) / "ready"
@@ -83,6 +95,7 @@ async def test_while_the_guest_runs(bench: Any) -> None:
         assert found[f"vcpu_steal_seconds_total{vcpu}"] >= 0
         assert found[f"vcpu_involuntary_switches_total{vcpu}"] >= 0
         await moved_away(host, page)
+        await a_vcpu_starts_a_thread(host, page, cpu)
         await a_child_dies(host, page)
         bench.stop.ask("test")
         await wait_for(lambda: not ready.exists())

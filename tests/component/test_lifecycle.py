@@ -439,11 +439,12 @@ async def test_a_state_directory_others_may_write(bench: Any) -> None:
     assert stat.S_IMODE(state.stat().st_mode) == 0o777
 
 
-async def test_an_empty_state_directory_open_to_all_is_taken_and_closed(bench: Any) -> None:
-    """As an emptyDir volume of Kubernetes begins."""
+@pytest.mark.parametrize("mode", [0o777, 0o2777])
+async def test_an_empty_state_directory_open_to_all_is_taken_and_closed(bench: Any, mode: int) -> None:
+    """As an emptyDir volume of Kubernetes begins, without and with an fsGroup."""
     state = bench.root / "state"
     state.mkdir()
-    state.chmod(0o777)
+    state.chmod(mode)
     log = state / "console.log"
     ended(await bench.run(bench.plan(f'[console]\nlog = "{log}"\n', qemu={"at_cont": "shutdown"})))
     assert stat.S_IMODE(state.stat().st_mode) == 0o700

@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from runner.host.qmp import CommandRefusedError, Monitor, MonitorClosedError, MonitorGarbledError, VcpuThread
+from tests.support.sweep import CancelAtStep
 
 GREETING = {"QMP": {"version": {"qemu": {"major": 10, "minor": 0, "micro": 2}, "package": ""}, "capabilities": []}}
 
@@ -149,6 +150,26 @@ async def test_a_cancelled_commands_late_reply_is_dropped(ends: tuple[Monitor, P
         await settle()
         peer.say(**{"return": {}, "id": late})
         peer.say(**{"return": {}, "id": peer.heard()["id"]})
+
+
+async def test_a_command_with_a_descriptor_is_sent_or_not(ends: tuple[Monitor, Peer]) -> None:
+    """Cancelled wherever it may be, it leaves a conversation that goes on."""
+    monitor, peer = ends
+    for n in range(1, 8):
+        with trio.CancelScope() as scope:
+            instrument = CancelAtStep(scope, n)
+            trio.lowlevel.add_instrument(instrument)
+            try:
+                with trio.move_on_after(0.05):
+                    await monitor.execute("add-fd", passing=(peer.end.fileno(),))
+            finally:
+                trio.lowlevel.remove_instrument(instrument)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(monitor.execute, "next")
+            await settle()
+            request = peer.heard()
+            request = peer.heard() if request["execute"] == "add-fd" else request
+            peer.say(**{"return": {}, "id": request["id"]})
 
 
 async def test_a_refusal_keeps_what_was_said(ends: tuple[Monitor, Peer]) -> None:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from ipaddress import IPv4Interface
+from ipaddress import IPv4Interface, ip_address
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -261,13 +261,23 @@ def test_permanent_neighbours_and_ipv6_come_back(pod: str) -> None:
     link = network.read_links([pod])[pod]
     assert len(network._alias(link)) > network.LONGEST_ALIAS
     bridge = network.Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, link.mac, link, takes_ipv6=True)
+    unreachable = attrs.evolve(link.routes6[0], gateway=ip_address("fd99::1"))
+    refused = attrs.evolve(bridge, pod=attrs.evolve(link, routes6=(unreachable,)))
     with devices.tap("vmtap0"):
         network.build([bridge])
         assert "fd00:1::5" not in state()[0]
+        with pytest.raises(HostError):
+            network.remove([refused])
         assert network.read_links([pod])[pod] == link, "another runner could put it right"
     network.recover([bridge])
     assert state() == before
     assert network.read_links([pod])[pod] == link
+
+
+def test_an_interface_that_cannot_be_understood(pod: str) -> None:
+    ip("link", "set", pod, "alias", "instance-runner was 02:00:00:00:00:01 1500 10.0.0.5/24 10.9.0.0/16,10.0.0.1,")
+    with pytest.raises(HostError, match="cannot be understood; recreate the pod"):
+        network.read_links([pod])
 
 
 def test_a_route_over_several_gateways_is_seen(pod: str) -> None:

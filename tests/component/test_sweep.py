@@ -9,14 +9,19 @@ import errno
 import os
 import resource
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import attrs
 import pytest
 import trio
 
 from runner.errors import RunnerError, explain
 from runner.instance.machine import Ended
+from runner.instance.survey import survey_disk
+from runner.plan.disks import plan_disk
+from runner.plan.networks import PasstPlan
+from runner.spec.instance import Disk
 from tests.support.paper_pci import with_devices
 from tests.support.sweep import SABOTEUR, CancelAtStep
 
@@ -25,11 +30,24 @@ SPECS = {
     "with everything": "[memory]\nprealloc = true\n[[network]]\n[display]\nvnc = true\n[cloud_init]\n",
     "with devices": "",
 }
+SERVANTS = {"bare": set(), "with everything": {"dnsmasq", "passt", "virtiofsd"}, "with devices": {"virtiofsd"}}
+"""What each must have started, or it sweeps less than it says."""
 
 
-def planned(bench: Any, spec: str, share: str) -> Any:
+def planned(bench: Any, spec: str) -> Any:
+    share = "" if spec == "bare" else bench.share()
     plan = bench.plan(SPECS[spec] + share, qemu={"at_cont": "shutdown"}, grace=1)
-    return with_devices(plan, bench.root, "legacy", "iommufd") if "devices" in spec else plan
+    if spec == "with devices":
+        return with_devices(plan, bench.root, "legacy", "iommufd")
+    if spec == "bare":
+        return plan
+    (bench.root / "disk").write_bytes(bytes(1 << 20))
+    disk = Disk(path=PurePosixPath(bench.root / "disk"), ephemeral=True, iothread=True)
+    passt = PasstPlan("52:54:00:00:00:77", 65520, 1, bench.program("passt", "fake_daemon.py"))
+    networks = (*plan.networks, passt)
+    disks = (plan_disk("disk0", disk, survey_disk(disk), "disk[0]", lambda *why: pytest.fail(": ".join(why))),)
+    machine = attrs.evolve(plan.machine, networks=networks, disks=disks)
+    return attrs.evolve(plan, networks=networks, machine=machine)
 
 
 async def cancelled_run(bench: Any, plan: Any, n: int) -> int:
@@ -47,10 +65,12 @@ async def cancelled_run(bench: Any, plan: Any, n: int) -> int:
 
 @pytest.mark.parametrize("spec", SPECS)
 async def test_cancelled_at_every_step(bench: Any, spec: str) -> None:
-    plan = planned(bench, spec, bench.share() if "share" in spec else "")
+    plan = planned(bench, spec)
     before = bench.snapshot()
     steps = await cancelled_run(bench, plan, sys.maxsize)
     assert steps > 30
+    servants = {role for role in ("dnsmasq", "passt", "virtiofsd") if bench.records(role, "start")}
+    assert servants == SERVANTS[spec]
     n = 1
     while n <= steps:
         steps = max(steps, await cancelled_run(bench, plan, n))
@@ -62,7 +82,7 @@ async def test_cancelled_at_every_step(bench: Any, spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 async def test_every_acquisition_fails_once(bench: Any, spec: str) -> None:
     """Whatever the kernel refuses on the way to `cont`, the start is refused with a sentence and reversed."""
-    plan = planned(bench, spec, bench.share())
+    plan = planned(bench, spec)
     before = bench.snapshot()
     await bench.run(plan)  # once in peace, so that nothing is imported later
     bench.when_over = SABOTEUR.end

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -108,7 +110,15 @@ def test_a_manual_page_is_what_man_takes(page: str) -> None:
     assert [word for word in sorted(wanted[section]) if word not in shown] == []
 
 
-def test_every_command_has_help_with_an_example() -> None:
-    for name, command in commands_of(_parser()).items():
-        assert f"instance-runner {name}" in (command.epilog or ""), name
-    assert "instance-cgroup-controller --" in (command_line().epilog or "")
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a parser, and those of all commands below it."""
+    yield parser
+    for each in commands_of(parser).values():
+        yield from parsers(each)
+
+
+@pytest.mark.parametrize("parser", [*parsers(_parser()), command_line()], ids=lambda parser: str(parser.prog))
+def test_every_help_ends_in_examples(parser: argparse.ArgumentParser) -> None:
+    last = parser.format_help().rstrip().rpartition("\n\n")[2]
+    assert last.startswith(("example: ", "examples:\n"))
+    assert parser.prog in last

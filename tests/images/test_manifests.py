@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import attrs
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
 from runner.cpuset import CpuSet
+from runner.plan.cloud_init import plan_seed
+from runner.plan.facts import DocumentFact
 from runner.plan.memory import needed_beside
 from runner.spec.instance import InstanceSpec, parse_instance
 from runner.topology.kubelet import NEWEST_MINOR, OLDEST_MINOR
@@ -22,6 +26,8 @@ from tests.images.built import PROJECT
 from tests.images.manifests import DIRECTORIES, EXAMPLES, Object, pod_specs, put_together
 from tests.images.test_images import NEEDED, NEEDED_FOR_SHARES
 
+NEEDED_FOR_DEVICES = ("SYS_RESOURCE", "CHOWN")
+"""To lock all of the guest's memory, and to lend QEMU the node of an IOMMU group."""
 INSTANCES = [name for name in DIRECTORIES if name != "controller"]
 
 
@@ -34,8 +40,13 @@ def objects() -> dict[str, list[Object]]:
 
 
 def spec_of(objects: list[Object]) -> InstanceSpec:
+    """Return the spec, with what the pod's limits make of ``"all"`` and ``"limits"``."""
     [text] = [found["data"]["spec.toml"] for found in objects if found["kind"] == "ConfigMap"]
-    return parse_instance("spec.toml", text.encode(), dict.fromkeys(names_of(objects), "value"))
+    spec = parse_instance("spec.toml", text.encode(), dict.fromkeys(names_of(objects), "value"))
+    limits = container_of(objects)["resources"]["limits"]
+    cpu = attrs.evolve(spec.cpu, count=spec.cpu.count or int(limits["cpu"]))
+    size = spec.memory.size or int(parse_quantity(limits["hugepages-2Mi"]))
+    return attrs.evolve(spec, cpu=cpu, memory=attrs.evolve(spec.memory, size=size))
 
 
 def names_of(objects: list[Object]) -> list[str]:
@@ -75,6 +86,38 @@ def test_every_object_is_valid(name: str, minor: int, objects: dict[str, list[Ob
         assert kubernetes_validate.validate(found, version, strict=True) == version
 
 
+@pytest.mark.parametrize("minor", range(OLDEST_MINOR, NEWEST_MINOR + 1))
+def test_the_job_that_fills_a_disk_is_valid_and_fills_that_of_the_pod(
+    minor: int, objects: dict[str, list[Object]]
+) -> None:
+    job = yaml.safe_load((EXAMPLES / "overlays/disk/fill.yaml").read_text())
+    assert kubernetes_validate.validate(job, f"1.{minor}", strict=True) == f"1.{minor}"
+    [filled], [booted] = pod_specs([job]), pod_specs(objects["overlays/disk"])
+    assert filled["volumes"] == [each for each in booted["volumes"] if each["name"] == "disk"]
+    assert filled["containers"][0]["volumeDevices"] == booted["containers"][0]["volumeDevices"]
+
+
+def test_cloud_init_is_what_cloud_init_reads(objects: dict[str, list[Object]]) -> None:
+    """Once somebody has put a key where the example has none, which is refused."""
+    [secret] = [found for found in objects["overlays/server"] if found["kind"] == "Secret"]
+    spec = spec_of(objects["overlays/server"])
+    assert spec.cloud_init is not None
+    found = {f"/etc/cloud-init/{name}": base64.b64decode(text) for name, text in secret["data"].items()}
+
+    def refusals() -> list[str]:
+        out: list[str] = []
+        facts = {PurePosixPath(path): DocumentFact(content=content) for path, content in found.items()}
+        assert spec.cloud_init is not None
+        plan_seed(spec.cloud_init, "id", "web-1", (), facts, lambda where, why: out.append(f"{where} {why}"))
+        return out
+
+    [refusal] = refusals()
+    assert refusal.startswith("cloud_init.ssh_keys[0] '/etc/cloud-init/authorized_keys' has no public key")
+    found["/etc/cloud-init/authorized_keys"] += b"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA== somebody\n"
+    assert refusals() == []
+    assert isinstance(yaml.safe_load(found["/etc/cloud-init/user-data"]), dict)
+
+
 def test_an_invalid_object_is_noticed(objects: dict[str, list[Object]]) -> None:
     [daemon] = [found for found in objects["controller"] if found["kind"] == "DaemonSet"]
     daemon = json.loads(json.dumps(daemon))
@@ -92,7 +135,10 @@ def test_pod_and_spec_agree(name: str, objects: dict[str, list[Object]]) -> None
     besides = 0 if spec.cpu.placement == "controller" else 2
     assert parse_quantity(limits["cpu"]) == spec.cpu.count + besides
     # Emulated, as in the node of the tests, it needs more.
-    assert parse_quantity(limits["memory"]) >= spec.memory.size + needed_beside(spec, "tcg")
+    in_pages = int(parse_quantity(limits.get("hugepages-2Mi", "0")))
+    assert in_pages in ({spec.memory.size} if spec.memory.hugepages == "2MiB" else {0})
+    assert parse_quantity(limits["memory"]) >= spec.memory.size - in_pages + needed_beside(spec, "tcg")
+    assert {each.resource for each in spec.device} == {name for name in limits if name.startswith("nvidia.com/")}
     assert pod["terminationGracePeriodSeconds"] >= spec.shutdown.grace + 5
     assert pod["restartPolicy"] in {"Never", "OnFailure"}
     assert spec.shutdown.poweroff_status == 0, "else a guest that shut itself down would be started again"
@@ -107,11 +153,16 @@ def test_what_the_spec_names_is_in_the_pod(name: str, objects: dict[str, list[Ob
     assert {str(share.path) for share in spec.share} <= mounts
     assert "/run/instance-runner" in mounts, "the root is read-only"
     assert container["args"][1].rpartition("/")[0] in mounts
+    if spec.cloud_init is not None:
+        [secret] = [found for found in objects[name] if found["kind"] == "Secret"]
+        named = {PurePosixPath(path) for path in (spec.cloud_init.user_data, *spec.cloud_init.ssh_keys) if path}
+        assert {path.name for path in named} == secret["data"].keys()
+        assert {str(path.parent) for path in named} <= mounts
     for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware):
-        assert path is None or str(path).startswith(("/usr/share/instance-runner/demo/", "/usr/share/OVMF/"))
+        assert path in {None, "uefi"} or str(path).startswith(("/usr/share/instance-runner/demo/", "/usr/share/OVMF/"))
     if spec.cpu.placement == "controller":
         assert str(spec.cpu.controller.parent) in mounts
-        assert container["env"][0]["name"] == "POD_UID"
+        assert "POD_UID" in {each["name"] for each in container["env"]}
     pods = pod_specs(objects[name])
     assert not any(pod.get("hostPID") or pod.get("shareProcessNamespace") for pod in pods)
 
@@ -125,13 +176,14 @@ def test_probes_reach_the_runner_and_not_the_guest(name: str, objects: dict[str,
         assert set(probe) == {"httpGet", "periodSeconds"}, "no exec probes: they start on the vCPUs' CPUs"
         assert probe["httpGet"] == {"path": "/readyz", "port": "http"}
         [port] = container["ports"]
-        assert f"--http=:{port['containerPort']}" in container["args"]
+        assert f"--http=[$(POD_IP)]:{port['containerPort']}" in container["args"]
         assert {network.mode for network in spec.network} == {"private"}
 
 
 @pytest.mark.parametrize("name", INSTANCES)
 def test_the_pod_is_told_who_it_is(name: str, objects: dict[str, list[Object]]) -> None:
-    assert names_of(objects[name]) == ["POD_UID", "POD_NAME", "POD_NAMESPACE", "NODE_NAME"]
+    more = ["POD_IP"] if name == "overlays/probes" else []
+    assert sorted(names_of(objects[name])) == sorted(["POD_UID", "POD_NAME", "POD_NAMESPACE", "NODE_NAME", *more])
 
 
 @pytest.mark.parametrize("name", INSTANCES)
@@ -146,20 +198,27 @@ def test_an_instance_has_no_more_rights_than_it_needs(name: str, objects: dict[s
     assert context["allowPrivilegeEscalation"] is False
     assert context["capabilities"]["drop"] == ["ALL"]
     # test_images.py runs the image with these and no more
-    assert tuple(context["capabilities"]["add"]) == (*NEEDED, *(NEEDED_FOR_SHARES if spec.share else ()))
+    assert tuple(context["capabilities"]["add"]) == (
+        *NEEDED,
+        *(NEEDED_FOR_SHARES if spec.share else ()),
+        *(NEEDED_FOR_DEVICES if spec.device else ()),
+    )
 
 
+@pytest.mark.parametrize("kubelet", ["kubelet-configuration.yaml", "kubelet-configuration-strict.yaml"])
 @pytest.mark.parametrize("name", INSTANCES)
-def test_the_kubelet_of_the_example_admits_it(name: str, objects: dict[str, list[Object]], tmp_path: Path) -> None:
-    """By our own command, with the example's kubelet configuration and recorded host."""
+def test_the_kubelet_of_the_example_admits_it(
+    name: str, kubelet: str, objects: dict[str, list[Object]], tmp_path: Path
+) -> None:
+    """By our own command, with an example's kubelet configuration and the recorded host."""
     manifest, spec = tmp_path / "pod.yaml", tmp_path / "spec.toml"
     manifest.write_text(yaml.safe_dump_all(objects[name]))
     [text] = [found["data"]["spec.toml"] for found in objects[name] if found["kind"] == "ConfigMap"]
     spec.write_text(text)
     argv: list[str | Path] = [
         *(sys.executable, "-m", "runner", "plan", "--json"),
-        *("--node", EXAMPLES / "kubelet-configuration.yaml", "--host", EXAMPLES.parent / "plan" / "dual-epyc.json"),
-        *("--pod", manifest, spec),
+        *("--node", EXAMPLES / kubelet, "--host", EXAMPLES.parent / "plan" / "dual-epyc.json"),
+        *("--device", "nvidia.com/GH100=4@0", "--pod", manifest, spec),
     ]
     done = subprocess.run(argv, stdout=subprocess.PIPE, check=False, cwd=PROJECT)
     answer = json.loads(done.stdout)

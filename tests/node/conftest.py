@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup
-from tests.node.instances import ROM, Controller, World, controller_of, kubelet_of
+from tests.node.instances import ROM, Controller, World, controller_of, kubelet_of, pool
 from tests.node.standin_kubelet import Kubelet, Mount
 
 
@@ -99,6 +99,23 @@ def rom() -> Path:
     if not ROM.is_file():
         pytest.skip("the ROM guest is missing: tests/node/run builds it and names it in RUNNER_NODE_ROM")
     return ROM
+
+
+@pytest.fixture
+def reserve(numa: dict[int, CpuSet]) -> Iterator[Callable[[int, int], None]]:
+    """Return how to reserve huge pages on two NUMA nodes; they are given back."""
+    if len(numa) < 2 or not pool(0, "nr_hugepages").exists():
+        pytest.skip("a machine with two NUMA nodes and huge pages of 2 MiB is missing")
+    before = [pool(node, "nr_hugepages").read_text() for node in (0, 1)]
+
+    def reserved(*pages: int) -> None:
+        for node, count in enumerate(pages):
+            pool(node, "nr_hugepages").write_text(str(count))
+            assert pool(node, "nr_hugepages").read_text() == f"{count}\n", "the machine has no room for them"
+
+    yield reserved
+    for node, count in enumerate(before):
+        pool(node, "nr_hugepages").write_text(count)
 
 
 @pytest.fixture

@@ -233,6 +233,11 @@ def marks_of(tids: Iterable[int]) -> dict[int, tuple[str, CpuSet]]:
     return {tid: (cgroup_of(tid), mask_of(tid)) for tid in tids}
 
 
+def pool(node: int, file: str) -> Path:
+    """Return a file of the huge pages of 2 MiB of a NUMA node."""
+    return Path(f"/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/{file}")
+
+
 def uid_of(number: int) -> str:
     """Return the UID of the *number*-th pod."""
     return f"{number:08x}-0000-4000-8000-{number:012x}"

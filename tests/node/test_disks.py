@@ -82,7 +82,7 @@ def test_disks_in_a_pod(
     argv = Path(f"/proc/{qemu}/cmdline").read_text().split("\0")
     [block] = [json.loads(word) for word in argv if '"disk0-file"' in word and word.startswith('{"driver": "host')]
     assert (block["driver"], block["cache"], block["aio"]) == ("host_device", {"direct": True}, "native")
-    assert any('"logical_block_size": 4096, "physical_block_size": 4096' in word for word in argv)
+    assert any("logical_block_size=4096,physical_block_size=4096" in word for word in argv)
 
     # From the node, which has no receipt, it is known by its name.
     inspect = (sys.executable, "-m", "runner", "inspect", "--kubelet-dir", str(kubelet.directory), "--json")

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import Cgroup
-from tests.node.instances import Instance, World, start_instance, until
+from tests.node.instances import Instance, World, pool, start_instance, until
 from tests.node.standin_kubelet import MIB, PROJECT
 
 pytestmark = pytest.mark.usefixtures("rom")
@@ -27,29 +27,8 @@ BOTH_NODES = "3,7"
 PAGE = 2 * MIB
 
 
-def pool(node: int, file: str) -> Path:
-    return Path(f"/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/{file}")
-
-
 def free() -> list[int]:
     return [int(pool(node, "free_hugepages").read_text()) for node in (0, 1)]
-
-
-@pytest.fixture
-def reserve(numa: dict[int, CpuSet]) -> Iterator[Callable[[int, int], None]]:
-    """Return how to reserve huge pages on two NUMA nodes; they are given back."""
-    if len(numa) < 2 or not pool(0, "nr_hugepages").exists():
-        pytest.skip("a machine with two NUMA nodes and huge pages of 2 MiB is missing")
-    before = [pool(node, "nr_hugepages").read_text() for node in (0, 1)]
-
-    def reserved(*pages: int) -> None:
-        for node, count in enumerate(pages):
-            pool(node, "nr_hugepages").write_text(str(count))
-            assert pool(node, "nr_hugepages").read_text() == f"{count}\n", "the machine has no room for them"
-
-    yield reserved
-    for node, count in enumerate(before):
-        pool(node, "nr_hugepages").write_text(count)
 
 
 @pytest.fixture

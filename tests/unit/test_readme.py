@@ -13,6 +13,7 @@ from runner.errors import Status
 from runner.instance import pages
 from runner.instance.services import DEATHS
 from runner.spec.instance import parse_instance, reference
+from tests.unit.test_house import MAY_IMPORT
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -49,8 +50,16 @@ def test_every_check_is_named() -> None:
 
 
 def test_every_child_is_in_the_table_of_deaths() -> None:
+    table = README.partition("| child | when it dies |")[2].partition("\n\n")[0]
+    children = " ".join(row.split("|")[1].lower() for row in table.splitlines()[2:])
     for role in DEATHS:
-        assert role in README.lower()
+        assert role in re.findall(r"[a-z]+", children)
+
+
+def test_every_room_is_in_the_table_of_rooms() -> None:
+    table = README.partition("| room | what | may import |")[2].partition("\n\n")[0]
+    rooms = {word for row in table.splitlines()[2:] for word in re.findall(r"\w+", row.split("|")[1])}
+    assert MAY_IMPORT.keys() - {"errors", "cpuset"} <= rooms
 
 
 def test_every_metric_of_an_instance_is_named() -> None:

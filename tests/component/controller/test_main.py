@@ -85,6 +85,15 @@ def test_a_signal_ends_it_and_leaves_the_tree(
     assert not built.socket.exists()
 
 
+def test_it_goes_on_when_nobody_reads_its_log(built: Node, process: subprocess.Popen[str]) -> None:
+    until(process, "ready")
+    assert process.stderr is not None
+    process.stderr.close()
+    subprocess.run(command(built), capture_output=True, check=False, timeout=20)  # it connects, which is logged
+    process.terminate()
+    assert process.wait(10) == 0
+
+
 def test_killed_and_started_again_it_replaces_its_socket(built: Node, process: subprocess.Popen[str]) -> None:
     before = built.snapshot()
     until(process, "ready")

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from runner.cpuset import CpuSet
 from runner.plan.fitness import PASSED_BESIDE_RAM
 from tests.node.bed.spares import word_on
 from tests.node.devices.conftest import Spare, bound
-from tests.node.instances import Instance, World, spec_text, start_instance, uid_of
+from tests.node.instances import Instance, World, pool, spec_text, start_instance, uid_of
 from tests.node.standin_kubelet import PROJECT
 from tests.node.test_linux_guest import INITRD, KERNEL
 
@@ -53,6 +53,8 @@ def started(
     spec: str,
     nodes: Iterable[str],
     environment: Mapping[str, str] | None = None,
+    *,
+    hugepages: Mapping[str, int] | None = None,
 ) -> Iterator[Instance]:
     """Hold an instance with these nodes in its pod, and what device plugins say in its environment.
 
@@ -69,6 +71,7 @@ def started(
         devices=tuple(nodes),
         environment={**said, **(environment or {})},
         memory=640 * MIB,
+        hugepages=hugepages or {},
     )
     try:
         yield instance
@@ -113,25 +116,37 @@ def test_a_device_goes_to_qemu_and_comes_back(
 
 
 @pytest.mark.usefixtures("rom")
-def test_the_example_of_a_gpu_instance(world: World, disks: dict[int, Spare], numa: dict[int, CpuSet]) -> None:
-    """A small disk stands in for the GPU, and there are neither a pod network nor 20 CPUs here; the rest is as it is."""
-    disk, cpus = disks[0], CpuSet([max(numa[0])])
+def test_the_example_of_a_gpu_instance(
+    world: World, disks: dict[int, Spare], numa: dict[int, CpuSet], reserve: Callable[[int, int], None]
+) -> None:
+    """As it is but for its size: a small disk stands in for the GPU, a ROM for OVMF, and there is no pod network."""
+    disk = disks[0]
+    cpus = CpuSet(cpu for cpu in numa[0] if cpu != 0)
     spec = tomllib.loads((PROJECT / "examples/instances/gpu.toml").read_text())
     place = world.directory / uid_of(1)
     place.mkdir()
     (place / "disk").write_bytes(bytes(512))
     spec["cpu"] |= {"count": len(cpus), "accel": "tcg"}
-    spec["memory"]["size"] = "64MiB"
+    assert (spec["memory"].pop("size"), spec["memory"]) == ("80GiB", {"hugepages": "2MiB"})
+    spec["memory"]["size"] = f"{RAM // MIB}MiB"
     spec["boot"] = {"firmware": "/guest/rom"}
     spec["disk"] = [{"path": "/guest/disk", "read_only": True}]
     spec["network"] = [{"mode": "private"}]
     given = {"PCI_RESOURCE_NVIDIA_COM_GH100": f"{disk.address},"}
+    reserve(RAM // (2 * MIB), 0)
     with bound(disk):
         nodes = (*nodes_of("iommufd", disk), "/dev/net/tun")
-        with started(world, 1, cpus, json.dumps(spec), nodes, given) as instance:
+        with started(world, 1, cpus, json.dumps(spec), nodes, given, hugepages={"2MB": RAM}) as instance:
             instance.up()
             instance.is_placed()
+            [qemu] = instance.processes()["qemu"]
+            pinned = re.search(r"^VmPin:\s+(\d+) kB", Path(f"/proc/{qemu}/status").read_text(), re.MULTILINE)
+            assert pinned is not None
+            assert int(pinned[1]) << 10 > RAM - MIB, "the device reaches all of it but holes below 1 MiB"
+            assert int(instance.running.scope.read("hugetlb.2MB.current")) == RAM
+            assert pool(0, "free_hugepages").read_text() == "0\n"
             assert instance.stop() == 0
+    assert pool(0, "free_hugepages").read_text() == f"{RAM // (2 * MIB)}\n"
     assert disk.sector(0) == word_on(0)
 
 

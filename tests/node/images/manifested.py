@@ -66,7 +66,7 @@ class Cluster:
             r"\[boot\].*?(?=\n\n)", '[boot]\nfirmware = "/guest/rom"', data["spec.toml"], flags=re.DOTALL
         )
         text, sizes = re.subn(r'size = "\w+"', 'size = "64MiB"', text)
-        assert (guests, sizes, text.count('mode = "bridge"')) == (1, 1, 1)
+        assert (guests, sizes, len(re.findall('mode = "(bridge|private)"', text))) == (1, 1, 1)
         data["spec.toml"] = text if self.networked else text.replace('mode = "bridge"', 'mode = "private"')
         return attrs.evolve(self, manifests=manifests)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,11 +35,11 @@ def status_of(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
 
 
-def get(container: Running, path: str) -> tuple[int, str]:
-    """Ask the controller's HTTP server as the kubelet's probe does: at the pod's address."""
+def get(container: Running, path: str, port: int = 9440) -> tuple[int, str]:
+    """Ask the HTTP server of a pod as the kubelet's probe does: at the pod's address."""
     code = (
         "import sys, urllib.request, urllib.error\n"
-        "try: found = urllib.request.urlopen('http://127.0.0.1:9440' + sys.argv[1], timeout=5)\n"
+        f"try: found = urllib.request.urlopen('http://127.0.0.1:{port}' + sys.argv[1], timeout=5)\n"
         "except urllib.error.HTTPError as error: found = error\n"
         "print(found.status); print(found.read().decode())"
     )
@@ -66,11 +67,12 @@ def test_the_daemon_set_has_the_rights_it_needs_and_no_more(
 
 
 @BOTH
-@pytest.mark.parametrize("directory", ["instance", "job"])
+@pytest.mark.parametrize("directory", ["instance", "job", "overlays/probes"])
 def test_an_instance_beside_the_daemon_set(
     cluster: Cluster, kubelet: Kubelet, guest: tuple[Mount, ...], runtime: Runtime, directory: str
 ) -> None:
-    kind, exclusive = {"instance": ("Pod", CpuSet.parse("2-3,10-11")), "job": ("Job", CpuSet.parse("9-10"))}[directory]
+    kind, cpus = {"job": ("Job", "9-10")}.get(directory, ("Pod", "2-3,10-11"))
+    exclusive = CpuSet.parse(cpus)
     cluster = cluster.with_the_rom(directory)
     controller = kubelet.run(cluster.pod("controller", "DaemonSet", CONTROLLER, CpuSet(), runtime=runtime))[
         "controller"
@@ -81,8 +83,11 @@ def test_an_instance_beside_the_daemon_set(
     instance.up()
     assert instance.receipt()["backend"] == "controller"
     instance.is_placed()
+    if directory == "overlays/probes":
+        assert get(instance.running, "/readyz", 9441)[0] == 200
+        assert "instance_runner_placement_holds" in get(instance.running, "/metrics", 9441)[1]
     assert kubelet.stop(INSTANCE) == {"instance": 0}, instance.running.output
-    assert "ended outcome=stopped status=0 faults=0" in instance.running.output
+    assert re.search(r"outcome\W+stopped\W.*faults\W+0\b", instance.running.output), "as text and as JSON"
     assert not instance.group.path.exists()
     assert kubelet.stop(CONTROLLER, grace=5) == {"controller": 0}, controller.output
 

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.errors import HostError, explain
-from runner.host.files import copied, copy_new, filled_memory, read_document
+from runner.host.files import append, copied, copy_new, filled_memory, opened, read_document
 
 
 def test_a_copy_is_made_once_and_nothing_is_left_of_one_that_fails(tmp_path: Path) -> None:
@@ -22,6 +22,21 @@ def test_a_copy_is_made_once_and_nothing_is_left_of_one_that_fails(tmp_path: Pat
         copy_new(source, PurePosixPath(tmp_path / "none" / "store"))
     assert explain(refused.value).endswith(f"'{tmp_path}/template': No such file or directory")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["store", "template"]
+
+
+def test_no_link_is_followed_by_what_is_written(tmp_path: Path) -> None:
+    victim, link, store = tmp_path / "victim", tmp_path / "link", tmp_path / "store"
+    victim.write_bytes(b"mine")
+    link.symlink_to(victim)
+    with pytest.raises(HostError, match="cannot write"):
+        append(PurePosixPath(link))
+    with pytest.raises(HostError, match="cannot open"), opened(PurePosixPath(link), write=True, following=False):
+        pass
+    store.with_name("store.new").symlink_to(victim)
+    copy_new(PurePosixPath("/etc/passwd"), PurePosixPath(store))
+    assert victim.read_bytes() == b"mine"
+    assert store.read_bytes() == Path("/etc/passwd").read_bytes()
+    assert not store.is_symlink()
 
 
 def test_files_in_memory_are_opened_as_they_will_be_used(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def test_the_console_is_lines_of_its_own_that_nothing_a_guest_says_can_break() -
     assert json.loads(said[-1])["message"] == "login: "
     console.write(b"x" * (2 * LONGEST + 3))
     console.write(b"")
-    assert [len(json.loads(line)["message"]) for line in said[4:]] == [LONGEST, LONGEST, 3]
+    console.write(b"x" * (2 * LONGEST + 3) + b"\n\n")
+    assert [len(json.loads(line)["message"]) for line in said[4:]] == [LONGEST, LONGEST, 3, LONGEST, LONGEST, 3, 0]
 
 
 def test_what_was_dropped_is_said_in_json_too() -> None:

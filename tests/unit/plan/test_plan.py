@@ -379,6 +379,11 @@ def test_descriptors_are_all_passed_on() -> None:
             "share[0]: cannot use virtiofsd: not found; install",
         ),
         (
+            KERNEL + '[[share]]\ntag="a"\npath="/srv"\n[console]\nlog = "/srv/logs/console"\n',
+            {},
+            "console.log: '/srv/logs/console' lies in the share 'a', where the guest may put a link in its place; keep it",
+        ),
+        (
             KERNEL + '[[share]]\ntag="a"\npath="/srv"\nread_only=true\n',
             {"virtiofsd": Virtiofsd(PurePosixPath("/v"), rust=False, version=(7, 2, 22))},
             "share[0].read_only: virtiofsd 7.2.22 cannot share read-only",

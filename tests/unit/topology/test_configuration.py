@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,6 +60,21 @@ def test_the_example() -> None:
             "reservedSystemCPUs (2 CPUs) takes the place of kubeReserved.cpu and systemReserved.cpu (4000m together),"
             " which count for nothing"
         ),
+    )
+
+
+def test_the_strict_example_is_the_same_but_for_three_lines() -> None:
+    examples = ROOT / "examples/kubernetes"
+
+    def read_example(name: str) -> KubeletConfiguration:
+        (document,) = parse_yaml(name, (examples / name).read_bytes())
+        return parse_kubelet_configuration(document, HARDWARE, 36)[0]
+
+    strict = read_example("kubelet-configuration-strict.yaml")
+    assert strict == attrs.evolve(
+        read_example("kubelet-configuration.yaml"),
+        cpu_manager_policy_options={"full-pcpus-only": "true"},
+        topology_manager_policy="single-numa-node",
     )
 
 

@@ -1,27 +1,27 @@
 """What a disk of ours costs: requests a second in a Linux guest, beside the same QEMU started by hand.
 
-``python -m tests.bench.bench_disk`` as root, on a machine with QEMU and busybox. The command line beside ours is what
-``plan --show-argv`` prints: the same devices and options, paths in the place of descriptors. Its threads are put on the
-CPUs that the plan names, as a careful person would do by hand: where a thread may run matters more than all the rest.
+The command line beside ours is what ``plan --show-argv`` prints: the same devices and options, paths in the place of
+descriptors. Its threads are put on the CPUs that the plan names, as a careful person would do by hand: where a thread
+may run matters more than all the rest.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gzip
 import json
 import os
 import re
-import statistics
 import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-PROJECT = Path(__file__).parents[2]
-RUNNER = Path(sys.executable).with_name("instance-runner")
+from tests.bench.figures import Figure
+from tests.bench.instances import BIN, Bench, linux_guest
+from tests.bench.worlds import BenchError
+
+RUNNER = BIN / "instance-runner"
 FRESH = ("unshare", "--fork", "--pid", "--mount-proc", "--net", "--kill-child")
 DISK = 256 << 20
 INIT = r"""#!/bin/busybox sh
@@ -57,23 +57,21 @@ initrd = "{place}/initrd"
 cmdline = "console=ttyS0 quiet"
 [[disk]]
 path = "{place}/disk"
-{more}
 """
 
 
-def prepared(place: Path, accel: str, more: str) -> Path:
+def prepared(place: Path, accel: str) -> Path:
     """Make guest, disk and spec in *place*."""
-    guest = place / "guest"
-    subprocess.run([PROJECT / "examples" / "quickstart" / "make-guest", guest], check=True, stdout=subprocess.DEVNULL)
+    guest = linux_guest()
+    place.mkdir()
     (place / "init").write_text(INIT)
     (place / "init").chmod(0o755)
     cpio = ["cpio", "-o", "-H", "newc", "--quiet"]
     archive = subprocess.run(cpio, input=b"init", cwd=place, stdout=subprocess.PIPE, check=True).stdout
     (place / "initrd").write_bytes((guest / "initrd").read_bytes() + gzip.compress(archive))
     (place / "disk").write_bytes(b"\1" * DISK)
-    place.chmod(0o755)
     spec = place / "spec.toml"
-    spec.write_text(SPEC.format(accel=accel, guest=guest, place=place, more=more))
+    spec.write_text(SPEC.format(accel=accel, guest=guest, place=place))
     return spec
 
 
@@ -83,7 +81,7 @@ def rates(console: str) -> dict[str, list[float]]:
     for name, count, hundredths in re.findall(r"bench: (\S+) (\d+) (\d+) end", console):
         found.setdefault(name, []).append(int(count) / (int(hundredths) / 100))
     if not found or "FAILED" in console:
-        raise SystemExit(f"bench_disk: the guest has not measured:\n{console[-2000:]}")
+        raise BenchError(f"the guest has not measured:\n{console[-2000:]}")
     return found
 
 
@@ -109,38 +107,25 @@ def vcpu_of(pid: int) -> int:
         time.sleep(0.01)
 
 
-def main() -> None:
-    """Measure, and print medians and ratios."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--accel", choices=("kvm", "tcg"), default="tcg")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--disk", default="", help='more keys of the disk, such as "iothread = true"')
-    arguments = parser.parse_args()
+def disk(bench: Bench) -> Iterator[Figure]:
+    place = bench.directory / "disk"
+    spec = prepared(place, bench.accel)
+    state = ("--state-dir", place / "state")
+    script = place / "by-hand.sh"
+    shown = subprocess.run([RUNNER, "plan", "--show-argv", *state, spec], check=True, stdout=subprocess.PIPE)
+    script.write_bytes(shown.stdout)
+    run = ("env", "--block-signal=TERM,INT,HUP", RUNNER, "run", *state, spec)
+    planned = subprocess.run([RUNNER, "plan", "--json", *state, spec], check=True, stdout=subprocess.PIPE)
+    placement = json.loads(planned.stdout)["placement"]
+    by_hand = ("taskset", "--cpu-list", placement["float_cpus"], "sh", script)
     ours: dict[str, list[float]] = {}
     theirs: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        spec = prepared(place, arguments.accel, arguments.disk)
-        state = ("--state-dir", place / "state")
-        script = place / "by-hand.sh"
-        shown = subprocess.run([RUNNER, "plan", "--show-argv", *state, spec], check=True, stdout=subprocess.PIPE)
-        script.write_bytes(shown.stdout)
-        run = ("env", "--block-signal=TERM,INT,HUP", RUNNER, "run", *state, spec)
-        planned = subprocess.run([RUNNER, "plan", "--json", *state, spec], check=True, stdout=subprocess.PIPE)
-        placement = json.loads(planned.stdout)["placement"]
-        by_hand = ("taskset", "--cpu-list", placement["float_cpus"], "sh", script)
-        for _ in range(arguments.rounds):  # by turns, so that both see the same weather
-            for into, console in (
-                (ours, console_of(*run)),
-                (theirs, console_of(*by_hand, pin=placement["pins"][0])),
-            ):
-                for name, found in rates(console).items():
-                    into.setdefault(name, []).extend(found)
-    print(f"{'requests a second':18}{'instance-runner':>17}{'by hand':>10}{'ratio':>7}")
+    for _ in range(bench.rounds(2, 1)):  # by turns, so that both see the same weather
+        for into, console in (
+            (ours, console_of(*run)),
+            (theirs, console_of(*by_hand, pin=placement["pins"][0])),
+        ):
+            for name, found in rates(console).items():
+                into.setdefault(name, []).extend(found)
     for name, found in ours.items():
-        mine, other = statistics.median(found), statistics.median(theirs[name])
-        print(f"{name:18}{mine:17.0f}{other:10.0f}{mine / other:7.2f}")
-
-
-if __name__ == "__main__":
-    main()
+        yield Figure(f"disk: {name}, requests/s", found, {"by hand": theirs[name]})

@@ -1,0 +1,87 @@
+"""The control socket of an instance that runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+
+from runner.ctl import control
+from runner.errors import RunnerError, Status, explain
+from runner.instance.host import Host
+from runner.instance.machine import Ended
+from runner.plan.instance import InstancePlan
+from tests.support.sweep import SABOTEUR
+
+
+async def beside_a_guest(bench: Any, plan: InstancePlan, act: Callable[[], Awaitable[None]]) -> None:
+    """Do *act* while the guest of *plan* runs, and have it end well."""
+
+    async def beside(_host: Host) -> None:
+        try:
+            with trio.fail_after(30):
+                while not bench.guest_runs():
+                    await trio.sleep(0.005)
+                await act()
+        finally:
+            bench.stop.ask("test")
+
+    before = bench.snapshot()
+    ended = await bench.run(plan, beside=beside)
+    assert isinstance(ended, Ended)
+    assert ended.status is Status.STOPPED
+    assert bench.snapshot() == before
+
+
+@pytest.mark.parametrize("lacking", ["runner.instance.control", "runner.host.agent"])
+async def test_what_cannot_be_imported_now_ends_no_guest(bench: Any, lacking: str) -> None:
+    plan = bench.plan(qemu={"agent": "answers", "at_powerdown": "shutdown"})
+    before = sys.modules.pop(lacking, None)
+
+    async def act() -> None:
+        while "the guest agent is there" not in bench.told():
+            await trio.sleep(0.005)
+        SABOTEUR.begin(1, only=frozenset({"import"}))
+        if lacking == "runner.instance.control":
+            with pytest.raises(RunnerError, match="Method not found"):  # asked a second before it could be answered
+                await control(plan.state_directory, "nothing", {})
+
+    try:
+        await beside_a_guest(bench, plan, act)
+    finally:
+        SABOTEUR.end()
+        if before is not None:
+            sys.modules[lacking] = before
+    said = {"runner.instance.control": "cannot be served yet", "runner.host.agent": "the guest agent is not asked"}
+    assert f"{said[lacking]}: Too many open files" in bench.told()
+
+
+async def test_the_path_may_be_longer_than_an_address(bench: Any) -> None:
+    plan = bench.plan()
+    alias = bench.root / ("x" * 120)
+
+    async def act() -> None:
+        alias.symlink_to(plan.state_directory)
+        with pytest.raises(RunnerError, match="Method not found"):
+            await control(alias, "nothing", {})
+        alias.unlink()
+
+    await beside_a_guest(bench, plan, act)
+
+
+async def test_no_descriptor_is_attached_later(bench: Any) -> None:
+    plan = bench.plan()
+    refusals = []
+
+    async def act() -> None:
+        for params in ({"path": "/dev/null", "fd": "data"}, {"fd": "data"}, {"serial": "data"}):
+            with pytest.raises(RunnerError) as refused:
+                await control(plan.state_directory, "disk.attach", params)
+            refusals.append(explain(refused.value))
+
+    await beside_a_guest(bench, plan, act)
+    assert ["disk.fd: descriptors are handed over" in refusal for refusal in refusals] == [True, True, False]
+    assert "disk.path: is missing" in refusals[2]
