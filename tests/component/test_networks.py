@@ -44,7 +44,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
 """
 
 ASK_DHCPV6 = """
-import socket, struct, sys
+import errno, socket, struct, sys, time
 # A Solicit for one address (RFC 8415): client identifier, IA_NA, elapsed time; the Advertise's IA_NA holds the address.
 mac = bytes.fromhex(sys.argv[1].replace(":", ""))
 def option(kind, value):
@@ -60,7 +60,14 @@ with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as asking:
     asking.bind(("", 546))
     asking.settimeout(10)
     question = option(1, b"\\0\\3\\0\\1" + mac) + option(3, struct.pack("!III", 7, 0, 0)) + option(8, bytes(2))
-    asking.sendto(b"\\1abc" + question, ("ff02::1:2", 547, 0, socket.if_nametoindex("eth0")))
+    while True:
+        try:
+            asking.sendto(b"\\1abc" + question, ("ff02::1:2", 547, 0, socket.if_nametoindex("eth0")))
+            break
+        except OSError as error:  # eth0's own address is looked at for another owner first (RFC 4862, 5.4)
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            time.sleep(0.05)
     answer = asking.recv(1500)
     address = inside(inside(answer[4:], 3)[12:], 5)[:16]
     print(socket.inet_ntop(socket.AF_INET6, address))
