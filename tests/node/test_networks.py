@@ -37,6 +37,7 @@ ip address add 10.1.0.5/24 dev net1
 ip route add default via 10.1.0.1
 ip -n far address add 10.1.0.1/24 dev net1
 ip netns exec far dnsmasq -k -C /dev/null -p 0 -i net1 -z --dhcp-range=10.1.0.77,10.1.0.77 -l /run/leases --no-ping &
+while ip address show dev eth0 | grep -q tentative; do sleep 0.1; done # until the kernel has looked for another owner
 ip -j address show dev eth0 >$1/before
 "${@:2}" &
 runner=$!
