@@ -153,7 +153,7 @@ class Descriptors:
     def passed(self, device: DevicePlan) -> str:
         """See :class:`Endpoints`."""
         number = self.devices.get(device.address)
-        return f"host={device.address}" if number is None else f"fd={number},iommufd=iommufd"
+        return f"host={device.address}" if number is None else f"fd={number},iommufd=iommufd0"
 
 
 @attrs.frozen
@@ -217,7 +217,7 @@ class Paths:
 
     def passed(self, device: DevicePlan) -> str:
         """See :class:`Endpoints`."""
-        return f"host={device.address}" + (",iommufd=iommufd" if device.way == "iommufd" else "")
+        return f"host={device.address}" + (",iommufd=iommufd0" if device.way == "iommufd" else "")
 
 
 def _comma(value: str) -> str:
@@ -362,7 +362,8 @@ def _passed(passing: Passing, endpoints: Endpoints, *, firmware: bool) -> Iterat
         if firmware:  # OVMF does not ask QEMU, and has 32 GiB unless it is told
             yield from ("-fw_cfg", f"name=opt/ovmf/X-PciMmio64Mb,string={passing.window // MIB}")
     if passing.iommufd is not None:
-        yield from ("-object", f"iommufd,id=iommufd{endpoints.iommufd()}")
+        # Not "iommufd": each device has a property of that name, by which QEMU finds more than one object from the second on.
+        yield from ("-object", f"iommufd,id=iommufd0{endpoints.iommufd()}")
     for index, device in enumerate(passing.devices):
         port = f"port{index}"
         yield from ("-device", f"pcie-root-port,id={port},bus={device.bus},chassis={index + 1},hotplug=off")
