@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -169,16 +169,17 @@ async def _controlled(
 def _ready(host: Host, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
     """Say to whoever asks that the guest runs and nobody wants it to end: by a file, and by the pages."""
     path = directory / READY
-    try:
-        files.publish(path, b"")
-    except HostError as error:  # no reason to end a guest that runs
-        log.warning("%s", explain(error))
-        with host.standing.running(read):
-            yield
-        return
-    try:
-        with host.standing.running(read):
-            yield
-    finally:
+
+    def withdraw() -> None:
         with host.faults.recorded("remove the sign that the guest runs"):
             files.remove(path)
+
+    with ExitStack() as held:
+        try:
+            files.publish(path, b"")
+        except HostError as error:  # no reason to end a guest that runs
+            log.warning("%s", explain(error))
+        else:
+            held.callback(withdraw)
+        held.enter_context(host.standing.running(read))
+        yield

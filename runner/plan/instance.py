@@ -316,7 +316,7 @@ class _Planner:
                 passing=passing,
             ),
             shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status, len(passing.devices)),
-            patience=PATIENCE + (spec.memory.size / SLOWEST_PREALLOCATION if ram.preallocate or passing.devices else 0),
+            patience=PATIENCE + (spec.memory.size / SLOWEST_PREALLOCATION if ram.preallocate else 0),
             remarks=tuple(self.remarks),
         )
         self.problems += too_few_slots(plan.machine)
