@@ -16,13 +16,13 @@ from pathlib import Path, PurePosixPath
 
 import trio
 
-from runner.arguments import spoken
+from runner.arguments import argument_type
 from runner.errors import RunnerError, Status, UsageError, explain
-from runner.host.logs import FORMATS, JsonConsole, LogHandler, json_of_dropped
-from runner.host.outlet import Outlet, said_of_dropped
-from runner.instance.init import ASK_TO_STOP, Streams, Verdict, plan_here, run_as_init
-from runner.plan.argv import pasteable
+from runner.instance.init import ASK_TO_STOP, ExitReport, Streams, plan_here, run_as_init
+from runner.kernel.nonblocking_writer import NonBlockingWriter, dropped_message
+from runner.plan.argv.qemu import pasteable
 from runner.plan.render import plan_json, plan_lines
+from runner.protocol.logs import FORMATS, JsonConsole, LogHandler, json_of_dropped
 
 log = logging.getLogger("runner")
 
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--http",
-        type=spoken(_address),
+        type=argument_type(_address),
         metavar="ADDRESS:PORT",
         help="answer /healthz, /readyz and /metrics there; :PORT is every address, also the one where a guest in mode private "
         "finds its gateway (default: nowhere)",
@@ -328,7 +328,7 @@ def _add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _ctl(arguments: argparse.Namespace) -> int:
-    from runner.ctl import answer_lines, control, parse_keys
+    from runner.cli.ctl import answer_lines, control, parse_keys
 
     given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count")}
     params = {name: value if name == "count" else str(value) for name, value in given.items() if value is not None}
@@ -386,7 +386,7 @@ def _add_state_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def _address(text: str) -> tuple[str, int]:
-    from runner.host.pages import parse_address  # here, because few ask for pages
+    from runner.protocol.http import parse_address  # here, because few ask for pages
 
     return parse_address(text)
 
@@ -416,11 +416,11 @@ def _read(spec: str, *, waiting: bool = True) -> bytes:
 def _plan(arguments: argparse.Namespace) -> int:
     _check_plan(arguments)
     if arguments.record or arguments.node:
-        from runner import planner
+        from runner.cli import plan_node
 
         if arguments.record:
-            return planner.record(arguments)
-        return 0 if planner.plan(arguments) else Status.FINDINGS
+            return plan_node.record(arguments)
+        return 0 if plan_node.plan(arguments) else Status.FINDINGS
     plan = trio.run(plan_here, arguments.spec, _read(arguments.spec), arguments.state_dir)
     if arguments.show_argv:
         print(pasteable(plan), end="")
@@ -457,22 +457,22 @@ def _check_plan(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from runner.host.cgroup import Cgroup
-    from runner.inspection.command import Screen, Where, inspect
-    from runner.inspection.look import Machine
-    from runner.inspection.rules import Report
+    from runner.inspect.command import Screen, Where, inspect
+    from runner.inspect.observe import MountedHost
+    from runner.inspect.rules import InspectionReport
+    from runner.kernel.cgroup import Cgroup
 
     where = Where(
         receipt=Path(arguments.state_dir / "receipt.json"),
         root=Cgroup(arguments.root),
         kubelet=arguments.kubelet_dir,
-        machine=Machine(cgroupfs=arguments.cgroupfs),
+        machine=MountedHost(cgroupfs=arguments.cgroupfs),
         wanted=arguments.instance,
     )
     watching = arguments.watch is not None
     screen = Screen(arguments.json, redraw=sys.stdout.isatty(), repeated=watching)
 
-    def show(report: Report) -> None:
+    def show(report: InspectionReport) -> None:
         print(screen.text(report), end="", flush=True)
 
     try:
@@ -485,7 +485,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from runner.check.finding import Level
-    from runner.check.reading import Here, check_here
+    from runner.check.host_reader import Here, check_here
     from runner.check.report import report_json, report_lines
 
     document = None if arguments.spec is None else (arguments.spec, _read(arguments.spec))
@@ -500,14 +500,14 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _console(arguments: argparse.Namespace) -> int:
-    from runner.console import Wish, attach
+    from runner.cli.console import AttachRequest, attach
 
-    wish = Wish(write=not arguments.read_only, steal=arguments.steal)
+    wish = AttachRequest(write=not arguments.read_only, steal=arguments.steal)
     return attach(Path(arguments.state_dir), wish, arguments.detach_key)
 
 
 def _completion(arguments: argparse.Namespace) -> int:
-    from runner.completion import completion
+    from runner.cli.completion import completion
     from runner.controller.main import command_line
 
     print(completion(arguments.shell, (_parser(), command_line())), end="")
@@ -517,8 +517,8 @@ def _completion(arguments: argparse.Namespace) -> int:
 def _manual(arguments: argparse.Namespace) -> int:
     from importlib import metadata
 
+    from runner.cli.manual import command_page, spec_page
     from runner.controller.main import command_line
-    from runner.manual import command_page, spec_page
 
     version = metadata.version("instance-runner")
     pages = ("instance-runner(1)", "instance-runner-spec(5)", "instance-cgroup-controller(8)")
@@ -536,8 +536,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # For an entry point that forgot `env --block-signal`: late, but better than never.
     signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
     json_lines = arguments.log_format == "json"
-    dropped = json_of_dropped if json_lines else said_of_dropped
-    with Outlet(1, dropped) as stdout, Outlet(2, dropped) as stderr:
+    dropped = json_of_dropped if json_lines else dropped_message
+    with NonBlockingWriter(1, dropped) as stdout, NonBlockingWriter(2, dropped) as stderr:
         console = JsonConsole(stdout.write).write if json_lines else stdout.write
         _set_up_logging(stderr, arguments)
         try:
@@ -552,12 +552,12 @@ def _run(arguments: argparse.Namespace) -> int:
             )
             verdict = trio.run(run)
         except RunnerError as error:
-            verdict = Verdict(error.status, error.status.name.lower(), explain(error))
+            verdict = ExitReport(error.status, error.status.name.lower(), explain(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is ours
             import traceback
 
             log.error("this is a bug of instance-runner:\n%s", "".join(traceback.format_exception(error)))  # noqa: TRY400
-            verdict = Verdict(Status.BUG, "bug", f"{type(error).__name__}: {error}")
+            verdict = ExitReport(Status.BUG, "bug", f"{type(error).__name__}: {error}")
         level = logging.INFO if verdict.status == Status.STOPPED else logging.ERROR
         for line in verdict.detail.splitlines():
             log.log(level, "%s", line)
@@ -566,7 +566,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return int(verdict.status)
 
 
-def _leave_word(path: Path | None, verdict: Verdict) -> None:
+def _leave_word(path: Path | None, verdict: ExitReport) -> None:
     """Write the termination log: without *path*, where Kubernetes put one."""
     try:
         if path is not None or TERMINATION_LOG.exists():
@@ -577,7 +577,7 @@ def _leave_word(path: Path | None, verdict: Verdict) -> None:
         log.warning("cannot write the termination log: %s", error.strerror)
 
 
-def _set_up_logging(stderr: Outlet, arguments: argparse.Namespace) -> None:
+def _set_up_logging(stderr: NonBlockingWriter, arguments: argparse.Namespace) -> None:
     root = logging.getLogger()
     root.addHandler(LogHandler(stderr.write, arguments.log_format))
     root.setLevel(arguments.log_level.upper())

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def spoken(parse: Callable[[str], T]) -> Callable[[str], T]:
+def argument_type(parse: Callable[[str], T]) -> Callable[[str], T]:
     """Return *parse* for argparse, which shows the user the words of its ``ValueError``, and not the name of a function."""
 
     def parsed(text: str) -> T:

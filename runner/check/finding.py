@@ -81,7 +81,7 @@ def place_of(*, sees_everything: bool, has_kubelet: bool, in_pod: bool) -> Place
 
 
 @attrs.frozen
-class Report:
+class CheckReport:
     """Everything that was found, in the order it was asked for."""
 
     place: Place

@@ -8,19 +8,19 @@ from typing import Any
 
 import attrs
 
-from runner.check.finding import Level, Report
+from runner.check.finding import CheckReport, Level
 
 COLOURS = {Level.OK: "32", Level.UNKNOWN: "36", Level.WARNING: "33", Level.FATAL: "1;31"}
 """Of a terminal, by level (ECMA-48, "select graphic rendition")."""
 
 
-def report_json(report: Report) -> dict[str, Any]:
+def report_json(report: CheckReport) -> dict[str, Any]:
     """Return *report* as plain values."""
     findings = [{**attrs.asdict(finding), "level": finding.level.value} for finding in report.findings]
     return {"version": 1, "place": report.place.value, "verdict": report.verdict.value, "findings": findings}
 
 
-def report_lines(report: Report, *, colour: bool) -> Iterator[str]:
+def report_lines(report: CheckReport, *, colour: bool) -> Iterator[str]:
     """Yield *report* for an operator, the worst last, where the eye is when the command ends."""
     width = max((len(finding.check) for finding in report.findings), default=0)
     order = list(Level)

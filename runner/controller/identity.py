@@ -13,8 +13,8 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError
-from runner.host.peers import INIT_PID_NAMESPACE, Peer
-from runner.topology.pod_cgroups import Container
+from runner.kernel.peers import INIT_PID_NAMESPACE, Peer
+from runner.kubelet.pod_cgroups import ContainerCgroup
 
 IDENTITY = "identity"
 CPUSET = "cpuset"
@@ -24,7 +24,7 @@ BUSY = "busy"
 HOST = "host"
 
 
-class RefusalError(RefusedError):
+class RequestRefusedError(RefusedError):
     """A request is refused: *reason* for machines, *values* that were compared, the sentence for people.
 
     What is not *lasting* may heal by itself within seconds and is worth another look.
@@ -38,24 +38,26 @@ class RefusalError(RefusedError):
 
 
 @attrs.frozen
-class Resident:
+class ContainerProcess:
     """A process found in a container's cgroup: the *container*, the exact *cgroup*, and its PID namespace."""
 
-    container: Container
+    container: ContainerCgroup
     cgroup: str
     pid_namespace: int | None
 
 
 @attrs.frozen
-class Home:
+class ContainerIdentity:
     """Where a peer belongs: its *container*, and the *cgroup* its processes go back to."""
 
-    container: Container
+    container: ContainerCgroup
     cgroup: str
 
 
-def home_of(peer: Peer, own: Container | None, residents: Iterable[Resident], uid: str, own_namespace: int) -> Home:
-    """Return the container of instance *uid* if *peer* is its init process. Raises :class:`RefusalError` otherwise.
+def identify_container(
+    peer: Peer, own: ContainerCgroup | None, residents: Iterable[ContainerProcess], uid: str, own_namespace: int
+) -> ContainerIdentity:
+    """Return the container of instance *uid* if *peer* is its init process. Raises :class:`RequestRefusedError` otherwise.
 
     *own* is the container that the peer's own cgroup names, ``None`` if it is in none (any more); *residents* are
     the processes in the cgroups of the pod *uid*. *own_namespace* is the controller's.
@@ -65,14 +67,14 @@ def home_of(peer: Peer, own: Container | None, residents: Iterable[Resident], ui
     own to speak for it, and the runtime could not end what has left the container's cgroup either.
     """
     if peer.pid_namespace in (INIT_PID_NAMESPACE, own_namespace):
-        raise RefusalError(
+        raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: it is in the host's PID namespace; "
             "an instance's pod must not set hostPID",
             lasting=True,
         )
     if peer.inner_pid != 1:
-        raise RefusalError(
+        raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: it is process {peer.inner_pid} of its PID namespace; only process 1 "
             "speaks for an instance, and its pod must not set shareProcessNamespace",
@@ -80,28 +82,28 @@ def home_of(peer: Peer, own: Container | None, residents: Iterable[Resident], ui
         )
     home = None
     if own is not None:
-        home = Home(own, peer.cgroup)
+        home = ContainerIdentity(own, peer.cgroup)
     else:
         for resident in residents:
             if resident.pid_namespace == peer.pid_namespace:
-                home = Home(resident.container, resident.cgroup)
+                home = ContainerIdentity(resident.container, resident.cgroup)
                 break
     if home is None and peer.cgroup.startswith("/.."):
-        raise RefusalError(
+        raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is outside this program's cgroup "
             "namespace; run the controller in the host's (a privileged container is)",
             lasting=True,
         )
     if home is None:
-        raise RefusalError(
+        raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: it is in {peer.cgroup!r} and shares its PID namespace with no "
             f"process in the cgroup of {uid!r}; keep the anchor running in the pod's cgroup",
             lasting=True,
         )
     if home.container.owner != uid:
-        raise RefusalError(
+        raise RequestRefusedError(
             IDENTITY,
             f"cannot act for instance {uid!r}: process {peer.pid} belongs to {home.container.owner!r}",
             lasting=True,
@@ -109,14 +111,14 @@ def home_of(peer: Peer, own: Container | None, residents: Iterable[Resident], ui
     return home
 
 
-def check_container(home: Home, scope: CpuSet, held: CpuSet, uid: str) -> None:
+def check_container(home: ContainerIdentity, scope: CpuSet, held: CpuSet, uid: str) -> None:
     """Check that the container that asks to end instance *uid* is the one that has its CPUs.
 
     A sidecar is in the same pod, and init of its own PID namespace, but its *scope* has none of the CPUs that the
-    instance has *held*. Raises :class:`RefusalError`.
+    instance has *held*. Raises :class:`RequestRefusedError`.
     """
     if scope.isdisjoint(held):
-        raise RefusalError(
+        raise RequestRefusedError(
             IDENTITY,
             f"cannot act for instance {uid!r}: its CPUs '{held}' are another container's of the pod; "
             f"{home.container.path} has '{scope}'",
@@ -127,14 +129,14 @@ def check_container(home: Home, scope: CpuSet, held: CpuSet, uid: str) -> None:
 def check_agreement(asked: CpuSet, choices: Iterable[CpuSet], scope: CpuSet, uid: str) -> None:
     """Check that *asked* is what the kubelet's state and the container's ``cpuset.cpus`` (*scope*) both say.
 
-    Raises :class:`RefusalError`, a lasting one only if those two agree with each other: a container may start with a
+    Raises :class:`RequestRefusedError`, a lasting one only if those two agree with each other: a container may start with a
     stale cpuset that the kubelet corrects within seconds (kubernetes#138731), and its entry may be seen late.
     """
     choices = tuple(choices)
     if asked in choices and asked == scope:
         return
     said = " or ".join(f"'{cpus}'" for cpus in choices) or "nothing"
-    raise RefusalError(
+    raise RequestRefusedError(
         CPUSET,
         f"cannot register instance {uid!r} with CPUs '{asked}': the kubelet's state says {said}, the container's "
         f"cpuset.cpus '{scope}'",

@@ -14,19 +14,19 @@ from pathlib import Path
 import attrs
 import trio
 
-from runner.arguments import spoken
-from runner.controller.keeper import Keeper, Pace, kept
-from runner.controller.kubelet import KubeletFiles
+from runner.arguments import argument_type
+from runner.controller.kubelet_files import KubeletFiles
+from runner.controller.loop import Intervals, ReconcileLoop, running_loop
+from runner.controller.methods import RpcMethods, Timeouts
 from runner.controller.metrics import page
-from runner.controller.registrar import Patience, Registrar
-from runner.controller.server import Limits, Server, listening
+from runner.controller.server import Server, SocketLimits, listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
 from runner.errors import RunnerError, explain
-from runner.host.cgroup import Cgroup
-from runner.host.logs import FORMATS, LogHandler
-from runner.host.pages import Page, open_pages, parse_address, serve_pages
-from runner.host.peers import Peers
+from runner.kernel.cgroup import Cgroup
+from runner.kernel.peers import Peers
+from runner.protocol.http import Page, open_pages, parse_address, serve_pages
+from runner.protocol.logs import FORMATS, LogHandler
 
 log = logging.getLogger(__name__)
 
@@ -69,28 +69,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def control(options: Options) -> None:
     """Hold everything for as long as nobody asks to stop. Raises :class:`RunnerError` in an exception group or bare."""
-    keeper = Keeper(
+    keeper = ReconcileLoop(
         tree=Tree(Cgroup(options.root)),
         source=None if options.kubelet is None else KubeletFiles(options.kubelet),
         sys=options.sys,
         reserved=options.reserved,
-        pace=Pace(),
+        pace=Intervals(),
     )
-    registrar = Registrar(
+    registrar = RpcMethods(
         keeper=keeper,
         mount=Cgroup(options.cgroupfs),
         peers=Peers(options.proc),
         own_cpus=options.cpus,
-        patience=Patience(),
+        patience=Timeouts(),
         trusting=options.trusting,
     )
     if options.trusting:
         log.warning("INSECURE: any process that reaches the socket may register and remove any instance")
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with kept(keeper):
+        async with running_loop(keeper):
             with listening(options.socket) as listener:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(Server(registrar, Limits()).accept, listener)
+                    nursery.start_soon(Server(registrar, SocketLimits()).accept, listener)
                     if options.metrics is not None:
                         nursery.start_soon(serve_pages, await open_pages(*options.metrics), partial(page_of, keeper))
                     log.info("ready socket=%s root=%s frozen=%r", options.socket, options.root, keeper.frozen())
@@ -109,7 +109,7 @@ def _failed(error: RunnerError) -> int:
     return error.status
 
 
-def page_of(keeper: Keeper, target: str) -> Page:
+def page_of(keeper: ReconcileLoop, target: str) -> Page:
     """Return what *target* shows about *keeper* now."""
     return page(target, keeper.tally, keeper.observed, keeper.frozen(), keeper.trouble)
 
@@ -143,20 +143,20 @@ def command_line() -> argparse.ArgumentParser:
     add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
     add(
         "--cpus",
-        type=spoken(_some_cpus),
+        type=argument_type(_some_cpus),
         metavar="LIST",
         help="this machine has no kubelet; instances may have these CPUs, whoever asks first (example: 4-15)",
     )
     add(
         "--reserved-cpus",
-        type=spoken(CpuSet.parse),
+        type=argument_type(CpuSet.parse),
         default=CpuSet(),
         metavar="LIST",
         help="the kubelet's reservedSystemCPUs, needed with its option strict-cpu-reservation",
     )
     add(
         "--metrics",
-        type=spoken(parse_address),
+        type=argument_type(parse_address),
         metavar="ADDRESS:PORT",
         help="serve /metrics, /healthz and /readyz here",
     )

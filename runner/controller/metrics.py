@@ -15,11 +15,11 @@ from collections.abc import Mapping
 import attrs
 
 from runner.controller.reconcile import FLOAT, Observed
-from runner.host.pages import Exposition, Page, labels, not_found, ok, unavailable
+from runner.protocol.http import Exposition, Page, labels, not_found, ok, unavailable
 
 
 @attrs.define
-class Tally:
+class ControllerCounters:
     """What has happened since the start; counters only ever grow."""
 
     passes: Counter[str] = attrs.field(factory=Counter)
@@ -35,7 +35,7 @@ class Tally:
     """Refused requests by reason."""
 
 
-def format_metrics(tally: Tally, observed: Observed | None, frozen: str) -> str:
+def format_metrics(tally: ControllerCounters, observed: Observed | None, frozen: str) -> str:
     """Return everything in the text exposition format; *observed* is the tree after the last pass."""
     instances = observed.instances() if observed else {}
     floating = observed.groups.get(FLOAT) if observed else None
@@ -57,7 +57,7 @@ def _labelled(label: str, counter: Mapping[str, int]) -> dict[str, float]:
     return {labels(**{label: value}): count for value, count in sorted(counter.items())}
 
 
-def page(target: str, tally: Tally, observed: Observed | None, frozen: str, trouble: str) -> Page:
+def page(target: str, tally: ControllerCounters, observed: Observed | None, frozen: str, trouble: str) -> Page:
     """Return what *target* shows; *trouble* is what was wrong with the last pass, empty if nothing was."""
     if target == "/metrics":
         return Page(ok().status, format_metrics(tally, observed, frozen))

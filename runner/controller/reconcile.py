@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from runner.controller.kubelet import CpuState
-from runner.controller.machine import Machine
+from runner.controller.kubelet_files import CpuAssignments
+from runner.controller.online_cpus import OnlineCpus
 from runner.cpuset import CpuSet
-from runner.host.cgroup import THREADED_CONTROLLERS
-from runner.topology.pod_cgroups import INSTANCE_NAME
+from runner.kernel.cgroup import THREADED_CONTROLLERS
+from runner.kubelet.pod_cgroups import INSTANCE_NAME
 
 ROOT = ""
 PARENT = ".."
@@ -117,7 +117,7 @@ class Write:
 Action = Make | Remove | Write
 
 
-def desire(state: CpuState, machine: Machine, reserved: CpuSet) -> Desired:
+def desire(state: CpuAssignments, machine: OnlineCpus, reserved: CpuSet) -> Desired:
     """Return what the kubelet's *state* means for the tree on *machine*.
 
     Under policy ``none`` nobody has CPUs of his own and everything floats everywhere. When every CPU but the
@@ -133,7 +133,7 @@ def desire(state: CpuState, machine: Machine, reserved: CpuSet) -> Desired:
     )
 
 
-def desire_without_kubelet(machine: Machine) -> Desired:
+def desire_without_kubelet(machine: OnlineCpus) -> Desired:
     """Return what *machine* wants where no kubelet shares out CPUs: all floats but what instances registered."""
     return Desired(
         cpus=machine.present, mems=machine.memory_nodes, shared_pool=machine.online, choices={}, complete=False

@@ -24,19 +24,19 @@ import attrs
 import trio
 
 from runner.controller import identity
-from runner.controller.registrar import CODES, Registrar
+from runner.controller.methods import CODES, RpcMethods
 from runner.errors import HostError, explain
-from runner.host.jsonrpc import (
+from runner.kernel.peers import Peer, PeerError, boot_time
+from runner.protocol.jsonrpc import (
     INVALID_REQUEST,
     Framer,
     OverlongError,
     Reply,
-    Result,
     RpcError,
+    RpcResult,
     answer,
     format_error,
 )
-from runner.host.peers import Peer, PeerError, boot_time
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 
 
 @attrs.frozen
-class Limits:
+class SocketLimits:
     """What one client may take of the controller."""
 
     message: int = 64 * 1024
@@ -113,8 +113,8 @@ def _check_free(path: Path) -> None:
 class Server:
     """Carries messages between clients and *registrar*."""
 
-    registrar: Registrar
-    limits: Limits
+    registrar: RpcMethods
+    limits: SocketLimits
     _connections: Counter[int] = attrs.field(factory=Counter)
     _in_flight: Counter[int] = attrs.field(factory=Counter)
 
@@ -178,7 +178,7 @@ class Server:
     async def _answer(
         self, connection: trio.socket.SocketType, identify: partial[Peer], key: int, message: bytes
     ) -> None:
-        async def call(method: str, params: Mapping[str, object] | list[object]) -> Result:
+        async def call(method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
             with self._working(key):
                 return await self.registrar.call(identify, method, params)
 

@@ -10,7 +10,7 @@ import attrs
 from runner.controller.reconcile import FLOAT, PARENT, ROOT, Action, Group, Make, Observed, Remove, Write, instance_uid
 from runner.cpuset import CpuSet
 from runner.errors import explain
-from runner.host.cgroup import Cgroup, CgroupError
+from runner.kernel.cgroup import Cgroup, CgroupError
 
 
 @attrs.frozen

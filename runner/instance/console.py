@@ -17,10 +17,10 @@ from functools import partial
 import attrs
 import trio
 
-from runner.host.logfile import LogFile, kept_log
-from runner.host.outlet import Outlet
-from runner.host.sockets import CONSOLE_SOCKET, Socket, accepted, connected_pair, listening
-from runner.instance.host import Host, first_of
+from runner.instance.supervisor import Supervisor, first_of
+from runner.kernel.log_file import LogFile, kept_log
+from runner.kernel.nonblocking_writer import NonBlockingWriter
+from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, connected_pair, listening
 from runner.plan.instance import ConsolePlan
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ STOLEN = b"\r\n[another console writes now, this one only reads]\r\n"
 class Reader:
     """Somebody who is attached."""
 
-    outlet: Outlet
+    outlet: NonBlockingWriter
 
 
 class Console:
@@ -84,8 +84,8 @@ class Console:
                 attached.start_soon(self._serve, await accepted(door))
 
     async def _serve(self, client: trio.socket.SocketType) -> None:
-        with client, Outlet(client.fileno()) as outlet:
-            wish = await _wish(client)
+        with client, NonBlockingWriter(client.fileno()) as outlet:
+            wish = await _attach_request(client)
             if wish is None:
                 return
             if len(self._readers) >= MOST_READERS:
@@ -146,7 +146,7 @@ async def _hung_up(client: trio.socket.SocketType) -> bool:
     return False
 
 
-async def _wish(client: trio.socket.SocketType) -> dict[str, object] | None:
+async def _attach_request(client: trio.socket.SocketType) -> dict[str, object] | None:
     """Return the client's first line, or ``None`` if there is none that can be understood."""
     line = b""
     with trio.move_on_after(WISHED_WITHIN):
@@ -174,7 +174,7 @@ async def _received(stream: trio.socket.SocketType, most: int = 1 << 16) -> byte
 
 @asynccontextmanager
 async def console_shown(
-    host: Host, plan: ConsolePlan, show: Callable[[bytes], None], directory: int
+    supervisor: Supervisor, plan: ConsolePlan, show: Callable[[bytes], None], directory: int
 ) -> AsyncIterator[Socket]:
     """Hold the far end of the serial console, and serve whoever attaches by the socket in *directory*.
 
@@ -182,7 +182,7 @@ async def console_shown(
     """
 
     def heard(data: bytes) -> None:
-        host.tally.console += len(data)
+        supervisor.counters.console += len(data)
         if plan.stdout:
             show(data)
 
@@ -192,7 +192,10 @@ async def console_shown(
         listening(directory, CONSOLE_SOCKET) as listener,
     ):
         console = Console(ours, heard, log_file)
-        async with host.observed(partial(console.admit, listener)), host.observed(console.listen):
+        async with (
+            supervisor.background_task(partial(console.admit, listener)),
+            supervisor.background_task(console.listen),
+        ):
             try:
                 yield theirs
             finally:

@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 
 import trio
 
-from runner.host import files
-from runner.host.qmp import Event
+from runner.kernel import files
 from runner.plan.disks import DiskPlan
+from runner.protocol.qmp import QmpEvent
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def opened(disk: DiskPlan, directory: PurePosixPath) -> Iterator[dict[str, int]]
         if disk.overlay is None:
             top = files.opened(disk.path, write=disk.written, direct=disk.direct)
         else:
-            from runner.host.images import overlay
+            from runner.kernel.disk_images import overlay
 
             top = overlay(directory, disk.overlay.size, disk.overlay.limit)
         numbers = {disk.name: held.enter_context(top)}
@@ -37,7 +37,7 @@ def opened(disk: DiskPlan, directory: PurePosixPath) -> Iterator[dict[str, int]]
         yield numbers
 
 
-class DiskNews:
+class DiskEvents:
     """Hears QEMU's events about disks."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class DiskNews:
         self._told: dict[str, float] = {}
         self._untold: dict[str, int] = {}
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: QmpEvent) -> None:
         """Take in *event*, whatever it is about."""
         if event.name == "DEVICE_DELETED" and "device" in event.data:
             self.departure(str(event.data["device"])).set()

@@ -14,19 +14,19 @@ from pathlib import PurePosixPath
 import trio
 
 from runner.errors import HostError, Status, explain
-from runner.host import files
-from runner.host.processes import Process
-from runner.host.sockets import CONTROL_SOCKET, listening
+from runner.instance.cgroups.active import ActivePlacement, entered_cgroups
 from runner.instance.console import console_shown
+from runner.instance.daemons import anchored, death_of, first_dead, shared
 from runner.instance.display import display_shown
-from runner.instance.host import Host, StopRequestedError, first_of
-from runner.instance.machine import Ended, Machine, Wiring, agent_line, paused_machine, started_within
 from runner.instance.memory import guest_memory
-from runner.instance.networks import dhcp_served, networked
-from runner.instance.placement import Receipt, confined
+from runner.instance.network import dhcp_served, networked
+from runner.instance.qemu import GuestEnd, Qemu, QemuEndpoints, guest_agent_channel, paused_qemu, started_within
 from runner.instance.receipts import RECEIPT, Receipts, machine_threads
-from runner.instance.seats import Seat, placed
-from runner.instance.services import anchored, death_of, first_dead, shared
+from runner.instance.supervisor import StopRequestedError, Supervisor, first_of
+from runner.instance.thread_placement import Receipt, confined
+from runner.kernel import files
+from runner.kernel.processes import Process
+from runner.kernel.sockets import CONTROL_SOCKET, listening
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
@@ -41,57 +41,59 @@ CAUSE_WITHIN = 0.2
 """Seconds within which QEMU's death shows when a daemon has ended because of it."""
 
 
-async def run_instance(plan: InstancePlan, host: Host, show: Callable[[bytes], None]) -> Ended:
+async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callable[[bytes], None]) -> GuestEnd:
     """Hold everything *plan* names for as long as the guest runs, and return how it ended.
 
     Raises :exc:`~runner.errors.RunnerError` when the start failed; whatever was acquired has been released then, and
-    what could not be released is in ``host.faults``.
+    what could not be released is in ``supervisor.faults``.
     """
     try:
         async with (
-            _state(host, plan) as directory,
-            anchored(host, plan.anchor) as anchors,
-            placed(host, plan.placement, anchors) as seat,
-            guest_memory(host, plan, seat) as ram,
-            networked(host, plan.networks) as wires,
-            dhcp_served(host, plan.dhcp),
-            shared(host, plan.shares, directory) as shares,
-            console_shown(host, plan.console, show, directory) as console,
-            _devices_passed(host, plan),
-            agent_line(plan.machine.guest) as agent,
-            paused_machine(host, plan, Wiring(ram, wires, shares, console, agent), seat.birthplace) as machine,
-            _receipted(host, plan, seat, machine) as receipts,
-            display_shown(host, machine, directory, vnc=plan.machine.vnc),
-            _controlled(host, plan, directory, machine, receipts),
+            _state(supervisor, plan) as directory,
+            anchored(supervisor, plan.anchor) as anchors,
+            entered_cgroups(supervisor, plan.placement, anchors) as seat,
+            guest_memory(supervisor, plan, seat) as ram,
+            networked(supervisor, plan.networks) as wires,
+            dhcp_served(supervisor, plan.dhcp),
+            shared(supervisor, plan.shares, directory) as shares,
+            console_shown(supervisor, plan.console, show, directory) as console,
+            _devices_passed(supervisor, plan),
+            guest_agent_channel(plan.machine.guest) as agent,
+            paused_qemu(
+                supervisor, plan, QemuEndpoints(ram, wires, shares, console, agent), seat.memory_cgroup_fd
+            ) as machine,
+            _receipted(supervisor, plan, seat, machine) as receipts,
+            display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
+            _controlled(supervisor, plan, directory, machine, receipts),
         ):
-            await started_within(plan.patience, lambda: host.unless_stopped(machine.resume))
+            await started_within(plan.patience, lambda: supervisor.unless_stopped(machine.resume))
             log.info("the guest runs")
             servants = [*shares.daemons, *(wire.daemon for wire in wires if wire.daemon is not None)]
-            with _ready(host, plan.state_directory, receipts.read):
-                why = await _wait_for_the_end(host, machine, servants)
+            with _ready(supervisor, plan.state_directory, receipts.read):
+                why = await _wait_for_the_end(supervisor, machine, servants)
             return await _powered_down(plan.shutdown, machine, why)
     except StopRequestedError:
-        return Ended(Status.STOPPED, "asked to stop before the guest ran")
+        return GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
 
 
-async def _wait_for_the_end(host: Host, machine: Machine, servants: Sequence[Process]) -> Ended:
+async def _wait_for_the_end(supervisor: Supervisor, machine: Qemu, servants: Sequence[Process]) -> GuestEnd:
     """Wait for the guest's end, a request to stop, or the death of what the guest needs, and return which it was."""
 
-    async def asked() -> Ended:
-        await host.stop.asked()
-        return Ended(Status.STOPPED, "")
+    async def asked() -> GuestEnd:
+        await supervisor.stop.asked()
+        return GuestEnd(Status.STOPPED, "")
 
-    async def lost() -> Ended:
+    async def lost() -> GuestEnd:
         dead = await first_dead(servants)
         with trio.move_on_after(CAUSE_WITHIN):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
         log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
-        return Ended(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")
+        return GuestEnd(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")
 
     return await first_of(machine.ended, asked, lost)
 
 
-async def _powered_down(plan: ShutdownPlan, machine: Machine, ended: Ended) -> Ended:
+async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd) -> GuestEnd:
     """Power the guest down unless it has *ended* by itself."""
     if ended.status is Status.STOPPED:
         return await machine.power_down(plan)
@@ -101,19 +103,19 @@ async def _powered_down(plan: ShutdownPlan, machine: Machine, ended: Ended) -> E
 
 
 @asynccontextmanager
-async def _devices_passed(host: Host, plan: InstancePlan) -> AsyncIterator[None]:
+async def _devices_passed(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[None]:
     """Hold the promise that every device of the host's is as it was when QEMU has gone."""
     if not plan.machine.passing.devices:
         yield
         return
-    from runner.instance.devices import devices_passed  # here, because few guests have devices of their own
+    from runner.instance.passthrough import devices_passed  # here, because few guests have devices of their own
 
-    async with devices_passed(host, plan.machine.passing, plan.shutdown.devices_back):
+    async with devices_passed(supervisor, plan.machine.passing, plan.shutdown.devices_back):
         yield
 
 
 @asynccontextmanager
-async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
+async def _state(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[int]:
     """Hold a descriptor of the state directory; it is removed at the end unless something is kept in it."""
     with files.directory(plan.state_directory) as directory:
         files.claim(directory, plan.state_directory)
@@ -122,29 +124,33 @@ async def _state(host: Host, plan: InstancePlan) -> AsyncIterator[int]:
         try:
             yield directory
         finally:
-            with host.faults.recorded("remove the state directory"):
+            with supervisor.faults.recorded("remove the state directory"):
                 files.remove_directory_if_empty(plan.state_directory)
 
 
 @asynccontextmanager
-async def _receipted(host: Host, plan: InstancePlan, seat: Seat, machine: Machine) -> AsyncIterator[Receipts]:
+async def _receipted(
+    supervisor: Supervisor, plan: InstancePlan, seat: ActivePlacement, machine: Qemu
+) -> AsyncIterator[Receipts]:
     """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
-    threads = await started_within(plan.patience, lambda: host.unless_stopped(partial(machine_threads, machine, plan)))
-    receipts = Receipts(host, plan, machine, threads, seat, confined(host, seat, plan.placement, threads))
+    threads = await started_within(
+        plan.patience, lambda: supervisor.unless_stopped(partial(machine_threads, machine, plan))
+    )
+    receipts = Receipts(supervisor, plan, machine, threads, seat, confined(supervisor, seat, plan.placement, threads))
     for line in receipts.receipt.table():
         log.info("placement: %s", line)
     receipts.publish()
     try:
-        async with host.observed(seat.settle):
+        async with supervisor.background_task(seat.settle):
             yield receipts
     finally:
-        with host.faults.recorded("remove the receipt"):
+        with supervisor.faults.recorded("remove the receipt"):
             files.remove(plan.state_directory / RECEIPT)
 
 
 @asynccontextmanager
 async def _controlled(
-    host: Host, plan: InstancePlan, directory: int, machine: Machine, receipts: Receipts
+    supervisor: Supervisor, plan: InstancePlan, directory: int, machine: Qemu, receipts: Receipts
 ) -> AsyncIterator[None]:
     """Hold the control socket; what serves it is imported when somebody asks for the first time."""
     with listening(directory, CONTROL_SOCKET) as listener:
@@ -153,25 +159,25 @@ async def _controlled(
             while True:
                 await trio.lowlevel.wait_readable(listener)
                 try:
-                    from runner.instance.control import accept
-                    from runner.instance.live import LiveDisks
+                    from runner.instance.control.hotplug import DiskHotplug
+                    from runner.instance.control.server import accept
                 except (ImportError, OSError, MemoryError) as error:  # no reason to end a guest that runs
                     log.warning("the control socket cannot be served yet: %s", explain(error))
                     await trio.sleep(IMPORTED_AGAIN)
                 else:
-                    await accept(listener, LiveDisks(plan, machine.monitor, machine.disk_news, receipts.verify))
+                    await accept(listener, DiskHotplug(plan, machine.monitor, machine.disk_events, receipts.verify))
 
-        async with host.observed(serve):
+        async with supervisor.background_task(serve):
             yield
 
 
 @contextmanager
-def _ready(host: Host, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
+def _ready(supervisor: Supervisor, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
     """Say to whoever asks that the guest runs and nobody wants it to end: by a file, and by the pages."""
     path = directory / READY
 
     def withdraw() -> None:
-        with host.faults.recorded("remove the sign that the guest runs"):
+        with supervisor.faults.recorded("remove the sign that the guest runs"):
             files.remove(path)
 
     with ExitStack() as held:
@@ -181,5 +187,5 @@ def _ready(host: Host, directory: PurePosixPath, read: Callable[[], Receipt]) ->
             log.warning("%s", explain(error))
         else:
             held.callback(withdraw)
-        held.enter_context(host.standing.running(read))
+        held.enter_context(supervisor.guest_state.running(read))
         yield

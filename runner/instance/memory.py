@@ -10,13 +10,13 @@ from contextlib import ExitStack, asynccontextmanager
 import trio
 
 from runner.errors import HostError
-from runner.host import files
-from runner.host.processes import Command, Process
-from runner.instance.host import Host
-from runner.instance.seats import Seat
-from runner.plan.argv import preallocator_argv
+from runner.instance.cgroups.active import ActivePlacement
+from runner.instance.supervisor import Supervisor
+from runner.kernel import files
+from runner.kernel.processes import Command, Process
+from runner.plan.argv.qemu import preallocator_argv
 from runner.plan.instance import InstancePlan
-from runner.spec.document import format_size
+from runner.spec.rules import format_size
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,9 @@ FULL_REMEDY = "raise the pod's limits of memory and huge pages, or give the gues
 
 
 @asynccontextmanager
-async def guest_memory(host: Host, plan: InstancePlan, seat: Seat) -> AsyncIterator[tuple[files.Descriptor, ...]]:
+async def guest_memory(
+    supervisor: Supervisor, plan: InstancePlan, seat: ActivePlacement
+) -> AsyncIterator[tuple[files.Descriptor, ...]]:
     """Hold the RAM of each of the guest's NUMA nodes until QEMU has it; none if nobody but QEMU may have it.
 
     The pages are taken from within the pod's cgroup, on all NUMA nodes at once, by threads near to them.
@@ -42,18 +44,20 @@ async def guest_memory(host: Host, plan: InstancePlan, seat: Seat) -> AsyncItera
             for number, each in enumerate(machine.topology.numa_nodes)
         )
         if machine.ram.preallocate:
-            await _preallocated(host, plan, seat, tuple(each.number for each in ram))
+            await _preallocated(supervisor, plan, seat, tuple(each.number for each in ram))
         yield ram
 
 
-async def _preallocated(host: Host, plan: InstancePlan, seat: Seat, ram: tuple[int, ...]) -> None:
+async def _preallocated(
+    supervisor: Supervisor, plan: InstancePlan, seat: ActivePlacement, ram: tuple[int, ...]
+) -> None:
     argv = preallocator_argv(plan.machine, plan.placement, ram)
-    command = Command("preallocator", tuple(argv), ram, entering=seat.quarry)
+    command = Command("preallocator", tuple(argv), ram, entering=seat.pod_cgroup_fd)
     began = trio.current_time()
-    async with host.processes.daemon(command, 0) as process:
+    async with supervisor.processes.daemon(command, 0) as process:
         try:
             with trio.fail_after(plan.patience):
-                status = await host.unless_stopped(process.wait)
+                status = await supervisor.unless_stopped(process.wait)
         except trio.TooSlowError:
             said = process.last_words[-1] if process.last_words else "nothing"
             raise HostError(

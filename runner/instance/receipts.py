@@ -10,11 +10,11 @@ import attrs
 import trio
 
 from runner.errors import HostError, PlacementError
-from runner.host import files
-from runner.instance.host import Host
-from runner.instance.machine import Machine
-from runner.instance.placement import MachineThreads, Receipt, checked, read_again
-from runner.instance.seats import Seat
+from runner.instance.cgroups.active import ActivePlacement
+from runner.instance.qemu import Qemu
+from runner.instance.supervisor import Supervisor
+from runner.instance.thread_placement import MachineThreads, Receipt, checked, read_again
+from runner.kernel import files
 from runner.plan.instance import InstancePlan
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ LOOKED_AGAIN = (0.1, 0.5, 1.0)
 """Seconds between looks at the threads after a change: the sweep moves what others brought to the vCPUs' CPUs meanwhile."""
 
 
-async def machine_threads(machine: Machine, plan: InstancePlan) -> MachineThreads:
+async def machine_threads(machine: Qemu, plan: InstancePlan) -> MachineThreads:
     """Ask QEMU which of its threads do what; a machine without iothreads is not asked for them."""
     vcpus = await machine.vcpu_threads()
     some = any(disk.iothread for disk in plan.machine.disks)
@@ -37,11 +37,11 @@ async def machine_threads(machine: Machine, plan: InstancePlan) -> MachineThread
 class Receipts:
     """The receipt of a machine, kept true."""
 
-    host: Host
+    supervisor: Supervisor
     plan: InstancePlan
-    machine: Machine
+    machine: Qemu
     threads: MachineThreads
-    seat: Seat
+    seat: ActivePlacement
     receipt: Receipt
 
     def read(self) -> Receipt:
@@ -49,14 +49,14 @@ class Receipts:
 
         What a vCPU thread has started since the last time goes back to float first: not everywhere does somebody sweep.
         """
-        found = read_again(self.host, self.receipt, self.threads)
+        found = read_again(self.supervisor, self.receipt, self.threads)
         born = [each.thread for each in found.threads if found.is_vcpus_own(each)]
         for thread in born:
             with contextlib.suppress(HostError, PlacementError):  # then it has ended, or is told of as misplaced
                 self.seat.give_back(thread.tid)
-                self.host.tally.swept += 1
+                self.supervisor.counters.swept += 1
                 log.info("moved to float, as a vCPU had started it tid=%d name=%s", thread.tid, thread.name)
-        return read_again(self.host, self.receipt, self.threads) if born else found
+        return read_again(self.supervisor, self.receipt, self.threads) if born else found
 
     def publish(self) -> None:
         """Write the receipt down."""

@@ -13,9 +13,9 @@ from pathlib import PurePosixPath
 
 import attrs
 
-from runner.plan.facts import DocumentFact
+from runner.facts.host import DocumentFact
 from runner.plan.iso9660 import image
-from runner.spec.instance import CloudInit
+from runner.spec.instance import CloudInitSpec
 
 LABEL = "CIDATA"
 LARGEST = 1 << 20
@@ -70,14 +70,14 @@ class SeedPlan:
         return image(LABEL, {name: found.content for name, found in files.items() if found is not None})
 
 
-def named_documents(cloud_init: CloudInit) -> list[PurePosixPath]:
+def named_documents(cloud_init: CloudInitSpec) -> list[PurePosixPath]:
     """Return the files that have to be read for :func:`plan_seed`."""
     values = (cloud_init.user_data, cloud_init.meta_data, cloud_init.network_config, *cloud_init.ssh_keys)
     return [value for value in values if isinstance(value, PurePosixPath)]
 
 
 def plan_seed(
-    cloud_init: CloudInit,
+    cloud_init: CloudInitSpec,
     identity: str,
     name: str,
     macs: Sequence[str],

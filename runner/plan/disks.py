@@ -15,9 +15,9 @@ from pathlib import PurePosixPath
 
 import attrs
 
-from runner.plan.facts import MISSING, DiskFacts, FileFact
-from runner.spec.document import format_size
-from runner.spec.instance import Disk
+from runner.facts.host import MISSING, DiskFacts, FileFact
+from runner.spec.instance import DiskSpec
+from runner.spec.rules import format_size
 
 LONGEST_CHAIN = 16
 """Files one image may take data from, in a row."""
@@ -91,7 +91,7 @@ def within(path: PurePosixPath, directories: Iterable[PurePosixPath]) -> bool:
     return any(directory in path.parents for directory in directories)
 
 
-def plan_disk(name: str, disk: Disk, facts: DiskFacts, where: str, refuse: Refuse) -> DiskPlan:
+def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, refuse: Refuse) -> DiskPlan:
     """Decide about *disk*; what cannot be done is told to *refuse*, with paths that begin with *where*."""
     fact = facts.files.get(disk.path, MISSING)
     direct, aio = _ways(disk, fact, facts.io_uring_trouble, where, refuse)
@@ -117,7 +117,7 @@ def plan_disk(name: str, disk: Disk, facts: DiskFacts, where: str, refuse: Refus
     )
 
 
-def _ways(disk: Disk, fact: FileFact, io_uring_trouble: str | None, where: str, refuse: Refuse) -> tuple[bool, str]:
+def _ways(disk: DiskSpec, fact: FileFact, io_uring_trouble: str | None, where: str, refuse: Refuse) -> tuple[bool, str]:
     """Decide whether the page cache is passed by, and how QEMU reads and writes."""
     if disk.ephemeral:
         return False, "threads"
@@ -139,7 +139,7 @@ def _ways(disk: Disk, fact: FileFact, io_uring_trouble: str | None, where: str, 
 
 
 def _layers(
-    disk: Disk, fact: FileFact, files: Mapping[PurePosixPath, FileFact], where: str, refuse: Refuse
+    disk: DiskSpec, fact: FileFact, files: Mapping[PurePosixPath, FileFact], where: str, refuse: Refuse
 ) -> Iterator[Layer]:
     """Yield the layers of *disk* as far as there is nothing wrong with them."""
     path, format_, at = disk.path, disk.format, f"{where}.path"

@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 
 import attrs
 
-from runner.plan.facts import MISSING, HostFacts
-from runner.spec.instance import Boot
+from runner.facts.host import MISSING, HostFacts
+from runner.spec.instance import BootSpec
 
 OVMF = PurePosixPath("/usr/share/OVMF")
 EDK2 = PurePosixPath("/usr/share/edk2/ovmf")
@@ -48,7 +48,7 @@ class Firmware:
     """Needs System Management Mode, in which alone the store can be written."""
 
 
-def candidates(boot: Boot) -> Iterable[PurePosixPath]:
+def candidates(boot: BootSpec) -> Iterable[PurePosixPath]:
     """Return the files beside those the spec names that have to be looked at for :func:`choose_firmware`."""
     if isinstance(boot.firmware, str):
         return [path for pair in BUILDS[boot.firmware] for path in pair]
@@ -61,7 +61,7 @@ def template_of(code: PurePosixPath) -> PurePosixPath:
 
 
 def choose_firmware(
-    boot: Boot, facts: HostFacts, refuse: Callable[[str, str], None], remark: Callable[[str], None]
+    boot: BootSpec, facts: HostFacts, refuse: Callable[[str, str], None], remark: Callable[[str], None]
 ) -> Firmware:
     """Choose the firmware for *boot*; that its code can be read is judged elsewhere."""
     if boot.firmware is None:

@@ -14,28 +14,30 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
-from runner.plan.descriptors import Claims
+from runner.facts.host import MISSING, ROOT, FileFact, HostFacts, PodName, User, Virtiofsd
+from runner.placement.guest_topology import GuestTopology, flat, guest_topology, unbound
+from runner.placement.pins import PinPolicy, all_cpus, choose_cpus, place
+from runner.plan.descriptor_claims import Claims
 from runner.plan.disks import DiskPlan, plan_disk, within
-from runner.plan.facts import MISSING, ROOT, FileFact, HostFacts, PodName, User, Virtiofsd
 from runner.plan.firmware import VariablesPlan, choose_firmware
-from runner.plan.fitness import (
+from runner.plan.guest_devices import GuestPlan, plan_guest
+from runner.plan.host_checks import (
     ASKING_FOR_LESS,
-    BARREN,
     CPU_TIME,
+    KVM_UNUSABLE_REMEDY,
     OWN_CPUS,
-    barren,
     bytes_to_lock,
     emulated,
+    kvm_unusable,
     root_for_kvm,
     shared_cpus,
     too_little_time,
 )
-from runner.plan.guest import GuestPlan, plan_guest
 from runner.plan.memory import (
     PAGE_SIZE,
     RamPlan,
     contradictions,
-    needed_beside,
+    memory_overhead,
     not_lockable,
     size_by_limits,
     too_few_pages,
@@ -43,20 +45,18 @@ from runner.plan.memory import (
     with_size,
 )
 from runner.plan.networks import DhcpPlan, NetworkPlan, NetworkPlanner
-from runner.plan.passing import Passing
+from runner.plan.passthrough_plan import PassthroughPlan
 from runner.plan.root_bus import too_few_slots
-from runner.spec.document import format_size
 from runner.spec.instance import (
     ALL_CPUS,
     LEAST_MEMORY,
     WHAT_LIMITS_LEAVE,
-    Cpu,
-    Disk,
+    CpuSpec,
+    DiskSpec,
     InstanceSpec,
-    Share,
+    ShareSpec,
 )
-from runner.topology.guest import GuestTopology, flat, guest_topology, unbound
-from runner.topology.placement import PinPolicy, all_cpus, choose_cpus, place
+from runner.spec.rules import format_size
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
@@ -160,7 +160,7 @@ class MachinePlan:
     vnc: bool
     """It has a screen, and a VNC server that is handed its connections."""
     on_reboot: str
-    passing: Passing
+    passing: PassthroughPlan
 
 
 @attrs.frozen
@@ -247,7 +247,7 @@ class _Planner:
         topology = None if placement is None else self.topology(placement, accel)
         self.pages(topology)
         spec = self.spec
-        passing = Passing() if topology is None else self.devices(topology, user, accel)
+        passing = PassthroughPlan() if topology is None else self.devices(topology, user, accel)
         lockable = bytes_to_lock(spec, sum(device.memory for device in passing.devices))
         self.problems += not_lockable(spec, lockable, facts.limits, root=user.uid == 0)
         claims = Claims(facts, self.refuse)
@@ -322,7 +322,7 @@ class _Planner:
         self.problems += too_few_slots(plan.machine)
         return plan
 
-    def own_cpus(self, cpu: Cpu, backend: str) -> None:
+    def own_cpus(self, cpu: CpuSpec, backend: str) -> None:
         """Refuse a pod whose CPUs are not its own all the time, unless less was asked for."""
         facts = self.facts
         # The controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max.
@@ -336,7 +336,7 @@ class _Planner:
             else:
                 self.refuse("cpu.placement", f'{trouble}; {remedy}, or say "affinity" and do with less')
 
-    def placement(self, cpu: Cpu) -> Placement | None:
+    def placement(self, cpu: CpuSpec) -> Placement | None:
         allowed = self.facts.allowed_cpus
         backend = self.backend(cpu)
         if cpu.count == ALL_CPUS:
@@ -376,7 +376,7 @@ class _Planner:
             sweep=cpu.sweep and backend == "delegated" and bool(rest),
         )
 
-    def pins(self, cpu: Cpu) -> tuple[int, ...] | None:
+    def pins(self, cpu: CpuSpec) -> tuple[int, ...] | None:
         hardware = self.facts.hardware
         policy = None if cpu.pinning == "auto" else PinPolicy(cpu.pinning)
         try:
@@ -415,10 +415,10 @@ class _Planner:
                 )
         return topology if real else flat(topology)
 
-    def devices(self, topology: GuestTopology, user: User, accel: str) -> Passing:
+    def devices(self, topology: GuestTopology, user: User, accel: str) -> PassthroughPlan:
         if not self.spec.device:
-            return Passing()
-        from runner.plan.devices import plan_devices  # here, because few guests have devices of their own
+            return PassthroughPlan()
+        from runner.plan.passthrough import plan_devices  # here, because few guests have devices of their own
 
         passing, problems, remarks = plan_devices(self.spec, self.facts, topology, user, accel)
         self.problems += problems
@@ -430,7 +430,7 @@ class _Planner:
             return "max"
         return "host,topoext=on" if topology.threads > 1 and self.facts.cpu_vendor in TOPOEXT_VENDORS else "host"
 
-    def registered(self, cpu: Cpu, allowed: CpuSet) -> Placement | None:
+    def registered(self, cpu: CpuSpec, allowed: CpuSet) -> Placement | None:
         """Place with the node's controller: the vCPUs own what the kubelet gave the container, all of it."""
         if cpu.count < len(allowed):
             self.refuse(
@@ -445,7 +445,7 @@ class _Planner:
         register = Register(cpu.controller, self.facts.uid or "")
         return Placement("controller", allowed, pins, None, shared=False, register=register, sweep=cpu.sweep)
 
-    def backend(self, cpu: Cpu) -> str:
+    def backend(self, cpu: CpuSpec) -> str:
         """Return the placement back end: the one asked for, or the best that works."""
         troubles = {"controller": self.facts.controller_trouble, "delegated": self.facts.delegation_trouble}
         if cpu.placement != "auto":
@@ -479,8 +479,8 @@ class _Planner:
             else:
                 self.remarks.append(str(emulated(kvm)))
             return "tcg", user
-        if (trouble := barren(kvm)) is not None:
-            self.refuse("cpu.accel", f"{trouble}; {BARREN}")
+        if (trouble := kvm_unusable(kvm)) is not None:
+            self.refuse("cpu.accel", f"{trouble}; {KVM_UNUSABLE_REMEDY}")
         root = root_for_kvm(kvm)
         if root is None:
             return "kvm", user if kvm.admits_everyone else attrs.evolve(user, groups=(kvm.gid,))
@@ -511,7 +511,7 @@ class _Planner:
                 self.problems.append(size)
                 size = LEAST_MEMORY  # said once is enough
             self.spec = with_size(self.spec, size)
-        beside = needed_beside(self.spec, accel, copied)
+        beside = memory_overhead(self.spec, accel, copied)
         controller = placement is not None and placement.register is not None
         self.problems += contradictions(self.spec, controller=controller)
         self.problems += too_little_memory(self.spec, beside, facts.memory, facts.limits)
@@ -558,7 +558,7 @@ class _Planner:
                 self.keep_out(share)
             yield SharePlan(program, share.tag, share.path, share.read_only)
 
-    def keep_out(self, share: Share) -> None:
+    def keep_out(self, share: ShareSpec) -> None:
         """Refuse to write, with our rights, to what the guest can make a link to anything."""
         for where, path in (
             ("console.log", self.spec.console.log),
@@ -571,7 +571,7 @@ class _Planner:
                     "elsewhere, or set the share's read_only",
                 )
 
-    def directory(self, where: str, share: Share) -> None:
+    def directory(self, where: str, share: ShareSpec) -> None:
         fact = self.fact(share.path)
         if fact.kind != "directory":
             self.refuse(
@@ -602,7 +602,7 @@ class _Planner:
         named = (path for path in (boot.kernel, boot.initrd, boot.firmware) if isinstance(path, PurePosixPath))
         return sum(fact.size for fact in map(self.fact, named) if _is_copied(fact, user))
 
-    def known(self, disk: Disk) -> HostFacts:
+    def known(self, disk: DiskSpec) -> HostFacts:
         """Return the facts with the spec's word for *disk*, if it would be handed over and nothing was."""
         if disk.fd is None or self.facts.descriptors is not None:
             return self.facts

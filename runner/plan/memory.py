@@ -12,12 +12,12 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem
-from runner.plan.facts import HugeFact, Limits
-from runner.plan.fitness import MEMLOCK, locked_threads, too_little_lockable
-from runner.spec.document import MIB, format_size
-from runner.spec.instance import LEAST_MEMORY, InstanceSpec, Memory
-from runner.topology.guest import GuestTopology
-from runner.topology.hardware import Hardware, hugetlb_name
+from runner.facts.hardware import Hardware, hugetlb_name
+from runner.facts.host import HugeFact, MemoryLimits
+from runner.placement.guest_topology import GuestTopology
+from runner.plan.host_checks import MEMLOCK, locked_threads, too_little_lockable
+from runner.spec.instance import LEAST_MEMORY, InstanceSpec, MemorySpec
+from runner.spec.rules import MIB, format_size
 
 PAGE_SIZE = 2 << 20
 """Bytes; NUMA nodes of the guest begin at a multiple of it, so that its RAM can be huge pages from end to end."""
@@ -46,7 +46,7 @@ LOCKED, LOCKED_THREAD = 48 * MIB, 8 * MIB
 
 @attrs.frozen
 class RamPlan:
-    """Where the guest's RAM comes from, beside what :class:`~runner.topology.guest.GuestTopology` says of its nodes."""
+    """Where the guest's RAM comes from, beside what :class:`~runner.placement.guest_topology.GuestTopology` says of its nodes."""
 
     page_size: int | None
     """Of huge pages, in bytes; ``None``: as the kernel thinks best."""
@@ -57,12 +57,12 @@ class RamPlan:
     shared: bool
     """It can be mapped by others, such as virtiofsd; else it is QEMU's alone."""
     beside: int
-    """Bytes that are needed beside it, at most; see :func:`needed_beside`."""
+    """Bytes that are needed beside it, at most; see :func:`memory_overhead`."""
     preallocator: tuple[str, ...]
     """How the program that touches the pages begins. QEMU finds them there; what is not shared it touches itself."""
 
 
-def needed_beside(spec: InstanceSpec, accel: str, copied: int = 0) -> int:
+def memory_overhead(spec: InstanceSpec, accel: str, copied: int = 0) -> int:
     """Return how many bytes the instance needs at most beside the guest's RAM: QEMU, page tables, us and our servants.
 
     Files of *copied* bytes are copied into memory for QEMU, whose user may not read them.
@@ -88,13 +88,13 @@ def needed_beside(spec: InstanceSpec, accel: str, copied: int = 0) -> int:
     return -(-sum(parts) // MIB) * MIB
 
 
-def size_by_limits(spec: InstanceSpec, accel: str, limits: Limits, numa_nodes: int, copied: int) -> int | Problem:
+def size_by_limits(spec: InstanceSpec, accel: str, limits: MemoryLimits, numa_nodes: int, copied: int) -> int | Problem:
     """Return how much RAM the limits leave a guest of *numa_nodes* NUMA nodes, or why that cannot be said."""
     page = spec.memory.page_size
     if page is None:
         limit, name, resource = limits.memory, "memory.max", "limits.memory"
         # What is needed beside it grows with it, so this leaves a little more than that.
-        beside = 0 if limit is None else needed_beside(with_size(spec, limit), accel, copied)
+        beside = 0 if limit is None else memory_overhead(with_size(spec, limit), accel, copied)
     else:
         limit = limits.huge.get(page, HugeFact()).limit
         name, beside = f"hugetlb.{hugetlb_name(page)}.max", 0
@@ -143,7 +143,7 @@ def contradictions(spec: InstanceSpec, *, controller: bool) -> Iterator[Problem]
         )
 
 
-def too_little_memory(spec: InstanceSpec, beside: int, available: int, limits: Limits) -> Iterator[Problem]:
+def too_little_memory(spec: InstanceSpec, beside: int, available: int, limits: MemoryLimits) -> Iterator[Problem]:
     """Yield what *available* bytes of memory and the cgroups' *limits* cannot hold."""
     size, page = spec.memory.size, spec.memory.page_size
     if page is None:
@@ -172,7 +172,7 @@ def too_little_memory(spec: InstanceSpec, beside: int, available: int, limits: L
 
 
 def too_few_pages(
-    memory: Memory, topology: GuestTopology | None, hardware: Hardware, nodes: CpuSet, limits: Limits
+    memory: MemorySpec, topology: GuestTopology | None, hardware: Hardware, nodes: CpuSet, limits: MemoryLimits
 ) -> Iterator[Problem]:
     """Yield why *memory* cannot consist of the huge pages it asks for.
 
@@ -230,7 +230,7 @@ def _shortage(sources: tuple[int, ...], pages: int, page: int, free: int, total:
     )
 
 
-def not_lockable(spec: InstanceSpec, needed: int, limits: Limits, *, root: bool) -> Iterator[Problem]:
+def not_lockable(spec: InstanceSpec, needed: int, limits: MemoryLimits, *, root: bool) -> Iterator[Problem]:
     """Yield why QEMU, which is *root* or not, cannot lock *needed* bytes."""
     trouble = too_little_lockable(None if root and limits.may_lock else limits.lockable, needed)
     if trouble is not None:

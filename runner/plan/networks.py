@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 
 import attrs
 
-from runner.plan.descriptors import Claims
-from runner.plan.facts import HostFacts, Interface, Route
-from runner.spec.instance import InstanceSpec, Network, private_subnets
+from runner.facts.host import HostFacts, Interface, Route
+from runner.plan.descriptor_claims import Claims
+from runner.spec.instance import InstanceSpec, NetworkSpec, private_subnets
 
 MOST_QUEUES = 8
 """Pairs of queues a guest gets unless it asks for more: each costs a vhost thread, and 8 carry more than a NIC does."""
@@ -167,13 +167,13 @@ class NetworkPlanner:
             else:
                 yield DhcpPlan(self._facts.dnsmasq, user, network)
 
-    def _queues(self, network: Network) -> int:
+    def _queues(self, network: NetworkSpec) -> int:
         return network.queues or min(self._spec.cpu.count, MOST_QUEUES)
 
-    def _mac(self, index: int, network: Network) -> str:
+    def _mac(self, index: int, network: NetworkSpec) -> str:
         return network.mac or derived_mac(self._identity, index)
 
-    def _private(self, index: int, network: Network, subnet: IPv4Network) -> BridgedPlan:
+    def _private(self, index: int, network: NetworkSpec, subnet: IPv4Network) -> BridgedPlan:
         host = IPv4Interface((subnet[1], subnet.prefixlen))
         return BridgedPlan(
             mac=self._mac(index, network),
@@ -192,7 +192,7 @@ class NetworkPlanner:
             vhost=self._facts.vhost_net,
         )
 
-    def _private_ipv6(self, index: int, network: Network) -> Ipv6Plan | None:
+    def _private_ipv6(self, index: int, network: NetworkSpec) -> Ipv6Plan | None:
         if not network.ipv6 or self._without_ipv6(index):
             return None
         subnet = network.subnet6 or derived_subnet(self._identity, index)
@@ -205,7 +205,7 @@ class NetworkPlanner:
             self._refuse(f"network[{index}].ipv6", f"cannot give the guest IPv6: {self._facts.ipv6_trouble}")
         return self._facts.ipv6_trouble is not None
 
-    def _interface(self, index: int, network: Network) -> Interface | None:
+    def _interface(self, index: int, network: NetworkSpec) -> Interface | None:
         """Return the interface that is named, if it is here and carries what the guest may send."""
         name = network.interface or "eth0"
         found = self._facts.interfaces.get(name)
@@ -218,7 +218,7 @@ class NetworkPlanner:
             self._refuse(f"network[{index}].mtu", f"{network.mtu} is more than the {found.mtu} of {name!r}")
         return found
 
-    def _bridged(self, index: int, network: Network) -> BridgedPlan | None:
+    def _bridged(self, index: int, network: NetworkSpec) -> BridgedPlan | None:
         pod = self._interface(index, network)
         if pod is None:
             return None
@@ -261,7 +261,7 @@ class NetworkPlanner:
             vhost=self._facts.vhost_net,
         )
 
-    def _pods_ipv6(self, index: int, network: Network, pod: Interface) -> Ipv6Plan | None:
+    def _pods_ipv6(self, index: int, network: NetworkSpec, pod: Interface) -> Ipv6Plan | None:
         where = f"network[{index}].ipv6"
         if not network.ipv6 and pod.addresses6:
             self.remarks.append(
@@ -282,7 +282,7 @@ class NetworkPlanner:
         )
         return Ipv6Plan(pod.addresses6[0], None, self._facts.resolver.nameservers6)
 
-    def _macvtap(self, index: int, network: Network) -> MacvtapPlan | None:
+    def _macvtap(self, index: int, network: NetworkSpec) -> MacvtapPlan | None:
         over = self._interface(index, network)
         if over is None:
             return None
@@ -295,7 +295,7 @@ class NetworkPlanner:
             vhost=self._facts.vhost_net,
         )
 
-    def _passt(self, index: int, network: Network) -> PasstPlan | None:
+    def _passt(self, index: int, network: NetworkSpec) -> PasstPlan | None:
         if self._facts.passt is None:
             self._refuse(f"network[{index}].mode", "cannot find the program 'passt' in PATH; install the package passt")
             return None
@@ -308,7 +308,7 @@ class NetworkPlanner:
                 )
         return PasstPlan(self._mac(index, network), network.mtu or PASST_MTU, 1, self._facts.passt)
 
-    def _handed(self, index: int, network: Network) -> HandedPlan | None:
+    def _handed(self, index: int, network: NetworkSpec) -> HandedPlan | None:
         where = f"network[{index}].fd"
         found = [self._claims.claim(where, name, {"tap", "macvtap", "socket"}, write=True) for name in network.fd]
         for name in network.vhost_fd:

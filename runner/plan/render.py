@@ -7,12 +7,12 @@ from typing import Any
 
 import attrs
 
+from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import disk_words
 from runner.plan.instance import InstancePlan, MachinePlan
 from runner.plan.networks import HandedPlan, MacvtapPlan, NetworkPlan, PasstPlan
-from runner.plan.passing import Passing
-from runner.spec.document import format_size
-from runner.topology.guest import GuestTopology
+from runner.plan.passthrough_plan import PassthroughPlan
+from runner.spec.rules import format_size
 
 
 def plan_json(plan: InstancePlan) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _guest(topology: GuestTopology) -> Iterator[str]:
         )
 
 
-def _devices(passing: Passing) -> Iterator[str]:
+def _devices(passing: PassthroughPlan) -> Iterator[str]:
     for device in passing.devices:
         if device.guest_numa_node is None:
             where = "no NUMA node" if device.host_numa_node < 0 else f"NUMA node {device.host_numa_node}"

@@ -18,7 +18,7 @@ OWN = 2
 
 
 def too_few_slots(machine: MachinePlan) -> Iterator[Problem]:
-    """Yield why not everything of *machine* that :mod:`runner.plan.argv` puts on the root bus has a slot there."""
+    """Yield why not everything of *machine* that :mod:`runner.plan.argv.qemu` puts on the root bus has a slot there."""
     guest, numa_nodes = machine.guest, len(machine.topology.numa_nodes)
     takers = {
         "disks": len(machine.disks),

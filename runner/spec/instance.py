@@ -12,7 +12,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
-from runner.spec.document import (
+from runner.spec.rules import (
     DESCRIPTOR_NAME,
     MIB,
     address,
@@ -61,7 +61,7 @@ UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
 @attrs.frozen
-class Instance:
+class IdentitySpec:
     """Who the instance is."""
 
     name: str = key(
@@ -82,7 +82,7 @@ class Instance:
 
 
 @attrs.frozen
-class Cpu:
+class CpuSpec:
     """The vCPUs and the CPUs they own."""
 
     count: int = key(
@@ -150,7 +150,7 @@ class Cpu:
 
 
 @attrs.frozen
-class Memory:
+class MemorySpec:
     """The guest's RAM."""
 
     size: int = key(
@@ -187,7 +187,7 @@ class Memory:
 
 
 @attrs.frozen
-class Boot:
+class BootSpec:
     """What the machine starts: a kernel directly, or a disk through firmware."""
 
     kernel: PurePosixPath | None = key(path(), default=None, doc="a Linux kernel to start directly")
@@ -219,7 +219,7 @@ class Boot:
 
 
 @attrs.frozen
-class Disk:
+class DiskSpec:
     """A virtio disk; the order of disks is the order they are tried for booting."""
 
     path: PurePosixPath = key(path(), default=HANDED, doc="a file or block device; or else `fd`")
@@ -303,7 +303,7 @@ class Disk:
 
 
 @attrs.frozen
-class Hotplug:
+class HotplugSpec:
     """What can change while the guest runs."""
 
     disks: int = key(
@@ -314,7 +314,7 @@ class Hotplug:
 
 
 @attrs.frozen
-class Network:
+class NetworkSpec:
     """A virtio network interface."""
 
     mode: str = key(
@@ -417,7 +417,7 @@ def repr_toml(word: str) -> str:
 
 
 @attrs.frozen
-class Descriptors:
+class DescriptorsSpec:
     """What is handed to us already open."""
 
     socket: PurePosixPath | None = key(
@@ -428,7 +428,7 @@ class Descriptors:
 
 
 @attrs.frozen
-class Share:
+class ShareSpec:
     """A directory shared with the guest by virtiofs."""
 
     tag: str = key(
@@ -455,7 +455,7 @@ DEVICE_PROPERTIES = {
 
 
 @attrs.frozen
-class Device:
+class DeviceSpec:
     """A PCI device of the host that becomes the guest's own (VFIO)."""
 
     address: str | None = key(
@@ -492,7 +492,7 @@ class Device:
 
 
 @attrs.frozen
-class Console:
+class ConsoleSpec:
     """The guest's serial console."""
 
     stdout: bool = key(flag(), default=True, doc="whether it appears on standard output, where `kubectl logs` finds it")
@@ -507,7 +507,7 @@ class Console:
 
 
 @attrs.frozen
-class Display:
+class DisplaySpec:
     """The guest's screen."""
 
     vnc: bool = key(
@@ -518,7 +518,7 @@ class Display:
 
 
 @attrs.frozen
-class Guest:
+class GuestSpec:
     """What the machine has for the guest beside the usual."""
 
     agent: bool = key(
@@ -546,7 +546,7 @@ class Guest:
 
 
 @attrs.frozen
-class CloudInit:
+class CloudInitSpec:
     """What cloud-init in the guest is told; the table alone, empty, is enough to have it told something."""
 
     user_data: PurePosixPath | str | None = key(
@@ -578,7 +578,7 @@ class CloudInit:
 
 
 @attrs.frozen
-class Shutdown:
+class ShutdownSpec:
     """How the instance ends."""
 
     grace: float = key(
@@ -600,7 +600,7 @@ class Shutdown:
 
 
 @attrs.frozen
-class Environment:
+class EnvironmentSpec:
     """Which variables of the runner's environment the document may use."""
 
     allow: tuple[str, ...] = key(
@@ -615,25 +615,29 @@ class Environment:
 class InstanceSpec:
     """The whole document."""
 
-    instance: Instance = key(table(Instance), default=Instance(), doc="who it is")
-    cpu: Cpu = key(table(Cpu), default=Cpu(), doc="vCPUs and the CPUs they own")
-    memory: Memory = key(table(Memory), default=Memory(), doc="RAM")
-    boot: Boot = key(table(Boot), default=Boot(), doc="what it starts")
-    disk: tuple[Disk, ...] = key(tables(Disk), default=(), doc="virtio disks")
-    hotplug: Hotplug = key(table(Hotplug), default=Hotplug(), doc="what can change while it runs")
-    network: tuple[Network, ...] = key(tables(Network), default=(), doc="virtio network interfaces")
-    descriptors: Descriptors = key(table(Descriptors), default=Descriptors(), doc="what is handed to us already open")
-    share: tuple[Share, ...] = key(tables(Share), default=(), doc="directories shared by virtiofs")
-    device: tuple[Device, ...] = key(
-        tables(Device), default=(), doc="PCI devices of the host that become the guest's own"
+    instance: IdentitySpec = key(table(IdentitySpec), default=IdentitySpec(), doc="who it is")
+    cpu: CpuSpec = key(table(CpuSpec), default=CpuSpec(), doc="vCPUs and the CPUs they own")
+    memory: MemorySpec = key(table(MemorySpec), default=MemorySpec(), doc="RAM")
+    boot: BootSpec = key(table(BootSpec), default=BootSpec(), doc="what it starts")
+    disk: tuple[DiskSpec, ...] = key(tables(DiskSpec), default=(), doc="virtio disks")
+    hotplug: HotplugSpec = key(table(HotplugSpec), default=HotplugSpec(), doc="what can change while it runs")
+    network: tuple[NetworkSpec, ...] = key(tables(NetworkSpec), default=(), doc="virtio network interfaces")
+    descriptors: DescriptorsSpec = key(
+        table(DescriptorsSpec), default=DescriptorsSpec(), doc="what is handed to us already open"
     )
-    console: Console = key(table(Console), default=Console(), doc="the serial console")
-    display: Display = key(table(Display), default=Display(), doc="the screen")
-    guest: Guest = key(table(Guest), default=Guest(), doc="what else the machine has for the guest")
-    cloud_init: CloudInit | None = key(table(CloudInit), default=None, doc="what cloud-init in the guest is told")
-    shutdown: Shutdown = key(table(Shutdown), default=Shutdown(), doc="how it ends")
-    environment: Environment = key(
-        table(Environment), default=Environment(), doc="what it may take from its environment"
+    share: tuple[ShareSpec, ...] = key(tables(ShareSpec), default=(), doc="directories shared by virtiofs")
+    device: tuple[DeviceSpec, ...] = key(
+        tables(DeviceSpec), default=(), doc="PCI devices of the host that become the guest's own"
+    )
+    console: ConsoleSpec = key(table(ConsoleSpec), default=ConsoleSpec(), doc="the serial console")
+    display: DisplaySpec = key(table(DisplaySpec), default=DisplaySpec(), doc="the screen")
+    guest: GuestSpec = key(table(GuestSpec), default=GuestSpec(), doc="what else the machine has for the guest")
+    cloud_init: CloudInitSpec | None = key(
+        table(CloudInitSpec), default=None, doc="what cloud-init in the guest is told"
+    )
+    shutdown: ShutdownSpec = key(table(ShutdownSpec), default=ShutdownSpec(), doc="how it ends")
+    environment: EnvironmentSpec = key(
+        table(EnvironmentSpec), default=EnvironmentSpec(), doc="what it may take from its environment"
     )
 
     def contradictions(self) -> Iterator[Problem]:
@@ -655,7 +659,7 @@ class InstanceSpec:
                 yield Problem(f"disk[{index}].path", f"{str(disk.path)!r} is given twice and one of them is writable")
 
 
-def _networks(networks: tuple[Network, ...]) -> Iterator[Problem]:
+def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
     """Yield what several networks cannot have together."""
     given = (((each.interface or "eth0") if each.mode == "bridge" else None) for each in networks)
     yield from _repeated("network", "interface", given)
@@ -681,7 +685,7 @@ def _networks(networks: tuple[Network, ...]) -> Iterator[Problem]:
             )
 
 
-def _repeated_descriptors(disks: tuple[Disk, ...], networks: tuple[Network, ...]) -> Iterator[Problem]:
+def _repeated_descriptors(disks: tuple[DiskSpec, ...], networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
     """Yield the descriptors that are named twice."""
     names = [(disk.fd, f"disk[{index}].fd") for index, disk in enumerate(disks) if disk.fd is not None]
     for index, network in enumerate(networks):
@@ -694,7 +698,7 @@ def _repeated_descriptors(disks: tuple[Disk, ...], networks: tuple[Network, ...]
         seen.setdefault(name, where)
 
 
-def private_subnets(networks: Iterable[Network]) -> tuple[ipaddress.IPv4Network | None, ...]:
+def private_subnets(networks: Iterable[NetworkSpec]) -> tuple[ipaddress.IPv4Network | None, ...]:
     """Return the subnet of each network in order, ``None`` for those that have none of their own."""
     default = ipaddress.IPv4Network("192.168.77.0/24")
     result: list[ipaddress.IPv4Network | None] = []
@@ -737,7 +741,7 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
 
 def declared_variables(source: str, data: bytes) -> tuple[str, ...]:
     """Return the names of the variables that a document declares; none where it is not whole, as :func:`parse_instance` says."""
-    declared = structure(Environment, parse_document(source, data).get("environment", {}), "environment", [])
+    declared = structure(EnvironmentSpec, parse_document(source, data).get("environment", {}), "environment", [])
     return () if declared is None else declared.allow
 
 
@@ -746,7 +750,7 @@ def _with_environment(
 ) -> dict[str, object]:
     if "environment" not in document:
         return document
-    declared = structure(Environment, document["environment"], "environment", [])
+    declared = structure(EnvironmentSpec, document["environment"], "environment", [])
     if declared is None:  # as the whole document's structure will say
         return document
     for index, name in enumerate(declared.allow):

@@ -21,15 +21,15 @@ import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import RunnerError
-from runner.host.descriptors import Handed
-from runner.host.outlet import Outlet
-from runner.host.processes import become_subreaper
-from runner.host.procfs import Procfs
-from runner.host.sysfs import read_hardware
-from runner.instance.host import Faults, Host, StopRequest, open_host
+from runner.facts.host import FileFact, HostFacts, Kvm, User, Virtiofsd
 from runner.instance.lifecycle import run_instance
-from runner.instance.machine import Ended
-from runner.plan.facts import FileFact, HostFacts, Kvm, User, Virtiofsd
+from runner.instance.qemu import GuestEnd
+from runner.instance.supervisor import Faults, StopRequest, Supervisor, open_supervisor
+from runner.kernel.inherited_fds import InheritedFd
+from runner.kernel.nonblocking_writer import NonBlockingWriter
+from runner.kernel.processes import become_subreaper
+from runner.kernel.procfs import Procfs
+from runner.kernel.sysfs import read_hardware
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import parse_instance
 
@@ -164,17 +164,17 @@ class Bench:
         self,
         plan: InstancePlan,
         *,
-        beside: Callable[[Host], Any] | None = None,
-        handed: Mapping[str, Handed] | None = None,
-    ) -> Ended | RunnerError:
+        beside: Callable[[Supervisor], Any] | None = None,
+        handed: Mapping[str, InheritedFd] | None = None,
+    ) -> GuestEnd | RunnerError:
         """Run *plan* on a fresh host with what was *handed* to it; *beside* runs at the same time."""
-        with Outlet(1) as stdout:
-            async with open_host(self.stop, self.faults) as bare:
+        with NonBlockingWriter(1) as stdout:
+            async with open_supervisor(self.stop, self.faults) as bare:
                 host = attrs.evolve(bare, handed=handed or {})
                 if beside is not None:
                     host.nursery.start_soon(beside, host)
                 try:
-                    ended: Ended | RunnerError = await run_instance(plan, host, stdout.write)
+                    ended: GuestEnd | RunnerError = await run_instance(plan, host, stdout.write)
                 except RunnerError as error:
                     ended = error
                 self.when_over()
@@ -206,7 +206,7 @@ def _links() -> Iterator[str]:
         yield line.partition(":")[0].strip()
 
 
-async def settled(host: Host) -> None:
+async def settled(host: Supervisor) -> None:
     """Let the reaper take what died last: a killed grandchild becomes a zombie of ours a moment later."""
     with trio.move_on_after(1):
         while any(line.split()[1] == "Z" for line in descendants(os.getpid())):
@@ -222,6 +222,6 @@ def bench(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Bench:
             pass
     while (
         len(list(Path("/proc/self/task").iterdir())) > 1
-    ):  # a thread that trio kept from another test: it would be ours, astray
+    ):  # a thread that trio kept from another test: it would be ours, remote_bytes
         time.sleep(0.05)
     return Bench(tmp_path, told=lambda: caplog.text)

@@ -16,12 +16,12 @@ import trio
 import trio.testing
 
 from runner.check.finding import Level, Place
-from runner.check.reading import Here, ask_controller, check_here
+from runner.check.host_reader import Here, ask_controller, check_here
 from runner.errors import Status
-from runner.topology.hardware import Hardware
-from tests.support.controlled import Node, controlled
-from tests.support.paper import format_cpu_state, paper_hierarchy
-from tests.unit.host.test_sysfs import write, write_sysfs
+from runner.facts.hardware import Hardware
+from tests.support.fake_cgroupfs import fake_cgroupfs, format_cpu_state
+from tests.support.fake_node import Node, controlled
+from tests.unit.kernel.test_sysfs import write, write_sysfs
 
 EPYC = Hardware.from_json((Path(__file__).parents[1] / "data/hosts/epyc-7543-2s-nps1.json").read_text())
 PROGRAM = (sys.executable, "-m", "runner", "check")
@@ -80,7 +80,7 @@ def epyc(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "proc" / process / "ns").mkdir()
     name_namespace(root, FIRST_NAMESPACE)
     (root / "sys/fs").mkdir()
-    mount = paper_hierarchy(root / "sys/fs/cgroup", cpus=cpus, mems="0-1")
+    mount = fake_cgroupfs(root / "sys/fs/cgroup", cpus=cpus, mems="0-1")
     for name in ("system.slice", "kubepods.slice", "idle.slice"):
         mount.child(name).create()
     (mount.path / "kubepods.slice" / "cgroup.events").write_text("populated 1\n")

@@ -18,14 +18,18 @@ from typing import Any
 import pytest
 import trio
 
-from runner.console import Wish, parse_key
+from runner.cli.console import AttachRequest, parse_key
 from runner.errors import RunnerError, Status, UsageError, explain
-from runner.host.logfile import kept_log
-from runner.instance.host import Host
-from runner.instance.machine import Ended
+from runner.instance.qemu import GuestEnd
+from runner.instance.supervisor import Supervisor
+from runner.kernel.log_file import kept_log
 
 PROJECT = str(Path(__file__).parents[2])
-WRITE, READ, STEAL = Wish(write=True, steal=False), Wish(write=False, steal=False), Wish(write=True, steal=True)
+WRITE, READ, STEAL = (
+    AttachRequest(write=True, steal=False),
+    AttachRequest(write=False, steal=False),
+    AttachRequest(write=True, steal=True),
+)
 
 
 class Client:
@@ -44,7 +48,7 @@ class Client:
 
 
 @asynccontextmanager
-async def attached(bench: Any, wish: Wish) -> AsyncIterator[Client]:
+async def attached(bench: Any, wish: AttachRequest) -> AsyncIterator[Client]:
     path = bench.root / "state" / "console.sock"
     async with await trio.open_unix_socket(path) as stream:
         await stream.send_all(json.dumps({"write": wish.write, "steal": wish.steal}).encode() + b"\n")
@@ -58,7 +62,7 @@ async def running(bench: Any, act: Callable[[], Any], **qemu: object) -> None:
     plan = bench.plan(qemu=qemu)
     before = bench.snapshot()
 
-    async def beside(_host: Host) -> None:
+    async def beside(_host: Supervisor) -> None:
         try:
             with trio.fail_after(30):
                 while not bench.guest_runs():
@@ -68,7 +72,7 @@ async def running(bench: Any, act: Callable[[], Any], **qemu: object) -> None:
             bench.stop.ask("test")
 
     result = await bench.run(plan, beside=beside)
-    assert isinstance(result, Ended), explain(result)
+    assert isinstance(result, GuestEnd), explain(result)
     assert result.status is Status.STOPPED
     assert bench.faults.sentences == []
     assert bench.snapshot() == before
@@ -181,7 +185,7 @@ async def test_a_stale_socket_is_replaced_and_another_runners_is_not(bench: Any)
             await client.until(b"guest: runs")
 
     plan = bench.plan(qemu={"at_cont": "shutdown"})
-    assert isinstance(await bench.run(plan), Ended)
+    assert isinstance(await bench.run(plan), GuestEnd)
     assert not path.exists()
     with socket.socket(socket.AF_UNIX) as other:
         path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import trio
 
-from runner.ctl import control
+from runner.cli.ctl import control
 from runner.errors import RunnerError, Status, explain
-from runner.instance.host import Host
-from runner.instance.machine import Ended
+from runner.instance.qemu import GuestEnd
+from runner.instance.supervisor import Supervisor
 from runner.plan.instance import InstancePlan
 from tests.support.sweep import SABOTEUR
 
@@ -20,7 +20,7 @@ from tests.support.sweep import SABOTEUR
 async def beside_a_guest(bench: Any, plan: InstancePlan, act: Callable[[], Awaitable[None]]) -> None:
     """Do *act* while the guest of *plan* runs, and have it end well."""
 
-    async def beside(_host: Host) -> None:
+    async def beside(_host: Supervisor) -> None:
         try:
             with trio.fail_after(30):
                 while not bench.guest_runs():
@@ -31,12 +31,12 @@ async def beside_a_guest(bench: Any, plan: InstancePlan, act: Callable[[], Await
 
     before = bench.snapshot()
     ended = await bench.run(plan, beside=beside)
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, GuestEnd)
     assert ended.status is Status.STOPPED
     assert bench.snapshot() == before
 
 
-@pytest.mark.parametrize("lacking", ["runner.instance.control", "runner.host.agent"])
+@pytest.mark.parametrize("lacking", ["runner.instance.control.server", "runner.protocol.guest_agent"])
 async def test_what_cannot_be_imported_now_ends_no_guest(bench: Any, lacking: str) -> None:
     plan = bench.plan(qemu={"agent": "answers", "at_powerdown": "shutdown"})
     before = sys.modules.pop(lacking, None)
@@ -45,7 +45,7 @@ async def test_what_cannot_be_imported_now_ends_no_guest(bench: Any, lacking: st
         while "the guest agent is there" not in bench.told():
             await trio.sleep(0.005)
         SABOTEUR.begin(1, only=frozenset({"import"}))
-        if lacking == "runner.instance.control":
+        if lacking == "runner.instance.control.server":
             with pytest.raises(RunnerError, match="Method not found"):  # asked a second before it could be answered
                 await control(plan.state_directory, "nothing", {})
 
@@ -55,7 +55,10 @@ async def test_what_cannot_be_imported_now_ends_no_guest(bench: Any, lacking: st
         SABOTEUR.end()
         if before is not None:
             sys.modules[lacking] = before
-    said = {"runner.instance.control": "cannot be served yet", "runner.host.agent": "the guest agent is not asked"}
+    said = {
+        "runner.instance.control.server": "cannot be served yet",
+        "runner.protocol.guest_agent": "the guest agent is not asked",
+    }
     assert f"{said[lacking]}: Too many open files" in bench.told()
 
 

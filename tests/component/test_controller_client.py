@@ -15,9 +15,9 @@ import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
-from runner.host.cgroup import Cgroup
-from runner.host.controller import ControllerAbsentError, ControllerError, deregister, register
-from tests.support.controlled import ENTRIES, A, B, Node, controlled, scope_path
+from runner.kernel.cgroup import Cgroup
+from runner.protocol.controller_client import ControllerAbsentError, ControllerError, deregister, register
+from tests.support.fake_node import ENTRIES, A, B, Node, controlled, scope_path
 
 CPUS = CpuSet.parse(ENTRIES[A]["instance"])
 

@@ -19,10 +19,10 @@ import pytest
 import trio
 
 from runner.errors import RefusedError, explain
-from runner.host import devices
-from runner.host.descriptors import Handed, descriptors_handed, look
-from runner.host.files import Descriptor
-from runner.instance.machine import Ended
+from runner.instance.qemu import GuestEnd
+from runner.kernel import character_devices
+from runner.kernel.files import Descriptor
+from runner.kernel.inherited_fds import InheritedFd, inherited_fds, look
 from runner.plan.networks import HandedPlan
 
 Sent = tuple[bytes, Sequence[int]]
@@ -69,7 +69,7 @@ async def test_an_agent_sends_what_the_kernel_then_names(tmp_path: Path) -> None
     disk.write_bytes(bytes(4096))
     ours, theirs = socket.socketpair()
     before = open_now()
-    with devices.tap("vmtap9") as [tap], disk.open("r+b") as file, disk.open("rb") as reading, ours, theirs:
+    with character_devices.tap("vmtap9") as [tap], disk.open("r+b") as file, disk.open("rb") as reading, ours, theirs:
         messages = [
             (line("disk0", "file") + line("net0", "tap"), [file.fileno(), tap.number]),
             (b'{"name": "read", ', [reading.fileno()]),
@@ -77,7 +77,7 @@ async def test_an_agent_sends_what_the_kernel_then_names(tmp_path: Path) -> None
             (line("user", "socket"), [theirs.fileno()]),
         ]
         with agent(tmp_path / "agent", *messages) as path:
-            async with descriptors_handed({}, path) as handed:
+            async with inherited_fds({}, path) as handed:
                 found = {name: look(each.descriptor.number) for name, each in handed.items()}
                 inherited = [os.get_inheritable(each.descriptor.number) for each in handed.values()]
         assert {name: (each.kind, each.size, each.writable) for name, each in found.items()} == {
@@ -112,7 +112,7 @@ async def test_what_an_agent_does_wrong_is_told_and_closed(
 ) -> None:
     before = open_now()
     with agent(tmp_path / "agent", *messages) as path, pytest.raises(RefusedError) as caught:
-        async with descriptors_handed({}, path):
+        async with inherited_fds({}, path):
             pass
     assert expected.format(repr(str(path))) in str(caught.value)
     assert open_now() <= before
@@ -125,7 +125,7 @@ async def test_an_agent_that_does_not_close_is_given_up(tmp_path: Path, autojump
         agent(tmp_path / "agent", (line("a", "file"), [0]), close=False) as path,
         pytest.raises(RefusedError, match="the agent has not closed within 10 s"),
     ):
-        async with descriptors_handed({}, path):
+        async with inherited_fds({}, path):
             pass
     assert open_now() <= before
 
@@ -145,10 +145,10 @@ async def test_an_agent_of_another_user_is_not_trusted(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         with pytest.raises(RefusedError, match="it runs as user 65534, neither root nor ours"):
-            async with descriptors_handed({}, PurePosixPath(path)):
+            async with inherited_fds({}, PurePosixPath(path)):
                 pass
     with pytest.raises(RefusedError) as caught:
-        async with descriptors_handed({}, PurePosixPath(path)):
+        async with inherited_fds({}, PurePosixPath(path)):
             pass
     assert explain(caught.value).endswith("that hands over descriptors: Connection refused")
 
@@ -156,11 +156,11 @@ async def test_an_agent_of_another_user_is_not_trusted(tmp_path: Path) -> None:
 INHERIT = """
 import os, sys, trio
 from runner.errors import RefusedError
-from runner.host.descriptors import descriptors_handed, look
+from runner.kernel.inherited_fds import inherited_fds, look
 
 async def main():
     try:
-        async with descriptors_handed(os.environ, None) as handed:
+        async with inherited_fds(os.environ, None) as handed:
             print({name: look(each.descriptor.number).kind for name, each in handed.items()})
     except RefusedError as error:
         print(error)
@@ -205,12 +205,12 @@ async def test_qemu_has_them_and_no_other_child(bench: Any) -> None:
     plan = bench.plan("[[network]]\n" + bench.share(), qemu={"at_cont": "shutdown"})
     before = bench.snapshot()
     with contextlib.ExitStack() as held:
-        [tap] = held.enter_context(devices.tap("vmtap9"))
-        handed = {"net0": Handed(Descriptor(os.dup(tap.number)), None)}
+        [tap] = held.enter_context(character_devices.tap("vmtap9"))
+        handed = {"net0": InheritedFd(Descriptor(os.dup(tap.number)), None)}
         network = HandedPlan("52:54:00:00:00:01", 1500, 1, "tap", ("net0",), (), vhost=False)
         plan = attrs.evolve(plan, networks=(network,), dhcp=(), machine=attrs.evolve(plan.machine, networks=(network,)))
         result = await bench.run(plan, handed=handed)
-        assert isinstance(result, Ended), explain(result)
+        assert isinstance(result, GuestEnd), explain(result)
         assert handed["net0"].descriptor.number == -1
     [qemu] = bench.records("qemu", "start")
     named = next(word for word in qemu["argv"] if word.startswith("tap,"))

@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from runner.errors import Status
-from tests.support.paper_pci import with_devices
+from tests.support.fake_pci import with_devices
 
 
 def put_driver(path: Path, driver: str) -> None:
@@ -80,7 +80,7 @@ async def test_a_device_that_comes_back_late_is_waited_for(bench: Any) -> None:
 
 LIMITED = """
 import resource
-from runner.host.memory import lockable, read_lockable
+from runner.kernel.memory import lockable, read_lockable
 limit = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 20))
 assert read_lockable(()) == 1 << 20

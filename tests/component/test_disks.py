@@ -12,13 +12,13 @@ import trio
 from trio.testing import MockClock
 
 from runner.errors import HostError, Problem, explain
-from runner.host import files
-from runner.host.images import overlay
-from runner.host.qmp import Event
-from runner.instance.disks import TOLD_EVERY, DiskNews, opened
-from runner.instance.survey import survey_disk
+from runner.instance.discover import read_disk_facts
+from runner.instance.disks import TOLD_EVERY, DiskEvents, opened
+from runner.kernel import files
+from runner.kernel.disk_images import overlay
 from runner.plan.disks import DiskPlan, plan_disk
-from runner.spec.instance import Disk
+from runner.protocol.qmp import QmpEvent
+from runner.spec.instance import DiskSpec
 from tests.support.sweep import SABOTEUR
 
 MIB = 1 << 20
@@ -30,16 +30,16 @@ def qemu_img(*words: object) -> None:
     subprocess.run(["qemu-img", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
 
 
-def planned(disk: Disk) -> DiskPlan:
+def planned(disk: DiskSpec) -> DiskPlan:
     problems: list[Problem] = []
-    plan = plan_disk("disk0", disk, survey_disk(disk), "disk[0]", lambda *each: problems.append(Problem(*each)))
+    plan = plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", lambda *each: problems.append(Problem(*each)))
     assert problems == []
     return plan
 
 
-def refused(disk: Disk) -> str:
+def refused(disk: DiskSpec) -> str:
     problems: list[Problem] = []
-    plan_disk("disk0", disk, survey_disk(disk), "disk[0]", lambda *each: problems.append(Problem(*each)))
+    plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", lambda *each: problems.append(Problem(*each)))
     [problem] = problems
     return str(problem)
 
@@ -49,7 +49,7 @@ def descriptors() -> set[str]:
 
 
 @pytest.fixture
-def chain(tmp_path: Path) -> Disk:
+def chain(tmp_path: Path) -> DiskSpec:
     """Make an image above an image above a raw file; the second is named by a relative path, the third by a link."""
     below = tmp_path / "below"
     below.mkdir()
@@ -57,10 +57,10 @@ def chain(tmp_path: Path) -> Disk:
     (below / "link").symlink_to(below / "base")
     qemu_img("create", "-f", "qcow2", "-b", below / "link", "-F", "raw", below / "middle")
     qemu_img("create", "-f", "qcow2", "-b", "below/middle", "-F", "qcow2", tmp_path / "top")
-    return Disk(path=PurePosixPath(tmp_path / "top"), format="qcow2", backing=(PurePosixPath(below),))
+    return DiskSpec(path=PurePosixPath(tmp_path / "top"), format="qcow2", backing=(PurePosixPath(below),))
 
 
-def test_a_chain_is_found_as_the_headers_say(chain: Disk, tmp_path: Path) -> None:
+def test_a_chain_is_found_as_the_headers_say(chain: DiskSpec, tmp_path: Path) -> None:
     plan = planned(chain)
     below = PurePosixPath(tmp_path / "below")
     assert [(layer.path, layer.format) for layer in plan.layers] == [
@@ -71,8 +71,8 @@ def test_a_chain_is_found_as_the_headers_say(chain: Disk, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("ephemeral", [False, True])
-def test_every_descriptor_that_cannot_be_had(chain: Disk, tmp_path: Path, *, ephemeral: bool) -> None:
-    plan = planned(Disk(path=chain.path, format="qcow2", backing=chain.backing, ephemeral=ephemeral))
+def test_every_descriptor_that_cannot_be_had(chain: DiskSpec, tmp_path: Path, *, ephemeral: bool) -> None:
+    plan = planned(DiskSpec(path=chain.path, format="qcow2", backing=chain.backing, ephemeral=ephemeral))
     before = descriptors()
     failed = 0
     while True:
@@ -95,7 +95,7 @@ def test_every_descriptor_that_cannot_be_had(chain: Disk, tmp_path: Path, *, eph
     assert sorted(path.name for path in tmp_path.iterdir()) == ["below", "top"]
 
 
-def test_what_has_changed_since_the_plan_was_made(chain: Disk, tmp_path: Path) -> None:
+def test_what_has_changed_since_the_plan_was_made(chain: DiskSpec, tmp_path: Path) -> None:
     plan = planned(chain)
     middle = tmp_path / "below" / "middle"
     secret = tmp_path / "secret"
@@ -112,9 +112,9 @@ def test_what_has_changed_since_the_plan_was_made(chain: Disk, tmp_path: Path) -
 
 def test_what_images_of_qemu_img_say(tmp_path: Path) -> None:
     path = tmp_path / "image"
-    disk = Disk(path=PurePosixPath(path), format="qcow2")
+    disk = DiskSpec(path=PurePosixPath(path), format="qcow2")
     qemu_img("create", "-f", "qcow2", "-o", "compat=0.10", path, "3M")
-    assert survey_disk(disk).files[disk.path].image.size == 3 * MIB  # type: ignore[union-attr]
+    assert read_disk_facts(disk).files[disk.path].image.size == 3 * MIB  # type: ignore[union-attr]
     planned(disk)
     secret = ("--object", "secret,id=s,data=x", "-o", "encrypt.format=luks,encrypt.key-secret=s")
     qemu_img("create", "-f", "qcow2", *secret, path, "3M")
@@ -128,10 +128,10 @@ def test_what_images_of_qemu_img_say(tmp_path: Path) -> None:
     assert "is marked as corrupt" in refused(disk)
     qemu_img("create", "-f", "qcow2", "-b", tmp_path / "elsewhere", "-F", "raw", "-u", path, "3M")
     assert "takes data from '" in refused(disk)
-    assert "does not exist" in refused(Disk(path=disk.path, format="qcow2", backing=(PurePosixPath(tmp_path),)))
+    assert "does not exist" in refused(DiskSpec(path=disk.path, format="qcow2", backing=(PurePosixPath(tmp_path),)))
     vmdk = tmp_path / "image.vmdk"
     vmdk.write_bytes(b"QFI")  # shorter than any header
-    assert "has 3 bytes" in refused(Disk(path=PurePosixPath(vmdk)))
+    assert "has 3 bytes" in refused(DiskSpec(path=PurePosixPath(vmdk)))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_an_image_that_lies_is_refused_in_words(tmp_path: Path, at: int, value: 
     content = path.read_bytes()
     at = content.index(b"elsewhere") if at == NAME else at
     path.write_bytes(content[:at] + value + content[at + len(value) :])
-    disk = Disk(path=PurePosixPath(path), format="qcow2", backing=(PurePosixPath(tmp_path),), ephemeral=True)
+    disk = DiskSpec(path=PurePosixPath(path), format="qcow2", backing=(PurePosixPath(tmp_path),), ephemeral=True)
     assert words in refused(disk)
 
 
@@ -184,13 +184,13 @@ def test_what_a_file_system_can_do_is_tried(tmp_path: Path) -> None:
 
 async def test_errors_are_told_once_and_counted(caplog: pytest.LogCaptureFixture, autojump_clock: MockClock) -> None:
     del autojump_clock  # it is the clock
-    news = DiskNews()
+    news = DiskEvents()
     failed = {"node-name": "disk0", "operation": "write", "reason": "Input/output error"}
     for _ in range(1000):
-        news.hear(Event("BLOCK_IO_ERROR", failed))
-    news.hear(Event("BLOCK_IO_ERROR", {**failed, "operation": "read"}))
+        news.hear(QmpEvent("BLOCK_IO_ERROR", failed))
+    news.hear(QmpEvent("BLOCK_IO_ERROR", {**failed, "operation": "read"}))
     await trio.sleep(TOLD_EVERY + 1)
-    news.hear(Event("BLOCK_IO_ERROR", failed))
+    news.hear(QmpEvent("BLOCK_IO_ERROR", failed))
     assert [record.getMessage() for record in caplog.records] == [
         "the disk disk0 has failed to write: Input/output error; the guest was told",
         "the disk disk0 has failed to read: Input/output error; the guest was told",

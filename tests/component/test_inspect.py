@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 
-from tests.support.crew import PYTHON, Crew, crew
+from tests.support.fake_instance import PYTHON, FakeInstance, fake_instance
 
 FLOAT, *_, CPU = sorted(os.sched_getaffinity(0))
 MIB = 1 << 20
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(FLOAT == CPU, reason="a second CPU is missing")
 class Instance:
     """A crew with the roles of an instance of one vCPU on the last CPU, and its receipt."""
 
-    crew: Crew
+    fake_instance: FakeInstance
     receipt: Path
     qemu: int
     vcpu: int
@@ -41,7 +41,7 @@ class Instance:
         return subprocess.run(self.command(*more), check=False, capture_output=True, text=True)
 
     def command(self, *more: str, before: tuple[str, ...] = ()) -> tuple[str, ...]:
-        return self.crew.command(*before, *INSPECT, "--state-dir", str(self.receipt.parent), *more)
+        return self.fake_instance.command(*before, *INSPECT, "--state-dir", str(self.receipt.parent), *more)
 
     def verdicts(self) -> dict[str, dict[str, Any]]:
         report = json.loads(self.inspect("--json").stdout)
@@ -50,7 +50,7 @@ class Instance:
 
 @pytest.fixture
 def instance(tmp_path: Path) -> Iterator[Instance]:
-    with crew() as found:
+    with fake_instance() as found:
         found.tell("pin", 0, [FLOAT])
         anchor = found.start_anchor()
         found.tell("pin", anchor, [CPU])
@@ -98,17 +98,17 @@ def test_the_report_for_machines(instance: Instance) -> None:
 
 
 def test_an_intruder_is_named(instance: Instance) -> None:
-    pid, _ = instance.crew.start("intruder", [FLOAT, CPU])
+    pid, _ = instance.fake_instance.start("intruder", [FLOAT, CPU])
     shown = instance.inspect()
     assert shown.returncode == 3, shown.stdout
     assert f"violated  exclusive  other (thread {pid}, 'intruder')" in shown.stdout
     assert f"may run on '{CPU}'" in shown.stdout
-    instance.crew.tell("pin", pid, [FLOAT])
+    instance.fake_instance.tell("pin", pid, [FLOAT])
     assert instance.inspect().returncode == 0
 
 
 def test_a_vcpu_that_lost_its_pin(instance: Instance) -> None:
-    instance.crew.tell("pin", instance.vcpu, [FLOAT, CPU])
+    instance.fake_instance.tell("pin", instance.vcpu, [FLOAT, CPU])
     assert instance.verdicts()["vcpus"] == {
         "rule": "vcpus",
         "result": "violated",
@@ -122,16 +122,16 @@ def test_a_vcpu_that_lost_its_pin(instance: Instance) -> None:
 
 
 def test_qemu_has_died(instance: Instance) -> None:
-    instance.crew.tell("end", instance.qemu)
+    instance.fake_instance.tell("end", instance.qemu)
     verdicts = instance.verdicts()
     assert verdicts["vcpus"]["reasons"] == ["vCPU 0 has no thread"]
     assert (verdicts["local"]["result"], verdicts["local"]["reasons"]) == ("unknown", ["there is no QEMU"])
 
 
 def test_an_anchor_started_again_is_the_anchor(instance: Instance) -> None:
-    instance.crew.tell("end", instance.anchor)
-    pid = instance.crew.start_anchor()
-    instance.crew.tell("pin", pid, [CPU])
+    instance.fake_instance.tell("end", instance.anchor)
+    pid = instance.fake_instance.start_anchor()
+    instance.fake_instance.tell("pin", pid, [CPU])
     report = json.loads(instance.inspect("--json").stdout)
     roles = {thread["pid"]: thread["role"] for thread in report["instances"][0]["threads"]}
     assert roles[pid] == "anchor"
@@ -155,7 +155,7 @@ def test_watching_tells_what_changes_until_ctrl_c(instance: Instance) -> None:
         for line in watching.stdout:
             if line.startswith("+ kubelet unknown"):
                 break
-        instance.crew.tell("pin", instance.vcpu, [FLOAT, CPU])
+        instance.fake_instance.tell("pin", instance.vcpu, [FLOAT, CPU])
         changed = [watching.stdout.readline() for _ in range(4)]
         assert [line.split()[:3] for line in changed] == [
             ["-", "instance", "vcpu"],
@@ -219,16 +219,16 @@ class Node:
 def node(tmp_path: Path, instance: Instance) -> Node:
     node = Node(tmp_path / "node")
     node.write()
-    (node.group / "cgroup.threads").write_text(f"{instance.crew.outside(instance.vcpu)}\n")
+    (node.group / "cgroup.threads").write_text(f"{instance.fake_instance.outside(instance.vcpu)}\n")
     return node
 
 
 def test_from_the_node_an_instance_is_who_shares_qemus_namespace(node: Node, instance: Instance) -> None:
-    instance.crew.start("passt.avx2", [])
+    instance.fake_instance.start("passt.avx2", [])
     report = node.report()
     (found,) = report["instances"]
     assert (report["seen_from"], found["name"], found["cpus"]) == ("node", UID, str(CPU))
-    outside = instance.crew.outside
+    outside = instance.fake_instance.outside
     roles = [(thread["tid"], thread["role"], thread["vcpu"]) for thread in found["threads"]]
     assert (outside(instance.vcpu), "vcpu", 0) in roles
     assert (outside(instance.qemu), "emulator", None) in roles
@@ -283,7 +283,7 @@ def test_an_instance_is_chosen_by_the_beginning_of_its_uuid(node: Node) -> None:
 def test_without_the_right_to_trace_it_says_so(node: Node, instance: Instance) -> None:
     shown = subprocess.run((*NO_TRACE, *node.command("--json")), check=False, capture_output=True, text=True)
     (found,) = json.loads(shown.stdout)["instances"]
-    assert instance.crew.outside(instance.vcpu) in {thread["tid"] for thread in found["threads"]}
+    assert instance.fake_instance.outside(instance.vcpu) in {thread["tid"] for thread in found["threads"]}
     assert "Permission denied" in found["verdicts"][2]["reasons"][0]
 
 

@@ -16,8 +16,8 @@ import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import PlacementError, RunnerError, Status, explain
-from runner.instance.host import Host
-from runner.instance.machine import Ended
+from runner.instance.qemu import GuestEnd
+from runner.instance.supervisor import Supervisor
 
 CPUS = len(os.sched_getaffinity(0))
 
@@ -28,12 +28,12 @@ async def wait_for(condition: Any, patience: float = 20) -> None:
             await trio.sleep(0.005)
 
 
-def ended(result: Ended | RunnerError) -> Ended:
-    assert isinstance(result, Ended), explain(result)
+def ended(result: GuestEnd | RunnerError) -> GuestEnd:
+    assert isinstance(result, GuestEnd), explain(result)
     return result
 
 
-def refused(result: Ended | RunnerError) -> str:
+def refused(result: GuestEnd | RunnerError) -> str:
     assert isinstance(result, RunnerError), result
     return explain(result)
 
@@ -44,13 +44,13 @@ async def test_the_story(bench: Any) -> None:
     before = bench.snapshot()
     receipt: dict[str, Any] = {}
 
-    async def stop_when_it_runs(host: Host) -> None:
+    async def stop_when_it_runs(host: Supervisor) -> None:
         await wait_for(bench.guest_runs)
         receipt.update(json.loads((bench.root / "state" / "receipt.json").read_text()))
         assert {process.role for process in host.processes} == {"anchor", "dnsmasq", "virtiofsd", "qemu"}
         bench.stop.ask("SIGTERM")
 
-    assert ended(await bench.run(plan, beside=stop_when_it_runs)) == Ended(
+    assert ended(await bench.run(plan, beside=stop_when_it_runs)) == GuestEnd(
         Status.STOPPED, "the guest powered down when asked to"
     )
     assert bench.faults.sentences == []
@@ -111,7 +111,7 @@ async def test_a_reboot_ends_the_instance_only_when_asked(bench: Any) -> None:
     exiting = attrs.evolve(plan, machine=attrs.evolve(plan.machine, on_reboot="exit"))
     assert ended(await bench.run(exiting)).status is Status.GUEST_RESET
 
-    async def stop_later(_host: Host) -> None:
+    async def stop_later(_host: Supervisor) -> None:
         await wait_for(lambda: bench.commands().count("cont") == 2)
         bench.stop.ask("test")
 
@@ -132,7 +132,7 @@ async def test_a_reboot_ends_the_instance_only_when_asked(bench: Any) -> None:
 async def test_power_down_whatever_the_guest_does(bench: Any, at_powerdown: str | None, status: Status) -> None:
     plan = bench.plan(qemu={"at_powerdown": at_powerdown}, grace=4)
 
-    async def stop(_host: Host) -> None:
+    async def stop(_host: Supervisor) -> None:
         await wait_for(bench.guest_runs)
         bench.stop.ask("test")
         bench.stop.ask("again")
@@ -166,7 +166,7 @@ async def test_the_agent_is_asked_before_the_power_button(
     before = bench.snapshot()
     began = 0.0
 
-    async def stop(_host: Host) -> None:
+    async def stop(_host: Supervisor) -> None:
         nonlocal began
         await wait_for(lambda: bench.guest_runs() and (agent is None or "the guest agent is there" in bench.told()))
         bench.stop.ask("test")
@@ -198,7 +198,7 @@ async def test_qemu_ends_even_if_it_does_not_want_to(bench: Any, at_quit: str | 
 async def test_qemu_stopped_or_killed_from_outside(bench: Any, number: int) -> None:
     plan = bench.plan(grace=1)
 
-    async def interfere(host: Host) -> None:
+    async def interfere(host: Supervisor) -> None:
         await wait_for(bench.guest_runs)
         [qemu] = [process for process in host.processes if process.role == "qemu"]
         qemu.send_signal(number)
@@ -258,7 +258,7 @@ async def test_a_thread_in_the_wrong_place_is_a_failed_start(bench: Any) -> None
     if plan.placement.shared:
         pytest.skip("needs two CPUs: everything shares the only one")
 
-    async def trespass(host: Host) -> None:
+    async def trespass(host: Supervisor) -> None:
         await wait_for(lambda: "query-cpus-fast" in bench.commands() or bench.records("virtiofsd", "start"))
         [daemon] = [process for process in host.processes if process.role == "virtiofsd"]
         os.sched_setaffinity(daemon.pid, set(plan.placement.cpus))
@@ -272,13 +272,15 @@ async def test_a_thread_in_the_wrong_place_is_a_failed_start(bench: Any) -> None
 async def test_asked_to_stop_while_qemu_starts(bench: Any) -> None:
     plan = bench.plan(bench.share(), qemu={"before_greeting": "hang"}, grace=1)
 
-    async def stop(_host: Host) -> None:
+    async def stop(_host: Supervisor) -> None:
         await wait_for(lambda: bench.records("qemu", "start"))
         bench.stop.ask("SIGTERM")
 
     before = bench.snapshot()
     with trio.fail_after(10):
-        assert ended(await bench.run(plan, beside=stop)) == Ended(Status.STOPPED, "asked to stop before the guest ran")
+        assert ended(await bench.run(plan, beside=stop)) == GuestEnd(
+            Status.STOPPED, "asked to stop before the guest ran"
+        )
     assert bench.snapshot() == before
 
 
@@ -287,7 +289,7 @@ async def test_asked_to_stop_while_qemu_starts(bench: Any) -> None:
 async def test_qemu_hangs_in_the_middle_of_the_start(bench: Any, command: str, asked: bool) -> None:  # noqa: FBT001
     plan = attrs.evolve(bench.plan(bench.share(), qemu={"deaf_to": command}, grace=1), patience=20 if asked else 0.5)
 
-    async def stop(_host: Host) -> None:
+    async def stop(_host: Supervisor) -> None:
         await wait_for(lambda: command in bench.commands())
         if asked:
             bench.stop.ask("SIGTERM")
@@ -313,7 +315,7 @@ async def test_the_guest_cannot_live_without_virtiofsd(bench: Any, when: str) ->
     behaviour = {"dies_after": 0.05} if when == "before QEMU" else {}
     plan = bench.plan(bench.share(), daemon={"virtiofsd": behaviour}, grace=2)
 
-    async def kill(host: Host) -> None:
+    async def kill(host: Supervisor) -> None:
         await wait_for(bench.guest_runs)
         for process in host.processes:
             if process.role == "virtiofsd":
@@ -335,7 +337,7 @@ async def test_some_are_started_again(bench: Any, role: str) -> None:
     deaths = 6 if role == "anchor" else 2
     spare = 1 if role == "anchor" else 0
 
-    async def kill(host: Host) -> None:
+    async def kill(host: Supervisor) -> None:
         await wait_for(bench.guest_runs)
         fake = "sleep" if role == "anchor" else role
         for count in range(1, deaths + 1):
@@ -359,7 +361,7 @@ async def test_a_crash_loop_costs_little_and_ends_with_the_instance(bench: Any) 
     """A dnsmasq that dies as soon as it lives: the guest runs, the pauses grow, and nothing is left of it."""
     plan = bench.plan("[[network]]\n", daemon={"dnsmasq": {"dies_after": 0.001}})
 
-    async def stop_later(_host: Host) -> None:
+    async def stop_later(_host: Supervisor) -> None:
         await wait_for(lambda: len(bench.records("dnsmasq", "start")) >= 4)
         bench.stop.ask("test")
 
@@ -382,7 +384,7 @@ async def test_a_daemon_that_ignores_sigterm_is_killed(bench: Any) -> None:
 async def test_a_grandchild_that_keeps_the_output_open(bench: Any) -> None:
     """QEMU's end is seen by its status, not by the end of its output, and the orphan is ours to reap."""
     plan = bench.plan(qemu={"daemonize": True, "at_cont": "shutdown"})
-    result: list[Ended | RunnerError] = []
+    result: list[GuestEnd | RunnerError] = []
     before = bench.snapshot()
     with trio.fail_after(10):
         try:
@@ -454,7 +456,7 @@ async def test_an_empty_state_directory_open_to_all_is_taken_and_closed(bench: A
 async def test_what_could_not_be_released_is_recorded_and_the_rest_released(bench: Any) -> None:
     plan = bench.plan(bench.share())
 
-    async def interfere(_host: Host) -> None:
+    async def interfere(_host: Supervisor) -> None:
         await wait_for(bench.guest_runs)
         (bench.root / "state" / "receipt.json").unlink()
         bench.stop.ask("test")

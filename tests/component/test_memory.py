@@ -16,14 +16,14 @@ import pytest
 import trio
 
 from runner.errors import RunnerError, Status, explain
-from runner.host import files
-from runner.host.qmp import Monitor
-from runner.instance.disks import DiskNews
-from runner.instance.host import Host
-from runner.instance.live import LiveDisks
-from runner.instance.machine import Ended
-from runner.instance.survey import PREALLOCATOR
-from runner.spec.instance import Disk
+from runner.instance.control.hotplug import DiskHotplug
+from runner.instance.discover import PREALLOCATOR
+from runner.instance.disks import DiskEvents
+from runner.instance.qemu import GuestEnd
+from runner.instance.supervisor import Supervisor
+from runner.kernel import files
+from runner.protocol.qmp import Monitor
+from runner.spec.instance import DiskSpec
 
 MIB = 1 << 20
 PREALLOC = '[memory]\nprealloc = true\nsize = "64MiB"\n'
@@ -33,7 +33,7 @@ async def test_it_is_taken_before_qemu_is_born(bench: Any) -> None:
     plan = bench.plan(PREALLOC, qemu={"at_cont": "shutdown"})
     before = bench.snapshot()
     ended = await bench.run(plan)
-    assert isinstance(ended, Ended), explain(ended)
+    assert isinstance(ended, GuestEnd), explain(ended)
     [taker], [qemu] = bench.records("preallocator", "start"), bench.records("qemu", "start")
     lines = bench.log_file.read_text().splitlines()
     assert lines.index(next(line for line in lines if "preallocator" in line)) < lines.index(
@@ -51,14 +51,14 @@ async def test_a_request_to_stop_ends_it_at_once(bench: Any) -> None:
     plan = bench.plan(PREALLOC, preallocator={"does": "hang"})
     before = bench.snapshot()
 
-    async def stop(_host: Host) -> None:
+    async def stop(_host: Supervisor) -> None:
         while not bench.records("preallocator", "start"):
             await trio.sleep(0.005)
         bench.stop.ask("SIGTERM")
 
     with trio.fail_after(20):
         ended = await bench.run(plan, beside=stop)
-    assert ended == Ended(Status.STOPPED, "asked to stop before the guest ran")
+    assert ended == GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
     assert bench.records("qemu", "start") == []
     assert bench.faults.sentences == []
     assert bench.snapshot() == before
@@ -148,12 +148,12 @@ async def test_qemus_limit_of_locked_memory_is_raised_where_something_is_locked(
 
 async def test_a_disk_attached_later_brings_no_threads_where_memory_is_locked(bench: Any, tmp_path: Path) -> None:
     (tmp_path / "disk").write_bytes(bytes(4096))
-    disk = Disk(path=PurePosixPath(tmp_path / "disk"), iothread=True)
+    disk = DiskSpec(path=PurePosixPath(tmp_path / "disk"), iothread=True)
     for lock in (False, True):
         plan = bench.plan(f"[memory]\nlock = {str(lock).lower()}\n")
         ours, theirs = socket.socketpair()
         with ours:
             theirs.close()  # no QEMU is asked before it is refused
             with pytest.raises(RunnerError) as raised:
-                await LiveDisks(plan, Monitor(ours), DiskNews(), trio.lowlevel.checkpoint).attach(disk)
+                await DiskHotplug(plan, Monitor(ours), DiskEvents(), trio.lowlevel.checkpoint).attach(disk)
             assert ("disk.iothread: must be false: with memory.lock" in explain(raised.value)) is lock

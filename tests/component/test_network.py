@@ -21,16 +21,16 @@ import pytest
 import trio
 
 from runner.errors import HostError, Status, explain
-from runner.host.network import Bridge, Link, build, read_links, recover, remove
-from runner.host.processes import Command
-from runner.host.procfs import Procfs
-from runner.host.sysfs import read_hardware
-from runner.instance.host import Host
-from runner.instance.machine import Ended
-from runner.instance.survey import _interface, pod_link
-from runner.plan.facts import FileFact, HostFacts, Resolver
+from runner.facts.host import FileFact, HostFacts, Resolver
+from runner.instance.discover import _interface, pod_link
+from runner.instance.qemu import GuestEnd
+from runner.instance.supervisor import Supervisor
+from runner.kernel.network import Bridge, Link, build, read_links, recover, remove
+from runner.kernel.processes import Command
+from runner.kernel.procfs import Procfs
+from runner.kernel.sysfs import read_hardware
+from runner.plan.argv.networks import dnsmasq_argv
 from runner.plan.instance import InstancePlan, plan_instance
-from runner.plan.networks_argv import dnsmasq_argv
 from runner.spec.instance import parse_instance
 
 MAC = "0a:58:0a:f4:01:05"
@@ -135,7 +135,7 @@ if ! ip route show default | grep -q .; then ip route add default via "$router" 
 """
 
 
-async def be_the_guest(host: Host, root: Path, gateway: str) -> dict[str, str]:
+async def be_the_guest(host: Supervisor, root: Path, gateway: str) -> dict[str, str]:
     """Ask for an address as the guest would, use it, and return what was said."""
 
     async def run(*argv: str) -> None:
@@ -168,7 +168,7 @@ async def test_a_guest_takes_the_pods_place_and_gives_it_back(bench: Any, pod: s
     plan = bridged(bench, read_eth0())
     during: dict[str, Any] = {}
 
-    async def guest(host: Host) -> None:
+    async def guest(host: Supervisor) -> None:
         with trio.fail_after(30):
             while "cont" not in bench.commands():
                 await trio.sleep(0.01)
@@ -179,7 +179,7 @@ async def test_a_guest_takes_the_pods_place_and_gives_it_back(bench: Any, pod: s
         bench.stop.ask("test")
 
     result = await bench.run(plan, beside=guest)
-    assert isinstance(result, Ended), result
+    assert isinstance(result, GuestEnd), result
     assert result.status is Status.STOPPED
     assert bench.faults.sentences == []
     [[address, prefix, _]] = before["inet"]
@@ -216,7 +216,7 @@ async def test_a_killed_runner_leaves_enough_to_put_it_right(bench: Any, pod: st
     plan = bridged(bench, read_eth0())
     bench.stop.ask("test")
     result = await bench.run(plan)
-    assert isinstance(result, Ended), result
+    assert isinstance(result, GuestEnd), result
     assert bench.faults.sentences == []
     assert state_of("eth0") == before
 
@@ -312,7 +312,7 @@ async def test_dnsmasq_answers_nobody_else(bench: Any, pod: str) -> None:
     del pod
     plan = bridged(bench, read_eth0())
 
-    async def stranger(host: Host) -> None:
+    async def stranger(host: Supervisor) -> None:
         with trio.fail_after(30):
             while "cont" not in bench.commands():
                 await trio.sleep(0.01)
@@ -346,7 +346,7 @@ async def test_dnsmasq_answers_nobody_else(bench: Any, pod: str) -> None:
         bench.stop.ask("test")
 
     result = await bench.run(plan, beside=stranger)
-    assert isinstance(result, Ended), result
+    assert isinstance(result, GuestEnd), result
 
 
 def test_dnsmasq_takes_its_own_configuration(bench: Any) -> None:

@@ -17,11 +17,11 @@ import pytest
 import trio
 
 from runner.errors import HostError, Status, explain
-from runner.host import devices, network
-from runner.host.descriptors import look
-from runner.host.processes import Command
-from runner.instance.host import Host
-from runner.instance.machine import Ended
+from runner.instance.qemu import GuestEnd
+from runner.instance.supervisor import Supervisor
+from runner.kernel import character_devices, network
+from runner.kernel.inherited_fds import look
+from runner.kernel.processes import Command
 from runner.plan.networks import PasstPlan
 
 MAC = "52:54:00:00:00:77"
@@ -97,7 +97,7 @@ def pod() -> Iterator[str]:
     ip("link", "delete", "eth0")
 
 
-async def run(host: Host, *argv: str) -> str:
+async def run(host: Supervisor, *argv: str) -> str:
     """Run a program to its end and return what it said."""
     process = host.processes.spawn(Command("test", argv))
     with trio.fail_after(30):
@@ -123,7 +123,7 @@ async def test_a_private_network_in_both_families(bench: Any, guest: str) -> Non
     before = bench.snapshot()
     said: dict[str, Any] = {}
 
-    async def be_the_guest(host: Host) -> None:
+    async def be_the_guest(host: Supervisor) -> None:
         await running(bench)
         await run(host, *f"ip link add port type veth peer name eth0 netns {guest} address {MAC}".split())
         await run(host, *["ip", "link", "set", "port", "master", "vmbr0", "up"])
@@ -147,7 +147,7 @@ async def test_a_private_network_in_both_families(bench: Any, guest: str) -> Non
         bench.stop.ask("test")
 
     result = await bench.run(plan, beside=be_the_guest)
-    assert isinstance(result, Ended), explain(result)
+    assert isinstance(result, GuestEnd), explain(result)
     assert (said["192.168.77.2"], said["192.168.77.9"]) == ("NAK", "ACK")
     assert "mtu 1400" in said["routes"]
     assert said["ipv6"] == "fd00:77::2"
@@ -167,12 +167,12 @@ async def test_as_many_queues_as_vcpus(bench: Any) -> None:
     before = bench.snapshot()
     seen: list[Any] = []
 
-    with devices.tap("vmtapX", 3) as taps:
+    with character_devices.tap("vmtapX", 3) as taps:
         seen = [look(tap.number) for tap in taps]
     assert [(each.kind, each.interface, each.multi_queue) for each in seen] == 3 * [("tap", "vmtapX", True)]
-    with devices.tap("vmtapX") as [tap]:
+    with character_devices.tap("vmtapX") as [tap]:
         assert not look(tap.number).multi_queue
-    assert isinstance(await bench.run(plan), Ended)
+    assert isinstance(await bench.run(plan), GuestEnd)
     [qemu] = bench.records("qemu", "start")
     argv = " ".join(qemu["argv"])
     assert "fds=" in argv
@@ -195,7 +195,7 @@ def test_a_macvtap_by_its_descriptors(pod: str, sysfs: Path) -> None:
     link = network.Macvtap("vmtap0", pod, MAC, 1400)
     index = network.add_macvtap(link)
     nodes = set(Path("/dev").iterdir())
-    with devices.macvtap("vmtap0", index, 2, sysfs) as taps:
+    with character_devices.macvtap("vmtap0", index, 2, sysfs) as taps:
         found = [look(tap.number) for tap in taps]
         assert [(each.kind, each.interface, each.mac) for each in found] == 2 * [("macvtap", "vmtap0", MAC)]
         assert all(each.multi_queue for each in found)
@@ -223,7 +223,7 @@ def test_the_device_of_another_macvtap_is_not_taken(pod: str, sysfs: Path) -> No
     try:
         with (
             pytest.raises(HostError, match="cannot use the macvtap 'vmtap0': its device node is of 'vmtap1'"),
-            devices.macvtap("vmtap0", first, 1, sysfs.parent / "tree"),
+            character_devices.macvtap("vmtap0", first, 1, sysfs.parent / "tree"),
         ):
             pass
     finally:
@@ -238,7 +238,7 @@ async def test_the_death_of_passt_ends_the_instance(bench: Any) -> None:
     wire = attrs.evolve(wire, machine=attrs.evolve(plan.machine, networks=wire.networks))
     before = bench.snapshot()
     result = await bench.run(wire)
-    assert isinstance(result, Ended), explain(result)
+    assert isinstance(result, GuestEnd), explain(result)
     assert (result.status, result.detail) == (Status.SERVICE_DIED, "passt was killed by SIGALRM")
     [qemu] = bench.records("qemu", "start")
     assert any(word.startswith("stream,id=net0,server=off,addr.type=fd,addr.str=") for word in qemu["argv"])
@@ -270,7 +270,7 @@ def test_permanent_neighbours_and_ipv6_come_back(pod: str) -> None:
     bridge = network.Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, link.mac, link, takes_ipv6=True)
     unreachable = attrs.evolve(link.routes6[0], gateway=ip_address("fd99::1"))
     refused = attrs.evolve(bridge, pod=attrs.evolve(link, routes6=(unreachable,)))
-    with devices.tap("vmtap0"):
+    with character_devices.tap("vmtap0"):
         network.build([bridge])
         assert "fd00:1::5" not in state()[0]
         with pytest.raises(HostError):

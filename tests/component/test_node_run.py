@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.bed import artefacts, command
+from tests.emulated_node import artefacts, command
 
-RUN = Path(command.__file__).parents[1] / "run"
+RUN = Path(__file__).parents[1] / "node" / "run"
 QEMU = f"""#!{sys.executable} -I
 import os, signal, socket, sys, time
 options = list(zip(sys.argv, sys.argv[1:]))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import main
-from runner.topology.hardware import Hardware
-from runner.topology.memory_manager import MemoryManager, MemoryState
-from runner.topology.pod import Container, Pod
-from runner.topology.topology_manager import Hint
+from runner.facts.hardware import Hardware
+from runner.kubelet.memory_manager import MemoryManager, MemoryState
+from runner.kubelet.pod import Container, Pod
+from runner.kubelet.topology_manager import Hint
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "runner")
@@ -274,5 +274,8 @@ def test_what_is_refused(
 
 
 def test_pid_1_pays_for_none_of_it() -> None:
-    script = "import sys, runner.__main__; print([name for name in ('yaml', 'runner.planner', 'runner.plan.node') if name in sys.modules])"
+    script = (
+        "import sys, runner.__main__\n"
+        "print([name for name in ('yaml', 'runner.cli.plan_node', 'runner.kubelet.node_plan') if name in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout == b"[]\n"

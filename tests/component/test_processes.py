@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from runner.errors import HostError
-from runner.host.processes import Command, open_processes, signal_name
+from runner.kernel.processes import Command, open_processes, signal_name
 
 
 def shell(text: str, role: str = "test") -> Command:

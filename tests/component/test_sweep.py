@@ -17,12 +17,12 @@ import pytest
 import trio
 
 from runner.errors import RunnerError, explain
-from runner.instance.machine import Ended
-from runner.instance.survey import survey_disk
+from runner.instance.discover import read_disk_facts
+from runner.instance.qemu import GuestEnd
 from runner.plan.disks import plan_disk
 from runner.plan.networks import PasstPlan
-from runner.spec.instance import Disk
-from tests.support.paper_pci import with_devices
+from runner.spec.instance import DiskSpec
+from tests.support.fake_pci import with_devices
 from tests.support.sweep import SABOTEUR, CancelAtStep
 
 SPECS = {
@@ -42,10 +42,10 @@ def planned(bench: Any, spec: str) -> Any:
     if spec == "bare":
         return plan
     (bench.root / "disk").write_bytes(bytes(1 << 20))
-    disk = Disk(path=PurePosixPath(bench.root / "disk"), ephemeral=True, iothread=True)
+    disk = DiskSpec(path=PurePosixPath(bench.root / "disk"), ephemeral=True, iothread=True)
     passt = PasstPlan("52:54:00:00:00:77", 65520, 1, bench.program("passt", "fake_daemon.py"))
     networks = (*plan.networks, passt)
-    disks = (plan_disk("disk0", disk, survey_disk(disk), "disk[0]", lambda *why: pytest.fail(": ".join(why))),)
+    disks = (plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", lambda *why: pytest.fail(": ".join(why))),)
     machine = attrs.evolve(plan.machine, networks=networks, disks=disks)
     return attrs.evolve(plan, networks=networks, machine=machine)
 
@@ -102,7 +102,7 @@ async def test_every_acquisition_fails_once(bench: Any, spec: str) -> None:
             assert os.strerror(errno.EMFILE) in explain(result), explain(result)
             assert bench.faults.sentences == [], f"operation {n}: {explain(result)}"
         else:
-            assert isinstance(result, Ended)
+            assert isinstance(result, GuestEnd)
             if "cont" in bench.commands() and bench.faults.sentences:
                 break  # from here on it is the teardown that fails
         assert bench.snapshot() == before, f"operation {n} failed: {result}"
@@ -148,9 +148,9 @@ async def test_with_too_few_descriptors(bench: Any) -> None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             assert bench.snapshot() == before, f"limit {limit}"
             outcomes.append(result)
-            if isinstance(result, Ended):
+            if isinstance(result, GuestEnd):
                 break
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert isinstance(outcomes[-1], Ended)
+    assert isinstance(outcomes[-1], GuestEnd)
     assert sum(isinstance(outcome, RunnerError) for outcome in outcomes) >= 5

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from zlib import crc32
 
-from tests.node.bed import artefacts
-from tests.node.bed.cache import KEPT_SECONDS, BedError, directory, fetch, follow, locked, say
+from tests.emulated_node import artefacts
+from tests.emulated_node.cache import KEPT_SECONDS, EmulatedNodeError, directory, fetch, follow, locked, say
 
 PROJECT = Path(__file__).resolve().parents[2]
 IMAGES = ("gpu-instance", "controller")
@@ -31,7 +31,7 @@ def podman(*words: str) -> str:
     """Call podman and return what it wrote."""
     done = subprocess.run(["podman", *storage(), *words], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        raise BedError(f"podman {words[0]} failed with status {done.returncode}")
+        raise EmulatedNodeError(f"podman {words[0]} failed with status {done.returncode}")
     return done.stdout.strip()
 
 
@@ -39,7 +39,7 @@ def build() -> dict[str, str]:
     """Build both images and return their ids by name."""
     missing = sorted(package for program, package in TOOLS.items() if shutil.which(program) is None)
     if missing:
-        raise BedError(f"cannot build the images: something is missing; apt-get install {' '.join(missing)}")
+        raise EmulatedNodeError(f"cannot build the images: something is missing; apt-get install {' '.join(missing)}")
     tar = fetch(artefacts.image_base())
     base = f"localhost/base:{tar.name.removeprefix('base-')}"
     with locked(directory() / "images.lock", "images"):
@@ -64,7 +64,7 @@ def built(name: str, base: str) -> str:
     say(f"building the image {name} (log: {log})")
     status, last = follow(name, argv, log, PROJECT, os.environ)
     if status != 0:
-        raise BedError(f"buildah failed with status {status}:\n{last}")
+        raise EmulatedNodeError(f"buildah failed with status {status}:\n{last}")
     image = identity.read_text().strip().removeprefix("sha256:")
     say(
         f"{name}: {int(podman('image', 'inspect', '--format', '{{.Size}}', image)) / 1e6:.0f} MB in {time.monotonic() - started:.0f} s"

@@ -16,12 +16,12 @@ import pytest
 import yaml
 
 from runner.cpuset import CpuSet
+from runner.facts.host import DocumentFact
+from runner.kubelet.pod import parse_quantity
+from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR
 from runner.plan.cloud_init import plan_seed
-from runner.plan.facts import DocumentFact
-from runner.plan.memory import needed_beside
+from runner.plan.memory import memory_overhead
 from runner.spec.instance import InstanceSpec, parse_instance
-from runner.topology.kubelet import NEWEST_MINOR, OLDEST_MINOR
-from runner.topology.pod import parse_quantity
 from tests.images.built import PROJECT
 from tests.images.manifests import DIRECTORIES, EXAMPLES, Object, pod_specs, put_together
 from tests.images.test_images import NEEDED, NEEDED_FOR_SHARES
@@ -137,7 +137,7 @@ def test_pod_and_spec_agree(name: str, objects: dict[str, list[Object]]) -> None
     # Emulated, as in the node of the tests, it needs more.
     in_pages = int(parse_quantity(limits.get("hugepages-2Mi", "0")))
     assert in_pages in ({spec.memory.size} if spec.memory.hugepages == "2MiB" else {0})
-    assert parse_quantity(limits["memory"]) >= spec.memory.size - in_pages + needed_beside(spec, "tcg")
+    assert parse_quantity(limits["memory"]) >= spec.memory.size - in_pages + memory_overhead(spec, "tcg")
     assert {each.resource for each in spec.device} == {name for name in limits if name.startswith("nvidia.com/")}
     assert pod["terminationGracePeriodSeconds"] >= spec.shutdown.grace + 5
     assert pod["restartPolicy"] in {"Never", "OnFailure"}

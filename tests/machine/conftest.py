@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.host.processes import become_subreaper
+from runner.kernel.processes import become_subreaper
 
 PROJECT = Path(__file__).parents[2]
 RUNNER = Path(sys.executable).with_name("instance-runner")

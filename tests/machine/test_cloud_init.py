@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.emulated_node import artefacts
+from tests.emulated_node.cache import fetch
+from tests.emulated_node.cpio import Entry, archive
 from tests.machine.conftest import until
-from tests.node.bed import artefacts
-from tests.node.bed.cache import fetch
-from tests.node.bed.cpio import Entry, archive
 
 HERE = Path(__file__).parent
 EXAMPLE = (HERE.parents[1] / "examples" / "instances" / "block-disk-server.toml").read_text()

@@ -12,12 +12,12 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.host import files
-from runner.plan.argv import Descriptors, qemu_argv
-from runner.plan.devices import bar_window
+from runner.facts.pci import Bar
+from runner.kernel import files
+from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.instance import FilePlan, MachinePlan
-from runner.plan.passing import DevicePlan, Passing
-from runner.plan.vfio import Bar
+from runner.plan.passthrough import bar_window
+from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from tests.machine.conftest import until
 from tests.machine.test_shapes import ROM, Talk, planned
 
@@ -52,7 +52,7 @@ def with_gpus(machine: MachinePlan, firmware: Path | None) -> MachinePlan:
     )
     window = bar_window([[Bar(BARS, high=True)]] * len(devices))
     code = machine.firmware if firmware is None else FilePlan(PurePosixPath(firmware), copied=False)
-    return attrs.evolve(machine, passing=Passing(devices, window=window), firmware=code)
+    return attrs.evolve(machine, passing=PassthroughPlan(devices, window=window), firmware=code)
 
 
 def standing_in(argv: list[str]) -> Iterator[str]:
@@ -81,7 +81,7 @@ def test_firmware_places_every_region_on_its_numa_nodes_bridge(firmware: Path | 
         )
         image = held.enter_context(files.opened(PurePosixPath(firmware or ROM)))
         ram = tuple(held.enter_context(files.memory("ram", each.memory)) for each in machine.topology.numa_nodes)
-        descriptors = Descriptors(qmp.fileno(), console.fileno(), ram, {"firmware": image})
+        descriptors = QemuFds(qmp.fileno(), console.fileno(), ram, {"firmware": image})
         argv = [*standing_in(qemu_argv(machine, descriptors, paused=False))]
         qemu = held.enter_context(subprocess.Popen(argv, pass_fds=descriptors.numbers(), stderr=subprocess.DEVNULL))
         held.callback(qemu.kill)

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from runner.cpuset import CpuSet
-from runner.host import files
-from runner.plan.argv import Descriptors, qemu_argv
-from runner.plan.facts import FileFact, HostFacts
-from runner.plan.fitness import ADDRESSES_THREAD, WORKERS
+from runner.facts.hardware import Hardware
+from runner.facts.host import FileFact, HostFacts
+from runner.kernel import files
+from runner.plan.argv.qemu import QemuFds, qemu_argv
+from runner.plan.host_checks import ADDRESSES_THREAD, WORKERS
 from runner.plan.instance import plan_instance
-from runner.plan.memory import RUNNER, needed_beside
+from runner.plan.memory import RUNNER, memory_overhead
 from runner.spec.instance import parse_instance
-from runner.topology.hardware import Hardware
 from tests.machine.test_shapes import HOSTS, ROM, Talk
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "instances" / "tiny.toml"
@@ -53,7 +53,7 @@ def test_a_real_guest_and_its_servants_need_no_more_than_reckoned(start: Any, tm
     processes = [run.pid(), *(pid for pids in run.descendants().values() for pid in pids)]
     used = sum(map(resident, processes))
     spec = parse_instance("spec.toml", (start.root / "spec.toml").read_bytes(), {})
-    reckoned = needed_beside(spec, "tcg")
+    reckoned = memory_overhead(spec, "tcg")
     print(f"used {used >> 20} of the {reckoned >> 20} MiB reckoned")
     assert reckoned / 4 < used <= reckoned
     assert run.stop() == 0
@@ -92,7 +92,7 @@ def test_qemu_needs_no_more_than_reckoned(vcpus: int, more: str, tmp_path: Path)
         for index, path in enumerate(disks):
             numbers[f"disk{index}"] = held.enter_context(files.opened(PurePosixPath(path), write=True))
         ram = tuple(held.enter_context(files.memory("ram", each.memory)) for each in machine.topology.numa_nodes)
-        descriptors = Descriptors(qmp.fileno(), console.fileno(), ram, numbers)
+        descriptors = QemuFds(qmp.fileno(), console.fileno(), ram, numbers)
         qemu = held.enter_context(
             subprocess.Popen(qemu_argv(machine, descriptors), pass_fds=descriptors.numbers(), stderr=subprocess.DEVNULL)
         )
@@ -109,6 +109,6 @@ def test_qemu_needs_no_more_than_reckoned(vcpus: int, more: str, tmp_path: Path)
             idle = WORKERS * (1 + len(machine.disks)) * ADDRESSES_THREAD  # workers that do not exist yet
             assert int(addresses[1]) * 1024 + idle <= machine.lockable
         used = resident(qemu.pid)
-        reckoned = needed_beside(spec, "tcg") - RUNNER
+        reckoned = memory_overhead(spec, "tcg") - RUNNER
         print(json.dumps({"vcpus": vcpus, "more": more, "used": used >> 20, "reckoned": reckoned >> 20}))
         assert reckoned / 8 < used <= reckoned

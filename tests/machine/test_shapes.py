@@ -15,12 +15,12 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
-from runner.host import files
-from runner.plan.argv import Descriptors, qemu_argv
-from runner.plan.facts import FileFact, HostFacts
+from runner.facts.hardware import Hardware
+from runner.facts.host import FileFact, HostFacts
+from runner.kernel import files
+from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.instance import MachinePlan, plan_instance
 from runner.spec.instance import parse_instance
-from runner.topology.hardware import Hardware
 
 HOSTS = Path(__file__).parents[1] / "data" / "hosts"
 ROM = PurePosixPath("/usr/share/seabios/bios-256k.bin")
@@ -89,7 +89,7 @@ def test_qemu_says_the_shape_back(host: str, cpus: str) -> None:
         )
         rom = held.enter_context(files.opened(ROM))
         ram = tuple(held.enter_context(files.memory("ram", each.memory)) for each in topology.numa_nodes)
-        descriptors = Descriptors(qmp.fileno(), console.fileno(), ram, {"firmware": rom})
+        descriptors = QemuFds(qmp.fileno(), console.fileno(), ram, {"firmware": rom})
         argv = qemu_argv(machine, descriptors)
         qemu = held.enter_context(subprocess.Popen(argv, pass_fds=descriptors.numbers(), stderr=subprocess.PIPE))
         held.callback(qemu.kill)
@@ -132,7 +132,7 @@ def test_the_root_bus_takes_what_the_plan_lets_it(host: str, cpus: str, disks: i
         names = ("firmware", *(disk.name for disk in machine.disks))
         numbers = {name: held.enter_context(files.opened(ROM)) for name in names}
         ram = tuple(held.enter_context(files.memory("ram", each.memory)) for each in machine.topology.numa_nodes)
-        descriptors = Descriptors(qmp.fileno(), console.fileno(), ram, numbers, agent_line=agent.fileno())
+        descriptors = QemuFds(qmp.fileno(), console.fileno(), ram, numbers, guest_agent_channel=agent.fileno())
         argv = qemu_argv(machine, descriptors)
         qemu = held.enter_context(subprocess.Popen(argv, pass_fds=descriptors.numbers(), stderr=subprocess.DEVNULL))
         held.callback(qemu.kill)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from runner.cpuset import CpuSet
-from runner.host import inotify
+from runner.kernel import inotify
 from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of, mask_of
 from tests.node.standin_kubelet import (
     MIB,

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
-from runner.host import inotify
-from runner.host.cgroup import Cgroup, CgroupError
+from runner.kernel import inotify
+from runner.kernel.cgroup import Cgroup, CgroupError
 
 MOUNT = Cgroup(Path("/sys/fs/cgroup"))
 PROJECT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.errors import HostError, explain
-from runner.host.devices import vhost_vsock
+from runner.kernel.character_devices import vhost_vsock
 from tests.node.cgroups import SECONDS
 from tests.node.test_runner import ROM, running, until
 

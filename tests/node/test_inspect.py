@@ -15,9 +15,9 @@ import pytest
 import trio
 
 from runner.cpuset import CpuSet
-from runner.host import cgroup
-from runner.inspection.look import Machine, look_at_node
-from runner.inspection.rules import judge
+from runner.inspect.observe import MountedHost, observe_node
+from runner.inspect.rules import judge
+from runner.kernel import cgroup
 from tests.node.cgroups import Cgroup, task
 from tests.node.instances import TREE, Controller, Instance, spec_text, start_instance
 from tests.node.standin_kubelet import MIB, PROJECT, PYCACHE, Container, Kubelet, Pod
@@ -70,7 +70,7 @@ class Node:
 
     def verdicts(self) -> dict[str, tuple[str, str]]:
         """Return rule → result and reasons, as this process sees it."""
-        report = judge(trio.run(look_at_node, Machine(), cgroup.Cgroup(TREE.path), self.kubelet.directory))
+        report = judge(trio.run(observe_node, MountedHost(), cgroup.Cgroup(TREE.path), self.kubelet.directory))
         return {verdict.rule: (verdict.result.value, "; ".join(verdict.reasons)) for verdict in report.verdicts}
 
     def violation(self, rule: str) -> str:

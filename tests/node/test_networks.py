@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.host import devices
+from runner.kernel import character_devices
 from tests.node.instances import World, members_of, uid_of
 from tests.node.test_runner import NAMESPACES, PROJECT, ROM, RUNNER, until
 
@@ -105,7 +105,7 @@ def test_a_machine_with_a_network_of_every_kind(
 @pytest.mark.usefixtures("rom")
 def test_a_tap_that_a_runtime_hands_on(world: World) -> None:
     """Inherited through crun's ``--preserve-fds``: only QEMU has it, and nobody has it when the instance is gone."""
-    with devices.tap("handed0") as [tap]:
+    with character_devices.tap("handed0") as [tap]:
         environment = {
             "POD_UID": uid_of(1),
             "PYTHONPATH": os.pathsep.join(["/project", *filter(None, sys.path)]),

@@ -7,11 +7,11 @@ import tomllib
 from pathlib import Path
 
 import runner.errors
-from runner.check import cpus, devices, kernel, reading, servants
+from runner.check import cpu_owners, device_rights, host_reader, kernel_settings, programs
 from runner.check.finding import Check, Level
 from runner.errors import Status
-from runner.instance import pages
-from runner.instance.services import DEATHS
+from runner.instance import probes
+from runner.instance.daemons import DEATHS
 from runner.spec.instance import parse_instance, reference
 from tests.unit.test_house import MAY_IMPORT
 
@@ -33,7 +33,7 @@ def test_every_exit_status_is_in_the_table() -> None:
 def test_every_check_is_named() -> None:
     checks = {
         value.name
-        for module in (cpus, devices, kernel, reading, servants)
+        for module in (cpu_owners, device_rights, kernel_settings, host_reader, programs)
         for value in vars(module).values()
         if isinstance(value, Check)
     }
@@ -63,8 +63,8 @@ def test_every_room_is_in_the_table_of_rooms() -> None:
 
 
 def test_every_metric_of_an_instance_is_named() -> None:
-    source = Path(pages.__file__).read_text()
-    names = set(re.findall(r'add\("(?:vcpu_)?([a-z_]+)", "(?:gauge|counter)"', source)) - {"info"}
+    source = Path(probes.__file__).read_text()
+    names = set(re.findall(r'add\(\s*"(?:vcpu_)?([a-z_]+)", "(?:gauge|counter)"', source)) - {"info"}
     assert len(names) > 10
     assert [name for name in sorted(names) if f"`{name}`" not in README] == []
 

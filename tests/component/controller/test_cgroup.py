@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
-from runner.host.cgroup import Cgroup, CgroupError, write_control
+from runner.kernel.cgroup import Cgroup, CgroupError, write_control
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.controller.keeper import Pace
-from runner.controller.kubelet import Frozen
-from runner.controller.registrar import Patience
-from tests.support.controlled import (
+from runner.controller.kubelet_files import Frozen
+from runner.controller.loop import Intervals
+from runner.controller.methods import Timeouts
+from tests.support.fake_node import (
     ANCHORS,
     ENTRIES,
     HOST_NAMESPACE,
@@ -212,7 +212,7 @@ async def test_a_stale_scope_is_waited_for(node: Node) -> None:
     node.be(B)
     node.scope(B).write("cpuset.cpus", "2-11")
     async with (
-        controlled(node, patience=Patience(agreement=20)),
+        controlled(node, patience=Timeouts(agreement=20)),
         connected(node.socket) as client,
         trio.open_nursery() as nursery,
     ):
@@ -229,7 +229,7 @@ async def test_a_late_entry_is_waited_for(node: Node) -> None:
     node.be(B)
     node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
     async with (
-        controlled(node, patience=Patience(agreement=20)),
+        controlled(node, patience=Timeouts(agreement=20)),
         connected(node.socket) as client,
         trio.open_nursery() as nursery,
     ):
@@ -253,7 +253,7 @@ async def test_lasting_disagreement_is_refused_with_both_values(node: Node) -> N
         assert refused["code"] == -32002
         assert (refused["requested"], refused["kubelet"], refused["scope"]) == ("14-17", "14-17", "14-15")
     node.scope(B).write("cpuset.cpus", "14-17")
-    async with controlled(node, patience=Patience(agreement=3600)), connected(node.socket) as client:
+    async with controlled(node, patience=Timeouts(agreement=3600)), connected(node.socket) as client:
         # Both of the kubelet's words agree against the request: no waiting.
         assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-16"))["reason"] == "cpuset"
         assert not node.instance(B).exists()
@@ -474,7 +474,7 @@ async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:
 async def test_a_kubelet_whose_directory_comes_later_or_is_replaced_is_followed(node: Node) -> None:
     aside = node.path / "aside"
     node.kubelet.rename(aside)
-    pace = Pace(pause=0.005, readings=10, frozen=0.1)
+    pace = Intervals(pause=0.005, readings=10, frozen=0.1)
     async with controlled(node, pace=pace) as controller:
         assert controller.keeper.frozen()
         aside.rename(node.kubelet)

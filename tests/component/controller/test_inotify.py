@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 from runner.errors import HostError
-from runner.host import inotify
+from runner.kernel import inotify
 
 
 async def test_reports_what_happens_in_a_directory(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ async def test_reports_what_happens_in_a_directory(tmp_path: Path) -> None:
 async def test_waits_until_something_happens(tmp_path: Path) -> None:
     with inotify.watching() as queue:
         queue.watch(tmp_path, inotify.CREATE)
-        received: list[inotify.Event] = []
+        received: list[inotify.FileEvent] = []
 
         async def receive() -> None:
             received.extend(await queue.receive())

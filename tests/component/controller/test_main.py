@@ -18,8 +18,8 @@ import trio
 
 from runner.controller.main import main, page_of
 from runner.controller.server import listening
-from runner.host.pages import serve_pages
-from tests.support.controlled import B, Controller, Node, connected, controlled
+from runner.protocol.http import serve_pages
+from tests.support.fake_node import B, Controller, Node, connected, controlled
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.host.peers import INIT_PID_NAMESPACE, SO_PEERPIDFD, Peer, PeerError, Peers, boot_time
+from runner.kernel.peers import INIT_PID_NAMESPACE, SO_PEERPIDFD, Peer, PeerError, Peers, boot_time
 
 NO_SUCH_OPTION = 9999
 """Makes the kernel answer ENOPROTOOPT, as one before Linux 6.5 does for SO_PEERPIDFD."""

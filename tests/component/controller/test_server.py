@@ -14,10 +14,10 @@ import pytest
 import trio
 import trio.testing
 
-from runner.controller.registrar import Patience
-from runner.controller.server import Limits, listening
+from runner.controller.methods import Timeouts
+from runner.controller.server import SocketLimits, listening
 from runner.errors import HostError
-from tests.support.controlled import B, Client, Node, connected, controlled
+from tests.support.fake_node import B, Client, Node, connected, controlled
 from tests.support.frames import STATUS, frames
 
 
@@ -50,13 +50,13 @@ async def ended(client: Client) -> bool:
 
 
 async def test_who_says_nothing_is_sent_away(node: Node) -> None:
-    async with controlled(node, limits=Limits(first_byte=0.1)), connected(node.socket) as client:
+    async with controlled(node, limits=SocketLimits(first_byte=0.1)), connected(node.socket) as client:
         assert await ended(client)
         await works(node)
 
 
 async def test_who_dribbles_is_sent_away_and_disturbs_nobody(node: Node) -> None:
-    limits = Limits(first_byte=3, idle=3, connections=64, connections_per_peer=64)
+    limits = SocketLimits(first_byte=3, idle=3, connections=64, connections_per_peer=64)
     async with controlled(node, limits=limits), trio.open_nursery() as nursery:
         left = 0
 
@@ -80,14 +80,14 @@ async def test_who_dribbles_is_sent_away_and_disturbs_nobody(node: Node) -> None
 
 
 async def test_who_is_idle_between_messages_is_sent_away(node: Node) -> None:
-    async with controlled(node, limits=Limits(idle=0.2)), connected(node.socket) as client:
+    async with controlled(node, limits=SocketLimits(idle=0.2)), connected(node.socket) as client:
         await client.send(STATUS)
         assert error_code(await client.line()) is None
         assert await ended(client)
 
 
 async def test_who_does_not_read_is_dropped(node: Node) -> None:
-    async with controlled(node, limits=Limits(idle=0.3)), connected(node.socket) as client:
+    async with controlled(node, limits=SocketLimits(idle=0.3)), connected(node.socket) as client:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while True:  # until both directions are full, and then until the controller loses its patience
                 await client.send(STATUS * 100)
@@ -131,7 +131,7 @@ async def test_who_cannot_be_seen_is_told_so(node: Node) -> None:
 async def test_who_is_gone_before_his_patience_ends_registers_nothing(node: Node) -> None:
     node.be(B)
     node.scope(B).write("cpuset.cpus", "2-11")
-    async with controlled(node, patience=Patience(agreement=0.5)) as controller:
+    async with controlled(node, patience=Timeouts(agreement=0.5)) as controller:
         async with connected(node.socket) as client:
             params = {"uuid": B, "cpuset": "14-17"}
             await client.send(json.dumps({"jsonrpc": "2.0", "method": "registerCgroup", "params": params}).encode())
@@ -166,7 +166,7 @@ async def test_the_longest_message_is_read(node: Node) -> None:
 
 
 async def test_a_bracket_without_end_is_answered_soon(node: Node) -> None:
-    async with controlled(node, limits=Limits(unfinished=0.1)), connected(node.socket) as client:
+    async with controlled(node, limits=SocketLimits(unfinished=0.1)), connected(node.socket) as client:
         await client.send(b"{\n")
         assert error_code(await client.line()) == -32700
         await client.send(b'[\n {"jsonrpc":"2.0","method":"getStatus","id":7}\n ]\n')  # its bracket is indented
@@ -183,7 +183,7 @@ async def test_many_messages_are_answered_in_order(node: Node) -> None:
 
 
 async def test_connections_have_a_limit(node: Node) -> None:
-    async with controlled(node, limits=Limits(connections=64, connections_per_peer=16)) as controller:
+    async with controlled(node, limits=SocketLimits(connections=64, connections_per_peer=16)) as controller:
         async with contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(connected(node.socket)) for _ in range(16)]
             for client in clients:
@@ -194,7 +194,7 @@ async def test_connections_have_a_limit(node: Node) -> None:
             assert await ended(one_too_many)
         await controller.eventually(lambda: controller.server._connections.total() == 0)
         await works(node)
-    limits = Limits(connections=3, connections_per_peer=16)
+    limits = SocketLimits(connections=3, connections_per_peer=16)
     async with controlled(node, limits=limits), contextlib.AsyncExitStack() as stack:
         for _ in range(3):
             client = await stack.enter_async_context(connected(node.socket))
@@ -208,7 +208,7 @@ async def test_requests_in_flight_have_a_limit(node: Node) -> None:
     node.be(B)
     node.scope(B).write("cpuset.cpus", "2-11")  # a registration waits for it
     request = {"jsonrpc": "2.0", "method": "registerCgroup", "params": {"uuid": B, "cpuset": "14-17"}, "id": 1}
-    async with controlled(node, patience=Patience(agreement=20)) as controller, contextlib.AsyncExitStack() as stack:
+    async with controlled(node, patience=Timeouts(agreement=20)) as controller, contextlib.AsyncExitStack() as stack:
         waiting = [await stack.enter_async_context(connected(node.socket)) for _ in range(5)]
         for client in waiting:
             await client.send(json.dumps(request).encode() + b"\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from runner.cpuset import CpuSet
-from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 
 HERE = Path(__file__).parent
 MIB, GIB = 1 << 20, 1 << 30

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
-from runner.plan.fitness import PASSED_BESIDE_RAM
-from tests.node.bed.spares import word_on
+from runner.plan.host_checks import PASSED_BESIDE_RAM
+from tests.emulated_node.spares import word_on
 from tests.node.devices.conftest import Spare, bound
 from tests.node.instances import Instance, World, pool, spec_text, start_instance, uid_of
 from tests.node.standin_kubelet import PROJECT

@@ -18,7 +18,7 @@ import attrs
 import pytest
 
 from runner.cpuset import CpuSet
-from runner.topology.pod import parse_quantity
+from runner.kubelet.pod import parse_quantity
 from tests.node.standin_kubelet import Container, Mount, Pod, Runtime, capabilities
 
 Object = dict[str, Any]

@@ -7,16 +7,16 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from runner.check import cpus, devices, kernel, servants
-from runner.check.cpus import Init, Neighbour
-from runner.check.finding import Check, Finding, Level, Place, Report, place_of
+from runner.check import cpu_owners, device_rights, kernel_settings, programs
+from runner.check.cpu_owners import CpuNeighbour, Init
+from runner.check.finding import Check, CheckReport, Finding, Level, Place, place_of
+from runner.check.programs import Program
 from runner.check.report import report_json, report_lines
-from runner.check.servants import Program
-from runner.controller.kubelet import CpuState, Frozen
+from runner.controller.kubelet_files import CpuAssignments, Frozen
 from runner.cpuset import CpuSet
-from runner.host.kernel import Interrupt, PciDevice, Swap
-from runner.plan.facts import Kvm, Pod, Virtiofsd
-from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.facts.host import Kvm, PodQos, Virtiofsd
+from runner.kernel.settings import Interrupt, PciDevice, Swap
 
 OK, UNKNOWN, WARNING, FATAL = Level
 NODE, POD, CONTAINER, MACHINE = Place
@@ -24,10 +24,10 @@ HOSTS = Path(__file__).parents[2] / "data" / "hosts"
 EPYC = Hardware.from_json((HOSTS / "epyc-7543-2s-nps1.json").read_text())
 HYBRID = Hardware.from_json((HOSTS / "core-i9-13900k.json").read_text())
 ALL, SOME = CpuSet(range(8)), CpuSet([2, 3])
-GUARANTEED = Pod("guaranteed", "its oom_score_adj is -997")
-BURSTABLE = Pod("burstable", "its oom_score_adj is 900")
+GUARANTEED = PodQos("guaranteed", "its oom_score_adj is -997")
+BURSTABLE = PodQos("burstable", "its oom_score_adj is 900")
 ERROR_NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
-STATIC = CpuState("static", CpuSet([0, 1]), {"a": {"main": SOME}})
+STATIC = CpuAssignments("static", CpuSet([0, 1]), {"a": {"main": SOME}})
 STATUS: dict[str, object] = {
     "protocol": 1,
     "float_cpuset": "0-1",
@@ -39,88 +39,88 @@ STATUS: dict[str, object] = {
 }
 
 
-def own(pod: Pod | None, allowed: CpuSet, *, less: bool = False) -> Finding:
-    return cpus.judge_own_cpus(pod, allowed, ALL, asked_for_less=less)
+def own(pod: PodQos | None, allowed: CpuSet, *, less: bool = False) -> Finding:
+    return cpu_owners.judge_own_cpus(pod, allowed, ALL, asked_for_less=less)
 
 
 def time(place: Place, limit: float | None, throttled: int = 0, *, less: bool = False) -> Finding:
-    return cpus.judge_cpu_time(place, limit, 4, throttled, asked_for_less=less)
+    return cpu_owners.judge_cpu_time(place, limit, 4, throttled, asked_for_less=less)
 
 
 def cores(numbers: str, others: str = "", hardware: Hardware = EPYC) -> list[Finding]:
-    return list(cpus.judge_cores(CpuSet.parse(numbers), hardware, CpuSet.parse(others), "the vCPUs"))
+    return list(cpu_owners.judge_cores(CpuSet.parse(numbers), hardware, CpuSet.parse(others), "the vCPUs"))
 
 
 def init(
     *, ours: bool, blocks: bool = False, handles: bool = False, everything: bool = False, name: str = "bash"
 ) -> list[Finding]:
-    return list(cpus.judge_init(POD, Init(ours, name, blocks, handles), sees_everything=everything))
+    return list(cpu_owners.judge_init(POD, Init(ours, name, blocks, handles), sees_everything=everything))
 
 
 def hugepages(near: str, *free: int, asked: int | None = None) -> Finding:
     nodes = tuple(NumaNode(i, 1 << 30, (10,) * len(free), (HugepagePool(2 << 20, 4, n),)) for i, n in enumerate(free))
     hardware = Hardware(tuple(Cpu(i, i, 0, 0, i) for i in range(len(free))), nodes)
-    return kernel.judge_hugepages(hardware, CpuSet.parse(near), asked)
+    return kernel_settings.judge_hugepages(hardware, CpuSet.parse(near), asked)
 
 
 def controller(answer: object, place: Place = POD, placement: str = "auto") -> Finding:
     assert answer is None or isinstance(answer, str | dict)
-    return servants.judge_controller(place, "/run/c/controller.sock", answer, placement)
+    return programs.judge_controller(place, "/run/c/controller.sock", answer, placement)
 
 
 def program(check: Check, path: str | None, said: str = "", trouble: str | None = None) -> Finding:
     found = Program(None if path is None else PurePosixPath(path), said, trouble)
-    return servants.judge_program(check, "name", "package", found)
+    return programs.judge_program(check, "name", "package", found)
 
 
 V1 = {"cpuset": "/sys/fs/cgroup/cpuset"}
 MOUNT = "/sys/fs/cgroup"
 CASES: list[tuple[Finding, Level, str]] = [
-    (kernel.judge_cgroups(POD, MOUNT, ["cpu", "cpuset"], {}), OK, "offers cpuset"),
-    (kernel.judge_cgroups(POD, None, [], {}), UNKNOWN, "no cgroup hierarchy can be seen"),
-    (kernel.judge_cgroups(MACHINE, f"{MOUNT}/unified", [], V1), WARNING, "cgroup v1's (hybrid: /sys/fs/cgroup/cpuset)"),
-    (kernel.judge_cgroups(NODE, f"{MOUNT}/unified", ["cpuset"], V1), FATAL, "hybrid"),
-    (kernel.judge_cgroups(NODE, None, [], {"cpu": "/x", "memory": "/y"}), FATAL, "only v1 (cpu, memory)"),
-    (kernel.judge_cgroups(NODE, MOUNT, ["cpu"], {}), FATAL, "does not offer cpuset (it offers: cpu)"),
-    (kernel.judge_kernel("6.12.48+deb13-amd64"), OK, "6.12.48"),
-    (kernel.judge_kernel("6.5.0"), OK, "6.5.0"),
-    (kernel.judge_kernel("6.4.99"), WARNING, "before 6.5 the controller knows its clients by bare PID"),
-    (kernel.judge_kernel("5.15.0-91-generic"), WARNING, "before 6.2 a change of a cpuset may reset the masks"),
-    (kernel.judge_kernel(""), UNKNOWN, "no version"),
-    (kernel.judge_clock("tsc"), OK, "tsc"),
-    (kernel.judge_clock("hpet"), WARNING, "hpet"),
-    (kernel.judge_clock(""), UNKNOWN, "does not say"),
-    (kernel.judge_swap([], ""), OK, "off"),
-    (kernel.judge_swap([Swap("/dev/vdb", 1 << 30)], "0"), OK, "not for this container"),
-    (kernel.judge_swap([Swap("/dev/vdb", 1 << 30)], ""), WARNING, "/dev/vdb (1024 MiB)"),
-    (kernel.judge_swap([Swap("/dev/vdb", 1 << 30)], "max"), WARNING, "swap is on"),
-    (kernel.judge_transparent_hugepages("advise"), OK, "advise"),
-    (kernel.judge_transparent_hugepages("never"), WARNING, "never"),
-    (kernel.judge_transparent_hugepages(""), UNKNOWN, "does not say"),
-    (kernel.judge_hugepages(HYBRID, SOME, None), OK, "none are reserved"),
+    (kernel_settings.judge_cgroups(POD, MOUNT, ["cpu", "cpuset"], {}), OK, "offers cpuset"),
+    (kernel_settings.judge_cgroups(POD, None, [], {}), UNKNOWN, "no cgroup hierarchy can be seen"),
+    (kernel_settings.judge_cgroups(MACHINE, f"{MOUNT}/unified", [], V1), WARNING, "cgroup v1's (hybrid: /sys/fs/cgroup/cpuset)"),
+    (kernel_settings.judge_cgroups(NODE, f"{MOUNT}/unified", ["cpuset"], V1), FATAL, "hybrid"),
+    (kernel_settings.judge_cgroups(NODE, None, [], {"cpu": "/x", "memory": "/y"}), FATAL, "only v1 (cpu, memory)"),
+    (kernel_settings.judge_cgroups(NODE, MOUNT, ["cpu"], {}), FATAL, "does not offer cpuset (it offers: cpu)"),
+    (kernel_settings.judge_kernel("6.12.48+deb13-amd64"), OK, "6.12.48"),
+    (kernel_settings.judge_kernel("6.5.0"), OK, "6.5.0"),
+    (kernel_settings.judge_kernel("6.4.99"), WARNING, "before 6.5 the controller knows its clients by bare PID"),
+    (kernel_settings.judge_kernel("5.15.0-91-generic"), WARNING, "before 6.2 a change of a cpuset may reset the masks"),
+    (kernel_settings.judge_kernel(""), UNKNOWN, "no version"),
+    (kernel_settings.judge_clock("tsc"), OK, "tsc"),
+    (kernel_settings.judge_clock("hpet"), WARNING, "hpet"),
+    (kernel_settings.judge_clock(""), UNKNOWN, "does not say"),
+    (kernel_settings.judge_swap([], ""), OK, "off"),
+    (kernel_settings.judge_swap([Swap("/dev/vdb", 1 << 30)], "0"), OK, "not for this container"),
+    (kernel_settings.judge_swap([Swap("/dev/vdb", 1 << 30)], ""), WARNING, "/dev/vdb (1024 MiB)"),
+    (kernel_settings.judge_swap([Swap("/dev/vdb", 1 << 30)], "max"), WARNING, "swap is on"),
+    (kernel_settings.judge_transparent_hugepages("advise"), OK, "advise"),
+    (kernel_settings.judge_transparent_hugepages("never"), WARNING, "never"),
+    (kernel_settings.judge_transparent_hugepages(""), UNKNOWN, "does not say"),
+    (kernel_settings.judge_hugepages(HYBRID, SOME, None), OK, "none are reserved"),
     (hugepages("0", 3, 0), OK, "2 MiB: 3 of 4 free on NUMA node 0, 0 of 4 free on NUMA node 1"),
     (hugepages("1", 3, 0), WARNING, "none of 2 MiB is free on NUMA node 1"),
     (hugepages("1", 3, 0, asked=2 << 20), WARNING, "none of 2 MiB is free on NUMA node 1"),
     (hugepages("", 3, 0, asked=2 << 20), OK, "2 MiB: 3 of 4 free on NUMA node 0, 0 of 4 free on NUMA node 1"),
     (hugepages("0", 3, 0, asked=1 << 30), WARNING, "none of 1 GiB is free on NUMA node 0"),
-    (kernel.judge_numa_balancing("1", 1), OK, "one NUMA node"),
-    (kernel.judge_numa_balancing("0", 2), OK, "off"),
-    (kernel.judge_numa_balancing("", 2), OK, "off"),
-    (kernel.judge_numa_balancing("1", 2), WARNING, "numa_balancing is 1"),
-    (kernel.judge_isolated(CpuSet(), CpuSet(), None), OK, "names none"),
-    (kernel.judge_isolated(SOME, SOME, CpuSet([0, 1])), OK, "none of them in the shared pool; nohz_full='2-3'"),
-    (kernel.judge_isolated(SOME, CpuSet(), CpuSet([0, 1, 2])), WARNING, "CPUs '2' of the shared pool"),
-    (kernel.judge_isolated(SOME, CpuSet(), None), UNKNOWN, "the shared pool is not known here"),
-    (kernel.judge_isolated(None, CpuSet(), None), UNKNOWN, "does not say"),
-    (kernel.judge_pci([PciDevice("0000:01:00.0", 0x03, -1)], 1), OK, "one NUMA node"),
-    (kernel.judge_pci([PciDevice("0000:00:00.0", 0x06, -1), PciDevice("0000:01:00.0", 0x03, 1)], 2), OK, "every device"),
-    (kernel.judge_pci([PciDevice("0000:01:00.0", 0x03, -1)], 2), WARNING, "-1 for 0000:01:00.0 (display)"),
-    (kernel.judge_pci([PciDevice(f"0000:0{i}:00.0", 0x02, -1) for i in range(9)], 2), WARNING, "and 1 more"),
+    (kernel_settings.judge_numa_balancing("1", 1), OK, "one NUMA node"),
+    (kernel_settings.judge_numa_balancing("0", 2), OK, "off"),
+    (kernel_settings.judge_numa_balancing("", 2), OK, "off"),
+    (kernel_settings.judge_numa_balancing("1", 2), WARNING, "numa_balancing is 1"),
+    (kernel_settings.judge_isolated(CpuSet(), CpuSet(), None), OK, "names none"),
+    (kernel_settings.judge_isolated(SOME, SOME, CpuSet([0, 1])), OK, "none of them in the shared pool; nohz_full='2-3'"),
+    (kernel_settings.judge_isolated(SOME, CpuSet(), CpuSet([0, 1, 2])), WARNING, "CPUs '2' of the shared pool"),
+    (kernel_settings.judge_isolated(SOME, CpuSet(), None), UNKNOWN, "the shared pool is not known here"),
+    (kernel_settings.judge_isolated(None, CpuSet(), None), UNKNOWN, "does not say"),
+    (kernel_settings.judge_pci([PciDevice("0000:01:00.0", 0x03, -1)], 1), OK, "one NUMA node"),
+    (kernel_settings.judge_pci([PciDevice("0000:00:00.0", 0x06, -1), PciDevice("0000:01:00.0", 0x03, 1)], 2), OK, "every device"),
+    (kernel_settings.judge_pci([PciDevice("0000:01:00.0", 0x03, -1)], 2), WARNING, "-1 for 0000:01:00.0 (display)"),
+    (kernel_settings.judge_pci([PciDevice(f"0000:0{i}:00.0", 0x02, -1) for i in range(9)], 2), WARNING, "and 1 more"),
     (own(GUARANTEED, SOME), OK, "the pod is Guaranteed (its oom_score_adj is -997) and may use CPUs '2-3' of '0-7'"),
     (own(BURSTABLE, SOME), FATAL, "the pod is Burstable"),
     (own(BURSTABLE, SOME, less=True), WARNING, "the pod is Burstable"),
     (own(GUARANTEED, ALL), FATAL, "every CPU of the node"),
-    (own(Pod("", "its oom_score_adj is 0"), SOME), UNKNOWN, "QoS class cannot be seen (its oom_score_adj is 0)"),
+    (own(PodQos("", "its oom_score_adj is 0"), SOME), UNKNOWN, "QoS class cannot be seen (its oom_score_adj is 0)"),
     (own(None, ALL), WARNING, "every CPU of the machine"),
     (own(None, SOME), UNKNOWN, "nothing here says whether they were given to others too"),
     (time(POD, None), OK, "no cpu.max"),
@@ -134,12 +134,12 @@ CASES: list[tuple[Finding, Level, str]] = [
     (cores("1,65,2", "66")[0], WARNING, "which are exclusive to another pod"),
     (cores("1,65,33,97")[0], WARNING, "lie on 2 NUMA nodes"),
     (cores("0-1,16", "", HYBRID)[0], WARNING, "unequal cores"),
-    (cpus.judge_interrupts([], SOME, ALL), UNKNOWN, "shows none"),
-    (cpus.judge_interrupts([Interrupt(9, "acpi", CpuSet([0]))], SOME, ALL), OK, "none is delivered to CPUs '2-3'"),
-    (cpus.judge_interrupts([Interrupt(9, "acpi", CpuSet([3, 4]))], SOME, ALL), WARNING, "1 may be delivered to CPUs '2-3': 9 (acpi)"),
-    (cpus.judge_interrupts([Interrupt(i, "nvme", SOME) for i in range(9)], SOME, ALL), WARNING, "and 3 more"),
-    (cpus.judge_neighbours([Neighbour("system.slice", CpuSet([0]))], SOME, CpuSet([0, 1])), OK, "nothing but pods"),
-    (cpus.judge_neighbours([Neighbour("system.slice", ALL)], SOME, CpuSet([0, 1])), WARNING, "system.slice may run"),
+    (cpu_owners.judge_interrupts([], SOME, ALL), UNKNOWN, "shows none"),
+    (cpu_owners.judge_interrupts([Interrupt(9, "acpi", CpuSet([0]))], SOME, ALL), OK, "none is delivered to CPUs '2-3'"),
+    (cpu_owners.judge_interrupts([Interrupt(9, "acpi", CpuSet([3, 4]))], SOME, ALL), WARNING, "1 may be delivered to CPUs '2-3': 9 (acpi)"),
+    (cpu_owners.judge_interrupts([Interrupt(i, "nvme", SOME) for i in range(9)], SOME, ALL), WARNING, "and 3 more"),
+    (cpu_owners.judge_neighbours([CpuNeighbour("system.slice", CpuSet([0]))], SOME, CpuSet([0, 1])), OK, "nothing but pods"),
+    (cpu_owners.judge_neighbours([CpuNeighbour("system.slice", ALL)], SOME, CpuSet([0, 1])), WARNING, "system.slice may run"),
     (init(ours=True, blocks=True)[0], OK, "this is PID 1"),
     (init(ours=True, blocks=True)[1], OK, "was blocked before Python started"),
     (init(ours=True)[1], WARNING, "was not blocked"),
@@ -150,41 +150,41 @@ CASES: list[tuple[Finding, Level, str]] = [
     (init(ours=False, name="instance-runner")[0], OK, "its PID 1 is 'instance-runner'"),
     (init(ours=False, name="pause")[0], FATAL, "shared with the pod's other containers"),
     (init(ours=False, everything=True)[0], FATAL, "the machine's own"),
-    (devices.judge_kvm(Kvm(None, 104, 0o660)), OK, "makes virtual machines"),
-    (devices.judge_kvm(Kvm("/dev/kvm: No such file or directory")), WARNING, "emulated in software"),
-    (devices.judge_kvm(Kvm(None, 104, 0o660, "Device or resource busy")), FATAL, "makes no virtual machine: Device or"),
-    (devices.judge_kvm(Kvm(None, 0, 0o660)), WARNING, "lets no group in"),
-    (devices.judge_device(devices.TUN, POD, "/dev/net/tun", None), OK, "may be used"),
-    (devices.judge_device(devices.TUN, POD, "/dev/net/tun", "Permission denied"), WARNING, "Permission denied"),
-    (devices.judge_device(devices.VHOST_NET, NODE, "/dev/vhost-net", "No such file"), WARNING, "No such file"),
-    (devices.judge_memlock(1 << 16, 0), OK, "nothing is locked"),
-    (devices.judge_memlock(1 << 16, None), UNKNOWN, "what the plan was refused for"),
-    (devices.judge_memlock(None, 1 << 30), OK, "no limit"),
-    (devices.judge_memlock(2 << 30, 1 << 30), OK, "2048 MiB"),
-    (devices.judge_memlock(1 << 16, 1 << 30), WARNING, "1024 MiB may have to be locked, and RLIMIT_MEMLOCK is 64 KiB"),
-    (devices.judge_mbind(None, 2), OK, "works"),
-    (devices.judge_mbind(OSError(errno.EPERM, "Operation not permitted"), 1), OK, "one NUMA node"),
-    (devices.judge_mbind(OSError(errno.EPERM, "Operation not permitted"), 2), WARNING, "seccomp"),
-    (devices.judge_mbind(ERROR_NO_MEMORY, 2), UNKNOWN, "Cannot allocate memory"),
-    (program(servants.QEMU, "/q", "QEMU emulator version 10.0.2 (Debian)"), OK, "/q 10.0.2"),
-    (program(servants.QEMU, "/q", "", "QEMU 6.2.0 is older than 7.2"), FATAL, "older"),
-    (program(servants.QEMU, None), FATAL, "cannot find the program 'name'"),
-    (program(servants.DNSMASQ, None), WARNING, "cannot find"),
-    (program(servants.DNSMASQ, "/d", "", "it was built without DHCP"), WARNING, "/d: it was built without DHCP"),
-    (program(servants.SLEEP, "/bin/sleep"), OK, "/bin/sleep"),
-    (program(servants.SLEEP, None), FATAL, "cannot find"),
-    (servants.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=True, version=(1, 13)), ""), OK, "/v 1.13 (in Rust)"),
-    (servants.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=False, version=(7, 2)), ""), OK, "cannot share read-only"),
-    (servants.judge_virtiofsd(None, "not found"), WARNING, "not found"),
-    (servants.judge_cpu_manager("/s", STATIC, ""), OK, "static; shared pool '0-1', exclusive '2-3'"),
-    (servants.judge_cpu_manager("/s", CpuState("static", CpuSet([0])), ""), WARNING, "the shared pool is '0'"),
-    (servants.judge_cpu_manager("/s", CpuState("none", CpuSet()), ""), FATAL, "policy is 'none'"),
-    (servants.judge_cpu_manager("/s", Frozen("cannot use /s: it is empty"), ""), FATAL, "it is empty"),
-    (servants.judge_cpu_manager("/s", Frozen(""), "Permission denied"), UNKNOWN, "Permission denied"),
-    (servants.judge_memory_manager("Static", {0: 1 << 30, 1: 0}, ""), OK, "1024 MiB on NUMA node 0, 0 MiB on NUMA node 1"),
-    (servants.judge_memory_manager("None", {}, ""), WARNING, "'None'"),
-    (servants.judge_memory_manager("", {}, "Permission denied"), UNKNOWN, "Permission denied"),
-    (servants.judge_topology_manager(), UNKNOWN, "configuration only"),
+    (device_rights.judge_kvm(Kvm(None, 104, 0o660)), OK, "makes virtual machines"),
+    (device_rights.judge_kvm(Kvm("/dev/kvm: No such file or directory")), WARNING, "emulated in software"),
+    (device_rights.judge_kvm(Kvm(None, 104, 0o660, "Device or resource busy")), FATAL, "makes no virtual machine: Device or"),
+    (device_rights.judge_kvm(Kvm(None, 0, 0o660)), WARNING, "lets no group in"),
+    (device_rights.judge_device(device_rights.TUN, POD, "/dev/net/tun", None), OK, "may be used"),
+    (device_rights.judge_device(device_rights.TUN, POD, "/dev/net/tun", "Permission denied"), WARNING, "Permission denied"),
+    (device_rights.judge_device(device_rights.VHOST_NET, NODE, "/dev/vhost-net", "No such file"), WARNING, "No such file"),
+    (device_rights.judge_memlock(1 << 16, 0), OK, "nothing is locked"),
+    (device_rights.judge_memlock(1 << 16, None), UNKNOWN, "what the plan was refused for"),
+    (device_rights.judge_memlock(None, 1 << 30), OK, "no limit"),
+    (device_rights.judge_memlock(2 << 30, 1 << 30), OK, "2048 MiB"),
+    (device_rights.judge_memlock(1 << 16, 1 << 30), WARNING, "1024 MiB may have to be locked, and RLIMIT_MEMLOCK is 64 KiB"),
+    (device_rights.judge_mbind(None, 2), OK, "works"),
+    (device_rights.judge_mbind(OSError(errno.EPERM, "Operation not permitted"), 1), OK, "one NUMA node"),
+    (device_rights.judge_mbind(OSError(errno.EPERM, "Operation not permitted"), 2), WARNING, "seccomp"),
+    (device_rights.judge_mbind(ERROR_NO_MEMORY, 2), UNKNOWN, "Cannot allocate memory"),
+    (program(programs.QEMU, "/q", "QEMU emulator version 10.0.2 (Debian)"), OK, "/q 10.0.2"),
+    (program(programs.QEMU, "/q", "", "QEMU 6.2.0 is older than 7.2"), FATAL, "older"),
+    (program(programs.QEMU, None), FATAL, "cannot find the program 'name'"),
+    (program(programs.DNSMASQ, None), WARNING, "cannot find"),
+    (program(programs.DNSMASQ, "/d", "", "it was built without DHCP"), WARNING, "/d: it was built without DHCP"),
+    (program(programs.SLEEP, "/bin/sleep"), OK, "/bin/sleep"),
+    (program(programs.SLEEP, None), FATAL, "cannot find"),
+    (programs.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=True, version=(1, 13)), ""), OK, "/v 1.13 (in Rust)"),
+    (programs.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=False, version=(7, 2)), ""), OK, "cannot share read-only"),
+    (programs.judge_virtiofsd(None, "not found"), WARNING, "not found"),
+    (programs.judge_cpu_manager("/s", STATIC, ""), OK, "static; shared pool '0-1', exclusive '2-3'"),
+    (programs.judge_cpu_manager("/s", CpuAssignments("static", CpuSet([0])), ""), WARNING, "the shared pool is '0'"),
+    (programs.judge_cpu_manager("/s", CpuAssignments("none", CpuSet()), ""), FATAL, "policy is 'none'"),
+    (programs.judge_cpu_manager("/s", Frozen("cannot use /s: it is empty"), ""), FATAL, "it is empty"),
+    (programs.judge_cpu_manager("/s", Frozen(""), "Permission denied"), UNKNOWN, "Permission denied"),
+    (programs.judge_memory_manager("Static", {0: 1 << 30, 1: 0}, ""), OK, "1024 MiB on NUMA node 0, 0 MiB on NUMA node 1"),
+    (programs.judge_memory_manager("None", {}, ""), WARNING, "'None'"),
+    (programs.judge_memory_manager("", {}, "Permission denied"), UNKNOWN, "Permission denied"),
+    (programs.judge_topology_manager(), UNKNOWN, "configuration only"),
     (controller(STATUS), OK, "float has CPUs '0-1'"),
     (controller(None), WARNING, "there is no /run/c, where its socket would be"),
     (controller(None, NODE), WARNING, "there is no /run/c"),
@@ -213,7 +213,7 @@ def test_a_check_in_each_of_its_levels(finding: Finding, level: Level, word: str
 def test_every_check_was_judged() -> None:
     checks = {
         found.name
-        for module in (kernel, cpus, devices, servants)
+        for module in (kernel_settings, cpu_owners, device_rights, programs)
         for found in vars(module).values()
         if isinstance(found, Check)
     }
@@ -229,12 +229,12 @@ def test_every_check_was_judged() -> None:
     ],
 )
 def test_what_a_qemu_says_of_itself(said: str, trouble: str | None) -> None:
-    assert servants.qemu_trouble(said) == trouble
+    assert programs.qemu_trouble(said) == trouble
 
 
 def test_a_dnsmasq_without_dhcp_is_of_no_use() -> None:
-    assert servants.dnsmasq_trouble("Dnsmasq version 2.90 Compile time options: IPv6 no-DHCP TFTP") is not None
-    assert servants.dnsmasq_trouble("Dnsmasq version 2.90 Compile time options: IPv6 DHCP no-DHCPv6 TFTP") is None
+    assert programs.dnsmasq_trouble("Dnsmasq version 2.90 Compile time options: IPv6 no-DHCP TFTP") is not None
+    assert programs.dnsmasq_trouble("Dnsmasq version 2.90 Compile time options: IPv6 DHCP no-DHCPv6 TFTP") is None
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,14 @@ def test_where_we_are(*, sees_everything: bool, has_kubelet: bool, in_pod: bool,
     assert place_of(sees_everything=sees_everything, has_kubelet=has_kubelet, in_pod=in_pod) is place
 
 
-REPORT = Report(
-    POD, (own(BURSTABLE, SOME), kernel.judge_clock("tsc"), kernel.judge_clock("hpet"), kernel.judge_clock(""))
+REPORT = CheckReport(
+    POD,
+    (
+        own(BURSTABLE, SOME),
+        kernel_settings.judge_clock("tsc"),
+        kernel_settings.judge_clock("hpet"),
+        kernel_settings.judge_clock(""),
+    ),
 )
 
 
@@ -280,4 +286,4 @@ def test_machines_get_everything_in_the_order_it_was_asked() -> None:
     }
     assert [finding["level"] for finding in plain["findings"]] == ["fatal", "ok", "warning", "unknown"]
     assert set(plain["findings"][0]) == {"check", "level", "found", "matters", "remedy"}
-    assert Report(POD, ()).verdict is OK
+    assert CheckReport(POD, ()).verdict is OK

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 import pytest
 
-from runner.controller.kubelet import CpuState
-from runner.controller.machine import Machine
+from runner.controller.kubelet_files import CpuAssignments
+from runner.controller.online_cpus import OnlineCpus
 from runner.controller.reconcile import (
     FLOAT,
     ROOT,
@@ -34,7 +34,7 @@ from runner.cpuset import CpuSet
 ALL, NONE = CpuSet([0, 1, 2]), CpuSet()
 MEMS = CpuSet([0, 1])
 SETS = [CpuSet(cpus) for size in range(4) for cpus in itertools.combinations(ALL, size)]
-MACHINE = Machine(present=ALL, online=ALL, memory_nodes=MEMS)
+MACHINE = OnlineCpus(present=ALL, online=ALL, memory_nodes=MEMS)
 BUILT = Observed(delegated=True, exists=True, enabled=frozenset({"cpuset"}), cpus=ALL, mems=MEMS)
 
 
@@ -110,7 +110,7 @@ def states() -> Iterator[Desired]:
         cpus = {owner: CpuSet(cpu for cpu in ALL if owners[cpu] == owner) for owner in "fab"}
         if cpus["f"]:
             entries = {uid: {"vm": cpus[uid]} for uid in "ab" if cpus[uid]}
-            yield desire(CpuState("static", cpus["f"], entries), MACHINE, NONE)
+            yield desire(CpuAssignments("static", cpus["f"], entries), MACHINE, NONE)
 
 
 def trees() -> Iterator[Observed]:
@@ -215,7 +215,7 @@ def test_the_root_is_finished_from_any_state(*, delegated: bool, exists: bool, e
 
 
 def test_builds_in_the_order_the_kernel_demands() -> None:
-    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
+    desired = desire(CpuAssignments("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
     assert reconcile(desired, Observed(delegated=False, exists=False), {"a": CpuSet([1, 2])}) == (
         Write("..", "cgroup.subtree_control", "+cpuset"),
         Make(ROOT),
@@ -240,7 +240,7 @@ def test_memory_nodes_are_never_taken_away() -> None:
         mems=wide,
         groups={FLOAT: threaded(CpuSet([0]), mems=wide), "instance-a": threaded(CpuSet([1, 2]), mems=CpuSet([1]))},
     )
-    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
+    desired = desire(CpuAssignments("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
     assert reconcile(desired, observed, {}) == (Write("instance-a", "cpuset.mems", "0-1"),)
 
 
@@ -250,15 +250,15 @@ def test_memory_nodes_are_never_taken_away() -> None:
 )
 def test_which_container_an_instance_is_nobody_wrote_down(found: str, left: str) -> None:
     entries: Mapping[str, Mapping[str, CpuSet]] = {"a": {"vm": CpuSet([1]), "side": CpuSet([1, 2])}}
-    desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, NONE)
+    desired = desire(CpuAssignments("static", CpuSet([0]), entries), MACHINE, NONE)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet.parse(found), populated=True)})
     assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == left
 
 
 def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]))})
-    named = desire(CpuState("static", CpuSet([0, 1, 2])), MACHINE, NONE)
-    unnamed = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, NONE)
+    named = desire(CpuAssignments("static", CpuSet([0, 1, 2])), MACHINE, NONE)
+    unnamed = desire(CpuAssignments("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, NONE)
     assert stale(named, observed, {}) == ("a",)
     assert stale(named, observed, {"a": CpuSet([1])}) == ()
     assert stale(unnamed, observed, {}) == ()
@@ -266,7 +266,7 @@ def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
 
 
 def test_under_policy_none_everything_floats_but_what_still_runs() -> None:
-    desired = desire(CpuState("none", NONE), MACHINE, NONE)
+    desired = desire(CpuAssignments("none", NONE), MACHINE, NONE)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]), populated=True)})
     after = run(observed, reconcile(desired, observed, {}))
     assert str(after.groups[FLOAT].cpus) == "0,2"
@@ -274,19 +274,19 @@ def test_under_policy_none_everything_floats_but_what_still_runs() -> None:
 
 
 def test_when_all_is_given_away_float_has_the_reserved_cpus() -> None:
-    desired = desire(CpuState("static", NONE, {"a": {"vm": CpuSet([1, 2])}}), MACHINE, CpuSet([0]))
+    desired = desire(CpuAssignments("static", NONE, {"a": {"vm": CpuSet([1, 2])}}), MACHINE, CpuSet([0]))
     assert desired.shared_pool == CpuSet([0])
 
 
 def test_float_joins_an_orphan_only_where_it_has_no_other_cpu() -> None:
     orphan = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([0]), populated=True)})
     for shared, expected in (("0", "0"), ("0-1", "1")):
-        desired = desire(CpuState("static", CpuSet.parse(shared)), MACHINE, NONE)
+        desired = desire(CpuAssignments("static", CpuSet.parse(shared)), MACHINE, NONE)
         assert str(run(orphan, reconcile(desired, orphan, {})).groups[FLOAT].cpus) == expected
 
 
 def test_float_stays_where_it_is_when_there_is_no_cpu_for_it() -> None:
-    desired = desire(CpuState("static", NONE), MACHINE, NONE)
+    desired = desire(CpuAssignments("static", NONE), MACHINE, NONE)
     assert reconcile(desired, attrs.evolve(BUILT, groups={FLOAT: threaded(CpuSet([1]))}), {}) == ()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import attrs
 
-from runner.instance import console, seats, services
-from runner.spec.instance import Shutdown
+from runner.instance import console, daemons
+from runner.instance.cgroups import active
+from runner.spec.instance import ShutdownSpec
 
 BELOW = 10
 """Seconds that the documents say the grace is to be kept below the pod's."""
@@ -13,8 +14,8 @@ BELOW = 10
 
 def test_what_follows_the_grace_fits_into_what_is_kept_for_it() -> None:
     """Even where one servant does not hear SIGTERM, and the controller does not answer or a cgroup does not become empty."""
-    seat = max(seats.DEREGISTERED_WITHIN, seats.EMPTY_WITHIN + 1)
-    worst = console.FLUSHED_WITHIN + services.STOPPED_WITHIN + seat
+    seat = max(active.DEREGISTERED_WITHIN, active.EMPTY_WITHIN + 1)
+    worst = console.FLUSHED_WITHIN + daemons.STOPPED_WITHIN + seat
     assert worst <= BELOW
-    told = repr(attrs.fields(Shutdown).grace.metadata)
+    told = repr(attrs.fields(ShutdownSpec).grace.metadata)
     assert f"keep it {BELOW} s below terminationGracePeriodSeconds" in told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.instance.survey import parse_pod_uid, parse_uid
+from runner.instance.discover import parse_pod_uid, parse_uid
 
 UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 DASHED = UID.replace("-", "_")

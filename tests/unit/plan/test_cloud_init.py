@@ -8,9 +8,9 @@ from pathlib import Path, PurePosixPath
 import attrs
 import pytest
 
-from runner.plan.argv import pasteable
+from runner.facts.host import DocumentFact
+from runner.plan.argv.qemu import pasteable
 from runner.plan.cloud_init import SeedPlan
-from runner.plan.facts import DocumentFact
 from runner.plan.iso9660 import SECTOR, image
 from runner.plan.render import plan_json, plan_lines
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 import attrs
 import pytest
 
-from runner.plan.disk_nodes import block_nodes, disk_device
+from runner.plan.argv.block_nodes import block_nodes, disk_device
 from runner.plan.disks import DiskPlan, Overlay, disk_words, within
 from runner.plan.instance import InstancePlan
 from tests.unit.plan.test_plan import FACTS, GIB, plan_of

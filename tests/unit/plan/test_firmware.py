@@ -5,8 +5,8 @@ from pathlib import PurePosixPath
 import attrs
 import pytest
 
-from runner.plan.argv import pasteable
-from runner.plan.facts import FileFact, ImageFact
+from runner.facts.host import FileFact, ImageFact
+from runner.plan.argv.qemu import pasteable
 from runner.plan.firmware import VariablesPlan
 from runner.plan.render import plan_lines
 from tests.unit.plan.test_plan import FACTS, plan_of, problems

@@ -10,13 +10,13 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
-from runner.plan.argv import Descriptors, Paths, preallocator_argv, qemu_argv
-from runner.plan.facts import FileFact, HostFacts, HugeFact, Kvm, Limits, User, Virtiofsd
+from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.facts.host import FileFact, HostFacts, HugeFact, Kvm, MemoryLimits, User, Virtiofsd
+from runner.plan.argv.qemu import Paths, QemuFds, preallocator_argv, qemu_argv
 from runner.plan.instance import InstancePlan, plan_instance
-from runner.plan.memory import needed_beside, too_few_pages
+from runner.plan.memory import memory_overhead, too_few_pages
 from runner.plan.render import plan_lines
 from runner.spec.instance import parse_instance
-from runner.topology.hardware import Cpu, Hardware, HugepagePool, NumaNode
 
 MIB, GIB = 1 << 20, 1 << 30
 KERNEL = '[boot]\nkernel = "/k"\n'
@@ -43,7 +43,7 @@ FACTS = HostFacts(
     memory_nodes=CpuSet([0, 1]),
     memory=8 * GIB,
     state_directory=PurePosixPath("/s"),
-    limits=Limits(memory=8 * GIB, huge={2 * MIB: HugeFact(), GIB: HugeFact()}),
+    limits=MemoryLimits(memory=8 * GIB, huge={2 * MIB: HugeFact(), GIB: HugeFact()}),
     preallocator=("python3", "-IS", "populate.py"),
     qemu=PurePosixPath("/q"),
     sleep=PurePosixPath("/sleep"),
@@ -75,7 +75,7 @@ def test_huge_pages_are_divided_bound_and_taken_near_their_vcpus() -> None:
     assert [(each.memory, each.bound) for each in nodes] == [(3 * GIB, (0,)), (2 * GIB, (1,))]
     argv = preallocator_argv(plan.machine, plan.placement, (12, 13))
     assert argv[3:] == ["1", f"12:{3 * GIB}:{GIB}:0:2-3,10-11:4", f"13:{2 * GIB}:{GIB}:1:4-5,12-13:4"]
-    words = qemu_argv(plan.machine, Descriptors(10, 11, (12, 13), {"kernel": 20}))
+    words = qemu_argv(plan.machine, QemuFds(10, 11, (12, 13), {"kernel": 20}))
     assert (
         "memory-backend-file,id=ram1,size=2048M,mem-path=/proc/self/fd/13,share=on,host-nodes=1,policy=bind,prealloc=on,"
         "prealloc-threads=4"
@@ -111,7 +111,7 @@ def test_what_must_be_there_is_preallocated(keys: str, facts: HostFacts, expecte
 
 def test_private_memory_is_qemus_own_to_take() -> None:
     machine = plan_of("[cpu]\ncount = 2\n[memory]\nshared = false\nprealloc = true\nlock = true\n", ALONE).machine
-    words = qemu_argv(machine, Descriptors(10, 11, (), {"kernel": 20}))
+    words = qemu_argv(machine, QemuFds(10, 11, (), {"kernel": 20}))
     assert (
         "memory-backend-ram,id=ram,size=512M,share=off,host-nodes=0,policy=bind,prealloc=on,prealloc-threads=2" in words
     )
@@ -131,17 +131,17 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         ),
         (
             ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "2MiB"\n',
-            {"limits": Limits(huge={2 * MIB: HugeFact(promised=1)})},
+            {"limits": MemoryLimits(huge={2 * MIB: HugeFact(promised=1)})},
             "memory.hugepages: 2048 pages of 2MiB are wanted on all NUMA nodes together, where 2048 are free, of which 1 are p",
         ),
         (
             ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "1GiB"\n',
-            {"limits": Limits(huge={2 * MIB: HugeFact()})},
+            {"limits": MemoryLimits(huge={2 * MIB: HugeFact()})},
             "memory.hugepages: this host has no huge pages of 1GiB; it knows 2MiB",
         ),
         (
             ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "1GiB"\n',
-            {"limits": Limits()},
+            {"limits": MemoryLimits()},
             "memory.hugepages: this host has no huge pages of 1GiB; it knows none at all",
         ),
         (
@@ -156,7 +156,7 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         ),
         (
             ALL_CPUS + '[memory]\nsize = "2GiB"\nhugepages = "2MiB"\n',
-            {"limits": Limits(huge={2 * MIB: HugeFact(limit=GIB)})},
+            {"limits": MemoryLimits(huge={2 * MIB: HugeFact(limit=GIB)})},
             (
                 "memory.size: 2GiB in pages of 2MiB do not fit into the 1024MiB of them this pod may use (hugetlb.2MB.max); "
                 "raise limits.hugepages-2Mi in the pod"
@@ -177,7 +177,7 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         ),
         (
             ALL_CPUS + '[memory]\nsize = "1GiB"\nlock = true\n',
-            {"limits": Limits(lockable=8 * MIB)},
+            {"limits": MemoryLimits(lockable=8 * MIB)},
             (
                 "memory.lock: 2496 MiB may have to be locked, and RLIMIT_MEMLOCK is 8192 KiB: QEMU's memory with all of its "
                 "addresses (memory.lock); give it `LimitMEMLOCK=infinity`"
@@ -195,7 +195,7 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         ),
         (
             ALL_CPUS + '[memory]\nsize = "limits"\n',
-            {"limits": Limits()},
+            {"limits": MemoryLimits()},
             'memory.size: "limits" means what memory.max of this cgroup leaves, and there is no limit; set limits.memory',
         ),
         (
@@ -208,7 +208,7 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         ),
         (
             ALL_CPUS + '[memory]\nsize = "limits"\n',
-            {"limits": Limits(memory=128 * MIB)},
+            {"limits": MemoryLimits(memory=128 * MIB)},
             (
                 "memory.size: memory.max is 128MiB, of which 137MiB are needed beside the guest: what is left is less than the "
                 "32MiB that a guest has at least; raise limits.memory"
@@ -238,10 +238,10 @@ def test_a_numa_node_that_may_not_be_used_gives_no_pages() -> None:
 
 def test_who_may_lock_is_not_limited() -> None:
     text = '[instance]\nuser = "{}"\n[memory]\nlock = true\n[cpu]\ncount = 2\n'
-    facts = attrs.evolve(ALONE, limits=Limits(lockable=8 * MIB, may_lock=True))
+    facts = attrs.evolve(ALONE, limits=MemoryLimits(lockable=8 * MIB, may_lock=True))
     assert plan_of(text.format("root"), facts).machine.ram.locked
     assert problems(text.format("nobody"), facts)[0].startswith("memory.lock: ")
-    enough = attrs.evolve(ALONE, limits=Limits(lockable=2 * GIB))
+    enough = attrs.evolve(ALONE, limits=MemoryLimits(lockable=2 * GIB))
     assert plan_of(text.format("nobody"), enough).machine.ram.locked
 
 
@@ -270,7 +270,7 @@ def test_all_cpus_are_vcpus_but_for_a_core_where_everything_else_needs_one(
 
 
 def test_the_limits_are_used_up_and_not_exceeded() -> None:
-    limits = Limits(memory=4 * GIB + 3 * MIB, huge={2 * MIB: HugeFact(limit=3 * GIB + 2 * MIB), GIB: HugeFact()})
+    limits = MemoryLimits(memory=4 * GIB + 3 * MIB, huge={2 * MIB: HugeFact(limit=3 * GIB + 2 * MIB), GIB: HugeFact()})
     facts = attrs.evolve(FACTS, limits=limits, memory=4 * GIB + 3 * MIB)
     plan = plan_of(ALL_CPUS + '[memory]\nsize = "limits"\n', facts)
     left = 4 * GIB + 3 * MIB - plan.machine.memory - plan.machine.ram.beside
@@ -283,7 +283,7 @@ def test_the_limits_are_used_up_and_not_exceeded() -> None:
 
 def test_more_of_anything_needs_more_beside_the_guest() -> None:
     def beside(text: str, accel: str = "kvm") -> int:
-        return needed_beside(parse_instance("s", (KERNEL + text).encode()), accel) // MIB
+        return memory_overhead(parse_instance("s", (KERNEL + text).encode()), accel) // MIB
 
     assert beside('[memory]\nsize = "1GiB"\n') == 112
     assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 108

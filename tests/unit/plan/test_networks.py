@@ -8,10 +8,10 @@ import attrs
 import pytest
 
 from runner.errors import SpecError
-from runner.plan.argv import pasteable
-from runner.plan.descriptors import with_disks
+from runner.facts.host import DescriptorFact, FileFact, ImageFact, PermanentNeighbour, Route
+from runner.plan.argv.qemu import pasteable
+from runner.plan.descriptor_claims import with_disks
 from runner.plan.disks import disk_words
-from runner.plan.facts import DescriptorFact, FileFact, ImageFact, Neighbour, Route
 from runner.plan.instance import plan_instance
 from runner.plan.networks import BridgedPlan, HandedPlan, Ipv6Plan, derived_subnet
 from runner.plan.render import plan_json, plan_lines
@@ -200,7 +200,7 @@ def test_what_cannot_be_had_is_refused(text: str, facts: dict[str, object], expe
 
 
 def test_a_permanent_neighbour_is_told_of() -> None:
-    pod = attrs.evolve(POD, neighbours=(Neighbour("169.254.1.1", "02:00:00:00:00:01"),))
+    pod = attrs.evolve(POD, neighbours=(PermanentNeighbour("169.254.1.1", "02:00:00:00:00:01"),))
     remarks = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod})).remarks
     assert any("permanent neighbour 169.254.1.1" in remark for remark in remarks)
 

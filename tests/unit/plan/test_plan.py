@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
-from runner.plan.argv import Descriptors, pasteable, qemu_argv, virtiofsd_argv
-from runner.plan.facts import FileFact, HostFacts, ImageFact, Interface, Kvm, Pod, Resolver, Route, User, Virtiofsd
+from runner.facts.hardware import Cpu, Hardware, NumaNode
+from runner.facts.host import FileFact, HostFacts, ImageFact, Interface, Kvm, PodQos, Resolver, Route, User, Virtiofsd
+from runner.plan.argv.networks import WireNumbers, dnsmasq_argv
+from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv
 from runner.plan.instance import InstancePlan, plan_instance, share_grace
 from runner.plan.networks import BridgedPlan, PasstPlan, derived_mac
-from runner.plan.networks_argv import WireNumbers, dnsmasq_argv
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
-from runner.topology.hardware import Cpu, Hardware, NumaNode
 
 GOLDEN = Path(__file__).parents[2] / "data" / "argv"
 HOSTS = Path(__file__).parents[2] / "data" / "hosts"
@@ -249,7 +249,7 @@ def test_argv_is_golden(name: str) -> None:
     numbers = [each for each, found in names.items() if found]
     for disk in machine.disks:
         numbers += [disk.name, *(below for below, _ in disk.below())]
-    descriptors = Descriptors(
+    descriptors = QemuFds(
         qmp=10,
         console=11,
         ram=tuple(12 + index for index in range(len(machine.topology.numa_nodes))),
@@ -264,7 +264,7 @@ def test_argv_is_golden(name: str) -> None:
             for index, network in enumerate(plan.networks)
         ),
         shares=tuple(80 + index for index in range(len(plan.shares))),
-        agent_line=70,
+        guest_agent_channel=70,
         vhost_vsock=(71, 1234),
     )
     text = lines(qemu_argv(machine, descriptors))
@@ -291,7 +291,7 @@ def test_virtiofsd_in_c_is_told_the_same_in_its_own_words() -> None:
 
 
 def test_descriptors_are_all_passed_on() -> None:
-    descriptors = Descriptors(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (WireNumbers((6,)),), (7,), 9, (10, 99))
+    descriptors = QemuFds(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (WireNumbers((6,)),), (7,), 9, (10, 99))
     assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert "vhost" not in descriptors.netdev(0)
 
@@ -639,7 +639,7 @@ def test_qemu_runs_unprivileged_where_it_can(kvm: Kvm, accel: str, user: str, gr
 
 
 def test_a_pod_without_cpus_of_its_own_is_refused_unless_that_was_asked_for() -> None:
-    shared = attrs.evolve(FACTS, pod=Pod("burstable", "its oom_score_adj is 900"))
+    shared = attrs.evolve(FACTS, pod=PodQos("burstable", "its oom_score_adj is 900"))
     [problem] = problems(KERNEL, shared)
     assert problem.startswith("cpu.placement: the pod is Burstable (its oom_score_adj is 900), so it shares its CPUs")
     assert "requests equal to limits" in problem
@@ -651,14 +651,14 @@ def test_a_pod_without_cpus_of_its_own_is_refused_unless_that_was_asked_for() ->
 def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_told_elsewhere() -> None:
     text = KERNEL + "[cpu]\ncount = 2\n"
     assert any("cpu.max" in remark for remark in plan_of(text, attrs.evolve(FACTS, cpu_time=1.5)).remarks)
-    [problem] = problems(text, attrs.evolve(FACTS, cpu_time=1.5, pod=Pod("guaranteed")))
+    [problem] = problems(text, attrs.evolve(FACTS, cpu_time=1.5, pod=PodQos("guaranteed")))
     assert problem.startswith("cpu.placement: cpu.max lets 2 vCPUs have the time of 1.5 CPUs")
     assert not any("cpu.max" in remark for remark in plan_of(text, attrs.evolve(FACTS, cpu_time=2.0)).remarks)
 
 
 def test_vcpus_placed_by_the_controller_are_not_under_the_pods_cpu_max() -> None:
     facts = attrs.evolve(
-        FACTS, allowed_cpus=CpuSet([1, 2]), cpu_time=1.5, pod=Pod("guaranteed"), uid="a", controller_trouble=None
+        FACTS, allowed_cpus=CpuSet([1, 2]), cpu_time=1.5, pod=PodQos("guaranteed"), uid="a", controller_trouble=None
     )
     plan = plan_of(KERNEL + "[cpu]\ncount = 2\n", facts)
     assert plan.placement.backend == "controller"

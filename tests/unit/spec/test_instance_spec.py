@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
-from runner.spec.document import format_size
 from runner.spec.instance import parse_instance, private_subnets, reference
+from runner.spec.rules import format_size
 
 KERNEL = '[boot]\nkernel = "/k"\n'
 FULL = """

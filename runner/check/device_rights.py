@@ -1,0 +1,66 @@
+"""Judgements about devices and rights of this process (pure)."""
+
+from __future__ import annotations
+
+import errno
+
+from runner.check.finding import Check, Finding, Place
+from runner.facts.host import Kvm
+from runner.plan.host_checks import KVM_UNUSABLE_REMEDY, emulated, kvm_unusable, root_for_kvm, too_little_lockable
+from runner.plan.host_checks import MEMLOCK as MEMLOCK_REMEDY
+
+KVM = Check("kvm", "with it the guest's instructions run on the CPU itself")
+TUN = Check("tun", "a guest's network is a tap interface made with it")
+VHOST_NET = Check("vhost-net", "without it QEMU copies every packet itself")
+MEMLOCK = Check("memlock", "VFIO locks all guest RAM in memory, and so does memory.lock")
+MBIND = Check("mbind", "guest RAM is bound to NUMA nodes with it")
+
+MODULES = {TUN: "tun", VHOST_NET: "vhost_net"}
+"""Check → the kernel's module that makes the device node."""
+
+GIVE = "give the container the device: `--device {0}`, or a device plugin's resource in the pod's manifest"
+ALLOW_MBIND = "add the capability SYS_NICE: the default seccomp profiles of Docker and containerd then allow mbind"
+
+
+def judge_kvm(kvm: Kvm) -> Finding:
+    """Judge ``/dev/kvm``."""
+    trouble = emulated(kvm)
+    if trouble is not None:
+        return KVM.warning(trouble, f"{GIVE.format('/dev/kvm')}; on the node: modprobe kvm_intel (or kvm_amd)")
+    if (unusable := kvm_unusable(kvm)) is not None:
+        return KVM.fatal(unusable, KVM_UNUSABLE_REMEDY)
+    root = root_for_kvm(kvm)
+    if root is not None:
+        return KVM.warning(root, "chgrp kvm /dev/kvm && chmod 660 /dev/kvm, on the node")
+    return KVM.ok("/dev/kvm makes virtual machines")
+
+
+def judge_device(check: Check, place: Place, path: str, trouble: str | None) -> Finding:
+    """Judge a device node; *trouble* is why it cannot be opened for reading and writing, ``None`` if it can."""
+    if trouble is None:
+        return check.ok(f"{path} may be used")
+    bare = place in {Place.NODE, Place.MACHINE}
+    return check.warning(f"{path}: {trouble}", f"modprobe {MODULES[check]}" if bare else GIVE.format(path))
+
+
+def judge_memlock(limit: int | None, needed: int | None) -> Finding:
+    """Judge how many bytes may be locked (``None``: no limit) for a guest that may *need* so many (``None``: not known)."""
+    if needed == 0:
+        return MEMLOCK.ok("nothing is locked")
+    if needed is None:
+        return MEMLOCK.unknown("how much is locked depends on what the plan was refused for", "mend that first")
+    trouble = too_little_lockable(limit, needed)
+    if trouble is not None:
+        return MEMLOCK.warning(trouble, MEMLOCK_REMEDY)
+    return MEMLOCK.ok("there is no limit" if limit is None else f"{limit >> 20} MiB may be locked")
+
+
+def judge_mbind(error: OSError | None, numa_nodes: int) -> Finding:
+    """Judge a trial of mbind(2) by its *error*, ``None`` for success."""
+    if error is None:
+        return MBIND.ok("mbind works")
+    if error.errno == errno.ENOSYS or numa_nodes == 1:
+        return MBIND.ok(f"mbind fails ({error.strerror}), but the machine has one NUMA node")
+    if error.errno == errno.EPERM:
+        return MBIND.warning("mbind is forbidden, by a seccomp profile", ALLOW_MBIND)
+    return MBIND.unknown(f"a trial of mbind failed: {error.strerror}")

@@ -1,0 +1,130 @@
+"""Manual pages, made from the parsers and from the spec's schema: what ``--help`` says and they say cannot differ."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+
+from runner.cli.completion import about, actions_of, commands_of, help_of
+from runner.spec.instance import reference, tables_of_reference
+
+SPEC_PAGE = "instance-runner-spec"
+
+
+def command_page(parser: argparse.ArgumentParser, section: int, version: str, see_also: Sequence[str]) -> str:
+    """Return the manual page of a program in the man(7) macros."""
+    return "\n".join(_command(parser, section, version, see_also)) + "\n"
+
+
+def spec_page(version: str, see_also: Sequence[str]) -> str:
+    """Return the manual page of the document that describes an instance."""
+    return "\n".join(_spec(version, see_also)) + "\n"
+
+
+def _head(name: str, section: int, version: str, purpose: str) -> Iterator[str]:
+    yield f'.TH {name.upper()} {section} "" "instance-runner {version}"'
+    yield ".SH NAME"
+    yield f"{_text(name)} \\- {_text(purpose)}"
+
+
+def _foot(see_also: Sequence[str]) -> Iterator[str]:
+    yield ".SH SEE ALSO"
+    yield ", ".join(f"\\fB{_text(page)}\\fR" for page in see_also)
+
+
+def _command(parser: argparse.ArgumentParser, section: int, version: str, see_also: Sequence[str]) -> Iterator[str]:
+    purpose = (parser.description or "").rstrip(".")
+    yield from _head(parser.prog, section, version, purpose)
+    yield ".SH SYNOPSIS"
+    commands = commands_of(parser)
+    if not commands:
+        yield from _usage(parser)
+    for each in commands.values():
+        yield from _usage(each)
+    yield ".SH DESCRIPTION"
+    yield f"{_text(purpose)}."
+    if not commands:
+        yield ".SH OPTIONS"
+        yield from _options(parser)
+    else:
+        yield ".SH COMMANDS"
+        for name, each in commands.items():
+            yield f".SS {_text(name)}"
+            yield _text(_sentence(about(parser, name)))
+            if each.description:
+                yield _text(each.description)
+            yield from _options(each)
+            yield from _as_it_is(each.epilog)
+    yield ".SH NOTES"
+    yield from _as_it_is(parser.epilog)
+    yield from _foot(see_also)
+
+
+def _usage(parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield f"\\fB{_text(parser.prog)}\\fR {_text(' '.join(parser.format_usage().split()[1 + len(parser.prog.split()) :]))}"
+    yield ".br"
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in actions_of(parser):
+        value = action.metavar or ("{" + ",".join(action.choices) + "}" if action.choices else action.dest.upper())
+        takes = "" if action.nargs == 0 else f" \\fI{_text(str(value))}\\fR"
+        yield ".TP"
+        names = ", ".join(f"\\fB{_text(name)}\\fR" for name in action.option_strings)
+        yield f"{names}{takes}" if names else takes.strip()
+        default = action.default
+        said = help_of(action, parser)
+        shown = action.option_strings and action.nargs != 0 and default and "default" not in said
+        yield _text(said + (f" (default: {default})" if shown else ""))
+
+
+def _as_it_is(text: str | None) -> Iterator[str]:
+    if text:
+        yield ".PP"
+        yield ".nf"
+        yield from map(_text, text.strip().splitlines())
+        yield ".fi"
+
+
+def _spec(version: str, see_also: Sequence[str]) -> Iterator[str]:
+    yield from _head(SPEC_PAGE, 5, version, "the document that describes an instance")
+    yield ".SH DESCRIPTION"
+    yield "TOML, or JSON of the same shape. What is not given has its default; unknown keys are errors."
+    tables = tables_of_reference()
+    last = ""
+    for name, allowed, default, meaning in reference():
+        table, _, key = name.rpartition(".")
+        if table != last:
+            last = table
+            written = f"[[{table.removesuffix('[]')}]]" if table.endswith("[]") else f"[{table}]"
+            yield f".SH {_text(written)}"
+            yield _text(_sentence(tables[table]))
+        yield ".TP"
+        yield f"\\fB{_text(key)}\\fR"
+        takes = {"required": f"Takes {allowed}; required.", "-": f"Takes {allowed}."}
+        yield _marked(_sentence(meaning))
+        yield ".br"
+        yield _text(takes.get(default, f"Takes {allowed}; default: {default}."))
+    yield ".SH EXAMPLES"
+    yield from _as_it_is(
+        '[cpu]\ncount = 4\n[memory]\nsize = "8GiB"\n[[disk]]\npath = "/dev/vm-disk"\n[[network]]\nmode = "bridge"'
+    )
+    yield from _foot(see_also)
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def _text(text: str) -> str:
+    r"""Escape *text*: a backslash, a hyphen that must stay one, other than ASCII, and what a line must not begin with."""
+    escaped = text.replace("\\", r"\e").replace("-", r"\-")
+    escaped = re.sub(r"[^\x00-\x7f]", lambda match: f"\\[u{ord(match[0]):04X}]", escaped)
+    return re.sub(r"^([.'])", r"\\&\1", escaped)
+
+
+def _marked(text: str) -> str:
+    """Escape *text* and turn what the README marks with backquotes and asterisks into bold and italics."""
+    bold = re.sub(r"`([^`]+)`", r"\\fB\1\\fR", _text(text))
+    return re.sub(r"(?<![\w*])\*(\w+)\*", r"\\fI\1\\fR", bold)

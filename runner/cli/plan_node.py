@@ -1,0 +1,200 @@
+"""The command ``plan --node``: reads the host, the kubelet's files and the manifests, and says what would become of the pods.
+
+Only this command imports it: what it needs (YAML, the kubelet's managers) is nothing that PID 1 should pay for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import attrs
+
+from runner.errors import RefusedError, UsageError
+from runner.facts.hardware import Hardware
+from runner.kernel.sysfs import read_hardware
+from runner.kubelet.configuration import changed, configuration_among, parse_kubelet_configuration
+from runner.kubelet.device_manager import Devices
+from runner.kubelet.manifests import Manifest, parse_manifests
+from runner.kubelet.node_plan import Fit, NodePlan, States, WhatIf, fit_of, plan_node, start_node
+from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
+from runner.kubelet.report.svg import picture_svg
+from runner.kubelet.report.text import hardware_line, node_json, node_lines
+from runner.kubelet.state_files import CPU_STATE, MEMORY_STATE, parse_cpu_manager_state, parse_memory_manager_state
+from runner.spec.instance import declared_variables, parse_instance
+from runner.spec.value import Value
+from runner.spec.yaml import parse_yaml
+
+PLACEHOLDER = "unset"
+"""The value of a variable that a spec declares and nobody has set where it is only planned."""
+WIDTH = 120
+"""Columns of the output where it is no terminal."""
+
+POD_LEVEL_RESOURCES_SINCE = 34
+"""Minor version since which the feature gate ``PodLevelResources`` is on."""
+
+
+def record(arguments: argparse.Namespace) -> int:
+    """Write the host down (``--record``)."""
+    hardware = read_hardware(arguments.sys or Path("/"))
+    if arguments.record == "-":
+        print(hardware.to_json(), end="")
+        return 0
+    _write(arguments.record, hardware.to_json())
+    print(f"{arguments.record}: {hardware_line(hardware)}")
+    return 0
+
+
+def plan(arguments: argparse.Namespace) -> bool:
+    """Print the plan for a node (``--node``) and tell whether everything fits."""
+    hardware = _hardware(arguments)
+    minor = _minor(arguments.kubelet)
+    document = configuration_among(parse_yaml(arguments.node, _bytes(arguments.node, "kubelet configuration")))
+    devices = _devices(arguments.device, hardware)
+    states = _states(arguments.state)
+    manifests, notes = _manifests(arguments.pod, document, minor)
+    if states.cpu and not states.memory:
+        notes.append(f"no {MEMORY_STATE} was given: no memory is taken as booked")
+
+    def planned(configured: Value) -> NodePlan:
+        configuration, remarks = parse_kubelet_configuration(configured, hardware, minor)
+        before = start_node(hardware, configuration, devices, states)
+        return plan_node(hardware, configuration, before, manifests, (*remarks, *notes))
+
+    try:
+        node = planned(document)
+    except KubeletConfigError as error:
+        raise RefusedError("cannot plan: this kubelet would not start") from error
+    others = []
+    for name in arguments.what_if:
+        try:
+            others.append(WhatIf(name, planned(changed(document, _settings(name)))))
+        except KubeletConfigError as error:
+            others.append(WhatIf(name, None, str(error)))
+    fit, unset = _fit(arguments.spec, node)
+    node = attrs.evolve(node, what_if=tuple(others), fit=fit, notes=(*node.notes, *unset))
+    if arguments.svg:
+        _write(arguments.svg, picture_svg(node))
+    if arguments.json:
+        print(json.dumps(node_json(node), indent=1))
+    else:
+        terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size((WIDTH, 0)).columns if terminal else WIDTH
+        colour = terminal and not os.environ.get("NO_COLOR")
+        print("\n".join(node_lines(node, width=width, colour=colour)))
+    return node.fits
+
+
+def _hardware(arguments: argparse.Namespace) -> Hardware:
+    if arguments.host is None:
+        return read_hardware(arguments.sys or Path("/"))
+    return Hardware.from_json(_text(arguments.host, "host record"), arguments.host)
+
+
+def _manifests(paths: Iterable[str], configuration: Value, minor: int) -> tuple[list[Manifest], list[str]]:
+    """Read all pods; those of one file come after those of the file before it."""
+    documents = [document for path in paths for document in parse_yaml(path, _bytes(path, "manifest"))]
+    gate = configuration.get("featureGates", {}).get("PodLevelResources")
+    on = gate.flag() if gate else minor >= POD_LEVEL_RESOURCES_SINCE
+    manifests, notes = parse_manifests(documents, pod_level_resources=on)
+    if paths and not manifests:
+        raise UsageError(f"cannot plan: no pod is in {', '.join(map(repr, paths))}")
+    return manifests, notes
+
+
+def _states(paths: Iterable[str]) -> States:
+    """Read state files, told apart by what is in them; a directory has both under the kubelet's names."""
+    states = States()
+    for path in paths:
+        files = [Path(path)]
+        if files[0].is_dir():
+            files = [file for name in (CPU_STATE, MEMORY_STATE) if (file := files[0] / name).exists()]
+            if not files:
+                raise UsageError(f"cannot use {path!r}: it holds neither {CPU_STATE} nor {MEMORY_STATE}")
+        for file in files:
+            text = _text(str(file), "state file")
+            if '"machineState"' in text or file.name == MEMORY_STATE:
+                states = attrs.evolve(states, memory=parse_memory_manager_state(text, str(file)))
+            else:
+                states = attrs.evolve(states, cpu=parse_cpu_manager_state(text, str(file)))
+    return states
+
+
+def _devices(listed: Iterable[str], hardware: Hardware) -> Devices:
+    """Read ``nvidia.com/gpu=4@0``: four devices on NUMA node 0; without one where the plugin does not say."""
+    numa_nodes = {node.id for node in hardware.numa_nodes}
+    devices: dict[str, dict[int | None, int]] = {}
+    for text in listed:
+        match = re.fullmatch(r"([^\s=@]+/[^\s=@]+)=([0-9]{1,6})(?:@([0-9]{1,4}))?", text, re.ASCII)
+        if match is None:
+            raise UsageError(
+                f"cannot use --device {text!r}: it takes RESOURCE=COUNT@NUMA_NODE, such as nvidia.com/gpu=4@0"
+            )
+        numa_node = None if match[3] is None else int(match[3])
+        if numa_node is not None and numa_node not in numa_nodes:
+            raise UsageError(f"cannot use --device {text!r}: the host has no NUMA node {numa_node}")
+        places = devices.setdefault(match[1], {})
+        places[numa_node] = places.get(numa_node, 0) + int(match[2])
+    return devices
+
+
+def _minor(version: str | None) -> int:
+    if version is None:
+        return NEWEST_MINOR
+    match = re.fullmatch(r"v?1\.([0-9]{1,3})(?:\.[0-9]+.*)?", version, re.ASCII)
+    if match is None:
+        raise UsageError(
+            f"cannot use --kubelet {version!r}: it takes a version, from 1.{OLDEST_MINOR} to 1.{NEWEST_MINOR}"
+        )
+    return int(match[1])
+
+
+def _settings(text: str) -> Mapping[str, str]:
+    """Split ``key=value,key=value``; a comma that no key follows belongs to the value."""
+    settings = {}
+    for setting in re.split(r",(?=[A-Za-z][\w.-]*=)", text):
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise UsageError(
+                f"cannot use --what-if {text!r}: it takes KEY=VALUE, such as topologyManagerPolicy=restricted"
+            )
+        settings[key] = value
+    return settings
+
+
+def _fit(spec: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]:
+    """Return how the spec fits, and what is assumed for it: its variables are the pod's, which is not here."""
+    if spec is None:
+        return None, ()
+    data = sys.stdin.buffer.read() if spec == "-" else _bytes(spec, "spec")
+    unset = [name for name in declared_variables(spec, data) if name not in os.environ]
+    cpu = parse_instance(spec, data, {**os.environ, **dict.fromkeys(unset, PLACEHOLDER)}).cpu
+    notes = (f"{spec}: {', '.join(unset)} are not set here, and taken as {PLACEHOLDER!r}",) if unset else ()
+    return fit_of(cpu.count, cpu.cpus, node, spare=cpu.placement != "controller"), notes
+
+
+def _bytes(path: str, what: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read the {what} {path!r}") from error
+
+
+def _text(path: str, what: str) -> str:
+    try:
+        return _bytes(path, what).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read the {what} {path!r}: it is not UTF-8 at byte {error.start}") from None
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path!r}") from error

@@ -1,0 +1,294 @@
+"""Keeping the tree as the kubelet says: reading, deciding, doing, again and again.
+
+There is no state to lose. What is desired is in the kubelet's files, what is there is in the kernel; a controller
+that starts anew finds both and continues. A pass has no ``await`` in it, so passes never overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import attrs
+import trio
+
+from runner.controller.kubelet_files import (
+    CpuAssignments,
+    Frozen,
+    KubeletFiles,
+    attempt_cpu_state,
+    read_memory_nodes,
+    settled,
+)
+from runner.controller.metrics import ControllerCounters
+from runner.controller.online_cpus import OnlineCpus, read_online_cpus
+from runner.controller.reconcile import (
+    FLOAT,
+    Action,
+    Desired,
+    Observed,
+    Remove,
+    Write,
+    desire,
+    desire_without_kubelet,
+    instance_uid,
+    reconcile,
+    silent_fallbacks,
+)
+from runner.controller.tree import Fault, Tree
+from runner.cpuset import CpuSet
+from runner.errors import HostError, explain
+from runner.kernel import inotify
+
+log = logging.getLogger(__name__)
+
+_OURS = frozenset({"cgroup.events", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"})
+"""Control files whose change may call for a pass; not among them are the runner's writes of its threads."""
+
+_DIRECTORY = (
+    inotify.CLOSE_WRITE
+    | inotify.MOVED_TO
+    | inotify.CREATE
+    | inotify.DELETE
+    | inotify.DELETE_SELF
+    | inotify.MOVE_SELF
+    | inotify.ONLYDIR
+)
+_GROUP = inotify.MODIFY | inotify.CREATE | inotify.DELETE | inotify.ONLYDIR
+
+
+@attrs.frozen
+class Intervals:
+    """How often to look."""
+
+    pause: float = 0.01
+    """Between two readings of a state file that must be equal."""
+    readings: int = 100
+    """After so many without two equal ones, decisions are frozen."""
+    resync: float = 30.0
+    """A pass at least so often, whatever is or is not reported."""
+    frozen: float = 5.0
+    """The same while decisions are frozen: a directory that is not there yet cannot report anything."""
+
+
+@attrs.define(eq=False)
+class ReconcileLoop:
+    """The tree, what it should be, and the pass from one to the other.
+
+    *source* is where the kubelet keeps its state, or ``None`` on a machine without one.
+    """
+
+    tree: Tree
+    source: KubeletFiles | None
+    sys: Path
+    reserved: CpuSet
+    pace: Intervals
+    tally: ControllerCounters = attrs.field(factory=ControllerCounters)
+    state: CpuAssignments | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
+    """What the kubelet's file said when it was last believed; stays :class:`Frozen` without a kubelet."""
+    observed: Observed | None = None
+    """The tree after the last pass."""
+    faults: tuple[Fault, ...] = ()
+    """What went wrong in the last pass, group by group."""
+    trouble: str = ""
+    """What was wrong with the last pass that :meth:`once` made, empty if nothing was; it is why the node is not ready."""
+    _disturbed: trio.Event = attrs.field(factory=trio.Event)
+    _passed: trio.Event = attrs.field(factory=trio.Event)
+    _watches: set[int] = attrs.field(factory=set)
+    _left: dict[str, CpuSet] = attrs.field(factory=dict)
+    """The cpusets as this program last saw or wrote them: what differs now was changed by somebody else."""
+
+    def machine(self) -> OnlineCpus:
+        """Read the machine."""
+        return read_online_cpus(self.sys)
+
+    def frozen(self) -> str:
+        """Return why decisions are frozen, or nothing."""
+        return self.state.reason if self.source is not None and isinstance(self.state, Frozen) else ""
+
+    def current(self) -> CpuAssignments | Frozen:
+        """Return the state a decision may rest on now: the settled one, if the file still says the same."""
+        if self.source is None or isinstance(self.state, Frozen):
+            return self.state
+        now = attempt_cpu_state(self.source.cpu_state, self.machine(), self.reserved)
+        if now == self.state:
+            return now
+        self.disturb()
+        return now if isinstance(now, Frozen) else Frozen(f"{self.source.cpu_state} is changing")
+
+    def desired(self, machine: OnlineCpus) -> Desired | Frozen:
+        """Return what the tree should be."""
+        if self.source is None:
+            return desire_without_kubelet(machine)
+        return self.state if isinstance(self.state, Frozen) else desire(self.state, machine, self.reserved)
+
+    def observe(self) -> Observed:
+        """Look at the tree; also what :attr:`observed` is from now on."""
+        self.observed = self.tree.observe()
+        return self.observed
+
+    def pass_over(self, grants: Mapping[str, CpuSet]) -> tuple[Fault, ...]:
+        """Bring the tree to what is desired, with an instance for each of *grants*; return what went wrong.
+
+        While decisions are frozen nothing is done. Raises :class:`HostError` if there is no cgroup v2 to work with.
+        """
+        started = time.perf_counter()
+        machine = self.machine()
+        desired = self.desired(machine)
+        if isinstance(desired, Frozen):
+            self.observe()
+            self._count("frozen", started)
+            return ()
+        observed = self.observe()
+        actions = reconcile(desired, observed, grants)
+        faults = self.tree.apply(actions, machine.online)
+        failed = {fault.group for fault in faults}
+        self._tell([action for action in actions if action.group not in failed], observed, grants)
+        after = self.observe() if actions else observed
+        self._left = {name: group.cpus for name, group in after.groups.items()}
+        faults += tuple(
+            Fault(name, f"cannot hold {name} to the CPUs {group.cpus}: the kernel has {group.effective} in effect")
+            for name, group in silent_fallbacks(after, machine.online).items()
+            if name not in failed
+        )
+        for fault in faults:
+            if fault not in self.faults:
+                log.error("pass failed group=%r reason=%r", fault.group, fault.reason)
+        self.faults = faults
+        self._count("faulty" if faults else "changed" if actions else "clean", started)
+        return faults
+
+    def disturb(self) -> None:
+        """Ask for a pass soon."""
+        self._disturbed.set()
+
+    async def next_pass(self) -> None:
+        """Wait until the next pass is done."""
+        await self._passed.wait()
+
+    async def settle(self, source: KubeletFiles) -> None:
+        """Read the kubelet's state until it can be believed or must be called frozen."""
+        before = self.state
+        self.state = await settled(
+            source.cpu_state,
+            self.machine(),
+            self.reserved,
+            pause=self.pace.pause,
+            readings=self.pace.readings,
+        )
+        if self.state == before:
+            return
+        if isinstance(self.state, Frozen):
+            log.error("decisions frozen, running instances are left as they are reason=%r", self.state.reason)
+        else:
+            log.info(
+                "kubelet's state read policy=%s shared_pool=%s pods=%d",
+                self.state.policy,
+                self.state.shared_pool,
+                len(self.state.assigned()),
+            )
+            strange = read_memory_nodes(source.memory_state) - self.machine().memory_nodes
+            if strange:
+                log.warning("kubelet's memory state names nodes without memory nodes=%s", strange)
+
+    async def follow(self, queue: inotify.Inotify) -> None:
+        """Make a pass whenever something has changed, and every so often anyway; for ever."""
+        while True:
+            disturbed = self._disturbed = trio.Event()  # what happens from here on calls for another pass
+            await self.once(queue)
+            with trio.move_on_after(self.pace.frozen if self.frozen() else self.pace.resync):
+                await disturbed.wait()
+
+    async def once(self, queue: inotify.Inotify) -> None:
+        """Read, decide, do; then tell those who wait for it. What fails is logged and tried again next time."""
+        await trio.lowlevel.checkpoint()
+        self._watch_source(queue)
+        try:
+            if self.source is not None:
+                await self.settle(self.source)
+            faults = self.pass_over({})
+            self.trouble = "; ".join(fault.reason for fault in faults)
+        except HostError as error:
+            self.trouble = explain(error)
+            log.error("pass failed reason=%r", self.trouble)  # noqa: TRY400  # the sentence says it all
+            self.tally.passes["faulty"] += 1
+        self._watch_tree(queue)
+        passed, self._passed = self._passed, trio.Event()
+        passed.set()
+
+    async def listen(self, queue: inotify.Inotify) -> None:
+        """Turn the kernel's reports into :meth:`disturb`; for ever."""
+        while True:
+            for event in await queue.receive():
+                if event.mask & inotify.IGNORED:
+                    self._watches.discard(event.watch)
+                if self._matters(event):
+                    self.disturb()
+
+    def _matters(self, event: inotify.FileEvent) -> bool:
+        if not event.name or event.mask & inotify.QUEUE_OVERFLOW:
+            return True  # a watched directory itself: gone, moved or made anew
+        ours = event.name in _OURS or event.name == FLOAT or instance_uid(event.name) is not None
+        files = self.source
+        kubelets = files is not None and event.name in (files.cpu_state.name, files.memory_state.name)
+        return ours or kubelets or event.name == self.tree.root.name
+
+    def _watch_source(self, queue: inotify.Inotify) -> None:
+        if self.source is not None:
+            self._watch(queue, self.source.directory, _DIRECTORY)
+
+    def _watch_tree(self, queue: inotify.Inotify) -> None:
+        groups = [self.tree.root.parent, self.tree.root]
+        groups += [self.tree.root.child(name) for name in (self.observed.groups if self.observed else ())]
+        for group in groups:
+            self._watch(queue, group.path, _GROUP)
+
+    def _watch(self, queue: inotify.Inotify, path: Path, mask: int) -> None:
+        """Watch *path*; what changed there before the watch was new to us calls for another pass."""
+        try:
+            watch = queue.watch(path, mask)
+        except HostError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):  # else: not there yet; the next pass tries again
+                log.warning("changes will be seen late reason=%r", explain(error))
+            return
+        if watch not in self._watches:
+            self._watches.add(watch)
+            self.disturb()
+
+    def _tell(self, actions: list[Action], observed: Observed, grants: Mapping[str, CpuSet]) -> None:
+        """Log *actions* as an operator would tell them, and count repairs and removals."""
+        for action in actions:
+            match action:
+                case Remove(group):
+                    self.tally.removed += 1
+                    log.info("stale instance removed uuid=%s", instance_uid(group))
+                case Write(group, "cpuset.cpus", value):
+                    left, found = self._left.get(group), observed.groups.get(group)
+                    if left is not None and found is not None and found.cpus != left:
+                        self.tally.repairs += 1
+                        log.warning("cpuset changed by others group=%s found=%s", group, found.cpus)
+                    if instance_uid(group) not in grants:
+                        log.info("cpuset written group=%s cpus=%s", group or self.tree.root.name, value)
+                case _:
+                    log.debug("action %r", action)
+
+    def _count(self, outcome: str, started: float) -> None:
+        self.tally.passes[outcome] += 1
+        self.tally.pass_seconds += time.perf_counter() - started
+
+
+@contextlib.asynccontextmanager
+async def running_loop(keeper: ReconcileLoop) -> AsyncIterator[None]:
+    """Keep the tree as long as the block runs; when it begins, the first pass is done. The tree stays as it is."""
+    with inotify.watching() as queue:
+        async with trio.open_nursery() as nursery:
+            await keeper.once(queue)
+            nursery.start_soon(keeper.listen, queue)
+            nursery.start_soon(keeper.follow, queue)
+            try:
+                yield
+            finally:
+                nursery.cancel_scope.cancel()

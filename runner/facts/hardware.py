@@ -1,0 +1,300 @@
+"""The hardware of one host as frozen values: what ``kernel/sysfs.py`` reads and every decision is made from.
+
+A :class:`Hardware` can be written down (:meth:`Hardware.to_json`) on one machine and planned for on another. The
+same facts are what the kubelet learns from cadvisor's ``MachineInfo``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NoReturn, Self
+
+import attrs
+
+from runner.cpuset import MAX_CPU, CpuSet
+from runner.errors import Problem, SpecError
+
+FORMAT = 1
+"""Version of the recorded form; raised when an older reader would misunderstand it."""
+
+KINDS = ("performance", "efficiency")
+"""What :attr:`Cpu.kind` may be on a host with unequal cores."""
+
+
+@attrs.frozen
+class Cpu:
+    """One online logical CPU and everything it is part of.
+
+    *core* and *die* are named by the lowest online CPU in them, so that they are unique on the host (the kernel's
+    ``core_id`` is unique only within a socket; the kubelet's ``getUniqueCoreID`` does the same for cores).
+    *l3* is the kernel's cache id where it gives one (the kubelet sorts by it), else the lowest CPU sharing the cache;
+    ``None`` without an L3 cache. *socket* is the kernel's ``physical_package_id``. *max_khz* and *capacity* (1024 is
+    the biggest core) are ``None`` where the kernel does not say.
+    """
+
+    cpu: int
+    core: int
+    socket: int
+    die: int
+    numa_node: int
+    l3: int | None = None
+    max_khz: int | None = None
+    capacity: int | None = None
+    kind: str | None = None
+
+
+@attrs.frozen
+class HugepagePool:
+    """The hugepages of one size on one NUMA node; *size* in bytes, *total* and *free* in pages."""
+
+    size: int
+    total: int
+    free: int
+
+
+def hugetlb_name(page_size: int) -> str:
+    """Return what cgroup files call huge pages of *page_size* bytes, such as ``2MB`` (``mm/hugetlb_cgroup.c``, ``mem_fmt``)."""
+    return next(
+        f"{page_size >> shift}{unit}" for shift, unit in ((30, "GB"), (20, "MB"), (10, "KB")) if page_size >> shift
+    )
+
+
+@attrs.frozen
+class NumaNode:
+    """One NUMA node; it may have no CPUs (CXL memory) or no memory.
+
+    *memory* is ``MemTotal`` in bytes, hugepages included. *distances* holds one number for each NUMA node of the
+    host in ascending order of their ids (10 is local), as the kernel's ``distance`` file does.
+    """
+
+    id: int
+    memory: int
+    distances: tuple[int, ...]
+    hugepages: tuple[HugepagePool, ...] = ()
+
+
+@attrs.frozen(slots=False)  # cached_property lives in __dict__
+class Hardware:
+    """A host: its online CPUs and its NUMA nodes, each in ascending order, and the CPUs that are offline."""
+
+    cpus: tuple[Cpu, ...]
+    numa_nodes: tuple[NumaNode, ...]
+    offline: CpuSet = attrs.field(factory=CpuSet)
+
+    @cached_property
+    def by_cpu(self) -> Mapping[int, Cpu]:
+        """CPU number → the CPU."""
+        return MappingProxyType({cpu.cpu: cpu for cpu in self.cpus})
+
+    @cached_property
+    def online(self) -> CpuSet:
+        """Every online CPU."""
+        return CpuSet(self.by_cpu)
+
+    @cached_property
+    def cores(self) -> Mapping[int, CpuSet]:
+        """Core → its siblings."""
+        return self._grouped(lambda cpu: cpu.core)
+
+    @cached_property
+    def sockets(self) -> Mapping[int, CpuSet]:
+        """Socket → its CPUs."""
+        return self._grouped(lambda cpu: cpu.socket)
+
+    @cached_property
+    def cpus_of_numa_node(self) -> Mapping[int, CpuSet]:
+        """NUMA node → its CPUs; empty for a memory-only one."""
+        memory_only = {node.id: CpuSet() for node in self.numa_nodes}
+        return MappingProxyType(memory_only | dict(self._grouped(lambda cpu: cpu.numa_node)))
+
+    def siblings(self, cpu: int) -> CpuSet:
+        """Return the CPUs of the core that *cpu* belongs to, itself among them."""
+        return self.cores[self.by_cpu[cpu].core]
+
+    def distance(self, here: int, there: int) -> int:
+        """Return the distance from NUMA node *here* to NUMA node *there*; ``KeyError`` if there is no such node."""
+        return self._distances[here][there]
+
+    @cached_property
+    def _distances(self) -> dict[int, dict[int, int]]:
+        ids = [node.id for node in self.numa_nodes]
+        return {node.id: dict(zip(ids, node.distances, strict=True)) for node in self.numa_nodes}
+
+    def _grouped(self, key: Callable[[Cpu], int]) -> Mapping[int, CpuSet]:
+        groups: dict[int, list[int]] = {}
+        for cpu in self.cpus:
+            groups.setdefault(key(cpu), []).append(cpu.cpu)
+        return MappingProxyType({name: CpuSet(groups[name]) for name in sorted(groups)})
+
+    def to_json(self) -> str:
+        """Write the host down; the same host gives the same text, and :meth:`from_json` gives it back."""
+        document = {
+            "format": FORMAT,
+            "offline": str(self.offline),
+            "cpus": [_without_none(cpu) for cpu in self.cpus],
+            "numa_nodes": [attrs.asdict(node) for node in self.numa_nodes],
+        }
+        # One CPU and one NUMA node a line: a recorded host is read by people, and compared with diff.
+        lines = []
+        for key, value in document.items():
+            if isinstance(value, list):
+                items = ",\n  ".join(json.dumps(item) for item in value)
+                lines.append(f' "{key}": [\n  {items}\n ]')
+            else:
+                lines.append(f' "{key}": {json.dumps(value)}')
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "host record") -> Self:
+        """Read a host that was written down; *source* names it in errors.
+
+        Raises :class:`SpecError` with every problem found, each with its path (``cpus[3].core``).
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise SpecError(source, [Problem("", f"is not JSON: {error}")]) from None
+        reader = _Reader(source)
+        root = reader.mapping(document, "", {"format", "offline", "cpus", "numa_nodes"})
+        if root.get("format") != FORMAT:
+            reader.complain("format", f"must be {FORMAT}, found {root.get('format')!r}")
+        offline = reader.cpu_set(root.get("offline", ""), "offline")
+        cpus = [reader.cpu(item, path) for item, path in reader.items(root.get("cpus"), "cpus")]
+        nodes = [reader.numa_node(item, path) for item, path in reader.items(root.get("numa_nodes"), "numa_nodes")]
+        reader.finish()
+        hardware = cls(
+            tuple(sorted(cpus, key=lambda cpu: cpu.cpu)), tuple(sorted(nodes, key=lambda node: node.id)), offline
+        )
+        for problem in hardware.problems():
+            reader.complain(problem.path, problem.message)
+        reader.finish()
+        return hardware
+
+    def problems(self) -> Iterable[Problem]:
+        """Yield what cannot be true of a host: numbers twice, a NUMA node that does not exist, a core in two places."""
+        if not self.cpus:
+            yield Problem("cpus", "must hold at least one online CPU")
+        yield from _repeated("cpus", "CPU", [cpu.cpu for cpu in self.cpus])
+        yield from _repeated("numa_nodes", "NUMA node", [node.id for node in self.numa_nodes])
+        for number in self.online & self.offline:
+            yield Problem("offline", f"CPU {number} cannot be both online and offline")
+        ids = {node.id for node in self.numa_nodes}
+        places: dict[int, Cpu] = {}
+        for index, cpu in enumerate(self.cpus):
+            if cpu.numa_node not in ids:
+                yield Problem(f"cpus[{index}].numa_node", f"there is no NUMA node {cpu.numa_node}")
+            first = places.setdefault(cpu.core, cpu)
+            if first is cpu and cpu.cpu != cpu.core:
+                yield Problem(f"cpus[{index}].core", f"must be the lowest CPU of the core, {cpu.cpu}, found {cpu.core}")
+            if (first.socket, first.die, first.numa_node) != (cpu.socket, cpu.die, cpu.numa_node):
+                yield Problem(f"cpus[{index}].core", f"core {cpu.core} lies also where CPU {first.cpu} is")
+        for index, node in enumerate(self.numa_nodes):
+            if len(node.distances) != len(self.numa_nodes):
+                found = f"{len(node.distances)} for {len(self.numa_nodes)} NUMA nodes"
+                yield Problem(
+                    f"numa_nodes[{index}].distances", f"must hold one distance for each NUMA node, found {found}"
+                )
+
+
+def _without_none(cpu: Cpu) -> dict[str, int | str]:
+    return {key: value for key, value in attrs.asdict(cpu).items() if value is not None}
+
+
+def _repeated(path: str, what: str, numbers: list[int]) -> Iterable[Problem]:
+    seen: set[int] = set()
+    for index, number in enumerate(numbers):
+        if number in seen:
+            yield Problem(f"{path}[{index}]", f"{what} {number} is there twice")
+        seen.add(number)
+
+
+_MISSING = -1
+"""Stands for a number that was complained about; no value is built from it, for the complaints are raised first."""
+
+
+class _Reader:
+    """Turns JSON values into ours and collects what is wrong with them."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.found: list[Problem] = []
+
+    def complain(self, path: str, message: str) -> None:
+        self.found.append(Problem(path, message))
+
+    def finish(self) -> None:
+        if self.found:
+            self.fail()
+
+    def fail(self) -> NoReturn:
+        raise SpecError(self.source, self.found)
+
+    def mapping(self, value: Any, path: str, keys: Iterable[str]) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            self.complain(path, f"must be an object, found {value!r}")
+            self.fail()
+        for key in sorted(set(value) - set(keys)):
+            self.complain(f"{path}.{key}" if path else key, "is not known")
+        return value
+
+    def items(self, value: Any, path: str) -> list[tuple[Any, str]]:
+        if not isinstance(value, list):
+            self.complain(path, "must be a list" if value is None else f"must be a list, found {value!r}")
+            return []
+        return [(item, f"{path}[{index}]") for index, item in enumerate(value)]
+
+    def number(self, value: Any, path: str, highest: int | None = None) -> int:
+        if type(value) is not int or value < 0 or (highest is not None and value > highest):
+            limit = "" if highest is None else f" up to {highest}"
+            found = "nothing" if value is None else repr(value)
+            self.complain(path, f"must be a whole number from 0{limit}, found {found}")
+            return _MISSING
+        return value
+
+    def optional(self, value: Any, path: str) -> int | None:
+        return None if value is None else self.number(value, path)
+
+    def cpu_set(self, value: Any, path: str) -> CpuSet:
+        try:
+            return CpuSet.parse(value)
+        except (ValueError, AttributeError):
+            self.complain(path, f"must be a CPU list like '0,2-3', found {value!r}")
+            return CpuSet()
+
+    def cpu(self, value: Any, path: str) -> Cpu:
+        names = [field.name for field in attrs.fields(Cpu)]
+        item = self.mapping(value, path, names)
+        kind = item.get("kind")
+        if kind is not None and kind not in KINDS:
+            self.complain(f"{path}.kind", f"must be one of {', '.join(KINDS)}, found {kind!r}")
+        return Cpu(
+            cpu=self.number(item.get("cpu"), f"{path}.cpu", MAX_CPU),
+            core=self.number(item.get("core"), f"{path}.core", MAX_CPU),
+            socket=self.number(item.get("socket"), f"{path}.socket", MAX_CPU),
+            die=self.number(item.get("die"), f"{path}.die", MAX_CPU),
+            numa_node=self.number(item.get("numa_node"), f"{path}.numa_node", MAX_CPU),
+            l3=self.optional(item.get("l3"), f"{path}.l3"),
+            max_khz=self.optional(item.get("max_khz"), f"{path}.max_khz"),
+            capacity=self.optional(item.get("capacity"), f"{path}.capacity"),
+            kind=kind,
+        )
+
+    def numa_node(self, value: Any, path: str) -> NumaNode:
+        item = self.mapping(value, path, [field.name for field in attrs.fields(NumaNode)])
+        pools = []
+        for pool, where in self.items(item.get("hugepages", []), f"{path}.hugepages"):
+            names = [field.name for field in attrs.fields(HugepagePool)]
+            entry = self.mapping(pool, where, names)
+            pools.append(HugepagePool(*(self.number(entry.get(name), f"{where}.{name}") for name in names)))
+        return NumaNode(
+            id=self.number(item.get("id"), f"{path}.id", MAX_CPU),
+            memory=self.number(item.get("memory"), f"{path}.memory"),
+            distances=tuple(
+                self.number(distance, where)
+                for distance, where in self.items(item.get("distances"), f"{path}.distances")
+            ),
+            hugepages=tuple(sorted(pools, key=lambda pool: pool.size)),
+        )

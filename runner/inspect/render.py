@@ -1,0 +1,126 @@
+"""A report for people, for machines, and as lines that change only when something has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from runner.inspect.observation import Charge, GuestMemory, InstanceObservation, ObservedThread
+from runner.inspect.rules import InspectionReport, JudgedInstance, RuleResult, RuleVerdict
+from runner.table import aligned
+
+HEAD = ("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON", "NUMA_NODE", "CGROUP")
+SHOWN = 12
+"""Reasons of one verdict that people are shown; machines get all."""
+FORMAT = 1
+
+
+def report_lines(report: InspectionReport) -> Iterator[str]:
+    """Yield the table of each instance with its verdicts, then the verdict about the node."""
+    for each in report.instances:
+        instance = each.sighting
+        on = f" on NUMA node '{instance.numa_nodes}'" if instance.numa_nodes else ""
+        yield f"{_title(instance)}: CPUs '{instance.cpus}'{on}, placement {instance.backend}"
+        yield from aligned([HEAD, *(_row(thread, instance.numa_node_of) for thread in instance.threads)])
+        yield from _verdicts(each.verdicts)
+        yield ""
+    if report.seen_from == "node" and not report.instances:
+        yield "no instance is placed by the controller here; others are inspected in their containers"
+    yield from _verdicts((report.kubelet,))
+
+
+def _title(instance: InstanceObservation) -> str:
+    return instance.name if instance.name == "instance" else f"instance {instance.name}"
+
+
+def _row(each: ObservedThread, numa_node_of: Mapping[int, int]) -> tuple[str, ...]:
+    thread = each.thread
+    numa_node = numa_node_of.get(thread.running_on, "?")
+    return (
+        each.title,
+        str(thread.tid),
+        thread.name,
+        str(thread.cpus),
+        str(thread.running_on),
+        str(numa_node),
+        thread.cgroup,
+    )
+
+
+def _verdicts(verdicts: tuple[RuleVerdict, ...]) -> Iterator[str]:
+    for verdict in verdicts:
+        head = f"{verdict.result.value:8}  {verdict.rule:9}  "
+        for reason in verdict.reasons[:SHOWN]:
+            yield head + reason
+            head = " " * len(head)
+        if len(verdict.reasons) > SHOWN:
+            yield f"{head}and {len(verdict.reasons) - SHOWN} more; --json names all"
+
+
+def state_lines(report: InspectionReport) -> Iterator[str]:
+    """Yield a line for each thread and verdict, without what changes all the time: for comparing two reports."""
+    for each in report.instances:
+        name = each.sighting.name[:8]
+        for seen in each.sighting.threads:
+            thread = seen.thread
+            yield f"{name} {seen.title} {thread.tid} {thread.name!r} may run on '{thread.cpus}' in '{thread.cgroup}'"
+        yield from (f"{name} {line}" for line in map(_verdict_line, each.verdicts))
+    yield _verdict_line(report.kubelet)
+
+
+def _verdict_line(verdict: RuleVerdict) -> str:
+    line = f"{verdict.rule} {verdict.result.value}"
+    return line if verdict.result is RuleResult.OK else f"{line}: {'; '.join(verdict.reasons)}"
+
+
+def report_json(report: InspectionReport) -> dict[str, Any]:
+    """Return *report* as plain values; CPU sets in the kernel's list format, sizes in bytes."""
+    return {
+        "version": FORMAT,
+        "seen_from": report.seen_from,
+        "violated": report.violated,
+        "instances": [_instance_json(each) for each in report.instances],
+        "verdicts": [_verdict_json(report.kubelet)],
+    }
+
+
+def _instance_json(each: JudgedInstance) -> dict[str, Any]:
+    instance = each.sighting
+    memory, charge = instance.memory, instance.charge
+    return {
+        "name": instance.name,
+        "backend": instance.backend,
+        "cpus": str(instance.cpus),
+        "numa_nodes": str(instance.numa_nodes),
+        "threads": [_thread_json(seen, instance.numa_node_of) for seen in instance.threads],
+        "verdicts": [_verdict_json(verdict) for verdict in each.verdicts],
+        "memory": {
+            "small_pages": {str(node): size for node, size in sorted(memory.small.items())},
+            "huge_pages": {str(node): size for node, size in sorted(memory.huge.items())},
+        }
+        if isinstance(memory, GuestMemory)
+        else None,
+        "charge": {"cgroup": charge.cgroup, "memory": charge.memory, "hugetlb": charge.hugetlb}
+        if isinstance(charge, Charge)
+        else None,
+    }
+
+
+def _thread_json(seen: ObservedThread, numa_node_of: Mapping[int, int]) -> dict[str, Any]:
+    thread = seen.thread
+    return {
+        "role": seen.role,
+        "vcpu": seen.vcpu,
+        "name": thread.name,
+        "pid": thread.pid,
+        "tid": thread.tid,
+        "cgroup": thread.cgroup,
+        "allowed_cpus": str(thread.cpus),
+        "allowed_mems": str(thread.mems),
+        "running_on": thread.running_on,
+        "numa_node": numa_node_of.get(thread.running_on),
+    }
+
+
+def _verdict_json(verdict: RuleVerdict) -> dict[str, Any]:
+    return {"rule": verdict.rule, "result": verdict.result.value, "reasons": list(verdict.reasons)}

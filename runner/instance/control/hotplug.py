@@ -1,0 +1,265 @@
+"""What changes while the guest runs: disks that come, go and grow; after each change every thread is looked at again.
+
+An attachment is all or nothing: what was done of one that fails is undone. What the guest must do itself, releasing a
+disk, may stay half done: then the disk is still its own, and detaching it again goes on from there. A disk that has gone or
+grown stays so, also when a thread is found out of its place afterwards, which is told as an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+import attrs
+import trio
+
+from runner.errors import Problem, RefusedError, RunnerError, SpecError, explain
+from runner.instance.discover import read_disk_facts
+from runner.instance.disks import DiskEvents, opened
+from runner.kernel.files import look
+from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
+from runner.plan.disks import DiskPlan, disk_words, plan_disk
+from runner.plan.instance import InstancePlan
+from runner.protocol.qmp import BadReplyError, ExecuteError, Monitor
+from runner.spec.instance import DiskSpec
+from runner.spec.rules import format_size
+
+log = logging.getLogger(__name__)
+
+RELEASED_WITHIN = 15.0
+"""Seconds the guest may take to release a disk; Linux takes up to 5 s by PCI Express, and no time by ACPI."""
+
+Undoing = tuple[str, dict[str, object]]
+"""A command that takes back another one."""
+
+
+@attrs.frozen
+class Attached:
+    """A disk that was attached while the guest runs."""
+
+    plan: DiskPlan
+    slot: int
+    undoing: tuple[Undoing, ...]
+    """In the order in which it was done."""
+
+
+class DiskHotplug:
+    """The disks of a running machine. One change is made at a time; who comes second waits."""
+
+    def __init__(
+        self, plan: InstancePlan, monitor: Monitor, news: DiskEvents, verify: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._plan = plan
+        self._monitor = monitor
+        self._news = news
+        self._verify = verify
+        self._attached: dict[str, Attached] = {}
+        self._changing = trio.Lock()
+
+    async def status(self) -> dict[str, object]:
+        """Return what the machine is and does."""
+        reply: Any = await self._monitor.execute("query-status")
+        machine = self._plan.machine
+        return {
+            "name": machine.name,
+            "guest": str(reply.get("status")),
+            "vcpus": machine.vcpus,
+            "memory": machine.memory,
+            "disks": await self.listed(),
+            "free_slots": len(list(self._free_slots())),
+        }
+
+    async def listed(self) -> list[dict[str, object]]:
+        """Return each disk: those it was started with first."""
+        sizes = await self._sizes()
+        found = [self._shown(disk, sizes, None) for disk in self._plan.machine.disks]
+        return found + [self._shown(each.plan, sizes, each) for each in self._attached.values()]
+
+    def _shown(self, disk: DiskPlan, sizes: Mapping[str, int], attached: Attached | None) -> dict[str, object]:
+        released = attached is not None and self._news.departure(disk.name).is_set()
+        return {
+            "name": disk.name,
+            "path": str(disk.path),
+            "format": disk.layers[0].format,
+            "size": sizes.get(disk.name),
+            "read_only": disk.read_only,
+            "ephemeral": disk.overlay is not None,
+            "serial": disk.serial,
+            "attached": attached is not None,
+            "released": released,
+        }
+
+    async def attach(self, disk: DiskSpec) -> dict[str, object]:
+        """Attach *disk* and return what ``listed`` says of it.
+
+        Raises :exc:`~runner.errors.RunnerError`: everything is as before then.
+        """
+        async with self._changing:
+            number = next(self._free_slots(), None)
+            if number is None:
+                raise RefusedError(
+                    f"cannot attach another disk: all {self._plan.machine.slots} slots are taken; detach one, or start the "
+                    "instance with more (hotplug.disks)"
+                )
+            plan = self._planned(f"disk{len(self._plan.machine.disks) + number}", disk)
+            self._news.arrived(plan.name)
+            self._attached[plan.name] = Attached(plan, number, await self._made(plan, slot(number)))
+            misplaced: RunnerError | None = None
+            try:
+                await self._verify()
+            except RunnerError as error:
+                misplaced = error
+            if misplaced is not None:
+                await self._detach(self._attached[plan.name])
+                raise misplaced
+            log.info("disk attached name=%s %s", plan.name, disk_words(plan))
+            return self._shown(plan, await self._sizes(), self._attached[plan.name])
+
+    def _planned(self, name: str, disk: DiskSpec) -> DiskPlan:
+        problems: list[Problem] = []
+        plan = plan_disk(name, disk, read_disk_facts(disk), "disk", lambda *problem: problems.append(Problem(*problem)))
+        others = (*self._plan.machine.disks, *(each.plan for each in self._attached.values()))
+        if disk.serial is not None and any(other.serial == disk.serial for other in others):
+            problems.append(Problem("disk.serial", f"{disk.serial!r} is taken by another disk already"))
+        if plan.iothread and self._plan.machine.ram.locked:
+            problems.append(
+                Problem(
+                    "disk.iothread",
+                    "must be false: with memory.lock all threads are counted at the start; leave it out",
+                )
+            )
+        if problems:
+            raise SpecError("ctl", problems)
+        return plan
+
+    async def _made(self, plan: DiskPlan, bus: str) -> tuple[Undoing, ...]:
+        """Make files, nodes, iothread and device of *plan*, and return how each is taken back."""
+        execute = self._monitor.execute
+        done: list[Undoing] = []
+        failure: RunnerError | None = None
+        try:
+            names: dict[str, str] = {}
+            with opened(plan, self._plan.state_directory) as numbers:
+                for name, number in numbers.items():
+                    fdset = await self._added(number, name)
+                    names[name] = f"/dev/fdset/{fdset}"
+                    done.append(("remove-fd", {"fdset-id": fdset}))
+                for node in block_nodes(plan, names.__getitem__):
+                    await execute("blockdev-add", node)
+                    done.append(("blockdev-del", {"node-name": node["node-name"]}))
+            if plan.iothread:
+                await execute("object-add", {"qom-type": "iothread", "id": plan.name})
+                done.append(("object-del", {"id": plan.name}))
+            await execute("device_add", disk_device(plan, bus=bus))
+        except RunnerError as error:
+            failure = error
+        if failure is not None:
+            await self._undo(done)
+            raise failure
+        return tuple(done)
+
+    async def _added(self, number: int, name: str) -> int:
+        reply: Any = await self._monitor.execute("add-fd", {"opaque": name}, passing=(number,))
+        try:
+            return int(reply["fdset-id"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadReplyError(f"cannot understand QEMU's answer to add-fd: {reply!r}") from error
+
+    async def _undo(self, done: tuple[Undoing, ...] | list[Undoing]) -> None:
+        for command, arguments in reversed(done):
+            try:
+                await self._monitor.execute(command, arguments)
+            except ExecuteError as error:  # the rest can still go
+                log.warning("%s", explain(error))
+
+    async def detach(self, name: str) -> None:
+        """Take the disk *name* from the guest, which may refuse to let it go.
+
+        Raises :exc:`~runner.errors.RunnerError`: the disk is there still, unless it is a
+        :exc:`~runner.errors.PlacementError`.
+        """
+        async with self._changing:
+            if any(disk.name == name for disk in self._plan.machine.disks):
+                raise RefusedError(
+                    f"cannot detach {name!r}: the machine was started with it; what `disk attach` has added can be detached"
+                )
+            await self._detach(self._found(name))
+            await self._verify()
+            log.info("disk detached name=%s", name)
+
+    async def _detach(self, attached: Attached) -> None:
+        name = attached.plan.name
+        departure = self._news.departure(name)
+        try:
+            await self._monitor.execute("device_del", {"id": name})
+        except ExecuteError as error:
+            if error.kind == "DeviceNotFound":  # it has released it meanwhile, or by itself
+                departure.set()
+            elif "unplug" not in str(error):  # "… is already in the process of unplug"
+                raise
+        with trio.move_on_after(RELEASED_WITHIN):
+            await departure.wait()
+        if not departure.is_set():
+            raise RefusedError(
+                f"cannot detach {name!r}: the guest has not released it within {RELEASED_WITHIN:g} s, and it stays attached; "
+                "unmount it there and detach it again"
+            )
+        await self._undo(attached.undoing)
+        del self._attached[name]
+
+    async def grow(self, name: str, size: int | None) -> dict[str, object]:
+        """Let the guest see *size* bytes of the disk *name*, or all of its block device, and return what ``listed`` says.
+
+        Raises :exc:`~runner.errors.RunnerError`: nothing has changed then, unless it is a
+        :exc:`~runner.errors.PlacementError`.
+        """
+        async with self._changing:
+            attached = self._attached.get(name)
+            boot = next((disk for disk in self._plan.machine.disks if disk.name == name), None)
+            disk = boot or self._found(name).plan
+            before = (await self._sizes()).get(name, 0)
+            size = _grown(disk, before, size)
+            await self._monitor.execute("block_resize", {"node-name": name, "size": size})
+            await self._verify()
+            log.info("disk grown name=%s from=%s to=%s", name, format_size(before), format_size(size))
+            return self._shown(disk, await self._sizes(), attached)
+
+    def _found(self, name: str) -> Attached:
+        if name not in self._attached:
+            known = ", ".join([disk.name for disk in self._plan.machine.disks] + list(self._attached)) or "none"
+            raise RefusedError(f"cannot find the disk {name!r}; there are: {known}")
+        return self._attached[name]
+
+    def _free_slots(self) -> Iterator[int]:
+        taken = {each.slot for each in self._attached.values()}
+        return (number for number in range(self._plan.machine.slots) if number not in taken)
+
+    async def _sizes(self) -> dict[str, int]:
+        reply: Any = await self._monitor.execute("query-named-block-nodes", {"flat": True})
+        try:
+            return {str(node["node-name"]): int(node["image"]["virtual-size"]) for node in reply}
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadReplyError(f"cannot understand QEMU's list of block nodes: {reply!r}") from error
+
+
+def _grown(disk: DiskPlan, before: int, size: int | None) -> int:
+    """Return the size *disk* is to have, or refuse."""
+    if not disk.written:
+        kind = "read-only" if disk.read_only else "ephemeral"
+        raise RefusedError(f"cannot grow {disk.name!r}: it is {kind}")
+    if disk.layers[0].block:
+        there = look(PurePosixPath(disk.path), image=False).size
+        if size is not None and size > there:
+            raise RefusedError(
+                f"cannot grow {disk.name!r} to {format_size(size)}: {str(disk.path)!r} has {format_size(there)}; grow that first"
+            )
+        size = size or there
+    if size is None:
+        raise RefusedError(f"cannot grow {disk.name!r}: it is a file; say to what size")
+    if size <= before:
+        raise RefusedError(
+            f"cannot grow {disk.name!r} to {format_size(size)}: it has {format_size(before)} already, and a disk never shrinks"
+        )
+    return size

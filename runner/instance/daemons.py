@@ -1,0 +1,157 @@
+"""The processes beside QEMU, and what the death of each means."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+import attrs
+import trio
+
+from runner.errors import RunnerError, Status, explain
+from runner.instance.supervisor import Supervisor, first_of
+from runner.kernel.processes import Command, Process, stop_bound
+from runner.kernel.sockets import Socket, listening_pair
+from runner.plan.argv.qemu import virtiofsd_argv
+from runner.plan.instance import SharePlan
+
+log = logging.getLogger(__name__)
+
+STOPPED_WITHIN = 2.0
+"""Seconds a service may take to end after SIGTERM."""
+
+
+@attrs.frozen
+class Restart:
+    """Start it again: at first after *first* seconds, then after twice as long each time, up to *longest*."""
+
+    first: float
+    longest: float
+    forgiven: float = 10.0
+    """Seconds of life after which earlier deaths are forgotten."""
+
+
+@attrs.frozen
+class EndInstance:
+    """The guest cannot live without it: power down and exit with *status*."""
+
+    status: Status
+
+
+DEATHS: Mapping[str, Restart | EndInstance] = {
+    "anchor": Restart(first=0.0, longest=5.0),  # at once: the pod's cgroup must not stay empty
+    "dnsmasq": Restart(first=0.1, longest=10.0),  # the guest keeps its address meanwhile
+    "virtiofsd": EndInstance(Status.SERVICE_DIED),  # QEMU cannot reconnect
+    "passt": EndInstance(Status.SERVICE_DIED),  # nor here
+    "qemu": EndInstance(Status.MACHINE_DIED),
+}
+"""What the death of each child means, by its role."""
+
+
+def death_of(role: str) -> EndInstance:
+    """Return what the death of *role* means, for one that ends the instance."""
+    meaning = DEATHS[role]
+    assert isinstance(meaning, EndInstance)  # noqa: S101 - a table of ours
+    return meaning
+
+
+@attrs.define
+class RestartedChild:
+    """A child that is started again whenever it ends."""
+
+    process: Process
+    command: Command
+    """What is started the next time."""
+
+
+@asynccontextmanager
+async def restarted_child(supervisor: Supervisor, command: Command) -> AsyncIterator[RestartedChild]:
+    """Hold a daemon that is started again, as :data:`DEATHS` says, whenever it ends."""
+    policy = DEATHS[command.role]
+    assert isinstance(policy, Restart)  # noqa: S101 - a table of ours
+    keeper = RestartedChild(supervisor.processes.spawn(command), command)
+    try:
+        async with supervisor.background_task(lambda: _keep(supervisor, policy, keeper)):
+            yield keeper
+    finally:
+        with (
+            supervisor.faults.recorded(f"stop {command.role}"),
+            trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True),
+        ):
+            await supervisor.processes.stop(keeper.process, STOPPED_WITHIN)
+
+
+@asynccontextmanager
+async def anchored(
+    supervisor: Supervisor, argv: tuple[str, ...]
+) -> AsyncIterator[tuple[RestartedChild, RestartedChild]]:
+    """Hold what keeps the pod's cgroup populated: two, so that one is there while the other is started again.
+
+    systemd ends a scope as soon as it is empty, within milliseconds and quicker than a process can be started.
+    """
+    command = Command("anchor", argv)
+    async with restarted_child(supervisor, command) as one, restarted_child(supervisor, command) as other:
+        yield one, other
+
+
+async def _keep(supervisor: Supervisor, policy: Restart, keeper: RestartedChild) -> None:
+    pause = policy.first
+    while True:
+        born = trio.current_time()
+        await keeper.process.wait()
+        if trio.current_time() - born > policy.forgiven:
+            pause = policy.first
+        process = keeper.process
+        supervisor.counters.restarts[process.role] += 1
+        log.warning("%s %s; starting it again pause=%.1fs", process.role, process.how_it_ended(), pause)
+        await trio.sleep(pause)
+        pause = min(max(2 * pause, 0.1), policy.longest)
+        try:
+            keeper.process = supervisor.processes.spawn(keeper.command)
+        except RunnerError as error:
+            log.warning("%s", explain(error))
+
+
+@attrs.frozen
+class Shares:
+    """The virtiofsd of each share, and the connection of each that waits for QEMU."""
+
+    daemons: tuple[Process, ...] = ()
+    sockets: tuple[Socket, ...] = ()
+
+
+async def first_dead(daemons: Sequence[Process]) -> Process:
+    """Return the first of *daemons* that ends; never without any."""
+    if not daemons:
+        await trio.sleep_forever()
+
+    async def ended(daemon: Process) -> Process:
+        await daemon.wait()
+        return daemon
+
+    return await first_of(*(partial(ended, daemon) for daemon in daemons))
+
+
+@asynccontextmanager
+async def shared(supervisor: Supervisor, plans: Sequence[SharePlan], directory: int) -> AsyncIterator[Shares]:
+    """Hold a virtiofsd for every share, each listening before it is born."""
+    async with AsyncExitStack() as held:
+        pairs = [await held.enter_async_context(_share(supervisor, plan, directory)) for plan in plans]
+        yield Shares(tuple(daemon for daemon, _ in pairs), tuple(client for _, client in pairs))
+
+
+@asynccontextmanager
+async def _share(supervisor: Supervisor, plan: SharePlan, directory: int) -> AsyncIterator[tuple[Process, Socket]]:
+    with listening_pair(f"the share {plan.tag!r}", directory) as (listener, client):
+        command = Command("virtiofsd", tuple(virtiofsd_argv(plan, f"--fd={listener.fileno()}")), (listener.fileno(),))
+        daemon = supervisor.processes.spawn(command)
+        try:
+            listener.close()
+            yield daemon, client
+        finally:
+            client.close()  # the daemon ends by itself when nobody is connected
+            what = f"stop the virtiofsd of {plan.tag!r}"
+            with supervisor.faults.recorded(what), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
+                await supervisor.processes.stop(daemon, STOPPED_WITHIN)

@@ -1,0 +1,140 @@
+"""The networks of a guest, held: taps on bridges, macvtaps, passt, and what was handed to us."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from ipaddress import IPv6Interface
+
+import attrs
+import trio
+
+from runner.instance.daemons import STOPPED_WITHIN, restarted_child
+from runner.instance.discover import pod_link
+from runner.instance.supervisor import Supervisor
+from runner.kernel import character_devices, files, network
+from runner.kernel.processes import Command, Process, stop_bound
+from runner.kernel.sockets import Socket, connected_pair
+from runner.plan.argv.networks import WireNumbers, dnsmasq_argv, passt_argv
+from runner.plan.networks import BridgedPlan, DhcpPlan, MacvtapPlan, NetworkPlan, PasstPlan
+
+
+@attrs.frozen
+class NicBackend:
+    """The ends of one guest interface; all are closed here once QEMU has its copies."""
+
+    taps: tuple[files.Descriptor, ...] = ()
+    vhosts: tuple[files.Descriptor, ...] = ()
+    stream: Socket | files.Descriptor | None = None
+    daemon: Process | None = None
+    """Without which the guest's interface is dead."""
+
+    def numbers(self) -> WireNumbers:
+        """Return them as numbers."""
+        stream = self.stream
+        return WireNumbers(
+            tuple(tap.number for tap in self.taps),
+            tuple(vhost.number for vhost in self.vhosts),
+            stream.number if isinstance(stream, files.Descriptor) else None if stream is None else stream.fileno(),
+        )
+
+    def close_our_copies(self) -> None:
+        """Close our copies."""
+        for descriptor in (*self.taps, *self.vhosts):
+            descriptor.close()
+        if self.stream is not None:
+            self.stream.close()
+
+
+@asynccontextmanager
+async def networked(supervisor: Supervisor, plans: Sequence[NetworkPlan]) -> AsyncIterator[tuple[NicBackend, ...]]:
+    """Hold every network of the guest, by descriptor."""
+    bridged = [plan for plan in plans if isinstance(plan, BridgedPlan)]
+    async with AsyncExitStack() as held:
+        wires = [await held.enter_async_context(_wire(supervisor, plan)) for plan in plans]
+        held.enter_context(_built(supervisor, [_bridge(plan) for plan in bridged]))
+        yield tuple(wires)
+
+
+@asynccontextmanager
+async def _wire(supervisor: Supervisor, plan: NetworkPlan) -> AsyncIterator[NicBackend]:
+    with ExitStack() as held:
+        if isinstance(plan, PasstPlan):
+            async with _passt(supervisor, plan) as wire:
+                yield wire
+            return
+        vhosts: tuple[files.Descriptor, ...] = ()
+        if isinstance(plan, BridgedPlan):
+            taps = held.enter_context(character_devices.tap(plan.tap, plan.queues))
+        elif isinstance(plan, MacvtapPlan):
+            taps = held.enter_context(_macvtap(supervisor, plan))
+        else:
+            taps = tuple(supervisor.handed[name].descriptor for name in plan.fds)
+            vhosts = tuple(supervisor.handed[name].descriptor for name in plan.vhost_fds)
+            if plan.kind == "socket":
+                yield NicBackend(stream=taps[0])
+                return
+        if plan.vhost:
+            vhosts = tuple(held.enter_context(character_devices.vhost_net()) for _ in taps)
+        yield NicBackend(taps, vhosts)
+
+
+@contextmanager
+def _macvtap(supervisor: Supervisor, plan: MacvtapPlan) -> Iterator[tuple[files.Descriptor, ...]]:
+    link = network.Macvtap(plan.link, plan.over, plan.mac, plan.mtu)
+    index = network.add_macvtap(link)
+    try:
+        with character_devices.macvtap(plan.link, index, plan.queues) as taps:
+            yield taps
+    finally:
+        with supervisor.faults.recorded(f"remove the macvtap {plan.link!r}"):
+            network.remove_macvtap(link)
+
+
+@asynccontextmanager
+async def _passt(supervisor: Supervisor, plan: PasstPlan) -> AsyncIterator[NicBackend]:
+    with connected_pair("passt") as (ours, theirs):
+        command = Command("passt", tuple(passt_argv(plan, f"--fd={theirs.fileno()}")), (theirs.fileno(),))
+        daemon = supervisor.processes.spawn(command)
+        try:
+            theirs.close()
+            yield NicBackend(stream=ours, daemon=daemon)
+        finally:
+            ours.close()  # it ends by itself when nobody is connected
+            with supervisor.faults.recorded("stop passt"), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
+                await supervisor.processes.stop(daemon, STOPPED_WITHIN)
+
+
+@contextmanager
+def _built(supervisor: Supervisor, bridges: Sequence[network.Bridge]) -> Iterator[None]:
+    """Hold *bridges* built; their taps are there already."""
+    if not bridges:
+        yield
+        return
+    network.recover(bridges)
+    try:
+        # Inside, because a build that fails may not have taken back everything; removing what is not there is no matter.
+        network.build(bridges)
+        yield
+    finally:
+        # Bounded without a timeout of ours: the kernel does it within the call, and kernel/netlink.py gives up an
+        # answer that was lost. It acquires one descriptor, where `build` had one too.
+        with supervisor.faults.recorded("give back the network"):
+            network.remove(bridges)
+
+
+def _bridge(plan: BridgedPlan) -> network.Bridge:
+    pod = None if plan.pod is None else pod_link(plan.pod)
+    address6: IPv6Interface | None = None if plan.ipv6 is None else plan.ipv6.host
+    return network.Bridge(
+        plan.bridge, plan.tap, plan.host, plan.mtu, plan.mac, pod, address6, takes_ipv6=plan.ipv6 is not None
+    )
+
+
+@asynccontextmanager
+async def dhcp_served(supervisor: Supervisor, plans: Sequence[DhcpPlan]) -> AsyncIterator[None]:
+    """Hold a dnsmasq on every bridge that has one."""
+    async with AsyncExitStack() as held:
+        for plan in plans:
+            await held.enter_async_context(restarted_child(supervisor, Command("dnsmasq", tuple(dnsmasq_argv(plan)))))
+        yield

@@ -1,0 +1,212 @@
+"""Character devices of the kernel that a machine is made of: KVM, tap, vhost-net."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import attrs
+
+from runner.errors import HostError
+from runner.kernel.files import Descriptor, closing, owned
+
+_KVM_GET_API_VERSION = 0xAE00
+_KVM_CREATE_VM = 0xAE01
+_KVM_API_VERSION = 12
+_TUNSETIFF = 0x400454CA
+_TUNGETIFF = 0x800454D2
+_VHOST_VSOCK_SET_GUEST_CID = 0x4008AF60
+_CIDS_TRIED = 256
+_IFF_TAP = 0x0002
+_IFF_NO_PI = 0x1000
+_IFF_VNET_HDR = 0x4000
+_IFF_MULTI_QUEUE = 0x0100
+
+
+@attrs.frozen
+class KvmState:
+    """Whether ``/dev/kvm`` answers, and whom it lets in."""
+
+    trouble: str | None
+    gid: int = 0
+    mode: int = 0
+
+
+def read_kvm(device: Path = Path("/dev/kvm")) -> KvmState:
+    """Ask the kernel for its KVM API version (``Documentation/virt/kvm/api.rst``, 4.1)."""
+    try:
+        found = device.stat()
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        return KvmState(f"{device}: {error.strerror}")
+    with closing(fd):
+        try:
+            version = fcntl.ioctl(fd, _KVM_GET_API_VERSION)
+        except OSError as error:
+            return KvmState(f"{device}: {error.strerror}")
+    if version != _KVM_API_VERSION:
+        return KvmState(f"{device}: API version {version} instead of {_KVM_API_VERSION}")
+    return KvmState(None, found.st_gid, stat.S_IMODE(found.st_mode))
+
+
+def try_kvm(device: Path = Path("/dev/kvm")) -> str | None:
+    """Make a virtual machine without vCPUs and end it; return why that fails, ``None`` if it works.
+
+    That the API answers is not enough: without hardware virtualisation, or with another hypervisor in its possession,
+    only this fails (``Documentation/virt/kvm/api.rst``, 4.2).
+    """
+    try:
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+        with closing(fd):
+            os.close(fcntl.ioctl(fd, _KVM_CREATE_VM, 0))
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def look_at_device(device: Path) -> str | None:
+    """Return why the character device cannot be opened for reading and writing, ``None`` if it can."""
+    try:
+        mode = device.stat().st_mode
+        if not stat.S_ISCHR(mode):
+            return "it is not a character device"
+        os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+@contextmanager
+def tap(name: str, queues: int = 1, device: Path = Path("/dev/net/tun")) -> Iterator[tuple[Descriptor, ...]]:
+    """Hold the tap interface *name* by a descriptor for each queue; it goes when the last copy of the last one is closed.
+
+    See ``Documentation/networking/tuntap.rst``. ``IFF_VNET_HDR`` lets the guest leave checksums and segmentation to us.
+    """
+    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR | (_IFF_MULTI_QUEUE if queues > 1 else 0)
+    request = struct.pack("16sH22x", name.encode(), flags)
+    with ExitStack() as held:
+        found = []
+        for _ in range(queues):
+            try:
+                fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                raise HostError(f"cannot open {str(device)!r}; give the pod the device") from error
+            found.append(held.enter_context(owned(fd)))
+            try:
+                fcntl.ioctl(fd, _TUNSETIFF, request)
+            except OSError as error:
+                raise HostError(
+                    f"cannot make the tap interface {name!r}; it takes CAP_NET_ADMIN and a name nobody has"
+                ) from error
+        yield tuple(found)
+
+
+@contextmanager
+def macvtap(
+    name: str, index: int, queues: int, sysfs: Path = Path("/sys"), devices: Path = Path("/dev")
+) -> Iterator[tuple[Descriptor, ...]]:
+    """Hold the macvtap link *name* of interface *index* by a descriptor for each queue; the link itself is not ours to end.
+
+    Its device node is called after an index that another network namespace may have too, and is in no container. So it is
+    made here by the numbers in our own sysfs, in ``/dev``, which is never mounted ``nodev``, and removed once it is open;
+    that the descriptor is of *name* is asked of it afterwards.
+    """
+    numbers = sysfs / "class" / "net" / name / f"tap{index}" / "dev"
+    try:
+        major, minor = map(int, numbers.read_text().split(":"))
+    except (OSError, ValueError) as error:
+        raise HostError(
+            f"cannot find the device of the macvtap {name!r} in {str(numbers)!r}; /sys must be of this network namespace"
+        ) from error
+    node = devices / f".instance-runner-{os.urandom(8).hex()}"
+    with ExitStack() as held:
+        try:
+            os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
+        except OSError as error:
+            raise HostError(f"cannot make a device node for the macvtap {name!r}; it takes CAP_MKNOD") from error
+        try:
+            found = tuple(held.enter_context(owned(_opened_macvtap(node, name, major, queues))) for _ in range(queues))
+        finally:
+            node.unlink()
+        yield found
+
+
+def _opened_macvtap(node: Path, name: str, major: int, queues: int) -> int:
+    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR | (_IFF_MULTI_QUEUE if queues > 1 else 0)
+    try:
+        fd = os.open(node, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise HostError(
+            f"cannot open the macvtap {name!r}; let the container use the device, such as `--device-cgroup-rule 'c {major}:* rw'`, "
+            'or choose cpu.placement = "controller", whose float is outside of the container\'s device filter'
+        ) from error
+    try:
+        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"", flags))
+        found = os.fsdecode(fcntl.ioctl(fd, _TUNGETIFF, bytes(40))[:16].rstrip(b"\0"))
+    except OSError as error:
+        os.close(fd)
+        raise HostError(f"cannot use the macvtap {name!r}") from error
+    if found != name:  # the kernel does not compare a name that it is given with its own
+        os.close(fd)
+        raise HostError(f"cannot use the macvtap {name!r}: its device node is of {found!r}")
+    return fd
+
+
+def has_tun(device: Path = Path("/dev/net/tun")) -> bool:
+    """Tell whether tap interfaces can be made here."""
+    return os.access(device, os.R_OK | os.W_OK)
+
+
+def has_vhost_net(device: Path = Path("/dev/vhost-net")) -> bool:
+    """Tell whether virtio-net can be carried by the kernel here."""
+    return os.access(device, os.R_OK | os.W_OK)
+
+
+@contextmanager
+def vhost_net(device: Path = Path("/dev/vhost-net")) -> Iterator[Descriptor]:
+    """Hold one queue pair of vhost-net."""
+    try:
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostError(f"cannot open {str(device)!r}") from error
+    with owned(fd) as descriptor:
+        yield descriptor
+
+
+def has_vhost_vsock(device: Path = Path("/dev/vhost-vsock")) -> bool:
+    """Tell whether guests can have sockets of the family vsock here."""
+    return os.access(device, os.R_OK | os.W_OK)
+
+
+@contextmanager
+def vhost_vsock(cid: int, *, exact: bool, device: Path = Path("/dev/vhost-vsock")) -> Iterator[tuple[int, int]]:
+    """Hold the kernel's half of a vsock device, and the context identifier that belongs to it until it is closed.
+
+    That is *cid*, or without *exact* the next one that is free: the kernel has one guest of each
+    (``drivers/vhost/vsock.c``: ``EADDRINUSE``). QEMU sets it again on the same descriptor, which changes nothing.
+    """
+    try:
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostError(f"cannot open {str(device)!r}") from error
+    with closing(fd):
+        for each in range(cid, cid + (1 if exact else _CIDS_TRIED)):
+            try:
+                fcntl.ioctl(fd, _VHOST_VSOCK_SET_GUEST_CID, struct.pack("Q", each))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise HostError(f"cannot take the vsock context identifier {each}") from error
+            break
+        else:
+            raise HostError(
+                f"cannot take the vsock context identifier {cid}: another guest of this node has it; "
+                'name another one, or say guest.vsock = "auto"'
+            )
+        yield fd, each

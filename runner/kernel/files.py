@@ -1,0 +1,393 @@
+"""Files that are looked at before the start and handed over as descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+import attrs
+
+from runner.errors import HostError
+from runner.facts.hardware import hugetlb_name
+
+if TYPE_CHECKING:
+    from runner.kernel.disk_images import Image
+
+_BLKSSZGET, _BLKPBSZGET = 0x1268, 0x127B  # include/uapi/linux/fs.h
+
+
+@attrs.frozen
+class Look:
+    """What was found at a path."""
+
+    kind: str
+    size: int = 0
+    trouble: str | None = None
+    everyone_reads: bool = True
+    image: Image | None = None
+    direct: bool = False
+    """It can be read past the page cache (``O_DIRECT``)."""
+    sparse: bool = False
+    """Not all of it has room on the disk: writing to it may have to find some."""
+    sectors: tuple[int, int] = (512, 512)
+    """Bytes of a logical and of a physical block."""
+
+
+def look(path: PurePosixPath, *, write: bool = False, image: bool = False) -> Look:
+    """Look at *path*: what it is, whether it opens for reading (or reading and *write*-ing), what *image* it holds.
+
+    Never raises for what is found there: trouble is part of the answer.
+    """
+    try:
+        found = os.stat(path)  # noqa: PTH116 - a pure path
+    except OSError as error:
+        missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
+        return Look("missing") if missing else Look("other", trouble=error.strerror)
+    kind = _kind(found.st_mode)
+    if kind not in {"file", "block"}:
+        return Look(kind)
+    everyone = bool(found.st_mode & stat.S_IROTH)
+    try:
+        fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        return Look(kind, found.st_size, error.strerror, everyone)
+    try:
+        size = os.lseek(fd, 0, os.SEEK_END)
+        if not image:
+            return Look(kind, size, None, everyone)
+        from runner.kernel.disk_images import read_image  # 2 ms, for who has a disk
+
+        return Look(
+            kind,
+            size,
+            None,
+            everyone,
+            read_image(fd, size, write=write),
+            direct=_reads_directly(path),
+            sparse=kind == "file" and found.st_blocks * 512 < found.st_size,
+            sectors=_sectors(fd) if kind == "block" else (512, 512),
+        )
+    except OSError as error:
+        return Look(kind, found.st_size, error.strerror, everyone)
+    finally:
+        os.close(fd)
+
+
+def _kind(mode: int) -> str:
+    tests = {"file": stat.S_ISREG, "directory": stat.S_ISDIR, "block": stat.S_ISBLK, "character": stat.S_ISCHR}
+    return next((kind for kind, test in tests.items() if test(mode)), "other")
+
+
+def real_path(image: PurePosixPath, name: str) -> PurePosixPath:
+    """Return the path, without symbolic links, of what *image* calls *name*: relative to the directory it lies in."""
+    return PurePosixPath(os.path.realpath(image.parent / name))
+
+
+def _reads_directly(path: PurePosixPath) -> bool:
+    """Tell whether *path* can be read past the page cache; tmpfs before Linux 6.6, and some others, cannot."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        with mmap.mmap(-1, mmap.PAGESIZE) as aligned:
+            os.preadv(fd, [aligned], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _sectors(fd: int) -> tuple[int, int]:
+    logical, physical = (
+        struct.unpack("I", fcntl.ioctl(fd, request, bytes(4)))[0] for request in (_BLKSSZGET, _BLKPBSZGET)
+    )
+    return logical, physical
+
+
+@contextmanager
+def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False, following: bool = True) -> Iterator[int]:
+    """Hold a descriptor of an existing file; *direct*: past the page cache; not *following*: a symbolic link is refused."""
+    flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
+    flags |= 0 if following else os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise HostError(f"cannot open {str(path)!r}") from error
+    with closing(fd):
+        yield fd
+
+
+@contextmanager
+def opened_in_place(path: PurePosixPath) -> Iterator[int]:
+    """Hold a descriptor of the file at *path*, of which no part may be a symbolic link (any more)."""
+    with opened(path) as fd:
+        if (found := os.readlink(f"/proc/self/fd/{fd}")) != str(path):  # noqa: PTH115 - a magic link
+            raise HostError(f"cannot open {str(path)!r}: it lies at {found!r} now")
+        yield fd
+
+
+@contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Hold a descriptor that is ours already."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def create_memory(name: str, size: int, page_size: int | None = None) -> int:
+    """Make *size* bytes of anonymous memory as a file (``memfd_create(2)``), which the caller closes.
+
+    No page of it exists before it is touched. With *page_size* it consists of huge pages of so many bytes.
+    """
+    huge = 0 if page_size is None else os.MFD_HUGETLB | (page_size.bit_length() - 1) << os.MFD_HUGE_SHIFT
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | huge)
+        try:
+            os.ftruncate(fd, size)
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise HostError(f"cannot make {size} bytes of memory for {name}") from error
+    return fd
+
+
+@contextmanager
+def memory(name: str, size: int) -> Iterator[int]:
+    """Hold what :func:`create_memory` makes."""
+    with closing(create_memory(name, size)) as fd:
+        yield fd
+
+
+@contextmanager
+def filled_memory(name: str, content: bytes) -> Iterator[int]:
+    """Hold *content* as a file that can only be read: who looks for a descriptor to read by wants no other (QEMU's fdsets)."""
+    with memory(name, len(content)) as fd:
+        os.pwrite(fd, content, 0)
+        with opened(PurePosixPath(f"/proc/self/fd/{fd}")) as reading:
+            yield reading
+
+
+def copy_new(source: PurePosixPath, path: PurePosixPath) -> None:
+    """Make *path* a copy of *source* that only we may use, whole or not at all; one that is there stays as it is."""
+    temporary = f"{path}.new"
+    try:
+        with open(source, "rb") as original:  # noqa: PTH123 - a pure path
+            content = original.read()
+        with contextlib.suppress(FileNotFoundError):  # of one that was killed
+            os.unlink(temporary)  # noqa: PTH108
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb") as copy:  # noqa: PTH123 - a descriptor
+                copy.write(content)
+                copy.flush()
+                os.fsync(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)  # unlike a rename it replaces nothing
+        finally:
+            os.unlink(temporary)  # noqa: PTH108
+    except OSError as error:
+        raise HostError(f"cannot make {str(path)!r} from {str(source)!r}") from error
+
+
+@contextmanager
+def copied(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
+    """Hold a copy of *path* in memory, which a user who may not read the file can read (or *write*) through the descriptor."""
+    with opened(path) as source:
+        size = os.fstat(source).st_size
+        with memory(path.name, size) as copy:
+            try:
+                while size and (sent := os.sendfile(copy, source, None, size)):
+                    size -= sent
+            except OSError as error:
+                raise HostError(f"cannot copy {str(path)!r}") from error
+            with opened(PurePosixPath(f"/proc/self/fd/{copy}"), write=write) as handed_on:
+                yield handed_on
+
+
+@contextmanager
+def directory(path: PurePosixPath) -> Iterator[int]:
+    """Hold a descriptor of a directory of ours, which only we may enter; made with its parents when it is missing.
+
+    One that is given to us alone and still empty is closed to others: an ``emptyDir`` of Kubernetes begins with mode 777
+    (``pkg/volume/emptydir``), and set-group-ID where the pod has an ``fsGroup`` (``pkg/volume/volume_linux.go``).
+    """
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)  # noqa: PTH103 - a pure path
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostError(f"cannot make the directory {str(path)!r}") from error
+    with closing(fd):
+        found = os.fstat(fd)
+        open_to_all = stat.S_IMODE(found.st_mode) & ~stat.S_ISGID == 0o777  # noqa: PLR2004 - a mode
+        if found.st_uid == os.geteuid() and open_to_all and not os.listdir(fd):  # noqa: PTH208
+            os.fchmod(fd, 0o700)
+            found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise HostError(
+                f"cannot use the directory {str(path)!r}: others may write there; name one of our own with --state-dir"
+            )
+        yield fd
+
+
+def claim(fd: int, path: PurePosixPath) -> None:
+    """Lock the directory *fd*, which is at *path*, for as long as it is open; refuse if somebody has done so."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise HostError(
+            f"cannot use the directory {str(path)!r}: another runner does; give each instance a --state-dir of its own"
+        ) from None
+    except OSError as error:
+        raise HostError(f"cannot lock the directory {str(path)!r}") from error
+
+
+def publish(path: PurePosixPath, content: bytes) -> None:
+    """Let *path* hold *content*, whole or not at all."""
+    temporary = f"{path}.new"
+    try:
+        with open(temporary, "wb") as file:  # noqa: PTH123 - a pure path
+            file.write(content)
+        os.replace(temporary, path)  # noqa: PTH105
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)  # noqa: PTH108
+        raise HostError(f"cannot write {str(path)!r}") from error
+
+
+def remove(path: PurePosixPath) -> None:
+    """Remove a file that exists."""
+    try:
+        os.unlink(path)  # noqa: PTH108 - a pure path
+    except OSError as error:
+        raise HostError(f"cannot remove {str(path)!r}") from error
+
+
+def discard(path: PurePosixPath) -> None:
+    """Remove a file that may exist."""
+    try:
+        os.unlink(path)  # noqa: PTH108 - a pure path
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise HostError(f"cannot remove {str(path)!r}") from error
+
+
+def remove_directory_if_empty(path: PurePosixPath) -> None:
+    """Remove a directory unless something is kept in it."""
+    try:
+        os.rmdir(path)  # noqa: PTH106 - a pure path
+    except OSError as error:
+        # EBUSY: a volume is mounted there; EROFS: so it is, in a root file system that is read-only
+        if error.errno not in {errno.ENOTEMPTY, errno.EBUSY, errno.EROFS}:
+            raise HostError(f"cannot remove {str(path)!r}") from error
+
+
+def append(path: PurePosixPath) -> int:
+    """Open *path* for appending, made when it is missing; the caller closes it.
+
+    A FIFO without a reader is refused, and a symbolic link.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, 0o640)
+    except OSError as error:
+        raise HostError(f"cannot write {str(path)!r}") from error
+
+
+def memory_limits(root: PurePosixPath, cgroup: str) -> Iterator[int]:
+    """Yield the memory limits in bytes (``memory.max``) of *cgroup* and of those above it, as far as they can be seen."""
+    for value in _of_each(root, cgroup, "memory.max"):
+        if value.isdecimal():
+            yield int(value)
+
+
+def huge_limits(root: PurePosixPath, cgroup: str, page_size: int) -> Iterator[int]:
+    """Yield the limits in bytes of huge pages of *page_size* bytes, for pages and for promises of them, as above."""
+    for kind in ("max", "rsvd.max"):
+        for value in _of_each(root, cgroup, f"hugetlb.{hugetlb_name(page_size)}.{kind}"):
+            if value.isdecimal():
+                yield int(value)
+
+
+def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:
+    """Yield the limits of CPU time (``cpu.max``) of *cgroup* and of those above it, as numbers of CPUs."""
+    for value in _of_each(root, cgroup, "cpu.max"):
+        quota, _, period = value.partition(" ")
+        if quota.isdecimal() and period.isdecimal():
+            yield int(quota) / int(period)
+
+
+def _of_each(root: PurePosixPath, cgroup: str, name: str) -> Iterator[str]:
+    group = root / cgroup.lstrip("/")
+    for each in (group, *group.parents):
+        yield read_text(each / name).strip()
+        if each == root:
+            return
+
+
+def find_program(name: str, directories: Sequence[str] = ()) -> PurePosixPath | None:
+    """Return where the program *name* is: in ``PATH``, else in one of *directories*."""
+    for directory in (*os.environ.get("PATH", os.defpath).split(":"), *directories):
+        path = PurePosixPath(directory) / name  # children start in /, so relative entries mean nothing
+        if path.is_absolute() and os.path.isfile(path) and os.access(path, os.X_OK):  # noqa: PTH113 - a pure path
+            return path
+    return None
+
+
+def read_text(path: PurePosixPath) -> str:
+    """Return what the file holds, or nothing when it cannot be read."""
+    try:
+        with open(path, errors="replace") as file:  # noqa: PTH123 - a pure path
+            return file.read()
+    except OSError:
+        return ""
+
+
+class Descriptor:
+    """A descriptor somebody owns; closing it twice is closing it once."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        """Close it unless that was done."""
+        if self.number >= 0:
+            os.close(self.number)
+            self.number = -1
+
+
+@contextmanager
+def owned(fd: int) -> Iterator[Descriptor]:
+    """Hold a descriptor that somebody may close before the end, when its copy has been handed on."""
+    descriptor = Descriptor(fd)
+    try:
+        yield descriptor
+    finally:
+        descriptor.close()
+
+
+def read_document(path: PurePosixPath, most: int) -> tuple[bytes, str | None]:
+    """Return what a file of at most *most* bytes holds, and why that could not be read."""
+    try:
+        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                return b"", "it is not a file"
+            if found.st_size > most:
+                return b"", f"it has {found.st_size} bytes, of which at most {most} are taken"
+            return os.read(fd, most), None
+    except OSError as error:
+        return b"", error.strerror

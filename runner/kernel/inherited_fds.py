@@ -1,0 +1,302 @@
+"""Descriptors that somebody else has opened for us: inherited, or sent over a Unix socket by an agent of the host.
+
+Inherited ones follow sd_listen_fds(3): ``LISTEN_FDS`` of them from number 3 on, called as ``LISTEN_FDNAMES`` says, for the
+process ``LISTEN_PID``. An agent is connected to and sends, for each descriptor, one line of JSON with the descriptor in the
+ancillary data of its first byte (``SCM_RIGHTS``, unix(7))::
+
+    {"name": "disk0", "kind": "block"}
+
+and closes when it has sent all. Nothing is said to it.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import socket
+import stat
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import PurePosixPath
+
+import attrs
+import trio
+
+from runner.errors import RefusedError
+from runner.kernel.files import Descriptor, owned
+
+log = logging.getLogger(__name__)
+
+FIRST = 3
+"""``SD_LISTEN_FDS_START``."""
+MOST = 64
+"""Descriptors; a guest with more of them has outgrown its spec."""
+MOST_BYTES = 1 << 16
+"""Of all that an agent says."""
+SENT_WITHIN = 10.0
+"""Seconds from our connecting to an agent to its closing."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}", re.ASCII)
+_KINDS = frozenset({"tap", "macvtap", "vhost-net", "socket", "file", "block"})
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+_MISC, _TUN_MINOR, _VHOST_NET_MINOR = 10, 200, 238  # Documentation/admin-guide/devices.txt
+_TUNGETIFF = 0x800454D2
+_VHOST_GET_FEATURES = 0x8008AF00
+_SIOCGIFHWADDR = 0x8927
+_IFF_TAP, _IFF_MULTI_QUEUE, _IFF_NO_PI = 0x0002, 0x0100, 0x1000
+_IFREQ = struct.Struct("16sH22x")
+
+
+@attrs.frozen
+class InheritedFd:
+    """A descriptor that was handed to us; whoever uses it closes it, else the end of :func:`inherited_fds` does."""
+
+    descriptor: Descriptor
+    declared: str | None
+    """What the agent says it is; nothing is said of an inherited one."""
+
+
+@attrs.frozen
+class Look:
+    """What the kernel says a descriptor is."""
+
+    kind: str
+    """``tap``, ``macvtap``, ``vhost-net``, ``socket``, ``file``, ``block`` or ``other``."""
+    said: str
+    writable: bool
+    size: int = 0
+    interface: str = ""
+    mac: str = ""
+    multi_queue: bool = False
+
+
+@asynccontextmanager
+async def inherited_fds(
+    environment: Mapping[str, str], agent: PurePosixPath | None
+) -> AsyncIterator[Mapping[str, InheritedFd]]:
+    """Hold every descriptor that is handed to us, by name; at the end none is open.
+
+    Raises :exc:`~runner.errors.RefusedError` for what is against the conventions; everything is closed then.
+    """
+    with ExitStack() as held:
+        handed: dict[str, InheritedFd] = {}
+
+        def take(name: str, number: int, declared: str | None) -> None:
+            # Owned before anything is asked: what is refused is closed too.
+            descriptor = held.enter_context(owned(number))
+            os.set_inheritable(number, False)
+            if _NAME.fullmatch(name) is None:
+                raise RefusedError(
+                    f"cannot take over a descriptor called {name!r}; use letters, digits, '.', '_', '@' and '-'"
+                )
+            if name in handed:
+                raise RefusedError(f"cannot take over two descriptors called {name!r}; give each a name of its own")
+            handed[name] = InheritedFd(descriptor, declared)
+
+        take_inherited(environment, take)
+        if agent is not None:
+            with trio.move_on_after(SENT_WITHIN) as patience:
+                await _take_sent(agent, take)
+            if patience.cancelled_caught:
+                raise RefusedError(
+                    f"cannot take over the descriptors of {str(agent)!r}: the agent has not closed within {SENT_WITHIN:g} s; "
+                    "it closes when it has sent all"
+                )
+        for name, each in handed.items():
+            log.info("handed to us name=%s kind=%s", name, look(each.descriptor.number).said)
+        yield handed
+
+
+def take_inherited(environment: Mapping[str, str], take: Callable[[str, int, str | None], None]) -> None:
+    """Take what sd_listen_fds_with_names(3) would return; all of it is taken before a name is found fault with."""
+    if not environment.get("LISTEN_FDS"):
+        return
+    if environment.get("LISTEN_PID") != str(os.getpid()):
+        log.warning("LISTEN_FDS is for process %s, and we are %d", environment.get("LISTEN_PID"), os.getpid())
+        return
+    text = environment["LISTEN_FDS"]
+    if not text.isdecimal() or int(text) > MOST:
+        raise RefusedError(f"cannot use LISTEN_FDS {text!r}: it takes a number up to {MOST}")
+    numbers = range(FIRST, FIRST + int(text))
+    names = environment.get("LISTEN_FDNAMES", "").split(":")
+    with ExitStack() as unnamed:
+        for number in numbers:
+            if not _inherited(number):
+                raise RefusedError(f"cannot use LISTEN_FDS {text!r}: descriptor {number} is not open")
+            unnamed.callback(_close, number)
+        if len(names) != len(numbers):
+            raise RefusedError(
+                f"cannot use LISTEN_FDNAMES {environment.get('LISTEN_FDNAMES', '')!r}: it names {len(names)} descriptors, and "
+                f"LISTEN_FDS says {text}"
+            )
+        unnamed.pop_all()
+        _take_all([(name, number, None) for name, number in zip(names, numbers, strict=True)], take)
+
+
+def _inherited(number: int) -> bool:
+    """Tell whether the descriptor came through exec: what this process has opened itself is closed on exec."""
+    try:
+        return os.get_inheritable(number)
+    except OSError:
+        return False
+
+
+def _take_all(found: list[tuple[str, int, str | None]], take: Callable[[str, int, str | None], None]) -> None:
+    """Take each, or close those that are left when one is refused."""
+    while found:
+        name, number, declared = found.pop(0)
+        try:
+            take(name, number, declared)
+        except BaseException:
+            for _, other, _ in found:
+                _close(other)
+            raise
+
+
+def _close(number: int) -> None:
+    try:
+        os.close(number)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+
+
+async def _take_sent(agent: PurePosixPath, take: Callable[[str, int, str | None], None]) -> None:
+    where = repr(str(agent))
+    with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            await connection.connect(str(agent))
+        except OSError as error:
+            raise RefusedError(f"cannot reach the agent {where} that hands over descriptors") from error
+        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid not in {0, os.geteuid()}:
+            raise RefusedError(f"cannot trust the agent {where}: it runs as user {uid}, neither root nor ours")
+        await _take_from(connection, where, take)
+
+
+async def _take_from(
+    connection: trio.socket.SocketType, where: str, take: Callable[[str, int, str | None], None]
+) -> None:
+    """Take line after line with its descriptor; those whose line has not come yet are closed when anything is wrong."""
+    said, line = 0, b""
+    waiting: list[int] = []
+    room = socket.CMSG_SPACE(MOST * array.array("i").itemsize)
+    taken = 0
+    try:
+        while True:
+            try:
+                data, ancillary, flags, _ = await connection.recvmsg(1 << 12, room, socket.MSG_CMSG_CLOEXEC)
+            except OSError as error:
+                raise RefusedError(f"cannot hear the agent {where}") from error
+            waiting += _numbers(ancillary)
+            said += len(data)
+            if flags & socket.MSG_CTRUNC:
+                raise RefusedError(
+                    f"cannot take over the descriptors of {where}: the kernel had no room for all of them"
+                )
+            if said > MOST_BYTES or taken + len(waiting) > MOST:
+                raise RefusedError(
+                    f"cannot take over the descriptors of {where}: more than {MOST} of them or {MOST_BYTES >> 10} KiB of text"
+                )
+            if not data:
+                break
+            *lines, line = (line + data).split(b"\n")
+            for each in lines:
+                name, kind = _parsed(each, where)
+                if not waiting:
+                    raise RefusedError(f"cannot take over {name!r} of {where}: no descriptor came with it")
+                taken += 1
+                take(name, waiting.pop(0), kind)
+        if line or waiting:
+            what = "half a line" if line else "a descriptor without a line"
+            raise RefusedError(f"cannot take over the descriptors of {where}: the agent closed after {what}")
+    finally:
+        for number in waiting:
+            os.close(number)
+
+
+def _numbers(ancillary: list[tuple[int, int, bytes]]) -> Iterator[int]:
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found = array.array("i")
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+            yield from found
+
+
+def _parsed(line: bytes, where: str) -> tuple[str, str]:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict) or set(said) != {"name", "kind"} or said["kind"] not in _KINDS:
+        shown = line[:100].decode(errors="replace")
+        raise RefusedError(
+            f'cannot understand the agent {where}: it said {shown!r}; it takes {{"name": "disk0", "kind": "block"}}, '
+            f"and as a kind one of {', '.join(sorted(_KINDS))}"
+        )
+    return str(said["name"]), str(said["kind"])
+
+
+def look(number: int) -> Look:
+    """Ask the kernel what the open descriptor *number* is."""
+    found = os.fstat(number)
+    writable = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    if stat.S_ISREG(found.st_mode):
+        return Look("file", f"a file of {found.st_size} bytes", writable, found.st_size)
+    if stat.S_ISBLK(found.st_mode):
+        size = os.lseek(number, 0, os.SEEK_END)
+        return Look("block", f"a block device of {size} bytes", writable, size)
+    if stat.S_ISSOCK(found.st_mode):
+        return _look_at_socket(number)
+    if stat.S_ISCHR(found.st_mode):
+        return _look_at_character_device(number, found.st_rdev, writable=writable)
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe"}
+    return Look("other", kinds.get(stat.S_IFMT(found.st_mode), "something else"), writable)
+
+
+def _look_at_socket(number: int) -> Look:
+    view = socket.socket(fileno=number)
+    try:
+        if view.type != socket.SOCK_STREAM:
+            return Look("other", "a socket of datagrams or packets", writable=True)
+        view.getpeername()
+    except OSError:
+        return Look("other", "a socket that is not connected", writable=True)
+    finally:
+        view.detach()
+    return Look("socket", "a connected stream socket", writable=True)
+
+
+def _look_at_character_device(number: int, device: int, *, writable: bool) -> Look:
+    major, minor = os.major(device), os.minor(device)
+    if (major, minor) == (_MISC, _VHOST_NET_MINOR):
+        fcntl.ioctl(number, _VHOST_GET_FEATURES, bytes(8))
+        return Look("vhost-net", "a vhost-net", writable)
+    tun = (major, minor) == (_MISC, _TUN_MINOR)
+    if not tun and major != _macvtap_major():
+        return Look("other", f"the character device {major}:{minor}", writable)
+    try:
+        name, flags = _IFREQ.unpack(fcntl.ioctl(number, _TUNGETIFF, bytes(_IFREQ.size)))
+    except OSError:
+        return Look("other", "a /dev/net/tun that is no interface's yet (TUNSETIFF)", writable)
+    interface = os.fsdecode(name.rstrip(b"\0"))
+    what = f"the {'tap' if tun else 'macvtap'} {interface!r}"
+    if not flags & _IFF_TAP:
+        return Look("other", f"the tun {interface!r}, which carries packets and no frames", writable)
+    if not flags & _IFF_NO_PI:
+        return Look("other", f"{what}, opened without IFF_NO_PI", writable)
+    mac = fcntl.ioctl(number, _SIOCGIFHWADDR, bytes(_IFREQ.size))[18:24].hex(":")
+    kind = "tap" if tun else "macvtap"
+    return Look(kind, what, writable, interface=interface, mac=mac, multi_queue=bool(flags & _IFF_MULTI_QUEUE))
+
+
+def _macvtap_major() -> int | None:
+    with open("/proc/devices") as file:  # noqa: PTH123 - as files.py does
+        numbers = (line.split() for line in file if line.strip().endswith(" macvtap"))
+        return next((int(number) for number, _ in numbers), None)

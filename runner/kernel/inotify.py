@@ -1,0 +1,100 @@
+"""inotify(7): wait for files to change instead of looking at them again and again.
+
+Python has no binding of it, so the three calls are made through the C library. Changes of a cgroup's files count too,
+those the kernel makes by itself included ("[Un]populated Notification" of cgroup-v2.rst: "file modified event").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import trio
+
+from runner.errors import HostError
+
+MODIFY = 0x00000002
+CLOSE_WRITE = 0x00000008
+MOVED_TO = 0x00000080
+CREATE = 0x00000100
+DELETE = 0x00000200
+DELETE_SELF = 0x00000400
+MOVE_SELF = 0x00000800
+QUEUE_OVERFLOW = 0x00004000
+IGNORED = 0x00008000
+ONLYDIR = 0x01000000
+
+_EVENT = struct.Struct("iIII")  # struct inotify_event: wd, mask, cookie, len; the name follows
+_BUFFER = 64 * 1024
+
+
+@attrs.frozen
+class FileEvent:
+    """Something happened to *name* in the watched directory *watch* (or to the directory itself, *name* empty).
+
+    ``QUEUE_OVERFLOW`` in *mask* (*watch* is -1) means that events were lost: anything may have happened.
+    """
+
+    watch: int
+    mask: int
+    name: str
+
+
+@attrs.frozen
+class Inotify:
+    """An open inotify queue; made by :func:`watching`."""
+
+    _fd: int
+    _library: ctypes.CDLL
+
+    def watch(self, path: Path, mask: int) -> int:
+        """Report the events of *mask* in *path*; asking twice for one inode gives the same number again.
+
+        Raises :class:`HostError`, its cause a ``FileNotFoundError`` where there is nothing to watch.
+        """
+        number = self._library.inotify_add_watch(self._fd, os.fsencode(path), mask)
+        if number < 0:
+            raise HostError(f"cannot watch {path}") from _last_error()
+        return int(number)
+
+    async def receive(self) -> tuple[FileEvent, ...]:
+        """Wait for at least one event and return all that are there, in order."""
+        while True:
+            await trio.lowlevel.wait_readable(self._fd)
+            with contextlib.suppress(BlockingIOError):
+                return parse_events(os.read(self._fd, _BUFFER))
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Inotify]:
+    """Hold an inotify queue; every watch ends with it. Raises :class:`HostError` if the kernel has none left."""
+    library = ctypes.CDLL(None, use_errno=True)
+    fd = library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if fd < 0:
+        raise HostError("cannot watch files; raise fs.inotify.max_user_instances") from _last_error()
+    try:
+        yield Inotify(fd, library)
+    finally:
+        os.close(fd)
+
+
+def parse_events(data: bytes) -> tuple[FileEvent, ...]:
+    """Split what one ``read`` returned; the kernel never cuts an event in two."""
+    events = []
+    offset = 0
+    while offset < len(data):
+        watch, mask, _, length = _EVENT.unpack_from(data, offset)
+        offset += _EVENT.size
+        events.append(FileEvent(watch, mask, os.fsdecode(data[offset : offset + length].rstrip(b"\0"))))
+        offset += length
+    return tuple(events)
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

@@ -1,0 +1,122 @@
+"""What a running kernel says of itself, from any root: mounts, tuning, interrupts, PCI devices.
+
+The files are described in ``Documentation/filesystems/proc.rst``, ``Documentation/core-api/irq/irq-affinity.rst``,
+``Documentation/admin-guide/mm/transhuge.rst`` and ``Documentation/ABI/testing/sysfs-bus-pci``. What an older or
+smaller kernel does not have reads as empty.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.kernel.files import read_text
+
+
+@attrs.frozen
+class CgroupMounts:
+    """Where control groups are mounted."""
+
+    unified: str | None
+    """The mount point of version 2."""
+    legacy: Mapping[str, str]
+    """Controller of version 1 → its mount point."""
+
+
+@attrs.frozen
+class Swap:
+    """A swap device or file; *size* in bytes."""
+
+    name: str
+    size: int
+
+
+@attrs.frozen
+class Interrupt:
+    """An interrupt that somebody handles, and the CPUs it is delivered to."""
+
+    number: int
+    name: str
+    cpus: CpuSet
+
+
+@attrs.frozen
+class PciDevice:
+    """A PCI device; *numa_node* is -1 where the firmware does not say."""
+
+    address: str
+    base_class: int
+    numa_node: int
+
+
+def read_line(path: Path) -> str:
+    """Return the content of a small file without its line end, empty when it cannot be read."""
+    return read_text(PurePosixPath(path)).strip()
+
+
+def read_cpus(path: Path) -> CpuSet:
+    """Return the CPUs that a file lists; none when it cannot be read or says ``(null)``, as ``nohz_full`` does."""
+    try:
+        return CpuSet.parse(read_line(path))
+    except ValueError:
+        return CpuSet()
+
+
+def read_cgroup_mounts(proc: Path) -> CgroupMounts:
+    """Return where control groups are mounted in our mount namespace (``/proc/self/mountinfo``, proc_pid_mountinfo(5))."""
+    unified, legacy = None, {}
+    for line in read_line(proc / "self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.partition(" ")
+        mount_point = left.split()[4]
+        if kind == "cgroup2":
+            unified = unified or mount_point
+        elif kind == "cgroup":
+            words = options.partition(" ")[2].split(",")
+            legacy.update({word: mount_point for word in words if word not in {"rw", "ro"}})
+    return CgroupMounts(unified, legacy)
+
+
+def read_swaps(proc: Path) -> tuple[Swap, ...]:
+    """Return the swap areas in use (``/proc/swaps``)."""
+    lines = [line.split() for line in read_line(proc / "swaps").splitlines()[1:]]
+    return tuple(Swap(words[0], int(words[2]) << 10) for words in lines)
+
+
+def read_choice(path: Path) -> str:
+    """Return the word in brackets, which is the one in force: ``always [madvise] never``."""
+    match = re.search(r"\[(\w+)\]", read_line(path))
+    return "" if match is None else match[1]
+
+
+def read_interrupts(proc: Path) -> Iterator[Interrupt]:
+    """Yield the interrupts that have a handler, by number; the directory beneath each is named for it."""
+    for entry in sorted((int(path.name), path) for path in (proc / "irq").glob("[0-9]*")):
+        number, path = entry
+        handlers = sorted(each.name for each in path.glob("*/"))
+        if handlers:
+            cpus = read_cpus(path / "effective_affinity_list") or read_cpus(path / "smp_affinity_list")
+            yield Interrupt(number, handlers[0], cpus)
+
+
+def read_pci_devices(sys: Path) -> Iterator[PciDevice]:
+    """Yield the PCI devices by address."""
+    for path in sorted((sys / "bus/pci/devices").glob("*")):
+        pci_class, numa_node = read_line(path / "class"), read_line(path / "numa_node")
+        if pci_class and numa_node:
+            yield PciDevice(path.name, int(pci_class, 16) >> 16, int(numa_node))
+
+
+def pid_namespace(proc: Path) -> int:
+    """Return the inode of our PID namespace, 0 when it cannot be read."""
+    try:
+        name = os.readlink(proc / "self/ns/pid")  # noqa: PTH115 - it is no path: "pid:[4026531836]"
+    except OSError:
+        return 0
+    match = re.search(r"\[(\d+)\]", name)
+    return 0 if match is None else int(match[1])

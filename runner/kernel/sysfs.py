@@ -1,0 +1,179 @@
+"""The door to ``/sys/devices/system``: a host's CPUs, caches, NUMA nodes and hugepages, from any root path.
+
+The files are described in the kernel's ``Documentation/admin-guide/cputopology.rst`` and
+``Documentation/ABI/{testing,stable}/sysfs-devices-{system-cpu,node}``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.errors import HostError
+from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
+
+KIB = 1024
+LOCAL_DISTANCE = 10
+"""ACPI's distance from a NUMA node to itself."""
+L3 = 3
+
+
+def read_hardware(root: Path = Path("/")) -> Hardware:
+    """Read the host whose ``sys`` and ``proc`` lie below *root*.
+
+    Offline CPUs are listed but not described, for the kernel hides their topology. A kernel without NUMA is one NUMA
+    node 0 that holds everything, as cadvisor sees it.
+    Raises :class:`HostError` if a file that every kernel has is missing or is not what it should be.
+    """
+    system = root / "sys/devices/system"
+    online = _cpu_set(system / "cpu/online")
+    numa_nodes = _numa_nodes(system / "node", root)
+    numa_node_of = {cpu: node.id for node, cpus in numa_nodes for cpu in cpus}
+    kinds = dict.fromkeys(_optional_cpu_set(root / "sys/devices/cpu_core/cpus"), "performance") | dict.fromkeys(
+        _optional_cpu_set(root / "sys/devices/cpu_atom/cpus"), "efficiency"
+    )
+    cpus = _cpus(system / "cpu", online, numa_node_of, numa_nodes[0][0].id, kinds)
+    offline = _cpu_set(system / "cpu/present") - online
+    return Hardware(tuple(cpus), tuple(node for node, _ in numa_nodes), offline)
+
+
+def _cpus(
+    path: Path, online: CpuSet, numa_node_of: Mapping[int, int], fallback: int, kinds: Mapping[int, str]
+) -> Iterator[Cpu]:
+    """Yield the *online* CPUs. What CPUs share is read once: a file of each CPU costs PID 1 a third of a millisecond."""
+    cores: dict[int, Cpu] = {}
+    dies: dict[int, tuple[int, int]] = {}
+    caches: dict[int, int | None] = {}
+    for cpu in online:
+        if cpu not in cores:
+            each = path / f"cpu{cpu}"
+            # `core_cpus_list` and `die_cpus_list` came with 5.3; the older names are still there.
+            siblings = _either_cpu_set(each, "topology/core_cpus_list", "topology/thread_siblings_list") or [cpu]
+            if cpu not in dies:
+                sharing = _either_cpu_set(each, "topology/die_cpus_list", "topology/core_siblings_list")
+                # Virtual machines and some ARM firmware say -1: the host does not know, so it is one socket.
+                socket = max(0, _optional_number(each / "topology/physical_package_id") or 0)
+                dies |= dict.fromkeys(sharing or [cpu], (min(sharing, default=0), socket))
+            if cpu not in caches:
+                caches |= _l3(each, cpu)
+            die, socket = dies[cpu]
+            core = Cpu(
+                cpu=cpu,
+                core=min(siblings),
+                socket=socket,
+                die=die,
+                numa_node=numa_node_of.get(cpu, fallback),
+                l3=caches[cpu],
+                max_khz=_optional_number(each / "cpufreq/cpuinfo_max_freq"),
+                capacity=_optional_number(each / "cpu_capacity"),
+                kind=kinds.get(cpu),
+            )
+            cores |= {sibling: attrs.evolve(core, cpu=sibling) for sibling in siblings}
+        yield cores[cpu]
+
+
+def _l3(path: Path, cpu: int) -> dict[int, int | None]:
+    """Return the L3 cache of *cpu* for each CPU that shares it."""
+    for index in sorted(path.glob("cache/index[0-9]*")):
+        if _optional_number(index / "level") == L3:
+            sharing = _cpu_set(index / "shared_cpu_list")
+            name = _optional_number(index / "id")
+            return dict.fromkeys(sharing, min(sharing) if name is None else name)
+    return {cpu: None}
+
+
+def _numa_nodes(path: Path, root: Path) -> list[tuple[NumaNode, CpuSet]]:
+    online = _optional_cpu_set(path / "online")
+    if not online:
+        memory = _meminfo(root / "proc/meminfo", r"MemTotal:\s+(\d+) kB")
+        pools = _hugepages(root / "sys/kernel/mm/hugepages")
+        return [(NumaNode(0, memory, (LOCAL_DISTANCE,), pools), CpuSet())]
+    found = []
+    for number in online:
+        node = path / f"node{number}"
+        distances = tuple(_numbers(node / "distance"))
+        if len(distances) != len(online):
+            raise HostError(
+                f"cannot use {str(node / 'distance')!r}: {len(distances)} distances for {len(online)} NUMA nodes"
+            )
+        memory = _meminfo(node / "meminfo", rf"Node {number} MemTotal:\s+(\d+) kB")
+        found.append((NumaNode(number, memory, distances, _hugepages(node / "hugepages")), _cpu_set(node / "cpulist")))
+    return found
+
+
+def _hugepages(path: Path) -> tuple[HugepagePool, ...]:
+    pools = []
+    for pool in path.glob("hugepages-*kB"):
+        size = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * KIB
+        pools.append(HugepagePool(size, _number(pool / "nr_hugepages"), _number(pool / "free_hugepages")))
+    return tuple(sorted(pools, key=lambda pool: pool.size))
+
+
+@attrs.frozen
+class HugePool:
+    """The huge pages of one size on the whole machine; *promised* are free and reserved for a mapping that has them not yet."""
+
+    size: int
+    promised: int
+
+
+def read_huge_pools(root: Path = Path("/")) -> tuple[HugePool, ...]:
+    """Return every size of huge pages that the host of *root* knows, none where the kernel knows none."""
+    return tuple(
+        HugePool(pool.size, _number(root / f"sys/kernel/mm/hugepages/hugepages-{pool.size >> 10}kB/resv_hugepages"))
+        for pool in _hugepages(root / "sys/kernel/mm/hugepages")
+    )
+
+
+def _meminfo(path: Path, pattern: str) -> int:
+    match = re.search(rf"^{pattern}$", _text(path), re.MULTILINE)
+    if match is None:
+        raise HostError(f"cannot use {str(path)!r}: it holds no MemTotal")
+    return int(match[1]) * KIB
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HostError(f"cannot read {str(path)!r}") from error
+
+
+def _numbers(path: Path) -> list[int]:
+    text = _text(path)
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError:
+        raise HostError(f"cannot use {str(path)!r}: {text!r} is not a row of numbers") from None
+
+
+def _number(path: Path) -> int:
+    text = _text(path)
+    try:
+        return int(text)
+    except ValueError:
+        raise HostError(f"cannot use {str(path)!r}: {text!r} is not a number") from None
+
+
+def _optional_number(path: Path) -> int | None:
+    return _number(path) if path.exists() else None
+
+
+def _cpu_set(path: Path) -> CpuSet:
+    text = _text(path)
+    try:
+        return CpuSet.parse(text)
+    except ValueError as error:
+        raise HostError(f"cannot use {str(path)!r}") from error
+
+
+def _either_cpu_set(path: Path, name: str, older_name: str) -> CpuSet:
+    return _optional_cpu_set(path / name) or _optional_cpu_set(path / older_name)
+
+
+def _optional_cpu_set(path: Path) -> CpuSet:
+    return _cpu_set(path) if path.exists() else CpuSet()

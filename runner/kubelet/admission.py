@@ -1,0 +1,402 @@
+"""Whole-node admission: one kubelet on one host, and the pods it admits and removes in order.
+
+Modelled on ``pkg/kubelet/cm/topologymanager/scope_{none,container,pod}.go`` and ``container_manager_linux.go`` of
+Kubernetes 1.33 to 1.36.3. A :class:`SimulatedNode` is a value: admitting a pod answers with the node as it is afterwards, and
+the one asked is unchanged, so that "what if" costs nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Self
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.facts.hardware import Hardware
+from runner.kubelet.cpu_assignment import CpuTopology
+from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions, CpuState
+from runner.kubelet.device_manager import DeviceManager, Devices, DeviceState
+from runner.kubelet.memory_manager import Block, MemoryManager, MemoryState, check_reservation
+from runner.kubelet.pod import MEMORY, Container, Pod
+from runner.kubelet.quirks import (
+    AllocationError,
+    KubeletConfigError,
+    KubeletCrashesError,
+    KubeletHangsError,
+    Quirk,
+    parse_bool,
+    quirks_of,
+)
+from runner.kubelet.topology_manager import (
+    DEFAULT_MAX_NUMA_NODES,
+    Hint,
+    HintList,
+    Merged,
+    Policy,
+    ProviderHints,
+    Scope,
+    TopologyManager,
+)
+
+REJECTION = "TopologyAffinityError"
+REJECTION_MESSAGE = "Resources cannot be allocated with Topology locality"
+NO_AFFINITY = Hint(None, preferred=False)
+"""What the managers are told when nobody asked them for hints."""
+
+
+@attrs.frozen
+class KubeletConfiguration:
+    """The part of ``KubeletConfiguration`` that decides where pods go; values as the file spells them.
+
+    *minor* is the kubelet's minor version. *reserved_millicpus* is kubeReserved and systemReserved CPU together, only
+    looked at without *reserved_cpus* (``reservedSystemCPUs``). *reserved_memory* (``reservedMemory``) holds bytes by
+    NUMA node and resource; it must add up to *node_allocatable_memory*, the bytes that kubeReserved, systemReserved and
+    the hard eviction threshold keep from pods, where that is known.
+    """
+
+    minor: int = 36
+    cpu_manager_policy: str = "none"
+    cpu_manager_policy_options: Mapping[str, str] = attrs.field(factory=dict)
+    reserved_cpus: CpuSet = attrs.field(factory=CpuSet)
+    reserved_millicpus: int = 0
+    memory_manager_policy: str = "None"
+    reserved_memory: Mapping[int, Mapping[str, int]] = attrs.field(factory=dict)
+    node_allocatable_memory: int | None = None
+    topology_manager_policy: str = "none"
+    topology_manager_scope: str = "container"
+    topology_manager_policy_options: Mapping[str, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class Kubelet:
+    """The managers of one kubelet as they are after it started; ``None`` for a manager with policy none."""
+
+    topology_manager: TopologyManager
+    cpu_manager: CpuManager | None
+    memory_manager: MemoryManager | None
+    quirks: frozenset[Quirk]
+    device_manager: DeviceManager
+
+    @classmethod
+    def configured(
+        cls,
+        hardware: Hardware,
+        configuration: KubeletConfiguration,
+        *,
+        devices: Devices = MappingProxyType({}),
+        quirks: frozenset[Quirk] | None = None,
+    ) -> Self:
+        """Start the kubelet with *configuration* on *hardware*, with the *devices* that plugins will register.
+
+        *quirks* replaces those that its version is known for.
+
+        Raises :class:`KubeletConfigError` in the kubelet's words if it would not start, :class:`RefusedError` if we
+        do not know its version.
+        """
+        known = quirks_of(configuration.minor) if quirks is None else quirks
+        return cls(
+            _topology_manager(hardware, configuration),
+            _cpu_manager(CpuTopology.of(hardware), configuration, known),
+            _memory_manager(hardware, configuration),
+            known,
+            DeviceManager(tuple(node.id for node in hardware.numa_nodes), devices),
+        )
+
+    @property
+    def empty_node(self) -> SimulatedNode:
+        """The node before its first pod."""
+        cpus = self.cpu_manager.initial if self.cpu_manager else CpuState(CpuSet())
+        return SimulatedNode(self, cpus, self.memory_manager.initial if self.memory_manager else MemoryState({}))
+
+    def restored(self, cpus: CpuState, memory: MemoryState) -> SimulatedNode:
+        """Return the node as its state files describe it, which may be those of a kubelet that runs now.
+
+        Raises :class:`KubeletConfigError` in the kubelet's words for states that it would refuse to start from. CPUs
+        that are in no set may also mean that the file was read between two writes.
+        """
+        empty = self.empty_node
+        if self.cpu_manager:
+            self.cpu_manager.validate(cpus)
+        if self.memory_manager:
+            self.memory_manager.validate(memory)
+        return SimulatedNode(
+            self, cpus if self.cpu_manager else empty.cpus, memory if self.memory_manager else empty.memory
+        )
+
+    def hints(self, node: SimulatedNode, pod: Pod, container: Container | None) -> dict[str, ProviderHints]:
+        """Ask each hint provider in the kubelet's order about *container*, or about the whole *pod*."""
+        plugins = self.device_manager
+        device = plugins.hints(node.devices, pod, container) if container else plugins.pod_hints(node.devices, pod)
+        cpu: ProviderHints = None
+        memory: ProviderHints = None
+        if self.cpu_manager:
+            manager = self.cpu_manager
+            cpu = manager.hints(node.cpus, pod, container) if container else manager.pod_hints(node.cpus, pod)
+        if self.memory_manager:
+            booking = self.memory_manager
+            memory = booking.hints(node.memory, pod, container) if container else booking.pod_hints(node.memory, pod)
+        if memory == {} and Quirk.EMPTY_MEMORY_HINTS not in self.quirks:
+            memory = {MEMORY: HintList()}
+        return {"device": device or None, "cpu": cpu, "memory": memory}
+
+
+def _topology_manager(hardware: Hardware, configuration: KubeletConfiguration) -> TopologyManager:
+    """Check and build the Topology Manager (``NewManager``, ``NewPolicyOptions``)."""
+    options = dict(configuration.topology_manager_policy_options)
+    closest = parse_bool("prefer-closest-numa-nodes", options.pop("prefer-closest-numa-nodes", "false"))
+    limit = options.pop("max-allowable-numa-nodes", str(DEFAULT_MAX_NUMA_NODES))
+    for name in options:
+        raise KubeletConfigError(f'unknown Topology Manager Policy option: "{name}"')
+    if not limit.isascii() or not limit.isdigit():
+        raise KubeletConfigError(
+            'unable to convert policy option to integer "max-allowable-numa-nodes":'
+            f' strconv.Atoi: parsing "{limit}": invalid syntax'
+        )
+    if int(limit) < DEFAULT_MAX_NUMA_NODES:
+        raise KubeletConfigError(
+            f'the minimum value of "max-allowable-numa-nodes" should not be less than {DEFAULT_MAX_NUMA_NODES}'
+        )
+    try:
+        policy = Policy(configuration.topology_manager_policy)
+    except ValueError:
+        raise KubeletConfigError(f'unknown policy: "{configuration.topology_manager_policy}"') from None
+    try:
+        scope = Scope(configuration.topology_manager_scope)
+    except ValueError:
+        raise KubeletConfigError(f'unknown scope: "{configuration.topology_manager_scope}"') from None
+    numa_nodes = tuple(node.id for node in hardware.numa_nodes)
+    if policy is not Policy.NONE and len(numa_nodes) > int(limit):
+        raise KubeletConfigError(f"unsupported on machines with more than {limit} NUMA Nodes")
+    # Only these two policies are given the option.
+    closest = closest and policy in {Policy.BEST_EFFORT, Policy.RESTRICTED}
+    return TopologyManager(
+        numa_nodes, policy, scope, closest, {node.id: node.distances for node in hardware.numa_nodes}
+    )
+
+
+def _cpu_manager(
+    topology: CpuTopology, configuration: KubeletConfiguration, quirks: frozenset[Quirk]
+) -> CpuManager | None:
+    if configuration.cpu_manager_policy == "none":
+        return None
+    if configuration.cpu_manager_policy != "static":
+        raise KubeletConfigError(f'unknown policy: "{configuration.cpu_manager_policy}"')
+    options = CpuPolicyOptions.parse(configuration.cpu_manager_policy_options)
+    if options.align_by_socket and configuration.topology_manager_policy == Policy.SINGLE_NUMA_NODE.value:
+        raise KubeletConfigError(
+            "Topolgy manager single-numa-node policy is incompatible with CPUManager align-by-socket policy option"
+        )
+    return CpuManager.configured(
+        topology,
+        options,
+        reserved_cpus=configuration.reserved_cpus,
+        reserved_millicpus=configuration.reserved_millicpus,
+        quirks=quirks,
+    )
+
+
+def _memory_manager(hardware: Hardware, configuration: KubeletConfiguration) -> MemoryManager | None:
+    if configuration.memory_manager_policy == "None":
+        return None
+    if configuration.memory_manager_policy != "Static":
+        raise KubeletConfigError(f'unknown policy: "{configuration.memory_manager_policy}"')
+    if configuration.node_allocatable_memory is not None:
+        check_reservation(configuration.reserved_memory, {MEMORY: configuration.node_allocatable_memory})
+    return MemoryManager.configured(hardware, configuration.reserved_memory)
+
+
+class Outcome(enum.Enum):
+    """How an admission ends."""
+
+    ADMITTED = "admitted"
+    REJECTED = "rejected"
+    HANGS = "hangs"
+    """The kubelet would never answer, and stop admitting pods; see :attr:`Quirk.LIVELOCK`."""
+    CRASHES = "crashes"
+    """The kubelet would panic."""
+
+
+@attrs.frozen
+class Step:
+    """One merge: of the hints for *container*, or with scope ``pod`` (``None``) for all containers together.
+
+    *hints* are the answers of the hint providers ``device``, ``cpu``, ``memory`` in that order.
+    """
+
+    container: str | None
+    hints: Mapping[str, ProviderHints]
+    merged: Merged
+
+
+@attrs.frozen
+class Admission:
+    """What the kubelet answers when *pod* is to start, why, and the *node* as it is afterwards.
+
+    *reason* and *message* are the pod's status as the kubelet writes it, empty when admitted. *affinity* holds the NUMA
+    nodes each container was told, as far as it went; with policy ``none`` nobody is told anything.
+    """
+
+    pod: Pod
+    outcome: Outcome
+    reason: str
+    message: str
+    steps: tuple[Step, ...]
+    affinity: Mapping[str, Hint]
+    node: SimulatedNode
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the pod may start."""
+        return self.outcome is Outcome.ADMITTED
+
+    @property
+    def cpus(self) -> Mapping[str, CpuSet]:
+        """The exclusive CPUs by container; a rejected pod may hold some until the next admission."""
+        return self.node.cpus.assignments.get(self.pod.uid, {})
+
+    @property
+    def devices(self) -> Mapping[str, Devices]:
+        """The devices by container, those that plugins registered."""
+        return self.node.devices.assignments.get(self.pod.uid, {})
+
+    @property
+    def memory(self) -> Mapping[str, tuple[Block, ...]]:
+        """The memory booked by container; a rejected pod may hold some until the next admission."""
+        return self.node.memory.assignments.get(self.pod.uid, {})
+
+
+@attrs.frozen
+class SimulatedNode:
+    """What a kubelet remembers between two pods.
+
+    *stale_cpus*, *stale_memory* and *stale_devices* are pods that may hold something without being admitted. Each manager takes it back
+    when it is asked about the next pod, or when a pod goes (``removeStaleState``); a pod that the CPU Manager rejects
+    never comes to the Memory Manager.
+    """
+
+    kubelet: Kubelet
+    cpus: CpuState
+    memory: MemoryState
+    devices: DeviceState = attrs.field(factory=DeviceState)
+    stale_cpus: frozenset[str] = frozenset()
+    stale_memory: frozenset[str] = frozenset()
+    stale_devices: frozenset[str] = frozenset()
+
+    @property
+    def shared_pool(self) -> CpuSet:
+        """The CPUs of all pods without exclusive ones (``defaultCpuSet``)."""
+        return self.cpus.shared_pool
+
+    @property
+    def available(self) -> CpuSet:
+        """What could be assigned exclusively."""
+        manager = self.kubelet.cpu_manager
+        return manager.available(self.cpus) if manager else CpuSet()
+
+    def without(self, *uids: str) -> SimulatedNode:
+        """Return the node after the pods *uids* ended; what rejected pods still held is taken back with theirs."""
+        return self.with_devices_back(*uids).with_cpus_back(*uids).with_memory_back(*uids)
+
+    def with_devices_back(self, *uids: str) -> SimulatedNode:
+        """Let the Device Manager take back what rejected pods and *uids* hold."""
+        devices = self.devices
+        for uid in sorted(self.stale_devices.union(uids)):
+            devices = self.kubelet.device_manager.without(devices, uid)
+        return attrs.evolve(self, devices=devices, stale_devices=frozenset())
+
+    def with_cpus_back(self, *uids: str) -> SimulatedNode:
+        """Let the CPU Manager take back what rejected pods and *uids* hold."""
+        cpus = self.cpus
+        for uid in sorted(self.stale_cpus.union(uids)):
+            cpus = self.kubelet.cpu_manager.without(cpus, uid) if self.kubelet.cpu_manager else cpus
+        return attrs.evolve(self, cpus=cpus, stale_cpus=frozenset())
+
+    def with_memory_back(self, *uids: str) -> SimulatedNode:
+        """Let the Memory Manager take back what rejected pods and *uids* hold."""
+        memory = self.memory
+        for uid in sorted(self.stale_memory.union(uids)):
+            memory = self.kubelet.memory_manager.without(memory, uid) if self.kubelet.memory_manager else memory
+        return attrs.evolve(self, memory=memory, stale_memory=frozenset())
+
+    def admit(self, pod: Pod) -> Admission:
+        """Ask the kubelet to start *pod* (``Manager.Admit``).
+
+        Never raises for what the kubelet would do: rejecting, hanging and crashing are outcomes.
+        """
+        attempt = _Attempt(pod, self)
+        outcome, reason, message = Outcome.ADMITTED, "", ""
+        try:
+            attempt.run()
+        except _RejectedError:
+            outcome, reason, message = Outcome.REJECTED, REJECTION, REJECTION_MESSAGE
+        except AllocationError as error:
+            outcome, reason, message = Outcome.REJECTED, error.reason, str(error)
+            if error.reason == AllocationError.reason:
+                message = f"Allocate failed due to {error}, which is unexpected"
+        except KubeletHangsError as error:
+            return Admission(pod, Outcome.HANGS, "", str(error), tuple(attempt.steps), attempt.affinity, self)
+        except KubeletCrashesError as error:
+            return Admission(pod, Outcome.CRASHES, "", str(error), tuple(attempt.steps), attempt.affinity, self)
+        after = attempt.node
+        if outcome is Outcome.REJECTED:
+            stale = {pod.uid}
+            after = attrs.evolve(
+                after,
+                stale_cpus=after.stale_cpus | stale,
+                stale_memory=after.stale_memory | stale,
+                stale_devices=after.stale_devices | stale,
+            )
+        return Admission(pod, outcome, reason, message, tuple(attempt.steps), attempt.affinity, after)
+
+
+class _RejectedError(Exception):
+    """The Topology Manager's policy does not admit the merged hint."""
+
+
+class _Attempt:
+    """One admission while it goes on."""
+
+    def __init__(self, pod: Pod, node: SimulatedNode) -> None:
+        self.pod = pod
+        self.node = node
+        self.steps: list[Step] = []
+        self.affinity: dict[str, Hint] = {}
+
+    def run(self) -> None:
+        manager = self.node.kubelet.topology_manager
+        together = manager.scope is Scope.POD and manager.policy is not Policy.NONE
+        affinity = self._merged(None) if together else NO_AFFINITY
+        for container in self.pod.containers:
+            if manager.policy is not Policy.NONE:
+                if not together:
+                    affinity = self._merged(container)
+                self.affinity[container.name] = affinity
+            self._allocate(container, affinity)
+
+    def _merged(self, container: Container | None) -> Hint:
+        kubelet = self.node.kubelet
+        self.node = self.node.without()
+        hints = kubelet.hints(self.node, self.pod, container)
+        merged = kubelet.topology_manager.merge(hints.values())
+        self.steps.append(Step(container.name if container else None, hints, merged))
+        if not merged.admitted:
+            raise _RejectedError
+        return merged.hint
+
+    def _allocate(self, container: Container, affinity: Hint) -> None:
+        """Let each manager give *container* its share; whoever fails leaves what the ones before it gave."""
+        kubelet, pod = self.node.kubelet, self.pod
+        self.node = self.node.with_devices_back()
+        devices = kubelet.device_manager.allocate(self.node.devices, pod, container, affinity.mask)
+        self.node = attrs.evolve(self.node, devices=devices)
+        if kubelet.cpu_manager:
+            self.node = self.node.with_cpus_back()
+            cpus = kubelet.cpu_manager.allocate(self.node.cpus, pod, container, affinity.mask)
+            self.node = attrs.evolve(self.node, cpus=cpus)
+        if kubelet.memory_manager:
+            self.node = self.node.with_memory_back()
+            memory = kubelet.memory_manager.allocate(self.node.memory, pod, container, affinity)
+            self.node = attrs.evolve(self.node, memory=memory)

@@ -1,0 +1,312 @@
+"""From the kubelet's configuration file to the values that decide: ``KubeletConfiguration`` (``kubelet.config.k8s.io/v1beta1``).
+
+Defaults are those of ``pkg/kubelet/apis/config/v1beta1/defaults.go``; what the kubelet would not start with raises
+:class:`KubeletConfigError` in the kubelet's words (``validation.go``, ``cmd/kubelet/app/server.go``), and what its
+decoder would not take raises :class:`SpecError` with the path.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.errors import UsageError
+from runner.facts.hardware import Hardware
+from runner.kubelet.admission import KubeletConfiguration
+from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, parse_quantity, read_quantity
+from runner.kubelet.quirks import KubeletConfigError
+from runner.kubelet.topology_manager import Policy, Scope
+from runner.spec.value import Value
+
+KIND = "KubeletConfiguration"
+API_VERSION = "kubelet.config.k8s.io/v1beta1"
+DEFAULT_EVICTION = "100Mi"
+"""``evictionHard["memory.available"]`` where the file has no ``evictionHard``."""
+
+WORDS = (
+    "cpuManagerPolicy",
+    "memoryManagerPolicy",
+    "topologyManagerPolicy",
+    "topologyManagerScope",
+    "reservedSystemCPUs",
+)
+"""Keys whose value is a string."""
+TABLES = (
+    "cpuManagerPolicyOptions",
+    "topologyManagerPolicyOptions",
+    "kubeReserved",
+    "systemReserved",
+    "evictionHard",
+    "featureGates",
+)
+"""Keys whose value is a table; all strings but those of ``featureGates``."""
+OTHERS = ("reservedMemory", "mergeDefaultEvictionSettings", "systemReservedCgroup", "kubeReservedCgroup")
+NEIGHBOURS = (
+    "cpuManagerReconcilePeriod",
+    "evictionMaxPodGracePeriod",
+    "evictionMinimumReclaim",
+    "evictionPressureTransitionPeriod",
+    "evictionSoft",
+    "evictionSoftGracePeriod",
+    "memorySwap",
+)
+"""Keys of the kubelet that decide nothing here, and look like some that do."""
+
+_ALPHA, _BETA, _STABLE = "Alpha", "Beta", ""
+_SINCE: Mapping[str, Mapping[str, tuple[tuple[int, str], ...]]] = {
+    "CPU": {
+        "full-pcpus-only": ((33, _STABLE),),
+        "distribute-cpus-across-numa": ((33, _BETA),),
+        "align-by-socket": ((25, _ALPHA),),
+        "distribute-cpus-across-cores": ((31, _ALPHA),),
+        "strict-cpu-reservation": ((32, _BETA), (35, _STABLE)),
+        "prefer-align-cpus-by-uncorecache": ((32, _ALPHA), (34, _BETA), (36, _STABLE)),
+    },
+    "Topology": {
+        "prefer-closest-numa-nodes": ((32, _STABLE),),
+        "max-allowable-numa-nodes": ((31, _BETA), (35, _STABLE)),
+    },
+}
+"""Manager → option → since which minor version it has which maturity (``policy_options.go``)."""
+
+
+def configuration_among(documents: Iterable[Value]) -> Value:
+    """Return the kubelet's configuration among the *documents* of one file.
+
+    It may also be what a running kubelet answers at ``/configz``, where flags and drop-in files are in it already.
+    Raises :class:`UsageError` unless there is exactly one.
+    """
+    documents = list(documents)
+    found = []
+    for document in documents:
+        if isinstance(document.value, dict) and document.value.get("kind") == KIND:
+            found.append(document)
+        elif isinstance(document.value, dict) and document.value.keys() == {"kubeletconfig"}:
+            running = document.get("kubeletconfig")
+            running.members()
+            head = {"apiVersion": API_VERSION, "kind": KIND}
+            found.append(Value({**head, **running.value}, running.source, running.path))
+    if len(found) != 1:
+        kinds = (
+            ", ".join(repr(each.value.get("kind")) for each in documents if isinstance(each.value, dict)) or "nothing"
+        )
+        source = documents[0].source.partition(" (document")[0] if documents else "the file"
+        raise UsageError(f"cannot use {source!r}: it must hold one {KIND}, found {kinds}")
+    return found[0]
+
+
+def parse_kubelet_configuration(
+    document: Value, hardware: Hardware, minor: int
+) -> tuple[KubeletConfiguration, tuple[str, ...]]:
+    """Read what decides about placement out of *document*, for kubelet 1.*minor* on *hardware*.
+
+    The second element is what an operator should know about the file, in sentences. Keys that decide nothing are not
+    looked at. *document* is one of :func:`configuration_among`; *hardware* says how much a percentage is, and which CPUs can be reserved.
+    """
+    if document.get("apiVersion").value != API_VERSION:
+        document.get("apiVersion").fail(f"must be {API_VERSION!r}, found {document.get('apiVersion').value!r}")
+    words = {word: _word(document, word) for word in WORDS}
+    gates = {gate.key: gate.flag() for gate in document.get("featureGates", {}).members()}
+    cpu_options = _strings(document.get("cpuManagerPolicyOptions", {}))
+    topology_options = _strings(document.get("topologyManagerPolicyOptions", {}))
+    _check_words(words)
+    reserved_cpus = _reserved_cpus(document, words["reservedSystemCPUs"], hardware)
+    _check_options("Topology", topology_options, gates, minor)
+    cpu_policy = words["cpuManagerPolicy"] or "none"
+    if cpu_policy == "none" and cpu_options:
+        listed = " ".join(f"{name}:{value}" for name, value in sorted(cpu_options.items()))
+        raise KubeletConfigError(f"None policy: received unsupported options=map[{listed}]")
+    _check_options("CPU", cpu_options, gates, minor)
+    reserved = [_reserved(document.get(key, {})) for key in ("kubeReserved", "systemReserved")]
+    millicpus = math.ceil(sum(each.get("cpu", Fraction()) for each in reserved) * 1000)
+    memory = math.ceil(sum(each.get(MEMORY, Fraction()) for each in reserved)) + _eviction(document, hardware)
+    configuration = KubeletConfiguration(
+        minor=minor,
+        cpu_manager_policy=cpu_policy,
+        cpu_manager_policy_options=cpu_options,
+        reserved_cpus=reserved_cpus,
+        reserved_millicpus=1000 * len(reserved_cpus) or millicpus,
+        memory_manager_policy=words["memoryManagerPolicy"] or "None",
+        reserved_memory=_reserved_memory(document, hardware),
+        node_allocatable_memory=memory,
+        topology_manager_policy=words["topologyManagerPolicy"] or Policy.NONE.value,
+        topology_manager_scope=words["topologyManagerScope"] or Scope.CONTAINER.value,
+        topology_manager_policy_options=topology_options,
+    )
+    return configuration, tuple(_notes(document, configuration, gates, millicpus))
+
+
+def _word(document: Value, key: str) -> str:
+    value = document.get(key)
+    return value.text() if value else ""
+
+
+def _strings(table: Value) -> dict[str, str]:
+    return {value.key: value.text() for value in table.members()}
+
+
+def _check_words(words: Mapping[str, str]) -> None:
+    policy, scope = words["topologyManagerPolicy"], words["topologyManagerScope"]
+    policies = [each.value for each in Policy]
+    if policy and policy not in policies:
+        listed = " ".join(f'"{each}"' for each in policies)
+        raise KubeletConfigError(
+            f'invalid configuration: topologyManagerPolicy (--topology-manager-policy) "{policy}" must be one of: [{listed}]'
+        )
+    if scope and scope not in {each.value for each in Scope}:
+        raise KubeletConfigError(
+            f'invalid configuration: topologyManagerScope (--topology-manager-scope) "{scope}" must be one of: "container", or "pod"'
+        )
+
+
+def _check_options(manager: str, options: Iterable[str], gates: Mapping[str, bool], minor: int) -> None:
+    """Check that the feature gates show each of *options* (``CheckPolicyOptionAvailable``).
+
+    Unknown options are left to :class:`CpuPolicyOptions` and to the Topology Manager.
+    """
+    for option in options:
+        levels = [level for since, level in _SINCE[manager].get(option, ()) if since <= minor]
+        level = levels[-1] if levels else _STABLE
+        if level and not gates.get(f"{manager}ManagerPolicy{level}Options", level == _BETA):
+            raise KubeletConfigError(
+                f'{manager} Manager Policy {level}-level Options not enabled, but option "{option}" provided'
+                f" (featureGates: {manager}ManagerPolicy{level}Options)"
+            )
+
+
+def _reserved_cpus(document: Value, text: str, hardware: Hardware) -> CpuSet:
+    if not text:
+        return CpuSet()
+    for key in ("systemReservedCgroup", "kubeReservedCgroup"):
+        if document.get(key).value:
+            raise KubeletConfigError(
+                "invalid configuration: can't use reservedSystemCPUs (--reserved-cpus) with systemReservedCgroup"
+                " (--system-reserved-cgroup) or kubeReservedCgroup (--kube-reserved-cgroup)"
+            )
+    cpus = document.get("reservedSystemCPUs").cpu_set()
+    if not cpus <= hardware.online:
+        raise KubeletConfigError(f"reserved-cpus: {text} is not a subset of online-cpus: {hardware.online}")
+    return cpus
+
+
+def _reserved(table: Value) -> dict[str, Fraction]:
+    """Read ``kubeReserved`` or ``systemReserved`` (``parseResourceList``)."""
+    reserved = {}
+    for value in table.members():
+        if value.key not in {"cpu", MEMORY, "ephemeral-storage", "pid"}:
+            raise KubeletConfigError(f'cannot reserve "{value.key}" resource')
+        value.text()
+        reserved[value.key] = read_quantity(value)
+    return reserved
+
+
+def _eviction(document: Value, hardware: Hardware) -> int:
+    """Return the bytes below which pods are evicted; they count as reserved (``hardEvictionReservation``)."""
+    thresholds = document.get("evictionHard")
+    merged = bool(document.get("mergeDefaultEvictionSettings")) and document.get("mergeDefaultEvictionSettings").flag()
+    default = "0" if thresholds.value and not merged else DEFAULT_EVICTION
+    if not thresholds:
+        return math.ceil(parse_quantity(default))
+    strings = _strings(thresholds)
+    threshold = strings.get("memory.available", default)
+    if threshold in {"0%", "100%"}:
+        return 0
+    value = attrs.evolve(thresholds.get("memory.available"), value=threshold)
+    if not threshold.endswith("%"):
+        return math.ceil(read_quantity(value))
+    try:
+        share = float(threshold.removesuffix("%"))
+    except ValueError:
+        value.fail(f"must be a quantity or a percentage, found {threshold!r}")
+    if not 0 <= share <= 100:  # noqa: PLR2004 - percent
+        value.fail(f"must be a percentage from 0 to 100, found {threshold!r}")
+    # The kubelet keeps it as a float32.
+    (narrow,) = struct.unpack("f", struct.pack("f", share))
+    (narrow,) = struct.unpack("f", struct.pack("f", narrow / 100))
+    return int(sum(node.memory for node in hardware.numa_nodes) * narrow)
+
+
+def _reserved_memory(document: Value, hardware: Hardware) -> dict[int, dict[str, int]]:
+    """Read ``reservedMemory`` (``validateReservedMemoryConfiguration``, ``getTotalMemoryTypeReserved``)."""
+    reserved: dict[int, dict[str, int]] = {}
+    listed = document.get("reservedMemory")
+    numa_nodes = {node.id for node in hardware.numa_nodes}
+    for entry in listed.elements() if listed else ():
+        numa_node = entry.get("numaNode").number() if entry.get("numaNode") else 0
+        for limit in entry.get("limits", {}).members():
+            resource, amount = limit.key, math.ceil(read_quantity(limit))
+            if resource != MEMORY and not resource.startswith(HUGEPAGES_PREFIX):
+                raise KubeletConfigError(
+                    f'invalid configuration: the limit type "{resource}" for NUMA node {numa_node} is not supported,'
+                    " only [memory hugepages-<HugePageSize>] is accepted"
+                )
+            if amount == 0:
+                raise KubeletConfigError(
+                    f"invalid configuration: reserved memory may not be zero for NUMA node {numa_node} and resource"
+                    f' "{resource}"'
+                )
+            if resource in reserved.setdefault(numa_node, {}):
+                raise KubeletConfigError(
+                    f"invalid configuration: the reserved memory has a duplicate value for NUMA node {numa_node} and"
+                    f' resource "{resource}"'
+                )
+            reserved[numa_node][resource] = amount
+        if numa_node not in numa_nodes and document.get("memoryManagerPolicy").value == "Static":
+            raise KubeletConfigError(
+                f"the reserved memory configuration references a NUMA node {numa_node} that does not exist on this machine"
+            )
+    return reserved
+
+
+def _notes(
+    document: Value, configuration: KubeletConfiguration, gates: Mapping[str, bool], millicpus: int
+) -> Iterator[str]:
+    known = (*WORDS, *TABLES, *OTHERS, *NEIGHBOURS)
+    for value in document.members():
+        near = difflib.get_close_matches(value.key.lower(), [key.lower() for key in known], 1, 0.85)
+        if near and value.key not in known:
+            meant = next(key for key in known if key.lower() == near[0])
+            yield f"{value.path}: the kubelet has no such key and we ignore it; did you mean {meant!r}?"
+    if len(configuration.reserved_cpus) and millicpus:
+        yield (
+            f"reservedSystemCPUs ({len(configuration.reserved_cpus)} CPUs) takes the place of kubeReserved.cpu and"
+            f" systemReserved.cpu ({millicpus}m together), which count for nothing"
+        )
+    if configuration.cpu_manager_policy == "none":
+        yield "cpuManagerPolicy is 'none': no container gets exclusive CPUs; set it to 'static'"
+    if gates.get("PodLevelResourceManagers"):
+        yield "featureGates.PodLevelResourceManagers changes what pods with spec.resources get; that is not known here"
+
+
+def changed(document: Value, settings: Mapping[str, str]) -> Value:
+    """Return *document* with other *settings* (``topologyManagerPolicy`` or ``cpuManagerPolicyOptions.full-pcpus-only``).
+
+    An empty string takes the key away. Raises :class:`UsageError` for a key that cannot be set so.
+    """
+    contents = copy.deepcopy(document.value)
+    for path, value in settings.items():
+        key, _, inner = path.partition(".")
+        if inner and key in TABLES:
+            table = contents.get(key) or {}
+            contents[key] = table
+        elif not inner and key in WORDS:
+            table, inner = contents, key
+        else:
+            known = ", ".join((*WORDS, *(f"{each}.KEY" for each in TABLES)))
+            near = difflib.get_close_matches(key, (*WORDS, *TABLES), 1)
+            hint = f"did you mean {near[0]!r}? " if near and near[0] != key else ""
+            raise UsageError(f"cannot change {path!r} by --what-if: {hint}it takes {known}")
+        if not isinstance(table, dict):
+            document.get(key).members()
+        if value:
+            table[inner] = {"true": True, "false": False}.get(value, value) if key == "featureGates" else value
+        else:
+            table.pop(inner, None)
+    return Value(contents, document.source, document.path)

@@ -1,0 +1,330 @@
+"""The kubelet's CPU Manager with the static policy: which CPUs a container gets, and which hints it gives.
+
+Modelled on ``pkg/kubelet/cm/cpumanager/policy_static.go`` of Kubernetes 1.33 to 1.36.3. Each function names the Go
+function whose decision it makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Self
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.kubelet.cpu_assignment import CpuTopology, ceil_div, take_distributed, take_packed
+from runner.kubelet.numa_masks import Places, containing, mask_of, numa_nodes_of, of_size, reaching, touching
+from runner.kubelet.pod import Container, ContainerKind, Pod, peak
+from runner.kubelet.quirks import AllocationError, KubeletConfigError, Quirk, parse_bool
+from runner.kubelet.topology_manager import HintList, ProviderHints
+
+
+class SMTAlignmentError(AllocationError):
+    """``full-pcpus-only`` and a request that is not whole cores."""
+
+    reason = "SMTAlignmentError"
+
+
+@attrs.frozen
+class CpuPolicyOptions:
+    """``cpuManagerPolicyOptions``; each stands for the option of its name with dashes.
+
+    Whether a feature gate hides an option is looked at where the configuration file is read (``configuration.py``).
+    """
+
+    full_pcpus_only: bool = False
+    distribute_cpus_across_numa: bool = False
+    align_by_socket: bool = False
+    distribute_cpus_across_cores: bool = False
+    strict_cpu_reservation: bool = False
+    prefer_align_cpus_by_uncorecache: bool = False
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> Self:
+        """Read the options as the kubelet's configuration spells them (``NewStaticPolicyOptions``).
+
+        Raises :class:`KubeletConfigError` in the kubelet's words for what is unknown, no truth value, or exclusive.
+        """
+        known = {field.name.replace("_", "-"): field.name for field in attrs.fields(cls)}
+        chosen = {}
+        for name, value in options.items():
+            if name not in known:
+                raise KubeletConfigError(f'unknown CPU Manager Policy option: "{name}"')
+            chosen[known[name]] = parse_bool(name, value)
+        parsed = cls(**chosen)
+        for one, other in _EXCLUSIVE:
+            if getattr(parsed, known[one]) and getattr(parsed, known[other]):
+                raise KubeletConfigError(f"static policy options {one} and {other} can not be used at the same time")
+        return parsed
+
+
+_EXCLUSIVE = (
+    ("full-pcpus-only", "distribute-cpus-across-cores"),
+    ("distribute-cpus-across-numa", "distribute-cpus-across-cores"),
+    ("prefer-align-cpus-by-uncorecache", "distribute-cpus-across-cores"),
+    ("prefer-align-cpus-by-uncorecache", "distribute-cpus-across-numa"),
+)
+
+
+@attrs.frozen
+class CpuState:
+    """What the CPU Manager remembers (``cpu_manager_state``).
+
+    *shared_pool* is ``defaultCpuSet``; *assignments* holds the exclusive CPUs by pod and container; *reusable* the CPUs
+    of init containers by the one pod they may be used again in.
+    """
+
+    shared_pool: CpuSet
+    assignments: Mapping[str, Mapping[str, CpuSet]] = attrs.field(factory=dict)
+    reusable: Mapping[str, CpuSet] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class CpuManager:
+    """The static policy as configured on one host (``staticPolicy``); it decides, :class:`CpuState` remembers."""
+
+    topology: CpuTopology
+    options: CpuPolicyOptions
+    reserved: CpuSet
+    quirks: frozenset[Quirk] = frozenset(Quirk)
+
+    @classmethod
+    def configured(
+        cls,
+        topology: CpuTopology,
+        options: CpuPolicyOptions,
+        *,
+        reserved_cpus: CpuSet,
+        reserved_millicpus: int,
+        quirks: frozenset[Quirk] = frozenset(Quirk),
+    ) -> Self:
+        """Decide which CPUs are reserved (``NewStaticPolicy``).
+
+        *reserved_cpus* is ``reservedSystemCPUs``; where it is empty, *reserved_millicpus* (``kubeReserved`` and
+        ``systemReserved`` together) are rounded up to CPUs and chosen as a container's would be.
+        Raises :class:`KubeletConfigError` in the kubelet's words if it would not start.
+        """
+        count = len(reserved_cpus) or ceil_div(reserved_millicpus, 1000)
+        if count == 0:
+            raise KubeletConfigError(
+                "[cpumanager] the static policy requires systemreserved.cpu + kubereserved.cpu to be greater than zero"
+            )
+        if options.align_by_socket and len(topology.sockets) > len(topology.numa_nodes):
+            raise KubeletConfigError(
+                "Align by socket is not compatible with hardware where number of sockets are more than number of NUMA"
+            )
+        manager = cls(topology, options, reserved_cpus, quirks)
+        reserved = reserved_cpus
+        if not reserved_cpus:
+            # The kubelet drops the error and finds that the set is too small.
+            with contextlib.suppress(AllocationError):
+                reserved = manager.take(CpuSet(topology.all), count)
+        if len(reserved) != count:
+            raise KubeletConfigError(
+                f"[cpumanager] unable to reserve the required amount of CPUs (size of {reserved} did not equal {count})"
+            )
+        for cpu in reserved:
+            if cpu not in topology.all:
+                raise KubeletConfigError(
+                    "[cpumanager] unable to build the reserved physical CPUs from the reserved set:"
+                    f" unknown CPU ID: {cpu}"
+                )
+        return attrs.evolve(manager, reserved=reserved)
+
+    @property
+    def reserved_cores(self) -> CpuSet:
+        """The reserved CPUs and all their siblings (``reservedPhysicalCPUs``)."""
+        cores = {self.topology.core_of[cpu] for cpu in self.reserved}
+        return CpuSet(cpu for core in cores for cpu in self.topology.cores[core])
+
+    @property
+    def initial(self) -> CpuState:
+        """The state of an empty node: everything is in the shared pool, but with ``strict-cpu-reservation``."""
+        everything = CpuSet(self.topology.all)
+        return CpuState(everything - self.reserved if self.options.strict_cpu_reservation else everything)
+
+    def available(self, state: CpuState) -> CpuSet:
+        """Return what may be assigned exclusively (``GetAvailableCPUs``)."""
+        return state.shared_pool - self.reserved
+
+    def validate(self, state: CpuState) -> None:
+        """Check a state read back from disk (``validateState``); :class:`KubeletConfigError` in the kubelet's words."""
+        pool = state.shared_pool
+        expected = CpuSet(self.topology.all)
+        if self.options.strict_cpu_reservation:
+            expected -= self.reserved
+            if not pool.isdisjoint(self.reserved):
+                raise KubeletConfigError(
+                    f'some of strictly reserved cpus: "{pool & self.reserved}" are present in defaultCpuSet: "{pool}"'
+                )
+        elif not self.reserved <= pool:
+            raise KubeletConfigError(f'not all reserved cpus: "{self.reserved}" are present in defaultCpuSet: "{pool}"')
+        known = pool
+        for uid, containers in state.assignments.items():
+            for name, cpus in containers.items():
+                if not cpus.isdisjoint(pool):
+                    raise KubeletConfigError(
+                        f'pod: {uid}, container: {name} cpuset: "{cpus}" overlaps with default cpuset "{pool}"'
+                    )
+                known |= cpus
+        if known != expected:
+            raise KubeletConfigError(
+                f'current set of available CPUs "{expected}" doesn\'t match with CPUs in state "{known}"'
+            )
+
+    def take(self, available: CpuSet, count: int) -> CpuSet:
+        """Take *count* of the *available* CPUs as the options say (``takeByTopology``)."""
+        options = self.options
+        spread = options.distribute_cpus_across_cores
+        if options.distribute_cpus_across_numa:
+            group = self.topology.cpus_per_core if options.full_pcpus_only else 1
+            return take_distributed(self.topology, available, count, group=group, spread=spread, quirks=self.quirks)
+        uncore = options.prefer_align_cpus_by_uncorecache
+        return take_packed(self.topology, available, count, spread=spread, prefer_uncore=uncore, quirks=self.quirks)
+
+    # Hints.
+
+    def hints(self, state: CpuState, pod: Pod, container: Container) -> ProviderHints:
+        """Return the hints for *container* (``GetTopologyHints``); ``None`` if it gets no exclusive CPUs."""
+        count = exclusive_cpus(pod, container)
+        if count == 0:
+            return None
+        assigned = state.assignments.get(pod.uid, {}).get(container.name)
+        if assigned is not None:
+            listed = self.numa_hints(assigned, count) if len(assigned) == count else HintList()
+        else:
+            listed = self.numa_hints(self.available(state), count, state.reusable.get(pod.uid, CpuSet()))
+        return {"cpu": listed}
+
+    def pod_hints(self, state: CpuState, pod: Pod) -> ProviderHints:
+        """Return the hints for all containers of *pod* together (``GetPodTopologyHints``)."""
+        count = exclusive_cpus_of_pod(pod)
+        if count == 0:
+            return None
+        assigned = CpuSet()
+        for container in pod.containers:
+            cpus = state.assignments.get(pod.uid, {}).get(container.name)
+            if cpus is not None:
+                if len(cpus) != exclusive_cpus(pod, container):
+                    return {"cpu": HintList()}
+                assigned |= cpus
+        if len(assigned) == count:
+            return {"cpu": self.numa_hints(assigned, count)}
+        reusable = state.reusable.get(pod.uid, CpuSet()) | assigned
+        return {"cpu": self.numa_hints(self.available(state), count, reusable)}
+
+    def numa_hints(self, available: CpuSet, count: int, reusable: CpuSet = CpuSet()) -> HintList:  # noqa: B008  (immutable)
+        """Return every set of NUMA nodes that holds *count* CPUs (``generateCPUTopologyHints``).
+
+        CPUs of *reusable* count wherever they are, and a set that does not hold them all gives no hint. Preferred is
+        what is as narrow as an empty host would allow, so that a busy one may have no preferred hint.
+        """
+        numa_node_of = self.topology.numa_node_of
+        places = Places(tuple(self.topology.numa_nodes))
+        free = Counter(numa_node_of[cpu] for cpu in available)
+        required = places.place(mask_of({numa_node_of[cpu] for cpu in reusable}))
+        fitting = reaching([free[each] for each in places.numa_nodes], count - len(reusable))
+        fitting &= containing(len(places), required) & ~1
+        fewest = self._narrowest_on_empty_host(count)
+        preferred = fitting & of_size(len(places), fewest)
+        if self.options.align_by_socket:
+            preferred |= fitting & self._aligned_to_sockets(places, fewest)
+        return HintList(places, fitting, preferred)
+
+    def _narrowest_on_empty_host(self, count: int) -> int:
+        total = 0
+        sizes = sorted(map(len, self.topology.numa_nodes.values()), reverse=True)
+        for number, size in enumerate(sizes, start=1):
+            total += size
+            if total >= count:
+                return number
+        return len(sizes)
+
+    def _aligned_to_sockets(self, places: Places, fewest: int) -> int:
+        """Return the masks that touch as many sockets as *fewest* NUMA nodes need (``isHintSocketAligned``)."""
+        topology = self.topology
+        per_socket = len(topology.numa_nodes) // len(topology.sockets)
+        if per_socket == 0:
+            return 0
+        sockets = [
+            places.place(mask_of({topology.numa_node_of[cpu] for cpu in cpus})) for cpus in topology.sockets.values()
+        ]
+        return touching(len(places), sockets, ceil_div(fewest, per_socket))
+
+    # Assignment.
+
+    def allocate(self, state: CpuState, pod: Pod, container: Container, affinity: int | None) -> CpuState:
+        """Give *container* its exclusive CPUs on the NUMA nodes of *affinity* if it can (``Allocate``).
+
+        Raises :class:`AllocationError` in the kubelet's words.
+        """
+        count = exclusive_cpus(pod, container)
+        if count == 0:
+            return state
+        if self.options.full_pcpus_only:
+            self._check_whole_cores(state, count)
+        containers = state.assignments.get(pod.uid, {})
+        cpus = containers.get(container.name)
+        if cpus is None:
+            cpus = self._choose(state, count, affinity, state.reusable.get(pod.uid, CpuSet()))
+        # Only the pod that was admitted last may use the CPUs of its init containers again.
+        reusable = state.reusable.get(pod.uid, CpuSet())
+        reusable = reusable | cpus if container.kind is ContainerKind.INIT else reusable - cpus
+        return CpuState(
+            state.shared_pool - cpus,
+            {**state.assignments, pod.uid: {**containers, container.name: cpus}},
+            {pod.uid: reusable},
+        )
+
+    def _check_whole_cores(self, state: CpuState, count: int) -> None:
+        per_core = self.topology.cpus_per_core
+        if count % per_core:
+            raise SMTAlignmentError(
+                f"SMT Alignment Error: requested {count} cpus not multiple cpus per core = {per_core}"
+            )
+        # The count leaves out the siblings of reserved CPUs; the choice that follows does not.
+        free = len(state.shared_pool - self.reserved_cores)
+        if count > free:
+            raise SMTAlignmentError(
+                f"SMT Alignment Error: not enough free physical CPUs: available physical CPUs = {free},"
+                f" requested CPUs = {count}, CPUs per core = {per_core}"
+            )
+
+    def _choose(self, state: CpuState, count: int, affinity: int | None, reusable: CpuSet) -> CpuSet:
+        """Take what fits on the NUMA nodes of *affinity*, then the rest anywhere (``allocateCPUs``): two takes."""
+        pool = self.available(state) | reusable
+        aligned = CpuSet()
+        if affinity is not None:
+            here = pool & self._aligned(affinity)
+            aligned = self.take(here, min(count, len(here)))
+        return aligned | self.take(pool - aligned, count - len(aligned))
+
+    def _aligned(self, affinity: int) -> CpuSet:
+        topology = self.topology
+        if self.options.align_by_socket:
+            cpus = {cpu for each in numa_nodes_of(affinity) for cpu in topology.numa_nodes.get(each, ())}
+            sockets = {topology.socket_of[cpu] for cpu in cpus}
+            return CpuSet(cpu for socket in sockets for cpu in topology.sockets[socket])
+        return CpuSet(cpu for each in numa_nodes_of(affinity) for cpu in topology.numa_nodes.get(each, ()))
+
+    def without(self, state: CpuState, uid: str) -> CpuState:
+        """Take back the CPUs of pod *uid* (``RemoveContainer`` for each container)."""
+        given = state.assignments.get(uid, {})
+        pool = functools.reduce(CpuSet.__or__, given.values(), state.shared_pool)
+        kept = {name: containers for name, containers in state.assignments.items() if name != uid}
+        return attrs.evolve(state, shared_pool=pool, assignments=kept)
+
+
+def exclusive_cpus(pod: Pod, container: Container) -> int:
+    """Return how many exclusive CPUs *container* asks for (``guaranteedCPUs``): 0 unless Guaranteed and integral."""
+    if not pod.guaranteed or pod.pod_level_resources or container.millicpus % 1000:
+        return 0
+    return container.millicpus // 1000
+
+
+def exclusive_cpus_of_pod(pod: Pod) -> int:
+    """Return how many exclusive CPUs *pod* uses at its peak (``podGuaranteedCPUs``)."""
+    return peak(pod, lambda container: exclusive_cpus(pod, container))

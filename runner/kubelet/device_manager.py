@@ -1,0 +1,154 @@
+"""The kubelet's Device Manager as far as NUMA nodes go: which hints a device resource gives, and what is left of it.
+
+Modelled on ``pkg/kubelet/cm/devicemanager/{manager,topology_hints}.go``. Devices are counted, not named: which one of
+several on the same NUMA nodes a container gets is the device plugin's choice. Where an affinity leaves several NUMA
+nodes to choose from, the lowest is counted as used first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import attrs
+
+from runner.kubelet.numa_masks import Places, containing, mask_of, of_size, reaching
+from runner.kubelet.pod import Container, ContainerKind, Pod, peak
+from runner.kubelet.quirks import AllocationError
+from runner.kubelet.topology_manager import HintList, ProviderHints
+
+Devices = Mapping[str, Mapping[int | None, int]]
+"""Resource → NUMA node (``None`` where the plugin does not say) → number of devices."""
+
+
+@attrs.frozen
+class DeviceState:
+    """Who has how many devices: pod → container → devices; *reusable* is what a pod's init containers had."""
+
+    assignments: Mapping[str, Mapping[str, Devices]] = attrs.field(factory=dict)
+    reusable: Mapping[str, Devices] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class DeviceManager:
+    """The devices that plugins registered on one host; *numa_nodes* are all of the host."""
+
+    numa_nodes: tuple[int, ...]
+    devices: Devices = attrs.field(factory=dict)
+
+    def free(self, state: DeviceState, resource: str) -> Counter[int | None]:
+        """Return the devices of *resource* that nobody has, by NUMA node."""
+        free = Counter(self.devices.get(resource, {}))
+        for containers in state.assignments.values():
+            for given in containers.values():
+                free.subtract(given.get(resource, {}))
+        return free
+
+    def hints(self, state: DeviceState, pod: Pod, container: Container) -> ProviderHints:
+        """Return the hints for *container* (``GetTopologyHints``)."""
+        given = state.assignments.get(pod.uid, {}).get(container.name, {})
+        reusable = state.reusable.get(pod.uid, {})
+        return {
+            resource: self._hints(resource, count, Counter(given[resource]), {})
+            if resource in given
+            else self._hints(resource, count, self.free(state, resource), reusable.get(resource, {}))
+            for resource, count in container.devices.items()
+            if resource in self.devices
+        }
+
+    def pod_hints(self, state: DeviceState, pod: Pod) -> ProviderHints:
+        """Return the hints for all containers of *pod* together (``GetPodTopologyHints``)."""
+        return {
+            resource: self._hints(resource, count, self.free(state, resource), {})
+            for resource, count in peak_devices(pod).items()
+            if resource in self.devices
+        }
+
+    def _hints(
+        self, resource: str, count: int, free: Counter[int | None], reusable: Mapping[int | None, int]
+    ) -> HintList | None:
+        """Return every set of NUMA nodes that holds *count* devices (``generateDeviceTopologyHints``)."""
+        everything = self.devices[resource]
+        if set(everything) == {None}:
+            return None
+        if free.total() + sum(reusable.values()) < count:
+            return HintList()
+        places = Places(self.numa_nodes)
+        required = places.place(mask_of(numa_node for numa_node in reusable if numa_node is not None))
+        usable = [max(0, free[each]) + reusable.get(each, 0) for each in places.numa_nodes]
+        fitting = reaching(usable, count) & containing(len(places), required) & ~1
+        return HintList(places, fitting, fitting & of_size(len(places), self._narrowest(everything, count)))
+
+    def _narrowest(self, everything: Mapping[int | None, int], count: int) -> int:
+        total = 0
+        sizes = sorted((everything.get(each, 0) for each in self.numa_nodes), reverse=True)
+        for number, size in enumerate(sizes, start=1):
+            total += size
+            if total >= count:
+                return number
+        return len(sizes)
+
+    def allocate(self, state: DeviceState, pod: Pod, container: Container, affinity: int | None) -> DeviceState:
+        """Give *container* its devices, those on the NUMA nodes of *affinity* first (``Allocate``).
+
+        Resources that no plugin registered are left out. Raises :class:`AllocationError` in the kubelet's words.
+        """
+        containers = state.assignments.get(pod.uid, {})
+        if not container.devices or container.name in containers:
+            return state
+        given = dict(containers)
+        own: dict[str, Mapping[int | None, int]] = {}
+        reusable = {resource: Counter(places) for resource, places in state.reusable.get(pod.uid, {}).items()}
+        for resource, count in container.devices.items():
+            if resource in self.devices:
+                again = reusable.setdefault(resource, Counter())
+                own[resource] = self._choose(state, resource, count, again, affinity)
+                if container.kind is ContainerKind.INIT:
+                    again |= Counter(own[resource])
+                else:
+                    again -= Counter(own[resource])
+                reusable[resource] = again
+        # What is used again is the later container's from now on.
+        for name, devices in given.items():
+            given[name] = {
+                resource: Counter(places) - Counter(own.get(resource, {})) for resource, places in devices.items()
+            }
+        return DeviceState({**state.assignments, pod.uid: {**given, container.name: own}}, {pod.uid: reusable})
+
+    def _choose(
+        self, state: DeviceState, resource: str, count: int, again: Counter[int | None], affinity: int | None
+    ) -> Mapping[int | None, int]:
+        chosen: Counter[int | None] = Counter()
+        for numa_node in again:
+            chosen[numa_node] = min(again[numa_node], count - chosen.total())
+        free = self.free(state, resource)
+        needed = count - chosen.total()
+        if needed and free.total() < needed:
+            raise AllocationError(
+                f"requested number of devices unavailable for {resource}. Requested: {needed},"
+                f" Available: {free.total()}"
+            )
+
+        def order(numa_node: int | None) -> tuple[bool, bool, int]:
+            if numa_node is None:
+                return True, True, 0
+            return affinity is not None and not affinity >> numa_node & 1, False, numa_node
+
+        for numa_node in sorted(free, key=order):
+            chosen[numa_node] += min(free[numa_node], count - chosen.total())
+        return dict(+chosen)
+
+    def without(self, state: DeviceState, uid: str) -> DeviceState:
+        """Take back the devices of pod *uid*."""
+        kept = {name: containers for name, containers in state.assignments.items() if name != uid}
+        return attrs.evolve(state, assignments=kept)
+
+
+def peak_devices(pod: Pod) -> dict[str, int]:
+    """Return the most devices of each resource that *pod* has at one time (``getPodDeviceRequest``)."""
+    resources = dict.fromkeys(resource for container in pod.containers for resource in container.devices)
+    return {resource: _peak_of(pod, resource) for resource in resources}
+
+
+def _peak_of(pod: Pod, resource: str) -> int:
+    return peak(pod, lambda container: container.devices.get(resource, 0))

@@ -1,0 +1,278 @@
+"""Why the kubelet decides about a pod as it does, and what would be needed for another answer.
+
+All of it is derived from the decisions themselves: the hints are those that were merged, the shortages are counted on
+the node as it was asked, and the alternatives are admissions by the same code under another policy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.kubelet.admission import Admission, Outcome, SimulatedNode, Step
+from runner.kubelet.cpu_manager import CpuManager, exclusive_cpus, exclusive_cpus_of_pod
+from runner.kubelet.device_manager import peak_devices
+from runner.kubelet.memory_manager import peak_memory
+from runner.kubelet.numa_masks import numa_nodes_of
+from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Pod, format_bytes
+from runner.kubelet.topology_manager import Hint, HintList, Policy
+
+SHOWN = 4
+"""Sets of NUMA nodes named in a sentence before it says how many more there are."""
+
+
+@attrs.frozen
+class ResourceHints:
+    """What one resource of one hint provider would like: *hints* is ``None`` for no preference.
+
+    *fits_nowhere* with no preference is :attr:`Quirk.EMPTY_MEMORY_HINTS` at work.
+    """
+
+    provider: str
+    resource: str
+    hints: HintList | None
+    fits_nowhere: bool = False
+
+    def __str__(self) -> str:
+        if self.fits_nowhere:
+            return f"{self.resource}: fits on no set of NUMA nodes, which this kubelet takes for no preference"
+        if self.hints is None:
+            return f"{self.resource}: any NUMA node will do"
+        if not self.hints.masks:
+            return f"{self.resource}: fits on no set of NUMA nodes"
+        if len(self.hints.best):
+            return f"{self.resource}: prefers {_some(self.hints.best)}"
+        return (
+            f"{self.resource}: fits on {_some(self.hints)}, but prefers none of them:"
+            " fewer NUMA nodes would do on an empty host"
+        )
+
+
+@attrs.frozen
+class MergeExplanation:
+    """One merge: what each resource asked for (*asked*), which hint was *chosen*, and *why* in one sentence."""
+
+    container: str | None
+    asked: tuple[ResourceHints, ...]
+    chosen: Hint
+    admitted: bool
+    permutations: int
+    why: str
+
+
+@attrs.frozen
+class Shortage:
+    """What is missing for *resource* on as few NUMA nodes as it needs on an empty host.
+
+    *wanted* and *free* are CPUs, bytes of memory, or devices; *numa_nodes* are those that come nearest to it.
+    """
+
+    container: str | None
+    resource: str
+    wanted: int
+    free: int
+    numa_nodes: tuple[int, ...]
+
+    @property
+    def missing(self) -> int:
+        """How much more would have to be free there."""
+        return self.wanted - self.free
+
+    def __str__(self) -> str:
+        where = "NUMA node {} has" if len(self.numa_nodes) == 1 else "NUMA nodes {} have"
+
+        def amount(value: int) -> str:
+            if self.resource == MEMORY or self.resource.startswith(HUGEPAGES_PREFIX):
+                return format_bytes(value)
+            what = "CPU" if self.resource == "cpu" else "device"
+            return f"{value} {what}{'' if value == 1 else 's'}"
+
+        return (
+            f"{self.resource}: {amount(self.wanted)} wanted; {where.format(_listed(self.numa_nodes))} most,"
+            f" {amount(self.free)} free, and {amount(self.missing)} more would have to be"
+        )
+
+
+@attrs.frozen
+class Alternative:
+    """What the kubelet would answer on the same node with another Topology Manager *policy*."""
+
+    policy: Policy
+    outcome: Outcome
+    reason: str
+    cpus: Mapping[str, CpuSet]
+
+
+@attrs.frozen
+class Explanation:
+    """An *admission* and its reasons.
+
+    *merges* are in the order they were made (none with policy ``none``). *shortages* and *alternatives* are what would
+    be needed to fit: empty when the pod is admitted.
+    """
+
+    admission: Admission
+    merges: tuple[MergeExplanation, ...]
+    shortages: tuple[Shortage, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+
+def explain(node: SimulatedNode, pod: Pod) -> Explanation:
+    """Ask *node* to admit *pod* and say why it answers what it does; see :meth:`SimulatedNode.admit`."""
+    admission = node.admit(pod)
+    policy = node.kubelet.topology_manager.policy
+    merges = tuple(_merge(step, pod, policy) for step in admission.steps)
+    if admission.admitted:
+        return Explanation(admission, merges)
+    return Explanation(
+        admission,
+        merges,
+        tuple(_shortages(node, pod, admission)),
+        tuple(_alternatives(node, pod)),
+    )
+
+
+def _merge(step: Step, pod: Pod, policy: Policy) -> MergeExplanation:
+    asked = []
+    for provider, hints in step.hints.items():
+        if hints:
+            asked += [ResourceHints(provider, resource, listed) for resource, listed in hints.items()]
+        elif hints is not None and provider == "memory" and _memory(pod, step.container):
+            asked.append(ResourceHints(provider, MEMORY, None, fits_nowhere=True))
+    hint = step.merged.hint
+    return MergeExplanation(
+        step.container,
+        tuple(asked),
+        hint,
+        step.merged.admitted,
+        step.merged.permutations,
+        _why(hint, asked, policy),
+    )
+
+
+def _why(hint: Hint, asked: Iterable[ResourceHints], policy: Policy) -> str:
+    opinions = [each for each in asked if each.hints is not None]
+    if not opinions:
+        return "no resource has a preference"
+    where = "any NUMA node" if hint.mask is None else _set(hint.mask)
+    if hint.preferred:
+        if len(opinions) == 1:
+            return f"{where} is the narrowest set that {opinions[0].resource} prefers"
+        return f"{where} is the narrowest set that all of {_names(opinions)} prefer"
+    nowhere = [each for each in opinions if each.hints is not None and not len(each.hints)]
+    choosers = [each for each in opinions if each.hints and not each.hints.preferred]
+    if nowhere:
+        reason = f"{_names(nowhere)} {'fits' if len(nowhere) == 1 else 'fit'} nowhere on the node as it is now"
+    elif choosers:
+        reason = f"{_names(choosers)} {'prefers' if len(choosers) == 1 else 'prefer'} nothing on the node as it is now"
+    else:
+        reason = f"no set of NUMA nodes is preferred by all of {_names(opinions)}"
+    if policy is Policy.BEST_EFFORT:
+        return f"{reason}; {where} is the best that is left, and policy best-effort takes it"
+    return f"{reason}, and policy {policy.value} admits nothing else"
+
+
+def _alternatives(node: SimulatedNode, pod: Pod) -> Iterable[Alternative]:
+    manager = node.kubelet.topology_manager
+    for policy in Policy:
+        if policy is not manager.policy:
+            kubelet = attrs.evolve(node.kubelet, topology_manager=attrs.evolve(manager, policy=policy))
+            admission = attrs.evolve(node, kubelet=kubelet).admit(pod)
+            cpus = admission.cpus if admission.admitted else {}
+            yield Alternative(policy, admission.outcome, admission.reason, cpus)
+
+
+def _shortages(node: SimulatedNode, pod: Pod, admission: Admission) -> Iterable[Shortage]:
+    """Count what is missing where the admission ended: for the last merge, or for the container that failed."""
+    before = node.without()
+    for container, cpus, memory, devices in _asked(pod, admission):
+        plugins = before.kubelet.device_manager
+        for resource in sorted(devices.keys() & plugins.devices.keys()):
+            if set(plugins.devices[resource]) == {None}:
+                continue
+            free_devices = plugins.free(before.devices, resource)
+            yield from _shortage(
+                container,
+                resource,
+                devices[resource],
+                {numa_node: free_devices[numa_node] for numa_node in plugins.numa_nodes},
+                {numa_node: plugins.devices[resource].get(numa_node, 0) for numa_node in plugins.numa_nodes},
+            )
+        manager = before.kubelet.cpu_manager
+        if manager and cpus:
+            free = _cpus_free(manager, before.available)
+            whole = {numa_node: len(members) for numa_node, members in manager.topology.numa_nodes.items()}
+            yield from _shortage(container, "cpu", cpus, free, whole)
+        if before.kubelet.memory_manager:
+            for resource, amount in memory.items():
+                tables = {
+                    numa_node: state.tables[resource]
+                    for numa_node, state in before.memory.numa_nodes.items()
+                    if resource in state.tables
+                }
+                bytes_free = {numa_node: table.free for numa_node, table in tables.items()}
+                allocatable = {numa_node: table.allocatable for numa_node, table in tables.items()}
+                yield from _shortage(container, resource, amount, bytes_free, allocatable)
+
+
+def _asked(pod: Pod, admission: Admission) -> Iterable[tuple[str | None, int, Mapping[str, int], Mapping[str, int]]]:
+    if admission.steps and admission.steps[-1].container is None:
+        yield None, exclusive_cpus_of_pod(pod), _memory(pod, None), peak_devices(pod)
+        return
+    for container in pod.containers:
+        if not admission.steps or container.name == admission.steps[-1].container:
+            yield container.name, exclusive_cpus(pod, container), _memory(pod, container.name), container.devices
+
+
+def _memory(pod: Pod, name: str | None) -> Mapping[str, int]:
+    """Return what the Memory Manager books for the container called *name*, or for the whole *pod*."""
+    if not pod.guaranteed or pod.pod_level_resources:
+        return {}
+    if name is None:
+        return peak_memory(pod)
+    return next(container.memory for container in pod.containers if container.name == name)
+
+
+def _cpus_free(manager: CpuManager, available: CpuSet) -> dict[int, int]:
+    return {numa_node: len(available & CpuSet(cpus)) for numa_node, cpus in manager.topology.numa_nodes.items()}
+
+
+def _shortage(
+    container: str | None, resource: str, wanted: int, free: Mapping[int, int], whole: Mapping[int, int]
+) -> Iterable[Shortage]:
+    fewest = _fewest(whole.values(), wanted)
+    if not whole:
+        yield Shortage(container, resource, wanted, 0, ())
+        return
+    # Most free first, then the biggest, ties by number: the first of them come nearest to what is wanted.
+    nearest = sorted(free, key=lambda numa_node: (-free[numa_node], -whole[numa_node], numa_node))[:fewest]
+    most = sum(free[numa_node] for numa_node in nearest)
+    if most < wanted:
+        yield Shortage(container, resource, wanted, most, tuple(sorted(nearest)))
+
+
+def _fewest(amounts: Iterable[int], wanted: int) -> int:
+    sums = list(itertools.accumulate(sorted(amounts, reverse=True)))
+    return next((number for number, total in enumerate(sums, start=1) if total >= wanted), len(sums))
+
+
+def _set(mask: int) -> str:
+    return "{" + _listed(numa_nodes_of(mask)) + "}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _names(resources: Iterable[ResourceHints]) -> str:
+    return ", ".join(each.resource for each in resources)
+
+
+def _some(hints: HintList) -> str:
+    shown = itertools.islice(hints, SHOWN)
+    sets = ["any NUMA node" if hint.mask is None else _set(hint.mask) for hint in shown]
+    more = f" and {len(hints) - SHOWN} more" if len(hints) > SHOWN else ""
+    return " or ".join(sets) + more

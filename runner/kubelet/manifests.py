@@ -1,0 +1,209 @@
+"""From a pod's manifest to the pod the kubelet decides about, with its QoS class and the reasons for it.
+
+Taken are pods and what makes pods (Deployment, Job, …; one pod for each, whatever ``replicas`` says). What the API
+server would fill in is filled in (requests from limits), and what it would refuse about resources is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+
+import attrs
+
+from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Container, ContainerKind, Pod, read_quantity
+from runner.spec.value import Value
+
+TEMPLATES: Mapping[str, tuple[str, ...]] = {
+    "Pod": (),
+    "PodTemplate": ("template",),
+    **dict.fromkeys(
+        ("DaemonSet", "Deployment", "Job", "ReplicaSet", "ReplicationController", "StatefulSet"), ("spec", "template")
+    ),
+    "CronJob": ("spec", "jobTemplate", "spec", "template"),
+}
+"""Kind → where the pod's ``metadata`` and ``spec`` are."""
+QOS_RESOURCES = ("cpu", MEMORY)
+"""``supportedQoSComputeResources``."""
+
+
+class QosClass(enum.Enum):
+    """``status.qosClass`` of a pod."""
+
+    GUARANTEED = "Guaranteed"
+    BURSTABLE = "Burstable"
+    BEST_EFFORT = "BestEffort"
+
+
+@attrs.frozen
+class Manifest:
+    """A *pod* as its manifest describes it.
+
+    *why* says what keeps it from being Guaranteed, *notes* what else decides about its CPUs; both in sentences.
+    """
+
+    name: str
+    source: str
+    pod: Pod
+    qos: QosClass
+    why: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class _Resources:
+    """The ``resources`` of one container, or of a whole pod, after the API server's defaults."""
+
+    requests: Mapping[str, Fraction]
+    limits: Mapping[str, Fraction]
+
+
+def parse_manifests(documents: Iterable[Value], *, pod_level_resources: bool) -> tuple[list[Manifest], list[str]]:
+    """Read the pods of *documents*, in their order; the second list says which documents hold none.
+
+    Pods without ``metadata.uid`` are called by their name, the second of that name ``name#2``.
+    *pod_level_resources* is the feature gate, which decides what ``spec.resources`` does to the QoS class.
+    """
+    manifests: list[Manifest] = []
+    skipped: list[str] = []
+    taken: dict[str, int] = {}
+    for document in _flattened(documents):
+        kind = document.get("kind").text()
+        if kind not in TEMPLATES:
+            skipped.append(f"{document.source}: a {kind} makes no pod that we know, and was left out")
+            continue
+        manifest = _manifest(document, kind, pod_level_resources=pod_level_resources)
+        taken[manifest.pod.uid] = taken.get(manifest.pod.uid, 0) + 1
+        number = taken[manifest.pod.uid]
+        if number > 1:
+            suffix = f"#{number}"
+            pod = attrs.evolve(manifest.pod, uid=manifest.pod.uid + suffix)
+            manifest = attrs.evolve(manifest, name=manifest.name + suffix, pod=pod)
+        manifests.append(manifest)
+    return manifests, skipped
+
+
+def _flattened(documents: Iterable[Value]) -> Iterator[Value]:
+    for document in documents:
+        if document.get("kind").text() == "List":
+            yield from _flattened(document.get("items").elements())
+        else:
+            yield document
+
+
+def _manifest(document: Value, kind: str, *, pod_level_resources: bool) -> Manifest:
+    name, uid = _identity(document, kind)
+    template = document
+    for key in TEMPLATES[kind]:
+        template = template.get(key)
+    spec = template.get("spec")
+    containers = []
+    resources: dict[str, _Resources] = {}
+    for key, default in (("initContainers", ContainerKind.INIT), ("containers", ContainerKind.APP)):
+        listed = spec.get(key)
+        for value in listed.elements() if listed or default is ContainerKind.APP else ():
+            name_of = value.get("name").text()
+            if name_of in resources:
+                value.get("name").fail(f"{name_of!r} is the name of another container already")
+            sidecar = default is ContainerKind.INIT and value.get("restartPolicy").value == "Always"
+            resources[name_of] = _resources(value.get("resources", {}))
+            containers.append(_container(name_of, resources[name_of], ContainerKind.SIDECAR if sidecar else default))
+    if not any(container.kind is ContainerKind.APP for container in containers):
+        spec.get("containers").fail("must hold at least one container")
+    whole = _resources(spec.get("resources", {}))
+    together = bool(whole.requests or whole.limits)
+    if together and pod_level_resources:
+        qos, why = _qos({"the pod": whole})
+    else:
+        qos, why = _qos({f"container {each!r}": resources[each] for each in resources})
+    pod = Pod(uid, tuple(containers), guaranteed=qos is QosClass.GUARANTEED, pod_level_resources=together)
+    notes = _notes(document, spec, pod, resources)
+    return Manifest(name, document.source, pod, qos, tuple(why), tuple(notes))
+
+
+def _identity(document: Value, kind: str) -> tuple[str, str]:
+    """Return the name and the UID of the pod to come; whoever makes pods gives them names and UIDs of their own."""
+    metadata = document.get("metadata", {})
+    name = next((each.text() for each in map(metadata.get, ("name", "generateName")) if each), kind.lower())
+    uid = metadata.get("uid")
+    return name, uid.text() if uid and kind == "Pod" else name
+
+
+def _container(name: str, resources: _Resources, kind: ContainerKind) -> Container:
+    devices = {
+        resource: int(amount) for resource, amount in resources.limits.items() if _is_device(resource) and amount
+    }
+    return attrs.evolve(Container.requesting(name, _exactly(resources.requests), kind), devices=devices)
+
+
+def _exactly(requests: Mapping[str, Fraction]) -> dict[str, str]:
+    """Spell quantities in a way that loses nothing: thousandths of CPUs and whole bytes, rounded up."""
+    spelled = {}
+    for resource, amount in requests.items():
+        unit = 1000 if resource == "cpu" else 1
+        spelled[resource] = f"{-(-amount * unit // 1)}{'m' if unit > 1 else ''}"
+    return spelled
+
+
+def _is_device(resource: str) -> bool:
+    """Tell whether *resource* is an extended one, which device plugins register (``IsExtendedResourceName``)."""
+    return "/" in resource and not resource.split("/", maxsplit=1)[0].endswith("kubernetes.io")
+
+
+def _resources(value: Value) -> _Resources:
+    limits = {each.key: read_quantity(each) for each in value.get("limits", {}).members()}
+    own = {each.key: read_quantity(each) for each in value.get("requests", {}).members()}
+    requests = limits | own
+    for resource, amount in requests.items():
+        limit = limits.get(resource)
+        where = value.get("requests" if resource in own else "limits").get(resource)
+        if limit is not None and amount > limit:
+            where.fail(f"must be less than or equal to the limit, {_spelled(limit)}")
+        if _is_device(resource) or resource.startswith(HUGEPAGES_PREFIX):
+            if limit is None or limit != amount:
+                where.fail("must have a limit that is the same")
+            if amount % 1:
+                where.fail(f"must be a whole number, found {_spelled(amount)}")
+    return _Resources(requests, limits)
+
+
+def _spelled(amount: Fraction) -> str:
+    return str(amount.numerator) if amount.denominator == 1 else str(float(amount))
+
+
+def _qos(parts: Mapping[str, _Resources]) -> tuple[QosClass, list[str]]:
+    """Return the QoS class of the containers *parts*, or of the pod as one part, and what breaks it (``ComputePodQOS``)."""
+    why = []
+    nothing = True
+    for what, resources in parts.items():
+        for resource in QOS_RESOURCES:
+            request, limit = resources.requests.get(resource, 0), resources.limits.get(resource, 0)
+            nothing = nothing and not request and not limit
+            if not limit:
+                why.append(f"{what} has no limits.{resource}")
+            elif request != limit:
+                why.append(f"{what} has requests.{resource} below its limits.{resource}")
+    if nothing:
+        return QosClass.BEST_EFFORT, why
+    return (QosClass.BURSTABLE, why) if why else (QosClass.GUARANTEED, [])
+
+
+def _notes(document: Value, spec: Value, pod: Pod, resources: Mapping[str, _Resources]) -> Iterator[str]:
+    replicas = document.get("spec", {}).get("replicas").value if document.get("kind").value != "Pod" else None
+    if isinstance(replicas, int) and not isinstance(replicas, bool) and replicas != 1:
+        yield f"{replicas} replicas, planned as one pod; name the file once for each that comes to this node"
+    if pod.pod_level_resources:
+        yield "it has pod-level resources (spec.resources): the static CPU and Memory Managers leave it alone"
+    elif pod.guaranteed:
+        for container in pod.containers:
+            if container.millicpus % 1000:
+                yield (
+                    f"container {container.name!r} asks for {container.millicpus}m CPUs, which is not a whole number:"
+                    " it runs in the shared pool"
+                )
+    if spec.get("resourceClaims"):
+        yield "resourceClaims (DRA) are not looked at, here as in the Topology Manager"
+    hugepages = {name for each in resources.values() for name in each.requests if name.startswith(HUGEPAGES_PREFIX)}
+    if hugepages and not pod.guaranteed:
+        yield f"{', '.join(sorted(hugepages))}: the Memory Manager places them for Guaranteed pods only"

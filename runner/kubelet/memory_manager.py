@@ -1,0 +1,438 @@
+"""The kubelet's Memory Manager with the ``Static`` policy: which NUMA nodes a container's memory is booked on.
+
+Modelled on ``pkg/kubelet/cm/memorymanager/policy_static.go`` of Kubernetes 1.33 to 1.36.3. It books: nothing here moves
+a page, the kubelet only writes ``cpuset.mems``. Amounts are bytes, masks are those of ``masks.py``.
+
+A fault that shows only in the books, and is kept: a merged affinity may be one NUMA node of a group, and the kubelet
+lets it be booked alone. Released memory is then given back to the first NUMA node of the group that has any reserved,
+which may be another pod's; in the end some stays reserved for nobody, until the kubelet's state file is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import attrs
+
+from runner.facts.hardware import Hardware, HugepagePool
+from runner.kubelet.numa_masks import (
+    Places,
+    containing,
+    everything,
+    family_of,
+    lowest,
+    mask_of,
+    narrowest,
+    numa_nodes_of,
+    of_size,
+    reaching,
+    within,
+)
+from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Container, ContainerKind, Pod, format_bytes, peak
+from runner.kubelet.quirks import AllocationError, KubeletConfigError
+from runner.kubelet.topology_manager import Hint, HintList, ProviderHints
+
+
+def hugepages_resource(size: int) -> str:
+    """Return the resource name for hugepages of *size* bytes: ``hugepages-2Mi``."""
+    return f"{HUGEPAGES_PREFIX}{format_bytes(size)}"
+
+
+@attrs.frozen
+class MemoryTable:
+    """One resource on one NUMA node, in bytes (``state.MemoryTable``); free and reserved make up allocatable."""
+
+    total: int
+    system_reserved: int
+    allocatable: int
+    reserved: int
+    free: int
+
+    @classmethod
+    def empty(cls, total: int, system_reserved: int, allocatable: int) -> MemoryTable:
+        """Return the table of a NUMA node without pods."""
+        return cls(total, system_reserved, allocatable, 0, allocatable)
+
+    def moved(self, amount: int) -> MemoryTable:
+        """Return the table with *amount* more reserved (less if negative)."""
+        return attrs.evolve(self, reserved=self.reserved + amount, free=self.free - amount)
+
+
+@attrs.frozen
+class NumaMemory:
+    """One NUMA node (``state.NUMANodeState``).
+
+    *cells* are the NUMA nodes it is grouped with, itself among them: while a container's memory spans several NUMA
+    nodes, these serve no container that spans others.
+    """
+
+    assignments: int
+    tables: Mapping[str, MemoryTable]
+    cells: tuple[int, ...]
+
+
+@attrs.frozen
+class Block:
+    """*size* bytes of *resource* booked on *numa_nodes* together (``state.Block``)."""
+
+    numa_nodes: tuple[int, ...]
+    resource: str
+    size: int
+
+
+@attrs.frozen
+class MemoryState:
+    """What the Memory Manager remembers (``memory_manager_state``).
+
+    *reusable* holds, for the one pod admitted last, what its init containers booked: (mask, resource) → bytes.
+    """
+
+    numa_nodes: Mapping[int, NumaMemory]
+    assignments: Mapping[str, Mapping[str, tuple[Block, ...]]] = attrs.field(factory=dict)
+    reusable: Mapping[str, Mapping[tuple[int, str], int]] = attrs.field(factory=dict)
+
+    def reusable_by(self, pod: Pod, resource: str) -> dict[int, int]:
+        """Return by mask the bytes of *resource* that *pod* may use again there (``getPodReusableMemory``)."""
+        places = self.reusable.get(pod.uid, {})
+        return {mask: amount for (mask, name), amount in places.items() if name == resource}
+
+    def free(self, mask: int, resource: str) -> int:
+        """Return the free bytes of *resource* on the NUMA nodes of *mask* together."""
+        return sum(
+            self.numa_nodes[each].tables[resource].free
+            for each in numa_nodes_of(mask)
+            if resource in self.numa_nodes[each].tables
+        )
+
+
+@attrs.frozen
+class MemoryManager:
+    """The ``Static`` policy as configured on one host (``staticPolicy``); it decides, :class:`MemoryState` remembers.
+
+    *reserved* is ``reservedMemory``: NUMA node → resource → bytes.
+    """
+
+    hardware_memory: Mapping[int, int]
+    hugepages: Mapping[int, tuple[HugepagePool, ...]]
+    reserved: Mapping[int, Mapping[str, int]]
+
+    @classmethod
+    def configured(cls, hardware: Hardware, reserved: Mapping[int, Mapping[str, int]]) -> MemoryManager:
+        """Check the reservation (``NewPolicyStatic``); :class:`KubeletConfigError` in the kubelet's words.
+
+        That the reservation equals Node Allocatable's is checked before, by :func:`check_reservation`.
+        """
+        if sum(resources.get(MEMORY, 0) for resources in reserved.values()) <= 0:
+            raise KubeletConfigError("[memorymanager] you should specify the system reserved memory")
+        return cls(
+            {node.id: node.memory for node in hardware.numa_nodes},
+            {node.id: node.hugepages for node in hardware.numa_nodes},
+            reserved,
+        )
+
+    @property
+    def initial(self) -> MemoryState:
+        """The state of an empty node (``getDefaultMachineState``)."""
+        return MemoryState({numa_node: self._empty(numa_node) for numa_node in sorted(self.hardware_memory)})
+
+    def _empty(self, numa_node: int) -> NumaMemory:
+        reserved = self.reserved.get(numa_node, {})
+        tables = {}
+        in_hugepages = 0
+        for pool in self.hugepages[numa_node]:
+            resource = hugepages_resource(pool.size)
+            total = pool.size * pool.total
+            kept = reserved.get(resource, 0)
+            tables[resource] = MemoryTable.empty(total, kept, max(0, total - kept))
+            in_hugepages += total
+        memory = self.hardware_memory[numa_node]
+        kept = reserved.get(MEMORY, 0)
+        # The kubelet's unsigned arithmetic would make a huge number of less than nothing.
+        tables[MEMORY] = MemoryTable.empty(memory, kept, max(0, memory - kept - in_hugepages))
+        return NumaMemory(0, tables, (numa_node,))
+
+    def validate(self, state: MemoryState) -> None:
+        """Check a state read back from disk (``validateState``); :class:`KubeletConfigError` in the kubelet's words.
+
+        What is free on a NUMA node of a group depends on the order that pods came in; only the group's sum is compared.
+        """
+        expected = dict(self.initial.numa_nodes)
+        for uid, containers in state.assignments.items():
+            for name, blocks in containers.items():
+                for block in blocks:
+                    if not expected.keys() >= set(block.numa_nodes):
+                        raise KubeletConfigError(
+                            f"[memorymanager] (pod: {uid}, container: {name})"
+                            " the memory assignment uses the NUMA that does not exist"
+                        )
+                    _book(expected, block)
+        rebuilt = MemoryState(expected)
+        if state.numa_nodes.keys() != expected.keys() or any(
+            _outline(state, numa_node) != _outline(rebuilt, numa_node) for numa_node in expected
+        ):
+            raise KubeletConfigError("[memorymanager] the expected machine state is different from the real one")
+
+    # Hints.
+
+    def hints(self, state: MemoryState, pod: Pod, container: Container) -> ProviderHints:
+        """Return the hints for *container* (``GetTopologyHints``); ``None`` if nothing is booked for it."""
+        if not _booked(pod):
+            return None
+        blocks = state.assignments.get(pod.uid, {}).get(container.name)
+        if blocks is not None:
+            return _hints_again(blocks, container.memory)
+        return self._named_hints(state, pod, container.memory)
+
+    def pod_hints(self, state: MemoryState, pod: Pod) -> ProviderHints:
+        """Return the hints for all containers of *pod* together (``GetPodTopologyHints``)."""
+        if not _booked(pod):
+            return None
+        requests = peak_memory(pod)
+        for container in pod.containers:
+            blocks = state.assignments.get(pod.uid, {}).get(container.name)
+            if blocks is not None:
+                return _hints_again(blocks, requests)
+        return self._named_hints(state, pod, requests)
+
+    def _named_hints(self, state: MemoryState, pod: Pod, requests: Mapping[str, int]) -> dict[str, HintList]:
+        listed = self.numa_hints(state, pod, requests)
+        # Where nothing fits there is no hint list at all, not an empty one: Quirk.EMPTY_MEMORY_HINTS.
+        return dict.fromkeys(requests, listed) if len(listed) else {}
+
+    def numa_hints(self, state: MemoryState, pod: Pod, requests: Mapping[str, int]) -> HintList:
+        """Return every set of NUMA nodes that holds all *requests* (``calculateHints``), the same for each resource.
+
+        Preferred is what is as narrow as allocatable memory would allow, whatever is booked already.
+        """
+        places = Places(tuple(sorted(state.numa_nodes)))
+        fitting = _groupable(state, places)
+        possible = everything(len(places))
+        for resource, amount in requests.items():
+            tables = [_table(state, each, resource) for each in places.numa_nodes]
+            enough = reaching([table.free for table in tables], amount)
+            # What init containers leave counts on exactly the NUMA nodes that they were given.
+            enough |= family_of(
+                places.place(mask)
+                for mask, again in state.reusable_by(pod, resource).items()
+                if state.free(mask, resource) + again >= amount
+            )
+            fitting &= enough
+            possible &= reaching([table.allocatable for table in tables], amount)
+        fewest = lowest(narrowest(len(places), possible)).bit_count() if possible & ~1 else len(places)
+        return HintList(places, fitting, fitting & of_size(len(places), fewest))
+
+    # Booking.
+
+    def allocate(self, state: MemoryState, pod: Pod, container: Container, affinity: Hint) -> MemoryState:
+        """Book the memory of *container* on the NUMA nodes of *affinity*, or on more if it must be (``Allocate``).
+
+        *affinity* without a mask is no preference. Raises :class:`AllocationError` in the kubelet's words.
+        """
+        if not _booked(pod):
+            return state
+        containers = state.assignments.get(pod.uid, {})
+        blocks = containers.get(container.name)
+        if blocks is not None:
+            return attrs.evolve(state, reusable=_reusable_after(state, pod, container, blocks))
+        mask = self._mask_for(state, pod, container.memory, affinity)
+        numa_nodes = numa_nodes_of(mask)
+        blocks = tuple(Block(numa_nodes, resource, amount) for resource, amount in container.memory.items())
+        booked = dict(state.numa_nodes)
+        for block in blocks:
+            again = state.reusable_by(pod, block.resource).get(mask, 0)
+            _book(booked, attrs.evolve(block, size=max(0, block.size - again)))
+        # An init container's blocks shrink by what the containers after it use again, so that the sum stays true.
+        given = {**_init_blocks_used_again(pod, container, containers, blocks), container.name: blocks}
+        return MemoryState(
+            booked, {**state.assignments, pod.uid: given}, _reusable_after(state, pod, container, blocks)
+        )
+
+    def _mask_for(self, state: MemoryState, pod: Pod, requests: Mapping[str, int], affinity: Hint) -> int:
+        mask, preferred = affinity.mask, affinity.preferred
+        if mask is None:
+            best = _best(self.numa_hints(state, pod, requests))
+            if best is None:
+                raise AllocationError(
+                    "[memorymanager] failed to get the default NUMA affinity,"
+                    " no NUMA nodes with enough memory is available"
+                )
+            if preferred and not best.preferred:
+                raise AllocationError("[memorymanager] failed to find the default preferred hint")
+            mask, preferred = best.mask or 0, best.preferred
+        if any(state.free(mask, resource) < amount for resource, amount in requests.items()):
+            best = _best(self.numa_hints(state, pod, requests), mask)
+            if best is None:
+                raise AllocationError("[memorymanager] failed to find NUMA nodes to extend the current topology hint")
+            if preferred and not best.preferred:
+                raise AllocationError("[memorymanager] failed to find the extended preferred hint")
+            mask = best.mask or 0
+        if mask.bit_count() > 1 and not _group_free(state, mask):
+            raise AllocationError("[memorymanager] preferred hint violates NUMA node allocation")
+        return mask
+
+    def without(self, state: MemoryState, uid: str) -> MemoryState:
+        """Take back what was booked for pod *uid* (``RemoveContainer`` for each container)."""
+        booked = dict(state.numa_nodes)
+        for blocks in state.assignments.get(uid, {}).values():
+            for block in blocks:
+                _take_back(booked, block)
+        kept = {name: containers for name, containers in state.assignments.items() if name != uid}
+        return attrs.evolve(state, numa_nodes=booked, assignments=kept)
+
+
+def peak_memory(pod: Pod) -> dict[str, int]:
+    """Return the peak of each resource that an app container of *pod* asks for (``getPodRequestedResources``)."""
+    apps = [container for container in pod.containers if container.kind is ContainerKind.APP]
+    resources = dict.fromkeys(resource for container in apps for resource in container.memory)
+    return {resource: _peak_of(pod, resource) for resource in resources}
+
+
+def _peak_of(pod: Pod, resource: str) -> int:
+    return peak(pod, lambda container: container.memory.get(resource, 0))
+
+
+def _booked(pod: Pod) -> bool:
+    return pod.guaranteed and not pod.pod_level_resources
+
+
+def _hints_again(blocks: Iterable[Block], requests: Mapping[str, int]) -> ProviderHints:
+    """Return hints for what is booked already (``regenerateHints``); ``None`` if something else was asked for."""
+    if {block.resource: block.size for block in blocks} != dict(requests):
+        return None
+    return {block.resource: HintList.of([Hint(mask_of(block.numa_nodes), preferred=True)]) for block in blocks}
+
+
+_NOTHING = MemoryTable.empty(0, 0, 0)
+
+
+def _table(state: MemoryState, numa_node: int, resource: str) -> MemoryTable:
+    return state.numa_nodes[numa_node].tables.get(resource, _NOTHING)
+
+
+def _outline(state: MemoryState, numa_node: int) -> object:
+    """Return what a restarted kubelet compares of one NUMA node (``areMachineStatesEqual``)."""
+    memory = state.numa_nodes[numa_node]
+    group = [state.numa_nodes[each] for each in memory.cells if each in state.numa_nodes]
+    return (
+        memory.assignments,
+        sorted(memory.cells),
+        {
+            resource: (
+                table.total,
+                table.system_reserved,
+                table.allocatable,
+                sum(each.tables[resource].free for each in group if resource in each.tables),
+                sum(each.tables[resource].reserved for each in group if resource in each.tables),
+            )
+            for resource, table in memory.tables.items()
+        },
+    )
+
+
+def _groupable(state: MemoryState, places: Places) -> int:
+    """Return the family of what may be booked on as far as earlier groups of NUMA nodes go."""
+    used = mask_of(numa_node for numa_node, memory in state.numa_nodes.items() if memory.assignments)
+    alone = {1 << numa_node for numa_node, memory in state.numa_nodes.items() if len(memory.cells) == 1}
+    groups = {mask_of(memory.cells) for memory in state.numa_nodes.values() if len(memory.cells) > 1}
+    again = family_of(places.place(mask) for mask in alone | {mask for mask in groups if _group_free(state, mask)})
+    return (within(len(places), ~places.place(used)) | again) & ~1
+
+
+def _group_free(state: MemoryState, mask: int) -> bool:
+    """Tell whether *mask*, of several NUMA nodes, has only unused ones and ones of exactly this group."""
+    numa_nodes = numa_nodes_of(mask)
+    return all(state.numa_nodes[each].cells == numa_nodes for each in numa_nodes if state.numa_nodes[each].assignments)
+
+
+def _best(hints: HintList, containing_mask: int = 0) -> Hint | None:
+    """Return the best of *hints* that contain a mask (``findBestHint``): preferred first, then the narrowest."""
+    count = len(hints.places)
+    wide_enough = containing(count, hints.places.place(containing_mask))
+    for masks, preferred in ((hints.preferred, True), (hints.masks, False)):
+        found = narrowest(count, masks & wide_enough)
+        if found:
+            return Hint(hints.places.number(lowest(found)), preferred)
+    return None
+
+
+def _book(numa_nodes: dict[int, NumaMemory], block: Block) -> None:
+    """Take *block* from its NUMA nodes in ascending order, from each what it has (``updateMachineState``)."""
+    missing = block.size
+    for each in block.numa_nodes:
+        memory = numa_nodes[each]
+        tables = memory.tables
+        table = tables.get(block.resource, _NOTHING)
+        taken = min(missing, max(0, table.free))
+        if taken:
+            tables = {**tables, block.resource: table.moved(taken)}
+            missing -= taken
+        numa_nodes[each] = NumaMemory(memory.assignments + 1, tables, block.numa_nodes)
+
+
+def _take_back(numa_nodes: dict[int, NumaMemory], block: Block) -> None:
+    missing = block.size
+    for each in block.numa_nodes:
+        memory = numa_nodes[each]
+        tables = memory.tables
+        table = tables.get(block.resource, _NOTHING)
+        given = min(missing, table.reserved)
+        if given:
+            tables = {**tables, block.resource: table.moved(-given)}
+            missing -= given
+        assignments = memory.assignments - 1
+        numa_nodes[each] = NumaMemory(assignments, tables, memory.cells if assignments else (each,))
+
+
+def _reusable_after(
+    state: MemoryState, pod: Pod, container: Container, blocks: Iterable[Block]
+) -> Mapping[str, Mapping[tuple[int, str], int]]:
+    """Return what *pod* may use again once *container* has its *blocks* (``updatePodReusableMemory``)."""
+    reusable = dict(state.reusable.get(pod.uid, {}))
+    for block in blocks:
+        place = mask_of(block.numa_nodes), block.resource
+        if container.kind is ContainerKind.INIT:
+            reusable[place] = max(reusable.get(place, 0), block.size)
+        elif place in reusable:
+            reusable[place] = max(0, reusable[place] - block.size)
+    return {pod.uid: reusable}
+
+
+def _init_blocks_used_again(
+    pod: Pod, container: Container, containers: Mapping[str, tuple[Block, ...]], blocks: Iterable[Block]
+) -> dict[str, tuple[Block, ...]]:
+    """Take what *blocks* use again from those of the init containers before (``updateInitContainersMemoryBlocks``)."""
+    shrunk = dict(containers)
+    for used in blocks:
+        left = used.size
+        for earlier in pod.init_containers:
+            if earlier.name == container.name:
+                break
+            if earlier.kind is ContainerKind.SIDECAR or earlier.name not in shrunk:
+                continue
+            kept = []
+            for block in shrunk[earlier.name]:
+                same = (block.resource, block.numa_nodes) == (used.resource, used.numa_nodes)
+                taken = min(left, block.size) if same else 0
+                left -= taken
+                kept.append(attrs.evolve(block, size=block.size - taken))
+            shrunk[earlier.name] = tuple(kept)
+    return shrunk
+
+
+def check_reservation(reserved: Mapping[int, Mapping[str, int]], node_allocatable: Mapping[str, int]) -> None:
+    """Check that what is reserved by NUMA node is what Node Allocatable reserves in all (``validateReservedMemory``).
+
+    *node_allocatable* is kubeReserved, systemReserved and the hard eviction threshold together, in bytes by resource.
+    Raises :class:`KubeletConfigError` in the kubelet's words.
+    """
+    totals: dict[str, int] = {}
+    for resources in reserved.values():
+        for resource, amount in resources.items():
+            totals[resource] = totals.get(resource, 0) + amount
+    for resource in sorted({*totals, *node_allocatable}):
+        total, expected = format_bytes(totals.get(resource, 0)), format_bytes(node_allocatable.get(resource, 0))
+        if total != expected:
+            raise KubeletConfigError(
+                f'the total amount "{total}" of type "{resource}" is not equal to the value "{expected}"'
+                " determined by Node Allocatable feature"
+            )

@@ -1,0 +1,239 @@
+"""What a Kubernetes node would do with pods: the kubelet's answers in order, and where each vCPU of an instance sits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.facts.hardware import Hardware
+from runner.kubelet.admission import Kubelet, KubeletConfiguration, Outcome, SimulatedNode
+from runner.kubelet.device_manager import Devices, peak_devices
+from runner.kubelet.explanation import Explanation, explain
+from runner.kubelet.manifests import Manifest
+from runner.kubelet.memory_manager import Block, hugepages_resource, peak_memory
+from runner.kubelet.pod import MEMORY, Container, ContainerKind, Pod, format_bytes, peak
+from runner.kubelet.quirks import KubeletConfigError
+from runner.kubelet.state_files import CpuCheckpoint, MemoryCheckpoint
+from runner.kubelet.topology_manager import Hint
+from runner.placement.pins import Pinning, all_cpus, place
+
+
+@attrs.frozen
+class States:
+    """The kubelet's state files, as far as they were given."""
+
+    cpu: CpuCheckpoint | None = None
+    memory: MemoryCheckpoint | None = None
+
+
+@attrs.frozen
+class ContainerPlan:
+    """What an admitted *container* gets; without exclusive *cpus* it runs in the shared pool.
+
+    *placement* is that of an instance in it with as many vCPUs; init containers and sidecars are none. *affinity* is
+    what the Topology Manager told the other managers, ``None`` with policy ``none``.
+    """
+
+    container: Container
+    cpus: CpuSet
+    memory: tuple[Block, ...]
+    devices: Devices
+    affinity: Hint | None
+    placement: Pinning | None
+
+
+@attrs.frozen
+class PodPlan:
+    """The kubelet's answer to one pod; *containers* are empty unless it is admitted."""
+
+    manifest: Manifest
+    explanation: Explanation
+    containers: tuple[ContainerPlan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def cpus(self) -> CpuSet:
+        """All exclusive CPUs of the pod."""
+        return CpuSet(cpu for container in self.containers for cpu in container.cpus)
+
+
+@attrs.frozen
+class WhatIf:
+    """The same pods with another configuration: *plan*, or why the kubelet would not start."""
+
+    name: str
+    plan: NodePlan | None
+    refusal: str = ""
+
+
+@attrs.frozen
+class Fit:
+    """Where an instance of *vcpus* would run: in *container* of *pod*, as *placement* says, or not at all: *trouble*."""
+
+    vcpus: int
+    pod: str = ""
+    container: str = ""
+    placement: Pinning | None = None
+    trouble: str = ""
+
+
+@attrs.frozen
+class NodePlan:
+    """A node before its pods, its answer to each, and the node afterwards, with what rejected pods held taken back."""
+
+    hardware: Hardware
+    configuration: KubeletConfiguration
+    before: SimulatedNode
+    pods: tuple[PodPlan, ...]
+    after: SimulatedNode
+    notes: tuple[str, ...] = ()
+    fit: Fit | None = None
+    what_if: tuple[WhatIf, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every pod is admitted, and an instance's document fits its container."""
+        admitted = all(pod.explanation.admission.admitted for pod in self.pods)
+        return admitted and (self.fit is None or not self.fit.trouble)
+
+
+def start_node(
+    hardware: Hardware, configuration: KubeletConfiguration, devices: Devices, states: States
+) -> SimulatedNode:
+    """Return the node as its kubelet finds it when it starts.
+
+    Raises :class:`KubeletConfigError` in the kubelet's words if it would not start, as from state files of another
+    policy or another machine.
+    """
+    kubelet = Kubelet.configured(hardware, configuration, devices=devices)
+    empty = kubelet.empty_node
+    for words, file, checkpoint, policy in (
+        ("", "CPU manager checkpoint file", states.cpu, configuration.cpu_manager_policy),
+        ("[memorymanager] ", "memory manager checkpoint file", states.memory, configuration.memory_manager_policy),
+    ):
+        if checkpoint is not None and checkpoint.policy != policy:
+            raise KubeletConfigError(
+                f'could not restore state from checkpoint: {words}configured policy "{policy}" differs from state'
+                f' checkpoint policy "{checkpoint.policy}", please drain this node and delete the {file}'
+                " before restarting Kubelet"
+            )
+    return kubelet.restored(
+        states.cpu.state if states.cpu else empty.cpus, states.memory.state if states.memory else empty.memory
+    )
+
+
+def plan_node(
+    hardware: Hardware,
+    configuration: KubeletConfiguration,
+    before: SimulatedNode,
+    manifests: Iterable[Manifest],
+    notes: Iterable[str] = (),
+) -> NodePlan:
+    """Ask the kubelet of the node *before* about each of *manifests* in turn.
+
+    A kubelet that hangs or crashes is asked nothing more.
+    """
+    pods: list[PodPlan] = []
+    node = before
+    for manifest in manifests:
+        explanation = explain(node, manifest.pod)
+        node = explanation.admission.node
+        pods.append(_pod(manifest, explanation, hardware, configuration))
+        if explanation.admission.outcome in {Outcome.HANGS, Outcome.CRASHES}:
+            break
+    return NodePlan(hardware, configuration, before, tuple(pods), node.without(), tuple(notes))
+
+
+def fit_of(vcpus: int, cpus: CpuSet | None, plan: NodePlan, *, spare: bool = False) -> Fit:
+    """Tell whether an instance of *vcpus*, which insists on *cpus*, fits into what the pods of *plan* get.
+
+    It runs in the container with the most exclusive CPUs. Zero *vcpus* are all of those; *spare* leaves some for
+    everything else.
+    """
+    containers = [
+        (container, pod.manifest.name) for pod in plan.pods for container in pod.containers if container.placement
+    ]
+    if not containers:
+        return Fit(vcpus, trouble="no container gets exclusive CPUs")
+    best, pod = max(containers, key=lambda each: len(each[0].cpus))
+    vcpus = vcpus or all_cpus(plan.hardware, best.cpus, spare=spare)
+    fit = Fit(vcpus, pod, best.container.name)
+    if vcpus > len(best.cpus):
+        trouble = f"it gets {len(best.cpus)} CPUs; ask for {vcpus} in the pod, or for fewer vCPUs"
+        return attrs.evolve(fit, trouble=trouble)
+    if cpus is not None and not cpus <= best.cpus:
+        trouble = f"cpu.cpus names {cpus - best.cpus}, which the kubelet does not give; leave cpu.cpus out"
+        return attrs.evolve(fit, trouble=trouble)
+    others = plan.hardware.online - plan.after.shared_pool - best.cpus
+    return attrs.evolve(fit, placement=place(vcpus, cpus or best.cpus, plan.hardware, others=others))
+
+
+def _pod(
+    manifest: Manifest, explanation: Explanation, hardware: Hardware, configuration: KubeletConfiguration
+) -> PodPlan:
+    admission = explanation.admission
+    containers = tuple(_containers(explanation, hardware)) if admission.admitted else ()
+    notes = (*manifest.notes, *_unknown_devices(admission.node, manifest.pod))
+    return PodPlan(manifest, explanation, containers, (*notes, *_too_big(manifest.pod, hardware, configuration)))
+
+
+def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[ContainerPlan]:
+    admission = explanation.admission
+    own = admission.cpus
+    others = CpuSet(
+        cpu
+        for uid, containers in admission.node.cpus.assignments.items()
+        if uid != admission.pod.uid
+        for cpus in containers.values()
+        for cpu in cpus
+    )
+    for container in admission.pod.containers:
+        cpus = own.get(container.name, CpuSet())
+        yield ContainerPlan(
+            container,
+            cpus,
+            admission.memory.get(container.name, ()),
+            admission.devices.get(container.name, {}),
+            admission.affinity.get(container.name),
+            place(len(cpus), cpus, hardware, others=others) if cpus and container.kind is ContainerKind.APP else None,
+        )
+
+
+def _unknown_devices(node: SimulatedNode, pod: Pod) -> Iterator[str]:
+    known = node.kubelet.device_manager.devices
+    for resource in peak_devices(pod):
+        if resource not in known:
+            yield (
+                f"nothing is known of {resource!r} here, and it is planned as if any NUMA node would do;"
+                f" say what this host has: --device {resource}=COUNT@NUMA_NODE"
+            )
+
+
+def _too_big(pod: Pod, hardware: Hardware, configuration: KubeletConfiguration) -> Iterator[str]:
+    """Say what *pod* asks for beyond what the node has for pods: no scheduler would send it there."""
+    millicpus = 1000 * len(hardware.cpus) - configuration.reserved_millicpus
+    asked = peak(pod, lambda container: container.millicpus)
+    if asked > millicpus:
+        yield _beyond("CPUs", str(Fraction(asked, 1000)), str(Fraction(millicpus, 1000)))
+    allocatable = allocatable_memory(hardware, configuration)
+    for resource, amount in peak_memory(pod).items():
+        if amount > allocatable.get(resource, 0):
+            yield _beyond(resource, format_bytes(amount), format_bytes(allocatable.get(resource, 0)))
+
+
+def _beyond(what: str, asked: str, allocatable: str) -> str:
+    return f"it asks for {asked} {what}, more than the node's allocatable {allocatable}: the scheduler sends it nowhere like this"
+
+
+def allocatable_memory(hardware: Hardware, configuration: KubeletConfiguration) -> Mapping[str, int]:
+    """Return the bytes by resource that the node has for pods (``status.allocatable``)."""
+    allocatable: dict[str, int] = {}
+    for node in hardware.numa_nodes:
+        for pool in node.hugepages:
+            resource = hugepages_resource(pool.size)
+            allocatable[resource] = allocatable.get(resource, 0) + pool.size * pool.total
+    memory = sum(node.memory for node in hardware.numa_nodes) - sum(allocatable.values())
+    return allocatable | {MEMORY: max(0, memory - (configuration.node_allocatable_memory or 0))}

@@ -1,0 +1,105 @@
+"""Where a pod's containers sit in the cgroup hierarchy, and whose a cgroup path is (pure).
+
+The kubelet names a pod's cgroup in two ways (``pkg/kubelet/cm``: ``cgroup_manager_linux.go``, ``helpers_linux.go``),
+by its ``cgroupDriver``:
+
+==========  ==========================================================================================
+systemd     ``/kubepods.slice/[kubepods-QOS.slice/]kubepods[-QOS]-podUID.slice/RUNTIME-ID.scope``
+cgroupfs    ``/kubepods/[QOS/]podUID/ID``
+==========  ==========================================================================================
+
+QOS is ``burstable`` or ``besteffort``; a Guaranteed pod has none. Below systemd the UID's hyphens are underscores.
+The kubelet's ``cgroupRoot`` may stand in front (kind: ``/kubelet.slice/kubelet-kubepods.slice/…``). Static pods have
+UIDs of 32 hexadecimal digits. A container may have groups of its own below (CRI-O with crun: ``…/container``).
+
+A path is read from the left and the *first* match counts: whoever may make groups below his own can build the
+likeness of another pod's path there, but not above himself.
+"""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+
+INSTANCE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
+"""What an instance may be called: a pod's UID, or anything that looks as harmless in a path."""
+
+_UID = r"[0-9a-f]{8}(?:%s[0-9a-f]{4}){3}%s[0-9a-f]{12}|[0-9a-f]{32}"
+_ID = r"[0-9A-Za-z_]{1,128}"
+_RUNTIMES = "cri-containerd|crio|docker|libpod"
+
+_SYSTEMD = re.compile(
+    r"(?P<pod>(?:/[^/]+\.slice)*?/(?P<root>(?:[^/]+-)?)kubepods\.slice"
+    r"(?:/(?P=root)kubepods-(?P<qos>burstable|besteffort)\.slice)?"
+    rf"/(?P=root)kubepods(?(qos)-(?P=qos))-pod(?P<uid>{_UID % ('_', '_')})\.slice)"
+    rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})\.scope(?P<below>/.*)?",
+    re.ASCII | re.DOTALL,
+)
+_CGROUPFS = re.compile(
+    r"(?P<pod>(?:/kubelet)?/kubepods(?:/(?P<qos>burstable|besteffort))?"
+    rf"/pod(?P<uid>{_UID % ('-', '-')}))"
+    rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})(?P<below>/.*)?",
+    re.ASCII | re.DOTALL,
+)
+_NO_KUBELET = re.compile(
+    r"(?P<pod>)/(?:(?:system|machine)\.slice/(?P<runtime>docker|libpod)-(?P<id>[0-9a-f]{64})\.scope"
+    r"|(?:docker|libpod_parent)/(?:libpod-)?(?P<bare>[0-9a-f]{64}))(?P<below>/.*)?",
+    re.ASCII | re.DOTALL,
+)
+
+
+@attrs.frozen
+class ContainerCgroup:
+    """One container's place: the *owner* is a pod's UID (without a kubelet: the container's id)."""
+
+    owner: str
+    qos: str
+    """``guaranteed``, ``burstable``, ``besteffort``, or empty without a kubelet."""
+    path: str
+    """The container's own group, whatever groups it has made below."""
+
+
+def parse_container(path: str) -> ContainerCgroup | None:
+    """Return whose *path* (as in ``/proc/PID/cgroup``) is, or ``None`` if it is no pod's container's."""
+    match = _SYSTEMD.fullmatch(path) or _CGROUPFS.fullmatch(path)
+    if match is None:
+        return None
+    below = match["below"] or ""
+    return ContainerCgroup(
+        owner=match["uid"].replace("_", "-"),
+        qos=match["qos"] or "guaranteed",
+        path=path.removesuffix(below) if below else path,
+    )
+
+
+def parse_bare_container(path: str) -> ContainerCgroup | None:
+    """Return whose *path* is on a machine without a kubelet, where docker or podman starts the containers."""
+    match = _NO_KUBELET.fullmatch(path)
+    if match is None:
+        return None
+    below = match["below"] or ""
+    return ContainerCgroup(owner=match["id"] or match["bare"], qos="", path=path.removesuffix(below) if below else path)
+
+
+def pod_groups(uid: str) -> tuple[str, ...]:
+    """Return the paths, relative to the hierarchy, at which the group of pod *uid* may be."""
+    underscored = uid.replace("-", "_")
+    paths = []
+    for qos in ("", "burstable", "besteffort"):
+        dashed = f"-{qos}" if qos else ""
+        for above, prefix in (("", ""), ("kubelet.slice/", "kubelet-")):
+            middle = f"{prefix}kubepods{dashed}.slice/" if qos else ""
+            paths.append(f"{above}{prefix}kubepods.slice/{middle}{prefix}kubepods{dashed}-pod{underscored}.slice")
+        paths.extend(f"{above}kubepods/{qos + '/' if qos else ''}pod{uid}" for above in ("", "kubelet/"))
+    return tuple(paths)
+
+
+def bare_groups(container: str) -> tuple[str, ...]:
+    """Return the paths at which docker or podman may have put *container* where there is no kubelet."""
+    return (
+        f"system.slice/docker-{container}.scope",
+        f"docker/{container}",
+        f"machine.slice/libpod-{container}.scope",
+        f"libpod_parent/libpod-{container}",
+    )

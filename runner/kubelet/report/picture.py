@@ -1,0 +1,209 @@
+"""A picture of a node in text: NUMA nodes, their cores, and to whom each CPU belongs."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.facts.hardware import Hardware
+from runner.kubelet.memory_manager import MemoryTable
+from runner.kubelet.node_plan import NodePlan
+from runner.kubelet.pod import ContainerKind
+
+RESERVED, SHARED = "#", "."
+"""Signs of reserved CPUs, which nobody is given, and of those in the shared pool."""
+MORE = "+"
+"""Sign of whoever comes after the alphabet."""
+GIB = 1 << 30
+
+DIM = "\N{ESCAPE}[2m"
+BOLD = "\N{ESCAPE}[1;3{}m"
+PLAIN = "\N{ESCAPE}[0m"
+COLOURS = (2, 6, 3, 5, 4, 1)
+"""Terminal colours in turn: green, cyan, yellow, magenta, blue, red."""
+
+
+@attrs.frozen
+class Owner:
+    """Somebody's CPUs: *sign* in the picture, *name* in the legend; *planned* by us or there before."""
+
+    sign: str
+    name: str
+    cpus: CpuSet
+    planned: bool = True
+
+
+def owners_of(plan: NodePlan) -> tuple[Owner, ...]:
+    """Return who has exclusive CPUs after *plan*: its pods as A, B, …, and those that were there as a, b, …."""
+    planned = {pod.manifest.pod.uid for pod in plan.pods}
+    signs = itertools.chain(string.ascii_uppercase, itertools.repeat(MORE))
+    owners = []
+    for pod in plan.pods:
+        several = sum(1 for container in pod.containers if container.cpus) > 1
+        for container in pod.containers:
+            held = plan.after.cpus.assignments.get(pod.manifest.pod.uid, {}).get(container.container.name)
+            if held:
+                kind = container.container.kind
+                name = f"{pod.manifest.name}/{container.container.name}" if several else pod.manifest.name
+                name += "" if kind is ContainerKind.APP else f" ({kind.value})"
+                owners.append(Owner(next(signs), name, held))
+    signs = itertools.chain(string.ascii_lowercase, itertools.repeat(MORE))
+    for uid, containers in sorted(plan.before.cpus.assignments.items()):
+        if uid not in planned:
+            owners += [
+                Owner(next(signs), f"{uid}/{name}", cpus, planned=False) for name, cpus in sorted(containers.items())
+            ]
+    return tuple(owners)
+
+
+def reserved_of(plan: NodePlan) -> CpuSet:
+    """Return the CPUs that the kubelet keeps from pods."""
+    manager = plan.after.kubelet.cpu_manager
+    return manager.reserved if manager else CpuSet()
+
+
+def cores_by_cache(hardware: Hardware, numa_node: int) -> list[list[CpuSet]]:
+    """Return the cores of *numa_node* as sets of siblings, grouped by the L3 cache that they share."""
+    cpus = hardware.cpus_of_numa_node[numa_node]
+    groups: dict[tuple[int, int], list[CpuSet]] = {}
+    for core in sorted({hardware.by_cpu[cpu].core for cpu in cpus}):
+        facts = hardware.by_cpu[core]
+        groups.setdefault((facts.die, -1 if facts.l3 is None else facts.l3), []).append(hardware.cores[core])
+    return [groups[key] for key in sorted(groups)]
+
+
+def approximate(amount: int) -> str:
+    """Write *amount* bytes in GiB, rounded down to a tenth: what is said to be free must be."""
+    return f"{amount * 10 // GIB / 10:g}Gi"
+
+
+def memory_of(plan: NodePlan, numa_node: int) -> Iterator[str]:
+    """Yield for each resource that the Memory Manager knows on *numa_node* how much of it is free."""
+    state = plan.after.memory.numa_nodes.get(numa_node)
+    if state is None:
+        yield f"memory {approximate(next(node.memory for node in plan.hardware.numa_nodes if node.id == numa_node))}"
+        return
+    for resource, table in sorted(state.tables.items(), key=lambda item: (item[0] != "memory", item[0])):
+        if table.total:
+            yield _free(resource, table)
+
+
+def _free(resource: str, table: MemoryTable) -> str:
+    return f"{resource} {approximate(table.free)} of {approximate(table.allocatable)} free"
+
+
+def devices_of(plan: NodePlan, numa_node: int) -> Iterator[str]:
+    """Yield for each device resource of *numa_node* how many devices are free."""
+    manager = plan.after.kubelet.device_manager
+    for resource in sorted(manager.devices):
+        here = manager.devices[resource].get(numa_node)
+        if here:
+            yield f"{resource} {manager.free(plan.after.devices, resource)[numa_node]} of {here} free"
+
+
+def title_of(numa_node: int, hardware: Hardware) -> str:
+    """Name *numa_node* and where it is."""
+    sockets = sorted({hardware.by_cpu[cpu].socket for cpu in hardware.cpus_of_numa_node[numa_node]})
+    return f"NUMA node {numa_node}" + (f" (socket {','.join(map(str, sockets))})" if sockets else "")
+
+
+def facts_of(plan: NodePlan, numa_node: int) -> list[str]:
+    """Say what *numa_node* has and what of it is free, one resource each."""
+    cpus = plan.hardware.cpus_of_numa_node[numa_node]
+    free = f"{len(plan.after.available & cpus)} of {len(cpus)} CPUs free" if cpus else "no CPUs"
+    if cpus and plan.after.kubelet.cpu_manager is None:
+        free = f"{len(cpus)} CPUs"
+    return [free, *memory_of(plan, numa_node), *devices_of(plan, numa_node)]
+
+
+def joined(facts: Iterable[str], columns: int) -> list[str]:
+    """Join *facts* by commas to lines of at most *columns*, no fact broken."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and len(lines[-1]) + 2 + len(fact) <= columns:
+            lines[-1] += f", {fact}"
+        else:
+            lines.append(fact)
+    return lines
+
+
+def picture_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
+    """Draw *plan*: one column for each core, one row for each of its threads, a gap between L3 caches.
+
+    Cores that do not fit into *width* columns go on below. With *colour* each owner has one, besides its sign.
+    """
+    owners = owners_of(plan)
+    signs = dict.fromkeys(reserved_of(plan), RESERVED)
+    signs |= {cpu: owner.sign for owner in owners for cpu in owner.cpus}
+    paints = _paints(owners) if colour else {}
+    for node in plan.hardware.numa_nodes:
+        first, *rest = facts_of(plan, node.id)
+        title, *more = joined([f"{title_of(node.id, plan.hardware)}: {first}", *rest], width)
+        yield title
+        yield from (f"{' ' * LABEL}{line}" for line in more)
+        yield from _rows(cores_by_cache(plan.hardware, node.id), signs, paints, width)
+    yield from legend_lines(owners, reserved_of(plan), paints)
+
+
+def legend_lines(owners: Iterable[Owner], reserved: CpuSet, paints: Mapping[str, str]) -> Iterator[str]:
+    """Say what each sign means."""
+    yield f"{_painted(RESERVED, paints)} reserved {reserved or 'nothing'}   {SHARED} shared pool"
+    for owner in owners:
+        yield f"{_painted(owner.sign, paints)} {owner.name}{'' if owner.planned else ' (there before)'}  {owner.cpus}"
+
+
+def _paints(owners: Iterable[Owner]) -> dict[str, str]:
+    colours = itertools.cycle(COLOURS)
+    return {RESERVED: DIM} | {owner.sign: BOLD.format(next(colours)) for owner in owners}
+
+
+def _painted(text: str, paints: Mapping[str, str]) -> str:
+    return "".join(
+        f"{paints[sign]}{''.join(run)}{PLAIN}" if sign in paints else "".join(run)
+        for sign, run in itertools.groupby(text)
+    )
+
+
+def _rows(
+    groups: Sequence[Sequence[CpuSet]], signs: Mapping[int, str], paints: Mapping[str, str], width: int
+) -> Iterator[str]:
+    threads = max((len(core) for group in groups for core in group), default=0)
+    for line in lines_of(groups, max(width - LABEL, 8), gap=1):
+        for thread in range(threads):
+            cells = []
+            cpus = []
+            for group in line:
+                members = [list(core)[thread] if thread < len(core) else None for core in group]
+                cpus += [cpu for cpu in members if cpu is not None]
+                cells.append("".join(" " if cpu is None else signs.get(cpu, SHARED) for cpu in members))
+            if cpus:
+                yield f"{_label(cpus):>{LABEL - 2}}  {_painted(' '.join(cells).rstrip(), paints)}"
+
+
+LABEL = 13
+"""Columns before the cores: the CPUs of a row, such as ``1008-1023``."""
+
+
+def _label(cpus: Sequence[int]) -> str:
+    spelled = str(CpuSet(cpus))
+    return spelled if "," not in spelled else f"{min(cpus)}..{max(cpus)}"
+
+
+def lines_of(groups: Sequence[Sequence[CpuSet]], width: int, *, gap: int) -> Iterator[list[Sequence[CpuSet]]]:
+    """Break *groups* of cores, *gap* columns apart, into lines: between groups where that is possible, else within one."""
+    line: list[Sequence[CpuSet]] = []
+    used = 0
+    for whole in groups:
+        for start in range(0, len(whole), width):
+            group = whole[start : start + width]
+            if line and used + gap + len(group) > width:
+                yield line
+                line, used = [], 0
+            used += len(group) + (gap if line else 0)
+            line.append(group)
+    if line:
+        yield line

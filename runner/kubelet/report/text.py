@@ -1,0 +1,438 @@
+"""A node's plan for people and for machines."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from runner.cpuset import CpuSet
+from runner.facts.hardware import Hardware
+from runner.kubelet.admission import Outcome, SimulatedNode
+from runner.kubelet.device_manager import Devices
+from runner.kubelet.explanation import Explanation
+from runner.kubelet.memory_manager import Block
+from runner.kubelet.node_plan import ContainerPlan, Fit, NodePlan, PodPlan, WhatIf
+from runner.kubelet.pod import ContainerKind, format_bytes
+from runner.kubelet.report.picture import approximate, picture_lines, reserved_of
+from runner.kubelet.topology_manager import Hint
+from runner.placement.pins import Pinning
+
+INDENT = " " * 12
+
+
+def hardware_line(hardware: Hardware) -> str:
+    """Say in one line what a host has."""
+    memory = sum(node.memory for node in hardware.numa_nodes)
+    pages = sum(pool.size * pool.total for node in hardware.numa_nodes for pool in node.hugepages)
+    counts = (
+        _count(len(hardware.sockets), "socket"),
+        _count(len(hardware.cores), "core"),
+        _count(len(hardware.cpus), "CPU"),
+        _count(len(hardware.numa_nodes), "NUMA node"),
+    )
+    offline = f", offline CPUs {hardware.offline}" if hardware.offline else ""
+    huge = f" ({approximate(pages)} of it in hugepages)" if pages else ""
+    return f"{', '.join(counts)}, {approximate(memory)} memory{huge}{offline}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
+    """Yield the whole plan for an operator: the node, each pod's answer and why, what remains, the picture."""
+    yield from _wrapped("host", hardware_line(plan.hardware), width)
+    yield from _wrapped("kubelet", _kubelet(plan), width)
+    yield from _wrapped("reserved", _reserved(plan), width)
+    yield from _wrapped("before", _before(plan.before), width)
+    for note in plan.notes:
+        yield from _wrapped("note", note, width)
+    for pod in plan.pods:
+        yield ""
+        yield from _pod_lines(pod, width)
+    if plan.fit:
+        yield ""
+        yield from _wrapped("instance", _fit(plan.fit), width)
+    yield ""
+    yield from _wrapped("remains" if plan.pods else "free", _remains(plan), width)
+    if plan.what_if:
+        yield ""
+        yield from table_lines(plan, width)
+    yield ""
+    yield from picture_lines(plan, width=width, colour=colour)
+
+
+def _wrapped(label: str, text: str, width: int) -> Iterator[str]:
+    yield from textwrap.wrap(
+        text,
+        max(width, 60),
+        initial_indent=f"{label:<12}",
+        subsequent_indent=INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _kubelet(plan: NodePlan) -> str:
+    configuration = plan.configuration
+    options = {**configuration.cpu_manager_policy_options, **configuration.topology_manager_policy_options}
+    listed = "".join(f", {name}={value}" for name, value in sorted(options.items()))
+    return (
+        f"1.{configuration.minor}: CPU Manager {configuration.cpu_manager_policy}, Memory Manager"
+        f" {configuration.memory_manager_policy}, Topology Manager {configuration.topology_manager_policy}"
+        f" (scope {configuration.topology_manager_scope}){listed}"
+    )
+
+
+def _reserved(plan: NodePlan) -> str:
+    cpus = reserved_of(plan)
+    listed = [f"CPUs {cpus}"] if cpus else []
+    listed += [
+        f"{format_bytes(amount)} {resource} on NUMA node {numa_node}"
+        for numa_node, resources in sorted(plan.configuration.reserved_memory.items())
+        for resource, amount in sorted(resources.items())
+    ]
+    return ", ".join(listed) or "nothing"
+
+
+def _before(node: SimulatedNode) -> str:
+    given = [
+        f"{uid}/{name} has {cpus}"
+        for uid, containers in sorted(node.cpus.assignments.items())
+        for name, cpus in sorted(containers.items())
+    ]
+    return "; ".join(given) or "no container has exclusive CPUs"
+
+
+def _remains(plan: NodePlan) -> str:
+    node = plan.after
+    if node.kubelet.cpu_manager is None:
+        return "no CPU is ever exclusive with cpuManagerPolicy none"
+    most = max((len(node.available & cpus) for cpus in plan.hardware.cpus_of_numa_node.values()), default=0)
+    return (
+        f"shared pool {node.shared_pool or 'empty'}; {_count(len(node.available), 'CPU')} of it can still be given,"
+        f" at most {most} on one NUMA node"
+    )
+
+
+def _pod_lines(pod: PodPlan, width: int) -> Iterator[str]:
+    explanation = pod.explanation
+    admission = explanation.admission
+    if admission.admitted:
+        answer = "admitted"
+    elif admission.outcome is Outcome.REJECTED:
+        answer = f"rejected: {admission.reason}: {admission.message}"
+    else:
+        answer = f"the kubelet {admission.outcome.value}: {admission.message}"
+    yield from _wrapped("pod", f"{pod.manifest.name} ({pod.manifest.qos.value}): {answer}", width)
+    for container in pod.containers:
+        yield from _container_lines(container, width)
+    for reason in pod.manifest.why:
+        yield from _wrapped("  QoS", f"not Guaranteed: {reason}", width)
+    yield from _why_lines(explanation, width)
+    for note in pod.notes:
+        yield from _wrapped("  note", note, width)
+
+
+def _why_lines(explanation: Explanation, width: int) -> Iterator[str]:
+    several = len(explanation.admission.pod.containers) > 1
+    for merge in explanation.merges:
+        if any(each.hints is not None or each.fits_nowhere for each in merge.asked):
+            who = f"{merge.container}: " if merge.container and len(explanation.merges) > 1 else ""
+            for number, asked in enumerate(merge.asked):
+                yield from _wrapped("" if number else "  why", f"{'' if number else who}{asked}", width)
+            yield from _wrapped("", f"so {merge.why}", width)
+    for shortage in explanation.shortages:
+        who = f"{shortage.container}: " if shortage.container and several else ""
+        yield from _wrapped("  missing", f"{who}{shortage}", width)
+    for number, other in enumerate(explanation.alternatives):
+        cpus = " and ".join(f"{name} {each}" for name, each in other.cpus.items())
+        given = f"admitted, {cpus}" if cpus else other.outcome.value + (f": {other.reason}" if other.reason else "")
+        yield from _wrapped(
+            "" if number else "  otherwise", f"topologyManagerPolicy {other.policy.value}: {given}", width
+        )
+
+
+def _container_lines(container: ContainerPlan, width: int) -> Iterator[str]:
+    kind = container.container.kind
+    parts = [f"exclusive CPUs {container.cpus}" if container.cpus else "the shared pool"]
+    parts += [_block(block) for block in container.memory if block.size]
+    parts += [_devices(resource, places) for resource, places in container.devices.items()]
+    if container.affinity is not None and (container.cpus or container.memory or container.devices):
+        parts.append(f"affinity {_affinity(container.affinity)}")
+    name = container.container.name + ("" if kind is ContainerKind.APP else f" ({kind.value})")
+    yield from _wrapped("  gets", f"{name}: {'; '.join(parts)}", width)
+    if container.placement:
+        yield from _placement_lines(container.placement, width)
+
+
+def _placement_lines(placement: Pinning, width: int) -> Iterator[str]:
+    pins = ", ".join(runs_of(placement.pins))
+    yield from _wrapped(
+        "  vCPUs", f"{placement.policy.value}, {_count(placement.threads, 'thread')} a core: {pins}", width
+    )
+    for finding in placement.findings:
+        yield from _wrapped("  finding", finding.message, width)
+
+
+def runs_of(pins: Sequence[int]) -> Iterator[str]:
+    """Yield which vCPUs sit on which CPUs; neighbours whose steps are the same, as ``0,2..38→1..20``, are one run."""
+    for stride in (1, 2, 4, 8):
+        runs = [_runs(pins, start, stride) for start in range(stride)]
+        if sum(map(len, runs)) <= min(2 * stride, len(pins) - 1):
+            yield from itertools.chain.from_iterable(runs)
+            return
+    yield from (f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(pins))
+
+
+def _runs(pins: Sequence[int], start: int, stride: int) -> list[str]:
+    """Break every *stride*-th vCPU from *start* into runs on ascending neighbour CPUs."""
+    runs: list[tuple[int, int]] = []
+    vcpus = range(start, len(pins), stride)
+    for vcpu in vcpus:
+        if runs and pins[vcpu] == pins[vcpu - stride] + 1:
+            runs[-1] = (runs[-1][0], vcpu)
+        else:
+            runs.append((vcpu, vcpu))
+    return [
+        f"{first}→{pins[first]}" if first == last else f"{_series(first, last, stride)}→{pins[first]}-{pins[last]}"
+        for first, last in runs
+    ]
+
+
+def _series(first: int, last: int, stride: int) -> str:
+    if stride == 1:
+        return f"{first}-{last}"
+    series = range(first, last + 1, stride)
+    return ",".join(map(str, series)) if len(series) <= 3 else f"{first},{first + stride}..{last}"  # noqa: PLR2004 - shorter
+
+
+def _block(block: Block) -> str:
+    where = ",".join(map(str, block.numa_nodes))
+    return f"{format_bytes(block.size)} {block.resource} on NUMA node{'s' if len(block.numa_nodes) > 1 else ''} {where}"
+
+
+def _devices(resource: str, places: Mapping[int | None, int]) -> str:
+    spread = " and ".join(
+        f"{count} on NUMA node {place}" if place is not None else f"{count} of no NUMA node"
+        for place, count in places.items()
+    )
+    return f"{resource}: {spread or 'none'}"
+
+
+def _affinity(hint: Hint) -> str:
+    return str(hint) if hint.preferred or hint.mask is None else f"{hint}, not preferred"
+
+
+def _fit(fit: Fit) -> str:
+    where = f" in container {fit.container!r} of pod {fit.pod!r}" if fit.container else ""
+    if fit.placement is None:
+        return f"{_count(fit.vcpus, 'vCPU')} do not fit{where}: {fit.trouble}"
+    findings = "".join(f"; {finding.message}" for finding in fit.placement.findings)
+    return f"{_count(fit.vcpus, 'vCPU')} fit{where}: vCPU→CPU {', '.join(runs_of(fit.placement.pins))}{findings}"
+
+
+# --- what if ----------------------------------------------------------------------------------------------------------
+
+
+def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
+    """Put the plan and its alternatives side by side: a row for each configuration, a column for each pod.
+
+    Where that is wider than *width*, each configuration has a block of rows instead.
+    """
+    heads = [*(pod.manifest.name for pod in plan.pods), "shared pool"]
+    rows = [(other.name, _answers(other, len(heads))) for other in (WhatIf("as it is", plan), *plan.what_if)]
+    full = [answers for _, answers in rows if len(answers) == len(heads)]
+    widths = [max(len(row[column]) for row in (heads, *full)) for column in range(len(heads))]
+    first = max(len(name) for name, _ in rows)
+    if first + sum(widths) + 2 * len(widths) <= width:
+        for name, answers in [("what if", heads), *rows]:
+            cells = zip([name, *answers], [first, *widths], strict=False)
+            yield "  ".join(f"{cell:<{size}}" for cell, size in cells).rstrip()
+        return
+    for name, answers in rows:
+        yield f"what if     {name}"
+        if len(answers) == 1:
+            yield from _wrapped("", answers[0], width)
+        else:
+            for head, answer in zip(heads, answers, strict=True):
+                yield from _wrapped("", f"{head}: {answer}", width)
+
+
+def _answers(other: WhatIf, columns: int) -> list[str]:
+    """Return the answer to each pod and the shared pool after them, or only why the kubelet would not start."""
+    if other.plan is None:
+        return [f"the kubelet would not start: {other.refusal}"]
+    answers = [_answer(pod) for pod in other.plan.pods]
+    answers += ["not asked"] * (columns - 1 - len(answers))
+    return [*answers, str(other.plan.after.shared_pool) or "all CPUs"]
+
+
+def _answer(pod: PodPlan) -> str:
+    admission = pod.explanation.admission
+    if not admission.admitted:
+        return admission.reason or admission.outcome.value
+    spread = sorted({node for container in pod.containers for block in container.memory for node in block.numa_nodes})
+    where = f" (memory on {','.join(map(str, spread))})" if spread else ""
+    return (str(pod.cpus) or "shared pool") + where
+
+
+# --- for machines -----------------------------------------------------------------------------------------------------
+
+
+def node_json(plan: NodePlan) -> dict[str, Any]:
+    """Return *plan* as plain values; CPU sets in their text form, memory in bytes."""
+    return {
+        "version": 1,
+        "fits": plan.fits,
+        "host": {
+            "cpus": str(plan.hardware.online),
+            "numa_nodes": {str(node): str(cpus) for node, cpus in plan.hardware.cpus_of_numa_node.items()},
+        },
+        "kubelet": {
+            "minor": plan.configuration.minor,
+            "cpu_manager_policy": plan.configuration.cpu_manager_policy,
+            "cpu_manager_policy_options": dict(plan.configuration.cpu_manager_policy_options),
+            "memory_manager_policy": plan.configuration.memory_manager_policy,
+            "topology_manager_policy": plan.configuration.topology_manager_policy,
+            "topology_manager_scope": plan.configuration.topology_manager_scope,
+            "topology_manager_policy_options": dict(plan.configuration.topology_manager_policy_options),
+            "reserved_cpus": str(reserved_of(plan)),
+        },
+        "notes": list(plan.notes),
+        "before": _state_json(plan.before),
+        "pods": [_pod_json(pod) for pod in plan.pods],
+        "instance": _fit_json(plan.fit) if plan.fit else None,
+        "after": _state_json(plan.after),
+        "what_if": [
+            {
+                "name": other.name,
+                "refusal": other.refusal or None,
+                "pods": [_pod_json(pod) for pod in other.plan.pods] if other.plan else [],
+                "after": _state_json(other.plan.after) if other.plan else None,
+            }
+            for other in plan.what_if
+        ],
+    }
+
+
+def _state_json(node: SimulatedNode) -> dict[str, Any]:
+    plugins = node.kubelet.device_manager
+    return {
+        "shared_pool": str(node.shared_pool),
+        "available": str(node.available),
+        "exclusive": {
+            uid: {name: str(cpus) for name, cpus in sorted(containers.items())}
+            for uid, containers in sorted(node.cpus.assignments.items())
+        },
+        "memory_free": {
+            str(numa_node): {resource: table.free for resource, table in sorted(memory.tables.items())}
+            for numa_node, memory in sorted(node.memory.numa_nodes.items())
+        },
+        "devices_free": _devices_json({resource: plugins.free(node.devices, resource) for resource in plugins.devices}),
+    }
+
+
+def _devices_json(devices: Devices) -> dict[str, dict[str, int]]:
+    """Return *devices* with NUMA nodes as text, ``""`` for none."""
+    return {
+        resource: {"" if place is None else str(place): count for place, count in places.items()}
+        for resource, places in sorted(devices.items())
+    }
+
+
+def _pod_json(pod: PodPlan) -> dict[str, Any]:
+    explanation = pod.explanation
+    admission = explanation.admission
+    return {
+        "name": pod.manifest.name,
+        "uid": pod.manifest.pod.uid,
+        "source": pod.manifest.source,
+        "qos": pod.manifest.qos.value,
+        "not_guaranteed_because": list(pod.manifest.why),
+        "outcome": admission.outcome.value,
+        "reason": admission.reason,
+        "message": admission.message,
+        "containers": [_container_json(container) for container in pod.containers],
+        "merges": [
+            {
+                "container": merge.container,
+                "asked": [
+                    {"provider": each.provider, "resource": each.resource, "says": str(each)} for each in merge.asked
+                ],
+                "chosen": _hint_json(merge.chosen),
+                "admitted": merge.admitted,
+                "permutations": merge.permutations,
+                "why": merge.why,
+            }
+            for merge in explanation.merges
+        ],
+        "missing": [
+            {
+                "container": each.container,
+                "resource": each.resource,
+                "wanted": each.wanted,
+                "free": each.free,
+                "numa_nodes": list(each.numa_nodes),
+            }
+            for each in explanation.shortages
+        ],
+        "otherwise": [
+            {
+                "topology_manager_policy": each.policy.value,
+                "outcome": each.outcome.value,
+                "reason": each.reason,
+                "cpus": _cpus_json(each.cpus),
+            }
+            for each in explanation.alternatives
+        ],
+        "notes": list(pod.notes),
+    }
+
+
+def _cpus_json(cpus: Mapping[str, CpuSet]) -> dict[str, str]:
+    return {name: str(each) for name, each in cpus.items()}
+
+
+def _container_json(container: ContainerPlan) -> dict[str, Any]:
+    return {
+        "name": container.container.name,
+        "kind": container.container.kind.value,
+        "cpus": str(container.cpus),
+        "memory": [
+            {"resource": block.resource, "bytes": block.size, "numa_nodes": list(block.numa_nodes)}
+            for block in container.memory
+        ],
+        "devices": _devices_json(container.devices),
+        "affinity": None if container.affinity is None else _hint_json(container.affinity),
+        "placement": _placement_json(container.placement),
+    }
+
+
+def _placement_json(placement: Pinning | None) -> dict[str, Any] | None:
+    if placement is None:
+        return None
+    return {
+        "policy": placement.policy.value,
+        "threads": placement.threads,
+        "pins": list(placement.pins),
+        "findings": [
+            {"kind": each.kind.value, "cpus": str(each.cpus), "message": each.message} for each in placement.findings
+        ],
+    }
+
+
+def _hint_json(hint: Hint) -> dict[str, Any]:
+    return {"numa_nodes": None if hint.numa_nodes is None else list(hint.numa_nodes), "preferred": hint.preferred}
+
+
+def _fit_json(fit: Fit) -> dict[str, Any]:
+    return {
+        "vcpus": fit.vcpus,
+        "pod": fit.pod,
+        "container": fit.container,
+        "trouble": fit.trouble or None,
+        "placement": _placement_json(fit.placement),
+    }

@@ -1,0 +1,259 @@
+"""The kubelet's Topology Manager: hints, and how they are merged into the NUMA nodes of one container or pod.
+
+Modelled on ``pkg/kubelet/cm/topologymanager`` of Kubernetes 1.33 to 1.36.3. The kubelet tries every permutation of the
+hints of every resource (255^4 of them for four resources on eight NUMA nodes). Its comparison of hints is a total
+preorder, so the winner can be named without trying them: see :func:`TopologyManager.merge`.
+
+Masks and families are those of ``masks.py``; a mask that is ``None`` stands for "no preference"
+(``NUMANodeAffinity: nil``).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Self
+
+import attrs
+
+from runner.kubelet.numa_masks import (
+    Places,
+    ands,
+    family_of,
+    lowest,
+    mask_of,
+    members,
+    narrowest,
+    numa_nodes_of,
+    of_size,
+)
+from runner.kubelet.quirks import KubeletCrashesError
+
+DEFAULT_MAX_NUMA_NODES = 8
+"""``defaultMaxAllowableNUMANodes``: with more NUMA nodes the kubelet starts only with policy ``none`` or the option."""
+
+
+# --- hints ------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Hint:
+    """NUMA nodes that would do (``TopologyHint``), and whether one could not do better on an empty host."""
+
+    mask: int | None
+    preferred: bool
+
+    @property
+    def numa_nodes(self) -> tuple[int, ...] | None:
+        """The NUMA nodes, ascending; ``None`` for no preference."""
+        return None if self.mask is None else numa_nodes_of(self.mask)
+
+    def __str__(self) -> str:
+        where = "any NUMA node" if self.mask is None else "{" + ",".join(map(str, numa_nodes_of(self.mask))) + "}"
+        return f"{where} preferred" if self.preferred else where
+
+
+@attrs.frozen
+class HintList:
+    """All hints for one resource: a family of masks over *places*, and which of them are *preferred*.
+
+    *nil* holds for each hint without a mask whether it is preferred. Iteration gives :class:`Hint` in the order of the
+    kubelet's own list.
+    """
+
+    places: Places = Places(())  # noqa: RUF009  (immutable)
+    masks: int = 0
+    preferred: int = 0
+    nil: frozenset[bool] = frozenset()
+
+    @classmethod
+    def of(cls, hints: Iterable[Hint]) -> Self:
+        """Collect *hints*; one that is there both preferred and not is preferred."""
+        hints = list(hints)
+        masks = {hint.mask for hint in hints if hint.mask is not None}
+        places = Places(numa_nodes_of(functools.reduce(int.__or__, masks, 0)))
+        return cls(
+            places,
+            family_of(map(places.place, masks)),
+            family_of(places.place(hint.mask) for hint in hints if hint.preferred and hint.mask is not None),
+            frozenset(hint.preferred for hint in hints if hint.mask is None),
+        )
+
+    def __len__(self) -> int:
+        return self.masks.bit_count() + len(self.nil)
+
+    def __iter__(self) -> Iterator[Hint]:
+        """Give the hints by number of NUMA nodes, then lexicographically, as ``IterateBitMasks`` makes them."""
+        yield from (Hint(None, preferred) for preferred in sorted(self.nil))
+        for size in range(len(self.places) + 1):
+            for places in sorted(members(self.masks & of_size(len(self.places), size)), key=numa_nodes_of):
+                yield Hint(self.places.number(places), bool(self.preferred >> places & 1))
+
+    @property
+    def best(self) -> HintList:
+        """The preferred hints among these."""
+        return HintList(self.places, self.preferred, self.preferred, self.nil & {True})
+
+    def over(self, places: Places) -> HintList:
+        """Return the same hints over other *places*, without the NUMA nodes that these do not have."""
+        masks = self.places.translated(self.masks, places)
+        return HintList(places, masks, self.places.translated(self.preferred, places), self.nil)
+
+
+ANYWHERE = HintList(nil=frozenset({True}))
+"""What a provider without an opinion is taken for."""
+NOWHERE = HintList(nil=frozenset({False}))
+"""What a resource whose list of hints is empty is taken for."""
+
+ProviderHints = Mapping[str, HintList | None] | None
+"""What a hint provider answers: hints by resource; ``None`` and the empty mapping both mean "no preference"."""
+
+
+def factors_of(providers: Iterable[ProviderHints]) -> list[HintList]:
+    """Return one list of hints for each resource of each provider (``filterProvidersHints``)."""
+    factors: list[HintList] = []
+    for hints in providers:
+        if not hints:
+            factors.append(ANYWHERE)
+            continue
+        for listed in hints.values():
+            if listed is None:
+                factors.append(ANYWHERE)
+            else:
+                factors.append(listed if len(listed) else NOWHERE)
+    return factors
+
+
+# --- the manager ------------------------------------------------------------------------------------------------------
+
+
+class Policy(enum.Enum):
+    """``topologyManagerPolicy``."""
+
+    NONE = "none"
+    BEST_EFFORT = "best-effort"
+    RESTRICTED = "restricted"
+    SINGLE_NUMA_NODE = "single-numa-node"
+
+
+class Scope(enum.Enum):
+    """``topologyManagerScope``."""
+
+    CONTAINER = "container"
+    POD = "pod"
+
+
+@attrs.frozen
+class Merged:
+    """What a merge decided: *hint* becomes the affinity; *permutations* is how many the kubelet would have tried."""
+
+    hint: Hint
+    admitted: bool
+    permutations: int
+
+
+@attrs.frozen
+class TopologyManager:
+    """``topologymanager.Manager`` as configured on one host.
+
+    *numa_nodes* are all of the host, memory-only ones included. *distances* are rows as the kernel lists them, by
+    NUMA node, and are only looked at with *prefer_closest*.
+    """
+
+    numa_nodes: tuple[int, ...]
+    policy: Policy = Policy.NONE
+    scope: Scope = Scope.CONTAINER
+    prefer_closest: bool = False
+    distances: Mapping[int, Sequence[int]] = attrs.field(factory=dict)
+
+    @property
+    def default(self) -> int:
+        """The mask of all NUMA nodes."""
+        return mask_of(self.numa_nodes)
+
+    def merge(self, providers: Iterable[ProviderHints]) -> Merged:
+        """Merge the hints of all *providers* (``Policy.Merge``); not for policy ``none``, which asks nobody.
+
+        The kubelet ANDs one hint of each resource for every permutation and keeps the best result. A result is
+        preferred only if all hints are preferred and equal, so preferred results are found by intersecting the lists.
+        Else the best of all ANDs that can be reached is wanted, and there are at most 2^n of those.
+        """
+        factors = factors_of(providers)
+        permutations = math.prod(map(len, factors))
+        single = self.policy is Policy.SINGLE_NUMA_NODE
+        places = Places(self.numa_nodes)
+        hint = self._best([_single_numa_node(factor) if single else factor for factor in factors], places)
+        if single and hint.mask == self.default:
+            hint = Hint(None, hint.preferred)
+        admitted = hint.preferred or self.policy is Policy.BEST_EFFORT
+        return Merged(hint, admitted, permutations)
+
+    def _best(self, factors: Sequence[HintList], places: Places) -> Hint:
+        nothing = Hint(self.default, preferred=False)
+        if not all(map(len, factors)):
+            return nothing
+        # How wide the most demanding resource must be (`BestNonPreferredAffinityCount`), nodes we do not have included.
+        demands = [_narrowest_count(factor) for factor in factors if factor.masks]
+        factors = [factor.over(places) for factor in factors]
+        winners = _agreed(factors, places)
+        if winners:
+            return Hint(places.number(self._narrowest(winners, places)), preferred=True)
+        reachable = _reachable(factors, places)
+        # A result may be narrower than what any single resource can do with; the kubelet looks for one as wide as
+        # the most demanding resource needs, then below it, then above it.
+        wanted = max(demands, default=0)
+        for size in (*range(wanted, 0, -1), *range(wanted + 1, len(places) + 1)):
+            found = reachable & of_size(len(places), size)
+            if found:
+                return Hint(places.number(self._narrowest(found, places)), preferred=False)
+        return nothing
+
+    def _narrowest(self, family: int, places: Places) -> int:
+        """Return the narrowest of *family* (``IsNarrowerThan``), the closest of these with ``prefer-closest``."""
+        fewest = narrowest(len(places), family)
+        if self.prefer_closest and fewest.bit_count() > 1:
+            return min(members(fewest), key=lambda mask: (self._spread(places.number(mask)), mask))
+        return lowest(fewest)
+
+    def _spread(self, mask: int) -> int:
+        """Return the sum of the distances of all pairs (``CalculateAverageFor`` times the square of their number).
+
+        Compared only between masks of equally many NUMA nodes, where the sum says the same as the average.
+        """
+        numa_nodes = numa_nodes_of(mask)
+        try:
+            return sum(self.distances[here][there] for here in numa_nodes for there in numa_nodes)
+        except (IndexError, KeyError) as error:
+            raise KubeletCrashesError(
+                "this kubelet would panic: prefer-closest-numa-nodes looks up distances by the number of the NUMA node,"
+                f" and NUMA nodes {','.join(map(str, self.numa_nodes))} are not numbered without gaps"
+            ) from error
+
+
+def _single_numa_node(factor: HintList) -> HintList:
+    """Keep preferred hints of one NUMA node or none in particular (``filterSingleNumaHints``)."""
+    kept = factor.preferred & of_size(len(factor.places), 1)
+    return HintList(factor.places, kept, kept, factor.nil & {True})
+
+
+def _narrowest_count(factor: HintList) -> int:
+    return lowest(narrowest(len(factor.places), factor.masks)).bit_count()
+
+
+def _agreed(factors: Iterable[HintList], places: Places) -> int:
+    """Return the family of all results of permutations of equal preferred hints, the empty one left out."""
+    all_of_them = (1 << len(places)) - 1
+    choosy = [factor.preferred for factor in factors if True not in factor.nil]
+    if choosy:
+        return functools.reduce(int.__and__, choosy) & ~1
+    # Everybody would take anything: the default, or what any one prefers.
+    return functools.reduce(int.__or__, (factor.preferred for factor in factors), 1 << all_of_them) & ~1
+
+
+def _reachable(factors: Iterable[HintList], places: Places) -> int:
+    """Return the family of all ANDs of one mask of each factor."""
+    default = 1 << (1 << len(places)) - 1
+    families = (factor.masks | (default if factor.nil else 0) for factor in factors)
+    return functools.reduce(functools.partial(ands, len(places)), families, default)

@@ -1,0 +1,329 @@
+"""Which vCPU sits on which CPU, and which CPUs to take where no kubelet has chosen them.
+
+A :class:`Pinning` cannot be built with fewer pins than vCPUs or with two vCPUs on one CPU: the pin of vCPU *i* is
+element *i* of one tuple, and the tuple is checked when it is made.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.errors import RefusedError
+from runner.facts.hardware import Hardware
+
+
+class PinPolicy(enum.Enum):
+    """How vCPUs are laid on the CPUs."""
+
+    PACKED_SIBLINGS = "packed-siblings"
+    """vCPUs that are threads of one guest core sit on siblings of one host core."""
+    LINEAR = "linear"
+    """vCPU *i* sits on the *i*-th CPU in ascending order."""
+
+
+class PinFindingKind(enum.Enum):
+    """What can be wrong with a set of exclusive CPUs."""
+
+    SIBLING_OF_ANOTHER = "sibling-of-another"
+    HALF_CORE = "half-core"
+    ACROSS_NUMA_NODES = "across-numa-nodes"
+    UNEQUAL_CORES = "unequal-cores"
+    UNUSED_CPUS = "unused-cpus"
+
+
+@attrs.frozen
+class PinFinding:
+    """Something true about a placement that costs performance; *cpus* are those it is about."""
+
+    kind: PinFindingKind
+    cpus: CpuSet
+    message: str
+
+
+def _one_cpu_each(_placement: Pinning, _attribute: object, pins: tuple[int, ...]) -> None:
+    twice = [cpu for cpu, times in Counter(pins).items() if times > 1]
+    if twice:
+        raise ValueError(f"two vCPUs on CPU {min(twice)}")
+    if not pins:
+        raise ValueError("a placement of no vCPUs")
+
+
+@attrs.frozen
+class Pinning:
+    """Where each vCPU sits: ``pins[i]`` is the CPU of vCPU *i*.
+
+    *threads* is the number of threads a guest core may have so that guest siblings are host siblings: vCPUs
+    ``threads*k … threads*k+threads-1`` are one guest core. It is 1 where that cannot be said of every guest core.
+    Raises ``ValueError`` for two vCPUs on one CPU.
+    """
+
+    pins: tuple[int, ...] = attrs.field(validator=_one_cpu_each)
+    policy: PinPolicy
+    threads: int
+    findings: tuple[PinFinding, ...] = ()
+
+    @property
+    def cpus(self) -> CpuSet:
+        """The CPUs that have a vCPU."""
+        return CpuSet(self.pins)
+
+
+def place(
+    vcpus: int,
+    exclusive: CpuSet,
+    hardware: Hardware,
+    *,
+    policy: PinPolicy | None = None,
+    others: CpuSet | None = None,
+) -> Pinning:
+    """Lay *vcpus* vCPUs on the *exclusive* CPUs of *hardware*.
+
+    Without a *policy* whole cores are packed by siblings, and anything else is linear. *others* are the exclusive CPUs
+    of other instances, so that a finding can tell them from the shared pool.
+    Raises :class:`RefusedError` if there are fewer CPUs than vCPUs, or one of them is not an online CPU of the host.
+    """
+    if vcpus < 1:
+        raise RefusedError(f"cannot place {vcpus} vCPUs: an instance has at least one")
+    unknown = exclusive - hardware.online
+    if len(unknown):
+        raise RefusedError(f"cannot place vCPUs on CPUs {unknown}: the host has no such online CPUs")
+    if vcpus > len(exclusive):
+        raise RefusedError(
+            f"cannot place {vcpus} vCPUs: there are {len(exclusive)} exclusive CPUs ({exclusive});"
+            " ask for as many CPUs as vCPUs"
+        )
+    if policy is None:
+        policy = PinPolicy.PACKED_SIBLINGS if not _half_cores(exclusive, hardware) else PinPolicy.LINEAR
+    order = list(exclusive) if policy is PinPolicy.LINEAR else _by_siblings(exclusive, hardware)
+    pins = tuple(order[:vcpus])
+    return Pinning(pins, policy, threads_per_core(pins, hardware), tuple(_findings(pins, exclusive, hardware, others)))
+
+
+def _half_cores(cpus: CpuSet, hardware: Hardware) -> list[int]:
+    """Return the cores that *cpus* have only a part of."""
+    cores = sorted({hardware.by_cpu[cpu].core for cpu in cpus})
+    return [core for core in cores if not hardware.cores[core] <= cpus]
+
+
+def _by_siblings(cpus: CpuSet, hardware: Hardware) -> list[int]:
+    """Order *cpus* by NUMA node, then L3 cache, then core, so that what the guest numbers together lies together.
+
+    Cores of which most CPUs are there come first within a NUMA node: a guest core needs all of its threads.
+    """
+    size = Counter(hardware.by_cpu[cpu].core for cpu in cpus)
+
+    def key(number: int) -> tuple[int, int, int, int, int]:
+        cpu = hardware.by_cpu[number]
+        return cpu.numa_node, -size[cpu.core], -1 if cpu.l3 is None else cpu.l3, cpu.core, number
+
+    return sorted(cpus, key=key)
+
+
+def threads_per_core(pins: Sequence[int], hardware: Hardware) -> int:
+    """Return how many vCPUs that follow each other are exactly one core of *hardware*: 1 where that is not so of all."""
+    first = hardware.siblings(pins[0])
+    threads = len(first)
+    if len(pins) % threads:
+        return 1
+    for start in range(0, len(pins), threads):
+        guest_core = CpuSet(pins[start : start + threads])
+        if guest_core != hardware.siblings(pins[start]):
+            return 1
+    return threads
+
+
+def _findings(
+    pins: Sequence[int], exclusive: CpuSet, hardware: Hardware, others: CpuSet | None
+) -> Iterable[PinFinding]:
+    cpus = CpuSet(pins)
+    missing = CpuSet(cpu for core in _half_cores(exclusive, hardware) for cpu in hardware.cores[core]) - exclusive
+    taken = missing & (others or CpuSet())
+    if len(taken):
+        ours = CpuSet(cpu for other in taken for cpu in hardware.siblings(other)) & exclusive
+        yield PinFinding(
+            PinFindingKind.SIBLING_OF_ANOTHER,
+            ours,
+            f"CPUs {ours} share their cores with CPUs {taken}, which are exclusive to another pod: each slows the"
+            " other; ask for whole cores, and set the kubelet's option full-pcpus-only",
+        )
+    shared = missing - taken
+    if len(shared):
+        ours = CpuSet(cpu for other in shared for cpu in hardware.siblings(other)) & exclusive
+        yield PinFinding(
+            PinFindingKind.HALF_CORE,
+            ours,
+            f"CPUs {ours} are half cores: anybody may run on their siblings {shared};"
+            " ask for whole cores, and set the kubelet's option full-pcpus-only",
+        )
+    numa_nodes = Counter(hardware.by_cpu[cpu].numa_node for cpu in cpus)
+    if len(numa_nodes) > 1:
+        where = ", ".join(f"{numa_nodes[each]} on {each}" for each in sorted(numa_nodes))
+        yield PinFinding(
+            PinFindingKind.ACROSS_NUMA_NODES,
+            cpus,
+            f"the vCPUs lie on {len(numa_nodes)} NUMA nodes ({where}): memory is remote for some of them;"
+            " ask for less, or set the kubelet's Topology Manager policy to single-numa-node or restricted",
+        )
+    kinds = Counter(hardware.by_cpu[cpu].kind for cpu in cpus)
+    if len(kinds) > 1:
+        where = " and ".join(f"{kinds[each]} {each or 'other'}" for each in sorted(kinds, key=str))
+        yield PinFinding(
+            PinFindingKind.UNEQUAL_CORES, cpus, f"the vCPUs lie on unequal cores ({where}), and the guest cannot tell"
+        )
+    unused = exclusive - cpus
+    if len(unused):
+        yield PinFinding(
+            PinFindingKind.UNUSED_CPUS,
+            unused,
+            f"CPUs {unused} are exclusive and have no vCPU; give the guest more vCPUs",
+        )
+
+
+# --- choosing CPUs without a kubelet ----------------------------------------------------------------------------------
+
+
+def choose_cpus(hardware: Hardware, allowed: CpuSet, count: int) -> CpuSet:
+    """Choose *count* of the *allowed* CPUs for one instance, as good a set as a kubelet could give.
+
+    In this order of weight: CPU 0's core is left to others (interrupts, timekeeping, our own services) if there are
+    enough without it; equal cores on a host with unequal ones, the fast ones first; as few NUMA nodes as possible; no
+    core broken that need not be; NUMA nodes near each other, and used up before fresh ones; few L3 caches. Several
+    NUMA nodes give evenly, whole cores at a time.
+    Raises :class:`RefusedError` if fewer are allowed (and online) than wanted.
+    """
+    usable = allowed & hardware.online
+    if count < 1:
+        raise RefusedError(f"cannot choose {count} CPUs: an instance has at least one")
+    if count > len(usable):
+        raise RefusedError(
+            f"cannot choose {count} CPUs: only {len(usable)} may be used ({usable}); ask for fewer vCPUs"
+        )
+    without_first = usable - hardware.siblings(0) if 0 in hardware.online else usable
+    pool = without_first if len(without_first) >= count else usable
+    for kind in ("performance", "efficiency"):
+        alike = CpuSet(cpu for cpu in pool if hardware.by_cpu[cpu].kind == kind)
+        if len(alike) >= count:
+            pool = alike
+            break
+    units = _units_by_numa_node(hardware, pool)
+    return _evenly([units[each] for each in _best_numa_nodes(hardware, units, count)], count)
+
+
+def all_cpus(hardware: Hardware, usable: CpuSet, *, spare: bool) -> int:
+    """Return how many of *usable* CPUs vCPUs may own: all, or all that leave a core to *spare* for everything else.
+
+    A core, because half of one makes the vCPU on its other half slow; of a single core, one CPU.
+    """
+    if not spare or len(usable) == 1:
+        return len(usable)
+    core = min((hardware.siblings(cpu) & usable for cpu in usable), key=len)
+    return len(usable) - (len(core) if len(core) < len(usable) else 1)
+
+
+@attrs.frozen
+class _Units:
+    """The usable CPUs of one NUMA node by core, those with the fullest L3 caches first."""
+
+    whole: tuple[CpuSet, ...]
+    broken: tuple[CpuSet, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.whole + self.broken))
+
+
+def _units_by_numa_node(hardware: Hardware, pool: CpuSet) -> dict[int, _Units]:
+    units = {}
+    for numa_node, cpus in hardware.cpus_of_numa_node.items():
+        by_core = {core: hardware.cores[core] & pool for core in {hardware.by_cpu[cpu].core for cpu in cpus & pool}}
+        in_l3 = Counter(hardware.by_cpu[core].l3 for core in by_core)
+
+        def key(core: int, in_l3: Mapping[int | None, int] = in_l3) -> tuple[int, int, int]:
+            l3 = hardware.by_cpu[core].l3
+            return -in_l3[l3], l3 or 0, core
+
+        order = sorted(by_core, key=key)
+        whole = tuple(by_core[core] for core in order if by_core[core] == hardware.cores[core])
+        broken = tuple(by_core[core] for core in order if by_core[core] != hardware.cores[core])
+        if whole or broken:
+            units[numa_node] = _Units(whole, broken)
+    return units
+
+
+def _best_numa_nodes(hardware: Hardware, units: Mapping[int, _Units], count: int) -> tuple[int, ...]:
+    """Return the fewest NUMA nodes that hold *count* CPUs.
+
+    Among those the ones where the fewest cores are broken, nearest to each other, and with the fewest CPUs to spare.
+    """
+    size = {numa_node: each.size for numa_node, each in units.items()}
+    whole = {numa_node: Counter(map(len, each.whole)) for numa_node, each in units.items()}
+
+    def key(numa_nodes: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
+        distance = sum(hardware.distance(here, there) for here in numa_nodes for there in numa_nodes)
+        cores = sum((whole[each] for each in numa_nodes), Counter[int]())
+        halves = [len(unit) for each in numa_nodes for unit in units[each].broken]
+        return _broken_cores(cores, halves, count), distance, sum(size[each] for each in numa_nodes), numa_nodes
+
+    for number in range(1, len(size) + 1):
+        enough = [
+            chosen
+            for chosen in itertools.combinations(sorted(size), number)
+            if sum(size[each] for each in chosen) >= count
+        ]
+        if enough:
+            return min(enough, key=key)
+    raise AssertionError("the caller made sure that there are enough")
+
+
+def _broken_cores(whole: Mapping[int, int], halves: Iterable[int], count: int) -> int:
+    """Return how many cores are only partly used by *count* CPUs, taken as :func:`_evenly` takes them.
+
+    *whole* holds the number of whole cores by size, *halves* the usable CPUs of each other core.
+    """
+    spare = False
+    for size in sorted(whole, reverse=True):
+        taken = min(whole[size], count // size)
+        count -= taken * size
+        spare = spare or taken < whole[size]
+    if count and spare:
+        return 1
+    broken = 0
+    for half in sorted(halves, reverse=True):
+        if count <= 0:
+            break
+        count -= half
+        broken += 1
+    return broken
+
+
+def _evenly(numa_nodes: Sequence[_Units], count: int) -> CpuSet:
+    """Take *count* CPUs: whole cores, biggest first, from whoever gave least so far; then as few halves as can be."""
+    left = [list(each.whole) for each in numa_nodes]
+    halves = [unit for each in numa_nodes for unit in each.broken]
+    given = [0] * len(left)
+    chosen = CpuSet()
+    while missing := count - len(chosen):
+        fitting = [
+            (-len(unit), given[index], index, place)
+            for index, each in enumerate(left)
+            for place, unit in enumerate(each)
+            if len(unit) <= missing
+        ]
+        if not fitting:
+            break
+        _, _, index, place = min(fitting)
+        unit = left[index].pop(place)
+        given[index] += len(unit)
+        chosen |= unit
+    while missing := count - len(chosen):
+        enough = [unit for unit in halves if len(unit) >= missing] or [unit for each in left for unit in each]
+        unit = min(enough, key=len) if enough else max(halves, key=len)
+        halves = [other for other in halves if other != unit]
+        chosen |= CpuSet(list(unit)[-missing:])  # CPU 0, whom interrupts like best, is the first of its core
+    return chosen

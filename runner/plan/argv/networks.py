@@ -1,0 +1,186 @@
+"""Networks on command lines: QEMU's, dnsmasq's and passt's, and a person's."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from ipaddress import ip_network
+
+import attrs
+
+from runner.facts.host import Route
+from runner.plan.networks import (
+    BridgedPlan,
+    DhcpPlan,
+    HandedPlan,
+    Ipv6Plan,
+    MacvtapPlan,
+    NetworkPlan,
+    Nic,
+    PasstPlan,
+)
+
+
+@attrs.frozen
+class WireNumbers:
+    """The descriptors of one network as QEMU inherits them: a tap (and a vhost-net) for each queue, or a stream socket."""
+
+    taps: tuple[int, ...] = ()
+    vhosts: tuple[int, ...] = ()
+    stream: int | None = None
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return every descriptor."""
+        return (*self.taps, *self.vhosts, *(() if self.stream is None else (self.stream,)))
+
+    def netdev(self) -> str:
+        """Return the kind and properties of QEMU's ``-netdev``, without its id."""
+        if self.stream is not None:
+            return f"stream,server=off,addr.type=fd,addr.str={self.stream}"
+        several = "s" if len(self.taps) > 1 else ""
+        carried = f",vhost=on,vhostfd{several}={_colons(self.vhosts)}" if self.vhosts else ""
+        return f"tap,fd{several}={_colons(self.taps)}{carried}"
+
+
+def _colons(numbers: tuple[int, ...]) -> str:
+    return ":".join(map(str, numbers))
+
+
+def nic_device(index: int, nic: Nic) -> str:
+    """Return the guest's device: with several queues, one vector for each, one for the configuration and one for the control queue."""
+    several = f",mq=on,vectors={2 * nic.queues + 2}" if nic.queues > 1 else ""
+    return f"virtio-net-pci,netdev=net{index},mac={nic.mac},host_mtu={nic.mtu}{several},romfile="
+
+
+def netdev_by_hand(index: int, network: NetworkPlan) -> str:
+    """Return the kind and properties of the ``-netdev`` of a person's QEMU, which opens what it needs by name."""
+    match network:
+        case BridgedPlan():
+            queues = f",queues={network.queues}" if network.queues > 1 else ""
+            return f"tap,ifname={network.tap},script=no,downscript=no{queues}" + (",vhost=on" if network.vhost else "")
+        case MacvtapPlan():  # the shell opens it, once for each queue
+            numbers = tuple(10 + 10 * index + queue for queue in range(network.queues))
+            return WireNumbers(numbers).netdev() + (",vhost=on" if network.vhost else "")
+        case PasstPlan():
+            return f"stream,server=off,addr.type=unix,addr.path=/tmp/passt{index}.sock"
+        case HandedPlan():
+            return "user,restrict=on"  # nobody else has the descriptors
+
+
+def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
+    """Yield the shell's lines that make a network for a person's QEMU."""
+    match network:
+        case BridgedPlan():
+            if network.pod is not None:
+                yield f"# {network.pod.name} is left alone: to take its place, move its address and put it into {network.bridge}"
+            yield f"ip link add {network.bridge} type bridge && ip addr add {network.host} dev {network.bridge}"
+            if network.ipv6 is not None and network.ipv6.host is not None:
+                yield f"ip addr add {network.ipv6.host} dev {network.bridge} nodad"
+            several = " multi_queue vnet_hdr" if network.queues > 1 else ""
+            yield f"ip tuntap add {network.tap} mode tap{several} && ip link set {network.tap} master {network.bridge} up"
+            yield f"ip link set {network.bridge} up"
+        case MacvtapPlan():
+            yield (
+                f"ip link add link {network.over} name {network.link} address {network.mac} mtu {network.mtu} "
+                "type macvtap mode bridge"
+            )
+            yield f"ip link set {network.link} up"
+            for queue in range(network.queues):
+                yield f'exec {10 + 10 * index + queue}<>"/dev/tap$(cat /sys/class/net/{network.link}/ifindex)"'
+        case PasstPlan():
+            yield shlex.join([*passt_argv(network, f"--socket=/tmp/passt{index}.sock")]) + " &"
+            yield f"until [ -S /tmp/passt{index}.sock ]; do sleep 0.1; done"
+        case HandedPlan():
+            yield f"# network {index} was handed to the runner as {', '.join(network.fds)}; by hand its place is taken by nothing"
+
+
+def passt_argv(network: PasstPlan, endpoint: str) -> list[str]:
+    """Return passt's argv; *endpoint* is ``--fd=N`` (a connected socket) or ``--socket=…``.
+
+    It offers no port of the pod's to the guest: who wants a guest that can be reached takes the mode ``bridge``.
+    """
+    argv = [str(network.program), "--foreground", "--one-off", "--quiet", f"--mtu={network.mtu}"]
+    return [*argv, "--tcp-ports=none", "--udp-ports=none", endpoint]
+
+
+def dnsmasq_argv(dhcp: DhcpPlan) -> list[str]:
+    """Return dnsmasq's argv: a DHCP server for one guest on one bridge, no DNS, no files.
+
+    The lease is static and for ever, so there is no lease file to be full, corrupt or left behind, and a guest never
+    renews. Other hosts on a bridged link are not answered at all.
+    """
+    network = dhcp.network
+    argv = [
+        str(dhcp.program),
+        "--keep-in-foreground",
+        "--conf-file=/dev/null",
+        "--no-hosts",
+        "--no-resolv",
+        "--port=0",
+        f"--interface={network.bridge}",
+        "--bind-interfaces",
+        "--except-interface=lo",
+        f"--user={dhcp.user}",
+        "--pid-file=",
+        "--log-facility=-",
+        "--leasefile-ro",
+        "--no-ping",
+        "--dhcp-authoritative",
+        "--dhcp-ignore=tag:!known",
+        f"--dhcp-range={network.guest.ip},static,{network.guest.netmask},infinite",
+        f"--dhcp-host={network.mac},{network.guest.ip}{_ipv6_lease(network.ipv6)},infinite",
+        f"--dhcp-option=option:mtu,{network.mtu}",
+    ]
+    if network.host.ip not in network.guest.network:
+        # Our address is link-local: the guest's subnet belongs to the pod's network, not to the bridge.
+        argv.append(f"--shared-network={network.bridge},{network.guest.ip}")
+    argv.append(f"--dhcp-option=option:router{_option_value(network.gateway)}")
+    argv.append("--dhcp-option=option:dns-server" + "".join(f",{address}" for address in network.nameservers))
+    if network.routes:
+        pairs = (f",{route.destination},{route.gateway or '0.0.0.0'}" for route in dhcp_routes(network))
+        argv.append("--dhcp-option=option:classless-static-route" + "".join(pairs))
+    if network.ipv6 is not None:
+        argv += _ipv6_options(network, network.ipv6)
+    if network.search:
+        argv.append(f"--dhcp-option=option:domain-name,{network.search[0]}")
+        argv.append("--dhcp-option=option:domain-search," + ",".join(network.search))
+    return argv
+
+
+def _option_value(address: object) -> str:
+    return "" if address is None else f",{address}"
+
+
+def dhcp_routes(network: BridgedPlan) -> list[Route]:
+    """Return the routes for DHCP option 121: those without a gateway first, then what is reached through them.
+
+    A gateway outside every on-link route (a pod with a /32 address) gets a route of its own, because a client installs
+    the list in order and refuses an unreachable gateway.
+    """
+    direct = [route for route in network.routes if route.gateway is None]
+    beyond = [route for route in network.routes if route.gateway is not None]
+    for route in beyond:
+        gateway = route.gateway
+        if gateway is None or gateway in network.guest.network or any(gateway in other.destination for other in direct):
+            continue
+        direct.append(Route(ip_network(gateway)))
+    return direct + beyond
+
+
+def _ipv6_lease(ipv6: Ipv6Plan | None) -> str:
+    return "" if ipv6 is None else f",[{ipv6.guest.ip}]"
+
+
+def _ipv6_options(network: BridgedPlan, ipv6: Ipv6Plan) -> Iterator[str]:
+    """Yield what tells the guest its IPv6 address (DHCPv6), and that it is to ask for it (a router's advertisement).
+
+    On a private network the advertisement is dnsmasq's. In a pod's network the router is another, and so is who speaks for it.
+    """
+    yield f"--dhcp-range={ipv6.guest.ip},static,{max(64, ipv6.guest.network.prefixlen)},infinite"
+    if ipv6.host is None:
+        yield f"--shared-network={network.bridge},{ipv6.guest.ip}"
+    else:
+        yield "--enable-ra"
+        yield f"--ra-param={network.bridge},mtu:{network.mtu},60"
+    servers = ",".join(f"[{address}]" for address in ipv6.nameservers)
+    yield f"--dhcp-option=option6:dns-server{',' if servers else ''}{servers}"

@@ -1,0 +1,544 @@
+"""From plan to argument lists: one pure function for each program we start.
+
+QEMU reaches everything through *endpoints*: descriptors it inherits when we start it (:class:`QemuFds`), paths when a
+person pastes the command into a terminal (:class:`Paths`). The rest of its command line is the same for both.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Protocol
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
+from runner.plan.argv.networks import WireNumbers, dnsmasq_argv, netdev_by_hand, network_by_hand, nic_device
+from runner.plan.disks import DiskPlan
+from runner.plan.host_checks import WORKERS
+from runner.plan.instance import InstancePlan, MachinePlan, Placement, SharePlan
+from runner.plan.memory import TRANSLATED
+from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
+from runner.spec.rules import MIB
+
+SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+"""QEMU's seccomp sandbox."""
+FIRST_BRIDGE, LAST_BUS = 64, 256
+"""PCI bus numbers: those below are for what is nobody's in particular, the others are divided among NUMA nodes."""
+
+SEED = "seed.iso"
+
+WATCHDOG_ACTIONS = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
+"""Of ``guest.watchdog``; QEMU's own ``poweroff`` is an exit without a word, so we end what it has paused."""
+
+FIRST_CHASSIS = 128
+"""Of the root ports for disks; 0 to 255 are possible."""
+
+MOST_PREALLOCATORS = 16
+"""Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
+
+SAID_EVERY = "1"
+"""Seconds between two words of how much of it is there."""
+
+
+class Endpoints(Protocol):
+    """How QEMU reaches what it is given."""
+
+    def monitor(self) -> Iterator[str]:
+        """Yield the options that make a chardev ``qmp`` or another monitor, and the serial console's chardev ``console``."""
+
+    def memory(self, index: int, page_size: int | None) -> str:
+        """Return the memory backend, with properties that say where the guest's NUMA node *index* has its RAM from."""
+
+    def file(self, name: str) -> str:
+        """Return the path of the kernel, initial RAM disk or firmware."""
+
+    def image(self, name: str) -> tuple[list[str], str]:
+        """Return the options that must come first, and the file name of a block device."""
+
+    def netdev(self, index: int) -> str:
+        """Return the kind and properties of network *index*."""
+
+    def share(self, index: int) -> str:
+        """Return the chardev properties of share *index*."""
+
+    def agent(self) -> str:
+        """Return the chardev properties of the guest agent's channel."""
+
+    def vsock(self) -> str:
+        """Return the device properties of the vsock device."""
+
+    def screen(self) -> Iterator[str]:
+        """Yield the options of the VNC server."""
+
+    def iommufd(self) -> str:
+        """Return further properties of the object ``iommufd``."""
+
+    def passed(self, device: DevicePlan) -> str:
+        """Return the properties of ``vfio-pci`` that say which *device* it is."""
+
+
+@attrs.frozen
+class QemuFds:
+    """Endpoints as inherited descriptors: ``ram``, ``wires``, ``shares`` by index."""
+
+    qmp: int
+    console: int
+    ram: tuple[int, ...]
+    files: dict[str, int] = attrs.field(factory=dict)
+    """``kernel``, ``initrd``, ``firmware``, ``firmware-vars``, ``disk0``, …"""
+    wires: tuple[WireNumbers, ...] = ()
+    shares: tuple[int, ...] = ()
+    guest_agent_channel: int | None = None
+    vhost_vsock: tuple[int, int] | None = None
+    """The descriptor and its context identifier."""
+    devices: dict[str, int] = attrs.field(factory=dict)
+    """By PCI address, those that are handed over by descriptor; ``iommufd`` the IOMMU's."""
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return every descriptor, to be passed on."""
+        wires = (number for wire in self.wires for number in wire.numbers())
+        agent = () if self.guest_agent_channel is None else (self.guest_agent_channel,)
+        vsock = () if self.vhost_vsock is None else self.vhost_vsock[:1]
+        served = (*wires, *self.shares, *agent, *vsock, *self.devices.values())
+        return (self.qmp, self.console, *self.ram, *self.files.values(), *served)
+
+    def monitor(self) -> Iterator[str]:
+        """See :class:`Endpoints`."""
+        yield from ("-chardev", f"socket,id=qmp,fd={self.qmp}")
+        yield from ("-mon", "chardev=qmp,mode=control")
+        yield from ("-chardev", f"socket,id=console,fd={self.console}")
+
+    def memory(self, index: int, _page_size: int | None) -> str:
+        """See :class:`Endpoints`."""
+        return f"memory-backend-file,mem-path=/proc/self/fd/{self.ram[index]},share=on"
+
+    def file(self, name: str) -> str:
+        """See :class:`Endpoints`; QEMU reads these with fopen(3), which knows no fdset."""
+        return f"/proc/self/fd/{self.files[name]}"
+
+    def image(self, name: str) -> tuple[list[str], str]:
+        """See :class:`Endpoints`; the fdset carries the number of the descriptor it holds."""
+        number = self.files[name]
+        return ["-add-fd", f"fd={number},set={number},opaque={name}"], f"/dev/fdset/{number}"
+
+    def netdev(self, index: int) -> str:
+        """See :class:`Endpoints`."""
+        return self.wires[index].netdev()
+
+    def share(self, index: int) -> str:
+        """See :class:`Endpoints`."""
+        return f"fd={self.shares[index]}"
+
+    def agent(self) -> str:
+        """See :class:`Endpoints`."""
+        return f"fd={self.guest_agent_channel}"
+
+    def vsock(self) -> str:
+        """See :class:`Endpoints`."""
+        number, cid = self.vhost_vsock or (-1, 0)
+        return f"guest-cid={cid},vhostfd={number}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`: it listens nowhere, and is given connections (QMP ``add_client``)."""
+        yield from ("-vnc", "none")
+
+    def iommufd(self) -> str:
+        """See :class:`Endpoints`."""
+        return f",fd={self.devices['iommufd']}"
+
+    def passed(self, device: DevicePlan) -> str:
+        """See :class:`Endpoints`."""
+        number = self.devices.get(device.address)
+        return f"host={device.address}" if number is None else f"fd={number},iommufd=iommufd0"
+
+
+@attrs.frozen
+class Paths:
+    """Endpoints as paths and a terminal, for a person to paste."""
+
+    plan: InstancePlan
+
+    def monitor(self) -> Iterator[str]:
+        """See :class:`Endpoints`: console and human monitor share the terminal, ``Ctrl-A c`` switches."""
+        yield from ("-chardev", "stdio,id=console,mux=on,signal=off")
+        yield from ("-mon", "chardev=console,mode=readline")
+
+    def memory(self, _index: int, page_size: int | None) -> str:
+        """See :class:`Endpoints`."""
+        huge = "" if page_size is None else f",hugetlb=on,hugetlbsize={page_size // MIB}M"
+        return f"memory-backend-memfd,share=on{huge}"
+
+    def file(self, name: str) -> str:
+        """See :class:`Endpoints`."""
+        machine = self.plan.machine
+        found = {"kernel": machine.kernel, "initrd": machine.initrd}[name]
+        return "" if found is None else str(found.path)
+
+    def image(self, name: str) -> tuple[list[str], str]:
+        """See :class:`Endpoints`."""
+        machine = self.plan.machine
+        paths: dict[str, PurePosixPath | None] = {}
+        for disk in machine.disks:
+            paths[disk.name] = disk.path if disk.overlay is None else _overlay(self.plan, disk)
+            paths |= {below: layer.path for below, layer in disk.below()}
+        paths["firmware"] = None if machine.firmware is None else machine.firmware.path
+        paths["firmware-vars"] = _variables_path(self.plan)
+        paths["seed"] = self.plan.state_directory / SEED
+        return [], str(paths[name])
+
+    def netdev(self, index: int) -> str:
+        """See :class:`Endpoints`."""
+        return netdev_by_hand(index, self.plan.networks[index])
+
+    def share(self, index: int) -> str:
+        """See :class:`Endpoints`."""
+        return f"path={_comma(str(_share_socket(self.plan, index)))}"
+
+    def agent(self) -> str:
+        """See :class:`Endpoints`: any program may connect there."""
+        return f"path={_comma(str(self.plan.state_directory / 'agent.sock'))},server=on,wait=off"
+
+    def vsock(self) -> str:
+        """See :class:`Endpoints`."""
+        vsock = self.plan.machine.guest.vsock
+        return f"guest-cid={0 if vsock is None else vsock.cid}"
+
+    def screen(self) -> Iterator[str]:
+        """See :class:`Endpoints`."""
+        yield from ("-vnc", f"unix:{_comma(str(self.plan.state_directory / 'vnc.sock'))}")
+
+    def iommufd(self) -> str:
+        """See :class:`Endpoints`."""
+        return ""
+
+    def passed(self, device: DevicePlan) -> str:
+        """See :class:`Endpoints`."""
+        return f"host={device.address}" + (",iommufd=iommufd0" if device.way == "iommufd" else "")
+
+
+def _comma(value: str) -> str:
+    """Escape *value* for QEMU's ``key=value,…`` syntax, where a comma is written twice."""
+    return value.replace(",", ",,")
+
+
+def _overlay(plan: InstancePlan, disk: DiskPlan) -> PurePosixPath:
+    return plan.state_directory / f"{disk.name}.qcow2"
+
+
+def _share_socket(plan: InstancePlan, index: int) -> PurePosixPath:
+    return plan.state_directory / f"share{index}.sock"
+
+
+def _variables_path(plan: InstancePlan) -> PurePosixPath | None:
+    variables = plan.machine.firmware_vars
+    return None if variables is None else variables.path or plan.state_directory / "firmware-vars.fd"
+
+
+def qemu_argv(machine: MachinePlan, endpoints: Endpoints, *, paused: bool = True) -> list[str]:
+    """Return QEMU's argv; *paused* machines (``-S``) run nothing until QMP ``cont``."""
+    return [str(machine.program), *_qemu_options(machine, endpoints, paused=paused)]
+
+
+def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -> Iterator[str]:
+    yield from ("-name", f"guest={machine.name},debug-threads=on")
+    if machine.uuid is not None:
+        yield from ("-uuid", machine.uuid)
+    yield from ("-nodefaults", "-no-user-config")
+    yield from ("-display", "none")
+    # spawn=deny and resourcecontrol=deny do not hinder us: we pin from outside and hand in every descriptor.
+    yield from ("-sandbox", SANDBOX)
+    if paused:
+        yield "-S"
+        # QEMU stays after the guest has gone, so that the SHUTDOWN event with its reason is never lost to its exit.
+        reboot = "shutdown" if machine.on_reboot == "exit" else "reset"
+        yield from ("-action", f"reboot={reboot},shutdown=pause,panic=pause")
+    flash = "".join(
+        f",pflash{unit}={node}"
+        for unit, node, present in ((0, "firmware", machine.firmware), (1, "firmware-vars", machine.firmware_vars))
+        if present is not None
+    )
+    ram = ",memory-backend=ram" if len(machine.topology.numa_nodes) == 1 else ""
+    secure = ",smm=on" if machine.secure_boot else ""
+    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{secure}{flash}")
+    if machine.secure_boot:
+        yield from ("-global", "driver=cfi.pflash01,property=secure,value=on")
+        # OVMF with SMM cannot resume, and refuses to start where it might
+        yield from ("-global", "ICH9-LPC.disable_s3=1")
+    yield from ("-accel", "kvm" if machine.accel == "kvm" else f"tcg,thread=multi,tb-size={TRANSLATED // MIB}")
+    yield from ("-cpu", machine.cpu_model)
+    yield from _topology(machine, endpoints)
+    # Ticks of the clock that the guest missed are given to it later, instead of leaving it behind.
+    yield from ("-rtc", f"base={machine.guest.clock},clock=host,driftfix=slew")
+    yield from endpoints.monitor()
+    yield from ("-serial", "chardev:console")
+    yield from ("-device", "pvpanic-pci")
+    yield from _boot(machine, endpoints)
+    yield from _disks(machine, endpoints)
+    for index, network in enumerate(machine.networks):
+        kind, _, properties = endpoints.netdev(index).partition(",")
+        yield from ("-netdev", f"{kind},id=net{index},{properties}")
+        yield from ("-device", nic_device(index, network))
+    for index, share in enumerate(machine.shares):
+        yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
+        yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
+    yield from _guest_devices(machine, endpoints)
+    yield from _bridges(len(machine.topology.numa_nodes))
+    yield from _passed(machine.passing, endpoints, firmware=machine.firmware is not None)
+    yield from _slots(machine.slots)
+
+
+def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield vCPUs and memory; a guest with one NUMA node is told of none, and has it all the same."""
+    topology = machine.topology
+    sockets, cores, threads = topology.sockets, topology.cores, topology.threads
+    dies = f"dies={topology.dies}," if topology.dies > 1 else ""
+    yield from ("-smp", f"cpus={machine.vcpus},sockets={sockets},{dies}cores={cores},threads={threads}")
+    yield from ("-m", f"size={machine.memory // MIB}M")
+    if machine.ram.locked:
+        yield from ("-overcommit", "mem-lock=on")
+    numa = list(enumerate(topology.numa_nodes))
+    several = len(numa) > 1
+    for number, each in numa:
+        shared = machine.ram.shared
+        backend = endpoints.memory(number, machine.ram.page_size) if shared else "memory-backend-ram,share=off"
+        kind, _, properties = backend.partition(",")
+        bound = "".join(f",host-nodes={host}" for host in each.bound) + (",policy=bind" if each.bound else "")
+        # Pages that are there are mapped only, and their tables charged to the pod: the guest's first touch finds them.
+        touching = min(len(each.vcpus), MOST_PREALLOCATORS)
+        touched = f",prealloc=on,prealloc-threads={touching}" if machine.ram.preallocate else ""
+        name = f"ram{number}" if several else "ram"
+        yield from ("-object", f"{kind},id={name},size={each.memory // MIB}M,{properties}{bound}{touched}")
+    if several:
+        for number, each in numa:
+            vcpus = "".join(f",cpus={vcpus}" for vcpus in str(each.vcpus).split(","))
+            yield from ("-numa", f"node,nodeid={number}{vcpus},memdev=ram{number}")
+        for number, each in numa:
+            for other, distance in enumerate(each.distances):
+                if other != number:
+                    yield from ("-numa", f"dist,src={number},dst={other},val={distance}")
+
+
+def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int, ...]) -> list[str]:
+    """Return the argv of the program that takes all pages of the descriptors *ram*.
+
+    It has a word for each of them: descriptor, bytes, bytes of a page (0: the kernel's own), the NUMA nodes it is bound
+    to, the CPUs that are near, and the number of threads (:mod:`runner.kernel.preallocate`).
+    """
+    words = (
+        ":".join(
+            (
+                *(str(descriptor), str(each.memory), str(machine.ram.page_size or 0), ",".join(map(str, each.bound))),
+                str(CpuSet(placement.pins[vcpu] for vcpu in each.vcpus)),
+                str(min(len(each.vcpus), MOST_PREALLOCATORS)),
+            )
+        )
+        for descriptor, each in zip(ram, machine.topology.numa_nodes, strict=True)
+    )
+    return [*machine.ram.preallocator, SAID_EVERY, *words]
+
+
+def _bridges(numa_nodes: int) -> Iterator[str]:
+    """Yield a host bridge for each NUMA node of a guest that has several: what is near a node of the host goes behind it.
+
+    They come last: a device that names no bus is put on the bus that was made last, and these take nothing but ports.
+    """
+    if numa_nodes > 1:
+        for number in range(numa_nodes):
+            bus = FIRST_BRIDGE + number * ((LAST_BUS - FIRST_BRIDGE) // numa_nodes)
+            yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
+
+
+def _passed(passing: PassthroughPlan, endpoints: Endpoints, *, firmware: bool) -> Iterator[str]:
+    """Yield each passed device behind a root port of its own, on the bridge of its NUMA node.
+
+    Nothing is ever plugged into these ports, so that firmware keeps no addresses free behind them.
+    """
+    if passing.window is not None:
+        yield from ("-global", f"q35-pcihost.pci-hole64-size={passing.window}")
+        if firmware:  # OVMF does not ask QEMU, and has 32 GiB unless it is told
+            yield from ("-fw_cfg", f"name=opt/ovmf/X-PciMmio64Mb,string={passing.window // MIB}")
+    if passing.iommufd is not None:
+        # Not "iommufd": each device has a property of that name, by which QEMU finds more than one object from the second on.
+        yield from ("-object", f"iommufd,id=iommufd0{endpoints.iommufd()}")
+    for index, device in enumerate(passing.devices):
+        port = f"port{index}"
+        yield from ("-device", f"pcie-root-port,id={port},bus={device.bus},chassis={index + 1},hotplug=off")
+        rom = "" if device.rom else ",rombar=0"
+        more = "".join(f",{name}={_on_off(value)}" for name, value in device.properties)
+        yield from ("-device", f"vfio-pci,id=device{index},bus={port},{endpoints.passed(device)}{rom}{more}")
+
+
+def _on_off(value: object) -> object:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield what serves the guest; after disks and networks, whose PCI addresses shall not depend on it."""
+    guest = machine.guest
+    # Without it a guest may wait for entropy at its first boot; it takes from getrandom(2), and no path.
+    yield from ("-object", "rng-builtin,id=rng")
+    yield from ("-device", "virtio-rng-pci,rng=rng")
+    if guest.agent:
+        yield from ("-device", "virtio-serial-pci,id=serial")
+        yield from ("-chardev", f"socket,id=agent,{endpoints.agent()}")
+        yield from ("-device", "virtserialport,bus=serial.0,chardev=agent,id=agent,name=org.qemu.guest_agent.0")
+    if guest.vsock is not None:
+        yield from ("-device", f"vhost-vsock-pci,{endpoints.vsock()}")
+    if guest.watchdog is not None:
+        yield from ("-device", "i6300esb")
+        yield from ("-action", f"watchdog={WATCHDOG_ACTIONS[guest.watchdog]}")
+    if machine.vnc:
+        yield from endpoints.screen()
+        yield from ("-device", "VGA")
+    if machine.seed is not None:
+        yield from _node("seed", endpoints, read_only=True)
+        yield from ("-device", "virtio-blk-pci,drive=seed,serial=cidata")
+
+
+def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    """Yield disks. Nodes are JSON, which says what ``key=value`` has no words for: that below an image there is nothing.
+
+    Devices are not: QEMU makes those it is given as JSON after all others (``qemu_create_cli_devices``), on the bus that
+    was made last, and a disk's address would depend on everything else.
+    """
+    names: dict[str, str] = {}
+    few = f",thread-pool-max={WORKERS}" if machine.ram.locked else ""
+    if few:
+        yield from ("-object", f"main-loop,id=main-loop{few}")
+    for index, disk in enumerate(machine.disks):
+        for name in (disk.name, *(below for below, _ in disk.below())):
+            first, names[name] = endpoints.image(name)
+            yield from first
+        for node in block_nodes(disk, names.__getitem__):
+            yield from ("-blockdev", json.dumps(node))
+        if disk.iothread:
+            yield from ("-object", f"iothread,id={disk.name}{few}")
+        # A kernel started directly is boot index 0 itself, and the disks are not booted from.
+        device = disk_device(disk, boot_index=index if machine.kernel is None else None)
+        words = (f"{name}={_on_off(value)}" for name, value in device.items() if name != "driver")
+        yield from ("-device", ",".join((str(device["driver"]), *words)))
+
+
+def _slots(number: int) -> Iterator[str]:
+    """Yield root ports for disks that are attached later: the ports of pcie.0 itself take nothing while the guest runs.
+
+    They come last for the reason of the bridges. Chassis and slot must differ from those of every other root port.
+    """
+    for each in range(number):
+        yield from ("-device", f"pcie-root-port,id={slot(each)},bus=pcie.0,chassis={FIRST_CHASSIS + each},slot={each}")
+
+
+def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    if machine.firmware is not None:
+        yield from _node("firmware", endpoints, read_only=True)
+    if machine.firmware_vars is not None:
+        yield from _node("firmware-vars", endpoints, read_only=False)
+    if machine.kernel is not None:
+        yield from ("-kernel", endpoints.file("kernel"))
+        if machine.initrd is not None:
+            yield from ("-initrd", endpoints.file("initrd"))
+        if machine.cmdline is not None:
+            yield from ("-append", machine.cmdline)
+
+
+def _node(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
+    """Yield a raw block device of QEMU's that is a file of ours."""
+    first, path = endpoints.image(name)
+    filename = _comma(path)
+    yield from first
+    mode = f"read-only={'on' if read_only else 'off'},auto-read-only=off"
+    yield from ("-blockdev", f"driver=file,node-name={name}-file,filename={filename},{mode}")
+    yield from ("-blockdev", f"driver=raw,node-name={name},file={name}-file,{mode}")
+
+
+def virtiofsd_argv(share: SharePlan, listener: str) -> list[str]:
+    """Return virtiofsd's argv; *listener* is ``--fd=N`` (a listening socket) or ``--socket-path=…``.
+
+    ``sandbox=chroot`` needs CAP_SYS_CHROOT only, the default ``namespace`` needs CAP_SYS_ADMIN.
+    ``--rlimit-nofile=0`` leaves the limit alone: raising it needs CAP_SYS_RESOURCE.
+    """
+    if share.program.rust:
+        argv = [str(share.program.path), listener, f"--shared-dir={share.path}", "--sandbox=chroot", "--cache=auto"]
+        argv += ["--announce-submounts", "--rlimit-nofile=0", "--log-level=warn"]
+        return [*argv, "--readonly"] if share.read_only else argv
+    options = f"source={_virtiofsd_escape(str(share.path))},sandbox=chroot,cache=auto,announce_submounts,log_level=warn"
+    return [str(share.program.path), listener, "-f", "-o", options, "--rlimit-nofile=0"]
+
+
+def _virtiofsd_escape(value: str) -> str:
+    """Escape *value* for the C virtiofsd's ``-o`` lists (libfuse's ``fuse_opt``: backslash before comma and backslash)."""
+    return value.replace("\\", "\\\\").replace(",", "\\,")
+
+
+_FLAGS = frozenset(
+    {
+        "-name",
+        "-uuid",
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "-sandbox",
+        "-machine",
+        "-accel",
+        "-cpu",
+        "-smp",
+        "-m",
+        "-object",
+        "-numa",
+        "-global",
+        "-fw_cfg",
+        "-overcommit",
+    }
+    | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
+    | {"-rtc", "-global", "-action", "-vnc"}
+)
+"""Options that begin a line of the script; a value may begin with a dash, too."""
+
+
+def _made_first(plan: InstancePlan) -> Iterator[str]:
+    """Yield the commands that make what our program holds in memory, or makes when it is missing."""
+    machine, directory = plan.machine, shlex.quote(str(plan.state_directory))
+    if machine.guest.agent or machine.vnc or machine.seed is not None or machine.firmware_vars is not None:
+        yield f"mkdir -p {directory}"
+    if machine.firmware_vars is not None and machine.firmware_vars.template is not None:
+        yield shlex.join(("cp", "-n", str(machine.firmware_vars.template), str(_variables_path(plan))))
+    if machine.seed is not None:
+        import base64  # here, because no instance needs them
+        import zlib
+
+        packer = zlib.compressobj(wbits=31)  # gzip
+        packed = base64.b64encode(packer.compress(machine.seed.image()) + packer.flush()).decode()
+        yield f"base64 -d <<'END' | gzip -d >{shlex.quote(str(plan.state_directory / SEED))}"
+        yield from (packed[start : start + 100] for start in range(0, len(packed), 100))
+        yield "END"
+
+
+def pasteable(plan: InstancePlan) -> str:
+    """Return a shell script that runs the same machine by hand: same devices, paths instead of descriptors, not pinned.
+
+    It needs no ``instance-runner``; it must be run as root when there are networks or shares.
+    """
+    lines = [
+        "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
+    ]
+    lines += _made_first(plan)
+    overlays = [(disk, disk.overlay) for disk in plan.machine.disks if disk.overlay is not None]
+    if plan.shares or overlays:
+        lines.append(f"mkdir -p {shlex.quote(str(plan.state_directory))}")
+    for disk, overlay in overlays:
+        path = shlex.quote(str(_overlay(plan, disk)))
+        lines.append(f"qemu-img create -q -f qcow2 {path} {overlay.size} && truncate -s {overlay.limit} {path}")
+    for index, network in enumerate(plan.networks):
+        lines += network_by_hand(index, network)
+    lines += [f"{shlex.join(dnsmasq_argv(dhcp))} &" for dhcp in plan.dhcp]
+    for index, share in enumerate(plan.shares):
+        lines.append(f"{shlex.join(virtiofsd_argv(share, f'--socket-path={_share_socket(plan, index)}'))} &")
+        lines.append(f"until [ -S {shlex.quote(str(_share_socket(plan, index)))} ]; do sleep 0.1; done")
+    program, *options = qemu_argv(plan.machine, Paths(plan), paused=False)
+    words = (("\\\n  " if option in _FLAGS else "") + shlex.quote(option) for option in options)
+    lines.append(" ".join((shlex.quote(program), *words)))
+    return "\n".join(lines) + "\n"

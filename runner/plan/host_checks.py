@@ -1,0 +1,137 @@
+"""Judgements that decide both whether ``run`` starts and what ``check`` says: made here, so that they cannot differ."""
+
+from __future__ import annotations
+
+from runner.cpuset import CpuSet
+from runner.facts.host import Kvm, PodQos
+from runner.spec.instance import InstanceSpec
+
+QEMU_OLDEST = (7, 2)
+"""The oldest QEMU that everything here was run with."""
+
+OWN_CPUS = (
+    "give every container of the pod whole CPUs and memory with requests equal to limits, "
+    "on a node whose kubelet has `cpuManagerPolicy: static`"
+)
+"""The remedy where a pod has no CPUs of its own."""
+
+CPU_TIME = (
+    "raise the limit (`limits.cpu`, `docker --cpus`, `cpu.max` of the groups above) to at least the number of vCPUs"
+)
+"""The remedy for :func:`too_little_time`."""
+
+ASKING_FOR_LESS = frozenset({"affinity", "delegated"})
+"""Placements that keep apart what is in the container only: who names one, does without CPUs of his own."""
+
+_GUARANTEED, _BEST_EFFORT = -997, 1000
+
+
+def qos_of_oom_score_adj(value: int) -> str:
+    """Return the QoS class for which the kubelet sets ``oom_score_adj`` to *value*, empty if for none.
+
+    ``pkg/kubelet/qos/policy.go``, ``GetContainerOOMScoreAdjust``: -997, 1000, and for Burstable by its share of memory
+    something between. A node-critical pod of any class has -997 too.
+    """
+    if value == _GUARANTEED:
+        return "guaranteed"
+    if value == _BEST_EFFORT:
+        return "besteffort"
+    return "burstable" if 1 < value < _BEST_EFFORT else ""
+
+
+def shared_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet) -> str | None:
+    """Return why the CPUs that a process of *pod* may use are not its own; ``None`` if nothing says so.
+
+    The kubelet gives exclusive CPUs to Guaranteed pods alone, and never every *online* CPU of the node: its static
+    policy does not start without a reservation (``policy_static.go``, ``NewStaticPolicy``).
+    """
+    if pod is None:
+        return None
+    if pod.qos in {"burstable", "besteffort"}:
+        name = {"burstable": "Burstable", "besteffort": "BestEffort"}[pod.qos]
+        return f"the pod is {name} ({pod.evidence}), so it shares its CPUs with other pods"
+    if online and online <= allowed:
+        return f"the pod may use every CPU of the node ('{allowed}'), so none is its own"
+    return None
+
+
+def too_little_time(cpu_time: float | None, vcpus: int) -> str | None:
+    """Return why *vcpus* vCPUs cannot run all the time with *cpu_time* (see :class:`~runner.facts.host.HostFacts`)."""
+    if cpu_time is None or cpu_time >= vcpus:
+        return None
+    return f"cpu.max lets {vcpus} vCPUs have the time of {cpu_time:g} CPUs, and stops them when that is used up"
+
+
+def emulated(kvm: Kvm) -> str | None:
+    """Return why the guest would be emulated; ``None`` if KVM runs it."""
+    if kvm.trouble is None:
+        return None
+    return f"no KVM ({kvm.trouble}): the guest is emulated in software (TCG), many times slower"
+
+
+def kvm_unusable(kvm: Kvm) -> str | None:
+    """Return why a KVM that answers cannot be used; ``None`` if it can. Emulating instead would be slow without a word."""
+    return None if kvm.trial is None else f"/dev/kvm answers, but makes no virtual machine: {kvm.trial}"
+
+
+KVM_UNUSABLE_REMEDY = 'see `dmesg | grep -i kvm` on the node, or set cpu.accel = "tcg"'
+"""The remedy for :func:`kvm_unusable`."""
+
+
+def root_for_kvm(kvm: Kvm) -> str | None:
+    """Return why QEMU has to be root to use ``/dev/kvm``, which it opens itself: before 8.1 it takes no descriptor for it."""
+    if kvm.admits_everyone or kvm.admits_group:
+        return None
+    return f"QEMU runs as root, because /dev/kvm (mode {kvm.mode & 0o777:o}) lets no group in"
+
+
+def too_old(version: str) -> str | None:
+    """Return why QEMU *version* (``7.2.22``, as QMP and ``--version`` tell it) cannot be used; ``None`` if it can."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    if major.isdecimal() and minor.isdecimal() and (int(major), int(minor)) >= QEMU_OLDEST:
+        return None
+    return f"QEMU {version} is older than {'.'.join(map(str, QEMU_OLDEST))}"
+
+
+ADDRESSES, ADDRESSES_THREAD = 512 << 20, 80 << 20
+"""QEMU's addresses beside the guest's RAM, and those of a thread (its heap may take 64 MiB, its stack 8): they count
+against ``RLIMIT_MEMLOCK``, used or not (``mm/mlock.c``, ``mlockall``; measured: 414 and at most 73 MiB)."""
+WORKERS = 4
+"""Threads that read and write for QEMU's main thread, and for each iothread, where memory is locked: else up to 64, each with
+a stack and a heap that count (``thread-pool-max``)."""
+PASSED_BESIDE_RAM = 64 << 20
+"""Bytes that VFIO locks beside the guest's RAM at most: firmware, option ROMs, video memory."""
+
+MEMLOCK = (
+    "give it `LimitMEMLOCK=infinity` in the [Service] section of containerd.service, `docker run --ulimit memlock=-1`, "
+    "or the capability SYS_RESOURCE, with which the limit is raised"
+)
+"""The remedy for :func:`too_little_lockable`."""
+
+
+def locked_threads(spec: InstanceSpec) -> int:
+    """Return how many threads QEMU has at most where its memory is locked, beside those it always has."""
+    iothreads = sum(disk.iothread for disk in spec.disk)
+    return spec.cpu.count + iothreads + WORKERS * (1 + iothreads)
+
+
+def bytes_to_lock(spec: InstanceSpec, bars: int = 0) -> int:
+    """Return how many bytes QEMU may have to lock for *spec*, 0 if none; its devices have regions of *bars* bytes.
+
+    VFIO counts on top of what ``mlockall(2)`` has counted, and that counts what QEMU maps of devices as well.
+    """
+    memory, needed = spec.memory, 0
+    if memory.lock:
+        # Pages of hugetlb are never swapped, and yet their addresses are counted.
+        needed += memory.size + ADDRESSES + locked_threads(spec) * ADDRESSES_THREAD
+    if spec.device:
+        needed += memory.size + PASSED_BESIDE_RAM + (bars if memory.lock else 0)
+    return needed
+
+
+def too_little_lockable(limit: int | None, needed: int) -> str | None:
+    """Return why *needed* bytes cannot be locked under *limit* (``RLIMIT_MEMLOCK``, hard); ``None`` if they can."""
+    if limit is None or limit >= needed:
+        return None
+    return f"{needed >> 20} MiB may have to be locked, and RLIMIT_MEMLOCK is {limit >> 10} KiB"

@@ -1,0 +1,235 @@
+"""JSON-RPC 2.0 (https://www.jsonrpc.org/specification) over a stream of lines: framing, checking, answering.
+
+A message is one line. Because people type them, one that is *printed over several lines* is taken too: a line that
+holds nothing but ``{`` or ``[`` opens it, the matching bracket alone at the beginning of a line closes it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+
+import attrs
+import trio
+
+from runner.kernel.cgroup import Cgroup
+
+log = logging.getLogger(__name__)
+
+PARSE_ERROR = -32700
+INVALID_REQUEST = -32600
+METHOD_NOT_FOUND = -32601
+INVALID_PARAMS = -32602
+INTERNAL_ERROR = -32603
+
+LONGEST_BATCH = 64
+"""More requests in one batch are refused together: answers are larger than the shortest requests."""
+
+_BRACKETS = {b"{": b"}", b"[": b"]"}
+
+
+class RpcError(Exception):
+    """A request is answered with this error."""
+
+    def __init__(self, code: int, message: str, data: Mapping[str, object] | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.data = data
+
+
+@attrs.frozen
+class RpcResult:
+    """What a method answers: a JSON value, and control files whose open descriptors travel with it, in order."""
+
+    value: object
+    passing: tuple[tuple[Cgroup, str], ...] = ()
+
+
+@attrs.frozen
+class Reply:
+    """What goes back over the wire: a line, and the control files to open and send with its first byte."""
+
+    line: bytes
+    passing: tuple[tuple[Cgroup, str], ...] = ()
+
+
+Call = Callable[[str, "Mapping[str, object] | list[object]"], Awaitable[RpcResult]]
+"""Calls a method by name; raises :class:`RpcError`."""
+
+
+_Response = tuple[dict[str, object], tuple[tuple[Cgroup, str], ...]]
+
+
+class OverlongError(Exception):
+    """A message is longer than the limit."""
+
+
+class Framer:
+    """Cuts a stream of bytes into messages; holds at most *limit* bytes of an unfinished one."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._tail = bytearray()
+        self._lines = bytearray()
+        self._closing = b""
+
+    @property
+    def unfinished(self) -> bool:
+        """Tell whether a message printed over several lines has been opened and not closed."""
+        return bool(self._closing)
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take *data* and yield every message it completes. Raises :class:`OverlongError`, after which it is lost."""
+        start = len(self._tail)  # what was there before has no line end in it
+        self._tail += data
+        begin = 0
+        while (end := self._tail.find(b"\n", max(start, begin))) >= 0:
+            line = bytes(self._tail[begin : end + 1])
+            begin = end + 1
+            yield from self._take(line)
+        del self._tail[:begin]
+        if len(self._tail) + len(self._lines) > self._limit:
+            raise OverlongError
+
+    def flush(self) -> Iterator[bytes]:
+        """Yield what there is of an unfinished message: the other side will send no more of it."""
+        rest = bytes(self._lines + self._tail)
+        self._tail.clear()
+        self._close()
+        if rest.strip():
+            yield rest
+
+    def _take(self, line: bytes) -> Iterator[bytes]:
+        if len(line) + len(self._lines) > self._limit:
+            raise OverlongError
+        bare = line.rstrip()
+        if self._closing and len(bare) > 1 and bare[:1] in _BRACKETS:
+            # A whole message at the beginning of a line: what was opened before it will never be closed.
+            yield self._close()
+        if self._closing:
+            self._lines += line
+            if bare == self._closing:
+                yield self._close()
+        elif bare in _BRACKETS:
+            self._lines += line
+            self._closing = _BRACKETS[bare]
+        elif bare:
+            yield line
+
+    def _close(self) -> bytes:
+        message = bytes(self._lines)
+        self._lines.clear()
+        self._closing = b""
+        return message
+
+
+async def answer(message: bytes, call: Call) -> Reply | None:
+    """Answer one message, a batch included; ``None`` if nothing is to be said (notifications).
+
+    Requests of a batch are done one after another, and their results come without descriptors. A method that fails
+    in an unforeseen way is an internal error of this program, logged with its traceback.
+    """
+    await trio.lowlevel.checkpoint()  # a client that talks without end takes turns with the others
+    try:
+        document = parse_json(message)
+    except ValueError as error:
+        return Reply(format_error(RpcError(PARSE_ERROR, f"Parse error: {error}")))
+    if not isinstance(document, list):
+        found = await _respond(document, call)
+        return None if found is None else Reply(_line(found[0]), found[1])
+    if not 0 < len(document) <= LONGEST_BATCH:
+        many = f"a batch of {len(document)}; 1 to {LONGEST_BATCH} are allowed"
+        return Reply(format_error(RpcError(INVALID_REQUEST, f"Invalid Request: {many}")))
+    responses = [response for request in document if (response := await _respond(request, call)) is not None]
+    return Reply(_line([response for response, _ in responses])) if responses else None
+
+
+def parse_json(text: bytes) -> object:
+    """Parse one JSON text as RFC 8259 has it, stricter than the standard library does.
+
+    Raises ``ValueError``: for what is not JSON or not UTF-8, NaN and infinities, numbers too large to be told back,
+    two equal names in one object (receivers disagree about which counts), and nesting beyond reason.
+    """
+    try:
+        return json.loads(
+            text.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+async def _respond(request: object, call: Call) -> _Response | None:
+    await trio.lowlevel.checkpoint()
+    identifier = request.get("id") if isinstance(request, dict) else None
+    if isinstance(identifier, bool | dict | list):
+        identifier = None
+    try:
+        method, params = _checked(request)
+    except RpcError as error:  # answered even without an id: what is no valid request is no notification either
+        return _failure(identifier, error), ()
+    response: _Response
+    try:
+        result = await call(method, params)
+    except RpcError as error:
+        response = _failure(identifier, error), ()
+    except Exception:
+        log.exception("method failed method=%r", method)
+        response = _failure(identifier, RpcError(INTERNAL_ERROR, "Internal error")), ()
+    else:
+        response = {"jsonrpc": "2.0", "result": result.value, "id": identifier}, result.passing
+    return response if isinstance(request, dict) and "id" in request else None
+
+
+def _checked(request: object) -> tuple[str, Mapping[str, object] | list[object]]:
+    if not isinstance(request, dict):
+        raise RpcError(INVALID_REQUEST, "Invalid Request: it must be an object")
+    if isinstance(request.get("id"), bool | dict | list):
+        raise RpcError(INVALID_REQUEST, "Invalid Request: 'id' must be a string, a number or null")
+    if request.get("jsonrpc") != "2.0":
+        raise RpcError(INVALID_REQUEST, "Invalid Request: 'jsonrpc' must be \"2.0\"")
+    method = request.get("method")
+    if not isinstance(method, str):
+        raise RpcError(INVALID_REQUEST, "Invalid Request: 'method' must be a string")
+    params = request.get("params", {})
+    if not isinstance(params, dict | list):
+        raise RpcError(INVALID_REQUEST, "Invalid Request: 'params' must be an object or an array")
+    return method, params
+
+
+def _failure(identifier: object, error: RpcError) -> dict[str, object]:
+    told: dict[str, object] = {"code": error.code, "message": error.message}
+    if error.data is not None:
+        told["data"] = dict(error.data)
+    return {"jsonrpc": "2.0", "error": told, "id": identifier}
+
+
+def format_error(error: RpcError) -> bytes:
+    """Return the line that says *error* about no request in particular."""
+    return _line(_failure(None, error))
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("two equal names in one object")
+    return found

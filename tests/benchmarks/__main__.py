@@ -1,0 +1,105 @@
+"""What the project claims in figures, measured beside its peers in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.benchmarks.bench_memory import taking
+from tests.benchmarks.disk import disk
+from tests.benchmarks.figures import Figure, markdown
+from tests.benchmarks.idle import idle, memory
+from tests.benchmarks.instances import Bench, build, cpus
+from tests.benchmarks.network import network
+from tests.benchmarks.reap import reap
+from tests.benchmarks.start import start
+from tests.benchmarks.stop import stop
+from tests.benchmarks.worlds import BenchError
+
+PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+    "start": start,
+    "memory": memory,
+    "idle": idle,
+    "stop": stop,
+    "reap": reap,
+    "taking": taking,
+    "disk": disk,
+    "network": network,
+}
+
+QUIET = 0.25
+"""Load average per CPU below which a machine is called quiet."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests/benchmarks/run", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="the same numbers, with every sample, for machines")
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it works; some two minutes")
+    parser.add_argument("--only", choices=PARTS, action="append", metavar="NAME", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--accel", choices=("tcg", "kvm"), default="tcg", help="default: %(default)s")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        Path(directory).chmod(0o755)  # QEMU may run as a user of its own
+        build(Path(directory))
+        bench = Bench(Path(directory), arguments.accel, arguments.quick, *cpus())
+        try:
+            report(bench, arguments.only or list(PARTS), as_json=arguments.json)
+        except BenchError as error:
+            print(f"tests/benchmarks/run: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+    return 0
+
+
+def report(bench: Bench, parts: list[str], *, as_json: bool) -> None:
+    host, before = facts(bench), os.getloadavg()[0]
+    figures: list[Figure] = []
+    for part in parts:
+        begun = time.monotonic()
+        figures += PARTS[part](bench)
+        print(f"{part}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
+    host["load average"] += f" before, {os.getloadavg()[0]:.1f} after"
+    quiet = before < QUIET * len(os.sched_getaffinity(0))
+    remarks = () if quiet else ("This machine was not quiet: times are too long and differ from run to run.",)
+    if as_json:
+        print(json.dumps({"host": host, "figures": [figure.to_json() for figure in figures]}, indent=1))
+        return
+    print("Measured on " + ", ".join(f"{name} {value}" for name, value in host.items()) + ".")
+    print(" ".join(("Medians; ratio = instance-runner ÷ each of the others.", *remarks)) + "\n")
+    print("\n".join(markdown(figures)))
+    missed = [figure for figure in figures if figure.met is False]
+    print(f"\n{sum(figure.met is True for figure in figures)} goals met, {len(missed)} missed.")
+    for figure in missed:
+        print(f"Missed: {figure.name}: {figure.median:.1f}, goal {figure.goal}.")
+
+
+def facts(bench: Bench) -> dict[str, str]:
+    """Return what it is measured on."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    model = next((line.split(": ")[1] for line in cpuinfo.splitlines() if line.startswith("model name")), "?")
+    qemu = subprocess.run(("qemu-system-x86_64", "--version"), check=True, capture_output=True, text=True).stdout
+    return {
+        "CPU": f"{model}, {len(os.sched_getaffinity(0))} CPUs",
+        "Linux": platform.release(),
+        "QEMU": f"{qemu.split()[3]} ({bench.accel})",
+        "Python": platform.python_version(),
+        "vCPU": f"on CPU {bench.cpu}",
+        "everything else": f"on {bench.others}",
+        "orphans": str(bench.orphans),
+        "load average": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

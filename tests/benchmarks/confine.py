@@ -1,0 +1,107 @@
+"""Process 1 of a pod that is no instance: it takes its place as one does, with a child of many threads instead of QEMU.
+
+Run by ``bench_confine.py``. Prints one JSON object a line: the milliseconds of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from contextlib import AsyncExitStack
+from itertools import cycle, islice
+from pathlib import PurePosixPath
+
+import trio
+
+from runner.cpuset import CpuSet
+from runner.instance.cgroups.active import _Grouped, entered_cgroups
+from runner.instance.daemons import anchored
+from runner.instance.supervisor import Faults, StopRequest, Supervisor, open_supervisor
+from runner.instance.thread_placement import MachineThreads, confined
+from runner.kernel.processes import Command, Process
+from runner.kernel.procfs import Procfs
+from runner.plan.instance import Placement, Register
+from runner.protocol.qmp import VcpuThread
+
+THREADS = """
+import sys, threading
+gate = threading.Event()
+for _ in range(int(sys.argv[1])):
+    threading.Thread(target=gate.wait).start()
+gate.wait()
+"""
+
+
+async def many_threads(host: Supervisor, stack: AsyncExitStack, count: int) -> tuple[Process, tuple[VcpuThread, ...]]:
+    """Start a process with *count* threads besides its first one, in the cgroup we are in, and return them."""
+    command = Command("qemu", (sys.executable, "-I", "-S", "-c", THREADS, str(count)))
+    process = host.processes.spawn(command)
+    stack.push_async_callback(host.processes.stop, process, 2)
+    while len(tids := Procfs().thread_ids(process.pid)) <= count:
+        await trio.sleep(0.01)
+    return process, tuple(VcpuThread(index, tid) for index, tid in enumerate(tids[1:]))
+
+
+def bare(seat: _Grouped, process: Process, vcpus: tuple[VcpuThread, ...], pins: tuple[int, ...]) -> None:
+    """Do what must be done at least: the same writes and masks, with nothing checked and nothing read back."""
+    os.write(seat.doors.floating.number, b"%d\n" % process.pid)
+    for vcpu in vcpus:
+        os.write(seat.doors.instance.number, b"%d\n" % vcpu.tid)
+    for vcpu, cpu in zip(vcpus, pins, strict=True):
+        os.sched_setaffinity(vcpu.tid, [cpu])
+
+
+async def measure(register: Register, cpus: CpuSet, count: int, *, is_bare: bool) -> dict[str, float]:
+    """Return the milliseconds of one round with *count* threads; where they are more than CPUs, they share."""
+    placement = Placement(
+        backend="controller",
+        cpus=cpus,
+        pins=tuple(islice(cycle(cpus), count)),
+        float_cpus=None,
+        shared=False,
+        register=register,
+    )
+    async with (
+        open_supervisor(StopRequest(), Faults()) as host,
+        AsyncExitStack() as pod,
+        anchored(host, ("sleep", "infinity")) as anchors,
+    ):
+        process, vcpus = await many_threads(host, pod, count)
+        begun = time.perf_counter()
+        async with entered_cgroups(host, placement, anchors) as seat, AsyncExitStack() as stack:
+            entered = time.perf_counter()
+            stack.push_async_callback(host.processes.stop, process, 2)  # before its group is to be removed
+            if is_bare:
+                assert isinstance(seat, _Grouped)
+                bare(seat, process, vcpus, placement.pins)
+            else:
+                confined(host, seat, placement, MachineThreads(process, vcpus, ()))
+            ended = time.perf_counter()
+    assert host.faults.sentences == []
+    name = "bare loop" if is_bare else "confine, pin, read back"
+    return {"threads": count, "register and enter float": (entered - begun) * 1000, name: (ended - entered) * 1000}
+
+
+async def main() -> None:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("socket", type=PurePosixPath)
+    parser.add_argument("uid")
+    parser.add_argument("cpus", type=CpuSet.parse)
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("counts", type=int, nargs="+")
+    options = parser.parse_args()
+    for number in range(options.rounds):
+        for count in options.counts:
+            for is_bare in (bool(number % 2), not number % 2):
+                register = Register(options.socket, options.uid)
+                print(json.dumps(await measure(register, options.cpus, count, is_bare=is_bare)), flush=True)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    trio.run(main)

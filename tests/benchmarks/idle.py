@@ -1,0 +1,81 @@
+"""What PID 1 costs while the guest runs and nothing happens."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from tests.benchmarks.figures import Figure, Goal
+from tests.benchmarks.instances import UP, Bench
+from tests.benchmarks.worlds import World, below, memory_of, name_of, switches_of, threads_of, world
+
+SETTLED = 1.0
+"""Seconds after the guest's first word until the start is over for everybody."""
+
+ATTACHED = 0.5
+"""Seconds of a trace that show its own beginning."""
+
+NOT_OURS = ("qemu-system", "dnsmasq", "virtiofsd")
+
+
+def memory(bench: Bench) -> Iterator[Figure]:
+    samples: dict[str, list[float]] = {}
+    bare = bench.bare(bench.spec("memory"))
+    contestants = {
+        "with": bench.runner(bench.spec("memory-with")),
+        "without": bench.runner(bench.spec("memory-without", network=False)),
+        "bash": bare,
+        "tini": ("tini", "--", *bare),
+    }
+    for _ in range(bench.rounds(3, 1)):
+        for name, argv in contestants.items():
+            with world(*argv) as init:
+                init.until(UP)
+                init.listen(SETTLED)
+                for what, amount in memory_of(init.pid).items():
+                    samples.setdefault(f"{name} {what}", []).append(amount)
+                samples.setdefault(f"{name} threads", []).append(threads_of(init.pid))
+                ours = [pid for pid in below(init.pid) if not name_of(pid).startswith(NOT_OURS)]
+                samples.setdefault(f"{name} all", []).append(sum(memory_of(pid)["Pss"] for pid in ours))
+
+    def peers(what: str) -> dict[str, list[float]]:
+        return {name: samples[f"{name} {what}"] for name in ("bash", "tini")}
+
+    yield Figure("memory: RSS of PID 1 with a network, MB", samples["with Rss"], peers("Rss"), Goal(30))
+    yield Figure("memory: RSS of PID 1 without, MB", samples["without Rss"], {}, Goal(27))
+    yield Figure("memory: Pss of PID 1 with a network, MB", samples["with Pss"], peers("Pss"))
+    yield Figure("memory: Pss of PID 1 without, MB", samples["without Pss"])
+    yield Figure("memory: Pss of PID 1, anchor and helpers, MB", samples["with all"], peers("all"))
+    yield Figure("memory: threads of PID 1", samples["with threads"], peers("threads"), Goal(1))
+
+
+def idle(bench: Bench) -> Iterator[Figure]:
+    window = bench.rounds(10, 3)
+    scale = 10 / window
+    contestants = {
+        "runner": bench.runner(bench.spec("idle")),
+        "tini": ("tini", "--", *bench.bare(bench.spec("idle-bare"))),
+    }
+    with ExitStack() as held:
+        inits = {name: held.enter_context(world(*argv)) for name, argv in contestants.items()}
+        for init in inits.values():
+            init.until(UP)
+            init.listen(SETTLED)
+        before = {name: switches_of(init.pid) for name, init in inits.items()}
+        inits["runner"].listen(window)
+        woken = {name: [(switches_of(init.pid) - before[name]) * scale] for name, init in inits.items()}
+        calls = {name: [_calls(bench, init, window) * scale] for name, init in inits.items()}
+    yield Figure("idle: wake-ups of PID 1 in 10 s", woken["runner"], {"tini": woken["tini"]}, Goal(0))
+    yield Figure("idle: system calls of PID 1 in 10 s", calls["runner"], {"tini": calls["tini"]}, Goal(0))
+
+
+def _calls(bench: Bench, init: World, window: int) -> int:
+    """Count the system calls that end within *window* seconds; attaching interrupts one, which does not count."""
+    trace = bench.directory / "trace"
+    command = ("strace", "-f", "-ttt", "-o", trace, "-p", str(init.pid))
+    subprocess.run(("timeout", "--signal=INT", str(window + ATTACHED), *command), check=False, capture_output=True)
+    lines = [line.split(maxsplit=2) for line in trace.read_text().splitlines()]
+    begun = min((float(line[1]) for line in lines), default=0.0)
+    return sum(float(line[1]) > begun + ATTACHED and re.search(r"\) += ", line[2]) is not None for line in lines)

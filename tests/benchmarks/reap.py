@@ -1,0 +1,82 @@
+"""How fast orphans are reaped, beside the small inits."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.benchmarks.figures import Figure, Goal
+from tests.benchmarks.instances import HERE, Argv, Bench
+from tests.benchmarks.worlds import BenchError, cpu_of, world
+
+PEERS = ("tini", "dumb-init", "catatonit")
+SPARE_PIDS = 5000
+
+
+def reap(bench: Bench) -> Iterator[Figure]:
+    orphans = bench.orphans
+    if int(Path("/proc/sys/kernel/pid_max").read_text()) < orphans + SPARE_PIDS:
+        raise BenchError(f"kernel.pid_max leaves no room for {orphans} zombies")
+    contestants: dict[str, Argv] = {name: (name, "--") for name in PEERS}
+    contestants["runner"] = (sys.executable, HERE / "reaper.py")
+    samples: dict[str, dict[str, list[float]]] = {what: {name: [] for name in contestants} for what in WHAT}
+    names = list(contestants)
+    for number in range(bench.rounds(5, 1)):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            for what, value in _once(bench, contestants[name], orphans, ours=name == "runner").items():
+                samples[what][name].append(value)
+
+    def figure(name: str, what: str) -> Figure:
+        ours, theirs = samples[what]["runner"], {peer: samples[what][peer] for peer in PEERS}
+        goal = None if what == "cpu" else Goal(statistics.median(theirs["tini"]), at_least=True, name="tini")
+        return Figure(name, ours, theirs, goal)
+
+    yield figure("reap: orphans dying one after the other, 1000/s", "live")
+    yield figure("reap: zombies found at once, 1000/s", "burst")
+    yield figure("reap: CPU of PID 1 for a zombie, µs", "cpu")
+
+
+WHAT = ("live", "burst", "cpu")
+
+
+def _once(bench: Bench, init_argv: Argv, orphans: int, *, ours: bool) -> dict[str, float]:
+    with ExitStack() as held:
+        orders_in, orders = os.pipe()
+        answers, answers_out = os.pipe()
+        held.callback(os.close, orders)
+        listening = held.enter_context(os.fdopen(answers))
+        passed = (orders_in, answers_out)
+        storm: Argv = (bench.directory / "storm", str(orphans), *map(str, passed))
+        between: Argv = (",".join(map(str, passed)),) if ours else ()
+        try:
+            init = held.enter_context(world(*init_argv, *between, *storm, pass_fds=passed))
+        finally:
+            for fd in passed:
+                os.close(fd)
+
+        def answer() -> str:
+            line = listening.readline()
+            if not line:
+                init.listen(0.5)
+                raise BenchError(f"the storm broke off:\n{init.transcript()}")
+            return line.split()[-1]
+
+        def seconds(order: bytes) -> float:
+            os.write(orders, order)
+            return float(answer())
+
+        answer()
+        live = orphans / seconds(b"l")
+        init.stop()
+        os.write(orders, b"w")
+        answer()
+        before = cpu_of(init.pid)
+        burst = orphans / seconds(b"r")
+        spent = cpu_of(init.pid) - before
+        os.write(orders, b"q")
+        init.exited()
+        return {"live": live / 1e3, "burst": burst / 1e3, "cpu": spent / orphans * 1e6}

@@ -1,0 +1,65 @@
+"""From SIGTERM to the end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from tests.benchmarks.figures import Figure, Goal
+from tests.benchmarks.instances import GRACE, UP, Bench
+from tests.benchmarks.worlds import BenchError, world
+
+SETTLED = 0.5
+
+MARKS = (
+    ("pressed", r"qmp event name=POWERDOWN"),
+    ("off", r"qmp event name=SHUTDOWN .*'guest': True"),
+    ("quit", r"qmp event name=SHUTDOWN .*'host-qmp-quit'"),
+    ("network", r"network: giving back"),
+    ("ended", r"ended outcome="),
+)
+
+STOPPED, FORCED_OFF = 0, 13
+
+
+def stop(bench: Bench) -> Iterator[Figure]:
+    samples: dict[str, list[float]] = {}
+    obedient, deaf = bench.spec("obedient"), bench.spec("deaf-guest", guest="deaf")
+    for _ in range(bench.rounds(7, 1)):
+        with world(*bench.runner(obedient, "--log-level", "debug")) as init:
+            init.until(UP)
+            init.listen(SETTLED)
+            asked = init.terminate()
+            exited = init.exited()
+            _expect(init.status, STOPPED, init.transcript())
+            reached = {**init.marks(MARKS), "asked": asked, "exit": exited}
+        guest = reached["off"] - reached["pressed"]
+        spans = {"obedient": exited - asked - guest, "guest": guest, "pressed": reached["pressed"] - asked}
+        stations = [name for name in ("off", "quit", "network", "ended", "exit") if name in reached]
+        spans |= {there: reached[there] - reached[here] for here, there in itertools.pairwise(stations)}
+        with world(*bench.runner(deaf)) as init:
+            init.until(UP)
+            init.listen(SETTLED)
+            asked = init.terminate()
+            spans["deaf"] = init.exited() - asked - GRACE
+            _expect(init.status, FORCED_OFF, init.transcript())
+        for name, span in spans.items():
+            samples.setdefault(name, []).append(span * 1e3)
+    limit = Goal(250)
+    yield Figure("stop: obedient guest, beyond its own time, ms", samples["obedient"], goal=limit)
+    for name, title in (
+        ("pressed", "SIGTERM → power button"),
+        ("guest", "the guest's own time"),
+        ("quit", "guest off → quit obeyed"),
+        ("network", "QEMU, virtiofsd, dnsmasq end"),
+        ("ended", "network given back"),
+        ("exit", "the process itself ends"),
+    ):
+        if name in samples:
+            yield Figure(f"- {title}, ms", samples[name])
+    yield Figure("stop: deaf guest, beyond the grace period, ms", samples["deaf"], goal=limit)
+
+
+def _expect(status: int | None, wanted: int, transcript: str) -> None:
+    if status != wanted:
+        raise BenchError(f"ended with status {status} instead of {wanted}:\n{transcript}")

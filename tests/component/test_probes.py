@@ -1,0 +1,174 @@
+"""What an instance shows from outside, over real HTTP: its state, its threads' places, its children's deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from ipaddress import IPv4Interface
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+
+from runner.cpuset import CpuSet
+from runner.facts.host import Interface, PodName
+from runner.instance.discover import read_pod_name
+from runner.instance.probes import READ_AGAIN, probes_served
+from runner.instance.supervisor import Supervisor, open_supervisor
+from runner.plan.instance import InstancePlan
+from runner.plan.networks import BridgedPlan
+
+Ask = Callable[[str], Awaitable[tuple[int, str]]]
+POD = PodName("web-1", "prod", 'a "node"', "3ceda12c-3ee9-40fa-9f42-61428fe654a6")
+
+
+async def wait_for(condition: Callable[[], object]) -> None:
+    with trio.fail_after(20):
+        while not condition():
+            await trio.sleep(0.005)
+
+
+async def ask(port: int, target: str) -> tuple[int, str]:
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        head, _, body = b"".join([data async for data in stream]).decode().partition("\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+async def looked_at(bench: Any, plan: InstancePlan, look: Callable[[Supervisor, Ask], Awaitable[None]]) -> Any:
+    """Run *plan* with its pages, *look* at them meanwhile, and return how it ended."""
+    seen = []
+
+    async def beside(host: Supervisor) -> None:
+        async with probes_served(host, plan, ("127.0.0.1", 0)):
+            port = int(bench.told().rpartition("port=")[2].split()[0])
+            await look(host, lambda target: ask(port, target))
+        seen.append(True)
+
+    with trio.fail_after(40):
+        ended = await bench.run(plan, beside=beside)
+    assert seen, "it was over before it was looked at"
+    return ended
+
+
+def figures(text: str) -> dict[str, float]:
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name.removeprefix("instance_runner_"): float(value) for name, _, value in lines}
+
+
+async def a_vcpu_starts_a_thread(host: Supervisor, page: Ask, cpu: CpuSet) -> None:
+    """Without cgroups nobody sweeps: whoever asks finds it back in its place."""
+    [qemu] = [process for process in host.processes if process.role == "qemu"]
+    before = os.sched_getaffinity(qemu.pid)
+    os.sched_setaffinity(qemu.pid, set(cpu))  # as a thread is born that a vCPU's starts
+    await trio.sleep(READ_AGAIN)
+    assert await page("/readyz") == (200, "ok\n")
+    assert os.sched_getaffinity(qemu.pid) == before
+    assert host.counters.swept == 1
+
+
+async def test_while_the_guest_runs(bench: Any) -> None:
+    plan = attrs.evolve(bench.plan(grace=4, qemu={"at_powerdown": None}), pod=POD)
+    ready = Path(plan.state_directory) / "ready"
+    cpu, other = plan.placement.cpus, set(os.sched_getaffinity(0)) - set(plan.placement.cpus)
+
+    async def look(host: Supervisor, page: Ask) -> None:
+        await wait_for(ready.exists)
+        assert await page("/readyz") == (200, "ok\n")
+        assert await page("/healthz") == (200, "running\n")
+        assert (await page("/else"))[0] == 404
+        status, text = await page("/metrics")
+        assert status == 200
+        found, vcpu = figures(text), f'{{vcpu="0",cpu="{cpu}"}}'
+        assert (
+            f'info{{instance="instance",namespace="prod",pod="web-1",node="a \\"node\\"",placement="{plan.placement.backend}"}}'
+            in found
+        )
+        assert (found["placement_holds"], found["placement_strays"]) == (1, 0)
+        assert (found['guest_state{state="running"}'], found['guest_state{state="starting"}']) == (1, 0)
+        assert found["console_bytes_total"] == len("guest: runs\r\n")
+        assert found[f"vcpu_cpu_seconds_total{vcpu}"] > 0
+        assert found[f"vcpu_run_delay_seconds_total{vcpu}"] >= 0
+        assert found[f"vcpu_steal_seconds_total{vcpu}"] >= 0
+        assert found[f"vcpu_involuntary_switches_total{vcpu}"] >= 0
+        await moved_away(host, page)
+        await a_vcpu_starts_a_thread(host, page, cpu)
+        await a_child_dies(host, page)
+        bench.stop.ask("test")
+        await wait_for(lambda: not ready.exists())
+        assert await page("/readyz") == (503, "stopping\n")
+        assert figures((await page("/metrics"))[1])['guest_state{state="stopping"}'] == 1
+
+    async def moved_away(host: Supervisor, page: Ask) -> None:
+        [qemu] = [process for process in host.processes if process.role == "qemu"]
+        [tid] = [each for each in host.procfs.threads(qemu.pid) if each.cpus == cpu]
+        os.sched_setaffinity(tid.tid, other)
+        await trio.sleep(READ_AGAIN)  # for so long the last reading is shown
+        status, text = await page("/readyz")
+        assert (status, "vCPU 0" in text) == (503, True)
+        assert figures((await page("/metrics"))[1])["placement_holds"] == 0
+        os.sched_setaffinity(tid.tid, set(cpu))
+        await trio.sleep(READ_AGAIN)
+        assert await page("/readyz") == (200, "ok\n")
+
+    async def a_child_dies(host: Supervisor, page: Ask) -> None:
+        anchor = next(process for process in host.processes if process.role == "anchor")
+        anchor.send_signal(signal.SIGKILL)
+        await wait_for(lambda: host.counters.restarts["anchor"])
+        assert figures((await page("/metrics"))[1])['child_restarts_total{role="anchor"}'] == 1
+
+    before = bench.snapshot()
+    ended = await looked_at(bench, plan, look)
+    assert ended.status == 13, ended
+    assert bench.snapshot() == before
+
+
+async def test_what_a_killed_runner_left_is_no_sign(bench: Any) -> None:
+    plan = bench.plan(qemu={"before_greeting": "hang"}, grace=1)
+    directory = Path(plan.state_directory)
+    directory.mkdir(mode=0o700)
+    for name in ("ready", "receipt.json"):
+        (directory / name).touch()
+
+    async def look(_host: Supervisor, page: Ask) -> None:
+        await wait_for(lambda: bench.records("qemu", "start"))
+        assert not (directory / "ready").exists()
+        assert not (directory / "receipt.json").exists()
+        assert await page("/readyz") == (503, "starting\n")
+        assert await page("/healthz") == (200, "starting\n")
+        assert "placement_holds" not in figures((await page("/metrics"))[1])
+        bench.stop.ask("test")
+
+    ended = await looked_at(bench, plan, look)
+    assert ended.status == 0, ended
+
+
+async def test_where_the_guest_has_the_pods_address_it_is_said(bench: Any) -> None:
+    address, gateway = IPv4Interface("10.0.0.7/24"), IPv4Interface("169.254.9.1/30")
+    pod = Interface("eth0", "0a:58:0a:f4:01:05", 1450, (address,))
+    network = BridgedPlan(pod.mac, 1450, 1, "br0", "tap0", gateway, address, None, (), (), (), pod, None, vhost=False)
+    plan = attrs.evolve(bench.plan(), networks=(network,))
+    async with open_supervisor(bench.stop, bench.faults) as host, probes_served(host, plan, ("127.0.0.1", 0)):
+        assert "the guest has the address of eth0: who connects to it reaches the guest, and not --http" in bench.told()
+
+
+async def test_the_log_and_the_receipt_name_the_pod(bench: Any) -> None:
+    plan = attrs.evolve(bench.plan(), pod=POD)
+
+    async def look(_host: Supervisor, _page: Ask) -> None:
+        await wait_for(bench.guest_runs)
+        receipt = json.loads((Path(plan.state_directory) / "receipt.json").read_text())
+        assert receipt["instance"] == "instance"
+        assert receipt["pod"] == {"name": "web-1", "namespace": "prod", "node": 'a "node"', "uid": POD.uid}
+        bench.stop.ask("test")
+
+    await looked_at(bench, plan, look)
+
+
+def test_the_pods_name_is_what_the_downward_api_gives() -> None:
+    environment = {"POD_NAME": "a", "POD_NAMESPACE": "b", "NODE_NAME": "c", "POD_UID": "d", "HOSTNAME": "x"}
+    assert read_pod_name(environment) == PodName("a", "b", "c", "d")
+    assert read_pod_name({"HOSTNAME": "x"}) == PodName()

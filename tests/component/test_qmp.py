@@ -1,0 +1,309 @@
+"""The monitor against a peer that says exactly what the test wants, when it wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import trio
+
+from runner.protocol.qmp import BadReplyError, ExecInterruptedError, ExecuteError, Monitor, VcpuThread
+from tests.support.sweep import CancelAtStep
+
+GREETING = {"QMP": {"version": {"qemu": {"major": 10, "minor": 0, "micro": 2}, "package": ""}, "capabilities": []}}
+
+
+class Peer:
+    """QEMU's end, spoken by hand."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.buffer = b""
+
+    def say(self, **message: object) -> None:
+        self.end.sendall(json.dumps(message).encode() + b"\r\n")
+
+    def heard(self) -> dict[str, object]:
+        """Return the next command, which must be there already."""
+        while b"\n" not in self.buffer:
+            self.buffer += self.end.recv(1 << 16, socket.MSG_DONTWAIT)
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        result: dict[str, object] = json.loads(line)
+        return result
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Monitor, Peer]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Monitor(ours), Peer(theirs)
+
+
+async def settle() -> None:
+    await trio.testing.wait_all_tasks_blocked()
+
+
+async def test_greeting_and_version(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    async with trio.open_nursery() as nursery:
+        peer.say(**GREETING)
+        versions: list[str] = []
+
+        async def greet() -> None:
+            versions.append(await monitor.greet())
+
+        nursery.start_soon(greet)
+        await settle()
+        assert peer.heard() == {"execute": "qmp_capabilities", "id": "1"}
+        peer.say(**{"return": {}, "id": "1"})
+    assert versions == ["10.0.2"]
+
+
+async def test_replies_find_their_commands_in_any_order(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    results: dict[str, object] = {}
+
+    async def ask(command: str) -> None:
+        results[command] = await monitor.execute(command)
+
+    async with trio.open_nursery() as nursery:
+        for command in "abc":
+            nursery.start_soon(ask, command)
+        await settle()
+        asked = [peer.heard() for _ in "abc"]
+        for request in reversed(asked):
+            peer.say(**{"return": request["execute"], "id": request["id"]})
+    assert results == {"a": "a", "b": "b", "c": "c"}
+
+
+async def test_events_between_request_and_reply_are_kept(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.execute, "stop")
+        await settle()
+        peer.say(event="STOP", data={}, timestamp={})
+        peer.say(**{"return": {}, "id": peer.heard()["id"]})
+        peer.say(event="RESUME", timestamp={})
+    assert [(await monitor.event()).name for _ in range(2)] == ["STOP", "RESUME"]
+
+
+async def test_an_event_waiter_and_a_command_read_for_each_other(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    seen: list[str] = []
+
+    async def wait() -> None:
+        seen.append((await monitor.event()).name)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        await settle()  # the event waiter reads
+        nursery.start_soon(monitor.execute, "x")
+        await settle()  # the command waits for it
+        peer.say(**{"return": {}, "id": peer.heard()["id"]})
+        await settle()
+        peer.say(event="E", timestamp={})
+    assert seen == ["E"]
+
+
+async def test_a_reply_may_overtake_the_end_of_its_sending(ends: tuple[Monitor, Peer]) -> None:
+    """Another task reads the reply while the command's own is still on its way back from sending."""
+    monitor, peer = ends
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.event)
+        await settle()  # the event waiter reads
+        peer.say(**{"return": "early", "id": "1"})
+        with trio.fail_after(5):
+            assert await monitor.execute("x") == "early"
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_reader_is_cancelled_and_another_takes_over(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    async with trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        async def read() -> None:
+            with scope:
+                await monitor.event()
+
+        nursery.start_soon(read)
+        await settle()
+        nursery.start_soon(monitor.execute, "x")
+        await settle()
+        scope.cancel()
+        await settle()
+        peer.say(**{"return": {}, "id": peer.heard()["id"]})
+
+
+async def test_a_cancelled_commands_late_reply_is_dropped(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    with trio.move_on_after(0.01):
+        await monitor.execute("slow")
+    late = peer.heard()["id"]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.execute, "next")
+        await settle()
+        peer.say(**{"return": {}, "id": late})
+        peer.say(**{"return": {}, "id": peer.heard()["id"]})
+
+
+async def test_a_command_with_a_descriptor_is_sent_or_not(ends: tuple[Monitor, Peer]) -> None:
+    """Cancelled wherever it may be, it leaves a conversation that goes on."""
+    monitor, peer = ends
+    for n in range(1, 8):
+        with trio.CancelScope() as scope:
+            instrument = CancelAtStep(scope, n)
+            trio.lowlevel.add_instrument(instrument)
+            try:
+                with trio.move_on_after(0.05):
+                    await monitor.execute("add-fd", passing=(peer.end.fileno(),))
+            finally:
+                trio.lowlevel.remove_instrument(instrument)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(monitor.execute, "next")
+            await settle()
+            request = peer.heard()
+            request = peer.heard() if request["execute"] == "add-fd" else request
+            peer.say(**{"return": {}, "id": request["id"]})
+
+
+async def test_a_refusal_keeps_what_was_said(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    peer.say(error={"class": "CommandNotFound", "desc": "The command x has not been found"}, id="1")
+    with pytest.raises(ExecuteError, match="cannot execute 'x': The command x has not been found") as caught:
+        await monitor.execute("x")
+    assert caught.value.kind == "CommandNotFound"
+    peer.say(**{"return": 1, "id": "2"})
+    assert await monitor.execute("y") == 1
+
+
+async def test_vcpus_come_in_any_order(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    peer.say(**{"return": [{"cpu-index": 1, "thread-id": 11}, {"cpu-index": 0, "thread-id": 10}], "id": "1"})
+    assert await monitor.vcpu_threads() == (VcpuThread(0, 10), VcpuThread(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "sentence"),
+    [
+        (b"", ExecInterruptedError, "it hung up"),
+        (b'{"QMP": ', ExecInterruptedError, "it hung up in the middle of"),
+        (b"hello\n", BadReplyError, "it sent b'hello'"),
+        (b"[]\n", BadReplyError, r"it sent b'\[\]'"),
+        (b"\xff\xfe\n", BadReplyError, "it sent"),
+        (b"[" * 100_000 + b"\n", BadReplyError, "it sent"),
+        (b'{"QMP": 3}\n', BadReplyError, "greeting"),
+    ],
+)
+async def test_what_is_not_qmp_ends_the_conversation(
+    ends: tuple[Monitor, Peer], said: bytes, error: type[Exception], sentence: str
+) -> None:
+    monitor, peer = ends
+    peer.end.sendall(said)
+    peer.end.shutdown(socket.SHUT_WR)
+    with pytest.raises(error, match=sentence):
+        await monitor.greet()
+    with pytest.raises(error):
+        await monitor.execute("anything")
+
+
+async def test_a_reply_before_the_garbage_counts(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.execute, "cont")
+        await settle()
+        number = peer.heard()["id"]
+        peer.end.sendall(json.dumps({"return": {}, "id": number}).encode() + b"\r\ngarbage\n")
+    with pytest.raises(BadReplyError):
+        await monitor.event()
+
+
+async def test_a_line_without_end(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+
+    def flood() -> None:
+        try:
+            for _ in range(100):
+                peer.end.sendall(b"x" * (1 << 16))
+        except ConnectionError:
+            pass
+
+    flooding = threading.Thread(
+        target=flood
+    )  # joined here: a thread of trio's pool would stay, and be found by other tests
+    flooding.start()
+    with pytest.raises(BadReplyError, match="a line of more than"):
+        await monitor.event()
+    monitor.close()
+    flooding.join()
+
+
+async def test_a_command_abandoned_half_sent_ends_the_conversation(ends: tuple[Monitor, Peer]) -> None:
+    monitor, _peer = ends
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.execute, "big", {"text": "x" * (8 << 20)})
+        await settle()
+        nursery.cancel_scope.cancel()
+    with pytest.raises(ExecInterruptedError, match="half-sent"):
+        await monitor.execute("next")
+
+
+async def test_events_without_end_do_not_fill_memory(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.execute, "x")
+        await settle()
+        number = peer.heard()["id"]
+
+        def storm() -> None:
+            for count in range(3000):
+                peer.say(event=f"E{count}", timestamp={})
+            peer.say(**{"return": {}, "id": number})
+
+        storming = threading.Thread(target=storm)
+        storming.start()
+    storming.join()
+    assert (await monitor.event()).name == "E2000", "the newest thousand are kept"
+
+
+async def test_descriptors_travel_with_a_command(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    reading, writing = os.pipe()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(monitor.execute, "add-fd", {"opaque": "x" * 100_000}, passing=(reading,)))
+        await settle()
+        data, received, _, _ = socket.recv_fds(peer.end, 1 << 16, 4)
+        peer.buffer += data
+        await settle()
+        while b"\n" not in peer.buffer:
+            peer.buffer += peer.end.recv(1 << 16, socket.MSG_DONTWAIT)
+            await settle()
+        peer.say(**{"return": {"fdset-id": 0}, "id": peer.heard()["id"]})
+    os.write(writing, b"word")
+    assert [os.read(number, 4) for number in received] == [b"word"]
+    os.fstat(reading)  # ours still
+    for number in (reading, writing, *received):
+        os.close(number)
+
+
+async def test_iothreads_by_their_threads(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    found: list[object] = []
+
+    async def ask() -> None:
+        try:
+            found.append(await monitor.iothreads())
+        except BadReplyError as error:
+            found.append(type(error))
+
+    for said in ([{"id": "disk0", "thread-id": 7}], [{"id": "disk0"}]):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await settle()
+            peer.say(**{"return": said, "id": peer.heard()["id"]})
+    assert found == [{7: "disk0"}, BadReplyError]

@@ -1,0 +1,117 @@
+"""The recipes of the three artefacts that take time to make, and the archives that are composed for every boot."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from tests.emulated_node.cache import RECIPES, Artefact, EmulatedNodeError
+from tests.emulated_node.cpio import Entry, archive
+from tests.emulated_node.madt import madt
+from tests.emulated_node.shape import Shape
+
+PROJECT = Path(__file__).resolve().parents[2]
+NOT_IN_THE_NODE = ("flake8", "flake8-async", "kubernetes-validate", "mypy", "ruff")
+"""Development tools that no test in the node imports."""
+
+
+def kernel() -> Artefact:
+    """Return the recipe of the node's kernel, a bzImage."""
+    return Artefact(
+        "kernel",
+        "kernel.sh",
+        {"kernel.config": (RECIPES / "kernel.config").read_bytes()},
+        tools={
+            "apt-get": "apt",
+            "bc": "bc",
+            "bison": "bison",
+            "flex": "flex",
+            "gcc": "gcc libc6-dev",
+            "/usr/include/gelf.h": "libelf-dev",
+            "/usr/share/keyrings/debian-archive-keyring.gpg": "debian-archive-keyring",
+            "make": "make",
+            "xz": "xz-utils",
+            "zstd": "zstd",
+        },
+    )
+
+
+def root() -> Artefact:
+    """Return the recipe of the node's root file system, an erofs image."""
+    uv = shutil.which("uv")
+    if uv is None:
+        raise EmulatedNodeError("cannot read uv.lock: uv is not installed; pip install uv (tests/run does it)")
+    pruned = [option for package in NOT_IN_THE_NODE for option in ("--prune", package)]
+    requirements = subprocess.run(
+        [uv, "export", "-q", "--frozen", "--no-emit-project", "--no-header", "--no-annotate", *pruned],
+        cwd=PROJECT,
+        check=True,
+        stdout=subprocess.PIPE,
+    ).stdout
+    return Artefact(
+        "root",
+        "root.sh",
+        {"requirements.txt": requirements},
+        tools={"mmdebstrap": "mmdebstrap", "mkfs.erofs": "erofs-utils"},
+    )
+
+
+def image_base() -> Artefact:
+    """Return the recipe of what our images are built on without a registry, a root file system as a tar archive.
+
+    The week is part of it, so that updates of the release arrive, and with them everything built on it.
+    """
+    tools = {"mmdebstrap": "mmdebstrap", "/usr/share/keyrings/debian-archive-keyring.gpg": "debian-archive-keyring"}
+    return Artefact("base", "base.sh", {"week": time.strftime("%G-%V").encode()}, tools)
+
+
+def kustomize() -> Artefact:
+    """Return the recipe of the program that puts Kubernetes manifests together as ``kubectl apply -k`` does."""
+    return Artefact("kustomize", "kustomize.sh", {}, tools={"mmdebstrap": "mmdebstrap"})
+
+
+def rom() -> Artefact:
+    """Return the recipe of the ROM guest, an image for QEMU's ``-bios``."""
+    return Artefact(
+        "rom", "rom.sh", {"rom.S": (RECIPES / "rom.S").read_bytes()}, tools={"as": "binutils", "ld": "binutils"}
+    )
+
+
+def initrd(shape: Shape) -> bytes:
+    """Return what the kernel unpacks at boot: the replacement of the CPU table, then busybox and the first ``init``.
+
+    The table must stand first and uncompressed (``Documentation/admin-guide/acpi/initrd_table_override.rst``).
+    """
+    tables = archive(
+        [
+            Entry.directory("kernel"),
+            Entry.directory("kernel/firmware"),
+            Entry.directory("kernel/firmware/acpi"),
+            Entry.file("kernel/firmware/acpi/apic.aml", madt(shape)),
+        ]
+    )
+    mount_points = [Entry.directory(name) for name in ("lower", "upper", "root")]
+    return tables + busybox_root("initramfs-init", mount_points)
+
+
+def guest_initrd() -> bytes:
+    """Return the whole root of the Linux guest, which the node's kernel boots as well."""
+    return busybox_root("guest-init", [])
+
+
+def busybox_root(init: str, entries: list[Entry]) -> bytes:
+    """Return an initramfs with busybox, *init* from this folder, and *entries*."""
+    busybox = shutil.which("busybox")
+    if busybox is None or b"/ld-linux" in Path(busybox).read_bytes()[:4096]:
+        raise EmulatedNodeError("cannot make the initial root: no static busybox; apt-get install busybox-static")
+    return archive(
+        [
+            *(Entry.directory(name) for name in ("bin", "dev", "proc", "sys")),
+            Entry.device("dev/console", 5, 1),
+            Entry.file("bin/busybox", Path(busybox).read_bytes(), mode=0o755),
+            Entry.file("init", Path(__file__).with_name(init).read_bytes(), mode=0o755),
+            *entries,
+        ]
+    )

@@ -1,0 +1,218 @@
+"""``tests/node/run``: pytest files inside the emulated node, or a shell there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.emulated_node import artefacts
+from tests.emulated_node.artefacts import PROJECT
+from tests.emulated_node.cache import EmulatedNodeError, fetch, say
+from tests.emulated_node.machine import boot, terminal_size
+from tests.emulated_node.shape import Shape
+
+RUNS = PROJECT / ".cache" / "node"
+KEPT_RUNS = 5
+SYSTEMD_TESTS, ARTICLE_TESTS, DEVICE_TESTS = ["tests/node/systemd"], ["tests/node/article"], ["tests/node/devices"]
+"""What needs systemd as PID 1, 128 CPUs, spare devices or our images as disks is a folder of its own: a node without it
+would skip it."""
+IMAGE_TESTS = ["tests/node/images", "tests/node/containerd"]
+OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, *IMAGE_TESTS)
+TESTS = ["tests/node", *(f"--ignore={folder}" for folder in OWN_FOLDERS)]
+ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
+HANGING_SECONDS = 300
+"""A test that takes longer shows where it is."""
+BOOTS = 2
+"""Times a node is booted until it comes up: an emulated kernel of 16 CPUs dies in one boot of some dozens before its first word."""
+NEVER_CAME_UP, NO_STATUS, NO_TESTS = 70, 71, 72
+"""Exit statuses of ours, above pytest's (0-5): the bed failed, so the tests say nothing."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    out = argparse.ArgumentParser(
+        prog="tests/node/run",
+        description="Run tests/node (or the pytest files given after --) in an emulated Kubernetes node.",
+        epilog="What the run leaves (junit.xml, console.log, dmesg.txt, qemu.log) is in .cache/node/last.",
+    )
+    out.add_argument("--cpus", type=int, default=16, help="CPUs of the node (default 16)")
+    out.add_argument("--numa", type=int, default=2, help="NUMA nodes, one socket each (default 2)")
+    out.add_argument("--memory", type=int, default=4096, metavar="MIB", help="memory in MiB (default 4096)")
+    out.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: KVM if it works")
+    out.add_argument("--systemd", action="store_true", help="with systemd as PID 1; default tests: tests/node/systemd")
+    out.add_argument(
+        "--article",
+        action="store_true",
+        help="a host of 128 CPUs (0-31,64-95 and 32-63,96-127) with an instance of 40 vCPUs on 1-20,65-84: "
+        "default tests: tests/node/article, which shows where every thread is; takes minutes",
+    )
+    out.add_argument(
+        "--devices",
+        action="store_true",
+        help="with an IOMMU and spare PCI devices on every NUMA node; default tests: tests/node/devices",
+    )
+    out.add_argument("--shell", action="store_true", help="no tests: an interactive shell in the node")
+    out.add_argument("--keep", action="store_true", help="after the tests, a shell in the node that ran them")
+    out.add_argument("--here", action="store_true", help="run on this machine (root, cgroup v2): no node is booted")
+    out.add_argument("--results", type=Path, metavar="DIR", help="default: a fresh one in .cache/node, kept for 5 runs")
+    out.add_argument(
+        "--disk",
+        type=disk,
+        action="append",
+        default=[],
+        metavar="SERIAL=FILE",
+        help="a read-only disk; may be repeated",
+    )
+    out.add_argument("--boot-timeout", type=float, metavar="S", help="default: 60 s and 2 s a CPU")
+    out.add_argument("--timeout", type=float, default=3600, metavar="S", help="for the tests (default 3600)")
+    out.add_argument("pytest", nargs="*", metavar="-- PYTEST", help="arguments for pytest (default: tests/node)")
+    return out
+
+
+def disk(text: str) -> tuple[str, Path]:
+    """Read the value of ``--disk``."""
+    serial, _, file = text.partition("=")
+    if not serial or not Path(file).is_file():
+        raise ValueError(text)
+    return serial, Path(file)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    arguments = parser()
+    if arguments.parse_args(argv).article:
+        arguments.set_defaults(**ARTICLE)
+    options = arguments.parse_args(argv)
+    chosen = {"article": ARTICLE_TESTS, "systemd": SYSTEMD_TESTS, "devices": DEVICE_TESTS}
+    default = next((tests for name, tests in chosen.items() if getattr(options, name)), TESTS)
+    options.pytest = pytest_arguments(options.pytest, default)
+    try:
+        if options.here:
+            here(options.pytest)
+        return in_node(options)
+    except EmulatedNodeError as error:
+        say(str(error))
+        return NEVER_CAME_UP
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def pytest_arguments(given: Sequence[str], default: Sequence[str]) -> list[str]:
+    """Return pytest's arguments: the ones given, and the *default* ones if no file or folder is among them."""
+    named = any(not word.startswith("-") and (PROJECT / word.split("::")[0]).exists() for word in given)
+    return ["-p", "no:cacheprovider", *given, *([] if named else default)]
+
+
+def environment() -> dict[str, str]:
+    """Return what of our environment concerns the tests."""
+    return {name: value for name, value in os.environ.items() if name.startswith("RUNNER_") and "CACHE" not in name}
+
+
+def here(arguments: Sequence[str]) -> None:
+    """Become pytest on this machine."""
+    os.chdir(PROJECT)
+    if "RUNNER_NODE_ROM" not in os.environ:
+        os.environ["RUNNER_NODE_ROM"] = str(fetch(artefacts.rom()))
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
+
+
+def in_node(options: argparse.Namespace) -> int:
+    """Boot a node for *options* and return the status of what ran in it."""
+    shape = Shape(options.cpus, options.numa, options.memory)
+    interactive = options.shell or options.keep
+    if interactive and not sys.stdin.isatty():
+        raise EmulatedNodeError("cannot give a shell: standard input is not a terminal")
+    run = new_run() if options.results is None else options.results.resolve()
+    run.mkdir(parents=True, exist_ok=True)
+    shutil.copy(fetch(artefacts.rom()), run / "rom")
+    shutil.copy(fetch(artefacts.kernel()), run / "kernel")
+    (run / "guest-initrd").write_bytes(artefacts.guest_initrd())
+    columns, lines = terminal_size()
+    variables = {
+        **environment(),
+        "COLUMNS": str(columns),
+        "LINES": str(lines),
+        "PYTHONPATH": "/project",
+        "HYPOTHESIS_STORAGE_DIRECTORY": "/run/hypothesis",
+        "RUNNER_NODE": "emulated",
+        "RUNNER_NODE_ROM": "/results/rom",
+        "RUNNER_NODE_GUEST_KERNEL": "/results/kernel",
+        "RUNNER_NODE_GUEST_INITRD": "/results/guest-initrd",
+    }
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+    if not options.shell:
+        words = [
+            *("python3", "-m", "pytest", "--junitxml=/results/junit.xml"),
+            *("-o", f"faulthandler_timeout={HANGING_SECONDS}"),
+            f"--color={'yes' if sys.stdout.isatty() else 'no'}",
+            *options.pytest,
+        ]
+        (run / "job").write_text(f"cd /project\n{exports}exec {shlex.join(words)}\n")
+    if interactive:
+        term = shlex.quote(os.environ.get("TERM", "linux"))
+        (run / "shell").write_text(f"{exports}stty rows {lines} cols {columns}\nexport PS1='node:\\w# ' TERM={term}\n")
+    for more in reversed(range(BOOTS)):
+        outcome = boot(
+            shape,
+            options.accel,
+            run,
+            disks=dict(options.disk),
+            interactive=interactive,
+            systemd=options.systemd,
+            devices=options.devices,
+            boot_seconds=options.boot_timeout or (60 + 2 * shape.cpus) * (2 if options.systemd else 1),
+            job_seconds=options.timeout,
+        )
+        if outcome.up_after is not None:
+            break
+        said = last_lines(run / "qemu.log", run / "console.log")
+        say(f"the node never came up{', once more' if more else ''}; the last it said:\n{said}")
+    else:
+        return NEVER_CAME_UP
+    if outcome.status is None:
+        say(f"the node gave no status; the last its kernel said:\n{last_lines(run / 'qemu.log', run / 'console.log')}")
+        return NO_STATUS
+    if outcome.status == 0 and not options.shell and executed(run / "junit.xml") == 0:
+        say("no test was executed: that is not a pass")
+        return NO_TESTS
+    return outcome.status
+
+
+def new_run() -> Path:
+    """Return a fresh directory for a run's results, and forget all but the last few."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    run = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run.mkdir()
+    last = RUNS / f".last-{os.getpid()}"
+    last.symlink_to(run.name)
+    last.rename(RUNS / "last")
+    for old in sorted(path for path in RUNS.iterdir() if path.is_dir() and not path.is_symlink())[:-KEPT_RUNS]:
+        shutil.rmtree(old, ignore_errors=True)
+    return run
+
+
+def executed(report: Path) -> int:
+    """Return how many tests of a JUnit report were run, that is, neither skipped nor deselected."""
+    try:
+        suites = list(ET.parse(report).getroot().iter("testsuite"))  # noqa: S314 - pytest's own report
+    except (FileNotFoundError, ET.ParseError):
+        return 0
+    return sum(int(suite.get("tests", "0")) - int(suite.get("skipped", "0")) for suite in suites)
+
+
+def last_lines(*logs: Path, count: int = 30) -> str:
+    """Return the end of each log that has something in it."""
+    return "\n".join(
+        line
+        for log in logs
+        if log.exists()
+        for line in log.read_text(errors="replace").replace("\r", "").splitlines()[-count:]
+    )

@@ -1,0 +1,322 @@
+"""The node as a QEMU process: started, heard, and gone when the block ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import selectors
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+import tty
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+
+from tests.emulated_node import artefacts, cache, spares
+from tests.emulated_node.cache import EmulatedNodeError, say
+from tests.emulated_node.shape import THREADS, Shape
+
+QEMU = "qemu-system-x86_64"
+CPU_MODEL = {"kvm": "host", "tcg": "Skylake-Server"}
+"""With TCG a model that has RDRAND: without it, gathering entropy dominates the boot."""
+PORT = "virtserialport,chardev={0},name={0}"
+TRIAL_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a node said of itself: whether it came up, and the status of its job if it got that far."""
+
+    up_after: float | None
+    status: int | None
+
+
+def accelerator(chosen: str, kernel: Path) -> str:
+    """Return ``kvm`` or ``tcg``; *auto* takes KVM only where a bounded trial saw this very kernel run under it.
+
+    A ``/dev/kvm`` that opens proves nothing: nested without hardware help, it may hang at the kernel's first
+    instructions. The verdict is kept until the machine is booted again.
+    """
+    if chosen != "auto":
+        return chosen
+    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
+        return "tcg"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    verdict = cache.directory() / "kvm-verdict"
+    question = f"{boot} {kernel.name}"
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        asked, answer = verdict.read_text().rsplit(" ", 1)
+        if asked == question and answer in CPU_MODEL:
+            return answer
+    say(f"trying KVM for at most {TRIAL_SECONDS} s")
+    answer = "kvm" if runs_under_kvm(kernel) else "tcg"
+    say(f"KVM {'works' if answer == 'kvm' else 'does not run the kernel'}: using {answer}")
+    verdict.write_text(f"{question} {answer}")
+    return answer
+
+
+def runs_under_kvm(kernel: Path) -> bool:
+    """Boot *kernel* once under KVM and tell whether its first program said the word it was given."""
+    word = f"trial-{token_hex(8)}"
+    with tempfile.TemporaryDirectory() as directory:
+        initrd = Path(directory) / "initrd"
+        initrd.write_bytes(artefacts.initrd(Shape(cpus=4)))
+        argv = [
+            *(QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+            *("-M", "q35", "-accel", "kvm", "-cpu", "host", "-m", "256M", "-smp", "4,sockets=2,cores=1,threads=2"),
+            *("-kernel", str(kernel), "-initrd", str(initrd), "-append", f"console=ttyS0 quiet node.trial={word}"),
+            *("-serial", "stdio"),
+        ]
+        try:
+            done = subprocess.run(
+                argv,
+                timeout=TRIAL_SECONDS,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return word.encode() in done.stdout
+
+
+def arguments(
+    shape: Shape,
+    accel: str,
+    kernel: Path,
+    image: Path,
+    run: Path,
+    word: str,
+    *,
+    disks: Mapping[str, Path],
+    interactive: bool,
+    systemd: bool,
+    devices: bool,
+) -> list[str]:
+    """Return QEMU's command line but for the two descriptors (``terminal``, ``events``).
+
+    An interactive node's terminal is a console; otherwise it is a port, which is no tty, so that programs write logs.
+    """
+    boot_options = ["console=ttyS0", "quiet", "panic=-1", "rcupdate.rcu_expedited=1", f"node.word={word}"]
+    if interactive:
+        boot_options.append("node.live")
+    if systemd:
+        boot_options.append("node.systemd")
+    if devices:
+        boot_options.append("intel_iommu=on")
+    per_node = shape.memory_mib // shape.numa_nodes
+    numa = [
+        option
+        for numa_node in range(shape.numa_nodes)
+        for option in (
+            *("-object", f"memory-backend-ram,id=m{numa_node},size={per_node}M"),
+            *("-numa", f"node,nodeid={numa_node},memdev=m{numa_node}"),
+            *("-numa", f"cpu,node-id={numa_node},socket-id={numa_node}"),
+        )
+    ]
+    shares = [
+        option
+        for tag, path, mode in (("project", artefacts.PROJECT, ",readonly=on"), ("results", run, ""))
+        for option in (
+            *("-fsdev", f"local,id={tag},path={path},security_model=none,multidevs=remap{mode}"),
+            *("-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"),
+        )
+    ]
+    drives = [
+        option
+        for serial, path in disks.items()
+        for option in (
+            *("-drive", f"if=none,id={serial},file={path},format=raw,readonly=on"),
+            *("-device", f"virtio-blk-pci,drive={serial},serial={serial}"),
+        )
+    ]
+    return [
+        *(QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-name", "node"),
+        *(
+            "-M",
+            "q35,kernel-irqchip=split" if devices else "q35",
+            "-accel",
+            accel if accel == "kvm" else "tcg,thread=multi",
+            "-cpu",
+            CPU_MODEL[accel],
+        ),
+        *("-m", f"{per_node * shape.numa_nodes}M"),
+        *("-smp", f"{shape.cpus},sockets={shape.numa_nodes},cores={shape.cores},threads={THREADS}"),
+        *numa,
+        *("-kernel", str(kernel), "-initrd", str(run / "initrd")),
+        *("-append", " ".join(boot_options)),
+        *(spares.iommu() if devices else ()),
+        *("-chardev", f"file,id=console,path={run / 'console.log'}", "-serial", "chardev:console"),
+        *("-device", "virtio-rng-pci"),
+        *("-drive", f"if=none,id=root,file={image},format=raw,readonly=on", "-device", "virtio-blk-pci,drive=root"),
+        *drives,
+        *shares,
+        *("-device", "virtio-serial-pci"),
+        *("-device", "virtconsole,chardev=terminal" if interactive else PORT.format("terminal")),
+        *("-device", PORT.format("events")),
+        *(spares.spare_devices(run, shape.numa_nodes) if devices else ()),
+    ]
+
+
+@contextlib.contextmanager
+def running(argv: list[str], log: Path) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Run QEMU with a socket for the node's terminal and one for its events; whatever happens, it ends with the block.
+
+    ``setpriv --pdeathsig`` ends it as well when we are killed.
+    """
+    terminal, node_terminal = socket.socketpair()
+    events, node_events = socket.socketpair()
+    with terminal, events, log.open("wb") as errors:
+        with node_terminal, node_events:
+            process = subprocess.Popen(
+                [
+                    *("setpriv", "--pdeathsig", "KILL"),
+                    *argv,
+                    *("-chardev", f"socket,id=terminal,fd={node_terminal.fileno()}"),
+                    *("-chardev", f"socket,id=events,fd={node_events.fileno()}"),
+                ],
+                pass_fds=(node_terminal.fileno(), node_events.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is for us (or for the node's shell), not for QEMU
+            )
+        try:
+            yield terminal, events
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def raw_terminal() -> Iterator[None]:
+    """Hand every key, Ctrl-C included, to the node's shell."""
+    before = termios.tcgetattr(0)
+    tty.setraw(0)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
+
+
+def terminal_size() -> tuple[int, int]:
+    """Return columns and lines of our terminal, or a size that suits logs."""
+    with contextlib.suppress(OSError):
+        lines, columns, _, _ = struct.unpack("4H", fcntl.ioctl(1, termios.TIOCGWINSZ, bytes(8)))
+        if columns:
+            return columns, lines
+    return 120, 40
+
+
+def boot(
+    shape: Shape,
+    accel: str,
+    run: Path,
+    *,
+    disks: Mapping[str, Path],
+    interactive: bool,
+    systemd: bool,
+    devices: bool,
+    boot_seconds: float,
+    job_seconds: float,
+) -> Outcome:
+    """Boot the node, show what its job writes, and return what it said when it was done.
+
+    *run* is the directory the node sees as ``/results``; ``job`` and ``shell`` in it say what to do (``node-job``).
+    *disks* are read-only ones, by the serial numbers the node sees.
+    """
+    if shutil.which(QEMU) is None:
+        raise EmulatedNodeError(f"cannot boot the node: no {QEMU}; apt-get install qemu-system-x86")
+    kernel, image = cache.fetch(artefacts.kernel()), cache.fetch(artefacts.root())
+    accel = accelerator(accel, kernel)
+    (run / "initrd").write_bytes(artefacts.initrd(shape))
+    word = f"node-{token_hex(8)}"
+    argv = arguments(
+        shape, accel, kernel, image, run, word, disks=disks, interactive=interactive, systemd=systemd, devices=devices
+    )
+    started = time.monotonic()
+    say(f"booting {shape.cpus} CPUs on {shape.numa_nodes} NUMA nodes ({accel}); logs: {run}")
+    with running(argv, run / "qemu.log") as (terminal, events), contextlib.ExitStack() as stack:
+        listener = Listener(terminal, events, word)
+        up = listener.wait_for("up", started + boot_seconds)
+        if up is None:
+            return Outcome(None, None)
+        up_after = time.monotonic() - started
+        say(f"up after {up_after:.1f} s")
+        if interactive:
+            stack.enter_context(raw_terminal())
+            listener.take_keys()
+        done = listener.wait_for("done", time.monotonic() + job_seconds if not interactive else float("inf"))
+        if done is not None:
+            listener.wait_for("nothing more", time.monotonic() + 30)  # what is still on its way to the terminal
+    return Outcome(up_after, None if done is None else int(done))
+
+
+class Listener:
+    """The node's two voices: the terminal, shown as it comes, and the events, believed only with the boot's word."""
+
+    def __init__(self, terminal: socket.socket, events: socket.socket, word: str) -> None:
+        self.terminal, self.events, self.word = terminal, events, word
+        self.heard = b""
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(terminal, selectors.EVENT_READ)
+        self.selector.register(events, selectors.EVENT_READ)
+
+    def take_keys(self) -> None:
+        """Send what is typed here to the node's terminal."""
+        self.selector.register(0, selectors.EVENT_READ)
+
+    def wait_for(self, event: str, until: float) -> str | None:
+        """Return what followed *event*, or ``None`` when time is over or the node has ended."""
+        prefix = f"{event} {self.word}"
+        while True:
+            for line in self.lines():
+                if line == prefix or line.startswith(f"{prefix} "):
+                    return line.removeprefix(prefix).strip()
+            if not {self.terminal.fileno(), self.events.fileno()} & {key.fd for key in self.registered()}:
+                return None
+            left = until - time.monotonic()
+            ready = self.selector.select(None if left == float("inf") else max(left, 0))
+            if not ready:
+                return None
+            for key, _ in ready:
+                self.read(key.fd)
+
+    def registered(self) -> list[selectors.SelectorKey]:
+        """Return what can still say something."""
+        return list(self.selector.get_map().values())
+
+    def lines(self) -> Iterator[str]:
+        """Take the complete event lines heard so far."""
+        while b"\n" in self.heard:
+            line, self.heard = self.heard.split(b"\n", 1)
+            yield line.decode(errors="replace").strip()
+
+    def read(self, fd: int) -> None:
+        """Take what one of the descriptors has."""
+        if fd == 0:
+            keys = os.read(0, 4096)
+            if keys:
+                self.terminal.sendall(keys)
+            else:
+                self.selector.unregister(0)
+            return
+        with contextlib.suppress(ConnectionResetError):
+            data = os.read(fd, 65536)
+            if data:
+                if fd == self.events.fileno():
+                    self.heard += data
+                else:
+                    sys.stdout.buffer.write(data)
+                    sys.stdout.buffer.flush()
+                return
+        self.selector.unregister(fd)

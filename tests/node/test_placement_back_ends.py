@@ -1,0 +1,156 @@
+"""The placements swept on a real kernel: cancelled at every step, refused at every operation, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import attrs
+import pytest
+import trio
+
+from runner.cpuset import CpuSet
+from runner.errors import RunnerError
+from runner.instance.cgroups.active import entered_cgroups
+from runner.instance.daemons import anchored
+from runner.instance.supervisor import Faults, StopRequest, open_supervisor
+from runner.kernel.processes import Command
+from runner.plan.instance import Placement, Register
+from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of
+from tests.node.instances import TREE, Controller, uid_of
+from tests.node.standin_kubelet import Container, Kubelet, Pod
+from tests.support.sweep import SABOTEUR, CancelAtStep
+
+UID = uid_of(7)
+CPUS = CpuSet([2, 3])
+SLEEP = ("/usr/bin/sleep", "infinity")
+
+
+@attrs.frozen
+class World:
+    """This process as the init of a pod's container, as far as cgroups can tell."""
+
+    scope: Cgroup
+    placement: Placement
+    faults: Faults = attrs.field(factory=Faults)
+
+    def snapshot(self) -> dict[str, object]:
+        """Look at all that must be as before."""
+        groups = [*self.scope.path.rglob("*/"), *TREE.path.glob("*/")]
+        return {
+            "own": cgroup_of(os.getpid()),
+            "mask": os.sched_getaffinity(0),
+            "groups": sorted(map(str, groups)),
+            "control": self.scope.read("cgroup.subtree_control"),
+            "members": self.scope.read("cgroup.procs"),
+            "kind": self.scope.read("cgroup.type"),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        }
+
+    async def hold(self) -> bool:
+        """Hold the placement with a machine of one thread in it; returns whether it was reached."""
+        placement = self.placement
+        async with (
+            open_supervisor(StopRequest(), self.faults) as host,
+            anchored(host, SLEEP) as anchors,
+            entered_cgroups(host, placement, anchors) as seat,
+            host.processes.daemon(Command("qemu", SLEEP, entering=seat.memory_cgroup_fd), 0) as machine,
+        ):
+            SABOTEUR.end()  # the start is over; what follows is the test's own
+            assert seat.groups is not None
+            assert cgroup_of(os.getpid()) == seat.groups.floating
+            assert [cgroup_of(anchor.process.pid) for anchor in anchors] == [seat.groups.pod] * 2
+            while host.procfs.name(machine.pid) != "sleep":  # it is born where it is told to before it is what it is
+                await trio.sleep(0.001)
+            seat.admit(machine.pid)
+            assert cgroup_of(machine.pid) == seat.groups.floating
+            seat.confine(machine.pid)
+            assert cgroup_of(machine.pid) == seat.groups.instance
+            assert os.sched_getaffinity(machine.pid) == set(placement.cpus)
+            await trio.lowlevel.checkpoint()
+        return True
+
+
+@pytest.fixture(params=["controller", "delegated"])
+def world(request: pytest.FixtureRequest, kubelet: Kubelet, tmp_path: Path) -> Iterator[World]:
+    pod = Pod(UID, (Container(("none",), cpus=CPUS),))
+    kubelet.admit(pod)
+    path = ROOT
+    for part in pod.cgroup_path.parts:
+        path /= part
+        if not path.exists():
+            path.mkdir()
+            Cgroup(path).delegate()
+    scope = Cgroup(path).child(f"cri-containerd-{'7' * 64}.scope", cpuset_cpus=CPUS)
+    before = cgroup_of(os.getpid())
+    # The peer is believed, because it shares the controller's PID namespace; who may do what is tested elsewhere.
+    controller = Controller(kubelet, tmp_path / "sockets", "--insecure-trust-peer")
+    socket = PurePosixPath(controller.socket)
+    try:
+        if request.param == "controller":
+            controller.start()
+        scope.write("cgroup.procs", os.getpid())
+        yield World(
+            scope,
+            Placement("controller", CPUS, (2, 3), None, shared=False, register=Register(socket, UID))
+            if request.param == "controller"
+            else Placement("delegated", CpuSet([3]), (3,), CpuSet([2]), shared=False),
+        )
+    finally:
+        Cgroup(ROOT / before.lstrip("/")).write("cgroup.procs", os.getpid())
+        controller.end()
+        scope.remove()
+        kubelet.entries.clear()
+
+
+async def test_held_and_released(world: World) -> None:
+    before = world.snapshot()
+    assert await world.hold()
+    assert world.faults.sentences == []
+    assert world.snapshot() == before
+
+
+async def test_cancelled_at_every_step(world: World) -> None:
+    await world.hold()
+    before = world.snapshot()
+    steps = n = 1
+    while n <= steps:
+        with trio.CancelScope() as scope:
+            instrument = CancelAtStep(scope, n)
+            trio.lowlevel.add_instrument(instrument)
+            try:
+                with trio.fail_after(2 * SECONDS):
+                    if await world.hold():
+                        steps = max(steps, instrument.steps)
+            finally:
+                trio.lowlevel.remove_instrument(instrument)
+        steps = max(steps, instrument.steps)
+        assert world.snapshot() == before, f"cancelled at step {n} of {steps}"
+        assert world.faults.sentences == [], f"cancelled at step {n} of {steps}"
+        n += 1
+    assert steps > 15
+
+
+async def test_every_operation_fails_once(world: World) -> None:
+    """Whatever cannot be opened or made, the start is refused with a sentence, and what was there before is there."""
+    await world.hold()
+    before = world.snapshot()
+    refused = n = 0
+    SABOTEUR.count = 0
+    said: list[str] = []
+    while SABOTEUR.count >= n:
+        n += 1
+        world.faults.sentences.clear()
+        SABOTEUR.begin(n)
+        try:
+            with trio.fail_after(2 * SECONDS):
+                await world.hold()
+        except* RunnerError as group:
+            refused += 1
+            said.append(f"{n}: {group.exceptions}")
+        finally:
+            SABOTEUR.end()
+        assert world.faults.sentences == [], f"operation {n}"
+        assert world.snapshot() == before, f"operation {n}"
+    assert refused > 3, (said, world.faults.sentences)

@@ -1,0 +1,159 @@
+"""Stand-ins on paper: a cgroup v2 hierarchy, a sysfs and a kubelet's directory made of ordinary files.
+
+The paper hierarchy keeps the kernel's rules that the controller relies on: what a new group is like, when it can be
+threaded, what a cpuset falls back to, what cannot be written or removed. ``tests/node`` holds the same expectations
+against the kernel itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from runner.cpuset import CpuSet
+from runner.kernel.cgroup import THREADED_CONTROLLERS, Cgroup, CgroupError
+
+CPUSET_FILES = ("cpuset.cpus", "cpuset.mems", "cpuset.cpus.effective", "cpuset.mems.effective")
+
+
+class FakeCgroup(Cgroup):
+    """A group in a hierarchy made of ordinary files."""
+
+    def create(self) -> None:
+        if self.exists():
+            return
+        super().create()
+        beneath = (self.parent.path / "cgroup.type").exists() and "threaded" in self.parent.kind()
+        self._put("cgroup.type", "domain invalid" if beneath else "domain")
+        self._put("cgroup.events", "populated 0\nfrozen 0")
+        for file in ("cgroup.procs", "cgroup.threads", "cgroup.subtree_control"):
+            self._put(file, "")
+        self._offer(self.parent.enabled())
+
+    def remove(self) -> bool:
+        if self.exists():
+            if self.children() or self.populated():
+                return False
+            for file in self.path.iterdir():
+                file.unlink()
+        return super().remove()
+
+    def write(self, file: str, value: str) -> None:
+        os.close(self.open(file))  # as in the kernel: what is not there cannot be written
+        match file:
+            case "cgroup.type":
+                parent = self.parent
+                if value != "threaded" or self.populated() or parent.enabled() - THREADED_CONTROLLERS:
+                    raise self._no(file, value, errno.EOPNOTSUPP)
+                parent._put("cgroup.type", "domain threaded")
+                self._put(file, value)
+            case "cgroup.subtree_control":
+                self._switch(value)
+            case "cpuset.cpus" | "cpuset.mems":
+                asked = CpuSet.parse(value)
+                if self.populated() and not asked:
+                    raise self._no(file, value, errno.ENOSPC)
+                if asked and max(asked) > max(self._top()._parse(file), default=0):
+                    raise self._no(file, value, errno.ERANGE)
+                self._put(file, str(asked))
+                self._flow()
+            case _:
+                self._put(file, value)
+
+    def populate(self, populated: bool) -> None:  # noqa: FBT001
+        """Let the group have members, or none."""
+        self._put("cgroup.events", f"populated {populated:d}\nfrozen 0")
+
+    def _switch(self, value: str) -> None:
+        enabled = set(self.enabled())
+        for word in value.split():
+            if word[1:] not in self.controllers():
+                raise self._no("cgroup.subtree_control", value, errno.ENOENT)
+            (enabled.add if word[0] == "+" else enabled.discard)(word[1:])
+        if enabled - THREADED_CONTROLLERS and self.kind() == "domain threaded":
+            raise self._no("cgroup.subtree_control", value, errno.EOPNOTSUPP)
+        self._put("cgroup.subtree_control", " ".join(sorted(enabled)))
+        for name in self.children():
+            self.child(name)._offer(frozenset(enabled))
+
+    def _offer(self, controllers: frozenset[str]) -> None:
+        self._put("cgroup.controllers", " ".join(sorted(controllers)))
+        if "cpuset" in controllers and not (self.path / "cpuset.cpus").exists():
+            for file in CPUSET_FILES:
+                self._put(file, "")
+            self._flow()
+        if "cpuset" not in controllers:
+            for file in CPUSET_FILES:
+                (self.path / file).unlink(missing_ok=True)
+
+    def _flow(self) -> None:
+        """Take from the parent what the group has not or cannot have, and let its children do the same."""
+        for file in ("cpuset.cpus", "cpuset.mems"):
+            above = self.parent._parse(f"{file}.effective")
+            self._put(f"{file}.effective", str(self._parse(file) & above or above))
+        for name in self.children():
+            if (self.path / name / "cpuset.cpus").exists():
+                self.child(name)._flow()
+
+    def _top(self) -> FakeCgroup:
+        group = self
+        while (group.path / "cgroup.type").exists():
+            group = group.parent
+        return group
+
+    def _parse(self, file: str) -> CpuSet:
+        return CpuSet.parse(self.read(file))
+
+    def _put(self, file: str, value: str) -> None:
+        (self.path / file).write_text(f"{value}\n")
+
+    def _no(self, file: str, value: str, number: int) -> CgroupError:
+        return CgroupError(f"cannot write {value!r} to {self.path / file}", number)
+
+
+def fake_cgroupfs(path: Path, *, cpus: str, online: str | None = None, mems: str = "0") -> FakeCgroup:
+    """Return the mount point of a new hierarchy on a machine with *cpus* and memory nodes *mems*."""
+    path.mkdir()
+    mount = FakeCgroup(path)
+    for file, value in {
+        "cgroup.controllers": "cpu cpuset hugetlb io memory pids",
+        "cgroup.subtree_control": "cpu memory",
+        "cgroup.procs": "",
+        "cpuset.cpus": cpus,
+        "cpuset.mems": mems,
+        "cpuset.cpus.effective": online or cpus,
+        "cpuset.mems.effective": mems,
+    }.items():
+        mount._put(file, value)
+    return mount
+
+
+def fake_sysfs(path: Path, *, cpus: str, online: str | None = None, mems: str = "0") -> Path:
+    """Return a sysfs that tells of *cpus* and memory nodes *mems*."""
+    cpu, node = path / "devices" / "system" / "cpu", path / "devices" / "system" / "node"
+    cpu.mkdir(parents=True)
+    node.mkdir(parents=True)
+    (cpu / "present").write_text(f"{cpus}\n")
+    (cpu / "online").write_text(f"{online or cpus}\n")
+    (node / "has_memory").write_text(f"{mems}\n")
+    return path
+
+
+def format_cpu_state(
+    shared: str, entries: Mapping[str, Mapping[str, str]] | None = None, *, policy: str = "static"
+) -> bytes:
+    """Return ``cpu_manager_state`` (v2) as the kubelet writes it."""
+    document: dict[str, object] = {"policyName": policy, "defaultCpuSet": shared}
+    if entries:
+        document["entries"] = entries
+    return json.dumps({**document, "checksum": 0}, separators=(",", ":")).encode()
+
+
+def put_cpu_state(directory: Path, state: bytes) -> None:
+    """Replace ``cpu_manager_state`` as the kubelet does: a temporary file, then a rename."""
+    temporary = directory / ".cpu_manager_state.tmp"
+    temporary.write_bytes(state)
+    temporary.rename(directory / "cpu_manager_state")

@@ -1,0 +1,248 @@
+"""A controller with everything around it on paper, and real clients on its real socket."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import attrs
+import trio
+
+from runner.controller.kubelet_files import KubeletFiles
+from runner.controller.loop import Intervals, ReconcileLoop, running_loop
+from runner.controller.methods import RpcMethods, Timeouts
+from runner.controller.server import Server, SocketLimits, listening
+from runner.controller.tree import Tree
+from runner.cpuset import CpuSet
+from runner.kernel.peers import Peers
+from tests.support.fake_cgroupfs import FakeCgroup, fake_cgroupfs, fake_sysfs, format_cpu_state, put_cpu_state
+
+A, B, C = (
+    "3ceda12c-3ee9-40fa-9f42-61428fe654a6",
+    "416de7c2-21de-472d-817c-fa9d4306cb7d",
+    "b41f38d8-2c21-4168-af77-6d0cc5482dcb",
+)
+ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
+ENTRIES = {A: {"instance": "0-1,12-13"}, B: {"instance": "14-17"}, C: {"instance": "18-19"}}
+SHARED = "2-11"
+HOST_NAMESPACE = "pid-host"
+ANCHORS = {A: 701, B: 702, C: 703}
+
+
+def scope_path(uid: str) -> str:
+    """Return the path of the container of pod *uid*."""
+    return f"/kubepods.slice/kubepods-pod{uid.replace('-', '_')}.slice/cri-containerd-{ID}.scope"
+
+
+@attrs.frozen
+class Node:
+    """A Kubernetes node of 20 CPUs and 2 NUMA nodes on paper."""
+
+    path: Path
+    mount: FakeCgroup
+
+    @classmethod
+    def new(cls, path: Path, entries: dict[str, dict[str, str]] | None = None, shared: str = SHARED) -> Node:
+        """Write a node with three Guaranteed pods, whose containers have their cpusets."""
+        mount = fake_cgroupfs(path / "cgroup", cpus="0-19", mems="0-1")
+        mount.write("cgroup.subtree_control", "+cpuset")
+        fake_sysfs(path / "sys", cpus="0-19", mems="0-1")
+        node = cls(path, mount)
+        node.kubelet.mkdir()
+        node.put_state(shared, ENTRIES if entries is None else entries)
+        for uid, containers in ENTRIES.items():
+            group = mount
+            for part in scope_path(uid).strip("/").split("/"):
+                group = group.child(part)
+                group.create()
+                if not part.endswith(".scope"):
+                    group.write("cgroup.subtree_control", "+cpuset")
+            group.write("cpuset.cpus", containers["instance"])
+        node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)
+        (node.proc / "self").symlink_to(str(os.getpid()))
+        return node
+
+    @property
+    def kubelet(self) -> Path:
+        return self.path / "kubelet"
+
+    @property
+    def proc(self) -> Path:
+        return self.path / "proc"
+
+    @property
+    def root(self) -> FakeCgroup:
+        return self.mount.child("stelia")
+
+    @property
+    def floating(self) -> FakeCgroup:
+        return self.root.child("float")
+
+    @property
+    def socket(self) -> Path:
+        return self.path / "controller.sock"
+
+    def instance(self, uid: str) -> FakeCgroup:
+        return self.root.child(f"instance-{uid}")
+
+    def scope(self, uid: str) -> FakeCgroup:
+        return self.mount.at(scope_path(uid))
+
+    def put_state(self, shared: str, entries: dict[str, dict[str, str]], *, policy: str = "static") -> None:
+        put_cpu_state(self.kubelet, format_cpu_state(shared, entries, policy=policy))
+
+    def put_process(self, pid: int, cgroup: str, *, inner: int, namespace: str) -> None:
+        """Describe process *pid*; the controller sees it through ``/proc`` alone."""
+        directory = self.proc / str(pid)
+        (directory / "ns").mkdir(parents=True, exist_ok=True)
+        (self.path / namespace).touch()
+        (directory / "ns" / "pid").unlink(missing_ok=True)
+        (directory / "ns" / "pid").symlink_to(self.path / namespace)
+        (directory / "stat").write_text(f"{pid} (a) b) S {' '.join(['1'] * 18)} 1 0\n")
+        (directory / "status").write_text(f"Name:\tx\nNSpid:\t{pid}\t{inner}\n")
+        (directory / "cgroup").write_text(f"1:name=systemd:/\n0::{cgroup}\n")
+
+    def be(self, uid: str, *, cgroup: str | None = None, inner: int = 1, namespace: str | None = None) -> None:
+        """Let this process be the init of pod *uid*'s container; its anchor is in the pod's scope."""
+        namespace = namespace or f"pid-{uid}"
+        self.put_process(os.getpid(), cgroup or scope_path(uid), inner=inner, namespace=namespace)
+        # The controller itself stays what it is: its own namespace is the host's.
+        (self.proc / "self").unlink()
+        self.put_process(1, "/", inner=1, namespace=HOST_NAMESPACE)
+        (self.proc / "self").symlink_to("1")
+        self.put_process(ANCHORS[uid], scope_path(uid), inner=2, namespace=namespace)
+        (self.scope(uid).path / "cgroup.procs").write_text(f"{ANCHORS[uid]}\n")
+
+    def snapshot(self) -> dict[str, tuple[int, str]]:
+        """Return every file of the controller's tree with its time of change and content."""
+        return {
+            str(path.relative_to(self.root.path)): (path.stat().st_mtime_ns, path.read_text())
+            for path in sorted(self.root.path.rglob("*"))
+            if path.is_file()
+        }
+
+
+@attrs.frozen
+class Client:
+    """One connection to the controller."""
+
+    connection: trio.socket.SocketType
+    buffer: bytearray = attrs.field(factory=bytearray)
+
+    async def send(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        while data:
+            data = data[await self.connection.send(data) :]
+
+    async def line(self) -> bytes:
+        """Return the next line, or what there is before the end."""
+        await trio.lowlevel.checkpoint()
+        while b"\n" not in self.buffer:
+            data = await self.connection.recv(65536)
+            if not data:
+                break
+            self.buffer.extend(data)
+        line, _, rest = bytes(self.buffer).partition(b"\n")
+        self.buffer[:] = rest
+        return line
+
+    async def ask(self, method: str, **params: str) -> dict[str, object]:
+        """Call *method* and return the whole response."""
+        await self.send(json.dumps({"jsonrpc": "2.0", "method": method, "params": params, "id": 1}).encode() + b"\n")
+        response = json.loads(await self.line())
+        assert isinstance(response, dict)
+        return response
+
+    async def result(self, method: str, **params: str) -> object:
+        response = await self.ask(method, **params)
+        assert "result" in response, response
+        return response["result"]
+
+    async def refusal(self, method: str, **params: str) -> dict[str, object]:
+        """Call *method*, which must be refused, and return the error's data with its message."""
+        response = await self.ask(method, **params)
+        error = response["error"]
+        assert isinstance(error, dict)
+        return {"message": error["message"], "code": error["code"], **error.get("data", {})}
+
+    async def receive_fds(self) -> tuple[bytes, list[int]]:
+        """Return the next bytes and the descriptors that came with them."""
+        data, ancillary, _, _ = await self.connection.recvmsg(65536, socket.CMSG_SPACE(64 * 4))
+        fds = array.array("i")
+        for level, kind, content in ancillary:
+            assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+            fds.frombytes(content)
+        return data, list(fds)
+
+
+@contextlib.asynccontextmanager
+async def connected(path: Path) -> AsyncIterator[Client]:
+    with trio.socket.socket(socket.AF_UNIX) as connection:
+        await connection.connect(str(path))
+        yield Client(connection)
+        await trio.lowlevel.checkpoint()
+
+
+@attrs.frozen
+class Controller:
+    node: Node
+    keeper: ReconcileLoop
+    server: Server
+
+    async def eventually(self, condition: Callable[[], bool]) -> None:
+        """Wait until *condition* holds, looking again after passes that are asked for; no event tells of it."""
+        await trio.lowlevel.checkpoint()
+        while not condition():
+            self.keeper.disturb()
+            await self.keeper.next_pass()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until *condition* holds after a pass."""
+        await trio.lowlevel.checkpoint()
+        while not condition():
+            await self.keeper.next_pass()
+
+
+@contextlib.asynccontextmanager
+async def controlled(
+    node: Node,
+    *,
+    trusting: bool = False,
+    own_cpus: str = "",
+    reserved: str = "",
+    limits: SocketLimits | None = None,
+    patience: Timeouts | None = None,
+    pace: Intervals | None = None,
+) -> AsyncIterator[Controller]:
+    """Run a controller on *node*; *own_cpus* makes the node one without a kubelet."""
+    keeper = ReconcileLoop(
+        tree=Tree(node.root),
+        source=None if own_cpus else KubeletFiles(node.kubelet),
+        sys=node.path / "sys",
+        reserved=CpuSet.parse(reserved),
+        pace=pace or Intervals(pause=0.005, readings=10),
+    )
+    registrar = RpcMethods(
+        keeper=keeper,
+        mount=node.mount,
+        peers=Peers(node.proc),
+        own_cpus=CpuSet.parse(own_cpus),
+        patience=patience or Timeouts(agreement=0.4, emptying=0.4),
+        trusting=trusting,
+    )
+    server = Server(registrar, limits or SocketLimits())
+    with trio.fail_after(30):
+        async with running_loop(keeper):
+            with listening(node.socket) as listener:
+                async with trio.open_nursery() as nursery:
+                    await trio.lowlevel.checkpoint()
+                    nursery.start_soon(server.accept, listener)
+                    try:
+                        yield Controller(node, keeper, server)
+                    finally:
+                        nursery.cancel_scope.cancel()

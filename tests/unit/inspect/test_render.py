@@ -1,0 +1,152 @@
+"""What people and machines are shown."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.errors import Status
+from runner.inspect.command import Screen
+from runner.inspect.observation import (
+    Charge,
+    GuestMemory,
+    InstanceObservation,
+    KubeletObservation,
+    Observation,
+    ObservedThread,
+    Unknown,
+)
+from runner.inspect.render import report_json, report_lines
+from runner.inspect.rules import InspectionReport, judge
+from runner.kernel.procfs import ThreadStatus
+
+MIB = 1 << 20
+
+
+def thread(tid: int, name: str, cpus: str, running_on: int, cgroup: str) -> ThreadStatus:
+    return ThreadStatus(10, tid, name, cgroup, CpuSet.parse(cpus), CpuSet([0, 1]), running_on)
+
+
+INSTANCE = InstanceObservation(
+    name="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
+    backend="controller",
+    cpus=CpuSet([4]),
+    numa_node_of={0: 0, 4: 1},
+    cgroup="/stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6",
+    vcpus=None,
+    threads=(
+        ObservedThread("emulator", None, thread(10, "qemu-system-x86", "0", 0, "/stelia/float")),
+        ObservedThread(
+            "vcpu", 0, thread(14, "CPU 0/KVM", "4", 4, "/stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6")
+        ),
+    ),
+    others=(),
+    hidden="",
+    memory=GuestMemory({0: 3 * MIB}, {1: 2 * MIB}),
+    charge=Charge("/pod", 3 * MIB, 2 * MIB),
+)
+KUBELET = KubeletObservation(CpuSet([0]), CpuSet([0]), CpuSet([0, 4]), {INSTANCE.name: CpuSet([4])}, None)
+REPORT = judge(Observation("node", (INSTANCE,), KUBELET))
+
+SHOWN = """\
+instance 3ceda12c-3ee9-40fa-9f42-61428fe654a6: CPUs '4' on NUMA node '1', placement controller
+ROLE      TID  NAME             ALLOWED_CPUS  RUNNING_ON  NUMA_NODE  CGROUP
+emulator  10   qemu-system-x86  0             0           0          /stelia/float
+vcpu 0    14   CPU 0/KVM        4             4           1          /stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6
+ok        vcpus      vCPU threads: 1, each alone on one of the CPUs '4'
+ok        exclusive  only sleepers (anchors: 0, pod sandboxes: 0) and kernel threads (bound to one CPU: 0, others, \
+in no cgroup: 0) may run there besides the vCPUs
+violated  local      3 MiB on NUMA node 0, 2 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '1'
+ok        charged    the pod's cgroup is charged 3 MiB of memory and 2 MiB of huge pages
+
+ok        kubelet    float has '0', the kubelet's shared pool
+"""
+
+
+def evolved(report: InspectionReport, tid: int, **changes: Any) -> InspectionReport:
+    threads = tuple(
+        attrs.evolve(each, thread=attrs.evolve(each.thread, **changes)) if each.thread.tid == tid else each
+        for each in report.instances[0].sighting.threads
+    )
+    instance = attrs.evolve(report.instances[0].sighting, threads=threads)
+    return judge(Observation("node", (instance,), KUBELET))
+
+
+def test_the_table_and_its_verdicts() -> None:
+    assert Screen(as_json=False, redraw=False, repeated=False).text(REPORT) == SHOWN
+
+
+def test_of_many_reasons_people_see_some() -> None:
+    others = tuple(ObservedThread("other", None, attrs.evolve(thread(n, "x", "4", 4, "/"), pid=n)) for n in range(20))
+    crowded = judge(Observation("node", (attrs.evolve(INSTANCE, others=others),), KUBELET))
+    lines = list(report_lines(crowded))
+    assert sum("'x'" in line for line in lines) == 12
+    assert any(line.strip() == "and 8 more; --json names all" for line in lines)
+    assert len(report_json(crowded)["instances"][0]["verdicts"][1]["reasons"]) == 20
+
+
+def test_a_node_without_instances_says_where_to_look() -> None:
+    empty = judge(Observation("node", (), Unknown("no file")))
+    assert list(report_lines(empty)) == [
+        "no instance is placed by the controller here; others are inspected in their containers",
+        "unknown   kubelet    no file",
+    ]
+
+
+def test_machines_get_the_same() -> None:
+    report = json.loads(json.dumps(report_json(REPORT)))
+    (instance,) = report.pop("instances")
+    assert report == {
+        "version": 1,
+        "seen_from": "node",
+        "violated": True,
+        "verdicts": [
+            {"rule": "kubelet", "result": "ok", "reasons": ["float has '0', the kubelet's shared pool"]},
+        ],
+    }
+    assert instance["threads"][1] == {
+        "role": "vcpu",
+        "vcpu": 0,
+        "name": "CPU 0/KVM",
+        "pid": 10,
+        "tid": 14,
+        "cgroup": INSTANCE.cgroup,
+        "allowed_cpus": "4",
+        "allowed_mems": "0-1",
+        "running_on": 4,
+        "numa_node": 1,
+    }
+    assert (instance["cpus"], instance["numa_nodes"]) == ("4", "1")
+    assert instance["memory"] == {"small_pages": {"0": 3 * MIB}, "huge_pages": {"1": 2 * MIB}}
+    assert instance["charge"] == {"cgroup": "/pod", "memory": 3 * MIB, "hugetlb": 2 * MIB}
+    assert [verdict["rule"] for verdict in instance["verdicts"]] == ["vcpus", "exclusive", "local", "charged"]
+
+
+def test_watching_without_a_terminal_tells_changes_only() -> None:
+    screen = Screen(as_json=False, redraw=False, repeated=True)
+    first = screen.text(REPORT).splitlines()
+    assert first[0] == "+ 3ceda12c emulator 10 'qemu-system-x86' may run on '0' in '/stelia/float'"
+    assert all(line.startswith("+ ") for line in first)
+    assert screen.text(REPORT) == ""
+    assert screen.text(evolved(REPORT, 10, running_on=4)) == "", "where a thread ran last changes all the time"
+    assert screen.text(evolved(REPORT, 10, cpus=CpuSet([0, 4]))).splitlines() == [
+        "- 3ceda12c emulator 10 'qemu-system-x86' may run on '0' in '/stelia/float'",
+        "- 3ceda12c exclusive ok",
+        "+ 3ceda12c emulator 10 'qemu-system-x86' may run on '0,4' in '/stelia/float'",
+        "+ 3ceda12c exclusive violated: emulator (thread 10, 'qemu-system-x86') in the cgroup '/stelia/float' may run on '4'",
+    ]
+    assert screen.status is Status.FINDINGS
+
+
+def test_watching_for_machines_is_a_document_a_line() -> None:
+    screen = Screen(as_json=True, redraw=True, repeated=True)
+    assert json.loads(screen.text(REPORT)) == report_json(REPORT)
+    assert screen.text(REPORT) == ""
+
+
+def test_watching_on_a_terminal_draws_the_table_anew() -> None:
+    screen = Screen(as_json=False, redraw=True, repeated=True)
+    assert screen.text(REPORT) == screen.text(REPORT) == "\x1b[H\x1b[2J" + SHOWN

@@ -1,0 +1,265 @@
+"""Each rule, where it holds, where it is violated, and where nobody can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from runner.cpuset import CpuSet
+from runner.inspect.observation import (
+    Charge,
+    GuestMemory,
+    InstanceObservation,
+    KubeletObservation,
+    Observation,
+    ObservedThread,
+    Unknown,
+)
+from runner.inspect.rules import (
+    RuleResult,
+    RuleVerdict,
+    as_the_kubelet_says,
+    cpus_exclusive,
+    judge,
+    memory_charged,
+    memory_local,
+    vcpus_alone,
+)
+from runner.kernel.procfs import ThreadStatus
+
+MIB = 1 << 20
+UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+POD, FLOAT, MINE = "/kubepods.slice/pod.slice/main.scope", "/stelia/float", f"/stelia/instance-{UID}"
+
+
+def seen(role: str, tid: int, cpus: str, cgroup: str = FLOAT, vcpu: int | None = None, **more: Any) -> ObservedThread:
+    pid = more.pop("pid", tid)
+    name = more.pop("name", role)
+    status = ThreadStatus(pid, tid, name, cgroup, CpuSet.parse(cpus), CpuSet([0]), min(CpuSet.parse(cpus)))
+    return ObservedThread(role, vcpu, status, **more)
+
+
+VCPU_0 = seen("vcpu", 11, "2", MINE, 0, pid=10, name="CPU 0/KVM")
+VCPU_1 = seen("vcpu", 12, "3", MINE, 1, pid=10, name="CPU 1/KVM")
+GOOD = InstanceObservation(
+    name=UID,
+    backend="controller",
+    cpus=CpuSet.parse("2-3"),
+    numa_node_of={0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1},
+    cgroup=MINE,
+    vcpus=None,
+    threads=(
+        seen("runner", 1, "0-1,4-5"),
+        seen("anchor", 2, "2-3", POD, name="sleep"),
+        seen("emulator", 10, "0-1,4-5", name="qemu-system-x86"),
+        VCPU_0,
+        VCPU_1,
+    ),
+    others=(
+        seen("other", 20, "2", "/", name="kworker/2:0", kernel=True),
+        seen("other", 21, "0-5", "/", name="kthreadd", kernel=True),
+        seen("sandbox", 22, "0-5", "/kubepods.slice/pod.slice/pause.scope", name="pause"),
+    ),
+    hidden="",
+    memory=GuestMemory({0: 64 * MIB}, {0: 128 * MIB}),
+    charge=Charge(POD, 64 * MIB, 128 * MIB),
+)
+KUBELET = KubeletObservation(
+    float_cpus=CpuSet.parse("0-1,4"),
+    shared_pool=CpuSet.parse("0-1,4-5"),
+    online=CpuSet.parse("0-4"),
+    instances={UID: CpuSet.parse("2-3")},
+    given={UID: CpuSet.parse("2-3")},
+)
+
+
+def without(*threads: ObservedThread) -> tuple[ObservedThread, ...]:
+    return tuple(each for each in GOOD.threads if each not in threads)
+
+
+def violations(verdict: RuleVerdict) -> str:
+    assert verdict.result is RuleResult.VIOLATED, verdict
+    return "; ".join(verdict.reasons)
+
+
+def unknown(verdict: RuleVerdict) -> str:
+    assert verdict.result is RuleResult.UNKNOWN, verdict
+    return "; ".join(verdict.reasons)
+
+
+def test_where_all_is_well_every_rule_says_so() -> None:
+    report = judge(Observation("node", (GOOD,), KUBELET))
+    assert [(verdict.rule, verdict.result) for verdict in report.verdicts] == [
+        (rule, RuleResult.OK) for rule in ("vcpus", "exclusive", "local", "charged", "kubelet")
+    ]
+    assert not report.violated
+
+
+def test_what_cannot_be_judged_is_no_violation_and_one_violation_is() -> None:
+    blind = attrs.evolve(GOOD, hidden="hidden", memory=Unknown("hidden"), charge=Unknown("hidden"))
+    report = judge(Observation("container", (blind,), Unknown("hidden")))
+    assert [verdict.result for verdict in report.verdicts] == [RuleResult.OK, *[RuleResult.UNKNOWN] * 4]
+    assert not report.violated
+    away = attrs.evolve(blind, memory=GuestMemory({1: 1}, {}))
+    assert judge(Observation("container", (away,), Unknown("hidden"))).violated
+
+
+@pytest.mark.parametrize(
+    ("threads", "sentence"),
+    [
+        pytest.param(
+            (*without(VCPU_1), seen("vcpu", 12, "2", MINE, 1)), "2 vCPU threads share CPU 2", id="two on one CPU"
+        ),
+        pytest.param(
+            (*without(VCPU_1), seen("vcpu", 12, "2-3", MINE, 1)),
+            "vcpu 1 (thread 12, 'vcpu') may run on '2-3' instead of one CPU of '2-3'",
+            id="not pinned",
+        ),
+        pytest.param(
+            (*without(VCPU_1), seen("vcpu", 12, "4", MINE, 1)), "may run on '4' instead of one CPU", id="elsewhere"
+        ),
+        pytest.param(
+            (*without(VCPU_1), seen("vcpu", 12, "3", FLOAT, 1)),
+            f"is in the cgroup '{FLOAT}' instead of '{MINE}'",
+            id="not confined",
+        ),
+        pytest.param(without(VCPU_0), "vCPU 0 has no thread", id="the first is missing"),
+    ],
+)
+def test_vcpus_that_are_not_alone(threads: tuple[ObservedThread, ...], sentence: str) -> None:
+    assert sentence in violations(vcpus_alone(attrs.evolve(GOOD, threads=threads)))
+
+
+def test_a_written_number_of_vcpus_is_held_against_the_threads() -> None:
+    assert violations(vcpus_alone(attrs.evolve(GOOD, vcpus=3))) == "vCPU 2 has no thread"
+    gone = attrs.evolve(GOOD, vcpus=2, threads=without(VCPU_0, VCPU_1))
+    assert violations(vcpus_alone(gone)) == "vCPU 0 has no thread; vCPU 1 has no thread"
+    assert "starts, or has ended" in unknown(vcpus_alone(attrs.evolve(gone, vcpus=None)))
+
+
+def test_the_cgroup_counts_only_where_there_is_one_and_by_its_end() -> None:
+    namespaced = [seen("vcpu", 11 + n, str(2 + n), f"/../..{MINE}", n) for n in range(2)]
+    assert vcpus_alone(attrs.evolve(GOOD, threads=tuple(namespaced))).result is RuleResult.OK
+    affinity = [seen("vcpu", 11 + n, str(2 + n), POD, n) for n in range(2)]
+    assert vcpus_alone(attrs.evolve(GOOD, threads=tuple(affinity), cgroup="")).result is RuleResult.OK
+
+
+def test_what_may_run_there_without_competing_is_counted() -> None:
+    verdict = cpus_exclusive(GOOD)
+    assert verdict.result is RuleResult.OK
+    (reason,) = verdict.reasons
+    assert reason == (
+        "only sleepers (anchors: 1, pod sandboxes: 1) and kernel threads (bound to one CPU: 1, others, in no "
+        "cgroup: 1) may run there besides the vCPUs"
+    )
+
+
+def test_a_thread_of_the_kernel_in_a_pods_cgroup_is_somebodys() -> None:
+    """Such as ``vhost-`` before Linux 6.4, which does the network's work of one instance."""
+    vhost = seen("other", 30, "2", POD, name="vhost-10", kernel=True)
+    assert "'vhost-10'" in violations(cpus_exclusive(attrs.evolve(GOOD, others=(vhost,))))
+
+
+def test_what_the_controller_has_given_has_a_vcpu_each() -> None:
+    fewer = attrs.evolve(GOOD, vcpus=None, threads=(VCPU_0,))
+    assert violations(vcpus_alone(fewer)) == "vCPU 1 has no thread"
+
+
+def test_an_intruder_is_named_by_process_with_what_it_may_take() -> None:
+    others = (
+        seen("other", 30, "0-2", "/system.slice/stress.service", pid=30, name="stress"),
+        seen("other", 31, "3", "/system.slice/stress.service", pid=30, name="stress"),
+    )
+    assert violations(cpus_exclusive(attrs.evolve(GOOD, others=others))) == (
+        "other (thread 30, 'stress') and 1 more of process 30 in the cgroup '/system.slice/stress.service' may "
+        "run on '2-3'"
+    )
+
+
+def test_the_instances_own_threads_intrude_too() -> None:
+    threads = (*GOOD.threads, seen("dnsmasq", 9, "0-5"))
+    assert "dnsmasq (thread 9" in violations(cpus_exclusive(attrs.evolve(GOOD, threads=threads)))
+
+
+def test_another_instances_vcpu_is_an_intruder() -> None:
+    others = (seen("other", 40, "3", "/stelia/instance-b", name="CPU 0/KVM"),)
+    assert "'CPU 0/KVM'" in violations(cpus_exclusive(attrs.evolve(GOOD, others=others)))
+
+
+def test_an_intruder_suffices_where_not_everybody_is_seen() -> None:
+    blind = attrs.evolve(GOOD, hidden="others are hidden")
+    assert unknown(cpus_exclusive(blind)) == "others are hidden"
+    shell = (*GOOD.threads, seen("other", 50, "2-3", POD, name="sh"))
+    assert "'sh'" in violations(cpus_exclusive(attrs.evolve(blind, threads=shell)))
+
+
+def test_cpus_without_vcpus_are_nobodys_yet() -> None:
+    assert "starts, or has ended" in unknown(cpus_exclusive(attrs.evolve(GOOD, threads=(), others=())))
+
+
+def test_memory_on_another_numa_node() -> None:
+    for memory in (GuestMemory({0: MIB, 1: MIB}, {}), GuestMemory({}, {0: MIB, 1: MIB})):
+        said = violations(memory_local(attrs.evolve(GOOD, memory=memory)))
+        assert said == "1 MiB on NUMA node 0, 1 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '0'"
+    both = attrs.evolve(GOOD, cpus=CpuSet.parse("3-4"), memory=GuestMemory({0: MIB, 1: MIB}, {}))
+    assert memory_local(both).result is RuleResult.OK
+
+
+def test_memory_is_judged_by_what_it_is_bound_to() -> None:
+    """The CPUs' NUMA node may have no memory that the pod may use."""
+    elsewhere = GuestMemory({1: MIB}, {}, CpuSet([1]))
+    said = memory_local(attrs.evolve(GOOD, memory=elsewhere))
+    assert said.result is RuleResult.OK
+    assert said.reasons == (
+        "1 MiB on NUMA node 1 of the guest's RAM is mapped; it is bound to '1', its CPUs are on '0'",
+    )
+    mixed = GuestMemory({0: MIB, 1: MIB}, {}, CpuSet([0, 1]), remote_bytes=4096)
+    assert "bound to '0-1'" in violations(memory_local(attrs.evolve(GOOD, memory=mixed)))
+
+
+def test_memory_that_cannot_be_seen() -> None:
+    assert unknown(memory_local(attrs.evolve(GOOD, memory=Unknown("no right")))) == "no right"
+    assert unknown(memory_charged(attrs.evolve(GOOD, memory=Unknown("no right")))) == "no right"
+    assert unknown(memory_charged(attrs.evolve(GOOD, charge=Unknown("no cgroup")))) == "no cgroup"
+    assert "cannot be seen" in unknown(memory_local(attrs.evolve(GOOD, numa_node_of={})))
+
+
+@pytest.mark.parametrize(
+    ("memory", "huge", "sentence"),
+    [
+        (63, 128, "only 63 MiB of memory: at least 1 MiB was first touched in another cgroup"),
+        (640, 28, "only 28 MiB of huge pages: at least 100 MiB was"),
+    ],
+)
+def test_memory_charged_elsewhere(memory: int, huge: int, sentence: str) -> None:
+    charge = Charge(POD, memory * MIB, huge * MIB)
+    assert sentence in violations(memory_charged(attrs.evolve(GOOD, charge=charge)))
+
+
+def test_float_is_the_shared_pool_as_far_as_it_is_online() -> None:
+    assert as_the_kubelet_says(KUBELET).result is RuleResult.OK
+    other = attrs.evolve(KUBELET, float_cpus=CpuSet.parse("0-4"))
+    assert violations(as_the_kubelet_says(other)) == "float has '0-4', but the kubelet's shared pool is '0-1,4'"
+
+
+def test_float_keeps_off_an_instance_that_outlives_its_pod_unless_nothing_is_left() -> None:
+    gone = attrs.evolve(KUBELET, shared_pool=CpuSet.parse("0-5"), given={})
+    assert violations(as_the_kubelet_says(gone)) == (f"instance {UID} has '2-3', but the kubelet gives its pod ''")
+    all_held = attrs.evolve(gone, instances={UID: CpuSet.parse("0-5")}, float_cpus=CpuSet.parse("0-4"))
+    assert "float" not in violations(as_the_kubelet_says(all_held))
+
+
+def test_an_instance_with_more_than_its_pods() -> None:
+    greedy = attrs.evolve(KUBELET, given={UID: CpuSet.parse("2")})
+    assert "has '2-3', but the kubelet gives its pod '2'" in violations(as_the_kubelet_says(greedy))
+
+
+def test_policy_none_gives_nobody_cpus_of_his_own() -> None:
+    assert as_the_kubelet_says(attrs.evolve(KUBELET, given=None)).result is RuleResult.OK
+
+
+def test_an_empty_pool_says_nothing_of_float() -> None:
+    assert "reserved CPUs" in unknown(as_the_kubelet_says(attrs.evolve(KUBELET, shared_pool=CpuSet())))
+    assert unknown(as_the_kubelet_says(Unknown("no file"))) == "no file"

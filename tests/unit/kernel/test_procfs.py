@@ -1,0 +1,85 @@
+"""Processes and their memory from /proc, as recorded and as they are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from runner.cpuset import CpuSet
+from runner.kernel.procfs import MappedMemory, Procfs
+
+X86 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n\nprocessor\t: 1\nvendor_id\t: of another CPU\n\n"
+ARM = "processor\t: 0\nBogoMIPS\t: 50.00\n\nprocessor\t: 1\n\n"
+NUMA_MAPS = """\
+557d5de87000 default file=/usr/bin/cat mapped=2 N0=2 kernelpagesize_kB=4
+7f0000000000 bind:0-1 file=/memfd:a\\040name-ram\\040(deleted) dirty=300 active=0 N0=100 N1=200 kernelpagesize_kB=4
+7f1000000000 default file=/anon_hugepage\\040(deleted) huge dirty=3 N1=3 kernelpagesize_kB=2048
+7f2000000000 default huge anon=1 dirty=1 N0=1 kernelpagesize_kB=2048
+7f3000000000 default file=/memfd:empty-ram\\040(deleted)
+7f4000000000 default anon=5 dirty=5 N0=5 kernelpagesize_kB=4
+7f5000000000 default heap
+"""
+
+
+def test_files_and_huge_pages_are_counted_in_bytes_by_numa_node(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "numa_maps").write_text(NUMA_MAPS)
+    assert Procfs(tmp_path).mappings(7) == [
+        MappedMemory("/usr/bin/cat", huge=False, resident={0: 8192}),
+        MappedMemory(
+            "/memfd:a\\040name-ram\\040(deleted)", huge=False, resident={0: 409600, 1: 819200}, bound=CpuSet([0, 1])
+        ),
+        MappedMemory("/anon_hugepage\\040(deleted)", huge=True, resident={1: 6 << 20}),
+        MappedMemory("", huge=True, resident={0: 2 << 20}),
+    ]
+
+
+def test_what_has_gone_is_nothing(tmp_path: Path) -> None:
+    assert Procfs(tmp_path).mappings(7) is None
+    assert Procfs(tmp_path).process(7) is None
+    assert Procfs(tmp_path).arguments(7) == ()
+    assert Procfs(tmp_path).processes() == []
+
+
+def test_a_process_knows_its_parent_and_its_number_inside() -> None:
+    procfs = Procfs()
+    me = procfs.process(os.getpid())
+    assert me is not None
+    assert (me.parent, me.inner_pid, me.kernel) == (os.getppid(), os.getpid(), False)
+    assert "pytest" in " ".join(procfs.arguments(os.getpid()))
+    assert os.getpid() in procfs.processes()
+
+
+def test_a_zombie_runs_nowhere() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert Procfs().thread_ids(child) == [child]
+    assert list(Procfs().threads(child)) == []
+    os.waitpid(child, 0)
+
+
+def test_the_kernels_threads_are_told_apart() -> None:
+    kinds = {process.kernel for pid in Procfs().processes() if (process := Procfs().process(pid)) is not None}
+    assert False in kinds
+    status = Procfs().process(2)
+    assert status is None or status.kernel == (status.name == "kthreadd")
+
+
+@pytest.mark.parametrize(("text", "vendor"), [(X86, "AuthenticAMD"), (ARM, ""), ("", "")])
+def test_the_vendor_of_the_cpus(tmp_path: Path, text: str, vendor: str) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    assert Procfs(tmp_path).cpu_vendor() == vendor
+
+
+def test_memory_nodes_are_those_of_the_cpuset(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text("Name:\tpython\nMems_allowed:\t00000005\nMems_allowed_list:\t0,2\n")
+    assert Procfs(tmp_path).memory_nodes() == CpuSet([0, 2])
+
+
+def test_this_machine_has_memory() -> None:
+    assert Procfs().memory_nodes()

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.cpuset import CpuSet
+from runner.errors import RefusedError, SpecError, UsageError
+from runner.facts.hardware import Hardware
+from runner.kubelet.admission import Kubelet, KubeletConfiguration
+from runner.kubelet.configuration import (
+    OTHERS,
+    TABLES,
+    WORDS,
+    changed,
+    configuration_among,
+    parse_kubelet_configuration,
+)
+from runner.kubelet.quirks import KubeletConfigError
+from runner.spec.value import Value
+from runner.spec.yaml import parse_yaml
+
+ROOT = Path(__file__).parents[3]
+HARDWARE = Hardware.from_json((ROOT / "examples/plan/dual-epyc.json").read_text())
+MEMORY = sum(node.memory for node in HARDWARE.numa_nodes)
+MIB, GIB = 1 << 20, 1 << 30
+HEAD = {"apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration"}
+
+
+def read(minor: int = 36, **keys: Any) -> KubeletConfiguration:
+    return parse_kubelet_configuration(Value(HEAD | keys, "k.yaml"), HARDWARE, minor)[0]
+
+
+def notes(**keys: Any) -> tuple[str, ...]:
+    return parse_kubelet_configuration(Value(HEAD | keys, "k.yaml"), HARDWARE, 36)[1]
+
+
+def test_the_example() -> None:
+    path = ROOT / "examples/kubernetes/kubelet-configuration.yaml"
+    (document,) = parse_yaml(str(path), path.read_bytes())
+    configuration, remarks = parse_kubelet_configuration(document, HARDWARE, 36)
+    assert configuration == KubeletConfiguration(
+        minor=36,
+        cpu_manager_policy="static",
+        reserved_cpus=CpuSet((0, 64)),
+        reserved_millicpus=2000,
+        memory_manager_policy="Static",
+        reserved_memory={0: {"memory": 2 * GIB}, 1: {"memory": 2 * GIB}},
+        node_allocatable_memory=4 * GIB,
+        topology_manager_policy="best-effort",
+        topology_manager_scope="pod",
+    )
+    assert remarks == (
+        (
+            "reservedSystemCPUs (2 CPUs) takes the place of kubeReserved.cpu and systemReserved.cpu (4000m together),"
+            " which count for nothing"
+        ),
+    )
+
+
+def test_the_strict_example_is_the_same_but_for_three_lines() -> None:
+    examples = ROOT / "examples/kubernetes"
+
+    def read_example(name: str) -> KubeletConfiguration:
+        (document,) = parse_yaml(name, (examples / name).read_bytes())
+        return parse_kubelet_configuration(document, HARDWARE, 36)[0]
+
+    strict = read_example("kubelet-configuration-strict.yaml")
+    assert strict == attrs.evolve(
+        read_example("kubelet-configuration.yaml"),
+        cpu_manager_policy_options={"full-pcpus-only": "true"},
+        topology_manager_policy="single-numa-node",
+    )
+
+
+def test_the_one_configuration_of_a_file() -> None:
+    other, ours = Value({"kind": "ClusterConfiguration"}, "k.yaml (document 1)"), Value(HEAD, "k.yaml (document 2)")
+    assert configuration_among([other, ours]) is ours
+    with pytest.raises(UsageError) as caught:
+        configuration_among([other])
+    assert (
+        str(caught.value) == "cannot use 'k.yaml': it must hold one KubeletConfiguration, found 'ClusterConfiguration'"
+    )
+    for documents in ([], [ours, ours], [Value([1], "k.yaml")]):
+        with pytest.raises(UsageError, match="it must hold one KubeletConfiguration"):
+            configuration_among(documents)
+
+
+def test_what_a_running_kubelet_says_of_itself() -> None:
+    running = Value({"kubeletconfig": {"topologyManagerPolicy": "restricted", "reservedSystemCPUs": 0}}, "configz.json")
+    document = configuration_among([running])
+    with pytest.raises(SpecError) as caught:
+        parse_kubelet_configuration(document, HARDWARE, 36)
+    assert str(caught.value).startswith("configz.json: kubeletconfig.reservedSystemCPUs: must be a string, found 0")
+    mended = changed(document, {"reservedSystemCPUs": "0"})
+    assert parse_kubelet_configuration(mended, HARDWARE, 36)[0] == read(
+        topologyManagerPolicy="restricted", reservedSystemCPUs="0"
+    )
+
+
+def test_reserved_memory_of_no_numa_node_matters_to_a_memory_manager_only() -> None:
+    assert read(reservedMemory=[{"numaNode": 7, "limits": {"memory": "1Gi"}}]).reserved_memory == {
+        7: {"memory": 1 << 30}
+    }
+
+
+def test_the_defaults() -> None:
+    assert read() == KubeletConfiguration(minor=36, node_allocatable_memory=100 * MIB)
+    assert notes() == ("cpuManagerPolicy is 'none': no container gets exclusive CPUs; set it to 'static'",)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reserved"),
+    [
+        ({}, 100 * MIB),
+        ({"evictionHard": {}}, 100 * MIB),
+        ({"evictionHard": {"nodefs.available": "10%"}}, 0),
+        ({"evictionHard": {"nodefs.available": "10%"}, "mergeDefaultEvictionSettings": True}, 100 * MIB),
+        ({"evictionHard": {"memory.available": "1Gi"}, "mergeDefaultEvictionSettings": False}, GIB),
+        ({"evictionHard": {"memory.available": "0%"}}, 0),
+        ({"evictionHard": {"memory.available": "100%"}}, 0),
+        ({"evictionHard": {"memory.available": "1Gi"}, "kubeReserved": {"memory": "1Gi", "pid": "100"}}, 2 * GIB),
+        # Five hundredths as a float32 are a little more than that.
+        ({"evictionHard": {"memory.available": "5%"}}, int(MEMORY * 0.05000000074505806)),
+    ],
+)
+def test_what_is_kept_from_pods(keys: dict[str, Any], reserved: int) -> None:
+    assert read(**keys).node_allocatable_memory == reserved
+
+
+def test_reservations_in_cpus_are_added_and_rounded_late() -> None:
+    keys: dict[str, Any] = {
+        "kubeReserved": {"cpu": "500m"},
+        "systemReserved": {"cpu": "1.2", "ephemeral-storage": "1Gi"},
+    }
+    assert read(**keys).reserved_millicpus == 1700
+
+
+def test_a_reservation_that_does_not_add_up_keeps_the_kubelet_from_starting() -> None:
+    keys: dict[str, Any] = {
+        "memoryManagerPolicy": "Static",
+        "reservedMemory": [{"numaNode": 0, "limits": {"memory": "1Gi"}}],
+    }
+    with pytest.raises(KubeletConfigError) as caught:
+        Kubelet.configured(HARDWARE, read(**keys))
+    assert str(caught.value) == (
+        'the total amount "1Gi" of type "memory" is not equal to the value "100Mi" determined by Node Allocatable feature'
+    )
+    assert Kubelet.configured(HARDWARE, read(**keys, kubeReserved={"memory": "924Mi"})).memory_manager
+
+
+@pytest.mark.parametrize(
+    ("minor", "option", "gate", "shown"),
+    [
+        (36, "full-pcpus-only", {}, True),
+        (33, "distribute-cpus-across-numa", {}, True),
+        (36, "distribute-cpus-across-numa", {"CPUManagerPolicyBetaOptions": False}, False),
+        (36, "align-by-socket", {}, False),
+        (36, "align-by-socket", {"CPUManagerPolicyAlphaOptions": True}, True),
+        (33, "prefer-align-cpus-by-uncorecache", {}, False),
+        (34, "prefer-align-cpus-by-uncorecache", {}, True),
+        (35, "prefer-align-cpus-by-uncorecache", {"CPUManagerPolicyBetaOptions": False}, False),
+        (36, "prefer-align-cpus-by-uncorecache", {"CPUManagerPolicyBetaOptions": False}, True),
+        (34, "strict-cpu-reservation", {"CPUManagerPolicyBetaOptions": False}, False),
+        (35, "strict-cpu-reservation", {"CPUManagerPolicyBetaOptions": False}, True),
+    ],
+)
+def test_feature_gates_show_options_by_version(minor: int, option: str, gate: dict[str, bool], shown: bool) -> None:  # noqa: FBT001
+    keys: dict[str, Any] = {
+        "cpuManagerPolicy": "static",
+        "cpuManagerPolicyOptions": {option: "true"},
+        "featureGates": gate,
+    }
+    if shown:
+        assert read(minor, **keys).cpu_manager_policy_options == {option: "true"}
+        return
+    with pytest.raises(KubeletConfigError, match=f'-level Options not enabled, but option "{option}" provided'):
+        read(minor, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"topologyManagerPolicy": "strict"},
+            (
+                'invalid configuration: topologyManagerPolicy (--topology-manager-policy) "strict" must be one of:'
+                ' ["none" "best-effort" "restricted" "single-numa-node"]'
+            ),
+        ),
+        (
+            {"topologyManagerScope": "node"},
+            (
+                'invalid configuration: topologyManagerScope (--topology-manager-scope) "node" must be one of:'
+                ' "container", or "pod"'
+            ),
+        ),
+        ({"reservedSystemCPUs": "0,200"}, "reserved-cpus: 0,200 is not a subset of online-cpus: 0-127"),
+        (
+            {"cpuManagerPolicyOptions": {"full-pcpus-only": "true"}},
+            "None policy: received unsupported options=map[full-pcpus-only:true]",
+        ),
+        ({"kubeReserved": {"hugepages-2Mi": "1Gi"}}, 'cannot reserve "hugepages-2Mi" resource'),
+        (
+            {"memoryManagerPolicy": "Static", "reservedMemory": [{"numaNode": 7, "limits": {"memory": "1Gi"}}]},
+            "the reserved memory configuration references a NUMA node 7 that does not exist on this machine",
+        ),
+        (
+            {"reservedMemory": [{"numaNode": 0, "limits": {"cpu": "1"}}]},
+            (
+                'invalid configuration: the limit type "cpu" for NUMA node 0 is not supported,'
+                " only [memory hugepages-<HugePageSize>] is accepted"
+            ),
+        ),
+        (
+            {"reservedMemory": [{"numaNode": 0, "limits": {"memory": 0}}]},
+            'invalid configuration: reserved memory may not be zero for NUMA node 0 and resource "memory"',
+        ),
+        (
+            {"reservedMemory": [{"limits": {"memory": 1}}, {"numaNode": 0, "limits": {"memory": 1}}]},
+            'invalid configuration: the reserved memory has a duplicate value for NUMA node 0 and resource "memory"',
+        ),
+        (
+            {"reservedSystemCPUs": "0", "systemReservedCgroup": "/system.slice"},
+            (
+                "invalid configuration: can't use reservedSystemCPUs (--reserved-cpus) with systemReservedCgroup"
+                " (--system-reserved-cgroup) or kubeReservedCgroup (--kube-reserved-cgroup)"
+            ),
+        ),
+    ],
+)
+def test_what_the_kubelet_would_not_start_with(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(KubeletConfigError) as caught:
+        read(**keys)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"apiVersion": "v1"}, "apiVersion: must be 'kubelet.config.k8s.io/v1beta1', found 'v1'"),
+        ({"reservedSystemCPUs": 0}, 'reservedSystemCPUs: must be a string, found 0; write it in quotes: "0"'),
+        (
+            {"cpuManagerPolicyOptions": {"full-pcpus-only": True}},
+            'cpuManagerPolicyOptions.full-pcpus-only: must be a string, found True; write it in quotes: "true"',
+        ),
+        ({"kubeReserved": {"cpu": 3}}, 'kubeReserved.cpu: must be a string, found 3; write it in quotes: "3"'),
+        ({"kubeReserved": ["cpu"]}, "kubeReserved: must be an object, found ['cpu']"),
+        ({"kubeReserved": {"cpu": "x"}}, "kubeReserved.cpu: 'x' is not a quantity like '4', '500m' or '1Gi'"),
+        ({"systemReserved": {"memory": "-1Gi"}}, "systemReserved.memory: must not be negative, found '-1Gi'"),
+        ({"featureGates": {"X": "true"}}, "featureGates.X: must be true or false, found 'true'"),
+        ({"reservedMemory": {"numaNode": 0}}, "reservedMemory: must be a list, found {'numaNode': 0}"),
+        ({"reservedMemory": [{"numaNode": "0"}]}, "reservedMemory[0].numaNode: must be a whole number, found '0'"),
+        (
+            {"reservedMemory": [{"limits": {"memory": True}}]},
+            "reservedMemory[0].limits.memory: must be a quantity like '4', '500m' or '1Gi', found True",
+        ),
+        (
+            {"reservedSystemCPUs": "4-1"},
+            "reservedSystemCPUs: range '4-1' in '4-1' runs backwards",
+        ),
+        (
+            {"evictionHard": {"memory.available": "x%"}},
+            "evictionHard.memory.available: must be a quantity or a percentage, found 'x%'",
+        ),
+        (
+            {"evictionHard": {"memory.available": "101%"}},
+            "evictionHard.memory.available: must be a percentage from 0 to 100, found '101%'",
+        ),
+        (
+            {"evictionHard": {"memory.available": "nan%"}},
+            "evictionHard.memory.available: must be a percentage from 0 to 100, found 'nan%'",
+        ),
+    ],
+)
+def test_what_no_kubelet_would_decode(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read(**keys)
+    assert str(caught.value) == f"k.yaml: {message}"
+
+
+def test_a_key_that_is_nearly_one_that_matters_is_named() -> None:
+    found = notes(topologyManagerpolicy="x", cpuManagerReconcilePeriod="10s", podPidsLimit=1, cpuManagerPolicy="static")
+    assert found == (
+        "topologyManagerpolicy: the kubelet has no such key and we ignore it; did you mean 'topologyManagerPolicy'?",
+    )
+
+
+def test_a_gate_that_changes_what_is_known_is_named() -> None:
+    (note,) = notes(cpuManagerPolicy="static", featureGates={"PodLevelResourceManagers": True})
+    assert note.startswith("featureGates.PodLevelResourceManagers changes")
+
+
+def test_changes() -> None:
+    document = Value(HEAD | {"cpuManagerPolicyOptions": {"full-pcpus-only": "true"}}, "k.yaml")
+    other = changed(
+        document,
+        {
+            "cpuManagerPolicy": "static",
+            "cpuManagerPolicyOptions.full-pcpus-only": "",
+            "evictionHard.memory.available": "2Gi",
+            "featureGates.CPUManagerPolicyAlphaOptions": "true",
+        },
+    )
+    assert other.value == HEAD | {
+        "cpuManagerPolicy": "static",
+        "cpuManagerPolicyOptions": {},
+        "evictionHard": {"memory.available": "2Gi"},
+        "featureGates": {"CPUManagerPolicyAlphaOptions": True},
+    }
+    assert document.value == HEAD | {"cpuManagerPolicyOptions": {"full-pcpus-only": "true"}}
+
+
+@pytest.mark.parametrize(
+    "key", ["reservedMemory", "cpuManagerPolicyOptions", "cpuManagerPolicy.x", "topologyManagerPolcy", ""]
+)
+def test_what_cannot_be_changed(key: str) -> None:
+    with pytest.raises(UsageError, match="it takes cpuManagerPolicy, "):
+        changed(Value(HEAD, "k.yaml"), {key: "x"})
+    if key.startswith("topology"):
+        with pytest.raises(UsageError, match="did you mean 'topologyManagerPolicy'"):
+            changed(Value(HEAD, "k.yaml"), {key: "x"})
+
+
+NOISE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["static", "0", "0-3", "1Gi", "5%", "x", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["cpu", "memory", "numaNode", "limits", "memory.available", "full-pcpus-only", "x"]), inner
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*WORDS, *TABLES, *OTHERS]), NOISE))
+@settings(max_examples=300, deadline=None)
+def test_nothing_but_a_sentence_comes_of_noise(keys: dict[str, Any]) -> None:
+    with contextlib.suppress(SpecError, RefusedError):
+        Kubelet.configured(HARDWARE, read(**keys))

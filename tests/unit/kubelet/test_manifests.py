@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.errors import SpecError
+from runner.kubelet.cpu_manager import exclusive_cpus_of_pod
+from runner.kubelet.manifests import Manifest, QosClass, parse_manifests
+from runner.kubelet.pod import Container, ContainerKind, Pod
+from runner.spec.value import Value
+
+GIB = 1 << 30
+
+
+def pod(*containers: dict[str, Any], name: str = "p", **spec: Any) -> dict[str, Any]:
+    named = [{"name": f"c{place}", **container} for place, container in enumerate(containers)]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {"containers": named, **spec}}
+
+
+def limits(**amounts: Any) -> dict[str, Any]:
+    return {"resources": {"limits": amounts}}
+
+
+def read_all(*documents: dict[str, Any], gate: bool = True) -> tuple[list[Manifest], list[str]]:
+    return parse_manifests([Value(document, "p.yaml") for document in documents], pod_level_resources=gate)
+
+
+def read(document: dict[str, Any], *, gate: bool = True) -> Manifest:
+    ((manifest,), skipped) = read_all(document, gate=gate)
+    assert skipped == []
+    return manifest
+
+
+def test_an_instance_s_pod() -> None:
+    manifest = read(
+        pod({"resources": {"limits": {"cpu": "40", "memory": "4Gi", "hugepages-2Mi": "80Gi", "nvidia.com/gpu": 2}}})
+    )
+    assert manifest == Manifest(
+        "p",
+        "p.yaml",
+        Pod(
+            "p",
+            (Container("c0", 40_000, {"memory": 4 * GIB, "hugepages-2Mi": 80 * GIB}, devices={"nvidia.com/gpu": 2}),),
+        ),
+        QosClass.GUARANTEED,
+    )
+
+
+@pytest.mark.parametrize(
+    ("resources", "qos", "why"),
+    [
+        ({}, QosClass.BEST_EFFORT, ["container 'c0' has no limits.cpu", "container 'c0' has no limits.memory"]),
+        ({"limits": {"cpu": 2, "memory": "1Gi"}}, QosClass.GUARANTEED, []),
+        (
+            {"requests": {"cpu": "2000m", "memory": "1024Mi"}, "limits": {"cpu": 2, "memory": "1Gi"}},
+            QosClass.GUARANTEED,
+            [],
+        ),
+        ({"limits": {"cpu": 2}}, QosClass.BURSTABLE, ["container 'c0' has no limits.memory"]),
+        (
+            {"requests": {"cpu": 1}, "limits": {"cpu": 2, "memory": "1Gi"}},
+            QosClass.BURSTABLE,
+            ["container 'c0' has requests.cpu below its limits.cpu"],
+        ),
+        (
+            {"requests": {"cpu": 1, "memory": "1Gi"}},
+            QosClass.BURSTABLE,
+            ["container 'c0' has no limits.cpu", "container 'c0' has no limits.memory"],
+        ),
+        (
+            {"limits": {"nvidia.com/gpu": 1}},
+            QosClass.BEST_EFFORT,
+            ["container 'c0' has no limits.cpu", "container 'c0' has no limits.memory"],
+        ),
+        (
+            {"limits": {"cpu": 0, "memory": 0}},
+            QosClass.BEST_EFFORT,
+            ["container 'c0' has no limits.cpu", "container 'c0' has no limits.memory"],
+        ),
+    ],
+)
+def test_the_qos_class_and_what_breaks_it(resources: dict[str, Any], qos: QosClass, why: list[str]) -> None:
+    manifest = read(pod({"resources": resources}))
+    assert (manifest.qos, list(manifest.why)) == (qos, why)
+    assert manifest.pod.guaranteed == (qos is QosClass.GUARANTEED)
+
+
+def test_one_container_takes_the_class_from_all() -> None:
+    manifest = read(pod(limits(cpu=2, memory="1Gi"), {}, initContainers=[{"name": "first"}]))
+    assert manifest.qos is QosClass.BURSTABLE
+    assert [reason.split()[1] for reason in manifest.why] == ["'first'", "'first'", "'c1'", "'c1'"]
+    assert exclusive_cpus_of_pod(manifest.pod) == 0
+
+
+def test_init_containers_come_first_and_sidecars_are_told_apart() -> None:
+    document = pod(
+        limits(cpu=4, memory="1Gi"),
+        initContainers=[
+            {"name": "fetch", **limits(cpu=6, memory="1Gi")},
+            {"name": "log", "restartPolicy": "Always", **limits(cpu=1, memory="1Gi")},
+        ],
+    )
+    assert [(container.name, container.kind) for container in read(document).pod.containers] == [
+        ("fetch", ContainerKind.INIT),
+        ("log", ContainerKind.SIDECAR),
+        ("c0", ContainerKind.APP),
+    ]
+    assert exclusive_cpus_of_pod(read(document).pod) == 6
+
+
+def test_what_makes_pods_is_planned_as_one_pod() -> None:
+    template = {"metadata": {"labels": {}}, "spec": pod(limits(cpu=2, memory="1Gi"))["spec"]}
+    deployment = {
+        "kind": "Deployment",
+        "metadata": {"name": "web", "uid": "d"},
+        "spec": {"replicas": 3, "template": template},
+    }
+    cron = {
+        "kind": "CronJob",
+        "metadata": {"generateName": "tick-"},
+        "spec": {"jobTemplate": {"spec": {"template": template}}},
+    }
+    manifests, skipped = read_all(deployment, cron, {"kind": "Service"}, {"kind": "List", "items": [pod({})]})
+    assert [(manifest.name, manifest.pod.uid) for manifest in manifests] == [
+        ("web", "web"),
+        ("tick-", "tick-"),
+        ("p", "p"),
+    ]
+    assert manifests[0].notes == (
+        "3 replicas, planned as one pod; name the file once for each that comes to this node",
+    )
+    assert skipped == ["p.yaml: a Service makes no pod that we know, and was left out"]
+
+
+def test_pods_of_one_name_are_told_apart_and_a_running_one_is_known_by_its_uid() -> None:
+    manifests, _ = read_all(pod({}), pod({}), pod({}, name="q"), pod({}) | {"metadata": {"name": "r", "uid": "1-2"}})
+    assert [(manifest.name, manifest.pod.uid) for manifest in manifests] == [
+        ("p", "p"),
+        ("p#2", "p#2"),
+        ("q", "q"),
+        ("r", "1-2"),
+    ]
+
+
+def test_pod_level_resources() -> None:
+    whole = pod({}, resources={"limits": {"cpu": 2, "memory": "1Gi"}})
+    with_gate, without = read(whole), read(whole, gate=False)
+    assert (with_gate.qos, without.qos) == (QosClass.GUARANTEED, QosClass.BEST_EFFORT)
+    assert with_gate.pod.pod_level_resources
+    assert with_gate.notes == (
+        "it has pod-level resources (spec.resources): the static CPU and Memory Managers leave it alone",
+    )
+
+
+def test_what_an_operator_should_know() -> None:
+    half = read(pod(limits(cpu="2500m", memory="1Gi"), resourceClaims=[{"name": "gpu"}]))
+    assert half.notes == (
+        "container 'c0' asks for 2500m CPUs, which is not a whole number: it runs in the shared pool",
+        "resourceClaims (DRA) are not looked at, here as in the Topology Manager",
+    )
+    burstable = read(pod({"resources": {"requests": {"cpu": 1}, "limits": {"hugepages-1Gi": "1Gi"}}}))
+    assert burstable.notes == ("hugepages-1Gi: the Memory Manager places them for Guaranteed pods only",)
+
+
+@pytest.mark.parametrize(("amount", "millicpus"), [("0.1", 100), (0.5, 500), ("1e3m", None), ("100u", 1), (3, 3000)])
+def test_quantities(amount: Any, millicpus: int | None) -> None:
+    if millicpus is None:
+        with pytest.raises(SpecError, match="is not a quantity"):
+            read(pod(limits(cpu=amount)))
+    else:
+        assert read(pod(limits(cpu=amount))).pod.containers[0].millicpus == millicpus
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"metadata": {}}, "kind: must be a string, found None"),
+        ({"kind": "Pod"}, "spec: must be an object, found None"),
+        ({"kind": "Pod", "spec": {}}, "spec.containers: must be a list, found None"),
+        ({"kind": "Pod", "spec": {"containers": []}}, "spec.containers: must hold at least one container"),
+        ({"kind": "Pod", "spec": {"containers": [{}]}}, "spec.containers[0].name: must be a string, found None"),
+        ({"kind": "Pod", "spec": {"containers": ["c"]}}, "spec.containers[0]: must be an object, found 'c'"),
+        ({"kind": "List", "items": {}}, "items: must be a list, found {}"),
+        ({"kind": "Job", "spec": {}}, "spec.template: must be an object, found None"),
+        (
+            pod({"name": "c"}, {"name": "c"}),
+            "spec.containers[1].name: 'c' is the name of another container already",
+        ),
+        (
+            pod(limits(cpu="2x")),
+            "spec.containers[0].resources.limits.cpu: '2x' is not a quantity like '4', '500m' or '1Gi'",
+        ),
+        (
+            pod(limits(cpu=True)),
+            "spec.containers[0].resources.limits.cpu: must be a quantity like '4', '500m' or '1Gi', found True",
+        ),
+        (pod(limits(memory=-1)), "spec.containers[0].resources.limits.memory: must not be negative, found -1"),
+        (
+            pod({"resources": {"requests": {"cpu": 3}, "limits": {"cpu": 2}}}),
+            "spec.containers[0].resources.requests.cpu: must be less than or equal to the limit, 2",
+        ),
+        (
+            pod({"resources": {"requests": {"hugepages-2Mi": "2Mi"}}}),
+            "spec.containers[0].resources.requests.hugepages-2Mi: must have a limit that is the same",
+        ),
+        (
+            pod(limits(**{"nvidia.com/gpu": "500m"})),
+            "spec.containers[0].resources.limits.nvidia.com/gpu: must be a whole number, found 0.5",
+        ),
+    ],
+)
+def test_what_the_api_server_would_refuse(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read(document)
+    assert str(caught.value) == f"p.yaml: {message}"
+
+
+KEYS = [
+    "kind",
+    "metadata",
+    "name",
+    "uid",
+    "spec",
+    "template",
+    "items",
+    "replicas",
+    "containers",
+    "initContainers",
+    "restartPolicy",
+    "resources",
+    "limits",
+    "requests",
+    "cpu",
+    "memory",
+    "hugepages-2Mi",
+    "a.b/c",
+]
+NOISE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["Pod", "Job", "List", "1Gi", "2", "x", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(KEYS),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=25,
+)
+
+
+@given(NOISE, NOISE)
+@settings(max_examples=300, deadline=None)
+def test_nothing_but_a_sentence_comes_of_noise(document: Any, resources: Any) -> None:
+    for each in (document, pod({"resources": resources}), {"kind": "Pod", "spec": document}):
+        with contextlib.suppress(SpecError):
+            parse_manifests([Value(each, "p.yaml")], pod_level_resources=True)

@@ -1,0 +1,388 @@
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.cpuset import CpuSet
+from runner.facts.hardware import Hardware
+from runner.kubelet.admission import KubeletConfiguration, Outcome
+from runner.kubelet.configuration import parse_kubelet_configuration
+from runner.kubelet.device_manager import Devices
+from runner.kubelet.manifests import parse_manifests
+from runner.kubelet.node_plan import NodePlan, States, WhatIf, fit_of, plan_node, start_node
+from runner.kubelet.quirks import KubeletConfigError
+from runner.kubelet.report.picture import MORE, owners_of, picture_lines
+from runner.kubelet.report.svg import picture_svg
+from runner.kubelet.report.text import node_json, node_lines, runs_of
+from runner.kubelet.state_files import parse_cpu_manager_state, parse_memory_manager_state
+from runner.placement.pins import PinFindingKind
+from runner.spec.value import Value
+
+ROOT = Path(__file__).parents[3]
+HOSTS = ROOT / "tests/data/hosts"
+EPYC = Hardware.from_json((ROOT / "examples/plan/dual-epyc.json").read_text())
+HEAD = {
+    "apiVersion": "kubelet.config.k8s.io/v1beta1",
+    "kind": "KubeletConfiguration",
+    "cpuManagerPolicy": "static",
+    "systemReserved": {"cpu": "1"},
+}
+STATIC: dict[str, Any] = {
+    "memoryManagerPolicy": "Static",
+    "reservedMemory": [{"limits": {"memory": "100Mi"}}],
+    "topologyManagerPolicy": "best-effort",
+}
+NO_DEVICES: Devices = {}
+NOTHING: Mapping[str, object] = {}
+GPU = "nvidia.com/gpu"
+NO_STATES = States()
+
+
+def host(name: str) -> Hardware:
+    return Hardware.from_json((HOSTS / f"{name}.json").read_text())
+
+
+def configuration(hardware: Hardware, **keys: Any) -> KubeletConfiguration:
+    return parse_kubelet_configuration(Value(HEAD | keys, "k.yaml"), hardware, 36)[0]
+
+
+def pod(name: str, cpus: object, memory: str = "1Gi", more: Mapping[str, object] = NOTHING) -> dict[str, Any]:
+    containers = [{"name": "vm", "resources": {"limits": {"cpu": cpus, "memory": memory, **more}}}]
+    return {"kind": "Pod", "metadata": {"name": name}, "spec": {"containers": containers}}
+
+
+def planned(
+    hardware: Hardware,
+    *pods: dict[str, Any],
+    devices: Devices = NO_DEVICES,
+    states: States = NO_STATES,
+    **keys: Any,
+) -> NodePlan:
+    configured = configuration(hardware, **keys)
+    manifests, _ = parse_manifests([Value(each, "p.yaml") for each in pods], pod_level_resources=True)
+    return plan_node(hardware, configured, start_node(hardware, configured, devices, states), manifests)
+
+
+def shown(plan: NodePlan, width: int = 120) -> str:
+    return "\n".join(node_lines(plan, width=width, colour=False))
+
+
+CPU_STATE = '{"policyName":"static","defaultCpuSet":"0,3-7","entries":{"uid-1":{"vm":"1-2"}},"checksum":1}'
+
+
+def test_a_small_node_in_full() -> None:
+    states = States(cpu=parse_cpu_manager_state(CPU_STATE))
+    plan = planned(host("vm-8"), pod("new", 3), pod("big", 3), states=states, topologyManagerPolicy="restricted")
+    assert not plan.fits
+    assert (
+        shown(plan)
+        == """\
+host        1 socket, 8 cores, 8 CPUs, 1 NUMA node, 15.7Gi memory
+kubelet     1.36: CPU Manager static, Memory Manager None, Topology Manager restricted (scope container)
+reserved    CPUs 0
+before      uid-1/vm has 1-2
+
+pod         new (Guaranteed): admitted
+  gets      vm: exclusive CPUs 3-5; affinity {0} preferred
+  vCPUs     packed-siblings, 1 thread a core: 0-2→3-5
+  why       cpu: prefers {0}
+            so {0} is the narrowest set that cpu prefers
+
+pod         big (Guaranteed): rejected: TopologyAffinityError: Resources cannot be allocated with Topology locality
+  why       cpu: fits on no set of NUMA nodes
+            so cpu fits nowhere on the node as it is now, and policy restricted admits nothing else
+  missing   cpu: 3 CPUs wanted; NUMA node 0 has most, 2 CPUs free, and 1 CPU more would have to be
+  otherwise topologyManagerPolicy none: rejected: UnexpectedAdmissionError
+            topologyManagerPolicy best-effort: rejected: UnexpectedAdmissionError
+            topologyManagerPolicy single-numa-node: rejected: TopologyAffinityError
+
+remains     shared pool 0,6-7; 2 CPUs of it can still be given, at most 2 on one NUMA node
+
+NUMA node 0 (socket 0): 2 of 8 CPUs free, memory 15.7Gi
+        0-7  #aaAAA..
+# reserved 0   . shared pool
+A new  3-5
+a uid-1/vm (there before)  1-2"""
+    )
+
+
+def test_devices_are_counted_from_pod_to_pod() -> None:
+    devices: Devices = {GPU: {1: 2}}
+    pods = pod("one", 10, more={GPU: 1}), pod("none", 10), pod("two", 10, more={GPU: 2})
+    plan = planned(EPYC, *pods, devices=devices, topologyManagerPolicy="single-numa-node")
+    assert [each.explanation.admission.outcome.value for each in plan.pods] == ["admitted", "admitted", "rejected"]
+    assert [str(each.cpus) for each in plan.pods] == ["32-36,96-100", "1-5,65-69", ""]
+    assert "gets      vm: exclusive CPUs 32-36,96-100; nvidia.com/gpu: 1 on NUMA node 1; affinity" in shown(plan)
+    assert "nvidia.com/gpu: 2 devices wanted; NUMA node 1 has most, 1 device free" in shown(plan)
+    assert "memory 127.9Gi, nvidia.com/gpu 1 of 2 free" in shown(plan)
+
+
+def test_devices_that_nobody_spoke_of_are_said_to_be_unknown() -> None:
+    plan = planned(EPYC, pod("one", 10, more={GPU: 1}), topologyManagerPolicy="single-numa-node")
+    assert plan.fits
+    assert "nothing is known of 'nvidia.com/gpu' here" in plan.pods[0].notes[0]
+
+
+def test_a_pod_that_no_scheduler_would_send_here() -> None:
+    plan = planned(EPYC, pod("huge", 128, "60Gi", more={"hugepages-2Mi": "300Gi"}), topologyManagerPolicy="none")
+    beyond = "the scheduler sends it nowhere like this"
+    assert plan.pods[0].notes == (
+        f"it asks for 128 CPUs, more than the node's allocatable 127: {beyond}",
+        f"it asks for 60Gi memory, more than the node's allocatable 39558Mi: {beyond}",
+        f"it asks for 300Gi hugepages-2Mi, more than the node's allocatable 221696Mi: {beyond}",
+    )
+
+
+def test_a_kubelet_that_crashes_is_asked_nothing_more() -> None:
+    options = {"prefer-closest-numa-nodes": "true"}
+    keys: dict[str, Any] = {"topologyManagerPolicy": "best-effort", "topologyManagerPolicyOptions": options}
+    plan = planned(host("power9-2s"), pod("first", 8), pod("second", 2), **keys)
+    assert [each.explanation.admission.outcome for each in plan.pods] == [Outcome.CRASHES]
+    assert "first (Guaranteed): the kubelet crashes: this kubelet would panic: " in shown(plan, 200)
+    beside = attrs.evolve(planned(host("power9-2s"), pod("first", 8), pod("second", 2)), what_if=(WhatIf("x", plan),))
+    assert ["x", "crashes", "not", "asked", "0-127"] in [line.split() for line in shown(beside, 200).splitlines()]
+
+
+def test_state_files_of_another_policy_or_machine_are_refused_in_the_kubelet_s_words() -> None:
+    none = States(cpu=parse_cpu_manager_state('{"policyName":"none","defaultCpuSet":"","checksum":1}'))
+    with pytest.raises(KubeletConfigError) as caught:
+        planned(EPYC, states=none)
+    assert str(caught.value) == (
+        'could not restore state from checkpoint: configured policy "static" differs from state checkpoint policy'
+        ' "none", please drain this node and delete the CPU manager checkpoint file before restarting Kubelet'
+    )
+    memory = States(memory=parse_memory_manager_state('{"policyName":"Static","machineState":{},"checksum":1}'))
+    with pytest.raises(KubeletConfigError, match=r'\[memorymanager\] configured policy "None" differs'):
+        planned(EPYC, states=memory)
+    with pytest.raises(KubeletConfigError, match="doesn't match with CPUs in state"):
+        planned(EPYC, states=States(cpu=parse_cpu_manager_state(CPU_STATE)))
+
+
+def test_a_pod_that_runs_already_keeps_what_it_has() -> None:
+    running = pod("vm", 2)
+    running["metadata"]["uid"] = "uid-1"
+    plan = planned(host("vm-8"), running, states=States(cpu=parse_cpu_manager_state(CPU_STATE)))
+    assert str(plan.pods[0].cpus) == "1-2"
+    assert [(owner.sign, owner.planned) for owner in owners_of(plan)] == [("A", True)]
+
+
+# --- an instance's document -------------------------------------------------------------------------------------------
+
+
+def test_an_instance_fits_the_container_with_the_most_cpus() -> None:
+    plan = planned(EPYC, pod("small", 4), pod("large", 40), pod("shared", "500m"))
+    fit = fit_of(40, None, plan)
+    assert (fit.pod, fit.container, fit.trouble) == ("large", "vm", "")
+    assert fit.placement
+    assert fit.placement.cpus == plan.pods[1].cpus
+    fewer = fit_of(38, None, plan).placement
+    assert fewer
+    assert [finding.kind for finding in fewer.findings] == [PinFindingKind.UNUSED_CPUS]
+    insisting = fit_of(2, CpuSet((3, 4)), plan).placement
+    assert insisting
+    assert insisting.cpus == CpuSet((3, 4))
+
+
+def test_an_instance_that_does_not_fit() -> None:
+    plan = planned(EPYC, pod("p", 4))
+    assert fit_of(5, None, plan).trouble == "it gets 4 CPUs; ask for 5 in the pod, or for fewer vCPUs"
+    assert fit_of(1, CpuSet((127,)), plan).trouble == (
+        "cpu.cpus names 127, which the kubelet does not give; leave cpu.cpus out"
+    )
+    assert fit_of(1, None, planned(EPYC)).trouble == "no container gets exclusive CPUs"
+    assert not attrs.evolve(plan, fit=fit_of(5, None, plan)).fits
+    assert attrs.evolve(plan, fit=fit_of(4, None, plan)).fits
+
+
+# --- text, JSON ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pins", "runs"),
+    [
+        ((5,), ["0→5"]),
+        ((1, 2, 3), ["0-2→1-3"]),
+        ((1, 65, 2, 66, 3, 67, 4, 68), ["0,2..6→1-4", "1,3..7→65-68"]),
+        ((1, 65, 2, 66), ["0,2→1-2", "1,3→65-66"]),
+        ((9, 3, 7), ["0→9", "1→3", "2→7"]),
+        ((0, 1, 2, 3, 64, 65, 66, 67), ["0-3→0-3", "4-7→64-67"]),
+    ],
+)
+def test_pins_in_runs(pins: tuple[int, ...], runs: list[str]) -> None:
+    assert list(runs_of(pins)) == runs
+
+
+@given(st.lists(st.integers(0, 40), unique=True, min_size=1))
+def test_runs_say_every_pin_once(pins: list[int]) -> None:
+    said: dict[int, int] = {}
+    for run in runs_of(pins):
+        vcpus, cpus = (_numbers(each) for each in run.split("→"))
+        assert len(vcpus) == len(cpus)
+        said |= dict(zip(vcpus, cpus, strict=True))
+    assert said == dict(enumerate(pins))
+
+
+def _numbers(text: str) -> list[int]:
+    if ".." in text:
+        first, rest = text.split(",")
+        second, last = rest.split("..")
+        return list(range(int(first), int(last) + 1, int(second) - int(first)))
+    if "-" in text:
+        first, last = text.split("-")
+        return list(range(int(first), int(last) + 1))
+    return [int(number) for number in text.split(",")]
+
+
+def test_alternatives_are_a_table_as_long_as_it_is_narrow_enough() -> None:
+    plan = planned(EPYC, pod("p", 40))
+    other = WhatIf("topologyManagerPolicy=none", planned(EPYC, pod("p", 2)))
+    plan = attrs.evolve(plan, what_if=(other, WhatIf("x=y", None, "no")))
+    table = """
+what if                     p           shared pool
+as it is                    1-20,65-84  0,21-64,85-127
+topologyManagerPolicy=none  1,65        0,2-64,66-127
+x=y                         the kubelet would not start: no
+"""
+    assert table in shown(plan, 61)
+    blocks = """
+what if     as it is
+            p: 1-20,65-84
+            shared pool: 0,21-64,85-127
+what if     topologyManagerPolicy=none
+            p: 1,65
+            shared pool: 0,2-64,66-127
+what if     x=y
+            the kubelet would not start: no
+"""
+    assert blocks in shown(plan, 50)
+
+
+def test_json_is_plain_and_the_same_every_time() -> None:
+    plan = planned(EPYC, pod("p", 40), pod("q", 400), topologyManagerPolicy="restricted")
+    plan = attrs.evolve(plan, what_if=(WhatIf("x=y", None, "no"), WhatIf("y=z", plan)), fit=fit_of(2, None, plan))
+    document = node_json(plan)
+    assert json.loads(json.dumps(document)) == document
+    again = planned(EPYC, pod("p", 40), pod("q", 400), topologyManagerPolicy="restricted")
+    assert node_json(again)["pods"] == document["pods"]
+    first, second = document["pods"]
+    assert first["containers"][0]["cpus"] == "1-20,65-84"
+    assert first["containers"][0]["placement"]["pins"][:4] == [1, 65, 2, 66]
+    assert (second["outcome"], second["reason"], second["containers"]) == ("rejected", "TopologyAffinityError", [])
+    assert second["missing"][0]["wanted"] == 400
+    assert document["what_if"][0] == {"name": "x=y", "refusal": "no", "pods": [], "after": None}
+    assert document["after"]["shared_pool"] == "0,21-64,85-127"
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+ALL_HOSTS = sorted(path.stem for path in HOSTS.glob("*.json"))
+
+
+ROW = re.compile(r" +[0-9]+((-|\.\.)[0-9]+)?  ")
+
+
+def cells(plan: NodePlan, width: int) -> Counter[str]:
+    rows = [line[13:] for line in picture_lines(plan, width=width, colour=False) if ROW.match(line)]
+    return Counter("".join(rows)) - Counter({" ": len("".join(rows))})
+
+
+@pytest.mark.parametrize("name", ALL_HOSTS)
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_every_cpu_is_in_the_picture_once_whatever_the_width(name: str, width: int) -> None:
+    hardware = host(name)
+    plan = planned(hardware, pod("a", 2), pod("b", 3))
+    counted = cells(plan, width)
+    assert counted == Counter({"A": 2, "B": 3, "#": 1, ".": len(hardware.cpus) - 6})
+    rows = [line for line in picture_lines(plan, width=width, colour=False) if ROW.match(line)]
+    assert max(map(len, rows)) <= width
+
+
+def test_a_title_breaks_between_resources() -> None:
+    lines = list(picture_lines(planned(EPYC, devices={GPU: {0: 4}}, **STATIC), width=80, colour=False))
+    assert lines[:2] == [
+        "NUMA node 0 (socket 0): 63 of 64 CPUs free, memory 18.7Gi of 18.7Gi free",
+        "             hugepages-2Mi 108.5Gi of 108.5Gi free, nvidia.com/gpu 4 of 4 free",
+    ]
+
+
+def test_a_core_is_a_column_and_a_cache_is_a_group() -> None:
+    rows = [line for line in picture_lines(planned(EPYC, pod("p", 4)), width=80, colour=False) if ROW.match(line)]
+    assert rows[0] == "       0-31  #AA. .... .... .... .... .... .... ...."
+    assert rows[1] == "      64-95  .AA. .... .... .... .... .... .... ...."
+
+
+def test_unequal_cores_and_siblings_side_by_side() -> None:
+    lines = list(picture_lines(planned(host("core-i9-13900k")), width=80, colour=False))
+    assert lines[1:3] == ["      0..31  ........#...............", "      1..15  ........"]
+    lines = list(picture_lines(planned(host("power9-2s")), width=80, colour=False))
+    assert lines[1].split() == ["0..60", "#", *["."] * 15]
+
+
+def test_whoever_comes_after_the_alphabet_has_a_sign_too() -> None:
+    plan = planned(EPYC, *(pod(f"p{number}", 2) for number in range(30)))
+    assert [owner.sign for owner in owners_of(plan)][24:28] == ["Y", "Z", MORE, MORE]
+    assert cells(plan, 100)[MORE] == 8
+
+
+def test_colours_change_nothing_but_colours() -> None:
+    plan = planned(EPYC, pod("p", 40), pod("q", 8))
+    plain = "\n".join(picture_lines(plan, width=80, colour=False))
+    coloured = "\n".join(picture_lines(plan, width=80, colour=True))
+    escapes = ("\x1b[2m", "\x1b[1;32m", "\x1b[1;36m", "\x1b[0m")
+    for escape in escapes:
+        assert escape in coloured
+        coloured = coloured.replace(escape, "")
+    assert coloured == plain
+
+
+@pytest.mark.parametrize("name", ALL_HOSTS)
+def test_an_svg_has_every_cpu_once_inside_its_frame(name: str) -> None:
+    plan = planned(host(name), pod("a <&> b", 2), pod("c", 3))
+    text = picture_svg(plan)
+    assert text == picture_svg(plan)
+    root = ET.fromstring(text)  # noqa: S314 - our own text
+    space = "{http://www.w3.org/2000/svg}"
+    numbers = [
+        group.find(f"{space}text") for group in root.iter(f"{space}g") if group.find(f"{space}title") is not None
+    ]
+    assert sorted(int(number.text or "") for number in numbers if number is not None) == list(plan.hardware.online)
+    titles = [title.text or "" for title in root.iter(f"{space}title")]
+    assert sum(title.endswith(": a <&> b") for title in titles) == 2
+    width, height = int(root.attrib["width"]), int(root.attrib["height"])
+    places = list(_places(root, 0, 0))
+    assert all(x >= 0 and x + w <= width and y >= 0 and y + h <= height for x, y, w, h in places)
+
+
+def _places(element: ET.Element, x: int, y: int) -> Any:
+    """Yield where each rectangle of *element* is."""
+    moved = element.attrib.get("transform", "")
+    if moved:
+        right, down = moved.removeprefix("translate(").removesuffix(")").split()
+        x, y = x + int(right), y + int(down)
+    for child in element:
+        if child.tag.endswith("rect"):
+            here = {key: int(child.attrib.get(key, "0")) for key in ("x", "y", "width", "height")}
+            yield x + here["x"], y + here["y"], here["width"], here["height"]
+        yield from _places(child, x, y)
+
+
+@given(st.lists(st.tuples(st.integers(1, 80), st.sampled_from(["1Gi", "20Gi", "300Gi"])), max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_whatever_pods_come_the_cpus_are_all_accounted_for(asked: list[tuple[int, str]]) -> None:
+    plan = planned(EPYC, *(pod(f"p{number}", *each) for number, each in enumerate(asked)), **STATIC)
+    given_away = [container.cpus for each in plan.pods for container in each.containers]
+    assert sum(map(len, given_away)) + len(plan.after.shared_pool) == len(EPYC.cpus)
+    assert len(plan.pods) == len(asked)
+    assert shown(plan)
+    for each in plan.pods:
+        assert each.explanation.admission.admitted == bool(each.containers)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+
+from runner.kubelet.pod_cgroups import INSTANCE_NAME, bare_groups, parse_bare_container, parse_container, pod_groups
+
+UID = "416de7c2-21de-472d-817c-fa9d4306cb7d"
+OTHER = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+STATIC = "0123456789abcdef0123456789abcdef"
+ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
+U = UID.replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    ("path", "owner", "qos"),
+    [
+        (f"/kubepods.slice/kubepods-pod{U}.slice/cri-containerd-{ID}.scope", UID, "guaranteed"),
+        (f"/kubepods.slice/kubepods-pod{U}.slice/crio-{ID}.scope", UID, "guaranteed"),
+        (f"/kubepods.slice/kubepods-pod{U}.slice/docker-{ID}.scope", UID, "guaranteed"),
+        (
+            f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{U}.slice/cri-containerd-{ID}.scope",
+            UID,
+            "burstable",
+        ),
+        (f"/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{U}.slice/{ID}.scope", UID, "besteffort"),
+        (f"/kubepods.slice/kubepods-pod{STATIC}.slice/cri-containerd-{ID}.scope", STATIC, "guaranteed"),
+        (
+            f"/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{U}.slice/cri-containerd-{ID}.scope",
+            UID,
+            "guaranteed",
+        ),
+        (f"/kubepods/pod{UID}/{ID}", UID, "guaranteed"),
+        (f"/kubepods/burstable/pod{UID}/{ID}", UID, "burstable"),
+        (f"/kubepods/besteffort/pod{STATIC}/crio-{ID}", STATIC, "besteffort"),
+        (f"/kubelet/kubepods/pod{UID}/{ID}", UID, "guaranteed"),
+    ],
+)
+def test_knows_the_kubelets_paths(path: str, owner: str, qos: str) -> None:
+    container = parse_container(path)
+    assert container is not None
+    assert (container.owner, container.qos, container.path) == (owner, qos, path)
+    below = parse_container(f"{path}/container/{UID}")
+    assert below == container
+    assert path.rpartition("/")[0].removeprefix("/") in pod_groups(owner)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/",
+        "/stelia/float",
+        "/system.slice/ssh.service",
+        "/kubepods.slice",
+        f"/kubepods.slice/kubepods-pod{U}.slice",
+        f"/kubepods.slice/kubepods-pod{U}.slice/crio-conmon-{ID}.scope",
+        f"/kubepods/pod{UID}/crio-conmon-{ID}",
+        f"/kubepods.slice/kubepods-pod{UID}.slice/cri-containerd-{ID}.scope",
+        f"/kubepods.slice/kubepods-pod{U.upper()}.slice/cri-containerd-{ID}.scope",
+        f"/kubepods.slice/kubepods-burstable.slice/kubepods-pod{U}.slice/cri-containerd-{ID}.scope",
+        f"/kubepods.slice/kubepods-burstable-pod{U}.slice/cri-containerd-{ID}.scope",
+        f"/kubepods.slice/kubepods-pod{U}.slice/cri-containerd-{ID}.scope (deleted)",
+        f"/../kubepods.slice/kubepods-pod{U}.slice/cri-containerd-{ID}.scope",
+        f"/user.slice/user-1000.slice/user@1000.service/kubepods.slice/kubepods-pod{U}.slice/crio-{ID}.scope",
+        f"/system.slice/docker-{ID}.scope/kubepods/pod{UID}/{ID}",
+    ],
+)
+def test_anything_else_is_nobodys(path: str) -> None:
+    assert parse_container(path) is None
+
+
+def test_who_builds_the_likeness_of_another_pod_below_his_own_stays_himself() -> None:
+    mine = f"/kubepods.slice/kubepods-pod{U}.slice/crio-{ID}.scope"
+    theirs = f"/kubepods.slice/kubepods-pod{OTHER.replace('-', '_')}.slice/crio-{ID}.scope"
+    container = parse_container(mine + theirs)
+    assert container is not None
+    assert (container.owner, container.path) == (UID, mine)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/system.slice/docker-{ID}.scope",
+        f"/docker/{ID}",
+        f"/machine.slice/libpod-{ID}.scope",
+        f"/libpod_parent/libpod-{ID}",
+    ],
+)
+def test_without_a_kubelet_a_container_is_its_own_owner(path: str) -> None:
+    container = parse_bare_container(f"{path}/container")
+    assert container is not None
+    assert (container.owner, container.path) == (ID, path)
+    assert path.removeprefix("/") in bare_groups(ID)
+    assert parse_bare_container(f"/user.slice{path}") is None
+    assert parse_container(path) is None
+    assert INSTANCE_NAME.fullmatch(ID)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "../x",
+        "a/b",
+        "a" * 65,
+        "a" * 256,
+        "a\0",
+        "a\n",
+        "A",
+        UID.upper(),
+        "cgroup.procs",
+        ".",
+        "..",
+        "-a",
+        "a-",
+        "a_b",
+        "a b",
+        "\u0430",
+        "\uff41",
+        "\u0661",
+    ],
+)
+def test_names_that_no_instance_has(name: str) -> None:
+    assert INSTANCE_NAME.fullmatch(name) is None
+
+
+@pytest.mark.parametrize("name", ["123", "a", UID, STATIC, "a" * 64])
+def test_names_that_instances_have(name: str) -> None:
+    assert INSTANCE_NAME.fullmatch(name)

@@ -1,0 +1,525 @@
+"""PCI devices of recorded hosts: which ones, by which way, where the guest sees them, and every reason against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import attrs
+import pytest
+
+from runner.errors import SpecError
+from runner.facts.host import HostFacts, MemoryLimits, User
+from runner.facts.pci import Bar, DeviceNode, PciFact, VfioFacts
+from runner.instance.passthrough import look_at_device
+from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv
+from runner.plan.instance import share_grace
+from runner.plan.passthrough import asked_devices, bar_window, guest_address_bits, listed, top_of_addresses
+from runner.plan.render import plan_json, plan_lines
+from runner.spec.instance import parse_instance
+from tests.support.fake_pci import Record, paper_pci, recorded_pci
+from tests.unit.plan.test_plan import EPYC, GOLDEN, KERNEL, lines, plan_of, problems
+
+GIB, MIB = 1 << 30, 1 << 20
+HGX = recorded_pci("hgx-h100")
+GPUS = [
+    "0000:1b:00.0",
+    "0000:43:00.0",
+    "0000:52:00.0",
+    "0000:61:00.0",
+    "0000:9d:00.0",
+    "0000:c3:00.0",
+    "0000:d1:00.0",
+    "0000:df:00.0",
+]
+GPU = GPUS[0]
+GIVEN = {"PCI_RESOURCE_NVIDIA_COM_GH100": ",".join(GPUS)}
+OPEN = DeviceNode(PurePosixPath("/dev/vfio/vfio"), None, everyone=True)
+ON_BOTH = '[cpu]\ncount = 8\ncpus = "1-2,65-66,33-34,97-98"\n[memory]\nsize = "64GiB"\n'
+ONE = f'[[device]]\naddress = "{GPU}"\n'
+
+
+@pytest.fixture
+def hgx(tmp_path: Path) -> HostFacts:
+    """Return a host of two NUMA nodes with eight GPUs, for a QEMU that takes descriptors."""
+    return host(tmp_path, HGX)
+
+
+def host(root: Path, records: list[Record]) -> HostFacts:
+    paper_pci(root, records)
+    found = [look_at_device(record["address"], root) for record in records]
+    vfio = VfioFacts(
+        devices={fact.address: fact for fact in found if fact is not None},
+        environment=GIVEN,
+        container=OPEN,
+        iommufd=DeviceNode(PurePosixPath("/dev/iommu")),
+        qemu_version="10.0.2",
+        address_bits=52,
+    )
+    return attrs.evolve(EPYC, vfio=vfio)
+
+
+def vfio_of(facts: HostFacts) -> VfioFacts:
+    assert facts.vfio is not None
+    return facts.vfio
+
+
+def with_vfio(facts: HostFacts, **values: object) -> HostFacts:
+    return attrs.evolve(facts, vfio=attrs.evolve(vfio_of(facts), **values))  # type: ignore[arg-type]
+
+
+def with_gpu(facts: HostFacts, **values: object) -> HostFacts:
+    gpu = attrs.evolve(vfio_of(facts).devices[GPU], **values)  # type: ignore[arg-type]
+    return with_vfio(facts, devices={**vfio_of(facts).devices, GPU: gpu})
+
+
+# -- which ones
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"PCI_RESOURCE_NVIDIA_COM_GH100": "0000:1b:00.0"}, ("0000:1b:00.0",)),
+        ({"PCI_RESOURCE_NVIDIA_COM_GH100": "0000:1B:00.0,0000:43:00.0,"}, ("0000:1b:00.0", "0000:43:00.0")),
+        ({"PCIDEVICE_NVIDIA_COM_GH100": "0000:1b:00.0, 0000:1b:00.0,,"}, ("0000:1b:00.0",)),
+        (
+            {
+                "PCI_RESOURCE_NVIDIA_COM_GH100": "0000:1b:00.0",
+                "PCIDEVICE_NVIDIA_COM_GH100": "0000:1b:00.0,0000:43:00.0",
+            },
+            ("0000:1b:00.0", "0000:43:00.0"),
+        ),
+        ({"PCI_RESOURCE_NVIDIA_COM_GH200": "0000:1b:00.0"}, ()),
+    ],
+)
+def test_what_device_plugins_say(environment: Mapping[str, str], expected: tuple[str, ...]) -> None:
+    assert listed("nvidia.com/GH100", environment) == expected
+
+
+def test_hyphens_of_a_resource_are_kept() -> None:
+    assert listed("intel.com/sriov-net.a", {"PCIDEVICE_INTEL_COM_SRIOV-NET_A": "0000:01:10.0"}) == ("0000:01:10.0",)
+
+
+def asked(text: str, environment: Mapping[str, str] = GIVEN) -> tuple[list[str], list[str]]:
+    devices, found = asked_devices(parse_instance("spec.toml", f"{KERNEL}{text}".encode()).device, environment)
+    return [each.address for each in devices], [str(problem) for problem in found]
+
+
+def test_a_resource_is_shared_out_among_those_who_ask_for_it() -> None:
+    text = f'[[device]]\nresource = "nvidia.com/GH100"\ncount = 2\n[[device]]\naddress = "{GPUS[1]}"\n'
+    assert asked(text) == ([GPUS[0], GPUS[2], GPUS[1]], []), "what is named by its address is nobody else's"
+    assert asked(text + '[[device]]\nresource = "nvidia.com/GH100"\n')[0] == [GPUS[0], GPUS[2], GPUS[1], *GPUS[3:]]
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "expected"),
+    [
+        (
+            '[[device]]\nresource = "nvidia.com/GH100"\n',
+            {},
+            "device[0].resource: no device is given for it: neither of PCI_RESOURCE_NVIDIA_COM_GH100 and PCIDEVICE_NVIDIA_COM_GH100",
+        ),
+        (
+            '[[device]]\nresource = "nvidia.com/A16"\n',
+            {"MDEV_PCI_RESOURCE_NVIDIA_COM_A16": "b2f0"},
+            "device[0].resource: MDEV_PCI_RESOURCE_NVIDIA_COM_A16 names mediated devices, which are not passed; take whole",
+        ),
+        (
+            '[[device]]\nresource = "a/b"\n',
+            {"PCIDEVICE_A_B": "0000:1b:00"},
+            "device[0].resource: the environment lists '0000:1b:00' for it, which is no PCI address",
+        ),
+        (
+            '[[device]]\nresource = "nvidia.com/GH100"\ncount = 9\n',
+            GIVEN,
+            f"device[0].resource: asks for 9, but 8 are left of the 8 that were given ({', '.join(GPUS)}); ask for more",
+        ),
+        (
+            '[[device]]\nresource = "nvidia.com/GH100"\n' * 2,
+            GIVEN,
+            "device[1].resource: asks for some, but 0 are left of the 8 that were given",
+        ),
+    ],
+)
+def test_a_resource_that_gives_nothing_is_refused(text: str, environment: Mapping[str, str], expected: str) -> None:
+    _, [problem] = asked(text, environment)
+    assert problem.startswith(expected)
+
+
+# -- whether
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"silent": True},
+            f"device[0]: {GPU} (10de:2330) does not answer: its configuration space reads as nothing but ones",
+        ),
+        ({"group": None}, f"device[0]: {GPU} (10de:2330) has no IOMMU group, so the IOMMU is off; switch on VT-d"),
+        (
+            {"vfio": False, "driver": "nvidia"},
+            f"device[0]: {GPU} (10de:2330) is bound to 'nvidia', not to vfio-pci; bind it: driverctl set-override {GPU} vfio-pci",
+        ),
+        ({"vfio": False, "driver": None}, f"device[0]: {GPU} (10de:2330) is bound to no driver; bind it: driverctl"),
+        (
+            {"group_node": DeviceNode(PurePosixPath("/dev/vfio/30"), "Device or resource busy", busy=True)},
+            f"device[0]: {GPU} is in use: somebody else has /dev/vfio/30 open; end the other instance",
+        ),
+    ],
+)
+def test_a_device_that_cannot_be_passed_is_refused(hgx: HostFacts, values: dict[str, object], expected: str) -> None:
+    [problem] = problems(KERNEL + ONE, with_gpu(hgx, **values))
+    assert problem.startswith(expected)
+
+
+def test_a_device_that_is_not_there_is_refused(hgx: HostFacts) -> None:
+    [problem] = problems(KERNEL + '[[device]]\naddress = "0000:00:09.0"\n', hgx)
+    assert problem == "device[0]: there is no PCI device 0000:00:09.0 here; `lspci -D` lists them"
+
+
+def test_a_group_is_passed_whole_or_not_at_all(tmp_path: Path) -> None:
+    sound = {
+        **next(record for record in HGX if record["address"] == GPU),
+        "address": "0000:1b:00.1",
+        "driver": "snd_hda_intel",
+    }
+    facts = host(tmp_path, [*HGX, sound])
+    [problem] = problems(KERNEL + ONE, facts)
+    assert problem.startswith(
+        f"device[0]: {GPU} shares its IOMMU group 30 with 0000:1b:00.1, which is bound to 'snd_hda_intel' and could reach"
+    )
+    assert problem.endswith("drivers_probe)")
+    whole = plan_of(KERNEL + ONE, host(tmp_path / "bound", [*HGX, {**sound, "driver": "vfio-pci"}]))
+    assert [device.address for device in whole.machine.passing.devices] == [GPU]
+
+
+@pytest.mark.parametrize(
+    ("iommu", "values", "gpu", "way", "why"),
+    [
+        ("auto", {}, {}, "iommufd", ""),
+        ("legacy", {}, {}, "legacy", ""),
+        ("auto", {"qemu_version": "7.2.22"}, {}, "legacy", ""),
+        (
+            "auto",
+            {"qemu_version": "8.2.0"},
+            {"group_node": None},
+            "",
+            "not by 'legacy': the kernel makes no nodes of IOMMU groups",
+        ),
+        ("iommufd", {"qemu_version": "8.2.0"}, {}, "", "not by 'iommufd': QEMU 8.2.0 is older than 9.0"),
+        ("iommufd", {"qemu_version": ""}, {}, "", "not by 'iommufd': QEMU of unknown version is older than 9.0"),
+        ("auto", {"iommufd": DeviceNode(PurePosixPath("/dev/iommu"), "No such file or directory")}, {}, "legacy", ""),
+        ("auto", {}, {"device_node": None}, "legacy", ""),
+        (
+            "auto",
+            {"container": DeviceNode(PurePosixPath("/dev/vfio/vfio"), "No such file or directory")},
+            {"device_node": DeviceNode(PurePosixPath("/dev/vfio/devices/vfio1"), "Operation not permitted")},
+            "",
+            "not by 'iommufd': /dev/vfio/devices/vfio1: Operation not permitted; give the container the node",
+        ),
+        (
+            "legacy",
+            {},
+            {"group_node": DeviceNode(PurePosixPath("/dev/vfio/30"), "Operation not permitted")},
+            "",
+            "not by 'legacy': /dev/vfio/30: Operation not permitted; give the container the node: by a device plugin's resource",
+        ),
+    ],
+)
+def test_the_way_is_the_one_that_works(
+    hgx: HostFacts, iommu: str, values: dict[str, object], gpu: dict[str, object], way: str, why: str
+) -> None:
+    text = f'{KERNEL}{ONE}iommu = "{iommu}"\n'
+    facts = with_vfio(with_gpu(hgx, **gpu), **values)
+    if why:
+        [problem] = problems(text, facts)
+        assert problem.startswith(f"device[0].iommu: {GPU} cannot be handed to QEMU; ")
+        assert why in problem
+        return
+    passing = plan_of(text, facts).machine.passing
+    assert [device.way for device in passing.devices] == [way]
+    assert (passing.iommufd is not None) == (way == "iommufd")
+
+
+def test_one_way_for_all_so_that_ram_is_locked_once(hgx: HostFacts) -> None:
+    two = f'{KERNEL}{ONE}[[device]]\naddress = "{GPUS[1]}"\n'
+    ways = [device.way for device in plan_of(two, with_gpu(hgx, device_node=None)).machine.passing.devices]
+    assert ways == ["legacy", "legacy"]
+    ways = [device.way for device in plan_of(two + 'iommu = "legacy"\n', hgx).machine.passing.devices]
+    assert ways == ["legacy", "legacy"]
+
+
+def test_gpus_that_are_told_of_each_other_go_by_groups(hgx: HostFacts) -> None:
+    text = f"{KERNEL}{ONE}properties = {{ x-nv-gpudirect-clique = 3 }}\n"
+    [device] = plan_of(text, hgx).machine.passing.devices
+    assert (device.way, device.properties) == ("legacy", (("x-nv-gpudirect-clique", 3),))
+    told = plan_of(text + 'iommu = "iommufd"\n', hgx)
+    assert any("no device reaches the memory of another" in remark for remark in told.remarks)
+
+
+@pytest.mark.parametrize(
+    ("user", "everyone", "lent_to"), [("nobody", False, 65534), ("nobody", True, None), ("root", False, None)]
+)
+def test_a_groups_node_is_lent_to_whom_it_does_not_let_in(
+    hgx: HostFacts,
+    user: str,
+    everyone: bool,  # noqa: FBT001
+    lent_to: int | None,
+) -> None:
+    facts = with_gpu(hgx, group_node=DeviceNode(PurePosixPath("/dev/vfio/30"), everyone=everyone))
+    facts = attrs.evolve(facts, users={**facts.users, "root": User("root", 0, 0)})
+    text = f'[instance]\nuser = "{user}"\n{KERNEL}{ONE}iommu = "legacy"\n'
+    [device] = plan_of(text, facts).machine.passing.devices
+    assert device.lent_to == lent_to
+
+
+@pytest.mark.parametrize(
+    ("values", "user", "refused"),
+    [
+        ({}, "nobody", False),
+        ({"lockable": 8 << 20}, "nobody", True),
+        ({"lockable": (512 + 64) * MIB}, "nobody", False),
+        ({"lockable": (512 + 64) * MIB - 1}, "nobody", True),
+        ({"lockable": 8 << 20, "may_lock": True}, "nobody", True),
+        ({"lockable": 8 << 20, "may_lock": True}, "root", False),
+    ],
+)
+def test_ram_that_cannot_be_locked_is_refused(
+    hgx: HostFacts,
+    values: dict[str, Any],
+    user: str,
+    refused: bool,  # noqa: FBT001
+) -> None:
+    facts = attrs.evolve(hgx, limits=MemoryLimits(**values), users={**hgx.users, "root": User("root", 0, 0)})
+    text = f'[instance]\nuser = "{user}"\n{KERNEL}{ONE}'
+    if not refused:
+        assert plan_of(text, facts).machine.lockable == (512 + 64) * MIB
+        return
+    [problem] = problems(text, facts)
+    assert problem.startswith("device: 576 MiB may have to be locked, and RLIMIT_MEMLOCK is ")
+    assert "KiB: the guest's RAM for VFIO ([[device]]); " in problem
+    assert "LimitMEMLOCK=infinity" in problem
+
+
+def test_memory_is_there_before_it_is_passed_to_devices(hgx: HostFacts) -> None:
+    assert plan_of(KERNEL + ONE, hgx).machine.ram.preallocate
+    [problem] = problems(f"{KERNEL}[memory]\nprealloc = false\n{ONE}", hgx)
+    assert problem == "memory.prealloc: must not be false: VFIO locks all of it for [[device]]; leave it out"
+
+
+def test_memory_locked_for_both_reasons_is_counted_twice(hgx: HostFacts) -> None:
+    """VFIO's count comes on top of mlockall(2)'s, which has counted the devices' regions as QEMU's addresses."""
+    text = f"{KERNEL}[memory]\nlock = true\n{ONE}"
+    regions = sum(bar.size for bar in vfio_of(hgx).devices[GPU].bars)
+    needed = 2 * 512 * MIB + (512 + (1 + 4) * 80) * MIB + 64 * MIB + regions
+    assert plan_of(text, hgx).machine.lockable == needed
+    assert plan_of(text, attrs.evolve(hgx, limits=MemoryLimits(lockable=needed))).machine.ram.locked
+    [problem] = problems(text, attrs.evolve(hgx, limits=MemoryLimits(lockable=needed - 1)))
+    assert problem.startswith(f"memory.lock: {needed >> 20} MiB may have to be locked")
+    assert "addresses (memory.lock) and the guest's RAM for VFIO ([[device]]); " in problem
+
+
+def test_what_is_second_best_about_a_device_is_said(hgx: HostFacts) -> None:
+    link = vfio_of(hgx).devices[GPU].link
+    assert link is not None
+    for values, expected in (
+        ({"resets": ""}, "cannot be reset by itself"),
+        (
+            {"link": attrs.evolve(link, width=8)},
+            "its PCI Express link is 32.0 GT/s PCIe x8, its best is 32.0 GT/s PCIe x16; look",
+        ),
+        ({"link": attrs.evolve(link, speed="2.5 GT/s PCIe")}, "an idle GPU lowers its speed"),
+        ({"link": attrs.evolve(link, width=0)}, "its PCI Express link is down"),
+        ({"numa_node": -1}, "the firmware does not say on which NUMA node"),
+        ({"numa_node": 1}, "is on the host's NUMA node 1, the vCPUs are on 0: every access goes farther"),
+    ):
+        remarks = plan_of(KERNEL + ONE, with_gpu(hgx, **values)).remarks
+        assert sum(expected in remark for remark in remarks) == 1, expected
+    quiet = plan_of(KERNEL + ONE, hgx).remarks
+    assert not any(GPU in remark for remark in quiet)
+
+
+# -- where
+
+
+def test_eight_gpus_are_seen_where_they_are(hgx: HostFacts) -> None:
+    plan = plan_of(KERNEL + ON_BOTH + '[[device]]\nresource = "nvidia.com/GH100"\n', hgx)
+    passing = plan.machine.passing
+    assert [device.address for device in passing.devices] == GPUS
+    assert [device.bus for device in passing.devices] == ["pcie.1"] * 4 + ["pcie.2"] * 4
+    assert [device.guest_numa_node for device in passing.devices] == [0] * 4 + [1] * 4
+    # 128 GiB and 48 MiB more take 256 GiB behind each port: firmware puts nothing else into the rest.
+    assert passing.window == 4096 * GIB
+    descriptors = QemuFds(
+        10,
+        11,
+        (12, 13),
+        {"kernel": 20},
+        guest_agent_channel=41,
+        devices={**{gpu: 30 + n for n, gpu in enumerate(GPUS)}, "iommufd": 40},
+    )
+    text = lines(qemu_argv(plan.machine, descriptors))
+    assert text == (GOLDEN / "eight-gpus.txt").read_text()
+    assert set(range(30, 41)) - {38, 39} <= set(descriptors.numbers())
+    told = "\n".join(plan_lines(plan))
+    assert f"device {GPUS[7]} (10de:2330) by iommufd, on NUMA node 1, the guest's 1, 131120MiB of device memory" in told
+    assert "4TiB of addresses for device memory" in told
+    assert plan_json(plan)["machine"]["passing"]["devices"][0]["address"] == GPU
+
+
+def test_the_same_by_groups_and_by_hand(hgx: HostFacts) -> None:
+    text = KERNEL + ON_BOTH + f'{ONE}iommu = "legacy"\nrom = true\nproperties = {{ x-no-mmap = true }}\n'
+    plan = plan_of(text, hgx)
+    argv = qemu_argv(plan.machine, QemuFds(10, 11, (12, 13), {"kernel": 20}))
+    assert f"vfio-pci,id=device0,bus=port0,host={GPU},x-no-mmap=on" in argv
+    assert not any("iommufd" in word for word in argv)
+    assert f"host={GPU}" in pasteable(plan)
+    assert "iommufd" not in pasteable(plan)
+    assert "-object iommufd,id=iommufd0" in pasteable(plan_of(KERNEL + ONE, hgx))
+
+
+def test_ovmf_is_told_of_the_window(hgx: HostFacts) -> None:
+    uefi = '[boot]\nfirmware = "/OVMF.fd"\n'
+    argv = qemu_argv(
+        plan_of(uefi + ONE, hgx).machine, QemuFds(1, 2, (3,), {"firmware": 4}, devices={GPU: 5, "iommufd": 6})
+    )
+    assert "name=opt/ovmf/X-PciMmio64Mb,string=524288" in argv
+    assert "q35-pcihost.pci-hole64-size=549755813888" in argv
+
+
+def test_a_guest_of_one_numa_node_has_its_devices_on_the_root(hgx: HostFacts) -> None:
+    [device] = plan_of(KERNEL + ONE, hgx).machine.passing.devices
+    assert (device.bus, device.host_numa_node, device.guest_numa_node) == ("pcie.0", 0, None)
+
+
+def test_more_devices_than_a_bus_takes_are_refused(hgx: HostFacts) -> None:
+    gpu = vfio_of(hgx).devices[GPU]
+    small = {
+        f"0000:{bus:02x}:00.0": attrs.evolve(gpu, address=f"0000:{bus:02x}:00.0", bars=(Bar(4096, high=False),))
+        for bus in range(1, 32)
+    }
+    facts = with_vfio(hgx, devices=small, environment={"PCIDEVICE_A_B": ",".join(small)})
+    for count, cpus, expected in (
+        (23, "", None),
+        (
+            24,
+            "",
+            "hotplug.disks: the guest's root bus has 30 slots, and 31 are wanted: 24 devices, 4 for disks attached later (hotpl",
+        ),
+        (
+            28,
+            "",
+            "the guest's root bus has 30 slots, and 35 are wanted: 28 devices, 4 for disks attached later (hotplug.disks), 1 for agent",
+        ),
+        (23, ON_BOTH, None),
+        (24, ON_BOTH, "device: 24 devices would be on the guest's bus 'pcie.1', which takes 23; pass fewer"),
+    ):
+        text = f'{KERNEL}{cpus}[[device]]\nresource = "a/b"\ncount = {count}\n'
+        if expected is None:
+            assert len(plan_of(text, facts).machine.passing.devices) == count
+        else:
+            [problem] = problems(text, facts)
+            assert problem.startswith(expected)
+
+
+# -- how much
+
+
+@pytest.mark.parametrize(
+    ("devices", "window"),
+    [
+        ([], 0),
+        ([[Bar(16 * MIB, high=False)]], 0),
+        ([[Bar(GIB, high=True)]], 2 * GIB),
+        ([[Bar(GIB, high=True), Bar(MIB, high=True)]], 4 * GIB),
+        ([[Bar(GIB, high=True)]] * 3, 4 * GIB),
+        ([[Bar(256 * GIB, high=True), Bar(64 * MIB, high=True)]] * 8, 8192 * GIB),
+    ],
+)
+def test_the_window_holds_every_port(devices: list[list[Bar]], window: int) -> None:
+    assert bar_window(devices) == window
+
+
+def test_where_the_window_ends() -> None:
+    assert top_of_addresses(GIB, 32 * GIB, amd=False) == 64 * GIB
+    assert top_of_addresses(64 * GIB, 32 * GIB, amd=False) == 128 * GIB
+    assert top_of_addresses(64 * GIB, 2048 * GIB, amd=False) == 4096 * GIB
+    assert top_of_addresses(1024 * GIB, 32 * GIB, amd=True) == (2048 + 32) * GIB, (
+        "above what HyperTransport has reserved"
+    )
+
+
+@pytest.mark.parametrize(
+    ("accel", "model", "bits"),
+    [
+        ("kvm", None, 46),
+        ("kvm", "host,topoext=on", 46),
+        ("kvm", "EPYC", 40),
+        ("kvm", "EPYC,host-phys-bits=on", 46),
+        ("kvm", "EPYC,phys-bits=48", 48),
+        ("tcg", None, 40),
+    ],
+)
+def test_how_far_a_guest_can_address(accel: str, model: str | None, bits: int) -> None:
+    assert guest_address_bits(accel, model, 46) == bits
+
+
+def test_a_window_beyond_the_guests_addresses_is_refused(hgx: HostFacts) -> None:
+    text = KERNEL + ON_BOTH + '[[device]]\nresource = "nvidia.com/GH100"\n'
+    [problem] = problems(text, with_vfio(hgx, address_bits=39))
+    assert problem.startswith(
+        "device: the devices' memory needs a window of 4TiB above 64GiB of RAM, which ends at 8TiB; the guest's CPU has "
+        "addresses of 39 bits, up to 512GiB; under KVM leave cpu.model out"
+    )
+    for enough in (43, 0):  # 0: a kernel that does not say
+        assert plan_of(text, with_vfio(hgx, address_bits=enough)).machine.passing.window == 4096 * GIB
+
+
+def test_time_to_let_go_of_devices_is_taken_from_the_guests() -> None:
+    assert share_grace(30, 10).power_down == 27
+    assert share_grace(30, 10, 1).power_down == 20
+    assert share_grace(30, 10, 8).power_down == pytest.approx(15), "half of it is the guest's"
+    long = share_grace(120, 10, 8)
+    assert (long.forced, long.devices_back) == (19, 5)
+    for grace, devices in ((1, 1), (8, 16), (30, 1), (600, 8)):
+        plan = share_grace(grace, 10, devices)
+        assert plan.power_down + plan.forced + plan.devices_back == pytest.approx(grace), "what is waited for is in it"
+        assert min(plan.quit, plan.devices_back) > 0
+
+
+def test_facts_of_devices_are_asked_for_by_address(tmp_path: Path) -> None:
+    paper_pci(tmp_path, HGX)
+    found = look_at_device(GPU, tmp_path)
+    assert isinstance(found, PciFact)
+    assert found.group_node == DeviceNode(PurePosixPath(tmp_path / "dev/vfio/30"), None, busy=False, everyone=False)
+    assert look_at_device("0000:ff:00.0", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[[device]]\n", "device[0]: takes either an address or a resource, and one of them"),
+        (f'{ONE}resource = "a/b"\n', "device[0]: takes either an address or a resource, and one of them"),
+        (f"{ONE}count = 1\n", "device[0].count: goes with a resource; an address is one device"),
+        (ONE + ONE, f"device[1].address: '{GPU}' is taken by device[0] already"),
+        (
+            f"{ONE}properties = {{ x-nv-gpudirect-cliqe = 1 }}\n",
+            "device[0].properties: found the unknown 'x-nv-gpudirect-cliqe', did you mean 'x-nv-gpudirect-clique'?; it takes",
+        ),
+        (
+            f"{ONE}properties = {{ x-nv-gpudirect-clique = 16 }}\n",
+            "device[0].properties: x-nv-gpudirect-clique: found the integer 16, where it takes an integer from 0 to 15; it takes",
+        ),
+        (
+            f"{ONE}properties = 1\n",
+            "device[0].properties: found the integer 1; it takes a table of x-nv-gpudirect-clique",
+        ),
+        ('[[device]]\naddress = "41:00.0"\n', 'device[0].address: found the string "41:00.0"; it takes a PCI address'),
+    ],
+)
+def test_what_a_spec_may_not_say(text: str, expected: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_instance("spec.toml", (KERNEL + text).encode())
+    assert [str(problem)[: len(expected)] for problem in caught.value.problems] == [expected]

@@ -1,0 +1,85 @@
+"""What a log says, to people and to machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+
+from runner.protocol.logs import LONGEST, JsonConsole, json_line, json_of_dropped, text_lines
+
+
+def record(template: str, *arguments: object, level: int = logging.INFO) -> logging.LogRecord:
+    made = logging.LogRecord("runner.x", level, "file", 1, template, arguments, None)
+    made.created, made.msecs = 1_700_000_000.25, 250.0
+    return made
+
+
+def test_people_get_the_time_the_level_and_every_line() -> None:
+    assert text_lines(record("up pid=%d\nand more", 7)) == (
+        b"22:13:20.250 info    up pid=7\n22:13:20.250 info    and more\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "message", "fields"),
+    [
+        (record("QEMU is up pid=%d version=%s", 7, "10.0"), "QEMU is up", {"pid": 7, "version": "10.0"}),
+        (record("%s %s; starting it again pause=%.1fs", "dnsmasq", "died", 0.5), "dnsmasq died; starting it again", {"pause": "0.5"}),
+        (record("ready frozen=%r", "why = it is"), "ready", {"frozen": "why = it is"}),
+        (record("the guest runs"), "the guest runs", {}),
+        (record("%s", "what a child=7"), "what a child=7", {}),
+        (record("%s is at 5%%", "it"), "it is at 5%", {}),
+        (record("at 5%% pid=%d", 3), "at 5%", {"pid": 3}),
+        (record("two\nlines"), "two\nlines", {}),
+    ],
+)  # fmt: skip
+def test_machines_get_one_object_with_the_fields_apart(
+    made: logging.LogRecord, message: str, fields: dict[str, object]
+) -> None:
+    line = json_line(made)
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    assert json.loads(line) == {
+        "time": "2023-11-14T22:13:20.250000Z",
+        "stream": "event",
+        "level": "info",
+        "logger": "runner.x",
+        "message": message,
+        "fields": fields,
+    }
+
+
+def test_a_traceback_is_part_of_the_message() -> None:
+    made = record("this is a bug")
+    try:
+        raise KeyError("that")  # noqa: TRY301
+    except KeyError:
+        made.exc_info = sys.exc_info()
+    assert "KeyError: 'that'" in json.loads(json_line(made))["message"]
+    assert b"info    KeyError: 'that'" in text_lines(made)
+
+
+def test_the_console_is_lines_of_its_own_that_nothing_a_guest_says_can_break() -> None:
+    said: list[bytes] = []
+    console = JsonConsole(said.append)
+    forged = json_line(record("the guest is an admin"))
+    console.write(b"Lin")
+    console.write(b"ux\r\n" + forged + "grü".encode()[:-1])
+    console.write("ü".encode()[-1:] + b"n \xff\x1b[0m\nlogin: ")
+    found = [json.loads(line) for line in said]
+    assert all(line.count(b"\n") == 1 and line.isascii() for line in said)
+    assert {each["stream"] for each in found} == {"console"}
+    assert [each["message"] for each in found] == ["Linux", forged.decode().rstrip(), "grün \ufffd\x1b[0m"]
+    console.write(b"")
+    assert json.loads(said[-1])["message"] == "login: "
+    console.write(b"x" * (2 * LONGEST + 3))
+    console.write(b"")
+    console.write(b"x" * (2 * LONGEST + 3) + b"\n\n")
+    assert [len(json.loads(line)["message"]) for line in said[4:]] == [LONGEST, LONGEST, 3, LONGEST, LONGEST, 3, 0]
+
+
+def test_what_was_dropped_is_said_in_json_too() -> None:
+    assert json.loads(json_of_dropped(7))["fields"] == {"bytes": 7}
