@@ -56,9 +56,9 @@ def judge_own_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet, *, asked
 
     *asked_for_less* is whether the spec says placement ``affinity``, with which ``run`` starts all the same.
     """
-    trouble = shared_cpus(pod, allowed, online)
-    if trouble is not None:
-        return OWN.warning(trouble, OWN_CPUS) if asked_for_less else OWN.fatal(trouble, OWN_CPUS)
+    reason = shared_cpus(pod, allowed, online)
+    if reason is not None:
+        return OWN.warning(reason, OWN_CPUS) if asked_for_less else OWN.fatal(reason, OWN_CPUS)
     if pod is not None and pod.qos == "guaranteed":
         return OWN.ok(f"the pod is Guaranteed ({pod.evidence}) and may use CPUs '{allowed}' of '{online}'")
     if pod is not None:
@@ -92,10 +92,10 @@ def judge_cpu_time(
     place: Place, cpu_time: float | None, vcpus: int, throttled: int, *, asked_for_less: bool
 ) -> Finding:
     """Judge ``cpu.max`` (see :class:`~runner.facts.host.HostFacts`); *throttled* is ``nr_throttled`` of ``cpu.stat``."""
-    trouble = too_little_time(cpu_time, vcpus)
-    if trouble is not None:
+    reason = too_little_time(cpu_time, vcpus)
+    if reason is not None:
         fatal = place is Place.POD and not asked_for_less
-        return TIME.fatal(trouble, CPU_TIME) if fatal else TIME.warning(trouble, CPU_TIME)
+        return TIME.fatal(reason, CPU_TIME) if fatal else TIME.warning(reason, CPU_TIME)
     if throttled:
         return TIME.warning(f"cpu.max has stopped this container {throttled} times already", CPU_TIME)
     if cpu_time is None:

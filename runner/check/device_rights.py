@@ -24,9 +24,9 @@ ALLOW_MBIND = "add the capability SYS_NICE: the default seccomp profiles of Dock
 
 def judge_kvm(kvm: Kvm) -> Finding:
     """Judge ``/dev/kvm``."""
-    trouble = emulated(kvm)
-    if trouble is not None:
-        return KVM.warning(trouble, f"{GIVE.format('/dev/kvm')}; on the node: modprobe kvm_intel (or kvm_amd)")
+    reason = emulated(kvm)
+    if reason is not None:
+        return KVM.warning(reason, f"{GIVE.format('/dev/kvm')}; on the node: modprobe kvm_intel (or kvm_amd)")
     if (unusable := kvm_unusable(kvm)) is not None:
         return KVM.fatal(unusable, KVM_UNUSABLE_REMEDY)
     root = root_for_kvm(kvm)
@@ -35,12 +35,12 @@ def judge_kvm(kvm: Kvm) -> Finding:
     return KVM.ok("/dev/kvm makes virtual machines")
 
 
-def judge_device(check: Check, place: Place, path: str, trouble: str | None) -> Finding:
-    """Judge a device node; *trouble* is why it cannot be opened for reading and writing, ``None`` if it can."""
-    if trouble is None:
+def judge_device(check: Check, place: Place, path: str, reason: str | None) -> Finding:
+    """Judge a device node; *reason* is why it cannot be opened for reading and writing, ``None`` if it can."""
+    if reason is None:
         return check.ok(f"{path} may be used")
     bare = place in {Place.NODE, Place.MACHINE}
-    return check.warning(f"{path}: {trouble}", f"modprobe {MODULES[check]}" if bare else GIVE.format(path))
+    return check.warning(f"{path}: {reason}", f"modprobe {MODULES[check]}" if bare else GIVE.format(path))
 
 
 def judge_memlock(limit: int | None, needed: int | None) -> Finding:
@@ -49,9 +49,9 @@ def judge_memlock(limit: int | None, needed: int | None) -> Finding:
         return MEMLOCK.ok("nothing is locked")
     if needed is None:
         return MEMLOCK.unknown("how much is locked depends on what the plan was refused for", "mend that first")
-    trouble = too_little_lockable(limit, needed)
-    if trouble is not None:
-        return MEMLOCK.warning(trouble, MEMLOCK_REMEDY)
+    reason = too_little_lockable(limit, needed)
+    if reason is not None:
+        return MEMLOCK.warning(reason, MEMLOCK_REMEDY)
     return MEMLOCK.ok("there is no limit" if limit is None else f"{limit >> 20} MiB may be locked")
 
 

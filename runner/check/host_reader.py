@@ -405,11 +405,11 @@ async def _kvm(here: Here) -> Finding:
     device = here.dev / "kvm"
     state = read_kvm(device)
     trial: str | None = f"it has not answered for {PATIENCE:g} s"
-    if state.trouble is None:
+    if state.error is None:
         # In a thread, which is left alone if the kernel never comes back from it.
         with trio.move_on_after(PATIENCE):
             trial = await trio.to_thread.run_sync(try_kvm, device, abandon_on_cancel=True)
-    return device_rights.judge_kvm(Kvm(state.trouble, state.gid, state.mode, trial))
+    return device_rights.judge_kvm(Kvm(state.error, state.gid, state.mode, trial))
 
 
 async def _programs(host: Supervisor) -> list[Finding]:
@@ -433,19 +433,19 @@ async def _programs(host: Supervisor) -> list[Finding]:
 
 async def _qemu(host: Supervisor) -> Program:
     qemu = await _asked(host, "qemu-system-x86_64", "--version")
-    trouble = qemu.trouble
-    if qemu.path is not None and trouble is None:
-        trouble = programs.qemu_trouble(qemu.said)
-    if qemu.path is not None and trouble is None:
+    reason = qemu.error
+    if qemu.path is not None and reason is None:
+        reason = programs.qemu_error(qemu.said)
+    if qemu.path is not None and reason is None:
         # Both are left out of some builds: the sandbox every guest runs in, the device every share is.
         parts = ("-sandbox", SANDBOX, "-machine", "none", "-device", "vhost-user-fs-pci,help")
-        trouble = (await _asked(host, "qemu-system-x86_64", *parts)).trouble
-    return attrs.evolve(qemu, trouble=trouble)
+        reason = (await _asked(host, "qemu-system-x86_64", *parts)).error
+    return attrs.evolve(qemu, error=reason)
 
 
 async def _dnsmasq(host: Supervisor) -> Program:
     dnsmasq = await _asked(host, "dnsmasq", "--version")
-    return attrs.evolve(dnsmasq, trouble=dnsmasq.trouble or programs.dnsmasq_trouble(dnsmasq.said))
+    return attrs.evolve(dnsmasq, error=dnsmasq.error or programs.dnsmasq_error(dnsmasq.said))
 
 
 async def _asked(host: Supervisor, name: str, *arguments: str) -> Program:
@@ -460,11 +460,11 @@ async def _asked(host: Supervisor, name: str, *arguments: str) -> Program:
             with trio.move_on_after(PATIENCE):
                 status = await process.wait()
     except HostError as error:
-        return Program(path, trouble=explain(error))
+        return Program(path, error=explain(error))
     if status is None:
-        return Program(path, trouble=f"has not answered for {PATIENCE:g} s")
+        return Program(path, error=f"has not answered for {PATIENCE:g} s")
     if status != 0:
-        return Program(path, trouble=f"{process.how_it_ended()} when asked for {' '.join(arguments)}")
+        return Program(path, error=f"{process.how_it_ended()} when asked for {' '.join(arguments)}")
     return Program(path, " ".join(list(process.last_words)[:2]))
 
 

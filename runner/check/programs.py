@@ -39,20 +39,20 @@ STATIC = (
 
 @attrs.frozen
 class Program:
-    """A program that was looked for, and what it said when asked: *trouble* is why it is of no use."""
+    """A program that was looked for, and what it said when asked: *reason* is why it is of no use."""
 
     path: PurePosixPath | None
     said: str = ""
-    trouble: str | None = None
+    error: str | None = None
 
 
-def qemu_trouble(said: str) -> str | None:
+def qemu_error(said: str) -> str | None:
     """Return what is wrong with a QEMU that says *said* when asked for its version."""
     match = re.match(r"QEMU emulator version (\d[\d.]*)", said)
     return too_old(match[1]) if match else f"it says {said!r} when asked for its version"
 
 
-def dnsmasq_trouble(said: str) -> str | None:
+def dnsmasq_error(said: str) -> str | None:
     """Return what is wrong with a dnsmasq that says *said*: its version and what it was built with."""
     return "it was built without DHCP" if re.search(r"\bno-DHCP\b", said) else None
 
@@ -63,16 +63,16 @@ def judge_program(check: Check, name: str, package: str, program: Program) -> Fi
     install = f"apt-get install {package}"
     if program.path is None:
         return bad(f"cannot find the program {name!r} in PATH", install)
-    if program.trouble is not None:
-        return bad(f"{program.path}: {program.trouble}", install)
+    if program.error is not None:
+        return bad(f"{program.path}: {program.error}", install)
     version = re.search(r"version (\S+)", program.said)
     return check.ok(f"{program.path} {version[1]}" if version else str(program.path))
 
 
-def judge_virtiofsd(found: Virtiofsd | None, trouble: str) -> Finding:
-    """Judge the virtiofsd that a share would get; *trouble* is why there is none."""
+def judge_virtiofsd(found: Virtiofsd | None, reason: str) -> Finding:
+    """Judge the virtiofsd that a share would get; *reason* is why there is none."""
     if found is None:
-        return VIRTIOFSD.warning(f"cannot use virtiofsd: {trouble}", "apt-get install virtiofsd")
+        return VIRTIOFSD.warning(f"cannot use virtiofsd: {reason}", "apt-get install virtiofsd")
     version = ".".join(map(str, found.version))
     kind = "in Rust" if found.rust else "in C"
     return VIRTIOFSD.ok(f"{found.path} {version} ({kind}){'' if found.read_only else '; it cannot share read-only'}")

@@ -93,7 +93,7 @@ class ReconcileLoop:
     """The tree after the last pass."""
     faults: tuple[Fault, ...] = ()
     """What went wrong in the last pass, group by group."""
-    trouble: str = ""
+    error: str = ""
     """What was wrong with the last pass that :meth:`once` made, empty if nothing was; it is why the node is not ready."""
     _disturbed: trio.Event = attrs.field(factory=trio.Event)
     _passed: trio.Event = attrs.field(factory=trio.Event)
@@ -210,10 +210,10 @@ class ReconcileLoop:
             if self.source is not None:
                 await self.settle(self.source)
             faults = self.pass_over({})
-            self.trouble = "; ".join(fault.reason for fault in faults)
+            self.error = "; ".join(fault.reason for fault in faults)
         except HostError as error:
-            self.trouble = explain(error)
-            log.error("pass failed reason=%r", self.trouble)  # noqa: TRY400  # the sentence says it all
+            self.error = explain(error)
+            log.error("pass failed reason=%r", self.error)  # noqa: TRY400  # the sentence says it all
             self.tally.passes["faulty"] += 1
         self._watch_tree(queue)
         passed, self._passed = self._passed, trio.Event()

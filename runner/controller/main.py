@@ -111,7 +111,7 @@ def _failed(error: RunnerError) -> int:
 
 def page_of(keeper: ReconcileLoop, target: str) -> Page:
     """Return what *target* shows about *keeper* now."""
-    return page(target, keeper.tally, keeper.observed, keeper.frozen(), keeper.trouble)
+    return page(target, keeper.tally, keeper.observed, keeper.frozen(), keeper.error)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

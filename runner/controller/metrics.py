@@ -57,14 +57,14 @@ def _labelled(label: str, counter: Mapping[str, int]) -> dict[str, float]:
     return {labels(**{label: value}): count for value, count in sorted(counter.items())}
 
 
-def page(target: str, tally: ControllerCounters, observed: Observed | None, frozen: str, trouble: str) -> Page:
-    """Return what *target* shows; *trouble* is what was wrong with the last pass, empty if nothing was."""
+def page(target: str, tally: ControllerCounters, observed: Observed | None, frozen: str, reason: str) -> Page:
+    """Return what *target* shows; *reason* is what was wrong with the last pass, empty if nothing was."""
     if target == "/metrics":
         return Page(ok().status, format_metrics(tally, observed, frozen))
     if target == "/healthz":
         return ok(f"frozen: {frozen}" if frozen else "ok")
     if target == "/readyz":
-        if frozen or trouble:
-            return unavailable(f"frozen: {frozen}" if frozen else f"the last pass failed: {trouble}")
+        if frozen or reason:
+            return unavailable(f"frozen: {frozen}" if frozen else f"the last pass failed: {reason}")
         return ok()
     return not_found(("/metrics", "/healthz", "/readyz"))

@@ -13,7 +13,7 @@ class DeviceNode:
     """A file in ``/dev`` that a device is reached by."""
 
     path: PurePosixPath
-    trouble: str | None = None
+    error: str | None = None
     """Why it cannot be opened for reading and writing, in the kernel's words."""
     busy: bool = False
     """Somebody else has it open, and it lets in one at a time."""

@@ -68,7 +68,7 @@ class Console:
         while data := await _received(line):
             self._heard(data)
             if not self._log_file.write(data):
-                log.warning("the console's log file is given up: %s", self._log_file.trouble)
+                log.warning("the console's log file is given up: %s", self._log_file.error)
             self._said += data
             del self._said[:-KEPT]
             for reader in self._readers:

@@ -17,25 +17,11 @@ import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
-from runner.facts.host import (
-    DescriptorFact,
-    DocumentFact,
-    FileFact,
-    HostFacts,
-    HugeFact,
-    ImageFact,
-    Interface,
-    Kvm,
-    LateDiskFacts,
-    MemoryLimits,
-    PermanentNeighbour,
-    PodName,
-    PodQos,
-    Resolver,
-    Route,
-    User,
-    Virtiofsd,
-)
+from runner.facts.descriptor import DescriptorFact
+from runner.facts.disk import DocumentFact, FileFact, ImageFact, LateDiskFacts
+from runner.facts.host import HostFacts, Kvm, PodName, PodQos, User, Virtiofsd
+from runner.facts.memory import HugeFact, MemoryLimits
+from runner.facts.network import Interface, PermanentNeighbour, Resolver, Route
 from runner.instance.supervisor import Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.character_devices import has_tun, has_vhost_net, has_vhost_vsock, read_kvm, try_kvm
@@ -85,9 +71,9 @@ async def read_host_facts(
     spec: InstanceSpec, supervisor: Supervisor, state_directory: PurePosixPath, *, handing_over: bool = True
 ) -> HostFacts:
     """Return what *spec*'s plan needs to know of this host; *handing_over* says that descriptors were taken over."""
-    virtiofsd, trouble = await find_virtiofsd(supervisor) if spec.share else (None, "")
+    virtiofsd, reason = await find_virtiofsd(supervisor) if spec.share else (None, "")
     kvm = read_kvm()
-    trial = try_kvm() if kvm.trouble is None and spec.cpu.accel != "tcg" else None
+    trial = try_kvm() if kvm.error is None and spec.cpu.accel != "tcg" else None
     cgroup = supervisor.procfs.cgroup()
     pod = read_pod(supervisor.procfs, os.environ)
     qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
@@ -106,16 +92,16 @@ async def read_host_facts(
         dnsmasq=find_program("dnsmasq", SYSTEM_DIRECTORIES),
         sleep=find_program("sleep", SYSTEM_DIRECTORIES),
         virtiofsd=virtiofsd,
-        virtiofsd_trouble=trouble,
+        virtiofsd_error=reason,
         files=dict(_files(spec)),
         documents=dict(_documents(spec)),
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
-        io_uring_trouble=_io_uring_trouble(spec.disk),
-        kvm=Kvm(kvm.trouble, kvm.gid, kvm.mode, trial),
+        io_uring_error=_io_uring_error(spec.disk),
+        kvm=Kvm(kvm.error, kvm.gid, kvm.mode, trial),
         tun=not spec.network or has_tun(),
         vhost_net=bool(spec.network) and has_vhost_net(),
         passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
-        ipv6_trouble=_ipv6_trouble(supervisor.procfs.status()),
+        ipv6_error=_ipv6_error(supervisor.procfs.status()),
         descriptors=_descriptors(supervisor) if handing_over else None,
         vhost_vsock=spec.guest.vsock is not None and has_vhost_vsock(),
         interfaces=_interfaces(spec),
@@ -126,8 +112,8 @@ async def read_host_facts(
         cpu_time=min(cpu_limits(CGROUP_ROOT, cgroup), default=None),
         uid=uid,
         pod_uid=None if spec.cloud_init is None else _pod_uid(supervisor, cgroup),
-        controller_trouble=_controller_trouble(spec.cpu.controller, uid),
-        delegation_trouble=_delegation_trouble(cgroup) if spec.cpu.placement in {"auto", "delegated"} else None,
+        controller_error=_controller_error(spec.cpu.controller, uid),
+        delegation_error=_delegation_error(cgroup) if spec.cpu.placement in {"auto", "delegated"} else None,
         vfio=await _vfio(spec, supervisor, qemu),
     )
 
@@ -234,7 +220,7 @@ def _limits(spec: InstanceSpec, supervisor: Supervisor, cgroup: str) -> MemoryLi
     )
 
 
-def _controller_trouble(path: PurePosixPath, uid: str | None) -> str | None:
+def _controller_error(path: PurePosixPath, uid: str | None) -> str | None:
     """Tell why the controller cannot be asked; that it does not answer yet is none: it may be starting."""
     if look(path.parent).kind != "directory":
         return f"its socket's directory {str(path.parent)!r} is not here; mount it from the node"
@@ -248,7 +234,7 @@ def _controller_trouble(path: PurePosixPath, uid: str | None) -> str | None:
     return None
 
 
-def _delegation_trouble(cgroup: str) -> str | None:
+def _delegation_error(cgroup: str) -> str | None:
     if not cgroup:
         return "there is no cgroup v2 here"
     try:
@@ -276,13 +262,13 @@ def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact
     from runner.plan.cloud_init import LARGEST, named_documents  # here, because most instances need none of it
 
     for path in named_documents(spec.cloud_init):
-        content, trouble = read_document(path, LARGEST)
-        yield path, DocumentFact(content, trouble)
+        content, reason = read_document(path, LARGEST)
+        yield path, DocumentFact(content, reason)
 
 
 def read_disk_facts(disk: DiskSpec) -> LateDiskFacts:
     """Return what the plan of one disk needs to know."""
-    return LateDiskFacts(dict(_disk_files(disk)), _io_uring_trouble((disk,)))
+    return LateDiskFacts(dict(_disk_files(disk)), _io_uring_error((disk,)))
 
 
 def _disk_files(disk: DiskSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
@@ -302,22 +288,22 @@ def _disk_files(disk: DiskSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
 
 def _file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:
     found = look(path, write=write, image=image)
-    fact = FileFact(found.kind, found.size, found.trouble, found.everyone_reads)
+    fact = FileFact(found.kind, found.size, found.error, found.everyone_reads)
     if found.image is None:
         return fact
     said = found.image
     backing = None if said.backing is None else real_path(path, said.backing)
-    image_fact = ImageFact(said.format, said.size, backing, said.backing_format, said.locked, said.trouble)
+    image_fact = ImageFact(said.format, said.size, backing, said.backing_format, said.locked, said.error)
     return attrs.evolve(fact, image=image_fact, direct=found.direct, sparse=found.sparse, sectors=found.sectors)
 
 
-def _io_uring_trouble(disks: Iterable[DiskSpec]) -> str | None:
+def _io_uring_error(disks: Iterable[DiskSpec]) -> str | None:
     if all(disk.aio != "io_uring" for disk in disks):
         return None
     from runner.kernel.io_uring import try_io_uring
 
-    trouble = try_io_uring()
-    return None if trouble is None else trouble.strerror
+    reason = try_io_uring()
+    return None if reason is None else reason.strerror
 
 
 def _users(names: Iterable[str]) -> Iterator[tuple[str, User]]:
@@ -382,7 +368,7 @@ def pod_link(interface: Interface) -> Link:
     )
 
 
-def _ipv6_trouble(status: Mapping[str, str]) -> str | None:
+def _ipv6_error(status: Mapping[str, str]) -> str | None:
     """Tell why a guest's network cannot have IPv6: links of ours have none, or dnsmasq may not hear routers' solicitations."""
     disabled = read_text(PurePosixPath("/proc/sys/net/ipv6/conf/default/disable_ipv6")).strip()
     if disabled == "0":
@@ -444,9 +430,9 @@ async def find_virtiofsd(supervisor: Supervisor) -> tuple[Virtiofsd | None, str]
     path = find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)
     if path is None:
         return None, "not found in PATH, " + ", ".join(VIRTIOFSD_DIRECTORIES)
-    said, trouble = await _version(supervisor, "virtiofsd", path)
-    if trouble:
-        return None, trouble
+    said, reason = await _version(supervisor, "virtiofsd", path)
+    if reason:
+        return None, reason
     found = parse_virtiofsd_version(path, said)
     return found, f"{path} says {said!r} when asked for its version"
 

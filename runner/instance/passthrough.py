@@ -66,7 +66,7 @@ def look_at_device(address: str, root: Path = Path("/")) -> PciFact | None:
 
 def _node(path: PurePosixPath) -> DeviceNode:
     found = vfio.look_at_node(path)
-    return DeviceNode(path, found.trouble, found.busy, found.everyone)
+    return DeviceNode(path, found.error, found.busy, found.everyone)
 
 
 @contextmanager
@@ -116,9 +116,9 @@ async def devices_passed(supervisor: Supervisor, passing: PassthroughPlan, patie
 
 
 async def _back(device: DevicePlan, deadline: float) -> None:
-    while (trouble := _missing(device)) is not None:
+    while (reason := _missing(device)) is not None:
         if trio.current_time() >= deadline:
-            raise HostError(trouble)
+            raise HostError(reason)
         await trio.sleep(LOOKED_AT_EVERY)
 
 
@@ -133,6 +133,6 @@ def _missing(device: DevicePlan) -> str | None:
         return "it does not answer: its configuration space reads as nothing but ones"
     if device.group_node is not None:
         node = vfio.look_at_node(device.group_node)
-        if node.trouble is not None:
-            return f"{node.path}: {node.trouble}"
+        if node.error is not None:
+            return f"{node.path}: {node.error}"
     return None

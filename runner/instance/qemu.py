@@ -314,8 +314,8 @@ async def paused_qemu(
             version = await started_within(plan.patience, lambda: supervisor.unless_stopped(machine.greeted))
             lent.close()
             log.info("QEMU is up pid=%d version=%s", process.pid, version)
-            if (trouble := too_old(version)) is not None:
-                raise HostError(f"cannot use this QEMU: {trouble}; install a newer one")
+            if (reason := too_old(version)) is not None:
+                raise HostError(f"cannot use this QEMU: {reason}; install a newer one")
             yield machine
         finally:
             bound = plan.shutdown.quit + stop_bound(plan.shutdown.terminate)

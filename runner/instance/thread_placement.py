@@ -14,7 +14,7 @@ from runner.instance.supervisor import Supervisor
 from runner.kernel.processes import Process
 from runner.kernel.procfs import ThreadStatus
 from runner.kernel.scheduler import pin
-from runner.plan.instance import Placement
+from runner.placement.backends import Placement
 from runner.protocol.qmp import VcpuThread
 from runner.table import aligned
 

@@ -33,7 +33,7 @@ _IFF_MULTI_QUEUE = 0x0100
 class KvmState:
     """Whether ``/dev/kvm`` answers, and whom it lets in."""
 
-    trouble: str | None
+    error: str | None
     gid: int = 0
     mode: int = 0
 

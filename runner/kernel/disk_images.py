@@ -56,7 +56,7 @@ class Image:
     """The file it takes data from, as it is named in the header."""
     backing_format: str | None = None
     """What that file holds, as the header says; old images do not say it."""
-    trouble: str | None = None
+    error: str | None = None
     """Why it cannot be used at all, in words."""
 
 
@@ -75,7 +75,7 @@ def read_image(fd: int, size: int, *, write: bool) -> Image:
         name = b"" if misnamed else os.pread(fd, length, offset)
         misnamed = misnamed or b"\0" in name
         backing = None if misnamed else name.decode(errors="replace")
-    troubles = {
+    reasons = {
         f"is qcow2 of version {version}, which nobody knows": version not in {2, 3},
         "is encrypted": encrypted,
         "takes data from an external data file": features & _DATA_FILE,
@@ -84,8 +84,8 @@ def read_image(fd: int, size: int, *, write: bool) -> Image:
         "is broken: it names a backing file as no image can": misnamed,
         f"is broken: it says that it has {size} bytes": size > _LARGEST,
     }
-    trouble = next((trouble for trouble, found in troubles.items() if found), None)
-    return Image("qcow2", size, locked, backing, _backing_format(fd, version, offset), trouble)
+    reason = next((reason for reason, found in reasons.items() if found), None)
+    return Image("qcow2", size, locked, backing, _backing_format(fd, version, offset), reason)
 
 
 def _backing_format(fd: int, version: int, end: int) -> str | None:

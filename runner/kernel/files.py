@@ -31,7 +31,7 @@ class Look:
 
     kind: str
     size: int = 0
-    trouble: str | None = None
+    error: str | None = None
     everyone_reads: bool = True
     image: Image | None = None
     direct: bool = False
@@ -45,13 +45,13 @@ class Look:
 def look(path: PurePosixPath, *, write: bool = False, image: bool = False) -> Look:
     """Look at *path*: what it is, whether it opens for reading (or reading and *write*-ing), what *image* it holds.
 
-    Never raises for what is found there: trouble is part of the answer.
+    Never raises for what is found there: an error is part of the answer.
     """
     try:
         found = os.stat(path)  # noqa: PTH116 - a pure path
     except OSError as error:
         missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
-        return Look("missing") if missing else Look("other", trouble=error.strerror)
+        return Look("missing") if missing else Look("other", error=error.strerror)
     kind = _kind(found.st_mode)
     if kind not in {"file", "block"}:
         return Look(kind)

@@ -19,7 +19,7 @@ class LogFile:
     """
 
     def __init__(self, path: PurePosixPath, most: int) -> None:
-        self.trouble: str | None = None
+        self.error: str | None = None
         """Why nothing is written any more."""
         self._path = path
         self._most = most
@@ -29,7 +29,7 @@ class LogFile:
 
     def write(self, data: bytes) -> bool:
         """Write *data*; ``False`` when that fails, for the first time and for ever."""
-        if self.trouble is not None:
+        if self.error is not None:
             return True
         try:
             if self._size is not None:
@@ -38,7 +38,7 @@ class LogFile:
                 self._size += len(data)
             os.write(self._fd, data)
         except (OSError, HostError) as error:
-            self.trouble = explain(error)
+            self.error = explain(error)
             self.close()
             return False
         return True

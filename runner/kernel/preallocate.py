@@ -109,14 +109,14 @@ def main(every: float, words: list[str]) -> str | None:
     except OSError as error:
         return str(error)
     total = sum(file.size for file in files)
-    troubles: list[str] = []
+    reasons: list[str] = []
     over = threading.Event()
 
     def work(file: _File) -> None:
         try:
             file.take()
         except OSError as error:
-            troubles.append(str(error))
+            reasons.append(str(error))
             over.set()
 
     threads = [threading.Thread(target=work, args=(file,), daemon=True) for file in files for _ in range(file.threads)]
@@ -133,11 +133,11 @@ def main(every: float, words: list[str]) -> str | None:
         taken = sum(file.taken for file in files)
         speed = taken / (time.monotonic() - began) / (1 << 30)
         print(f"{taken // MIB} of {total // MIB} MiB taken, {speed:.2g} GiB/s", flush=True)
-    return troubles[0] if troubles else None
+    return reasons[0] if reasons else None
 
 
 if __name__ == "__main__":
-    trouble = main(float(sys.argv[1]), sys.argv[2:])
-    if trouble is not None:
-        print(trouble, flush=True)
-    os._exit(0 if trouble is None else 1)  # the other threads need not finish what has failed
+    reason = main(float(sys.argv[1]), sys.argv[2:])
+    if reason is not None:
+        print(reason, flush=True)
+    os._exit(0 if reason is None else 1)  # the other threads need not finish what has failed

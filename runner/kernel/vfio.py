@@ -14,10 +14,10 @@ from runner.errors import HostError
 
 @attrs.frozen
 class Node:
-    """What was found at *path*: *trouble* is why it does not open, *busy* that this is because somebody else has it open."""
+    """What was found at *path*: *reason* is why it does not open, *busy* that this is because somebody else has it open."""
 
     path: PurePosixPath
-    trouble: str | None
+    error: str | None
     busy: bool
     everyone: bool
 

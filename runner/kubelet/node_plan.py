@@ -71,13 +71,13 @@ class WhatIf:
 
 @attrs.frozen
 class Fit:
-    """Where an instance of *vcpus* would run: in *container* of *pod*, as *placement* says, or not at all: *trouble*."""
+    """Where an instance of *vcpus* would run: in *container* of *pod*, as *placement* says, or not at all: *reason*."""
 
     vcpus: int
     pod: str = ""
     container: str = ""
     placement: Pinning | None = None
-    trouble: str = ""
+    error: str = ""
 
 
 @attrs.frozen
@@ -97,7 +97,7 @@ class NodePlan:
     def fits(self) -> bool:
         """Whether every pod is admitted, and an instance's document fits its container."""
         admitted = all(pod.explanation.admission.admitted for pod in self.pods)
-        return admitted and (self.fit is None or not self.fit.trouble)
+        return admitted and (self.fit is None or not self.fit.error)
 
 
 def start_node(
@@ -157,16 +157,16 @@ def fit_of(vcpus: int, cpus: CpuSet | None, plan: NodePlan, *, spare: bool = Fal
         (container, pod.manifest.name) for pod in plan.pods for container in pod.containers if container.placement
     ]
     if not containers:
-        return Fit(vcpus, trouble="no container gets exclusive CPUs")
+        return Fit(vcpus, error="no container gets exclusive CPUs")
     best, pod = max(containers, key=lambda each: len(each[0].cpus))
     vcpus = vcpus or all_cpus(plan.hardware, best.cpus, spare=spare)
     fit = Fit(vcpus, pod, best.container.name)
     if vcpus > len(best.cpus):
-        trouble = f"it gets {len(best.cpus)} CPUs; ask for {vcpus} in the pod, or for fewer vCPUs"
-        return attrs.evolve(fit, trouble=trouble)
+        reason = f"it gets {len(best.cpus)} CPUs; ask for {vcpus} in the pod, or for fewer vCPUs"
+        return attrs.evolve(fit, error=reason)
     if cpus is not None and not cpus <= best.cpus:
-        trouble = f"cpu.cpus names {cpus - best.cpus}, which the kubelet does not give; leave cpu.cpus out"
-        return attrs.evolve(fit, trouble=trouble)
+        reason = f"cpu.cpus names {cpus - best.cpus}, which the kubelet does not give; leave cpu.cpus out"
+        return attrs.evolve(fit, error=reason)
     others = plan.hardware.online - plan.after.shared_pool - best.cpus
     return attrs.evolve(fit, placement=place(vcpus, cpus or best.cpus, plan.hardware, others=others))
 

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 import attrs
 
-from runner.facts.host import DocumentFact
+from runner.facts.disk import DocumentFact
 from runner.plan.iso9660 import image
 from runner.spec.instance import CloudInitSpec
 
@@ -93,9 +93,9 @@ def plan_seed(
     def read(where: str, value: str | PurePosixPath | None) -> bytes | None:
         if not isinstance(value, PurePosixPath):
             return None if value is None else value.encode()
-        fact = documents.get(value, DocumentFact(trouble="it was not read"))
-        if fact.trouble is not None:
-            refuse(f"cloud_init.{where}", f"cannot read {str(value)!r}: {fact.trouble}")
+        fact = documents.get(value, DocumentFact(error="it was not read"))
+        if fact.error is not None:
+            refuse(f"cloud_init.{where}", f"cannot read {str(value)!r}: {fact.error}")
             return None
         return fact.content
 

@@ -7,7 +7,8 @@ from pathlib import PurePosixPath
 
 import attrs
 
-from runner.facts.host import DescriptorFact, HostFacts
+from runner.facts.descriptor import DescriptorFact
+from runner.facts.host import HostFacts
 from runner.spec.instance import DiskSpec, InstanceSpec
 
 ALLOWED = {

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 import attrs
 
-from runner.facts.host import MISSING, DiskFacts, FileFact
+from runner.facts.disk import MISSING, DiskFacts, FileFact
 from runner.spec.instance import DiskSpec
 from runner.spec.rules import format_size
 
@@ -94,7 +94,7 @@ def within(path: PurePosixPath, directories: Iterable[PurePosixPath]) -> bool:
 def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, refuse: Refuse) -> DiskPlan:
     """Decide about *disk*; what cannot be done is told to *refuse*, with paths that begin with *where*."""
     fact = facts.files.get(disk.path, MISSING)
-    direct, aio = _ways(disk, fact, facts.io_uring_trouble, where, refuse)
+    direct, aio = _ways(disk, fact, facts.io_uring_error, where, refuse)
     layers = tuple(_layers(disk, fact, facts.files, where, refuse))
     size = 0 if fact.image is None else fact.image.size
     overlay = None
@@ -117,7 +117,7 @@ def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, refuse: R
     )
 
 
-def _ways(disk: DiskSpec, fact: FileFact, io_uring_trouble: str | None, where: str, refuse: Refuse) -> tuple[bool, str]:
+def _ways(disk: DiskSpec, fact: FileFact, io_uring_error: str | None, where: str, refuse: Refuse) -> tuple[bool, str]:
     """Decide whether the page cache is passed by, and how QEMU reads and writes."""
     if disk.ephemeral:
         return False, "threads"
@@ -130,8 +130,8 @@ def _ways(disk: DiskSpec, fact: FileFact, io_uring_trouble: str | None, where: s
             f"{str(disk.path)!r} cannot be used past the page cache (O_DIRECT): its file system has no such thing; "
             'leave it out, or say cache = "writeback"',
         )
-    if disk.aio == "io_uring" and io_uring_trouble is not None:
-        refuse(f"{where}.aio", f"cannot use io_uring: {io_uring_trouble}; leave it out")
+    if disk.aio == "io_uring" and io_uring_error is not None:
+        refuse(f"{where}.aio", f"cannot use io_uring: {io_uring_error}; leave it out")
     if disk.aio != "auto":
         return direct, disk.aio
     allocated = fact.kind == "block" or (disk.format == "raw" and not fact.sparse)
@@ -146,12 +146,10 @@ def _layers(
     seen: list[PurePosixPath] = []
     while True:
         yield Layer(path, format_, fact.kind == "block")
-        trouble = _trouble(
-            path, format_, fact, remedy="; set read_only = true if the guest shall not write" * disk.writes
-        )
-        if trouble is not None:
+        reason = _error(path, format_, fact, remedy="; set read_only = true if the guest shall not write" * disk.writes)
+        if reason is not None:
             wrong_format = fact.image is not None and fact.image.format != format_
-            refuse(f"{where}.format" if wrong_format and not seen else at, trouble)
+            refuse(f"{where}.format" if wrong_format and not seen else at, reason)
             return
         seen.append(path)
         backing = None if fact.image is None else fact.image.backing
@@ -180,25 +178,25 @@ def _layers(
         path, format_, fact = backing, fact.image.backing_format, files.get(backing, MISSING)
 
 
-def _trouble(path: PurePosixPath, format_: str, fact: FileFact, *, remedy: str) -> str | None:
+def _error(path: PurePosixPath, format_: str, fact: FileFact, *, remedy: str) -> str | None:
     """Return the first thing that is wrong with one layer."""
-    return next(_troubles(repr(str(path)), format_, fact, remedy), None)
+    return next(_errors(repr(str(path)), format_, fact, remedy), None)
 
 
-def _troubles(name: str, format_: str, fact: FileFact, remedy: str) -> Iterator[str]:
+def _errors(name: str, format_: str, fact: FileFact, remedy: str) -> Iterator[str]:
     image = fact.image
     if fact.kind == "missing":
         yield f"{name} does not exist"
     if fact.kind not in {"file", "block"}:
         yield f"{name} {fact.words}, not a file or block device"
-    if fact.trouble is not None:
-        yield f"cannot open {name}: {fact.trouble}{remedy}"
+    if fact.error is not None:
+        yield f"cannot open {name}: {fact.error}{remedy}"
     if image is None:
         return
     if image.format != format_:
         yield f'is "{format_}", but {name} holds a {image.format} image'
-    if image.trouble is not None:
-        yield f"{name} {image.trouble}"
+    if image.error is not None:
+        yield f"{name} {image.error}"
     if image.locked:
         yield f"{name} is in use by another process (QEMU's image lock); stop it first"
     if image.format == "raw" and (fact.size == 0 or fact.size % 512):

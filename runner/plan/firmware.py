@@ -7,7 +7,8 @@ from pathlib import PurePosixPath
 
 import attrs
 
-from runner.facts.host import MISSING, HostFacts
+from runner.facts.disk import MISSING
+from runner.facts.host import HostFacts
 from runner.spec.instance import BootSpec
 
 OVMF = PurePosixPath("/usr/share/OVMF")
@@ -69,7 +70,7 @@ def choose_firmware(
 
     def size(path: PurePosixPath) -> int | None:
         fact = facts.files.get(path, MISSING)
-        return fact.size if fact.kind == "file" and fact.trouble is None else None
+        return fact.size if fact.kind == "file" and fact.error is None else None
 
     if isinstance(boot.firmware, str):
         pairs = BUILDS[boot.firmware]
@@ -113,8 +114,8 @@ def _kept(
         return VariablesPlan(path, template)
     if fact.kind != "file":
         refuse(where, f"{name} is a {fact.kind}, not a file" if fact.kind != "other" else f"{name} is not a file")
-    elif fact.trouble is not None:
-        refuse(where, f"cannot write {name}: {fact.trouble}")
+    elif fact.error is not None:
+        refuse(where, f"cannot write {name}: {fact.error}")
     elif wanted not in {None, fact.size}:
         refuse(
             where,

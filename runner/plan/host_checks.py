@@ -64,9 +64,9 @@ def too_little_time(cpu_time: float | None, vcpus: int) -> str | None:
 
 def emulated(kvm: Kvm) -> str | None:
     """Return why the guest would be emulated; ``None`` if KVM runs it."""
-    if kvm.trouble is None:
+    if kvm.error is None:
         return None
-    return f"no KVM ({kvm.trouble}): the guest is emulated in software (TCG), many times slower"
+    return f"no KVM ({kvm.error}): the guest is emulated in software (TCG), many times slower"
 
 
 def kvm_unusable(kvm: Kvm) -> str | None:

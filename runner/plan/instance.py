@@ -14,7 +14,9 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, RefusedError, SpecError
-from runner.facts.host import MISSING, ROOT, FileFact, HostFacts, PodName, User, Virtiofsd
+from runner.facts.disk import MISSING, FileFact
+from runner.facts.host import ROOT, HostFacts, PodName, User, Virtiofsd
+from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.guest_topology import GuestTopology, flat, guest_topology, unbound
 from runner.placement.pins import PinPolicy, all_cpus, choose_cpus, place
 from runner.plan.descriptor_claims import Claims
@@ -77,34 +79,6 @@ TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
 """Whose CPUs tell siblings by CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
 
 QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
-
-
-@attrs.frozen
-class Register:
-    """How the node's controller is asked."""
-
-    socket: PurePosixPath
-    uid: str
-
-
-@attrs.frozen
-class Placement:
-    """Which CPUs are whose, and by what means."""
-
-    backend: str
-    """``controller``, ``delegated`` or ``affinity``."""
-    cpus: CpuSet
-    """The vCPUs' own."""
-    pins: tuple[int, ...]
-    """The CPU of each vCPU, by vCPU index; as many as vCPUs, all different."""
-    float_cpus: CpuSet | None
-    """Where everything else runs; ``None`` where the node's controller says so, and may say otherwise at any time."""
-    shared: bool
-    """No CPU is left for anything else, so everything else runs on the vCPUs' CPUs too."""
-    register: Register | None = None
-    """Of ``controller`` alone."""
-    sweep: bool = False
-    """What others start in the container is moved to float."""
 
 
 @attrs.frozen
@@ -328,13 +302,13 @@ class _Planner:
         # The controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max.
         short = None if backend == "controller" else too_little_time(facts.cpu_time, cpu.count)
         shared = shared_cpus(facts.pod, facts.allowed_cpus, facts.online_cpus)
-        for trouble, remedy in ((shared, OWN_CPUS), (short, CPU_TIME)):
-            if trouble is None:
+        for reason, remedy in ((shared, OWN_CPUS), (short, CPU_TIME)):
+            if reason is None:
                 continue
             if facts.pod is None or cpu.placement in ASKING_FOR_LESS:
-                self.remarks.append(f"{trouble}; {remedy}")
+                self.remarks.append(f"{reason}; {remedy}")
             else:
-                self.refuse("cpu.placement", f'{trouble}; {remedy}, or say "affinity" and do with less')
+                self.refuse("cpu.placement", f'{reason}; {remedy}, or say "affinity" and do with less')
 
     def placement(self, cpu: CpuSpec) -> Placement | None:
         allowed = self.facts.allowed_cpus
@@ -367,14 +341,9 @@ class _Planner:
                 f"all CPUs this process may use ('{allowed}') belong to vCPUs: QEMU's own threads, dnsmasq, virtiofsd and this "
                 "program share them; give it more CPUs than vCPUs"
             )
-        return Placement(
-            backend,
-            cpus,
-            pins,
-            rest or allowed,
-            shared=not rest,
-            sweep=cpu.sweep and backend == "delegated" and bool(rest),
-        )
+        if backend == "delegated":
+            return DelegatedPlacement(cpus, pins, rest or allowed, shared=not rest, sweep=cpu.sweep and bool(rest))
+        return AffinityPlacement(cpus, pins, rest or allowed, shared=not rest)
 
     def pins(self, cpu: CpuSpec) -> tuple[int, ...] | None:
         hardware = self.facts.hardware
@@ -442,21 +411,20 @@ class _Planner:
         pins = self.pins(cpu)
         if pins is None:
             return None
-        register = Register(cpu.controller, self.facts.uid or "")
-        return Placement("controller", allowed, pins, None, shared=False, register=register, sweep=cpu.sweep)
+        return ControllerPlacement(allowed, pins, cpu.controller, self.facts.uid or "", sweep=cpu.sweep)
 
     def backend(self, cpu: CpuSpec) -> str:
         """Return the placement back end: the one asked for, or the best that works."""
-        troubles = {"controller": self.facts.controller_trouble, "delegated": self.facts.delegation_trouble}
+        reasons = {"controller": self.facts.controller_error, "delegated": self.facts.delegation_error}
         if cpu.placement != "auto":
-            trouble = troubles.get(cpu.placement)
-            if trouble is not None:
-                self.refuse("cpu.placement", f"{cpu.placement!r} cannot be used: {trouble}")
+            reason = reasons.get(cpu.placement)
+            if reason is not None:
+                self.refuse("cpu.placement", f"{cpu.placement!r} cannot be used: {reason}")
             backend = cpu.placement
         else:
-            backend = next((name for name, trouble in troubles.items() if trouble is None), "affinity")
+            backend = next((name for name, reason in reasons.items() if reason is None), "affinity")
         if backend == "affinity":
-            why = "".join(f"; no {name!r}: {trouble}" for name, trouble in troubles.items() if cpu.placement == "auto")
+            why = "".join(f"; no {name!r}: {reason}" for name, reason in reasons.items() if cpu.placement == "auto")
             self.remarks.append(
                 "placement 'affinity' is second best: nothing but CPU masks keeps the vCPUs' CPUs free, and processes "
                 f"of others may run there{why}"
@@ -471,16 +439,14 @@ class _Planner:
         user = found or ROOT
         if asked == "tcg":
             return "tcg", user
-        if kvm.trouble is not None:
+        if kvm.error is not None:
             if asked == "kvm":
-                self.refuse(
-                    "cpu.accel", f'cannot use /dev/kvm: {kvm.trouble}; give the pod the device, or ask for "tcg"'
-                )
+                self.refuse("cpu.accel", f'cannot use /dev/kvm: {kvm.error}; give the pod the device, or ask for "tcg"')
             else:
                 self.remarks.append(str(emulated(kvm)))
             return "tcg", user
-        if (trouble := kvm_unusable(kvm)) is not None:
-            self.refuse("cpu.accel", f"{trouble}; {KVM_UNUSABLE_REMEDY}")
+        if (reason := kvm_unusable(kvm)) is not None:
+            self.refuse("cpu.accel", f"{reason}; {KVM_UNUSABLE_REMEDY}")
         root = root_for_kvm(kvm)
         if root is None:
             return "kvm", user if kvm.admits_everyone else attrs.evolve(user, groups=(kvm.gid,))
@@ -512,7 +478,7 @@ class _Planner:
                 size = LEAST_MEMORY  # said once is enough
             self.spec = with_size(self.spec, size)
         beside = memory_overhead(self.spec, accel, copied)
-        controller = placement is not None and placement.register is not None
+        controller = isinstance(placement, ControllerPlacement)
         self.problems += contradictions(self.spec, controller=controller)
         self.problems += too_little_memory(self.spec, beside, facts.memory, facts.limits)
         return RamPlan(
@@ -545,7 +511,7 @@ class _Planner:
             if program is None:
                 self.refuse(
                     f"share[{index}]",
-                    f"cannot use virtiofsd: {self.facts.virtiofsd_trouble}; install the package virtiofsd (Debian 12: qemu-system-common)",
+                    f"cannot use virtiofsd: {self.facts.virtiofsd_error}; install the package virtiofsd (Debian 12: qemu-system-common)",
                 )
                 continue
             if share.read_only and not program.read_only:
@@ -592,8 +558,8 @@ class _Planner:
             self.refuse(where, f"{str(path)!r} does not exist")
         elif fact.kind != "file":
             self.refuse(where, f"{str(path)!r} {fact.words}, not a file")
-        elif fact.trouble is not None:
-            self.refuse(where, f"cannot read {str(path)!r}: {fact.trouble}")
+        elif fact.error is not None:
+            self.refuse(where, f"cannot read {str(path)!r}: {fact.error}")
         return FilePlan(path, copied=_is_copied(fact, user))
 
     def copied(self, user: User) -> int:

@@ -13,7 +13,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem
 from runner.facts.hardware import Hardware, hugetlb_name
-from runner.facts.host import HugeFact, MemoryLimits
+from runner.facts.memory import HugeFact, MemoryLimits
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.host_checks import MEMLOCK, locked_threads, too_little_lockable
 from runner.spec.instance import LEAST_MEMORY, InstanceSpec, MemorySpec
@@ -232,12 +232,12 @@ def _shortage(sources: tuple[int, ...], pages: int, page: int, free: int, total:
 
 def not_lockable(spec: InstanceSpec, needed: int, limits: MemoryLimits, *, root: bool) -> Iterator[Problem]:
     """Yield why QEMU, which is *root* or not, cannot lock *needed* bytes."""
-    trouble = too_little_lockable(None if root and limits.may_lock else limits.lockable, needed)
-    if trouble is not None:
+    reason = too_little_lockable(None if root and limits.may_lock else limits.lockable, needed)
+    if reason is not None:
         who = ["QEMU's memory with all of its addresses (memory.lock)"] if spec.memory.lock else []
         who += ["the guest's RAM for VFIO ([[device]])"] if spec.device else []
         where = "memory.lock" if spec.memory.lock else "device"
-        yield Problem(where, f"{trouble}: {' and '.join(who)}; {MEMLOCK}")
+        yield Problem(where, f"{reason}: {' and '.join(who)}; {MEMLOCK}")
 
 
 def _shown(size: int) -> str:

@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 
 import attrs
 
-from runner.facts.host import HostFacts, Interface, Route
+from runner.facts.host import HostFacts
+from runner.facts.network import Interface, Route
 from runner.plan.descriptor_claims import Claims
 from runner.spec.instance import InstanceSpec, NetworkSpec, private_subnets
 
@@ -201,9 +202,9 @@ class NetworkPlanner:
 
     def _without_ipv6(self, index: int) -> bool:
         """Refuse IPv6 where this network namespace has none."""
-        if self._facts.ipv6_trouble is not None:
-            self._refuse(f"network[{index}].ipv6", f"cannot give the guest IPv6: {self._facts.ipv6_trouble}")
-        return self._facts.ipv6_trouble is not None
+        if self._facts.ipv6_error is not None:
+            self._refuse(f"network[{index}].ipv6", f"cannot give the guest IPv6: {self._facts.ipv6_error}")
+        return self._facts.ipv6_error is not None
 
     def _interface(self, index: int, network: NetworkSpec) -> Interface | None:
         """Return the interface that is named, if it is here and carries what the guest may send."""

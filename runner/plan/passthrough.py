@@ -145,9 +145,9 @@ class _Decision:
         plans = []
         for each, fact in facts:
             where = f"device[{each.index}]"
-            troubles = device_troubles(each.address, fact, passed)
-            self.problems += [Problem(where, trouble) for trouble in troubles]
-            if fact is not None and not troubles:
+            reasons = device_errors(each.address, fact, passed)
+            self.problems += [Problem(where, reason) for reason in reasons]
+            if fact is not None and not reasons:
                 plan = self.device(where, each, fact, preferred)
                 plans += [plan] if plan is not None else []
                 self.remarks += device_remarks(fact)
@@ -161,18 +161,18 @@ class _Decision:
         cliques = any(name == CLIQUE for each in self.asked for name, _ in each.device.properties)
         legacy = "legacy" in told or cliques
         if not told and not legacy:
-            legacy = any(self.trouble("iommufd", fact) is not None for fact in facts)
+            legacy = any(self.reason("iommufd", fact) is not None for fact in facts)
         return ("legacy", "iommufd") if legacy else ("iommufd", "legacy")
 
-    def trouble(self, way: str, fact: PciFact) -> str | None:
-        return legacy_trouble(fact, self.vfio) if way == "legacy" else iommufd_trouble(fact, self.vfio)
+    def reason(self, way: str, fact: PciFact) -> str | None:
+        return legacy_error(fact, self.vfio) if way == "legacy" else iommufd_error(fact, self.vfio)
 
     def device(self, where: str, asked: Asked, fact: PciFact, preferred: tuple[str, str]) -> DevicePlan | None:
         ways = preferred if asked.device.iommu == "auto" else (asked.device.iommu,)
-        troubles = {way: self.trouble(way, fact) for way in ways}
-        way = next((way for way, trouble in troubles.items() if trouble is None), None)
+        reasons = {way: self.reason(way, fact) for way in ways}
+        way = next((way for way, reason in reasons.items() if reason is None), None)
         if way is None:
-            why = "; ".join(f"not by {way!r}: {trouble}" for way, trouble in troubles.items())
+            why = "; ".join(f"not by {way!r}: {reason}" for way, reason in reasons.items())
             self.problems.append(Problem(f"{where}.iommu", f"{fact.address} cannot be handed to QEMU; {why}"))
             return None
         group, node = fact.group_node, fact.device_node
@@ -188,7 +188,7 @@ class _Decision:
             name=fact.name,
             driver=fact.driver or "",
             way=way,
-            group_node=None if group is None or (group.trouble is not None and not group.busy) else group.path,
+            group_node=None if group is None or (group.error is not None and not group.busy) else group.path,
             device_node=node.path if node is not None and way == "iommufd" else None,
             lent_to=self.user.uid if way == "legacy" and self.user.uid and group and not group.everyone else None,
             bus=ROOT_BUS if guest is None else f"pcie.{guest + 1}",
@@ -248,7 +248,7 @@ class _Decision:
         return window
 
 
-def device_troubles(address: str, fact: PciFact | None, passed: Iterable[str]) -> list[str]:
+def device_errors(address: str, fact: PciFact | None, passed: Iterable[str]) -> list[str]:
     """Return what keeps the device at *address* from being passed, whatever the way; *passed* are all that are to be."""
     if fact is None:
         return [f"there is no PCI device {address} here; `lspci -D` lists them"]
@@ -258,11 +258,11 @@ def device_troubles(address: str, fact: PciFact | None, passed: Iterable[str]) -
     if fact.group is None:
         remedy = "switch on VT-d or AMD-Vi in the firmware, and boot the node with intel_iommu=on (AMD: amd_iommu=on)"
         return [f"{address} ({fact.name}) has no IOMMU group, so the IOMMU is off; {remedy}"]
-    troubles = []
+    reasons = []
     if not fact.vfio:
         bound = f"is bound to {fact.driver!r}, not to vfio-pci" if fact.driver else "is bound to no driver"
-        troubles.append(f"{address} ({fact.name}) {bound}; {BIND.format(address)}")
-    troubles += [
+        reasons.append(f"{address} ({fact.name}) {bound}; {BIND.format(address)}")
+    reasons += [
         f"{address} shares its IOMMU group {fact.group} with {member.address}, which is bound to {member.driver!r} and "
         f"could reach the guest's memory; {BIND.format(member.address)}"
         for member in fact.members
@@ -270,31 +270,31 @@ def device_troubles(address: str, fact: PciFact | None, passed: Iterable[str]) -
     ]
     if fact.group_node is not None and fact.group_node.busy:
         node = fact.group_node.path
-        troubles.append(f"{address} is in use: somebody else has {node} open; {HOLDER.format(node)}")
-    return troubles
+        reasons.append(f"{address} is in use: somebody else has {node} open; {HOLDER.format(node)}")
+    return reasons
 
 
-def _node_trouble(node: DeviceNode | None, what: str) -> str | None:
+def _node_error(node: DeviceNode | None, what: str) -> str | None:
     if node is None:
         return f"the kernel makes no {what}"
-    if node.trouble is None or node.busy:
+    if node.error is None or node.busy:
         return None
-    return f"{node.path}: {node.trouble}; {GIVE.format(node.path)}"
+    return f"{node.path}: {node.error}; {GIVE.format(node.path)}"
 
 
-def legacy_trouble(fact: PciFact, vfio: VfioFacts) -> str | None:
+def legacy_error(fact: PciFact, vfio: VfioFacts) -> str | None:
     """Return why the device cannot be passed by its group."""
-    return _node_trouble(vfio.container, "/dev/vfio/vfio") or _node_trouble(
+    return _node_error(vfio.container, "/dev/vfio/vfio") or _node_error(
         fact.group_node, "nodes of IOMMU groups (CONFIG_VFIO_GROUP)"
     )
 
 
-def iommufd_trouble(fact: PciFact, vfio: VfioFacts) -> str | None:
+def iommufd_error(fact: PciFact, vfio: VfioFacts) -> str | None:
     """Return why the device cannot be passed by descriptor."""
     version = re.match(r"([0-9]+)\.([0-9]+)", vfio.qemu_version, re.ASCII)
     if version is None or (int(version[1]), int(version[2])) < IOMMUFD_SINCE:
         return f"QEMU {vfio.qemu_version or 'of unknown version'} is older than {'.'.join(map(str, IOMMUFD_SINCE))}"
-    return _node_trouble(vfio.iommufd, "/dev/iommu (CONFIG_IOMMUFD)") or _node_trouble(
+    return _node_error(vfio.iommufd, "/dev/iommu (CONFIG_IOMMUFD)") or _node_error(
         fact.device_node, "nodes of VFIO devices (CONFIG_VFIO_DEVICE_CDEV)"
     )
 

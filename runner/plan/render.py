@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from runner.placement.backends import ControllerPlacement
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import disk_words
 from runner.plan.instance import InstancePlan, MachinePlan
@@ -18,7 +19,8 @@ from runner.spec.rules import format_size
 def plan_json(plan: InstancePlan) -> dict[str, Any]:
     """Return *plan* as plain values; CPU sets, paths and addresses in their text forms."""
     plain = attrs.asdict(plan, recurse=True, value_serializer=_plain)
-    return {"version": 1, **plain}
+    placement = {"backend": plan.placement.backend, "shared": plan.placement.shared, **plain.pop("placement")}
+    return {"version": 1, **plain, "placement": placement}
 
 
 def _plain(_instance: type, _attribute: object, value: object) -> object:
@@ -32,7 +34,7 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     machine, placement = plan.machine, plan.placement
     yield f"instance {plan.name}: {machine.vcpus} vCPUs, {format_size(machine.memory)}, {machine.accel}, CPU model {machine.cpu_model}"
     yield f"  1 anchor     {' '.join(plan.anchor)} stays in the pod's cgroup"
-    rest = "the node's shared CPUs" if placement.float_cpus is None else f"'{placement.float_cpus}'"
+    rest = "the node's shared CPUs" if isinstance(placement, ControllerPlacement) else f"'{placement.float_cpus}'"
     rest += " (shared with the vCPUs: no other CPU is left)" if placement.shared else ""
     yield f"  2 placement  {placement.backend}: this program, dnsmasq, virtiofsd and QEMU's own threads on {rest}"
     for number, network in enumerate(plan.networks):

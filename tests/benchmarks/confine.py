@@ -24,7 +24,7 @@ from runner.instance.supervisor import Faults, StopRequest, Supervisor, open_sup
 from runner.instance.thread_placement import MachineThreads, confined
 from runner.kernel.processes import Command, Process
 from runner.kernel.procfs import Procfs
-from runner.plan.instance import Placement, Register
+from runner.placement.backends import ControllerPlacement
 from runner.protocol.qmp import VcpuThread
 
 THREADS = """
@@ -55,16 +55,9 @@ def bare(seat: _Grouped, process: Process, vcpus: tuple[VcpuThread, ...], pins: 
         os.sched_setaffinity(vcpu.tid, [cpu])
 
 
-async def measure(register: Register, cpus: CpuSet, count: int, *, is_bare: bool) -> dict[str, float]:
+async def measure(socket: PurePosixPath, uid: str, cpus: CpuSet, count: int, *, is_bare: bool) -> dict[str, float]:
     """Return the milliseconds of one round with *count* threads; where they are more than CPUs, they share."""
-    placement = Placement(
-        backend="controller",
-        cpus=cpus,
-        pins=tuple(islice(cycle(cpus), count)),
-        float_cpus=None,
-        shared=False,
-        register=register,
-    )
+    placement = ControllerPlacement(cpus, tuple(islice(cycle(cpus), count)), socket, uid)
     async with (
         open_supervisor(StopRequest(), Faults()) as host,
         AsyncExitStack() as pod,
@@ -98,8 +91,10 @@ async def main() -> None:
     for number in range(options.rounds):
         for count in options.counts:
             for is_bare in (bool(number % 2), not number % 2):
-                register = Register(options.socket, options.uid)
-                print(json.dumps(await measure(register, options.cpus, count, is_bare=is_bare)), flush=True)
+                print(
+                    json.dumps(await measure(options.socket, options.uid, options.cpus, count, is_bare=is_bare)),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import RunnerError
-from runner.facts.host import FileFact, HostFacts, Kvm, User, Virtiofsd
+from runner.facts.disk import FileFact
+from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
 from runner.instance.lifecycle import run_instance
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Faults, StopRequest, Supervisor, open_supervisor

@@ -230,7 +230,7 @@ def test_the_log_has_the_newest_and_no_more_than_twice_its_size(tmp_path: Path) 
         (tmp_path / "log.1").unlink()
         (tmp_path / "log.1").mkdir()
         assert [log.write(b"x" * 60) for _ in range(3)] == [True, False, True]
-        assert log.trouble == "Is a directory"
+        assert log.error == "Is a directory"
 
 
 @pytest.fixture

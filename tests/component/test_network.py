@@ -21,7 +21,9 @@ import pytest
 import trio
 
 from runner.errors import HostError, Status, explain
-from runner.facts.host import FileFact, HostFacts, Resolver
+from runner.facts.disk import FileFact
+from runner.facts.host import HostFacts
+from runner.facts.network import Resolver
 from runner.instance.discover import _interface, pod_link
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor

@@ -14,7 +14,8 @@ import attrs
 import trio
 
 from runner.cpuset import CpuSet
-from runner.facts.host import Interface, PodName
+from runner.facts.host import PodName
+from runner.facts.network import Interface
 from runner.instance.discover import read_pod_name
 from runner.instance.probes import READ_AGAIN, probes_served
 from runner.instance.supervisor import Supervisor, open_supervisor

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from runner.cpuset import CpuSet
-from runner.facts.host import DocumentFact
+from runner.facts.disk import DocumentFact
 from runner.kubelet.pod import parse_quantity
 from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR
 from runner.plan.cloud_init import plan_seed

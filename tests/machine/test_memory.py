@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from runner.cpuset import CpuSet
+from runner.facts.disk import FileFact
 from runner.facts.hardware import Hardware
-from runner.facts.host import FileFact, HostFacts
+from runner.facts.host import HostFacts
 from runner.kernel import files
 from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.host_checks import ADDRESSES_THREAD, WORKERS

@@ -15,8 +15,9 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
+from runner.facts.disk import FileFact
 from runner.facts.hardware import Hardware
-from runner.facts.host import FileFact, HostFacts
+from runner.facts.host import HostFacts
 from runner.kernel import files
 from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.instance import MachinePlan, plan_instance

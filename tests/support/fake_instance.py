@@ -118,14 +118,14 @@ def write_receipt(path: str, cpus: list[int], roles: dict[str, str], vcpus: dict
     from runner.instance.thread_placement import PlacedThread, Receipt
     from runner.kernel.files import publish
     from runner.kernel.procfs import Procfs
-    from runner.plan.instance import Placement
+    from runner.placement.backends import AffinityPlacement
 
     threads = [
         PlacedThread("vcpu" if (index := vcpus.get(str(thread.tid))) is not None else role, index, thread)
         for pid, role in roles.items()
         for thread in Procfs().threads(int(pid))
     ]
-    placement = Placement("affinity", CpuSet(cpus), tuple(cpus), CpuSet([0]), shared=False)
+    placement = AffinityPlacement(CpuSet(cpus), tuple(cpus), CpuSet([0]), shared=False)
     publish(PurePosixPath(path), json.dumps(Receipt(placement, None, tuple(threads)).to_json()).encode())
 
 

@@ -20,19 +20,18 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import attrs
 import trio
 
-from runner.cpuset import CpuSet
 from runner.errors import HostError, PlacementError, explain
 from runner.instance.daemons import RestartedChild
 from runner.instance.discover import CGROUP_ROOT
 from runner.instance.supervisor import Supervisor
 from runner.kernel.cgroup import Cgroup, CgroupError, write_control
 from runner.kernel.scheduler import pin, read_mask
-from runner.plan.instance import Placement, Register
+from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
 from runner.protocol.controller_client import (
     CgroupFds,
     ControllerAbsentError,
@@ -175,8 +174,7 @@ class _Grouped:
 class _Registered(_Grouped):
     """In cgroups of the node's controller."""
 
-    asked: Register
-    cpus: CpuSet
+    placement: ControllerPlacement
 
     async def settle(self) -> None:
         """See :class:`ActivePlacement`: the controller does it at every registration."""
@@ -184,7 +182,9 @@ class _Registered(_Grouped):
         while True:
             with ExitStack() as held:
                 try:
-                    await register(self.asked.socket, self.asked.uid, self.cpus, _group(self.groups.pod), held)
+                    await register(
+                        self.placement.socket, self.placement.uid, self.placement.cpus, _group(self.groups.pod), held
+                    )
                 except HostError as error:
                     if not told:
                         log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
@@ -202,16 +202,18 @@ async def entered_cgroups(
 
     Raises :exc:`~runner.errors.RunnerError` when the controller or the kernel do not do as they are told.
     """
-    if placement.backend == "controller":
-        assert placement.register is not None  # noqa: S101 - a plan of ours
-        async with _registered(supervisor, placement, placement.register, anchors) as seat:
-            yield seat
-    elif placement.backend == "delegated":
-        async with _delegated(supervisor, placement, anchors) as seat:
-            yield seat
-    else:
-        with _masked(supervisor, placement, anchors) as seat:
-            yield seat
+    match placement:
+        case ControllerPlacement():
+            async with _registered(supervisor, placement, anchors) as active:
+                yield active
+        case DelegatedPlacement():
+            async with _delegated(supervisor, placement, anchors) as active:
+                yield active
+        case AffinityPlacement():
+            with _masked(supervisor, placement, anchors) as active:
+                yield active
+        case _ as never:
+            assert_never(never)
 
 
 # -- affinity --------------------------------------------------------------------------------------------------------
@@ -219,9 +221,8 @@ async def entered_cgroups(
 
 @contextmanager
 def _masked(
-    supervisor: Supervisor, placement: Placement, anchors: Sequence[RestartedChild]
+    supervisor: Supervisor, placement: AffinityPlacement, anchors: Sequence[RestartedChild]
 ) -> Iterator[ActivePlacement]:
-    assert placement.float_cpus is not None  # noqa: S101 - a plan of ours
     before = read_mask()
     try:
         pin(0, placement.float_cpus)
@@ -238,15 +239,15 @@ def _masked(
 
 @asynccontextmanager
 async def _registered(
-    supervisor: Supervisor, placement: Placement, asked: Register, anchors: Sequence[RestartedChild]
+    supervisor: Supervisor, placement: ControllerPlacement, anchors: Sequence[RestartedChild]
 ) -> AsyncIterator[ActivePlacement]:
     pod = supervisor.procfs.cgroup()
     with ExitStack() as descriptors:
         async with AsyncExitStack() as held:
             # Before it is asked: if it dies, or we are told to stop, nobody knows whether it has heard us.
-            held.push_async_callback(_deregister, supervisor, asked)
+            held.push_async_callback(_deregister, supervisor, placement)
             try:
-                registration = await _registration(supervisor, placement, asked, pod, descriptors)
+                registration = await _registration(supervisor, placement, pod, descriptors)
             except ControllerError:
                 held.pop_all()  # it has said no, so there is nothing to take back
                 raise
@@ -257,14 +258,14 @@ async def _registered(
                 )
             called = CgroupPaths(pod, registration.floating.name, registration.instance.name)
             async with _floating(supervisor, placement, anchors, doors, called) as seat:
-                yield _Registered(seat.groups, doors.pod.number, doors, seat.vcpus, asked, placement.cpus)
+                yield _Registered(seat.groups, doors.pod.number, doors, seat.vcpus, placement)
 
 
-async def _deregister(supervisor: Supervisor, asked: Register) -> None:
+async def _deregister(supervisor: Supervisor, placement: ControllerPlacement) -> None:
     """Deregister; a controller that is not there reconciles when it is back, so that is no fault."""
     with supervisor.faults.recorded("deregister"), trio.move_on_after(DEREGISTERED_WITHIN, shield=True) as patience:
         try:
-            await deregister(asked.socket, asked.uid)
+            await deregister(placement.socket, placement.uid)
         except ControllerAbsentError as error:
             log.warning("%s; it will remove the instance's cgroup when it is back", explain(error))
     if patience.cancelled_caught:
@@ -272,7 +273,7 @@ async def _deregister(supervisor: Supervisor, asked: Register) -> None:
 
 
 async def _registration(
-    supervisor: Supervisor, placement: Placement, asked: Register, pod: str, held: ExitStack
+    supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack
 ) -> Registration:
     """Register, waiting for a controller that is not there yet."""
     waiting = False
@@ -280,7 +281,7 @@ async def _registration(
         while True:
             try:
                 return await supervisor.unless_stopped(
-                    partial(register, asked.socket, asked.uid, placement.cpus, _group(pod), held)
+                    partial(register, placement.socket, placement.uid, placement.cpus, _group(pod), held)
                 )
             except ControllerAbsentError as error:
                 if not waiting:
@@ -289,7 +290,7 @@ async def _registration(
             await supervisor.unless_stopped(partial(trio.sleep, ASKED_EVERY))
     what = "nobody answers" if waiting else "it does not answer"
     raise HostError(
-        f"cannot register with the controller at {str(asked.socket)!r}: {what} within {AWAITED_FOR:g} s; is its "
+        f"cannot register with the controller at {str(placement.socket)!r}: {what} within {AWAITED_FOR:g} s; is its "
         "DaemonSet running on this node?"
     )
 
@@ -304,14 +305,13 @@ def _group(path: str) -> Cgroup:
 
 @asynccontextmanager
 async def _delegated(
-    supervisor: Supervisor, placement: Placement, anchors: Sequence[RestartedChild]
+    supervisor: Supervisor, placement: DelegatedPlacement, anchors: Sequence[RestartedChild]
 ) -> AsyncIterator[ActivePlacement]:
     """Make the container's own group the root of a threaded tree, and in the end what it was.
 
     The order matters: switching cpuset on while processes are in the group succeeds either way, but an ordinary child
     made after it could never hold anything ("Threads" of cgroup-v2.rst).
     """
-    assert placement.float_cpus is not None  # noqa: S101 - a plan of ours
     pod = supervisor.procfs.cgroup()
     scope = Cgroup(Path(CGROUP_ROOT)).at(pod)
     floating, instance = scope.child("float"), scope.child("instance")
@@ -356,7 +356,7 @@ async def _removed(group: Cgroup) -> None:
 @asynccontextmanager
 async def _floating(
     supervisor: Supervisor,
-    placement: Placement,
+    placement: ControllerPlacement | DelegatedPlacement,
     anchors: Sequence[RestartedChild],
     doors: CgroupFds,
     called: CgroupPaths,

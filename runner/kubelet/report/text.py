@@ -229,7 +229,7 @@ def _affinity(hint: Hint) -> str:
 def _fit(fit: Fit) -> str:
     where = f" in container {fit.container!r} of pod {fit.pod!r}" if fit.container else ""
     if fit.placement is None:
-        return f"{_count(fit.vcpus, 'vCPU')} do not fit{where}: {fit.trouble}"
+        return f"{_count(fit.vcpus, 'vCPU')} do not fit{where}: {fit.error}"
     findings = "".join(f"; {finding.message}" for finding in fit.placement.findings)
     return f"{_count(fit.vcpus, 'vCPU')} fit{where}: vCPU→CPU {', '.join(runs_of(fit.placement.pins))}{findings}"
 
@@ -433,6 +433,6 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
         "vcpus": fit.vcpus,
         "pod": fit.pod,
         "container": fit.container,
-        "trouble": fit.trouble or None,
+        "reason": fit.error or None,
         "placement": _placement_json(fit.placement),
     }

@@ -8,7 +8,7 @@ from ipaddress import ip_network
 
 import attrs
 
-from runner.facts.host import Route
+from runner.facts.network import Route
 from runner.plan.networks import (
     BridgedPlan,
     DhcpPlan,

@@ -15,11 +15,12 @@ from typing import Protocol
 import attrs
 
 from runner.cpuset import CpuSet
+from runner.placement.backends import Placement
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv, netdev_by_hand, network_by_hand, nic_device
 from runner.plan.disks import DiskPlan
 from runner.plan.host_checks import WORKERS
-from runner.plan.instance import InstancePlan, MachinePlan, Placement, SharePlan
+from runner.plan.instance import InstancePlan, MachinePlan, SharePlan
 from runner.plan.memory import TRANSLATED
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from runner.spec.rules import MIB

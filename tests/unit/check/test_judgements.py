@@ -68,8 +68,8 @@ def controller(answer: object, place: Place = POD, placement: str = "auto") -> F
     return programs.judge_controller(place, "/run/c/controller.sock", answer, placement)
 
 
-def program(check: Check, path: str | None, said: str = "", trouble: str | None = None) -> Finding:
-    found = Program(None if path is None else PurePosixPath(path), said, trouble)
+def program(check: Check, path: str | None, said: str = "", reason: str | None = None) -> Finding:
+    found = Program(None if path is None else PurePosixPath(path), said, reason)
     return programs.judge_program(check, "name", "package", found)
 
 
@@ -221,20 +221,20 @@ def test_every_check_was_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "trouble"),
+    ("said", "reason"),
     [
         ("QEMU emulator version 7.2.22 (Debian 1:7.2) Copyright", None),
         ("QEMU emulator version 6.2.0", "QEMU 6.2.0 is older than 7.2"),
         ("something else", "it says 'something else' when asked for its version"),
     ],
 )
-def test_what_a_qemu_says_of_itself(said: str, trouble: str | None) -> None:
-    assert programs.qemu_trouble(said) == trouble
+def test_what_a_qemu_says_of_itself(said: str, reason: str | None) -> None:
+    assert programs.qemu_error(said) == reason
 
 
 def test_a_dnsmasq_without_dhcp_is_of_no_use() -> None:
-    assert programs.dnsmasq_trouble("Dnsmasq version 2.90 Compile time options: IPv6 no-DHCP TFTP") is not None
-    assert programs.dnsmasq_trouble("Dnsmasq version 2.90 Compile time options: IPv6 DHCP no-DHCPv6 TFTP") is None
+    assert programs.dnsmasq_error("Dnsmasq version 2.90 Compile time options: IPv6 no-DHCP TFTP") is not None
+    assert programs.dnsmasq_error("Dnsmasq version 2.90 Compile time options: IPv6 DHCP no-DHCPv6 TFTP") is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from runner.errors import UsageError
 from runner.inspect.receipt import Roles, parse_receipt
 from runner.instance.thread_placement import PlacedThread, Receipt
 from runner.kernel.procfs import ProcessStatus, ThreadStatus
-from runner.plan.instance import Placement
+from runner.placement.backends import AffinityPlacement
 
 
 def placed(role: str, pid: int, tid: int, name: str, vcpu: int | None = None) -> PlacedThread:
@@ -20,7 +20,7 @@ def placed(role: str, pid: int, tid: int, name: str, vcpu: int | None = None) ->
 
 
 RECEIPT = Receipt(
-    Placement("affinity", CpuSet([2, 3]), (2, 3), CpuSet([0, 1]), shared=False),
+    AffinityPlacement(CpuSet([2, 3]), (2, 3), CpuSet([0, 1]), shared=False),
     None,
     (
         placed("runner", 1, 1, "instance-runner"),

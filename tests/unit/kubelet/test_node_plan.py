@@ -182,7 +182,7 @@ def test_a_pod_that_runs_already_keeps_what_it_has() -> None:
 def test_an_instance_fits_the_container_with_the_most_cpus() -> None:
     plan = planned(EPYC, pod("small", 4), pod("large", 40), pod("shared", "500m"))
     fit = fit_of(40, None, plan)
-    assert (fit.pod, fit.container, fit.trouble) == ("large", "vm", "")
+    assert (fit.pod, fit.container, fit.error) == ("large", "vm", "")
     assert fit.placement
     assert fit.placement.cpus == plan.pods[1].cpus
     fewer = fit_of(38, None, plan).placement
@@ -195,11 +195,11 @@ def test_an_instance_fits_the_container_with_the_most_cpus() -> None:
 
 def test_an_instance_that_does_not_fit() -> None:
     plan = planned(EPYC, pod("p", 4))
-    assert fit_of(5, None, plan).trouble == "it gets 4 CPUs; ask for 5 in the pod, or for fewer vCPUs"
-    assert fit_of(1, CpuSet((127,)), plan).trouble == (
+    assert fit_of(5, None, plan).error == "it gets 4 CPUs; ask for 5 in the pod, or for fewer vCPUs"
+    assert fit_of(1, CpuSet((127,)), plan).error == (
         "cpu.cpus names 127, which the kubelet does not give; leave cpu.cpus out"
     )
-    assert fit_of(1, None, planned(EPYC)).trouble == "no container gets exclusive CPUs"
+    assert fit_of(1, None, planned(EPYC)).error == "no container gets exclusive CPUs"
     assert not attrs.evolve(plan, fit=fit_of(5, None, plan)).fits
     assert attrs.evolve(plan, fit=fit_of(4, None, plan)).fits
 

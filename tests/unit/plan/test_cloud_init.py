@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import attrs
 import pytest
 
-from runner.facts.host import DocumentFact
+from runner.facts.disk import DocumentFact
 from runner.plan.argv.qemu import pasteable
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.iso9660 import SECTOR, image
@@ -22,7 +22,7 @@ DOCUMENTS = {
     ),
     PurePosixPath("/id"): DocumentFact(b"-----BEGIN OPENSSH PRIVATE KEY-----\nb3Blb\n"),
     PurePosixPath("/user"): DocumentFact(b"#!/bin/sh\necho hunter2\n"),
-    PurePosixPath("/gone"): DocumentFact(trouble="No such file or directory"),
+    PurePosixPath("/gone"): DocumentFact(error="No such file or directory"),
     PurePosixPath("/network"): DocumentFact(b"version: 2\n"),
 }
 READ = attrs.evolve(FACTS, documents=DOCUMENTS)

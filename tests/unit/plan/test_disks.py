@@ -34,7 +34,7 @@ def disk_of(keys: str, **facts: object) -> DiskPlan:
     ],
 )
 def test_cache_and_aio_follow_what_the_disk_can_do(keys: str, *, direct: bool, aio: str) -> None:
-    disk = disk_of(keys, io_uring_trouble=None)
+    disk = disk_of(keys, io_uring_error=None)
     assert (disk.direct, disk.aio) == (direct, aio)
 
 

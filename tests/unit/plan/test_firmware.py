@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 import attrs
 import pytest
 
-from runner.facts.host import FileFact, ImageFact
+from runner.facts.disk import FileFact, ImageFact
 from runner.plan.argv.qemu import pasteable
 from runner.plan.firmware import VariablesPlan
 from runner.plan.render import plan_lines

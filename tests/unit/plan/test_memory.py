@@ -10,8 +10,10 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
+from runner.facts.disk import FileFact
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
-from runner.facts.host import FileFact, HostFacts, HugeFact, Kvm, MemoryLimits, User, Virtiofsd
+from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
+from runner.facts.memory import HugeFact, MemoryLimits
 from runner.plan.argv.qemu import Paths, QemuFds, preallocator_argv, qemu_argv
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.plan.memory import memory_overhead, too_few_pages
@@ -53,10 +55,10 @@ FACTS = HostFacts(
     users={"nobody": User("nobody", 65534, 65534), "root": User("root", 0, 0)},
     kvm=Kvm(None, gid=104, mode=0o660),
     uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
-    controller_trouble=None,
+    controller_error=None,
 )
 ALL_CPUS = '[cpu]\ncount = "all"\nplacement = "controller"\n'
-ALONE = attrs.evolve(FACTS, controller_trouble="no")
+ALONE = attrs.evolve(FACTS, controller_error="no")
 
 
 def plan_of(text: str, facts: HostFacts = FACTS) -> InstancePlan:

@@ -8,7 +8,9 @@ import attrs
 import pytest
 
 from runner.errors import SpecError
-from runner.facts.host import DescriptorFact, FileFact, ImageFact, PermanentNeighbour, Route
+from runner.facts.descriptor import DescriptorFact
+from runner.facts.disk import FileFact, ImageFact
+from runner.facts.network import PermanentNeighbour, Route
 from runner.plan.argv.qemu import pasteable
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.disks import disk_words
@@ -167,12 +169,12 @@ def test_a_pods_ipv6_address_goes_with_the_other_when_asked() -> None:
         ),
         (
             BRIDGE + "ipv6 = true\n",
-            {"ipv6_trouble": "the kernel has none", "interfaces": {"eth0": DUAL}},
+            {"ipv6_error": "the kernel has none", "interfaces": {"eth0": DUAL}},
             "network[0].ipv6: cannot give",
         ),
         (
             KERNEL + "[[network]]\nipv6 = true\n",
-            {"ipv6_trouble": "none here"},
+            {"ipv6_error": "none here"},
             "network[0].ipv6: cannot give the guest IPv6",
         ),
         (

@@ -10,7 +10,8 @@ import attrs
 import pytest
 
 from runner.errors import SpecError
-from runner.facts.host import HostFacts, MemoryLimits, User
+from runner.facts.host import HostFacts, User
+from runner.facts.memory import MemoryLimits
 from runner.facts.pci import Bar, DeviceNode, PciFact, VfioFacts
 from runner.instance.passthrough import look_at_device
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv

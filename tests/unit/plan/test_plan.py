@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
+from runner.facts.disk import FileFact, ImageFact
 from runner.facts.hardware import Cpu, Hardware, NumaNode
-from runner.facts.host import FileFact, HostFacts, ImageFact, Interface, Kvm, PodQos, Resolver, Route, User, Virtiofsd
+from runner.facts.host import HostFacts, Kvm, PodQos, User, Virtiofsd
+from runner.facts.network import Interface, Resolver, Route
+from runner.placement.backends import AffinityPlacement, ControllerPlacement
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv
 from runner.plan.instance import InstancePlan, plan_instance, share_grace
@@ -51,7 +54,7 @@ FACTS = HostFacts(
         PurePosixPath("/boot/vmlinuz"): FileFact("file", 8 << 20),
         PurePosixPath("/boot/private"): FileFact("file", 8 << 20, everyone_reads=False),
         PurePosixPath("/boot/unreadable"): FileFact("file", 8 << 20, "Permission denied"),
-        PurePosixPath("/closed/kernel"): FileFact("other", trouble="Permission denied"),
+        PurePosixPath("/closed/kernel"): FileFact("other", error="Permission denied"),
         PurePosixPath("/OVMF.fd"): FileFact("file", 4 << 20),
         PurePosixPath("/vars.fd"): FileFact("file", 4 << 20),
         PurePosixPath("/usr/share/OVMF/OVMF_CODE_4M.secboot.fd"): FileFact("file", 3653632),
@@ -80,7 +83,7 @@ FACTS = HostFacts(
         PurePosixPath("/images/lost"): FileFact(
             "file", 1 << 20, image=ImageFact("qcow2", GIB, PurePosixPath("/images/gone"), "raw")
         ),
-        PurePosixPath("/encrypted"): FileFact("file", GIB, image=ImageFact("qcow2", GIB, trouble="is encrypted")),
+        PurePosixPath("/encrypted"): FileFact("file", GIB, image=ImageFact("qcow2", GIB, error="is encrypted")),
         PurePosixPath("/locked"): FileFact("file", GIB, image=ImageFact("raw", locked=True)),
         PurePosixPath("/short"): FileFact("file", 700, image=ImageFact("raw")),
         PurePosixPath("/readonly"): FileFact("file", GIB, "Read-only file system"),
@@ -358,7 +361,7 @@ def test_descriptors_are_all_passed_on() -> None:
         ),
         (
             '[[disk]]\npath = "/raw"\naio = "io_uring"\n',
-            {"io_uring_trouble": "Operation not permitted"},
+            {"io_uring_error": "Operation not permitted"},
             "disk[0].aio: cannot use io_uring: Operation not permitted; leave it out",
         ),
         ('[[disk]]\npath = "/short"\n', {}, "disk[0].path: '/short' has 700 bytes"),
@@ -463,6 +466,7 @@ def test_every_vcpu_has_a_cpu_of_its_own_or_there_is_no_plan(allowed: frozenset[
     assert len(placement.pins) == len(set(placement.pins)) == count
     assert CpuSet(placement.pins) == placement.cpus <= CpuSet(allowed)
     assert placement.shared == (count == len(allowed))
+    assert not isinstance(placement, ControllerPlacement)
     if placement.shared:
         assert placement.float_cpus == CpuSet(allowed)
     else:
@@ -476,6 +480,7 @@ def test_sharing_is_said_loudly() -> None:
 
 def test_asked_cpus_are_taken() -> None:
     placement = plan_of(KERNEL + '[cpu]\ncount = 2\ncpus = "2,5"\n').placement
+    assert isinstance(placement, AffinityPlacement)
     assert (placement.pins, str(placement.float_cpus)) == ((2, 5), "0-1,3-4,6-7")
 
 
@@ -555,8 +560,8 @@ NODE = attrs.evolve(
     EPYC,
     allowed_cpus=CpuSet.parse("2-3,10-11"),
     uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
-    controller_trouble=None,
-    delegation_trouble=None,
+    controller_error=None,
+    delegation_error=None,
 )
 
 
@@ -574,7 +579,7 @@ NODE = attrs.evolve(
 def test_the_best_placement_that_works_or_the_one_asked_for(
     asked: str, controller: str | None, delegation: str | None, backend: str
 ) -> None:
-    facts = attrs.evolve(NODE, controller_trouble=controller, delegation_trouble=delegation)
+    facts = attrs.evolve(NODE, controller_error=controller, delegation_error=delegation)
     count = 4 if backend == "controller" else 3
     plan = plan_of(f'{KERNEL}[cpu]\nplacement = "{asked}"\ncount = {count}\n', facts)
     assert plan.placement.backend == backend
@@ -586,7 +591,7 @@ def test_the_best_placement_that_works_or_the_one_asked_for(
 
 @pytest.mark.parametrize("asked", ["controller", "delegated"])
 def test_nothing_less_than_asked_for(asked: str) -> None:
-    facts = attrs.evolve(NODE, controller_trouble="because", delegation_trouble="because")
+    facts = attrs.evolve(NODE, controller_error="because", delegation_error="because")
     assert problems(f'{KERNEL}[cpu]\nplacement = "{asked}"\ncount = 4\n', facts) == [
         f"cpu.placement: {asked!r} cannot be used: because"
     ]
@@ -595,10 +600,10 @@ def test_nothing_less_than_asked_for(asked: str) -> None:
 def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
     plan = plan_of(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 4\n[memory]\nsize = "1GiB"\n', NODE)
     placement = plan.placement
-    assert (placement.pins, placement.float_cpus, placement.shared) == ((2, 3, 10, 11), None, False)
-    assert placement.register is not None
-    assert placement.register.uid == "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
-    assert str(placement.register.socket) == "/run/instance-cgroup-controller/controller.sock"
+    assert isinstance(placement, ControllerPlacement)
+    assert (placement.pins, placement.shared) == ((2, 3, 10, 11), False)
+    assert placement.uid == "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+    assert str(placement.socket) == "/run/instance-cgroup-controller/controller.sock"
     # The pod is charged for the guest's memory only if all of it is touched while QEMU is in the pod's cgroup.
     assert plan.machine.ram.preallocate
     assert plan.patience == 64
@@ -644,7 +649,7 @@ def test_a_pod_without_cpus_of_its_own_is_refused_unless_that_was_asked_for() ->
     assert problem.startswith("cpu.placement: the pod is Burstable (its oom_score_adj is 900), so it shares its CPUs")
     assert "requests equal to limits" in problem
     for less in ("affinity", "delegated"):
-        plan = plan_of(KERNEL + f'[cpu]\nplacement = "{less}"\n', attrs.evolve(shared, delegation_trouble=None))
+        plan = plan_of(KERNEL + f'[cpu]\nplacement = "{less}"\n', attrs.evolve(shared, delegation_error=None))
         assert any(remark.startswith("the pod is Burstable") for remark in plan.remarks)
 
 
@@ -658,7 +663,7 @@ def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_told_elsewhere()
 
 def test_vcpus_placed_by_the_controller_are_not_under_the_pods_cpu_max() -> None:
     facts = attrs.evolve(
-        FACTS, allowed_cpus=CpuSet([1, 2]), cpu_time=1.5, pod=PodQos("guaranteed"), uid="a", controller_trouble=None
+        FACTS, allowed_cpus=CpuSet([1, 2]), cpu_time=1.5, pod=PodQos("guaranteed"), uid="a", controller_error=None
     )
     plan = plan_of(KERNEL + "[cpu]\ncount = 2\n", facts)
     assert plan.placement.backend == "controller"
@@ -747,8 +752,6 @@ def test_plan_is_shown_to_people_and_machines() -> None:
         "pins": [1, 2, 3],
         "float_cpus": "0,4-7",
         "shared": False,
-        "register": None,
-        "sweep": False,
     }
     assert as_json["networks"][1]["pod"]["name"] == "eth0"
 

@@ -16,7 +16,7 @@ from runner.instance.cgroups.active import entered_cgroups
 from runner.instance.daemons import anchored
 from runner.instance.supervisor import Faults, StopRequest, open_supervisor
 from runner.kernel.processes import Command
-from runner.plan.instance import Placement, Register
+from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
 from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of
 from tests.node.instances import TREE, Controller, uid_of
 from tests.node.standin_kubelet import Container, Kubelet, Pod
@@ -93,9 +93,9 @@ def world(request: pytest.FixtureRequest, kubelet: Kubelet, tmp_path: Path) -> I
         scope.write("cgroup.procs", os.getpid())
         yield World(
             scope,
-            Placement("controller", CPUS, (2, 3), None, shared=False, register=Register(socket, UID))
+            ControllerPlacement(CPUS, (2, 3), socket, UID)
             if request.param == "controller"
-            else Placement("delegated", CpuSet([3]), (3,), CpuSet([2]), shared=False),
+            else DelegatedPlacement(CpuSet([3]), (3,), CpuSet([2]), shared=False),
         )
     finally:
         Cgroup(ROOT / before.lstrip("/")).write("cgroup.procs", os.getpid())
