@@ -1,40 +1,20 @@
-"""Real processes, fake programs named in the plan, and snapshots of all that must be as before."""
+"""Fixtures of tests with real processes and fake programs."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
-import stat
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from pathlib import Path
 
-import attrs
 import pytest
-import trio
 
-from runner.cpuset import CpuSet
-from runner.errors import RunnerError
-from runner.facts.disk import FileFact
-from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
-from runner.instance.lifecycle import run_instance
-from runner.instance.qemu import GuestEnd
-from runner.instance.supervisor import Faults, StopRequest, Supervisor, open_supervisor
-from runner.kernel.inherited_fds import InheritedFd
-from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.processes import become_subreaper
-from runner.kernel.procfs import Procfs
-from runner.kernel.sysfs import read_hardware
-from runner.plan.instance import InstancePlan, plan_instance
-from runner.spec.instance import parse_instance
+from tests.support.fake_host import FakeHost
 
-FAKES = Path(__file__).parent / "fakes"
 CLONE_NEWNET = 0x40000000
 
 
@@ -49,180 +29,14 @@ def own_namespace() -> None:
     become_subreaper()
 
 
-@attrs.frozen
-class Snapshot:
-    """What a run must leave as it was."""
-
-    processes: frozenset[str]
-    descriptors: frozenset[tuple[int, str]]
-    links: frozenset[str]
-    files: frozenset[str]
-    """Each with its owner."""
-    cpus: CpuSet
-
-
-def descendants(pid: int) -> Iterator[str]:
-    children: dict[int, list[tuple[int, str, str]]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                children.setdefault(int(fields[1]), []).append(
-                    (int(entry.name), fields[0], (entry / "comm").read_text().strip())
-                )
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    waiting = [pid]
-    while waiting:
-        for child, state, name in children.get(waiting.pop(), []):
-            waiting.append(child)
-            yield f"{child} {state} {name}"
-
-
-@attrs.define
-class Bench:
-    """One fake host: its programs, its plan, its log."""
-
-    root: Path
-    stop: StopRequest = attrs.field(factory=StopRequest)
-    faults: Faults = attrs.field(factory=Faults)
-    when_over: Callable[[], None] = lambda: None
-    """Called when the instance has ended, before anything is looked at."""
-    told: Callable[[], str] = str
-    """Returns what was logged."""
-
-    @property
-    def log_file(self) -> Path:
-        return self.root / "log"
-
-    def program(self, name: str, fake: str, **behaviour: object) -> PurePosixPath:
-        """Write a fake program and return its path."""
-        directory = self.root / "bin"
-        directory.mkdir(exist_ok=True)
-        path = directory / name
-        source = (FAKES / fake).read_text()
-        head = f"#!{sys.executable} -IS\nNAME = {name!r}\nLOG = {str(self.log_file)!r}\nBEHAVIOUR = {behaviour!r}\n"
-        path.write_text(head + source)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
-        return PurePosixPath(path)
-
-    def records(self, fake: str, what: str) -> list[dict[str, Any]]:
-        """Return what a fake has written down."""
-        if not self.log_file.exists():
-            return []
-        everything = [json.loads(line) for line in self.log_file.read_text().splitlines()]
-        return [record for record in everything if record["fake"] == fake and record["what"] == what]
-
-    def guest_runs(self) -> bool:
-        """Tell whether the start is over: QEMU has answered ``cont``, and not only got it."""
-        return "the guest runs" in self.told()
-
-    def commands(self) -> list[str]:
-        """Return the QMP commands the fake QEMU got."""
-        return [record["command"] for record in self.records("qemu", "command")]
-
-    def plan(
-        self,
-        spec: str = "",
-        *,
-        qemu: dict[str, object] | None = None,
-        daemon: dict[str, object] | None = None,
-        preallocator: dict[str, object] | None = None,
-        grace: float = 10,
-    ) -> InstancePlan:
-        """Plan an instance whose programs are fakes that behave as told."""
-        kernel = self.root / "kernel"
-        kernel.write_bytes(b"kernel")
-        share = self.root / "share"
-        share.mkdir(exist_ok=True)
-        daemons = daemon or {}
-        facts = HostFacts(
-            allowed_cpus=CpuSet(os.sched_getaffinity(0)),
-            hardware=read_hardware(),
-            memory_nodes=Procfs().memory_nodes(),
-            memory=1 << 40,
-            state_directory=PurePosixPath(self.root / "state"),
-            preallocator=(str(self.program("preallocator", "fake_preallocator.py", **(preallocator or {}))),),
-            qemu=self.program("qemu", "fake_qemu.py", **(qemu or {})),
-            dnsmasq=self.program("dnsmasq", "fake_daemon.py", **cast("dict[str, object]", daemons.get("dnsmasq", {}))),
-            sleep=self.program("sleep", "fake_daemon.py", **cast("dict[str, object]", daemons.get("sleep", {}))),
-            virtiofsd=Virtiofsd(
-                self.program("virtiofsd", "fake_daemon.py", **cast("dict[str, object]", daemons.get("virtiofsd", {}))),
-                rust=True,
-                version=(1, 13),
-            ),
-            files={PurePosixPath(kernel): FileFact("file", 6), PurePosixPath(share): FileFact("directory")},
-            users={"root": User("root", 0, 0), "nobody": User("nobody", 65534, 65534)},
-            kvm=Kvm("not in this test"),
-        )
-        text = f'[instance]\nuser = "root"\n[boot]\nkernel = "{kernel}"\n[shutdown]\ngrace = {grace}\n{spec}'
-        return plan_instance("spec.toml", parse_instance("spec.toml", text.encode()), facts)
-
-    def share(self) -> str:
-        return f'[[share]]\ntag = "share"\npath = "{self.root / "share"}"\n'
-
-    async def run(
-        self,
-        plan: InstancePlan,
-        *,
-        beside: Callable[[Supervisor], Any] | None = None,
-        handed: Mapping[str, InheritedFd] | None = None,
-    ) -> GuestEnd | RunnerError:
-        """Run *plan* on a fresh host with what was *handed* to it; *beside* runs at the same time."""
-        with NonBlockingWriter(1) as stdout:
-            async with open_supervisor(self.stop, self.faults) as bare:
-                host = attrs.evolve(bare, handed=handed or {})
-                if beside is not None:
-                    host.nursery.start_soon(beside, host)
-                try:
-                    ended: GuestEnd | RunnerError = await run_instance(plan, host, stdout.write)
-                except RunnerError as error:
-                    ended = error
-                self.when_over()
-                await settled(host)
-        return ended
-
-    def snapshot(self) -> Snapshot:
-        """Look at everything a run might leave behind."""
-        descriptors = set()
-        for entry in Path("/proc/self/fd").iterdir():
-            try:
-                descriptors.add((int(entry.name), str(entry.readlink())))
-            except FileNotFoundError:
-                continue
-        ours = {(number, name) for number, name in descriptors if not name.startswith("/proc/")}
-        kept = {self.log_file, self.root / "state" / "console.log", self.root / "state"}
-        return Snapshot(
-            processes=frozenset(descendants(os.getpid())),
-            descriptors=frozenset(ours),
-            links=frozenset(_links()),
-            files=frozenset(f"{path} {path.lstat().st_uid}" for path in self.root.rglob("*") if path not in kept),
-            cpus=CpuSet(os.sched_getaffinity(0)),
-        )
-
-
-def _links() -> Iterator[str]:
-    """Return the links of our namespace; /sys shows those of the namespace it was mounted in."""
-    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-        yield line.partition(":")[0].strip()
-
-
-async def settled(host: Supervisor) -> None:
-    """Let the reaper take what died last: a killed grandchild becomes a zombie of ours a moment later."""
-    with trio.move_on_after(1):
-        while any(line.split()[1] == "Z" for line in descendants(os.getpid())):
-            await trio.sleep(0.005)
-    assert list(host.processes) == []
-
-
 @pytest.fixture
-def bench(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Bench:
+def fake_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> FakeHost:
     caplog.set_level(logging.INFO)
     with contextlib.suppress(ChildProcessError):  # orphans of other tests, which would be gone afterwards
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
             pass
     while (
         len(list(Path("/proc/self/task").iterdir())) > 1
-    ):  # a thread that trio kept from another test: it would be ours, remote_bytes
+    ):  # a thread that trio kept from another test: the snapshot would count it
         time.sleep(0.05)
-    return Bench(tmp_path, told=lambda: caplog.text)
+    return FakeHost(tmp_path, told=lambda: caplog.text)

@@ -23,6 +23,7 @@ from runner.errors import RunnerError, Status, UsageError, explain
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel.log_file import kept_log
+from tests.support.fake_host import FakeHost
 
 PROJECT = str(Path(__file__).parents[2])
 WRITE, READ, STEAL = (
@@ -48,8 +49,8 @@ class Client:
 
 
 @asynccontextmanager
-async def attached(bench: Any, wish: AttachRequest) -> AsyncIterator[Client]:
-    path = bench.root / "state" / "console.sock"
+async def attached(fake_host: FakeHost, wish: AttachRequest) -> AsyncIterator[Client]:
+    path = fake_host.root / "state" / "console.sock"
     async with await trio.open_unix_socket(path) as stream:
         await stream.send_all(json.dumps({"write": wish.write, "steal": wish.steal}).encode() + b"\n")
         client = Client(stream)
@@ -57,50 +58,54 @@ async def attached(bench: Any, wish: AttachRequest) -> AsyncIterator[Client]:
         yield client
 
 
-async def running(bench: Any, act: Callable[[], Any], **qemu: object) -> None:
+async def running(fake_host: FakeHost, act: Callable[[], Any], **qemu: object) -> None:
     """Do *act* beside an instance whose guest runs; everything is as before in the end."""
-    plan = bench.plan(qemu=qemu)
-    before = bench.snapshot()
+    plan = fake_host.plan(qemu=qemu)
+    before = fake_host.snapshot()
 
     async def beside(_host: Supervisor) -> None:
         try:
             with trio.fail_after(30):
-                while not bench.guest_runs():
+                while not fake_host.guest_runs():
                     await trio.sleep(0.005)
             await act()
         finally:
-            bench.stop.ask("test")
+            fake_host.stop.ask("test")
 
-    result = await bench.run(plan, beside=beside)
+    result = await fake_host.run(plan, beside=beside)
     assert isinstance(result, GuestEnd), explain(result)
     assert result.status is Status.STOPPED
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
-async def test_one_writes_all_read_and_latecomers_are_told_what_was(bench: Any) -> None:
+async def test_one_writes_all_read_and_latecomers_are_told_what_was(fake_host: FakeHost) -> None:
     async def act() -> None:
-        mode = (bench.root / "state" / "console.sock").stat().st_mode
+        mode = (fake_host.root / "state" / "console.sock").stat().st_mode
         assert stat.S_IMODE(mode) == 0o600
-        async with attached(bench, WRITE) as first, attached(bench, WRITE) as second, attached(bench, READ) as third:
+        async with (
+            attached(fake_host, WRITE) as first,
+            attached(fake_host, WRITE) as second,
+            attached(fake_host, READ) as third,
+        ):
             assert [b'"writes": true' in each.seen for each in (first, second, third)] == [True, False, False]
             await first.stream.send_all(b"one")
             for each in (first, second, third):
                 await each.until(b"guest: runs")
                 await each.until(b"you typed one")
             await second.stream.send_all(b"not me")
-            async with attached(bench, STEAL) as thief:
+            async with attached(fake_host, STEAL) as thief:
                 assert b'"writes": true' in thief.seen
                 await thief.until(b"you typed one")
                 await first.until(b"another console writes now")
                 await first.stream.send_all(b"nor me")
                 await thief.stream.send_all(b"two")
                 await first.until(b"you typed two")
-        async with attached(bench, WRITE) as again:  # the writer has gone: its place is free
+        async with attached(fake_host, WRITE) as again:  # the writer has gone: its place is free
             assert b'"writes": true' in again.seen
-        assert [record["text"] for record in bench.records("qemu", "typed")] == ["one", "two"]
+        assert [record["text"] for record in fake_host.records("qemu", "typed")] == ["one", "two"]
 
-    await running(bench, act, console="echo")
+    await running(fake_host, act, console="echo")
 
 
 async def typed_until_nobody_reads(client: Client) -> None:
@@ -112,28 +117,28 @@ async def typed_until_nobody_reads(client: Client) -> None:
         stuck = patience.cancelled_caught
 
 
-async def test_who_writes_to_a_guest_that_does_not_read_can_be_stolen_from_and_hang_up(bench: Any) -> None:
+async def test_who_writes_to_a_guest_that_does_not_read_can_be_stolen_from_and_hang_up(fake_host: FakeHost) -> None:
     async def act() -> None:
-        async with attached(bench, WRITE) as first:
+        async with attached(fake_host, WRITE) as first:
             await typed_until_nobody_reads(first)
-            async with attached(bench, STEAL) as thief:
+            async with attached(fake_host, STEAL) as thief:
                 assert b'"writes": true' in thief.seen
                 await typed_until_nobody_reads(thief)
                 await first.until(b"another console writes now")
             with trio.fail_after(10):
                 while True:  # the thief has gone with much untold: its place is free
-                    async with attached(bench, WRITE) as next_one:
+                    async with attached(fake_host, WRITE) as next_one:
                         if b'"writes": true' in next_one.seen:
                             return
 
-    await running(bench, act)
+    await running(fake_host, act)
 
 
-async def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_missed(bench: Any) -> None:
+async def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_missed(fake_host: FakeHost) -> None:
     much, rounds = 128 << 10, 12
 
     async def act() -> None:
-        async with attached(bench, WRITE) as quick, attached(bench, READ) as slow:
+        async with attached(fake_host, WRITE) as quick, attached(fake_host, READ) as slow:
             for _ in range(rounds):
                 quick.seen = b""
                 await quick.stream.send_all(b"go")
@@ -147,73 +152,73 @@ async def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_miss
             await quick.stream.send_all(b"again")
             await slow.until(b"bytes of output were dropped: nobody was reading]")
 
-    await running(bench, act, console=much)
+    await running(fake_host, act, console=much)
 
 
 @pytest.mark.parametrize("hello", [b"x" * 1000, b"not json\n", b"[1]\n", b"\xff\n", b""])
-async def test_who_does_not_say_what_it_wants_is_hung_up_on(bench: Any, hello: bytes) -> None:
+async def test_who_does_not_say_what_it_wants_is_hung_up_on(fake_host: FakeHost, hello: bytes) -> None:
     async def act() -> None:
-        async with await trio.open_unix_socket(bench.root / "state" / "console.sock") as stream:
+        async with await trio.open_unix_socket(fake_host.root / "state" / "console.sock") as stream:
             with trio.fail_after(10):
                 await stream.send_all(hello)
                 await stream.send_eof()
                 with suppress(trio.BrokenResourceError):
                     assert await stream.receive_some(10) == b""
 
-    await running(bench, act)
+    await running(fake_host, act)
 
 
-async def test_the_ninth_reader_is_refused(bench: Any) -> None:
+async def test_the_ninth_reader_is_refused(fake_host: FakeHost) -> None:
     async def act() -> None:
         async with AsyncExitStack() as readers:
             for _ in range(8):
-                await readers.enter_async_context(attached(bench, READ))
-            async with attached(bench, READ) as ninth:
+                await readers.enter_async_context(attached(fake_host, READ))
+            async with attached(fake_host, READ) as ninth:
                 assert b"8 are attached already" in ninth.seen
 
-    await running(bench, act)
+    await running(fake_host, act)
 
 
-async def test_a_stale_socket_is_replaced_and_another_runners_is_not(bench: Any) -> None:
-    path = bench.root / "state" / "console.sock"
+async def test_a_stale_socket_is_replaced_and_another_runners_is_not(fake_host: FakeHost) -> None:
+    path = fake_host.root / "state" / "console.sock"
     path.parent.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
 
     async def act() -> None:
-        async with attached(bench, READ) as client:
+        async with attached(fake_host, READ) as client:
             await client.until(b"guest: runs")
 
-    plan = bench.plan(qemu={"at_cont": "shutdown"})
-    assert isinstance(await bench.run(plan), GuestEnd)
+    plan = fake_host.plan(qemu={"at_cont": "shutdown"})
+    assert isinstance(await fake_host.run(plan), GuestEnd)
     assert not path.exists()
     with socket.socket(socket.AF_UNIX) as other:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         other.bind(str(path))
         other.listen()
-        result = await bench.run(plan)
+        result = await fake_host.run(plan)
         assert isinstance(result, RunnerError)
         assert "another runner listens there; give each instance a --state-dir of its own" in explain(result)
     path.unlink()
     path.write_text("something")
-    result = await bench.run(plan)
+    result = await fake_host.run(plan)
     assert isinstance(result, RunnerError)
     assert "there is something else of that name" in explain(result)
     assert path.read_text() == "something"
 
 
-async def test_a_second_runner_does_no_harm_to_the_first(bench: Any) -> None:
-    state = bench.root / "state"
+async def test_a_second_runner_does_no_harm_to_the_first(fake_host: FakeHost) -> None:
+    state = fake_host.root / "state"
 
     async def act() -> None:
         before = {path.name: path.read_bytes() for path in state.iterdir() if path.is_file()}
         assert {"ready", "receipt.json"} <= set(before)
-        result = await bench.run(bench.plan())
+        result = await fake_host.run(fake_host.plan())
         assert isinstance(result, RunnerError)
         assert "another runner does; give each instance a --state-dir of its own" in explain(result)
         assert {path.name: path.read_bytes() for path in state.iterdir() if path.is_file()} == before
 
-    await running(bench, act)
+    await running(fake_host, act)
 
 
 def test_the_log_has_the_newest_and_no_more_than_twice_its_size(tmp_path: Path) -> None:
@@ -264,13 +269,15 @@ def console_on(terminal: int, state: Path) -> int:
 
 
 @pytest.mark.parametrize("end", ["detach", "terminate", "the instance ends"])
-async def test_the_terminal_is_restored_whatever_ends_it(bench: Any, terminal: tuple[int, int], end: str) -> None:
+async def test_the_terminal_is_restored_whatever_ends_it(
+    fake_host: FakeHost, terminal: tuple[int, int], end: str
+) -> None:
     ours, theirs = terminal
     before = termios.tcgetattr(theirs)
     screen = Screen(ours)
 
     async def act() -> None:
-        shell = console_on(theirs, bench.root / "state")
+        shell = console_on(theirs, fake_host.root / "state")
         await screen.until(b"attached; Ctrl-] detaches")
         await screen.until(b"guest: runs")
         assert not termios.tcgetattr(theirs)[3] & (termios.ICANON | termios.ECHO | termios.ISIG)
@@ -281,14 +288,14 @@ async def test_the_terminal_is_restored_whatever_ends_it(bench: Any, terminal: t
             await screen.until(b"[detached]")
             await screen.until(b"status 0")
             with trio.fail_after(20):
-                while bench.records("qemu", "typed")[-1]["text"] != "last":
+                while fake_host.records("qemu", "typed")[-1]["text"] != "last":
                     await trio.sleep(0.005)
         elif end == "terminate":
             [child] = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
             os.kill(int(child), 15)
             await screen.until(b"status 143")
 
-    await running(bench, act, console="echo")
+    await running(fake_host, act, console="echo")
     if end == "the instance ends":
         await screen.until(b"[the instance has ended]")
         await screen.until(b"status 0")

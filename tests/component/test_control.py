@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
+from pathlib import PurePosixPath
 
 import pytest
 import trio
@@ -14,35 +14,36 @@ from runner.errors import RunnerError, Status, explain
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.plan.instance import InstancePlan
+from tests.support.fake_host import FakeHost
 from tests.support.sweep import SABOTEUR
 
 
-async def beside_a_guest(bench: Any, plan: InstancePlan, act: Callable[[], Awaitable[None]]) -> None:
+async def beside_a_guest(fake_host: FakeHost, plan: InstancePlan, act: Callable[[], Awaitable[None]]) -> None:
     """Do *act* while the guest of *plan* runs, and have it end well."""
 
     async def beside(_host: Supervisor) -> None:
         try:
             with trio.fail_after(30):
-                while not bench.guest_runs():
+                while not fake_host.guest_runs():
                     await trio.sleep(0.005)
                 await act()
         finally:
-            bench.stop.ask("test")
+            fake_host.stop.ask("test")
 
-    before = bench.snapshot()
-    ended = await bench.run(plan, beside=beside)
+    before = fake_host.snapshot()
+    ended = await fake_host.run(plan, beside=beside)
     assert isinstance(ended, GuestEnd)
     assert ended.status is Status.STOPPED
-    assert bench.snapshot() == before
+    assert fake_host.snapshot() == before
 
 
 @pytest.mark.parametrize("lacking", ["runner.instance.control.server", "runner.protocol.guest_agent"])
-async def test_what_cannot_be_imported_now_ends_no_guest(bench: Any, lacking: str) -> None:
-    plan = bench.plan(qemu={"agent": "answers", "at_powerdown": "shutdown"})
+async def test_what_cannot_be_imported_now_ends_no_guest(fake_host: FakeHost, lacking: str) -> None:
+    plan = fake_host.plan(qemu={"agent": "answers", "at_powerdown": "shutdown"})
     before = sys.modules.pop(lacking, None)
 
     async def act() -> None:
-        while "the guest agent is there" not in bench.told():
+        while "the guest agent is there" not in fake_host.told():
             await trio.sleep(0.005)
         SABOTEUR.begin(1, only=frozenset({"import"}))
         if lacking == "runner.instance.control.server":
@@ -50,7 +51,7 @@ async def test_what_cannot_be_imported_now_ends_no_guest(bench: Any, lacking: st
                 await control(plan.state_directory, "nothing", {})
 
     try:
-        await beside_a_guest(bench, plan, act)
+        await beside_a_guest(fake_host, plan, act)
     finally:
         SABOTEUR.end()
         if before is not None:
@@ -59,24 +60,24 @@ async def test_what_cannot_be_imported_now_ends_no_guest(bench: Any, lacking: st
         "runner.instance.control.server": "cannot be served yet",
         "runner.protocol.guest_agent": "the guest agent is not asked",
     }
-    assert f"{said[lacking]}: Too many open files" in bench.told()
+    assert f"{said[lacking]}: Too many open files" in fake_host.told()
 
 
-async def test_the_path_may_be_longer_than_an_address(bench: Any) -> None:
-    plan = bench.plan()
-    alias = bench.root / ("x" * 120)
+async def test_the_path_may_be_longer_than_an_address(fake_host: FakeHost) -> None:
+    plan = fake_host.plan()
+    alias = fake_host.root / ("x" * 120)
 
     async def act() -> None:
         alias.symlink_to(plan.state_directory)
         with pytest.raises(RunnerError, match="Method not found"):
-            await control(alias, "nothing", {})
+            await control(PurePosixPath(alias), "nothing", {})
         alias.unlink()
 
-    await beside_a_guest(bench, plan, act)
+    await beside_a_guest(fake_host, plan, act)
 
 
-async def test_no_descriptor_is_attached_later(bench: Any) -> None:
-    plan = bench.plan()
+async def test_no_descriptor_is_attached_later(fake_host: FakeHost) -> None:
+    plan = fake_host.plan()
     refusals = []
 
     async def act() -> None:
@@ -85,6 +86,6 @@ async def test_no_descriptor_is_attached_later(bench: Any) -> None:
                 await control(plan.state_directory, "disk.attach", params)
             refusals.append(explain(refused.value))
 
-    await beside_a_guest(bench, plan, act)
+    await beside_a_guest(fake_host, plan, act)
     assert ["disk.fd: descriptors are handed over" in refusal for refusal in refusals] == [True, True, False]
     assert "disk.path: is missing" in refusals[2]

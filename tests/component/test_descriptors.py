@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import attrs
 import pytest
@@ -24,6 +23,7 @@ from runner.kernel import character_devices
 from runner.kernel.files import Descriptor
 from runner.kernel.inherited_fds import InheritedFd, inherited_fds, look
 from runner.plan.networks import HandedPlan
+from tests.support.fake_host import FakeHost
 
 Sent = tuple[bytes, Sequence[int]]
 
@@ -200,26 +200,26 @@ def test_inherited_ones_as_systemd_hands_them_over(tmp_path: Path, environment: 
     assert sixth == str("FDS=9 " not in environment)
 
 
-async def test_qemu_has_them_and_no_other_child(bench: Any) -> None:
+async def test_qemu_has_them_and_no_other_child(fake_host: FakeHost) -> None:
     """QEMU gets a copy, ours is closed then, and at the end none is open."""
-    plan = bench.plan("[[network]]\n" + bench.share(), qemu={"at_cont": "shutdown"})
-    before = bench.snapshot()
+    plan = fake_host.plan("[[network]]\n" + fake_host.share(), qemu={"at_cont": "shutdown"})
+    before = fake_host.snapshot()
     with contextlib.ExitStack() as held:
         [tap] = held.enter_context(character_devices.tap("vmtap9"))
         handed = {"net0": InheritedFd(Descriptor(os.dup(tap.number)), None)}
         network = HandedPlan("52:54:00:00:00:01", 1500, 1, "tap", ("net0",), (), vhost=False)
         plan = attrs.evolve(plan, networks=(network,), dhcp=(), machine=attrs.evolve(plan.machine, networks=(network,)))
-        result = await bench.run(plan, handed=handed)
+        result = await fake_host.run(plan, handed=handed)
         assert isinstance(result, GuestEnd), explain(result)
         assert handed["net0"].descriptor.number == -1
-    [qemu] = bench.records("qemu", "start")
+    [qemu] = fake_host.records("qemu", "start")
     named = next(word for word in qemu["argv"] if word.startswith("tap,"))
     assert int(named.rpartition("fd=")[2]) in qemu["fds"]
     for daemon in ("virtiofsd", "sleep"):
-        assert bench.records(daemon, "start")
-        for started in bench.records(daemon, "start"):
+        assert fake_host.records(daemon, "start")
+        for started in fake_host.records(daemon, "start"):
             assert "/dev/net/tun" not in started["open"].values(), daemon
-    assert bench.snapshot() == before
+    assert fake_host.snapshot() == before
 
 
 def test_what_the_kernel_says_of_a_descriptor(tmp_path: Path) -> None:

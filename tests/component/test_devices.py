@@ -10,6 +10,7 @@ from typing import Any
 import trio
 
 from runner.errors import Status
+from tests.support.fake_host import FakeHost
 from tests.support.fake_pci import with_devices
 
 
@@ -20,39 +21,39 @@ def put_driver(path: Path, driver: str) -> None:
     (path / "driver").symlink_to(target)
 
 
-async def test_qemu_gets_descriptors_and_is_lent_nodes_while_it_starts(bench: Any) -> None:
-    lent = bench.root / "dev/vfio/50"
+async def test_qemu_gets_descriptors_and_is_lent_nodes_while_it_starts(fake_host: FakeHost) -> None:
+    lent = fake_host.root / "dev/vfio/50"
     plan = with_devices(
-        bench.plan(qemu={"looks_at": [str(lent)], "at_cont": "shutdown"}), bench.root, "legacy", "iommufd"
+        fake_host.plan(qemu={"looks_at": [str(lent)], "at_cont": "shutdown"}), fake_host.root, "legacy", "iommufd"
     )
     [legacy, handed] = plan.machine.passing.devices
     assert str(legacy.group_node) == str(lent)
-    assert (await bench.run(plan)).status is Status.GUEST_SHUTDOWN
-    [start] = bench.records("qemu", "start")
-    assert {str(handed.device_node), str(bench.root / "dev/iommu")} <= set(start["held"])
+    assert (await fake_host.run(plan)).status is Status.GUEST_SHUTDOWN
+    [start] = fake_host.records("qemu", "start")
+    assert {str(handed.device_node), str(fake_host.root / "dev/iommu")} <= set(start["held"])
     assert not {str(legacy.group_node), str(handed.group_node)} & set(start["held"])
     assert f"vfio-pci,id=device0,bus=port0,host={legacy.address},rombar=0" in start["argv"]
     assert start["owners"] == [65534]
     assert lent.stat().st_uid == 0
-    assert bench.faults.sentences == []
+    assert fake_host.faults.sentences == []
 
 
-async def test_what_does_not_come_back_is_a_fault_each(bench: Any) -> None:
-    plan = with_devices(bench.plan(), bench.root, *["iommufd"] * 5)
+async def test_what_does_not_come_back_is_a_fault_each(fake_host: FakeHost) -> None:
+    plan = with_devices(fake_host.plan(), fake_host.root, *["iommufd"] * 5)
     paths = [Path(device.sysfs) for device in plan.machine.passing.devices]
 
     async def break_them(_host: Any) -> None:
-        while not bench.guest_runs():
+        while not fake_host.guest_runs():
             await trio.sleep(0.01)
         put_driver(paths[0], "nouveau")
         (paths[1] / "config").write_bytes(b"\xff" * 64)
-        paths[2].rename(bench.root / "gone")
+        paths[2].rename(fake_host.root / "gone")
         Path(str(plan.machine.passing.devices[3].group_node)).unlink()
-        bench.stop.ask("the test is over")
+        fake_host.stop.ask("the test is over")
 
-    assert (await bench.run(plan, beside=break_them)).status is Status.STOPPED
+    assert (await fake_host.run(plan, beside=break_them)).status is Status.STOPPED
     addresses = [device.address for device in plan.machine.passing.devices]
-    assert bench.faults.sentences == [
+    assert fake_host.faults.sentences == [
         f"could not get the device {addresses[0]} back: it is bound to 'nouveau' now, not to 'vfio-pci'",
         f"could not get the device {addresses[1]} back: it does not answer: its configuration space reads as nothing but ones",
         f"could not get the device {addresses[2]} back: it has gone from the bus",
@@ -60,22 +61,22 @@ async def test_what_does_not_come_back_is_a_fault_each(bench: Any) -> None:
     ]
 
 
-async def test_a_device_that_comes_back_late_is_waited_for(bench: Any) -> None:
-    plan = with_devices(bench.plan(), bench.root, "iommufd")
+async def test_a_device_that_comes_back_late_is_waited_for(fake_host: FakeHost) -> None:
+    plan = with_devices(fake_host.plan(), fake_host.root, "iommufd")
     [path] = [Path(device.sysfs) for device in plan.machine.passing.devices]
 
     async def reset(_host: Any) -> None:
-        while not bench.guest_runs():
+        while not fake_host.guest_runs():
             await trio.sleep(0.01)
         (path / "config").write_bytes(b"\xff" * 64)
-        bench.stop.ask("the test is over")
-        while "quit" not in bench.commands():
+        fake_host.stop.ask("the test is over")
+        while "quit" not in fake_host.commands():
             await trio.sleep(0.01)
         await trio.sleep(0.5)  # the kernel resets it, and meanwhile it does not answer
         (path / "config").write_bytes(bytes(64))
 
-    assert (await bench.run(plan, beside=reset)).status is Status.STOPPED
-    assert bench.faults.sentences == []
+    assert (await fake_host.run(plan, beside=reset)).status is Status.STOPPED
+    assert fake_host.faults.sentences == []
 
 
 LIMITED = """

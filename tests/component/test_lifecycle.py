@@ -18,6 +18,8 @@ from runner.cpuset import CpuSet
 from runner.errors import PlacementError, RunnerError, Status, explain
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
+from runner.placement.backends import AffinityPlacement
+from tests.support.fake_host import FakeHost
 
 CPUS = len(os.sched_getaffinity(0))
 
@@ -38,24 +40,31 @@ def refused(result: GuestEnd | RunnerError) -> str:
     return explain(result)
 
 
-async def test_the_story(bench: Any) -> None:
+async def test_the_story(fake_host: FakeHost) -> None:
     """Start, receipt, cont, SIGTERM, power button, end; and nothing is left."""
-    plan = bench.plan(bench.share() + "[[network]]\n")
-    before = bench.snapshot()
+    plan = fake_host.plan(fake_host.share() + "[[network]]\n")
+    before = fake_host.snapshot()
     receipt: dict[str, Any] = {}
 
     async def stop_when_it_runs(host: Supervisor) -> None:
-        await wait_for(bench.guest_runs)
-        receipt.update(json.loads((bench.root / "state" / "receipt.json").read_text()))
+        await wait_for(fake_host.guest_runs)
+        receipt.update(json.loads((fake_host.root / "state" / "receipt.json").read_text()))
         assert {process.role for process in host.processes} == {"anchor", "dnsmasq", "virtiofsd", "qemu"}
-        bench.stop.ask("SIGTERM")
+        fake_host.stop.ask("SIGTERM")
 
-    assert ended(await bench.run(plan, beside=stop_when_it_runs)) == GuestEnd(
+    assert ended(await fake_host.run(plan, beside=stop_when_it_runs)) == GuestEnd(
         Status.STOPPED, "the guest powered down when asked to"
     )
-    assert bench.faults.sentences == []
-    assert bench.commands() == ["qmp_capabilities", "query-cpus-fast", "cont", "set-action", "system_powerdown", "quit"]
-    assert "guest: runs" in (bench.root / "state" / "console.log").read_text()
+    assert fake_host.faults.sentences == []
+    assert fake_host.commands() == [
+        "qmp_capabilities",
+        "query-cpus-fast",
+        "cont",
+        "set-action",
+        "system_powerdown",
+        "quit",
+    ]
+    assert "guest: runs" in (fake_host.root / "state" / "console.log").read_text()
     roles = [thread["role"] for thread in receipt["threads"]]
     assert roles[0] == "runner"
     assert {"anchor", "dnsmasq", "virtiofsd", "emulator", "vcpu"} <= set(roles)
@@ -63,15 +72,15 @@ async def test_the_story(bench: Any) -> None:
     assert vcpu["allowed_cpus"] == str(plan.placement.cpus)
     others = [CpuSet.parse(thread["allowed_cpus"]) for thread in receipt["threads"] if thread["role"] != "vcpu"]
     assert CPUS == 1 or all(cpus.isdisjoint(plan.placement.cpus) for cpus in others)
-    assert bench.snapshot() == before
+    assert fake_host.snapshot() == before
 
 
-async def test_children_begin_clean(bench: Any) -> None:
+async def test_children_begin_clean(fake_host: FakeHost) -> None:
     """No signal is blocked in a child, it has the descriptors it was given and no other, and it starts in float."""
-    plan = bench.plan(bench.share(), qemu={"at_cont": "shutdown"})
+    plan = fake_host.plan(fake_host.share(), qemu={"at_cont": "shutdown"})
     signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    ended(await bench.run(plan))
-    [qemu] = bench.records("qemu", "start")
+    ended(await fake_host.run(plan))
+    [qemu] = fake_host.records("qemu", "start")
     assert qemu["mask"] == []
     named = {int(word.rpartition("fd=")[2].split(",")[0]) for word in qemu["argv"] if "fd=" in word}
     named |= {
@@ -80,9 +89,10 @@ async def test_children_begin_clean(bench: Any) -> None:
         if "/proc/self/fd/" in word
     }
     assert set(qemu["fds"]) == {0, 1, 2} | named
+    assert isinstance(plan.placement, AffinityPlacement)
     assert qemu["cpus"] == list(plan.placement.float_cpus)
     for daemon in ("virtiofsd", "sleep"):
-        assert {str(record["mask"]) for record in bench.records(daemon, "start")} == {"[]"}
+        assert {str(record["mask"]) for record in fake_host.records(daemon, "start")} == {"[]"}
 
 
 @pytest.mark.parametrize(
@@ -97,25 +107,25 @@ async def test_children_begin_clean(bench: Any) -> None:
         ("garbage", Status.MACHINE_DIED, "QEMU can no longer be controlled: cannot understand QEMU: it sent"),
     ],
 )
-async def test_each_end_has_its_status(bench: Any, at_cont: str, status: Status, detail: str) -> None:
-    plan = bench.plan(bench.share(), qemu={"at_cont": at_cont})
-    before = bench.snapshot()
-    result = ended(await bench.run(plan))
+async def test_each_end_has_its_status(fake_host: FakeHost, at_cont: str, status: Status, detail: str) -> None:
+    plan = fake_host.plan(fake_host.share(), qemu={"at_cont": at_cont})
+    before = fake_host.snapshot()
+    result = ended(await fake_host.run(plan))
     assert (result.status, result.detail[: len(detail)]) == (status, detail)
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
-async def test_a_reboot_ends_the_instance_only_when_asked(bench: Any) -> None:
-    plan = bench.plan(qemu={"at_cont": "reset"})
+async def test_a_reboot_ends_the_instance_only_when_asked(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(qemu={"at_cont": "reset"})
     exiting = attrs.evolve(plan, machine=attrs.evolve(plan.machine, on_reboot="exit"))
-    assert ended(await bench.run(exiting)).status is Status.GUEST_RESET
+    assert ended(await fake_host.run(exiting)).status is Status.GUEST_RESET
 
     async def stop_later(_host: Supervisor) -> None:
-        await wait_for(lambda: bench.commands().count("cont") == 2)
-        bench.stop.ask("test")
+        await wait_for(lambda: fake_host.commands().count("cont") == 2)
+        fake_host.stop.ask("test")
 
-    assert ended(await bench.run(plan, beside=stop_later)).status is Status.STOPPED
+    assert ended(await fake_host.run(plan, beside=stop_later)).status is Status.STOPPED
 
 
 @pytest.mark.parametrize(
@@ -129,20 +139,22 @@ async def test_a_reboot_ends_the_instance_only_when_asked(bench: Any) -> None:
         ("no reply", Status.FORCED_OFF),
     ],
 )
-async def test_power_down_whatever_the_guest_does(bench: Any, at_powerdown: str | None, status: Status) -> None:
-    plan = bench.plan(qemu={"at_powerdown": at_powerdown}, grace=4)
+async def test_power_down_whatever_the_guest_does(
+    fake_host: FakeHost, at_powerdown: str | None, status: Status
+) -> None:
+    plan = fake_host.plan(qemu={"at_powerdown": at_powerdown}, grace=4)
 
     async def stop(_host: Supervisor) -> None:
-        await wait_for(bench.guest_runs)
-        bench.stop.ask("test")
-        bench.stop.ask("again")
+        await wait_for(fake_host.guest_runs)
+        fake_host.stop.ask("test")
+        fake_host.stop.ask("again")
 
-    before = bench.snapshot()
-    assert ended(await bench.run(plan, beside=stop)).status is status
+    before = fake_host.snapshot()
+    assert ended(await fake_host.run(plan, beside=stop)).status is status
     if at_powerdown is None:
-        assert bench.commands().count("system_powerdown") > 1, "pressed every second, for 3.6 s"
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+        assert fake_host.commands().count("system_powerdown") > 1, "pressed every second, for 3.6 s"
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
 @pytest.mark.parametrize(
@@ -159,56 +171,60 @@ async def test_power_down_whatever_the_guest_does(bench: Any, at_powerdown: str 
     ],
 )
 async def test_the_agent_is_asked_before_the_power_button(
-    bench: Any, agent: str | None, pressed: Any, said: str
+    fake_host: FakeHost, agent: str | None, pressed: Any, said: str
 ) -> None:
     """One that answers ends a guest that is deaf to its button; whatever else it does costs a bounded time."""
-    plan = bench.plan(qemu={"agent": agent, "at_powerdown": "shutdown" if pressed else None}, grace=4)
-    before = bench.snapshot()
+    plan = fake_host.plan(qemu={"agent": agent, "at_powerdown": "shutdown" if pressed else None}, grace=4)
+    before = fake_host.snapshot()
     began = 0.0
 
     async def stop(_host: Supervisor) -> None:
         nonlocal began
-        await wait_for(lambda: bench.guest_runs() and (agent is None or "the guest agent is there" in bench.told()))
-        bench.stop.ask("test")
+        await wait_for(
+            lambda: fake_host.guest_runs() and (agent is None or "the guest agent is there" in fake_host.told())
+        )
+        fake_host.stop.ask("test")
         began = trio.current_time()
 
-    assert ended(await bench.run(plan, beside=stop)).status is Status.STOPPED
-    assert said in bench.told()
-    assert ("is asked to shut the guest down" in bench.told()) is (agent in {"answers", "refuses", "lazy"})
-    assert ("system_powerdown" in bench.commands()) is pressed
+    assert ended(await fake_host.run(plan, beside=stop)).status is Status.STOPPED
+    assert said in fake_host.told()
+    assert ("is asked to shut the guest down" in fake_host.told()) is (agent in {"answers", "refuses", "lazy"})
+    assert ("system_powerdown" in fake_host.commands()) is pressed
     if agent == "answers":
-        asked = [(record["command"], record["arguments"]) for record in bench.records("qemu", "agent")]
+        asked = [(record["command"], record["arguments"]) for record in fake_host.records("qemu", "agent")]
         assert asked == [("guest-sync-delimited", {"id": 1}), ("guest-shutdown", {"mode": "powerdown"})]
     assert trio.current_time() - began < 3.6, "of the grace, the guest's share"
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
 @pytest.mark.parametrize(("at_quit", "at_sigterm"), [(None, "exit"), (None, None), ("exit", None)])
-async def test_qemu_ends_even_if_it_does_not_want_to(bench: Any, at_quit: str | None, at_sigterm: str | None) -> None:
-    plan = bench.plan(qemu={"at_cont": "shutdown", "at_quit": at_quit, "at_sigterm": at_sigterm}, grace=1)
-    before = bench.snapshot()
+async def test_qemu_ends_even_if_it_does_not_want_to(
+    fake_host: FakeHost, at_quit: str | None, at_sigterm: str | None
+) -> None:
+    plan = fake_host.plan(qemu={"at_cont": "shutdown", "at_quit": at_quit, "at_sigterm": at_sigterm}, grace=1)
+    before = fake_host.snapshot()
     with trio.fail_after(10):
-        assert ended(await bench.run(plan)).status is Status.GUEST_SHUTDOWN
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+        assert ended(await fake_host.run(plan)).status is Status.GUEST_SHUTDOWN
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-async def test_qemu_stopped_or_killed_from_outside(bench: Any, number: int) -> None:
-    plan = bench.plan(grace=1)
+async def test_qemu_stopped_or_killed_from_outside(fake_host: FakeHost, number: int) -> None:
+    plan = fake_host.plan(grace=1)
 
     async def interfere(host: Supervisor) -> None:
-        await wait_for(bench.guest_runs)
+        await wait_for(fake_host.guest_runs)
         [qemu] = [process for process in host.processes if process.role == "qemu"]
         qemu.send_signal(number)
         if number == signal.SIGSTOP:
-            bench.stop.ask("test")
+            fake_host.stop.ask("test")
 
     expected = Status.FORCED_OFF if number == signal.SIGSTOP else Status.MACHINE_DIED
     with trio.fail_after(15):
-        assert ended(await bench.run(plan, beside=interfere)).status is expected
-    assert bench.faults.sentences == []
+        assert ended(await fake_host.run(plan, beside=interfere)).status is expected
+    assert fake_host.faults.sentences == []
 
 
 @pytest.mark.parametrize(
@@ -229,116 +245,119 @@ async def test_qemu_stopped_or_killed_from_outside(bench: Any, number: int) -> N
     ],
 )
 async def test_a_start_that_fails_says_why_and_is_reversed(
-    bench: Any, behaviour: dict[str, object], sentence: str
+    fake_host: FakeHost, behaviour: dict[str, object], sentence: str
 ) -> None:
     plan = attrs.evolve(
-        bench.plan(bench.share(), qemu=behaviour, grace=1), patience=0.5 if "hang" in behaviour.values() else 20
+        fake_host.plan(fake_host.share(), qemu=behaviour, grace=1), patience=0.5 if "hang" in behaviour.values() else 20
     )
-    before = bench.snapshot()
-    assert refused(await bench.run(plan))[: len(sentence)] == sentence
-    assert "cont" not in bench.commands()
-    assert bench.snapshot() == before
+    before = fake_host.snapshot()
+    assert refused(await fake_host.run(plan))[: len(sentence)] == sentence
+    assert "cont" not in fake_host.commands()
+    assert fake_host.snapshot() == before
 
 
-async def test_noise_on_the_monitor_changes_nothing(bench: Any) -> None:
+async def test_noise_on_the_monitor_changes_nothing(fake_host: FakeHost) -> None:
     assert (
-        ended(await bench.run(bench.plan(qemu={"noise": True, "at_cont": "shutdown"}))).status is Status.GUEST_SHUTDOWN
+        ended(await fake_host.run(fake_host.plan(qemu={"noise": True, "at_cont": "shutdown"}))).status
+        is Status.GUEST_SHUTDOWN
     )
 
 
 @pytest.mark.skipif(CPUS < 2, reason="needs two CPUs")
-async def test_two_vcpus_on_one_thread_are_refused(bench: Any) -> None:
-    plan = bench.plan("[cpu]\ncount = 2\n", qemu={"tid": "same"})
-    assert "cannot pin the vCPUs: QEMU has 2 vCPU threads" in refused(await bench.run(plan))
+async def test_two_vcpus_on_one_thread_are_refused(fake_host: FakeHost) -> None:
+    plan = fake_host.plan("[cpu]\ncount = 2\n", qemu={"tid": "same"})
+    assert "cannot pin the vCPUs: QEMU has 2 vCPU threads" in refused(await fake_host.run(plan))
 
 
-async def test_a_thread_in_the_wrong_place_is_a_failed_start(bench: Any) -> None:
+async def test_a_thread_in_the_wrong_place_is_a_failed_start(fake_host: FakeHost) -> None:
     """The receipt is checked: here another child is let onto the vCPU's CPU just before."""
-    plan = bench.plan(bench.share())
+    plan = fake_host.plan(fake_host.share())
     if plan.placement.shared:
         pytest.skip("needs two CPUs: everything shares the only one")
 
     async def trespass(host: Supervisor) -> None:
-        await wait_for(lambda: "query-cpus-fast" in bench.commands() or bench.records("virtiofsd", "start"))
+        await wait_for(lambda: "query-cpus-fast" in fake_host.commands() or fake_host.records("virtiofsd", "start"))
         [daemon] = [process for process in host.processes if process.role == "virtiofsd"]
         os.sched_setaffinity(daemon.pid, set(plan.placement.cpus))
 
-    result = await bench.run(plan, beside=trespass)
+    result = await fake_host.run(plan, beside=trespass)
     assert isinstance(result, PlacementError), result
     assert "virtiofsd (thread" in explain(result)
-    assert "cont" not in bench.commands()
+    assert "cont" not in fake_host.commands()
 
 
-async def test_asked_to_stop_while_qemu_starts(bench: Any) -> None:
-    plan = bench.plan(bench.share(), qemu={"before_greeting": "hang"}, grace=1)
+async def test_asked_to_stop_while_qemu_starts(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(fake_host.share(), qemu={"before_greeting": "hang"}, grace=1)
 
     async def stop(_host: Supervisor) -> None:
-        await wait_for(lambda: bench.records("qemu", "start"))
-        bench.stop.ask("SIGTERM")
+        await wait_for(lambda: fake_host.records("qemu", "start"))
+        fake_host.stop.ask("SIGTERM")
 
-    before = bench.snapshot()
+    before = fake_host.snapshot()
     with trio.fail_after(10):
-        assert ended(await bench.run(plan, beside=stop)) == GuestEnd(
+        assert ended(await fake_host.run(plan, beside=stop)) == GuestEnd(
             Status.STOPPED, "asked to stop before the guest ran"
         )
-    assert bench.snapshot() == before
+    assert fake_host.snapshot() == before
 
 
 @pytest.mark.parametrize("command", ["query-cpus-fast", "cont"])
 @pytest.mark.parametrize("asked", [True, False])
-async def test_qemu_hangs_in_the_middle_of_the_start(bench: Any, command: str, asked: bool) -> None:  # noqa: FBT001
-    plan = attrs.evolve(bench.plan(bench.share(), qemu={"deaf_to": command}, grace=1), patience=20 if asked else 0.5)
+async def test_qemu_hangs_in_the_middle_of_the_start(fake_host: FakeHost, command: str, asked: bool) -> None:  # noqa: FBT001
+    plan = attrs.evolve(
+        fake_host.plan(fake_host.share(), qemu={"deaf_to": command}, grace=1), patience=20 if asked else 0.5
+    )
 
     async def stop(_host: Supervisor) -> None:
-        await wait_for(lambda: command in bench.commands())
+        await wait_for(lambda: command in fake_host.commands())
         if asked:
-            bench.stop.ask("SIGTERM")
+            fake_host.stop.ask("SIGTERM")
 
-    before = bench.snapshot()
+    before = fake_host.snapshot()
     with trio.fail_after(10):
-        result = await bench.run(plan, beside=stop)
+        result = await fake_host.run(plan, beside=stop)
     if asked:
         assert ended(result).status is Status.STOPPED
     else:
         assert refused(result) == "cannot start QEMU: it has said nothing on QMP for 0.5 s"
-    assert bench.snapshot() == before
+    assert fake_host.snapshot() == before
 
 
-async def test_asked_to_stop_before_anything(bench: Any) -> None:
-    bench.stop.ask("SIGTERM")
-    assert ended(await bench.run(bench.plan())).status is Status.STOPPED
-    assert "cont" not in bench.commands()
+async def test_asked_to_stop_before_anything(fake_host: FakeHost) -> None:
+    fake_host.stop.ask("SIGTERM")
+    assert ended(await fake_host.run(fake_host.plan())).status is Status.STOPPED
+    assert "cont" not in fake_host.commands()
 
 
 @pytest.mark.parametrize("when", ["before QEMU", "while the guest runs"])
-async def test_the_guest_cannot_live_without_virtiofsd(bench: Any, when: str) -> None:
+async def test_the_guest_cannot_live_without_virtiofsd(fake_host: FakeHost, when: str) -> None:
     behaviour = {"dies_after": 0.05} if when == "before QEMU" else {}
-    plan = bench.plan(bench.share(), daemon={"virtiofsd": behaviour}, grace=2)
+    plan = fake_host.plan(fake_host.share(), daemon={"virtiofsd": behaviour}, grace=2)
 
     async def kill(host: Supervisor) -> None:
-        await wait_for(bench.guest_runs)
+        await wait_for(fake_host.guest_runs)
         for process in host.processes:
             if process.role == "virtiofsd":
                 process.send_signal(signal.SIGKILL)
 
-    before = bench.snapshot()
-    result = ended(await bench.run(plan, beside=kill))
+    before = fake_host.snapshot()
+    result = ended(await fake_host.run(plan, beside=kill))
     assert result.status is Status.SERVICE_DIED
     assert result.detail.startswith("virtiofsd was killed by SIG")
-    assert "system_powerdown" in bench.commands(), "the guest gets its chance to power down"
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+    assert "system_powerdown" in fake_host.commands(), "the guest gets its chance to power down"
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
 @pytest.mark.parametrize("role", ["anchor", "dnsmasq"])
-async def test_some_are_started_again(bench: Any, role: str) -> None:
+async def test_some_are_started_again(fake_host: FakeHost, role: str) -> None:
     """Killed six times in a row; the guest does not notice, and there are not more of them than before."""
-    plan = bench.plan("[[network]]\n")
+    plan = fake_host.plan("[[network]]\n")
     deaths = 6 if role == "anchor" else 2
     spare = 1 if role == "anchor" else 0
 
     async def kill(host: Supervisor) -> None:
-        await wait_for(bench.guest_runs)
+        await wait_for(fake_host.guest_runs)
         fake = "sleep" if role == "anchor" else role
         for count in range(1, deaths + 1):
             await wait_for(partial(started, fake, count + spare))
@@ -346,129 +365,131 @@ async def test_some_are_started_again(bench: Any, role: str) -> None:
             process.send_signal(signal.SIGKILL)
             await process.wait()
         await wait_for(partial(started, fake, deaths + spare + 1))
-        bench.stop.ask("test")
+        fake_host.stop.ask("test")
 
     def started(fake: str, times: int) -> bool:
-        return len(bench.records(fake, "start")) == times
+        return len(fake_host.records(fake, "start")) == times
 
-    before = bench.snapshot()
-    assert ended(await bench.run(plan, beside=kill)).status is Status.STOPPED
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+    before = fake_host.snapshot()
+    assert ended(await fake_host.run(plan, beside=kill)).status is Status.STOPPED
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
-async def test_a_crash_loop_costs_little_and_ends_with_the_instance(bench: Any) -> None:
+async def test_a_crash_loop_costs_little_and_ends_with_the_instance(fake_host: FakeHost) -> None:
     """A dnsmasq that dies as soon as it lives: the guest runs, the pauses grow, and nothing is left of it."""
-    plan = bench.plan("[[network]]\n", daemon={"dnsmasq": {"dies_after": 0.001}})
+    plan = fake_host.plan("[[network]]\n", daemon={"dnsmasq": {"dies_after": 0.001}})
 
     async def stop_later(_host: Supervisor) -> None:
-        await wait_for(lambda: len(bench.records("dnsmasq", "start")) >= 4)
-        bench.stop.ask("test")
+        await wait_for(lambda: len(fake_host.records("dnsmasq", "start")) >= 4)
+        fake_host.stop.ask("test")
 
-    before = bench.snapshot()
+    before = fake_host.snapshot()
     started = trio.current_time()
-    assert ended(await bench.run(plan, beside=stop_later)).status is Status.STOPPED
+    assert ended(await fake_host.run(plan, beside=stop_later)).status is Status.STOPPED
     assert trio.current_time() - started > 0.1 + 0.2 + 0.4, "pauses of 0.1, 0.2, 0.4 s lie between the first four"
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
-async def test_a_daemon_that_ignores_sigterm_is_killed(bench: Any) -> None:
-    plan = bench.plan(bench.share(), qemu={"at_cont": "shutdown"}, daemon={"virtiofsd": {"ignores_sigterm": True}})
-    before = bench.snapshot()
+async def test_a_daemon_that_ignores_sigterm_is_killed(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(
+        fake_host.share(), qemu={"at_cont": "shutdown"}, daemon={"virtiofsd": {"ignores_sigterm": True}}
+    )
+    before = fake_host.snapshot()
     with trio.fail_after(10):
-        ended(await bench.run(plan))
-    assert bench.snapshot() == before
+        ended(await fake_host.run(plan))
+    assert fake_host.snapshot() == before
 
 
-async def test_a_grandchild_that_keeps_the_output_open(bench: Any) -> None:
+async def test_a_grandchild_that_keeps_the_output_open(fake_host: FakeHost) -> None:
     """QEMU's end is seen by its status, not by the end of its output, and the orphan is ours to reap."""
-    plan = bench.plan(qemu={"daemonize": True, "at_cont": "shutdown"})
+    plan = fake_host.plan(qemu={"daemonize": True, "at_cont": "shutdown"})
     result: list[GuestEnd | RunnerError] = []
-    before = bench.snapshot()
+    before = fake_host.snapshot()
     with trio.fail_after(10):
         try:
-            result.append(await bench.run(plan))
+            result.append(await fake_host.run(plan))
         finally:
-            for line in set(bench.snapshot().processes) - set(before.processes):
+            for line in set(fake_host.snapshot().processes) - set(before.processes):
                 os.kill(int(line.split()[0]), signal.SIGKILL)
                 os.waitpid(int(line.split()[0]), 0)  # noqa: ASYNC222 - it is dead
     assert ended(result[0]).status is Status.GUEST_SHUTDOWN
 
 
 @pytest.mark.parametrize("missing", ["qemu", "virtiofsd", "dnsmasq", "sleep"])
-async def test_a_program_that_cannot_be_started(bench: Any, missing: str) -> None:
-    plan = bench.plan(bench.share() + "[[network]]\n")
-    program: Path = bench.root / "bin" / missing
+async def test_a_program_that_cannot_be_started(fake_host: FakeHost, missing: str) -> None:
+    plan = fake_host.plan(fake_host.share() + "[[network]]\n")
+    program: Path = fake_host.root / "bin" / missing
     program.chmod(0o644)
-    before = bench.snapshot()
+    before = fake_host.snapshot()
     role = "anchor" if missing == "sleep" else missing
-    assert refused(await bench.run(plan)) == f"cannot start {role} ({str(program)!r}): Permission denied"
-    assert bench.snapshot() == before
+    assert refused(await fake_host.run(plan)) == f"cannot start {role} ({str(program)!r}): Permission denied"
+    assert fake_host.snapshot() == before
 
 
-async def test_the_state_directory_cannot_be_made(bench: Any) -> None:
-    plan = bench.plan()
-    (bench.root / "state").write_text("a file in its place")
-    assert "cannot make the directory" in refused(await bench.run(plan))
-    assert bench.records("sleep", "start") == []
+async def test_the_state_directory_cannot_be_made(fake_host: FakeHost) -> None:
+    plan = fake_host.plan()
+    (fake_host.root / "state").write_text("a file in its place")
+    assert "cannot make the directory" in refused(await fake_host.run(plan))
+    assert fake_host.records("sleep", "start") == []
 
 
-async def test_the_console_goes_to_a_file_and_the_directory_away(bench: Any) -> None:
-    log = bench.root / "elsewhere"
-    plan = bench.plan(f'[console]\nlog = "{log}"\nstdout = false\n', qemu={"at_cont": "shutdown"})
-    ended(await bench.run(plan))
+async def test_the_console_goes_to_a_file_and_the_directory_away(fake_host: FakeHost) -> None:
+    log = fake_host.root / "elsewhere"
+    plan = fake_host.plan(f'[console]\nlog = "{log}"\nstdout = false\n', qemu={"at_cont": "shutdown"})
+    ended(await fake_host.run(plan))
     assert log.read_text() == "guest: runs\n"
-    assert not (bench.root / "state").exists()
+    assert not (fake_host.root / "state").exists()
 
 
-async def test_the_console_is_a_fifo_nobody_reads(bench: Any) -> None:
-    fifo = bench.root / "fifo"
+async def test_the_console_is_a_fifo_nobody_reads(fake_host: FakeHost) -> None:
+    fifo = fake_host.root / "fifo"
     os.mkfifo(fifo)
-    plan = bench.plan(f'[console]\nlog = "{fifo}"\n')
+    plan = fake_host.plan(f'[console]\nlog = "{fifo}"\n')
     with trio.fail_after(10):
-        assert f"cannot write '{fifo}': No such device or address" in refused(await bench.run(plan))
+        assert f"cannot write '{fifo}': No such device or address" in refused(await fake_host.run(plan))
 
 
-async def test_a_state_directory_others_may_write(bench: Any) -> None:
-    state = bench.root / "state"
+async def test_a_state_directory_others_may_write(fake_host: FakeHost) -> None:
+    state = fake_host.root / "state"
     state.mkdir()
     state.chmod(0o1777)
-    assert "others may write there" in refused(await bench.run(bench.plan()))
+    assert "others may write there" in refused(await fake_host.run(fake_host.plan()))
     state.chmod(0o777)
     (state / "somebody's").touch()
-    assert "others may write there" in refused(await bench.run(bench.plan()))
+    assert "others may write there" in refused(await fake_host.run(fake_host.plan()))
     assert stat.S_IMODE(state.stat().st_mode) == 0o777
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o2777])
-async def test_an_empty_state_directory_open_to_all_is_taken_and_closed(bench: Any, mode: int) -> None:
+async def test_an_empty_state_directory_open_to_all_is_taken_and_closed(fake_host: FakeHost, mode: int) -> None:
     """As an emptyDir volume of Kubernetes begins, without and with an fsGroup."""
-    state = bench.root / "state"
+    state = fake_host.root / "state"
     state.mkdir()
     state.chmod(mode)
     log = state / "console.log"
-    ended(await bench.run(bench.plan(f'[console]\nlog = "{log}"\n', qemu={"at_cont": "shutdown"})))
+    ended(await fake_host.run(fake_host.plan(f'[console]\nlog = "{log}"\n', qemu={"at_cont": "shutdown"})))
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
     assert log.read_text() == "guest: runs\n"
 
 
-async def test_what_could_not_be_released_is_recorded_and_the_rest_released(bench: Any) -> None:
-    plan = bench.plan(bench.share())
+async def test_what_could_not_be_released_is_recorded_and_the_rest_released(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(fake_host.share())
 
     async def interfere(_host: Supervisor) -> None:
-        await wait_for(bench.guest_runs)
-        (bench.root / "state" / "receipt.json").unlink()
-        bench.stop.ask("test")
+        await wait_for(fake_host.guest_runs)
+        (fake_host.root / "state" / "receipt.json").unlink()
+        fake_host.stop.ask("test")
 
-    before = bench.snapshot()
-    assert ended(await bench.run(plan, beside=interfere)).status is Status.STOPPED
-    assert bench.faults.sentences == [
-        f"could not remove the receipt: cannot remove '{bench.root}/state/receipt.json': No such file or directory"
+    before = fake_host.snapshot()
+    assert ended(await fake_host.run(plan, beside=interfere)).status is Status.STOPPED
+    assert fake_host.faults.sentences == [
+        f"could not remove the receipt: cannot remove '{fake_host.root}/state/receipt.json': No such file or directory"
     ]
-    assert bench.snapshot() == before
+    assert fake_host.snapshot() == before
 
 
-async def test_a_full_disk_for_the_console_is_no_reason_to_end(bench: Any) -> None:
-    plan = bench.plan('[console]\nlog = "/dev/full"\n', qemu={"at_cont": "shutdown"})
-    assert ended(await bench.run(plan)).status is Status.GUEST_SHUTDOWN
+async def test_a_full_disk_for_the_console_is_no_reason_to_end(fake_host: FakeHost) -> None:
+    plan = fake_host.plan('[console]\nlog = "/dev/full"\n', qemu={"at_cont": "shutdown"})
+    assert ended(await fake_host.run(plan)).status is Status.GUEST_SHUTDOWN

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import attrs
 import pytest
@@ -24,18 +23,19 @@ from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.protocol.qmp import Monitor
 from runner.spec.instance import DiskSpec
+from tests.support.fake_host import FakeHost
 
 MIB = 1 << 20
 PREALLOC = '[memory]\nprealloc = true\nsize = "64MiB"\n'
 
 
-async def test_it_is_taken_before_qemu_is_born(bench: Any) -> None:
-    plan = bench.plan(PREALLOC, qemu={"at_cont": "shutdown"})
-    before = bench.snapshot()
-    ended = await bench.run(plan)
+async def test_it_is_taken_before_qemu_is_born(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(PREALLOC, qemu={"at_cont": "shutdown"})
+    before = fake_host.snapshot()
+    ended = await fake_host.run(plan)
     assert isinstance(ended, GuestEnd), explain(ended)
-    [taker], [qemu] = bench.records("preallocator", "start"), bench.records("qemu", "start")
-    lines = bench.log_file.read_text().splitlines()
+    [taker], [qemu] = fake_host.records("preallocator", "start"), fake_host.records("qemu", "start")
+    lines = fake_host.log_file.read_text().splitlines()
     assert lines.index(next(line for line in lines if "preallocator" in line)) < lines.index(
         next(line for line in lines if '"fake": "qemu"' in line)
     )
@@ -43,25 +43,25 @@ async def test_it_is_taken_before_qemu_is_born(bench: Any) -> None:
     assert rest[:3] == [str(64 * MIB), "0", ""]
     assert taker["fds"] == [0, 1, 2, int(ram)]
     assert any(f"mem-path=/proc/self/fd/{ram}," in word for word in qemu["argv"])
-    assert "the guest's memory is there size=64MiB" in bench.told()
-    assert bench.snapshot() == before
+    assert "the guest's memory is there size=64MiB" in fake_host.told()
+    assert fake_host.snapshot() == before
 
 
-async def test_a_request_to_stop_ends_it_at_once(bench: Any) -> None:
-    plan = bench.plan(PREALLOC, preallocator={"does": "hang"})
-    before = bench.snapshot()
+async def test_a_request_to_stop_ends_it_at_once(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(PREALLOC, preallocator={"does": "hang"})
+    before = fake_host.snapshot()
 
     async def stop(_host: Supervisor) -> None:
-        while not bench.records("preallocator", "start"):
+        while not fake_host.records("preallocator", "start"):
             await trio.sleep(0.005)
-        bench.stop.ask("SIGTERM")
+        fake_host.stop.ask("SIGTERM")
 
     with trio.fail_after(20):
-        ended = await bench.run(plan, beside=stop)
+        ended = await fake_host.run(plan, beside=stop)
     assert ended == GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
-    assert bench.records("qemu", "start") == []
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+    assert fake_host.records("qemu", "start") == []
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,21 @@ async def test_a_request_to_stop_ends_it_at_once(bench: Any) -> None:
         ),
     ],
 )
-async def test_what_cannot_be_taken_is_a_failed_start(bench: Any, behaviour: dict[str, object], sentence: str) -> None:
-    plan = bench.plan(PREALLOC, preallocator=behaviour)
-    before = bench.snapshot()
-    ended = await bench.run(plan)
+async def test_what_cannot_be_taken_is_a_failed_start(
+    fake_host: FakeHost, behaviour: dict[str, object], sentence: str
+) -> None:
+    plan = fake_host.plan(PREALLOC, preallocator=behaviour)
+    before = fake_host.snapshot()
+    ended = await fake_host.run(plan)
     assert isinstance(ended, RunnerError)
     assert sentence in explain(ended)
-    assert bench.records("qemu", "start") == []
-    assert bench.snapshot() == before
+    assert fake_host.records("qemu", "start") == []
+    assert fake_host.snapshot() == before
 
 
-async def test_it_may_not_take_for_ever(bench: Any) -> None:
-    plan = attrs.evolve(bench.plan(PREALLOC, preallocator={"does": "hang"}), patience=0.5)
-    ended = await bench.run(plan)
+async def test_it_may_not_take_for_ever(fake_host: FakeHost) -> None:
+    plan = attrs.evolve(fake_host.plan(PREALLOC, preallocator={"does": "hang"}), patience=0.5)
+    ended = await fake_host.run(plan)
     assert isinstance(ended, RunnerError)
     assert "it takes more than 0.5 s; the last word was 'nothing'" in explain(ended)
 
@@ -131,14 +133,14 @@ def test_what_the_kernel_refuses_is_said_with_the_numbers() -> None:
     assert (done.returncode, done.stdout) == (1, "cannot map 1024 MiB in pages of 1024 MiB: Cannot allocate memory\n")
 
 
-async def test_qemus_limit_of_locked_memory_is_raised_where_something_is_locked(bench: Any) -> None:
+async def test_qemus_limit_of_locked_memory_is_raised_where_something_is_locked(fake_host: FakeHost) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, hard))
     try:
         for lock in (False, True):
-            plan = bench.plan(f"[memory]\nlock = {str(lock).lower()}\n", qemu={"at_cont": "shutdown"})
-            await bench.run(plan)
-            limit = bench.records("qemu", "start")[-1]["lockable"]
+            plan = fake_host.plan(f"[memory]\nlock = {str(lock).lower()}\n", qemu={"at_cont": "shutdown"})
+            await fake_host.run(plan)
+            limit = fake_host.records("qemu", "start")[-1]["lockable"]
             assert (limit == 1 << 16) is not lock
             assert not lock or limit in {-1, hard}
         assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == (1 << 16, hard)
@@ -146,11 +148,13 @@ async def test_qemus_limit_of_locked_memory_is_raised_where_something_is_locked(
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
 
-async def test_a_disk_attached_later_brings_no_threads_where_memory_is_locked(bench: Any, tmp_path: Path) -> None:
+async def test_a_disk_attached_later_brings_no_threads_where_memory_is_locked(
+    fake_host: FakeHost, tmp_path: Path
+) -> None:
     (tmp_path / "disk").write_bytes(bytes(4096))
     disk = DiskSpec(path=PurePosixPath(tmp_path / "disk"), iothread=True)
     for lock in (False, True):
-        plan = bench.plan(f"[memory]\nlock = {str(lock).lower()}\n")
+        plan = fake_host.plan(f"[memory]\nlock = {str(lock).lower()}\n")
         ours, theirs = socket.socketpair()
         with ours:
             theirs.close()  # no QEMU is asked before it is refused

@@ -34,6 +34,7 @@ from runner.kernel.sysfs import read_hardware
 from runner.plan.argv.networks import dnsmasq_argv
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import parse_instance
+from tests.support.fake_host import FakeHost
 
 MAC = "0a:58:0a:f4:01:05"
 
@@ -97,9 +98,9 @@ def read_eth0() -> Link:
     return read_links(["eth0"])["eth0"]
 
 
-def bridged(bench: Any, link: Link) -> InstancePlan:
+def bridged(fake_host: FakeHost, link: Link) -> InstancePlan:
     """Plan mode bridge with a fake QEMU and the real dnsmasq."""
-    private: InstancePlan = bench.plan("[[network]]\n")
+    private: InstancePlan = fake_host.plan("[[network]]\n")
     facts = HostFacts(
         allowed_cpus=private.placement.cpus,
         hardware=read_hardware(),
@@ -165,25 +166,25 @@ async def be_the_guest(host: Supervisor, root: Path, gateway: str) -> dict[str, 
 @pytest.mark.parametrize(
     "pod", [ROUTED, ONLINK, PLAIN], indirect=True, ids=["off-link gateway", "onlink", "plain subnet"]
 )
-async def test_a_guest_takes_the_pods_place_and_gives_it_back(bench: Any, pod: str) -> None:
+async def test_a_guest_takes_the_pods_place_and_gives_it_back(fake_host: FakeHost, pod: str) -> None:
     before = state_of("eth0")
-    plan = bridged(bench, read_eth0())
+    plan = bridged(fake_host, read_eth0())
     during: dict[str, Any] = {}
 
     async def guest(host: Supervisor) -> None:
         with trio.fail_after(30):
-            while "cont" not in bench.commands():
+            while "cont" not in fake_host.commands():
                 await trio.sleep(0.01)
-        during.update(await be_the_guest(host, bench.root, pod))
+        during.update(await be_the_guest(host, fake_host.root, pod))
         process = host.processes.spawn(Command("test", ("ip", "-j", "address", "show", "dev", "eth0")))
         await process.wait()
         during["eth0"] = "".join(process.last_words)
-        bench.stop.ask("test")
+        fake_host.stop.ask("test")
 
-    result = await bench.run(plan, beside=guest)
+    result = await fake_host.run(plan, beside=guest)
     assert isinstance(result, GuestEnd), result
     assert result.status is Status.STOPPED
-    assert bench.faults.sentences == []
+    assert fake_host.faults.sentences == []
     [[address, prefix, _]] = before["inet"]
     assert (during["ip"], during["mask"]) == (address, str(prefix))
     assert during["router"] == pod
@@ -196,7 +197,7 @@ async def test_a_guest_takes_the_pods_place_and_gives_it_back(bench: Any, pod: s
     assert state_of("eth0") == before
 
 
-async def test_a_killed_runner_leaves_enough_to_put_it_right(bench: Any, pod: str) -> None:
+async def test_a_killed_runner_leaves_enough_to_put_it_right(fake_host: FakeHost, pod: str) -> None:
     """The alias of eth0 says what it was; the next runner reads that, takes the leftovers down, and goes on."""
     del pod
     before = state_of("eth0")
@@ -215,11 +216,11 @@ async def test_a_killed_runner_leaves_enough_to_put_it_right(bench: Any, pod: st
     assert state_of("eth0")["inet"] == []
 
     assert read_eth0() == link, "planned from what it was"
-    plan = bridged(bench, read_eth0())
-    bench.stop.ask("test")
-    result = await bench.run(plan)
+    plan = bridged(fake_host, read_eth0())
+    fake_host.stop.ask("test")
+    result = await fake_host.run(plan)
     assert isinstance(result, GuestEnd), result
-    assert bench.faults.sentences == []
+    assert fake_host.faults.sentences == []
     assert state_of("eth0") == before
 
 
@@ -287,36 +288,36 @@ def test_a_route_comes_back_as_whose_it_was(pod: str) -> None:
     assert state_of("eth0") == before
 
 
-async def test_a_bridge_of_somebody_else_is_left_alone(bench: Any) -> None:
+async def test_a_bridge_of_somebody_else_is_left_alone(fake_host: FakeHost) -> None:
     ip("link", "add", "vmbr0", "type", "bridge")
     try:
-        result = await bench.run(bench.plan("[[network]]\n"))
+        result = await fake_host.run(fake_host.plan("[[network]]\n"))
         assert isinstance(result, HostError)
         assert "a link of that name exists and is not ours" in str(result)
         assert "vmbr0" in ip("link", "show", "vmbr0")
     finally:
         ip("link", "delete", "vmbr0")
-    assert bench.faults.sentences == []
+    assert fake_host.faults.sentences == []
 
 
-async def test_a_tap_somebody_holds(bench: Any) -> None:
+async def test_a_tap_somebody_holds(fake_host: FakeHost) -> None:
     ip("tuntap", "add", "vmtap0", "mode", "tun")
     try:
-        result = await bench.run(bench.plan("[[network]]\n"))
+        result = await fake_host.run(fake_host.plan("[[network]]\n"))
         assert isinstance(result, HostError)
         assert "cannot make the tap interface 'vmtap0'" in str(result)
     finally:
         ip("link", "delete", "vmtap0")
 
 
-async def test_dnsmasq_answers_nobody_else(bench: Any, pod: str) -> None:
+async def test_dnsmasq_answers_nobody_else(fake_host: FakeHost, pod: str) -> None:
     """On a bridged link there are other hosts; a client with another MAC address gets no answer from us."""
     del pod
-    plan = bridged(bench, read_eth0())
+    plan = bridged(fake_host, read_eth0())
 
     async def stranger(host: Supervisor) -> None:
         with trio.fail_after(30):
-            while "cont" not in bench.commands():
+            while "cont" not in fake_host.commands():
                 await trio.sleep(0.01)
         for argv in (
             ("ip", "link", "add", "port", "type", "veth", "peer", "name", "eth0", "netns", "guest"),
@@ -345,14 +346,14 @@ async def test_dnsmasq_answers_nobody_else(bench: Any, pod: str) -> None:
         )
         assert await host.processes.spawn(Command("test", asking)).wait() == 1, "no lease"
         assert await host.processes.spawn(Command("test", ("ip", "link", "delete", "port"))).wait() == 0
-        bench.stop.ask("test")
+        fake_host.stop.ask("test")
 
-    result = await bench.run(plan, beside=stranger)
+    result = await fake_host.run(plan, beside=stranger)
     assert isinstance(result, GuestEnd), result
 
 
-def test_dnsmasq_takes_its_own_configuration(bench: Any) -> None:
+def test_dnsmasq_takes_its_own_configuration(fake_host: FakeHost) -> None:
     """Every option we give is one this dnsmasq knows."""
-    for dhcp in bench.plan("[[network]]\n[[network]]\n").dhcp:
+    for dhcp in fake_host.plan("[[network]]\n[[network]]\n").dhcp:
         argv = [str(shutil.which("dnsmasq")), *dnsmasq_argv(dhcp)[1:], "--test"]
         assert subprocess.run(argv, check=False, capture_output=True).returncode == 0

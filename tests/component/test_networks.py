@@ -23,6 +23,7 @@ from runner.kernel import character_devices, network
 from runner.kernel.inherited_fds import look
 from runner.kernel.processes import Command
 from runner.plan.networks import PasstPlan
+from tests.support.fake_host import FakeHost
 
 MAC = "52:54:00:00:00:77"
 ASK_AGAIN = """
@@ -105,9 +106,9 @@ async def run(host: Supervisor, *argv: str) -> str:
     return "\n".join(process.last_words)
 
 
-async def running(bench: Any) -> None:
+async def running(fake_host: FakeHost) -> None:
     with trio.fail_after(30):
-        while not bench.guest_runs():
+        while not fake_host.guest_runs():
             await trio.sleep(0.01)
 
 
@@ -116,21 +117,21 @@ def with_dnsmasq(plan: Any) -> Any:
     return attrs.evolve(plan, dhcp=tuple(attrs.evolve(each, program=real, user="nobody") for each in plan.dhcp))
 
 
-async def test_a_private_network_in_both_families(bench: Any, guest: str) -> None:
+async def test_a_private_network_in_both_families(fake_host: FakeHost, guest: str) -> None:
     """An address of our choice by DHCP, one by DHCPv6, a router by its advertisement, and a NAK for an old lease."""
     text = f'[[network]]\nmac = "{MAC}"\naddress = "192.168.77.9"\nipv6 = true\nsubnet6 = "fd00:77::/64"\nmtu = 1400\n'
-    plan = with_dnsmasq(bench.plan(text))
-    before = bench.snapshot()
+    plan = with_dnsmasq(fake_host.plan(text))
+    before = fake_host.snapshot()
     said: dict[str, Any] = {}
 
     async def be_the_guest(host: Supervisor) -> None:
-        await running(bench)
+        await running(fake_host)
         await run(host, *f"ip link add port type veth peer name eth0 netns {guest} address {MAC}".split())
         await run(host, *["ip", "link", "set", "port", "master", "vmbr0", "up"])
         inside = ("ip", "netns", "exec", guest)
         await run(host, *inside, *["ip", "link", "set", "eth0", "up"])
-        script = bench.root / "lease.sh"
-        script.write_text(f'#!/bin/sh\n[ "$1" = bound ] && env >> {bench.root}/lease\nexit 0\n')
+        script = fake_host.root / "lease.sh"
+        script.write_text(f'#!/bin/sh\n[ "$1" = bound ] && env >> {fake_host.root}/lease\nexit 0\n')
         script.chmod(0o755)
         ask = ("-i", "eth0", "-q", "-n", "-f", "-t", "15", "-T", "1", "-s", str(script))
         await run(host, *inside, "busybox", "udhcpc", "-O", "mtu", *ask)
@@ -144,27 +145,27 @@ async def test_a_private_network_in_both_families(bench: Any, guest: str) -> Non
         await run(host, *f"ip -n {guest} -6 address add {said['ipv6']}/128 dev eth0 nodad".split())
         await run(host, *inside, *["ping", "-6", "-c", "1", "-W", "5", "fd00:77::1"])
         await run(host, *["ip", "link", "delete", "port"])
-        bench.stop.ask("test")
+        fake_host.stop.ask("test")
 
-    result = await bench.run(plan, beside=be_the_guest)
+    result = await fake_host.run(plan, beside=be_the_guest)
     assert isinstance(result, GuestEnd), explain(result)
     assert (said["192.168.77.2"], said["192.168.77.9"]) == ("NAK", "ACK")
     assert "mtu 1400" in said["routes"]
     assert said["ipv6"] == "fd00:77::2"
-    lease = (bench.root / "lease").read_text().splitlines()
+    lease = (fake_host.root / "lease").read_text().splitlines()
     assert {"ip=192.168.77.9", "mtu=1400"} <= set(lease)
-    for path in (bench.root / "lease", bench.root / "lease.sh"):
+    for path in (fake_host.root / "lease", fake_host.root / "lease.sh"):
         path.unlink()
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
-async def test_as_many_queues_as_vcpus(bench: Any) -> None:
+async def test_as_many_queues_as_vcpus(fake_host: FakeHost) -> None:
     """QEMU gets a descriptor for each queue of one tap, and the kernel agrees that they are of one."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("a second CPU is missing")
-    plan = bench.plan("[cpu]\ncount = 2\n[[network]]\n", qemu={"at_cont": "shutdown"})
-    before = bench.snapshot()
+    plan = fake_host.plan("[cpu]\ncount = 2\n[[network]]\n", qemu={"at_cont": "shutdown"})
+    before = fake_host.snapshot()
     seen: list[Any] = []
 
     with character_devices.tap("vmtapX", 3) as taps:
@@ -172,12 +173,12 @@ async def test_as_many_queues_as_vcpus(bench: Any) -> None:
     assert [(each.kind, each.interface, each.multi_queue) for each in seen] == 3 * [("tap", "vmtapX", True)]
     with character_devices.tap("vmtapX") as [tap]:
         assert not look(tap.number).multi_queue
-    assert isinstance(await bench.run(plan), GuestEnd)
-    [qemu] = bench.records("qemu", "start")
+    assert isinstance(await fake_host.run(plan), GuestEnd)
+    [qemu] = fake_host.records("qemu", "start")
     argv = " ".join(qemu["argv"])
     assert "fds=" in argv
     assert "mq=on,vectors=6" in argv
-    assert bench.snapshot() == before
+    assert fake_host.snapshot() == before
 
 
 @pytest.fixture
@@ -231,21 +232,21 @@ def test_the_device_of_another_macvtap_is_not_taken(pod: str, sysfs: Path) -> No
             network.remove_macvtap(link)
 
 
-async def test_the_death_of_passt_ends_the_instance(bench: Any) -> None:
-    passt = bench.program("passt", "fake_daemon.py", dies_after=0.3)
-    plan = bench.plan("[[network]]\n")
+async def test_the_death_of_passt_ends_the_instance(fake_host: FakeHost) -> None:
+    passt = fake_host.program("passt", "fake_daemon.py", dies_after=0.3)
+    plan = fake_host.plan("[[network]]\n")
     wire = attrs.evolve(plan, networks=(PasstPlan(MAC, 65520, 1, passt),), dhcp=())
     wire = attrs.evolve(wire, machine=attrs.evolve(plan.machine, networks=wire.networks))
-    before = bench.snapshot()
-    result = await bench.run(wire)
+    before = fake_host.snapshot()
+    result = await fake_host.run(wire)
     assert isinstance(result, GuestEnd), explain(result)
     assert (result.status, result.detail) == (Status.SERVICE_DIED, "passt was killed by SIGALRM")
-    [qemu] = bench.records("qemu", "start")
+    [qemu] = fake_host.records("qemu", "start")
     assert any(word.startswith("stream,id=net0,server=off,addr.type=fd,addr.str=") for word in qemu["argv"])
-    [started] = bench.records("passt", "start")
+    [started] = fake_host.records("passt", "start")
     assert "--tcp-ports=none" in started["argv"]
-    assert bench.faults.sentences == []
-    assert bench.snapshot() == before
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
 
 
 def test_permanent_neighbours_and_ipv6_come_back(pod: str) -> None:

@@ -21,6 +21,7 @@ from runner.instance.probes import READ_AGAIN, probes_served
 from runner.instance.supervisor import Supervisor, open_supervisor
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan
+from tests.support.fake_host import FakeHost
 
 Ask = Callable[[str], Awaitable[tuple[int, str]]]
 POD = PodName("web-1", "prod", 'a "node"', "3ceda12c-3ee9-40fa-9f42-61428fe654a6")
@@ -39,18 +40,18 @@ async def ask(port: int, target: str) -> tuple[int, str]:
     return int(head.split()[1]), body
 
 
-async def looked_at(bench: Any, plan: InstancePlan, look: Callable[[Supervisor, Ask], Awaitable[None]]) -> Any:
+async def looked_at(fake_host: FakeHost, plan: InstancePlan, look: Callable[[Supervisor, Ask], Awaitable[None]]) -> Any:
     """Run *plan* with its pages, *look* at them meanwhile, and return how it ended."""
     seen = []
 
     async def beside(host: Supervisor) -> None:
         async with probes_served(host, plan, ("127.0.0.1", 0)):
-            port = int(bench.told().rpartition("port=")[2].split()[0])
+            port = int(fake_host.told().rpartition("port=")[2].split()[0])
             await look(host, lambda target: ask(port, target))
         seen.append(True)
 
     with trio.fail_after(40):
-        ended = await bench.run(plan, beside=beside)
+        ended = await fake_host.run(plan, beside=beside)
     assert seen, "it was over before it was looked at"
     return ended
 
@@ -71,8 +72,8 @@ async def a_vcpu_starts_a_thread(host: Supervisor, page: Ask, cpu: CpuSet) -> No
     assert host.counters.swept == 1
 
 
-async def test_while_the_guest_runs(bench: Any) -> None:
-    plan = attrs.evolve(bench.plan(grace=4, qemu={"at_powerdown": None}), pod=POD)
+async def test_while_the_guest_runs(fake_host: FakeHost) -> None:
+    plan = attrs.evolve(fake_host.plan(grace=4, qemu={"at_powerdown": None}), pod=POD)
     ready = Path(plan.state_directory) / "ready"
     cpu, other = plan.placement.cpus, set(os.sched_getaffinity(0)) - set(plan.placement.cpus)
 
@@ -98,7 +99,7 @@ async def test_while_the_guest_runs(bench: Any) -> None:
         await moved_away(host, page)
         await a_vcpu_starts_a_thread(host, page, cpu)
         await a_child_dies(host, page)
-        bench.stop.ask("test")
+        fake_host.stop.ask("test")
         await wait_for(lambda: not ready.exists())
         assert await page("/readyz") == (503, "stopping\n")
         assert figures((await page("/metrics"))[1])['guest_state{state="stopping"}'] == 1
@@ -121,52 +122,55 @@ async def test_while_the_guest_runs(bench: Any) -> None:
         await wait_for(lambda: host.counters.restarts["anchor"])
         assert figures((await page("/metrics"))[1])['child_restarts_total{role="anchor"}'] == 1
 
-    before = bench.snapshot()
-    ended = await looked_at(bench, plan, look)
+    before = fake_host.snapshot()
+    ended = await looked_at(fake_host, plan, look)
     assert ended.status == 13, ended
-    assert bench.snapshot() == before
+    assert fake_host.snapshot() == before
 
 
-async def test_what_a_killed_runner_left_is_no_sign(bench: Any) -> None:
-    plan = bench.plan(qemu={"before_greeting": "hang"}, grace=1)
+async def test_what_a_killed_runner_left_is_no_sign(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(qemu={"before_greeting": "hang"}, grace=1)
     directory = Path(plan.state_directory)
     directory.mkdir(mode=0o700)
     for name in ("ready", "receipt.json"):
         (directory / name).touch()
 
     async def look(_host: Supervisor, page: Ask) -> None:
-        await wait_for(lambda: bench.records("qemu", "start"))
+        await wait_for(lambda: fake_host.records("qemu", "start"))
         assert not (directory / "ready").exists()
         assert not (directory / "receipt.json").exists()
         assert await page("/readyz") == (503, "starting\n")
         assert await page("/healthz") == (200, "starting\n")
         assert "placement_holds" not in figures((await page("/metrics"))[1])
-        bench.stop.ask("test")
+        fake_host.stop.ask("test")
 
-    ended = await looked_at(bench, plan, look)
+    ended = await looked_at(fake_host, plan, look)
     assert ended.status == 0, ended
 
 
-async def test_where_the_guest_has_the_pods_address_it_is_said(bench: Any) -> None:
+async def test_where_the_guest_has_the_pods_address_it_is_said(fake_host: FakeHost) -> None:
     address, gateway = IPv4Interface("10.0.0.7/24"), IPv4Interface("169.254.9.1/30")
     pod = Interface("eth0", "0a:58:0a:f4:01:05", 1450, (address,))
     network = BridgedPlan(pod.mac, 1450, 1, "br0", "tap0", gateway, address, None, (), (), (), pod, None, vhost=False)
-    plan = attrs.evolve(bench.plan(), networks=(network,))
-    async with open_supervisor(bench.stop, bench.faults) as host, probes_served(host, plan, ("127.0.0.1", 0)):
-        assert "the guest has the address of eth0: who connects to it reaches the guest, and not --http" in bench.told()
+    plan = attrs.evolve(fake_host.plan(), networks=(network,))
+    async with open_supervisor(fake_host.stop, fake_host.faults) as host, probes_served(host, plan, ("127.0.0.1", 0)):
+        assert (
+            "the guest has the address of eth0: who connects to it reaches the guest, and not --http"
+            in fake_host.told()
+        )
 
 
-async def test_the_log_and_the_receipt_name_the_pod(bench: Any) -> None:
-    plan = attrs.evolve(bench.plan(), pod=POD)
+async def test_the_log_and_the_receipt_name_the_pod(fake_host: FakeHost) -> None:
+    plan = attrs.evolve(fake_host.plan(), pod=POD)
 
     async def look(_host: Supervisor, _page: Ask) -> None:
-        await wait_for(bench.guest_runs)
+        await wait_for(fake_host.guest_runs)
         receipt = json.loads((Path(plan.state_directory) / "receipt.json").read_text())
         assert receipt["instance"] == "instance"
         assert receipt["pod"] == {"name": "web-1", "namespace": "prod", "node": 'a "node"', "uid": POD.uid}
-        bench.stop.ask("test")
+        fake_host.stop.ask("test")
 
-    await looked_at(bench, plan, look)
+    await looked_at(fake_host, plan, look)
 
 
 def test_the_pods_name_is_what_the_downward_api_gives() -> None:

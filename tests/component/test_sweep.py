@@ -22,6 +22,7 @@ from runner.instance.qemu import GuestEnd
 from runner.plan.disks import plan_disk
 from runner.plan.networks import PasstPlan
 from runner.spec.instance import DiskSpec
+from tests.support.fake_host import FakeHost
 from tests.support.fake_pci import with_devices
 from tests.support.sweep import SABOTEUR, CancelAtStep
 
@@ -34,78 +35,78 @@ SERVANTS = {"bare": set(), "with everything": {"dnsmasq", "passt", "virtiofsd"},
 """What each must have started, or it sweeps less than it says."""
 
 
-def planned(bench: Any, spec: str) -> Any:
-    share = "" if spec == "bare" else bench.share()
-    plan = bench.plan(SPECS[spec] + share, qemu={"at_cont": "shutdown"}, grace=1)
+def planned(fake_host: FakeHost, spec: str) -> Any:
+    share = "" if spec == "bare" else fake_host.share()
+    plan = fake_host.plan(SPECS[spec] + share, qemu={"at_cont": "shutdown"}, grace=1)
     if spec == "with devices":
-        return with_devices(plan, bench.root, "legacy", "iommufd")
+        return with_devices(plan, fake_host.root, "legacy", "iommufd")
     if spec == "bare":
         return plan
-    (bench.root / "disk").write_bytes(bytes(1 << 20))
-    disk = DiskSpec(path=PurePosixPath(bench.root / "disk"), ephemeral=True, iothread=True)
-    passt = PasstPlan("52:54:00:00:00:77", 65520, 1, bench.program("passt", "fake_daemon.py"))
+    (fake_host.root / "disk").write_bytes(bytes(1 << 20))
+    disk = DiskSpec(path=PurePosixPath(fake_host.root / "disk"), ephemeral=True, iothread=True)
+    passt = PasstPlan("52:54:00:00:00:77", 65520, 1, fake_host.program("passt", "fake_daemon.py"))
     networks = (*plan.networks, passt)
     disks = (plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", lambda *why: pytest.fail(": ".join(why))),)
     machine = attrs.evolve(plan.machine, networks=networks, disks=disks)
     return attrs.evolve(plan, networks=networks, machine=machine)
 
 
-async def cancelled_run(bench: Any, plan: Any, n: int) -> int:
+async def cancelled_run(fake_host: FakeHost, plan: Any, n: int) -> int:
     """Run *plan* until it ends or step *n*; return how many steps there were."""
     with trio.CancelScope() as scope:
         instrument = CancelAtStep(scope, n)
         trio.lowlevel.add_instrument(instrument)
         try:
             with trio.fail_after(60):
-                await bench.run(plan)
+                await fake_host.run(plan)
         finally:
             trio.lowlevel.remove_instrument(instrument)
     return instrument.steps
 
 
 @pytest.mark.parametrize("spec", SPECS)
-async def test_cancelled_at_every_step(bench: Any, spec: str) -> None:
-    plan = planned(bench, spec)
-    before = bench.snapshot()
-    steps = await cancelled_run(bench, plan, sys.maxsize)
+async def test_cancelled_at_every_step(fake_host: FakeHost, spec: str) -> None:
+    plan = planned(fake_host, spec)
+    before = fake_host.snapshot()
+    steps = await cancelled_run(fake_host, plan, sys.maxsize)
     assert steps > 30
-    servants = {role for role in ("dnsmasq", "passt", "virtiofsd") if bench.records(role, "start")}
+    servants = {role for role in ("dnsmasq", "passt", "virtiofsd") if fake_host.records(role, "start")}
     assert servants == SERVANTS[spec]
     n = 1
     while n <= steps:
-        steps = max(steps, await cancelled_run(bench, plan, n))
-        assert bench.snapshot() == before, f"cancelled at step {n} of {steps}"
-        assert bench.faults.sentences == [], f"cancelled at step {n} of {steps}"
+        steps = max(steps, await cancelled_run(fake_host, plan, n))
+        assert fake_host.snapshot() == before, f"cancelled at step {n} of {steps}"
+        assert fake_host.faults.sentences == [], f"cancelled at step {n} of {steps}"
         n += 1
 
 
 @pytest.mark.parametrize("spec", SPECS)
-async def test_every_acquisition_fails_once(bench: Any, spec: str) -> None:
+async def test_every_acquisition_fails_once(fake_host: FakeHost, spec: str) -> None:
     """Whatever the kernel refuses on the way to `cont`, the start is refused with a sentence and reversed."""
-    plan = planned(bench, spec)
-    before = bench.snapshot()
-    await bench.run(plan)  # once in peace, so that nothing is imported later
-    bench.when_over = SABOTEUR.end
+    plan = planned(fake_host, spec)
+    before = fake_host.snapshot()
+    await fake_host.run(plan)  # once in peace, so that nothing is imported later
+    fake_host.when_over = SABOTEUR.end
 
     refused = 0
     n = 1
     while True:
-        bench.faults.sentences.clear()
-        bench.log_file.unlink(missing_ok=True)
+        fake_host.faults.sentences.clear()
+        fake_host.log_file.unlink(missing_ok=True)
         SABOTEUR.begin(n)
         with trio.fail_after(60):
-            result = await bench.run(plan)
+            result = await fake_host.run(plan)
         reached = SABOTEUR.count
         if isinstance(result, RunnerError):
             refused += 1
-            assert "cont" not in bench.commands()
+            assert "cont" not in fake_host.commands()
             assert os.strerror(errno.EMFILE) in explain(result), explain(result)
-            assert bench.faults.sentences == [], f"operation {n}: {explain(result)}"
+            assert fake_host.faults.sentences == [], f"operation {n}: {explain(result)}"
         else:
             assert isinstance(result, GuestEnd)
-            if "cont" in bench.commands() and bench.faults.sentences:
+            if "cont" in fake_host.commands() and fake_host.faults.sentences:
                 break  # from here on it is the teardown that fails
-        assert bench.snapshot() == before, f"operation {n} failed: {result}"
+        assert fake_host.snapshot() == before, f"operation {n} failed: {result}"
         if reached < n:
             break
         n += 1
@@ -113,26 +114,26 @@ async def test_every_acquisition_fails_once(bench: Any, spec: str) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
-async def test_every_fork_fails_once(bench: Any, number: int) -> None:
+async def test_every_fork_fails_once(fake_host: FakeHost, number: int) -> None:
     """EAGAIN is what a pod gets at its pids.max."""
-    plan = bench.plan(bench.share(), qemu={"at_cont": "shutdown"}, grace=1)
-    before = bench.snapshot()
-    bench.when_over = SABOTEUR.end
+    plan = fake_host.plan(fake_host.share(), qemu={"at_cont": "shutdown"}, grace=1)
+    before = fake_host.snapshot()
+    fake_host.when_over = SABOTEUR.end
     for n, role in enumerate(("anchor", "anchor", "virtiofsd", "qemu"), 1):
         SABOTEUR.begin(n, number, frozenset({"subprocess.Popen"}))
         with trio.fail_after(60):
-            result = await bench.run(plan)
+            result = await fake_host.run(plan)
         assert isinstance(result, RunnerError)
         assert f"cannot start {role} (" in explain(result)
         assert os.strerror(number) in explain(result)
-        assert bench.faults.sentences == []
-        assert bench.snapshot() == before
+        assert fake_host.faults.sentences == []
+        assert fake_host.snapshot() == before
 
 
-async def test_with_too_few_descriptors(bench: Any) -> None:
+async def test_with_too_few_descriptors(fake_host: FakeHost) -> None:
     """The real limit instead of a saboteur: EMFILE from the kernel, at whatever opens one descriptor too many."""
-    plan = bench.plan(bench.share(), qemu={"at_cont": "shutdown"}, grace=1)
-    before = bench.snapshot()
+    plan = fake_host.plan(fake_host.share(), qemu={"at_cont": "shutdown"}, grace=1)
+    before = fake_host.snapshot()
     taken = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
     used = next(number for number in range(1 << 10) if number not in taken)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -141,12 +142,12 @@ async def test_with_too_few_descriptors(bench: Any) -> None:
         for limit in range(used, used + 40):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             try:
-                result: Any = await bench.run(plan)
+                result: Any = await fake_host.run(plan)
             except BaseExceptionGroup as group:  # trio itself could not get a descriptor
                 result = group
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert bench.snapshot() == before, f"limit {limit}"
+            assert fake_host.snapshot() == before, f"limit {limit}"
             outcomes.append(result)
             if isinstance(result, GuestEnd):
                 break
