@@ -18,14 +18,14 @@ from tests.benchmarks.bench_memory import taking
 from tests.benchmarks.disk import disk
 from tests.benchmarks.figures import Figure, markdown
 from tests.benchmarks.idle import idle, memory
-from tests.benchmarks.instances import Bench, build, cpus
+from tests.benchmarks.instances import BenchmarkSetup, build, cpus
+from tests.benchmarks.namespaced_init import BenchmarkError
 from tests.benchmarks.network import network
 from tests.benchmarks.reap import reap
 from tests.benchmarks.start import start
 from tests.benchmarks.stop import stop
-from tests.benchmarks.worlds import BenchError
 
-PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+PARTS: dict[str, Callable[[BenchmarkSetup], Iterator[Figure]]] = {
     "start": start,
     "memory": memory,
     "idle": idle,
@@ -51,10 +51,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         Path(directory).chmod(0o755)  # QEMU may run as a user of its own
         build(Path(directory))
-        bench = Bench(Path(directory), arguments.accel, arguments.quick, *cpus())
+        setup = BenchmarkSetup(Path(directory), arguments.accel, arguments.quick, *cpus())
         try:
-            report(bench, arguments.only or list(PARTS), as_json=arguments.json)
-        except BenchError as error:
+            report(setup, arguments.only or list(PARTS), as_json=arguments.json)
+        except BenchmarkError as error:
             print(f"tests/benchmarks/run: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
@@ -62,12 +62,12 @@ def main() -> int:
     return 0
 
 
-def report(bench: Bench, parts: list[str], *, as_json: bool) -> None:
-    host, before = facts(bench), os.getloadavg()[0]
+def report(setup: BenchmarkSetup, parts: list[str], *, as_json: bool) -> None:
+    host, before = facts(setup), os.getloadavg()[0]
     figures: list[Figure] = []
     for part in parts:
         begun = time.monotonic()
-        figures += PARTS[part](bench)
+        figures += PARTS[part](setup)
         print(f"{part}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
     host["load average"] += f" before, {os.getloadavg()[0]:.1f} after"
     quiet = before < QUIET * len(os.sched_getaffinity(0))
@@ -84,7 +84,7 @@ def report(bench: Bench, parts: list[str], *, as_json: bool) -> None:
         print(f"Missed: {figure.name}: {figure.median:.1f}, goal {figure.goal}.")
 
 
-def facts(bench: Bench) -> dict[str, str]:
+def facts(setup: BenchmarkSetup) -> dict[str, str]:
     """Return what it is measured on."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     model = next((line.split(": ")[1] for line in cpuinfo.splitlines() if line.startswith("model name")), "?")
@@ -92,11 +92,11 @@ def facts(bench: Bench) -> dict[str, str]:
     return {
         "CPU": f"{model}, {len(os.sched_getaffinity(0))} CPUs",
         "Linux": platform.release(),
-        "QEMU": f"{qemu.split()[3]} ({bench.accel})",
+        "QEMU": f"{qemu.split()[3]} ({setup.accel})",
         "Python": platform.python_version(),
-        "vCPU": f"on CPU {bench.cpu}",
-        "everything else": f"on {bench.others}",
-        "orphans": str(bench.orphans),
+        "vCPU": f"on CPU {setup.cpu}",
+        "everything else": f"on {setup.others}",
+        "orphans": str(setup.orphans),
         "load average": f"{os.getloadavg()[0]:.1f}",
     }
 

@@ -20,7 +20,7 @@ from runner.cpuset import CpuSet
 from runner.instance.discover import PREALLOCATOR
 from runner.kernel import files
 from tests.benchmarks.figures import Figure
-from tests.benchmarks.instances import Bench
+from tests.benchmarks.instances import BenchmarkSetup
 
 MIB = 1 << 20
 ROUNDS = 3
@@ -69,7 +69,7 @@ def by_qemu(memory: Memory, threads: int) -> None:
 
 @contextlib.contextmanager
 def fresh(cpus: dict[int, CpuSet], page: int) -> Iterator[Memory]:
-    """Hold memory that nobody has touched, a file for each NUMA node."""
+    """Hold untouched memory, one file for each NUMA node."""
     with contextlib.ExitStack() as held:
         yield [
             (held.enter_context(files.owned(files.create_memory("m", MIB_OF_EACH * MIB, page or None))).number, node)
@@ -137,9 +137,9 @@ def measure(page: int) -> Iterator[str]:
         yield f"| {kind} | {way} | {speed} | {median:.2f} s | {ratio} | {min(times):.2f} to {max(times):.2f} |"
 
 
-def taking(bench: Bench) -> Iterator[Figure]:
+def taking(setup: BenchmarkSetup) -> Iterator[Figure]:
     """Yield the times of our way with ordinary pages, beside QEMU's."""
-    taken = sampled(0, bench.rounds(ROUNDS, 1))
+    taken = sampled(0, setup.rounds(ROUNDS, 1))
     size = f"{MIB_OF_EACH * len(cpus_by_numa_node())} MiB"
     yield Figure(f"taking {size}, s", taken[OURS], {way: taken[way] for way in ("one thread", PEER)})
     yield Figure(f"taking {size}: QEMU maps what is there, s", taken[MAPPED], {"QEMU without memory": taken[BARE]})

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.benchmarks.figures import Figure
-from tests.benchmarks.instances import BIN, Bench, linux_guest
-from tests.benchmarks.worlds import BenchError
+from tests.benchmarks.instances import BIN, BenchmarkSetup, linux_guest
+from tests.benchmarks.namespaced_init import BenchmarkError
 
 RUNNER = BIN / "instance-runner"
 FRESH = ("unshare", "--fork", "--pid", "--mount-proc", "--net", "--kill-child")
@@ -76,17 +76,17 @@ def prepared(place: Path, accel: str) -> Path:
 
 
 def rates(console: str) -> dict[str, list[float]]:
-    """Return the requests a second of each measurement that the guest has told."""
+    """Return the requests a second of each measurement that the guest reported."""
     found: dict[str, list[float]] = {}
     for name, count, hundredths in re.findall(r"bench: (\S+) (\d+) (\d+) end", console):
         found.setdefault(name, []).append(int(count) / (int(hundredths) / 100))
     if not found or "FAILED" in console:
-        raise BenchError(f"the guest has not measured:\n{console[-2000:]}")
+        raise BenchmarkError(f"the guest has not measured:\n{console[-2000:]}")
     return found
 
 
 def console_of(*argv: object, pin: int | None = None) -> str:
-    """Run *argv* and return what the guest says; *pin* is the CPU of its vCPU, where nobody else cares for that."""
+    """Run *argv* and return the guest's output; *pin* is the CPU of its vCPU where no other program pins it."""
     command = [*FRESH, *map(str, argv)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
         if pin is not None:
@@ -107,9 +107,9 @@ def vcpu_of(pid: int) -> int:
         time.sleep(0.01)
 
 
-def disk(bench: Bench) -> Iterator[Figure]:
-    place = bench.directory / "disk"
-    spec = prepared(place, bench.accel)
+def disk(setup: BenchmarkSetup) -> Iterator[Figure]:
+    place = setup.directory / "disk"
+    spec = prepared(place, setup.accel)
     state = ("--state-dir", place / "state")
     script = place / "by-hand.sh"
     shown = subprocess.run([RUNNER, "plan", "--show-argv", *state, spec], check=True, stdout=subprocess.PIPE)
@@ -120,7 +120,7 @@ def disk(bench: Bench) -> Iterator[Figure]:
     by_hand = ("taskset", "--cpu-list", placement["float_cpus"], "sh", script)
     ours: dict[str, list[float]] = {}
     theirs: dict[str, list[float]] = {}
-    for _ in range(bench.rounds(2, 1)):  # by turns, so that both see the same weather
+    for _ in range(setup.rounds(2, 1)):  # by turns, so that both see the same weather
         for into, console in (
             (ours, console_of(*run)),
             (theirs, console_of(*by_hand, pin=placement["pins"][0])),

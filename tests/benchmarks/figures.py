@@ -13,7 +13,7 @@ HEAD = ("figure", "instance-runner", "min … max (rounds)", "beside it", "ratio
 
 @dataclass(frozen=True)
 class Goal:
-    """What the median ought to be; *name* says it when it is somebody else's figure."""
+    """What the median should be; *name* says so when it is the figure of another program."""
 
     limit: float
     at_least: bool = False

@@ -8,8 +8,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from tests.benchmarks.figures import Figure, Goal
-from tests.benchmarks.instances import UP, Bench
-from tests.benchmarks.worlds import World, below, memory_of, name_of, switches_of, threads_of, world
+from tests.benchmarks.instances import UP, BenchmarkSetup
+from tests.benchmarks.namespaced_init import (
+    NamespacedInit,
+    below,
+    memory_of,
+    name_of,
+    namespaced_init,
+    switches_of,
+    threads_of,
+)
 
 SETTLED = 1.0
 """Seconds after the guest's first word until the start is over for everybody."""
@@ -20,18 +28,18 @@ ATTACHED = 0.5
 NOT_OURS = ("qemu-system", "dnsmasq", "virtiofsd")
 
 
-def memory(bench: Bench) -> Iterator[Figure]:
+def memory(setup: BenchmarkSetup) -> Iterator[Figure]:
     samples: dict[str, list[float]] = {}
-    bare = bench.bare(bench.spec("memory"))
+    bare = setup.bare(setup.spec("memory"))
     contestants = {
-        "with": bench.runner(bench.spec("memory-with")),
-        "without": bench.runner(bench.spec("memory-without", network=False)),
+        "with": setup.runner(setup.spec("memory-with")),
+        "without": setup.runner(setup.spec("memory-without", network=False)),
         "bash": bare,
         "tini": ("tini", "--", *bare),
     }
-    for _ in range(bench.rounds(3, 1)):
+    for _ in range(setup.rounds(3, 1)):
         for name, argv in contestants.items():
-            with world(*argv) as init:
+            with namespaced_init(*argv) as init:
                 init.until(UP)
                 init.listen(SETTLED)
                 for what, amount in memory_of(init.pid).items():
@@ -51,29 +59,29 @@ def memory(bench: Bench) -> Iterator[Figure]:
     yield Figure("memory: threads of PID 1", samples["with threads"], peers("threads"), Goal(1))
 
 
-def idle(bench: Bench) -> Iterator[Figure]:
-    window = bench.rounds(10, 3)
+def idle(setup: BenchmarkSetup) -> Iterator[Figure]:
+    window = setup.rounds(10, 3)
     scale = 10 / window
     contestants = {
-        "runner": bench.runner(bench.spec("idle")),
-        "tini": ("tini", "--", *bench.bare(bench.spec("idle-bare"))),
+        "runner": setup.runner(setup.spec("idle")),
+        "tini": ("tini", "--", *setup.bare(setup.spec("idle-bare"))),
     }
     with ExitStack() as held:
-        inits = {name: held.enter_context(world(*argv)) for name, argv in contestants.items()}
+        inits = {name: held.enter_context(namespaced_init(*argv)) for name, argv in contestants.items()}
         for init in inits.values():
             init.until(UP)
             init.listen(SETTLED)
         before = {name: switches_of(init.pid) for name, init in inits.items()}
         inits["runner"].listen(window)
         woken = {name: [(switches_of(init.pid) - before[name]) * scale] for name, init in inits.items()}
-        calls = {name: [_calls(bench, init, window) * scale] for name, init in inits.items()}
+        calls = {name: [_calls(setup, init, window) * scale] for name, init in inits.items()}
     yield Figure("idle: wake-ups of PID 1 in 10 s", woken["runner"], {"tini": woken["tini"]}, Goal(0))
     yield Figure("idle: system calls of PID 1 in 10 s", calls["runner"], {"tini": calls["tini"]}, Goal(0))
 
 
-def _calls(bench: Bench, init: World, window: int) -> int:
+def _calls(setup: BenchmarkSetup, init: NamespacedInit, window: int) -> int:
     """Count the system calls that end within *window* seconds; attaching interrupts one, which does not count."""
-    trace = bench.directory / "trace"
+    trace = setup.directory / "trace"
     command = ("strace", "-f", "-ttt", "-o", trace, "-p", str(init.pid))
     subprocess.run(("timeout", "--signal=INT", str(window + ATTACHED), *command), check=False, capture_output=True)
     lines = [line.split(maxsplit=2) for line in trace.read_text().splitlines()]

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.benchmarks.worlds import BenchError
+from tests.benchmarks.namespaced_init import BenchmarkError
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
@@ -24,7 +24,7 @@ Argv = tuple[str | Path, ...]
 
 
 @dataclass(frozen=True)
-class Bench:
+class BenchmarkSetup:
     """What was made before the first measurement."""
 
     directory: Path
@@ -116,7 +116,7 @@ def _parts(by_hand: str) -> dict[str, str]:
 def _replace(words: list[str], old: tuple[str, str], new: tuple[str, ...]) -> None:
     at = next((at for at in range(len(words)) if tuple(words[at : at + 2]) == old), None)
     if at is None:
-        raise BenchError(f"instance-runner plan --show-argv prints no {shlex.join(old)!r}")
+        raise BenchmarkError(f"instance-runner plan --show-argv prints no {shlex.join(old)!r}")
     words[at : at + 2] = new
 
 

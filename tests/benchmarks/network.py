@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.benchmarks.figures import Figure
-from tests.benchmarks.instances import BIN, Bench, linux_guest
+from tests.benchmarks.instances import BIN, BenchmarkSetup, linux_guest
 
 RUNNER = BIN / "instance-runner"
-PATIENCE = 300
+TIMEOUT = 300
 """Seconds for one guest."""
 ALONE = ("unshare", "--fork", "--pid", "--mount", "--mount-proc", "--kill-child")
 RECEIVE = """
@@ -50,8 +50,8 @@ def throughput(argv: list[str | Path]) -> float:
             [*inside, *ALONE, *argv], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            said, _ = receiver.communicate(timeout=PATIENCE)
-            return float(said)
+            output, _ = receiver.communicate(timeout=TIMEOUT)
+            return float(output)
         finally:
             for process in (receiver, guest):
                 process.kill()
@@ -60,10 +60,10 @@ def throughput(argv: list[str | Path]) -> float:
         subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
-def network(bench: Bench) -> Iterator[Figure]:
-    path = bench.directory / "network"
+def network(setup: BenchmarkSetup) -> Iterator[Figure]:
+    path = setup.directory / "network"
     path.mkdir()
-    (path / "spec.toml").write_text(spec(linux_guest(), bench.rounds(256, 16), bench.accel))
+    (path / "spec.toml").write_text(spec(linux_guest(), setup.rounds(256, 16), setup.accel))
     argv: list[str | Path] = [RUNNER, "plan", "--show-argv", "--state-dir", path / "state", path / "spec.toml"]
     (path / "by-hand").write_bytes(subprocess.run(argv, check=True, stdout=subprocess.PIPE).stdout)
     ways: dict[str, list[str | Path]] = {
@@ -74,7 +74,7 @@ def network(bench: Bench) -> Iterator[Figure]:
         "by hand": ["bash", path / "by-hand"],
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(bench.rounds(5, 1)):
+    for number in range(setup.rounds(5, 1)):
         for name in ways if number % 2 else reversed(ways):
             found[name].append(throughput(ways[name]))
     ours = found.pop("instance-runner")

@@ -10,24 +10,24 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.benchmarks.figures import Figure, Goal
-from tests.benchmarks.instances import HERE, Argv, Bench
-from tests.benchmarks.worlds import BenchError, cpu_of, world
+from tests.benchmarks.instances import HERE, Argv, BenchmarkSetup
+from tests.benchmarks.namespaced_init import BenchmarkError, cpu_of, namespaced_init
 
 PEERS = ("tini", "dumb-init", "catatonit")
 SPARE_PIDS = 5000
 
 
-def reap(bench: Bench) -> Iterator[Figure]:
-    orphans = bench.orphans
+def reap(setup: BenchmarkSetup) -> Iterator[Figure]:
+    orphans = setup.orphans
     if int(Path("/proc/sys/kernel/pid_max").read_text()) < orphans + SPARE_PIDS:
-        raise BenchError(f"kernel.pid_max leaves no room for {orphans} zombies")
+        raise BenchmarkError(f"kernel.pid_max leaves no room for {orphans} zombies")
     contestants: dict[str, Argv] = {name: (name, "--") for name in PEERS}
     contestants["runner"] = (sys.executable, HERE / "reaper.py")
     samples: dict[str, dict[str, list[float]]] = {what: {name: [] for name in contestants} for what in WHAT}
     names = list(contestants)
-    for number in range(bench.rounds(5, 1)):
+    for number in range(setup.rounds(5, 1)):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            for what, value in _once(bench, contestants[name], orphans, ours=name == "runner").items():
+            for what, value in _once(setup, contestants[name], orphans, ours=name == "runner").items():
                 samples[what][name].append(value)
 
     def figure(name: str, what: str) -> Figure:
@@ -43,17 +43,17 @@ def reap(bench: Bench) -> Iterator[Figure]:
 WHAT = ("live", "burst", "cpu")
 
 
-def _once(bench: Bench, init_argv: Argv, orphans: int, *, ours: bool) -> dict[str, float]:
+def _once(setup: BenchmarkSetup, init_argv: Argv, orphans: int, *, ours: bool) -> dict[str, float]:
     with ExitStack() as held:
         orders_in, orders = os.pipe()
         answers, answers_out = os.pipe()
         held.callback(os.close, orders)
         listening = held.enter_context(os.fdopen(answers))
         passed = (orders_in, answers_out)
-        storm: Argv = (bench.directory / "storm", str(orphans), *map(str, passed))
+        storm: Argv = (setup.directory / "storm", str(orphans), *map(str, passed))
         between: Argv = (",".join(map(str, passed)),) if ours else ()
         try:
-            init = held.enter_context(world(*init_argv, *between, *storm, pass_fds=passed))
+            init = held.enter_context(namespaced_init(*init_argv, *between, *storm, pass_fds=passed))
         finally:
             for fd in passed:
                 os.close(fd)
@@ -62,7 +62,7 @@ def _once(bench: Bench, init_argv: Argv, orphans: int, *, ours: bool) -> dict[st
             line = listening.readline()
             if not line:
                 init.listen(0.5)
-                raise BenchError(f"the storm broke off:\n{init.transcript()}")
+                raise BenchmarkError(f"the storm broke off:\n{init.transcript()}")
             return line.split()[-1]
 
         def seconds(order: bytes) -> float:

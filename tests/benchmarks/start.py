@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 from tests.benchmarks.figures import Figure, Goal
-from tests.benchmarks.instances import UP, Argv, Bench
-from tests.benchmarks.worlds import cpu_of, world
+from tests.benchmarks.instances import UP, Argv, BenchmarkSetup
+from tests.benchmarks.namespaced_init import cpu_of, namespaced_init
 
 PHASES = (
     ("interpreter", "interpreter", ""),
@@ -25,20 +25,20 @@ PHASES = (
 BARE, TINI = "bare", "tini + bare"
 
 
-def start(bench: Bench) -> Iterator[Figure]:
-    spec = bench.spec("start")
-    bare = bench.bare(spec)
+def start(setup: BenchmarkSetup) -> Iterator[Figure]:
+    spec = setup.spec("start")
+    bare = setup.bare(spec)
     contestants: dict[str, Argv] = {
-        "runner": bench.runner(spec),
+        "runner": setup.runner(spec),
         BARE: bare,
         TINI: ("tini", "--", *bare),
-        "by phase": bench.runner_by_phase(spec),
+        "by phase": setup.runner_by_phase(spec),
     }
     totals: dict[str, list[float]] = {name: [] for name in contestants}
     phases: dict[str, dict[str, list[float]]] = {name: {} for name in contestants}
     spent: list[float] = []
     names = list(contestants)
-    rounds = bench.rounds(15, 2)
+    rounds = setup.rounds(15, 2)
     for number in range(-1, rounds):  # the first one warms the caches
         for name in names[number % len(names) :] + names[: number % len(names)]:
             moments, cpu = _once(contestants[name])
@@ -64,7 +64,7 @@ def start(bench: Bench) -> Iterator[Figure]:
 
 def _once(argv: Argv) -> tuple[dict[str, float], float]:
     """Start *argv*; return when what was reached, and the CPU time PID 1 took until the end."""
-    with world(*argv) as init:
+    with namespaced_init(*argv) as init:
         word = init.until(UP)
         init.until("mark cont" if "bash" in argv else "the guest runs")
         cpu = cpu_of(init.pid)

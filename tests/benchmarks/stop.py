@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 from tests.benchmarks.figures import Figure, Goal
-from tests.benchmarks.instances import GRACE, UP, Bench
-from tests.benchmarks.worlds import BenchError, world
+from tests.benchmarks.instances import GRACE, UP, BenchmarkSetup
+from tests.benchmarks.namespaced_init import BenchmarkError, namespaced_init
 
 SETTLED = 0.5
 
@@ -22,11 +22,11 @@ MARKS = (
 STOPPED, FORCED_OFF = 0, 13
 
 
-def stop(bench: Bench) -> Iterator[Figure]:
+def stop(setup: BenchmarkSetup) -> Iterator[Figure]:
     samples: dict[str, list[float]] = {}
-    obedient, deaf = bench.spec("obedient"), bench.spec("deaf-guest", guest="deaf")
-    for _ in range(bench.rounds(7, 1)):
-        with world(*bench.runner(obedient, "--log-level", "debug")) as init:
+    obedient, deaf = setup.spec("obedient"), setup.spec("deaf-guest", guest="deaf")
+    for _ in range(setup.rounds(7, 1)):
+        with namespaced_init(*setup.runner(obedient, "--log-level", "debug")) as init:
             init.until(UP)
             init.listen(SETTLED)
             asked = init.terminate()
@@ -37,7 +37,7 @@ def stop(bench: Bench) -> Iterator[Figure]:
         spans = {"obedient": exited - asked - guest, "guest": guest, "pressed": reached["pressed"] - asked}
         stations = [name for name in ("off", "quit", "network", "ended", "exit") if name in reached]
         spans |= {there: reached[there] - reached[here] for here, there in itertools.pairwise(stations)}
-        with world(*bench.runner(deaf)) as init:
+        with namespaced_init(*setup.runner(deaf)) as init:
             init.until(UP)
             init.listen(SETTLED)
             asked = init.terminate()
@@ -62,4 +62,4 @@ def stop(bench: Bench) -> Iterator[Figure]:
 
 def _expect(status: int | None, wanted: int, transcript: str) -> None:
     if status != wanted:
-        raise BenchError(f"ended with status {status} instead of {wanted}:\n{transcript}")
+        raise BenchmarkError(f"ended with status {status} instead of {wanted}:\n{transcript}")

@@ -28,7 +28,7 @@ KEPT_SECONDS = 14 * 24 * 3600
 
 
 class EmulatedNodeError(Exception):
-    """The bed could not be made or did not hold; told in one line (or with the log's last lines), no traceback."""
+    """The emulated node could not be built or did not stay up; printed as one line or with the end of its log."""
 
 
 def directory() -> Path:

@@ -33,7 +33,7 @@ HANGING_SECONDS = 300
 BOOTS = 2
 """Times a node is booted until it comes up: an emulated kernel of 16 CPUs dies in one boot of some dozens before its first word."""
 NEVER_CAME_UP, NO_STATUS, NO_TESTS = 70, 71, 72
-"""Exit statuses of ours, above pytest's (0-5): the bed failed, so the tests say nothing."""
+"""Exit statuses of ours, above pytest's (0-5): the emulated node failed, so the tests prove nothing."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -173,12 +173,12 @@ def in_node(options: argparse.Namespace) -> int:
         )
         if outcome.up_after is not None:
             break
-        said = last_lines(run / "qemu.log", run / "console.log")
-        say(f"the node never came up{', once more' if more else ''}; the last it said:\n{said}")
+        output = last_lines(run / "qemu.log", run / "console.log")
+        say(f"the node never came up{', once more' if more else ''}; its last output:\n{output}")
     else:
         return NEVER_CAME_UP
     if outcome.status is None:
-        say(f"the node gave no status; the last its kernel said:\n{last_lines(run / 'qemu.log', run / 'console.log')}")
+        say(f"the node gave no status; its kernel's last output:\n{last_lines(run / 'qemu.log', run / 'console.log')}")
         return NO_STATUS
     if outcome.status == 0 and not options.shell and executed(run / "junit.xml") == 0:
         say("no test was executed: that is not a pass")

@@ -1,4 +1,4 @@
-"""The node as a QEMU process: started, heard, and gone when the block ends."""
+"""The node as a QEMU process: started, listened to, and gone when the block ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRIAL_SECONDS = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a node said of itself: whether it came up, and the status of its job if it got that far."""
+    """What a node reported: whether it came up, and the status of its job if it got that far."""
 
     up_after: float | None
     status: int | None
@@ -64,7 +64,7 @@ def accelerator(chosen: str, kernel: Path) -> str:
 
 
 def runs_under_kvm(kernel: Path) -> bool:
-    """Boot *kernel* once under KVM and tell whether its first program said the word it was given."""
+    """Boot *kernel* once under KVM and tell whether its first program printed the word it was given."""
     word = f"trial-{token_hex(8)}"
     with tempfile.TemporaryDirectory() as directory:
         initrd = Path(directory) / "initrd"
@@ -229,7 +229,7 @@ def boot(
     boot_seconds: float,
     job_seconds: float,
 ) -> Outcome:
-    """Boot the node, show what its job writes, and return what it said when it was done.
+    """Boot the node, show what its job writes, and return what it reported when it was done.
 
     *run* is the directory the node sees as ``/results``; ``job`` and ``shell`` in it say what to do (``node-job``).
     *disks* are read-only ones, by the serial numbers the node sees.
@@ -266,7 +266,7 @@ class Listener:
 
     def __init__(self, terminal: socket.socket, events: socket.socket, word: str) -> None:
         self.terminal, self.events, self.word = terminal, events, word
-        self.heard = b""
+        self.received = b""
         self.selector = selectors.DefaultSelector()
         self.selector.register(terminal, selectors.EVENT_READ)
         self.selector.register(events, selectors.EVENT_READ)
@@ -296,9 +296,9 @@ class Listener:
         return list(self.selector.get_map().values())
 
     def lines(self) -> Iterator[str]:
-        """Take the complete event lines heard so far."""
-        while b"\n" in self.heard:
-            line, self.heard = self.heard.split(b"\n", 1)
+        """Take the complete event lines received so far."""
+        while b"\n" in self.received:
+            line, self.received = self.received.split(b"\n", 1)
             yield line.decode(errors="replace").strip()
 
     def read(self, fd: int) -> None:
@@ -314,7 +314,7 @@ class Listener:
             data = os.read(fd, 65536)
             if data:
                 if fd == self.events.fileno():
-                    self.heard += data
+                    self.received += data
                 else:
                     sys.stdout.buffer.write(data)
                     sys.stdout.buffer.flush()

@@ -1,4 +1,4 @@
-"""PCI devices of the node that nobody needs, behind an IOMMU: what a real node has in its GPUs and their NICs."""
+"""Spare PCI devices of the emulated node, behind an IOMMU, in the place of a real node's GPUs and their NICs."""
 
 from __future__ import annotations
 

@@ -10,20 +10,20 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.machine.conftest import RUNNER, until
+from tests.support.program_runs import RUNNER, ProgramStarter, until
 
 ECHO = bytes.fromhex("bafd03 ec a801 74fb b2f8 ec ee ebf2").ljust(510, b"\0") + b"\x55\xaa"
 """A boot sector that says on the first serial port whatever it hears there."""
 
 
-def echoing(start: Any, tmp_path: Path, more: str = "") -> Any:
+def echoing(start: ProgramStarter, tmp_path: Path, more: str = "") -> Any:
     (tmp_path / "disk").write_bytes(ECHO + bytes(1 << 20))
     run = start(f'[[disk]]\npath = "{tmp_path}/disk"\n[shutdown]\ngrace = 1\n{more}', boot=False)
     run.until_runs()
     return run
 
 
-def test_the_console_from_a_terminal(start: Any, tmp_path: Path) -> None:
+def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> None:
     run = echoing(start, tmp_path)
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
@@ -58,13 +58,13 @@ def test_the_console_from_a_terminal(start: Any, tmp_path: Path) -> None:
         assert b"reading only" in reading.stdout.readline()
         assert run.stop() == 13, "a boot sector knows no power button"
         rest = reading.stdout.read()
-    assert b"knock" in rest, "what was said before it came"
+    assert b"knock" in rest, "what was printed before it came"
     assert b"[the instance has ended]" in rest
     assert reading.returncode == 0
     assert b"knock" in (run.state / "console.log").read_bytes()
 
 
-def test_the_screen_by_vnc(start: Any, tmp_path: Path) -> None:
+def test_the_screen_by_vnc(start: ProgramStarter, tmp_path: Path) -> None:
     """Two viewers at once; QEMU's own word for it is RFB (RFC 6143)."""
     run = echoing(start, tmp_path, "[display]\nvnc = true\n")
     assert (run.state / "vnc.sock").stat().st_mode & 0o777 == 0o600

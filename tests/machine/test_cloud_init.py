@@ -5,14 +5,13 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.emulated_node import artefacts
 from tests.emulated_node.cache import fetch
 from tests.emulated_node.cpio import Entry, archive
-from tests.machine.conftest import until
+from tests.support.program_runs import ProgramStarter, until
 
 HERE = Path(__file__).parent
 EXAMPLE = (HERE.parents[1] / "examples" / "instances" / "block-disk-server.toml").read_text()
@@ -46,7 +45,7 @@ def initrd(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_example_starts_by_uefi(start: Any, tmp_path: Path, key: Path) -> None:
+def test_the_example_starts_by_uefi(start: ProgramStarter, tmp_path: Path, key: Path) -> None:
     """As it stands but for the paths: a file in the place of the block device, which has nothing to boot."""
     (tmp_path / "disk").write_bytes(bytes(1 << 20))
     text = server(
@@ -61,12 +60,12 @@ def test_the_example_starts_by_uefi(start: Any, tmp_path: Path, key: Path) -> No
     run.until("BdsDxe", lambda: run.console)
     assert f"made the firmware's variable store {tmp_path}/variables.fd" in run.log
     assert run.stop() in {0, 13}
-    assert run.verdict()["faults"] == []
+    assert run.termination_log()["faults"] == []
 
 
 @pytest.mark.timeout(1800)  # without KVM, on a busy machine, after the Debian was made
-def test_from_nothing_to_an_ssh_login(start: Any, tmp_path: Path, key: Path, initrd: Path) -> None:
-    """With a real cloud-init, sshd and guest agent, which nobody has prepared; the power button is heard by nobody.
+def test_from_nothing_to_an_ssh_login(start: ProgramStarter, tmp_path: Path, key: Path, initrd: Path) -> None:
+    """With a real cloud-init, sshd and guest agent, as Debian ships them; the guest ignores the power button.
 
     The disk is the emulated node's Debian. It has no boot loader, so that its kernel is started directly.
     """
@@ -100,10 +99,10 @@ def test_from_nothing_to_an_ssh_login(start: Any, tmp_path: Path, key: Path, ini
         return ssh("hostname; cat /etc/motd /run/cloud-init/cloud-id /var/lib/cloud/data/instance-id; ls /run/seed")
 
     uuid = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
-    said = until(logged_in, "an SSH login", 600).split("\n")
-    assert said == ["web-1", "written by user-data", "nocloud", uuid, "meta-data", "network-config", "user-data", ""]
+    output = until(logged_in, "an SSH login", 600).split("\n")
+    assert output == ["web-1", "written by user-data", "nocloud", uuid, "meta-data", "network-config", "user-data", ""]
     until(lambda: "the guest agent is there" in run.log, "the guest agent", 120)
     assert run.stop() == 0, run.log
     assert "the guest agent is asked to shut the guest down" in run.log
     assert "pressing the power button" not in run.log
-    assert run.verdict()["faults"] == []
+    assert run.termination_log()["faults"] == []

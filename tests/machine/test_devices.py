@@ -18,8 +18,8 @@ from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.instance import FilePlan, MachinePlan
 from runner.plan.passthrough import bar_window
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
-from tests.machine.conftest import until
 from tests.machine.test_shapes import ROM, Talk, planned
+from tests.support.program_runs import until
 
 GIB = 1 << 30
 BARS = 64 * GIB

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.machine.conftest import Run, until
+from tests.support.program_runs import GuestFiles, ProgramRun, ProgramStarter, until
 
 MIB = 1 << 20
 RUNNER = Path(sys.executable).with_name("instance-runner")
@@ -42,25 +42,25 @@ def derived(path: Path, base: Path, form: str = "raw") -> Path:
     return path
 
 
-def ctl(run: Run, *words: object) -> subprocess.CompletedProcess[str]:
+def ctl(run: ProgramRun, *words: object) -> subprocess.CompletedProcess[str]:
     """Ask the instance from inside its namespaces, as ``kubectl exec`` would."""
     enter = ("nsenter", "--target", run.pid(), "--mount", "--pid")
     command = (*enter, RUNNER, "ctl", "--state-dir", run.state, *words)
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, timeout=60)
 
 
-def asked(run: Run, *words: object) -> Any:
+def asked(run: ProgramRun, *words: object) -> Any:
     result = ctl(run, "--json", *words)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
-def receipt(run: Run) -> list[dict[str, Any]]:
+def receipt(run: ProgramRun) -> list[dict[str, Any]]:
     threads: list[dict[str, Any]] = json.loads((run.state / "receipt.json").read_text())["threads"]
     return threads
 
 
-def test_each_kind_of_disk(start: Any, tmp_path: Path) -> None:
+def test_each_kind_of_disk(start: ProgramStarter, tmp_path: Path) -> None:
     base = image(tmp_path / "base", WRITER)
     derived(tmp_path / "top", derived(tmp_path / "middle", base), "qcow2")
     for name in ("kept", "through"):
@@ -146,11 +146,11 @@ grace = 1
         *("console.log", "console.sock", "control.sock", "ready", "receipt.json")
     ]
     assert run.stop() == 13
-    assert run.verdict()["faults"] == []
+    assert run.termination_log()["faults"] == []
     assert {path: path.read_bytes() for path in before} == before, "what is ephemeral is written elsewhere"
 
 
-def test_a_disk_that_is_full_is_an_error_of_the_guests_and_told(start: Any, tmp_path: Path) -> None:
+def test_a_full_disk_is_a_write_error_in_the_guest_and_in_the_log(start: ProgramStarter, tmp_path: Path) -> None:
     base = image(tmp_path / "base", WRITER)
     run = start(
         f'[[disk]]\npath = "{base}"\nephemeral = true\nephemeral_size = "1MiB"\n[shutdown]\ngrace = 1\n', boot=False
@@ -186,7 +186,7 @@ done
 
 
 @pytest.fixture
-def watcher(guest: Any, tmp_path: Path) -> Path:
+def watcher(guest: GuestFiles, tmp_path: Path) -> Path:
     """Make an initial RAM disk whose init tells which disks there are, again and again."""
     place = tmp_path / "initrd.d"
     place.mkdir()
@@ -200,7 +200,9 @@ def watcher(guest: Any, tmp_path: Path) -> Path:
     return path
 
 
-def test_disks_come_grow_and_go_while_a_linux_guest_runs(start: Any, guest: Any, watcher: Path, tmp_path: Path) -> None:
+def test_disks_come_grow_and_go_while_a_linux_guest_runs(
+    start: ProgramStarter, guest: GuestFiles, watcher: Path, tmp_path: Path
+) -> None:
     later = image(tmp_path / "later")
     boot = f'[boot]\nkernel = "{guest.kernel}"\ninitrd = "{watcher}"\ncmdline = "console=ttyS0 quiet"\n'
     run = start(boot + "[hotplug]\ndisks = 2\n[shutdown]\ngrace = 1\n", boot=False)
@@ -238,11 +240,11 @@ def test_disks_come_grow_and_go_while_a_linux_guest_runs(start: Any, guest: Any,
     refused = ctl(run, "cpus", 2)
     assert (refused.returncode, "cannot change the number of vCPUs" in refused.stderr) == (31, True)
     assert run.stop() == 13
-    assert run.verdict()["faults"] == []
+    assert run.termination_log()["faults"] == []
 
 
 @contextlib.contextmanager
-def connected(run: Run) -> Iterator[socket.socket]:
+def connected(run: ProgramRun) -> Iterator[socket.socket]:
     """Hold a connection to the control socket from out here, which is another PID namespace."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(30)
@@ -250,7 +252,7 @@ def connected(run: Run) -> Iterator[socket.socket]:
         yield connection
 
 
-def test_who_asks_and_who_goes_away(start: Any, tmp_path: Path) -> None:
+def test_who_asks_and_who_goes_away(start: ProgramStarter, tmp_path: Path) -> None:
     """The guest is the BIOS, which never releases a disk."""
     base = image(tmp_path / "base", WRITER)
     disks = [image(tmp_path / f"later{number}") for number in range(3)]
@@ -265,17 +267,19 @@ def test_who_asks_and_who_goes_away(start: Any, tmp_path: Path) -> None:
     run.state.chmod(0o711)
     (run.state / "control.sock").chmod(0o666)
     status = json.dumps({"jsonrpc": "2.0", "method": "status", "id": 1})
-    nobody = (
+    unprivileged = (
         f"import os, socket; os.chdir({str(run.state)!r}); os.setresuid(65534, 65534, 65534); "
         f"s = socket.socket(socket.AF_UNIX); s.connect('control.sock'); "
         f"s.sendall({status.encode() + chr(10).encode()!r}); print(s.recv(4096))"
     )
     inside = ["nsenter", "--target", str(run.pid()), "--mount", "--pid"]
-    said = subprocess.run([*inside, sys.executable, "-c", nobody], capture_output=True, text=True, check=True).stdout
-    assert "own PID namespace may ask" in said
+    output = subprocess.run(
+        [*inside, sys.executable, "-c", unprivileged], capture_output=True, text=True, check=True
+    ).stdout
+    assert "own PID namespace may ask" in output
 
     # One asks and goes away, and what it asked for is done; another asks at the same time, and waits for its turn.
-    enter = [*inside, RUNNER, "ctl", "--state-dir", run.state, "disk"]
+    enter: list[str | Path] = [*inside, RUNNER, "ctl", "--state-dir", run.state, "disk"]
     first = subprocess.Popen([*enter, "attach", disks[0]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     second = subprocess.Popen([*enter, "attach", disks[1]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert (first.wait(60), second.wait(60)) == (0, 0)
@@ -300,4 +304,4 @@ def test_who_asks_and_who_goes_away(start: Any, tmp_path: Path) -> None:
             connection.sendall(nonsense)
             assert b"error" in connection.recv(4096)
     assert run.stop() == 13, run.log
-    assert run.verdict()["faults"] == []
+    assert run.termination_log()["faults"] == []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from runner.plan.firmware import BUILDS
+from tests.support.program_runs import ProgramStarter
 
 DISK = '[[disk]]\npath = "{}/disk"\n[shutdown]\ngrace = 1\n'
 
@@ -14,7 +14,7 @@ def empty_store(word: str) -> Path:
     return next(Path(store) for code, store in BUILDS[word] if Path(code).exists() and Path(store).exists())
 
 
-def test_the_store_is_made_once_and_belongs_to_one(start: Any, tmp_path: Path) -> None:
+def test_the_store_is_made_once_and_belongs_to_one(start: ProgramStarter, tmp_path: Path) -> None:
     (tmp_path / "disk").write_bytes(bytes(1 << 20))
     store, template = tmp_path / "store.fd", empty_store("uefi")
     text = f'[boot]\nfirmware = "uefi"\nfirmware_vars = "{store}"\n' + DISK.format(tmp_path)
@@ -38,7 +38,7 @@ def test_the_store_is_made_once_and_belongs_to_one(start: Any, tmp_path: Path) -
     assert third.stop() in {0, 13}
 
 
-def test_secure_boot_starts(start: Any, tmp_path: Path) -> None:
+def test_secure_boot_starts(start: ProgramStarter, tmp_path: Path) -> None:
     (tmp_path / "disk").write_bytes(bytes(1 << 20))
     empty_store("uefi-secure")
     run = start('[boot]\nfirmware = "uefi-secure"\n' + DISK.format(tmp_path), boot=False)
@@ -47,7 +47,7 @@ def test_secure_boot_starts(start: Any, tmp_path: Path) -> None:
     assert run.stop() in {0, 13}
 
 
-def test_firmware_that_qemus_user_may_not_read(start: Any, tmp_path: Path) -> None:
+def test_firmware_that_qemus_user_may_not_read(start: ProgramStarter, tmp_path: Path) -> None:
     """A copy in memory, which QEMU's fdsets want to be as read-only as the block device it becomes."""
     (tmp_path / "disk").write_bytes(bytes(1 << 20))
     code = next(Path(code) for code, _ in BUILDS["uefi"] if Path(code).exists())

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.support.program_runs import ProgramStarter
 
 SHARE = '[[share]]\ntag = "share"\npath = "{}"\n'
 
@@ -26,7 +27,7 @@ def shared(root: Path) -> tuple[str, Path]:
     return SHARE.format(directory), directory
 
 
-def test_boot_dhcp_share_sigterm(start: Any, tmp_path: Path) -> None:
+def test_boot_dhcp_share_sigterm(start: ProgramStarter, tmp_path: Path) -> None:
     """The main job; then nothing is left but the console's log."""
     share, directory = shared(tmp_path)
     run = start("[[network]]\n" + share, "guest.word=xyzzy")
@@ -39,7 +40,7 @@ def test_boot_dhcp_share_sigterm(start: Any, tmp_path: Path) -> None:
     if not receipt["shared"]:
         assert {thread["allowed_cpus"] for thread in threads if thread["role"] != "vcpu"} == {receipt["float_cpus"]}
 
-    # What the receipt says is what the kernel says, and QEMU is nobody in particular.
+    # The receipt agrees with the kernel, and QEMU is an unprivileged user.
     [qemu] = run.descendants()["qemu-system-x86"]
     status = Path(f"/proc/{qemu}/status").read_text()
     assert "Uid:\t0" not in status
@@ -55,7 +56,7 @@ def test_boot_dhcp_share_sigterm(start: Any, tmp_path: Path) -> None:
     assert "guest: pings 192.168.77.1" in run.console
     assert "guest: power button" in run.console
     assert (directory / "word").read_text() == "xyzzy\n"
-    assert run.verdict() == {
+    assert run.termination_log() == {
         "status": 0,
         "outcome": "stopped",
         "detail": "the guest powered down when asked to",
@@ -69,7 +70,7 @@ CAPABILITIES = "chown dac_override fsetid fowner mknod net_raw setgid setuid set
 """What Docker gives a container by default."""
 
 
-def test_the_capabilities_the_readme_names_are_enough(start: Any, tmp_path: Path) -> None:
+def test_the_capabilities_the_readme_names_are_enough(start: ProgramStarter, tmp_path: Path) -> None:
     share, directory = shared(tmp_path)
     bounding = ",".join(f"+{name}" for name in (*CAPABILITIES.split(), "net_admin", "sys_nice"))
     run = start(
@@ -82,7 +83,7 @@ def test_the_capabilities_the_readme_names_are_enough(start: Any, tmp_path: Path
     assert "guest: address 192.168.77.2/24" in run.console
     assert (directory / "word").read_text() == "caps\n"
     assert run.stop() == 0
-    assert run.verdict()["faults"] == []
+    assert run.termination_log()["faults"] == []
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def links(namespace: str) -> str:
 
 
 @pytest.mark.parametrize("end", ["sigterm", "sigkill"])
-def test_the_guest_takes_the_pods_place(start: Any, pod: str, end: str) -> None:
+def test_the_guest_takes_the_pods_place(start: ProgramStarter, pod: str, end: str) -> None:
     before = links(pod)
     run = start('[[network]]\nmode = "bridge"\n', "", around=("ip", "netns", "exec", pod))
     run.until_done()
@@ -150,13 +151,13 @@ def test_the_guest_takes_the_pods_place(start: Any, pod: str, end: str) -> None:
         ("panic", "", 12, "guest_panicked"),
     ],
 )
-def test_the_guest_ends_by_itself(start: Any, then: str, spec: str, status: int, outcome: str) -> None:
+def test_the_guest_ends_by_itself(start: ProgramStarter, then: str, spec: str, status: int, outcome: str) -> None:
     run = start(spec, f"guest.then={then}")
     assert run.wait() == status, run.log
-    assert (run.verdict()["status"], run.verdict()["outcome"]) == (status, outcome)
+    assert (run.termination_log()["status"], run.termination_log()["outcome"]) == (status, outcome)
 
 
-def test_a_guest_that_reboots_goes_on_in_place(start: Any) -> None:
+def test_a_guest_that_reboots_goes_on_in_place(start: ProgramStarter) -> None:
     run = start("", "guest.then=reboot")
     run.until("the guest was reset reason=guest-reset", lambda: run.log)
     pid = run.descendants()["qemu-system-x86"]
@@ -166,14 +167,14 @@ def test_a_guest_that_reboots_goes_on_in_place(start: Any) -> None:
     assert run.stop() == 0
 
 
-def test_a_deaf_guest_is_switched_off_in_time(start: Any) -> None:
+def test_a_deaf_guest_is_switched_off_in_time(start: ProgramStarter) -> None:
     run = start("[shutdown]\ngrace = 3\n", "guest.deaf")
     run.until_done()
     assert run.stop() == 13
-    assert "did not power down within 2.7 s" in run.verdict()["detail"]
+    assert "did not power down within 2.7 s" in run.termination_log()["detail"]
 
 
-def test_disks(start: Any, tmp_path: Path) -> None:
+def test_disks(start: ProgramStarter, tmp_path: Path) -> None:
     """A raw file, a qcow2 file and a read-only one, all through descriptors; QEMU's user may read none of them."""
     (tmp_path / "raw").write_bytes(b"RAW-DISK".ljust(1 << 20, b"\0"))
     (tmp_path / "ro").write_bytes(b"READ-ONLY".ljust(1 << 20, b"\0"))
@@ -204,7 +205,7 @@ BOOT_SECTOR = bytes.fromhex("31c0 8ed8 be157c baf803 ac 84c0 7403 ee ebf8 f4 ebf
 
 
 @pytest.mark.parametrize("form", ["raw", "qcow2"])
-def test_seabios_boots_the_first_disk(start: Any, tmp_path: Path, form: str) -> None:
+def test_seabios_boots_the_first_disk(start: ProgramStarter, tmp_path: Path, form: str) -> None:
     (tmp_path / "raw").write_bytes(BOOT_SECTOR.ljust(510, b"\0") + b"\x55\xaa" + bytes(1 << 20))
     subprocess.run(["qemu-img", "convert", "-f", "raw", "-O", form, tmp_path / "raw", tmp_path / "disk"], check=True)
     (tmp_path / "other").write_bytes(bytes(1 << 20))
@@ -214,7 +215,7 @@ def test_seabios_boots_the_first_disk(start: Any, tmp_path: Path, form: str) -> 
     assert run.stop() == 13, "a boot sector knows no power button"
 
 
-def test_an_image_that_takes_data_from_elsewhere_is_refused(start: Any, tmp_path: Path) -> None:
+def test_an_image_that_takes_data_from_elsewhere_is_refused(start: ProgramStarter, tmp_path: Path) -> None:
     """A backing file or an external data file is any file of the host, as far as the image's maker likes."""
     (tmp_path / "secret").write_bytes(bytes(1 << 20))
     backing = ("-b", tmp_path / "secret", "-F", "raw")
@@ -226,7 +227,7 @@ def test_an_image_that_takes_data_from_elsewhere_is_refused(start: Any, tmp_path
         assert f"disk[0].path: '{tmp_path}/{name}' takes data from" in run.log
 
 
-def test_uefi(start: Any, tmp_path: Path) -> None:
+def test_uefi(start: ProgramStarter, tmp_path: Path) -> None:
     firmware = next(
         path for path in map(Path, ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_CODE.fd")) if path.exists()
     )
@@ -240,7 +241,7 @@ def test_uefi(start: Any, tmp_path: Path) -> None:
     assert variables.stat().st_size > 0
 
 
-def test_two_vcpus_share_nothing_with_us_or_the_start_says_so(start: Any) -> None:
+def test_two_vcpus_share_nothing_with_us_or_the_start_says_so(start: ProgramStarter) -> None:
     cpus = len(os.sched_getaffinity(0))
     run = start(f"[cpu]\ncount = {cpus + 1}\n")
     assert run.wait() == 30
@@ -252,7 +253,7 @@ def test_two_vcpus_share_nothing_with_us_or_the_start_says_so(start: Any) -> Non
     assert run.stop() == 0
 
 
-def test_the_script_to_paste_boots_the_same_machine(start: Any, tmp_path: Path) -> None:
+def test_the_script_to_paste_boots_the_same_machine(start: ProgramStarter, tmp_path: Path) -> None:
     (tmp_path / "a,b").mkdir()
     (tmp_path / "a,b" / "kernel").write_bytes(start.guest.kernel.read_bytes())
     share = f'[[network]]\n[[share]]\ntag = "share"\npath = "{tmp_path}/a,b"\n'

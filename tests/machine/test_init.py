@@ -1,4 +1,4 @@
-"""The duties of PID 1, told from outside: signals at any moment, orphans, faults of the host, bad input."""
+"""The duties of PID 1, seen from outside: signals at any moment, orphans, faults of the host, bad input."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.support.program_runs import ProgramStarter
 
 RUNNER = Path(sys.executable).with_name("instance-runner")
 
@@ -26,13 +27,13 @@ def blank(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("milliseconds", [1, 2, 5, 10, 20, 50, 100, 200, 500])
-def test_no_sigterm_is_lost(start: Any, blank: str, milliseconds: int) -> None:
+def test_no_sigterm_is_lost(start: ProgramStarter, blank: str, milliseconds: int) -> None:
     run = start(blank, boot=False)
     run.pid()
     time.sleep(milliseconds / 1000)  # the moment is what is tested
     run.send(signal.SIGTERM)
     assert run.wait(20) in {0, 13}, run.log
-    assert run.verdict()["outcome"] in {"stopped", "forced_off"}
+    assert run.termination_log()["outcome"] in {"stopped", "forced_off"}
 
 
 def test_without_blocked_signals_some_would_be_lost(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_without_blocked_signals_some_would_be_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_other_ways_to_ask(start: Any, number: int) -> None:
+def test_other_ways_to_ask(start: ProgramStarter, number: int) -> None:
     run = start()
     run.until_done()
     run.send(number)
@@ -75,7 +76,7 @@ def test_other_ways_to_ask(start: Any, number: int) -> None:
     assert f"asked to stop reason={signal.Signals(number).name}" in run.log
 
 
-def test_asked_again_and_again(start: Any) -> None:
+def test_asked_again_and_again(start: ProgramStarter) -> None:
     """Ten SIGTERMs are one; ten thousand SIGUSR1 are none."""
     run = start()
     run.until_done()
@@ -88,10 +89,10 @@ def test_asked_again_and_again(start: Any) -> None:
             os.kill(pid, signal.SIGTERM)
             time.sleep(0.01)
     assert run.wait() == 0, run.log
-    assert run.verdict()["faults"] == []
+    assert run.termination_log()["faults"] == []
 
 
-def test_orphans_during_the_end(start: Any) -> None:
+def test_orphans_during_the_end(start: ProgramStarter) -> None:
     """Two thousand orphans end while the guest powers down; QEMU's status is still QEMU's."""
     run = start()
     run.until_done()
@@ -100,10 +101,10 @@ def test_orphans_during_the_end(start: Any) -> None:
     with subprocess.Popen(entering) as storming:
         assert run.stop() == 0, run.log
         storming.wait()
-    assert run.verdict()["faults"] == []
+    assert run.termination_log()["faults"] == []
 
 
-def test_zombies_do_not_gather(start: Any, blank: str) -> None:
+def test_zombies_do_not_gather(start: ProgramStarter, blank: str) -> None:
     run = start(blank.replace("grace = 1", "grace = 5"), boot=False)
     run.until_runs()
     orphan = (
@@ -132,7 +133,7 @@ def test_zombies_do_not_gather(start: Any, blank: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qemu-system-x86", "virtiofsd", "dnsmasq", "sleep"])
-def test_kill_any_child(start: Any, tmp_path: Path, name: str) -> None:
+def test_kill_any_child(start: ProgramStarter, tmp_path: Path, name: str) -> None:
     (tmp_path / "shared").mkdir()
     run = start(f'[[network]]\n[[share]]\ntag = "share"\npath = "{tmp_path}/shared"\n[shutdown]\ngrace = 3\n')
     run.until_done()
@@ -140,10 +141,10 @@ def test_kill_any_child(start: Any, tmp_path: Path, name: str) -> None:
         os.kill(pid, signal.SIGKILL)
     if name == "qemu-system-x86":
         assert run.wait() == 20
-        assert "QEMU was killed by SIGKILL" in run.verdict()["detail"]
+        assert "QEMU was killed by SIGKILL" in run.termination_log()["detail"]
     elif name == "virtiofsd":
         assert run.wait() == 21
-        assert "virtiofsd" in run.verdict()["detail"]
+        assert "virtiofsd" in run.termination_log()["detail"]
     else:
         role = {"sleep": "anchor"}.get(name, name)
         run.until(f"{role} was killed by SIGKILL", lambda: run.log)
@@ -152,21 +153,21 @@ def test_kill_any_child(start: Any, tmp_path: Path, name: str) -> None:
             lambda: run.log.partition("starting it again")[1:][0] + run.log,
         )
         assert run.stop() == 0
-    assert run.verdict()["faults"] == []
+    assert run.termination_log()["faults"] == []
 
 
-def test_a_fault_of_the_teardown_is_the_outcome(start: Any, blank: str) -> None:
+def test_a_fault_of_the_teardown_is_the_outcome(start: ProgramStarter, blank: str) -> None:
     run = start(blank, boot=False)
     run.until_runs()
     (run.state / "receipt.json").unlink()
     assert run.stop() == 40
-    verdict = run.verdict()
+    verdict = run.termination_log()
     assert (verdict["status"], verdict["outcome"]) == (40, "dirty")
     assert "(forced_off), but not everything could be released" in verdict["detail"]
     assert len(verdict["faults"]) == 1
 
 
-def test_kill_pid_1(start: Any, tmp_path: Path) -> None:
+def test_kill_pid_1(start: ProgramStarter, tmp_path: Path) -> None:
     """The kernel ends the namespace with its PID 1; there is nothing to find afterwards (see `nothing_left`)."""
     (tmp_path / "shared").mkdir()
     run = start(f'[[network]]\n[[share]]\ntag = "share"\npath = "{tmp_path}/shared"\n')
@@ -175,14 +176,14 @@ def test_kill_pid_1(start: Any, tmp_path: Path) -> None:
     assert run.wait() != 0
 
 
-def test_not_pid_1(start: Any, blank: str) -> None:
+def test_not_pid_1(start: ProgramStarter, blank: str) -> None:
     run = start(blank, boot=False, namespaces=False)
     assert run.wait() == 30
     assert "cannot run as process" in run.log
     assert "--not-pid1" in run.log
 
 
-def test_not_pid_1_but_asked_for(start: Any, blank: str) -> None:
+def test_not_pid_1_but_asked_for(start: ProgramStarter, blank: str) -> None:
     """A development run: it adopts orphans, and its children die with it even of SIGKILL."""
     run = start(blank, boot=False, pid1=False)
     run.until_runs()
@@ -194,8 +195,8 @@ def test_not_pid_1_but_asked_for(start: Any, blank: str) -> None:
     assert run.wait(20) == -signal.SIGKILL
 
 
-def test_nobody_reads_the_console(start: Any) -> None:
-    """A full pipe on both outputs: the guest boots, powers down, and the status is told."""
+def test_the_console_has_no_reader(start: ProgramStarter) -> None:
+    """A full pipe on both outputs: the guest boots, powers down, and the status is right."""
     reading, writing = os.pipe()
     run = start(
         "", "loglevel=7 ignore_loglevel", "--log-level", "debug", streams={"stdout": writing, "stderr": writing}
@@ -205,11 +206,11 @@ def test_nobody_reads_the_console(start: Any) -> None:
         "guest: done", lambda: (run.state / "console.log").read_text() if (run.state / "console.log").exists() else ""
     )
     assert run.stop() == 0
-    assert run.verdict()["outcome"] == "stopped"
+    assert run.termination_log()["outcome"] == "stopped"
     os.close(reading)
 
 
-def test_outputs_are_closed(start: Any, blank: str) -> None:
+def test_outputs_are_closed(start: ProgramStarter, blank: str) -> None:
     run = start(
         blank,
         boot=False,
@@ -237,8 +238,8 @@ def full(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", directory], check=True)
 
 
-def test_a_full_disk(start: Any, full: Path, blank: str) -> None:
-    """The receipt cannot be written: a failed start, told in a sentence; a full console log alone is no reason."""
+def test_a_full_disk(start: ProgramStarter, full: Path, blank: str) -> None:
+    """The receipt cannot be written: a failed start, explained in one sentence; a full console log alone is no reason."""
     run = start(blank, "", "--state-dir", str(full), boot=False)
     assert run.wait() == 31
     assert f"cannot write '{full}/receipt.json': No space left on device" in run.log
@@ -247,14 +248,14 @@ def test_a_full_disk(start: Any, full: Path, blank: str) -> None:
     assert "the console's log file is given up: No space left on device" in run.log
 
 
-def test_a_read_only_root(start: Any, blank: str, full: Path) -> None:
+def test_a_read_only_root(start: ProgramStarter, blank: str, full: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", full], check=True)
     run = start(blank, "", "--state-dir", str(full / "state"), boot=False)
     assert run.wait() == 31
     assert f"cannot make the directory '{full}/state': Read-only file system" in run.log
 
 
-def test_a_program_is_missing(start: Any, blank: str, tmp_path: Path) -> None:
+def test_a_program_is_missing(start: ProgramStarter, blank: str, tmp_path: Path) -> None:
     """Before anything was touched; the system's own directories are looked into even when PATH is empty."""
     run = start(blank, boot=False, environment={"PATH": os.environ["PATH"]})
     run.until_runs()
@@ -275,14 +276,14 @@ def test_a_program_is_missing(start: Any, blank: str, tmp_path: Path) -> None:
         ('[memory]\nsize = "100TiB"\n', "memory.size: 100TiB and the"),
     ],
 )
-def test_bad_input_is_one_line_a_problem_and_no_traceback(start: Any, text: str, sentence: str) -> None:
+def test_bad_input_is_one_line_a_problem_and_no_traceback(start: ProgramStarter, text: str, sentence: str) -> None:
     run = start(text)
     assert run.wait() == 30
     assert sentence in run.log
     assert "Traceback" not in run.log
     assert len(run.log.splitlines()) == 2
     assert not run.state.exists(), "nothing was touched"
-    assert run.verdict()["outcome"] == "refused"
+    assert run.termination_log()["outcome"] == "refused"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_a_wrong_command_line(arguments: tuple[str, ...], status: int) -> None:
     )
 
 
-def test_output_that_cannot_be_written_is_told_in_a_line(start: Any) -> None:
+def test_output_that_cannot_be_written_is_told_in_a_line(start: ProgramStarter) -> None:
     spec = start.spec("")
     with Path("/dev/full").open("wb") as full:
         result = subprocess.run([RUNNER, "plan", spec], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -312,7 +313,7 @@ def test_output_that_cannot_be_written_is_told_in_a_line(start: Any) -> None:
     assert "\\u2192" in shown
 
 
-def test_plan_touches_nothing_and_says_what_run_would_do(start: Any, tmp_path: Path) -> None:
+def test_plan_touches_nothing_and_says_what_run_would_do(start: ProgramStarter, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     spec = start.spec(f'[[network]]\n[[share]]\ntag = "share"\npath = "{tmp_path}/shared"\n')
     before = Path("/proc/net/dev").read_text().count("\n")

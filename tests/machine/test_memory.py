@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import pytest
 
@@ -24,6 +23,7 @@ from runner.plan.instance import plan_instance
 from runner.plan.memory import RUNNER, memory_overhead
 from runner.spec.instance import parse_instance
 from tests.machine.test_shapes import HOSTS, ROM, Talk
+from tests.support.program_runs import ProgramStarter
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "instances" / "tiny.toml"
 DEMO = "/usr/share/instance-runner/demo"
@@ -37,7 +37,7 @@ def resident(pid: int) -> int:
     )
 
 
-def test_the_smallest_machine_runs(start: Any) -> None:
+def test_the_smallest_machine_runs(start: ProgramStarter) -> None:
     text = EXAMPLE.read_text().replace(f"{DEMO}/vmlinuz", str(start.guest.kernel))
     text = text.replace(f"{DEMO}/initrd", str(start.guest.initrd)).replace("[cpu]\n", '[cpu]\naccel = "tcg"\n')
     run = start(text, boot=False)
@@ -45,7 +45,7 @@ def test_the_smallest_machine_runs(start: Any) -> None:
     assert run.stop() == 0, run.log
 
 
-def test_a_real_guest_and_its_servants_need_no_more_than_reckoned(start: Any, tmp_path: Path) -> None:
+def test_a_real_guest_and_its_servants_need_no_more_than_reckoned(start: ProgramStarter, tmp_path: Path) -> None:
     (tmp_path / "share").mkdir()
     share = f'[[share]]\ntag = "share"\npath = "{tmp_path}/share"\n'
     run = start(f'[memory]\nsize = "512MiB"\nprealloc = true\n[[network]]\n{share}', "guest.word=xyzzy")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-from tests.machine.conftest import PROJECT, Start
+from tests.support.program_runs import PROJECT, ProgramStarter
 
 POD = """
 mount -t sysfs sysfs /sys && mount -t cgroup2 cgroup2 /sys/fs/cgroup 2>/dev/null
@@ -21,14 +20,14 @@ exec "$@"
 """A pod with two interfaces, whose runtime hands on a disk (``--preserve-fds``)."""
 
 
-def test_the_example_with_two_interfaces_and_a_disk_by_its_descriptor(start: Start, tmp_path: Path) -> None:
+def test_the_example_with_two_interfaces_and_a_disk_by_its_descriptor(start: ProgramStarter, tmp_path: Path) -> None:
     example = (PROJECT / "examples" / "instances" / "two-nics.toml").read_text()
     text, changed = re.subn(r"\[boot\]\n(\w+ = .*\n)+", "", example)
     assert changed == 1, "the guest is the tests' own"
     disk = tmp_path / "disk"
     disk.write_bytes(b"HANDED-OVER".ljust(4096, b"\0"))
     text = text[text.index("[cpu]") :]
-    run: Any = start(text + '[[disk]]\nfd = "disk0"\n', inside=("bash", "-c", POD, str(disk)))
+    run = start(text + '[[disk]]\nfd = "disk0"\n', inside=("bash", "-c", POD, str(disk)))
     run.until_done()
     assert "guest: address 10.244.1.5/24 mtu 1500" in run.console
     assert "guest: interface eth0 0a:58:0a:f4:01:05 mtu 1500 queues 2" in run.console

@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
-from tests.machine.conftest import until
+from tests.support.program_runs import ProgramStarter, until
 
 CLIENT = """
 import sys, urllib.error, urllib.request
@@ -22,7 +21,7 @@ LOOPBACK = ("sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 SPEC = '[environment]\nallow = ["POD_NAME"]\n[instance]\nname = "${POD_NAME}"\n[[network]]\n'
 
 
-def test_an_instance_is_watched_from_outside(start: Any) -> None:
+def test_an_instance_is_watched_from_outside(start: ProgramStarter) -> None:
     who = {"POD_NAME": "web-1", "POD_NAMESPACE": "prod", "NODE_NAME": "n1"}
     run = start(SPEC, "", "--log-format=json", "--http=:9441", inside=LOOPBACK, environment=who)
 
@@ -54,8 +53,8 @@ def test_an_instance_is_watched_from_outside(start: Any) -> None:
     assert b"\r\n" in (run.state / "console.log").read_bytes()
 
 
-def test_an_address_that_is_not_here_is_a_failed_start(start: Any) -> None:
+def test_an_address_that_is_not_here_is_a_failed_start(start: ProgramStarter) -> None:
     run = start("", "", "--http=192.0.2.1:9441", inside=LOOPBACK)
     assert run.wait() == 31
     assert "cannot listen at 192.0.2.1:9441" in run.log
-    assert until(lambda: run.verdict()["outcome"], "its verdict") == "start_failed"
+    assert until(lambda: run.termination_log()["outcome"], "its verdict") == "start_failed"

@@ -1,4 +1,4 @@
-"""This machine's QEMU is told of guests of every shape, and says them back as they were planned."""
+"""This machine's QEMU gets guests of every shape, and reports them as they were planned."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def test_qemu_says_the_shape_back(host: str, cpus: str) -> None:
         vcpus = {vcpu["cpu-index"]: vcpu["props"] for vcpu in talk.ask("query-cpus-fast")}
         backends = {backend["id"]: backend["size"] for backend in talk.ask("query-memdev")}
         talk.ask("quit")
-        _, said = qemu.communicate(timeout=60)
+        _, output = qemu.communicate(timeout=60)
         assert qemu.returncode == 0
-        assert [line for line in said.splitlines() if b"TCG doesn't support" not in line] == []
+        assert [line for line in output.splitlines() if b"TCG doesn't support" not in line] == []
     assert len(slots) == len(vcpus) == topology.vcpus, "no vCPU is missing, no slot is empty"
     places = ("socket-id", "die-id", "core-id", "thread-id")
     sizes = tuple(len({props.get(place, 0) for props in slots}) for place in places)

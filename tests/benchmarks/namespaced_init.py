@@ -21,22 +21,22 @@ STAMP = 'echo "mark exec $EPOCHREALTIME" >&2; exec "$@"'
 
 LOG_LINE = re.compile(r"(\d\d):(\d\d):(\d\d\.\d\d\d) \w+ +(.*)")
 DAY = 86400
-PATIENCE = 30.0
+TIMEOUT = 30.0
 
 
-class BenchError(Exception):
+class BenchmarkError(Exception):
     """Something could not be measured."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What was heard, and when."""
+    """A line of output, and when it arrived."""
 
     moment: float
     text: str
 
 
-class World:
+class NamespacedInit:
     """A PID 1 and everything below it."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -67,19 +67,19 @@ class World:
             assert pipe is not None
             pipe.close()
 
-    def until(self, text: str, patience: float = PATIENCE) -> Line:
-        """Return the first line with *text* in it, as soon as it is heard."""
+    def until(self, text: str, timeout: float = TIMEOUT) -> Line:
+        """Return the first line with *text* in it, as soon as it arrives."""
 
         def found() -> Line | None:
             return next((line for line in self.lines if text in line.text), None)
 
-        self._listen(lambda: found() is not None, patience, f"never said {text!r}")
+        self._listen(lambda: found() is not None, timeout, f"never printed {text!r}")
         line = found()
         assert line is not None
         return line
 
     def listen(self, seconds: float) -> None:
-        """Hear what is said meanwhile, so that nobody has to wait for us."""
+        """Read what arrives meanwhile, so that no writer has to wait for us."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self._hear(left)
@@ -94,13 +94,13 @@ class World:
         """Send SIGSTOP."""
         signal.pidfd_send_signal(self._pidfd, signal.SIGSTOP)
 
-    def exited(self, patience: float = PATIENCE) -> float:
+    def exited(self, timeout: float = TIMEOUT) -> float:
         """Return the moment PID 1, and so everything below it, is gone."""
         self._selector.register(self._pidfd, selectors.EVENT_READ)
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout
         while self._pidfd not in self._hear(end - time.monotonic()):
             if time.monotonic() > end:
-                raise BenchError(f"did not end within {patience:g} s:\n{self.transcript()}")
+                raise BenchmarkError(f"did not end within {timeout:g} s:\n{self.transcript()}")
         moment = time.time()
         self._selector.unregister(self._pidfd)
         while self._hear(0):
@@ -135,16 +135,16 @@ class World:
         moment = midnight + int(match[1]) * 3600 + int(match[2]) * 60 + float(match[3])
         return moment if moment > self.born - DAY / 2 else moment + DAY
 
-    def _listen(self, happened: Callable[[], bool], patience: float, otherwise: str) -> None:
-        end = time.monotonic() + patience
+    def _listen(self, happened: Callable[[], bool], timeout: float, otherwise: str) -> None:
+        end = time.monotonic() + timeout
         while not happened():
             if time.monotonic() > end or not self._selector.get_map():
-                raise BenchError(f"{otherwise}:\n{self.transcript()}")
+                raise BenchmarkError(f"{otherwise}:\n{self.transcript()}")
             self._hear(end - time.monotonic())
 
-    def _hear(self, patience: float) -> set[int]:
+    def _hear(self, timeout: float) -> set[int]:
         """Read what there is, and return the descriptors that had something to say."""
-        ready = {key.fd for key, _ in self._selector.select(max(0, patience))}
+        ready = {key.fd for key, _ in self._selector.select(max(0, timeout))}
         moment = time.time()
         for fd in ready & self._rest.keys():
             data = os.read(fd, 1 << 16)
@@ -156,7 +156,7 @@ class World:
 
 
 @contextmanager
-def world(*argv: str | Path, pass_fds: Sequence[int] = ()) -> Iterator[World]:
+def namespaced_init(*argv: str | Path, pass_fds: Sequence[int] = ()) -> Iterator[NamespacedInit]:
     """Hold *argv* as PID 1 of fresh PID, mount and network namespaces; whatever is in them at the end is killed.
 
     It is killed with this process too, however that ends.
@@ -171,7 +171,7 @@ def world(*argv: str | Path, pass_fds: Sequence[int] = ()) -> Iterator[World]:
         env={"PATH": os.environ["PATH"], "LC_ALL": "C"},
     )
     try:
-        with World(process) as held:
+        with NamespacedInit(process) as held:
             yield held
     finally:
         process.kill()
