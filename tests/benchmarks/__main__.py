@@ -53,28 +53,33 @@ def main() -> int:
         build(Path(directory))
         setup = BenchmarkSetup(Path(directory), arguments.accel, arguments.quick, *cpus())
         try:
-            report(setup, arguments.only or list(PARTS), as_json=arguments.json)
-        except BenchmarkError as error:
-            print(f"tests/benchmarks/run: {error}", file=sys.stderr)
-            return 1
+            return 0 if report(setup, arguments.only or list(PARTS), as_json=arguments.json) else 1
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
-    return 0
 
 
-def report(setup: BenchmarkSetup, parts: list[str], *, as_json: bool) -> None:
+def report(setup: BenchmarkSetup, parts: list[str], *, as_json: bool) -> bool:
+    """Measure *parts*, print what they found, and return whether all of them could be measured.
+
+    A part that fails loses its own figures and no others.
+    """
+    whole = True
     host, before = facts(setup), os.getloadavg()[0]
     figures: list[Figure] = []
     for part in parts:
         begun = time.monotonic()
-        figures += PARTS[part](setup)
+        try:
+            figures += list(PARTS[part](setup))
+        except (BenchmarkError, subprocess.SubprocessError, OSError, ValueError) as error:
+            print(f"tests/benchmarks/run: {part} could not be measured: {error}", file=sys.stderr)
+            whole = False
         print(f"{part}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
     host["load average"] += f" before, {os.getloadavg()[0]:.1f} after"
     quiet = before < QUIET * len(os.sched_getaffinity(0))
     remarks = () if quiet else ("This machine was not quiet: times are too long and differ from run to run.",)
     if as_json:
         print(json.dumps({"host": host, "figures": [figure.to_json() for figure in figures]}, indent=1))
-        return
+        return whole
     print("Measured on " + ", ".join(f"{name} {value}" for name, value in host.items()) + ".")
     print(" ".join(("Medians; ratio = instance-runner ÷ each of the others.", *remarks)) + "\n")
     print("\n".join(markdown(figures)))
@@ -82,6 +87,7 @@ def report(setup: BenchmarkSetup, parts: list[str], *, as_json: bool) -> None:
     print(f"\n{sum(figure.met is True for figure in figures)} goals met, {len(missed)} missed.")
     for figure in missed:
         print(f"Missed: {figure.name}: {figure.median:.1f}, goal {figure.goal}.")
+    return whole
 
 
 def facts(setup: BenchmarkSetup) -> dict[str, str]:

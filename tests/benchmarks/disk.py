@@ -54,7 +54,7 @@ size = "256MiB"
 [boot]
 kernel = "{guest}/vmlinuz"
 initrd = "{place}/initrd"
-cmdline = "console=ttyS0 quiet"
+cmdline = "console=ttyS0 quiet no_timer_check"
 [[disk]]
 path = "{place}/disk"
 """

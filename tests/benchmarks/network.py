@@ -33,7 +33,7 @@ with socket.create_server(("", 5001)) as listener:
 
 
 def spec(guest: Path, mib: int, accel: str) -> str:
-    boot = f'kernel = "{guest}/vmlinuz"\ninitrd = "{guest}/initrd"\ncmdline = "console=ttyS0 quiet guest.send={mib}"\n'
+    boot = f'kernel = "{guest}/vmlinuz"\ninitrd = "{guest}/initrd"\ncmdline = "console=ttyS0 quiet no_timer_check guest.send={mib}"\n'
     return f'[cpu]\naccel = "{accel}"\n[memory]\nsize = "256MiB"\n[boot]\n{boot}[[network]]\n'
 
 

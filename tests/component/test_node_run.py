@@ -68,7 +68,6 @@ def test_the_status_tells_the_truth(tmp_path: Path, tools: dict[str, str], does:
     boot_timeout = "60" if "up {word}" in does else "1"
     done = subprocess.run(
         [
-            sys.executable,
             RUN,
             "--accel",
             "tcg",

@@ -42,7 +42,9 @@ def root() -> Artefact:
     """Return the recipe of the node's root file system, an erofs image."""
     uv = shutil.which("uv")
     if uv is None:
-        raise EmulatedNodeError("cannot read uv.lock: uv is not installed; pip install uv (tests/run does it)")
+        raise EmulatedNodeError(
+            "cannot read uv.lock: uv is not on PATH; start the node by tests/node/run, which installs it"
+        )
     pruned = [option for package in NOT_IN_THE_NODE for option in ("--prune", package)]
     requirements = subprocess.run(
         [uv, "export", "-q", "--frozen", "--no-emit-project", "--no-header", "--no-annotate", *pruned],

@@ -69,7 +69,7 @@ def test_from_nothing_to_an_ssh_login(start: ProgramStarter, tmp_path: Path, key
 
     The disk is the emulated node's Debian. It has no boot loader, so that its kernel is started directly.
     """
-    cmdline = "console=ttyS0 quiet systemd.mask=systemd-logind.service systemd.show_status=0"
+    cmdline = "console=ttyS0 quiet no_timer_check systemd.mask=systemd-logind.service systemd.show_status=0"
     text = server(
         {
             'firmware = "uefi"\n': f'kernel = "{fetch(artefacts.kernel())}"\ninitrd = "{initrd}"\ncmdline = "{cmdline}"\n',

@@ -204,7 +204,7 @@ def test_disks_come_grow_and_go_while_a_linux_guest_runs(
     start: ProgramStarter, guest: GuestFiles, watcher: Path, tmp_path: Path
 ) -> None:
     later = image(tmp_path / "later")
-    boot = f'[boot]\nkernel = "{guest.kernel}"\ninitrd = "{watcher}"\ncmdline = "console=ttyS0 quiet"\n'
+    boot = f'[boot]\nkernel = "{guest.kernel}"\ninitrd = "{watcher}"\ncmdline = "console=ttyS0 quiet no_timer_check"\n'
     run = start(boot + "[hotplug]\ndisks = 2\n[shutdown]\ngrace = 1\n", boot=False)
     run.until("watcher: disks none end", lambda: run.console)
 

@@ -118,7 +118,9 @@ class ProgramStarter:
     runs: list[ProgramRun] = attrs.field(factory=list)
 
     def spec(self, text: str, cmdline: str = "", *, boot: bool = True) -> Path:
-        kernel = f'[boot]\nkernel = "{self.guest.kernel}"\ninitrd = "{self.guest.initrd}"\ncmdline = "console=ttyS0 quiet {cmdline}"\n'
+        cmdline = f"console=ttyS0 quiet no_timer_check {cmdline}"
+        files = f'kernel = "{self.guest.kernel}"\ninitrd = "{self.guest.initrd}"'
+        kernel = f'[boot]\n{files}\ncmdline = "{cmdline}"\n'
         accel = "" if "accel" in text else ('accel = "tcg"\n' if text.startswith("[cpu]") else '[cpu]\naccel = "tcg"\n')
         path = self.root / "spec.toml"
         if text.startswith("[cpu]"):

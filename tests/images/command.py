@@ -1,0 +1,90 @@
+"""Build the images without a registry, run them here and in the emulated node, check the Kubernetes manifests.
+
+Usage: tests/images/run [--only build|here|node|containerd] [--kubelet PATH] [pytest arguments]
+
+It needs root on Debian or Ubuntu and the packages that tests/run installs. Base, layers and programs are kept in the
+node's cache. Images are run by podman and runc as PID 1 with --privileged, then in the node with the pods that the
+manifests in examples/kubernetes describe: by crun and runc, and by containerd in a node with systemd. If the program
+of a kubelet is given (or named by RUNNER_KUBELET), that one runs them there as well, without a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+from tests.emulated_node import artefacts
+from tests.emulated_node.artefacts import PROJECT
+from tests.emulated_node.cache import EmulatedNodeError, fetch, say
+from tests.images import built
+from tests.images.manifests import DIRECTORIES, put_together
+
+CALLED = {"gpu-instance": "gpu-instance", "controller": "instance-cgroup-controller"}
+"""The images' directories → what the manifests call them."""
+
+
+def tell_manifests(images: dict[str, str]) -> str:
+    """Leave what the manifests describe, and the images' configurations, in a file; return its path in the node."""
+    configurations = {
+        CALLED[name]: json.loads(built.podman("image", "inspect", "--format", "{{json .Config}}", image))
+        for name, image in images.items()
+    }
+    told = PROJECT / ".cache" / "images" / "manifests.json"
+    told.parent.mkdir(parents=True, exist_ok=True)
+    objects = {directory: put_together(directory) for directory in DIRECTORIES}
+    told.write_text(json.dumps({"objects": objects, "configurations": configurations}))
+    return f"/project/{told.relative_to(PROJECT)}"
+
+
+def in_node(images: dict[str, str], *words: str) -> int:
+    """Run tests/node/run with *words*, the images as disks and the manifests; return its status."""
+    disks = [f"--disk={name}={built.root_file_system(name, image)}" for name, image in images.items()]
+    return subprocess.run(
+        ["tests/node/run", *disks, *words],
+        cwd=PROJECT,
+        env={**os.environ, "RUNNER_NODE_MANIFESTS": tell_manifests(images)},
+        check=False,
+    ).returncode
+
+
+def main() -> int:
+    """Do what the command line says and return the status."""
+    parser = argparse.ArgumentParser(prog="tests/images/run", description=__doc__.splitlines()[0])
+    steps = ("build", "here", "node", "containerd")
+    parser.add_argument("--only", choices=steps, help="only this step, and the build before it")
+    given = os.environ.get("RUNNER_KUBELET")
+    parser.add_argument("--kubelet", metavar="PATH", default=given, help="a kubelet's program, 1.20 or later")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    options = parser.parse_args()
+    try:
+        images = built.build()
+        os.environ["RUNNER_KUSTOMIZE"] = str(fetch(artefacts.kustomize()))
+        status = 0
+        if options.only in {None, "here"}:
+            status = subprocess.run(
+                [sys.executable, "-m", "pytest", "tests/images", *options.pytest],
+                cwd=PROJECT,
+                env={**os.environ, "RUNNER_IMAGES": " ".join(f"{name}={image}" for name, image in images.items())},
+                check=False,
+            ).returncode
+        if status == 0 and options.only in {None, "node"}:
+            status = in_node(images, "--", "tests/node/images", *options.pytest)
+        if status == 0 and options.only in {None, "containerd"}:
+            disks, tests = [], ["tests/node/containerd/test_pods_of_containerd.py"]
+            if options.kubelet:
+                disks, tests = [f"--disk=kubelet={options.kubelet}"], [*tests, "tests/node/containerd/kubelet"]
+            else:
+                say("a kubelet is missing (--kubelet PATH or RUNNER_KUBELET), so its test is left out")
+            status = in_node(images, "--systemd", "--cpus=8", *disks, "--", *tests, *options.pytest)
+        built.forget_old()
+    except EmulatedNodeError as error:
+        say(str(error))
+        return 70
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
