@@ -166,7 +166,7 @@ def test_an_end_while_memory_is_taken(start: Start, ending: str) -> None:
     def taker() -> int | None:
         for command in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                if b"/populate.py\0" in command.read_bytes() and b"\0-c\0" not in command.read_bytes():
+                if b"/preallocate.py\0" in command.read_bytes() and b"\0-c\0" not in command.read_bytes():
                     return int(command.parent.name)
         return None
 

@@ -46,7 +46,7 @@ FACTS = HostFacts(
     memory=8 * GIB,
     state_directory=PurePosixPath("/s"),
     limits=MemoryLimits(memory=8 * GIB, huge={2 * MIB: HugeFact(), GIB: HugeFact()}),
-    preallocator=("python3", "-IS", "populate.py"),
+    preallocator=("python3", "-IS", "preallocate.py"),
     qemu=PurePosixPath("/q"),
     sleep=PurePosixPath("/sleep"),
     dnsmasq=PurePosixPath("/d"),
