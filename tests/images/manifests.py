@@ -1,4 +1,4 @@
-"""The manifests as ``kubectl apply -k`` puts them together."""
+"""The manifests: as they stand in their files, and as ``kubectl apply -k`` puts them together."""
 
 from __future__ import annotations
 
@@ -12,12 +12,31 @@ import yaml
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"
 DIRECTORIES = sorted(str(path.parent.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("kustomization.yaml"))
+INSTANCES = [name for name in DIRECTORIES if name.split("/")[0] in {"instance", "job", "overlays"}]
+"""The directories of one instance each: what ``kubectl delete -k`` may take."""
 Object = dict[str, Any]
 
 
-def put_together(directory: str) -> list[Object]:
+def kustomization(directory: str) -> Object:
+    """Return the ``kustomization.yaml`` of one of :data:`DIRECTORIES`."""
+    return dict(yaml.safe_load((EXAMPLES / directory / "kustomization.yaml").read_text()))
+
+
+def resources(directory: str) -> list[Object]:
+    """Return the objects in the files that a kustomization names, and those it refers to; nothing is generated or patched."""
+    found: list[Object] = []
+    for name in kustomization(directory)["resources"]:
+        path = (EXAMPLES / directory / name).resolve()
+        if path.is_dir():
+            found += resources(str(path.relative_to(EXAMPLES)))
+        else:
+            found += yaml.safe_load_all(path.read_text())
+    return found
+
+
+def put_together(directory: str, examples: Path = EXAMPLES) -> list[Object]:
     """Return the objects that applying one of :data:`DIRECTORIES` makes."""
-    argv = [os.environ["RUNNER_KUSTOMIZE"], "build", str(EXAMPLES / directory)]
+    argv = [os.environ["RUNNER_KUSTOMIZE"], "build", str(examples / directory)]
     return list(yaml.safe_load_all(subprocess.run(argv, check=True, stdout=subprocess.PIPE).stdout))
 
 

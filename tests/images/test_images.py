@@ -21,7 +21,7 @@ MEGABYTES = {"gpu_instance": 240, "controller": 130}
 """What an image may weigh unpacked; 80 of it is Debian. README says what they are made of."""
 NEEDED = ("NET_ADMIN", "SYS_NICE", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE")
 """What a run takes: bridge and tap, pinning threads of another user, changing to it, ending it, the DHCP port."""
-NEEDED_FOR_SHARES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "MKNOD", "SETFCAP", "SETPCAP", "SYS_CHROOT")
+NEEDED_FOR_SHARES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETFCAP", "SETPCAP", "SYS_CHROOT")
 """What virtiofsd keeps for itself, whether a guest ever uses it or not, and what it takes to give up the rest."""
 
 RUN = ("run", "/etc/instance/spec.toml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -23,12 +24,13 @@ from runner.plan.cloud_init import plan_seed
 from runner.plan.memory import memory_overhead
 from runner.spec.instance import InstanceSpec, parse_instance
 from tests.images.built import PROJECT
-from tests.images.manifests import DIRECTORIES, EXAMPLES, Object, pod_specs, put_together
+from tests.images.manifests import DIRECTORIES, EXAMPLES, INSTANCES, Object, pod_specs, put_together
 from tests.images.test_images import NEEDED, NEEDED_FOR_SHARES
 
 NEEDED_FOR_DEVICES = ("SYS_RESOURCE", "CHOWN")
 """To lock all of the guest's memory, and to lend QEMU the node of an IOMMU group."""
-INSTANCES = [name for name in DIRECTORIES if name != "controller"]
+TAKEN = {"Pod", "Job", "PodDisruptionBudget", "ConfigMap", "Secret"}
+"""The kinds of which an instance consists; all that deleting it may take."""
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +88,100 @@ def test_every_object_is_valid(name: str, minor: int, objects: dict[str, list[Ob
         assert kubernetes_validate.validate(found, version, strict=True) == version
 
 
-@pytest.mark.parametrize("minor", range(OLDEST_MINOR, NEWEST_MINOR + 1))
-def test_the_job_that_fills_a_disk_is_valid_and_fills_that_of_the_pod(
-    minor: int, objects: dict[str, list[Object]]
+def test_deleting_an_instance_takes_nothing_of_another(objects: dict[str, list[Object]]) -> None:
+    """What ``kubectl delete -k`` of each would take: no Namespace, no claim, and nothing that two of them have."""
+    taken = [
+        (found["kind"], found["metadata"]["namespace"], found["metadata"]["name"])
+        for name in INSTANCES
+        for found in objects[name]
+    ]
+    assert {kind for kind, _, _ in taken} == TAKEN
+    assert {namespace for _, namespace, _ in taken} == {"instances"}
+    assert len(taken) == len(set(taken))
+    [namespace] = objects["namespace"]
+    assert (namespace["kind"], namespace["metadata"]["name"]) == ("Namespace", "instances")
+
+
+def test_the_disk_of_an_instance_is_a_claim_of_its_own_kustomization(objects: dict[str, list[Object]]) -> None:
+    [claim] = objects["disks/claim"]
+    assert (claim["kind"], claim["metadata"]["namespace"]) == ("PersistentVolumeClaim", "instances")
+    named = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for name in INSTANCES
+        for pod in pod_specs(objects[name])
+        for volume in pod["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    assert named == {claim["metadata"]["name"]}
+
+
+def test_the_local_volume_is_one_that_the_claim_can_have(objects: dict[str, list[Object]]) -> None:
+    """By the rules of the volume controller: same class and mode, every access mode, at least the size."""
+    kinds = {found["kind"]: found for found in objects["disks/local"]}
+    assert set(kinds) == {"StorageClass", "PersistentVolume", "PersistentVolumeClaim"}
+    offered, asked = kinds["PersistentVolume"]["spec"], kinds["PersistentVolumeClaim"]["spec"]
+    assert kinds["StorageClass"]["metadata"]["name"] == offered["storageClassName"] == asked["storageClassName"]
+    assert kinds["StorageClass"]["provisioner"] == "kubernetes.io/no-provisioner"
+    assert offered["volumeMode"] == asked["volumeMode"] == "Block"
+    assert set(asked["accessModes"]) <= set(offered["accessModes"])
+    sizes = (offered["capacity"]["storage"], asked["resources"]["requests"]["storage"])
+    assert parse_quantity(sizes[0]) >= parse_quantity(sizes[1])
+    [claim] = objects["disks/claim"]
+    assert asked == {**claim["spec"], "storageClassName": "local-disks"}
+
+
+def pod_labels(objects: list[Object]) -> dict[str, str]:
+    [metadata] = [
+        found["spec"]["template"]["metadata"] if found["kind"] == "Job" else found["metadata"]
+        for found in objects
+        if found["kind"] in {"Pod", "Job"}
+    ]
+    return dict(metadata["labels"])
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_a_budget_keeps_exactly_this_instance(name: str, objects: dict[str, list[Object]]) -> None:
+    [budget] = [found["spec"] for found in objects[name] if found["kind"] == "PodDisruptionBudget"]
+    # maxUnavailable needs a controller with a scale, which neither a bare pod nor a Job has
+    assert {key: value for key, value in budget.items() if key != "selector"} == {"minAvailable": 1}
+    selected = budget["selector"]["matchLabels"].items()
+    assert [other for other in INSTANCES if selected <= pod_labels(objects[other]).items()] == [name]
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_a_node_that_is_away_does_not_end_the_instance(name: str, objects: dict[str, list[Object]]) -> None:
+    """The admission plugin DefaultTolerationSeconds adds 300 s for each of these two taints that is not tolerated."""
+    [pod] = pod_specs(objects[name])
+    for taint in ("not-ready", "unreachable"):
+        tolerated = {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute"}
+        assert tolerated in pod["tolerations"], "without tolerationSeconds"
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_a_changed_instance_does_not_change_what_the_running_one_reads(
+    name: str, objects: dict[str, list[Object]], tmp_path: Path
 ) -> None:
-    job = yaml.safe_load((EXAMPLES / "overlays/disk/fill.yaml").read_text())
-    assert kubernetes_validate.validate(job, f"1.{minor}", strict=True) == f"1.{minor}"
-    [filled], [booted] = pod_specs([job]), pod_specs(objects["overlays/disk"])
-    assert filled["volumes"] == [each for each in booted["volumes"] if each["name"] == "disk"]
-    assert filled["containers"][0]["volumeDevices"] == booted["containers"][0]["volumeDevices"]
+    def maps(found: list[Object]) -> set[str]:
+        generated = [each for each in found if each["kind"] in {"ConfigMap", "Secret"}]
+        assert all(each["immutable"] is True for each in generated)
+        return {each["metadata"]["name"] for each in generated}
+
+    [pod] = pod_specs(objects[name])
+    sources = [volume.get("configMap", volume.get("secret", {})) for volume in pod["volumes"]]
+    read = {source.get("name", source.get("secretName")) for source in sources} - {None}
+    assert maps(objects[name]) == read
+    changed = tmp_path / "kubernetes"
+    shutil.copytree(EXAMPLES, changed)
+    for file in kustomized_files(changed / name):
+        file.write_text(file.read_text() + "# changed\n")
+    assert maps(put_together(name, changed)).isdisjoint(read)
+
+
+def kustomized_files(directory: Path) -> list[Path]:
+    """Return the files of which ConfigMaps and Secrets are made in *directory*."""
+    kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
+    generators = [*kustomization["configMapGenerator"], *kustomization.get("secretGenerator", [])]
+    return [directory / file for generator in generators for file in generator["files"]]
 
 
 def test_cloud_init_is_what_cloud_init_reads(objects: dict[str, list[Object]]) -> None:
@@ -234,5 +321,9 @@ def test_the_kubelet_of_the_example_admits_it(
 def test_the_controller_takes_no_whole_cpu(objects: dict[str, list[Object]]) -> None:
     [pod] = pod_specs(objects["controller"])
     assert not is_guaranteed(pod)
+    # nor a part of one: an instance takes whole CPUs, and what is left of the last one is nobody's
+    resources = container_of(objects["controller"])["resources"]
+    assert "cpu" not in {**resources["requests"], **resources["limits"]}
+    assert parse_quantity(resources["requests"]["memory"]) > 0, "Burstable, not BestEffort"
     assert pod["hostPID"]
     assert not container_of(objects["controller"])["securityContext"].get("privileged")

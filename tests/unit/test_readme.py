@@ -1,10 +1,12 @@
-"""The README is true: its tables are those of the code."""
+"""The documents are true: their tables are those of the code, their paths and links exist."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from pathlib import Path
+
+import pytest
 
 import runner.errors
 from runner.check import cpu_owners, device_rights, host_reader, kernel_settings, programs
@@ -13,9 +15,13 @@ from runner.errors import Status
 from runner.instance import probes
 from runner.instance.daemons import DEATHS
 from runner.spec.instance import parse_instance, reference
+from tests.images.manifests import DIRECTORIES, EXAMPLES
 from tests.unit.test_house import MAY_IMPORT
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+KUBERNETES = (EXAMPLES / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", EXAMPLES / "README.md"]
 
 
 def test_every_key_of_the_schema_is_in_the_reference_as_it_is() -> None:
@@ -66,12 +72,12 @@ def test_every_metric_of_an_instance_is_named() -> None:
     source = Path(probes.__file__).read_text()
     names = set(re.findall(r'add\(\s*"(?:vcpu_)?([a-z_]+)", "(?:gauge|counter)"', source)) - {"info"}
     assert len(names) > 10
-    assert [name for name in sorted(names) if f"`{name}`" not in README] == []
+    assert [name for name in sorted(names) if f"`{name}`" not in KUBERNETES] == []
 
 
 def test_every_event_that_is_explained_is_one_of_ours() -> None:
     source = " ".join(path.read_text() for path in sorted(Path(runner.errors.__file__).parent.rglob("*.py")))
-    table = README.partition("| event | it means | do |")[2].partition("\n\n")[0]
+    table = KUBERNETES.partition("| event | it means | do |")[2].partition("\n\n")[0]
     events = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
     assert len(events) > 10
     for event in events:
@@ -79,8 +85,9 @@ def test_every_event_that_is_explained_is_one_of_ours() -> None:
         assert words in source, event
 
 
-def test_the_example_specs_are_taken() -> None:
-    specs = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_the_example_specs_are_taken(document: Path) -> None:
+    specs = re.findall(r"```toml\n(.*?)```", document.read_text(), re.DOTALL)
     assert specs
     for spec in specs:
         assert tomllib.loads(spec)
@@ -88,6 +95,48 @@ def test_the_example_specs_are_taken() -> None:
 
 
 def test_the_two_commands_exist() -> None:
-    root = Path(__file__).parents[2]
     for command in re.findall(r"^# ((?:examples|tests)/[a-z/]+run)", README, re.MULTILINE):
-        assert (root / command).is_file()
+        assert (ROOT / command).is_file()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_every_link_leads_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^):]*)\)", document.read_text())
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, link
+
+
+def test_every_directory_of_manifests_is_in_the_table() -> None:
+    table = KUBERNETES.partition("| directory or file | what it is |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1] if row else "")}
+    assert set(DIRECTORIES) <= named
+    for name in named:
+        assert (EXAMPLES / name).exists(), name
+
+
+def test_every_manifest_that_a_command_applies_exists() -> None:
+    named = re.findall(r"kubectl (?:apply|create|delete) [^`\n]*?-[kf] (\w\S*?)[`\s]", KUBERNETES)
+    assert len(named) > 5
+    for name in named:
+        path = EXAMPLES / name.removeprefix("examples/kubernetes/")
+        assert path.is_file() or (path / "kustomization.yaml").is_file(), name
+
+
+def test_a_drain_is_given_the_options_without_which_it_ends_at_once() -> None:
+    """The pods of the examples have an emptyDir and no controller, and the node has a DaemonSet."""
+    assert "$ kubectl drain NODE --ignore-daemonsets --delete-emptydir-data --force\n" in KUBERNETES
+
+
+@pytest.mark.parametrize("name", ["README.md", "kubelet-configuration.yaml", "overlays/gpu/kustomization.yaml"])
+def test_the_file_to_remove_is_named_where_huge_pages_are_reserved(name: str) -> None:
+    """A kubelet does not start with a ``memory_manager_state`` that holds another number of pages."""
+    text = re.sub(r"\s+#?\s*", " ", (EXAMPLES / name).read_text())
+    assert re.search(r"remove [^:]*memory_manager_state", text)
+    assert re.search(r"number of (huge )?pages", text)

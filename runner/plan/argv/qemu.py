@@ -460,11 +460,14 @@ def virtiofsd_argv(share: SharePlan, listener: str) -> list[str]:
     """Return virtiofsd's argv; *listener* is ``--fd=N`` (a listening socket) or ``--socket-path=…``.
 
     ``sandbox=chroot`` needs CAP_SYS_CHROOT only, the default ``namespace`` needs CAP_SYS_ADMIN.
-    ``--rlimit-nofile=0`` leaves the limit alone: raising it needs CAP_SYS_RESOURCE.
+    ``--rlimit-nofile=0`` leaves the limit alone: raising it needs CAP_SYS_RESOURCE. ``--modcaps=-mknod`` (since 1.5)
+    lets the pod do without CAP_MKNOD, with which a process in float could open the node's devices; the guest then
+    cannot make device nodes in the share.
     """
     if share.program.rust:
         argv = [str(share.program.path), listener, f"--shared-dir={share.path}", "--sandbox=chroot", "--cache=auto"]
         argv += ["--announce-submounts", "--rlimit-nofile=0", "--log-level=warn"]
+        argv += ["--modcaps=-mknod"] if share.program.version >= (1, 5) else []
         return [*argv, "--readonly"] if share.read_only else argv
     options = f"source={_virtiofsd_escape(str(share.path))},sandbox=chroot,cache=auto,announce_submounts,log_level=warn"
     return [str(share.program.path), listener, "-f", "-o", options, "--rlimit-nofile=0"]

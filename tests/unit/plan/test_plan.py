@@ -293,6 +293,14 @@ def test_virtiofsd_in_c_is_told_the_same_in_its_own_words() -> None:
     ]
 
 
+@pytest.mark.parametrize(("version", "added"), [((1, 4), []), ((1, 5), ["--modcaps=-mknod"])])
+def test_virtiofsd_does_without_mknod_where_it_can(version: tuple[int, ...], added: list[str]) -> None:
+    share = plan_of(KERNEL + '[[share]]\ntag = "a"\npath = "/srv"\n').shares[0]
+    program = attrs.evolve(share.program, version=version)
+    argv = virtiofsd_argv(attrs.evolve(share, program=program), "--fd=7")
+    assert [word for word in argv if "modcaps" in word] == added
+
+
 def test_descriptors_are_all_passed_on() -> None:
     descriptors = QemuFds(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (WireNumbers((6,)),), (7,), 9, (10, 99))
     assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]

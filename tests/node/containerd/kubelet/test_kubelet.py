@@ -61,7 +61,6 @@ class RealKubelet:
             "systemReserved": {"memory": "64Mi"},
             "evictionHard": {"memory.available": "64Mi", "nodefs.available": "0%", "imagefs.available": "0%"},
             "reservedMemory": [{"numaNode": node, "limits": {"memory": "96Mi"}} for node in (0, 1)],
-            "cgroupDriver": "systemd",
             "cpuManagerReconcilePeriod": "2s",
             "fileCheckFrequency": "1s",
             "staticPodPath": str(self.manifests),

@@ -1,0 +1,92 @@
+"""What the Kubernetes manifests say in their files; tests/images/test_manifests.py reads what kustomize makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+from runner.kubelet.pod import parse_quantity
+from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR
+from tests.images.manifests import DIRECTORIES, EXAMPLES, INSTANCES, Object, kustomization, pod_specs, resources
+
+DISKS = ("overlays/disk", "overlays/gpu", "overlays/server")
+KUBELETS = ("kubelet-configuration.yaml", "kubelet-configuration-strict.yaml")
+
+
+def patch(directory: str) -> Object:
+    """Return the pod's specification in the patch of an overlay."""
+    found: Object = yaml.safe_load((EXAMPLES / directory / "pod.yaml").read_text())["spec"]
+    return found
+
+
+def test_no_instance_contains_a_namespace_or_a_disk() -> None:
+    """``kubectl delete -k`` of an instance would delete it, with every other instance or the guest's data in it."""
+    kinds = {name: {found["kind"] for found in resources(name)} for name in DIRECTORIES}
+    for name in INSTANCES:
+        assert kinds[name] in ({"Pod", "PodDisruptionBudget"}, {"Job", "PodDisruptionBudget"}), name
+    assert kinds["namespace"] == {"Namespace"}
+    assert kinds["disks/claim"] == {"PersistentVolumeClaim"}
+
+
+def test_each_instance_has_a_name_and_a_label_of_its_own() -> None:
+    """The label is what its budget selects, the name what ``kubectl delete -k`` of another one must not find."""
+    names, labels = set(), set()
+    for directory in INSTANCES:
+        kustomized = kustomization(directory)
+        [workload] = [found for found in resources(directory) if found["kind"] in {"Pod", "Job"}]
+        names.add(workload["metadata"]["name"] + kustomized.get("nameSuffix", ""))
+        [label] = kustomized["labels"]
+        assert label["includeSelectors"] is True
+        labels.add(label["pairs"]["app.kubernetes.io/instance"])
+    assert names == labels
+    assert len(names) == len(INSTANCES)
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_what_an_instance_reads_cannot_be_changed_under_it(name: str) -> None:
+    assert kustomization(name)["generatorOptions"] == {"immutable": True}
+
+
+@pytest.mark.parametrize("name", DISKS)
+def test_every_instance_with_a_disk_names_the_claim(name: str) -> None:
+    [claim] = resources("disks/claim")
+    found = [each["persistentVolumeClaim"] for each in patch(name)["volumes"] if each["name"] == "disk"]
+    assert found == [{"claimName": claim["metadata"]["name"]}]
+
+
+@pytest.mark.parametrize("minor", range(OLDEST_MINOR, NEWEST_MINOR + 1))
+def test_the_job_that_fills_a_disk_is_valid(minor: int) -> None:
+    job = yaml.safe_load((EXAMPLES / "disks/fill.yaml").read_text())
+    assert kubernetes_validate.validate(job, f"1.{minor}", strict=True) == f"1.{minor}"
+
+
+@pytest.mark.parametrize("name", DISKS)
+def test_the_job_that_fills_a_disk_fills_that_of_the_pod(name: str) -> None:
+    [filled] = pod_specs([yaml.safe_load((EXAMPLES / "disks/fill.yaml").read_text())])
+    booted = patch(name)
+    assert filled["volumes"] == [each for each in booted["volumes"] if each["name"] == "disk"]
+    assert filled["containers"][0]["volumeDevices"] == booted["containers"][0]["volumeDevices"]
+
+
+@pytest.mark.parametrize("name", ["instance", "job"])
+def test_an_instance_stays_on_a_node_that_is_away(name: str) -> None:
+    [pod] = pod_specs(resources(name))
+    tolerated = {(each["key"], each["effect"], each.get("tolerationSeconds")) for each in pod["tolerations"]}
+    assert tolerated == {(f"node.kubernetes.io/{taint}", "NoExecute", None) for taint in ("not-ready", "unreachable")}
+
+
+def test_the_controller_asks_for_no_cpu() -> None:
+    """Not even for a part: instances take whole CPUs, so 20m would cost the node one of them."""
+    [pod] = pod_specs(resources("controller"))
+    [container] = pod["containers"]
+    asked: dict[str, dict[str, Any]] = container["resources"]
+    assert asked["requests"].keys() | asked["limits"].keys() == {"memory"}
+    assert parse_quantity(asked["requests"]["memory"]) > 0, "Burstable, not BestEffort"
+
+
+@pytest.mark.parametrize("name", KUBELETS)
+def test_the_kubelet_is_told_its_cgroup_driver(name: str) -> None:
+    assert yaml.safe_load((EXAMPLES / name).read_text())["cgroupDriver"] == "systemd"
