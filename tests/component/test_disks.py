@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from runner.errors import HostError, Problem, explain
 from runner.instance.discover import read_disk_facts
-from runner.instance.disks import TOLD_EVERY, DiskEvents, opened
+from runner.instance.disks import REPORTED_EVERY, DiskEvents, opened
 from runner.kernel import files
 from runner.kernel.disk_images import overlay
 from runner.plan.disks import DiskPlan, plan_disk
@@ -195,10 +195,10 @@ async def test_errors_are_told_once_and_counted(caplog: pytest.LogCaptureFixture
     news = DiskEvents()
     failed = {"node-name": "disk0", "operation": "write", "reason": "Input/output error"}
     for _ in range(1000):
-        news.hear(QmpEvent("BLOCK_IO_ERROR", failed))
-    news.hear(QmpEvent("BLOCK_IO_ERROR", {**failed, "operation": "read"}))
-    await trio.sleep(TOLD_EVERY + 1)
-    news.hear(QmpEvent("BLOCK_IO_ERROR", failed))
+        news.handle(QmpEvent("BLOCK_IO_ERROR", failed))
+    news.handle(QmpEvent("BLOCK_IO_ERROR", {**failed, "operation": "read"}))
+    await trio.sleep(REPORTED_EVERY + 1)
+    news.handle(QmpEvent("BLOCK_IO_ERROR", failed))
     assert [record.getMessage() for record in caplog.records] == [
         "the disk disk0 has failed to write: Input/output error; the guest was told",
         "the disk disk0 has failed to read: Input/output error; the guest was told",

@@ -110,7 +110,7 @@ async def test_while_the_guest_runs(fake_host: FakeHost) -> None:
         os.sched_setaffinity(tid.tid, other)
         await trio.sleep(READ_AGAIN)  # for so long the last reading is shown
         status, text = await page("/readyz")
-        assert (status, "vCPU 0" in text) == (503, True)
+        assert (status, "vcpu 0" in text) == (503, True)
         assert figures((await page("/metrics"))[1])["placement_holds"] == 0
         os.sched_setaffinity(tid.tid, set(cpu))
         await trio.sleep(READ_AGAIN)

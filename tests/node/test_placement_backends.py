@@ -54,19 +54,19 @@ class World:
         async with (
             open_supervisor(StopRequest(), self.faults) as host,
             anchored(host, SLEEP) as anchors,
-            entered_cgroups(host, placement, anchors) as seat,
-            host.processes.daemon(Command("qemu", SLEEP, entering=seat.memory_cgroup_fd), 0) as machine,
+            entered_cgroups(host, placement, anchors) as active,
+            host.processes.daemon(Command("qemu", SLEEP, entering=active.memory_cgroup_fd), 0) as machine,
         ):
             SABOTEUR.end()  # the start is over; what follows is the test's own
-            assert seat.groups is not None
-            assert cgroup_of(os.getpid()) == seat.groups.floating
-            assert [cgroup_of(anchor.process.pid) for anchor in anchors] == [seat.groups.pod] * 2
+            assert active.cgroups is not None
+            assert cgroup_of(os.getpid()) == active.cgroups.float_cgroup
+            assert [cgroup_of(anchor.process.pid) for anchor in anchors] == [active.cgroups.pod] * 2
             while host.procfs.name(machine.pid) != "sleep":  # it is born where it is told to before it is what it is
                 await trio.sleep(0.001)
-            seat.admit(machine.pid)
-            assert cgroup_of(machine.pid) == seat.groups.floating
-            seat.confine(machine.pid)
-            assert cgroup_of(machine.pid) == seat.groups.instance
+            active.admit(machine.pid)
+            assert cgroup_of(machine.pid) == active.cgroups.float_cgroup
+            active.confine(machine.pid)
+            assert cgroup_of(machine.pid) == active.cgroups.instance
             assert os.sched_getaffinity(machine.pid) == set(placement.cpus)
             await trio.lowlevel.checkpoint()
         return True

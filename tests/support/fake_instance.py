@@ -115,18 +115,17 @@ def fake_instance() -> Iterator[FakeInstance]:
 def write_receipt(path: str, cpus: list[int], roles: dict[str, str], vcpus: dict[str, int]) -> None:
     """Write what the runner would have written of these processes (pid → role, and tid → vCPU)."""
     from runner.cpuset import CpuSet
-    from runner.instance.thread_placement import PlacedThread, Receipt
     from runner.kernel.files import publish
     from runner.kernel.procfs import Procfs
-    from runner.placement.backends import AffinityPlacement
+    from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules
 
-    threads = [
-        PlacedThread("vcpu" if (index := vcpus.get(str(thread.tid))) is not None else role, index, thread)
+    threads = tuple(
+        ObservedThread(Role(role) if (index := vcpus.get(str(thread.tid))) is None else Role.VCPU, index, thread)
         for pid, role in roles.items()
         for thread in Procfs().threads(int(pid))
-    ]
-    placement = AffinityPlacement(CpuSet(cpus), tuple(cpus), CpuSet([0]), shared=False)
-    publish(PurePosixPath(path), json.dumps(Receipt(placement, None, tuple(threads)).to_json()).encode())
+    )
+    rules = ThreadRules(CpuSet(cpus), tuple(cpus), shared=False, cgroups=None)
+    publish(PurePosixPath(path), json.dumps(Receipt("affinity", rules, threads).to_json()).encode())
 
 
 def main() -> None:
