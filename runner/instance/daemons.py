@@ -40,21 +40,17 @@ class EndInstance:
     status: Status
 
 
-DEATHS: Mapping[str, Restart | EndInstance] = {
+RESTARTS: Mapping[str, Restart] = {
     "anchor": Restart(first=0.0, longest=5.0),  # at once: the pod's cgroup must not stay empty
     "dnsmasq": Restart(first=0.1, longest=10.0),  # the guest keeps its address meanwhile
+}
+FATAL: Mapping[str, EndInstance] = {
     "virtiofsd": EndInstance(Status.SERVICE_DIED),  # QEMU cannot reconnect
     "passt": EndInstance(Status.SERVICE_DIED),  # the same
     "qemu": EndInstance(Status.MACHINE_DIED),
 }
+DEATHS: Mapping[str, Restart | EndInstance] = {**RESTARTS, **FATAL}
 """What the death of each child means, by its role."""
-
-
-def death_of(role: str) -> EndInstance:
-    """Return what the death of *role* means, which must be one that ends the instance."""
-    meaning = DEATHS[role]
-    assert isinstance(meaning, EndInstance)  # noqa: S101 - callers name a role that ends the instance
-    return meaning
 
 
 @attrs.define
@@ -68,9 +64,8 @@ class RestartedChild:
 
 @asynccontextmanager
 async def restarted_child(supervisor: Supervisor, command: Command) -> AsyncIterator[RestartedChild]:
-    """Hold a daemon that is started again, as :data:`DEATHS` says, whenever it ends."""
-    policy = DEATHS[command.role]
-    assert isinstance(policy, Restart)  # noqa: S101 - callers start a role that is restarted
+    """Hold a daemon that is started again, as :data:`RESTARTS` says, whenever it ends."""
+    policy = RESTARTS[command.role]
     child = RestartedChild(supervisor.processes.spawn(command), command)
     try:
         async with supervisor.background_task(lambda: _restart(supervisor, policy, child)):

@@ -70,4 +70,4 @@ class DiskEvents:
             return
         self._reported[sentence] = now
         again = self._unreported.pop(sentence, 0)
-        log.error("%s%s; the guest was told", sentence, f" ({again} more since it was last said)" if again else "")
+        log.error("%s%s; the guest got the error", sentence, f" ({again} more since the last report)" if again else "")

@@ -72,7 +72,7 @@ async def run_as_init(
     try:
         if pid1 and os.getpid() != 1:
             raise RefusedError(
-                f"cannot run as process {os.getpid()}: only PID 1 of a container is told of every orphan and takes everything with it "
+                f"cannot run as process {os.getpid()}: only PID 1 of a container adopts every orphan, and ends every other process "
                 "when it ends; make it the ENTRYPOINT, or say --not-pid1 for a test"
             )
         if not pid1:

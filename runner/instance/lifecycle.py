@@ -16,7 +16,7 @@ import trio
 from runner.errors import HostError, Status, explain
 from runner.instance.cgroups.active import ActivePlacement, entered_cgroups
 from runner.instance.console import console_shown
-from runner.instance.daemons import anchored, death_of, first_dead, shared
+from runner.instance.daemons import FATAL, anchored, first_dead, shared
 from runner.instance.display import display_shown
 from runner.instance.memory import guest_memory
 from runner.instance.network import dhcp_served, networked
@@ -89,7 +89,7 @@ async def _wait_for_the_end(supervisor: Supervisor, machine: Qemu, daemons: Sequ
         with trio.move_on_after(CAUSE_WITHIN):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
         log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
-        return GuestEnd(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")
+        return GuestEnd(FATAL[dead.role].status, f"{dead.role} {dead.how_it_ended()}")
 
     return await first_of(machine.ended, asked, lost)
 

@@ -78,21 +78,27 @@ class Probes:
         identity = labels(
             instance=plan.name, namespace=pod.namespace, pod=pod.name, node=pod.node, placement=plan.placement.backend
         )
-        exposition.add("info", "gauge", "Who this is.", {identity: 1})
+        exposition.add("info", "gauge", "The instance's names and placement.", {identity: 1})
         phases = {
             labels(state=phase): supervisor.guest_state.phase == phase for phase in ("starting", "running", "stopping")
         }
-        exposition.add("guest_state", "gauge", "1 for the state the guest is in.", phases)
+        exposition.add("guest_state", "gauge", "1 for the state that the guest is in.", phases)
         since = supervisor.guest_state.since
         uptime = {} if since is None else {"": trio.current_time() - since}
         exposition.add("guest_uptime_seconds", "gauge", "How long the guest has run.", uptime)
         exposition.add(
-            "console_bytes_total", "counter", "What the guest said on its console.", {"": supervisor.counters.console}
+            "console_bytes_total",
+            "counter",
+            "Bytes that the guest has written to its console.",
+            {"": supervisor.counters.console},
         )
         restarts = {labels(role=role): count for role, count in sorted(supervisor.counters.restarts.items())}
         exposition.add("child_restarts_total", "counter", "Children that ended and were started again.", restarts)
         exposition.add(
-            "orphans_reaped_total", "counter", "Processes that others left behind.", {"": supervisor.processes.orphans}
+            "orphans_reaped_total",
+            "counter",
+            "Orphans of other processes that were reaped.",
+            {"": supervisor.processes.orphans},
         )
         exposition.add(
             "swept_total", "counter", "Threads of others moved off the vCPUs' CPUs.", {"": supervisor.counters.swept}
@@ -149,7 +155,7 @@ async def probes_served(supervisor: Supervisor, plan: InstancePlan, address: tup
     taken = [each.pod.name for each in plan.networks if isinstance(each, BridgedPlan) and each.pod is not None]
     if taken:
         log.warning(
-            "the guest has the address of %s: who connects to it reaches the guest, and not --http", ", ".join(taken)
+            "the guest has the address of %s: connections to it reach the guest, and not --http", ", ".join(taken)
         )
     async with supervisor.background_task(partial(serve_pages, listeners, Probes(supervisor, plan).show)):
         yield

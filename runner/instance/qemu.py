@@ -15,7 +15,7 @@ import trio
 
 from runner.errors import HostError, Status, explain
 from runner.instance import disks
-from runner.instance.daemons import Shares, death_of
+from runner.instance.daemons import FATAL, Shares
 from runner.instance.memory import MBIND_REMEDY
 from runner.instance.network import NicBackend
 from runner.instance.supervisor import Supervisor, first_of
@@ -204,7 +204,7 @@ class Qemu:
 
     async def _exited(self) -> GuestEnd:
         await self.process.wait()
-        return GuestEnd(death_of("qemu").status, f"QEMU {self.process.how_it_ended()}")
+        return GuestEnd(FATAL["qemu"].status, f"QEMU {self.process.how_it_ended()}")
 
     async def power_down(self, plan: ShutdownPlan) -> GuestEnd:
         """Ask the guest to power down, again and again, within its share of the grace period.

@@ -155,8 +155,7 @@ async def test_where_the_guest_has_the_pods_address_it_is_said(fake_host: FakeHo
     plan = attrs.evolve(fake_host.plan(), networks=(network,))
     async with open_supervisor(fake_host.stop, fake_host.faults) as host, probes_served(host, plan, ("127.0.0.1", 0)):
         assert (
-            "the guest has the address of eth0: who connects to it reaches the guest, and not --http"
-            in fake_host.told()
+            "the guest has the address of eth0: connections to it reach the guest, and not --http" in fake_host.told()
         )
 
 

@@ -122,7 +122,7 @@ async def _registration(
                     log.info("waiting for the controller: %s", explain(error))
                 waiting = True
             await supervisor.unless_stopped(partial(trio.sleep, ASKED_EVERY))
-    what = "nobody answers" if waiting else "it does not answer"
+    what = "it is not there" if waiting else "it does not answer"
     raise HostError(
         f"cannot register with the controller at {str(placement.socket)!r}: {what} within {REGISTERED_WITHIN:g} s; is its "
         "DaemonSet running on this node?"

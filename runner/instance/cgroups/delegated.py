@@ -1,6 +1,6 @@
 """The back end ``delegated``: float and the instance's cgroup, made by this process in the container's own cgroup.
 
-They keep apart what runs in the container. What runs outside of it is kept off its CPUs only by whoever started it.
+They keep apart what runs in the container. What runs outside of it must be kept off its CPUs by other means.
 """
 
 from __future__ import annotations
