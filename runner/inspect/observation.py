@@ -1,52 +1,30 @@
-"""What was seen of instances at one moment: frozen values, which :mod:`runner.inspect.rules` judges."""
+"""What was observed of instances at one moment: frozen values, which :mod:`runner.inspect.rules` judges."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import attrs
 
 from runner.cpuset import CpuSet
-from runner.kernel.procfs import ThreadStatus
+from runner.placement.backends import Backend
+from runner.placement.threads import ObservedThread, Role, ThreadRules
 
-ANCHOR = "anchor"
-EMULATOR = "emulator"
-IOTHREAD = "iothread"
-OTHER = "other"
-RUNNER = "runner"
-SANDBOX = "sandbox"
-VCPU = "vcpu"
+Viewpoint = Literal["container", "node"]
+"""From where instances are observed."""
 
 
 @attrs.frozen
 class Unknown:
-    """Something could not be seen, and *reason* says why and from where it can."""
+    """What could not be observed; *reason* says why, and from where it can be."""
 
     reason: str
 
 
 @attrs.frozen
-class ObservedThread:
-    """One thread and what it is for."""
-
-    role: str
-    """``runner``, ``anchor``, ``dnsmasq``, ``virtiofsd``, ``emulator``, ``iothread``, ``vcpu``;
-    ``sandbox`` (a pod's ``pause``), ``other``."""
-    vcpu: int | None
-    """The vCPU's index, where it is known."""
-    thread: ThreadStatus
-    kernel: bool = False
-    """It is the kernel's."""
-
-    @property
-    def title(self) -> str:
-        """The role, with the vCPU's index."""
-        return self.role if self.vcpu is None else f"{self.role} {self.vcpu}"
-
-
-@attrs.frozen
-class Charge:
-    """What a cgroup is charged for, in bytes (``memory.current``, ``hugetlb.*.current``)."""
+class PodCharge:
+    """What a pod's cgroup is charged for, in bytes (``memory.current``, ``hugetlb.*.current``)."""
 
     cgroup: str
     memory: int
@@ -60,9 +38,9 @@ class GuestMemory:
     small: Mapping[int, int]
     huge: Mapping[int, int]
     bound: CpuSet = attrs.field(factory=CpuSet)
-    """The NUMA nodes that it is bound to; empty where that is so for none of it."""
+    """The NUMA nodes that it is bound to; empty where none of it is bound."""
     remote_bytes: int = 0
-    """Bytes of it that lie elsewhere than they are bound to."""
+    """Bytes of it on other NUMA nodes than they are bound to."""
 
 
 @attrs.frozen
@@ -71,24 +49,24 @@ class InstanceObservation:
 
     name: str
     """Its uuid on the node; ``instance`` in its own container, which does not know it."""
-    backend: str
-    """How it is placed: ``controller``, ``delegated`` or ``affinity``."""
-    cpus: CpuSet
-    """The exclusive CPUs: what the vCPUs own."""
+    backend: Backend
+    rules: ThreadRules
+    """Where its threads may be; without pins where it has no vCPU thread and their number is not known."""
     numa_node_of: Mapping[int, int]
     """CPU → NUMA node, for the whole machine; empty where that is hidden."""
-    cgroup: str
-    """How the path of the vCPU threads' cgroup ends; empty where the back end has none."""
-    vcpus: int | None
-    """How many vCPUs there are, where somebody wrote it down."""
     threads: tuple[ObservedThread, ...]
     """The threads of all its processes."""
     others: tuple[ObservedThread, ...]
     """Threads of other processes, as far as they can be seen, that may run on the exclusive CPUs."""
     hidden: str
-    """Why there may be more of these than could be seen; empty when all were."""
+    """Why there may be more of these than can be seen; empty when all can be."""
     memory: GuestMemory | Unknown
-    charge: Charge | Unknown
+    charge: PodCharge | Unknown
+
+    @property
+    def cpus(self) -> CpuSet:
+        """The exclusive CPUs: the vCPUs' own."""
+        return self.rules.cpus
 
     @property
     def numa_nodes(self) -> CpuSet:
@@ -98,12 +76,12 @@ class InstanceObservation:
     @property
     def vcpu_threads(self) -> tuple[ObservedThread, ...]:
         """The vCPU threads."""
-        return tuple(each for each in self.threads if each.role == VCPU)
+        return tuple(each for each in self.threads if each.role is Role.VCPU)
 
 
 @attrs.frozen
 class KubeletObservation:
-    """What the kubelet has shared out, and what the cgroups below the controller's root have of it."""
+    """The CPUs that the kubelet has assigned, and those of the cgroups below the controller's root."""
 
     float_cpus: CpuSet
     """``cpuset.cpus.effective`` of float."""
@@ -118,9 +96,8 @@ class KubeletObservation:
 
 @attrs.frozen
 class Observation:
-    """Everything that was looked at."""
+    """Everything that was observed."""
 
-    seen_from: str
-    """``container`` or ``node``."""
+    seen_from: Viewpoint
     instances: tuple[InstanceObservation, ...]
     kubelet: KubeletObservation | Unknown

@@ -1,7 +1,7 @@
-"""Looking at instances, from the container of one or from the node: reads /proc and cgroups, changes nothing.
+"""Observing instances, from the container of one or from the node: reads /proc and cgroups, changes nothing.
 
-Processes and threads come and go while they are looked at; one that vanishes has not been there. What the reader has
-no right to becomes :class:`Unknown` with the reason.
+Processes and threads come and go meanwhile; one that vanishes is left out. What the reader has no right to read becomes
+:class:`Unknown` with the reason.
 """
 
 from __future__ import annotations
@@ -20,28 +20,22 @@ from runner.controller.online_cpus import read_online_cpus
 from runner.controller.reconcile import FLOAT, instance_group, instance_uid
 from runner.cpuset import CpuSet
 from runner.errors import HostError, UsageError, explain
+from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.inspect.observation import (
-    ANCHOR,
-    EMULATOR,
-    IOTHREAD,
-    OTHER,
-    RUNNER,
-    SANDBOX,
-    VCPU,
-    Charge,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
     Observation,
-    ObservedThread,
+    PodCharge,
     Unknown,
 )
-from runner.inspect.receipt import Roles, parse_receipt
+from runner.inspect.roles import Roles
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peers
-from runner.kernel.procfs import ProcessStatus, Procfs, ThreadStatus
+from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_hardware
 from runner.kubelet.pod_cgroups import parse_container
+from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules, parse_receipt
 
 FOLLOWS_WITHIN = 1.0
 """Seconds the controller may take from the kubelet's file to float; only then does a difference count."""
@@ -49,19 +43,19 @@ _AGAIN = 0.05
 _PAUSE, _READINGS = 0.01, 10
 """Between two readings of the kubelet's file that must be equal, and how many are tried."""
 _VCPU_NAME = re.compile(r"CPU ([0-9]+)/", re.ASCII)
-"""What QEMU calls a vCPU thread (``-name debug-threads=on``)."""
+"""QEMU's name for a vCPU thread (``-name debug-threads=on``)."""
 _IOTHREAD_NAME = re.compile(r"IO disk[0-9]+", re.ASCII)
-"""What it calls the iothread of a disk; ``IO mon_iothread`` is its own."""
+"""Its name for the iothread of a disk; ``IO mon_iothread`` is its own."""
 _GUEST_RAM = re.compile(r"/memfd:.*-ram[0-9]*\\040\(deleted\)", re.ASCII)
-"""The file that the runner makes the guest's RAM of, as ``numa_maps`` writes it."""
-_SERVICES = ("dnsmasq", "virtiofsd", "passt")
-_LAST = (OTHER, EMULATOR, IOTHREAD, VCPU)
+"""The file in memory that is the guest's RAM, as ``numa_maps`` writes it."""
+_DAEMONS = {Role.DNSMASQ, Role.VIRTIOFSD, Role.PASST}
+_LAST = (Role.OTHER, Role.EMULATOR, Role.IOTHREAD, Role.VCPU)
 """Of the table; the roles before them stand in the order of their births."""
 
 
 @attrs.frozen
 class MountedHost:
-    """What is looked at, by the paths where it is mounted."""
+    """The file systems of the host that are read, by the paths where they are mounted."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
@@ -82,7 +76,7 @@ class MountedHost:
 
 
 @attrs.frozen
-class _Process:
+class _ObservedProcess:
     """A process with its threads."""
 
     status: ProcessStatus
@@ -97,7 +91,7 @@ class _Process:
 class _ProcessTable:
     """Every process that can be seen, but the reader's own."""
 
-    processes: Mapping[int, _Process]
+    processes: Mapping[int, _ObservedProcess]
     hidden: str
 
     def others(self, members: Iterable[int], cpus: CpuSet) -> tuple[ObservedThread, ...]:
@@ -111,8 +105,8 @@ class _ProcessTable:
         )
 
 
-def _stranger(thread: ThreadStatus) -> str:
-    return SANDBOX if thread.name == "pause" and parse_container(thread.cgroup) else OTHER
+def _stranger(thread: ThreadStatus) -> Role:
+    return Role.SANDBOX if thread.name == "pause" and parse_container(thread.cgroup) else Role.OTHER
 
 
 def _in_order(threads: Iterable[ObservedThread]) -> tuple[ObservedThread, ...]:
@@ -132,71 +126,72 @@ def _read_processes(machine: MountedHost) -> _ProcessTable:
     return _ProcessTable({each.status.pid: each for each in _processes(machine.procfs, peers)}, blind)
 
 
-def _processes(procfs: Procfs, peers: Peers) -> Iterator[_Process]:
+def _processes(procfs: Procfs, peers: Peers) -> Iterator[_ObservedProcess]:
     for pid in procfs.processes():
         status = procfs.process(pid)
         threads = tuple(procfs.threads(pid))
         if status is not None and threads and pid != os.getpid():
             is_sleep_infinity = status.name == "sleep" and procfs.arguments(pid)[1:] == ("infinity",)
-            yield _Process(status, peers.namespace(pid), threads, is_sleep_infinity)
+            yield _ObservedProcess(status, peers.namespace(pid), threads, is_sleep_infinity)
 
 
 # -- from the container ----------------------------------------------------------------------------------------------
 
 
 def observe_container(machine: MountedHost, receipt: Path) -> Observation:
-    """Look at the instance that *receipt* describes, from its own PID namespace.
+    """Observe the instance that the file *receipt* describes, from its own PID namespace.
 
     Raises :class:`UsageError` when there is no receipt, :class:`HostError` when /proc cannot be read.
     """
     try:
-        roles = parse_receipt(receipt.read_text(), str(receipt))
+        found = parse_receipt(receipt.read_text(), str(receipt))
     except OSError as error:
         raise UsageError(f"cannot read {str(receipt)!r}") from error
-    crowd = _read_processes(machine)
-    members = dict(_members(roles, crowd))
-    threads = _in_order(_roles_by_receipt(roles, crowd, members))
+    roles = Roles.of(found)
+    table = _read_processes(machine)
+    members = dict(_members(roles, table))
+    threads = _in_order(
+        roles.of_thread(role, thread) for pid, role in members.items() for thread in table.processes[pid].threads
+    )
     instance = InstanceObservation(
         name="instance",
-        backend=roles.backend,
-        cpus=roles.cpus,
+        backend=found.backend,
+        rules=_rules_seen_from_here(found.rules),
         numa_node_of=machine.numa_node_of(),
-        cgroup=roles.instance_cgroup,
-        vcpus=len(roles.vcpus),
         threads=threads,
-        others=crowd.others(members, roles.cpus),
-        hidden=crowd.hidden,
-        memory=_guest_memory(machine.procfs, roles.machine if roles.machine in members else None),
+        others=table.others(members, found.rules.cpus),
+        hidden=table.hidden,
+        memory=_guest_memory(machine.procfs, roles.qemu if roles.qemu in members else None),
         charge=_charge(machine, threads),
     )
     kubelet = Unknown("the kubelet's state cannot be seen from the container; inspect on the node")
     return Observation("container", (instance,), kubelet)
 
 
-def _members(roles: Roles, crowd: _ProcessTable) -> Iterator[tuple[int, str]]:
-    for pid, process in crowd.processes.items():
+def _rules_seen_from_here(rules: ThreadRules) -> ThreadRules:
+    """Return *rules* as a report judges by them.
+
+    CPUs that everything shares are not exclusive, also where the placement could not do better. The reader may be in
+    another cgroup namespace than the runner was: it sees the paths with other beginnings, and the pod's cgroup, which is
+    the root of the container's, under another path altogether.
+    """
+    cgroups = None if rules.cgroups is None else attrs.evolve(rules.cgroups, pod="", ends=True)
+    return attrs.evolve(rules, shared=False, cgroups=cgroups)
+
+
+def _members(roles: Roles, table: _ProcessTable) -> Iterator[tuple[int, Role]]:
+    for pid, process in table.processes.items():
         role = roles.of_process(process.status, is_sleep_infinity=process.is_sleep_infinity)
-        # In a PID namespace of its own everybody belongs to the pod, whoever he is.
-        if role is not None or crowd.hidden:
-            yield pid, role or OTHER
-
-
-def _roles_by_receipt(roles: Roles, crowd: _ProcessTable, members: Mapping[int, str]) -> Iterator[ObservedThread]:
-    for pid, role in members.items():
-        for thread in crowd.processes[pid].threads:
-            if role == EMULATOR and thread.tid in roles.vcpus:
-                yield ObservedThread(VCPU, roles.vcpus[thread.tid], thread)
-            elif role == EMULATOR and thread.tid in roles.iothreads:
-                yield ObservedThread(IOTHREAD, None, thread)
-            else:
-                yield ObservedThread(role, None, thread)
+        # In a PID namespace of its own every process belongs to the pod.
+        if role is not None or table.hidden:
+            yield pid, role or Role.OTHER
 
 
 # -- from the node ---------------------------------------------------------------------------------------------------
 
 
 async def observe_node(machine: MountedHost, root: Cgroup, kubelet: Path, wanted: str = "") -> Observation:
-    """Look at the instances below *root* whose uuid begins with *wanted*.
+    """Observe the instances below *root* whose uuid begins with *wanted*.
 
     Raises :class:`UsageError` when there is no such group or no such instance, :class:`HostError` when /proc cannot be
     read.
@@ -206,29 +201,38 @@ async def observe_node(machine: MountedHost, root: Cgroup, kubelet: Path, wanted
     if wanted and not chosen:
         there = ", ".join(cpus) or "none"
         raise UsageError(f"cannot find an instance whose uuid begins with {wanted!r} in {root.path}: there is {there}")
-    crowd = _read_processes(machine)
+    table = _read_processes(machine)
     numa_node_of = machine.numa_node_of()
     instances = []
     for uid in chosen:
-        threads = _in_order(_roles_on_node(root.child(instance_group(uid)), crowd))
+        threads = _in_order(_roles_on_node(root.child(instance_group(uid)), table))
         members = {each.thread.pid for each in threads}
-        machines = [each.thread.pid for each in threads if each.role in {VCPU, EMULATOR}]
+        machines = [each.thread.pid for each in threads if each.role in {Role.VCPU, Role.EMULATOR}]
         instances.append(
             InstanceObservation(
                 name=uid,
                 backend="controller",
-                cpus=cpus[uid],
+                rules=_rules_on_node(root, uid, cpus[uid], threads),
                 numa_node_of=numa_node_of,
-                cgroup=f"/{root.name}/{instance_group(uid)}",
-                vcpus=None,
                 threads=threads,
-                others=crowd.others(members, cpus[uid]),
-                hidden=_out_of_sight(crowd, members),
+                others=table.others(members, cpus[uid]),
+                hidden=_hidden_by(table, members),
                 memory=_guest_memory(machine.procfs, machines[0] if machines else None),
                 charge=_charge(machine, threads),
             )
         )
     return Observation("node", tuple(instances), await _kubelet(machine, root, kubelet))
+
+
+def _rules_on_node(root: Cgroup, uid: str, cpus: CpuSet, threads: Iterable[ObservedThread]) -> ThreadRules:
+    """Return where the *threads* of an instance of the controller's may be.
+
+    It has as many vCPUs as CPUs, however many of them are seen; which vCPU has which CPU is written in its container alone.
+    """
+    vcpus = [each.vcpu for each in threads if each.vcpu is not None]
+    number = max(len(cpus), max(vcpus) + 1) if vcpus else 0
+    cgroups = CgroupPaths("", f"/{root.name}/{FLOAT}", f"/{root.name}/{instance_group(uid)}", ends=True)
+    return ThreadRules(cpus, (None,) * number, shared=False, cgroups=cgroups)
 
 
 def _instances(root: Cgroup) -> dict[str, CpuSet]:
@@ -248,7 +252,7 @@ def _instances(root: Cgroup) -> dict[str, CpuSet]:
     return found
 
 
-def _roles_on_node(group: Cgroup, crowd: _ProcessTable) -> Iterator[ObservedThread]:
+def _roles_on_node(group: Cgroup, table: _ProcessTable) -> Iterator[ObservedThread]:
     """Yield the threads of the instance in *group*: all that share QEMU's PID namespace.
 
     QEMU is the process most threads in *group* belong to. Its threads there are the vCPUs'; where they have QEMU's
@@ -259,62 +263,62 @@ def _roles_on_node(group: Cgroup, crowd: _ProcessTable) -> Iterator[ObservedThre
     except CgroupError:
         return
     owners = Counter(
-        pid for pid, process in crowd.processes.items() for thread in process.threads if thread.tid in confined
+        pid for pid, process in table.processes.items() for thread in process.threads if thread.tid in confined
     )
     if not owners:
         return
-    qemu = crowd.processes[owners.most_common(1)[0][0]]
+    qemu = table.processes[owners.most_common(1)[0][0]]
     yield from _machine_threads(qemu, confined)
-    for process in crowd.processes.values():
+    for process in table.processes.values():
         inside = process.namespace == qemu.namespace and qemu.namespace not in {None, INIT_PID_NAMESPACE}
         if inside and process is not qemu:
             for thread in process.threads:
                 yield ObservedThread(_role_by_name(process, thread, group.parent.name), None, thread)
 
 
-def _machine_threads(qemu: _Process, confined: frozenset[int]) -> Iterator[ObservedThread]:
+def _machine_threads(qemu: _ObservedProcess, confined: frozenset[int]) -> Iterator[ObservedThread]:
     """Yield QEMU's threads."""
     named = {thread.tid: int(match[1]) for thread in qemu.threads if (match := _VCPU_NAME.match(thread.name))}
     unnamed = sorted((thread for thread in qemu.threads if thread.tid in confined), key=lambda each: list(each.cpus))
     index = named or {thread.tid: number for number, thread in enumerate(unnamed)}
     for thread in qemu.threads:
-        other = IOTHREAD if _IOTHREAD_NAME.match(thread.name) else EMULATOR
-        yield ObservedThread(VCPU if thread.tid in index else other, index.get(thread.tid), thread)
+        other = Role.IOTHREAD if _IOTHREAD_NAME.match(thread.name) else Role.EMULATOR
+        yield ObservedThread(Role.VCPU if thread.tid in index else other, index.get(thread.tid), thread)
 
 
-def _role_by_name(process: _Process, thread: ThreadStatus, root: str) -> str:
+def _role_by_name(process: _ObservedProcess, thread: ThreadStatus, root: str) -> Role:
     status = process.status
     if status.inner_pid == 1:
-        return RUNNER
+        return Role.RUNNER
     if process.is_sleep_infinity and f"/{root}/" not in thread.cgroup:
-        return ANCHOR
-    name = status.name.removesuffix(".avx2")  # what passt becomes where the CPU allows
-    return name if name in _SERVICES else OTHER
+        return Role.ANCHOR
+    name = status.name.removesuffix(".avx2")  # passt executes this variant of itself where the CPU allows it
+    return Role(name) if name in _DAEMONS else Role.OTHER
 
 
-def _out_of_sight(crowd: _ProcessTable, members: Iterable[int]) -> str:
-    if any(crowd.processes[pid].namespace is None for pid in members):
+def _hidden_by(table: _ProcessTable, members: Iterable[int]) -> str:
+    if any(table.processes[pid].namespace is None for pid in members):
         return "which processes are the instance's cannot be told without the right to trace them; inspect as root"
-    return crowd.hidden
+    return table.hidden
 
 
 async def _kubelet(machine: MountedHost, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
-    """Return what the kubelet says beside what is; what differs is looked at again until the controller had its time."""
-    seen: KubeletObservation | Unknown = Unknown("")
+    """Return the kubelet's CPUs and the cgroups'; while they differ they are read again, for :data:`FOLLOWS_WITHIN` seconds."""
+    found: KubeletObservation | Unknown = Unknown("")
     with trio.move_on_after(FOLLOWS_WITHIN):
         while True:
-            seen = await _kubelet_now(machine, root, directory)
-            if isinstance(seen, Unknown) or seen.float_cpus == seen.shared_pool & seen.online:
-                return seen
+            found = await _kubelet_now(machine, root, directory)
+            if isinstance(found, Unknown) or found.float_cpus == found.shared_pool & found.online:
+                return found
             await trio.sleep(_AGAIN)
-    return seen
+    return found
 
 
 async def _kubelet_now(machine: MountedHost, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
     file = KubeletFiles(directory).cpu_state
     try:
         present = read_online_cpus(machine.sys)
-        # Reserved CPUs may be in no set, and here nobody knows which those are.
+        # Reserved CPUs may be in no set, and they are not known here.
         state = await settled(file, present, present.present, pause=_PAUSE, readings=_READINGS)
         if isinstance(state, Frozen):
             return Unknown(state.reason)
@@ -352,13 +356,13 @@ def _guest_memory(procfs: Procfs, qemu: int | None) -> GuestMemory | Unknown:
     return GuestMemory(dict(small), dict(huge), CpuSet(bound), remote_bytes)
 
 
-def _charge(machine: MountedHost, threads: Iterable[ObservedThread]) -> Charge | Unknown:
+def _charge(machine: MountedHost, threads: Iterable[ObservedThread]) -> PodCharge | Unknown:
     """Return what the pod's cgroup is charged for; the pod's cgroup is where the anchor is."""
-    path = next((each.thread.cgroup for each in threads if each.role == ANCHOR), "")
+    path = next((each.thread.cgroup for each in threads if each.role is Role.ANCHOR), "")
     if not path:
         return Unknown("the pod's cgroup is not known: there is no anchor, or no cgroup v2")
     try:
         charge = Cgroup(machine.cgroupfs).at(path).charge()
-        return Charge(path, charge.memory, charge.hugetlb)
+        return PodCharge(path, charge.memory, charge.hugetlb)
     except (HostError, ValueError) as error:
         return Unknown(f"the charge of the pod's cgroup '{path}' cannot be read: {explain(error)}")

@@ -1,12 +1,13 @@
-"""A report for people, for machines, and as lines that change only when something has."""
+"""A report for people, for machines, and as lines that two reports are compared by."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runner.inspect.observation import Charge, GuestMemory, InstanceObservation, ObservedThread
+from runner.inspect.observation import GuestMemory, InstanceObservation, PodCharge
 from runner.inspect.rules import InspectionReport, JudgedInstance, RuleResult, RuleVerdict
+from runner.placement.threads import ObservedThread
 from runner.table import aligned
 
 HEAD = ("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON", "NUMA_NODE", "CGROUP")
@@ -18,7 +19,7 @@ FORMAT = 1
 def report_lines(report: InspectionReport) -> Iterator[str]:
     """Yield the table of each instance with its verdicts, then the verdict about the node."""
     for each in report.instances:
-        instance = each.sighting
+        instance = each.observation
         on = f" on NUMA node '{instance.numa_nodes}'" if instance.numa_nodes else ""
         yield f"{_title(instance)}: CPUs '{instance.cpus}'{on}, placement {instance.backend}"
         yield from aligned([HEAD, *(_row(thread, instance.numa_node_of) for thread in instance.threads)])
@@ -58,12 +59,12 @@ def _verdicts(verdicts: tuple[RuleVerdict, ...]) -> Iterator[str]:
 
 
 def state_lines(report: InspectionReport) -> Iterator[str]:
-    """Yield a line for each thread and verdict, without what changes all the time: for comparing two reports."""
+    """Yield a line for each thread and verdict, without the CPU a thread ran on last, which changes all the time."""
     for each in report.instances:
-        name = each.sighting.name[:8]
-        for seen in each.sighting.threads:
-            thread = seen.thread
-            yield f"{name} {seen.title} {thread.tid} {thread.name!r} may run on '{thread.cpus}' in '{thread.cgroup}'"
+        name = each.observation.name[:8]
+        for observed in each.observation.threads:
+            thread = observed.thread
+            yield f"{name} {observed.title} {thread.tid} {thread.name!r} may run on '{thread.cpus}' in '{thread.cgroup}'"
         yield from (f"{name} {line}" for line in map(_verdict_line, each.verdicts))
     yield _verdict_line(report.kubelet)
 
@@ -85,14 +86,14 @@ def report_json(report: InspectionReport) -> dict[str, Any]:
 
 
 def _instance_json(each: JudgedInstance) -> dict[str, Any]:
-    instance = each.sighting
+    instance = each.observation
     memory, charge = instance.memory, instance.charge
     return {
         "name": instance.name,
         "backend": instance.backend,
         "cpus": str(instance.cpus),
         "numa_nodes": str(instance.numa_nodes),
-        "threads": [_thread_json(seen, instance.numa_node_of) for seen in instance.threads],
+        "threads": [_thread_json(thread, instance.numa_node_of) for thread in instance.threads],
         "verdicts": [_verdict_json(verdict) for verdict in each.verdicts],
         "memory": {
             "small_pages": {str(node): size for node, size in sorted(memory.small.items())},
@@ -101,25 +102,13 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
         if isinstance(memory, GuestMemory)
         else None,
         "charge": {"cgroup": charge.cgroup, "memory": charge.memory, "hugetlb": charge.hugetlb}
-        if isinstance(charge, Charge)
+        if isinstance(charge, PodCharge)
         else None,
     }
 
 
-def _thread_json(seen: ObservedThread, numa_node_of: Mapping[int, int]) -> dict[str, Any]:
-    thread = seen.thread
-    return {
-        "role": seen.role,
-        "vcpu": seen.vcpu,
-        "name": thread.name,
-        "pid": thread.pid,
-        "tid": thread.tid,
-        "cgroup": thread.cgroup,
-        "allowed_cpus": str(thread.cpus),
-        "allowed_mems": str(thread.mems),
-        "running_on": thread.running_on,
-        "numa_node": numa_node_of.get(thread.running_on),
-    }
+def _thread_json(each: ObservedThread, numa_node_of: Mapping[int, int]) -> dict[str, Any]:
+    return {**each.to_json(), "numa_node": numa_node_of.get(each.thread.running_on)}
 
 
 def _verdict_json(verdict: RuleVerdict) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What must be true of a running instance, judged from a sighting of it.
+"""What must be true of a running instance, judged from an observation of it.
 
-A rule that does not hold is ``violated``, also where not everything could be seen: what was seen suffices. Where
-nothing speaks against a rule but not all of it could be seen, it is ``unknown``.
+A rule that does not hold is ``violated``, also where not everything could be observed: one violation suffices. Where no
+violation was observed, but not everything could be, it is ``unknown``. Where threads may be is not decided here but by
+:mod:`runner.placement.threads`, which the start and ``/readyz`` judge by, too.
 """
 
 from __future__ import annotations
@@ -9,21 +10,30 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import assert_never
 
 import attrs
 
 from runner.cpuset import CpuSet
 from runner.inspect.observation import (
-    ANCHOR,
-    SANDBOX,
-    VCPU,
-    Charge,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
     Observation,
-    ObservedThread,
+    PodCharge,
     Unknown,
+    Viewpoint,
+)
+from runner.placement.threads import (
+    Intruder,
+    MisplacedVcpu,
+    MissingVcpu,
+    ObservedThread,
+    Role,
+    SharedCpu,
+    Violation,
+    WrongCgroup,
+    sentences,
 )
 
 
@@ -48,15 +58,15 @@ class RuleVerdict:
 class JudgedInstance:
     """An instance with the verdict of each rule about it."""
 
-    sighting: InstanceObservation
+    observation: InstanceObservation
     verdicts: tuple[RuleVerdict, ...]
 
 
 @attrs.frozen
 class InspectionReport:
-    """A sighting with all verdicts."""
+    """An observation with all verdicts."""
 
-    seen_from: str
+    seen_from: Viewpoint
     instances: tuple[JudgedInstance, ...]
     kubelet: RuleVerdict
 
@@ -71,95 +81,79 @@ class InspectionReport:
         return any(verdict.result is RuleResult.VIOLATED for verdict in self.verdicts)
 
 
-def judge(sighting: Observation) -> InspectionReport:
-    """Return *sighting* with the verdict of every rule."""
+def judge(observation: Observation) -> InspectionReport:
+    """Return *observation* with the verdict of every rule."""
     rules = (vcpus_alone, cpus_exclusive, memory_local, memory_charged)
-    instances = (JudgedInstance(each, tuple(rule(each) for rule in rules)) for each in sighting.instances)
-    return InspectionReport(sighting.seen_from, tuple(instances), as_the_kubelet_says(sighting.kubelet))
+    instances = (JudgedInstance(each, tuple(rule(each) for rule in rules)) for each in observation.instances)
+    return InspectionReport(observation.seen_from, tuple(instances), as_the_kubelet_says(observation.kubelet))
+
+
+NO_VCPU_THREAD = "there is no vCPU thread: the instance starts, or has ended"
 
 
 def vcpus_alone(instance: InstanceObservation) -> RuleVerdict:
     """Judge that every vCPU thread has one CPU of the instance's to itself, in the instance's cgroup."""
-    if not instance.vcpu_threads and not instance.vcpus:
-        return RuleVerdict("vcpus", RuleResult.UNKNOWN, ("there is no vCPU thread: the instance starts, or has ended",))
-    violations = tuple(_misplaced(instance))
+    if not instance.vcpu_threads and not instance.rules.pins:
+        return RuleVerdict("vcpus", RuleResult.UNKNOWN, (NO_VCPU_THREAD,))
+    violations = tuple(sentences(each for each in _violations(instance) if _is_about_vcpus(each)))
     if violations:
         return RuleVerdict("vcpus", RuleResult.VIOLATED, violations)
-    said = f"vCPU threads: {len(instance.vcpu_threads)}, each alone on one of the CPUs '{instance.cpus}'"
-    return RuleVerdict("vcpus", RuleResult.OK, (said,))
-
-
-def _misplaced(instance: InstanceObservation) -> Iterator[str]:
-    threads = instance.vcpu_threads
-    indices = {each.vcpu for each in threads if each.vcpu is not None}
-    # The node's controller gives an instance as many CPUs as it has vCPUs, whichever of them are to be seen.
-    given = len(instance.cpus) if instance.backend == "controller" else 0
-    number = instance.vcpus or max(given, max(indices, default=-1) + 1)
-    yield from (f"vCPU {index} has no thread" for index in range(number) if index not in indices)
-    for each in threads:
-        thread = each.thread
-        if len(thread.cpus) != 1 or not thread.cpus <= instance.cpus:
-            yield f"{_named(each)} may run on '{thread.cpus}' instead of one CPU of '{instance.cpus}'"
-        if instance.cgroup and not thread.cgroup.endswith(instance.cgroup):
-            yield f"{_named(each)} is in the cgroup '{thread.cgroup}' instead of '{instance.cgroup}'"
-    for cpu, times in Counter(min(each.thread.cpus) for each in threads if len(each.thread.cpus) == 1).items():
-        if times > 1:
-            yield f"{times} vCPU threads share CPU {cpu}"
+    reason = f"vCPU threads: {len(instance.vcpu_threads)}, each alone on one of the CPUs '{instance.cpus}'"
+    return RuleVerdict("vcpus", RuleResult.OK, (reason,))
 
 
 def cpus_exclusive(instance: InstanceObservation) -> RuleVerdict:
-    """Judge that nothing but the vCPUs may run on the instance's CPUs.
+    """Judge that nothing but the vCPUs may run on the instance's CPUs, and that its threads are in their cgroups.
 
-    Exempt, and counted in the reasons, is what does not compete for them: the anchor and pods' ``pause`` processes,
-    which sleep for ever, and the kernel's own threads, of which those bound to one CPU serve that CPU, and the others
-    are kept off it by no cpuset (``Documentation/admin-guide/kernel-parameters.rst``: ``isolcpus=``, ``nohz_full=``).
-    A kernel thread in a cgroup works for whoever is in that, such as ``vhost-`` before Linux 6.4, and counts like any.
+    What may run there without competing (:meth:`~runner.placement.threads.ThreadRules.exempts`) is counted in the reasons.
     """
-    rest = (each for each in instance.threads if each.role != VCPU)
-    there = [each for each in (*rest, *instance.others) if not each.thread.cpus.isdisjoint(instance.cpus)]
-    violations = tuple(_intruders([each for each in there if not _exempt(each)], instance.cpus))
+    violations = tuple(sentences(each for each in _violations(instance) if not _is_about_vcpus(each)))
     if violations:
         return RuleVerdict("exclusive", RuleResult.VIOLATED, violations)
     if not instance.vcpu_threads:
-        return RuleVerdict(
-            "exclusive", RuleResult.UNKNOWN, ("there is no vCPU thread: the instance starts, or has ended",)
-        )
+        return RuleVerdict("exclusive", RuleResult.UNKNOWN, (NO_VCPU_THREAD,))
     if instance.hidden:
         return RuleVerdict("exclusive", RuleResult.UNKNOWN, (instance.hidden,))
-    return RuleVerdict("exclusive", RuleResult.OK, (_exemptions(there),))
+    return RuleVerdict("exclusive", RuleResult.OK, (_exemptions(instance),))
 
 
-def _exempt(each: ObservedThread) -> bool:
-    return (each.kernel and each.thread.cgroup in {"", "/"}) or each.role in {ANCHOR, SANDBOX}
+def _violations(instance: InstanceObservation) -> tuple[Violation, ...]:
+    return instance.rules.violations((*instance.threads, *instance.others))
 
 
-def _intruders(threads: Iterable[ObservedThread], cpus: CpuSet) -> Iterator[str]:
-    """Yield a sentence for each process (of whose threads the first one is named)."""
-    processes: dict[int, list[ObservedThread]] = {}
-    for each in threads:
-        processes.setdefault(each.thread.pid, []).append(each)
-    for of_process in processes.values():
-        first = of_process[0]
-        taken = CpuSet(cpu for each in of_process for cpu in each.thread.cpus & cpus)
-        more = "" if len(of_process) == 1 else f" and {len(of_process) - 1} more of process {first.thread.pid}"
-        yield f"{_named(first)}{more} in the cgroup '{first.thread.cgroup}' may run on '{taken}'"
+def _is_about_vcpus(violation: Violation) -> bool:
+    match violation:
+        case MissingVcpu() | SharedCpu() | MisplacedVcpu():
+            return True
+        case Intruder():
+            return False
+        case WrongCgroup(thread):
+            return thread.role is Role.VCPU
+        case _ as never:
+            assert_never(never)
 
 
-def _exemptions(threads: Iterable[ObservedThread]) -> str:
+def _exemptions(instance: InstanceObservation) -> str:
     kinds = Counter(
-        each.role if not each.kernel else ("bound" if len(each.thread.cpus) == 1 else "unbound") for each in threads
+        map(_kind, (each for each in (*instance.threads, *instance.others) if each.thread.cpus & instance.cpus))
     )
     return (
-        f"only sleepers (anchors: {kinds[ANCHOR]}, pod sandboxes: {kinds[SANDBOX]}) and kernel threads (bound to one CPU: "
-        f"{kinds['bound']}, others, in no cgroup: {kinds['unbound']}) may run there besides the vCPUs"
+        f"only sleepers (anchors: {kinds[Role.ANCHOR]}, pod sandboxes: {kinds[Role.SANDBOX]}) and kernel threads (bound "
+        f"to one CPU: {kinds['bound']}, others, in no cgroup: {kinds['unbound']}) may run there besides the vCPUs"
     )
+
+
+def _kind(each: ObservedThread) -> str:
+    if not each.kernel:
+        return each.role
+    return "bound" if len(each.thread.cpus) == 1 else "unbound"
 
 
 def memory_local(instance: InstanceObservation) -> RuleVerdict:
     """Judge that the guest's RAM lies on the NUMA nodes it is bound to, as far as QEMU has mapped it.
 
-    They are those of the instance's CPUs, unless these have no memory that the pod may use. What is bound to nothing
-    is judged by the CPUs.
+    These are the NUMA nodes of the instance's CPUs, unless they have no memory that the pod may use. RAM that is bound
+    to nothing is judged by the CPUs.
     """
     memory = instance.memory
     if isinstance(memory, Unknown):
@@ -168,15 +162,15 @@ def memory_local(instance: InstanceObservation) -> RuleVerdict:
     if not wanted:
         return RuleVerdict("local", RuleResult.UNKNOWN, ("the NUMA nodes of its CPUs cannot be seen",))
     where = {node: memory.small.get(node, 0) + memory.huge.get(node, 0) for node in {*memory.small, *memory.huge}}
-    said = ", ".join(f"{_size(where[node])} on NUMA node {node}" for node in sorted(where) if where[node])
+    mapped = ", ".join(f"{_size(where[node])} on NUMA node {node}" for node in sorted(where) if where[node])
     bound = f"it is bound to '{memory.bound}', " if memory.bound else ""
-    sentence = f"{said or 'nothing'} of the guest's RAM is mapped; {bound}its CPUs are on '{instance.numa_nodes}'"
-    away = memory.remote_bytes or any(size and node not in wanted for node, size in where.items())
-    return RuleVerdict("local", RuleResult.VIOLATED if away else RuleResult.OK, (sentence,))
+    sentence = f"{mapped or 'nothing'} of the guest's RAM is mapped; {bound}its CPUs are on '{instance.numa_nodes}'"
+    remote = memory.remote_bytes or any(size and node not in wanted for node, size in where.items())
+    return RuleVerdict("local", RuleResult.VIOLATED if remote else RuleResult.OK, (sentence,))
 
 
 def memory_charged(instance: InstanceObservation) -> RuleVerdict:
-    """Judge that the guest's RAM is charged to the pod: its cgroup's charge must hold at least what is mapped."""
+    """Judge that the guest's RAM is charged to the pod: its cgroup is charged at least the bytes that are mapped."""
     memory, charge = instance.memory, instance.charge
     if isinstance(memory, Unknown):
         return RuleVerdict("charged", RuleResult.UNKNOWN, (memory.reason,))
@@ -185,11 +179,11 @@ def memory_charged(instance: InstanceObservation) -> RuleVerdict:
     missing = tuple(_uncharged(memory, charge))
     if missing:
         return RuleVerdict("charged", RuleResult.VIOLATED, missing)
-    said = f"the pod's cgroup is charged {_size(charge.memory)} of memory and {_size(charge.hugetlb)} of huge pages"
-    return RuleVerdict("charged", RuleResult.OK, (said,))
+    reason = f"the pod's cgroup is charged {_size(charge.memory)} of memory and {_size(charge.hugetlb)} of huge pages"
+    return RuleVerdict("charged", RuleResult.OK, (reason,))
 
 
-def _uncharged(memory: GuestMemory, charge: Charge) -> Iterator[str]:
+def _uncharged(memory: GuestMemory, charge: PodCharge) -> Iterator[str]:
     pairs: Iterable[tuple[str, Mapping[int, int], int]] = (
         ("memory", memory.small, charge.memory),
         ("huge pages", memory.huge, charge.hugetlb),
@@ -203,38 +197,34 @@ def _uncharged(memory: GuestMemory, charge: Charge) -> Iterator[str]:
             )
 
 
-def as_the_kubelet_says(seen: KubeletObservation | Unknown) -> RuleVerdict:
-    """Judge that float has the kubelet's shared pool, and each instance nothing but what the kubelet gives its pod.
+def as_the_kubelet_says(observed: KubeletObservation | Unknown) -> RuleVerdict:
+    """Judge that float has the kubelet's shared pool, and each instance only CPUs that the kubelet gives its pod.
 
-    Float keeps off the CPUs of an instance whose threads outlive its pod, unless it would have none left.
+    Float has no CPU of an instance whose threads outlive its pod, unless no other CPU is left.
     """
-    if isinstance(seen, Unknown):
-        return RuleVerdict("kubelet", RuleResult.UNKNOWN, (seen.reason,))
-    if not seen.shared_pool:
+    if isinstance(observed, Unknown):
+        return RuleVerdict("kubelet", RuleResult.UNKNOWN, (observed.reason,))
+    if not observed.shared_pool:
         reason = "the kubelet's shared pool is empty: float has reserved CPUs, which its file does not name"
         return RuleVerdict("kubelet", RuleResult.UNKNOWN, (reason,))
-    violations = tuple(_unlike_the_kubelet(seen))
+    violations = tuple(_unlike_the_kubelet(observed))
     if violations:
         return RuleVerdict("kubelet", RuleResult.VIOLATED, violations)
-    return RuleVerdict("kubelet", RuleResult.OK, (f"float has '{seen.float_cpus}', the kubelet's shared pool",))
+    return RuleVerdict("kubelet", RuleResult.OK, (f"float has '{observed.float_cpus}', the kubelet's shared pool",))
 
 
-def _unlike_the_kubelet(seen: KubeletObservation) -> Iterator[str]:
-    pool = seen.shared_pool & seen.online
-    held = CpuSet(cpu for cpus in seen.instances.values() for cpu in cpus)
+def _unlike_the_kubelet(observed: KubeletObservation) -> Iterator[str]:
+    pool = observed.shared_pool & observed.online
+    held = CpuSet(cpu for cpus in observed.instances.values() for cpu in cpus)
     wanted = pool - held or pool
-    if seen.float_cpus != wanted:
-        yield f"float has '{seen.float_cpus}', but the kubelet's shared pool is '{wanted}'"
-    for name, cpus in seen.instances.items() if seen.given is not None else ():
-        given = (seen.given or {}).get(name, CpuSet())
+    if observed.float_cpus != wanted:
+        yield f"float has '{observed.float_cpus}', but the kubelet's shared pool is '{wanted}'"
+    for name, cpus in observed.instances.items() if observed.given is not None else ():
+        given = (observed.given or {}).get(name, CpuSet())
         if not cpus <= given:
             yield f"instance {name} has '{cpus}', but the kubelet gives its pod '{given}'"
 
 
-def _named(each: ObservedThread) -> str:
-    return f"{each.title} (thread {each.thread.tid}, {each.thread.name!r})"
-
-
 def _size(size: int) -> str:
-    """Return *size* in MiB, a little of it as 0.1 MiB rather than nothing."""
+    """Return *size* bytes in MiB; more than nothing is at least 0.1 MiB."""
     return f"{max(size / (1 << 20), 0.1 if size else 0):.4g} MiB"

@@ -1,4 +1,4 @@
-"""The processes beside QEMU, and what the death of each means."""
+"""The child processes other than QEMU, and what the death of each means."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.plan.instance import SharePlan
 log = logging.getLogger(__name__)
 
 STOPPED_WITHIN = 2.0
-"""Seconds a service may take to end after SIGTERM."""
+"""Seconds that a daemon may take to end after SIGTERM."""
 
 
 @attrs.frozen
@@ -30,7 +30,7 @@ class Restart:
     first: float
     longest: float
     forgiven: float = 10.0
-    """Seconds of life after which earlier deaths are forgotten."""
+    """Seconds of life after which earlier deaths no longer count."""
 
 
 @attrs.frozen
@@ -40,21 +40,17 @@ class EndInstance:
     status: Status
 
 
-DEATHS: Mapping[str, Restart | EndInstance] = {
+RESTARTS: Mapping[str, Restart] = {
     "anchor": Restart(first=0.0, longest=5.0),  # at once: the pod's cgroup must not stay empty
     "dnsmasq": Restart(first=0.1, longest=10.0),  # the guest keeps its address meanwhile
+}
+FATAL: Mapping[str, EndInstance] = {
     "virtiofsd": EndInstance(Status.SERVICE_DIED),  # QEMU cannot reconnect
-    "passt": EndInstance(Status.SERVICE_DIED),  # nor here
+    "passt": EndInstance(Status.SERVICE_DIED),  # the same
     "qemu": EndInstance(Status.MACHINE_DIED),
 }
+DEATHS: Mapping[str, Restart | EndInstance] = {**RESTARTS, **FATAL}
 """What the death of each child means, by its role."""
-
-
-def death_of(role: str) -> EndInstance:
-    """Return what the death of *role* means, for one that ends the instance."""
-    meaning = DEATHS[role]
-    assert isinstance(meaning, EndInstance)  # noqa: S101 - a table of ours
-    return meaning
 
 
 @attrs.define
@@ -68,62 +64,61 @@ class RestartedChild:
 
 @asynccontextmanager
 async def restarted_child(supervisor: Supervisor, command: Command) -> AsyncIterator[RestartedChild]:
-    """Hold a daemon that is started again, as :data:`DEATHS` says, whenever it ends."""
-    policy = DEATHS[command.role]
-    assert isinstance(policy, Restart)  # noqa: S101 - a table of ours
-    keeper = RestartedChild(supervisor.processes.spawn(command), command)
+    """Hold a daemon that is started again, as :data:`RESTARTS` says, whenever it ends."""
+    policy = RESTARTS[command.role]
+    child = RestartedChild(supervisor.processes.spawn(command), command)
     try:
-        async with supervisor.background_task(lambda: _keep(supervisor, policy, keeper)):
-            yield keeper
+        async with supervisor.background_task(lambda: _restart(supervisor, policy, child)):
+            yield child
     finally:
         with (
             supervisor.faults.recorded(f"stop {command.role}"),
             trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True),
         ):
-            await supervisor.processes.stop(keeper.process, STOPPED_WITHIN)
+            await supervisor.processes.stop(child.process, STOPPED_WITHIN)
 
 
 @asynccontextmanager
 async def anchored(
     supervisor: Supervisor, argv: tuple[str, ...]
 ) -> AsyncIterator[tuple[RestartedChild, RestartedChild]]:
-    """Hold what keeps the pod's cgroup populated: two, so that one is there while the other is started again.
+    """Hold the anchors, which keep the pod's cgroup populated: two, so that one is there while the other is restarted.
 
-    systemd ends a scope as soon as it is empty, within milliseconds and quicker than a process can be started.
+    systemd ends a scope within milliseconds after it became empty, which is faster than a process can be started.
     """
     command = Command("anchor", argv)
     async with restarted_child(supervisor, command) as one, restarted_child(supervisor, command) as other:
         yield one, other
 
 
-async def _keep(supervisor: Supervisor, policy: Restart, keeper: RestartedChild) -> None:
+async def _restart(supervisor: Supervisor, policy: Restart, child: RestartedChild) -> None:
     pause = policy.first
     while True:
         born = trio.current_time()
-        await keeper.process.wait()
+        await child.process.wait()
         if trio.current_time() - born > policy.forgiven:
             pause = policy.first
-        process = keeper.process
+        process = child.process
         supervisor.counters.restarts[process.role] += 1
         log.warning("%s %s; starting it again pause=%.1fs", process.role, process.how_it_ended(), pause)
         await trio.sleep(pause)
         pause = min(max(2 * pause, 0.1), policy.longest)
         try:
-            keeper.process = supervisor.processes.spawn(keeper.command)
+            child.process = supervisor.processes.spawn(child.command)
         except RunnerError as error:
             log.warning("%s", explain(error))
 
 
 @attrs.frozen
 class Shares:
-    """The virtiofsd of each share, and the connection of each that waits for QEMU."""
+    """The virtiofsd of each share, and the connection to it that QEMU gets."""
 
     daemons: tuple[Process, ...] = ()
     sockets: tuple[Socket, ...] = ()
 
 
 async def first_dead(daemons: Sequence[Process]) -> Process:
-    """Return the first of *daemons* that ends; never without any."""
+    """Return the first of *daemons* that ends; without any, never return."""
     if not daemons:
         await trio.sleep_forever()
 
@@ -136,7 +131,7 @@ async def first_dead(daemons: Sequence[Process]) -> Process:
 
 @asynccontextmanager
 async def shared(supervisor: Supervisor, plans: Sequence[SharePlan], directory: int) -> AsyncIterator[Shares]:
-    """Hold a virtiofsd for every share, each listening before it is born."""
+    """Hold a virtiofsd for every share; its socket listens before it is started."""
     async with AsyncExitStack() as held:
         pairs = [await held.enter_async_context(_share(supervisor, plan, directory)) for plan in plans]
         yield Shares(tuple(daemon for daemon, _ in pairs), tuple(client for _, client in pairs))
@@ -151,7 +146,7 @@ async def _share(supervisor: Supervisor, plan: SharePlan, directory: int) -> Asy
             listener.close()
             yield daemon, client
         finally:
-            client.close()  # the daemon ends by itself when nobody is connected
+            client.close()  # the daemon ends by itself when its client disconnects
             what = f"stop the virtiofsd of {plan.tag!r}"
             with supervisor.faults.recorded(what), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await supervisor.processes.stop(daemon, STOPPED_WITHIN)

@@ -383,7 +383,7 @@ def _ipv6_error(status: Mapping[str, str]) -> str | None:
 
 def _descriptors(supervisor: Supervisor) -> dict[str, DescriptorFact]:
     """Return what was handed to us."""
-    if not supervisor.handed:
+    if not supervisor.inherited_fds:
         return {}
     from runner.kernel.inherited_fds import look as look_at  # here, because few instances pay for it
 
@@ -400,7 +400,7 @@ def _descriptors(supervisor: Supervisor) -> dict[str, DescriptorFact]:
             handed.declared,
         )
 
-    return {name: fact(handed) for name, handed in supervisor.handed.items()}
+    return {name: fact(handed) for name, handed in supervisor.inherited_fds.items()}
 
 
 def parse_resolver(text: str) -> Resolver:

@@ -1,4 +1,4 @@
-"""The files of a disk, opened here and handed over as descriptors; and what QEMU tells of disks without being asked."""
+"""The files of a disk, opened here and inherited by QEMU as descriptors; and QEMU's events about disks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runner.protocol.qmp import QmpEvent
 
 log = logging.getLogger(__name__)
 
-TOLD_EVERY = 60.0
-"""Seconds between two words about errors of the same kind on the same disk: a guest can make thousands a second."""
+REPORTED_EVERY = 60.0
+"""Seconds between two log lines about errors of the same kind on the same disk: a guest can cause thousands a second."""
 
 
 @contextmanager
 def opened(disk: DiskPlan, directory: PurePosixPath) -> Iterator[dict[str, int]]:
-    """Hold descriptors of all that *disk* needs, by the names its block nodes call them; *directory* takes an overlay."""
+    """Hold descriptors of every file of *disk*, by the names of its block nodes; an overlay is made in *directory*."""
     with ExitStack() as held:
         if disk.overlay is None:
             top = files.opened(disk.path, write=disk.written, direct=disk.direct)
@@ -31,41 +31,43 @@ def opened(disk: DiskPlan, directory: PurePosixPath) -> Iterator[dict[str, int]]
             top = overlay(directory, disk.overlay.size, disk.overlay.limit)
         numbers = {disk.name: held.enter_context(top)}
         for name, layer in disk.below():
-            # What the spec names is its author's business; what a header names lies where it was found.
+            # A path in the spec is its author's choice; one in an image's header must still lead where it was found.
             reopened = files.opened if layer.path == disk.path else files.opened_in_place
             numbers[name] = held.enter_context(reopened(layer.path))
         yield numbers
 
 
 class DiskEvents:
-    """Hears QEMU's events about disks."""
+    """QEMU's events about disks: what was unplugged, and errors, which are logged."""
 
     def __init__(self) -> None:
-        self._gone: dict[str, trio.Event] = {}
-        self._told: dict[str, float] = {}
-        self._untold: dict[str, int] = {}
+        self._unplugged: dict[str, trio.Event] = {}
+        self._reported: dict[str, float] = {}
+        self._unreported: dict[str, int] = {}
 
-    def hear(self, event: QmpEvent) -> None:
-        """Take in *event*, whatever it is about."""
+    def handle(self, event: QmpEvent) -> None:
+        """Handle *event*, which may be about something else."""
         if event.name == "DEVICE_DELETED" and "device" in event.data:
-            self.departure(str(event.data["device"])).set()
+            self.unplugged(str(event.data["device"])).set()
         elif event.name == "BLOCK_IO_ERROR":
             data = event.data
-            self._tell(f"the disk {data.get('node-name')} has failed to {data.get('operation')}: {data.get('reason')}")
+            self._report(
+                f"the disk {data.get('node-name')} has failed to {data.get('operation')}: {data.get('reason')}"
+            )
 
-    def departure(self, device: str) -> trio.Event:
-        """Return what is set when the guest has released *device*."""
-        return self._gone.setdefault(device, trio.Event())
+    def unplugged(self, device: str) -> trio.Event:
+        """Return an event that is set when the guest has released *device*."""
+        return self._unplugged.setdefault(device, trio.Event())
 
-    def arrived(self, device: str) -> None:
-        """Forget that a *device* of that name has gone before."""
-        self._gone.pop(device, None)
+    def forget(self, device: str) -> None:
+        """Forget that a *device* of this name was unplugged before."""
+        self._unplugged.pop(device, None)
 
-    def _tell(self, sentence: str) -> None:
+    def _report(self, sentence: str) -> None:
         now = trio.current_time()
-        if now - self._told.get(sentence, -TOLD_EVERY) < TOLD_EVERY:
-            self._untold[sentence] = self._untold.get(sentence, 0) + 1
+        if now - self._reported.get(sentence, -REPORTED_EVERY) < REPORTED_EVERY:
+            self._unreported[sentence] = self._unreported.get(sentence, 0) + 1
             return
-        self._told[sentence] = now
-        again = self._untold.pop(sentence, 0)
-        log.error("%s%s; the guest was told", sentence, f" ({again} more since it was last said)" if again else "")
+        self._reported[sentence] = now
+        again = self._unreported.pop(sentence, 0)
+        log.error("%s%s; the guest got the error", sentence, f" ({again} more since the last report)" if again else "")

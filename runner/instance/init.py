@@ -1,4 +1,4 @@
-"""The duties of an init process around one instance: signals, orphans, the first look and the last word."""
+"""The duties of an init process around one instance: signals, orphans, the plan and the exit report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @attrs.frozen
 class ExitReport:
-    """How it went: what the exit status and the termination log are made of."""
+    """How the instance ended: what the exit status and the termination log are made of."""
 
     status: int
     outcome: str
@@ -40,7 +40,7 @@ class ExitReport:
 
     def to_json(self) -> dict[str, object]:
         """Return it as written to the termination log."""
-        # Kubernetes keeps 4096 bytes of it: both lists are cut so that what it keeps is JSON.
+        # Kubernetes keeps 4096 bytes of it: both fields are cut so that what it keeps is JSON.
         faults = [_cut(fault, 300) for fault in self.faults[:5]]
         return {"status": self.status, "outcome": self.outcome, "detail": _cut(self.detail, 1500), "faults": faults}
 
@@ -51,14 +51,14 @@ def _cut(text: str, length: int) -> str:
 
 @attrs.frozen
 class Streams:
-    """Where this process speaks."""
+    """Where this process writes its output, and answers requests."""
 
     stdout: NonBlockingWriter
     stderr: NonBlockingWriter
     console: Callable[[bytes], None]
-    """Says on standard output what the guest's console says; without data it was the last."""
+    """Writes the guest's console output to standard output; without data it was the last."""
     http: tuple[str, int] | None
-    """Where it answers probes, if anywhere."""
+    """Address and port for probes and metrics, if they are served."""
 
 
 async def run_as_init(
@@ -66,13 +66,13 @@ async def run_as_init(
 ) -> ExitReport:
     """Run the instance that the document *data* describes, from the first signal to the last child.
 
-    Never raises for what is not this program's own fault. Without *pid1* orphans are adopted by asking for it.
+    Raises nothing but what is a mistake of this program. Without *pid1* it becomes a subreaper to adopt orphans.
     """
     stop, faults = StopRequest(), Faults()
     try:
         if pid1 and os.getpid() != 1:
             raise RefusedError(
-                f"cannot run as process {os.getpid()}: only PID 1 of a container is told of every orphan and takes everything with it "
+                f"cannot run as process {os.getpid()}: only PID 1 of a container adopts every orphan, and ends every other process "
                 "when it ends; make it the ENTRYPOINT, or say --not-pid1 for a test"
             )
         if not pid1:
@@ -89,15 +89,15 @@ async def run_as_init(
                 supervisor.background_task(streams.stdout.drain),
                 supervisor.background_task(streams.stderr.drain),
             ):
-                verdict = await _run(source, spec, supervisor, state_directory, streams)
+                report = await _run(source, spec, supervisor, state_directory, streams)
         finally:
-            # What arrives from here on comes too late to change anything, and must not become our own death: trio
-            # raises again what its receiver has not delivered.
+            # A signal from here on comes too late to change anything, and must not end this process: trio raises
+            # again what its receiver has not delivered.
             signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
     if faults.sentences:
-        detail = f"{verdict.detail} ({verdict.outcome}), but not everything could be released"
+        detail = f"{report.detail} ({report.outcome}), but not everything could be released"
         return ExitReport(Status.DIRTY, "dirty", detail, tuple(faults.sentences))
-    return verdict
+    return report
 
 
 async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) -> InstancePlan:
@@ -118,10 +118,10 @@ async def _plan(
 async def _run(
     source: str, asked: InstanceSpec, bare: Supervisor, state_directory: PurePosixPath, streams: Streams
 ) -> ExitReport:
-    """Run what is *asked*; errors end here, below the root's nursery, which would wrap them."""
+    """Run the instance *asked* for; errors end here, inside of the root's nursery, which would wrap them."""
     try:
-        async with _handed(bare, asked) as supervisor:
-            spec = with_disks(asked, {name: each.descriptor.number for name, each in supervisor.handed.items()})
+        async with _with_inherited_fds(bare, asked) as supervisor:
+            spec = with_disks(asked, {name: each.descriptor.number for name, each in supervisor.inherited_fds.items()})
             facts = await supervisor.unless_stopped(partial(read_host_facts, spec, supervisor, state_directory))
             plan = plan_instance(source, spec, facts)
             for remark in plan.remarks:
@@ -129,7 +129,7 @@ async def _run(
             log.info("starting instance=%s", plan.name)
             if plan.pod.name:
                 log.info("in the pod name=%s namespace=%s node=%s uid=%s", *attrs.astuple(plan.pod))
-            async with _paged(supervisor, plan, streams.http):
+            async with _probes_served(supervisor, plan, streams.http):
                 ended = await run_instance(plan, supervisor, streams.console)
     except StopRequestedError:
         return ExitReport(Status.STOPPED, "stopped", "asked to stop before anything was started")
@@ -140,26 +140,28 @@ async def _run(
 
 
 @asynccontextmanager
-async def _handed(supervisor: Supervisor, spec: InstanceSpec) -> AsyncIterator[Supervisor]:
-    """Hold *host* with the descriptors that are handed to us."""
+async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec) -> AsyncIterator[Supervisor]:
+    """Hold *supervisor* with the descriptors that another process has opened for this instance."""
     agent = spec.descriptors.socket
     if agent is None and not os.environ.get("LISTEN_FDS"):
         yield supervisor
         return
-    from runner.kernel.inherited_fds import inherited_fds  # here, because few instances pay for it
+    from runner.kernel.inherited_fds import inherited_fds  # here, because few instances inherit any
 
     async with AsyncExitStack() as held:
         taking = inherited_fds(os.environ, agent)
-        handed = await supervisor.unless_stopped(partial(held.enter_async_context, taking))
-        yield attrs.evolve(supervisor, handed=handed)
+        found = await supervisor.unless_stopped(partial(held.enter_async_context, taking))
+        yield attrs.evolve(supervisor, inherited_fds=found)
 
 
 @asynccontextmanager
-async def _paged(supervisor: Supervisor, plan: InstancePlan, http: tuple[str, int] | None) -> AsyncIterator[None]:
+async def _probes_served(
+    supervisor: Supervisor, plan: InstancePlan, http: tuple[str, int] | None
+) -> AsyncIterator[None]:
     if http is None:
         yield
         return
-    from runner.instance.probes import probes_served  # here, because nobody pays for pages that are not asked for
+    from runner.instance.probes import probes_served  # here, because not every instance serves them
 
     async with probes_served(supervisor, plan, http):
         yield

@@ -1,6 +1,6 @@
 """The life of one instance: what is held, in which order, and how it ends.
 
-The order of the lines in :func:`run_instance` is the order of the start, and read from below the order of the teardown.
+The order of the lines in :func:`run_instance` is the order of the start, and upside down that of the teardown.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import trio
 from runner.errors import HostError, Status, explain
 from runner.instance.cgroups.active import ActivePlacement, entered_cgroups
 from runner.instance.console import console_shown
-from runner.instance.daemons import anchored, death_of, first_dead, shared
+from runner.instance.daemons import FATAL, anchored, first_dead, shared
 from runner.instance.display import display_shown
 from runner.instance.memory import guest_memory
 from runner.instance.network import dhcp_served, networked
 from runner.instance.qemu import GuestEnd, Qemu, QemuEndpoints, guest_agent_channel, paused_qemu, started_within
-from runner.instance.receipts import RECEIPT, Receipts, machine_threads
+from runner.instance.receipts import RECEIPT, Receipts, query_threads, receipt_table
 from runner.instance.supervisor import StopRequestedError, Supervisor, first_of
-from runner.instance.thread_placement import Receipt, confined
+from runner.instance.thread_placement import place_threads
 from runner.kernel import files
 from runner.kernel.processes import Process
 from runner.kernel.sockets import CONTROL_SOCKET, listening
+from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
@@ -42,53 +43,53 @@ CAUSE_WITHIN = 0.2
 
 
 async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callable[[bytes], None]) -> GuestEnd:
-    """Hold everything *plan* names for as long as the guest runs, and return how it ended.
+    """Hold everything that *plan* names for as long as the guest runs, and return how it ended.
 
-    Raises :exc:`~runner.errors.RunnerError` when the start failed; whatever was acquired has been released then, and
-    what could not be released is in ``supervisor.faults``.
+    Raises :exc:`~runner.errors.RunnerError` when the start failed; everything that was acquired has been released then,
+    and what could not be released is in ``supervisor.faults``.
     """
     try:
         async with (
             _state(supervisor, plan) as directory,
             anchored(supervisor, plan.anchor) as anchors,
-            entered_cgroups(supervisor, plan.placement, anchors) as seat,
-            guest_memory(supervisor, plan, seat) as ram,
-            networked(supervisor, plan.networks) as wires,
+            entered_cgroups(supervisor, plan.placement, anchors) as active,
+            guest_memory(supervisor, plan, active.pod_cgroup_fd) as ram,
+            networked(supervisor, plan.networks) as nic_backends,
             dhcp_served(supervisor, plan.dhcp),
             shared(supervisor, plan.shares, directory) as shares,
             console_shown(supervisor, plan.console, show, directory) as console,
-            _devices_passed(supervisor, plan),
+            _passthrough_held(supervisor, plan),
             guest_agent_channel(plan.machine.guest) as agent,
             paused_qemu(
-                supervisor, plan, QemuEndpoints(ram, wires, shares, console, agent), seat.memory_cgroup_fd
+                supervisor, plan, QemuEndpoints(ram, nic_backends, shares, console, agent), active.memory_cgroup_fd
             ) as machine,
-            _receipted(supervisor, plan, seat, machine) as receipts,
+            _placed_threads(supervisor, plan, active, machine) as receipts,
             display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
             _controlled(supervisor, plan, directory, machine, receipts),
         ):
             await started_within(plan.patience, lambda: supervisor.unless_stopped(machine.resume))
             log.info("the guest runs")
-            servants = [*shares.daemons, *(wire.daemon for wire in wires if wire.daemon is not None)]
+            daemons = [*shares.daemons, *(nic.daemon for nic in nic_backends if nic.daemon is not None)]
             with _ready(supervisor, plan.state_directory, receipts.read):
-                why = await _wait_for_the_end(supervisor, machine, servants)
-            return await _powered_down(plan.shutdown, machine, why)
+                ended = await _wait_for_the_end(supervisor, machine, daemons)
+            return await _powered_down(plan.shutdown, machine, ended)
     except StopRequestedError:
         return GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
 
 
-async def _wait_for_the_end(supervisor: Supervisor, machine: Qemu, servants: Sequence[Process]) -> GuestEnd:
-    """Wait for the guest's end, a request to stop, or the death of what the guest needs, and return which it was."""
+async def _wait_for_the_end(supervisor: Supervisor, machine: Qemu, daemons: Sequence[Process]) -> GuestEnd:
+    """Wait for the guest's end, a request to stop, or the death of one of the *daemons*, and return which it was."""
 
     async def asked() -> GuestEnd:
         await supervisor.stop.asked()
         return GuestEnd(Status.STOPPED, "")
 
     async def lost() -> GuestEnd:
-        dead = await first_dead(servants)
+        dead = await first_dead(daemons)
         with trio.move_on_after(CAUSE_WITHIN):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
         log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
-        return GuestEnd(death_of(dead.role).status, f"{dead.role} {dead.how_it_ended()}")
+        return GuestEnd(FATAL[dead.role].status, f"{dead.role} {dead.how_it_ended()}")
 
     return await first_of(machine.ended, asked, lost)
 
@@ -103,12 +104,12 @@ async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd) -> G
 
 
 @asynccontextmanager
-async def _devices_passed(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[None]:
-    """Hold the promise that every device of the host's is as it was when QEMU has gone."""
+async def _passthrough_held(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[None]:
+    """Hold the host's PCI devices that the guest gets; at the end, wait until each is as it was before."""
     if not plan.machine.passing.devices:
         yield
         return
-    from runner.instance.passthrough import devices_passed  # here, because few guests have devices of their own
+    from runner.instance.passthrough import devices_passed  # here, because few guests have devices of the host's
 
     async with devices_passed(supervisor, plan.machine.passing, plan.shutdown.devices_back):
         yield
@@ -119,7 +120,7 @@ async def _state(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[in
     """Hold a descriptor of the state directory; it is removed at the end unless something is kept in it."""
     with files.directory(plan.state_directory) as directory:
         files.claim(directory, plan.state_directory)
-        for name in (READY, RECEIPT):  # of one that was killed here
+        for name in (READY, RECEIPT):  # left by an instance that was killed
             files.discard(plan.state_directory / name)
         try:
             yield directory
@@ -129,19 +130,20 @@ async def _state(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[in
 
 
 @asynccontextmanager
-async def _receipted(
-    supervisor: Supervisor, plan: InstancePlan, seat: ActivePlacement, machine: Qemu
+async def _placed_threads(
+    supervisor: Supervisor, plan: InstancePlan, active: ActivePlacement, machine: Qemu
 ) -> AsyncIterator[Receipts]:
-    """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
+    """Hold the vCPU threads on their CPUs, and the receipt that proves it in the state directory."""
     threads = await started_within(
-        plan.patience, lambda: supervisor.unless_stopped(partial(machine_threads, machine, plan))
+        plan.patience, lambda: supervisor.unless_stopped(partial(query_threads, machine, plan))
     )
-    receipts = Receipts(supervisor, plan, machine, threads, seat, confined(supervisor, seat, plan.placement, threads))
-    for line in receipts.receipt.table():
+    receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
+    receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
+    for line in receipt_table(receipt):
         log.info("placement: %s", line)
     receipts.publish()
     try:
-        async with supervisor.background_task(seat.settle):
+        async with supervisor.background_task(active.settle):
             yield receipts
     finally:
         with supervisor.faults.recorded("remove the receipt"):
@@ -152,7 +154,7 @@ async def _receipted(
 async def _controlled(
     supervisor: Supervisor, plan: InstancePlan, directory: int, machine: Qemu, receipts: Receipts
 ) -> AsyncIterator[None]:
-    """Hold the control socket; what serves it is imported when somebody asks for the first time."""
+    """Hold the control socket; what serves it is imported at the first connection."""
     with listening(directory, CONTROL_SOCKET) as listener:
 
         async def serve() -> None:
@@ -173,7 +175,7 @@ async def _controlled(
 
 @contextmanager
 def _ready(supervisor: Supervisor, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
-    """Say to whoever asks that the guest runs and nobody wants it to end: by a file, and by the pages."""
+    """Show that the guest runs and no stop was requested: by a file, and to probes and metrics."""
     path = directory / READY
 
     def withdraw() -> None:

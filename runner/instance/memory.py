@@ -1,4 +1,4 @@
-"""The guest's RAM: files in memory, every page of them taken before QEMU is started, where the plan says so."""
+"""The guest's RAM: files in memory, preallocated before QEMU is started where the plan says so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import ExitStack, asynccontextmanager
 import trio
 
 from runner.errors import HostError
-from runner.instance.cgroups.active import ActivePlacement
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.kernel.processes import Command, Process
@@ -26,11 +25,12 @@ FULL_REMEDY = "raise the pod's limits of memory and huge pages, or give the gues
 
 @asynccontextmanager
 async def guest_memory(
-    supervisor: Supervisor, plan: InstancePlan, seat: ActivePlacement
+    supervisor: Supervisor, plan: InstancePlan, pod_cgroup_fd: int | None
 ) -> AsyncIterator[tuple[files.Descriptor, ...]]:
-    """Hold the RAM of each of the guest's NUMA nodes until QEMU has it; none if nobody but QEMU may have it.
+    """Hold the RAM of each of the guest's NUMA nodes until QEMU has it; none where only QEMU may have it.
 
-    The pages are taken from within the pod's cgroup, on all NUMA nodes at once, by threads near to them.
+    It is preallocated in the pod's cgroup, which a child enters by *pod_cgroup_fd* (``None``: it is born there): on all
+    NUMA nodes at once, by threads on their CPUs.
     """
     machine = plan.machine
     if not machine.ram.shared:
@@ -44,24 +44,24 @@ async def guest_memory(
             for number, each in enumerate(machine.topology.numa_nodes)
         )
         if machine.ram.preallocate:
-            await _preallocated(supervisor, plan, seat, tuple(each.number for each in ram))
+            await _preallocate(supervisor, plan, pod_cgroup_fd, tuple(each.number for each in ram))
         yield ram
 
 
-async def _preallocated(
-    supervisor: Supervisor, plan: InstancePlan, seat: ActivePlacement, ram: tuple[int, ...]
+async def _preallocate(
+    supervisor: Supervisor, plan: InstancePlan, pod_cgroup_fd: int | None, ram: tuple[int, ...]
 ) -> None:
     argv = preallocator_argv(plan.machine, plan.placement, ram)
-    command = Command("preallocator", tuple(argv), ram, entering=seat.pod_cgroup_fd)
+    command = Command("preallocator", tuple(argv), ram, entering=pod_cgroup_fd)
     began = trio.current_time()
     async with supervisor.processes.daemon(command, 0) as process:
         try:
             with trio.fail_after(plan.patience):
                 status = await supervisor.unless_stopped(process.wait)
         except trio.TooSlowError:
-            said = process.last_words[-1] if process.last_words else "nothing"
+            output = process.last_words[-1] if process.last_words else "nothing"
             raise HostError(
-                f"cannot preallocate the guest's memory: it takes more than {plan.patience:g} s; the last word was {said!r}"
+                f"cannot preallocate the guest's memory: it takes more than {plan.patience:g} s; its last output was {output!r}"
             ) from None
     if status != 0:
         raise HostError(f"cannot preallocate the guest's memory: {_why(process)}")
@@ -71,8 +71,8 @@ async def _preallocated(
 
 def _why(process: Process) -> str:
     if process.returncode == -signal.SIGKILL:
-        return f"its taker was killed, as the kernel does when a cgroup is over memory.max; {FULL_REMEDY}"
+        return f"the preallocator was killed, as the kernel does when a cgroup is over memory.max; {FULL_REMEDY}"
     if process.returncode != 1 or not process.last_words:
-        return f"its taker {process.how_it_ended()}"
-    said = process.last_words[-1]
-    return f"{said}; {MBIND_REMEDY if '(mbind)' in said else FULL_REMEDY}"
+        return f"the preallocator {process.how_it_ended()}"
+    output = process.last_words[-1]
+    return f"{output}; {MBIND_REMEDY if '(mbind)' in output else FULL_REMEDY}"

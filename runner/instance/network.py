@@ -1,4 +1,4 @@
-"""The networks of a guest, held: taps on bridges, macvtaps, passt, and what was handed to us."""
+"""The networks of a guest, held: taps on bridges, macvtaps, passt, and inherited descriptors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from runner.plan.networks import BridgedPlan, DhcpPlan, MacvtapPlan, NetworkPlan
 
 @attrs.frozen
 class NicBackend:
-    """The ends of one guest interface; all are closed here once QEMU has its copies."""
+    """The host's side of one guest interface; our copies are closed once QEMU has its own."""
 
     taps: tuple[files.Descriptor, ...] = ()
     vhosts: tuple[files.Descriptor, ...] = ()
     stream: Socket | files.Descriptor | None = None
     daemon: Process | None = None
-    """Without which the guest's interface is dead."""
+    """The process that carries its packets, if one does."""
 
     def numbers(self) -> WireNumbers:
-        """Return them as numbers."""
+        """Return the descriptors' numbers."""
         stream = self.stream
         return WireNumbers(
             tuple(tap.number for tap in self.taps),
@@ -51,17 +51,17 @@ async def networked(supervisor: Supervisor, plans: Sequence[NetworkPlan]) -> Asy
     """Hold every network of the guest, by descriptor."""
     bridged = [plan for plan in plans if isinstance(plan, BridgedPlan)]
     async with AsyncExitStack() as held:
-        wires = [await held.enter_async_context(_wire(supervisor, plan)) for plan in plans]
+        nic_backends = [await held.enter_async_context(_nic_backend(supervisor, plan)) for plan in plans]
         held.enter_context(_built(supervisor, [_bridge(plan) for plan in bridged]))
-        yield tuple(wires)
+        yield tuple(nic_backends)
 
 
 @asynccontextmanager
-async def _wire(supervisor: Supervisor, plan: NetworkPlan) -> AsyncIterator[NicBackend]:
+async def _nic_backend(supervisor: Supervisor, plan: NetworkPlan) -> AsyncIterator[NicBackend]:
     with ExitStack() as held:
         if isinstance(plan, PasstPlan):
-            async with _passt(supervisor, plan) as wire:
-                yield wire
+            async with _passt(supervisor, plan) as nic_backend:
+                yield nic_backend
             return
         vhosts: tuple[files.Descriptor, ...] = ()
         if isinstance(plan, BridgedPlan):
@@ -69,8 +69,8 @@ async def _wire(supervisor: Supervisor, plan: NetworkPlan) -> AsyncIterator[NicB
         elif isinstance(plan, MacvtapPlan):
             taps = held.enter_context(_macvtap(supervisor, plan))
         else:
-            taps = tuple(supervisor.handed[name].descriptor for name in plan.fds)
-            vhosts = tuple(supervisor.handed[name].descriptor for name in plan.vhost_fds)
+            taps = tuple(supervisor.inherited_fds[name].descriptor for name in plan.fds)
+            vhosts = tuple(supervisor.inherited_fds[name].descriptor for name in plan.vhost_fds)
             if plan.kind == "socket":
                 yield NicBackend(stream=taps[0])
                 return
@@ -100,25 +100,25 @@ async def _passt(supervisor: Supervisor, plan: PasstPlan) -> AsyncIterator[NicBa
             theirs.close()
             yield NicBackend(stream=ours, daemon=daemon)
         finally:
-            ours.close()  # it ends by itself when nobody is connected
+            ours.close()  # it ends by itself when its client disconnects
             with supervisor.faults.recorded("stop passt"), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await supervisor.processes.stop(daemon, STOPPED_WITHIN)
 
 
 @contextmanager
 def _built(supervisor: Supervisor, bridges: Sequence[network.Bridge]) -> Iterator[None]:
-    """Hold *bridges* built; their taps are there already."""
+    """Hold *bridges*; their taps exist already."""
     if not bridges:
         yield
         return
     network.recover(bridges)
     try:
-        # Inside, because a build that fails may not have taken back everything; removing what is not there is no matter.
+        # Inside, because a build that fails may leave something behind; removing what is not there does no harm.
         network.build(bridges)
         yield
     finally:
-        # Bounded without a timeout of ours: the kernel does it within the call, and kernel/netlink.py gives up an
-        # answer that was lost. It acquires one descriptor, where `build` had one too.
+        # Bounded without a timeout here: the kernel does it within the call, and kernel/netlink.py does not wait for an
+        # answer that was lost. It acquires one descriptor, as `build` did.
         with supervisor.faults.recorded("give back the network"):
             network.remove(bridges)
 

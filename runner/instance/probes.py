@@ -1,10 +1,10 @@
-"""What an instance shows to probes and to Prometheus; imported only where somebody asked for it.
+"""Probes and metrics of an instance by HTTP; imported only where the command line asks for them.
 
-========== ========================================================================================
-/healthz   200 for as long as this program answers; says whether the guest starts, runs or stops
-/readyz    200 while the guest runs, nobody has asked it to end, and every thread is where the receipt says
+========== =================================================================================================
+/healthz   200 for as long as this program answers; the body says whether the guest starts, runs or stops
+/readyz    200 while the guest runs, no stop was requested, and every thread is in its place
 /metrics   text exposition format 0.0.4
-========== ========================================================================================
+========== =================================================================================================
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import trio
 from runner.errors import HostError, explain
 from runner.instance.discover import CGROUP_ROOT
 from runner.instance.supervisor import Supervisor
-from runner.instance.thread_placement import Receipt
 from runner.kernel.cgroup import Cgroup
+from runner.placement.threads import Receipt, sentences
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan
 from runner.protocol.http import Exposition, Page, labels, not_found, ok, open_pages, serve_pages, unavailable
@@ -30,12 +30,12 @@ from runner.protocol.http import Exposition, Page, labels, not_found, ok, open_p
 log = logging.getLogger(__name__)
 
 READ_AGAIN = 1.0
-"""Seconds for which one reading of all threads will do, however many ask: it is three files for each of them."""
+"""Seconds for which one reading of all threads answers every request: it is three files for each of them."""
 
 
 @attrs.define
 class Probes:
-    """Makes the pages, when they are asked for."""
+    """Answers requests."""
 
     supervisor: Supervisor
     plan: InstancePlan
@@ -43,7 +43,7 @@ class Probes:
     _read_at: float = 0.0
 
     def show(self, target: str) -> Page:
-        """Return what *target* shows now."""
+        """Return the response to a request for *target*."""
         try:
             if target == "/metrics":
                 return Page(ok().status, self._metrics())
@@ -59,11 +59,11 @@ class Probes:
         receipt = self._now()
         if receipt is None:
             return unavailable(self.supervisor.guest_state.phase)
-        violations = list(receipt.violations())
-        return unavailable("\n".join(violations)) if violations else ok()
+        violations = receipt.violations()
+        return unavailable("\n".join(sentences(violations))) if violations else ok()
 
     def _now(self) -> Receipt | None:
-        """Return where every thread is, as the kernel says now or has said a moment ago; ``None`` unless the guest runs."""
+        """Return where every thread is, read at most :data:`READ_AGAIN` seconds ago; ``None`` unless the guest runs."""
         read, now = self.supervisor.guest_state.read, trio.current_time()
         if read is None:
             return None
@@ -73,42 +73,50 @@ class Probes:
 
     def _metrics(self) -> str:
         supervisor, plan, receipt = self.supervisor, self.plan, self._now()
-        said = Exposition("instance_runner")
+        exposition = Exposition("instance_runner")
         pod = plan.pod
-        who = labels(
+        identity = labels(
             instance=plan.name, namespace=pod.namespace, pod=pod.name, node=pod.node, placement=plan.placement.backend
         )
-        said.add("info", "gauge", "Who this is.", {who: 1})
+        exposition.add("info", "gauge", "The instance's names and placement.", {identity: 1})
         phases = {
             labels(state=phase): supervisor.guest_state.phase == phase for phase in ("starting", "running", "stopping")
         }
-        said.add("guest_state", "gauge", "1 for the state the guest is in.", phases)
+        exposition.add("guest_state", "gauge", "1 for the state that the guest is in.", phases)
         since = supervisor.guest_state.since
         uptime = {} if since is None else {"": trio.current_time() - since}
-        said.add("guest_uptime_seconds", "gauge", "How long the guest has run.", uptime)
-        said.add(
-            "console_bytes_total", "counter", "What the guest said on its console.", {"": supervisor.counters.console}
+        exposition.add("guest_uptime_seconds", "gauge", "How long the guest has run.", uptime)
+        exposition.add(
+            "console_bytes_total",
+            "counter",
+            "Bytes that the guest has written to its console.",
+            {"": supervisor.counters.console},
         )
         restarts = {labels(role=role): count for role, count in sorted(supervisor.counters.restarts.items())}
-        said.add("child_restarts_total", "counter", "Children that ended and were started again.", restarts)
-        said.add(
-            "orphans_reaped_total", "counter", "Processes that others left behind.", {"": supervisor.processes.orphans}
+        exposition.add("child_restarts_total", "counter", "Children that ended and were started again.", restarts)
+        exposition.add(
+            "orphans_reaped_total",
+            "counter",
+            "Orphans of other processes that were reaped.",
+            {"": supervisor.processes.orphans},
         )
-        said.add(
+        exposition.add(
             "swept_total", "counter", "Threads of others moved off the vCPUs' CPUs.", {"": supervisor.counters.swept}
         )
-        said.add(
+        exposition.add(
             "release_faults_total", "counter", "What could not be released.", {"": len(supervisor.faults.sentences)}
         )
         if receipt is not None:
-            strays = len(list(receipt.violations()))
-            said.add("placement_holds", "gauge", "1 while every thread is in its place.", {"": not strays})
-            said.add("placement_strays", "gauge", "Threads that are not in their places.", {"": strays})
-            self._add_vcpus(said, receipt)
-            said.add("memory_charged_bytes", "gauge", "What the pod's cgroup is charged for.", self._charged(receipt))
-        return said.text()
+            strays = len(receipt.violations())
+            exposition.add("placement_holds", "gauge", "1 while every thread is in its place.", {"": not strays})
+            exposition.add("placement_strays", "gauge", "Threads that are not in their places.", {"": strays})
+            self._add_vcpus(exposition, receipt)
+            exposition.add(
+                "memory_charged_bytes", "gauge", "What the pod's cgroup is charged for.", self._charged(receipt)
+            )
+        return exposition.text()
 
-    def _add_vcpus(self, said: Exposition, receipt: Receipt) -> None:
+    def _add_vcpus(self, exposition: Exposition, receipt: Receipt) -> None:
         ran: dict[str, float] = {}
         waited: dict[str, float] = {}
         involuntary: dict[str, float] = {}
@@ -123,14 +131,15 @@ class Probes:
                 ran[vcpu], waited[vcpu] = times.ran, times.waited
             if (cpu := self.plan.placement.pins[each.vcpu]) in steal:
                 stolen[vcpu] = steal[cpu]
-        add = said.add
+        add = exposition.add
         add("vcpu_cpu_seconds_total", "counter", "Time the vCPU has run.", ran)
         add("vcpu_run_delay_seconds_total", "counter", "Time it waited for its CPU; the guest sees it stolen.", waited)
         add("vcpu_involuntary_switches_total", "counter", "Times something else took its CPU.", involuntary)
         add("vcpu_steal_seconds_total", "counter", "Time a hypervisor below this host took from its CPU.", stolen)
 
     def _charged(self, receipt: Receipt) -> Mapping[str, float]:
-        path = self.supervisor.procfs.cgroup() if receipt.groups is None else receipt.groups.pod
+        cgroups = receipt.rules.cgroups
+        path = self.supervisor.procfs.cgroup() if cgroups is None else cgroups.pod
         try:
             charge = Cgroup(Path(CGROUP_ROOT)).at(path).charge()
         except (HostError, ValueError):  # no cgroup v2 is mounted here, or not the pod's
@@ -142,11 +151,11 @@ class Probes:
 async def probes_served(supervisor: Supervisor, plan: InstancePlan, address: tuple[str, int]) -> AsyncIterator[None]:
     """Answer at *address* for as long as the block runs; see :func:`~runner.protocol.http.parse_address`."""
     listeners = await open_pages(*address)
-    log.info("pages are served port=%d", listeners[0].socket.getsockname()[1])
+    log.info("probes and metrics are served port=%d", listeners[0].socket.getsockname()[1])
     taken = [each.pod.name for each in plan.networks if isinstance(each, BridgedPlan) and each.pod is not None]
     if taken:
         log.warning(
-            "the guest has the address of %s: who connects to it reaches the guest, and not --http", ", ".join(taken)
+            "the guest has the address of %s: connections to it reach the guest, and not --http", ", ".join(taken)
         )
     async with supervisor.background_task(partial(serve_pages, listeners, Probes(supervisor, plan).show)):
         yield

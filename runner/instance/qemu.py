@@ -1,4 +1,4 @@
-"""QEMU: born paused, resumed once, powered down, gone."""
+"""QEMU: started paused, resumed once, powered down, ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import trio
 
 from runner.errors import HostError, Status, explain
 from runner.instance import disks
-from runner.instance.daemons import Shares, death_of
+from runner.instance.daemons import FATAL, Shares
 from runner.instance.memory import MBIND_REMEDY
 from runner.instance.network import NicBackend
 from runner.instance.supervisor import Supervisor, first_of
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PRESSED_EVERY = 1.0
-"""Seconds between two presses of the power button: a guest that is still booting does not hear the first ones."""
+"""Seconds between two presses of the power button: a guest that is still booting ignores the first ones."""
 
 EXITS_WITHIN = 1.0
 """Seconds between the end of the QMP conversation and QEMU's exit, when it is QEMU that ends."""
@@ -49,7 +49,7 @@ REMEDIES = (
         MBIND_REMEDY,
     ),
     (
-        # EINVAL is what the second one to bind a device by its own node gets (vfio_df_device_first_open).
+        # EINVAL is what a second process that binds a device by its own node gets (vfio_df_device_first_open).
         re.compile(": vfio .*(Device or resource busy|error bind device .*Invalid argument)"),
         "another process has the device or one of its IOMMU group; `fuser /dev/vfio/*` on the node names it",
     ),
@@ -62,7 +62,7 @@ REMEDIES = (
         "let the container use the devices' nodes in /dev/vfio: a device plugin's resource, or `--device`",
     ),
 )
-"""What mends it, by what QEMU says when it does not start."""
+"""The remedy, by the error that QEMU prints when it does not start."""
 
 
 @attrs.frozen
@@ -75,7 +75,7 @@ class GuestAgentChannel:
 
 @asynccontextmanager
 async def guest_agent_channel(guest: GuestPlan) -> AsyncIterator[GuestAgentChannel]:
-    """Hold the guest agent's channel; nobody reads it until the guest is to go."""
+    """Hold the guest agent's channel; it is not read until the guest is to shut down."""
     if not guest.agent:
         yield GuestAgentChannel()
         return
@@ -85,10 +85,10 @@ async def guest_agent_channel(guest: GuestPlan) -> AsyncIterator[GuestAgentChann
 
 @attrs.frozen
 class QemuEndpoints:
-    """The ends that QEMU gets a copy of; ours are closed then, so that each end sees the other's death."""
+    """The descriptors that QEMU inherits; our copies are closed then, so that each peer sees the other's death."""
 
     ram: Sequence[files.Descriptor]
-    wires: Sequence[NicBackend]
+    nic_backends: Sequence[NicBackend]
     shares: Shares
     console: Socket
     agent: GuestAgentChannel
@@ -100,15 +100,15 @@ class QemuEndpoints:
             self.agent.theirs.close()
         for each in self.ram:
             each.close()
-        for wire in self.wires:
-            wire.close_our_copies()
+        for nic_backend in self.nic_backends:
+            nic_backend.close_our_copies()
         for connection in self.shares.sockets:
             connection.close()
 
 
 @attrs.frozen
 class GuestEnd:
-    """Why the guest does not run any more."""
+    """Why the guest no longer runs."""
 
     status: Status
     detail: str
@@ -119,7 +119,7 @@ _REASONS = {
     "guest-reset": GuestEnd(Status.GUEST_RESET, "the guest rebooted"),
     "guest-panic": GuestEnd(Status.GUEST_PANICKED, "the guest's kernel panicked"),
 }
-"""The guest's own reasons among ``ShutdownCause`` (``qapi/run-state.json``); every other one is QEMU's or ours."""
+"""The guest's own reasons among ``ShutdownCause`` (``qapi/run-state.json``); the others are QEMU's or this program's."""
 
 
 _HUNG = GuestEnd(Status.GUEST_HUNG, "the guest hung: it fed its watchdog no more")
@@ -134,16 +134,19 @@ class Qemu:
         self._monitor = monitor
         self._agent = agent
         self._agent_listens = False
-        """What QEMU said last of the agent's port: whether a program in the guest has it open."""
+        """Whether a program in the guest has the agent's port open, by QEMU's last event about it."""
         self._end: GuestEnd | None = None
 
     @property
     def monitor(self) -> Monitor:
-        """The conversation with QEMU; its events are heard by :meth:`ended` alone."""
+        """The conversation with QEMU; only :meth:`ended` receives its events."""
         return self._monitor
 
     async def greeted(self) -> str:
-        """Wait for QEMU to greet, and return its version, or say what it said instead."""
+        """Wait for QEMU to greet and return its version.
+
+        Raises :exc:`~runner.errors.HostError` with the error that QEMU printed instead.
+        """
         try:
             return await self._monitor.greet()
         except QmpError as error:
@@ -151,10 +154,12 @@ class Qemu:
         with trio.move_on_after(EXITS_WITHIN):
             await self.process.wait()
             how = self.process.how_it_ended()
-            # QEMU explains an error of VFIO's in further lines, and they are not the error.
-            said = next((line for line in reversed(self.process.last_words) if ": vfio " in line), how)
-            remedy = next((f"; {remedy}" for words, remedy in REMEDIES if words.search(said)), "")
-            raise HostError(f"cannot start QEMU: it {how if said in how else f'{how}, and before {said!r}'}{remedy}")
+            # QEMU prints hints after an error of VFIO: the last line is not the error.
+            output = next((line for line in reversed(self.process.last_words) if ": vfio " in line), how)
+            remedy = next((f"; {remedy}" for words, remedy in REMEDIES if words.search(output)), "")
+            raise HostError(
+                f"cannot start QEMU: it {how if output in how else f'{how}, and before {output!r}'}{remedy}"
+            )
         raise HostError("cannot start QEMU") from failure
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
@@ -172,24 +177,24 @@ class Qemu:
     async def show(self, connection: int) -> None:
         """Have QEMU's VNC server serve the descriptor *connection*, which stays the caller's to close.
 
-        Whoever may open our socket may see the guest: nobody is asked for a password.
+        Every process that may open the display's socket may see the guest: there is no password.
         """
         await self._monitor.execute("getfd", {"fdname": "vnc"}, passing=(connection,))
         await self._monitor.execute("add_client", {"protocol": "vnc", "fdname": "vnc", "skipauth": True})
 
     async def ended(self) -> GuestEnd:
-        """Return why the guest does not run any more, as soon as that is so."""
+        """Wait until the guest no longer runs, and return why."""
         return await first_of(self._stopped_running, self._exited)
 
     async def _stopped_running(self) -> GuestEnd:
         try:
-            # Remembered, because QEMU says it once and whoever hears it may have been given up on in that very moment.
+            # Remembered, because QEMU sends it once, and the task that receives it may be cancelled at that moment.
             while self._end is None:
                 event = await self._monitor.event()
                 if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
                     self._agent_listens = event.data.get("open") is True
                     log.info("the guest agent %s", "is there" if self._agent_listens else "has gone")
-                self.disk_events.hear(event)
+                self.disk_events.handle(event)
                 self._end = _meaning(event)
         except QmpError as error:
             with trio.move_on_after(EXITS_WITHIN):
@@ -199,16 +204,16 @@ class Qemu:
 
     async def _exited(self) -> GuestEnd:
         await self.process.wait()
-        return GuestEnd(death_of("qemu").status, f"QEMU {self.process.how_it_ended()}")
+        return GuestEnd(FATAL["qemu"].status, f"QEMU {self.process.how_it_ended()}")
 
     async def power_down(self, plan: ShutdownPlan) -> GuestEnd:
         """Ask the guest to power down, again and again, within its share of the grace period.
 
-        Returns with ``STOPPED`` if it did, ``FORCED_OFF`` if its time ran out, else what became of it instead.
+        Returns ``STOPPED`` if it did, ``FORCED_OFF`` if its time ran out, else why it ended instead.
         """
         with trio.move_on_after(plan.power_down):
             ended = await first_of(self.ended, partial(self._ask_to_power_down, plan.power_down / 2))
-            # It went down because we asked; a reboot is its way to say so when the button means reboot to it.
+            # It powered down because it was asked to; it reboots instead where its button is configured to.
             if ended.status in {Status.GUEST_SHUTDOWN, Status.GUEST_RESET}:
                 return GuestEnd(Status.STOPPED, "the guest powered down when asked to")
             return ended
@@ -216,15 +221,15 @@ class Qemu:
             Status.FORCED_OFF, f"the guest did not power down within {plan.power_down:g} s and was switched off"
         )
 
-    async def _ask_to_power_down(self, patience: float) -> GuestEnd:
-        """Ask the agent, which gets *patience* seconds if it is there, then press the power button for ever.
+    async def _ask_to_power_down(self, agent_seconds: float) -> GuestEnd:
+        """Ask the agent, which gets *agent_seconds* if it is there, then press the power button until cancelled.
 
-        A QEMU that does not answer is pressed no more, because its reply may never come.
+        When QEMU refuses or does not answer, the button is not pressed again, because a reply may never come.
         """
         try:
             await self._monitor.execute("set-action", {"reboot": "shutdown"})
             if self._agent is not None and self._agent_listens:
-                await _told_by_agent(self._agent, patience)
+                await _shut_down_by_agent(self._agent, agent_seconds)
             while True:
                 await self._monitor.execute("system_powerdown")
                 await trio.sleep(PRESSED_EVERY)
@@ -249,25 +254,25 @@ class Qemu:
         return await self.process.wait()
 
 
-async def _told_by_agent(line: Socket, patience: float) -> None:
-    """Have the agent shut the guest down; returns when that is refused or has not ended the guest within *patience* seconds.
+async def _shut_down_by_agent(channel: Socket, seconds: float) -> None:
+    """Have the agent shut the guest down; return when it refuses, or the guest still runs after so many *seconds*.
 
     The guest is not trusted: an agent that does not answer costs :data:`AGENT_ANSWERS_WITHIN` seconds.
     """
     try:
-        from runner.protocol.guest_agent import (  # here, because most of its life an instance does not need it
+        from runner.protocol.guest_agent import (  # here, because an instance needs it only at its end
             AgentError,
             GuestAgent,
         )
     except (ImportError, OSError, MemoryError) as error:
         log.warning("the guest agent is not asked: %s; pressing the power button", explain(error))
         return
-    agent = GuestAgent(line)
+    agent = GuestAgent(channel)
     try:
-        with trio.fail_after(min(AGENT_ANSWERS_WITHIN, patience)):
+        with trio.fail_after(min(AGENT_ANSWERS_WITHIN, seconds)):
             await agent.ping()
         log.info("the guest agent is asked to shut the guest down")
-        with trio.fail_after(patience):
+        with trio.fail_after(seconds):
             log.warning("the guest agent refuses to shut the guest down: %s", await agent.shut_down())
     except trio.TooSlowError:
         log.warning("the guest agent does nothing; pressing the power button")
@@ -276,7 +281,7 @@ async def _told_by_agent(line: Socket, patience: float) -> None:
 
 
 def _meaning(event: QmpEvent) -> GuestEnd | None:
-    """Return what *event* says about the guest's end, if anything."""
+    """Return the end of the guest that *event* reports, if it reports one."""
     if event.name == "SHUTDOWN":
         reason = str(event.data.get("reason"))
         return _REASONS.get(reason) or GuestEnd(
@@ -294,23 +299,23 @@ def _meaning(event: QmpEvent) -> GuestEnd | None:
 
 @asynccontextmanager
 async def paused_qemu(
-    supervisor: Supervisor, plan: InstancePlan, wiring: QemuEndpoints, memory_cgroup_fd: int | None
+    supervisor: Supervisor, plan: InstancePlan, endpoints: QemuEndpoints, memory_cgroup_fd: int | None
 ) -> AsyncIterator[Qemu]:
     """Hold a QEMU that has greeted, and whose guest has not run yet.
 
-    It is born in the cgroup of *memory_cgroup_fd* (a descriptor of its ``cgroup.procs``; ``None``: where we are) and has all
-    of its memory when it greets, if the plan says so: a page is charged to the group that touches it first, for ever.
+    It is started in the cgroup of *memory_cgroup_fd* (a descriptor of its ``cgroup.procs``; ``None``: this process's) and
+    has all of its memory when it greets, if the plan says so: a page stays charged to the cgroup that touched it first.
     """
     with connected_pair("QMP") as (ours, theirs), ExitStack() as lent:
         if plan.machine.passing.devices:
-            from runner.instance.passthrough import groups_lent  # here, because few guests have devices of their own
+            from runner.instance.passthrough import groups_lent  # here, because few guests have devices of the host's
 
             lent.enter_context(groups_lent(supervisor, plan.machine.passing))
-        process = _spawn(supervisor, plan.machine, plan.state_directory, theirs, wiring, memory_cgroup_fd)
-        machine = Qemu(process, Monitor(ours), wiring.agent.ours)
+        process = _spawn(supervisor, plan.machine, plan.state_directory, theirs, endpoints, memory_cgroup_fd)
+        machine = Qemu(process, Monitor(ours), endpoints.agent.ours)
         try:
             theirs.close()
-            wiring.close_our_copies()
+            endpoints.close_our_copies()
             version = await started_within(plan.patience, lambda: supervisor.unless_stopped(machine.greeted))
             lent.close()
             log.info("QEMU is up pid=%d version=%s", process.pid, version)
@@ -323,13 +328,13 @@ async def paused_qemu(
                 await machine.quit(plan.shutdown, supervisor)
 
 
-async def started_within(patience: float, step: Callable[[], Awaitable[T]]) -> T:
-    """Do one *step* of the start that waits for QEMU's word, within *patience* seconds or not at all."""
+async def started_within(seconds: float, step: Callable[[], Awaitable[T]]) -> T:
+    """Run one *step* of the start, which waits for QEMU. Raises :exc:`~runner.errors.HostError` after so many *seconds*."""
     try:
-        with trio.fail_after(patience):
+        with trio.fail_after(seconds):
             return await step()
     except trio.TooSlowError:
-        raise HostError(f"cannot start QEMU: it has said nothing on QMP for {patience:g} s") from None
+        raise HostError(f"cannot start QEMU: it has said nothing on QMP for {seconds:g} s") from None
 
 
 def _spawn(
@@ -337,10 +342,10 @@ def _spawn(
     plan: MachinePlan,
     directory: PurePosixPath,
     qmp: Socket,
-    wiring: QemuEndpoints,
+    endpoints: QemuEndpoints,
     memory_cgroup_fd: int | None,
 ) -> Process:
-    """Start QEMU with a copy of everything it needs, and hold none of it afterwards."""
+    """Start QEMU with copies of all descriptors that it needs; those opened for it here are closed again."""
     with ExitStack() as held:
 
         def file(found: FilePlan) -> int:
@@ -361,18 +366,18 @@ def _spawn(
 
             devices = held.enter_context(handed_over(plan.passing))
         if plan.lockable:
-            from runner.kernel.memory import lockable  # here, because few guests have anything locked
+            from runner.kernel.memory import lockable  # here, because few guests have locked memory
 
             held.enter_context(lockable(plan.lockable))
         descriptors = QemuFds(
             qmp=qmp.fileno(),
-            console=wiring.console.fileno(),
-            ram=tuple(each.number for each in wiring.ram),
+            console=endpoints.console.fileno(),
+            ram=tuple(each.number for each in endpoints.ram),
             files=numbers,
-            wires=tuple(wire.numbers() for wire in wiring.wires),
-            shares=tuple(connection.fileno() for connection in wiring.shares.sockets),
+            wires=tuple(nic_backend.numbers() for nic_backend in endpoints.nic_backends),
+            shares=tuple(connection.fileno() for connection in endpoints.shares.sockets),
             devices=devices,
-            guest_agent_channel=None if wiring.agent.theirs is None else wiring.agent.theirs.fileno(),
+            guest_agent_channel=None if endpoints.agent.theirs is None else endpoints.agent.theirs.fileno(),
             vhost_vsock=None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact)),
         )
         if descriptors.vhost_vsock is not None:
@@ -386,7 +391,7 @@ def _spawn(
 
 @contextmanager
 def _variables(plan: VariablesPlan) -> Iterator[int]:
-    """Hold the firmware's variable store, which is made now if it is missing."""
+    """Hold the firmware's variable store, which is copied from its template if it is missing."""
     if plan.path is None:
         assert plan.template is not None  # noqa: S101 - one that is forgotten is made anew each time
         with files.copied(plan.template, write=True) as store:

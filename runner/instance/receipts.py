@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import Iterator
 
 import attrs
 import trio
@@ -13,70 +14,86 @@ from runner.errors import HostError, PlacementError
 from runner.instance.cgroups.active import ActivePlacement
 from runner.instance.qemu import Qemu
 from runner.instance.supervisor import Supervisor
-from runner.instance.thread_placement import MachineThreads, Receipt, checked, read_again
+from runner.instance.thread_placement import QemuThreads, read_threads, verified
 from runner.kernel import files
+from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
+from runner.table import aligned
 
 log = logging.getLogger(__name__)
 
 RECEIPT = "receipt.json"
 """In the state directory, while the guest runs."""
 
-LOOKED_AGAIN = (0.1, 0.5, 1.0)
-"""Seconds between looks at the threads after a change: the sweep moves what others brought to the vCPUs' CPUs meanwhile."""
+VERIFIED_AGAIN = (0.1, 0.5, 1.0)
+"""Seconds between readings of the threads after a change: a stray on the vCPUs' CPUs is swept meanwhile."""
 
 
-async def machine_threads(machine: Qemu, plan: InstancePlan) -> MachineThreads:
-    """Ask QEMU which of its threads do what; a machine without iothreads is not asked for them."""
+async def query_threads(machine: Qemu, plan: InstancePlan) -> QemuThreads:
+    """Ask QEMU which of its threads are vCPUs and iothreads; the latter only where a disk has one."""
     vcpus = await machine.vcpu_threads()
-    some = any(disk.iothread for disk in plan.machine.disks)
-    return MachineThreads(machine.process, vcpus, await machine.iothreads() if some else ())
+    has_iothreads = any(disk.iothread for disk in plan.machine.disks)
+    return QemuThreads(machine.process, vcpus, await machine.iothreads() if has_iothreads else ())
+
+
+def receipt_table(receipt: Receipt) -> Iterator[str]:
+    """Yield *receipt* as the lines of a table for people."""
+    rows = [("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON")]
+    for each in receipt.threads:
+        thread = each.thread
+        rows.append((each.title, str(thread.tid), thread.name, str(thread.cpus), str(thread.running_on)))
+    return aligned(rows)
 
 
 @attrs.define
 class Receipts:
-    """The receipt of a machine, kept true."""
+    """The receipt of a running QEMU, kept up to date."""
 
     supervisor: Supervisor
     plan: InstancePlan
     machine: Qemu
-    threads: MachineThreads
-    seat: ActivePlacement
+    threads: QemuThreads
+    active: ActivePlacement
     receipt: Receipt
 
     def read(self) -> Receipt:
-        """Return what the kernel says now.
+        """Return where the kernel says every thread is now.
 
-        What a vCPU thread has started since the last time goes back to float first: not everywhere does somebody sweep.
+        Threads that a vCPU thread has started since the last time are released to float first: not every placement
+        sweeps.
         """
-        found = read_again(self.supervisor, self.receipt, self.threads)
-        born = [each.thread for each in found.threads if found.is_vcpus_own(each)]
-        for thread in born:
-            with contextlib.suppress(HostError, PlacementError):  # then it has ended, or is told of as misplaced
-                self.seat.give_back(thread.tid)
+        found = self._read_once()
+        strays = [each.thread for each in found.threads if found.rules.is_born_of_vcpu(each)]
+        for thread in strays:
+            with contextlib.suppress(HostError, PlacementError):  # it has ended, or it is reported as misplaced
+                self.active.release(thread.tid)
                 self.supervisor.counters.swept += 1
                 log.info("moved to float, as a vCPU had started it tid=%d name=%s", thread.tid, thread.name)
-        return read_again(self.supervisor, self.receipt, self.threads) if born else found
+        return self._read_once() if strays else found
+
+    def _read_once(self) -> Receipt:
+        threads = read_threads(self.supervisor.processes, self.supervisor.procfs, self.threads)
+        return attrs.evolve(self.receipt, threads=threads)
 
     def publish(self) -> None:
-        """Write the receipt down."""
-        who = {"instance": self.plan.name, "pod": attrs.asdict(self.plan.pod)}
-        content = json.dumps({**self.receipt.to_json(), **who}, indent=1).encode() + b"\n"
+        """Write the receipt to the state directory, with the names of the instance and of its pod."""
+        names = {"instance": self.plan.name, "pod": attrs.asdict(self.plan.pod)}
+        content = json.dumps({**self.receipt.to_json(), **names}, indent=1).encode() + b"\n"
         files.publish(self.plan.state_directory / RECEIPT, content)
 
     async def verify(self) -> None:
-        """Read every thread back once more, and write it down.
+        """Read every thread back once more, and publish the receipt.
 
-        Raises :exc:`~runner.errors.PlacementError` when one is not in its place.
+        Raises :exc:`~runner.errors.PlacementError` when a thread is still misplaced after 1.6 s.
         """
         self.threads = attrs.evolve(self.threads, iothreads=await self.machine.iothreads())
-        for pause in LOOKED_AGAIN:
+        for pause in VERIFIED_AGAIN:
             with contextlib.suppress(PlacementError):
-                self._write_checked()
+                self._publish_verified()
                 return
             await trio.sleep(pause)
-        self._write_checked()
+        self._publish_verified()
 
-    def _write_checked(self) -> None:
-        self.receipt = checked(self.read())
+    def _publish_verified(self) -> None:
+        self.receipt = verified(self.read())
         self.publish()

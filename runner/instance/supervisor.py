@@ -1,4 +1,4 @@
-"""What the nest of an instance stands on: handles that exist for as long as this process does its work."""
+"""The handles that every part of an instance needs: they exist for as long as this process supervises it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 import attrs
 import trio
@@ -15,25 +15,25 @@ import trio
 from runner.errors import RunnerError, explain
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
+from runner.placement.threads import Receipt
 
 if TYPE_CHECKING:
-    from runner.instance.thread_placement import Receipt  # it stands on this module
-    from runner.kernel.inherited_fds import InheritedFd
+    from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any, and PID 1 pays for what it imports
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 ENDS_WITHIN = 1.0
-"""Seconds an observer that was cancelled may take; it ends at its next checkpoint."""
+"""Seconds that a background task may take after it was cancelled; it ends at its next checkpoint."""
 
 
 class StopRequestedError(Exception):
-    """The start was given up because somebody asked to stop; not an error, but the start ends like one."""
+    """The start was given up because a stop was requested; not an error, but the start ends like one."""
 
 
 class StopRequest:
-    """Whether somebody asked this instance to end; the first asking counts, later ones change nothing."""
+    """Whether this instance was asked to stop; the first request counts, later ones change nothing."""
 
     def __init__(self) -> None:
         self._event = trio.Event()
@@ -49,11 +49,11 @@ class StopRequest:
         self._event.set()
 
     async def asked(self) -> None:
-        """Return as soon as somebody has asked."""
+        """Wait for the first request."""
         await self._event.wait()
 
     def check(self) -> None:
-        """Raise :exc:`StopRequestedError` if somebody has asked."""
+        """Raise :exc:`StopRequestedError` if a stop was requested."""
         if self._event.is_set():
             raise StopRequestedError(self.reason)
 
@@ -71,28 +71,30 @@ class Faults:
             yield
         except (RunnerError, OSError, trio.TooSlowError) as error:
             sentence = f"could not {what}: {explain(error)}"
-            log.error("fault: %s", sentence)  # noqa: TRY400 - told in one line; the log is for operators
+            log.error("fault: %s", sentence)  # noqa: TRY400 - one line without a traceback; the log is for operators
             self.sentences.append(sentence)
 
 
 @attrs.define
 class Counters:
-    """What has happened since the start; counters only ever grow."""
+    """What has happened since the start; the numbers only grow."""
 
     restarts: Counter[str] = attrs.field(factory=Counter)
     """Children that ended and were started again, by role."""
     swept: int = 0
     """Processes and threads of others that were moved off the vCPUs' CPUs."""
     console: int = 0
-    """Bytes the guest has said on its console."""
+    """Bytes that the guest has written to its console."""
+
+
+Phase = Literal["starting", "running", "stopping"]
 
 
 @attrs.define
 class GuestState:
-    """How the guest stands, for whoever asks from outside."""
+    """The state of the guest, as probes and metrics show it."""
 
-    phase: str = "starting"
-    """``starting``, ``running`` or ``stopping``."""
+    phase: Phase = "starting"
     since: float | None = None
     """When it began to run, on trio's clock."""
     read: Callable[[], Receipt] | None = None
@@ -100,7 +102,7 @@ class GuestState:
 
     @contextmanager
     def running(self, read: Callable[[], Receipt]) -> Iterator[None]:
-        """Say that the guest runs for as long as the block does."""
+        """Have the guest be running for as long as the block runs."""
         self.phase, self.since, self.read = "running", trio.current_time(), read
         try:
             yield
@@ -110,25 +112,25 @@ class GuestState:
 
 @attrs.frozen
 class Supervisor:
-    """The handles every part of the nest needs."""
+    """The handles that every part of an instance needs."""
 
     processes: Processes
     nursery: trio.Nursery
-    """For tasks that only observe; each ends with the block that started it."""
+    """For background tasks, which only observe; each ends with the block that started it."""
     stop: StopRequest
     faults: Faults
     procfs: Procfs
     counters: Counters = attrs.field(factory=Counters)
     guest_state: GuestState = attrs.field(factory=GuestState)
-    handed: Mapping[str, InheritedFd] = attrs.field(factory=dict)
-    """The descriptors that somebody else has opened for us, by name."""
+    inherited_fds: Mapping[str, InheritedFd] = attrs.field(factory=dict)
+    """The descriptors that another process has opened for this instance, by name."""
 
     @asynccontextmanager
     async def background_task(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """Run the task *observe* for as long as the block runs, and not a step longer; it may be cancelled at any moment.
+        """Run the task *observe* for as long as the block runs, and no step longer; it may be cancelled at any moment.
 
-        All observers live in one nursery at the root, and not in one of their own, so that an error of the block passes
-        as it is instead of in an exception group for each thing that is held.
+        All background tasks run in one nursery at the root, not in one for each, so that an error of the block is raised
+        as it is, and not wrapped in an exception group for each of them.
         """
         scope = trio.CancelScope()
         ended = trio.Event()
@@ -145,12 +147,12 @@ class Supervisor:
             yield
         finally:
             scope.cancel()
-            # It may be about to act already: who was to be started again must not be born after it was stopped.
+            # It may be about to act already: a child must not be started again after it was stopped.
             with trio.move_on_after(ENDS_WITHIN, shield=True):
                 await ended.wait()
 
     async def unless_stopped(self, act: Callable[[], Awaitable[T]]) -> T:
-        """Do *act*, but give it up and raise :exc:`StopRequestedError` as soon as somebody asks to stop."""
+        """Do *act*, but give it up and raise :exc:`StopRequestedError` as soon as a stop is requested."""
         self.stop.check()
 
         async def stopped() -> T:
@@ -162,14 +164,14 @@ class Supervisor:
 
 @asynccontextmanager
 async def open_supervisor(stop: StopRequest, faults: Faults, prefix: tuple[str, ...] = ()) -> AsyncIterator[Supervisor]:
-    """Hold the root of everything: the reaper and the nursery of observers. *prefix* goes before every child's argv."""
+    """Hold the reaper and the nursery of background tasks. *prefix* goes before every child's argv."""
     async with open_processes(prefix) as processes, trio.open_nursery() as nursery:
         yield Supervisor(processes, nursery, stop, faults, Procfs())
         nursery.cancel_scope.cancel()
 
 
 async def first_of(*acts: Callable[[], Awaitable[T]]) -> T:
-    """Do all *acts* at once and return (or raise) what the first to end returns (or raises); the others are cancelled."""
+    """Run all *acts* at once and return (or raise) what the first to end returns (or raises); the others are cancelled."""
     ended: list[Callable[[], T]] = []
 
     async with trio.open_nursery() as nursery:
@@ -184,7 +186,10 @@ async def first_of(*acts: Callable[[], Awaitable[T]]) -> T:
 
 
 async def capture(act: Callable[[], Awaitable[T]]) -> Callable[[], T]:
-    """Do *act* and return a function that returns, or raises, what it did: to be called beyond a nursery, which would wrap it."""
+    """Run *act* and return a function that returns, or raises, what *act* did.
+
+    Called outside of a nursery, that function raises an error as it is: the nursery would wrap it.
+    """
     try:
         value = await act()
     except Exception as error:  # noqa: BLE001 - raised where the result is asked for

@@ -12,6 +12,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError
+from runner.facts.threads import ProcessStatus, ThreadStatus
 
 _VANISHED = (FileNotFoundError, ProcessLookupError)
 _PF_KTHREAD = 0x00200000
@@ -20,37 +21,6 @@ _NUMA_PAGES = re.compile(r" N([0-9]+)=([0-9]+)", re.ASCII)
 _PAGE_SIZE = re.compile(r" kernelpagesize_kB=([0-9]+)", re.ASCII)
 _BOUND = re.compile(r" bind(?:=[a-z|]+)?:([0-9,-]+)", re.ASCII)
 _MAPPED_FILE = re.compile(r" file=(\S+)")
-
-
-@attrs.frozen
-class ThreadStatus:
-    """One thread, as the kernel sees it at one moment."""
-
-    pid: int
-    tid: int
-    name: str
-    cgroup: str
-    """Its cgroup v2 path as this process may see it; empty where there is no cgroup v2."""
-    cpus: CpuSet
-    """``Cpus_allowed_list``: its own mask within its cpuset."""
-    mems: CpuSet
-    """``Mems_allowed_list``: NUMA nodes."""
-    running_on: int
-    """The CPU it ran on last."""
-
-
-@attrs.frozen
-class ProcessStatus:
-    """One process, as the kernel sees it at one moment."""
-
-    pid: int
-    inner_pid: int
-    """Its number in its own PID namespace: 1 is that namespace's init."""
-    parent: int
-    """0 when the parent is in another PID namespace."""
-    name: str
-    kernel: bool
-    """It is a thread of the kernel's."""
 
 
 @attrs.frozen

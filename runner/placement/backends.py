@@ -1,7 +1,7 @@
-"""The three ways to keep a guest's vCPUs alone on their CPUs, as a closed union of frozen values.
+"""The three back ends that keep a guest's vCPUs alone on their CPUs, as a closed union of frozen values.
 
 Code that must treat them differently uses ``match`` and ends with ``assert_never``, so that mypy names every place
-that a fourth way would have to change.
+that a fourth one would have to change.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ControllerPlacement:
     """The CPU of each vCPU, by vCPU index; as many as vCPUs, all different."""
     socket: PurePosixPath
     """The controller's Unix socket."""
-    uid: str
-    """The UID under which the controller knows this container."""
+    pod_uid: str
+    """The pod's UID, by which the controller knows this container."""
     sweep: bool = False
     """Processes that others start in the container are moved to float."""
 
@@ -59,7 +59,7 @@ class DelegatedPlacement:
 
 @attrs.frozen
 class AffinityPlacement:
-    """CPU masks alone: they keep nothing of others off the vCPUs' CPUs."""
+    """CPU masks alone: they do not keep other processes off the vCPUs' CPUs."""
 
     cpus: CpuSet
     """The vCPUs' own CPUs."""

@@ -1,8 +1,8 @@
-"""What the guest is told of the machine it runs on: ``-smp``, NUMA nodes, their memory and distances.
+"""The topology that the guest sees: ``-smp``, NUMA nodes, their memory and distances.
 
-Everything follows from which CPU each vCPU sits on. QEMU numbers vCPUs by socket, then die, then core, then thread, all
-of them equally big, so it can only be told what is regular; where the host's share is not, the guest is told less, and
-never that something lies together which does not.
+Everything follows from the CPU that each vCPU is pinned to. QEMU numbers vCPUs by socket, then die, then core, then thread, all
+of them equally big, so it can only show what is regular. Where the instance's part of the host is not, the guest sees
+fewer levels, and never sees CPUs together that are apart.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class GuestNumaNode:
     memory: int
     """Bytes."""
     host: int
-    """The host's NUMA node that its vCPUs sit on; of a flat guest, the first of them."""
+    """The host's NUMA node that its vCPUs are pinned to; of a flat guest, the first of them."""
     bound: tuple[int, ...]
-    """The host's NUMA nodes that its memory comes from, the nearest first; empty where any will do."""
+    """The host's NUMA nodes that its memory comes from, the nearest first; empty where it may come from any."""
     distances: tuple[int, ...]
     """To each NUMA node of the guest by number; 10 is local."""
 
@@ -59,9 +59,9 @@ class GuestTopology:
 def guest_topology(
     pins: Sequence[int], hardware: Hardware, memory: int, *, page_size: int, memory_nodes: CpuSet, siblings: bool = True
 ) -> GuestTopology:
-    """Tell the guest where its vCPUs really are: vCPU *i* sits on CPU ``pins[i]`` of *hardware*.
+    """Return the topology of a guest whose vCPU *i* is pinned to CPU ``pins[i]`` of *hardware*.
 
-    Guest cores have threads where they are whole host cores, and the guest's CPU model can say *siblings*. Each of the
+    Guest cores have threads where they are whole host cores, and the guest's CPU model can show *siblings*. Each of the
     host's NUMA nodes that gives CPUs is one of the guest's, in the same order, with its part of *memory* bytes: in
     proportion to its vCPUs, in whole pages of *page_size*, from itself, or from the nearest of the host's
     *memory_nodes* where it has no memory (or not enough). Memory is bound to nothing where the host has it nowhere else:
@@ -107,9 +107,9 @@ def unbound(topology: GuestTopology) -> GuestTopology:
 
 
 def divided(memory: int, weights: Sequence[int], page_size: int) -> tuple[int, ...]:
-    """Divide *memory* bytes in proportion to *weights*, in whole pages: largest remainders, and a page for each at least.
+    """Divide *memory* bytes in proportion to *weights*, in whole pages: by largest remainders, and at least one for each.
 
-    What is not a whole page goes to the last, so that every part begins at a page.
+    The rest that is no whole page goes to the last, so that every part begins at a page.
     Raises :class:`RefusedError` when there are more parts than pages.
     """
     pages, rest = divmod(memory, page_size)
@@ -133,9 +133,9 @@ def divided(memory: int, weights: Sequence[int], page_size: int) -> tuple[int, .
 
 
 def _sources(shares: Mapping[int, int], hardware: Hardware, memory_nodes: CpuSet) -> dict[int, tuple[int, ...]]:
-    """Return for each NUMA node of *shares* the ones that its bytes come from, the nearest first.
+    """Return for each NUMA node of *shares* the NUMA nodes that its bytes come from, the nearest first.
 
-    Each takes from the nearest that has memory; only what does not fit there is taken from what the others left.
+    Each takes from the nearest that has memory; only what does not fit there is taken from what the others left over.
     """
     left = {node.id: node.memory for node in hardware.numa_nodes if node.memory and node.id in memory_nodes}
     sources: dict[int, list[int]] = {host: [] for host in shares}
@@ -165,8 +165,8 @@ def _sizes(pins: Sequence[int], hardware: Hardware) -> tuple[int, int]:
     """Return the number of vCPUs of a guest socket and of a guest die.
 
     A socket is what one host socket gives, if all give equally much; otherwise there is one. A die is what one L3
-    cache gives, if all give equally much. Otherwise the guest believes in one L3 cache for all that a NUMA node gives,
-    or for the largest equal parts of that when NUMA nodes give unequally: a cache that spans NUMA nodes makes Linux
+    cache gives, if all give equally much. Otherwise the guest sees one L3 cache for all CPUs that a NUMA node
+    gives, or for the largest equal parts of them when NUMA nodes give unequally: a cache that spans NUMA nodes makes Linux
     warn of a broken topology (``topology_sane``).
     """
     cpus = [hardware.by_cpu[cpu] for cpu in pins]
@@ -179,12 +179,12 @@ def _sizes(pins: Sequence[int], hardware: Hardware) -> tuple[int, int]:
 
 
 def _runs(labels: Iterator[Hashable]) -> Iterator[tuple[Hashable, int]]:
-    """Yield each label with how many times it stands there in a row."""
+    """Yield each label with its number of consecutive occurrences."""
     for label, run in itertools.groupby(labels):
         yield label, sum(1 for _ in run)
 
 
 def _equal(runs: Sequence[tuple[Hashable, int]]) -> int:
-    """Return the length of *runs* if all are equally long and no label comes twice, else 0."""
+    """Return the length of *runs* if all are equally long and no label occurs twice, else 0."""
     lengths = {length for _, length in runs}
     return lengths.pop() if len(lengths) == 1 and len(dict(runs)) == len(runs) else 0

@@ -1,4 +1,4 @@
-"""Which vCPU sits on which CPU, and which CPUs to take where no kubelet has chosen them.
+"""Which vCPU is pinned to which CPU, and which CPUs to take where no kubelet has chosen them.
 
 A :class:`Pinning` cannot be built with fewer pins than vCPUs or with two vCPUs on one CPU: the pin of vCPU *i* is
 element *i* of one tuple, and the tuple is checked when it is made.
@@ -19,12 +19,12 @@ from runner.facts.hardware import Hardware
 
 
 class PinPolicy(enum.Enum):
-    """How vCPUs are laid on the CPUs."""
+    """How vCPUs are assigned to CPUs."""
 
     PACKED_SIBLINGS = "packed-siblings"
-    """vCPUs that are threads of one guest core sit on siblings of one host core."""
+    """vCPUs that are threads of one guest core are pinned to siblings of one host core."""
     LINEAR = "linear"
-    """vCPU *i* sits on the *i*-th CPU in ascending order."""
+    """vCPU *i* is pinned to the *i*-th CPU in ascending order."""
 
 
 class PinFindingKind(enum.Enum):
@@ -39,7 +39,7 @@ class PinFindingKind(enum.Enum):
 
 @attrs.frozen
 class PinFinding:
-    """Something true about a placement that costs performance; *cpus* are those it is about."""
+    """A property of a pinning that costs performance; *cpus* are the CPUs that have it."""
 
     kind: PinFindingKind
     cpus: CpuSet
@@ -56,10 +56,10 @@ def _one_cpu_each(_placement: Pinning, _attribute: object, pins: tuple[int, ...]
 
 @attrs.frozen
 class Pinning:
-    """Where each vCPU sits: ``pins[i]`` is the CPU of vCPU *i*.
+    """The CPU of each vCPU: ``pins[i]`` is that of vCPU *i*.
 
     *threads* is the number of threads a guest core may have so that guest siblings are host siblings: vCPUs
-    ``threads*k … threads*k+threads-1`` are one guest core. It is 1 where that cannot be said of every guest core.
+    ``threads*k … threads*k+threads-1`` are one guest core. It is 1 where not every guest core would be a host core.
     Raises ``ValueError`` for two vCPUs on one CPU.
     """
 
@@ -82,10 +82,10 @@ def place(
     policy: PinPolicy | None = None,
     others: CpuSet | None = None,
 ) -> Pinning:
-    """Lay *vcpus* vCPUs on the *exclusive* CPUs of *hardware*.
+    """Pin *vcpus* vCPUs to the *exclusive* CPUs of *hardware*.
 
-    Without a *policy* whole cores are packed by siblings, and anything else is linear. *others* are the exclusive CPUs
-    of other instances, so that a finding can tell them from the shared pool.
+    Without a *policy*, whole cores are packed by siblings, and anything else is linear. *others* are the exclusive CPUs
+    of other instances, so that findings distinguish them from the shared pool.
     Raises :class:`RefusedError` if there are fewer CPUs than vCPUs, or one of them is not an online CPU of the host.
     """
     if vcpus < 1:
@@ -106,15 +106,15 @@ def place(
 
 
 def _half_cores(cpus: CpuSet, hardware: Hardware) -> list[int]:
-    """Return the cores that *cpus* have only a part of."""
+    """Return the cores of which *cpus* are only a part."""
     cores = sorted({hardware.by_cpu[cpu].core for cpu in cpus})
     return [core for core in cores if not hardware.cores[core] <= cpus]
 
 
 def _by_siblings(cpus: CpuSet, hardware: Hardware) -> list[int]:
-    """Order *cpus* by NUMA node, then L3 cache, then core, so that what the guest numbers together lies together.
+    """Order *cpus* by NUMA node, then L3 cache, then core, so that neighbours in the guest are neighbours on the host.
 
-    Cores of which most CPUs are there come first within a NUMA node: a guest core needs all of its threads.
+    Within a NUMA node the cores with the most CPUs come first: a guest core needs all of its threads.
     """
     size = Counter(hardware.by_cpu[cpu].core for cpu in cpus)
 
@@ -126,7 +126,7 @@ def _by_siblings(cpus: CpuSet, hardware: Hardware) -> list[int]:
 
 
 def threads_per_core(pins: Sequence[int], hardware: Hardware) -> int:
-    """Return how many vCPUs that follow each other are exactly one core of *hardware*: 1 where that is not so of all."""
+    """Return how many consecutive vCPUs are exactly one core of *hardware*; 1 where that differs between cores."""
     first = hardware.siblings(pins[0])
     threads = len(first)
     if len(pins) % threads:
@@ -158,7 +158,7 @@ def _findings(
         yield PinFinding(
             PinFindingKind.HALF_CORE,
             ours,
-            f"CPUs {ours} are half cores: anybody may run on their siblings {shared};"
+            f"CPUs {ours} are half cores: other processes may run on their siblings {shared};"
             " ask for whole cores, and set the kubelet's option full-pcpus-only",
         )
     numa_nodes = Counter(hardware.by_cpu[cpu].numa_node for cpu in cpus)
@@ -189,11 +189,11 @@ def _findings(
 
 
 def choose_cpus(hardware: Hardware, allowed: CpuSet, count: int) -> CpuSet:
-    """Choose *count* of the *allowed* CPUs for one instance, as good a set as a kubelet could give.
+    """Choose *count* of the *allowed* CPUs for one instance, as a kubelet would.
 
-    In this order of weight: CPU 0's core is left to others (interrupts, timekeeping, our own services) if there are
-    enough without it; equal cores on a host with unequal ones, the fast ones first; as few NUMA nodes as possible; no
-    core broken that need not be; NUMA nodes near each other, and used up before fresh ones; few L3 caches. Several
+    In this order of weight: CPU 0's core is left to interrupts, timekeeping and the instance's daemons if there are
+    enough CPUs without it; equal cores on a host with unequal ones, the fast ones first; as few NUMA nodes as possible; as few
+    cores used in part as possible; NUMA nodes near each other, with the fewest CPUs to spare; few L3 caches. Several
     NUMA nodes give evenly, whole cores at a time.
     Raises :class:`RefusedError` if fewer are allowed (and online) than wanted.
     """
@@ -216,9 +216,9 @@ def choose_cpus(hardware: Hardware, allowed: CpuSet, count: int) -> CpuSet:
 
 
 def all_cpus(hardware: Hardware, usable: CpuSet, *, spare: bool) -> int:
-    """Return how many of *usable* CPUs vCPUs may own: all, or all that leave a core to *spare* for everything else.
+    """Return how many of the *usable* CPUs vCPUs may own: all, or with *spare* all but one core for everything else.
 
-    A core, because half of one makes the vCPU on its other half slow; of a single core, one CPU.
+    A whole core, because work on one sibling slows the vCPU on the other. Of a single core, one CPU is spared.
     """
     if not spare or len(usable) == 1:
         return len(usable)
@@ -259,7 +259,8 @@ def _units_by_numa_node(hardware: Hardware, pool: CpuSet) -> dict[int, _Units]:
 def _best_numa_nodes(hardware: Hardware, units: Mapping[int, _Units], count: int) -> tuple[int, ...]:
     """Return the fewest NUMA nodes that hold *count* CPUs.
 
-    Among those the ones where the fewest cores are broken, nearest to each other, and with the fewest CPUs to spare.
+    Of several such sets, the one with the fewest cores used in part, then the nearest to each other, then the fewest CPUs
+    to spare.
     """
     size = {numa_node: each.size for numa_node, each in units.items()}
     whole = {numa_node: Counter(map(len, each.whole)) for numa_node, each in units.items()}
@@ -303,7 +304,7 @@ def _broken_cores(whole: Mapping[int, int], halves: Iterable[int], count: int) -
 
 
 def _evenly(numa_nodes: Sequence[_Units], count: int) -> CpuSet:
-    """Take *count* CPUs: whole cores, biggest first, from whoever gave least so far; then as few halves as can be."""
+    """Take *count* CPUs: whole cores, biggest first, from the NUMA node that gave least so far; then as few halves as possible."""
     left = [list(each.whole) for each in numa_nodes]
     halves = [unit for each in numa_nodes for unit in each.broken]
     given = [0] * len(left)
@@ -325,5 +326,5 @@ def _evenly(numa_nodes: Sequence[_Units], count: int) -> CpuSet:
         enough = [unit for unit in halves if len(unit) >= missing] or [unit for each in left for unit in each]
         unit = min(enough, key=len) if enough else max(halves, key=len)
         halves = [other for other in halves if other != unit]
-        chosen |= CpuSet(list(unit)[-missing:])  # CPU 0, whom interrupts like best, is the first of its core
+        chosen |= CpuSet(list(unit)[-missing:])  # not the first: CPU 0 serves most interrupts
     return chosen

@@ -47,32 +47,35 @@ class ControllerAbsentError(HostError):
 
 @attrs.frozen
 class CgroupFds:
-    """Descriptors of four control files, open for writing: how processes and threads change their cgroup."""
+    """Descriptors of four control files, open for writing, by which processes and threads change their cgroup.
 
-    floating: Descriptor
+    Their order is that of the controller's message.
+    """
+
+    float_procs: Descriptor
     """``cgroup.procs`` of float."""
-    instance: Descriptor
-    """``cgroup.threads`` of the instance's group."""
-    pod: Descriptor
-    """``cgroup.procs`` of the pod's own group."""
-    floating_threads: Descriptor
+    instance_threads: Descriptor
+    """``cgroup.threads`` of the instance's cgroup."""
+    pod_procs: Descriptor
+    """``cgroup.procs`` of the pod's own cgroup."""
+    float_threads: Descriptor
     """``cgroup.threads`` of float."""
 
 
 @attrs.frozen
 class Registration:
-    """What ``registerCgroup`` has answered."""
+    """The answer to ``registerCgroup``."""
 
     instance: PurePosixPath
-    """The instance's group, in the controller's mount of the hierarchy."""
-    floating: PurePosixPath
+    """The instance's cgroup, in the controller's mount of the hierarchy."""
+    float_cgroup: PurePosixPath
     cpus: CpuSet
-    """The CPUs of the instance's group as the controller has read them back."""
-    doors: CgroupFds
+    """The CPUs of the instance's cgroup as the controller has read them back."""
+    cgroup_fds: CgroupFds
 
 
 async def register(path: PurePosixPath, uuid: str, cpus: CpuSet, pod: Cgroup, held: ExitStack) -> Registration:
-    """Register the instance *uuid* on *cpus*; its doors are closed by *held*, whatever becomes of the answer.
+    """Register the instance *uuid* on *cpus*; *held* closes its descriptors, whatever the answer is.
 
     *pod* is the group this process is in. Of a controller that sends no descriptors, the groups are entered by their
     paths; of one that names the instance's group alone, float is its sibling. May take the controller's patience with
@@ -82,21 +85,21 @@ async def register(path: PurePosixPath, uuid: str, cpus: CpuSet, pod: Cgroup, he
     received = _Received(held)
     result = await _call(path, "registerCgroup", {"uuid": uuid, "cpuset": str(cpus)}, received)
     instance = PurePosixPath(_text(result, "cgroup_path"))
-    floating = PurePosixPath(_text(result, "float_path", str(instance.parent / "float")))
+    float_cgroup = PurePosixPath(_text(result, "float_path", str(instance.parent / "float")))
     said = _text(result, "cpuset", str(cpus))
     try:
         granted = CpuSet.parse(said)
     except ValueError as error:
         raise HostError(f"cannot understand the controller: it grants CPUs {said!r}") from error
     match received.descriptors:
-        case [floats, threads, home, back]:
-            doors = CgroupFds(floats, threads, home, back)
+        case [float_procs, instance_threads, pod_procs, float_threads]:
+            cgroup_fds = CgroupFds(float_procs, instance_threads, pod_procs, float_threads)
         # None at all, or the two of a controller that trusts anybody and does not know where we are at home.
         case [] | [_, _]:
-            doors = open_cgroup_fds(Cgroup(Path(floating)), Cgroup(Path(instance)), pod, held)
+            cgroup_fds = open_cgroup_fds(Cgroup(Path(float_cgroup)), Cgroup(Path(instance)), pod, held)
         case several:
             raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 4")
-    return Registration(instance, floating, granted, doors)
+    return Registration(instance, float_cgroup, granted, cgroup_fds)
 
 
 async def deregister(path: PurePosixPath, uuid: str) -> None:
@@ -114,11 +117,11 @@ async def read_status(path: PurePosixPath) -> Mapping[str, object]:
     return result
 
 
-def open_cgroup_fds(floating: Cgroup, instance: Cgroup, pod: Cgroup, held: ExitStack) -> CgroupFds:
-    """Open the control files by the groups' paths; *held* closes them. Raises ``CgroupError``."""
+def open_cgroup_fds(float_cgroup: Cgroup, instance: Cgroup, pod: Cgroup, held: ExitStack) -> CgroupFds:
+    """Open the control files by the cgroups' paths; *held* closes them. Raises ``CgroupError``."""
     received = _Received(held)
     procs, threads = "cgroup.procs", "cgroup.threads"
-    for group, file in ((floating, procs), (instance, threads), (pod, procs), (floating, threads)):
+    for group, file in ((float_cgroup, procs), (instance, threads), (pod, procs), (float_cgroup, threads)):
         received.take(group.open(file))
     return CgroupFds(*received.descriptors)
 

@@ -18,10 +18,11 @@ from pathlib import PurePosixPath
 import trio
 
 from runner.cpuset import CpuSet
-from runner.instance.cgroups.active import _Grouped, entered_cgroups
+from runner.instance.cgroups.active import entered_cgroups
+from runner.instance.cgroups.entered import EnteredCgroups
 from runner.instance.daemons import anchored
 from runner.instance.supervisor import Faults, StopRequest, Supervisor, open_supervisor
-from runner.instance.thread_placement import MachineThreads, confined
+from runner.instance.thread_placement import QemuThreads, place_threads
 from runner.kernel.processes import Command, Process
 from runner.kernel.procfs import Procfs
 from runner.placement.backends import ControllerPlacement
@@ -46,11 +47,11 @@ async def many_threads(host: Supervisor, stack: AsyncExitStack, count: int) -> t
     return process, tuple(VcpuThread(index, tid) for index, tid in enumerate(tids[1:]))
 
 
-def bare(seat: _Grouped, process: Process, vcpus: tuple[VcpuThread, ...], pins: tuple[int, ...]) -> None:
+def bare(active: EnteredCgroups, process: Process, vcpus: tuple[VcpuThread, ...], pins: tuple[int, ...]) -> None:
     """Do what must be done at least: the same writes and masks, with nothing checked and nothing read back."""
-    os.write(seat.doors.floating.number, b"%d\n" % process.pid)
+    os.write(active.cgroup_fds.float_procs.number, b"%d\n" % process.pid)
     for vcpu in vcpus:
-        os.write(seat.doors.instance.number, b"%d\n" % vcpu.tid)
+        os.write(active.cgroup_fds.instance_threads.number, b"%d\n" % vcpu.tid)
     for vcpu, cpu in zip(vcpus, pins, strict=True):
         os.sched_setaffinity(vcpu.tid, [cpu])
 
@@ -65,14 +66,14 @@ async def measure(socket: PurePosixPath, uid: str, cpus: CpuSet, count: int, *, 
     ):
         process, vcpus = await many_threads(host, pod, count)
         begun = time.perf_counter()
-        async with entered_cgroups(host, placement, anchors) as seat, AsyncExitStack() as stack:
+        async with entered_cgroups(host, placement, anchors) as active, AsyncExitStack() as stack:
             entered = time.perf_counter()
             stack.push_async_callback(host.processes.stop, process, 2)  # before its group is to be removed
             if is_bare:
-                assert isinstance(seat, _Grouped)
-                bare(seat, process, vcpus, placement.pins)
+                assert isinstance(active, EnteredCgroups)
+                bare(active, process, vcpus, placement.pins)
             else:
-                confined(host, seat, placement, MachineThreads(process, vcpus, ()))
+                place_threads(host.processes, host.procfs, active, placement, QemuThreads(process, vcpus))
             ended = time.perf_counter()
     assert host.faults.sentences == []
     name = "bare loop" if is_bare else "confine, pin, read back"

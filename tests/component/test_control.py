@@ -15,7 +15,7 @@ from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost
-from tests.support.sweep import SABOTEUR
+from tests.support.sweep import FAULT_INJECTOR
 
 
 async def beside_a_guest(fake_host: FakeHost, plan: InstancePlan, act: Callable[[], Awaitable[None]]) -> None:
@@ -45,7 +45,7 @@ async def test_what_cannot_be_imported_now_ends_no_guest(fake_host: FakeHost, la
     async def act() -> None:
         while "the guest agent is there" not in fake_host.told():
             await trio.sleep(0.005)
-        SABOTEUR.begin(1, only=frozenset({"import"}))
+        FAULT_INJECTOR.begin(1, only=frozenset({"import"}))
         if lacking == "runner.instance.control.server":
             with pytest.raises(RunnerError, match="Method not found"):  # asked a second before it could be answered
                 await control(plan.state_directory, "nothing", {})
@@ -53,7 +53,7 @@ async def test_what_cannot_be_imported_now_ends_no_guest(fake_host: FakeHost, la
     try:
         await beside_a_guest(fake_host, plan, act)
     finally:
-        SABOTEUR.end()
+        FAULT_INJECTOR.end()
         if before is not None:
             sys.modules[lacking] = before
     said = {

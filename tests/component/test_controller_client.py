@@ -31,24 +31,24 @@ def node(tmp_path: Path) -> Node:
     return Node.new(tmp_path)
 
 
-async def test_registers_writes_through_the_doors_and_deregisters(node: Node) -> None:
+async def test_registers_gets_the_control_files_and_deregisters(node: Node) -> None:
     before = descriptors()
     async with controlled(node):
         node.be(A)
         held = ExitStack()
         registration = await register(PurePosixPath(node.socket), A, CPUS, node.scope(A), held)
         assert str(registration.instance) == str(node.instance(A).path)
-        assert str(registration.floating) == str(node.floating.path)
+        assert str(registration.float_cgroup) == str(node.floating.path)
         assert registration.cpus == CPUS
-        doors = registration.doors
-        for door, group, file in (
-            (doors.floating, node.floating, "cgroup.procs"),
-            (doors.instance, node.instance(A), "cgroup.threads"),
-            (doors.pod, node.scope(A), "cgroup.procs"),
-            (doors.floating_threads, node.floating, "cgroup.threads"),
+        fds = registration.cgroup_fds
+        for descriptor, group, file in (
+            (fds.float_procs, node.floating, "cgroup.procs"),
+            (fds.instance_threads, node.instance(A), "cgroup.threads"),
+            (fds.pod_procs, node.scope(A), "cgroup.procs"),
+            (fds.float_threads, node.floating, "cgroup.threads"),
         ):
-            assert Path(f"/proc/self/fd/{door.number}").readlink() == group.path / file
-            assert not os.get_inheritable(door.number)
+            assert Path(f"/proc/self/fd/{descriptor.number}").readlink() == group.path / file
+            assert not os.get_inheritable(descriptor.number)
         held.close()
         await deregister(PurePosixPath(node.socket), A)
         assert not node.instance(A).exists()
@@ -176,8 +176,8 @@ async def test_the_articles_controller_answers_with_a_path_alone(node: Node, tmp
         held = ExitStack()
         async with answering(path, said(result(cgroup_path=str(node.instance(A).path)))):
             registration = await register(PurePosixPath(path), A, CPUS, node.mount.at(scope_path(A)), held)
-        assert str(registration.floating) == str(node.floating.path)
+        assert str(registration.float_cgroup) == str(node.floating.path)
         assert registration.cpus == CPUS
-        number = registration.doors.floating.number
+        number = registration.cgroup_fds.float_procs.number
         assert Path(f"/proc/self/fd/{number}").readlink() == node.floating.path / "cgroup.procs"
         held.close()

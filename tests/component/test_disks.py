@@ -14,13 +14,13 @@ from trio.testing import MockClock
 
 from runner.errors import HostError, Problem, explain
 from runner.instance.discover import read_disk_facts
-from runner.instance.disks import TOLD_EVERY, DiskEvents, opened
+from runner.instance.disks import REPORTED_EVERY, DiskEvents, opened
 from runner.kernel import files
 from runner.kernel.disk_images import overlay
 from runner.plan.disks import DiskPlan, plan_disk
 from runner.protocol.qmp import QmpEvent
 from runner.spec.instance import DiskSpec
-from tests.support.sweep import SABOTEUR
+from tests.support.sweep import FAULT_INJECTOR
 
 MIB = 1 << 20
 NAME = -1
@@ -84,16 +84,16 @@ def test_every_descriptor_that_cannot_be_had(chain: DiskSpec, tmp_path: Path, *,
     before = descriptors()
     failed = 0
     while True:
-        SABOTEUR.begin(failed + 1, errno.EMFILE, frozenset({"open", "os.truncate"}))
+        FAULT_INJECTOR.begin(failed + 1, errno.EMFILE, frozenset({"open", "os.truncate"}))
         reason: HostError | None = None
         try:
             with opened(plan, PurePosixPath(tmp_path)) as numbers:
-                SABOTEUR.end()
+                FAULT_INJECTOR.end()
                 assert list(numbers) == ["disk0", *(name for name, _ in plan.below())]
         except HostError as error:
             reason = error
         finally:
-            SABOTEUR.end()
+            FAULT_INJECTOR.end()
         assert descriptors() == before
         if reason is None:
             break
@@ -195,12 +195,12 @@ async def test_errors_are_told_once_and_counted(caplog: pytest.LogCaptureFixture
     news = DiskEvents()
     failed = {"node-name": "disk0", "operation": "write", "reason": "Input/output error"}
     for _ in range(1000):
-        news.hear(QmpEvent("BLOCK_IO_ERROR", failed))
-    news.hear(QmpEvent("BLOCK_IO_ERROR", {**failed, "operation": "read"}))
-    await trio.sleep(TOLD_EVERY + 1)
-    news.hear(QmpEvent("BLOCK_IO_ERROR", failed))
+        news.handle(QmpEvent("BLOCK_IO_ERROR", failed))
+    news.handle(QmpEvent("BLOCK_IO_ERROR", {**failed, "operation": "read"}))
+    await trio.sleep(REPORTED_EVERY + 1)
+    news.handle(QmpEvent("BLOCK_IO_ERROR", failed))
     assert [record.getMessage() for record in caplog.records] == [
-        "the disk disk0 has failed to write: Input/output error; the guest was told",
-        "the disk disk0 has failed to read: Input/output error; the guest was told",
-        "the disk disk0 has failed to write: Input/output error (999 more since it was last said); the guest was told",
+        "the disk disk0 has failed to write: Input/output error; the guest got the error",
+        "the disk disk0 has failed to read: Input/output error; the guest got the error",
+        "the disk disk0 has failed to write: Input/output error (999 more since the last report); the guest got the error",
     ]

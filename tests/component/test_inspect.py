@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(FLOAT == CPU, reason="a second CPU is missing")
 
 @attrs.frozen
 class Instance:
-    """A crew with the roles of an instance of one vCPU on the last CPU, and its receipt."""
+    """Processes with the roles of an instance of one vCPU on the last CPU, and its receipt."""
 
     fake_instance: FakeInstance
     receipt: Path
@@ -53,7 +53,7 @@ def instance(tmp_path: Path) -> Iterator[Instance]:
     with fake_instance() as found:
         found.tell("pin", 0, [FLOAT])
         anchor = found.start_anchor()
-        found.tell("pin", anchor, [CPU])
+        found.tell("pin", anchor, [FLOAT])
         dnsmasq, _ = found.start("dnsmasq", [FLOAT])
         qemu, threads = found.start(
             "qemu-system-x86", [FLOAT], {"IO mon_iothread": [FLOAT], "CPU 0/TCG": [CPU]}, 4 * MIB
@@ -113,9 +113,9 @@ def test_a_vcpu_that_lost_its_pin(instance: Instance) -> None:
         "rule": "vcpus",
         "result": "violated",
         "reasons": [
-            f"vcpu 0 (thread {instance.vcpu}, 'CPU 0/TCG') may run on '{FLOAT}-{CPU}' instead of one CPU of '{CPU}'"
+            f"vcpu 0 (thread {instance.vcpu}, 'CPU 0/TCG') may run on '{FLOAT}-{CPU}' instead of '{CPU}'"
             if CPU == FLOAT + 1
-            else f"vcpu 0 (thread {instance.vcpu}, 'CPU 0/TCG') may run on '{FLOAT},{CPU}' instead of one CPU of '{CPU}'"
+            else f"vcpu 0 (thread {instance.vcpu}, 'CPU 0/TCG') may run on '{FLOAT},{CPU}' instead of '{CPU}'"
         ],
     }
     assert instance.inspect().returncode == 3
@@ -131,7 +131,7 @@ def test_qemu_has_died(instance: Instance) -> None:
 def test_an_anchor_started_again_is_the_anchor(instance: Instance) -> None:
     instance.fake_instance.tell("end", instance.anchor)
     pid = instance.fake_instance.start_anchor()
-    instance.fake_instance.tell("pin", pid, [CPU])
+    instance.fake_instance.tell("pin", pid, [FLOAT])
     report = json.loads(instance.inspect("--json").stdout)
     roles = {thread["pid"]: thread["role"] for thread in report["instances"][0]["threads"]}
     assert roles[pid] == "anchor"
@@ -187,7 +187,7 @@ def test_watching_on_a_terminal_draws_the_table(instance: Instance) -> None:
 
 @attrs.frozen
 class Node:
-    """A controller's tree and a kubelet's file in ordinary directories, naming a crew's real threads."""
+    """A controller's tree and a kubelet's file in ordinary directories, naming the threads of a fake instance."""
 
     directory: Path
 

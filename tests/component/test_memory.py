@@ -77,7 +77,7 @@ async def test_a_request_to_stop_ends_it_at_once(fake_host: FakeHost) -> None:
         ),
         (
             {"does": "die"},
-            "its taker was killed, as the kernel does when a cgroup is over memory.max; raise the pod's limits",
+            "the preallocator was killed, as the kernel does when a cgroup is over memory.max; raise the pod's limits",
         ),
     ],
 )
@@ -97,7 +97,7 @@ async def test_it_may_not_take_for_ever(fake_host: FakeHost) -> None:
     plan = attrs.evolve(fake_host.plan(PREALLOC, preallocator={"does": "hang"}), patience=0.5)
     ended = await fake_host.run(plan)
     assert isinstance(ended, RunnerError)
-    assert "it takes more than 0.5 s; the last word was 'nothing'" in explain(ended)
+    assert "it takes more than 0.5 s; its last output was 'nothing'" in explain(ended)
 
 
 def taken(*words: str, descriptors: tuple[int, ...], every: str = "1") -> subprocess.CompletedProcess[str]:

@@ -110,7 +110,7 @@ async def test_while_the_guest_runs(fake_host: FakeHost) -> None:
         os.sched_setaffinity(tid.tid, other)
         await trio.sleep(READ_AGAIN)  # for so long the last reading is shown
         status, text = await page("/readyz")
-        assert (status, "vCPU 0" in text) == (503, True)
+        assert (status, "vcpu 0" in text) == (503, True)
         assert figures((await page("/metrics"))[1])["placement_holds"] == 0
         os.sched_setaffinity(tid.tid, set(cpu))
         await trio.sleep(READ_AGAIN)
@@ -155,8 +155,7 @@ async def test_where_the_guest_has_the_pods_address_it_is_said(fake_host: FakeHo
     plan = attrs.evolve(fake_host.plan(), networks=(network,))
     async with open_supervisor(fake_host.stop, fake_host.faults) as host, probes_served(host, plan, ("127.0.0.1", 0)):
         assert (
-            "the guest has the address of eth0: who connects to it reaches the guest, and not --http"
-            in fake_host.told()
+            "the guest has the address of eth0: connections to it reach the guest, and not --http" in fake_host.told()
         )
 
 

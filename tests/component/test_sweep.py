@@ -24,7 +24,7 @@ from runner.plan.networks import PasstPlan
 from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost
 from tests.support.fake_pci import with_devices
-from tests.support.sweep import SABOTEUR, CancelAtStep
+from tests.support.sweep import FAULT_INJECTOR, CancelAtStep
 
 SPECS = {
     "bare": "",
@@ -86,17 +86,17 @@ async def test_every_acquisition_fails_once(fake_host: FakeHost, spec: str) -> N
     plan = planned(fake_host, spec)
     before = fake_host.snapshot()
     await fake_host.run(plan)  # once in peace, so that nothing is imported later
-    fake_host.when_over = SABOTEUR.end
+    fake_host.when_over = FAULT_INJECTOR.end
 
     refused = 0
     n = 1
     while True:
         fake_host.faults.sentences.clear()
         fake_host.log_file.unlink(missing_ok=True)
-        SABOTEUR.begin(n)
+        FAULT_INJECTOR.begin(n)
         with trio.fail_after(60):
             result = await fake_host.run(plan)
-        reached = SABOTEUR.count
+        reached = FAULT_INJECTOR.count
         if isinstance(result, RunnerError):
             refused += 1
             assert "cont" not in fake_host.commands()
@@ -118,9 +118,9 @@ async def test_every_fork_fails_once(fake_host: FakeHost, number: int) -> None:
     """EAGAIN is what a pod gets at its pids.max."""
     plan = fake_host.plan(fake_host.share(), qemu={"at_cont": "shutdown"}, grace=1)
     before = fake_host.snapshot()
-    fake_host.when_over = SABOTEUR.end
+    fake_host.when_over = FAULT_INJECTOR.end
     for n, role in enumerate(("anchor", "anchor", "virtiofsd", "qemu"), 1):
-        SABOTEUR.begin(n, number, frozenset({"subprocess.Popen"}))
+        FAULT_INJECTOR.begin(n, number, frozenset({"subprocess.Popen"}))
         with trio.fail_after(60):
             result = await fake_host.run(plan)
         assert isinstance(result, RunnerError)

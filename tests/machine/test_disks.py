@@ -156,7 +156,7 @@ def test_a_full_disk_is_a_write_error_in_the_guest_and_in_the_log(start: Program
         f'[[disk]]\npath = "{base}"\nephemeral = true\nephemeral_size = "1MiB"\n[shutdown]\ngrace = 1\n', boot=False
     )
     run.until("WRITE FAILED", lambda: run.console)
-    run.until("the disk disk0 has failed to write: No space left on device; the guest was told", lambda: run.log)
+    run.until("the disk disk0 has failed to write: No space left on device; the guest got the error", lambda: run.log)
     assert asked(run, "status")["guest"] == "running"
     assert run.stop() == 13
 

@@ -144,7 +144,11 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(
             {"hugepages": {"2MB": 126 * MIB}},
             "cannot preallocate the guest's memory: cannot ",
         ),
-        ('size = "320MiB"', {"memory": 192 * MIB}, "cannot preallocate the guest's memory: its taker was killed"),
+        (
+            'size = "320MiB"',
+            {"memory": 192 * MIB},
+            "cannot preallocate the guest's memory: the preallocator was killed",
+        ),
     ],
 )
 def test_limits_that_cannot_be_seen_are_met_in_order(
@@ -180,7 +184,7 @@ def test_an_end_while_memory_is_taken(start: Start, ending: str) -> None:
         instance.running.kill()
     assert instance.running.wait() == (31 if ending == "killed" else 0)
     assert (
-        "its taker was killed" if ending == "killed" else "asked to stop before the guest ran"
+        "the preallocator was killed" if ending == "killed" else "asked to stop before the guest ran"
     ) in instance.running.output
     assert "faults=0" in instance.running.output
     assert "QEMU is up" not in instance.running.output

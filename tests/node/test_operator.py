@@ -55,7 +55,7 @@ def test_what_the_pages_say_is_what_the_kernel_does(world: World) -> None:
     # A vCPU that somebody moves is seen from the kernel, and named.
     [victim] = [thread for thread in instance.vcpus() if thread.cpus == CpuSet([2])]
     os.sched_setaffinity(victim.tid, {3})
-    until(lambda: page(instance, "readyz").startswith("503 vCPU 0"), "the vCPU to be missed")
+    until(lambda: page(instance, "readyz").startswith("503 vcpu 0"), "the vCPU to be missed")
     os.sched_setaffinity(victim.tid, {2})
     until(lambda: page(instance, "readyz") == "200 ok\n\n", "the vCPU to be back")
     assert instance.receipt()["pod"]["uid"] == instance.uid

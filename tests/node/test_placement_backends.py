@@ -20,7 +20,7 @@ from runner.placement.backends import ControllerPlacement, DelegatedPlacement, P
 from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of
 from tests.node.instances import TREE, Controller, uid_of
 from tests.node.standin_kubelet import Container, Kubelet, Pod
-from tests.support.sweep import SABOTEUR, CancelAtStep
+from tests.support.sweep import FAULT_INJECTOR, CancelAtStep
 
 UID = uid_of(7)
 CPUS = CpuSet([2, 3])
@@ -54,19 +54,19 @@ class World:
         async with (
             open_supervisor(StopRequest(), self.faults) as host,
             anchored(host, SLEEP) as anchors,
-            entered_cgroups(host, placement, anchors) as seat,
-            host.processes.daemon(Command("qemu", SLEEP, entering=seat.memory_cgroup_fd), 0) as machine,
+            entered_cgroups(host, placement, anchors) as active,
+            host.processes.daemon(Command("qemu", SLEEP, entering=active.memory_cgroup_fd), 0) as machine,
         ):
-            SABOTEUR.end()  # the start is over; what follows is the test's own
-            assert seat.groups is not None
-            assert cgroup_of(os.getpid()) == seat.groups.floating
-            assert [cgroup_of(anchor.process.pid) for anchor in anchors] == [seat.groups.pod] * 2
+            FAULT_INJECTOR.end()  # the start is over; what follows is the test's own
+            assert active.cgroups is not None
+            assert cgroup_of(os.getpid()) == active.cgroups.float_cgroup
+            assert [cgroup_of(anchor.process.pid) for anchor in anchors] == [active.cgroups.pod] * 2
             while host.procfs.name(machine.pid) != "sleep":  # it is born where it is told to before it is what it is
                 await trio.sleep(0.001)
-            seat.admit(machine.pid)
-            assert cgroup_of(machine.pid) == seat.groups.floating
-            seat.confine(machine.pid)
-            assert cgroup_of(machine.pid) == seat.groups.instance
+            active.admit(machine.pid)
+            assert cgroup_of(machine.pid) == active.cgroups.float_cgroup
+            active.confine(machine.pid)
+            assert cgroup_of(machine.pid) == active.cgroups.instance
             assert os.sched_getaffinity(machine.pid) == set(placement.cpus)
             await trio.lowlevel.checkpoint()
         return True
@@ -137,12 +137,12 @@ async def test_every_operation_fails_once(world: World) -> None:
     await world.hold()
     before = world.snapshot()
     refused = n = 0
-    SABOTEUR.count = 0
+    FAULT_INJECTOR.count = 0
     said: list[str] = []
-    while SABOTEUR.count >= n:
+    while FAULT_INJECTOR.count >= n:
         n += 1
         world.faults.sentences.clear()
-        SABOTEUR.begin(n)
+        FAULT_INJECTOR.begin(n)
         try:
             with trio.fail_after(2 * SECONDS):
                 await world.hold()
@@ -150,7 +150,7 @@ async def test_every_operation_fails_once(world: World) -> None:
             refused += 1
             said.append(f"{n}: {group.exceptions}")
         finally:
-            SABOTEUR.end()
+            FAULT_INJECTOR.end()
         assert world.faults.sentences == [], f"operation {n}"
         assert world.snapshot() == before, f"operation {n}"
     assert refused > 3, (said, world.faults.sentences)

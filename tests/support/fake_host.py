@@ -147,12 +147,12 @@ class FakeHost:
         plan: InstancePlan,
         *,
         beside: Callable[[Supervisor], Any] | None = None,
-        handed: Mapping[str, InheritedFd] | None = None,
+        inherited_fds: Mapping[str, InheritedFd] | None = None,
     ) -> GuestEnd | RunnerError:
-        """Run *plan* on a fresh host with what was *handed* to it; *beside* runs at the same time."""
+        """Run *plan* on a fresh host with its *inherited_fds*; *beside* runs at the same time."""
         with NonBlockingWriter(1) as stdout:
             async with open_supervisor(self.stop, self.faults) as bare:
-                supervisor = attrs.evolve(bare, handed=handed or {})
+                supervisor = attrs.evolve(bare, inherited_fds=inherited_fds or {})
                 if beside is not None:
                     supervisor.nursery.start_soon(beside, supervisor)
                 try:

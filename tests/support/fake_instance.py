@@ -1,7 +1,7 @@
-"""An instance played by real processes: an init in a PID namespace of its own, and children that are what they are told.
+"""A fake instance of real processes: an init in a PID namespace of its own, and children with given names and threads.
 
-Run as a program it is that init: it takes orders, one a line of JSON, and answers each with a line. A member is a
-process with a name, threads with names and CPU masks of their own, and memory that QEMU would have given its guest.
+Run as a program it is that init: it reads commands, one a line of JSON, and answers each with a line. A member is a
+process with a name, threads with names and CPU masks of their own, and memory such as QEMU gives its guest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ be(told["name"], told["cpus"])
 for each in told["threads"]:
     threading.Thread(target=thread, args=each, daemon=True).start()
 if told["ram"]:
-    ram = os.memfd_create("crew-ram")
+    ram = os.memfd_create("fake-ram")
     os.ftruncate(ram, told["ram"])
     memory = mmap.mmap(ram, told["ram"])
     for page in range(0, told["ram"], mmap.PAGESIZE):
@@ -60,7 +60,7 @@ class FakeInstance:
         return children(self._init.pid)[0]
 
     def tell(self, *order: object) -> Any:
-        """Have the init do something and return its answer."""
+        """Send the init a command and return its answer."""
         assert self._init.stdin is not None
         assert self._init.stdout is not None
         print(json.dumps(order), file=self._init.stdin, flush=True)
@@ -77,7 +77,7 @@ class FakeInstance:
         return pid, tids
 
     def start_anchor(self) -> int:
-        """Start what sleeps for ever, and return its pid."""
+        """Start `sleep infinity` and return its pid."""
         pid: int = self.tell("anchor")
         return pid
 
@@ -88,10 +88,10 @@ class FakeInstance:
                 numbers = next(line for line in (task / "status").read_text().splitlines() if line.startswith("NSpid:"))
                 if int(numbers.split()[-1]) == tid:
                     return int(task.name)
-        raise AssertionError(f"no thread {tid} in the crew")
+        raise AssertionError(f"no thread {tid} in the fake instance")
 
     def command(self, *argv: str) -> tuple[str, ...]:
-        """Return how to run a command in the crew's namespaces."""
+        """Return how to run a command in the instance's namespaces."""
         return ("nsenter", f"--target={self.pid}", "--pid", "--mount", *argv)
 
 
@@ -101,7 +101,7 @@ def children(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def fake_instance() -> Iterator[FakeInstance]:
-    """Have a crew until the block ends; nobody of it stays."""
+    """Hold a fake instance; at the end of the block none of its processes is left."""
     argv = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *PYTHON, __file__]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as init:
         try:
@@ -115,18 +115,17 @@ def fake_instance() -> Iterator[FakeInstance]:
 def write_receipt(path: str, cpus: list[int], roles: dict[str, str], vcpus: dict[str, int]) -> None:
     """Write what the runner would have written of these processes (pid → role, and tid → vCPU)."""
     from runner.cpuset import CpuSet
-    from runner.instance.thread_placement import PlacedThread, Receipt
     from runner.kernel.files import publish
     from runner.kernel.procfs import Procfs
-    from runner.placement.backends import AffinityPlacement
+    from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules
 
-    threads = [
-        PlacedThread("vcpu" if (index := vcpus.get(str(thread.tid))) is not None else role, index, thread)
+    threads = tuple(
+        ObservedThread(Role(role) if (index := vcpus.get(str(thread.tid))) is None else Role.VCPU, index, thread)
         for pid, role in roles.items()
         for thread in Procfs().threads(int(pid))
-    ]
-    placement = AffinityPlacement(CpuSet(cpus), tuple(cpus), CpuSet([0]), shared=False)
-    publish(PurePosixPath(path), json.dumps(Receipt(placement, None, tuple(threads)).to_json()).encode())
+    )
+    rules = ThreadRules(CpuSet(cpus), tuple(cpus), shared=False, cgroups=None)
+    publish(PurePosixPath(path), json.dumps(Receipt("affinity", rules, threads).to_json()).encode())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How every step of a run is cancelled once, and every operation of it fails once: counted, not chosen."""
+"""Cancel a run at each of its steps in turn, and fail each of its operations in turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CancelAtStep(trio.abc.Instrument):
             self.scope.cancel()
 
 
-class Saboteur:
+class FaultInjector:
     """Fails the n-th system-touching operation of this process with EMFILE, where Python announces it (PEP 578)."""
 
     OPERATIONS = frozenset(
@@ -63,4 +63,4 @@ class Saboteur:
         self.armed = False
 
 
-SABOTEUR = Saboteur()
+FAULT_INJECTOR = FaultInjector()

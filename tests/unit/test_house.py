@@ -37,23 +37,19 @@ EVERYTHING = {"__main__", "cli"}
 
 EXCEPTIONS = {"controller.online_cpus", "controller.kubelet_files", "controller.reconcile"}
 CIRCLES = {
-    "instance.cgroups.active",
-    "instance.daemons",
     "instance.discover",
     "instance.passthrough",
-    "instance.supervisor",
-    "instance.thread_placement",
     "plan.instance",
     "plan.passthrough",
     "plan.root_bus",
 }
-TWICE = {"Charge", "Link", "Look", "Process", "Reader"}
+TWICE = {"Link", "Look", "Reader"}
 """What does not follow the law yet."""
 
 PURE = (
     {"errors", "cpuset", "table", "arguments", "facts", "spec", "placement", "kubelet", "plan"}
     | {f"cli.{module}" for module in ("completion", "manual")}
-    | {f"inspect.{module}" for module in ("receipt", "render", "rules", "observation")}
+    | {f"inspect.{module}" for module in ("roles", "render", "rules", "observation")}
     | {
         f"check.{module}"
         for module in ("finding", "kernel_settings", "cpu_owners", "device_rights", "programs", "report")

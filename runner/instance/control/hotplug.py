@@ -78,7 +78,7 @@ class DiskHotplug:
         return found + [self._shown(each.plan, sizes, each) for each in self._attached.values()]
 
     def _shown(self, disk: DiskPlan, sizes: Mapping[str, int], attached: Attached | None) -> dict[str, object]:
-        released = attached is not None and self._news.departure(disk.name).is_set()
+        released = attached is not None and self._news.unplugged(disk.name).is_set()
         return {
             "name": disk.name,
             "path": str(disk.path),
@@ -104,7 +104,7 @@ class DiskHotplug:
                     "instance with more (hotplug.disks)"
                 )
             plan = self._planned(f"disk{len(self._plan.machine.disks) + number}", disk)
-            self._news.arrived(plan.name)
+            self._news.forget(plan.name)
             self._attached[plan.name] = Attached(plan, number, await self._made(plan, slot(number)))
             misplaced: RunnerError | None = None
             try:
@@ -191,7 +191,7 @@ class DiskHotplug:
 
     async def _detach(self, attached: Attached) -> None:
         name = attached.plan.name
-        departure = self._news.departure(name)
+        departure = self._news.unplugged(name)
         try:
             await self._monitor.execute("device_del", {"id": name})
         except ExecuteError as error:

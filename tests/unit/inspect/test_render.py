@@ -9,19 +9,19 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Status
+from runner.facts.threads import ThreadStatus
 from runner.inspect.command import Screen
 from runner.inspect.observation import (
-    Charge,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
     Observation,
-    ObservedThread,
+    PodCharge,
     Unknown,
 )
 from runner.inspect.render import report_json, report_lines
 from runner.inspect.rules import InspectionReport, judge
-from runner.kernel.procfs import ThreadStatus
+from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules
 
 MIB = 1 << 20
 
@@ -30,23 +30,20 @@ def thread(tid: int, name: str, cpus: str, running_on: int, cgroup: str) -> Thre
     return ThreadStatus(10, tid, name, cgroup, CpuSet.parse(cpus), CpuSet([0, 1]), running_on)
 
 
+GROUP = "/stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 INSTANCE = InstanceObservation(
     name="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
     backend="controller",
-    cpus=CpuSet([4]),
+    rules=ThreadRules(CpuSet([4]), (None,), shared=False, cgroups=CgroupPaths("", "/stelia/float", GROUP, ends=True)),
     numa_node_of={0: 0, 4: 1},
-    cgroup="/stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6",
-    vcpus=None,
     threads=(
-        ObservedThread("emulator", None, thread(10, "qemu-system-x86", "0", 0, "/stelia/float")),
-        ObservedThread(
-            "vcpu", 0, thread(14, "CPU 0/KVM", "4", 4, "/stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6")
-        ),
+        ObservedThread(Role.EMULATOR, None, thread(10, "qemu-system-x86", "0", 0, "/stelia/float")),
+        ObservedThread(Role.VCPU, 0, thread(14, "CPU 0/KVM", "4", 4, GROUP)),
     ),
     others=(),
     hidden="",
     memory=GuestMemory({0: 3 * MIB}, {1: 2 * MIB}),
-    charge=Charge("/pod", 3 * MIB, 2 * MIB),
+    charge=PodCharge("/pod", 3 * MIB, 2 * MIB),
 )
 KUBELET = KubeletObservation(CpuSet([0]), CpuSet([0]), CpuSet([0, 4]), {INSTANCE.name: CpuSet([4])}, None)
 REPORT = judge(Observation("node", (INSTANCE,), KUBELET))
@@ -66,12 +63,15 @@ ok        kubelet    float has '0', the kubelet's shared pool
 """
 
 
+INTRUDER = "emulator (thread 10, 'qemu-system-x86') in the cgroup '/stelia/float' may run on '4', which belong to vCPUs"
+
+
 def evolved(report: InspectionReport, tid: int, **changes: Any) -> InspectionReport:
     threads = tuple(
         attrs.evolve(each, thread=attrs.evolve(each.thread, **changes)) if each.thread.tid == tid else each
-        for each in report.instances[0].sighting.threads
+        for each in report.instances[0].observation.threads
     )
-    instance = attrs.evolve(report.instances[0].sighting, threads=threads)
+    instance = attrs.evolve(report.instances[0].observation, threads=threads)
     return judge(Observation("node", (instance,), KUBELET))
 
 
@@ -80,7 +80,9 @@ def test_the_table_and_its_verdicts() -> None:
 
 
 def test_of_many_reasons_people_see_some() -> None:
-    others = tuple(ObservedThread("other", None, attrs.evolve(thread(n, "x", "4", 4, "/"), pid=n)) for n in range(20))
+    others = tuple(
+        ObservedThread(Role.OTHER, None, attrs.evolve(thread(n, "x", "4", 4, "/"), pid=n)) for n in range(20)
+    )
     crowded = judge(Observation("node", (attrs.evolve(INSTANCE, others=others),), KUBELET))
     lines = list(report_lines(crowded))
     assert sum("'x'" in line for line in lines) == 12
@@ -113,7 +115,7 @@ def test_machines_get_the_same() -> None:
         "name": "CPU 0/KVM",
         "pid": 10,
         "tid": 14,
-        "cgroup": INSTANCE.cgroup,
+        "cgroup": GROUP,
         "allowed_cpus": "4",
         "allowed_mems": "0-1",
         "running_on": 4,
@@ -136,7 +138,7 @@ def test_watching_without_a_terminal_tells_changes_only() -> None:
         "- 3ceda12c emulator 10 'qemu-system-x86' may run on '0' in '/stelia/float'",
         "- 3ceda12c exclusive ok",
         "+ 3ceda12c emulator 10 'qemu-system-x86' may run on '0,4' in '/stelia/float'",
-        "+ 3ceda12c exclusive violated: emulator (thread 10, 'qemu-system-x86') in the cgroup '/stelia/float' may run on '4'",
+        f"+ 3ceda12c exclusive violated: {INTRUDER}",
     ]
     assert screen.status is Status.FINDINGS
 

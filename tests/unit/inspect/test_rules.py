@@ -8,13 +8,13 @@ import attrs
 import pytest
 
 from runner.cpuset import CpuSet
+from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (
-    Charge,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
     Observation,
-    ObservedThread,
+    PodCharge,
     Unknown,
 )
 from runner.inspect.rules import (
@@ -27,7 +27,7 @@ from runner.inspect.rules import (
     memory_local,
     vcpus_alone,
 )
-from runner.kernel.procfs import ThreadStatus
+from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules
 
 MIB = 1 << 20
 UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
@@ -38,18 +38,17 @@ def seen(role: str, tid: int, cpus: str, cgroup: str = FLOAT, vcpu: int | None =
     pid = more.pop("pid", tid)
     name = more.pop("name", role)
     status = ThreadStatus(pid, tid, name, cgroup, CpuSet.parse(cpus), CpuSet([0]), min(CpuSet.parse(cpus)))
-    return ObservedThread(role, vcpu, status, **more)
+    return ObservedThread(Role(role), vcpu, status, **more)
 
 
 VCPU_0 = seen("vcpu", 11, "2", MINE, 0, pid=10, name="CPU 0/KVM")
 VCPU_1 = seen("vcpu", 12, "3", MINE, 1, pid=10, name="CPU 1/KVM")
+RULES = ThreadRules(CpuSet.parse("2-3"), (None, None), shared=False, cgroups=CgroupPaths("", FLOAT, MINE, ends=True))
 GOOD = InstanceObservation(
     name=UID,
     backend="controller",
-    cpus=CpuSet.parse("2-3"),
+    rules=RULES,
     numa_node_of={0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1},
-    cgroup=MINE,
-    vcpus=None,
     threads=(
         seen("runner", 1, "0-1,4-5"),
         seen("anchor", 2, "2-3", POD, name="sleep"),
@@ -64,7 +63,7 @@ GOOD = InstanceObservation(
     ),
     hidden="",
     memory=GuestMemory({0: 64 * MIB}, {0: 128 * MIB}),
-    charge=Charge(POD, 64 * MIB, 128 * MIB),
+    charge=PodCharge(POD, 64 * MIB, 128 * MIB),
 )
 KUBELET = KubeletObservation(
     float_cpus=CpuSet.parse("0-1,4"),
@@ -132,18 +131,38 @@ def test_vcpus_that_are_not_alone(threads: tuple[ObservedThread, ...], sentence:
     assert sentence in violations(vcpus_alone(attrs.evolve(GOOD, threads=threads)))
 
 
-def test_a_written_number_of_vcpus_is_held_against_the_threads() -> None:
-    assert violations(vcpus_alone(attrs.evolve(GOOD, vcpus=3))) == "vCPU 2 has no thread"
-    gone = attrs.evolve(GOOD, vcpus=2, threads=without(VCPU_0, VCPU_1))
+def ruled(rules: ThreadRules, *threads: ObservedThread) -> InstanceObservation:
+    return attrs.evolve(GOOD, rules=rules, threads=threads)
+
+
+def test_every_vcpu_of_the_rules_has_a_thread() -> None:
+    three = attrs.evolve(RULES, pins=(None,) * 3)
+    assert violations(vcpus_alone(ruled(three, *GOOD.threads))) == "vCPU 2 has no thread"
+    gone = ruled(RULES, *without(VCPU_0, VCPU_1))
     assert violations(vcpus_alone(gone)) == "vCPU 0 has no thread; vCPU 1 has no thread"
-    assert "starts, or has ended" in unknown(vcpus_alone(attrs.evolve(gone, vcpus=None)))
+    assert "starts, or has ended" in unknown(vcpus_alone(attrs.evolve(gone, rules=attrs.evolve(RULES, pins=()))))
 
 
 def test_the_cgroup_counts_only_where_there_is_one_and_by_its_end() -> None:
     namespaced = [seen("vcpu", 11 + n, str(2 + n), f"/../..{MINE}", n) for n in range(2)]
-    assert vcpus_alone(attrs.evolve(GOOD, threads=tuple(namespaced))).result is RuleResult.OK
+    assert vcpus_alone(ruled(RULES, *namespaced)).result is RuleResult.OK
     affinity = [seen("vcpu", 11 + n, str(2 + n), POD, n) for n in range(2)]
-    assert vcpus_alone(attrs.evolve(GOOD, threads=tuple(affinity), cgroup="")).result is RuleResult.OK
+    assert vcpus_alone(ruled(attrs.evolve(RULES, cgroups=None), *affinity)).result is RuleResult.OK
+
+
+def test_a_known_pin_counts() -> None:
+    swapped = ruled(attrs.evolve(RULES, pins=(3, 2)), VCPU_0, VCPU_1)
+    assert violations(vcpus_alone(swapped)) == (
+        "vcpu 0 (thread 11, 'CPU 0/KVM') may run on '2' instead of '3'; "
+        "vcpu 1 (thread 12, 'CPU 1/KVM') may run on '3' instead of '2'"
+    )
+
+
+def test_a_thread_of_the_instance_outside_of_its_cgroup() -> None:
+    outside = seen("emulator", 13, "0", POD, pid=10, name="worker")
+    said = violations(cpus_exclusive(ruled(RULES, *GOOD.threads, outside)))
+    assert said == f"emulator (thread 13, 'worker') is in the cgroup '{POD}' instead of '{FLOAT}'"
+    assert vcpus_alone(ruled(RULES, *GOOD.threads, outside)).result is RuleResult.OK
 
 
 def test_what_may_run_there_without_competing_is_counted() -> None:
@@ -163,8 +182,7 @@ def test_a_thread_of_the_kernel_in_a_pods_cgroup_is_somebodys() -> None:
 
 
 def test_what_the_controller_has_given_has_a_vcpu_each() -> None:
-    fewer = attrs.evolve(GOOD, vcpus=None, threads=(VCPU_0,))
-    assert violations(vcpus_alone(fewer)) == "vCPU 1 has no thread"
+    assert violations(vcpus_alone(ruled(RULES, VCPU_0))) == "vCPU 1 has no thread"
 
 
 def test_an_intruder_is_named_by_process_with_what_it_may_take() -> None:
@@ -174,7 +192,7 @@ def test_an_intruder_is_named_by_process_with_what_it_may_take() -> None:
     )
     assert violations(cpus_exclusive(attrs.evolve(GOOD, others=others))) == (
         "other (thread 30, 'stress') and 1 more of process 30 in the cgroup '/system.slice/stress.service' may "
-        "run on '2-3'"
+        "run on '2-3', which belong to vCPUs"
     )
 
 
@@ -203,7 +221,9 @@ def test_memory_on_another_numa_node() -> None:
     for memory in (GuestMemory({0: MIB, 1: MIB}, {}), GuestMemory({}, {0: MIB, 1: MIB})):
         said = violations(memory_local(attrs.evolve(GOOD, memory=memory)))
         assert said == "1 MiB on NUMA node 0, 1 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '0'"
-    both = attrs.evolve(GOOD, cpus=CpuSet.parse("3-4"), memory=GuestMemory({0: MIB, 1: MIB}, {}))
+    both = attrs.evolve(
+        GOOD, rules=attrs.evolve(RULES, cpus=CpuSet.parse("3-4")), memory=GuestMemory({0: MIB, 1: MIB}, {})
+    )
     assert memory_local(both).result is RuleResult.OK
 
 
@@ -234,7 +254,7 @@ def test_memory_that_cannot_be_seen() -> None:
     ],
 )
 def test_memory_charged_elsewhere(memory: int, huge: int, sentence: str) -> None:
-    charge = Charge(POD, memory * MIB, huge * MIB)
+    charge = PodCharge(POD, memory * MIB, huge * MIB)
     assert sentence in violations(memory_charged(attrs.evolve(GOOD, charge=charge)))
 
 

@@ -610,7 +610,7 @@ def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
     placement = plan.placement
     assert isinstance(placement, ControllerPlacement)
     assert (placement.pins, placement.shared) == ((2, 3, 10, 11), False)
-    assert placement.uid == "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+    assert placement.pod_uid == "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
     assert str(placement.socket) == "/run/instance-cgroup-controller/controller.sock"
     # The pod is charged for the guest's memory only if all of it is touched while QEMU is in the pod's cgroup.
     assert plan.machine.ram.preallocate

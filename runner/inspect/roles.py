@@ -1,0 +1,66 @@
+"""Which process of a container has which role, by the receipt that the runner wrote when every thread was in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from runner.facts.threads import ProcessStatus, ThreadStatus
+from runner.placement.threads import ObservedThread, Receipt, Role
+
+
+@attrs.frozen
+class Roles:
+    """The roles of processes, and of QEMU's threads. Since the receipt was written, a number may have been given away."""
+
+    processes: Mapping[int, tuple[Role, str]]
+    """pid → role and name; QEMU's role is ``emulator``."""
+    vcpus: Mapping[int, int]
+    """tid → vCPU index."""
+    iothreads: frozenset[int]
+    """The tids of threads that serve disks."""
+
+    @classmethod
+    def of(cls, receipt: Receipt) -> Roles:
+        """Return the roles that *receipt* names."""
+        return cls(
+            processes={
+                each.thread.pid: (each.role, each.thread.name)
+                for each in receipt.threads
+                if each.thread.tid == each.thread.pid
+            },
+            vcpus={each.thread.tid: each.vcpu for each in receipt.threads if each.vcpu is not None},
+            iothreads=frozenset(each.thread.tid for each in receipt.threads if each.role is Role.IOTHREAD),
+        )
+
+    @property
+    def runner(self) -> int | None:
+        """The pid of the runner."""
+        return next((pid for pid, (role, _) in self.processes.items() if role is Role.RUNNER), None)
+
+    @property
+    def qemu(self) -> int | None:
+        """The pid of QEMU."""
+        return next((pid for pid, (role, _) in self.processes.items() if role is Role.EMULATOR), None)
+
+    def of_process(self, process: ProcessStatus, *, is_sleep_infinity: bool) -> Role | None:
+        """Return the role of *process*, or ``None`` if the instance has no such process.
+
+        The runner starts anchors (*is_sleep_infinity*: its command line says so) and dnsmasq again when they die, under
+        other numbers.
+        """
+        role, known_as = self.processes.get(process.pid, (None, ""))
+        if role is not None and process.name == known_as:
+            return role
+        if process.parent != self.runner:
+            return None
+        return Role.ANCHOR if is_sleep_infinity else Role.DNSMASQ if process.name == Role.DNSMASQ else None
+
+    def of_thread(self, role: Role, thread: ThreadStatus) -> ObservedThread:
+        """Return *thread* of a process with the *role*, QEMU's vCPUs and iothreads told apart."""
+        if role is Role.EMULATOR and thread.tid in self.vcpus:
+            return ObservedThread(Role.VCPU, self.vcpus[thread.tid], thread)
+        if role is Role.EMULATOR and thread.tid in self.iothreads:
+            return ObservedThread(Role.IOTHREAD, None, thread)
+        return ObservedThread(role, None, thread)

@@ -1,0 +1,53 @@
+"""The back end ``affinity``: CPU masks alone, which need no rights and no cgroup v2.
+
+It cannot keep other processes off the vCPUs' CPUs, and every start says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import attrs
+
+from runner.instance.daemons import RestartedChild
+from runner.instance.supervisor import Faults
+from runner.kernel.scheduler import pin, read_mask
+from runner.placement.backends import AffinityPlacement
+
+
+@attrs.frozen
+class FloatMask:
+    """Float without cgroups: there is nothing to move a thread into, and a child inherits the mask of this process."""
+
+    cgroups: None = None
+    memory_cgroup_fd: None = None
+    pod_cgroup_fd: None = None
+
+    def admit(self, pid: int) -> None:
+        pass
+
+    def confine(self, tid: int) -> None:
+        pass
+
+    def release(self, tid: int) -> None:
+        pin(tid, read_mask())
+
+    async def settle(self) -> None:
+        pass
+
+
+@contextmanager
+def pinned_off_vcpus(
+    faults: Faults, placement: AffinityPlacement, anchors: Sequence[RestartedChild]
+) -> Iterator[FloatMask]:
+    """Hold this process and the *anchors* on float's CPUs; at the end this process has its former mask."""
+    before = read_mask()
+    try:
+        pin(0, placement.float_cpus)
+        for anchor in anchors:
+            pin(anchor.process.pid, placement.float_cpus)
+        yield FloatMask()
+    finally:
+        with faults.recorded("take back this process's CPU mask"):
+            pin(0, before)

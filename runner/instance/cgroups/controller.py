@@ -1,0 +1,135 @@
+"""The back end ``controller``: cgroups of the node's controller, entered by the descriptors that it sends.
+
+The pod's own cgroup keeps the anchors. Nothing else of the node runs on the vCPUs' CPUs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import attrs
+import trio
+
+from runner.errors import HostError, PlacementError, explain
+from runner.instance.cgroups.entered import EnteredCgroups
+from runner.instance.cgroups.float import entered_float
+from runner.instance.daemons import RestartedChild
+from runner.instance.discover import CGROUP_ROOT
+from runner.instance.supervisor import Faults, Supervisor
+from runner.kernel.cgroup import Cgroup
+from runner.placement.backends import ControllerPlacement
+from runner.placement.threads import CgroupPaths
+from runner.protocol.controller_client import (
+    ControllerAbsentError,
+    ControllerError,
+    Registration,
+    deregister,
+    register,
+)
+
+log = logging.getLogger(__name__)
+
+REGISTERED_WITHIN = 30.0
+"""Seconds for the controller to come (a newer one may be replacing it) and to answer: it gives the kubelet 12 s."""
+
+ASKED_EVERY = 0.25
+"""Seconds between two attempts to reach a controller that is not there."""
+
+DEREGISTERED_WITHIN = 5.0
+"""Seconds; the controller gives the last thread 2 s to go, and removes by itself what dead instances leave."""
+
+SETTLED_AGAIN = 5.0
+"""Seconds between two attempts to have the controller move the kernel's threads."""
+
+
+@attrs.frozen
+class RegisteredCgroups(EnteredCgroups):
+    """Cgroups that the node's controller made."""
+
+    placement: ControllerPlacement = attrs.field(kw_only=True)
+
+    async def settle(self) -> None:
+        # The controller moves them at every registration.
+        warned = False
+        while True:
+            with ExitStack() as held:
+                try:
+                    await _register(self.placement, self.cgroups.pod, held)
+                except HostError as error:
+                    if not warned:
+                        log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
+                    warned = True
+                else:
+                    return
+            await trio.sleep(SETTLED_AGAIN)
+
+
+@asynccontextmanager
+async def registered_cgroups(
+    supervisor: Supervisor, placement: ControllerPlacement, anchors: Sequence[RestartedChild]
+) -> AsyncIterator[RegisteredCgroups]:
+    """Hold the instance registered with the controller, and this process in float.
+
+    Raises :exc:`~runner.errors.RunnerError` when the controller does not answer, refuses, or gives other CPUs.
+    """
+    pod = supervisor.procfs.cgroup()
+    with ExitStack() as descriptors:
+        async with AsyncExitStack() as held:
+            # Before the request: if the controller dies or this start is stopped, it may have registered us or not.
+            held.push_async_callback(_deregister, supervisor.faults, placement)
+            try:
+                registration = await _registration(supervisor, placement, pod, descriptors)
+            except ControllerError:
+                held.pop_all()  # it refused, so there is nothing to take back
+                raise
+            if registration.cpus != placement.cpus:
+                raise PlacementError(
+                    f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
+                )
+            named = CgroupPaths(pod, registration.float_cgroup.name, registration.instance.name)
+            async with entered_float(supervisor, placement, anchors, registration.cgroup_fds, named) as entered:
+                yield RegisteredCgroups(
+                    entered.cgroups, entered.pod_cgroup_fd, entered.cgroup_fds, entered.confined, placement=placement
+                )
+
+
+async def _deregister(faults: Faults, placement: ControllerPlacement) -> None:
+    """Deregister; a controller that is not there reconciles when it is back, so that is no fault."""
+    with faults.recorded("deregister"), trio.move_on_after(DEREGISTERED_WITHIN, shield=True) as timeout:
+        try:
+            await deregister(placement.socket, placement.pod_uid)
+        except ControllerAbsentError as error:
+            log.warning("%s; it will remove the instance's cgroup when it is back", explain(error))
+    if timeout.cancelled_caught:
+        log.warning("the controller does not answer; it will remove the instance's cgroup later")
+
+
+async def _registration(
+    supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack
+) -> Registration:
+    """Register, waiting for a controller that is not there yet."""
+    waiting = False
+    with trio.move_on_after(REGISTERED_WITHIN):
+        while True:
+            try:
+                return await supervisor.unless_stopped(partial(_register, placement, pod, held))
+            except ControllerAbsentError as error:
+                if not waiting:
+                    log.info("waiting for the controller: %s", explain(error))
+                waiting = True
+            await supervisor.unless_stopped(partial(trio.sleep, ASKED_EVERY))
+    what = "it is not there" if waiting else "it does not answer"
+    raise HostError(
+        f"cannot register with the controller at {str(placement.socket)!r}: {what} within {REGISTERED_WITHIN:g} s; is its "
+        "DaemonSet running on this node?"
+    )
+
+
+async def _register(placement: ControllerPlacement, pod: str, held: ExitStack) -> Registration:
+    """Register once; a controller that sends no descriptors needs the cgroup at the path *pod* to be visible here."""
+    cgroup = Cgroup(Path(CGROUP_ROOT) / pod.lstrip("/"))
+    return await register(placement.socket, placement.pod_uid, placement.cpus, cgroup, held)

@@ -1,0 +1,72 @@
+"""The back end ``delegated``: float and the instance's cgroup, made by this process in the container's own cgroup.
+
+They keep apart what runs in the container. What runs outside of it must be kept off its CPUs by other means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+import trio
+
+from runner.errors import HostError, PlacementError
+from runner.instance.cgroups.entered import EnteredCgroups
+from runner.instance.cgroups.float import entered_float
+from runner.instance.daemons import RestartedChild
+from runner.instance.discover import CGROUP_ROOT
+from runner.instance.supervisor import Supervisor
+from runner.kernel.cgroup import Cgroup
+from runner.placement.backends import DelegatedPlacement
+from runner.placement.threads import CgroupPaths
+from runner.protocol.controller_client import open_cgroup_fds
+
+EMPTY_WITHIN = 1.0
+"""Seconds for the kernel to see that a cgroup whose last thread was reaped is empty; measured: a millisecond."""
+
+
+@asynccontextmanager
+async def delegated_cgroups(
+    supervisor: Supervisor, placement: DelegatedPlacement, anchors: Sequence[RestartedChild]
+) -> AsyncIterator[EnteredCgroups]:
+    """Make the container's own cgroup the root of a threaded tree, and at the end what it was before.
+
+    The order matters: switching cpuset on while processes are in the cgroup succeeds either way, but an ordinary child
+    made after it could never hold anything ("Threads" of cgroup-v2.rst).
+    """
+    pod = supervisor.procfs.cgroup()
+    scope = Cgroup(Path(CGROUP_ROOT)).at(pod)
+    float_cgroup, instance = scope.child("float"), scope.child("instance")
+    before = scope.enabled()
+    try:
+        for cgroup in (float_cgroup, instance):
+            cgroup.create()
+            cgroup.make_threaded()
+        scope.enable(["cpuset"])
+        for cgroup, cpus in ((float_cgroup, placement.float_cpus), (instance, placement.cpus)):
+            effective = cgroup.set_cpus(cpus)
+            if effective != cpus:
+                raise PlacementError(
+                    f"cannot give {cgroup.path} the CPUs '{cpus}': the kernel lets it have '{effective}'"
+                )
+        with ExitStack() as held:
+            cgroup_fds = open_cgroup_fds(float_cgroup, instance, scope, held)
+            named = CgroupPaths(pod, float_cgroup.name, instance.name)
+            async with entered_float(supervisor, placement, anchors, cgroup_fds, named) as entered:
+                yield entered
+    finally:
+        with supervisor.faults.recorded("remove the cgroups"), trio.move_on_after(EMPTY_WITHIN + 1, shield=True):
+            for cgroup in (instance, float_cgroup):
+                await _remove(cgroup)
+            if "cpuset" in scope.enabled() - before:
+                scope.write("cgroup.subtree_control", "-cpuset")
+
+
+async def _remove(cgroup: Cgroup) -> None:
+    with trio.move_on_after(EMPTY_WITHIN):
+        while not cgroup.remove():  # noqa: ASYNC110 - no event comes in time: cgroup.events is 14 ms late
+            await trio.sleep(0.005)
+    if cgroup.exists():
+        threads = " ".join(map(str, sorted(cgroup.threads())))
+        raise HostError(f"cannot remove {cgroup.path}: threads {threads} are still in it")

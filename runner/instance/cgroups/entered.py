@@ -1,0 +1,43 @@
+"""The cgroups of a placement that this process has entered: moving processes and threads between them."""
+
+from __future__ import annotations
+
+import attrs
+
+from runner.kernel.cgroup import write_control
+from runner.kernel.scheduler import pin, read_mask
+from runner.placement.threads import CgroupPaths
+from runner.protocol.controller_client import CgroupFds
+
+
+@attrs.frozen
+class EnteredCgroups:
+    """Cgroups that threads are moved between by *cgroup_fds*."""
+
+    cgroups: CgroupPaths
+    memory_cgroup_fd: int | None
+    cgroup_fds: CgroupFds
+    confined: set[int] = attrs.field(factory=set)
+    """The tids of the vCPU threads."""
+
+    @property
+    def pod_cgroup_fd(self) -> int:
+        return self.cgroup_fds.pod_procs.number
+
+    def admit(self, pid: int) -> None:
+        write_control(self.cgroup_fds.float_procs.number, str(pid), f"{self.cgroups.float_cgroup}/cgroup.procs")
+
+    def confine(self, tid: int) -> None:
+        write_control(self.cgroup_fds.instance_threads.number, str(tid), f"{self.cgroups.instance}/cgroup.threads")
+        self.confined.add(tid)
+
+    def release(self, tid: int) -> None:
+        write_control(self.cgroup_fds.float_threads.number, str(tid), f"{self.cgroups.float_cgroup}/cgroup.threads")
+        pin(tid, read_mask())
+
+    async def settle(self) -> None:
+        pass  # QEMU's kernel threads were born in float with it
+
+    def return_to_pod(self, pid: int) -> None:
+        """Move the process *pid* back to the pod's cgroup."""
+        write_control(self.cgroup_fds.pod_procs.number, str(pid), f"{self.cgroups.pod}/cgroup.procs")

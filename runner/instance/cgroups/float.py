@@ -1,0 +1,76 @@
+"""Float, entered by descriptors and left again: what the back ends with cgroups share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import PurePosixPath
+
+import attrs
+
+from runner.errors import HostError, PlacementError
+from runner.instance.cgroups.entered import EnteredCgroups
+from runner.instance.cgroups.strays import processes_of_others, sweep
+from runner.instance.daemons import RestartedChild
+from runner.instance.supervisor import Supervisor
+from runner.kernel.scheduler import read_mask
+from runner.placement.backends import ControllerPlacement, DelegatedPlacement
+from runner.placement.threads import CgroupPaths
+from runner.protocol.controller_client import CgroupFds
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def entered_float(
+    supervisor: Supervisor,
+    placement: ControllerPlacement | DelegatedPlacement,
+    anchors: Sequence[RestartedChild],
+    cgroup_fds: CgroupFds,
+    named: CgroupPaths,
+) -> AsyncIterator[EnteredCgroups]:
+    """Hold this process in float; everything that is in float at the end is moved to the pod's cgroup.
+
+    What it forks is born in float, except for the anchors: one that must be started again enters the pod's cgroup.
+    *named* holds the names of float and of the instance's cgroup. Their paths, relative to the cgroup namespace of this
+    process, can only be read once it is inside.
+    """
+    active, command = EnteredCgroups(named, None, cgroup_fds), anchors[0].command
+    try:
+        active.admit(0)
+        for anchor in anchors:
+            anchor.command = attrs.evolve(command, entering=active.pod_cgroup_fd)
+        active = attrs.evolve(active, cgroups=_read_paths(supervisor, placement, named))
+        async with AsyncExitStack() as held:
+            if placement.sweep:
+                sweeping = partial(sweep, supervisor.processes, supervisor.procfs, supervisor.counters, active)
+                await held.enter_async_context(supervisor.background_task(sweeping))
+            yield active
+    finally:
+        for anchor in anchors:
+            anchor.command = command
+        with supervisor.faults.recorded("return what else is in float to the pod's cgroup"):
+            own = supervisor.procfs.cgroup()
+            for pid in processes_of_others(supervisor.processes, supervisor.procfs):
+                with contextlib.suppress(HostError):  # it has ended
+                    if supervisor.procfs.cgroup(pid) == own != named.pod:
+                        active.return_to_pod(pid)
+        with supervisor.faults.recorded("return to the pod's cgroup"):
+            active.return_to_pod(0)
+
+
+def _read_paths(
+    supervisor: Supervisor, placement: ControllerPlacement | DelegatedPlacement, named: CgroupPaths
+) -> CgroupPaths:
+    """Return the paths of the cgroups. Raises :exc:`~runner.errors.PlacementError` unless this process is in float."""
+    own = supervisor.procfs.cgroup()
+    taken = read_mask() & placement.cpus
+    if PurePosixPath(own).name != named.float_cgroup or (taken and not placement.shared):
+        raise PlacementError(
+            f"cannot enter {named.float_cgroup!r}: this process is in {own!r} and may run on '{taken}' of the vCPUs' CPUs"
+        )
+    log.info("in float cgroup=%s cpus=%s", own, read_mask())
+    return CgroupPaths(named.pod, own, str(PurePosixPath(own).with_name(named.instance)))

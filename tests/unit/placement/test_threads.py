@@ -1,0 +1,207 @@
+"""Where threads may be, what breaks the rules, and the receipt as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+import pytest
+
+from runner.cpuset import CpuSet
+from runner.errors import UsageError
+from runner.facts.threads import ThreadStatus
+from runner.placement.backends import AffinityPlacement
+from runner.placement.threads import (
+    CgroupPaths,
+    ObservedThread,
+    Receipt,
+    Role,
+    ThreadRules,
+    parse_receipt,
+    sentences,
+    thread_rules,
+)
+
+CGROUPS = CgroupPaths("/pod", "/stelia/float", "/stelia/instance-a")
+AFFINITY = thread_rules(AffinityPlacement(CpuSet([2, 3]), (3, 2), CpuSet([0, 1]), shared=False), None)
+RULES = attrs.evolve(AFFINITY, cgroups=CGROUPS)
+
+
+def placed(
+    role: Role, tid: int, cpus: str = "0-1", vcpu: int | None = None, cgroup: str = "", pid: int = 0
+) -> ObservedThread:
+    status = ThreadStatus(pid or tid, tid, role.value, cgroup, CpuSet.parse(cpus), CpuSet([0]), min(CpuSet.parse(cpus)))
+    return ObservedThread(role, vcpu, status)
+
+
+def grouped(role: Role, tid: int, cpus: str = "0-1", vcpu: int | None = None, pid: int = 0) -> ObservedThread:
+    """Return a thread in the cgroup of its role."""
+    return placed(role, tid, cpus, vcpu, CGROUPS.of(role), pid)
+
+
+VCPUS = (grouped(Role.VCPU, 14, "3", 0, pid=10), grouped(Role.VCPU, 15, "2", 1, pid=10))
+THREADS = (
+    grouped(Role.RUNNER, 1),
+    grouped(Role.ANCHOR, 6, "2-3"),
+    grouped(Role.DNSMASQ, 8),
+    grouped(Role.VIRTIOFSD, 9),
+    grouped(Role.EMULATOR, 10),
+    grouped(Role.IOTHREAD, 13, pid=10),
+    *VCPUS,
+)
+RECEIPT = Receipt("controller", RULES, THREADS)
+
+
+def said(rules: ThreadRules, *threads: ObservedThread) -> list[str]:
+    return list(sentences(rules.violations((*VCPUS, *threads))))
+
+
+def test_where_every_thread_is_in_its_place_nothing_is_violated() -> None:
+    assert RECEIPT.violations() == ()
+
+
+@pytest.mark.parametrize(
+    ("thread", "sentence"),
+    [
+        (grouped(Role.RUNNER, 1, "0-2"), "runner (thread 1, 'runner') in the cgroup '/stelia/float' may run on '2'"),
+        (
+            grouped(Role.IOTHREAD, 13, "3"),
+            "iothread (thread 13, 'iothread') in the cgroup '/stelia/float' may run on '3'",
+        ),
+        (placed(Role.PASST, 9, cgroup="/pod"), "is in the cgroup '/pod' instead of '/stelia/float'"),
+        (placed(Role.ANCHOR, 6, cgroup="/stelia/float"), "is in the cgroup '/stelia/float' instead of '/pod'"),
+        (placed(Role.EMULATOR, 10, cgroup="/x/stelia/float"), "instead of '/stelia/float'"),
+        (placed(Role.OTHER, 70, "2-3"), "other (thread 70, 'other') may run on '2-3', which belong to vCPUs"),
+    ],
+)
+def test_a_thread_that_breaks_a_rule(thread: ObservedThread, sentence: str) -> None:
+    [found] = said(RULES, thread)
+    assert sentence in found
+
+
+@pytest.mark.parametrize(
+    ("vcpu", "sentences_"),
+    [
+        (grouped(Role.VCPU, 15, "3", 1), ["vcpu 1 (thread 15, 'vcpu') may run on '3' instead of '2'"]),
+        (grouped(Role.VCPU, 15, "2-3", 1), ["vcpu 1 (thread 15, 'vcpu') may run on '2-3' instead of '2'"]),
+        (
+            placed(Role.VCPU, 15, "2", 1, "/stelia/float"),
+            ["vcpu 1 (thread 15, 'vcpu') is in the cgroup '/stelia/float' instead of '/stelia/instance-a'"],
+        ),
+        (grouped(Role.EMULATOR, 16), ["vCPU 1 has no thread"]),
+    ],
+)
+def test_a_vcpu_thread_has_its_pin_and_its_cgroup(vcpu: ObservedThread, sentences_: list[str]) -> None:
+    assert list(sentences(RULES.violations((VCPUS[0], vcpu)))) == sentences_
+
+
+def test_without_pins_two_vcpus_may_not_have_one_cpu() -> None:
+    rules = attrs.evolve(RULES, pins=(None, None))
+    assert rules.violations(VCPUS) == ()
+    both = (VCPUS[0], grouped(Role.VCPU, 15, "3", 1))
+    assert list(sentences(rules.violations(both))) == ["2 vCPU threads share CPU 3"]
+
+
+def test_the_threads_of_one_process_share_a_sentence() -> None:
+    threads = [placed(Role.EMULATOR, tid, cpus, pid=10) for tid, cpus in ((10, "2"), (11, "0-1"), (12, "3"))]
+    assert said(AFFINITY, *threads) == [
+        "emulator (thread 10, 'emulator') and 1 more of process 10 may run on '2-3', which belong to vCPUs"
+    ]
+
+
+def test_an_anchor_may_have_the_vcpus_cpus_only_in_a_cgroup_of_its_own() -> None:
+    assert said(RULES, grouped(Role.ANCHOR, 6, "2-3")) == []
+    assert said(AFFINITY, placed(Role.ANCHOR, 6, "2-3")) != []
+
+
+def test_where_the_cpus_are_shared_everything_may_run_on_them() -> None:
+    shared = attrs.evolve(RULES, shared=True)
+    assert said(shared, grouped(Role.EMULATOR, 10, "2-3")) == []
+    assert said(shared, placed(Role.EMULATOR, 10, "2-3", cgroup="/pod")) != [], "but not in any cgroup"
+
+
+def test_kernel_threads_are_exempt_unless_they_are_in_a_cgroup() -> None:
+    kworker = attrs.evolve(placed(Role.OTHER, 30, "2", cgroup="/"), kernel=True)
+    assert said(RULES, kworker) == []
+    vhost = attrs.evolve(placed(Role.OTHER, 30, "2", cgroup="/pod"), kernel=True)
+    assert said(RULES, vhost) != []
+
+
+@pytest.mark.parametrize(
+    ("rules", "thread", "born"),
+    [
+        (RULES, placed(Role.EMULATOR, 16, "2-3", cgroup="/stelia/instance-a"), True),
+        (RULES, grouped(Role.EMULATOR, 16, "2"), False),
+        (RULES, VCPUS[0], False),
+        (AFFINITY, placed(Role.EMULATOR, 16, "2"), True),
+        (AFFINITY, placed(Role.EMULATOR, 16, "0"), False),
+        (AFFINITY, placed(Role.EMULATOR, 16, "2-3"), False),
+        (attrs.evolve(AFFINITY, shared=True), placed(Role.EMULATOR, 16, "2"), False),
+    ],
+)
+def test_a_thread_is_born_where_its_parent_is(rules: ThreadRules, thread: ObservedThread, *, born: bool) -> None:
+    assert rules.is_born_of_vcpu(thread) is born
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("qemu", "emulator"), ("anchor", "anchor"), ("passt", "passt"), ("virtiofsd", "virtiofsd"), ("mkfs", "runner")],
+)
+def test_the_role_of_a_child(name: str, role: str) -> None:
+    assert Role.of_child(name) == role
+
+
+# -- the receipt -----------------------------------------------------------------------------------------------------
+
+
+def parsed(**more: object) -> Receipt:
+    return parse_receipt(json.dumps({**RECEIPT.to_json(), **more}), "receipt.json")
+
+
+def test_a_receipt_is_what_was_written() -> None:
+    assert parsed() == RECEIPT
+    affinity = Receipt("affinity", AFFINITY, THREADS)
+    assert parse_receipt(json.dumps(affinity.to_json()), "receipt.json") == affinity
+
+
+def test_a_receipt_has_the_cpus_of_float() -> None:
+    assert (RECEIPT.to_json()["instance_cpus"], RECEIPT.to_json()["float_cpus"]) == ("2-3", "0-1")
+
+
+def test_cgroups_may_be_named_or_absent() -> None:
+    assert parsed(cgroups={"pod": "/pod", "floating": "/f", "instance": "/i"}).rules.cgroups == CgroupPaths(
+        "/pod", "/f", "/i"
+    )
+    assert parsed(cgroups={"pod": "/pod", "floating": None, "instance": None}).rules.cgroups == CgroupPaths(
+        "/pod", "", ""
+    )
+    assert parsed(cgroups=None).rules.cgroups is None
+
+
+@pytest.mark.parametrize("document", ["", "[]", "null", "{}", "7", '{"version": 1}', '{"version": 1, "threads": [1]}'])
+def test_what_is_no_receipt(document: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot use receipt.json: it is no receipt"):
+        parse_receipt(document, "receipt.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"instance_cpus": "x"},
+        {"threads": 3},
+        {"backend": None, "threads": None},
+        {"backend": "best"},
+        {"threads": [{**VCPUS[1].to_json()}]},
+        {"threads": [{**VCPUS[0].to_json(), "allowed_cpus": ""}]},
+        {"threads": [{**VCPUS[0].to_json(), "role": "cook"}]},
+    ],
+)
+def test_a_receipt_with_something_else_in_it(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"cannot use receipt.json"):
+        parsed(**change)
+
+
+def test_a_receipt_of_another_version() -> None:
+    with pytest.raises(UsageError, match="its version is 2, not 1"):
+        parsed(version=2)
