@@ -152,7 +152,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="PATH",
         action="append",
         default=[],
-        help="cpu_manager_state or memory_manager_state, or the kubelet's directory with both (repeatable)",
+        help="cpu_manager_state or memory_manager_state, or the kubelet's directory with both; a pod that is in only one "
+        "of the two files is taken as ended, and a note says so (repeatable)",
     )
     node.add_argument("--kubelet", metavar="VERSION", help="the kubelet's version (default: the newest that is known)")
     node.add_argument(

@@ -21,8 +21,6 @@ from runner.check import cpu_owners, device_rights, kernel_settings, programs
 from runner.check.cpu_owners import CpuNeighbour, Init
 from runner.check.finding import Check, CheckReport, Finding, Level, Place, place_of
 from runner.check.programs import Program
-from runner.controller.kubelet_files import CpuAssignments, Frozen, KubeletFiles, settled
-from runner.controller.online_cpus import read_online_cpus
 from runner.cpuset import CpuSet
 from runner.errors import HostError, RunnerError, SpecError, explain
 from runner.facts.hardware import Hardware
@@ -32,6 +30,7 @@ from runner.instance.supervisor import Faults, StopRequest, Supervisor, capture,
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.character_devices import look_at_device, read_kvm, try_kvm
 from runner.kernel.files import cpu_limits, find_program, look
+from runner.kernel.kubelet_files import Frozen, attempt, settled
 from runner.kernel.memory import read_lockable, try_mbind
 from runner.kernel.peers import INIT_PID_NAMESPACE
 from runner.kernel.processes import Command, dying_with_us
@@ -46,8 +45,9 @@ from runner.kernel.settings import (
     read_pci_devices,
     read_swaps,
 )
-from runner.kernel.sysfs import read_hardware
-from runner.kubelet.state_files import parse_memory_manager_state
+from runner.kernel.sysfs import read_hardware, read_online_cpus
+from runner.kubelet.state import CpuState
+from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
 from runner.plan.argv.qemu import SANDBOX
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.host_checks import ASKING_FOR_LESS, PASSED_BESIDE_RAM, bytes_to_lock
@@ -121,7 +121,7 @@ class Seen:
     backend: str | None
     """What the plan gives it."""
     socket: PurePosixPath
-    kubelet: CpuAssignments | Frozen | None
+    kubelet: CpuState | Frozen | None
 
 
 async def check_here(here: Here, document: tuple[str, bytes] | None) -> CheckReport:
@@ -218,13 +218,14 @@ def _to_lock(here: Here, procfs: Procfs, spec: InstanceSpec | None) -> int | Non
     return None if unknown else bytes_to_lock(spec)
 
 
-async def _kubelet(here: Here) -> CpuAssignments | Frozen | None:
+async def _kubelet(here: Here) -> CpuState | Frozen | None:
     path = KubeletFiles(here.kubelet).cpu_state
     if not os.access(path, os.R_OK):
         return None
     machine = read_online_cpus(here.sys)
     # Under strict-cpu-reservation the reserved CPUs are in no set, and nothing here says which they are.
-    return await settled(path, machine, machine.online, pause=PAUSE, readings=READINGS)
+    parse = partial(parse_verified_cpu_state, machine=machine, reserved=machine.online)
+    return await settled(path, parse, pause=PAUSE, readings=READINGS)
 
 
 def _judged(questions: Iterable[tuple[Check, Callable[[], Iterable[Finding]]]]) -> Iterator[Finding]:
@@ -347,8 +348,8 @@ def _unknown(check: Check, why: str) -> list[Finding]:
     return [check.unknown(why)]
 
 
-def _assigned(state: CpuAssignments | Frozen | None) -> Mapping[str, CpuSet]:
-    return state.assigned() if isinstance(state, CpuAssignments) else {}
+def _assigned(state: CpuState | Frozen | None) -> Mapping[str, CpuSet]:
+    return state.assigned() if isinstance(state, CpuState) else {}
 
 
 def _throttled(stat: str) -> int:
@@ -490,16 +491,15 @@ def why_unreadable(path: Path) -> str:
 
 
 def _memory_manager(path: Path) -> Finding:
-    try:
-        checkpoint = parse_memory_manager_state(path.read_text(), str(path))
-    except (OSError, ValueError, RunnerError) as error:
-        return programs.judge_memory_manager("", {}, f"{path}: {explain(error)}")
+    state = attempt(path, parse_memory_state)
+    if isinstance(state, Frozen):
+        return programs.judge_memory_manager("", {}, state.reason)
     reserved = {
         number: node.tables["memory"].system_reserved
-        for number, node in checkpoint.state.numa_nodes.items()
+        for number, node in state.numa_nodes.items()
         if "memory" in node.tables
     }
-    return programs.judge_memory_manager(checkpoint.policy, reserved, "")
+    return programs.judge_memory_manager(state.policy, reserved, "")
 
 
 async def ask_controller(path: PurePosixPath) -> Mapping[str, object] | str | None:

@@ -9,9 +9,10 @@ from pathlib import PurePosixPath
 import attrs
 
 from runner.check.finding import Check, Finding, Place
-from runner.controller.kubelet_files import CpuAssignments, Frozen
 from runner.cpuset import CpuSet
 from runner.facts.host import Virtiofsd
+from runner.kernel.kubelet_files import Frozen
+from runner.kubelet.state import CpuState
 from runner.plan.host_checks import too_old
 
 QEMU = Check("qemu", "it is the machine")
@@ -78,7 +79,7 @@ def judge_virtiofsd(found: Virtiofsd | None, reason: str) -> Finding:
     return VIRTIOFSD.ok(f"{found.path} {version} ({kind}){'' if found.read_only else '; it cannot share read-only'}")
 
 
-def judge_cpu_manager(path: str, state: CpuAssignments | Frozen, reason: str) -> Finding:
+def judge_cpu_manager(path: str, state: CpuState | Frozen, reason: str) -> Finding:
     """Judge what ``cpu_manager_state`` says; *reason* is why it is not there or not to be read, if so."""
     if reason:
         return CPU_MANAGER.unknown(f"cannot read {path}: {reason}", "ask on the node, as root")
@@ -93,8 +94,7 @@ def judge_cpu_manager(path: str, state: CpuAssignments | Frozen, reason: str) ->
             f"the shared pool is '{state.shared_pool}', and everything that has no CPUs of its own shares it",
             "name two CPUs or more in `reservedSystemCPUs` of the kubelet's configuration",
         )
-    exclusive = CpuSet(cpu for cpus in state.assigned().values() for cpu in cpus) | state.unattributed
-    return CPU_MANAGER.ok(f"static; shared pool '{state.shared_pool}', exclusive '{exclusive}'")
+    return CPU_MANAGER.ok(f"static; shared pool '{state.shared_pool}', exclusive '{state.exclusive()}'")
 
 
 def judge_memory_manager(policy: str, reserved: Mapping[int, int], reason: str) -> Finding:
@@ -162,6 +162,6 @@ def _refusing(answer: Mapping[str, object] | str) -> tuple[str, str] | None:
     return None
 
 
-def shared_pool_of(state: CpuAssignments | Frozen | None) -> CpuSet | None:
+def shared_pool_of(state: CpuState | Frozen | None) -> CpuSet | None:
     """Return the shared pool, ``None`` where it is not known."""
-    return state.shared_pool if isinstance(state, CpuAssignments) and state.policy == "static" else None
+    return state.shared_pool if isinstance(state, CpuState) and state.policy == "static" else None

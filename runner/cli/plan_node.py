@@ -16,8 +16,9 @@ from pathlib import Path
 
 import attrs
 
-from runner.errors import RefusedError, UsageError
+from runner.errors import HostError, RefusedError, UsageError
 from runner.facts.hardware import Hardware
+from runner.kernel.kubelet_files import read_state_file
 from runner.kernel.sysfs import read_hardware
 from runner.kubelet.configuration import changed, configuration_among, parse_kubelet_configuration
 from runner.kubelet.device_manager import Devices
@@ -26,7 +27,7 @@ from runner.kubelet.node_plan import Fit, NodePlan, States, WhatIf, fit_of, plan
 from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
 from runner.kubelet.report.svg import picture_svg
 from runner.kubelet.report.text import hardware_line, node_json, node_lines
-from runner.kubelet.state_files import CPU_STATE, MEMORY_STATE, parse_cpu_manager_state, parse_memory_manager_state
+from runner.kubelet.state_files import CPU_STATE, MEMORY_STATE, parse_cpu_state, parse_memory_state
 from runner.spec.instance import declared_variables, parse_instance
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
@@ -118,11 +119,11 @@ def _states(paths: Iterable[str]) -> States:
             if not files:
                 raise UsageError(f"cannot use {path!r}: it holds neither {CPU_STATE} nor {MEMORY_STATE}")
         for file in files:
-            text = _text(str(file), "state file")
-            if '"machineState"' in text or file.name == MEMORY_STATE:
-                states = attrs.evolve(states, memory=parse_memory_manager_state(text, str(file)))
+            text = _state_file(file)
+            if b"machinestate" in text.lower() or file.name == MEMORY_STATE:
+                states = attrs.evolve(states, memory=parse_memory_state(text, str(file)))
             else:
-                states = attrs.evolve(states, cpu=parse_cpu_manager_state(text, str(file)))
+                states = attrs.evolve(states, cpu=parse_cpu_state(text, str(file)))
     return states
 
 
@@ -191,6 +192,13 @@ def _text(path: str, what: str) -> str:
         return _bytes(path, what).decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"cannot read the {what} {path!r}: it is not UTF-8 at byte {error.start}") from None
+
+
+def _state_file(path: Path) -> bytes:
+    try:
+        return read_state_file(path)
+    except HostError as error:
+        raise UsageError(f"cannot read the state file {str(path)!r}") from error.__cause__ or error
 
 
 def _write(path: str, text: str) -> None:

@@ -9,24 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import attrs
 import trio
 
-from runner.controller.kubelet_files import (
-    CpuAssignments,
-    Frozen,
-    KubeletFiles,
-    attempt_cpu_state,
-    read_memory_nodes,
-    settled,
-)
 from runner.controller.metrics import ControllerCounters
-from runner.controller.online_cpus import OnlineCpus, read_online_cpus
 from runner.controller.reconcile import (
-    FLOAT,
     Action,
     Desired,
     Observed,
@@ -34,14 +25,19 @@ from runner.controller.reconcile import (
     Write,
     desire,
     desire_without_kubelet,
-    instance_uid,
     reconcile,
     silent_fallbacks,
 )
 from runner.controller.tree import Fault, Tree
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
+from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
+from runner.kernel.kubelet_files import Frozen, attempt, settled
+from runner.kernel.sysfs import read_online_cpus
+from runner.kubelet.pod_cgroups import FLOAT, instance_uid
+from runner.kubelet.state import CpuState
+from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +83,7 @@ class ReconcileLoop:
     reserved: CpuSet
     pace: Intervals
     tally: ControllerCounters = attrs.field(factory=ControllerCounters)
-    state: CpuAssignments | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
+    state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
     """What the kubelet's file said when it was last believed; stays :class:`Frozen` without a kubelet."""
     observed: Observed | None = None
     """The tree after the last pass."""
@@ -109,15 +105,18 @@ class ReconcileLoop:
         """Return why decisions are frozen, or nothing."""
         return self.state.reason if self.source is not None and isinstance(self.state, Frozen) else ""
 
-    def current(self) -> CpuAssignments | Frozen:
+    def current(self) -> CpuState | Frozen:
         """Return the state a decision may rest on now: the settled one, if the file still says the same."""
         if self.source is None or isinstance(self.state, Frozen):
             return self.state
-        now = attempt_cpu_state(self.source.cpu_state, self.machine(), self.reserved)
+        now = attempt(self.source.cpu_state, self._cpu_state_parser())
         if now == self.state:
             return now
         self.disturb()
         return now if isinstance(now, Frozen) else Frozen(f"{self.source.cpu_state} is changing")
+
+    def _cpu_state_parser(self) -> Callable[[bytes], CpuState]:
+        return partial(parse_verified_cpu_state, machine=self.machine(), reserved=self.reserved)
 
     def desired(self, machine: OnlineCpus) -> Desired | Frozen:
         """Return what the tree should be."""
@@ -173,11 +172,7 @@ class ReconcileLoop:
         """Read the kubelet's state until it can be believed or must be called frozen."""
         before = self.state
         self.state = await settled(
-            source.cpu_state,
-            self.machine(),
-            self.reserved,
-            pause=self.pace.pause,
-            readings=self.pace.readings,
+            source.cpu_state, self._cpu_state_parser(), pause=self.pace.pause, readings=self.pace.readings
         )
         if self.state == before:
             return
@@ -190,7 +185,13 @@ class ReconcileLoop:
                 self.state.shared_pool,
                 len(self.state.assigned()),
             )
-            strange = read_memory_nodes(source.memory_state) - self.machine().memory_nodes
+            self._compare_memory_nodes(source)
+
+    def _compare_memory_nodes(self, source: KubeletFiles) -> None:
+        """Warn of NUMA nodes that only the kubelet has; a file that cannot be used matters not: sysfs has them too."""
+        memory = attempt(source.memory_state, parse_memory_state)
+        if not isinstance(memory, Frozen):
+            strange = CpuSet(memory.numa_nodes) - self.machine().memory_nodes
             if strange:
                 log.warning("kubelet's memory state names nodes without memory nodes=%s", strange)
 

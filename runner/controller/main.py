@@ -15,7 +15,6 @@ import attrs
 import trio
 
 from runner.arguments import argument_type
-from runner.controller.kubelet_files import KubeletFiles
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.methods import RpcMethods, Timeouts
 from runner.controller.metrics import page
@@ -25,6 +24,7 @@ from runner.cpuset import CpuSet
 from runner.errors import RunnerError, explain
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.peers import Peers
+from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.http import Page, open_pages, parse_address, serve_pages
 from runner.protocol.logs import FORMATS, LogHandler
 

@@ -34,17 +34,19 @@ from runner.controller.identity import (
     check_container,
     identify_container,
 )
-from runner.controller.kubelet_files import Frozen
 from runner.controller.loop import ReconcileLoop
-from runner.controller.reconcile import FLOAT, ROOT, holders, instance_group
+from runner.controller.reconcile import ROOT, holders
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.kubelet_files import Frozen
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kubelet.pod_cgroups import (
+    FLOAT,
     INSTANCE_NAME,
     ContainerCgroup,
     bare_groups,
+    instance_group,
     parse_bare_container,
     parse_container,
     pod_groups,

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 import attrs
 
-from runner.controller.reconcile import FLOAT, Observed
+from runner.controller.reconcile import Observed
+from runner.kubelet.pod_cgroups import FLOAT
 from runner.protocol.http import Exposition, Page, labels, not_found, ok, unavailable
 
 

@@ -19,27 +19,14 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from runner.controller.kubelet_files import CpuAssignments
-from runner.controller.online_cpus import OnlineCpus
 from runner.cpuset import CpuSet
+from runner.facts.hardware import OnlineCpus
 from runner.kernel.cgroup import THREADED_CONTROLLERS
-from runner.kubelet.pod_cgroups import INSTANCE_NAME
+from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
+from runner.kubelet.state import CpuState
 
 ROOT = ""
 PARENT = ".."
-FLOAT = "float"
-_INSTANCE = "instance-"
-
-
-def instance_group(uid: str) -> str:
-    """Return the name of the group of instance *uid*; the inverse of :func:`instance_uid`."""
-    return f"{_INSTANCE}{uid}"
-
-
-def instance_uid(group: str) -> str | None:
-    """Return the instance whose group is called *group*, or ``None`` if the name is not one of ours."""
-    uid = group.removeprefix(_INSTANCE)
-    return uid if uid != group and INSTANCE_NAME.fullmatch(uid) else None
 
 
 @attrs.frozen
@@ -117,7 +104,7 @@ class Write:
 Action = Make | Remove | Write
 
 
-def desire(state: CpuAssignments, machine: OnlineCpus, reserved: CpuSet) -> Desired:
+def desire(state: CpuState, machine: OnlineCpus, reserved: CpuSet) -> Desired:
     """Return what the kubelet's *state* means for the tree on *machine*.
 
     Under policy ``none`` nobody has CPUs of his own and everything floats everywhere. When every CPU but the

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 import attrs
 
-from runner.controller.reconcile import FLOAT, PARENT, ROOT, Action, Group, Make, Observed, Remove, Write, instance_uid
+from runner.controller.reconcile import PARENT, ROOT, Action, Group, Make, Observed, Remove, Write
 from runner.cpuset import CpuSet
 from runner.errors import explain
 from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kubelet.pod_cgroups import FLOAT, instance_uid
 
 
 @attrs.frozen

@@ -199,6 +199,18 @@ class Hardware:
                 )
 
 
+@attrs.frozen
+class OnlineCpus:
+    """The CPUs and memory nodes that the kernel has now; both come and go while the host runs."""
+
+    present: CpuSet
+    """CPUs that are plugged in; a cpuset may name them whether they are online or not."""
+    online: CpuSet
+    """CPUs that the scheduler uses."""
+    memory_nodes: CpuSet
+    """NUMA nodes that have memory."""
+
+
 def _without_none(cpu: Cpu) -> dict[str, int | str]:
     return {key: value for key, value in attrs.asdict(cpu).items() if value is not None}
 

@@ -10,14 +10,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import attrs
 import trio
 
-from runner.controller.kubelet_files import Frozen, KubeletFiles, settled
-from runner.controller.online_cpus import read_online_cpus
-from runner.controller.reconcile import FLOAT, instance_group, instance_uid
 from runner.cpuset import CpuSet
 from runner.errors import HostError, UsageError, explain
 from runner.facts.threads import ProcessStatus, ThreadStatus
@@ -31,10 +29,12 @@ from runner.inspect.observation import (
 )
 from runner.inspect.roles import Roles
 from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.kubelet_files import Frozen, settled
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peers
 from runner.kernel.procfs import Procfs
-from runner.kernel.sysfs import read_hardware
-from runner.kubelet.pod_cgroups import parse_container
+from runner.kernel.sysfs import read_hardware, read_online_cpus
+from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid, parse_container
+from runner.kubelet.state_files import KubeletFiles, parse_verified_cpu_state
 from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules, parse_receipt
 
 FOLLOWS_WITHIN = 1.0
@@ -319,7 +319,8 @@ async def _kubelet_now(machine: MountedHost, root: Cgroup, directory: Path) -> K
     try:
         present = read_online_cpus(machine.sys)
         # Reserved CPUs may be in no set, and they are not known here.
-        state = await settled(file, present, present.present, pause=_PAUSE, readings=_READINGS)
+        parse = partial(parse_verified_cpu_state, machine=present, reserved=present.present)
+        state = await settled(file, parse, pause=_PAUSE, readings=_READINGS)
         if isinstance(state, Frozen):
             return Unknown(state.reason)
         given = None if state.policy == "none" else state.assigned()

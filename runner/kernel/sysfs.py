@@ -14,7 +14,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError
-from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, OnlineCpus
 
 KIB = 1024
 LOCAL_DISTANCE = 10
@@ -39,6 +39,23 @@ def read_hardware(root: Path = Path("/")) -> Hardware:
     cpus = _cpus(system / "cpu", online, numa_node_of, numa_nodes[0][0].id, kinds)
     offline = _cpu_set(system / "cpu/present") - online
     return Hardware(tuple(cpus), tuple(node for node, _ in numa_nodes), offline)
+
+
+def read_online_cpus(sys: Path) -> OnlineCpus:
+    """Read the CPUs and memory nodes from sysfs mounted at *sys*.
+
+    A kernel without NUMA has one memory node, 0. Raises :class:`HostError`.
+    """
+    cpus = sys / "devices/system/cpu"
+    nodes = sys / "devices/system/node/has_memory"
+    try:
+        return OnlineCpus(
+            present=_cpu_set(cpus / "present"),
+            online=_cpu_set(cpus / "online"),
+            memory_nodes=_cpu_set(nodes) if nodes.exists() else CpuSet([0]),
+        )
+    except HostError as error:
+        raise HostError(f"cannot read the machine's CPUs and memory nodes from {sys}") from error
 
 
 def _cpus(

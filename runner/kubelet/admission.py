@@ -17,9 +17,9 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.kubelet.cpu_assignment import CpuTopology
-from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions, CpuState
+from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions
 from runner.kubelet.device_manager import DeviceManager, Devices, DeviceState
-from runner.kubelet.memory_manager import Block, MemoryManager, MemoryState, check_reservation
+from runner.kubelet.memory_manager import MemoryManager, check_reservation
 from runner.kubelet.pod import MEMORY, Container, Pod
 from runner.kubelet.quirks import (
     AllocationError,
@@ -30,6 +30,7 @@ from runner.kubelet.quirks import (
     parse_bool,
     quirks_of,
 )
+from runner.kubelet.state import Block, CpuState, MemoryState
 from runner.kubelet.topology_manager import (
     DEFAULT_MAX_NUMA_NODES,
     Hint,
@@ -108,8 +109,10 @@ class Kubelet:
     @property
     def empty_node(self) -> SimulatedNode:
         """The node before its first pod."""
-        cpus = self.cpu_manager.initial if self.cpu_manager else CpuState(CpuSet())
-        return SimulatedNode(self, cpus, self.memory_manager.initial if self.memory_manager else MemoryState({}))
+        cpus = self.cpu_manager.initial if self.cpu_manager else CpuState("none", CpuSet())
+        return SimulatedNode(
+            self, cpus, self.memory_manager.initial if self.memory_manager else MemoryState("None", {})
+        )
 
     def restored(self, cpus: CpuState, memory: MemoryState) -> SimulatedNode:
         """Return the node as its state files describe it, which may be those of a kubelet that runs now.

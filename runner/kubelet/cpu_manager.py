@@ -7,7 +7,6 @@ function whose decision it makes.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Self
@@ -19,6 +18,7 @@ from runner.kubelet.cpu_assignment import CpuTopology, ceil_div, take_distribute
 from runner.kubelet.numa_masks import Places, containing, mask_of, numa_nodes_of, of_size, reaching, touching
 from runner.kubelet.pod import Container, ContainerKind, Pod, peak
 from runner.kubelet.quirks import AllocationError, KubeletConfigError, Quirk, parse_bool
+from runner.kubelet.state import CpuState, without_pod
 from runner.kubelet.topology_manager import HintList, ProviderHints
 
 
@@ -67,19 +67,6 @@ _EXCLUSIVE = (
     ("prefer-align-cpus-by-uncorecache", "distribute-cpus-across-cores"),
     ("prefer-align-cpus-by-uncorecache", "distribute-cpus-across-numa"),
 )
-
-
-@attrs.frozen
-class CpuState:
-    """What the CPU Manager remembers (``cpu_manager_state``).
-
-    *shared_pool* is ``defaultCpuSet``; *assignments* holds the exclusive CPUs by pod and container; *reusable* the CPUs
-    of init containers by the one pod they may be used again in.
-    """
-
-    shared_pool: CpuSet
-    assignments: Mapping[str, Mapping[str, CpuSet]] = attrs.field(factory=dict)
-    reusable: Mapping[str, CpuSet] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -144,7 +131,7 @@ class CpuManager:
     def initial(self) -> CpuState:
         """The state of an empty node: everything is in the shared pool, but with ``strict-cpu-reservation``."""
         everything = CpuSet(self.topology.all)
-        return CpuState(everything - self.reserved if self.options.strict_cpu_reservation else everything)
+        return CpuState("static", everything - self.reserved if self.options.strict_cpu_reservation else everything)
 
     def available(self, state: CpuState) -> CpuSet:
         """Return what may be assigned exclusively (``GetAvailableCPUs``)."""
@@ -162,14 +149,13 @@ class CpuManager:
                 )
         elif not self.reserved <= pool:
             raise KubeletConfigError(f'not all reserved cpus: "{self.reserved}" are present in defaultCpuSet: "{pool}"')
-        known = pool
         for uid, containers in state.assignments.items():
             for name, cpus in containers.items():
                 if not cpus.isdisjoint(pool):
                     raise KubeletConfigError(
                         f'pod: {uid}, container: {name} cpuset: "{cpus}" overlaps with default cpuset "{pool}"'
                     )
-                known |= cpus
+        known = pool | state.exclusive()
         if known != expected:
             raise KubeletConfigError(
                 f'current set of available CPUs "{expected}" doesn\'t match with CPUs in state "{known}"'
@@ -273,10 +259,11 @@ class CpuManager:
         # Only the pod that was admitted last may use the CPUs of its init containers again.
         reusable = state.reusable.get(pod.uid, CpuSet())
         reusable = reusable | cpus if container.kind is ContainerKind.INIT else reusable - cpus
-        return CpuState(
-            state.shared_pool - cpus,
-            {**state.assignments, pod.uid: {**containers, container.name: cpus}},
-            {pod.uid: reusable},
+        return attrs.evolve(
+            state,
+            shared_pool=state.shared_pool - cpus,
+            assignments={**state.assignments, pod.uid: {**containers, container.name: cpus}},
+            reusable={pod.uid: reusable},
         )
 
     def _check_whole_cores(self, state: CpuState, count: int) -> None:
@@ -312,10 +299,12 @@ class CpuManager:
 
     def without(self, state: CpuState, uid: str) -> CpuState:
         """Take back the CPUs of pod *uid* (``RemoveContainer`` for each container)."""
-        given = state.assignments.get(uid, {})
-        pool = functools.reduce(CpuSet.__or__, given.values(), state.shared_pool)
-        kept = {name: containers for name, containers in state.assignments.items() if name != uid}
-        return attrs.evolve(state, shared_pool=pool, assignments=kept)
+        return attrs.evolve(
+            state,
+            shared_pool=state.shared_pool | state.assigned_to(uid),
+            assignments=without_pod(uid, state.assignments),
+            pod_assignments=without_pod(uid, state.pod_assignments),
+        )
 
 
 def exclusive_cpus(pod: Pod, container: Container) -> int:

@@ -30,79 +30,13 @@ from runner.kubelet.numa_masks import (
 )
 from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Container, ContainerKind, Pod, format_bytes, peak
 from runner.kubelet.quirks import AllocationError, KubeletConfigError
+from runner.kubelet.state import Block, MemoryState, MemoryTable, NumaMemory, without_pod
 from runner.kubelet.topology_manager import Hint, HintList, ProviderHints
 
 
 def hugepages_resource(size: int) -> str:
     """Return the resource name for hugepages of *size* bytes: ``hugepages-2Mi``."""
     return f"{HUGEPAGES_PREFIX}{format_bytes(size)}"
-
-
-@attrs.frozen
-class MemoryTable:
-    """One resource on one NUMA node, in bytes (``state.MemoryTable``); free and reserved make up allocatable."""
-
-    total: int
-    system_reserved: int
-    allocatable: int
-    reserved: int
-    free: int
-
-    @classmethod
-    def empty(cls, total: int, system_reserved: int, allocatable: int) -> MemoryTable:
-        """Return the table of a NUMA node without pods."""
-        return cls(total, system_reserved, allocatable, 0, allocatable)
-
-    def moved(self, amount: int) -> MemoryTable:
-        """Return the table with *amount* more reserved (less if negative)."""
-        return attrs.evolve(self, reserved=self.reserved + amount, free=self.free - amount)
-
-
-@attrs.frozen
-class NumaMemory:
-    """One NUMA node (``state.NUMANodeState``).
-
-    *cells* are the NUMA nodes it is grouped with, itself among them: while a container's memory spans several NUMA
-    nodes, these serve no container that spans others.
-    """
-
-    assignments: int
-    tables: Mapping[str, MemoryTable]
-    cells: tuple[int, ...]
-
-
-@attrs.frozen
-class Block:
-    """*size* bytes of *resource* booked on *numa_nodes* together (``state.Block``)."""
-
-    numa_nodes: tuple[int, ...]
-    resource: str
-    size: int
-
-
-@attrs.frozen
-class MemoryState:
-    """What the Memory Manager remembers (``memory_manager_state``).
-
-    *reusable* holds, for the one pod admitted last, what its init containers booked: (mask, resource) → bytes.
-    """
-
-    numa_nodes: Mapping[int, NumaMemory]
-    assignments: Mapping[str, Mapping[str, tuple[Block, ...]]] = attrs.field(factory=dict)
-    reusable: Mapping[str, Mapping[tuple[int, str], int]] = attrs.field(factory=dict)
-
-    def reusable_by(self, pod: Pod, resource: str) -> dict[int, int]:
-        """Return by mask the bytes of *resource* that *pod* may use again there (``getPodReusableMemory``)."""
-        places = self.reusable.get(pod.uid, {})
-        return {mask: amount for (mask, name), amount in places.items() if name == resource}
-
-    def free(self, mask: int, resource: str) -> int:
-        """Return the free bytes of *resource* on the NUMA nodes of *mask* together."""
-        return sum(
-            self.numa_nodes[each].tables[resource].free
-            for each in numa_nodes_of(mask)
-            if resource in self.numa_nodes[each].tables
-        )
 
 
 @attrs.frozen
@@ -133,7 +67,7 @@ class MemoryManager:
     @property
     def initial(self) -> MemoryState:
         """The state of an empty node (``getDefaultMachineState``)."""
-        return MemoryState({numa_node: self._empty(numa_node) for numa_node in sorted(self.hardware_memory)})
+        return MemoryState("Static", {numa_node: self._empty(numa_node) for numa_node in sorted(self.hardware_memory)})
 
     def _empty(self, numa_node: int) -> NumaMemory:
         reserved = self.reserved.get(numa_node, {})
@@ -157,8 +91,8 @@ class MemoryManager:
         What is free on a NUMA node of a group depends on the order that pods came in; only the group's sum is compared.
         """
         expected = dict(self.initial.numa_nodes)
-        for uid, containers in state.assignments.items():
-            for name, blocks in containers.items():
+        for uid in sorted({*state.assignments, *state.pod_assignments}):
+            for name, blocks in state.booked_for(uid).items():
                 for block in blocks:
                     if not expected.keys() >= set(block.numa_nodes):
                         raise KubeletConfigError(
@@ -166,7 +100,7 @@ class MemoryManager:
                             " the memory assignment uses the NUMA that does not exist"
                         )
                     _book(expected, block)
-        rebuilt = MemoryState(expected)
+        rebuilt = attrs.evolve(state, numa_nodes=expected)
         if state.numa_nodes.keys() != expected.keys() or any(
             _outline(state, numa_node) != _outline(rebuilt, numa_node) for numa_node in expected
         ):
@@ -243,8 +177,11 @@ class MemoryManager:
             _book(booked, attrs.evolve(block, size=max(0, block.size - again)))
         # An init container's blocks shrink by what the containers after it use again, so that the sum stays true.
         given = {**_init_blocks_used_again(pod, container, containers, blocks), container.name: blocks}
-        return MemoryState(
-            booked, {**state.assignments, pod.uid: given}, _reusable_after(state, pod, container, blocks)
+        return attrs.evolve(
+            state,
+            numa_nodes=booked,
+            assignments={**state.assignments, pod.uid: given},
+            reusable=_reusable_after(state, pod, container, blocks),
         )
 
     def _mask_for(self, state: MemoryState, pod: Pod, requests: Mapping[str, int], affinity: Hint) -> int:
@@ -273,11 +210,15 @@ class MemoryManager:
     def without(self, state: MemoryState, uid: str) -> MemoryState:
         """Take back what was booked for pod *uid* (``RemoveContainer`` for each container)."""
         booked = dict(state.numa_nodes)
-        for blocks in state.assignments.get(uid, {}).values():
+        for blocks in state.booked_for(uid).values():
             for block in blocks:
                 _take_back(booked, block)
-        kept = {name: containers for name, containers in state.assignments.items() if name != uid}
-        return attrs.evolve(state, numa_nodes=booked, assignments=kept)
+        return attrs.evolve(
+            state,
+            numa_nodes=booked,
+            assignments=without_pod(uid, state.assignments),
+            pod_assignments=without_pod(uid, state.pod_assignments),
+        )
 
 
 def peak_memory(pod: Pod) -> dict[str, int]:

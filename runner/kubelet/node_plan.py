@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 
 import attrs
@@ -13,10 +13,10 @@ from runner.kubelet.admission import Kubelet, KubeletConfiguration, Outcome, Sim
 from runner.kubelet.device_manager import Devices, peak_devices
 from runner.kubelet.explanation import Explanation, explain
 from runner.kubelet.manifests import Manifest
-from runner.kubelet.memory_manager import Block, hugepages_resource, peak_memory
+from runner.kubelet.memory_manager import hugepages_resource, peak_memory
 from runner.kubelet.pod import MEMORY, Container, ContainerKind, Pod, format_bytes, peak
 from runner.kubelet.quirks import KubeletConfigError
-from runner.kubelet.state_files import CpuCheckpoint, MemoryCheckpoint
+from runner.kubelet.state import Block, CpuState, MemoryState
 from runner.kubelet.topology_manager import Hint
 from runner.placement.pins import Pinning, all_cpus, place
 
@@ -25,8 +25,8 @@ from runner.placement.pins import Pinning, all_cpus, place
 class States:
     """The kubelet's state files, as far as they were given."""
 
-    cpu: CpuCheckpoint | None = None
-    memory: MemoryCheckpoint | None = None
+    cpu: CpuState | None = None
+    memory: MemoryState | None = None
 
 
 @attrs.frozen
@@ -103,26 +103,51 @@ class NodePlan:
 def start_node(
     hardware: Hardware, configuration: KubeletConfiguration, devices: Devices, states: States
 ) -> SimulatedNode:
-    """Return the node as its kubelet finds it when it starts.
+    """Return the node as its state files describe it, which may be those of a kubelet that runs now.
+
+    What :func:`stale_pods` hold is taken back at the first admission.
 
     Raises :class:`KubeletConfigError` in the kubelet's words if it would not start, as from state files of another
     policy or another machine.
     """
     kubelet = Kubelet.configured(hardware, configuration, devices=devices)
     empty = kubelet.empty_node
-    for words, file, checkpoint, policy in (
+    for words, file, state, policy in (
         ("", "CPU manager checkpoint file", states.cpu, configuration.cpu_manager_policy),
         ("[memorymanager] ", "memory manager checkpoint file", states.memory, configuration.memory_manager_policy),
     ):
-        if checkpoint is not None and checkpoint.policy != policy:
+        if state is not None and state.policy != policy:
             raise KubeletConfigError(
                 f'could not restore state from checkpoint: {words}configured policy "{policy}" differs from state'
-                f' checkpoint policy "{checkpoint.policy}", please drain this node and delete the {file}'
+                f' checkpoint policy "{state.policy}", please drain this node and delete the {file}'
                 " before restarting Kubelet"
             )
-    return kubelet.restored(
-        states.cpu.state if states.cpu else empty.cpus, states.memory.state if states.memory else empty.memory
-    )
+    node = kubelet.restored(states.cpu or empty.cpus, states.memory or empty.memory)
+    stale_cpus, stale_memory = stale_pods(states)
+    return attrs.evolve(node, stale_cpus=stale_cpus, stale_memory=stale_memory)
+
+
+def stale_pods(states: States) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the UIDs of pods in *states* that are no longer active: of those with CPUs, and of those with memory.
+
+    Before each admission both managers take back what pods hold that are not active (``removeStaleState``). The files
+    do not say which pods are active, but together they tell: a pod with exclusive CPUs is Guaranteed, so that an active
+    one is in both. With both policies static,
+
+    * a pod in ``cpu_manager_state`` alone was rejected after the CPU Manager had assigned its CPUs;
+    * a pod in ``memory_manager_state`` alone has ended: the CPU Manager removes such a pod within
+      ``cpuManagerReconcilePeriod`` (10 s), the Memory Manager not before the next admission. It may also be an active
+      Guaranteed pod without exclusive CPUs, such as one with half a CPU. The files cannot tell these apart, so that
+      :func:`plan_node` adds a note.
+
+    With one file, or a manager of policy none, every pod counts as active. A pod that is in both files counts as active
+    too: it may have ended less than 10 s ago, or have been rejected after its first containers were given theirs.
+    """
+    if not states.cpu or not states.memory or states.cpu.policy == "none" or states.memory.policy == "None":
+        return frozenset(), frozenset()
+    cpu_pods = frozenset({*states.cpu.assignments, *states.cpu.pod_assignments})
+    memory_pods = frozenset({*states.memory.assignments, *states.memory.pod_assignments})
+    return cpu_pods - memory_pods, memory_pods - cpu_pods
 
 
 def plan_node(
@@ -132,19 +157,23 @@ def plan_node(
     manifests: Iterable[Manifest],
     notes: Iterable[str] = (),
 ) -> NodePlan:
-    """Ask the kubelet of the node *before* about each of *manifests* in turn.
+    """Ask the kubelet of the node *before* about each of *manifests* in turn. These pods are active: none is stale.
 
     A kubelet that hangs or crashes is asked nothing more.
     """
     pods: list[PodPlan] = []
-    node = before
-    for manifest in manifests:
+    asked = tuple(manifests)
+    active = {manifest.pod.uid for manifest in asked}
+    node = before = attrs.evolve(
+        before, stale_cpus=before.stale_cpus - active, stale_memory=before.stale_memory - active
+    )
+    for manifest in asked:
         explanation = explain(node, manifest.pod)
         node = explanation.admission.node
         pods.append(_pod(manifest, explanation, hardware, configuration))
         if explanation.admission.outcome in {Outcome.HANGS, Outcome.CRASHES}:
             break
-    return NodePlan(hardware, configuration, before, tuple(pods), node.without(), tuple(notes))
+    return NodePlan(hardware, configuration, before, tuple(pods), node.without(), (*notes, *_of_states(before)))
 
 
 def fit_of(vcpus: int, cpus: CpuSet | None, plan: NodePlan, *, spare: bool = False) -> Fit:
@@ -183,13 +212,8 @@ def _pod(
 def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[ContainerPlan]:
     admission = explanation.admission
     own = admission.cpus
-    others = CpuSet(
-        cpu
-        for uid, containers in admission.node.cpus.assignments.items()
-        if uid != admission.pod.uid
-        for cpus in containers.values()
-        for cpu in cpus
-    )
+    state = admission.node.cpus
+    others = state.exclusive() - state.assigned_to(admission.pod.uid)
     for container in admission.pod.containers:
         cpus = own.get(container.name, CpuSet())
         yield ContainerPlan(
@@ -200,6 +224,35 @@ def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[Contai
             admission.affinity.get(container.name),
             place(len(cpus), cpus, hardware, others=others) if cpus and container.kind is ContainerKind.APP else None,
         )
+
+
+def _of_states(before: SimulatedNode) -> Iterator[str]:
+    """Say what the state files of the node *before* leave open, and what is assumed."""
+    if before.stale_memory:
+        yield (
+            f"{_pods(before.stale_memory)} in memory_manager_state and without CPUs in cpu_manager_state: taken as"
+            " ended, so that the kubelet takes the memory back before the next admission; it keeps the memory of a pod"
+            " that still runs without exclusive CPUs"
+        )
+    if before.stale_cpus:
+        yield (
+            f"{_pods(before.stale_cpus)} in cpu_manager_state and without memory in memory_manager_state: taken as"
+            " rejected, so that the kubelet takes the CPUs back before the next admission"
+        )
+    if before.cpus.pod_assignments:
+        yield (
+            f"{_pods(before.cpus.pod_assignments)} in cpu_manager_state with CPUs of the pod as a whole"
+            " (PodLevelResourceManagers): these CPUs are taken as the pod's until it ends"
+        )
+    if before.cpus.unattributed:
+        yield (
+            f"cpu_manager_state (version 1) does not say whose pod's the CPUs {before.cpus.unattributed} are: they are"
+            " taken as in use"
+        )
+
+
+def _pods(uids: Collection[str]) -> str:
+    return f"{', '.join(sorted(uids))} {'is' if len(uids) == 1 else 'are'}"
 
 
 def _unknown_devices(node: SimulatedNode, pod: Pod) -> Iterator[str]:

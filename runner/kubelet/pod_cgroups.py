@@ -25,6 +25,10 @@ import attrs
 INSTANCE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 """What an instance may be called: a pod's UID, or anything that looks as harmless in a path."""
 
+FLOAT = "float"
+"""The controller's cgroup for everything without a CPU of its own."""
+_INSTANCE = "instance-"
+
 _UID = r"[0-9a-f]{8}(?:%s[0-9a-f]{4}){3}%s[0-9a-f]{12}|[0-9a-f]{32}"
 _ID = r"[0-9A-Za-z_]{1,128}"
 _RUNTIMES = "cri-containerd|crio|docker|libpod"
@@ -80,6 +84,17 @@ def parse_bare_container(path: str) -> ContainerCgroup | None:
         return None
     below = match["below"] or ""
     return ContainerCgroup(owner=match["id"] or match["bare"], qos="", path=path.removesuffix(below) if below else path)
+
+
+def instance_group(uid: str) -> str:
+    """Return the name of the controller's cgroup for instance *uid*; the inverse of :func:`instance_uid`."""
+    return f"{_INSTANCE}{uid}"
+
+
+def instance_uid(group: str) -> str | None:
+    """Return the instance of the controller's cgroup called *group*, or ``None`` if the controller has none of that name."""
+    uid = group.removeprefix(_INSTANCE)
+    return uid if uid != group and INSTANCE_NAME.fullmatch(uid) else None
 
 
 def pod_groups(uid: str) -> tuple[str, ...]:

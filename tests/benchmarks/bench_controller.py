@@ -23,10 +23,10 @@ sys.path.insert(0, str(PROJECT))
 
 import trio  # noqa: E402  # the project's root comes first
 
-from runner.controller.kubelet_files import KubeletFiles  # noqa: E402
 from runner.controller.loop import Intervals, ReconcileLoop  # noqa: E402
 from runner.controller.tree import Tree  # noqa: E402
 from runner.cpuset import CpuSet  # noqa: E402
+from runner.kubelet.state_files import KubeletFiles  # noqa: E402
 from tests.support.fake_cgroupfs import fake_cgroupfs, fake_sysfs  # noqa: E402
 from tests.support.fake_node import ENTRIES, SHARED, B, Node, connected, controlled  # noqa: E402
 

@@ -13,8 +13,9 @@ import pytest
 
 from runner.__main__ import main
 from runner.facts.hardware import Hardware
-from runner.kubelet.memory_manager import MemoryManager, MemoryState
+from runner.kubelet.memory_manager import MemoryManager
 from runner.kubelet.pod import Container, Pod
+from runner.kubelet.state import MemoryState
 from runner.kubelet.topology_manager import Hint
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +103,23 @@ def test_state_files_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
     assert said["pods"][0]["containers"][0]["cpus"] == "1-20,65-84"
     assert said["before"]["memory_free"]["1"]["hugepages-2Mi"] == 28 << 30
     assert not any("memory_manager_state" in note for note in said["notes"])
+
+
+def test_memory_of_an_ended_pod_is_free_for_the_next_one(tmp_path: Path) -> None:
+    """The files are as a kubelet leaves them when a pod has ended and none has come since."""
+    hardware = Hardware.from_json((ROOT / NODE[3]).read_text())
+    manager = MemoryManager.configured(hardware, {0: {"memory": 2 << 30}, 1: {"memory": 2 << 30}})
+    memory = manager.initial
+    for numa_node, uid in enumerate(("ended", "ended-too")):
+        pod = Pod(uid, (Container("vm", memory={"hugepages-2Mi": 80 << 30}),))
+        memory = manager.allocate(memory, pod, pod.containers[0], Hint(1 << numa_node, preferred=True))
+    (tmp_path / "memory_manager_state").write_text(json.dumps(memory_state(memory)))
+    outcome = json.loads(plan(*NODE, "--state", str(tmp_path), *POD, "--json", status=3))["pods"][0]["outcome"]
+    assert outcome == "rejected"  # one file does not tell that they have ended
+    (tmp_path / "cpu_manager_state").write_text('{"policyName":"static","defaultCpuSet":"0-127","checksum":0}')
+    found = json.loads(plan(*NODE, "--state", str(tmp_path), *POD, "--json"))
+    assert (found["pods"][0]["outcome"], found["pods"][0]["containers"][0]["cpus"]) == ("admitted", "1-20,65-84")
+    assert any(note.startswith("ended, ended-too are in memory_manager_state") for note in found["notes"])
 
 
 def memory_state(state: MemoryState) -> dict[str, object]:

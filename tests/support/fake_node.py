@@ -13,13 +13,13 @@ from pathlib import Path
 import attrs
 import trio
 
-from runner.controller.kubelet_files import KubeletFiles
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.methods import RpcMethods, Timeouts
 from runner.controller.server import Server, SocketLimits, listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
 from runner.kernel.peers import Peers
+from runner.kubelet.state_files import KubeletFiles
 from tests.support.fake_cgroupfs import FakeCgroup, fake_cgroupfs, fake_sysfs, format_cpu_state, put_cpu_state
 
 A, B, C = (

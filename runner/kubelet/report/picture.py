@@ -10,9 +10,9 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
-from runner.kubelet.memory_manager import MemoryTable
 from runner.kubelet.node_plan import NodePlan
 from runner.kubelet.pod import ContainerKind
+from runner.kubelet.state import MemoryTable
 
 RESERVED, SHARED = "#", "."
 """Signs of reserved CPUs, which nobody is given, and of those in the shared pool."""
@@ -52,11 +52,18 @@ def owners_of(plan: NodePlan) -> tuple[Owner, ...]:
                 name += "" if kind is ContainerKind.APP else f" ({kind.value})"
                 owners.append(Owner(next(signs), name, held))
     signs = itertools.chain(string.ascii_lowercase, itertools.repeat(MORE))
-    for uid, containers in sorted(plan.before.cpus.assignments.items()):
+    state = plan.after.cpus
+    for uid, containers in sorted(state.assignments.items()):
         if uid not in planned:
             owners += [
                 Owner(next(signs), f"{uid}/{name}", cpus, planned=False) for name, cpus in sorted(containers.items())
             ]
+    for uid in sorted(state.pod_assignments.keys() - planned):
+        own = CpuSet(cpu for cpus in state.assignments.get(uid, {}).values() for cpu in cpus)
+        if shared := state.pod_assignments[uid] - own:
+            owners.append(Owner(next(signs), uid, shared, planned=False))
+    if state.unattributed:
+        owners.append(Owner(next(signs), "unknown pods", state.unattributed, planned=False))
     return tuple(owners)
 
 

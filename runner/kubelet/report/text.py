@@ -12,10 +12,10 @@ from runner.facts.hardware import Hardware
 from runner.kubelet.admission import Outcome, SimulatedNode
 from runner.kubelet.device_manager import Devices
 from runner.kubelet.explanation import Explanation
-from runner.kubelet.memory_manager import Block
 from runner.kubelet.node_plan import ContainerPlan, Fit, NodePlan, PodPlan, WhatIf
 from runner.kubelet.pod import ContainerKind, format_bytes
 from runner.kubelet.report.picture import approximate, picture_lines, reserved_of
+from runner.kubelet.state import Block
 from runner.kubelet.topology_manager import Hint
 from runner.placement.pins import Pinning
 
@@ -103,6 +103,8 @@ def _before(node: SimulatedNode) -> str:
         for uid, containers in sorted(node.cpus.assignments.items())
         for name, cpus in sorted(containers.items())
     ]
+    given += [f"{uid} has {cpus}" for uid, cpus in sorted(node.cpus.pod_assignments.items())]
+    given += [f"unknown pods have {node.cpus.unattributed}"] if node.cpus.unattributed else []
     return "; ".join(given) or "no container has exclusive CPUs"
 
 
@@ -327,6 +329,7 @@ def _state_json(node: SimulatedNode) -> dict[str, Any]:
             uid: {name: str(cpus) for name, cpus in sorted(containers.items())}
             for uid, containers in sorted(node.cpus.assignments.items())
         },
+        "exclusive_pods": {uid: str(cpus) for uid, cpus in sorted(node.cpus.pod_assignments.items())},
         "memory_free": {
             str(numa_node): {resource: table.free for resource, table in sorted(memory.tables.items())}
             for numa_node, memory in sorted(node.memory.numa_nodes.items())

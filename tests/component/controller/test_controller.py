@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.controller.kubelet_files import Frozen
 from runner.controller.loop import Intervals
 from runner.controller.methods import Timeouts
+from runner.kernel.kubelet_files import Frozen
 from tests.support.fake_node import (
     ANCHORS,
     ENTRIES,

@@ -12,11 +12,12 @@ from runner.check.cpu_owners import CpuNeighbour, Init
 from runner.check.finding import Check, CheckReport, Finding, Level, Place, place_of
 from runner.check.programs import Program
 from runner.check.report import report_json, report_lines
-from runner.controller.kubelet_files import CpuAssignments, Frozen
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.facts.host import Kvm, PodQos, Virtiofsd
+from runner.kernel.kubelet_files import Frozen
 from runner.kernel.settings import Interrupt, PciDevice, Swap
+from runner.kubelet.state import CpuState
 
 OK, UNKNOWN, WARNING, FATAL = Level
 NODE, POD, CONTAINER, MACHINE = Place
@@ -27,7 +28,7 @@ ALL, SOME = CpuSet(range(8)), CpuSet([2, 3])
 GUARANTEED = PodQos("guaranteed", "its oom_score_adj is -997")
 BURSTABLE = PodQos("burstable", "its oom_score_adj is 900")
 ERROR_NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
-STATIC = CpuAssignments("static", CpuSet([0, 1]), {"a": {"main": SOME}})
+STATIC = CpuState("static", CpuSet([0, 1]), {"a": {"main": SOME}})
 STATUS: dict[str, object] = {
     "protocol": 1,
     "float_cpuset": "0-1",
@@ -177,8 +178,8 @@ CASES: list[tuple[Finding, Level, str]] = [
     (programs.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=False, version=(7, 2)), ""), OK, "cannot share read-only"),
     (programs.judge_virtiofsd(None, "not found"), WARNING, "not found"),
     (programs.judge_cpu_manager("/s", STATIC, ""), OK, "static; shared pool '0-1', exclusive '2-3'"),
-    (programs.judge_cpu_manager("/s", CpuAssignments("static", CpuSet([0])), ""), WARNING, "the shared pool is '0'"),
-    (programs.judge_cpu_manager("/s", CpuAssignments("none", CpuSet()), ""), FATAL, "policy is 'none'"),
+    (programs.judge_cpu_manager("/s", CpuState("static", CpuSet([0])), ""), WARNING, "the shared pool is '0'"),
+    (programs.judge_cpu_manager("/s", CpuState("none", CpuSet()), ""), FATAL, "policy is 'none'"),
     (programs.judge_cpu_manager("/s", Frozen("cannot use /s: it is empty"), ""), FATAL, "it is empty"),
     (programs.judge_cpu_manager("/s", Frozen(""), "Permission denied"), UNKNOWN, "Permission denied"),
     (programs.judge_memory_manager("Static", {0: 1 << 30, 1: 0}, ""), OK, "1024 MiB on NUMA node 0, 0 MiB on NUMA node 1"),

@@ -8,10 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 import pytest
 
-from runner.controller.kubelet_files import CpuAssignments
-from runner.controller.online_cpus import OnlineCpus
 from runner.controller.reconcile import (
-    FLOAT,
     ROOT,
     Action,
     Desired,
@@ -23,13 +20,14 @@ from runner.controller.reconcile import (
     desire,
     desire_without_kubelet,
     holders,
-    instance_group,
-    instance_uid,
     reconcile,
     silent_fallbacks,
     stale,
 )
 from runner.cpuset import CpuSet
+from runner.facts.hardware import OnlineCpus
+from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
+from runner.kubelet.state import CpuState
 
 ALL, NONE = CpuSet([0, 1, 2]), CpuSet()
 MEMS = CpuSet([0, 1])
@@ -110,7 +108,7 @@ def states() -> Iterator[Desired]:
         cpus = {owner: CpuSet(cpu for cpu in ALL if owners[cpu] == owner) for owner in "fab"}
         if cpus["f"]:
             entries = {uid: {"vm": cpus[uid]} for uid in "ab" if cpus[uid]}
-            yield desire(CpuAssignments("static", cpus["f"], entries), MACHINE, NONE)
+            yield desire(CpuState("static", cpus["f"], entries), MACHINE, NONE)
 
 
 def trees() -> Iterator[Observed]:
@@ -215,7 +213,7 @@ def test_the_root_is_finished_from_any_state(*, delegated: bool, exists: bool, e
 
 
 def test_builds_in_the_order_the_kernel_demands() -> None:
-    desired = desire(CpuAssignments("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
+    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
     assert reconcile(desired, Observed(delegated=False, exists=False), {"a": CpuSet([1, 2])}) == (
         Write("..", "cgroup.subtree_control", "+cpuset"),
         Make(ROOT),
@@ -240,7 +238,7 @@ def test_memory_nodes_are_never_taken_away() -> None:
         mems=wide,
         groups={FLOAT: threaded(CpuSet([0]), mems=wide), "instance-a": threaded(CpuSet([1, 2]), mems=CpuSet([1]))},
     )
-    desired = desire(CpuAssignments("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
+    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
     assert reconcile(desired, observed, {}) == (Write("instance-a", "cpuset.mems", "0-1"),)
 
 
@@ -250,15 +248,15 @@ def test_memory_nodes_are_never_taken_away() -> None:
 )
 def test_which_container_an_instance_is_nobody_wrote_down(found: str, left: str) -> None:
     entries: Mapping[str, Mapping[str, CpuSet]] = {"a": {"vm": CpuSet([1]), "side": CpuSet([1, 2])}}
-    desired = desire(CpuAssignments("static", CpuSet([0]), entries), MACHINE, NONE)
+    desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, NONE)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet.parse(found), populated=True)})
     assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == left
 
 
 def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]))})
-    named = desire(CpuAssignments("static", CpuSet([0, 1, 2])), MACHINE, NONE)
-    unnamed = desire(CpuAssignments("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, NONE)
+    named = desire(CpuState("static", CpuSet([0, 1, 2])), MACHINE, NONE)
+    unnamed = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, NONE)
     assert stale(named, observed, {}) == ("a",)
     assert stale(named, observed, {"a": CpuSet([1])}) == ()
     assert stale(unnamed, observed, {}) == ()
@@ -266,7 +264,7 @@ def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
 
 
 def test_under_policy_none_everything_floats_but_what_still_runs() -> None:
-    desired = desire(CpuAssignments("none", NONE), MACHINE, NONE)
+    desired = desire(CpuState("none", NONE), MACHINE, NONE)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]), populated=True)})
     after = run(observed, reconcile(desired, observed, {}))
     assert str(after.groups[FLOAT].cpus) == "0,2"
@@ -274,19 +272,19 @@ def test_under_policy_none_everything_floats_but_what_still_runs() -> None:
 
 
 def test_when_all_is_given_away_float_has_the_reserved_cpus() -> None:
-    desired = desire(CpuAssignments("static", NONE, {"a": {"vm": CpuSet([1, 2])}}), MACHINE, CpuSet([0]))
+    desired = desire(CpuState("static", NONE, {"a": {"vm": CpuSet([1, 2])}}), MACHINE, CpuSet([0]))
     assert desired.shared_pool == CpuSet([0])
 
 
 def test_float_joins_an_orphan_only_where_it_has_no_other_cpu() -> None:
     orphan = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([0]), populated=True)})
     for shared, expected in (("0", "0"), ("0-1", "1")):
-        desired = desire(CpuAssignments("static", CpuSet.parse(shared)), MACHINE, NONE)
+        desired = desire(CpuState("static", CpuSet.parse(shared)), MACHINE, NONE)
         assert str(run(orphan, reconcile(desired, orphan, {})).groups[FLOAT].cpus) == expected
 
 
 def test_float_stays_where_it_is_when_there_is_no_cpu_for_it() -> None:
-    desired = desire(CpuAssignments("static", NONE), MACHINE, NONE)
+    desired = desire(CpuState("static", NONE), MACHINE, NONE)
     assert reconcile(desired, attrs.evolve(BUILT, groups={FLOAT: threaded(CpuSet([1]))}), {}) == ()
 
 
@@ -296,12 +294,6 @@ def test_without_a_kubelet_float_has_what_no_instance_holds() -> None:
     after = run(observed, reconcile(desired, observed, {"b": CpuSet([2])}))
     assert str(after.groups[FLOAT].cpus) == "0"
     assert str(after.groups["instance-a"].cpus) == "1"
-
-
-def test_only_well_formed_names_are_ours() -> None:
-    assert instance_uid(instance_group("a-1")) == "a-1"
-    for name in ("instance-", "instance-A", "instance-a\n", "instance-a/b", "instance-..", "instances", "float", "x"):
-        assert instance_uid(name) is None
 
 
 def test_who_holds_a_cpu() -> None:

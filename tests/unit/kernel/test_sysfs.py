@@ -7,7 +7,8 @@ import pytest
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
-from runner.kernel.sysfs import read_hardware
+from runner.kernel.sysfs import read_hardware, read_online_cpus
+from tests.support.fake_cgroupfs import fake_sysfs
 
 RECORDS = sorted((Path(__file__).parents[2] / "data/hosts").glob("*.json"))
 
@@ -153,3 +154,13 @@ def test_this_machine_can_be_read() -> None:
     hardware = read_hardware()
     assert list(hardware.problems()) == []
     assert Hardware.from_json(hardware.to_json()) == hardware
+
+
+def test_the_cpus_and_memory_nodes_of_now(tmp_path: Path) -> None:
+    sys = fake_sysfs(tmp_path / "sys", cpus="0-7", online="0-3,5-7", mems="0-1")
+    found = read_online_cpus(sys)
+    assert (str(found.present), str(found.online), str(found.memory_nodes)) == ("0-7", "0-3,5-7", "0-1")
+    (sys / "devices/system/node/has_memory").unlink()
+    assert read_online_cpus(sys).memory_nodes == CpuSet([0])
+    with pytest.raises(HostError, match="cannot read the machine"):
+        read_online_cpus(tmp_path)

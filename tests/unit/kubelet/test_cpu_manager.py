@@ -12,10 +12,11 @@ from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.facts.hardware import Hardware
 from runner.kubelet.cpu_assignment import CpuFacts, CpuTopology, take_distributed, take_packed
-from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions, CpuState, exclusive_cpus_of_pod
+from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions, exclusive_cpus_of_pod
 from runner.kubelet.numa_masks import mask_of
 from runner.kubelet.pod import Container, ContainerKind, Pod
 from runner.kubelet.quirks import NEWEST_MINOR, AllocationError, KubeletConfigError, KubeletHangsError, Quirk, quirks_of
+from runner.kubelet.state import CpuState
 from runner.kubelet.topology_manager import Hint, HintList
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"
@@ -243,7 +244,7 @@ def test_states_that_no_kubelet_starts_with(strict: str, pool: str, given: dict[
     kubelet = manager("vm-8", "0", strict_cpu_reservation=strict)
     assignments = {"p": {name: CpuSet.parse(cpus) for name, cpus in given.items()}}
     with pytest.raises(KubeletConfigError) as caught:
-        kubelet.validate(CpuState(CpuSet.parse(pool), assignments))
+        kubelet.validate(CpuState("static", CpuSet.parse(pool), assignments))
     assert str(caught.value) == message
     kubelet.validate(kubelet.initial)
 

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.kubelet.memory_manager import (
-    Block,
     MemoryManager,
-    MemoryState,
     check_reservation,
     hugepages_resource,
     peak_memory,
@@ -19,6 +17,7 @@ from runner.kubelet.memory_manager import (
 from runner.kubelet.numa_masks import mask_of
 from runner.kubelet.pod import Container, ContainerKind, Pod
 from runner.kubelet.quirks import AllocationError, KubeletConfigError
+from runner.kubelet.state import Block, MemoryState
 from runner.kubelet.topology_manager import Hint, HintList
 
 MIB, GIB = 1 << 20, 1 << 30

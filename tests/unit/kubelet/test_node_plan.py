@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -19,12 +19,12 @@ from runner.kubelet.admission import KubeletConfiguration, Outcome
 from runner.kubelet.configuration import parse_kubelet_configuration
 from runner.kubelet.device_manager import Devices
 from runner.kubelet.manifests import parse_manifests
-from runner.kubelet.node_plan import NodePlan, States, WhatIf, fit_of, plan_node, start_node
+from runner.kubelet.node_plan import NodePlan, States, WhatIf, fit_of, plan_node, stale_pods, start_node
 from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.report.picture import MORE, owners_of, picture_lines
 from runner.kubelet.report.svg import picture_svg
 from runner.kubelet.report.text import node_json, node_lines, runs_of
-from runner.kubelet.state_files import parse_cpu_manager_state, parse_memory_manager_state
+from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
 from runner.placement.pins import PinFindingKind
 from runner.spec.value import Value
 
@@ -77,11 +77,11 @@ def shown(plan: NodePlan, width: int = 120) -> str:
     return "\n".join(node_lines(plan, width=width, colour=False))
 
 
-CPU_STATE = '{"policyName":"static","defaultCpuSet":"0,3-7","entries":{"uid-1":{"vm":"1-2"}},"checksum":1}'
+CPU_STATE = b'{"policyName":"static","defaultCpuSet":"0,3-7","entries":{"uid-1":{"vm":"1-2"}},"checksum":1}'
 
 
 def test_a_small_node_in_full() -> None:
-    states = States(cpu=parse_cpu_manager_state(CPU_STATE))
+    states = States(cpu=parse_cpu_state(CPU_STATE))
     plan = planned(host("vm-8"), pod("new", 3), pod("big", 3), states=states, topologyManagerPolicy="restricted")
     assert not plan.fits
     assert (
@@ -154,26 +154,110 @@ def test_a_kubelet_that_crashes_is_asked_nothing_more() -> None:
 
 
 def test_state_files_of_another_policy_or_machine_are_refused_in_the_kubelet_s_words() -> None:
-    none = States(cpu=parse_cpu_manager_state('{"policyName":"none","defaultCpuSet":"","checksum":1}'))
+    none = States(cpu=parse_cpu_state(b'{"policyName":"none","defaultCpuSet":"","checksum":1}'))
     with pytest.raises(KubeletConfigError) as caught:
         planned(EPYC, states=none)
     assert str(caught.value) == (
         'could not restore state from checkpoint: configured policy "static" differs from state checkpoint policy'
         ' "none", please drain this node and delete the CPU manager checkpoint file before restarting Kubelet'
     )
-    memory = States(memory=parse_memory_manager_state('{"policyName":"Static","machineState":{},"checksum":1}'))
+    memory = States(memory=parse_memory_state(b'{"policyName":"Static","machineState":{},"checksum":1}'))
     with pytest.raises(KubeletConfigError, match=r'\[memorymanager\] configured policy "None" differs'):
         planned(EPYC, states=memory)
     with pytest.raises(KubeletConfigError, match="doesn't match with CPUs in state"):
-        planned(EPYC, states=States(cpu=parse_cpu_manager_state(CPU_STATE)))
+        planned(EPYC, states=States(cpu=parse_cpu_state(CPU_STATE)))
 
 
 def test_a_pod_that_runs_already_keeps_what_it_has() -> None:
     running = pod("vm", 2)
     running["metadata"]["uid"] = "uid-1"
-    plan = planned(host("vm-8"), running, states=States(cpu=parse_cpu_manager_state(CPU_STATE)))
+    plan = planned(host("vm-8"), running, states=States(cpu=parse_cpu_state(CPU_STATE)))
     assert str(plan.pods[0].cpus) == "1-2"
     assert [(owner.sign, owner.planned) for owner in owners_of(plan)] == [("A", True)]
+
+
+def test_pods_that_have_ended_are_taken_back_as_by_the_kubelet() -> None:
+    """The Memory Manager keeps ended pods until the next admission; the CPU Manager removes them by itself."""
+    full = planned(EPYC, pod("one", 40, "12Gi"), pod("two", 40, "12Gi"), **STATIC).after
+    manager = full.kubelet.cpu_manager
+    assert manager
+    cpus = manager.without(manager.without(full.cpus, "one"), "two")
+    files = States(cpu=cpus, memory=full.memory)
+    assert stale_pods(files) == (frozenset(), frozenset({"one", "two"}))
+    plan = planned(EPYC, pod("new", 40, "12Gi"), states=files, **STATIC)
+    assert [each.explanation.admission.admitted for each in plan.pods] == [True]
+    assert plan.after.memory.assignments.keys() == {"new"}
+    (note,) = plan.notes
+    assert note.startswith("one, two are in memory_manager_state and without CPUs in cpu_manager_state: taken as ended")
+    # One file alone cannot tell.
+    assert stale_pods(States(memory=full.memory)) == stale_pods(States(cpu=cpus)) == (frozenset(), frozenset())
+    held = planned(EPYC, pod("new", 40, "12Gi"), states=States(memory=full.memory), **STATIC)
+    assert [each.explanation.admission.admitted for each in held.pods] == [False]
+    # A pod that is planned is active: it keeps what it has.
+    again = planned(EPYC, pod("one", 40, "12Gi"), states=files, **STATIC)
+    assert again.before.stale_memory == {"two"}
+
+
+def test_a_pod_that_was_rejected_after_its_cpus_gives_them_back() -> None:
+    full = planned(EPYC, pod("one", 100), **STATIC).after
+    assert full.kubelet.memory_manager
+    files = States(cpu=full.cpus, memory=full.kubelet.memory_manager.without(full.memory, "one"))
+    plan = planned(EPYC, pod("new", 100), states=files, **STATIC)
+    assert [each.explanation.admission.admitted for each in plan.pods] == [True]
+    assert [note.partition(":")[0] for note in plan.notes] == [
+        "one is in cpu_manager_state and without memory in memory_manager_state"
+    ]
+    assert [owner.name for owner in owners_of(plan)] == ["new"]
+
+
+def test_the_real_kubelets_files_tell_which_pods_are_active(
+    vectors: Callable[[str], Iterator[tuple[dict[str, Any], dict[str, Any]]]],
+) -> None:
+    seen = Counter[str]()
+    for case, result in vectors("sim"):
+        active = dict[str, dict[str, Any]]()
+        for step, answer in zip(case["steps"], result["steps"], strict=True):
+            if step["op"] == "admit" and answer["admit"]:
+                active[step["pod"]] = step
+            elif step["op"] == "remove_pod":
+                active.pop(step["pod"], None)
+            files = {name: text.encode() for name, text in answer.get("files", {}).items()}
+            if len(files) == 2:
+                states = States(
+                    parse_cpu_state(files["cpu_manager_state"]), parse_memory_state(files["memory_manager_state"])
+                )
+                stale_cpus, stale_memory = stale_pods(states)
+                assert not stale_cpus & active.keys()
+                seen["rejected"] += len(stale_cpus)
+                seen["ended"] += len(stale_memory - active.keys())
+                for uid in stale_memory & active.keys():
+                    assert not any(each["requests"]["cpu"].isdigit() for each in active[uid]["containers"])
+                    seen["active without exclusive CPUs"] += 1
+    assert all(seen[each] for each in ("rejected", "ended", "active without exclusive CPUs"))
+
+
+@pytest.mark.parametrize(
+    ("cpus", "shown_before", "note"),
+    [
+        (
+            b'{"policyName":"static","defaultCpuSet":"0,3-7","entries":{"u":{"a":"1"}},"podEntries":{"u":{"cpuSet":"1-2"}}}',
+            "u/a has 1; u has 1-2",
+            "u is in cpu_manager_state with CPUs of the pod as a whole (PodLevelResourceManagers)",
+        ),
+        (
+            b'{"policyName":"static","defaultCpuSet":"0,3-7","entries":{"5baab67f1daf":"1-2"}}',
+            "unknown pods have 1-2",
+            "cpu_manager_state (version 1) does not say whose pod's the CPUs 1-2 are",
+        ),
+    ],
+)
+def test_cpus_of_whole_pods_and_of_unknown_pods_are_taken(cpus: bytes, shown_before: str, note: str) -> None:
+    states = States(cpu=parse_cpu_state(cpus))
+    plan = planned(host("vm-8"), pod("new", 5), pod("more", 1), states=states)
+    assert [each.explanation.admission.admitted for each in plan.pods] == [True, False]
+    assert str(plan.pods[0].cpus) == "3-7"
+    assert [each.partition(":")[0] for each in plan.notes] == [note]
+    assert f" {shown_before}\n" in shown(plan)
 
 
 # --- an instance's document -------------------------------------------------------------------------------------------

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from runner.kubelet.pod_cgroups import INSTANCE_NAME, bare_groups, parse_bare_container, parse_container, pod_groups
+from runner.kubelet.pod_cgroups import (
+    INSTANCE_NAME,
+    bare_groups,
+    instance_group,
+    instance_uid,
+    parse_bare_container,
+    parse_container,
+    pod_groups,
+)
 
 UID = "416de7c2-21de-472d-817c-fa9d4306cb7d"
 OTHER = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
@@ -127,3 +135,9 @@ def test_names_that_no_instance_has(name: str) -> None:
 @pytest.mark.parametrize("name", ["123", "a", UID, STATIC, "a" * 64])
 def test_names_that_instances_have(name: str) -> None:
     assert INSTANCE_NAME.fullmatch(name)
+
+
+def test_only_well_formed_names_are_ours() -> None:
+    assert instance_uid(instance_group("a-1")) == "a-1"
+    for name in ("instance-", "instance-A", "instance-a\n", "instance-a/b", "instance-..", "instances", "float", "x"):
+        assert instance_uid(name) is None

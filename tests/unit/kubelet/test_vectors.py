@@ -12,10 +12,10 @@ from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.kubelet.admission import NO_AFFINITY, Admission, Kubelet, KubeletConfiguration, SimulatedNode
 from runner.kubelet.cpu_assignment import CpuTopology, take_distributed, take_packed
 from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions
-from runner.kubelet.memory_manager import Block
 from runner.kubelet.numa_masks import mask_of, numa_nodes_of
 from runner.kubelet.pod import Container, ContainerKind, Pod, parse_quantity
 from runner.kubelet.quirks import AllocationError, Quirk
+from runner.kubelet.state import Block
 from runner.kubelet.topology_manager import Hint, HintList, Policy, TopologyManager
 
 Document = dict[str, Any]

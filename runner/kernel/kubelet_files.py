@@ -1,0 +1,82 @@
+"""Reading files that another process replaces: the kubelet's state files.
+
+The caller brings the parser (:mod:`runner.kubelet.state_files`), because this room knows no types of the kubelet.
+That is why ``settled``, which needs a clock, is here: the controller, ``check`` and ``inspect`` may all import it.
+
+One reading proves nothing. The kubelet replaces ``cpu_manager_state`` twice per allocation, and in between some CPUs
+are in neither the shared pool nor an entry. A reading counts only if it is consistent and equal to the one before it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import attrs
+import trio
+
+from runner.errors import HostError, RunnerError, SpecError, explain
+from runner.kernel.files import closing
+
+_LARGEST = 16 * 1024 * 1024
+"""Bytes. A file larger than this is not the kubelet's."""
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Frozen:
+    """There is no state to act on: what runs is left as it is."""
+
+    reason: str
+    """A sentence for the operator."""
+
+
+def read_state_file(path: Path) -> bytes:
+    """Return the content of *path*, at most 16 MiB. Raises :class:`HostError` with the reason alone.
+
+    Only a regular file is read: opening a FIFO without ``O_NONBLOCK`` would wait for a writer.
+    """
+    try:
+        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise HostError("it is not a regular file")
+            # One more byte than is taken tells whether there are more. Fewer may come back: read(2) is not atomic.
+            with open(fd, "rb", closefd=False) as stream:
+                text = stream.read(_LARGEST + 1)
+    except OSError as error:
+        raise HostError("it cannot be read") from error
+    if len(text) > _LARGEST:
+        raise HostError(f"it is larger than {_LARGEST} bytes")
+    return text
+
+
+def attempt(path: Path, parse: Callable[[bytes], T]) -> T | Frozen:
+    """Read *path* once and *parse* its content; an error becomes a value, with *path* in its sentence."""
+    try:
+        return parse(read_state_file(path))
+    except SpecError as error:  # str(error) begins with the document's name, which is in the sentence already
+        return Frozen(f"cannot use {path}: {'; '.join(map(str, error.problems))}")
+    except RunnerError as error:
+        return Frozen(f"cannot use {path}: {explain(error)}")
+
+
+async def settled(path: Path, parse: Callable[[bytes], T], *, pause: float, readings: int) -> T | Frozen:
+    """Return *path*'s content as *parse* returns it, once two consecutive readings, *pause* seconds apart, are equal.
+
+    *parse* raises :class:`RunnerError` for what cannot be used. After *readings* the last error is returned: the file
+    stays unusable, or changes faster than it can be read.
+    """
+    last = attempt(path, parse)
+    for _ in range(max(1, readings - 1)):
+        await trio.sleep(pause)
+        reading = attempt(path, parse)
+        if reading == last and not isinstance(reading, Frozen):
+            return reading
+        last = reading
+    if isinstance(last, Frozen):
+        return last
+    return Frozen(f"cannot use {path}: no two of {readings} readings in a row were equal")

@@ -1,0 +1,146 @@
+"""What the kubelet's CPU Manager and Memory Manager remember of pods, as frozen values.
+
+These are the types of ``pkg/kubelet/cm/{cpumanager,memorymanager}/state/state.go``. :mod:`runner.kubelet.state_files`
+reads them from the kubelet's files, :mod:`~runner.kubelet.cpu_manager` and :mod:`~runner.kubelet.memory_manager`
+decide on them. They are apart from the managers so that the controller, which only reads, does not import these.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeVar
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.kubelet.numa_masks import numa_nodes_of
+from runner.kubelet.pod import Pod
+
+CpuPolicy = Literal["static", "none"]
+MemoryPolicy = Literal["Static", "None"]
+T = TypeVar("T")
+
+
+@attrs.frozen
+class CpuState:
+    """The state of the CPU Manager (``cpu_manager_state``); under policy ``none`` it is empty."""
+
+    policy: CpuPolicy
+    shared_pool: CpuSet
+    """``defaultCpuSet``: where everything without exclusive CPUs runs."""
+    assignments: Mapping[str, Mapping[str, CpuSet]] = attrs.field(factory=dict)
+    """Pod UID → container → exclusive CPUs."""
+    pod_assignments: Mapping[str, CpuSet] = attrs.field(factory=dict)
+    """Pod UID → exclusive CPUs of the pod as a whole (gate ``PodLevelResourceManagers``), which its containers share."""
+    unattributed: CpuSet = attrs.field(factory=CpuSet)
+    """Exclusive CPUs of containers whose pod the file does not name (version 1)."""
+    reusable: Mapping[str, CpuSet] = attrs.field(factory=dict)
+    """Pod UID → CPUs of its init containers that its later containers may use again; the file does not hold them."""
+
+    def choices(self, uid: str) -> tuple[CpuSet, ...]:
+        """Return the cpusets that a container of pod *uid* may have, each once, in the order of their numbers."""
+        found = {*self.assignments.get(uid, {}).values(), self.pod_assignments.get(uid, CpuSet())}
+        return tuple(sorted((cpus for cpus in found if cpus), key=list))
+
+    def assigned_to(self, uid: str) -> CpuSet:
+        """Return all exclusive CPUs of pod *uid*."""
+        return _union(self.choices(uid))
+
+    def assigned(self) -> Mapping[str, CpuSet]:
+        """Return all exclusive CPUs by pod UID."""
+        return {uid: self.assigned_to(uid) for uid in sorted({*self.assignments, *self.pod_assignments})}
+
+    def exclusive(self) -> CpuSet:
+        """Return all exclusive CPUs, those of containers without a known pod among them."""
+        return _union([*self.assigned().values(), self.unattributed])
+
+
+def without_pod(uid: str, assignments: Mapping[str, T]) -> dict[str, T]:
+    """Return *assignments* without those of pod *uid*."""
+    return {pod: given for pod, given in assignments.items() if pod != uid}
+
+
+def _union(sets: Iterable[CpuSet]) -> CpuSet:
+    return functools.reduce(CpuSet.__or__, sets, CpuSet())
+
+
+@attrs.frozen
+class MemoryTable:
+    """One resource on one NUMA node, in bytes (``state.MemoryTable``); free and reserved make up allocatable."""
+
+    total: int
+    system_reserved: int
+    allocatable: int
+    reserved: int
+    free: int
+
+    @classmethod
+    def empty(cls, total: int, system_reserved: int, allocatable: int) -> MemoryTable:
+        """Return the table of a NUMA node without pods."""
+        return cls(total, system_reserved, allocatable, 0, allocatable)
+
+    def moved(self, amount: int) -> MemoryTable:
+        """Return the table with *amount* more reserved (less if negative)."""
+        return attrs.evolve(self, reserved=self.reserved + amount, free=self.free - amount)
+
+
+@attrs.frozen
+class NumaMemory:
+    """One NUMA node (``state.NUMANodeState``).
+
+    *cells* are the NUMA nodes it is grouped with, itself among them: while a container's memory spans several NUMA
+    nodes, these serve no container that spans others.
+    """
+
+    assignments: int
+    tables: Mapping[str, MemoryTable]
+    cells: tuple[int, ...]
+
+
+@attrs.frozen
+class Block:
+    """*size* bytes of *resource* booked on *numa_nodes* together (``state.Block``)."""
+
+    numa_nodes: tuple[int, ...]
+    resource: str
+    size: int
+
+
+@attrs.frozen
+class MemoryState:
+    """The state of the Memory Manager (``memory_manager_state``); under policy ``None`` it is empty."""
+
+    policy: MemoryPolicy
+    numa_nodes: Mapping[int, NumaMemory]
+    assignments: Mapping[str, Mapping[str, tuple[Block, ...]]] = attrs.field(factory=dict)
+    """Pod UID → container → its blocks."""
+    pod_assignments: Mapping[str, tuple[Block, ...]] = attrs.field(factory=dict)
+    """Pod UID → blocks of the pod as a whole (gate ``PodLevelResourceManagers``).
+
+    Only these are booked for such a pod: those of its containers are parts of them.
+    """
+    reusable: Mapping[str, Mapping[tuple[int, str], int]] = attrs.field(factory=dict)
+    """UID of the pod that was admitted last → what its init containers booked: (mask, resource) → bytes.
+
+    The file does not hold them.
+    """
+
+    def booked_for(self, uid: str) -> Mapping[str, tuple[Block, ...]]:
+        """Return by container what is booked for pod *uid*; under the empty name what is booked for the whole pod."""
+        if uid in self.pod_assignments:
+            return {"": self.pod_assignments[uid]}
+        return self.assignments.get(uid, {})
+
+    def reusable_by(self, pod: Pod, resource: str) -> dict[int, int]:
+        """Return by mask the bytes of *resource* that *pod* may use again there (``getPodReusableMemory``)."""
+        places = self.reusable.get(pod.uid, {})
+        return {mask: amount for (mask, name), amount in places.items() if name == resource}
+
+    def free(self, mask: int, resource: str) -> int:
+        """Return the free bytes of *resource* on the NUMA nodes of *mask* together."""
+        return sum(
+            self.numa_nodes[each].tables[resource].free
+            for each in numa_nodes_of(mask)
+            if resource in self.numa_nodes[each].tables
+        )

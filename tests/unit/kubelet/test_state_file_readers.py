@@ -1,0 +1,128 @@
+"""The controller, ``plan --state``, ``check`` and ``inspect`` read one file alike.
+
+The files in ``tests/data/kubelet_state`` are of a node with CPUs 0-7.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from runner.check import host_reader
+from runner.cli import plan_node
+from runner.controller.loop import Intervals, ReconcileLoop
+from runner.controller.tree import Tree
+from runner.cpuset import CpuSet
+from runner.errors import SpecError
+from runner.inspect import observe
+from runner.inspect.observation import KubeletObservation, Unknown
+from runner.kernel.cgroup import Cgroup
+from runner.kernel.kubelet_files import Frozen
+from runner.kubelet.state import CpuState
+from runner.kubelet.state_files import KubeletFiles
+from tests.support.fake_cgroupfs import fake_sysfs
+
+FILES = Path(__file__).parents[2] / "data/kubelet_state"
+A, B = "3ceda12c-3ee9-40fa-9f42-61428fe654a6", "416de7c2-21de-472d-817c-fa9d4306cb7d"
+POOL = "0-1,5-7"
+
+
+@pytest.fixture
+def kubelet(tmp_path: Path) -> KubeletFiles:
+    """Return an empty kubelet directory beside a sysfs and a controller's tree; float runs everywhere."""
+    fake_sysfs(tmp_path / "sys", cpus="0-7")
+    (tmp_path / "stelia/float").mkdir(parents=True)
+    (tmp_path / "stelia/float/cpuset.cpus.effective").write_text("0-7\n")
+    (tmp_path / "kubelet").mkdir()
+    return KubeletFiles(tmp_path / "kubelet")
+
+
+async def by_controller(kubelet: KubeletFiles) -> CpuState | Frozen:
+    root = kubelet.directory.parent
+    loop = ReconcileLoop(Tree(Cgroup(root / "stelia")), kubelet, root / "sys", CpuSet(), Intervals())
+    await loop.settle(kubelet)
+    return loop.state
+
+
+async def by_check(kubelet: KubeletFiles) -> CpuState | Frozen | None:
+    root = kubelet.directory.parent
+    here = host_reader.Here(root, kubelet.directory, PurePosixPath("/none"), PurePosixPath("/none"), {})
+    return await host_reader._kubelet(here)
+
+
+async def by_inspect(kubelet: KubeletFiles) -> KubeletObservation | Unknown:
+    root = kubelet.directory.parent
+    machine = observe.MountedHost(sys=root / "sys")
+    return await observe._kubelet_now(machine, Cgroup(root / "stelia"), kubelet.directory)
+
+
+def by_plan(kubelet: KubeletFiles) -> CpuState | None:
+    return plan_node._states([str(kubelet.directory)]).cpu
+
+
+@pytest.mark.parametrize(
+    ("name", "pool", "assigned", "unattributed"),
+    [
+        ("cpu_v1", POOL, {}, "2-4"),
+        ("cpu_v2", POOL, {A: "2-4"}, ""),
+        ("cpu_v2_bad_checksum", POOL, {A: "2-4"}, ""),
+        ("cpu_v2_ended_pod", "0-1,6-7", {A: "2-4", B: "5"}, ""),
+        ("cpu_v3_pod", "0-1,6-7", {A: "2-4", B: "5"}, ""),
+        ("cpu_v4", POOL, {A: "2-4"}, ""),
+        ("cpu_v4_stale_copy", POOL, {A: "2-4"}, ""),
+        ("cpu_none", "", {}, ""),
+    ],
+)
+async def test_all_read_the_same_state(
+    name: str,
+    pool: str,
+    assigned: dict[str, str],
+    unattributed: str,
+    kubelet: KubeletFiles,
+    autojump_clock: object,  # noqa: ARG001  # its presence is its effect
+) -> None:
+    shutil.copy(FILES / name, kubelet.cpu_state)
+    state = await by_controller(kubelet)
+    assert state == await by_check(kubelet) == by_plan(kubelet)
+    assert isinstance(state, CpuState)
+    assert (str(state.shared_pool), str(state.unattributed)) == (pool, unattributed)
+    assert {uid: str(cpus) for uid, cpus in state.assigned().items()} == assigned
+    seen = await by_inspect(kubelet)
+    assert isinstance(seen, KubeletObservation)
+    if state.policy == "none":
+        assert (str(seen.shared_pool), seen.given) == ("0-7", None)
+    else:
+        assert (seen.shared_pool, seen.given) == (state.shared_pool, state.assigned())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ('{"policyName":"static","entries":{"a":7}}', "entries.a: must be an object, found 7"),
+        ('{"data":"{}"}', "data.policyName: must be 'static' or 'none', found None"),
+    ],
+)
+async def test_all_refuse_the_same_text_with_the_same_reason(
+    text: str,
+    reason: str,
+    kubelet: KubeletFiles,
+    autojump_clock: object,  # noqa: ARG001  # its presence is its effect
+) -> None:
+    kubelet.cpu_state.write_text(text)
+    sentence = f"cannot use {kubelet.cpu_state}: {reason}"
+    assert await by_controller(kubelet) == await by_check(kubelet) == Frozen(sentence)
+    assert await by_inspect(kubelet) == Unknown(sentence)
+    with pytest.raises(SpecError) as caught:
+        by_plan(kubelet)
+    assert str(caught.value) == f"{kubelet.cpu_state}: {reason}"
+
+
+async def test_two_owners_of_a_cpu_are_no_state_for_what_acts(kubelet: KubeletFiles, autojump_clock: object) -> None:  # noqa: ARG001  # its presence is its effect
+    """``plan`` leaves this to the kubelet's own validation of a state that it restores."""
+    shutil.copy(FILES / "cpu_v4_two_owners", kubelet.cpu_state)
+    frozen = Frozen(f"cannot use {kubelet.cpu_state}: CPUs 2 of {A} are also in the shared pool or another pod's")
+    assert await by_controller(kubelet) == await by_check(kubelet) == frozen
+    assert await by_inspect(kubelet) == Unknown(frozen.reason)
