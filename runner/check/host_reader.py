@@ -1,6 +1,6 @@
 """Reads what the judgements need, and puts the question to all of them; what cannot be read is said, not guessed.
 
-Every file is read below :attr:`Here.root`, so that the tree of another machine can be judged as well. Three things are
+Every file is read below :attr:`CheckedHost.root`, so that the tree of another machine can be judged as well. Three things are
 really tried, each on something of our own that is gone a moment later: mbind(2) of a page, a virtual machine without
 vCPUs, a question to the controller.
 """
@@ -66,7 +66,7 @@ PAUSE, READINGS = 0.1, 20
 
 
 @attrs.frozen
-class Here:
+class CheckedHost:
     """Where to look."""
 
     root: Path
@@ -99,7 +99,7 @@ class Here:
 
 
 @attrs.frozen
-class Seen:
+class CheckContext:
     """What several judgements need, read once; taken from what was asked where a spec was given."""
 
     place: Place
@@ -124,28 +124,28 @@ class Seen:
     kubelet: CpuAssignments | Frozen | None
 
 
-async def check_here(here: Here, document: tuple[str, bytes] | None) -> CheckReport:
+async def check_host(host: CheckedHost, document: tuple[str, bytes] | None) -> CheckReport:
     """Return what every check that means something here finds; *document* is a spec's name and text.
 
     Raises :exc:`~runner.errors.HostError` where not even CPUs and NUMA nodes can be read.
     """
     prefix = () if os.getpid() == 1 else dying_with_us()
     async with open_supervisor(StopRequest(), Faults(), prefix) as supervisor:
-        result = await capture(partial(_check, here, supervisor, document))
+        result = await capture(partial(_check, host, supervisor, document))
     return result()
 
 
-async def _check(here: Here, host: Supervisor, document: tuple[str, bytes] | None) -> CheckReport:
-    spec, plan, said = await _planned(here, host, document)
-    seen = await _see(here, spec, plan)
-    findings = [*_judged(_kernel(here, seen)), *_judged(_cpus(here, seen)), *_judged(_rights(here, seen))]
-    findings.append(await _kvm(here))
-    if seen.place is not Place.NODE:  # the programs that count are those in the container's image
-        findings += await _programs(host)
-    findings += await _services(here, seen)
+async def _check(host: CheckedHost, supervisor: Supervisor, document: tuple[str, bytes] | None) -> CheckReport:
+    spec, plan, said = await _planned(host, supervisor, document)
+    context = await _see(host, spec, plan)
+    findings = [*_judged(_kernel(host, context)), *_judged(_cpus(host, context)), *_judged(_rights(host, context))]
+    findings.append(await _kvm(host))
+    if context.place is not Place.NODE:  # the programs that count are those in the container's image
+        findings += await _programs(supervisor)
+    findings += await _services(host, context)
     # The plan decides by some of the same judgements: what they have said already is not said again.
     findings += [each for each in said if not any(_says(other, each) for other in findings)]
-    return CheckReport(seen.place, tuple(findings))
+    return CheckReport(context.place, tuple(findings))
 
 
 def _says(finding: Finding, other: Finding) -> bool:
@@ -155,7 +155,7 @@ def _says(finding: Finding, other: Finding) -> bool:
 
 
 async def _planned(
-    here: Here, host: Supervisor, document: tuple[str, bytes] | None
+    host: CheckedHost, supervisor: Supervisor, document: tuple[str, bytes] | None
 ) -> tuple[InstanceSpec | None, InstancePlan | None, list[Finding]]:
     """Make the plan that ``run`` would make; what it refuses is fatal, its remarks are warnings."""
     if document is None:
@@ -163,9 +163,11 @@ async def _planned(
     source, text = document
     spec = None
     try:
-        spec = parse_instance(source, text, here.environment)
+        spec = parse_instance(source, text, host.environment)
         spec = with_disks(spec, None)
-        plan = plan_instance(source, spec, await read_host_facts(spec, host, here.state_directory, handing_over=False))
+        plan = plan_instance(
+            source, spec, await read_host_facts(spec, supervisor, host.state_directory, handing_over=False)
+        )
     except SpecError as error:
         return spec, None, [SPEC.fatal(*_halves(str(problem))) for problem in error.problems]
     except RunnerError as error:
@@ -181,16 +183,16 @@ def _halves(sentence: str) -> tuple[str, str]:
     return found, remedy or "change the spec, or what it stands on"
 
 
-async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None) -> Seen:
-    procfs = Procfs(here.proc)
+async def _see(host: CheckedHost, spec: InstanceSpec | None, plan: InstancePlan | None) -> CheckContext:
+    procfs = Procfs(host.proc)
     asked = CpuSpec() if spec is None else spec.cpu
-    pod = read_pod(procfs, here.environment)
-    sees_everything = pid_namespace(here.proc) == INIT_PID_NAMESPACE
-    place = place_of(sees_everything=sees_everything, has_kubelet=here.kubelet.is_dir(), in_pod=pod is not None)
+    pod = read_pod(procfs, host.environment)
+    sees_everything = pid_namespace(host.proc) == INIT_PID_NAMESPACE
+    place = place_of(sees_everything=sees_everything, has_kubelet=host.kubelet.is_dir(), in_pod=pod is not None)
     allowed = CpuSet.parse(procfs.status()["Cpus_allowed_list"])
     vcpus = (asked.count or len(allowed)) if plan is None else plan.machine.vcpus
-    hardware = read_hardware(here.root)
-    return Seen(
+    hardware = read_hardware(host.root)
+    return CheckContext(
         place=place,
         pod=pod,
         sees_everything=sees_everything,
@@ -198,31 +200,31 @@ async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None)
         allowed=allowed,
         cgroup=procfs.cgroup(),
         hugepages=None if spec is None else spec.memory.page_size,
-        to_lock=plan.machine.lockable if plan is not None else _to_lock(here, procfs, spec),
+        to_lock=plan.machine.lockable if plan is not None else _to_lock(host, procfs, spec),
         cpus=allowed if plan is None else plan.placement.cpus,
         vcpus=len(allowed) if spec is None and not hardware.online <= allowed else vcpus,
         placement=asked.placement,
         backend=None if plan is None else plan.placement.backend,
-        socket=here.socket or asked.controller,
-        kubelet=await _kubelet(here) if place is Place.NODE else None,
+        socket=host.socket or asked.controller,
+        kubelet=await _kubelet(host) if place is Place.NODE else None,
     )
 
 
-def _to_lock(here: Here, procfs: Procfs, spec: InstanceSpec | None) -> int | None:
+def _to_lock(host: CheckedHost, procfs: Procfs, spec: InstanceSpec | None) -> int | None:
     """Return the bytes that may have to be locked where there is no plan; without a spec, a guest with devices has all RAM."""
     if spec is None:
-        return procfs.memory_total() + PASSED_BESIDE_RAM if (here.dev / "vfio").is_dir() else 0
+        return procfs.memory_total() + PASSED_BESIDE_RAM if (host.dev / "vfio").is_dir() else 0
     if not spec.memory.lock and not spec.device:
         return 0
     unknown = spec.memory.size == WHAT_LIMITS_LEAVE or spec.cpu.count == ALL_CPUS
     return None if unknown else bytes_to_lock(spec)
 
 
-async def _kubelet(here: Here) -> CpuAssignments | Frozen | None:
-    path = KubeletFiles(here.kubelet).cpu_state
+async def _kubelet(host: CheckedHost) -> CpuAssignments | Frozen | None:
+    path = KubeletFiles(host.kubelet).cpu_state
     if not os.access(path, os.R_OK):
         return None
-    machine = read_online_cpus(here.sys)
+    machine = read_online_cpus(host.sys)
     # Under strict-cpu-reservation the reserved CPUs are in no set, and nothing here says which they are.
     return await settled(path, machine, machine.online, pause=PAUSE, readings=READINGS)
 
@@ -236,47 +238,50 @@ def _judged(questions: Iterable[tuple[Check, Callable[[], Iterable[Finding]]]]) 
             yield check.unknown(f"cannot read what it takes: {explain(error)}")
 
 
-def _kernel(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
-    numa_nodes = len(seen.hardware.numa_nodes)
-    system = here.sys / "devices/system"
-    huge = here.sys / "kernel/mm/transparent_hugepage"
+def _kernel(host: CheckedHost, context: CheckContext) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
+    numa_nodes = len(context.hardware.numa_nodes)
+    system = host.sys / "devices/system"
+    huge = host.sys / "kernel/mm/transparent_hugepage"
 
     def cgroups() -> Iterator[Finding]:
-        mounts = read_cgroup_mounts(here.proc)
+        mounts = read_cgroup_mounts(host.proc)
         offered = (
-            () if mounts.unified is None else read_line(here.root / mounts.unified[1:] / "cgroup.controllers").split()
+            () if mounts.unified is None else read_line(host.root / mounts.unified[1:] / "cgroup.controllers").split()
         )
-        yield kernel_settings.judge_cgroups(seen.place, mounts.unified, offered, mounts.legacy)
+        yield kernel_settings.judge_cgroups(context.place, mounts.unified, offered, mounts.legacy)
 
     yield kernel_settings.CGROUPS, cgroups
-    yield kernel_settings.KERNEL, lambda: [kernel_settings.judge_kernel(read_line(here.proc / "sys/kernel/osrelease"))]
+    yield kernel_settings.KERNEL, lambda: [kernel_settings.judge_kernel(read_line(host.proc / "sys/kernel/osrelease"))]
     yield (
         kernel_settings.CLOCK,
         lambda: [kernel_settings.judge_clock(read_line(system / "clocksource/clocksource0/current_clocksource"))],
     )
-    swap_limit = here.cgroups / seen.cgroup[1:] / "memory.swap.max"
-    yield kernel_settings.SWAP, lambda: [kernel_settings.judge_swap(read_swaps(here.proc), read_line(swap_limit))]
+    swap_limit = host.cgroups / context.cgroup[1:] / "memory.swap.max"
+    yield kernel_settings.SWAP, lambda: [kernel_settings.judge_swap(read_swaps(host.proc), read_line(swap_limit))]
     yield (
         kernel_settings.TRANSPARENT_HUGEPAGES,
         lambda: [kernel_settings.judge_transparent_hugepages(read_choice(huge / "shmem_enabled"))],
     )
-    near = seen.hardware.online if seen.place is Place.NODE else seen.cpus
-    if seen.hugepages is not None and seen.backend is not None:
+    near = context.hardware.online if context.place is Place.NODE else context.cpus
+    if context.hugepages is not None and context.backend is not None:
         near = CpuSet()  # the plan has found enough of them where they are wanted
-    yield kernel_settings.HUGEPAGES, lambda: [kernel_settings.judge_hugepages(seen.hardware, near, seen.hugepages)]
-    balancing = here.proc / "sys/kernel/numa_balancing"
+    yield (
+        kernel_settings.HUGEPAGES,
+        lambda: [kernel_settings.judge_hugepages(context.hardware, near, context.hugepages)],
+    )
+    balancing = host.proc / "sys/kernel/numa_balancing"
     yield (
         kernel_settings.NUMA_BALANCING,
         lambda: [kernel_settings.judge_numa_balancing(read_line(balancing), numa_nodes)],
     )
-    pool = programs.shared_pool_of(seen.kubelet)
+    pool = programs.shared_pool_of(context.kubelet)
     yield (
         kernel_settings.ISOLATED,
         lambda: [
             kernel_settings.judge_isolated(_isolated(system), read_cpus(system / "cpu/nohz_full"), pool),
         ],
     )
-    yield kernel_settings.PCI, lambda: [kernel_settings.judge_pci(tuple(read_pci_devices(here.sys)), numa_nodes)]
+    yield kernel_settings.PCI, lambda: [kernel_settings.judge_pci(tuple(read_pci_devices(host.sys)), numa_nodes)]
 
 
 def _isolated(system: Path) -> CpuSet | None:
@@ -284,10 +289,10 @@ def _isolated(system: Path) -> CpuSet | None:
     return read_cpus(path) if path.exists() else None
 
 
-def _cpus(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
-    online = seen.hardware.online
-    if seen.place is Place.NODE:
-        pool, assigned = programs.shared_pool_of(seen.kubelet), _assigned(seen.kubelet)
+def _cpus(host: CheckedHost, context: CheckContext) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
+    online = context.hardware.online
+    if context.place is Place.NODE:
+        pool, assigned = programs.shared_pool_of(context.kubelet), _assigned(context.kubelet)
         exclusive = cpu_owners.exclusive_of(assigned)
         if pool is None or not exclusive:
             why = "which CPUs are exclusive is not known here" if pool is None else "no pod has CPUs of its own now"
@@ -295,52 +300,57 @@ def _cpus(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable
                 yield check, partial(_unknown, check, why)
             return
         for uid, own in assigned.items():
-            yield cpu_owners.CORES, partial(cpu_owners.judge_cores, own, seen.hardware, exclusive - own, f"pod {uid}")
+            yield (
+                cpu_owners.CORES,
+                partial(cpu_owners.judge_cores, own, context.hardware, exclusive - own, f"pod {uid}"),
+            )
         yield (
             cpu_owners.INTERRUPTS,
-            lambda: [cpu_owners.judge_interrupts(tuple(read_interrupts(here.proc)), exclusive, online)],
+            lambda: [cpu_owners.judge_interrupts(tuple(read_interrupts(host.proc)), exclusive, online)],
         )
         yield (
             cpu_owners.NEIGHBOURS,
-            lambda: [cpu_owners.judge_neighbours(tuple(_neighbours(here.cgroups)), exclusive, pool)],
+            lambda: [cpu_owners.judge_neighbours(tuple(_neighbours(host.cgroups)), exclusive, pool)],
         )
         return
-    less = seen.placement in ASKING_FOR_LESS
-    yield cpu_owners.OWN, lambda: [cpu_owners.judge_own_cpus(seen.pod, seen.allowed, online, asked_for_less=less)]
-    own = seen.cpus
-    yield cpu_owners.TIME, partial(_cpu_time, here, seen)
+    less = context.placement in ASKING_FOR_LESS
+    yield cpu_owners.OWN, lambda: [cpu_owners.judge_own_cpus(context.pod, context.allowed, online, asked_for_less=less)]
+    own = context.cpus
+    yield cpu_owners.TIME, partial(_cpu_time, host, context)
     if online <= own:  # then none of them is anybody's own, and that was said
         for check in (cpu_owners.CORES, cpu_owners.INTERRUPTS):
             yield check, partial(_unknown, check, "no CPUs are set apart for the vCPUs")
     else:
-        yield cpu_owners.CORES, lambda: cpu_owners.judge_cores(own, seen.hardware, CpuSet(), "the vCPUs")
+        yield cpu_owners.CORES, lambda: cpu_owners.judge_cores(own, context.hardware, CpuSet(), "the vCPUs")
         yield (
             cpu_owners.INTERRUPTS,
-            lambda: [cpu_owners.judge_interrupts(tuple(read_interrupts(here.proc)), own, online)],
+            lambda: [cpu_owners.judge_interrupts(tuple(read_interrupts(host.proc)), own, online)],
         )
-    if seen.place is not Place.MACHINE:
+    if context.place is not Place.MACHINE:
         yield (
             cpu_owners.PID_NAMESPACE,
-            lambda: cpu_owners.judge_init(seen.place, _init(Procfs(here.proc)), sees_everything=seen.sees_everything),
+            lambda: cpu_owners.judge_init(
+                context.place, _init(Procfs(host.proc)), sees_everything=context.sees_everything
+            ),
         )
 
 
-def _cpu_time(here: Here, seen: Seen) -> Iterator[Finding]:
-    if seen.backend == "controller":
+def _cpu_time(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
+    if context.backend == "controller":
         yield cpu_owners.TIME.ok(
             "the controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max"
         )
         return
-    group = here.cgroups / seen.cgroup[1:]
+    group = host.cgroups / context.cgroup[1:]
     if not (group / "cgroup.controllers").exists():
         yield cpu_owners.TIME.unknown(
             "no cgroup v2 can be seen here, which would say whether cpu.max limits it", "ask on the node"
         )
         return
-    limit = min(cpu_limits(PurePosixPath(here.cgroups), seen.cgroup), default=None)
-    less = seen.placement in ASKING_FOR_LESS
+    limit = min(cpu_limits(PurePosixPath(host.cgroups), context.cgroup), default=None)
+    less = context.placement in ASKING_FOR_LESS
     throttled = _throttled(read_line(group / "cpu.stat"))
-    yield cpu_owners.judge_cpu_time(seen.place, limit, seen.vcpus, throttled, asked_for_less=less)
+    yield cpu_owners.judge_cpu_time(context.place, limit, context.vcpus, throttled, asked_for_less=less)
 
 
 def _unknown(check: Check, why: str) -> list[Finding]:
@@ -380,29 +390,29 @@ def _init(procfs: Procfs) -> Init:
     )
 
 
-def _rights(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
+def _rights(host: CheckedHost, context: CheckContext) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
     for check, name in ((device_rights.TUN, "net/tun"), (device_rights.VHOST_NET, "vhost-net")):
-        yield check, partial(_device, check, seen.place, here.dev / name)
-    if seen.place is Place.NODE:  # a pod's rights are its own
+        yield check, partial(_device, check, context.place, host.dev / name)
+    if context.place is Place.NODE:  # a pod's rights are its own
         return
     yield (
         device_rights.MEMLOCK,
-        lambda: [device_rights.judge_memlock(read_lockable(Procfs().capabilities()), seen.to_lock)],
+        lambda: [device_rights.judge_memlock(read_lockable(Procfs().capabilities()), context.to_lock)],
     )
-    yield device_rights.MBIND, partial(_mbind, seen)
+    yield device_rights.MBIND, partial(_mbind, context)
 
 
-def _mbind(seen: Seen) -> list[Finding]:
+def _mbind(context: CheckContext) -> list[Finding]:
     [numa_node, *_] = CpuSet.parse(Procfs().status()["Mems_allowed_list"])  # ours, for it is tried here
-    return [device_rights.judge_mbind(try_mbind(numa_node), len(seen.hardware.numa_nodes))]
+    return [device_rights.judge_mbind(try_mbind(numa_node), len(context.hardware.numa_nodes))]
 
 
 def _device(check: Check, place: Place, path: Path) -> list[Finding]:
     return [device_rights.judge_device(check, place, str(path), look_at_device(path))]
 
 
-async def _kvm(here: Here) -> Finding:
-    device = here.dev / "kvm"
+async def _kvm(host: CheckedHost) -> Finding:
+    device = host.dev / "kvm"
     state = read_kvm(device)
     trial: str | None = f"it has not answered for {PATIENCE:g} s"
     if state.error is None:
@@ -412,7 +422,7 @@ async def _kvm(here: Here) -> Finding:
     return device_rights.judge_kvm(Kvm(state.error, state.gid, state.mode, trial))
 
 
-async def _programs(host: Supervisor) -> list[Finding]:
+async def _programs(supervisor: Supervisor) -> list[Finding]:
     """Ask every program an instance starts, all at once."""
     findings: list[Finding] = []
 
@@ -420,35 +430,35 @@ async def _programs(host: Supervisor) -> list[Finding]:
         findings.append(programs.judge_program(check, name, package, await find()))
 
     async def virtiofsd() -> None:
-        findings.append(programs.judge_virtiofsd(*await find_virtiofsd(host)))
+        findings.append(programs.judge_virtiofsd(*await find_virtiofsd(supervisor)))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(judged, programs.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, host))
-        nursery.start_soon(judged, programs.DNSMASQ, "dnsmasq", "dnsmasq-base", partial(_dnsmasq, host))
+        nursery.start_soon(judged, programs.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, supervisor))
+        nursery.start_soon(judged, programs.DNSMASQ, "dnsmasq", "dnsmasq-base", partial(_dnsmasq, supervisor))
         nursery.start_soon(virtiofsd)
     sleep = find_program("sleep", SYSTEM_DIRECTORIES)
     findings.append(programs.judge_program(programs.SLEEP, "sleep", "coreutils", Program(sleep)))
     return sorted(findings, key=lambda finding: finding.check)
 
 
-async def _qemu(host: Supervisor) -> Program:
-    qemu = await _asked(host, "qemu-system-x86_64", "--version")
+async def _qemu(supervisor: Supervisor) -> Program:
+    qemu = await _asked(supervisor, "qemu-system-x86_64", "--version")
     reason = qemu.error
     if qemu.path is not None and reason is None:
         reason = programs.qemu_error(qemu.said)
     if qemu.path is not None and reason is None:
         # Both are left out of some builds: the sandbox every guest runs in, the device every share is.
         parts = ("-sandbox", SANDBOX, "-machine", "none", "-device", "vhost-user-fs-pci,help")
-        reason = (await _asked(host, "qemu-system-x86_64", *parts)).error
+        reason = (await _asked(supervisor, "qemu-system-x86_64", *parts)).error
     return attrs.evolve(qemu, error=reason)
 
 
-async def _dnsmasq(host: Supervisor) -> Program:
-    dnsmasq = await _asked(host, "dnsmasq", "--version")
+async def _dnsmasq(supervisor: Supervisor) -> Program:
+    dnsmasq = await _asked(supervisor, "dnsmasq", "--version")
     return attrs.evolve(dnsmasq, error=dnsmasq.error or programs.dnsmasq_error(dnsmasq.said))
 
 
-async def _asked(host: Supervisor, name: str, *arguments: str) -> Program:
+async def _asked(supervisor: Supervisor, name: str, *arguments: str) -> Program:
     """Find a program and run it with *arguments*; what it says first, and why it did not end well."""
     path = find_program(name, SYSTEM_DIRECTORIES)
     if path is None:
@@ -456,7 +466,7 @@ async def _asked(host: Supervisor, name: str, *arguments: str) -> Program:
     command = Command(name, (str(path), *arguments), level=logging.DEBUG)
     status: int | None = None
     try:
-        async with host.processes.daemon(command, 0) as process:
+        async with supervisor.processes.daemon(command, 0) as process:
             with trio.move_on_after(PATIENCE):
                 status = await process.wait()
     except HostError as error:
@@ -468,13 +478,13 @@ async def _asked(host: Supervisor, name: str, *arguments: str) -> Program:
     return Program(path, " ".join(list(process.last_words)[:2]))
 
 
-async def _services(here: Here, seen: Seen) -> list[Finding]:
-    answer = await ask_controller(seen.socket)
-    findings = [programs.judge_controller(seen.place, str(seen.socket), answer, seen.placement)]
-    if seen.place is Place.NODE:
-        files = KubeletFiles(here.kubelet)
-        reason = "" if seen.kubelet is not None else why_unreadable(files.cpu_state)
-        findings.append(programs.judge_cpu_manager(str(files.cpu_state), seen.kubelet or Frozen(reason), reason))
+async def _services(host: CheckedHost, context: CheckContext) -> list[Finding]:
+    answer = await ask_controller(context.socket)
+    findings = [programs.judge_controller(context.place, str(context.socket), answer, context.placement)]
+    if context.place is Place.NODE:
+        files = KubeletFiles(host.kubelet)
+        reason = "" if context.kubelet is not None else why_unreadable(files.cpu_state)
+        findings.append(programs.judge_cpu_manager(str(files.cpu_state), context.kubelet or Frozen(reason), reason))
         findings.append(_memory_manager(files.memory_state))
         findings.append(programs.judge_topology_manager())
     return findings

@@ -52,7 +52,7 @@ TWICE = {"Charge", "Link", "Look", "Process", "Reader"}
 
 PURE = (
     {"errors", "cpuset", "table", "arguments", "facts", "spec", "placement", "kubelet", "plan"}
-    | {f"cli.{module}" for module in ("completion", "manual")}
+    | {f"cli.{module}" for module in ("completion", "manual", "parsers")}
     | {f"inspect.{module}" for module in ("receipt", "render", "rules", "observation")}
     | {
         f"check.{module}"
@@ -84,7 +84,7 @@ ONE_DOOR = {
     "socket": {"kernel", "protocol", "controller"},
     "yaml": {"spec.yaml"},
     "runner.spec.yaml": {"cli.plan_node"},
-    "runner.cli.plan_node": {"__main__"},
+    "runner.cli.plan_node": {"cli.plan"},
 }
 """Module → the only modules (or rooms) of ours that may import it."""
 
