@@ -10,8 +10,9 @@ from pathlib import Path
 
 import trio
 
+from runner.check.context import CheckedHost
 from runner.check.finding import Level
-from runner.check.host_reader import CheckedHost, check_host
+from runner.check.host_reader import check_host
 from runner.check.report import report_json, report_lines
 from runner.cli.options import absolute_path, add_spec, read_spec
 from runner.errors import Status

@@ -15,8 +15,9 @@ import pytest
 import trio
 import trio.testing
 
+from runner.check.context import CheckedHost
 from runner.check.finding import Level, Place
-from runner.check.host_reader import CheckedHost, ask_controller, check_host
+from runner.check.host_reader import ask_controller, check_host
 from runner.errors import Status
 from runner.facts.hardware import Hardware
 from tests.support.fake_cgroupfs import fake_cgroupfs, format_cpu_state

@@ -56,7 +56,7 @@ PURE = (
     | {f"inspect.{module}" for module in ("receipt", "render", "rules", "observation")}
     | {
         f"check.{module}"
-        for module in ("finding", "kernel_settings", "cpu_owners", "device_rights", "programs", "report")
+        for module in ("context", "finding", "kernel_settings", "cpu_owners", "device_rights", "programs", "report")
     }
     | {f"controller.{module}" for module in ("reconcile",)}
 )
