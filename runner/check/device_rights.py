@@ -1,4 +1,4 @@
-"""Judgements about devices and rights of this process (pure)."""
+"""Judgements about device nodes and about what this process may do (pure)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runner.facts.host import Kvm
 from runner.plan.host_checks import KVM_UNUSABLE_REMEDY, emulated, kvm_unusable, root_for_kvm, too_little_lockable
 from runner.plan.host_checks import MEMLOCK as MEMLOCK_REMEDY
 
-KVM = Check("kvm", "with it the guest's instructions run on the CPU itself")
+KVM = Check("kvm", "KVM runs the guest's instructions on the CPU itself")
 TUN = Check("tun", "a guest's network is a tap interface made with it")
 VHOST_NET = Check("vhost-net", "without it QEMU copies every packet itself")
 MEMLOCK = Check("memlock", "VFIO locks all guest RAM in memory, and so does memory.lock")
@@ -44,11 +44,11 @@ def judge_device(check: Check, place: Place, path: str, reason: str | None) -> F
 
 
 def judge_memlock(limit: int | None, needed: int | None) -> Finding:
-    """Judge how many bytes may be locked (``None``: no limit) for a guest that may *need* so many (``None``: not known)."""
+    """Judge the *limit* of bytes that may be locked (``None``: none) for a guest that may need *needed* (``None``: unknown)."""
     if needed == 0:
         return MEMLOCK.ok("nothing is locked")
     if needed is None:
-        return MEMLOCK.unknown("how much is locked depends on what the plan was refused for", "mend that first")
+        return MEMLOCK.unknown("how much is locked depends on what the plan was refused for", "fix that first")
     reason = too_little_lockable(limit, needed)
     if reason is not None:
         return MEMLOCK.warning(reason, MEMLOCK_REMEDY)

@@ -1,4 +1,4 @@
-"""What a check says: a level, what was found, why it matters, and what mends it."""
+"""Findings of the checks: a level, what was found, why it matters, and what fixes it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import attrs
 
 
 class Level(enum.Enum):
-    """How bad it is, from best to worst."""
+    """Levels of a finding, from best to worst."""
 
     OK = "ok"
     UNKNOWN = "unknown"
-    """It cannot be judged from here; that is not the same as being all right."""
+    """It cannot be judged from here, and may be either."""
     WARNING = "warning"
-    """An instance starts, and is slower or less apart from others than it could be."""
+    """An instance starts, and is slower or less isolated from others than it could be."""
     FATAL = "fatal"
     """``run`` refuses to start here, or the controller refuses its instances."""
 
 
 @attrs.frozen
 class Finding:
-    """What one check found; *remedy* is a command, or the line of a file or manifest, that mends it."""
+    """One result of a check; *remedy* is a command, or the line of a file or manifest, that fixes it."""
 
     check: str
     level: Level
@@ -38,27 +38,27 @@ class Check:
     matters: str
 
     def ok(self, found: str) -> Finding:
-        """Say that all is well."""
+        """Return a finding that needs no change."""
         return Finding(self.name, Level.OK, found, self.matters)
 
     def unknown(self, found: str, remedy: str = "") -> Finding:
-        """Say that it cannot be judged, and why not; *remedy* is how it could be."""
+        """Return why it cannot be judged; *remedy* is how it could be."""
         return Finding(self.name, Level.UNKNOWN, found, self.matters, remedy)
 
     def warning(self, found: str, remedy: str) -> Finding:
-        """Say what is second best."""
+        """Return what makes an instance slower or less isolated."""
         return Finding(self.name, Level.WARNING, found, self.matters, remedy)
 
     def fatal(self, found: str, remedy: str) -> Finding:
-        """Say what keeps an instance from starting."""
+        """Return what keeps an instance from starting."""
         return Finding(self.name, Level.FATAL, found, self.matters, remedy)
 
 
 class Place(enum.Enum):
-    """Where the question is asked: it decides what can be seen, and what has to be there."""
+    """Where the checks run, which decides what they can read and what has to be there."""
 
     NODE = "node"
-    """A Kubernetes node: every process is seen, and the kubelet's files."""
+    """A Kubernetes node: every process and the kubelet's files are visible."""
     POD = "pod"
     """A container of a Kubernetes pod."""
     CONTAINER = "container"
@@ -67,22 +67,22 @@ class Place(enum.Enum):
     """No container, and no kubelet."""
 
 
-def place_of(*, sees_everything: bool, has_kubelet: bool, in_pod: bool) -> Place:
-    """Tell where we are.
+def place_of(*, in_initial_pid_namespace: bool, has_kubelet: bool, in_pod: bool) -> Place:
+    """Return where this process runs.
 
-    *sees_everything* is whether our PID namespace is the machine's first one, so that a pod with ``hostPID`` that has
-    the kubelet's directory, as the controller's, is as good as the node itself.
+    A pod with ``hostPID`` is *in_initial_pid_namespace*: with the kubelet's directory, as the controller's pod has it, it
+    counts as the node.
     """
-    if sees_everything and has_kubelet:
+    if in_initial_pid_namespace and has_kubelet:
         return Place.NODE
     if in_pod:
         return Place.POD
-    return Place.MACHINE if sees_everything else Place.CONTAINER
+    return Place.MACHINE if in_initial_pid_namespace else Place.CONTAINER
 
 
 @attrs.frozen
 class CheckReport:
-    """Everything that was found, in the order it was asked for."""
+    """All findings, in the order of the checks."""
 
     place: Place
     findings: tuple[Finding, ...]

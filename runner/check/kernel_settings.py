@@ -1,4 +1,4 @@
-"""Judgements about the machine's kernel and how it is tuned (pure)."""
+"""Judgements about the kernel and its settings (pure)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ CGROUPS = Check(
     "cgroups",
     "the controller keeps instances apart with cgroup v2 and its cpuset controller; without them only CPU masks do",
 )
-KERNEL = Check("kernel", "older kernels do part of the work less well")
+KERNEL = Check("kernel", "older kernels isolate instances less well")
 CLOCK = Check(
-    "clocksource", "a guest under KVM reads its clock without leaving the guest only while the host's is the TSC"
+    "clocksource", "a guest under KVM reads its clock without a VM exit only while the host's clock is the TSC"
 )
-SWAP = Check("swap", "a vCPU that touches guest RAM which was swapped out stands still until it is read back")
+SWAP = Check("swap", "a vCPU that touches guest RAM which was swapped out stops until it is read back")
 TRANSPARENT_HUGEPAGES = Check(
     "transparent-hugepages", "guest RAM in 4 KiB pages costs memory-heavy guests some percent in page-table walks"
 )
 HUGEPAGES = Check("hugepages", "guest RAM in hugepages of another NUMA node is remote memory for its vCPUs")
 NUMA_BALANCING = Check(
     "numa-balancing",
-    "the kernel unmaps guest RAM again and again to see who uses it; each such page stops a vCPU shortly",
+    "the kernel unmaps guest RAM repeatedly to learn which CPU uses it; each such page stops a vCPU briefly",
 )
-ISOLATED = Check("isolated-cpus", "the scheduler spreads nothing over CPUs of isolcpus=: what starts there stays there")
+ISOLATED = Check(
+    "isolated-cpus", "the scheduler balances no threads over CPUs of isolcpus=: a thread that starts there stays there"
+)
 PCI = Check(
-    "pci-numa-nodes", "a device of unknown NUMA node is taken for one of node 0, and guest RAM placed accordingly"
+    "pci-numa-nodes", "a device of unknown NUMA node counts as one of NUMA node 0, and guest RAM is placed accordingly"
 )
 
 LOSSES = (
-    ((5, 16), "a descriptor of a cgroup lets nobody in but those who have the right anyway"),
+    ((5, 16), "a descriptor of a cgroup admits only processes that may enter it by path as well"),
     ((6, 2), "a change of a cpuset may reset the masks of pinned threads"),
     ((6, 4), "vhost threads do not follow QEMU into its cgroup and may run on the vCPUs' CPUs"),
-    ((6, 5), "the controller knows its clients by bare PID (no SO_PEERPIDFD)"),
+    ((6, 5), "the controller identifies its clients by bare PID (no SO_PEERPIDFD)"),
 )
 """Kernel version → what is lost before it."""
 
@@ -58,7 +60,7 @@ def judge_cgroups(
         return bad(f"cgroup v2 is not mounted, only v1 ({', '.join(sorted(legacy))})", remedy)
     if unified is None:
         return CGROUPS.unknown(
-            "no cgroup hierarchy can be seen here", "mount /sys/fs/cgroup read-only, or ask on the node"
+            "no cgroup hierarchy can be seen here", "mount /sys/fs/cgroup read-only, or run check on the node"
         )
     if "cpuset" not in controllers:
         offered = ", ".join(sorted(controllers)) or "none"
@@ -91,7 +93,7 @@ def judge_clock(current: str) -> Finding:
         return CLOCK.ok(f"the clock is {current}")
     return CLOCK.warning(
         f"the clock is {current}",
-        "see `dmesg | grep -i tsc` for why the TSC was given up; boot with `tsc=reliable` if the firmware is to be trusted",
+        "see `dmesg | grep -i tsc` for why the TSC was given up; boot with `tsc=reliable` if the firmware can be trusted",
     )
 
 
@@ -106,7 +108,7 @@ def judge_swap(swaps: Sequence[Swap], limit: str) -> Finding:
 
 
 def judge_transparent_hugepages(shmem: str) -> Finding:
-    """Judge ``shmem_enabled`` of transparent hugepages, for guest RAM is shared memory; empty when it cannot be read."""
+    """Judge ``shmem_enabled`` of transparent hugepages, which guest RAM is made of; empty when it cannot be read."""
     if not shmem:
         return TRANSPARENT_HUGEPAGES.unknown("the kernel does not say whether shared memory gets hugepages")
     if shmem in {"never", "deny"}:
@@ -118,12 +120,12 @@ def judge_transparent_hugepages(shmem: str) -> Finding:
 
 
 def judge_hugepages(hardware: Hardware, cpus: CpuSet, asked: int | None) -> Finding:
-    """Judge the hugepages on the NUMA nodes of *cpus*; of those that were *asked* for (bytes), if they were.
+    """Judge the hugepages on the NUMA nodes of *cpus*: those of *asked* bytes; for ``None`` every size that is reserved.
 
-    Whether there are enough for a spec is the plan's to say, and then there are no *cpus* to look at.
+    Whether there are enough for a spec is decided by the plan; *cpus* is then empty.
     """
     near = {hardware.by_cpu[cpu].numa_node for cpu in cpus & hardware.online}
-    told, missing = [], []
+    shown, missing = [], []
     reserved = {pool.size for node in hardware.numa_nodes for pool in node.hugepages if pool.total}
     for size in sorted(reserved if asked is None else {asked}):
         where = []
@@ -132,16 +134,16 @@ def judge_hugepages(hardware: Hardware, cpus: CpuSet, asked: int | None) -> Find
             where.append(f"{free} of {total} free on NUMA node {node.id}")
             if node.id in near and not free:
                 missing.append((size, node.id))
-        told.append(f"{_size(size)}: {', '.join(where)}")
-    if not told:
+        shown.append(f"{_size(size)}: {', '.join(where)}")
+    if not shown:
         return HUGEPAGES.ok("none are reserved, and no instance asks for them")
     if missing:
         size, node_id = missing[0]
         return HUGEPAGES.warning(
-            f"none of {_size(size)} is free on NUMA node {node_id} ({'; '.join(told)})",
+            f"none of {_size(size)} is free on NUMA node {node_id} ({'; '.join(shown)})",
             f"echo NUMBER > /sys/devices/system/node/node{node_id}/hugepages/hugepages-{size >> 10}kB/nr_hugepages",
         )
-    return HUGEPAGES.ok("; ".join(told))
+    return HUGEPAGES.ok("; ".join(shown))
 
 
 def _size(size: int) -> str:
@@ -149,7 +151,7 @@ def _size(size: int) -> str:
 
 
 def judge_numa_balancing(value: str, numa_nodes: int) -> Finding:
-    """Judge ``kernel.numa_balancing``, empty where the kernel has none; memory bound to its NUMA node is left alone by it."""
+    """Judge ``kernel.numa_balancing``, empty where the kernel has none; it leaves memory alone that is bound to a NUMA node."""
     if numa_nodes == 1:
         return NUMA_BALANCING.ok("the machine has one NUMA node")
     if value in {"", "0"}:
@@ -161,32 +163,34 @@ def judge_numa_balancing(value: str, numa_nodes: int) -> Finding:
 
 
 def judge_isolated(isolated: CpuSet | None, nohz_full: CpuSet, shared_pool: CpuSet | None) -> Finding:
-    """Judge the CPUs of ``isolcpus=`` and ``nohz_full=``; *shared_pool* is the kubelet's, ``None`` is what is not known."""
+    """Judge the CPUs of ``isolcpus=`` and ``nohz_full=``; *shared_pool* is the kubelet's, ``None`` if unknown."""
     quiet = f"; nohz_full='{nohz_full}'" if nohz_full else ""
     if isolated is None:
         return ISOLATED.unknown("the kernel does not say which CPUs are isolated")
     if not isolated:
         return ISOLATED.ok(f"isolcpus= names none{quiet}")
     if shared_pool is None:
-        return ISOLATED.unknown(f"isolcpus='{isolated}'{quiet}; the shared pool is not known here", "ask on the node")
+        return ISOLATED.unknown(
+            f"isolcpus='{isolated}'{quiet}; the shared pool is not known here", "run check on the node"
+        )
     if isolated.isdisjoint(shared_pool):
         return ISOLATED.ok(f"isolcpus='{isolated}', none of them in the shared pool{quiet}")
     return ISOLATED.warning(
         f"CPUs '{isolated & shared_pool}' of the shared pool are in isolcpus={quiet}",
-        "remove isolcpus= from the kernel's command line: the kubelet and the controller keep CPUs apart",
+        "remove isolcpus= from the kernel's command line: the kubelet and the controller isolate CPUs",
     )
 
 
 def judge_pci(devices: Sequence[PciDevice], numa_nodes: int) -> Finding:
-    """Judge which devices say on which NUMA node they are."""
+    """Judge whether the firmware names the NUMA node of each device."""
     if numa_nodes == 1:
         return PCI.ok("the machine has one NUMA node")
-    lost = [device for device in devices if device.numa_node < 0 and device.base_class in DEVICE_CLASSES]
-    if lost:
-        named = ", ".join(f"{device.address} ({DEVICE_CLASSES[device.base_class]})" for device in lost[:8])
-        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""  # noqa: PLR2004
+    unknown = [device for device in devices if device.numa_node < 0 and device.base_class in DEVICE_CLASSES]
+    if unknown:
+        named = ", ".join(f"{device.address} ({DEVICE_CLASSES[device.base_class]})" for device in unknown[:8])
+        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""  # noqa: PLR2004
         return PCI.warning(
             f"numa_node is -1 for {named}{more}",
-            f"update the firmware; until then, where the slot is known: echo NODE > /sys/bus/pci/devices/{lost[0].address}/numa_node",
+            f"update the firmware; until then, where the slot is known: echo NODE > /sys/bus/pci/devices/{unknown[0].address}/numa_node",
         )
-    return PCI.ok("every device says on which NUMA node it is")
+    return PCI.ok("the NUMA node of every device is known")

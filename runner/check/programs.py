@@ -1,4 +1,4 @@
-"""Judgements about the programs and services an instance leans on: QEMU and its like, kubelet, controller (pure)."""
+"""Judgements about what an instance depends on: QEMU and the other programs, the kubelet, the controller (pure)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.state import CpuState
 from runner.plan.host_checks import too_old
 
-QEMU = Check("qemu", "it is the machine")
-VIRTIOFSD = Check("virtiofsd", "each [[share]] takes one")
-DNSMASQ = Check("dnsmasq", "each [[network]] takes one: it gives the guest its address")
+QEMU = Check("qemu", "it runs the virtual machine")
+VIRTIOFSD = Check("virtiofsd", "each [[share]] is served by one")
+DNSMASQ = Check("dnsmasq", "each [[network]] has one: it gives the guest its address")
 SLEEP = Check("sleep", "it is the anchor that keeps the pod's cgroup from being removed")
 CPU_MANAGER = Check("cpu-manager", "only the kubelet's static policy gives a pod CPUs of its own")
 MEMORY_MANAGER = Check(
@@ -26,11 +26,12 @@ MEMORY_MANAGER = Check(
 TOPOLOGY_MANAGER = Check(
     "topology-manager", "it decides whether CPUs, memory and devices of a pod lie on the same NUMA nodes"
 )
-CONTROLLER = Check(
-    "controller", "it keeps everything but the vCPUs off the exclusive CPUs; without it only CPU masks do"
-)
+CONTROLLER = Check("controller", "it keeps every other thread off the exclusive CPUs; without it only CPU masks do")
 
 PROTOCOL = 1
+
+KubeletState = CpuState | Frozen
+"""What ``cpu_manager_state`` holds, or why it does not settle."""
 
 STATIC = (
     "set `cpuManagerPolicy: static` and `reservedSystemCPUs` in the kubelet's configuration, drain the node, "
@@ -40,22 +41,22 @@ STATIC = (
 
 @attrs.frozen
 class Program:
-    """A program that was looked for, and what it said when asked: *reason* is why it is of no use."""
+    """A program that was looked for and tried: its first lines of *output*, or the *error* that makes it unusable."""
 
     path: PurePosixPath | None
-    said: str = ""
+    output: str = ""
     error: str | None = None
 
 
-def qemu_error(said: str) -> str | None:
-    """Return what is wrong with a QEMU that says *said* when asked for its version."""
-    match = re.match(r"QEMU emulator version (\d[\d.]*)", said)
-    return too_old(match[1]) if match else f"it says {said!r} when asked for its version"
+def qemu_error(output: str) -> str | None:
+    """Return what is wrong with a QEMU whose ``--version`` prints *output*; ``None`` if nothing is."""
+    match = re.match(r"QEMU emulator version (\d[\d.]*)", output)
+    return too_old(match[1]) if match else f"it prints {output!r} when asked for its version"
 
 
-def dnsmasq_error(said: str) -> str | None:
-    """Return what is wrong with a dnsmasq that says *said*: its version and what it was built with."""
-    return "it was built without DHCP" if re.search(r"\bno-DHCP\b", said) else None
+def dnsmasq_error(output: str) -> str | None:
+    """Return what is wrong with a dnsmasq whose ``--version`` prints *output*, its compile-time options; ``None`` if nothing is."""
+    return "it was built without DHCP" if re.search(r"\bno-DHCP\b", output) else None
 
 
 def judge_program(check: Check, name: str, package: str, program: Program) -> Finding:
@@ -66,7 +67,7 @@ def judge_program(check: Check, name: str, package: str, program: Program) -> Fi
         return bad(f"cannot find the program {name!r} in PATH", install)
     if program.error is not None:
         return bad(f"{program.path}: {program.error}", install)
-    version = re.search(r"version (\S+)", program.said)
+    version = re.search(r"version (\S+)", program.output)
     return check.ok(f"{program.path} {version[1]}" if version else str(program.path))
 
 
@@ -79,10 +80,10 @@ def judge_virtiofsd(found: Virtiofsd | None, reason: str) -> Finding:
     return VIRTIOFSD.ok(f"{found.path} {version} ({kind}){'' if found.read_only else '; it cannot share read-only'}")
 
 
-def judge_cpu_manager(path: str, state: CpuState | Frozen, reason: str) -> Finding:
-    """Judge what ``cpu_manager_state`` says; *reason* is why it is not there or not to be read, if so."""
+def judge_cpu_manager(path: str, state: KubeletState, reason: str) -> Finding:
+    """Judge ``cpu_manager_state``, which has been read into *state*; *reason* is why it cannot be read, empty if it can."""
     if reason:
-        return CPU_MANAGER.unknown(f"cannot read {path}: {reason}", "ask on the node, as root")
+        return CPU_MANAGER.unknown(f"cannot read {path}: {reason}", "run check on the node, as root")
     if isinstance(state, Frozen):
         return CPU_MANAGER.fatal(
             state.reason, f"wait for the kubelet to write it again, or: rm {path}, systemctl restart kubelet"
@@ -91,38 +92,38 @@ def judge_cpu_manager(path: str, state: CpuState | Frozen, reason: str) -> Findi
         return CPU_MANAGER.fatal(f"the CPU Manager's policy is {state.policy!r}", STATIC.format(path))
     if len(state.shared_pool) < 2:  # noqa: PLR2004 - one CPU for everything
         return CPU_MANAGER.warning(
-            f"the shared pool is '{state.shared_pool}', and everything that has no CPUs of its own shares it",
+            f"the shared pool is '{state.shared_pool}', and every process without exclusive CPUs shares it",
             "name two CPUs or more in `reservedSystemCPUs` of the kubelet's configuration",
         )
     return CPU_MANAGER.ok(f"static; shared pool '{state.shared_pool}', exclusive '{state.exclusive()}'")
 
 
 def judge_memory_manager(policy: str, reserved: Mapping[int, int], reason: str) -> Finding:
-    """Judge ``memory_manager_state``: its policy and the bytes reserved by NUMA node; *reason* as above."""
+    """Judge ``memory_manager_state``: its policy, and NUMA node → *reserved* bytes; *reason* is why it cannot be read."""
     if reason:
-        return MEMORY_MANAGER.unknown(f"cannot read its state: {reason}", "ask on the node, as root")
+        return MEMORY_MANAGER.unknown(f"cannot read its state: {reason}", "run check on the node, as root")
     if policy != "Static":
         return MEMORY_MANAGER.warning(
             f"the Memory Manager's policy is {policy!r}",
             "set `memoryManagerPolicy: Static` and `reservedMemory` in the kubelet's configuration, drain the node, "
             "rm memory_manager_state in the kubelet's directory, systemctl restart kubelet",
         )
-    told = ", ".join(f"{size >> 20} MiB on NUMA node {node}" for node, size in sorted(reserved.items()))
-    return MEMORY_MANAGER.ok(f"Static; reserved for the system: {told or 'nothing'}")
+    shown = ", ".join(f"{size >> 20} MiB on NUMA node {node}" for node, size in sorted(reserved.items()))
+    return MEMORY_MANAGER.ok(f"Static; reserved for the system: {shown or 'nothing'}")
 
 
 def judge_topology_manager() -> Finding:
-    """Say that the policy stands in no state file."""
+    """Return that the policy cannot be judged, because it is in no state file."""
     return TOPOLOGY_MANAGER.unknown(
-        "its policy stands in the kubelet's configuration only", "grep topologyManager /var/lib/kubelet/config.yaml"
+        "its policy is only in the kubelet's configuration", "grep topologyManager /var/lib/kubelet/config.yaml"
     )
 
 
 def judge_controller(place: Place, path: str, answer: Mapping[str, object] | str | None, placement: str) -> Finding:
     """Judge the controller at the socket *path* for an instance of *placement*.
 
-    *answer* is what it says of itself, or why it does not, or ``None`` where not even the socket's directory is. Then
-    ``auto`` does without; where the directory is, it takes the controller, and waits for it in vain.
+    *answer* is its status, or why it does not answer, or ``None`` where not even the socket's directory exists. Then
+    ``auto`` chooses another back end; where the directory exists, it chooses the controller, and waits for it in vain.
     """
     directory = path.rpartition("/")[0]
     if answer is None:
@@ -131,37 +132,42 @@ def judge_controller(place: Place, path: str, answer: Mapping[str, object] | str
             Place.POD: f"mount the node's {directory} into the pod (hostPath), and run the controller on its node",
         }.get(place, f"start instance-cgroup-controller on this machine, and give the container {directory}")
         return CONTROLLER.warning(f"there is no {directory}, where its socket would be", remedy)
-    refusing = _refusing(answer)
-    if refusing is not None:
-        needed = placement == "controller" or (placement == "auto" and place in {Place.NODE, Place.POD})
-        return CONTROLLER.fatal(*refusing) if needed else CONTROLLER.warning(*refusing)
-    assert not isinstance(answer, str)  # noqa: S101 - that is refusing
+    needed = placement == "controller" or (placement == "auto" and place in {Place.NODE, Place.POD})
+    bad = CONTROLLER.fatal if needed else CONTROLLER.warning
+    if isinstance(answer, str):
+        return bad(answer, "restart instance-cgroup-controller on the node, and read its log")
+    refusal = _refusal(answer)
+    if refusal is not None:
+        return bad(*refusal)
     faults = answer.get("faults")
     if isinstance(faults, list) and faults:
         found = f"it reports {len(faults)} faults: {faults[0]}"
-        return CONTROLLER.warning(found, "mend what it says; its log has the others")
+        return CONTROLLER.warning(found, "fix what it reports; its log has the others")
     if answer.get("trusting"):
-        found = "it believes any process that it is who it says (--insecure-trust-peer)"
+        found = "it trusts any process about which instance it is (--insecure-trust-peer)"
         return CONTROLLER.warning(found, "remove --insecure-trust-peer from its arguments")
     return CONTROLLER.ok(f"it answers at {path}; float has CPUs '{answer.get('float_cpuset')}'")
 
 
-def _refusing(answer: Mapping[str, object] | str) -> tuple[str, str] | None:
-    """Return why the controller would register no instance now, and the remedy."""
-    if isinstance(answer, str):
-        return answer, "restart instance-cgroup-controller on the node, and see its log"
+def _refusal(answer: Mapping[str, object]) -> tuple[str, str] | None:
+    """Return why a controller of this status would register no instance, and the remedy; ``None`` if it would."""
     if answer.get("protocol") != PROTOCOL:
         return (
             f"it speaks protocol {answer.get('protocol')!r}, this program {PROTOCOL}",
             "install both from one release",
         )
     if answer.get("frozen"):
-        return f"it registers nobody now: {answer['frozen']}", "mend what it says; it looks again by itself"
+        return f"it registers no instance now: {answer['frozen']}", "fix what it reports; it tries again by itself"
     if answer.get("kubelet") and answer.get("policy") == "none":
-        return "it says that the kubelet gives no exclusive CPUs", STATIC.format("cpu_manager_state")
+        return "it reports that the kubelet gives no exclusive CPUs", STATIC.format("cpu_manager_state")
     return None
 
 
-def shared_pool_of(state: CpuState | Frozen | None) -> CpuSet | None:
+def shared_pool_of(state: KubeletState | None) -> CpuSet | None:
     """Return the shared pool, ``None`` where it is not known."""
     return state.shared_pool if isinstance(state, CpuState) and state.policy == "static" else None
+
+
+def assigned_by(state: KubeletState | None) -> Mapping[str, CpuSet]:
+    """Return pod UID → the pod's exclusive CPUs, empty where they are not known."""
+    return state.assigned() if isinstance(state, CpuState) else {}

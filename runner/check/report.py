@@ -1,4 +1,4 @@
-"""Findings for people and for machines (pure)."""
+"""The report of all findings, as lines and as JSON (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 from runner.check.finding import CheckReport, Level
 
 COLOURS = {Level.OK: "32", Level.UNKNOWN: "36", Level.WARNING: "33", Level.FATAL: "1;31"}
-"""Of a terminal, by level (ECMA-48, "select graphic rendition")."""
+"""Level → parameters of the terminal's SGR sequence (ECMA-48, "select graphic rendition")."""
 
 
 def report_json(report: CheckReport) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
 
 
 def report_lines(report: CheckReport, *, colour: bool) -> Iterator[str]:
-    """Yield *report* for an operator, the worst last, where the eye is when the command ends."""
+    """Yield *report* for an operator, the worst last, next to the prompt."""
     width = max((len(finding.check) for finding in report.findings), default=0)
     order = list(Level)
     for finding in sorted(report.findings, key=lambda finding: order.index(finding.level)):
@@ -32,7 +32,7 @@ def report_lines(report: CheckReport, *, colour: bool) -> Iterator[str]:
         if finding.level in {Level.WARNING, Level.FATAL}:
             yield f"{'':9}{'':{width}}    why   {finding.matters}"
         if finding.remedy:
-            yield f"{'':9}{'':{width}}    mend  {finding.remedy}"
+            yield f"{'':9}{'':{width}}    fix   {finding.remedy}"
     count = Counter(finding.level for finding in report.findings)
     yield f"{report.place.value}: " + ", ".join(
         f"{count[level]} {level.value}" for level in reversed(order) if count[level]

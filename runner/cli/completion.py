@@ -1,16 +1,37 @@
-"""What a shell needs to know to complete our command lines, made from the parsers themselves.
+"""The command ``completion``: prints the script that makes a shell complete both programs, made from their parsers.
 
-The bash script also serves zsh, by zsh's own ``bashcompinit``. Which values are files is told by their metavars.
+The bash script also serves zsh, by zsh's own ``bashcompinit``. A metavar such as FILE says that a value is a file.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+
+from runner.cli.commands import program_parser
+from runner.cli.parsers import about, actions_of, commands_of, help_of
+from runner.controller.main import command_line
 
 SHELLS = ("bash", "zsh", "fish")
 
 _FILES = frozenset({"DIR", "FILE", "PATH", "ROOT", "SPEC"})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give *parser* what this command takes."""
+    parser.epilog = (
+        "examples:\n"
+        "  source <(instance-runner completion bash)      in ~/.bashrc\n"
+        "  source <(instance-runner completion zsh)       in ~/.zshrc\n"
+        "  instance-runner completion fish > ~/.config/fish/completions/instance-runner.fish"
+    )
+    parser.add_argument("shell", choices=SHELLS, help="which shell")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the script."""
+    print(completion(arguments.shell, (program_parser(), command_line())), end="")
+    return 0
 
 
 def completion(shell: str, parsers: Sequence[argparse.ArgumentParser]) -> str:
@@ -21,24 +42,6 @@ def completion(shell: str, parsers: Sequence[argparse.ArgumentParser]) -> str:
     if shell == "zsh":
         return f"autoload -Uz compinit bashcompinit\n(( $+functions[compdef] )) || compinit\nbashcompinit\n{script}"
     return script
-
-
-def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Return the subcommands' parsers by name, in their order; empty for a program without any."""
-    for action in actions_of(parser):
-        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - argparse names it nowhere else
-            return dict(action.choices)
-    return {}
-
-
-def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the arguments of a parser, in their order."""
-    return [action for action in parser._actions if action.help != argparse.SUPPRESS]  # noqa: SLF001 - there is no other door
-
-
-def help_of(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
-    """Return what the parser's help says of *action*."""
-    return str(action.help or "") % {**vars(action), "prog": parser.prog}
 
 
 def _takes_files(action: argparse.Action) -> bool:
@@ -117,15 +120,6 @@ def _fish_values(action: argparse.Action) -> str:
         return " -r -F" if action.option_strings else " -F"
     needed = " -x" if action.option_strings and action.nargs != "?" else ""
     return needed if action.choices is None else f"{needed} -a {_quoted(' '.join(action.choices))}"
-
-
-def about(parser: argparse.ArgumentParser, name: str) -> str:
-    """Return what the parser's help says of the subcommand *name*."""
-    for action in actions_of(parser):
-        for choice in action._get_subactions() if action.choices and hasattr(action, "_get_subactions") else ():  # noqa: SLF001
-            if choice.dest == name:
-                return str(choice.help)
-    return name
 
 
 def _quoted(text: str) -> str:

@@ -1,7 +1,8 @@
-"""The command ``console``: a terminal on the guest's serial line, through the runner's socket."""
+"""The command ``console``: a terminal on the guest's serial console, through the runner's socket."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
@@ -15,11 +16,32 @@ from pathlib import Path
 
 import attrs
 
+from runner.cli.options import add_state_dir
 from runner.errors import HostError, UsageError
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, connected
 
 TYPED_AHEAD = 1 << 16
 """Bytes kept for a guest that does not read; what is typed beyond is dropped, and the bell rings."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give *parser* what this command takes."""
+    parser.epilog = "example: kubectl exec -it POD -- instance-runner console"
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--read-only", action="store_true", help="type nothing")
+    mode.add_argument(
+        "--steal", action="store_true", help="write in the place of whoever does; that one goes on reading"
+    )
+    parser.add_argument(
+        "--detach-key", default="ctrl-]", metavar="KEY", help="what ends it, the guest runs on (default: %(default)s)"
+    )
+    add_state_dir(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Attach to the console until the detach key is typed or the instance ends."""
+    request = AttachRequest(write=not arguments.read_only, steal=arguments.steal)
+    return attach(Path(arguments.state_dir), request, arguments.detach_key)
 
 
 def parse_key(text: str) -> bytes:

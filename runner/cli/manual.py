@@ -1,15 +1,42 @@
-"""Manual pages, made from the parsers and from the spec's schema: what ``--help`` says and they say cannot differ."""
+"""The command ``manual``: prints manual pages, made from the parsers and from the spec's schema, as ``--help`` is."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 
-from runner.cli.completion import about, actions_of, commands_of, help_of
+from runner.cli.commands import program_parser
+from runner.cli.parsers import about, actions_of, commands_of, help_of
+from runner.controller.main import command_line
 from runner.spec.instance import reference, tables_of_reference
 
 SPEC_PAGE = "instance-runner-spec"
+
+
+PAGES = ("instance-runner.1", f"{SPEC_PAGE}.5", "instance-cgroup-controller.8")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give *parser* what this command takes."""
+    parser.epilog = "example: instance-runner manual instance-runner-spec.5 | man -l -"
+    parser.add_argument(
+        "page", nargs="?", choices=PAGES, default="instance-runner.1", help="which page (default: %(default)s)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the page."""
+    version = metadata.version("instance-runner")
+    _, section = arguments.page.split(".")
+    others = ["{}({})".format(*page.split(".")) for page in PAGES if page != arguments.page]
+    if section == "5":
+        print(spec_page(version, others), end="")
+    else:
+        parser = program_parser() if section == "1" else command_line()
+        print(command_page(parser, int(section), version, others), end="")
+    return 0
 
 
 def command_page(parser: argparse.ArgumentParser, section: int, version: str, see_also: Sequence[str]) -> str:

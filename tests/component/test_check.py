@@ -15,8 +15,9 @@ import pytest
 import trio
 import trio.testing
 
+from runner.check.context import CheckedHost
 from runner.check.finding import Level, Place
-from runner.check.host_reader import Here, ask_controller, check_here
+from runner.check.host_reader import ask_controller, check_host
 from runner.errors import Status
 from runner.facts.hardware import Hardware
 from tests.support.fake_cgroupfs import fake_cgroupfs, format_cpu_state
@@ -42,9 +43,9 @@ MEMORY_STATE = {
 }
 
 
-def here(root: Path, environment: Mapping[str, str] | None = None) -> Here:
+def here(root: Path, environment: Mapping[str, str] | None = None) -> CheckedHost:
     socket = PurePosixPath(root / "run" / "controller.sock")
-    return Here(root, root / "kubelet", socket, PurePosixPath(root / "state"), environment or {})
+    return CheckedHost(root, root / "kubelet", socket, PurePosixPath(root / "state"), environment or {})
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +130,8 @@ OF_THIS_MACHINE = {"memlock", "mbind", "qemu", "dnsmasq", "virtiofsd", "sleep", 
 """Checks that look at the machine the tests run on, or at device nodes that no tree has."""
 
 
-async def levels(where: Here) -> tuple[Place, dict[str, str]]:
-    report = await check_here(where, None)
+async def levels(where: CheckedHost) -> tuple[Place, dict[str, str]]:
+    report = await check_host(where, None)
     return report.place, {each.check: each.level.value for each in report.findings if each.check not in OF_THIS_MACHINE}
 
 
@@ -184,12 +185,12 @@ Fault = tuple[str, str | None, str, str, str]
 """A file, what it says instead (``None``: it is not there), the check that notices, its level, a word of what it says."""
 
 
-async def all_noticed(where: Here, faults: list[Fault]) -> None:
+async def all_noticed(where: CheckedHost, faults: list[Fault]) -> None:
     for file, content, *_ in faults:
         (where.root / file).unlink()  # a link to the good machine's
         if content is not None:
             write(where.root / file, content)
-    found = (await check_here(where, None)).findings
+    found = (await check_host(where, None)).findings
     for file, _, check, level, word in faults:
         about = [(each.level.value, each.found) for each in found if each.check == check]
         assert any(each == level and word in sentence for each, sentence in about), (file, about)
@@ -291,7 +292,7 @@ async def test_what_cannot_be_seen_in_a_pod_is_unknown(pod: Path) -> None:
 async def test_a_pod_with_the_hosts_processes(pod: Path) -> None:
     name_namespace(pod, FIRST_NAMESPACE)
     [found] = [
-        each for each in (await check_here(here(pod, IN_KUBERNETES), None)).findings if each.check == "pid-namespace"
+        each for each in (await check_host(here(pod, IN_KUBERNETES), None)).findings if each.check == "pid-namespace"
     ]
     assert (found.level, "hostPID" in found.remedy) == (Level.FATAL, True)
 
@@ -311,7 +312,7 @@ async def test_what_a_refused_plan_leaves_open_is_unknown_or_reckoned_without_it
     text = '[boot]\nkernel = "/none"\n[cpu]\ncount = {}\n[memory]\nlock = {}\n'
 
     async def found(count: str, lock: str) -> dict[str, tuple[str, str]]:
-        report = await check_here(where, ("spec.toml", text.format(count, lock).encode()))
+        report = await check_host(where, ("spec.toml", text.format(count, lock).encode()))
         return {each.check: (each.level.value, each.found) for each in report.findings}
 
     everything = await found('"all"', "true")
@@ -447,8 +448,3 @@ def test_colours_are_for_terminals(environment: dict[str, str], *, coloured: boo
     process.wait()
     assert (b"\x1b[32mok     \x1b[0m" in said) == coloured
     assert b"machine: " in said or b"node: " in said or b"container: " in said or b"pod: " in said
-
-
-def test_pid_1_does_not_load_it() -> None:
-    loaded = "import sys, runner.__main__; print(any(name.startswith('runner.check') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", loaded], check=True, capture_output=True).stdout == b"False\n"

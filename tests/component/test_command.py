@@ -1,23 +1,67 @@
-"""The program as a child: what its end, which skips the interpreter's own, must not lose."""
+"""The program as a child: what it imports, and what its end, which skips the interpreter's own, must not lose."""
 
 from __future__ import annotations
 
 import os
+import pty
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from runner.cli.commands import COMMANDS
 
 PROGRAM = (sys.executable, "-m", "runner")
 PLAN = (
-    "import atexit, sys, runner.__main__ as m; m._plan = lambda _: {}; sys.argv = ['', 'plan', 'spec']; {}; m.entry()"
+    "import atexit, sys, runner.__main__ as m, runner.cli.plan as p; p.main = lambda _: {}; "
+    "sys.argv = ['', 'plan', 'spec']; {}; m.entry()"
 )
+CLI = Path(__file__).parents[2] / "runner/cli"
+
+
+def loaded(*argv: str) -> set[str]:
+    """Return the names of all modules that are loaded when the program has run with *argv*."""
+    script = (
+        "import sys, runner.__main__ as m; m.main(sys.argv[1:]); sys.stderr.write('loaded ' + ' '.join(sys.modules))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, *argv], check=True, capture_output=True, text=True)
+    return set(ended.stderr.rpartition("loaded ")[2].split())
 
 
 def test_the_version_is_looked_up_when_asked() -> None:
     said = subprocess.run([*PROGRAM, "--version"], check=True, capture_output=True, text=True)
     assert said.stdout == f"instance-runner {metadata.version('instance-runner')}\n"
-    loaded = "import sys, runner.__main__; print('importlib.metadata' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", loaded], check=True, capture_output=True).stdout == b"False\n"
+    assert "importlib.metadata" not in loaded("--help")
+
+
+def test_every_command_is_a_module_in_the_table() -> None:
+    takers = {path.stem for path in CLI.glob("*.py") if "def add_arguments(" in path.read_text()}
+    assert takers == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_a_command_is_imported_only_when_it_is_asked_for(command: str) -> None:
+    commands = {f"runner.cli.{name}" for name in COMMANDS}
+    found = loaded(*([command] if command else []), "--help")
+    assert found & commands == ({f"runner.cli.{command}"} if command else set())
+    if not command:
+        assert "trio" not in found
+
+
+def test_run_imports_nothing_that_only_other_commands_need() -> None:
+    found = loaded("run", "/no/such/spec")
+    shared = {name for name in found if name.startswith("runner.cli.")}
+    assert shared == {"runner.cli.commands", "runner.cli.options", "runner.cli.run"}
+    others = (
+        *("runner.check", "runner.inspect", "runner.controller", "runner.kubelet.node_plan", "runner.kubelet.report"),
+        *("runner.plan.render", "importlib.metadata", "yaml"),
+    )
+    assert {name for name in found if name.startswith(others)} == set()
 
 
 def test_an_error_has_its_sentence_and_status() -> None:
@@ -32,10 +76,105 @@ def test_what_was_printed_is_out_before_the_end() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, "word\n", "")
 
 
-def test_a_reader_that_has_gone_is_no_error() -> None:
+def socket_whose_peer_has_gone() -> int:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    return ours.detach()
+
+
+def terminal_that_hung_up() -> int:
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    return theirs
+
+
+def full_device() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def pipe_without_a_reader() -> int:
     reader, writer = os.pipe()
     os.close(reader)
-    script = PLAN.format("print('word') or 7", "pass")
-    ended = subprocess.run([sys.executable, "-c", script], check=False, stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
+    return writer
+
+
+UNWRITABLE = [socket_whose_peer_has_gone, terminal_that_hung_up, full_device, pipe_without_a_reader]
+
+
+@contextmanager
+def opened(output: Callable[[], int]) -> Iterator[int]:
+    fd = output()
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture(params=["", "1"], ids=["buffered", "unbuffered"])
+def environment(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Return an environment in which Python buffers its output, or writes even nothing at once."""
+    return {**os.environ, "PYTHONUNBUFFERED": request.param}
+
+
+@pytest.mark.parametrize("output", UNWRITABLE)
+def test_an_output_that_cannot_be_written_leaves_the_status_of_run(
+    output: Callable[[], int], environment: dict[str, str]
+) -> None:
+    script = (
+        "import sys, runner.__main__ as m, runner.cli.run as r\n"
+        "async def ended(*_, **__): return r.ExitReport(20, 'machine_died', 'QEMU crashed')\n"
+        "r.run_as_init = ended; sys.argv = ['', 'run', 'runner/__init__.py']; m.entry()"
+    )
+    with opened(output) as stdout, opened(output) as stderr:
+        quiet = subprocess.run([sys.executable, "-c", script], check=False, stdout=stdout, env=environment)
+        silent = subprocess.run(
+            [sys.executable, "-c", script], check=False, stdout=stdout, stderr=stderr, env=environment
+        )
+    assert (quiet.returncode, silent.returncode) == (20, 20)
+
+
+@pytest.mark.parametrize("argv", [["plan", "/no/such/spec"], ["run", "--no-such-option"]])
+@pytest.mark.parametrize("output", UNWRITABLE)
+def test_an_error_that_cannot_be_written_leaves_its_status(output: Callable[[], int], argv: list[str]) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with opened(output) as fd:
+        ended = subprocess.run([*PROGRAM, *argv], check=False, stdout=fd, stderr=fd, env=environment)
+    assert ended.returncode == 2
+
+
+@pytest.mark.parametrize("argv", [["manual"], ["--version"]])
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [(terminal_that_hung_up, "Input/output error"), (full_device, "No space left on device")],
+)
+def test_a_result_that_cannot_be_written_is_an_error(
+    output: Callable[[], int], reason: str, argv: list[str], environment: dict[str, str]
+) -> None:
+    with opened(output) as fd:
+        ended = subprocess.run(
+            [*PROGRAM, *argv], check=False, stdout=fd, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    assert (ended.returncode, ended.stderr) == (2, f"instance-runner: cannot write the output: {reason}\n")
+
+
+@pytest.mark.parametrize("output", [socket_whose_peer_has_gone, pipe_without_a_reader])
+@pytest.mark.parametrize("argv", [["manual"], ["--version"]])
+def test_a_reader_that_has_gone_is_no_error(
+    output: Callable[[], int], argv: list[str], environment: dict[str, str]
+) -> None:
+    with opened(output) as fd:
+        ended = subprocess.run([*PROGRAM, *argv], check=False, stdout=fd, stderr=subprocess.PIPE, env=environment)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_reader_that_has_gone_leaves_the_status() -> None:
+    script = PLAN.format("print('word') or 7", "pass")
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with opened(pipe_without_a_reader) as fd:
+        ended = subprocess.run(
+            [sys.executable, "-c", script], check=False, stdout=fd, stderr=subprocess.PIPE, env=buffered
+        )
+    assert (ended.returncode, ended.stderr) == (7, b"")
+
+
+def test_closed_standard_descriptors_are_filled() -> None:
+    argv = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PROGRAM, "check", "-"]
+    assert subprocess.run(argv, check=False).returncode == 3  # an empty document is no spec

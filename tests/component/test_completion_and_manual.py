@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from runner.__main__ import _parser
-from runner.cli.completion import commands_of
+from runner.cli.commands import program_parser
+from runner.cli.parsers import commands_of
 from runner.controller.main import command_line
 from runner.spec.instance import reference
 
 PROGRAM = (sys.executable, "-m", "runner")
-COMMANDS = [*commands_of(_parser())]
+COMMANDS = [*commands_of(program_parser())]
 PAGES = ("instance-runner.1", "instance-runner-spec.5", "instance-cgroup-controller.8")
 
 BASH = 'source {script}; cd {here}; COMP_WORDS=({words}); COMP_CWORD={last}; {function}; printf "%s\\n" "${{COMPREPLY[@]}}"'
@@ -117,7 +117,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
         yield from parsers(each)
 
 
-@pytest.mark.parametrize("parser", [*parsers(_parser()), command_line()], ids=lambda parser: str(parser.prog))
+@pytest.mark.parametrize("parser", [*parsers(program_parser()), command_line()], ids=lambda parser: str(parser.prog))
 def test_every_help_ends_in_examples(parser: argparse.ArgumentParser) -> None:
     last = parser.format_help().rstrip().rpartition("\n\n")[2]
     assert last.startswith(("example: ", "examples:\n"))

@@ -289,11 +289,3 @@ def test_what_is_refused(
     monkeypatch.chdir(ROOT)
     assert main(["plan", *arguments]) == status
     assert capsys.readouterr() == ("", f"instance-runner: {sentence}\n")
-
-
-def test_pid_1_pays_for_none_of_it() -> None:
-    script = (
-        "import sys, runner.__main__\n"
-        "print([name for name in ('yaml', 'runner.cli.plan_node', 'runner.kubelet.node_plan') if name in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout == b"[]\n"

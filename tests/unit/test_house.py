@@ -47,11 +47,11 @@ TWICE = {"Link", "Look", "Reader"}
 
 PURE = (
     {"errors", "cpuset", "table", "arguments", "facts", "spec", "placement", "kubelet", "plan"}
-    | {f"cli.{module}" for module in ("completion", "manual")}
+    | {f"cli.{module}" for module in ("completion", "manual", "parsers")}
     | {f"inspect.{module}" for module in ("roles", "render", "rules", "observation")}
     | {
         f"check.{module}"
-        for module in ("finding", "kernel_settings", "cpu_owners", "device_rights", "programs", "report")
+        for module in ("context", "finding", "kernel_settings", "cpu_owners", "device_rights", "programs", "report")
     }
     | {f"controller.{module}" for module in ("reconcile",)}
 )
@@ -79,7 +79,7 @@ ONE_DOOR = {
     "socket": {"kernel", "protocol", "controller"},
     "yaml": {"spec.yaml"},
     "runner.spec.yaml": {"cli.plan_node"},
-    "runner.cli.plan_node": {"__main__"},
+    "runner.cli.plan_node": {"cli.plan"},
 }
 """Module → the only modules (or rooms) of ours that may import it."""
 

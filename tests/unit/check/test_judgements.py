@@ -1,4 +1,4 @@
-"""Every check in every level it knows; what is not well names what mends it."""
+"""Every check in every level it has; a finding below ok names its remedy."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ STATUS: dict[str, object] = {
 
 
 def own(pod: PodQos | None, allowed: CpuSet, *, less: bool = False) -> Finding:
-    return cpu_owners.judge_own_cpus(pod, allowed, ALL, asked_for_less=less)
+    return cpu_owners.judge_own_cpus(pod, allowed, ALL, asks_for_less=less)
 
 
 def time(place: Place, limit: float | None, throttled: int = 0, *, less: bool = False) -> Finding:
-    return cpu_owners.judge_cpu_time(place, limit, 4, throttled, asked_for_less=less)
+    return cpu_owners.judge_cpu_time(place, limit, 4, throttled, asks_for_less=less)
 
 
 def cores(numbers: str, others: str = "", hardware: Hardware = EPYC) -> list[Finding]:
@@ -55,7 +55,7 @@ def cores(numbers: str, others: str = "", hardware: Hardware = EPYC) -> list[Fin
 def init(
     *, ours: bool, blocks: bool = False, handles: bool = False, everything: bool = False, name: str = "bash"
 ) -> list[Finding]:
-    return list(cpu_owners.judge_init(POD, Init(ours, name, blocks, handles), sees_everything=everything))
+    return list(cpu_owners.judge_init(POD, Init(ours, name, blocks, handles), in_initial_pid_namespace=everything))
 
 
 def hugepages(near: str, *free: int, asked: int | None = None) -> Finding:
@@ -85,7 +85,7 @@ CASES: list[tuple[Finding, Level, str]] = [
     (kernel_settings.judge_cgroups(NODE, MOUNT, ["cpu"], {}), FATAL, "does not offer cpuset (it offers: cpu)"),
     (kernel_settings.judge_kernel("6.12.48+deb13-amd64"), OK, "6.12.48"),
     (kernel_settings.judge_kernel("6.5.0"), OK, "6.5.0"),
-    (kernel_settings.judge_kernel("6.4.99"), WARNING, "before 6.5 the controller knows its clients by bare PID"),
+    (kernel_settings.judge_kernel("6.4.99"), WARNING, "before 6.5 the controller identifies its clients by bare PID"),
     (kernel_settings.judge_kernel("5.15.0-91-generic"), WARNING, "before 6.2 a change of a cpuset may reset the masks"),
     (kernel_settings.judge_kernel(""), UNKNOWN, "no version"),
     (kernel_settings.judge_clock("tsc"), OK, "tsc"),
@@ -145,8 +145,8 @@ CASES: list[tuple[Finding, Level, str]] = [
     (init(ours=True, blocks=True)[1], OK, "was blocked before Python started"),
     (init(ours=True)[1], WARNING, "was not blocked"),
     (init(ours=False)[0], UNKNOWN, "its PID 1 is 'bash'"),
-    (init(ours=False)[1], UNKNOWN, "does not listen to SIGTERM"),
-    (init(ours=False, handles=True)[1], UNKNOWN, "how it was started cannot be seen any more"),
+    (init(ours=False)[1], UNKNOWN, "does not handle SIGTERM"),
+    (init(ours=False, handles=True)[1], UNKNOWN, "how it was started can no longer be seen"),
     (init(ours=False, blocks=True)[1], OK, "blocks SIGTERM"),
     (init(ours=False, name="instance-runner")[0], OK, "its PID 1 is 'instance-runner'"),
     (init(ours=False, name="pause")[0], FATAL, "shared with the pod's other containers"),
@@ -185,7 +185,7 @@ CASES: list[tuple[Finding, Level, str]] = [
     (programs.judge_memory_manager("Static", {0: 1 << 30, 1: 0}, ""), OK, "1024 MiB on NUMA node 0, 0 MiB on NUMA node 1"),
     (programs.judge_memory_manager("None", {}, ""), WARNING, "'None'"),
     (programs.judge_memory_manager("", {}, "Permission denied"), UNKNOWN, "Permission denied"),
-    (programs.judge_topology_manager(), UNKNOWN, "configuration only"),
+    (programs.judge_topology_manager(), UNKNOWN, "only in the kubelet's configuration"),
     (controller(STATUS), OK, "float has CPUs '0-1'"),
     (controller(None), WARNING, "there is no /run/c, where its socket would be"),
     (controller(None, NODE), WARNING, "there is no /run/c"),
@@ -199,7 +199,7 @@ CASES: list[tuple[Finding, Level, str]] = [
     (controller({**STATUS, "frozen": "the file is empty"}), FATAL, "the file is empty"),
     (controller({**STATUS, "policy": "none"}), FATAL, "no exclusive CPUs"),
     (controller({**STATUS, "faults": ["one", "two"]}), WARNING, "2 faults: one"),
-    (controller({**STATUS, "trusting": True}), WARNING, "believes any process"),
+    (controller({**STATUS, "trusting": True}), WARNING, "trusts any process"),
 ]  # fmt: skip
 
 
@@ -207,7 +207,7 @@ CASES: list[tuple[Finding, Level, str]] = [
 def test_a_check_in_each_of_its_levels(finding: Finding, level: Level, word: str) -> None:
     assert (finding.level, word in finding.found) == (level, True), finding
     assert finding.matters
-    assert finding.remedy or level in {OK, UNKNOWN}, "what is not well can be mended"
+    assert finding.remedy or level in {OK, UNKNOWN}, "a finding below ok has a remedy"
     assert not (finding.remedy and level is OK)
 
 
@@ -226,7 +226,7 @@ def test_every_check_was_judged() -> None:
     [
         ("QEMU emulator version 7.2.22 (Debian 1:7.2) Copyright", None),
         ("QEMU emulator version 6.2.0", "QEMU 6.2.0 is older than 7.2"),
-        ("something else", "it says 'something else' when asked for its version"),
+        ("something else", "it prints 'something else' when asked for its version"),
     ],
 )
 def test_what_a_qemu_says_of_itself(said: str, reason: str | None) -> None:
@@ -239,7 +239,7 @@ def test_a_dnsmasq_without_dhcp_is_of_no_use() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sees_everything", "has_kubelet", "in_pod", "place"),
+    ("in_initial_pid_namespace", "has_kubelet", "in_pod", "place"),
     [
         (True, True, False, NODE),
         (True, True, True, NODE),  # the controller's pod
@@ -249,8 +249,8 @@ def test_a_dnsmasq_without_dhcp_is_of_no_use() -> None:
         (True, False, False, MACHINE),
     ],
 )
-def test_where_we_are(*, sees_everything: bool, has_kubelet: bool, in_pod: bool, place: Place) -> None:
-    assert place_of(sees_everything=sees_everything, has_kubelet=has_kubelet, in_pod=in_pod) is place
+def test_where_we_are(*, in_initial_pid_namespace: bool, has_kubelet: bool, in_pod: bool, place: Place) -> None:
+    assert place_of(in_initial_pid_namespace=in_initial_pid_namespace, has_kubelet=has_kubelet, in_pod=in_pod) is place
 
 
 REPORT = CheckReport(
@@ -272,7 +272,7 @@ def test_people_read_the_worst_last() -> None:
     ]
     assert lines[-4].startswith("fatal    own-cpus     the pod is Burstable")
     assert lines[-3].split(maxsplit=1)[0] == "why"
-    assert lines[-2].split(maxsplit=1)[0] == "mend"
+    assert lines[-2].split(maxsplit=1)[0] == "fix"
     assert lines[-1] == "pod: 1 fatal, 1 warning, 1 unknown, 1 ok"
     assert "\x1b" not in "".join(lines)
     assert "\x1b[1;31mfatal  \x1b[0m" in "".join(report_lines(REPORT, colour=True))

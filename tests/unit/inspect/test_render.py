@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 
+from runner.cli.inspect import ReportFormatter
 from runner.cpuset import CpuSet
 from runner.errors import Status
 from runner.facts.threads import ThreadStatus
-from runner.inspect.command import Screen
 from runner.inspect.observation import (
     GuestMemory,
     InstanceObservation,
@@ -76,7 +76,7 @@ def evolved(report: InspectionReport, tid: int, **changes: Any) -> InspectionRep
 
 
 def test_the_table_and_its_verdicts() -> None:
-    assert Screen(as_json=False, redraw=False, repeated=False).text(REPORT) == SHOWN
+    assert ReportFormatter(as_json=False, redraw=False, repeated=False).text(REPORT) == SHOWN
 
 
 def test_of_many_reasons_people_see_some() -> None:
@@ -128,27 +128,27 @@ def test_machines_get_the_same() -> None:
 
 
 def test_watching_without_a_terminal_tells_changes_only() -> None:
-    screen = Screen(as_json=False, redraw=False, repeated=True)
-    first = screen.text(REPORT).splitlines()
+    formatter = ReportFormatter(as_json=False, redraw=False, repeated=True)
+    first = formatter.text(REPORT).splitlines()
     assert first[0] == "+ 3ceda12c emulator 10 'qemu-system-x86' may run on '0' in '/stelia/float'"
     assert all(line.startswith("+ ") for line in first)
-    assert screen.text(REPORT) == ""
-    assert screen.text(evolved(REPORT, 10, running_on=4)) == "", "where a thread ran last changes all the time"
-    assert screen.text(evolved(REPORT, 10, cpus=CpuSet([0, 4]))).splitlines() == [
+    assert formatter.text(REPORT) == ""
+    assert formatter.text(evolved(REPORT, 10, running_on=4)) == "", "where a thread ran last changes all the time"
+    assert formatter.text(evolved(REPORT, 10, cpus=CpuSet([0, 4]))).splitlines() == [
         "- 3ceda12c emulator 10 'qemu-system-x86' may run on '0' in '/stelia/float'",
         "- 3ceda12c exclusive ok",
         "+ 3ceda12c emulator 10 'qemu-system-x86' may run on '0,4' in '/stelia/float'",
         f"+ 3ceda12c exclusive violated: {INTRUDER}",
     ]
-    assert screen.status is Status.FINDINGS
+    assert formatter.status is Status.FINDINGS
 
 
 def test_watching_for_machines_is_a_document_a_line() -> None:
-    screen = Screen(as_json=True, redraw=True, repeated=True)
-    assert json.loads(screen.text(REPORT)) == report_json(REPORT)
-    assert screen.text(REPORT) == ""
+    formatter = ReportFormatter(as_json=True, redraw=True, repeated=True)
+    assert json.loads(formatter.text(REPORT)) == report_json(REPORT)
+    assert formatter.text(REPORT) == ""
 
 
 def test_watching_on_a_terminal_draws_the_table_anew() -> None:
-    screen = Screen(as_json=False, redraw=True, repeated=True)
-    assert screen.text(REPORT) == screen.text(REPORT) == "\x1b[H\x1b[2J" + SHOWN
+    formatter = ReportFormatter(as_json=False, redraw=True, repeated=True)
+    assert formatter.text(REPORT) == formatter.text(REPORT) == "\x1b[H\x1b[2J" + SHOWN

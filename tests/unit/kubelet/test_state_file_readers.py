@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.check import host_reader
+from runner.check.context import CheckedHost
 from runner.cli import plan_node
 from runner.controller.loop import Intervals, ReconcileLoop
 from runner.controller.tree import Tree
@@ -48,8 +49,8 @@ async def by_controller(kubelet: KubeletFiles) -> CpuState | Frozen:
 
 async def by_check(kubelet: KubeletFiles) -> CpuState | Frozen | None:
     root = kubelet.directory.parent
-    here = host_reader.Here(root, kubelet.directory, PurePosixPath("/none"), PurePosixPath("/none"), {})
-    return await host_reader._kubelet(here)
+    host = CheckedHost(root, kubelet.directory, PurePosixPath("/none"), PurePosixPath("/none"), {})
+    return await host_reader._kubelet(host)
 
 
 async def by_inspect(kubelet: KubeletFiles) -> KubeletObservation | Unknown:

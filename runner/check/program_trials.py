@@ -1,0 +1,79 @@
+"""Runs the programs that an instance starts, each with a harmless question, and judges what they answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import attrs
+import trio
+
+from runner.check import programs
+from runner.check.finding import Check, Finding
+from runner.check.programs import Program
+from runner.errors import HostError, explain
+from runner.instance.discover import SYSTEM_DIRECTORIES, find_virtiofsd
+from runner.instance.supervisor import Supervisor
+from runner.kernel.files import find_program
+from runner.kernel.processes import Command
+from runner.plan.argv.qemu import SANDBOX
+
+TIMEOUT = 20.0
+"""Seconds that a program may take to answer: a busy machine is slow, not broken."""
+
+
+async def try_programs(supervisor: Supervisor) -> list[Finding]:
+    """Return the findings about all programs, which run at the same time."""
+    findings: list[Finding] = []
+
+    async def judged(check: Check, name: str, package: str, trial: Callable[[], Awaitable[Program]]) -> None:
+        findings.append(programs.judge_program(check, name, package, await trial()))
+
+    async def virtiofsd() -> None:
+        findings.append(programs.judge_virtiofsd(*await find_virtiofsd(supervisor)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(judged, programs.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, supervisor))
+        nursery.start_soon(judged, programs.DNSMASQ, "dnsmasq", "dnsmasq-base", partial(_dnsmasq, supervisor))
+        nursery.start_soon(virtiofsd)
+    sleep = find_program("sleep", SYSTEM_DIRECTORIES)
+    findings.append(programs.judge_program(programs.SLEEP, "sleep", "coreutils", Program(sleep)))
+    return sorted(findings, key=lambda finding: finding.check)
+
+
+async def _qemu(supervisor: Supervisor) -> Program:
+    qemu = await _run(supervisor, "qemu-system-x86_64", "--version")
+    reason = qemu.error
+    if qemu.path is not None and reason is None:
+        reason = programs.qemu_error(qemu.output)
+    if qemu.path is not None and reason is None:
+        # Some builds lack one of these: the sandbox of every guest, the device of every share.
+        parts = ("-sandbox", SANDBOX, "-machine", "none", "-device", "vhost-user-fs-pci,help")
+        reason = (await _run(supervisor, "qemu-system-x86_64", *parts)).error
+    return attrs.evolve(qemu, error=reason)
+
+
+async def _dnsmasq(supervisor: Supervisor) -> Program:
+    dnsmasq = await _run(supervisor, "dnsmasq", "--version")
+    return attrs.evolve(dnsmasq, error=dnsmasq.error or programs.dnsmasq_error(dnsmasq.output))
+
+
+async def _run(supervisor: Supervisor, name: str, *arguments: str) -> Program:
+    """Find the program *name* and run it with *arguments*; return its first two lines, or why it did not end well."""
+    path = find_program(name, SYSTEM_DIRECTORIES)
+    if path is None:
+        return Program(None)
+    command = Command(name, (str(path), *arguments), level=logging.DEBUG)
+    status: int | None = None
+    try:
+        async with supervisor.processes.daemon(command, 0) as process:
+            with trio.move_on_after(TIMEOUT):
+                status = await process.wait()
+    except HostError as error:
+        return Program(path, error=explain(error))
+    if status is None:
+        return Program(path, error=f"has not answered for {TIMEOUT:g} s")
+    if status != 0:
+        return Program(path, error=f"{process.how_it_ended()} when asked for {' '.join(arguments)}")
+    return Program(path, " ".join(list(process.last_words)[:2]))

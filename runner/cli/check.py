@@ -1,0 +1,56 @@
+"""The command ``check``: prints whether this node, pod or machine is fit for instances, and what fixes it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import trio
+
+from runner.check.context import CheckedHost
+from runner.check.finding import Level
+from runner.check.host_reader import check_host
+from runner.check.report import report_json, report_lines
+from runner.cli.options import absolute_path, add_spec, read_spec
+from runner.errors import Status
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give *parser* what this command takes."""
+    parser.epilog = (
+        f"exit status: 0, or {Status.FINDINGS.value} when something keeps an instance from starting; warnings do not.\n\n"
+        "examples:\n"
+        "  instance-runner check\n"
+        "  instance-runner check /etc/instance/spec.toml --json"
+    )
+    add_spec(parser, nargs="?")
+    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+    parser.add_argument(
+        "--kubelet-dir",
+        type=Path,
+        default=Path("/var/lib/kubelet"),
+        metavar="DIR",
+        help="the kubelet's --root-dir (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--socket",
+        type=absolute_path,
+        metavar="PATH",
+        help="where the controller listens (default: the spec's cpu.controller)",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the findings; return ``FINDINGS`` if one of them keeps an instance from starting."""
+    document = None if arguments.spec is None else (arguments.spec, read_spec(arguments.spec))
+    host = CheckedHost(Path("/"), arguments.kubelet_dir, arguments.socket, arguments.state_dir, dict(os.environ))
+    report = trio.run(check_host, host, document)
+    if arguments.json:
+        print(json.dumps(report_json(report), indent=1))
+    else:
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print("\n".join(report_lines(report, colour=colour)))
+    return Status.FINDINGS if report.verdict is Level.FATAL else 0

@@ -1,0 +1,59 @@
+"""The table of commands, and the program's parser made of it.
+
+Each command is the module ``runner.cli.<name>`` with ``add_arguments(parser)`` and ``main(arguments)``, which returns the
+exit status. A module is imported only when its command is asked for: PID 1 pays for ``run`` alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from importlib import import_module
+
+from runner.cli.options import STATUS_HELP
+
+COMMANDS = {
+    "run": "run an instance as PID 1, until it ends or SIGTERM ends it",
+    "plan": "say what run would do here, or what a Kubernetes node would do with a pod; touches nothing",
+    "inspect": "say where every thread of a running instance is, and judge it",
+    "check": "say whether this node, pod or machine is fit for instances, and what fixes it; changes nothing",
+    "ctl": "ask a running instance, from inside its container: its state, disks that come, go and grow",
+    "completion": "print what makes a shell complete this command and the controller's",
+    "manual": "print a manual page, in the language of man",
+    "console": "attach this terminal to the serial console of the instance in this container",
+}
+"""Name → what ``--help`` says about the command."""
+
+
+def program_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser of the program: every command by name and help, those in *complete* with their arguments.
+
+    The parsed arguments have the command's name as ``command``.
+    """
+    parser = argparse.ArgumentParser(
+        prog="instance-runner",
+        description="Runs one virtual machine in one pod, every vCPU alone on its own CPU.",
+        epilog=f"{STATUS_HELP}\n\n"
+        "examples:\n"
+        "  instance-runner check /etc/instance/spec.toml\n"
+        "  instance-runner plan /etc/instance/spec.toml\n"
+        "  env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, purpose in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name in complete:
+            import_module(f"runner.cli.{name}").add_arguments(command)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version; importing what reads it takes as long as the rest of this parser, so that it is done only here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        print(parser.prog, metadata.version("instance-runner"))
+        parser.exit()

@@ -1,0 +1,161 @@
+"""The command ``inspect``: where to look, how often, and what to print of each report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import trio
+
+from runner.cli.options import add_state_dir
+from runner.errors import Status, UsageError
+from runner.inspect.observation import Observation
+from runner.inspect.observe import MountedHost, observe_container, observe_node
+from runner.inspect.render import report_json, report_lines, state_lines
+from runner.inspect.rules import InspectionReport, judge
+from runner.kernel.cgroup import Cgroup
+
+_CLEAR = "\x1b[H\x1b[2J"
+"""Cursor home, erase the screen (ECMA-48)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give *parser* what this command takes."""
+    parser.description = (
+        "In an instance's container: that instance. On the node, as root: every instance that the controller placed. "
+        f"The exit status is {Status.FINDINGS.value} if a rule is violated, and 0 if not, also where one cannot be judged."
+    )
+    parser.epilog = (
+        "examples:\n"
+        "  kubectl exec POD -- instance-runner inspect\n"
+        "  instance-runner inspect --watch 2\n"
+        "  instance-runner inspect 3ceda12c --json"
+    )
+    add = parser.add_argument
+    add("instance", metavar="UUID", nargs="?", default="", help="on the node: only instances whose uuid begins so")
+    add("--json", action="store_true", help="the report as JSON")
+    add(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=5.0,
+        metavar="SECONDS",
+        help="again and again until Ctrl-C (default: every 5 s); where the output is no terminal, only what changes",
+    )
+    add_state_dir(parser)
+    add("--root", type=Path, default=Path("/sys/fs/cgroup/stelia"), metavar="DIR", help="the controller's cgroup")
+    add("--cgroupfs", type=Path, default=Path("/sys/fs/cgroup"), metavar="DIR", help="where cgroup v2 is mounted")
+    add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= (seconds := float(text)) <= 86400:  # noqa: PLR2004 - a person watches no more often, and once a day
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86400")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print one report, or one after the other; return ``FINDINGS`` if the last one has a violated rule."""
+    target = InspectionTarget(
+        receipt=Path(arguments.state_dir / "receipt.json"),
+        root=Cgroup(arguments.root),
+        kubelet=arguments.kubelet_dir,
+        machine=MountedHost(cgroupfs=arguments.cgroupfs),
+        pod_uid=arguments.instance,
+    )
+    watching = arguments.watch is not None
+    formatter = ReportFormatter(arguments.json, redraw=sys.stdout.isatty(), repeated=watching)
+
+    def show(report: InspectionReport) -> None:
+        print(formatter.text(report), end="", flush=True)
+
+    try:
+        trio.run(_inspect, target, arguments.watch, show)
+    except KeyboardInterrupt:
+        if not watching:
+            raise
+    return formatter.status
+
+
+@attrs.frozen
+class InspectionTarget:
+    """Where instances are looked for."""
+
+    receipt: Path
+    """The receipt of the container's own instance."""
+    root: Cgroup
+    """The controller's tree on the node."""
+    kubelet: Path
+    """The kubelet's directory on the node."""
+    machine: MountedHost
+    pod_uid: str
+    """How the pod UID of an instance on the node begins; empty for all, or for the container's own."""
+
+    def has_receipt(self) -> bool:
+        """Tell whether this is the container of a running instance."""
+        return os.path.lexists(self.receipt)
+
+
+async def _inspect(target: InspectionTarget, interval: float | None, show: Callable[[InspectionReport], None]) -> None:
+    """Observe, judge and *show* the report: every *interval* seconds until cancelled, or once.
+
+    Raises :class:`UsageError` when there is nothing to observe, :class:`~runner.errors.HostError` when /proc cannot be
+    read.
+    """
+    while True:
+        show(judge(await _observe(target)))
+        if interval is None:
+            return
+        await trio.sleep(interval)
+
+
+async def _observe(target: InspectionTarget) -> Observation:
+    inside, outside = target.has_receipt(), target.root.exists()
+    if target.pod_uid or (outside and not inside):
+        return await observe_node(target.machine, target.root, target.kubelet, target.pod_uid)
+    if not inside and not outside:
+        raise UsageError(
+            f"cannot find an instance: there is neither {target.receipt} nor {target.root.path}; run this in an instance's "
+            "container or on a node with the controller, or name --state-dir or --root"
+        )
+    return observe_container(target.machine, target.receipt)
+
+
+@attrs.define
+class ReportFormatter:
+    """Formats one report after the other: each whole, or what differs from the one before."""
+
+    as_json: bool
+    redraw: bool
+    """Each report replaces the one before on the terminal."""
+    repeated: bool
+    """More reports follow."""
+    status: Status = Status.STOPPED
+    """The exit status that the last report asks for."""
+    _before: list[str] = attrs.field(factory=list)
+
+    def text(self, report: InspectionReport) -> str:
+        """Return what is to be printed of *report*, after those before it."""
+        self.status = Status.FINDINGS if report.violated else Status.STOPPED
+        if not self.repeated:
+            whole = [json.dumps(report_json(report), indent=1)] if self.as_json else list(report_lines(report))
+            return "".join(f"{line}\n" for line in whole)
+        if self.redraw and not self.as_json:
+            return _CLEAR + "".join(f"{line}\n" for line in report_lines(report))
+        before, self._before = self._before, list(state_lines(report))
+        changes = list(_changes(before, self._before))
+        if self.as_json and changes:
+            changes = [json.dumps(report_json(report))]
+        return "".join(f"{line}\n" for line in changes)
+
+
+def _changes(before: list[str], after: list[str]) -> Iterator[str]:
+    yield from (f"- {line}" for line in before if line not in after)
+    yield from (f"+ {line}" for line in after if line not in before)

@@ -1,0 +1,63 @@
+"""Options that several commands share, and how the file they name is read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path, PurePosixPath
+
+from runner.errors import Status, UsageError
+
+STATUS_HELP = "exit statuses:\n" + "\n".join(f"  {status.value:3} {status.name.lower()}" for status in Status)
+
+
+def add_spec(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    """Add SPEC and ``--state-dir`` to *parser*; with *nargs* ``"?"`` SPEC may be left out."""
+    parser.add_argument(
+        "spec",
+        metavar="SPEC",
+        nargs=nargs,
+        help="the instance's document, TOML or JSON; but for run, - is standard input",
+    )
+    add_state_dir(parser)
+
+
+def add_state_dir(parser: argparse.ArgumentParser) -> None:
+    """Add ``--state-dir`` to *parser*."""
+    parser.add_argument(
+        "--state-dir",
+        type=absolute_path,
+        default=PurePosixPath("/run/instance-runner"),
+        metavar="DIR",
+        help="where receipt.json and console.log are (default: %(default)s)",
+    )
+
+
+def absolute_path(text: str) -> PurePosixPath:
+    """Return *text* as a path from the root, without ``.`` and ``..``; the file need not exist."""
+    return PurePosixPath(os.path.abspath(text))  # noqa: PTH100 - pure afterwards
+
+
+def read_spec_file(path: str) -> bytes:
+    """Return the bytes of the regular file at *path*; a FIFO or a device could block the caller.
+
+    Raises :exc:`~runner.errors.UsageError`.
+    """
+    file = Path(path)
+    try:
+        if file.exists() and not file.is_file():
+            raise UsageError(f"cannot read the spec {path!r}: it is not a file")
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read the spec {path!r}") from error
+
+
+def read_spec(path: str) -> bytes:
+    """Return the bytes of the spec at *path*, or of standard input for ``-``. Raises :exc:`~runner.errors.UsageError`."""
+    if path != "-":
+        return read_spec_file(path)
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise UsageError("cannot read the spec '-'") from error

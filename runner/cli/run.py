@@ -1,0 +1,128 @@
+"""The command ``run``: one instance, from its spec to the exit status and the termination log.
+
+Its logging set-up is the only one of this program: the other commands print their result and raise their errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from runner.arguments import argument_type
+from runner.cli.options import STATUS_HELP, add_spec, read_spec_file
+from runner.errors import RunnerError, Status, UsageError, explain
+from runner.instance.init import ASK_TO_STOP, ExitReport, Streams, run_as_init
+from runner.kernel.nonblocking_writer import NonBlockingWriter, dropped_message
+from runner.protocol.logs import FORMATS, JsonConsole, LogHandler, json_of_dropped
+
+log = logging.getLogger("runner")
+
+TERMINATION_LOG = Path("/dev/termination-log")
+"""Where Kubernetes looks for the reason that a container ended (``terminationMessagePath``)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give *parser* what this command takes."""
+    parser.epilog = (
+        f"{STATUS_HELP}\n\n"
+        "example: env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml --http :9441"
+    )
+    add_spec(parser)
+    add = parser.add_argument
+    add("--not-pid1", action="store_true", help="run although this is not PID 1 (development): become a subreaper")
+    add(
+        "--termination-log",
+        type=Path,
+        metavar="FILE",
+        help=f"write how it ended there, as one JSON line (default: {TERMINATION_LOG} if it exists)",
+    )
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="what is logged (default: info)",
+    )
+    add(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="events on standard error and the console on standard output as they are, or each line of both as a JSON object "
+        "(default: text)",
+    )
+    add(
+        "--http",
+        type=argument_type(_address),
+        metavar="ADDRESS:PORT",
+        help="answer /healthz, /readyz and /metrics there; :PORT is every address, also the one where a guest in mode private "
+        "finds its gateway (default: nowhere)",
+    )
+
+
+def _address(text: str) -> tuple[str, int]:
+    from runner.protocol.http import parse_address  # here, because few instances serve probes
+
+    return parse_address(text)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the instance and return its exit status; every error ends as a status, an event and a termination log."""
+    # For an entry point that forgot `env --block-signal`: late, but better than never.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
+    json_lines = arguments.log_format == "json"
+    dropped = json_of_dropped if json_lines else dropped_message
+    with NonBlockingWriter(1, dropped) as stdout, NonBlockingWriter(2, dropped) as stderr:
+        console = JsonConsole(stdout.write).write if json_lines else stdout.write
+        _set_up_logging(stderr, arguments)
+        report = _run(arguments, Streams(stdout, stderr, console, arguments.http))
+        level = logging.INFO if report.status == Status.STOPPED else logging.ERROR
+        for line in report.detail.splitlines():
+            log.log(level, "%s", line)
+        log.info("ended outcome=%s status=%d faults=%d", report.outcome, report.status, len(report.faults))
+        _write_termination_log(arguments.termination_log, report)
+    return report.status
+
+
+def _set_up_logging(stderr: NonBlockingWriter, arguments: argparse.Namespace) -> None:
+    root = logging.getLogger()
+    root.addHandler(LogHandler(stderr.write, arguments.log_format))
+    root.setLevel(arguments.log_level.upper())
+
+
+def _run(arguments: argparse.Namespace, streams: Streams) -> ExitReport:
+    try:
+        data = _read(arguments.spec)
+        pid1 = not arguments.not_pid1
+        return trio.run(partial(run_as_init, arguments.spec, data, arguments.state_dir, streams, pid1=pid1))
+    except RunnerError as error:
+        return ExitReport(error.status, error.status.name.lower(), explain(error))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is ours
+        import traceback
+
+        log.error("this is a bug of instance-runner:\n%s", "".join(traceback.format_exception(error)))  # noqa: TRY400
+        return ExitReport(Status.BUG, "bug", f"{type(error).__name__}: {error}")
+
+
+def _read(spec: str) -> bytes:
+    if spec == "-":
+        raise UsageError(
+            "cannot read the spec from standard input: whoever holds that could keep PID 1 waiting; name a file"
+        )
+    return read_spec_file(spec)
+
+
+def _write_termination_log(path: Path | None, report: ExitReport) -> None:
+    """Write *report* to *path*; without one, to the file that Kubernetes made for it."""
+    try:
+        if path is not None or TERMINATION_LOG.exists():
+            fd = os.open(path or TERMINATION_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
+            with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
+                file.write(json.dumps(report.to_json()) + "\n")
+    except OSError as error:
+        log.warning("cannot write the termination log: %s", error.strerror)
