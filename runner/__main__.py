@@ -47,7 +47,7 @@ def _run_command(command: str, words: Sequence[str]) -> int:
 
 
 def _print_error(message: str) -> None:
-    with contextlib.suppress(OSError):  # the exit status says it, too
+    with contextlib.suppress(OSError):  # the exit status reports it, too
         print(f"instance-runner: {message}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What both command lines share: how they say what a value should have been."""
+"""Argument types of both command lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def argument_type(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return *parse* for argparse, which shows the user the words of its ``ValueError``, and not the name of a function."""
+    """Return *parse* as an argparse type: the user reads the message of its ``ValueError``, not the name of a function."""
 
     def parsed(text: str) -> T:
         try:

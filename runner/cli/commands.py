@@ -22,7 +22,7 @@ COMMANDS = {
     "manual": "print a manual page, in the language of man",
     "console": "attach this terminal to the serial console of the instance in this container",
 }
-"""Name → what ``--help`` says about the command."""
+"""Name → the command's line in ``--help``."""
 
 
 def program_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:

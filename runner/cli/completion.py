@@ -93,7 +93,7 @@ def _bash(parser: argparse.ArgumentParser) -> Iterator[str]:
     yield "        esac ;;"
     yield "    esac"
     yield '    COMPREPLY=($(compgen -W "$words" -- "$current"))'
-    yield "    IFS=$'\\n'"  # names of files may have blanks in them
+    yield "    IFS=$'\\n'"  # file names may contain blanks
     yield '    if [ -n "$files" ]; then COMPREPLY+=($(compgen -f -- "$current")); fi'
     yield "}"
     yield f"complete -o filenames -F {function} {parser.prog}"

@@ -21,7 +21,7 @@ from runner.errors import HostError, UsageError
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, connected
 
 TYPED_AHEAD = 1 << 16
-"""Bytes kept for a guest that does not read; what is typed beyond is dropped, and the bell rings."""
+"""Bytes kept while the guest does not read; input beyond them is dropped, and the terminal's bell rings."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--read-only", action="store_true", help="type nothing")
     mode.add_argument(
-        "--steal", action="store_true", help="write in the place of whoever does; that one goes on reading"
+        "--steal", action="store_true", help="take over from the terminal that writes, which becomes read-only"
     )
     parser.add_argument(
         "--detach-key", default="ctrl-]", metavar="KEY", help="what ends it, the guest runs on (default: %(default)s)"
@@ -45,9 +45,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parse_key(text: str) -> bytes:
-    """Return the byte that ``ctrl-X`` is, as a terminal sends it.
+    """Return the byte that a terminal sends for ``ctrl-X``.
 
-    Raises :exc:`~runner.errors.UsageError` for what is no such key.
+    Raises :exc:`~runner.errors.UsageError` for any other *text*.
     """
     prefix, _, letter = text.lower().partition("-")
     if prefix == "ctrl" and len(letter) == 1 and letter in "abcdefghijklmnopqrstuvwxyz@[\\]^_":
@@ -57,51 +57,54 @@ def parse_key(text: str) -> bytes:
 
 @attrs.frozen
 class AttachRequest:
-    """What whoever attaches asks for."""
+    """The request of a terminal that attaches: whether it wants to write, and to take that over from another."""
 
     write: bool
     steal: bool
 
 
-def attach(directory: Path, wish: AttachRequest, key: str) -> int:
-    """Be a terminal of the instance whose state is in *directory*, until *key* is typed or the instance ends."""
+def attach(directory: Path, request: AttachRequest, key: str) -> int:
+    """Connect this terminal to the instance whose state is in *directory*, until *key* is typed or the instance ends.
+
+    Raises :exc:`~runner.errors.HostError` when no runner listens there, or it refuses.
+    """
     byte = parse_key(key)
     with connected(directory, CONSOLE_SOCKET) as line:
-        line.sendall(json.dumps(attrs.asdict(wish)).encode() + b"\n")
-        told, said = _attach_reply(line)
-        if "error" in told:
-            raise HostError(f"cannot attach to the console: {told['error']}")
-        if not told.get("writes"):
-            _tell("reading only" + (": somebody else writes; --steal takes over" if wish.write else ""))
-        _tell(f"attached; {key.capitalize()} detaches")
+        line.sendall(json.dumps(attrs.asdict(request)).encode() + b"\n")
+        reply, output = _attach_reply(line)
+        if "error" in reply:
+            raise HostError(f"cannot attach to the console: {reply['error']}")
+        if not reply.get("writes"):
+            _notify("reading only" + (": another terminal writes; --steal takes over" if request.write else ""))
+        _notify(f"attached; {key.capitalize()} detaches")
         with _raw(sys.stdin.fileno()):
-            _write(said)
-            ended = _carry(line, byte)
-        _tell("the instance has ended" if ended else "detached")
+            _write(output)
+            ended = _copy_both_ways(line, byte)
+        _notify("the instance has ended" if ended else "detached")
     return 0
 
 
-def _tell(words: str) -> None:
-    sys.stderr.write(f"[{words}]\n")
+def _notify(message: str) -> None:
+    sys.stderr.write(f"[{message}]\n")
     sys.stderr.flush()
 
 
 def _attach_reply(line: Socket) -> tuple[dict[str, object], bytes]:
-    """Return the runner's answer, and what the guest said before, as far as that has come."""
+    """Return the runner's reply, and the guest's earlier output as far as it has arrived."""
     received = b""
     while b"\n" not in received:
         data = line.recv(1 << 16)
         if not data:
-            raise HostError("cannot attach to the console: the runner hung up")
+            raise HostError("cannot attach to the console: the runner closed the connection")
         received += data
     first, _, rest = received.partition(b"\n")
-    told: dict[str, object] = json.loads(first)
-    return told, rest
+    reply: dict[str, object] = json.loads(first)
+    return reply, rest
 
 
 @contextmanager
 def _raw(terminal: int) -> Iterator[None]:
-    """Have every key go to the guest, ``Ctrl-C`` too; the terminal is as it was afterwards, also after SIGTERM and SIGHUP."""
+    """Send every key to the guest, ``Ctrl-C`` too; restore the terminal afterwards, also on SIGTERM and SIGHUP."""
     if not os.isatty(terminal):
         yield
         return
@@ -116,8 +119,8 @@ def _raw(terminal: int) -> Iterator[None]:
         sys.stderr.write("\n")
 
 
-def _carry(line: Socket, key: bytes) -> bool:
-    """Carry bytes both ways; tell whether it was the instance that ended."""
+def _copy_both_ways(line: Socket, key: bytes) -> bool:
+    """Copy input and output until *key* is typed (return false) or the instance ends (return true)."""
     line.setblocking(False)
     keyboard = sys.stdin.fileno()
     waiting = b""
@@ -132,7 +135,7 @@ def _carry(line: Socket, key: bytes) -> bool:
                 if detached:
                     _sent(line, waiting + before)
                     return False
-                if not typed:  # nobody types; what the guest says is shown all the same
+                if not typed:  # end of the input; the guest's output is shown all the same
                     poll.unregister(keyboard)
                 if len(waiting) + len(before) > TYPED_AHEAD:
                     _write(b"\a")
@@ -148,7 +151,7 @@ def _carry(line: Socket, key: bytes) -> bool:
 
 
 def _received(line: Socket) -> bytes | None:
-    """Return what has come, ``None`` if nothing will."""
+    """Return the bytes that have arrived, ``None`` at the end of the stream."""
     try:
         return line.recv(1 << 16) or None
     except BlockingIOError:
@@ -162,7 +165,7 @@ def _sent(line: Socket, data: bytes) -> int:
         return line.send(data)
     except BlockingIOError:
         return 0
-    except ConnectionError:  # its end is read, too
+    except ConnectionError:  # reading reports the end, too
         return len(data)
 
 

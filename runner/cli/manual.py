@@ -101,9 +101,9 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
         names = ", ".join(f"\\fB{_text(name)}\\fR" for name in action.option_strings)
         yield f"{names}{takes}" if names else takes.strip()
         default = action.default
-        said = help_of(action, parser)
-        shown = action.option_strings and action.nargs != 0 and default and "default" not in said
-        yield _text(said + (f" (default: {default})" if shown else ""))
+        text = help_of(action, parser)
+        shown = action.option_strings and action.nargs != 0 and default and "default" not in text
+        yield _text(text + (f" (default: {default})" if shown else ""))
 
 
 def _as_it_is(text: str | None) -> Iterator[str]:
@@ -140,18 +140,18 @@ def _spec(version: str, see_also: Sequence[str]) -> Iterator[str]:
     yield from _foot(see_also)
 
 
-def _sentence(words: str) -> str:
-    return f"{words[0].upper()}{words[1:]}."
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _text(text: str) -> str:
-    r"""Escape *text*: a backslash, a hyphen that must stay one, other than ASCII, and what a line must not begin with."""
+    r"""Escape *text* for troff: backslashes, hyphens, characters outside ASCII, and a dot or an apostrophe at its beginning."""
     escaped = text.replace("\\", r"\e").replace("-", r"\-")
     escaped = re.sub(r"[^\x00-\x7f]", lambda match: f"\\[u{ord(match[0]):04X}]", escaped)
     return re.sub(r"^([.'])", r"\\&\1", escaped)
 
 
 def _marked(text: str) -> str:
-    """Escape *text* and turn what the README marks with backquotes and asterisks into bold and italics."""
+    """Escape *text*; what Markdown marks with backquotes and asterisks becomes bold and italic."""
     bold = re.sub(r"`([^`]+)`", r"\\fB\1\\fR", _text(text))
     return re.sub(r"(?<![\w*])\*(\w+)\*", r"\\fI\1\\fR", bold)

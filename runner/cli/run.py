@@ -112,7 +112,7 @@ def _run(arguments: argparse.Namespace, streams: Streams) -> ExitReport:
 def _read(spec: str) -> bytes:
     if spec == "-":
         raise UsageError(
-            "cannot read the spec from standard input: whoever holds that could keep PID 1 waiting; name a file"
+            "cannot read the spec from standard input: a writer that is slow could block PID 1; name a file"
         )
     return read_spec_file(spec)
 
