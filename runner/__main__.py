@@ -457,8 +457,8 @@ def _check_plan(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    from runner.facts.roots import Roots
     from runner.inspect.command import Screen, Where, inspect
-    from runner.inspect.observe import MountedHost
     from runner.inspect.rules import InspectionReport
     from runner.kernel.cgroup import Cgroup
 
@@ -466,7 +466,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         receipt=Path(arguments.state_dir / "receipt.json"),
         root=Cgroup(arguments.root),
         kubelet=arguments.kubelet_dir,
-        machine=MountedHost(cgroupfs=arguments.cgroupfs),
+        roots=Roots(cgroup=arguments.cgroupfs),
         wanted=arguments.instance,
     )
     watching = arguments.watch is not None

@@ -26,12 +26,13 @@ from runner.controller.online_cpus import read_online_cpus
 from runner.cpuset import CpuSet
 from runner.errors import HostError, RunnerError, SpecError, explain
 from runner.facts.hardware import Hardware
-from runner.facts.host import Kvm, PodQos
+from runner.facts.host import PodQos
+from runner.facts.roots import Roots
 from runner.instance.discover import SYSTEM_DIRECTORIES, find_virtiofsd, read_host_facts, read_pod
 from runner.instance.supervisor import Faults, StopRequest, Supervisor, capture, open_supervisor
 from runner.kernel.cgroup import Cgroup
-from runner.kernel.character_devices import look_at_device, read_kvm, try_kvm
-from runner.kernel.files import cpu_limits, find_program, look
+from runner.kernel.character_devices import probe_kvm, try_kvm, why_not_opened
+from runner.kernel.files import cpu_limits, find_program, probe_file
 from runner.kernel.memory import read_lockable, try_mbind
 from runner.kernel.peers import INIT_PID_NAMESPACE
 from runner.kernel.processes import Command, dying_with_us
@@ -78,24 +79,9 @@ class Here:
     environment: Mapping[str, str]
 
     @property
-    def proc(self) -> Path:
-        """Where procfs is mounted."""
-        return self.root / "proc"
-
-    @property
-    def sys(self) -> Path:
-        """Where sysfs is mounted."""
-        return self.root / "sys"
-
-    @property
-    def dev(self) -> Path:
-        """Where the device nodes are."""
-        return self.root / "dev"
-
-    @property
-    def cgroups(self) -> Path:
-        """Where cgroup v2 is to be mounted."""
-        return self.root / "sys/fs/cgroup"
+    def roots(self) -> Roots:
+        """The mount points below *root*."""
+        return Roots.below(self.root)
 
 
 @attrs.frozen
@@ -165,7 +151,8 @@ async def _planned(
     try:
         spec = parse_instance(source, text, here.environment)
         spec = with_disks(spec, None)
-        plan = plan_instance(source, spec, await read_host_facts(spec, host, here.state_directory, handing_over=False))
+        facts = await read_host_facts(spec, host.processes, Roots(), here.state_directory, None)
+        plan = plan_instance(source, spec, facts)
     except SpecError as error:
         return spec, None, [SPEC.fatal(*_halves(str(problem))) for problem in error.problems]
     except RunnerError as error:
@@ -182,10 +169,10 @@ def _halves(sentence: str) -> tuple[str, str]:
 
 
 async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None) -> Seen:
-    procfs = Procfs(here.proc)
+    procfs = Procfs(here.roots.proc)
     asked = CpuSpec() if spec is None else spec.cpu
     pod = read_pod(procfs, here.environment)
-    sees_everything = pid_namespace(here.proc) == INIT_PID_NAMESPACE
+    sees_everything = pid_namespace(here.roots.proc) == INIT_PID_NAMESPACE
     place = place_of(sees_everything=sees_everything, has_kubelet=here.kubelet.is_dir(), in_pod=pod is not None)
     allowed = CpuSet.parse(procfs.status()["Cpus_allowed_list"])
     vcpus = (asked.count or len(allowed)) if plan is None else plan.machine.vcpus
@@ -211,7 +198,7 @@ async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None)
 def _to_lock(here: Here, procfs: Procfs, spec: InstanceSpec | None) -> int | None:
     """Return the bytes that may have to be locked where there is no plan; without a spec, a guest with devices has all RAM."""
     if spec is None:
-        return procfs.memory_total() + PASSED_BESIDE_RAM if (here.dev / "vfio").is_dir() else 0
+        return procfs.memory_total() + PASSED_BESIDE_RAM if (here.roots.dev / "vfio").is_dir() else 0
     if not spec.memory.lock and not spec.device:
         return 0
     unknown = spec.memory.size == WHAT_LIMITS_LEAVE or spec.cpu.count == ALL_CPUS
@@ -222,7 +209,7 @@ async def _kubelet(here: Here) -> CpuAssignments | Frozen | None:
     path = KubeletFiles(here.kubelet).cpu_state
     if not os.access(path, os.R_OK):
         return None
-    machine = read_online_cpus(here.sys)
+    machine = read_online_cpus(here.roots.sys)
     # Under strict-cpu-reservation the reserved CPUs are in no set, and nothing here says which they are.
     return await settled(path, machine, machine.online, pause=PAUSE, readings=READINGS)
 
@@ -238,24 +225,27 @@ def _judged(questions: Iterable[tuple[Check, Callable[[], Iterable[Finding]]]]) 
 
 def _kernel(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
     numa_nodes = len(seen.hardware.numa_nodes)
-    system = here.sys / "devices/system"
-    huge = here.sys / "kernel/mm/transparent_hugepage"
+    system = here.roots.sys / "devices/system"
+    huge = here.roots.sys / "kernel/mm/transparent_hugepage"
 
     def cgroups() -> Iterator[Finding]:
-        mounts = read_cgroup_mounts(here.proc)
+        mounts = read_cgroup_mounts(here.roots.proc)
         offered = (
             () if mounts.unified is None else read_line(here.root / mounts.unified[1:] / "cgroup.controllers").split()
         )
         yield kernel_settings.judge_cgroups(seen.place, mounts.unified, offered, mounts.legacy)
 
     yield kernel_settings.CGROUPS, cgroups
-    yield kernel_settings.KERNEL, lambda: [kernel_settings.judge_kernel(read_line(here.proc / "sys/kernel/osrelease"))]
+    yield (
+        kernel_settings.KERNEL,
+        lambda: [kernel_settings.judge_kernel(read_line(here.roots.proc / "sys/kernel/osrelease"))],
+    )
     yield (
         kernel_settings.CLOCK,
         lambda: [kernel_settings.judge_clock(read_line(system / "clocksource/clocksource0/current_clocksource"))],
     )
-    swap_limit = here.cgroups / seen.cgroup[1:] / "memory.swap.max"
-    yield kernel_settings.SWAP, lambda: [kernel_settings.judge_swap(read_swaps(here.proc), read_line(swap_limit))]
+    swap_limit = here.roots.cgroup / seen.cgroup[1:] / "memory.swap.max"
+    yield kernel_settings.SWAP, lambda: [kernel_settings.judge_swap(read_swaps(here.roots.proc), read_line(swap_limit))]
     yield (
         kernel_settings.TRANSPARENT_HUGEPAGES,
         lambda: [kernel_settings.judge_transparent_hugepages(read_choice(huge / "shmem_enabled"))],
@@ -264,7 +254,7 @@ def _kernel(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterab
     if seen.hugepages is not None and seen.backend is not None:
         near = CpuSet()  # the plan has found enough of them where they are wanted
     yield kernel_settings.HUGEPAGES, lambda: [kernel_settings.judge_hugepages(seen.hardware, near, seen.hugepages)]
-    balancing = here.proc / "sys/kernel/numa_balancing"
+    balancing = here.roots.proc / "sys/kernel/numa_balancing"
     yield (
         kernel_settings.NUMA_BALANCING,
         lambda: [kernel_settings.judge_numa_balancing(read_line(balancing), numa_nodes)],
@@ -276,7 +266,7 @@ def _kernel(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterab
             kernel_settings.judge_isolated(_isolated(system), read_cpus(system / "cpu/nohz_full"), pool),
         ],
     )
-    yield kernel_settings.PCI, lambda: [kernel_settings.judge_pci(tuple(read_pci_devices(here.sys)), numa_nodes)]
+    yield kernel_settings.PCI, lambda: [kernel_settings.judge_pci(tuple(read_pci_devices(here.roots.sys)), numa_nodes)]
 
 
 def _isolated(system: Path) -> CpuSet | None:
@@ -298,11 +288,11 @@ def _cpus(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable
             yield cpu_owners.CORES, partial(cpu_owners.judge_cores, own, seen.hardware, exclusive - own, f"pod {uid}")
         yield (
             cpu_owners.INTERRUPTS,
-            lambda: [cpu_owners.judge_interrupts(tuple(read_interrupts(here.proc)), exclusive, online)],
+            lambda: [cpu_owners.judge_interrupts(tuple(read_interrupts(here.roots.proc)), exclusive, online)],
         )
         yield (
             cpu_owners.NEIGHBOURS,
-            lambda: [cpu_owners.judge_neighbours(tuple(_neighbours(here.cgroups)), exclusive, pool)],
+            lambda: [cpu_owners.judge_neighbours(tuple(_neighbours(here.roots.cgroup)), exclusive, pool)],
         )
         return
     less = seen.placement in ASKING_FOR_LESS
@@ -316,12 +306,14 @@ def _cpus(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable
         yield cpu_owners.CORES, lambda: cpu_owners.judge_cores(own, seen.hardware, CpuSet(), "the vCPUs")
         yield (
             cpu_owners.INTERRUPTS,
-            lambda: [cpu_owners.judge_interrupts(tuple(read_interrupts(here.proc)), own, online)],
+            lambda: [cpu_owners.judge_interrupts(tuple(read_interrupts(here.roots.proc)), own, online)],
         )
     if seen.place is not Place.MACHINE:
         yield (
             cpu_owners.PID_NAMESPACE,
-            lambda: cpu_owners.judge_init(seen.place, _init(Procfs(here.proc)), sees_everything=seen.sees_everything),
+            lambda: cpu_owners.judge_init(
+                seen.place, _init(Procfs(here.roots.proc)), sees_everything=seen.sees_everything
+            ),
         )
 
 
@@ -331,13 +323,13 @@ def _cpu_time(here: Here, seen: Seen) -> Iterator[Finding]:
             "the controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max"
         )
         return
-    group = here.cgroups / seen.cgroup[1:]
+    group = here.roots.cgroup / seen.cgroup[1:]
     if not (group / "cgroup.controllers").exists():
         yield cpu_owners.TIME.unknown(
             "no cgroup v2 can be seen here, which would say whether cpu.max limits it", "ask on the node"
         )
         return
-    limit = min(cpu_limits(PurePosixPath(here.cgroups), seen.cgroup), default=None)
+    limit = min(cpu_limits(PurePosixPath(here.roots.cgroup), seen.cgroup), default=None)
     less = seen.placement in ASKING_FOR_LESS
     throttled = _throttled(read_line(group / "cpu.stat"))
     yield cpu_owners.judge_cpu_time(seen.place, limit, seen.vcpus, throttled, asked_for_less=less)
@@ -382,7 +374,7 @@ def _init(procfs: Procfs) -> Init:
 
 def _rights(here: Here, seen: Seen) -> Iterator[tuple[Check, Callable[[], Iterable[Finding]]]]:
     for check, name in ((device_rights.TUN, "net/tun"), (device_rights.VHOST_NET, "vhost-net")):
-        yield check, partial(_device, check, seen.place, here.dev / name)
+        yield check, partial(_device, check, seen.place, here.roots.dev / name)
     if seen.place is Place.NODE:  # a pod's rights are its own
         return
     yield (
@@ -398,18 +390,18 @@ def _mbind(seen: Seen) -> list[Finding]:
 
 
 def _device(check: Check, place: Place, path: Path) -> list[Finding]:
-    return [device_rights.judge_device(check, place, str(path), look_at_device(path))]
+    return [device_rights.judge_device(check, place, str(path), why_not_opened(path))]
 
 
 async def _kvm(here: Here) -> Finding:
-    device = here.dev / "kvm"
-    state = read_kvm(device)
+    device = here.roots.dev / "kvm"
+    kvm = probe_kvm(device)
     trial: str | None = f"it has not answered for {PATIENCE:g} s"
-    if state.error is None:
+    if kvm.error is None:
         # In a thread, which is left alone if the kernel never comes back from it.
         with trio.move_on_after(PATIENCE):
             trial = await trio.to_thread.run_sync(try_kvm, device, abandon_on_cancel=True)
-    return device_rights.judge_kvm(Kvm(state.error, state.gid, state.mode, trial))
+    return device_rights.judge_kvm(attrs.evolve(kvm, trial=trial))
 
 
 async def _programs(host: Supervisor) -> list[Finding]:
@@ -420,7 +412,7 @@ async def _programs(host: Supervisor) -> list[Finding]:
         findings.append(programs.judge_program(check, name, package, await find()))
 
     async def virtiofsd() -> None:
-        findings.append(programs.judge_virtiofsd(*await find_virtiofsd(host)))
+        findings.append(programs.judge_virtiofsd(*await find_virtiofsd(host.processes)))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(judged, programs.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, host))
@@ -508,5 +500,5 @@ async def ask_controller(path: PurePosixPath) -> Mapping[str, object] | str | No
         try:
             return await read_status(path)
         except HostError as error:
-            return None if look(path.parent).kind == "missing" else explain(error)
+            return None if probe_file(path.parent).kind == "missing" else explain(error)
     return f"it has not answered for {PATIENCE:g} s"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
+
+DescriptorKind = Literal["tap", "macvtap", "vhost-net", "socket", "file", "block", "other"]
 
 
 @attrs.frozen
 class DescriptorFact:
     """A descriptor that was handed to us, as the kernel describes it."""
 
-    kind: str
-    """``tap``, ``macvtap``, ``vhost-net``, ``socket``, ``file``, ``block`` or ``other``."""
-    said: str
-    """The same in words."""
+    kind: DescriptorKind
+    description: str
+    """The kind in words, as a message names it."""
     writable: bool = True
     """Whether it may be read and written."""
     size: int = 0

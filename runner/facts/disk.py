@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import Literal, Protocol
 
 import attrs
+
+FileKind = Literal["file", "directory", "block", "character", "other", "missing"]
 
 
 @attrs.frozen
 class ImageFact:
-    """What a disk image says of itself."""
+    """A disk image, as its first bytes describe it."""
 
     format: str
-    """``raw`` or ``qcow2``, by the file's first bytes."""
+    """``raw`` or ``qcow2``."""
     size: int = 0
     """Bytes the guest sees."""
     backing: PurePosixPath | None = None
-    """The file it takes data from: the real path of what its header names, seen from the directory it lies in."""
+    """The backing file: the path, without symbolic links, of what the header names relative to the image's directory."""
     backing_format: str | None = None
-    """What that file holds, as the header says; old images do not say it."""
+    """The format of the backing file, as the header gives it; old images do not."""
     locked: bool = False
     """Another process holds QEMU's image lock for writing (``block/file-posix.c``: byte ranges 100 and 200)."""
     error: str | None = None
@@ -31,8 +33,7 @@ class ImageFact:
 class FileFact:
     """A path that the spec names."""
 
-    kind: str
-    """``file``, ``directory``, ``block``, ``character``, ``other`` or ``missing``."""
+    kind: FileKind
     size: int = 0
     """Bytes; of a block device, its capacity."""
     error: str | None = None

@@ -18,6 +18,14 @@ class HugeFact:
 
 
 @attrs.frozen
+class MemoryCharge:
+    """The memory that a cgroup is charged for, in bytes (``memory.current``, the sum of ``hugetlb.*.current``)."""
+
+    memory: int
+    hugetlb: int
+
+
+@attrs.frozen
 class MemoryLimits:
     """What bounds the memory of this process."""
 

@@ -11,8 +11,9 @@ import attrs
 import trio
 
 from runner.errors import Status, UsageError
+from runner.facts.roots import Roots
 from runner.inspect.observation import Observation
-from runner.inspect.observe import MountedHost, observe_container, observe_node
+from runner.inspect.observe import observe_container, observe_node
 from runner.inspect.render import report_json, report_lines, state_lines
 from runner.inspect.rules import InspectionReport, judge
 from runner.kernel.cgroup import Cgroup
@@ -31,7 +32,7 @@ class Where:
     """The controller's tree on the node."""
     kubelet: Path
     """The kubelet's directory on the node."""
-    machine: MountedHost
+    roots: Roots
     wanted: str
     """How the uuid of an instance on the node begins; empty for all, or for the container's own."""
 
@@ -56,13 +57,13 @@ async def inspect(where: Where, every: float | None, show: Callable[[InspectionR
 async def _look(where: Where) -> Observation:
     inside, outside = where.has_receipt(), where.root.exists()
     if where.wanted or (outside and not inside):
-        return await observe_node(where.machine, where.root, where.kubelet, where.wanted)
+        return await observe_node(where.roots, where.root, where.kubelet, where.wanted)
     if not inside and not outside:
         raise UsageError(
             f"cannot find an instance: there is neither {where.receipt} nor {where.root.path}; run this in an instance's "
             "container or on a node with the controller, or name --state-dir or --root"
         )
-    return observe_container(where.machine, where.receipt)
+    return observe_container(where.roots, where.receipt)
 
 
 @attrs.define

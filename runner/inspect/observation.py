@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from runner.cpuset import CpuSet
+from runner.facts.memory import MemoryCharge
 from runner.kernel.procfs import ThreadStatus
 
 ANCHOR = "anchor"
@@ -45,15 +46,6 @@ class ObservedThread:
 
 
 @attrs.frozen
-class Charge:
-    """What a cgroup is charged for, in bytes (``memory.current``, ``hugetlb.*.current``)."""
-
-    cgroup: str
-    memory: int
-    hugetlb: int
-
-
-@attrs.frozen
 class GuestMemory:
     """The guest's RAM as far as QEMU has mapped it: NUMA node → bytes, in small pages and in hugetlb pages."""
 
@@ -88,7 +80,9 @@ class InstanceObservation:
     hidden: str
     """Why there may be more of these than could be seen; empty when all were."""
     memory: GuestMemory | Unknown
-    charge: Charge | Unknown
+    charge: MemoryCharge | Unknown
+    pod_cgroup: str = ""
+    """The path of the cgroup that *charge* is of, the pod's; empty where it is not known."""
 
     @property
     def numa_nodes(self) -> CpuSet:

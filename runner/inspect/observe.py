@@ -20,6 +20,8 @@ from runner.controller.online_cpus import read_online_cpus
 from runner.controller.reconcile import FLOAT, instance_group, instance_uid
 from runner.cpuset import CpuSet
 from runner.errors import HostError, UsageError, explain
+from runner.facts.memory import MemoryCharge
+from runner.facts.roots import Roots
 from runner.inspect.observation import (
     ANCHOR,
     EMULATOR,
@@ -28,7 +30,6 @@ from runner.inspect.observation import (
     RUNNER,
     SANDBOX,
     VCPU,
-    Charge,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
@@ -59,30 +60,17 @@ _LAST = (OTHER, EMULATOR, IOTHREAD, VCPU)
 """Of the table; the roles before them stand in the order of their births."""
 
 
-@attrs.frozen
-class MountedHost:
-    """What is looked at, by the paths where it is mounted."""
-
-    proc: Path = Path("/proc")
-    sys: Path = Path("/sys")
-    cgroupfs: Path = Path("/sys/fs/cgroup")
-
-    @property
-    def procfs(self) -> Procfs:
-        """The door to the processes."""
-        return Procfs(self.proc)
-
-    def numa_node_of(self) -> Mapping[int, int]:
-        """Return CPU → NUMA node, nothing where sysfs does not say."""
-        try:
-            hardware = read_hardware(self.sys.parent)
-        except HostError:
-            return {}
-        return {cpu.cpu: cpu.numa_node for cpu in hardware.cpus}
+def _numa_node_of(roots: Roots) -> Mapping[int, int]:
+    """Return CPU → NUMA node, nothing where sysfs does not say."""
+    try:
+        hardware = read_hardware(roots.sys.parent)
+    except HostError:
+        return {}
+    return {cpu.cpu: cpu.numa_node for cpu in hardware.cpus}
 
 
 @attrs.frozen
-class _Process:
+class _ObservedProcess:
     """A process with its threads."""
 
     status: ProcessStatus
@@ -97,7 +85,7 @@ class _Process:
 class _ProcessTable:
     """Every process that can be seen, but the reader's own."""
 
-    processes: Mapping[int, _Process]
+    processes: Mapping[int, _ObservedProcess]
     hidden: str
 
     def others(self, members: Iterable[int], cpus: CpuSet) -> tuple[ObservedThread, ...]:
@@ -123,28 +111,28 @@ def _place(each: ObservedThread) -> tuple[int, int, int]:
     return (_LAST.index(each.role) + 1 if each.role in _LAST else 0, each.vcpu or 0, each.thread.tid)
 
 
-def _read_processes(machine: MountedHost) -> _ProcessTable:
-    peers = Peers(machine.proc)
+def _read_processes(roots: Roots) -> _ProcessTable:
+    peers = Peers(roots.proc)
     visible = peers.own_namespace() == INIT_PID_NAMESPACE
     blind = (
         "" if visible else "the node's other processes cannot be seen from inside a PID namespace; inspect on the node"
     )
-    return _ProcessTable({each.status.pid: each for each in _processes(machine.procfs, peers)}, blind)
+    return _ProcessTable({each.status.pid: each for each in _processes(Procfs(roots.proc), peers)}, blind)
 
 
-def _processes(procfs: Procfs, peers: Peers) -> Iterator[_Process]:
+def _processes(procfs: Procfs, peers: Peers) -> Iterator[_ObservedProcess]:
     for pid in procfs.processes():
         status = procfs.process(pid)
         threads = tuple(procfs.threads(pid))
         if status is not None and threads and pid != os.getpid():
             is_sleep_infinity = status.name == "sleep" and procfs.arguments(pid)[1:] == ("infinity",)
-            yield _Process(status, peers.namespace(pid), threads, is_sleep_infinity)
+            yield _ObservedProcess(status, peers.namespace(pid), threads, is_sleep_infinity)
 
 
 # -- from the container ----------------------------------------------------------------------------------------------
 
 
-def observe_container(machine: MountedHost, receipt: Path) -> Observation:
+def observe_container(roots: Roots, receipt: Path) -> Observation:
     """Look at the instance that *receipt* describes, from its own PID namespace.
 
     Raises :class:`UsageError` when there is no receipt, :class:`HostError` when /proc cannot be read.
@@ -153,21 +141,23 @@ def observe_container(machine: MountedHost, receipt: Path) -> Observation:
         roles = parse_receipt(receipt.read_text(), str(receipt))
     except OSError as error:
         raise UsageError(f"cannot read {str(receipt)!r}") from error
-    crowd = _read_processes(machine)
+    crowd = _read_processes(roots)
     members = dict(_members(roles, crowd))
     threads = _in_order(_roles_by_receipt(roles, crowd, members))
+    pod_cgroup = _pod_cgroup(threads)
     instance = InstanceObservation(
         name="instance",
         backend=roles.backend,
         cpus=roles.cpus,
-        numa_node_of=machine.numa_node_of(),
+        numa_node_of=_numa_node_of(roots),
         cgroup=roles.instance_cgroup,
         vcpus=len(roles.vcpus),
         threads=threads,
         others=crowd.others(members, roles.cpus),
         hidden=crowd.hidden,
-        memory=_guest_memory(machine.procfs, roles.machine if roles.machine in members else None),
-        charge=_charge(machine, threads),
+        memory=_guest_memory(Procfs(roots.proc), roles.machine if roles.machine in members else None),
+        charge=_charge(roots, pod_cgroup),
+        pod_cgroup=pod_cgroup,
     )
     kubelet = Unknown("the kubelet's state cannot be seen from the container; inspect on the node")
     return Observation("container", (instance,), kubelet)
@@ -195,7 +185,7 @@ def _roles_by_receipt(roles: Roles, crowd: _ProcessTable, members: Mapping[int, 
 # -- from the node ---------------------------------------------------------------------------------------------------
 
 
-async def observe_node(machine: MountedHost, root: Cgroup, kubelet: Path, wanted: str = "") -> Observation:
+async def observe_node(roots: Roots, root: Cgroup, kubelet: Path, wanted: str = "") -> Observation:
     """Look at the instances below *root* whose uuid begins with *wanted*.
 
     Raises :class:`UsageError` when there is no such group or no such instance, :class:`HostError` when /proc cannot be
@@ -206,13 +196,14 @@ async def observe_node(machine: MountedHost, root: Cgroup, kubelet: Path, wanted
     if wanted and not chosen:
         there = ", ".join(cpus) or "none"
         raise UsageError(f"cannot find an instance whose uuid begins with {wanted!r} in {root.path}: there is {there}")
-    crowd = _read_processes(machine)
-    numa_node_of = machine.numa_node_of()
+    crowd = _read_processes(roots)
+    numa_node_of = _numa_node_of(roots)
     instances = []
     for uid in chosen:
         threads = _in_order(_roles_on_node(root.child(instance_group(uid)), crowd))
         members = {each.thread.pid for each in threads}
         machines = [each.thread.pid for each in threads if each.role in {VCPU, EMULATOR}]
+        pod_cgroup = _pod_cgroup(threads)
         instances.append(
             InstanceObservation(
                 name=uid,
@@ -224,11 +215,12 @@ async def observe_node(machine: MountedHost, root: Cgroup, kubelet: Path, wanted
                 threads=threads,
                 others=crowd.others(members, cpus[uid]),
                 hidden=_out_of_sight(crowd, members),
-                memory=_guest_memory(machine.procfs, machines[0] if machines else None),
-                charge=_charge(machine, threads),
+                memory=_guest_memory(Procfs(roots.proc), machines[0] if machines else None),
+                charge=_charge(roots, pod_cgroup),
+                pod_cgroup=pod_cgroup,
             )
         )
-    return Observation("node", tuple(instances), await _kubelet(machine, root, kubelet))
+    return Observation("node", tuple(instances), await _kubelet(roots, root, kubelet))
 
 
 def _instances(root: Cgroup) -> dict[str, CpuSet]:
@@ -272,7 +264,7 @@ def _roles_on_node(group: Cgroup, crowd: _ProcessTable) -> Iterator[ObservedThre
                 yield ObservedThread(_role_by_name(process, thread, group.parent.name), None, thread)
 
 
-def _machine_threads(qemu: _Process, confined: frozenset[int]) -> Iterator[ObservedThread]:
+def _machine_threads(qemu: _ObservedProcess, confined: frozenset[int]) -> Iterator[ObservedThread]:
     """Yield QEMU's threads."""
     named = {thread.tid: int(match[1]) for thread in qemu.threads if (match := _VCPU_NAME.match(thread.name))}
     unnamed = sorted((thread for thread in qemu.threads if thread.tid in confined), key=lambda each: list(each.cpus))
@@ -282,7 +274,7 @@ def _machine_threads(qemu: _Process, confined: frozenset[int]) -> Iterator[Obser
         yield ObservedThread(VCPU if thread.tid in index else other, index.get(thread.tid), thread)
 
 
-def _role_by_name(process: _Process, thread: ThreadStatus, root: str) -> str:
+def _role_by_name(process: _ObservedProcess, thread: ThreadStatus, root: str) -> str:
     status = process.status
     if status.inner_pid == 1:
         return RUNNER
@@ -298,22 +290,22 @@ def _out_of_sight(crowd: _ProcessTable, members: Iterable[int]) -> str:
     return crowd.hidden
 
 
-async def _kubelet(machine: MountedHost, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
+async def _kubelet(roots: Roots, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
     """Return what the kubelet says beside what is; what differs is looked at again until the controller had its time."""
     seen: KubeletObservation | Unknown = Unknown("")
     with trio.move_on_after(FOLLOWS_WITHIN):
         while True:
-            seen = await _kubelet_now(machine, root, directory)
+            seen = await _kubelet_now(roots, root, directory)
             if isinstance(seen, Unknown) or seen.float_cpus == seen.shared_pool & seen.online:
                 return seen
             await trio.sleep(_AGAIN)
     return seen
 
 
-async def _kubelet_now(machine: MountedHost, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
+async def _kubelet_now(roots: Roots, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
     file = KubeletFiles(directory).cpu_state
     try:
-        present = read_online_cpus(machine.sys)
+        present = read_online_cpus(roots.sys)
         # Reserved CPUs may be in no set, and here nobody knows which those are.
         state = await settled(file, present, present.present, pause=_PAUSE, readings=_READINGS)
         if isinstance(state, Frozen):
@@ -352,13 +344,15 @@ def _guest_memory(procfs: Procfs, qemu: int | None) -> GuestMemory | Unknown:
     return GuestMemory(dict(small), dict(huge), CpuSet(bound), remote_bytes)
 
 
-def _charge(machine: MountedHost, threads: Iterable[ObservedThread]) -> Charge | Unknown:
-    """Return what the pod's cgroup is charged for; the pod's cgroup is where the anchor is."""
-    path = next((each.thread.cgroup for each in threads if each.role == ANCHOR), "")
+def _pod_cgroup(threads: Iterable[ObservedThread]) -> str:
+    """Return the path of the pod's cgroup, where the anchor is; empty where there is none."""
+    return next((each.thread.cgroup for each in threads if each.role == ANCHOR), "")
+
+
+def _charge(roots: Roots, path: str) -> MemoryCharge | Unknown:
     if not path:
         return Unknown("the pod's cgroup is not known: there is no anchor, or no cgroup v2")
     try:
-        charge = Cgroup(machine.cgroupfs).at(path).charge()
-        return Charge(path, charge.memory, charge.hugetlb)
+        return Cgroup(roots.cgroup).at(path).charge()
     except (HostError, ValueError) as error:
         return Unknown(f"the charge of the pod's cgroup '{path}' cannot be read: {explain(error)}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runner.inspect.observation import Charge, GuestMemory, InstanceObservation, ObservedThread
+from runner.facts.memory import MemoryCharge
+from runner.inspect.observation import GuestMemory, InstanceObservation, ObservedThread
 from runner.inspect.rules import InspectionReport, JudgedInstance, RuleResult, RuleVerdict
 from runner.table import aligned
 
@@ -100,8 +101,8 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
         }
         if isinstance(memory, GuestMemory)
         else None,
-        "charge": {"cgroup": charge.cgroup, "memory": charge.memory, "hugetlb": charge.hugetlb}
-        if isinstance(charge, Charge)
+        "charge": {"cgroup": instance.pod_cgroup, "memory": charge.memory, "hugetlb": charge.hugetlb}
+        if isinstance(charge, MemoryCharge)
         else None,
     }
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 
 from runner.cpuset import CpuSet
+from runner.facts.memory import MemoryCharge
 from runner.inspect.observation import (
     ANCHOR,
     SANDBOX,
     VCPU,
-    Charge,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
@@ -182,14 +182,14 @@ def memory_charged(instance: InstanceObservation) -> RuleVerdict:
         return RuleVerdict("charged", RuleResult.UNKNOWN, (memory.reason,))
     if isinstance(charge, Unknown):
         return RuleVerdict("charged", RuleResult.UNKNOWN, (charge.reason,))
-    missing = tuple(_uncharged(memory, charge))
+    missing = tuple(_uncharged(memory, charge, instance.pod_cgroup))
     if missing:
         return RuleVerdict("charged", RuleResult.VIOLATED, missing)
     said = f"the pod's cgroup is charged {_size(charge.memory)} of memory and {_size(charge.hugetlb)} of huge pages"
     return RuleVerdict("charged", RuleResult.OK, (said,))
 
 
-def _uncharged(memory: GuestMemory, charge: Charge) -> Iterator[str]:
+def _uncharged(memory: GuestMemory, charge: MemoryCharge, cgroup: str) -> Iterator[str]:
     pairs: Iterable[tuple[str, Mapping[int, int], int]] = (
         ("memory", memory.small, charge.memory),
         ("huge pages", memory.huge, charge.hugetlb),
@@ -198,7 +198,7 @@ def _uncharged(memory: GuestMemory, charge: Charge) -> Iterator[str]:
         size = sum(mapped.values())
         if size > charged:
             yield (
-                f"{_size(size)} of the guest's RAM is mapped, but '{charge.cgroup}' is charged only {_size(charged)} of "
+                f"{_size(size)} of the guest's RAM is mapped, but '{cgroup}' is charged only {_size(charged)} of "
                 f"{kind}: at least {_size(size - charged)} was first touched in another cgroup"
             )
 

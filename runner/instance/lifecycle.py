@@ -108,9 +108,9 @@ async def _devices_passed(supervisor: Supervisor, plan: InstancePlan) -> AsyncIt
     if not plan.machine.passing.devices:
         yield
         return
-    from runner.instance.passthrough import devices_passed  # here, because few guests have devices of their own
+    from runner.instance.passthrough import devices_returned  # here, because few guests have devices of their own
 
-    async with devices_passed(supervisor, plan.machine.passing, plan.shutdown.devices_back):
+    async with devices_returned(supervisor.faults, plan.machine.passing, plan.shutdown.devices_back):
         yield
 
 

@@ -13,13 +13,12 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 import attrs
 import trio
 
 from runner.errors import HostError, explain
-from runner.instance.discover import CGROUP_ROOT
+from runner.facts.roots import Roots
 from runner.instance.supervisor import Supervisor
 from runner.instance.thread_placement import Receipt
 from runner.kernel.cgroup import Cgroup
@@ -132,7 +131,7 @@ class Probes:
     def _charged(self, receipt: Receipt) -> Mapping[str, float]:
         path = self.supervisor.procfs.cgroup() if receipt.groups is None else receipt.groups.pod
         try:
-            charge = Cgroup(Path(CGROUP_ROOT)).at(path).charge()
+            charge = Cgroup(Roots().cgroup).at(path).charge()
         except (HostError, ValueError):  # no cgroup v2 is mounted here, or not the pod's
             return {}
         return {labels(kind="memory"): charge.memory, labels(kind="hugetlb"): charge.hugetlb}

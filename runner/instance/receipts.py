@@ -60,7 +60,7 @@ class Receipts:
 
     def publish(self) -> None:
         """Write the receipt down."""
-        who = {"instance": self.plan.name, "pod": attrs.asdict(self.plan.pod)}
+        who = {"instance": self.plan.name, "pod": self.plan.pod.to_json()}
         content = json.dumps({**self.receipt.to_json(), **who}, indent=1).encode() + b"\n"
         files.publish(self.plan.state_directory / RECEIPT, content)
 

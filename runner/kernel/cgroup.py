@@ -23,6 +23,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError
+from runner.facts.memory import MemoryCharge
 
 THREADED_CONTROLLERS = frozenset({"cpu", "cpuset", "perf_event", "pids"})
 """Controllers a threaded subtree may use; any other is a *domain* controller ("Threads": "threaded controllers")."""
@@ -76,14 +77,6 @@ def write_control(fd: int, value: str, name: str) -> None:
         os.write(fd, f"{value}\n".encode())
     except OSError as error:
         raise _refused(f"write {value!r} to", name, error) from error
-
-
-@attrs.frozen
-class Charge:
-    """What a group is charged for, in bytes."""
-
-    memory: int
-    hugetlb: int
 
 
 @attrs.frozen
@@ -322,10 +315,10 @@ class Cgroup:
         events = dict(line.split(maxsplit=1) for line in self.read("cgroup.events").splitlines())
         return events.get("populated") == "1"
 
-    def charge(self) -> Charge:
+    def charge(self) -> MemoryCharge:
         """Return what the group is charged for (``memory.current``, ``hugetlb.*.current``)."""
         files = self.path.glob("hugetlb.*B.current")
-        return Charge(int(self.read("memory.current")), sum(int(self.read(file.name)) for file in files))
+        return MemoryCharge(int(self.read("memory.current")), sum(int(self.read(file.name)) for file in files))
 
     def _read_set(self, file: str) -> CpuSet:
         text = self.read(file)

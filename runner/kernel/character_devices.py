@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import attrs
-
 from runner.errors import HostError
+from runner.facts.host import Kvm
 from runner.kernel.files import Descriptor, closing, owned
 
 _KVM_GET_API_VERSION = 0xAE00
@@ -29,30 +28,21 @@ _IFF_VNET_HDR = 0x4000
 _IFF_MULTI_QUEUE = 0x0100
 
 
-@attrs.frozen
-class KvmState:
-    """Whether ``/dev/kvm`` answers, and whom it lets in."""
-
-    error: str | None
-    gid: int = 0
-    mode: int = 0
-
-
-def read_kvm(device: Path = Path("/dev/kvm")) -> KvmState:
+def probe_kvm(device: Path = Path("/dev/kvm")) -> Kvm:
     """Ask the kernel for its KVM API version (``Documentation/virt/kvm/api.rst``, 4.1)."""
     try:
         found = device.stat()
         fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        return KvmState(f"{device}: {error.strerror}")
+        return Kvm(f"{device}: {error.strerror}")
     with closing(fd):
         try:
             version = fcntl.ioctl(fd, _KVM_GET_API_VERSION)
         except OSError as error:
-            return KvmState(f"{device}: {error.strerror}")
+            return Kvm(f"{device}: {error.strerror}")
     if version != _KVM_API_VERSION:
-        return KvmState(f"{device}: API version {version} instead of {_KVM_API_VERSION}")
-    return KvmState(None, found.st_gid, stat.S_IMODE(found.st_mode))
+        return Kvm(f"{device}: API version {version} instead of {_KVM_API_VERSION}")
+    return Kvm(None, found.st_gid, stat.S_IMODE(found.st_mode))
 
 
 def try_kvm(device: Path = Path("/dev/kvm")) -> str | None:
@@ -70,7 +60,7 @@ def try_kvm(device: Path = Path("/dev/kvm")) -> str | None:
     return None
 
 
-def look_at_device(device: Path) -> str | None:
+def why_not_opened(device: Path) -> str | None:
     """Return why the character device cannot be opened for reading and writing, ``None`` if it can."""
     try:
         mode = device.stat().st_mode

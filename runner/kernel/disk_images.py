@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
-import attrs
-
 from runner.errors import HostError
+from runner.facts.disk import ImageFact
 
 _MAGIC = b"QFI\xfb"
 _HEADER = struct.Struct(">4sIQIIQI36xQ")
@@ -42,50 +41,40 @@ _READ, _WRITE, _RESIZE = 0, 1, 3
 """QEMU locks an image byte by byte: 100+p says "I use permission p", 200+p says "nobody else may" (``block/file-posix.c``)."""
 
 
-@attrs.frozen
-class Image:
-    """What a disk image says of itself."""
+def read_image(path: PurePosixPath, fd: int, size: int, *, write: bool) -> ImageFact:
+    """Return what the first bytes of the image *fd* say, which is at *path* and has *size* bytes.
 
-    format: str
-    """``raw`` or ``qcow2``, by its first bytes."""
-    size: int
-    """Bytes the guest sees."""
-    locked: bool
-    """Another QEMU uses it in a way that keeps us from using it."""
-    backing: str | None = None
-    """The file it takes data from, as it is named in the header."""
-    backing_format: str | None = None
-    """What that file holds, as the header says; old images do not say it."""
-    error: str | None = None
-    """Why it cannot be used at all, in words."""
-
-
-def read_image(fd: int, size: int, *, write: bool) -> Image:
-    """Return what the image in *fd*, of *size* bytes, says of itself; *write*: whether it is to be written to."""
-    locked = _locked(fd, write=write)
+    *write* says whether it is to be written, because QEMU's locks differ for readers and writers.
+    """
+    locked = _is_locked(fd, write=write)
     header = os.pread(fd, _HEADER.size, 0)
     if not header.startswith(_MAGIC):
-        return Image("raw", size, locked)
+        return ImageFact("raw", size, locked=locked)
     _, version, offset, length, bits, size, encrypted, features = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
     if version == 2:  # noqa: PLR2004 - version 2 has no feature bits
         features = 0
-    backing, misnamed = None, False
+    backing, malformed_name = None, False
     if offset:  # the name lies in the first cluster, or QEMU refuses it (block/qcow2.c, qcow2_do_open)
-        misnamed = length > _LONGEST_NAME or offset + length > 1 << min(bits, _LARGEST_CLUSTER_BITS)
-        name = b"" if misnamed else os.pread(fd, length, offset)
-        misnamed = misnamed or b"\0" in name
-        backing = None if misnamed else name.decode(errors="replace")
+        malformed_name = length > _LONGEST_NAME or offset + length > 1 << min(bits, _LARGEST_CLUSTER_BITS)
+        name = b"" if malformed_name else os.pread(fd, length, offset)
+        malformed_name = malformed_name or b"\0" in name
+        backing = None if malformed_name else _real_path(path, name.decode(errors="replace"))
     reasons = {
-        f"is qcow2 of version {version}, which nobody knows": version not in {2, 3},
+        f"is qcow2 of version {version}, which is not known": version not in {2, 3},
         "is encrypted": encrypted,
         "takes data from an external data file": features & _DATA_FILE,
         "is marked as corrupt (repair it with `qemu-img check -r all`)": features & _CORRUPT,
         "uses features of qcow2 that are not known here": features & ~_KNOWN_FEATURES,
-        "is broken: it names a backing file as no image can": misnamed,
-        f"is broken: it says that it has {size} bytes": size > _LARGEST,
+        "is broken: it names a backing file as no image can": malformed_name,
+        f"is broken: its header gives a size of {size} bytes": size > _LARGEST,
     }
     reason = next((reason for reason, found in reasons.items() if found), None)
-    return Image("qcow2", size, locked, backing, _backing_format(fd, version, offset), reason)
+    return ImageFact("qcow2", size, backing, _backing_format(fd, version, offset), locked, reason)
+
+
+def _real_path(image: PurePosixPath, name: str) -> PurePosixPath:
+    """Return the path, without symbolic links, of what *image* calls *name*: relative to the image's directory."""
+    return PurePosixPath(os.path.realpath(image.parent / name))
 
 
 def _backing_format(fd: int, version: int, end: int) -> str | None:
@@ -102,7 +91,7 @@ def _backing_format(fd: int, version: int, end: int) -> str | None:
     return None
 
 
-def _locked(fd: int, *, write: bool) -> bool:
+def _is_locked(fd: int, *, write: bool) -> bool:
     """Tell whether a QEMU that is running would keep another one from opening the image."""
     # Who has the image as a disk always refuses others writing and resizing, whether it writes itself or not.
     bytes_in_the_way = [_REFUSED + _READ, _TAKEN + _WRITE, _TAKEN + _RESIZE]

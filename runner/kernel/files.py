@@ -12,84 +12,63 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
-
-import attrs
 
 from runner.errors import HostError
+from runner.facts.disk import MISSING, DocumentFact, FileFact, FileKind
 from runner.facts.hardware import hugetlb_name
-
-if TYPE_CHECKING:
-    from runner.kernel.disk_images import Image
 
 _BLKSSZGET, _BLKPBSZGET = 0x1268, 0x127B  # include/uapi/linux/fs.h
 
 
-@attrs.frozen
-class Look:
-    """What was found at a path."""
+def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:
+    """Return the type of *path*, whether it opens for reading (or reading and *write*-ing), and the *image* it holds.
 
-    kind: str
-    size: int = 0
-    error: str | None = None
-    everyone_reads: bool = True
-    image: Image | None = None
-    direct: bool = False
-    """It can be read past the page cache (``O_DIRECT``)."""
-    sparse: bool = False
-    """Not all of it has room on the disk: writing to it may have to find some."""
-    sectors: tuple[int, int] = (512, 512)
-    """Bytes of a logical and of a physical block."""
-
-
-def look(path: PurePosixPath, *, write: bool = False, image: bool = False) -> Look:
-    """Look at *path*: what it is, whether it opens for reading (or reading and *write*-ing), what *image* it holds.
-
-    Never raises for what is found there: an error is part of the answer.
+    Never raises: an error is part of the result.
     """
     try:
         found = os.stat(path)  # noqa: PTH116 - a pure path
     except OSError as error:
         missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
-        return Look("missing") if missing else Look("other", error=error.strerror)
-    kind = _kind(found.st_mode)
+        return MISSING if missing else FileFact("other", error=error.strerror)
+    kind = _file_kind(found.st_mode)
     if kind not in {"file", "block"}:
-        return Look(kind)
-    everyone = bool(found.st_mode & stat.S_IROTH)
+        return FileFact(kind)
+    everyone_reads = bool(found.st_mode & stat.S_IROTH)
     try:
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+        with closing(fd):
+            fact = FileFact(kind, os.lseek(fd, 0, os.SEEK_END), None, everyone_reads)
+            return _with_image(fact, path, fd, found, write=write) if image else fact
     except OSError as error:
-        return Look(kind, found.st_size, error.strerror, everyone)
-    try:
-        size = os.lseek(fd, 0, os.SEEK_END)
-        if not image:
-            return Look(kind, size, None, everyone)
-        from runner.kernel.disk_images import read_image  # 2 ms, for who has a disk
-
-        return Look(
-            kind,
-            size,
-            None,
-            everyone,
-            read_image(fd, size, write=write),
-            direct=_reads_directly(path),
-            sparse=kind == "file" and found.st_blocks * 512 < found.st_size,
-            sectors=_sectors(fd) if kind == "block" else (512, 512),
-        )
-    except OSError as error:
-        return Look(kind, found.st_size, error.strerror, everyone)
-    finally:
-        os.close(fd)
+        return FileFact(kind, found.st_size, error.strerror, everyone_reads)
 
 
-def _kind(mode: int) -> str:
-    tests = {"file": stat.S_ISREG, "directory": stat.S_ISDIR, "block": stat.S_ISBLK, "character": stat.S_ISCHR}
-    return next((kind for kind, test in tests.items() if test(mode)), "other")
+def _with_image(fact: FileFact, path: PurePosixPath, fd: int, found: os.stat_result, *, write: bool) -> FileFact:
+    from runner.kernel.disk_images import read_image  # here, because it takes 2 ms and only disks need it
+
+    return FileFact(
+        fact.kind,
+        fact.size,
+        None,
+        fact.everyone_reads,
+        read_image(path, fd, fact.size, write=write),
+        direct=_reads_directly(path),
+        sparse=fact.kind == "file" and found.st_blocks * 512 < found.st_size,
+        sectors=_sectors(fd) if fact.kind == "block" else (512, 512),
+    )
 
 
-def real_path(image: PurePosixPath, name: str) -> PurePosixPath:
-    """Return the path, without symbolic links, of what *image* calls *name*: relative to the directory it lies in."""
-    return PurePosixPath(os.path.realpath(image.parent / name))
+def _file_kind(mode: int) -> FileKind:
+    match stat.S_IFMT(mode):
+        case stat.S_IFREG:
+            return "file"
+        case stat.S_IFDIR:
+            return "directory"
+        case stat.S_IFBLK:
+            return "block"
+        case stat.S_IFCHR:
+            return "character"
+    return "other"
 
 
 def _reads_directly(path: PurePosixPath) -> bool:
@@ -379,15 +358,15 @@ def owned(fd: int) -> Iterator[Descriptor]:
         descriptor.close()
 
 
-def read_document(path: PurePosixPath, most: int) -> tuple[bytes, str | None]:
-    """Return what a file of at most *most* bytes holds, and why that could not be read."""
+def read_document(path: PurePosixPath, most: int) -> DocumentFact:
+    """Return the content of a file of at most *most* bytes, or why it was not read."""
     try:
         with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                return b"", "it is not a file"
+                return DocumentFact(error="it is not a file")
             if found.st_size > most:
-                return b"", f"it has {found.st_size} bytes, of which at most {most} are taken"
-            return os.read(fd, most), None
+                return DocumentFact(error=f"it has {found.st_size} bytes, of which at most {most} are taken")
+            return DocumentFact(os.read(fd, most))
     except OSError as error:
-        return b"", error.strerror
+        return DocumentFact(error=error.strerror)

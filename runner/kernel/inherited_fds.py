@@ -29,6 +29,7 @@ import attrs
 import trio
 
 from runner.errors import RefusedError
+from runner.facts.descriptor import DescriptorFact, DescriptorKind
 from runner.kernel.files import Descriptor, owned
 
 log = logging.getLogger(__name__)
@@ -60,20 +61,6 @@ class InheritedFd:
     descriptor: Descriptor
     declared: str | None
     """What the agent says it is; nothing is said of an inherited one."""
-
-
-@attrs.frozen
-class Look:
-    """What the kernel says a descriptor is."""
-
-    kind: str
-    """``tap``, ``macvtap``, ``vhost-net``, ``socket``, ``file``, ``block`` or ``other``."""
-    said: str
-    writable: bool
-    size: int = 0
-    interface: str = ""
-    mac: str = ""
-    multi_queue: bool = False
 
 
 @asynccontextmanager
@@ -109,7 +96,7 @@ async def inherited_fds(
                     "it closes when it has sent all"
                 )
         for name, each in handed.items():
-            log.info("handed to us name=%s kind=%s", name, look(each.descriptor.number).said)
+            log.info("handed to us name=%s kind=%s", name, probe_descriptor(each.descriptor.number).description)
         yield handed
 
 
@@ -243,57 +230,63 @@ def _parsed(line: bytes, where: str) -> tuple[str, str]:
     return str(said["name"]), str(said["kind"])
 
 
-def look(number: int) -> Look:
-    """Ask the kernel what the open descriptor *number* is."""
+def probe_descriptor(number: int, declared: str | None = None) -> DescriptorFact:
+    """Ask the kernel what the open descriptor *number* is; *declared* is what its sender calls it."""
+    return attrs.evolve(_probe(number), declared=declared)
+
+
+def _probe(number: int) -> DescriptorFact:
     found = os.fstat(number)
     writable = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     if stat.S_ISREG(found.st_mode):
-        return Look("file", f"a file of {found.st_size} bytes", writable, found.st_size)
+        return DescriptorFact("file", f"a file of {found.st_size} bytes", writable, found.st_size)
     if stat.S_ISBLK(found.st_mode):
         size = os.lseek(number, 0, os.SEEK_END)
-        return Look("block", f"a block device of {size} bytes", writable, size)
+        return DescriptorFact("block", f"a block device of {size} bytes", writable, size)
     if stat.S_ISSOCK(found.st_mode):
-        return _look_at_socket(number)
+        return _probe_socket(number)
     if stat.S_ISCHR(found.st_mode):
-        return _look_at_character_device(number, found.st_rdev, writable=writable)
+        return _probe_character_device(number, found.st_rdev, writable=writable)
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe"}
-    return Look("other", kinds.get(stat.S_IFMT(found.st_mode), "something else"), writable)
+    return DescriptorFact("other", kinds.get(stat.S_IFMT(found.st_mode), "something else"), writable)
 
 
-def _look_at_socket(number: int) -> Look:
+def _probe_socket(number: int) -> DescriptorFact:
     view = socket.socket(fileno=number)
     try:
         if view.type != socket.SOCK_STREAM:
-            return Look("other", "a socket of datagrams or packets", writable=True)
+            return DescriptorFact("other", "a socket of datagrams or packets", writable=True)
         view.getpeername()
     except OSError:
-        return Look("other", "a socket that is not connected", writable=True)
+        return DescriptorFact("other", "a socket that is not connected", writable=True)
     finally:
         view.detach()
-    return Look("socket", "a connected stream socket", writable=True)
+    return DescriptorFact("socket", "a connected stream socket", writable=True)
 
 
-def _look_at_character_device(number: int, device: int, *, writable: bool) -> Look:
+def _probe_character_device(number: int, device: int, *, writable: bool) -> DescriptorFact:
     major, minor = os.major(device), os.minor(device)
     if (major, minor) == (_MISC, _VHOST_NET_MINOR):
         fcntl.ioctl(number, _VHOST_GET_FEATURES, bytes(8))
-        return Look("vhost-net", "a vhost-net", writable)
+        return DescriptorFact("vhost-net", "a vhost-net", writable)
     tun = (major, minor) == (_MISC, _TUN_MINOR)
     if not tun and major != _macvtap_major():
-        return Look("other", f"the character device {major}:{minor}", writable)
+        return DescriptorFact("other", f"the character device {major}:{minor}", writable)
     try:
         name, flags = _IFREQ.unpack(fcntl.ioctl(number, _TUNGETIFF, bytes(_IFREQ.size)))
     except OSError:
-        return Look("other", "a /dev/net/tun that is no interface's yet (TUNSETIFF)", writable)
+        return DescriptorFact("other", "a /dev/net/tun that is no interface's yet (TUNSETIFF)", writable)
     interface = os.fsdecode(name.rstrip(b"\0"))
     what = f"the {'tap' if tun else 'macvtap'} {interface!r}"
     if not flags & _IFF_TAP:
-        return Look("other", f"the tun {interface!r}, which carries packets and no frames", writable)
+        return DescriptorFact("other", f"the tun {interface!r}, which carries packets and no frames", writable)
     if not flags & _IFF_NO_PI:
-        return Look("other", f"{what}, opened without IFF_NO_PI", writable)
+        return DescriptorFact("other", f"{what}, opened without IFF_NO_PI", writable)
     mac = fcntl.ioctl(number, _SIOCGIFHWADDR, bytes(_IFREQ.size))[18:24].hex(":")
-    kind = "tap" if tun else "macvtap"
-    return Look(kind, what, writable, interface=interface, mac=mac, multi_queue=bool(flags & _IFF_MULTI_QUEUE))
+    kind: DescriptorKind = "tap" if tun else "macvtap"
+    return DescriptorFact(
+        kind, what, writable, interface=interface, mac=mac, multi_queue=bool(flags & _IFF_MULTI_QUEUE)
+    )
 
 
 def _macvtap_major() -> int | None:

@@ -19,6 +19,7 @@ from typing import Self
 import attrs
 
 from runner.errors import HostError
+from runner.facts.network import IpAddress, IpInterface, IpNetwork, PermanentNeighbour, Route
 
 ANSWERED_WITHIN = 5
 """Seconds after which an answer is given up: it is lost then, because the kernel answers before ``sendto`` returns."""
@@ -78,10 +79,6 @@ _RTNH_F_ONLINK = 4
 _NDA_DST, _NDA_LLADDR, _NDA_IFINDEX = 1, 2, 8
 _NUD_PERMANENT = 0x80
 
-Address = IPv4Interface | IPv6Interface
-Network = IPv4Network | IPv6Network
-Host = IPv4Address | IPv6Address
-
 _LARGEST_ANSWER = 1 << 16  # the kernel fills datagrams of 32 KiB in a dump, and more only for a single larger message
 _DUMP_TRIES = 10
 """A dump is torn only by a change in the middle of it; ten in a row are a namespace nobody can read."""
@@ -101,39 +98,6 @@ class FoundLink:
     alias: str
     kind: str
     """``bridge``, ``veth``, ``tun`` (which a tap is too), …; empty for hardware."""
-
-
-@attrs.frozen
-class LinkRoute:
-    """A route of the main table through one link."""
-
-    destination: Network
-    gateway: Host | None = None
-    source: Host | None = None
-    metric: int = 0
-    onlink: bool = False
-    protocol: int = 3
-    """Who made it (``RTPROT_*``, rtnetlink(7)); 3 is ``boot``, which ip(8) and CNI plugins leave."""
-    scope: int = attrs.field()
-    """How far the destination is: ``RT_SCOPE_UNIVERSE`` behind a gateway, ``RT_SCOPE_LINK`` without one."""
-
-    metrics: str = ""
-    """Its ``RTA_METRICS`` (MTU, window, …) as they came from the kernel, in hexadecimal."""
-
-    @scope.default
-    def _nearest(self) -> int:
-        return _RT_SCOPE_LINK if self.gateway is None and self.destination.version == 4 else _RT_SCOPE_UNIVERSE  # noqa: PLR2004
-
-    def __str__(self) -> str:
-        return str(self.destination) if self.gateway is None else f"{self.destination} via {self.gateway}"
-
-
-@attrs.frozen
-class LinkNeighbour:
-    """An entry of a link's neighbour table."""
-
-    address: Host
-    mac: str
 
 
 @attrs.frozen
@@ -268,12 +232,12 @@ class Rtnetlink:
         with _doing(f"read the addresses of {link.name!r}"):
             return self._dump(_RTM_GETADDR, _ADDRESS.pack(family, 0, 0, 0, link.index))
 
-    def add_address(self, link: FoundLink, address: Address) -> None:
+    def add_address(self, link: FoundLink, address: IpInterface) -> None:
         """Give *link* an address it does not have."""
         with _doing(f"give {link.name!r} the address {address}"):
             self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_EXCL, _address_request(link, address))
 
-    def replace_address(self, link: FoundLink, address: Address, *, broadcast: bool = False) -> None:
+    def replace_address(self, link: FoundLink, address: IpInterface, *, broadcast: bool = False) -> None:
         """Give *link* an address it may have already; *broadcast* adds its subnet's broadcast address."""
         request = _address_request(link, address)
         if broadcast:
@@ -281,19 +245,19 @@ class Rtnetlink:
         with _doing(f"give {link.name!r} the address {address}"):
             self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_REPLACE, request)
 
-    def delete_address(self, link: FoundLink, address: Address) -> None:
+    def delete_address(self, link: FoundLink, address: IpInterface) -> None:
         """Take an address from *link*."""
         with _doing(f"take the address {address} from {link.name!r}"):
             self._ask(_RTM_DELADDR, 0, _address_request(link, address))
 
-    def neighbours(self, link: FoundLink) -> tuple[LinkNeighbour, ...]:
+    def neighbours(self, link: FoundLink) -> tuple[PermanentNeighbour, ...]:
         """Return the permanent neighbours of *link*."""
         request = _NEIGHBOUR.pack(0, 0, 0, 0, 0) + _attribute(_NDA_IFINDEX, _U32.pack(link.index))
         with _doing(f"read the neighbours of {link.name!r}"):
             bodies = self._dump(_RTM_GETNEIGH, request)
         return tuple(neighbour for body in bodies for neighbour in _neighbour(body, link.index))
 
-    def replace_neighbour(self, link: FoundLink, neighbour: LinkNeighbour) -> None:
+    def replace_neighbour(self, link: FoundLink, neighbour: PermanentNeighbour) -> None:
         """Tell *link* a permanent neighbour, in the place of what it knows of that address."""
         family = _family(neighbour.address)
         request = _NEIGHBOUR.pack(family, link.index, _NUD_PERMANENT, 0, 0)
@@ -302,20 +266,20 @@ class Rtnetlink:
         with _doing(f"tell {link.name!r} the neighbour {neighbour.address}"):
             self._ask(_RTM_NEWNEIGH, _NLM_F_CREATE | _NLM_F_REPLACE, request)
 
-    def routes(self, link: FoundLink) -> tuple[LinkRoute, ...]:
+    def routes(self, link: FoundLink) -> tuple[Route, ...]:
         """Return the IPv4 routes of the main table through *link*, those of the kernel itself included."""
         return tuple(route for body in self._route_messages(link, socket.AF_INET) for route in _route(body, link.index))
 
-    def routes6(self, link: FoundLink) -> tuple[LinkRoute, ...]:
+    def routes6(self, link: FoundLink) -> tuple[Route, ...]:
         """Return the same of IPv6."""
         return tuple(
             route for body in self._route_messages(link, socket.AF_INET6) for route in _route(body, link.index)
         )
 
-    def several_ways(self, link: FoundLink) -> tuple[Network, ...]:
+    def multipath(self, link: FoundLink) -> tuple[IpNetwork, ...]:
         """Return the destinations of routes over several gateways, one of them through *link*."""
         messages = (body for family in (socket.AF_INET, socket.AF_INET6) for body in self._route_messages(link, family))
-        return tuple(destination for body in messages for destination in _several_ways(body, link.index))
+        return tuple(destination for body in messages for destination in _multipath(body, link.index))
 
     def _route_messages(self, link: FoundLink, family: int) -> list[bytes]:
         # The table is picked by who reads: the kernel refuses to dump one that was never used (ENOENT).
@@ -323,7 +287,7 @@ class Rtnetlink:
         with _doing(f"read the routes of {link.name!r}"):
             return self._dump(_RTM_GETROUTE, request)
 
-    def replace_route(self, link: FoundLink, route: LinkRoute) -> None:
+    def replace_route(self, link: FoundLink, route: Route) -> None:
         """Put *route* into the main table, in the place of one with the same destination and metric."""
         flags = _RTNH_F_ONLINK if route.onlink else 0
         length = route.destination.prefixlen
@@ -334,7 +298,7 @@ class Rtnetlink:
             0,
             _RT_TABLE_MAIN,
             route.protocol,
-            route.scope,
+            _scope(route),
             _RTN_UNICAST,
             flags,
         )
@@ -462,7 +426,7 @@ def _found(body: bytes) -> FoundLink:
     )
 
 
-def _address(body: bytes) -> Address:
+def _address(body: bytes) -> IpInterface:
     family, length, _, _, _ = _ADDRESS.unpack_from(body)
     said = _attributes(body[_ADDRESS.size :])
     # Where the two differ, IFA_ADDRESS is the other end of a point-to-point link.
@@ -477,7 +441,7 @@ def _for_good(body: bytes) -> bool:
     return scope == _RT_SCOPE_UNIVERSE and bool(flags & _IFA_F_PERMANENT) and not flags & _IFA_F_TEMPORARY
 
 
-def _address_request(link: FoundLink, address: Address) -> bytes:
+def _address_request(link: FoundLink, address: IpInterface) -> bytes:
     request = _ADDRESS.pack(_family(address.ip), address.network.prefixlen, 0, 0, link.index)
     request += _attribute(_IFA_LOCAL, address.packed) + _attribute(_IFA_ADDRESS, address.packed)
     if isinstance(
@@ -487,19 +451,25 @@ def _address_request(link: FoundLink, address: Address) -> bytes:
     return request
 
 
-def _family(address: Host) -> int:
+def _family(address: IpAddress) -> int:
     return socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
 
 
-def _neighbour(body: bytes, index: int) -> Iterator[LinkNeighbour]:
+def _scope(route: Route) -> int:
+    """Return the distance of the destination as ip(8) chooses it: an IPv4 network without a gateway is on the link."""
+    on_link = route.gateway is None and isinstance(route.destination, IPv4Network)
+    return _RT_SCOPE_LINK if on_link else _RT_SCOPE_UNIVERSE
+
+
+def _neighbour(body: bytes, index: int) -> Iterator[PermanentNeighbour]:
     """Yield the neighbour, if it is a permanent one of link *index*."""
     family, link, state, _, _ = _NEIGHBOUR.unpack_from(body)
     said = _attributes(body[_NEIGHBOUR.size :])
     if family in {socket.AF_INET, socket.AF_INET6} and link == index and state & _NUD_PERMANENT and _NDA_LLADDR in said:
-        yield LinkNeighbour(_host(family, said[_NDA_DST]), said[_NDA_LLADDR].hex(":"))
+        yield PermanentNeighbour(_host(family, said[_NDA_DST]), said[_NDA_LLADDR].hex(":"))
 
 
-def _destination(body: bytes) -> Network:
+def _destination(body: bytes) -> IpNetwork:
     family, length, *_ = _ROUTE.unpack_from(body)
     said = _attributes(body[_ROUTE.size :])
     if family == socket.AF_INET:
@@ -507,24 +477,23 @@ def _destination(body: bytes) -> Network:
     return IPv6Network((said.get(_RTA_DST, bytes(16)), length))
 
 
-def _route(body: bytes, index: int) -> Iterator[LinkRoute]:
+def _route(body: bytes, index: int) -> Iterator[Route]:
     """Yield the route, if it is one of the main table through link *index* alone."""
-    family, _, _, _, table, protocol, scope, kind, flags = _ROUTE.unpack_from(body)
+    family, _, _, _, table, protocol, _, kind, flags = _ROUTE.unpack_from(body)
     said = _attributes(body[_ROUTE.size :])
     if table == _RT_TABLE_MAIN and _number(said.get(_RTA_OIF)) == index and kind == _RTN_UNICAST:
-        yield LinkRoute(
+        yield Route(
             _destination(body),
             None if _RTA_GATEWAY not in said else _host(family, said[_RTA_GATEWAY]),
             None if _RTA_PREFSRC not in said else _host(family, said[_RTA_PREFSRC]),
             _number(said.get(_RTA_PRIORITY)),
             bool(flags & _RTNH_F_ONLINK),
             protocol,
-            scope,
             said.get(_RTA_METRICS, b"").hex(),
         )
 
 
-def _several_ways(body: bytes, index: int) -> Iterator[Network]:
+def _multipath(body: bytes, index: int) -> Iterator[IpNetwork]:
     """Yield the route's destination, if one of its several gateways is behind link *index*."""
     table = _ROUTE.unpack_from(body)[4]
     hops = _attributes(body[_ROUTE.size :]).get(_RTA_MULTIPATH, b"")
@@ -537,7 +506,7 @@ def _several_ways(body: bytes, index: int) -> Iterator[Network]:
         yield _destination(body)
 
 
-def _host(family: int, packed: bytes) -> Host:
+def _host(family: int, packed: bytes) -> IpAddress:
     return IPv4Address(packed) if family == socket.AF_INET else IPv6Address(packed)
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface, ip_address, ip_interface, ip_network
+from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
 
 import attrs
 
 from runner.errors import HostError
-from runner.kernel.netlink import Address, Change, FoundLink, Host, LinkNeighbour, LinkRoute, Network, Rtnetlink
+from runner.facts.network import Interface, IpAddress, IpInterface, PermanentNeighbour, Route
+from runner.kernel.netlink import Change, FoundLink, Rtnetlink
 
 log = logging.getLogger(__name__)
 
@@ -27,28 +28,6 @@ LONGEST_ALIAS = 255
 """``IFALIASZ`` less the final NUL (``include/uapi/linux/if.h``)."""
 _RTPROT_KERNEL, _RTPROT_RA = 2, 9
 _NEIGHBOUR_WORDS = 2
-
-
-@attrs.frozen
-class Link:
-    """A network interface and all that has to be put back when its place is given back."""
-
-    name: str
-    mac: str
-    mtu: int
-    addresses: tuple[IPv4Interface, ...] = ()
-    routes: tuple[LinkRoute, ...] = ()
-    """Without those the kernel makes itself when the link gets an address."""
-    broadcast: bool = False
-    """Whether its addresses came with their subnet's broadcast address."""
-    addresses6: tuple[IPv6Interface, ...] = ()
-    """The global ones that were given to it for good."""
-    routes6: tuple[LinkRoute, ...] = ()
-    """Without those that the kernel makes itself or a router's advertisement made."""
-    neighbours: tuple[LinkNeighbour, ...] = ()
-    """The permanent ones; the kernel forgets them when the MAC address changes."""
-    several_ways: tuple[Network, ...] = ()
-    """The destinations of routes over several gateways: such a route can be neither given away nor put back."""
 
 
 @attrs.frozen
@@ -70,13 +49,13 @@ class Bridge:
     address: IPv4Interface
     mtu: int
     guest_mac: str
-    pod: Link | None
+    pod: Interface | None
     address6: IPv6Interface | None = None
     takes_ipv6: bool = False
     """Whether the guest takes *pod*'s IPv6 addresses too."""
 
 
-def read_links(names: Iterable[str]) -> dict[str, Link]:
+def read_interfaces(names: Iterable[str]) -> dict[str, Interface]:
     """Return the interfaces of *names* that exist; one that is given away, as it was before."""
     with Rtnetlink() as rtnetlink:
         links = {name: _read(rtnetlink, name) for name in names}
@@ -112,7 +91,7 @@ def remove(bridges: Sequence[Bridge]) -> None:
         _remove_all(rtnetlink, bridges)
 
 
-def _read(rtnetlink: Rtnetlink, name: str) -> Link | None:
+def _read(rtnetlink: Rtnetlink, name: str) -> Interface | None:
     """Return link *name* as it is, or as it was before a guest took its place."""
     link = rtnetlink.link(name)
     if link is None:
@@ -126,7 +105,7 @@ def _read(rtnetlink: Rtnetlink, name: str) -> Link | None:
                 "recreate the pod"
             ) from None
     routes = tuple(route for route in rtnetlink.routes(link) if route.protocol != _RTPROT_KERNEL)
-    return Link(
+    return Interface(
         name,
         link.mac,
         link.mtu,
@@ -136,7 +115,7 @@ def _read(rtnetlink: Rtnetlink, name: str) -> Link | None:
         rtnetlink.addresses6(link),
         tuple(route for route in rtnetlink.routes6(link) if route.protocol not in {_RTPROT_KERNEL, _RTPROT_RA}),
         rtnetlink.neighbours(link),
-        rtnetlink.several_ways(link),
+        rtnetlink.multipath(link),
     )
 
 
@@ -218,7 +197,7 @@ def _recover(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
     _remove(rtnetlink, bridge)
 
 
-def _give_away(rtnetlink: Rtnetlink, pod: Link, made: FoundLink, bridge: Bridge) -> None:
+def _give_away(rtnetlink: Rtnetlink, pod: Interface, made: FoundLink, bridge: Bridge) -> None:
     """Let the guest take the place of *pod*: its address, and its MAC unless the guest has one of its own."""
     kept = _alias(pod)
     rest = f"{OURS} of {pod.name} "
@@ -233,7 +212,7 @@ def _give_away(rtnetlink: Rtnetlink, pod: Link, made: FoundLink, bridge: Bridge)
         rtnetlink.set_link(made, Change(alias=rest + kept[LONGEST_ALIAS:]))
     # First, because from here on there is something to put right.
     rtnetlink.set_link(link, Change(alias=kept[:LONGEST_ALIAS]))
-    taken: tuple[Address, ...] = pod.addresses + (pod.addresses6 if bridge.takes_ipv6 else ())
+    taken: tuple[IpInterface, ...] = pod.addresses + (pod.addresses6 if bridge.takes_ipv6 else ())
     for address in taken:
         rtnetlink.delete_address(link, address)
     if bridge.guest_mac == pod.mac:
@@ -242,7 +221,7 @@ def _give_away(rtnetlink: Rtnetlink, pod: Link, made: FoundLink, bridge: Bridge)
     rtnetlink.set_link(link, Change(master=made.index, up=True))
 
 
-def _give_back(rtnetlink: Rtnetlink, pod: Link) -> None:
+def _give_back(rtnetlink: Rtnetlink, pod: Interface) -> None:
     """Make the pod's interface what it was; does nothing where that is so already."""
     link = rtnetlink.link(pod.name)
     if link is None:
@@ -276,7 +255,7 @@ def _set_mac(rtnetlink: Rtnetlink, link: FoundLink, mac: str) -> None:
         rtnetlink.set_link(link, Change(up=True))
 
 
-def _alias(link: Link) -> str:
+def _alias(link: Interface) -> str:
     """Return *link* in as few characters as can still be read by a person."""
     routes = (
         ",".join(
@@ -293,7 +272,7 @@ def _alias(link: Link) -> str:
         for route in link.routes + link.routes6
     )
     neighbours = (f"{neighbour.address},{neighbour.mac}" for neighbour in link.neighbours)
-    held: tuple[Address, ...] = link.addresses + link.addresses6
+    held: tuple[IpInterface, ...] = link.addresses + link.addresses6
     addresses = "+".join(map(str, held)) + ("+brd" if link.broadcast else "")
     return " ".join((OURS, "was", link.mac, str(link.mtu), addresses, *routes, *neighbours))
 
@@ -304,18 +283,18 @@ def _rest(rtnetlink: Rtnetlink, name: str) -> str:
     return next((link.alias.removeprefix(head) for link in rtnetlink.links() if link.alias.startswith(head)), "")
 
 
-def _kept(name: str, alias: str) -> Link:
+def _kept(name: str, alias: str) -> Interface:
     """Read back what :func:`_alias` wrote about link *name*."""
     mac, mtu, addresses, *words = alias.split(" ")[2:]
     routes, neighbours = [], []
     for word in words:
         parts = word.split(",")
         if len(parts) == _NEIGHBOUR_WORDS:
-            neighbours.append(LinkNeighbour(ip_address(parts[0]), parts[1]))
+            neighbours.append(PermanentNeighbour(ip_address(parts[0]), parts[1]))
             continue
         destination, gateway, source, metric, protocol, onlink, metrics = parts
         routes.append(
-            LinkRoute(
+            Route(
                 ip_network(destination),
                 _ip(gateway),
                 _ip(source),
@@ -327,7 +306,7 @@ def _kept(name: str, alias: str) -> Link:
         )
     listed = addresses.split("+")
     held = [ip_interface(address) for address in listed if address not in {"", "brd"}]
-    return Link(
+    return Interface(
         name,
         mac,
         int(mtu),
@@ -340,11 +319,11 @@ def _kept(name: str, alias: str) -> Link:
     )
 
 
-def _text(address: Host | None) -> str:
+def _text(address: IpAddress | None) -> str:
     return "" if address is None else str(address)
 
 
-def _ip(text: str) -> IPv4Address | IPv6Address | None:
+def _ip(text: str) -> IpAddress | None:
     return ip_address(text) if text else None
 
 

@@ -56,13 +56,13 @@ def stop_bound(patience: float) -> float:
 
 @attrs.frozen
 class Command:
-    """What is to be started: *fds* keep their numbers in the child; without *uid* it runs as we do."""
+    """What is to be started: *fds* keep their numbers in the child; without *user_id* it runs as this process does."""
 
     role: str
     argv: tuple[str, ...]
     fds: tuple[int, ...] = ()
-    uid: int | None = None
-    gid: int | None = None
+    user_id: int | None = None
+    group_id: int | None = None
     groups: tuple[int, ...] = ()
     entering: int | None = None
     """A descriptor of the ``cgroup.procs`` it is born into, by way of a shell that becomes it; ``None``: where we are."""
@@ -186,9 +186,9 @@ class Processes:
                     stdout=theirs,
                     stderr=theirs,
                     pass_fds=command.fds,
-                    user=command.uid,
-                    group=command.gid,
-                    extra_groups=None if command.uid is None else command.groups,
+                    user=command.user_id,
+                    group=command.group_id,
+                    extra_groups=None if command.user_id is None else command.groups,
                     start_new_session=True,
                     cwd="/",
                     env=self._environment,

@@ -244,6 +244,13 @@ class Procfs:
         except OSError as error:
             raise HostError(f"cannot read the status of process {pid}") from error
 
+    def setting(self, name: str) -> str:
+        """Return the value of a sysctl, such as ``net/ipv6/conf/default/disable_ipv6``; empty where the kernel has none."""
+        try:
+            return _read(self.root / "sys" / name).strip()
+        except OSError:
+            return ""
+
     def oom_score_adj(self) -> int:
         """Return our own ``oom_score_adj``, from -1000 to 1000."""
         return int(_read(self.root / "self/oom_score_adj"))

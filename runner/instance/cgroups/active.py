@@ -19,15 +19,15 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Protocol, assert_never
 
 import attrs
 import trio
 
 from runner.errors import HostError, PlacementError, explain
+from runner.facts.roots import Roots
 from runner.instance.daemons import RestartedChild
-from runner.instance.discover import CGROUP_ROOT
 from runner.instance.supervisor import Supervisor
 from runner.kernel.cgroup import Cgroup, CgroupError, write_control
 from runner.kernel.scheduler import pin, read_mask
@@ -297,7 +297,7 @@ async def _registration(
 
 def _group(path: str) -> Cgroup:
     """Return the group at *path*, for a controller that sends no descriptors; of no use where it cannot be seen."""
-    return Cgroup(Path(CGROUP_ROOT) / path.lstrip("/"))
+    return Cgroup(Roots().cgroup / path.lstrip("/"))
 
 
 # -- delegated -------------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ async def _delegated(
     made after it could never hold anything ("Threads" of cgroup-v2.rst).
     """
     pod = supervisor.procfs.cgroup()
-    scope = Cgroup(Path(CGROUP_ROOT)).at(pod)
+    scope = Cgroup(Roots().cgroup).at(pod)
     floating, instance = scope.child("float"), scope.child("instance")
     before = scope.enabled()
     try:

@@ -9,9 +9,9 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Status
+from runner.facts.memory import MemoryCharge
 from runner.inspect.command import Screen
 from runner.inspect.observation import (
-    Charge,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
@@ -46,7 +46,8 @@ INSTANCE = InstanceObservation(
     others=(),
     hidden="",
     memory=GuestMemory({0: 3 * MIB}, {1: 2 * MIB}),
-    charge=Charge("/pod", 3 * MIB, 2 * MIB),
+    charge=MemoryCharge(3 * MIB, 2 * MIB),
+    pod_cgroup="/pod",
 )
 KUBELET = KubeletObservation(CpuSet([0]), CpuSet([0]), CpuSet([0, 4]), {INSTANCE.name: CpuSet([4])}, None)
 REPORT = judge(Observation("node", (INSTANCE,), KUBELET))

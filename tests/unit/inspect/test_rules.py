@@ -8,8 +8,8 @@ import attrs
 import pytest
 
 from runner.cpuset import CpuSet
+from runner.facts.memory import MemoryCharge
 from runner.inspect.observation import (
-    Charge,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
@@ -64,7 +64,8 @@ GOOD = InstanceObservation(
     ),
     hidden="",
     memory=GuestMemory({0: 64 * MIB}, {0: 128 * MIB}),
-    charge=Charge(POD, 64 * MIB, 128 * MIB),
+    charge=MemoryCharge(64 * MIB, 128 * MIB),
+    pod_cgroup=POD,
 )
 KUBELET = KubeletObservation(
     float_cpus=CpuSet.parse("0-1,4"),
@@ -234,7 +235,7 @@ def test_memory_that_cannot_be_seen() -> None:
     ],
 )
 def test_memory_charged_elsewhere(memory: int, huge: int, sentence: str) -> None:
-    charge = Charge(POD, memory * MIB, huge * MIB)
+    charge = MemoryCharge(memory * MIB, huge * MIB)
     assert sentence in violations(memory_charged(attrs.evolve(GOOD, charge=charge)))
 
 
