@@ -457,7 +457,7 @@ async def _asked(host: Supervisor, name: str, *arguments: str) -> Program:
         return Program(path, error=f"has not answered for {PATIENCE:g} s")
     if status != 0:
         return Program(path, error=f"{process.how_it_ended()} when asked for {' '.join(arguments)}")
-    return Program(path, " ".join(list(process.last_words)[:2]))
+    return Program(path, " ".join(list(process.last_lines)[:2]))
 
 
 async def _services(here: Here, seen: Seen) -> list[Finding]:

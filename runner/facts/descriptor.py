@@ -11,7 +11,7 @@ DescriptorKind = Literal["tap", "macvtap", "vhost-net", "socket", "file", "block
 
 @attrs.frozen
 class DescriptorFact:
-    """A descriptor that was handed to us, as the kernel describes it."""
+    """A descriptor that another program opened, as the kernel describes it."""
 
     kind: DescriptorKind
     description: str
@@ -23,7 +23,7 @@ class DescriptorFact:
     interface: str = ""
     """The name of a tap or macvtap."""
     mac: str = ""
-    """Its MAC address; a macvtap hands on only what is sent to that."""
+    """Its MAC address; a macvtap delivers only frames that are sent to it."""
     multi_queue: bool = False
     declared: str | None = None
-    """What the agent that sent it says it is."""
+    """The kind that the sending agent declares; ``None`` for one inherited through exec."""

@@ -22,7 +22,7 @@ from runner.facts.memory import HugeFact, MemoryLimits
 from runner.facts.network import Interface, Resolver
 from runner.facts.roots import Roots
 from runner.kernel.cgroup import Cgroup
-from runner.kernel.character_devices import has_tun, has_vhost_net, has_vhost_vsock, probe_kvm, try_kvm
+from runner.kernel.character_devices import may_open, probe_kvm, try_kvm
 from runner.kernel.files import (
     cpu_limits,
     find_program,
@@ -97,12 +97,12 @@ async def read_host_facts(
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
         io_uring_error=_io_uring_error(spec.disk),
         kvm=_kvm(spec, roots.dev / "kvm"),
-        tun=not spec.network or has_tun(roots.dev / "net/tun"),
-        vhost_net=bool(spec.network) and has_vhost_net(roots.dev / "vhost-net"),
+        tun=not spec.network or may_open(roots.dev / "net/tun"),
+        vhost_net=bool(spec.network) and may_open(roots.dev / "vhost-net"),
         passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
         ipv6_error=_ipv6_error(procfs),
         descriptors=None if inherited is None else _descriptors(inherited),
-        vhost_vsock=spec.guest.vsock is not None and has_vhost_vsock(roots.dev / "vhost-vsock"),
+        vhost_vsock=spec.guest.vsock is not None and may_open(roots.dev / "vhost-vsock"),
         interfaces=_interfaces(spec),
         resolver=Resolver.parse(read_text(PurePosixPath("/etc/resolv.conf"))),
         pod=pod,
@@ -210,7 +210,7 @@ async def _version_output(processes: Processes, role: str, path: PurePosixPath) 
         async with processes.daemon(command, 0) as process:
             with trio.move_on_after(ANSWERS_WITHIN):
                 await process.wait()
-            return " ".join(process.last_words), ""
+            return " ".join(process.last_lines), ""
     except HostError as error:
         return "", str(error)
 

@@ -59,7 +59,7 @@ async def _preallocated(
             with trio.fail_after(plan.patience):
                 status = await supervisor.unless_stopped(process.wait)
         except trio.TooSlowError:
-            said = process.last_words[-1] if process.last_words else "nothing"
+            said = process.last_lines[-1] if process.last_lines else "nothing"
             raise HostError(
                 f"cannot preallocate the guest's memory: it takes more than {plan.patience:g} s; the last word was {said!r}"
             ) from None
@@ -72,7 +72,7 @@ async def _preallocated(
 def _why(process: Process) -> str:
     if process.returncode == -signal.SIGKILL:
         return f"its taker was killed, as the kernel does when a cgroup is over memory.max; {FULL_REMEDY}"
-    if process.returncode != 1 or not process.last_words:
+    if process.returncode != 1 or not process.last_lines:
         return f"its taker {process.how_it_ended()}"
-    said = process.last_words[-1]
+    said = process.last_lines[-1]
     return f"{said}; {MBIND_REMEDY if '(mbind)' in said else FULL_REMEDY}"

@@ -152,7 +152,7 @@ class Qemu:
             await self.process.wait()
             how = self.process.how_it_ended()
             # QEMU explains an error of VFIO's in further lines, and they are not the error.
-            said = next((line for line in reversed(self.process.last_words) if ": vfio " in line), how)
+            said = next((line for line in reversed(self.process.last_lines) if ": vfio " in line), how)
             remedy = next((f"; {remedy}" for words, remedy in REMEDIES if words.search(said)), "")
             raise HostError(f"cannot start QEMU: it {how if said in how else f'{how}, and before {said!r}'}{remedy}")
         raise HostError("cannot start QEMU") from failure

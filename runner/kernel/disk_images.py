@@ -1,7 +1,7 @@
-"""What disk images say of themselves, and the empty one that an ephemeral disk writes to.
+"""The headers of disk images, and the empty image that an ephemeral disk writes to.
 
-The parts of the qcow2 format that matter here are in QEMU's ``docs/interop/qcow2.txt``; whether somebody else uses an
-image is said by locks on single bytes of it (``block/file-posix.c``).
+The qcow2 format is described in QEMU's ``docs/interop/qcow2.txt``. A QEMU that uses an image holds locks on single bytes
+of it (``block/file-posix.c``).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _CLUSTER = 1 << 16
 _F_OFD_GETLK = 36
 _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock`` of x86-64 and arm64: type, whence, start, length, pid."""
-_TAKEN, _REFUSED = 100, 200
+_USED, _DENIED = 100, 200
 _READ, _WRITE, _RESIZE = 0, 1, 3
-"""QEMU locks an image byte by byte: 100+p says "I use permission p", 200+p says "nobody else may" (``block/file-posix.c``)."""
+"""QEMU locks an image byte by byte: 100+p means "I use permission p", 200+p "no other may" (``block/file-posix.c``)."""
 
 
 def read_image(path: PurePosixPath, fd: int, size: int, *, write: bool) -> ImageFact:
@@ -78,7 +78,7 @@ def _real_path(image: PurePosixPath, name: str) -> PurePosixPath:
 
 
 def _backing_format(fd: int, version: int, end: int) -> str | None:
-    """Return the backing file's format by the header's extensions, which lie between the header and that file's name."""
+    """Return the backing file's format from the header extensions, which lie between the header and that file's name."""
     start = struct.unpack(">I", os.pread(fd, 4, 100).ljust(4, b"\0"))[0] if version > 2 else 72  # noqa: PLR2004
     if not start <= end <= _CLUSTER:
         return None
@@ -92,22 +92,22 @@ def _backing_format(fd: int, version: int, end: int) -> str | None:
 
 
 def _is_locked(fd: int, *, write: bool) -> bool:
-    """Tell whether a QEMU that is running would keep another one from opening the image."""
-    # Who has the image as a disk always refuses others writing and resizing, whether it writes itself or not.
-    bytes_in_the_way = [_REFUSED + _READ, _TAKEN + _WRITE, _TAKEN + _RESIZE]
+    """Tell whether the locks of a running QEMU would keep another one from opening the image."""
+    # A QEMU with the image as a disk always denies others writing and resizing, whether it writes itself or not.
+    conflicting = [_DENIED + _READ, _USED + _WRITE, _USED + _RESIZE]
     if write:
-        bytes_in_the_way += [_REFUSED + _WRITE, _REFUSED + _RESIZE]
-    for byte in bytes_in_the_way:
-        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-        if _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK:
+        conflicting += [_DENIED + _WRITE, _DENIED + _RESIZE]
+    for byte in conflicting:
+        lock = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        if _FLOCK.unpack(lock)[0] != fcntl.F_UNLCK:
             return True
     return False
 
 
 def empty_qcow2(size: int) -> dict[int, bytes]:
-    """Return an empty qcow2 image of *size* bytes for the guest, as what is written where; the rest of it is zeroes.
+    """Return an empty qcow2 image of *size* bytes for the guest, as offset → bytes; the rest of the file is zeroes.
 
-    It names no backing file: QEMU is told what lies below it, and nothing can be followed.
+    It names no backing file: QEMU gets that by its command line, so no name in an image can lead it elsewhere.
     """
     level_1 = max(1, -(-size // (_CLUSTER * _CLUSTER // 8)))
     clusters = 3 + -(-level_1 * 8 // _CLUSTER)
@@ -122,12 +122,12 @@ def empty_qcow2(size: int) -> dict[int, bytes]:
 
 @contextmanager
 def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
-    """Hold an empty qcow2 image of *size* bytes in a file of *directory* that has no name and *limit* bytes, all holes.
+    """Hold an empty qcow2 image of *size* bytes in an unnamed file of *directory*, which has *limit* bytes, nearly all holes.
 
-    Nothing is left of it when the last descriptor is closed, whoever dies how.
+    The kernel removes it with its last descriptor, however the processes that hold it end.
     """
     try:
-        fd = _nameless(directory)
+        fd = _unnamed_file(directory)
     except OSError as error:
         raise HostError(f"cannot make a file for an ephemeral disk in {str(directory)!r}") from error
     try:
@@ -142,7 +142,7 @@ def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _nameless(directory: PurePosixPath) -> int:
+def _unnamed_file(directory: PurePosixPath) -> int:
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -1,12 +1,12 @@
-"""Descriptors that somebody else has opened for us: inherited, or sent over a Unix socket by an agent of the host.
+"""Descriptors that another program has opened: inherited through exec, or sent over a Unix socket by an agent of the host.
 
-Inherited ones follow sd_listen_fds(3): ``LISTEN_FDS`` of them from number 3 on, called as ``LISTEN_FDNAMES`` says, for the
-process ``LISTEN_PID``. An agent is connected to and sends, for each descriptor, one line of JSON with the descriptor in the
-ancillary data of its first byte (``SCM_RIGHTS``, unix(7))::
+Inherited ones follow sd_listen_fds(3): ``LISTEN_FDS`` of them from number 3 on, with the names in ``LISTEN_FDNAMES``, for
+the process ``LISTEN_PID``. An agent, to which this process connects, sends for each descriptor one line of JSON with the
+descriptor in the ancillary data of its first byte (``SCM_RIGHTS``, unix(7))::
 
     {"name": "disk0", "kind": "block"}
 
-and closes when it has sent all. Nothing is said to it.
+and closes the connection when it has sent all. It receives nothing.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 FIRST = 3
 """``SD_LISTEN_FDS_START``."""
 MOST = 64
-"""Descriptors; a guest with more of them has outgrown its spec."""
+"""Descriptors that an instance takes."""
 MOST_BYTES = 1 << 16
-"""Of all that an agent says."""
+"""Bytes of text that an agent may send."""
 SENT_WITHIN = 10.0
-"""Seconds from our connecting to an agent to its closing."""
+"""Seconds from the connection to an agent until the agent closes it."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}", re.ASCII)
 _KINDS = frozenset({"tap", "macvtap", "vhost-net", "socket", "file", "block"})
@@ -56,52 +56,52 @@ _IFREQ = struct.Struct("16sH22x")
 
 @attrs.frozen
 class InheritedFd:
-    """A descriptor that was handed to us; whoever uses it closes it, else the end of :func:`inherited_fds` does."""
+    """A descriptor that another program has opened; its user may close it, else the end of :func:`inherited_fds` does."""
 
     descriptor: Descriptor
     declared: str | None
-    """What the agent says it is; nothing is said of an inherited one."""
+    """The kind that the agent declares; ``None`` for one inherited through exec."""
 
 
 @asynccontextmanager
 async def inherited_fds(
     environment: Mapping[str, str], agent: PurePosixPath | None
 ) -> AsyncIterator[Mapping[str, InheritedFd]]:
-    """Hold every descriptor that is handed to us, by name; at the end none is open.
+    """Hold every descriptor that other programs have opened for this one, by name; at the end none is open.
 
-    Raises :exc:`~runner.errors.RefusedError` for what is against the conventions; everything is closed then.
+    Raises :exc:`~runner.errors.RefusedError` for a breach of the conventions, and closes everything.
     """
     with ExitStack() as held:
-        handed: dict[str, InheritedFd] = {}
+        inherited: dict[str, InheritedFd] = {}
 
         def take(name: str, number: int, declared: str | None) -> None:
-            # Owned before anything is asked: what is refused is closed too.
+            # Owned before anything is checked, so that a refused one is closed too.
             descriptor = held.enter_context(owned(number))
             os.set_inheritable(number, False)
             if _NAME.fullmatch(name) is None:
                 raise RefusedError(
                     f"cannot take over a descriptor called {name!r}; use letters, digits, '.', '_', '@' and '-'"
                 )
-            if name in handed:
+            if name in inherited:
                 raise RefusedError(f"cannot take over two descriptors called {name!r}; give each a name of its own")
-            handed[name] = InheritedFd(descriptor, declared)
+            inherited[name] = InheritedFd(descriptor, declared)
 
         take_inherited(environment, take)
         if agent is not None:
-            with trio.move_on_after(SENT_WITHIN) as patience:
+            with trio.move_on_after(SENT_WITHIN) as timeout:
                 await _take_sent(agent, take)
-            if patience.cancelled_caught:
+            if timeout.cancelled_caught:
                 raise RefusedError(
                     f"cannot take over the descriptors of {str(agent)!r}: the agent has not closed within {SENT_WITHIN:g} s; "
                     "it closes when it has sent all"
                 )
-        for name, each in handed.items():
-            log.info("handed to us name=%s kind=%s", name, probe_descriptor(each.descriptor.number).description)
-        yield handed
+        for name, each in inherited.items():
+            log.info("inherited descriptor name=%s kind=%s", name, probe_descriptor(each.descriptor.number).description)
+        yield inherited
 
 
 def take_inherited(environment: Mapping[str, str], take: Callable[[str, int, str | None], None]) -> None:
-    """Take what sd_listen_fds_with_names(3) would return; all of it is taken before a name is found fault with."""
+    """Take the descriptors of sd_listen_fds_with_names(3); all are owned before a name is refused."""
     if not environment.get("LISTEN_FDS"):
         return
     if environment.get("LISTEN_PID") != str(os.getpid()):
@@ -127,7 +127,7 @@ def take_inherited(environment: Mapping[str, str], take: Callable[[str, int, str
 
 
 def _inherited(number: int) -> bool:
-    """Tell whether the descriptor came through exec: what this process has opened itself is closed on exec."""
+    """Tell whether the descriptor came through exec: those that this process opens itself have close-on-exec set."""
     try:
         return os.get_inheritable(number)
     except OSError:
@@ -135,7 +135,7 @@ def _inherited(number: int) -> bool:
 
 
 def _take_all(found: list[tuple[str, int, str | None]], take: Callable[[str, int, str | None], None]) -> None:
-    """Take each, or close those that are left when one is refused."""
+    """Take each; if one is refused, close the remaining ones."""
     while found:
         name, number, declared = found.pop(0)
         try:

@@ -1,10 +1,10 @@
 """Bridges, addresses and routes of this network namespace, through :mod:`runner.kernel.netlink`.
 
-A link of ours says so in its ``ifalias``, and the interface whose place a guest has taken keeps there what it was: a
-runner that was killed leaves a namespace from which the next one can tell how to put it right.
+The ``ifalias`` of a link that this program has made is ``instance-runner``. That of the pod's interface whose place a guest
+has taken describes the interface as it was before, so that the next runner can restore it after this one was killed.
 
-The kernel does what it is asked within the system call: a private network is made of seven requests in a millisecond, and
-gone after two in 30, most of which the kernel waits for those that still read the link. That is why PID 1 does it itself,
+The kernel executes a request within the system call: a private network takes seven requests and a millisecond to build, two
+requests and 30 ms to remove, most of which the kernel waits for readers of the link (RCU). That is why PID 1 does it itself,
 between two steps of its event loop.
 """
 
@@ -32,7 +32,7 @@ _NEIGHBOUR_WORDS = 2
 
 @attrs.frozen
 class Macvtap:
-    """A link of our own over another one."""
+    """A macvtap to create over the link *over*."""
 
     name: str
     over: str
@@ -42,7 +42,7 @@ class Macvtap:
 
 @attrs.frozen
 class Bridge:
-    """A bridge to build: *tap* joins it, and *pod* too when the guest takes that interface's place."""
+    """A bridge to build: *tap* becomes a port of it, and so does *pod* when the guest takes that interface's place."""
 
     name: str
     tap: str
@@ -56,17 +56,17 @@ class Bridge:
 
 
 def read_interfaces(names: Iterable[str]) -> dict[str, Interface]:
-    """Return the interfaces of *names* that exist; one that is given away, as it was before."""
+    """Return the interfaces of *names* that exist, as they were before a guest took their place."""
     with Rtnetlink() as rtnetlink:
         links = {name: _read(rtnetlink, name) for name in names}
     return {name: link for name, link in links.items() if link is not None}
 
 
 def recover(bridges: Sequence[Bridge]) -> None:
-    """Take down what a runner that was killed has left of *bridges*; refuse what is somebody else's.
+    """Remove what a runner that was killed has left of *bridges*, and refuse bridges that another program has made.
 
-    Comes before :func:`build`, and outside of whatever calls :func:`remove` when that fails: a bridge that is somebody
-    else's must not be taken for a half-built one.
+    Call it before :func:`build`, and outside the block that calls :func:`remove` on failure: another program's bridge must
+    not be taken for a half-built one.
     """
     with Rtnetlink() as rtnetlink:
         for bridge in bridges:
@@ -74,7 +74,7 @@ def recover(bridges: Sequence[Bridge]) -> None:
 
 
 def build(bridges: Sequence[Bridge]) -> None:
-    """Build *bridges*, all or none; their taps are there already."""
+    """Build *bridges*, all or none; their taps exist already."""
     with Rtnetlink() as rtnetlink:
         try:
             for bridge in bridges:
@@ -85,23 +85,23 @@ def build(bridges: Sequence[Bridge]) -> None:
 
 
 def remove(bridges: Sequence[Bridge]) -> None:
-    """Take down what :func:`build` built, as far as it is there, and give back the pod's interfaces."""
-    log.debug("network: giving back bridges=%s", ",".join(bridge.name for bridge in bridges))
+    """Remove what :func:`build` has built, as far as it exists, and restore the pod's interfaces."""
+    log.debug("network: removing bridges=%s", ",".join(bridge.name for bridge in bridges))
     with Rtnetlink() as rtnetlink:
         _remove_all(rtnetlink, bridges)
 
 
 def _read(rtnetlink: Rtnetlink, name: str) -> Interface | None:
-    """Return link *name* as it is, or as it was before a guest took its place."""
+    """Return interface *name* as it is, or as it was before a guest took its place."""
     link = rtnetlink.link(name)
     if link is None:
         return None
     if link.alias.startswith(f"{OURS} was "):
         try:
-            return _kept(name, link.alias + _rest(rtnetlink, name))
+            return _parse_alias(name, link.alias + _rest(rtnetlink, name))
         except ValueError:
             raise HostError(
-                f"cannot tell what {name!r} was before a guest took its place: its alias {link.alias!r} cannot be understood; "
+                f"cannot tell what {name!r} was before a guest took its place: its alias {link.alias!r} is malformed; "
                 "recreate the pod"
             ) from None
     routes = tuple(route for route in rtnetlink.routes(link) if route.protocol != _RTPROT_KERNEL)
@@ -129,7 +129,7 @@ def _find(rtnetlink: Rtnetlink, name: str) -> FoundLink:
 def _build(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
     made = _make(rtnetlink, bridge)
     if bridge.pod is not None:
-        _give_away(rtnetlink, bridge.pod, made, bridge)
+        _take_over(rtnetlink, bridge.pod, made, bridge)
     rtnetlink.add_address(made, bridge.address)
     if bridge.address6 is not None:
         rtnetlink.add_address(made, bridge.address6)
@@ -141,14 +141,14 @@ def _make(rtnetlink: Rtnetlink, bridge: Bridge) -> FoundLink:
     try:
         made = _find(rtnetlink, bridge.name)
         rtnetlink.set_link(made, Change(alias=OURS, up=True))
-    except HostError:  # it does not say yet that it is ours, so nothing else would ever take it down
+    except HostError:  # it has no alias yet, so nothing else would ever remove it
         rtnetlink.delete_link(_find(rtnetlink, bridge.name))
         raise
     return made
 
 
 def _remove_all(rtnetlink: Rtnetlink, bridges: Sequence[Bridge]) -> None:
-    """Remove all, the last first; the first failure is reported when every one was tried."""
+    """Remove all, the last first; raise the first failure when every one was tried."""
     failures = []
     for bridge in reversed(bridges):
         try:
@@ -160,14 +160,14 @@ def _remove_all(rtnetlink: Rtnetlink, bridges: Sequence[Bridge]) -> None:
 
 
 def _remove(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
-    """Give back the pod's interface and delete the bridge; what is not there is no matter.
+    """Restore the pod's interface and delete the bridge, as far as they exist.
 
-    A bridge that has the rest of what an interface was stays until that is given back: nobody else knows it.
+    A bridge whose alias holds the second half of an interface's description stays until that interface is restored.
     """
     failure: HostError | None = None
     try:
         if bridge.pod is not None:
-            _give_back(rtnetlink, bridge.pod)
+            _restore(rtnetlink, bridge.pod)
     except HostError as error:
         failure = error
     link = rtnetlink.link(bridge.name)
@@ -179,53 +179,53 @@ def _remove(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
 
 
 def _recover(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
-    """Take down what a runner that was killed has left of *bridge*; refuse what is somebody else's."""
+    """Remove what a runner that was killed has left of *bridge*, and refuse a bridge that another program has made."""
     found = rtnetlink.link(bridge.name)
     if found is None and bridge.pod is None:
         return
     if found is not None and not found.alias.startswith(OURS):
         raise HostError(
-            f"cannot make the bridge {bridge.name!r}: a link of that name exists and is not ours; remove it"
+            f"cannot make the bridge {bridge.name!r}: a link of that name exists and is not instance-runner's; remove it"
         )
     if found is not None:
-        # A tap of ours lives as long as somebody holds its descriptor.
+        # A tap exists for as long as a process holds its descriptor.
         if any(link.master == found.index and link.kind == "tun" for link in rtnetlink.links()):
             raise HostError(
                 f"cannot make the bridge {bridge.name!r}: another instance of this network namespace uses it"
             )
-        log.warning("network: found %r of a runner that was killed; taking it down", bridge.name)
+        log.warning("network: found %r of a runner that was killed; removing it", bridge.name)
     _remove(rtnetlink, bridge)
 
 
-def _give_away(rtnetlink: Rtnetlink, pod: Interface, made: FoundLink, bridge: Bridge) -> None:
-    """Let the guest take the place of *pod*: its address, and its MAC unless the guest has one of its own."""
+def _take_over(rtnetlink: Rtnetlink, pod: Interface, made: FoundLink, bridge: Bridge) -> None:
+    """Let the guest take the place of *pod*: its addresses, and its MAC unless the guest has one of its own."""
     kept = _alias(pod)
     rest = f"{OURS} of {pod.name} "
     if len(kept) > 2 * LONGEST_ALIAS - len(rest):
         log.warning(
-            "network: %r has too many routes to be remembered in its alias; it is lost if this runner is killed",
+            "network: %r has too many routes for its alias; it cannot be restored if this runner is killed",
             pod.name,
         )
         kept = OURS
     link = _find(rtnetlink, pod.name)
     if kept[LONGEST_ALIAS:]:
         rtnetlink.set_link(made, Change(alias=rest + kept[LONGEST_ALIAS:]))
-    # First, because from here on there is something to put right.
+    # First, because from here on there is something to restore.
     rtnetlink.set_link(link, Change(alias=kept[:LONGEST_ALIAS]))
     taken: tuple[IpInterface, ...] = pod.addresses + (pod.addresses6 if bridge.takes_ipv6 else ())
     for address in taken:
         rtnetlink.delete_address(link, address)
     if bridge.guest_mac == pod.mac:
-        # A frame to a MAC of the bridge's own ports is ours; this one must reach the guest.
+        # A bridge keeps frames to the MAC of one of its ports; these must reach the guest.
         _set_mac(rtnetlink, link, "02:" + os.urandom(5).hex(":"))
     rtnetlink.set_link(link, Change(master=made.index, up=True))
 
 
-def _give_back(rtnetlink: Rtnetlink, pod: Interface) -> None:
-    """Make the pod's interface what it was; does nothing where that is so already."""
+def _restore(rtnetlink: Rtnetlink, pod: Interface) -> None:
+    """Restore the pod's interface; do nothing where it is as it was already."""
     link = rtnetlink.link(pod.name)
     if link is None:
-        raise HostError(f"cannot give back {pod.name!r}: it is gone")
+        raise HostError(f"cannot restore {pod.name!r}: it is gone")
     if not link.alias.startswith(OURS):
         return
     if link.master:
@@ -241,7 +241,7 @@ def _give_back(rtnetlink: Rtnetlink, pod: Interface) -> None:
         rtnetlink.replace_route(link, route)
     for neighbour in pod.neighbours:
         rtnetlink.replace_neighbour(link, neighbour)
-    rtnetlink.set_link(link, Change(alias=""))  # last, because it says that there is something to put right
+    rtnetlink.set_link(link, Change(alias=""))  # last, because it says that there is something to restore
 
 
 def _set_mac(rtnetlink: Rtnetlink, link: FoundLink, mac: str) -> None:
@@ -256,7 +256,7 @@ def _set_mac(rtnetlink: Rtnetlink, link: FoundLink, mac: str) -> None:
 
 
 def _alias(link: Interface) -> str:
-    """Return *link* in as few characters as can still be read by a person."""
+    """Return the description of *link* for its alias: short, and readable by a person."""
     routes = (
         ",".join(
             (
@@ -278,13 +278,13 @@ def _alias(link: Interface) -> str:
 
 
 def _rest(rtnetlink: Rtnetlink, name: str) -> str:
-    """Return what had no room in the alias of link *name*: its bridge's alias has it, whatever the bridge is called."""
+    """Return what had no room in the alias of interface *name*; the alias of its bridge has it, whatever its name."""
     head = f"{OURS} of {name} "
     return next((link.alias.removeprefix(head) for link in rtnetlink.links() if link.alias.startswith(head)), "")
 
 
-def _kept(name: str, alias: str) -> Interface:
-    """Read back what :func:`_alias` wrote about link *name*."""
+def _parse_alias(name: str, alias: str) -> Interface:
+    """Parse what :func:`_alias` wrote about interface *name*."""
     mac, mtu, addresses, *words = alias.split(" ")[2:]
     routes, neighbours = [], []
     for word in words:
@@ -328,9 +328,9 @@ def _ip(text: str) -> IpAddress | None:
 
 
 def add_macvtap(plan: Macvtap) -> int:
-    """Make a macvtap, which :func:`remove_macvtap` takes down, and return its index.
+    """Create a macvtap, which :func:`remove_macvtap` removes, and return its index.
 
-    One that a runner of the same instance has left, because it was killed, is taken down first.
+    One that a killed runner of the same instance has left is removed first.
     """
     with Rtnetlink() as rtnetlink:
         over = _find(rtnetlink, plan.over)
@@ -338,9 +338,9 @@ def add_macvtap(plan: Macvtap) -> int:
         if found is not None:
             if (found.alias, found.mac) != (OURS, plan.mac):
                 raise HostError(
-                    f"cannot make the macvtap {plan.name!r}: a link of that name exists and is not ours; remove it"
+                    f"cannot make the macvtap {plan.name!r}: a link of that name exists and is not instance-runner's; remove it"
                 )
-            log.warning("network: found %r of a runner that was killed; taking it down", plan.name)
+            log.warning("network: found %r of a runner that was killed; removing it", plan.name)
             rtnetlink.delete_link(found)
         rtnetlink.add_macvtap(plan.name, over, plan.mac, plan.mtu)
         made = _find(rtnetlink, plan.name)
@@ -353,7 +353,7 @@ def add_macvtap(plan: Macvtap) -> int:
 
 
 def remove_macvtap(plan: Macvtap) -> None:
-    """Take down the macvtap, if it is there."""
+    """Remove the macvtap, if it exists."""
     with Rtnetlink() as rtnetlink:
         found = rtnetlink.link(plan.name)
         if found is not None and found.alias == OURS:

@@ -143,7 +143,7 @@ async def be_the_guest(host: Supervisor, root: Path, gateway: str) -> dict[str, 
     async def run(*argv: str) -> None:
         process = host.processes.spawn(Command("test", argv))
         with trio.fail_after(20):
-            assert await process.wait() == 0, (argv, list(process.last_words))
+            assert await process.wait() == 0, (argv, list(process.last_lines))
 
     script = root / "lease.sh"
     script.write_text(LEASE.replace("$LEASE_FILE", str(root / "lease")))
@@ -177,7 +177,7 @@ async def test_a_guest_takes_the_pods_place_and_gives_it_back(fake_host: FakeHos
         during.update(await be_the_guest(host, fake_host.root, pod))
         process = host.processes.spawn(Command("test", ("ip", "-j", "address", "show", "dev", "eth0")))
         await process.wait()
-        during["eth0"] = "".join(process.last_words)
+        during["eth0"] = "".join(process.last_lines)
         fake_host.stop.ask("test")
 
     result = await fake_host.run(plan, beside=guest)
@@ -291,7 +291,7 @@ async def test_a_bridge_of_somebody_else_is_left_alone(fake_host: FakeHost) -> N
     try:
         result = await fake_host.run(fake_host.plan("[[network]]\n"))
         assert isinstance(result, HostError)
-        assert "a link of that name exists and is not ours" in str(result)
+        assert "a link of that name exists and is not instance-runner's" in str(result)
         assert "vmbr0" in ip("link", "show", "vmbr0")
     finally:
         ip("link", "delete", "vmbr0")

@@ -102,8 +102,8 @@ async def run(host: Supervisor, *argv: str) -> str:
     """Run a program to its end and return what it said."""
     process = host.processes.spawn(Command("test", argv))
     with trio.fail_after(30):
-        assert await process.wait() == 0, (argv, list(process.last_words))
-    return "\n".join(process.last_words)
+        assert await process.wait() == 0, (argv, list(process.last_lines))
+    return "\n".join(process.last_lines)
 
 
 async def running(fake_host: FakeHost) -> None:
@@ -205,7 +205,7 @@ def test_a_macvtap_by_its_descriptors(pod: str, sysfs: Path) -> None:
     assert (shown["mtu"], shown["ifalias"], shown["link"]) == (1400, "instance-runner", pod)
     assert "UP" in shown["flags"]
     assert network.add_macvtap(link), "what a runner that was killed has left is taken down"
-    with pytest.raises(HostError, match="a link of that name exists and is not ours"):
+    with pytest.raises(HostError, match="a link of that name exists and is not instance-runner's"):
         network.add_macvtap(attrs.evolve(link, mac="52:54:00:00:00:78"))
     network.remove_macvtap(link)
     network.remove_macvtap(link)
@@ -284,7 +284,7 @@ def test_permanent_neighbours_and_ipv6_come_back(pod: str) -> None:
 
 def test_an_interface_that_cannot_be_understood(pod: str) -> None:
     ip("link", "set", pod, "alias", "instance-runner was 02:00:00:00:00:01 1500 10.0.0.5/24 10.9.0.0/16,10.0.0.1,")
-    with pytest.raises(HostError, match="cannot be understood; recreate the pod"):
+    with pytest.raises(HostError, match="is malformed; recreate the pod"):
         network.read_interfaces([pod])
 
 

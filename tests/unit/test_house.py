@@ -180,6 +180,16 @@ def test_no_decision_looks_at_the_wall_clock(name: str, path: Path) -> None:
     assert "datetime" not in set(imports(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "path"), [(name, path) for name, path in modules() if within(name, {"kernel", "instance"})]
+)
+def test_no_constant_of_a_module_holds_a_path_of_the_kernels_file_systems(name: str, path: Path) -> None:
+    """Doors take their root path as an argument, so that another machine's tree can be read as well."""
+    assignments = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    texts = {each.value for node in assignments for each in ast.walk(node) if isinstance(each, ast.Constant)}
+    assert not {text for text in texts if isinstance(text, str) and text.startswith(("/proc", "/sys", "/dev"))}, name
+
+
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if path.name == "__init__.py"])
 def test_init_files_are_empty(name: str, path: Path) -> None:
     assert path.read_text() == "", name

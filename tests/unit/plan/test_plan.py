@@ -306,7 +306,7 @@ def test_descriptors_are_all_passed_on() -> None:
         (
             '[boot]\nkernel = "/closed/kernel"\n',
             {},
-            "boot.kernel: '/closed/kernel' cannot be looked at (Permission denied)",
+            "boot.kernel: '/closed/kernel' cannot be examined (Permission denied)",
         ),
         ('[boot]\nkernel = "/srv"\n', {}, "boot.kernel: '/srv' is a directory, not a file"),
         ('[boot]\nkernel = "/boot/unreadable"\n', {}, "boot.kernel: cannot read '/boot/unreadable': Permission denied"),
