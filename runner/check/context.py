@@ -12,6 +12,7 @@ from runner.check.programs import KubeletState, shared_pool_of
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.facts.host import PodQos
+from runner.facts.roots import Roots
 from runner.plan.host_checks import ASKING_FOR_LESS
 
 
@@ -28,24 +29,9 @@ class CheckedHost:
     environment: Mapping[str, str]
 
     @property
-    def proc(self) -> Path:
-        """Where procfs is mounted."""
-        return self.root / "proc"
-
-    @property
-    def sys(self) -> Path:
-        """Where sysfs is mounted."""
-        return self.root / "sys"
-
-    @property
-    def dev(self) -> Path:
-        """Where the device nodes are."""
-        return self.root / "dev"
-
-    @property
-    def cgroups(self) -> Path:
-        """Where cgroup v2 is to be mounted."""
-        return self.root / "sys/fs/cgroup"
+    def roots(self) -> Roots:
+        """The mount points below *root*."""
+        return Roots.below(self.root)
 
 
 @attrs.frozen

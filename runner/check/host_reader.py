@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+import attrs
 import trio
 import trio.to_thread
 
@@ -22,11 +23,11 @@ from runner.check.program_trials import try_programs
 from runner.check.questions import answers
 from runner.cpuset import CpuSet
 from runner.errors import HostError, RunnerError, SpecError, explain
-from runner.facts.host import Kvm
+from runner.facts.roots import Roots
 from runner.instance.discover import read_host_facts, read_pod
 from runner.instance.supervisor import Faults, StopRequest, Supervisor, capture, open_supervisor
-from runner.kernel.character_devices import read_kvm, try_kvm
-from runner.kernel.files import look
+from runner.kernel.character_devices import probe_kvm, try_kvm
+from runner.kernel.files import probe_file
 from runner.kernel.kubelet_files import Frozen, attempt, settled
 from runner.kernel.peers import INIT_PID_NAMESPACE
 from runner.kernel.processes import dying_with_us
@@ -91,7 +92,7 @@ async def _plan(
     try:
         spec = parse_instance(source, text, host.environment)
         spec = with_disks(spec, None)
-        facts = await read_host_facts(spec, supervisor, host.state_directory, handing_over=False)
+        facts = await read_host_facts(spec, supervisor.processes, Roots(), host.state_directory, None)
         plan = plan_instance(source, spec, facts)
     except SpecError as error:
         return spec, None, [SPEC.fatal(*_halves(str(problem))) for problem in error.problems]
@@ -109,10 +110,10 @@ def _halves(sentence: str) -> tuple[str, str]:
 
 
 async def _read_context(host: CheckedHost, spec: InstanceSpec | None, plan: InstancePlan | None) -> CheckContext:
-    procfs = Procfs(host.proc)
+    procfs = Procfs(host.roots.proc)
     asked = CpuSpec() if spec is None else spec.cpu
     pod = read_pod(procfs, host.environment)
-    initial = pid_namespace(host.proc) == INIT_PID_NAMESPACE
+    initial = pid_namespace(host.roots.proc) == INIT_PID_NAMESPACE
     place = place_of(in_initial_pid_namespace=initial, has_kubelet=host.kubelet.is_dir(), in_pod=pod is not None)
     allowed = CpuSet.parse(procfs.status()["Cpus_allowed_list"])
     vcpus = (asked.count or len(allowed)) if plan is None else plan.machine.vcpus
@@ -138,7 +139,7 @@ async def _read_context(host: CheckedHost, spec: InstanceSpec | None, plan: Inst
 def _lockable(host: CheckedHost, procfs: Procfs, spec: InstanceSpec | None) -> int | None:
     """Return the bytes that may have to be locked where there is no plan; without a spec, for a guest with devices and all RAM."""
     if spec is None:
-        return procfs.memory_total() + PASSED_BESIDE_RAM if (host.dev / "vfio").is_dir() else 0
+        return procfs.memory_total() + PASSED_BESIDE_RAM if (host.roots.dev / "vfio").is_dir() else 0
     if not spec.memory.lock and not spec.device:
         return 0
     unknown = spec.memory.size == WHAT_LIMITS_LEAVE or spec.cpu.count == ALL_CPUS
@@ -149,21 +150,21 @@ async def _kubelet(host: CheckedHost) -> CpuState | Frozen | None:
     path = KubeletFiles(host.kubelet).cpu_state
     if not os.access(path, os.R_OK):
         return None
-    machine = read_online_cpus(host.sys)
+    machine = read_online_cpus(host.roots.sys)
     # Under strict-cpu-reservation the reserved CPUs are in no set, and no file here names them.
     parse = partial(parse_verified_cpu_state, machine=machine, reserved=machine.online)
     return await settled(path, parse, pause=PAUSE, readings=READINGS)
 
 
 async def _kvm(host: CheckedHost) -> Finding:
-    device = host.dev / "kvm"
-    state = read_kvm(device)
+    device = host.roots.dev / "kvm"
+    kvm = probe_kvm(device)
     trial: str | None = f"it has not answered for {TIMEOUT:g} s"
-    if state.error is None:
+    if kvm.error is None:
         # In a thread, which is abandoned if the system call never returns.
         with trio.move_on_after(TIMEOUT):
             trial = await trio.to_thread.run_sync(try_kvm, device, abandon_on_cancel=True)
-    return device_rights.judge_kvm(Kvm(state.error, state.gid, state.mode, trial))
+    return device_rights.judge_kvm(attrs.evolve(kvm, trial=trial))
 
 
 async def _services(host: CheckedHost, context: CheckContext) -> list[Finding]:
@@ -205,5 +206,5 @@ async def ask_controller(path: PurePosixPath) -> Mapping[str, object] | str | No
         try:
             return await read_status(path)
         except HostError as error:
-            return None if look(path.parent).kind == "missing" else explain(error)
+            return None if probe_file(path.parent).kind == "missing" else explain(error)
     return f"it has not answered for {TIMEOUT:g} s"

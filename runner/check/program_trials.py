@@ -31,7 +31,7 @@ async def try_programs(supervisor: Supervisor) -> list[Finding]:
         findings.append(programs.judge_program(check, name, package, await trial()))
 
     async def virtiofsd() -> None:
-        findings.append(programs.judge_virtiofsd(*await find_virtiofsd(supervisor)))
+        findings.append(programs.judge_virtiofsd(*await find_virtiofsd(supervisor.processes)))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(judged, programs.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, supervisor))
@@ -76,4 +76,4 @@ async def _run(supervisor: Supervisor, name: str, *arguments: str) -> Program:
         return Program(path, error=f"has not answered for {TIMEOUT:g} s")
     if status != 0:
         return Program(path, error=f"{process.how_it_ended()} when asked for {' '.join(arguments)}")
-    return Program(path, " ".join(list(process.last_words)[:2]))
+    return Program(path, " ".join(list(process.last_lines)[:2]))

@@ -13,7 +13,7 @@ from runner.check.finding import Check, Finding, Place
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup
-from runner.kernel.character_devices import look_at_device
+from runner.kernel.character_devices import why_not_opened
 from runner.kernel.files import cpu_limits
 from runner.kernel.memory import read_lockable, try_mbind
 from runner.kernel.procfs import Procfs
@@ -43,7 +43,7 @@ def answers(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
 
 
 def _cgroups(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
-    mounts = read_cgroup_mounts(host.proc)
+    mounts = read_cgroup_mounts(host.roots.proc)
     offered: list[str] = []
     if mounts.unified is not None:
         offered = read_line(host.root / mounts.unified[1:] / "cgroup.controllers").split()
@@ -51,21 +51,21 @@ def _cgroups(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
 
 
 def _kernel(host: CheckedHost, _: CheckContext) -> Iterator[Finding]:
-    yield kernel_settings.judge_kernel(read_line(host.proc / "sys/kernel/osrelease"))
+    yield kernel_settings.judge_kernel(read_line(host.roots.proc / "sys/kernel/osrelease"))
 
 
 def _clock(host: CheckedHost, _: CheckContext) -> Iterator[Finding]:
-    current = host.sys / "devices/system/clocksource/clocksource0/current_clocksource"
+    current = host.roots.sys / "devices/system/clocksource/clocksource0/current_clocksource"
     yield kernel_settings.judge_clock(read_line(current))
 
 
 def _swap(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
-    limit = read_line(host.cgroups / context.cgroup[1:] / "memory.swap.max")
-    yield kernel_settings.judge_swap(read_swaps(host.proc), limit)
+    limit = read_line(host.roots.cgroup / context.cgroup[1:] / "memory.swap.max")
+    yield kernel_settings.judge_swap(read_swaps(host.roots.proc), limit)
 
 
 def _transparent_hugepages(host: CheckedHost, _: CheckContext) -> Iterator[Finding]:
-    shmem = read_choice(host.sys / "kernel/mm/transparent_hugepage/shmem_enabled")
+    shmem = read_choice(host.roots.sys / "kernel/mm/transparent_hugepage/shmem_enabled")
     yield kernel_settings.judge_transparent_hugepages(shmem)
 
 
@@ -77,18 +77,18 @@ def _hugepages(_: CheckedHost, context: CheckContext) -> Iterator[Finding]:
 
 
 def _numa_balancing(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
-    value = read_line(host.proc / "sys/kernel/numa_balancing")
+    value = read_line(host.roots.proc / "sys/kernel/numa_balancing")
     yield kernel_settings.judge_numa_balancing(value, len(context.hardware.numa_nodes))
 
 
 def _isolated(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
-    cpu = host.sys / "devices/system/cpu"
+    cpu = host.roots.sys / "devices/system/cpu"
     isolated = read_cpus(cpu / "isolated") if (cpu / "isolated").exists() else None
     yield kernel_settings.judge_isolated(isolated, read_cpus(cpu / "nohz_full"), context.shared_pool)
 
 
 def _pci(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
-    yield kernel_settings.judge_pci(tuple(read_pci_devices(host.sys)), len(context.hardware.numa_nodes))
+    yield kernel_settings.judge_pci(tuple(read_pci_devices(host.roots.sys)), len(context.hardware.numa_nodes))
 
 
 KERNEL_QUESTIONS: tuple[tuple[Check, Question], ...] = (
@@ -148,31 +148,31 @@ def _cores(cpus: CpuSet, others: CpuSet, owner: str, _: CheckedHost, context: Ch
 
 
 def _interrupts(cpus: CpuSet, host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
-    yield cpu_owners.judge_interrupts(tuple(read_interrupts(host.proc)), cpus, context.hardware.online)
+    yield cpu_owners.judge_interrupts(tuple(read_interrupts(host.roots.proc)), cpus, context.hardware.online)
 
 
 def _cpu_time(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
     if context.backend == "controller":
         yield cpu_owners.TIME.ok("the controller moves the vCPUs out of the pod's cgroup, where no cpu.max limits them")
         return
-    group = host.cgroups / context.cgroup[1:]
+    group = host.roots.cgroup / context.cgroup[1:]
     if not (group / "cgroup.controllers").exists():
         yield cpu_owners.TIME.unknown(
             "no cgroup v2 can be seen here, so whether cpu.max limits it is not known", "run check on the node"
         )
         return
-    limit = min(cpu_limits(PurePosixPath(host.cgroups), context.cgroup), default=None)
+    limit = min(cpu_limits(PurePosixPath(host.roots.cgroup), context.cgroup), default=None)
     throttled = _throttled(read_line(group / "cpu.stat"))
     yield cpu_owners.judge_cpu_time(context.place, limit, context.vcpus, throttled, asks_for_less=context.asks_for_less)
 
 
 def _pid_1(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
     shared = context.in_initial_pid_namespace
-    return cpu_owners.judge_init(context.place, _init(Procfs(host.proc)), in_initial_pid_namespace=shared)
+    return cpu_owners.judge_init(context.place, _init(Procfs(host.roots.proc)), in_initial_pid_namespace=shared)
 
 
 def _neighbours(exclusive: CpuSet, pool: CpuSet, host: CheckedHost, _: CheckContext) -> Iterator[Finding]:
-    yield cpu_owners.judge_neighbours(tuple(_populated_groups(host.cgroups)), exclusive, pool)
+    yield cpu_owners.judge_neighbours(tuple(_populated_groups(host.roots.cgroup)), exclusive, pool)
 
 
 def _throttled(stat: str) -> int:
@@ -213,8 +213,8 @@ def _device_questions(context: CheckContext) -> Iterator[tuple[Check, Question]]
 
 
 def _device(check: Check, name: str, host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
-    path = host.dev / name
-    yield device_rights.judge_device(check, context.place, str(path), look_at_device(path))
+    path = host.roots.dev / name
+    yield device_rights.judge_device(check, context.place, str(path), why_not_opened(path))
 
 
 def _memlock(_: CheckedHost, context: CheckContext) -> Iterator[Finding]:

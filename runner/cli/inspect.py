@@ -15,8 +15,9 @@ import trio
 
 from runner.cli.options import add_state_dir
 from runner.errors import Status, UsageError
+from runner.facts.roots import Roots
 from runner.inspect.observation import Observation
-from runner.inspect.observe import MountedHost, observe_container, observe_node
+from runner.inspect.observe import observe_container, observe_node
 from runner.inspect.render import report_json, report_lines, state_lines
 from runner.inspect.rules import InspectionReport, judge
 from runner.kernel.cgroup import Cgroup
@@ -67,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
         receipt=Path(arguments.state_dir / "receipt.json"),
         root=Cgroup(arguments.root),
         kubelet=arguments.kubelet_dir,
-        machine=MountedHost(cgroupfs=arguments.cgroupfs),
+        roots=Roots(cgroup=arguments.cgroupfs),
         pod_uid=arguments.instance,
     )
     watching = arguments.watch is not None
@@ -94,7 +95,7 @@ class InspectionTarget:
     """The controller's tree on the node."""
     kubelet: Path
     """The kubelet's directory on the node."""
-    machine: MountedHost
+    roots: Roots
     pod_uid: str
     """How the pod UID of an instance on the node begins; empty for all, or for the container's own."""
 
@@ -119,13 +120,13 @@ async def _inspect(target: InspectionTarget, interval: float | None, show: Calla
 async def _observe(target: InspectionTarget) -> Observation:
     inside, outside = target.has_receipt(), target.root.exists()
     if target.pod_uid or (outside and not inside):
-        return await observe_node(target.machine, target.root, target.kubelet, target.pod_uid)
+        return await observe_node(target.roots, target.root, target.kubelet, target.pod_uid)
     if not inside and not outside:
         raise UsageError(
             f"cannot find an instance: there is neither {target.receipt} nor {target.root.path}; run this in an instance's "
             "container or on a node with the controller, or name --state-dir or --root"
         )
-    return observe_container(target.machine, target.receipt)
+    return observe_container(target.roots, target.receipt)
 
 
 @attrs.define

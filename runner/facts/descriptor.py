@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
+
+DescriptorKind = Literal["tap", "macvtap", "vhost-net", "socket", "file", "block", "other"]
 
 
 @attrs.frozen
 class DescriptorFact:
-    """A descriptor that was handed to us, as the kernel describes it."""
+    """A descriptor that another program opened, as the kernel describes it."""
 
-    kind: str
-    """``tap``, ``macvtap``, ``vhost-net``, ``socket``, ``file``, ``block`` or ``other``."""
-    said: str
-    """The same in words."""
+    kind: DescriptorKind
+    description: str
+    """The kind in words, as a message names it."""
     writable: bool = True
     """Whether it may be read and written."""
     size: int = 0
@@ -20,7 +23,7 @@ class DescriptorFact:
     interface: str = ""
     """The name of a tap or macvtap."""
     mac: str = ""
-    """Its MAC address; a macvtap hands on only what is sent to that."""
+    """Its MAC address; a macvtap delivers only frames that are sent to it."""
     multi_queue: bool = False
     declared: str | None = None
-    """What the agent that sent it says it is."""
+    """The kind that the sending agent declares; ``None`` for one inherited through exec."""

@@ -1,38 +1,39 @@
-"""Files, block devices and disk images that a spec names, as they were found."""
+"""Files, block devices and disk images that a spec names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import Literal, Protocol, assert_never
 
 import attrs
+
+FileKind = Literal["file", "directory", "block", "character", "other", "missing"]
 
 
 @attrs.frozen
 class ImageFact:
-    """What a disk image says of itself."""
+    """A disk image, as its first bytes describe it."""
 
     format: str
-    """``raw`` or ``qcow2``, by the file's first bytes."""
+    """``raw`` or ``qcow2``."""
     size: int = 0
     """Bytes the guest sees."""
     backing: PurePosixPath | None = None
-    """The file it takes data from: the real path of what its header names, seen from the directory it lies in."""
+    """The backing file: the path, without symbolic links, of what the header names relative to the image's directory."""
     backing_format: str | None = None
-    """What that file holds, as the header says; old images do not say it."""
+    """The format of the backing file, as the header gives it; old images do not."""
     locked: bool = False
-    """Another process holds QEMU's image lock for writing (``block/file-posix.c``: byte ranges 100 and 200)."""
+    """Whether another QEMU holds a conflicting image lock (``block/file-posix.c``: byte ranges 100 and 200)."""
     error: str | None = None
-    """Why it cannot be used at all, in words: encryption, damage, an external data file."""
+    """Why it cannot be used at all, as a verb phrase: encryption, damage, an external data file."""
 
 
 @attrs.frozen
 class FileFact:
     """A path that the spec names."""
 
-    kind: str
-    """``file``, ``directory``, ``block``, ``character``, ``other`` or ``missing``."""
+    kind: FileKind
     size: int = 0
     """Bytes; of a block device, its capacity."""
     error: str | None = None
@@ -40,25 +41,31 @@ class FileFact:
     everyone_reads: bool = True
     """Whether its mode lets any user read it."""
     image: ImageFact | None = None
-    """Of a disk only, like the rest."""
+    """The disk image in it; like all below, only of files that are probed as disks."""
     direct: bool = False
-    """It can be read past the page cache (``O_DIRECT``): tried."""
+    """Whether a read that bypasses the page cache (``O_DIRECT``) succeeded."""
     sparse: bool = False
-    """A file with holes: writing to it may have to find room on the disk."""
+    """A file with holes: a write may need new space on the disk."""
     sectors: tuple[int, int] = (512, 512)
-    """Bytes of a logical and of a physical block; of a block device the kernel's word."""
+    """Bytes of a logical and of a physical block, as the kernel reports them for a block device."""
 
     @property
     def words(self) -> str:
-        """What it is, as the end of a sentence."""
-        if self.kind == "other" and self.error is not None:
-            return f"cannot be looked at ({self.error})"
-        return {
-            "file": "is a file",
-            "directory": "is a directory",
-            "block": "is a block device",
-            "character": "is a character device",
-        }.get(self.kind, "is something special")
+        """The kind as a verb phrase."""
+        match self.kind:
+            case "file":
+                return "is a file"
+            case "directory":
+                return "is a directory"
+            case "block":
+                return "is a block device"
+            case "character":
+                return "is a character device"
+            case "missing":
+                return "does not exist"
+            case "other":
+                return "is a special file" if self.error is None else f"cannot be examined ({self.error})"
+        assert_never(self.kind)
 
 
 MISSING = FileFact("missing")
@@ -66,7 +73,7 @@ MISSING = FileFact("missing")
 
 @attrs.frozen
 class DocumentFact:
-    """A small file that the spec names, whole."""
+    """The content of a small file that the spec names."""
 
     content: bytes = attrs.field(default=b"", repr=False)
     error: str | None = None
@@ -74,11 +81,11 @@ class DocumentFact:
 
 
 class DiskFacts(Protocol):
-    """What a disk's plan needs to know."""
+    """The facts that a disk's plan needs."""
 
     @property
     def files(self) -> Mapping[PurePosixPath, FileFact]:
-        """What was found at the paths of disks, and at those of the files their data comes from."""
+        """The files of disks and their backing files, by path."""
 
     @property
     def io_uring_error(self) -> str | None:
@@ -87,7 +94,7 @@ class DiskFacts(Protocol):
 
 @attrs.frozen
 class LateDiskFacts:
-    """What was read about a disk that is attached while the machine runs."""
+    """The facts about a disk that is attached while the guest runs."""
 
     files: Mapping[PurePosixPath, FileFact]
     io_uring_error: str | None

@@ -1,4 +1,4 @@
-"""The limits of this process's memory."""
+"""The limits and charges of memory."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ import attrs
 
 @attrs.frozen
 class HugeFact:
-    """What this process may have of the huge pages of one size, beside what is free on each NUMA node."""
+    """The limits of this process for huge pages of one size; what is free on each NUMA node is in the hardware's facts."""
 
     limit: int | None = None
     """Bytes: the least ``hugetlb.<size>.max`` and ``.rsvd.max`` of its cgroups; ``None`` without a limit."""
     promised: int = 0
-    """Pages that are free and yet others' (``resv_hugepages``): mapped, and not touched yet."""
+    """Pages that are free but reserved for other processes (``resv_hugepages``): mapped, and not touched yet."""
+
+
+@attrs.frozen
+class MemoryCharge:
+    """The memory that a cgroup is charged for, in bytes (``memory.current``, the sum of ``hugetlb.*.current``)."""
+
+    memory: int
+    hugetlb: int
 
 
 @attrs.frozen
 class MemoryLimits:
-    """What bounds the memory of this process."""
+    """The limits of this process's memory."""
 
     memory: int | None = None
     """Bytes: the least ``memory.max`` of its cgroups; ``None`` without a limit."""
     huge: Mapping[int, HugeFact] = attrs.field(factory=dict)
-    """By page size in bytes, every size that the host knows."""
+    """By page size in bytes, for every size of the host; read only for a spec with huge pages."""
     lockable: int | None = None
-    """Bytes that a process we start may lock without CAP_IPC_LOCK, once we have raised its limit as far as we may; ``None``
-    without a limit. Looked at only when something is to be locked."""
+    """Bytes that a child may lock without CAP_IPC_LOCK, with its limit raised as far as possible; ``None`` without a limit.
+    Read only when something is to be locked."""
     may_lock: bool = False
-    """This process has CAP_IPC_LOCK, and so has QEMU if it runs as root."""
+    """Whether this process has CAP_IPC_LOCK, and so QEMU if it runs as root."""

@@ -1,4 +1,4 @@
-"""What was found of PCI devices that a guest is to have: plain values, made by ``instance/passthrough.py``."""
+"""PCI devices of the host that a guest is to have, as sysfs and ``/dev`` describe them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import attrs
 
 @attrs.frozen
 class DeviceNode:
-    """A file in ``/dev`` that a device is reached by."""
+    """A file in ``/dev`` through which a device is used."""
 
     path: PurePosixPath
     error: str | None = None
     """Why it cannot be opened for reading and writing, in the kernel's words."""
     busy: bool = False
-    """Somebody else has it open, and it lets in one at a time."""
+    """Another process has it open, and the kernel admits one opener at a time."""
     everyone: bool = False
-    """Whether its mode lets any user in."""
+    """Whether its mode admits any user."""
 
 
 @attrs.frozen
@@ -27,6 +27,7 @@ class GroupMember:
 
     address: str
     driver: str | None
+    """``None`` also for a driver that leaves the device alone: VFIO's own and ``pci-stub``."""
     bridge: bool
 
 
@@ -42,7 +43,7 @@ class Bar:
 
 @attrs.frozen
 class PciLink:
-    """A PCI Express link, now and at its best: transfers a second in the kernel's words, and lanes."""
+    """A PCI Express link, current and maximal: transfers per second in the kernel's words (``16.0 GT/s PCIe``), and lanes."""
 
     speed: str
     width: int
@@ -52,12 +53,13 @@ class PciLink:
 
 @attrs.frozen
 class PciFact:
-    """A PCI device as it was found."""
+    """A PCI device."""
 
     address: str
     sysfs: PurePosixPath
+    """Its directory."""
     name: str
-    """``vendor:device``, as ``lspci -n`` says it."""
+    """``vendor:device``, as ``lspci -n`` prints it."""
     driver: str | None
     vfio: bool
     """Whether that driver is one of VFIO's: ``vfio-pci``, or one for this kind of device."""
@@ -66,28 +68,30 @@ class PciFact:
     group: str | None
     """Its IOMMU group; ``None`` where no IOMMU is in use."""
     members: tuple[GroupMember, ...]
-    """The others of its group."""
+    """The other devices of its group."""
     bars: tuple[Bar, ...]
     silent: bool
-    """Its configuration space reads as nothing but ones: nobody answers on the bus."""
+    """Its configuration space reads as nothing but ones: the device does not answer on the bus."""
     link: PciLink | None
+    """``None`` for what is no PCI Express device."""
     resets: str
     """The ways the kernel can reset it, such as ``flr bus``."""
     group_node: DeviceNode | None
+    """The node of its IOMMU group; ``None`` where no driver of VFIO's has it."""
     device_node: DeviceNode | None
     """Its node for iommufd; ``None`` where the kernel makes none."""
 
 
 @attrs.frozen
 class VfioFacts:
-    """What passing devices takes; looked at only when the spec has some."""
+    """Everything that a plan with PCI devices needs to know; read only when the spec has devices."""
 
     devices: Mapping[str, PciFact] = attrs.field(factory=dict)
-    """The devices asked about that exist, by address."""
+    """The requested devices that exist, by address."""
     environment: Mapping[str, str] = attrs.field(factory=dict)
-    """The environment, in which device plugins say what they have given us."""
+    """The environment, in which device plugins name the devices that they have allocated."""
     container: DeviceNode = DeviceNode(PurePosixPath("/dev/vfio/vfio"), "not looked for")
     iommufd: DeviceNode = DeviceNode(PurePosixPath("/dev/iommu"), "not looked for")
     qemu_version: str = ""
     address_bits: int = 0
-    """Of a physical address on this machine; 0 where the kernel does not say."""
+    """Width of a physical address on this machine; 0 where the kernel does not say."""

@@ -8,6 +8,7 @@ from typing import Literal
 import attrs
 
 from runner.cpuset import CpuSet
+from runner.facts.memory import MemoryCharge
 from runner.placement.backends import Backend
 from runner.placement.threads import ObservedThread, Role, ThreadRules
 
@@ -24,11 +25,10 @@ class Unknown:
 
 @attrs.frozen
 class PodCharge:
-    """What a pod's cgroup is charged for, in bytes (``memory.current``, ``hugetlb.*.current``)."""
+    """The memory that a pod's cgroup is charged for."""
 
     cgroup: str
-    memory: int
-    hugetlb: int
+    amount: MemoryCharge
 
 
 @attrs.frozen

@@ -18,6 +18,7 @@ import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError, UsageError, explain
+from runner.facts.roots import Roots
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.inspect.observation import (
     GuestMemory,
@@ -53,26 +54,13 @@ _LAST = (Role.OTHER, Role.EMULATOR, Role.IOTHREAD, Role.VCPU)
 """Of the table; the roles before them stand in the order of their births."""
 
 
-@attrs.frozen
-class MountedHost:
-    """The file systems of the host that are read, by the paths where they are mounted."""
-
-    proc: Path = Path("/proc")
-    sys: Path = Path("/sys")
-    cgroupfs: Path = Path("/sys/fs/cgroup")
-
-    @property
-    def procfs(self) -> Procfs:
-        """The door to the processes."""
-        return Procfs(self.proc)
-
-    def numa_node_of(self) -> Mapping[int, int]:
-        """Return CPU → NUMA node, nothing where sysfs does not say."""
-        try:
-            hardware = read_hardware(self.sys.parent)
-        except HostError:
-            return {}
-        return {cpu.cpu: cpu.numa_node for cpu in hardware.cpus}
+def _numa_node_of(roots: Roots) -> Mapping[int, int]:
+    """Return CPU → NUMA node, nothing where sysfs does not say."""
+    try:
+        hardware = read_hardware(roots.sys.parent)
+    except HostError:
+        return {}
+    return {cpu.cpu: cpu.numa_node for cpu in hardware.cpus}
 
 
 @attrs.frozen
@@ -117,13 +105,13 @@ def _place(each: ObservedThread) -> tuple[int, int, int]:
     return (_LAST.index(each.role) + 1 if each.role in _LAST else 0, each.vcpu or 0, each.thread.tid)
 
 
-def _read_processes(machine: MountedHost) -> _ProcessTable:
-    peers = Peers(machine.proc)
+def _read_processes(roots: Roots) -> _ProcessTable:
+    peers = Peers(roots.proc)
     visible = peers.own_namespace() == INIT_PID_NAMESPACE
     blind = (
         "" if visible else "the node's other processes cannot be seen from inside a PID namespace; inspect on the node"
     )
-    return _ProcessTable({each.status.pid: each for each in _processes(machine.procfs, peers)}, blind)
+    return _ProcessTable({each.status.pid: each for each in _processes(Procfs(roots.proc), peers)}, blind)
 
 
 def _processes(procfs: Procfs, peers: Peers) -> Iterator[_ObservedProcess]:
@@ -138,7 +126,7 @@ def _processes(procfs: Procfs, peers: Peers) -> Iterator[_ObservedProcess]:
 # -- from the container ----------------------------------------------------------------------------------------------
 
 
-def observe_container(machine: MountedHost, receipt: Path) -> Observation:
+def observe_container(roots: Roots, receipt: Path) -> Observation:
     """Observe the instance that the file *receipt* describes, from its own PID namespace.
 
     Raises :class:`UsageError` when there is no receipt, :class:`HostError` when /proc cannot be read.
@@ -148,7 +136,7 @@ def observe_container(machine: MountedHost, receipt: Path) -> Observation:
     except OSError as error:
         raise UsageError(f"cannot read {str(receipt)!r}") from error
     roles = Roles.of(found)
-    table = _read_processes(machine)
+    table = _read_processes(roots)
     members = dict(_members(roles, table))
     threads = _in_order(
         roles.of_thread(role, thread) for pid, role in members.items() for thread in table.processes[pid].threads
@@ -157,12 +145,12 @@ def observe_container(machine: MountedHost, receipt: Path) -> Observation:
         name="instance",
         backend=found.backend,
         rules=_rules_seen_from_here(found.rules),
-        numa_node_of=machine.numa_node_of(),
+        numa_node_of=_numa_node_of(roots),
         threads=threads,
         others=table.others(members, found.rules.cpus),
         hidden=table.hidden,
-        memory=_guest_memory(machine.procfs, roles.qemu if roles.qemu in members else None),
-        charge=_charge(machine, threads),
+        memory=_guest_memory(Procfs(roots.proc), roles.qemu if roles.qemu in members else None),
+        charge=_charge(roots, threads),
     )
     kubelet = Unknown("the kubelet's state cannot be seen from the container; inspect on the node")
     return Observation("container", (instance,), kubelet)
@@ -190,7 +178,7 @@ def _members(roles: Roles, table: _ProcessTable) -> Iterator[tuple[int, Role]]:
 # -- from the node ---------------------------------------------------------------------------------------------------
 
 
-async def observe_node(machine: MountedHost, root: Cgroup, kubelet: Path, wanted: str = "") -> Observation:
+async def observe_node(roots: Roots, root: Cgroup, kubelet: Path, wanted: str = "") -> Observation:
     """Observe the instances below *root* whose uuid begins with *wanted*.
 
     Raises :class:`UsageError` when there is no such group or no such instance, :class:`HostError` when /proc cannot be
@@ -201,8 +189,8 @@ async def observe_node(machine: MountedHost, root: Cgroup, kubelet: Path, wanted
     if wanted and not chosen:
         there = ", ".join(cpus) or "none"
         raise UsageError(f"cannot find an instance whose uuid begins with {wanted!r} in {root.path}: there is {there}")
-    table = _read_processes(machine)
-    numa_node_of = machine.numa_node_of()
+    table = _read_processes(roots)
+    numa_node_of = _numa_node_of(roots)
     instances = []
     for uid in chosen:
         threads = _in_order(_roles_on_node(root.child(instance_group(uid)), table))
@@ -217,11 +205,11 @@ async def observe_node(machine: MountedHost, root: Cgroup, kubelet: Path, wanted
                 threads=threads,
                 others=table.others(members, cpus[uid]),
                 hidden=_hidden_by(table, members),
-                memory=_guest_memory(machine.procfs, machines[0] if machines else None),
-                charge=_charge(machine, threads),
+                memory=_guest_memory(Procfs(roots.proc), machines[0] if machines else None),
+                charge=_charge(roots, threads),
             )
         )
-    return Observation("node", tuple(instances), await _kubelet(machine, root, kubelet))
+    return Observation("node", tuple(instances), await _kubelet(roots, root, kubelet))
 
 
 def _rules_on_node(root: Cgroup, uid: str, cpus: CpuSet, threads: Iterable[ObservedThread]) -> ThreadRules:
@@ -302,22 +290,22 @@ def _hidden_by(table: _ProcessTable, members: Iterable[int]) -> str:
     return table.hidden
 
 
-async def _kubelet(machine: MountedHost, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
+async def _kubelet(roots: Roots, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
     """Return the kubelet's CPUs and the cgroups'; while they differ they are read again, for :data:`FOLLOWS_WITHIN` seconds."""
     found: KubeletObservation | Unknown = Unknown("")
     with trio.move_on_after(FOLLOWS_WITHIN):
         while True:
-            found = await _kubelet_now(machine, root, directory)
+            found = await _kubelet_now(roots, root, directory)
             if isinstance(found, Unknown) or found.float_cpus == found.shared_pool & found.online:
                 return found
             await trio.sleep(_AGAIN)
     return found
 
 
-async def _kubelet_now(machine: MountedHost, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
+async def _kubelet_now(roots: Roots, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
     file = KubeletFiles(directory).cpu_state
     try:
-        present = read_online_cpus(machine.sys)
+        present = read_online_cpus(roots.sys)
         # Reserved CPUs may be in no set, and they are not known here.
         parse = partial(parse_verified_cpu_state, machine=present, reserved=present.present)
         state = await settled(file, parse, pause=_PAUSE, readings=_READINGS)
@@ -357,13 +345,12 @@ def _guest_memory(procfs: Procfs, qemu: int | None) -> GuestMemory | Unknown:
     return GuestMemory(dict(small), dict(huge), CpuSet(bound), remote_bytes)
 
 
-def _charge(machine: MountedHost, threads: Iterable[ObservedThread]) -> PodCharge | Unknown:
+def _charge(roots: Roots, threads: Iterable[ObservedThread]) -> PodCharge | Unknown:
     """Return what the pod's cgroup is charged for; the pod's cgroup is where the anchor is."""
     path = next((each.thread.cgroup for each in threads if each.role is Role.ANCHOR), "")
     if not path:
         return Unknown("the pod's cgroup is not known: there is no anchor, or no cgroup v2")
     try:
-        charge = Cgroup(machine.cgroupfs).at(path).charge()
-        return PodCharge(path, charge.memory, charge.hugetlb)
+        return PodCharge(path, Cgroup(roots.cgroup).at(path).charge())
     except (HostError, ValueError) as error:
         return Unknown(f"the charge of the pod's cgroup '{path}' cannot be read: {explain(error)}")

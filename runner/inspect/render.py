@@ -101,7 +101,7 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
         }
         if isinstance(memory, GuestMemory)
         else None,
-        "charge": {"cgroup": charge.cgroup, "memory": charge.memory, "hugetlb": charge.hugetlb}
+        "charge": {"cgroup": charge.cgroup, "memory": charge.amount.memory, "hugetlb": charge.amount.hugetlb}
         if isinstance(charge, PodCharge)
         else None,
     }

@@ -179,14 +179,14 @@ def memory_charged(instance: InstanceObservation) -> RuleVerdict:
     missing = tuple(_uncharged(memory, charge))
     if missing:
         return RuleVerdict("charged", RuleResult.VIOLATED, missing)
-    reason = f"the pod's cgroup is charged {_size(charge.memory)} of memory and {_size(charge.hugetlb)} of huge pages"
+    reason = f"the pod's cgroup is charged {_size(charge.amount.memory)} of memory and {_size(charge.amount.hugetlb)} of huge pages"
     return RuleVerdict("charged", RuleResult.OK, (reason,))
 
 
 def _uncharged(memory: GuestMemory, charge: PodCharge) -> Iterator[str]:
     pairs: Iterable[tuple[str, Mapping[int, int], int]] = (
-        ("memory", memory.small, charge.memory),
-        ("huge pages", memory.huge, charge.hugetlb),
+        ("memory", memory.small, charge.amount.memory),
+        ("huge pages", memory.huge, charge.amount.hugetlb),
     )
     for kind, mapped, charged in pairs:
         size = sum(mapped.values())

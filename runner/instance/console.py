@@ -40,7 +40,7 @@ STOLEN = b"\r\n[another console writes now, this one only reads]\r\n"
 
 
 @attrs.define(eq=False)
-class Reader:
+class ConsoleClient:
     """Somebody who is attached."""
 
     outlet: NonBlockingWriter
@@ -55,8 +55,8 @@ class Console:
         self._heard = heard
         self._log_file = log_file
         self._said = bytearray()
-        self._readers: list[Reader] = []
-        self._writer: Reader | None = None
+        self._readers: list[ConsoleClient] = []
+        self._writer: ConsoleClient | None = None
         self._waiting = trio.Lock()
         """Only one task may wait until the guest reads on: another one may have become the writer meanwhile."""
         self.silent = trio.Event()
@@ -91,7 +91,7 @@ class Console:
             if len(self._readers) >= MOST_READERS:
                 outlet.write(_line(error=f"{MOST_READERS} are attached already"))
                 return
-            reader = Reader(outlet)
+            reader = ConsoleClient(outlet)
             self._readers.append(reader)
             try:
                 self._settle_writer(reader, wish)
@@ -105,7 +105,7 @@ class Console:
                 if self._writer is reader:
                     self._writer = None
 
-    def _settle_writer(self, reader: Reader, wish: dict[str, object]) -> None:
+    def _settle_writer(self, reader: ConsoleClient, wish: dict[str, object]) -> None:
         if wish.get("write") is not True:
             return
         if self._writer is not None:
@@ -114,7 +114,7 @@ class Console:
             self._writer.outlet.write(STOLEN)
         self._writer = reader
 
-    async def _type(self, client: trio.socket.SocketType, reader: Reader) -> None:
+    async def _type(self, client: trio.socket.SocketType, reader: ConsoleClient) -> None:
         """Pass on what *reader* types while it is the writer; return when it has detached.
 
         A guest that reads nothing lets it wait, and nobody else. What has not been passed on when it detaches is lost.

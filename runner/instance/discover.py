@@ -1,4 +1,4 @@
-"""Reads of the host what a plan needs to know; touches nothing."""
+"""Reads from the host everything that a plan needs to know, and changes nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import pwd
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -17,31 +16,27 @@ import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
-from runner.facts.descriptor import DescriptorFact
-from runner.facts.disk import DocumentFact, FileFact, ImageFact, LateDiskFacts
+from runner.facts.disk import DocumentFact, FileFact, LateDiskFacts
 from runner.facts.host import HostFacts, Kvm, PodName, PodQos, User, Virtiofsd
 from runner.facts.memory import HugeFact, MemoryLimits
-from runner.facts.network import Interface, PermanentNeighbour, Resolver, Route
-from runner.instance.supervisor import Supervisor
+from runner.facts.network import Interface, Resolver
+from runner.facts.roots import Roots
 from runner.kernel.cgroup import Cgroup
-from runner.kernel.character_devices import has_tun, has_vhost_net, has_vhost_vsock, read_kvm, try_kvm
+from runner.kernel.character_devices import may_open, probe_kvm, try_kvm
 from runner.kernel.files import (
     cpu_limits,
     find_program,
     huge_limits,
-    look,
     memory_limits,
+    probe_file,
     read_document,
     read_text,
-    real_path,
 )
-from runner.kernel.netlink import LinkNeighbour, LinkRoute
-from runner.kernel.network import Link, read_links
-from runner.kernel.processes import Command
+from runner.kernel.network import read_interfaces
+from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_mask
 from runner.kernel.sysfs import read_hardware, read_huge_pools
-from runner.kubelet.pod_cgroups import parse_bare_container, parse_container
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import qos_of_oom_score_adj
@@ -50,41 +45,45 @@ from runner.plan.networks import DHCP_USERS
 from runner.spec.instance import DiskSpec, InstanceSpec
 
 if TYPE_CHECKING:
+    from runner.facts.descriptor import DescriptorFact
     from runner.facts.pci import VfioFacts
     from runner.kernel.inherited_fds import InheritedFd
 
 VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
-CGROUP_ROOT = PurePosixPath("/sys/fs/cgroup")
 CAP_NET_RAW = 13
 """``include/uapi/linux/capability.h``."""
-ONLINE_CPUS = PurePosixPath("/sys/devices/system/cpu/online")
-_UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
-"""A pod's UID; in the name of a slice its hyphens are underscores, and a static pod's has none."""
 PREALLOCATOR = Path(__file__).parents[1] / "kernel" / "preallocate.py"
-"""A script, which this process does not import: it is run by a Python of its own."""
+"""A script that another Python interpreter runs; it is not imported here."""
 ANSWERS_WITHIN = 5.0
-"""Seconds a program may take to say its version."""
+"""Seconds that a program may take to print its version."""
 
 
 async def read_host_facts(
-    spec: InstanceSpec, supervisor: Supervisor, state_directory: PurePosixPath, *, handing_over: bool = True
+    spec: InstanceSpec,
+    processes: Processes,
+    roots: Roots,
+    state_directory: PurePosixPath,
+    inherited: Mapping[str, InheritedFd] | None,
 ) -> HostFacts:
-    """Return what *spec*'s plan needs to know of this host; *handing_over* says that descriptors were taken over."""
-    virtiofsd, reason = await find_virtiofsd(supervisor) if spec.share else (None, "")
-    kvm = read_kvm()
-    trial = try_kvm() if kvm.error is None and spec.cpu.accel != "tcg" else None
-    cgroup = supervisor.procfs.cgroup()
-    pod = read_pod(supervisor.procfs, os.environ)
+    """Return everything that the plan of *spec* needs to know of this host.
+
+    *inherited* are the descriptors that other programs have opened for the instance, by name; ``None`` where only a plan
+    is wanted. Raises :exc:`~runner.errors.HostError` where the kernel does not show what every plan needs.
+    """
+    procfs = Procfs(roots.proc)
+    cgroup = procfs.cgroup()
+    pod = read_pod(procfs, os.environ)
     qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
-    limits = _limits(spec, supervisor, cgroup)
-    uid = _uid(supervisor, cgroup) if spec.cpu.placement in {"auto", "controller"} else None
+    virtiofsd, virtiofsd_error = await find_virtiofsd(processes) if spec.share else (None, "")
+    limits = _memory_limits(spec, procfs, roots, cgroup)
+    container_uid = _container_uid(procfs, cgroup) if spec.cpu.placement in {"auto", "controller"} else None
     return HostFacts(
         allowed_cpus=read_mask(),
-        hardware=read_hardware(),
-        memory_nodes=supervisor.procfs.memory_nodes(),
-        cpu_vendor=supervisor.procfs.cpu_vendor(),
-        memory=min(supervisor.procfs.memory_total(), limits.memory or 1 << 62),
+        hardware=read_hardware(roots.sys.parent),
+        memory_nodes=procfs.memory_nodes(),
+        cpu_vendor=procfs.cpu_vendor(),
+        memory=min(procfs.memory_total(), limits.memory or 1 << 62),
         state_directory=state_directory,
         limits=limits,
         preallocator=(sys.executable, "-IS", str(PREALLOCATOR)),
@@ -92,215 +91,69 @@ async def read_host_facts(
         dnsmasq=find_program("dnsmasq", SYSTEM_DIRECTORIES),
         sleep=find_program("sleep", SYSTEM_DIRECTORIES),
         virtiofsd=virtiofsd,
-        virtiofsd_error=reason,
+        virtiofsd_error=virtiofsd_error,
         files=dict(_files(spec)),
         documents=dict(_documents(spec)),
         users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
         io_uring_error=_io_uring_error(spec.disk),
-        kvm=Kvm(kvm.error, kvm.gid, kvm.mode, trial),
-        tun=not spec.network or has_tun(),
-        vhost_net=bool(spec.network) and has_vhost_net(),
+        kvm=_kvm(spec, roots.dev / "kvm"),
+        tun=not spec.network or may_open(roots.dev / "net/tun"),
+        vhost_net=bool(spec.network) and may_open(roots.dev / "vhost-net"),
         passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
-        ipv6_error=_ipv6_error(supervisor.procfs.status()),
-        descriptors=_descriptors(supervisor) if handing_over else None,
-        vhost_vsock=spec.guest.vsock is not None and has_vhost_vsock(),
+        ipv6_error=_ipv6_error(procfs),
+        descriptors=None if inherited is None else _descriptors(inherited),
+        vhost_vsock=spec.guest.vsock is not None and may_open(roots.dev / "vhost-vsock"),
         interfaces=_interfaces(spec),
-        resolver=parse_resolver(read_text(PurePosixPath("/etc/resolv.conf"))),
+        resolver=Resolver.parse(read_text(PurePosixPath("/etc/resolv.conf"))),
         pod=pod,
         pod_name=read_pod_name(os.environ),
-        online_cpus=CpuSet() if pod is None else CpuSet.parse(read_text(ONLINE_CPUS)),
-        cpu_time=min(cpu_limits(CGROUP_ROOT, cgroup), default=None),
-        uid=uid,
-        pod_uid=None if spec.cloud_init is None else _pod_uid(supervisor, cgroup),
-        controller_error=_controller_error(spec.cpu.controller, uid),
-        delegation_error=_delegation_error(cgroup) if spec.cpu.placement in {"auto", "delegated"} else None,
-        vfio=await _vfio(spec, supervisor, qemu),
+        online_cpus=CpuSet() if pod is None else _online_cpus(roots),
+        cpu_time=min(cpu_limits(PurePosixPath(roots.cgroup), cgroup), default=None),
+        container_uid=container_uid,
+        pod_uid=None if spec.cloud_init is None else _pod_uid(procfs, cgroup),
+        controller_error=_controller_error(spec.cpu.controller, container_uid),
+        delegation_error=_delegation_error(roots, cgroup) if spec.cpu.placement in {"auto", "delegated"} else None,
+        vfio=await _vfio(spec, processes, roots, qemu) if spec.device else None,
     )
 
 
-async def _vfio(spec: InstanceSpec, supervisor: Supervisor, qemu: PurePosixPath | None) -> VfioFacts | None:
-    if not spec.device:
-        return None
-    from runner.instance.passthrough import look_at_devices  # here, because few guests have devices of their own
-
-    said, _ = await _version(supervisor, "qemu", qemu) if qemu is not None else ("", "")
-    found = re.search(r"version ([0-9.]+)", said, re.ASCII)
-    return look_at_devices(spec, os.environ, supervisor.procfs, "" if found is None else found[1])
+# -- the machine -----------------------------------------------------------------------------------------------------
 
 
-async def _version(supervisor: Supervisor, role: str, path: PurePosixPath) -> tuple[str, str]:
-    """Return what a program says when it is asked for its version, and why it could not be asked."""
-    command = Command(f"{role}-version", (str(path), "--version"), level=logging.DEBUG)
-    try:
-        async with supervisor.processes.daemon(command, 0) as asked:
-            with trio.move_on_after(ANSWERS_WITHIN):
-                await asked.wait()
-            return " ".join(asked.last_words), ""
-    except HostError as error:
-        return "", str(error)
+def _kvm(spec: InstanceSpec, device: Path) -> Kvm:
+    kvm = probe_kvm(device)
+    if kvm.error is not None or spec.cpu.accel == "tcg":
+        return kvm
+    return attrs.evolve(kvm, trial=try_kvm(device))
 
 
-def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> PodQos | None:
-    """Return what the kernel shows of the pod we are in, or ``None`` if nothing says that we are in one.
-
-    In a cgroup namespace of our own our path is ``/``. Then the kubelet's ``oom_score_adj`` tells the QoS class.
-    """
-    cgroup = procfs.cgroup()
-    if "kubepods" in cgroup:
-        from runner.kubelet.pod_cgroups import parse_container  # here, because its patterns take 4 ms to compile
-
-        container = parse_container(cgroup)
-        if container is not None:
-            return PodQos(container.qos, f"its cgroup is {container.path}")
-    if "KUBERNETES_SERVICE_HOST" not in environment:  # the kubelet gives it to every container
-        return None
-    value = procfs.oom_score_adj()
-    return PodQos(qos_of_oom_score_adj(value), f"its oom_score_adj is {value}")
+def _online_cpus(roots: Roots) -> CpuSet:
+    return CpuSet.parse(read_text(PurePosixPath(roots.sys / "devices/system/cpu/online")))
 
 
-def read_pod_name(environment: Mapping[str, str]) -> PodName:
-    """Return what the pod's manifest lets Kubernetes tell of it, by the names that everybody gives to it."""
-    names = ("POD_NAME", "POD_NAMESPACE", "NODE_NAME", "POD_UID")
-    return PodName(*(environment.get(name, "") for name in names))
-
-
-def _uid(supervisor: Supervisor, cgroup: str) -> str | None:
-    """Return the pod's UID: what Kubernetes was asked to say (``metadata.uid``), else what it lets us see."""
-    return os.environ.get("POD_UID") or parse_uid(cgroup, supervisor.procfs.mounted_roots())
-
-
-def _pod_uid(supervisor: Supervisor, cgroup: str) -> str | None:
-    """Return the pod's UID alone: a container's id is another one each time."""
-    return os.environ.get("POD_UID") or parse_pod_uid(cgroup, supervisor.procfs.mounted_roots())
-
-
-def parse_pod_uid(cgroup: str, roots: Iterable[str]) -> str | None:
-    """Return the pod's UID by where things of this container come from.
-
-    The kubelet names the pod's cgroup by its UID (:mod:`runner.kubelet.pod_cgroups`) and mounts ``/etc/hosts`` and
-    the termination log from ``/var/lib/kubelet/pods/UID``. *roots* are what is mounted, as paths in their own file systems.
-    """
-    pod = parse_container(cgroup)
-    if pod is not None:
-        return pod.owner
-    mounted = next(filter(None, (re.search(rf"/pods/({_UID})/", root, re.ASCII) for root in roots)), None)
-    return None if mounted is None else mounted[1].replace("_", "-")
-
-
-def parse_uid(cgroup: str, roots: Collection[str]) -> str | None:
-    """Return the pod's UID, or without a kubelet the container's id: docker and podman keep ``/etc/hosts`` in a directory so named."""
-    pod = parse_pod_uid(cgroup, roots)
-    if pod is not None:
-        return pod
-    for place in (cgroup, *roots):
-        container = parse_bare_container(place)
-        if container is not None:
-            return container.owner
-        kept = re.search(r"[/-]containers?/([0-9a-f]{64})/", place, re.ASCII)
-        if kept is not None:
-            return kept[1]
-    return None
-
-
-def _limits(spec: InstanceSpec, supervisor: Supervisor, cgroup: str) -> MemoryLimits:
+def _memory_limits(spec: InstanceSpec, procfs: Procfs, roots: Roots, cgroup: str) -> MemoryLimits:
     lockable, may_lock = None, False
     if spec.memory.lock or spec.device:
-        from runner.kernel.memory import CAP_IPC_LOCK, read_lockable  # here, because nobody else needs ctypes
+        from runner.kernel.memory import CAP_IPC_LOCK, read_lockable  # here, because few instances need ctypes
 
-        capabilities = supervisor.procfs.capabilities()
+        capabilities = procfs.capabilities()
         lockable, may_lock = read_lockable(capabilities), CAP_IPC_LOCK in capabilities
+    mount = PurePosixPath(roots.cgroup)
     return MemoryLimits(
-        memory=min(memory_limits(CGROUP_ROOT, cgroup), default=None),
+        memory=min(memory_limits(mount, cgroup), default=None),
         huge={
-            pool.size: HugeFact(min(huge_limits(CGROUP_ROOT, cgroup, pool.size), default=None), pool.promised)
-            for pool in (read_huge_pools() if spec.memory.hugepages else ())
+            pool.size: HugeFact(min(huge_limits(mount, cgroup, pool.size), default=None), pool.promised)
+            for pool in (read_huge_pools(roots.sys.parent) if spec.memory.hugepages else ())
         },
         lockable=lockable,
         may_lock=may_lock,
     )
 
 
-def _controller_error(path: PurePosixPath, uid: str | None) -> str | None:
-    """Tell why the controller cannot be asked; that it does not answer yet is none: it may be starting."""
-    if look(path.parent).kind != "directory":
-        return f"its socket's directory {str(path.parent)!r} is not here; mount it from the node"
-    if uid is not None and not re.fullmatch(rf"{_UID}|[0-9a-f]{{64}}", uid, re.ASCII):
-        return f"{uid!r} is no pod's UID; set the environment variable POD_UID from the Downward API (fieldRef: metadata.uid)"
-    if uid is None:
-        return (
-            "the pod's UID is not to be seen here; set the environment variable POD_UID from the Downward API "
-            "(fieldRef: metadata.uid)"
-        )
-    return None
-
-
-def _delegation_error(cgroup: str) -> str | None:
-    if not cgroup:
-        return "there is no cgroup v2 here"
-    try:
-        return next(Cgroup(Path(CGROUP_ROOT)).at(cgroup).obstacles(), None)
-    except (HostError, ValueError) as error:
-        return explain(error)
-
-
-def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
-    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware, *candidates(spec.boot)):
-        if isinstance(path, PurePosixPath):
-            yield path, _file(path)
-    if (variables := spec.boot.firmware_vars) is not None:
-        yield variables, _file(variables, write=True, image=True)
-        yield variables.parent, _file(variables.parent)
-    for disk in spec.disk:
-        yield from _disk_files(disk)
-    for share in spec.share:
-        yield share.path, _file(share.path)
-
-
-def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact]]:
-    if spec.cloud_init is None:
-        return
-    from runner.plan.cloud_init import LARGEST, named_documents  # here, because most instances need none of it
-
-    for path in named_documents(spec.cloud_init):
-        content, reason = read_document(path, LARGEST)
-        yield path, DocumentFact(content, reason)
-
-
-def read_disk_facts(disk: DiskSpec) -> LateDiskFacts:
-    """Return what the plan of one disk needs to know."""
-    return LateDiskFacts(dict(_disk_files(disk)), _io_uring_error((disk,)))
-
-
-def _disk_files(disk: DiskSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
-    """Yield what *disk* names, and what its data comes from as far as the spec lets it.
-
-    A header may name anything: what does not lie where it is allowed is not even opened.
-    """
-    path, fact = disk.path, _file(disk.path, write=disk.writes, image=True)
-    yield path, fact
-    for _ in range(LONGEST_CHAIN):
-        backing = None if fact.image is None else fact.image.backing
-        if backing is None or not within(backing, disk.backing):
-            return
-        path, fact = backing, _file(backing, image=True)
-        yield path, fact
-
-
-def _file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:
-    found = look(path, write=write, image=image)
-    fact = FileFact(found.kind, found.size, found.error, found.everyone_reads)
-    if found.image is None:
-        return fact
-    said = found.image
-    backing = None if said.backing is None else real_path(path, said.backing)
-    image_fact = ImageFact(said.format, said.size, backing, said.backing_format, said.locked, said.error)
-    return attrs.evolve(fact, image=image_fact, direct=found.direct, sparse=found.sparse, sectors=found.sectors)
-
-
 def _io_uring_error(disks: Iterable[DiskSpec]) -> str | None:
     if all(disk.aio != "io_uring" for disk in disks):
         return None
-    from runner.kernel.io_uring import try_io_uring
+    from runner.kernel.io_uring import try_io_uring  # here, because few instances need ctypes
 
     reason = try_io_uring()
     return None if reason is None else reason.strerror
@@ -315,131 +168,182 @@ def _users(names: Iterable[str]) -> Iterator[tuple[str, User]]:
         yield name, User(name, entry.pw_uid, entry.pw_gid)
 
 
-def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:
-    names = sorted({each.interface or "eth0" for each in spec.network if each.mode in {"bridge", "macvtap"}})
-    return {name: _interface(link) for name, link in read_links(names).items()} if names else {}
+async def _vfio(spec: InstanceSpec, processes: Processes, roots: Roots, qemu: PurePosixPath | None) -> VfioFacts:
+    # Here, because few guests have devices.
+    from runner.facts.pci import VfioFacts
+    from runner.kernel.pci import read_pci_device
+    from runner.kernel.vfio import probe_node
+    from runner.plan.passthrough import asked_devices
 
-
-def _interface(link: Link) -> Interface:
-    return Interface(
-        link.name,
-        link.mac,
-        link.mtu,
-        link.addresses,
-        tuple(map(_fact, link.routes)),
-        link.broadcast,
-        link.addresses6,
-        tuple(map(_fact, link.routes6)),
-        tuple(PermanentNeighbour(str(each.address), each.mac) for each in link.neighbours),
-        tuple(map(str, link.several_ways)),
+    output, _ = await _version_output(processes, "qemu", qemu) if qemu is not None else ("", "")
+    version = re.search(r"version ([0-9.]+)", output, re.ASCII)
+    asked, _ = asked_devices(spec.device, os.environ)
+    found = (read_pci_device(each.address, roots) for each in asked)
+    return VfioFacts(
+        devices={fact.address: fact for fact in found if fact is not None},
+        environment=os.environ,
+        container=probe_node(PurePosixPath(roots.dev / "vfio/vfio")),
+        iommufd=probe_node(PurePosixPath(roots.dev / "iommu")),
+        qemu_version="" if version is None else version[1],
+        address_bits=Procfs(roots.proc).address_bits(),
     )
 
 
-def _fact(route: LinkRoute) -> Route:
-    return Route(
-        route.destination, route.gateway, route.source, route.metric, route.onlink, route.protocol, route.metrics
-    )
+# -- programs --------------------------------------------------------------------------------------------------------
 
 
-def _link_route(route: Route) -> LinkRoute:
-    return LinkRoute(
-        route.destination,
-        route.gateway,
-        route.source,
-        route.metric,
-        route.onlink,
-        route.protocol,
-        metrics=route.metrics,
-    )
-
-
-def pod_link(interface: Interface) -> Link:
-    """Return *interface* as ``kernel/network.py`` takes it; the inverse of what the survey reads."""
-    return Link(
-        interface.name,
-        interface.mac,
-        interface.mtu,
-        interface.addresses,
-        tuple(map(_link_route, interface.routes)),
-        interface.broadcast,
-        interface.addresses6,
-        tuple(map(_link_route, interface.routes6)),
-        tuple(LinkNeighbour(ip_address(each.address), each.mac) for each in interface.neighbours),
-    )
-
-
-def _ipv6_error(status: Mapping[str, str]) -> str | None:
-    """Tell why a guest's network cannot have IPv6: links of ours have none, or dnsmasq may not hear routers' solicitations."""
-    disabled = read_text(PurePosixPath("/proc/sys/net/ipv6/conf/default/disable_ipv6")).strip()
-    if disabled == "0":
-        allowed = int(status["CapEff"], 16) >> CAP_NET_RAW & 1
-        return None if allowed else "dnsmasq needs the capability NET_RAW for it; give it to the container"
-    return (
-        "the kernel has none"
-        if not disabled
-        else ("it is disabled here; set net.ipv6.conf.default.disable_ipv6=0 for the pod or container")
-    )
-
-
-def _descriptors(supervisor: Supervisor) -> dict[str, DescriptorFact]:
-    """Return what was handed to us."""
-    if not supervisor.inherited_fds:
-        return {}
-    from runner.kernel.inherited_fds import look as look_at  # here, because few instances pay for it
-
-    def fact(handed: InheritedFd) -> DescriptorFact:
-        found = look_at(handed.descriptor.number)
-        return DescriptorFact(
-            found.kind,
-            found.said,
-            found.writable,
-            found.size,
-            found.interface,
-            found.mac,
-            found.multi_queue,
-            handed.declared,
-        )
-
-    return {name: fact(handed) for name, handed in supervisor.inherited_fds.items()}
-
-
-def parse_resolver(text: str) -> Resolver:
-    """Parse ``resolv.conf(5)``; loopback servers, and those that only this link knows, are left out."""
-    nameservers: list[IPv4Address | IPv6Address] = []
-    search: tuple[str, ...] = ()
-    for line in text.splitlines():
-        word, *rest = line.split() or [""]
-        if word == "nameserver" and rest:
-            try:
-                address = ip_address(rest[0])
-            except ValueError:
-                continue
-            if not address.is_loopback and not address.is_link_local:
-                nameservers.append(address)
-        elif word in {"search", "domain"}:
-            search = tuple(name for name in rest if re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name) and name != ".")
-    return Resolver(
-        tuple(each for each in nameservers if isinstance(each, IPv4Address)),
-        search,
-        tuple(each for each in nameservers if isinstance(each, IPv6Address)),
-    )
-
-
-async def find_virtiofsd(supervisor: Supervisor) -> tuple[Virtiofsd | None, str]:
-    """Return the virtiofsd that shares get, and where it was looked for or what it said if there is none."""
+async def find_virtiofsd(processes: Processes) -> tuple[Virtiofsd | None, str]:
+    """Return the virtiofsd that serves shares, and if there is none the places searched or the output not understood."""
     path = find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)
     if path is None:
         return None, "not found in PATH, " + ", ".join(VIRTIOFSD_DIRECTORIES)
-    said, reason = await _version(supervisor, "virtiofsd", path)
+    output, reason = await _version_output(processes, "virtiofsd", path)
     if reason:
         return None, reason
-    found = parse_virtiofsd_version(path, said)
-    return found, f"{path} says {said!r} when asked for its version"
+    return Virtiofsd.parse(path, output), f"{path} says {output!r} when asked for its version"
 
 
-def parse_virtiofsd_version(path: PurePosixPath, said: str) -> Virtiofsd | None:
-    """Tell which virtiofsd says *said*: ``virtiofsd 1.13.2`` is the one in Rust, ``virtiofsd version 7.2.22 …`` QEMU's in C."""
-    match = re.match(r"virtiofsd (?:backend )?(version )?v?([0-9]+(?:\.[0-9]+)*)", said)
-    if match is None:
+async def _version_output(processes: Processes, role: str, path: PurePosixPath) -> tuple[str, str]:
+    """Return the output of a program that is run with ``--version``, and why it could not be run."""
+    command = Command(f"{role}-version", (str(path), "--version"), level=logging.DEBUG)
+    try:
+        async with processes.daemon(command, 0) as process:
+            with trio.move_on_after(ANSWERS_WITHIN):
+                await process.wait()
+            return " ".join(process.last_lines), ""
+    except HostError as error:
+        return "", str(error)
+
+
+# -- the pod and its cgroups -----------------------------------------------------------------------------------------
+
+
+def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> PodQos | None:
+    """Return the QoS class of the pod this process is in, or ``None`` if nothing shows that it is in one.
+
+    In a cgroup namespace of its own its path is ``/``. Then the kubelet's ``oom_score_adj`` tells the QoS class.
+    """
+    cgroup = procfs.cgroup()
+    if "kubepods" in cgroup:
+        from runner.kubelet.pod_cgroups import parse_container  # here, because its patterns take 4 ms to compile
+
+        container = parse_container(cgroup)
+        if container is not None:
+            return PodQos(container.qos, f"its cgroup is {container.path}")
+    if "KUBERNETES_SERVICE_HOST" not in environment:  # the kubelet sets it in every container
         return None
-    return Virtiofsd(path, rust=match[1] is None, version=tuple(int(part) for part in match[2].split(".")))
+    value = procfs.oom_score_adj()
+    return PodQos(qos_of_oom_score_adj(value), f"its oom_score_adj is {value}")
+
+
+def read_pod_name(environment: Mapping[str, str]) -> PodName:
+    """Return the pod's name as the Downward API gives it, by the customary names of environment variables."""
+    names = ("POD_NAME", "POD_NAMESPACE", "NODE_NAME", "POD_UID")
+    return PodName(*(environment.get(name, "") for name in names))
+
+
+def _container_uid(procfs: Procfs, cgroup: str) -> str | None:
+    """Return what the controller knows this container by: from the Downward API, else from its cgroup and mounts."""
+    from runner.kubelet.pod_uid import parse_container_uid  # here, because its patterns take 4 ms to compile
+
+    return os.environ.get("POD_UID") or parse_container_uid(cgroup, procfs.mounted_roots())
+
+
+def _pod_uid(procfs: Procfs, cgroup: str) -> str | None:
+    """Return the pod's UID, and never a container's id: that is another one after each restart."""
+    from runner.kubelet.pod_uid import parse_pod_uid
+
+    return os.environ.get("POD_UID") or parse_pod_uid(cgroup, procfs.mounted_roots())
+
+
+def _controller_error(socket: PurePosixPath, container_uid: str | None) -> str | None:
+    """Tell why the controller cannot be asked; that it does not answer yet is no reason, because it may be starting."""
+    if probe_file(socket.parent).kind != "directory":
+        return f"its socket's directory {str(socket.parent)!r} is not here; mount it from the node"
+    remedy = "set the environment variable POD_UID from the Downward API (fieldRef: metadata.uid)"
+    if container_uid is None:
+        return f"the pod's UID is not to be seen here; {remedy}"
+    from runner.kubelet.pod_uid import is_container_uid  # where there is a UID, this is imported already
+
+    return None if is_container_uid(container_uid) else f"{container_uid!r} is no pod's UID; {remedy}"
+
+
+def _delegation_error(roots: Roots, cgroup: str) -> str | None:
+    if not cgroup:
+        return "there is no cgroup v2 here"
+    try:
+        return next(Cgroup(roots.cgroup).at(cgroup).obstacles(), None)
+    except (HostError, ValueError) as error:
+        return explain(error)
+
+
+# -- files and disks -------------------------------------------------------------------------------------------------
+
+
+def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
+    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware, *candidates(spec.boot)):
+        if isinstance(path, PurePosixPath):
+            yield path, probe_file(path)
+    if (variables := spec.boot.firmware_vars) is not None:
+        yield variables, probe_file(variables, write=True, image=True)
+        yield variables.parent, probe_file(variables.parent)
+    for disk in spec.disk:
+        yield from _disk_files(disk)
+    for share in spec.share:
+        yield share.path, probe_file(share.path)
+
+
+def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact]]:
+    if spec.cloud_init is None:
+        return
+    from runner.plan.cloud_init import LARGEST, named_documents  # here, because most instances have no cloud-init
+
+    for path in named_documents(spec.cloud_init):
+        yield path, read_document(path, LARGEST)
+
+
+def read_disk_facts(disk: DiskSpec) -> LateDiskFacts:
+    """Return what the plan of one disk needs to know."""
+    return LateDiskFacts(dict(_disk_files(disk)), _io_uring_error((disk,)))
+
+
+def _disk_files(disk: DiskSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
+    """Yield the file of *disk* and its backing files, as far as the spec allows them.
+
+    A header may name any path: one outside of what the spec allows is not even opened.
+    """
+    path, fact = disk.path, probe_file(disk.path, write=disk.writes, image=True)
+    yield path, fact
+    for _ in range(LONGEST_CHAIN):
+        backing = None if fact.image is None else fact.image.backing
+        if backing is None or not within(backing, disk.backing):
+            return
+        path, fact = backing, probe_file(backing, image=True)
+        yield path, fact
+
+
+# -- networks and inherited descriptors ------------------------------------------------------------------------------
+
+
+def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:
+    names = sorted({each.interface or "eth0" for each in spec.network if each.mode in {"bridge", "macvtap"}})
+    return read_interfaces(names) if names else {}
+
+
+def _ipv6_error(procfs: Procfs) -> str | None:
+    """Tell why a guest's network cannot have IPv6: new interfaces have none, or dnsmasq may not open raw sockets."""
+    disabled = procfs.setting("net/ipv6/conf/default/disable_ipv6")
+    if disabled == "0":
+        allowed = CAP_NET_RAW in procfs.capabilities()
+        return None if allowed else "dnsmasq needs the capability NET_RAW for it; give it to the container"
+    if not disabled:
+        return "the kernel has none"
+    return "it is disabled here; set net.ipv6.conf.default.disable_ipv6=0 for the pod or container"
+
+
+def _descriptors(inherited: Mapping[str, InheritedFd]) -> dict[str, DescriptorFact]:
+    if not inherited:
+        return {}
+    from runner.kernel.inherited_fds import probe_descriptor  # here, because few instances inherit descriptors
+
+    return {name: probe_descriptor(each.descriptor.number, each.declared) for name, each in inherited.items()}

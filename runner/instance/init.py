@@ -14,6 +14,7 @@ import attrs
 import trio
 
 from runner.errors import RefusedError, RunnerError, Status, explain
+from runner.facts.roots import Roots
 from runner.instance.discover import read_host_facts
 from runner.instance.lifecycle import run_instance
 from runner.instance.supervisor import Faults, StopRequest, StopRequestedError, Supervisor, capture, open_supervisor
@@ -112,7 +113,8 @@ async def _plan(
     source: str, spec: InstanceSpec, supervisor: Supervisor, state_directory: PurePosixPath
 ) -> InstancePlan:
     spec = with_disks(spec, None)
-    return plan_instance(source, spec, await read_host_facts(spec, supervisor, state_directory, handing_over=False))
+    facts = await read_host_facts(spec, supervisor.processes, Roots(), state_directory, None)
+    return plan_instance(source, spec, facts)
 
 
 async def _run(
@@ -122,13 +124,15 @@ async def _run(
     try:
         async with _with_inherited_fds(bare, asked) as supervisor:
             spec = with_disks(asked, {name: each.descriptor.number for name, each in supervisor.inherited_fds.items()})
-            facts = await supervisor.unless_stopped(partial(read_host_facts, spec, supervisor, state_directory))
+            fds = supervisor.inherited_fds
+            reading = partial(read_host_facts, spec, supervisor.processes, Roots(), state_directory, fds)
+            facts = await supervisor.unless_stopped(reading)
             plan = plan_instance(source, spec, facts)
             for remark in plan.remarks:
                 log.warning("%s", remark)
             log.info("starting instance=%s", plan.name)
             if plan.pod.name:
-                log.info("in the pod name=%s namespace=%s node=%s uid=%s", *attrs.astuple(plan.pod))
+                log.info("in the pod name=%s namespace=%s node=%s uid=%s", *plan.pod.to_json().values())
             async with _probes_served(supervisor, plan, streams.http):
                 ended = await run_instance(plan, supervisor, streams.console)
     except StopRequestedError:

@@ -109,9 +109,9 @@ async def _passthrough_held(supervisor: Supervisor, plan: InstancePlan) -> Async
     if not plan.machine.passing.devices:
         yield
         return
-    from runner.instance.passthrough import devices_passed  # here, because few guests have devices of the host's
+    from runner.instance.passthrough import devices_returned  # here, because few guests have devices of the host's
 
-    async with devices_passed(supervisor, plan.machine.passing, plan.shutdown.devices_back):
+    async with devices_returned(supervisor.faults, plan.machine.passing, plan.shutdown.devices_back):
         yield
 
 

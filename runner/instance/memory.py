@@ -59,7 +59,7 @@ async def _preallocate(
             with trio.fail_after(plan.patience):
                 status = await supervisor.unless_stopped(process.wait)
         except trio.TooSlowError:
-            output = process.last_words[-1] if process.last_words else "nothing"
+            output = process.last_lines[-1] if process.last_lines else "nothing"
             raise HostError(
                 f"cannot preallocate the guest's memory: it takes more than {plan.patience:g} s; its last output was {output!r}"
             ) from None
@@ -72,7 +72,7 @@ async def _preallocate(
 def _why(process: Process) -> str:
     if process.returncode == -signal.SIGKILL:
         return f"the preallocator was killed, as the kernel does when a cgroup is over memory.max; {FULL_REMEDY}"
-    if process.returncode != 1 or not process.last_words:
+    if process.returncode != 1 or not process.last_lines:
         return f"the preallocator {process.how_it_ended()}"
-    output = process.last_words[-1]
+    output = process.last_lines[-1]
     return f"{output}; {MBIND_REMEDY if '(mbind)' in output else FULL_REMEDY}"

@@ -10,7 +10,6 @@ import attrs
 import trio
 
 from runner.instance.daemons import STOPPED_WITHIN, restarted_child
-from runner.instance.discover import pod_link
 from runner.instance.supervisor import Supervisor
 from runner.kernel import character_devices, files, network
 from runner.kernel.processes import Command, Process, stop_bound
@@ -124,10 +123,9 @@ def _built(supervisor: Supervisor, bridges: Sequence[network.Bridge]) -> Iterato
 
 
 def _bridge(plan: BridgedPlan) -> network.Bridge:
-    pod = None if plan.pod is None else pod_link(plan.pod)
     address6: IPv6Interface | None = None if plan.ipv6 is None else plan.ipv6.host
     return network.Bridge(
-        plan.bridge, plan.tap, plan.host, plan.mtu, plan.mac, pod, address6, takes_ipv6=plan.ipv6 is not None
+        plan.bridge, plan.tap, plan.host, plan.mtu, plan.mac, plan.pod, address6, takes_ipv6=plan.ipv6 is not None
     )
 
 

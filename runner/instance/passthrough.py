@@ -1,128 +1,79 @@
-"""PCI devices of the host: looked at before the start, handed to QEMU, and seen to be back when it has gone."""
+"""PCI devices of the host: opened for QEMU, and checked to be as they were when QEMU has gone."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path, PurePosixPath
 
-import attrs
 import trio
 
 from runner.errors import HostError
-from runner.facts.pci import Bar, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
-from runner.instance.supervisor import Supervisor
+from runner.instance.supervisor import Faults
 from runner.kernel import files, pci, vfio
-from runner.kernel.procfs import Procfs
-from runner.plan.passthrough import asked_devices
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
-from runner.spec.instance import InstanceSpec
 
-LOOKED_AT_EVERY = 0.1
-"""Seconds between two looks: nothing tells when an IOMMU group becomes free."""
-
-
-def look_at_devices(
-    spec: InstanceSpec, environment: Mapping[str, str], procfs: Procfs, qemu_version: str, root: Path = Path("/")
-) -> VfioFacts:
-    """Return what passing the devices of *spec* takes; device plugins have said in *environment* what they gave."""
-    nodes = PurePosixPath(root / "dev")
-    asked, _ = asked_devices(spec.device, environment)
-    found = (look_at_device(each.address, root) for each in asked)
-    return VfioFacts(
-        devices={fact.address: fact for fact in found if fact is not None},
-        environment=environment,
-        container=_node(nodes / "vfio/vfio"),
-        iommufd=_node(nodes / "iommu"),
-        qemu_version=qemu_version,
-        address_bits=procfs.address_bits(),
-    )
-
-
-def look_at_device(address: str, root: Path = Path("/")) -> PciFact | None:
-    """Return what is to be known of the device at *address*, or ``None`` if there is none."""
-    device = pci.read_device(address, root / "sys")
-    if device is None:
-        return None
-    nodes = PurePosixPath(root / "dev/vfio")
-    character = device.character_device
-    return PciFact(
-        address=address,
-        sysfs=PurePosixPath(device.sysfs),
-        name=device.name,
-        driver=device.driver,
-        vfio=device.vfio,
-        numa_node=device.numa_node,
-        group=device.group,
-        members=tuple(GroupMember(each.address, each.driver, each.bridge) for each in device.members),
-        bars=tuple(Bar(each.size, each.high) for each in device.bars),
-        silent=device.silent,
-        link=None if device.link is None else PciLink(**attrs.asdict(device.link)),
-        resets=device.resets,
-        group_node=_node(nodes / device.group) if device.vfio and device.group else None,
-        device_node=_node(nodes / "devices" / character) if character else None,
-    )
-
-
-def _node(path: PurePosixPath) -> DeviceNode:
-    found = vfio.look_at_node(path)
-    return DeviceNode(path, found.error, found.busy, found.everyone)
+CHECKED_EVERY = 0.1
+"""Seconds between two checks: the kernel reports no event when an IOMMU group becomes free."""
 
 
 @contextmanager
-def handed_over(passing: PassthroughPlan) -> Iterator[dict[str, int]]:
+def opened_device_nodes(passthrough: PassthroughPlan) -> Iterator[dict[str, int]]:
     """Hold the descriptors that QEMU is to inherit, by PCI address, and ``iommufd``."""
     with ExitStack() as held:
         numbers = {
             device.address: held.enter_context(files.opened(device.device_node, write=True))
-            for device in passing.devices
+            for device in passthrough.devices
             if device.device_node is not None
         }
-        if passing.iommufd is not None:
-            numbers["iommufd"] = held.enter_context(files.opened(passing.iommufd, write=True))
+        if passthrough.iommufd is not None:
+            numbers["iommufd"] = held.enter_context(files.opened(passthrough.iommufd, write=True))
         yield numbers
 
 
 @contextmanager
-def groups_lent(supervisor: Supervisor, passing: PassthroughPlan) -> Iterator[None]:
-    """Let QEMU's user own the nodes of groups for as long as the block runs; QEMU opens them once, before it greets."""
-    owners = {device.group_node: device.lent_to for device in passing.devices}
-    with ExitStack() as lent:
-        for node, uid in owners.items():
-            if node is not None and uid is not None:
-                lent.callback(_take_back, supervisor, node, vfio.give(node, uid))
+def group_nodes_owned_by_qemu(faults: Faults, passthrough: PassthroughPlan) -> Iterator[None]:
+    """Let QEMU's user own the nodes of IOMMU groups while the block runs; QEMU opens them once, before its greeting.
+
+    Raises :exc:`~runner.errors.HostError` without CAP_CHOWN; the nodes that were given are taken back.
+    """
+    owners = {device.group_node: device.lent_to for device in passthrough.devices}
+    with ExitStack() as held:
+        for node, user_id in owners.items():
+            if node is not None and user_id is not None:
+                held.callback(_take_back, faults, node, vfio.change_owner(node, user_id))
         yield
 
 
-def _take_back(supervisor: Supervisor, node: PurePosixPath, owner: int) -> None:
-    with supervisor.faults.recorded(f"take {node} back from QEMU's user"):
-        vfio.give(node, owner)
+def _take_back(faults: Faults, node: PurePosixPath, owner: int) -> None:
+    with faults.recorded(f"take {node} back from QEMU's user"):
+        vfio.change_owner(node, owner)
 
 
 @asynccontextmanager
-async def devices_passed(supervisor: Supervisor, passing: PassthroughPlan, patience: float) -> AsyncIterator[None]:
-    """Hold nothing, but see at the end that every device is as it was: it answers, with its driver, and nobody has it.
+async def devices_returned(faults: Faults, passthrough: PassthroughPlan, within: float) -> AsyncIterator[None]:
+    """Check at the end that every device is as it was: it answers, has its driver, and no process has it open.
 
-    All of them together get *patience* seconds for it.
+    All devices together get *within* seconds. One that has not come back by then is a recorded fault.
     """
     try:
         yield
     finally:
         with trio.CancelScope(shield=True):
-            deadline = trio.current_time() + patience
-            for device in passing.devices:
-                with supervisor.faults.recorded(f"get the device {device.address} back"):
-                    await _back(device, deadline)
+            deadline = trio.current_time() + within
+            for device in passthrough.devices:
+                with faults.recorded(f"get the device {device.address} back"):
+                    await _returned(device, deadline)
 
 
-async def _back(device: DevicePlan, deadline: float) -> None:
-    while (reason := _missing(device)) is not None:
+async def _returned(device: DevicePlan, deadline: float) -> None:
+    while (reason := _why_not_returned(device)) is not None:
         if trio.current_time() >= deadline:
             raise HostError(reason)
-        await trio.sleep(LOOKED_AT_EVERY)
+        await trio.sleep(CHECKED_EVERY)
 
 
-def _missing(device: DevicePlan) -> str | None:
+def _why_not_returned(device: DevicePlan) -> str | None:
     sysfs = Path(device.sysfs)
     if not sysfs.exists():
         return "it has gone from the bus"
@@ -132,7 +83,7 @@ def _missing(device: DevicePlan) -> str | None:
     if pci.is_silent(sysfs):
         return "it does not answer: its configuration space reads as nothing but ones"
     if device.group_node is not None:
-        node = vfio.look_at_node(device.group_node)
+        node = vfio.probe_node(device.group_node)
         if node.error is not None:
             return f"{node.path}: {node.error}"
     return None

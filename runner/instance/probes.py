@@ -13,13 +13,12 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 import attrs
 import trio
 
 from runner.errors import HostError, explain
-from runner.instance.discover import CGROUP_ROOT
+from runner.facts.roots import Roots
 from runner.instance.supervisor import Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.placement.threads import Receipt, sentences
@@ -141,7 +140,7 @@ class Probes:
         cgroups = receipt.rules.cgroups
         path = self.supervisor.procfs.cgroup() if cgroups is None else cgroups.pod
         try:
-            charge = Cgroup(Path(CGROUP_ROOT)).at(path).charge()
+            charge = Cgroup(Roots().cgroup).at(path).charge()
         except (HostError, ValueError):  # no cgroup v2 is mounted here, or not the pod's
             return {}
         return {labels(kind="memory"): charge.memory, labels(kind="hugetlb"): charge.hugetlb}

@@ -155,7 +155,7 @@ class Qemu:
             await self.process.wait()
             how = self.process.how_it_ended()
             # QEMU prints hints after an error of VFIO: the last line is not the error.
-            output = next((line for line in reversed(self.process.last_words) if ": vfio " in line), how)
+            output = next((line for line in reversed(self.process.last_lines) if ": vfio " in line), how)
             remedy = next((f"; {remedy}" for words, remedy in REMEDIES if words.search(output)), "")
             raise HostError(
                 f"cannot start QEMU: it {how if output in how else f'{how}, and before {output!r}'}{remedy}"
@@ -308,9 +308,10 @@ async def paused_qemu(
     """
     with connected_pair("QMP") as (ours, theirs), ExitStack() as lent:
         if plan.machine.passing.devices:
-            from runner.instance.passthrough import groups_lent  # here, because few guests have devices of the host's
+            # Imported here, because few guests have devices of the host's.
+            from runner.instance.passthrough import group_nodes_owned_by_qemu
 
-            lent.enter_context(groups_lent(supervisor, plan.machine.passing))
+            lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passing))
         process = _spawn(supervisor, plan.machine, plan.state_directory, theirs, endpoints, memory_cgroup_fd)
         machine = Qemu(process, Monitor(ours), endpoints.agent.ours)
         try:
@@ -362,9 +363,9 @@ def _spawn(
             numbers |= held.enter_context(disks.opened(disk, directory))
         devices: dict[str, int] = {}
         if plan.passing.devices:
-            from runner.instance.passthrough import handed_over
+            from runner.instance.passthrough import opened_device_nodes
 
-            devices = held.enter_context(handed_over(plan.passing))
+            devices = held.enter_context(opened_device_nodes(plan.passing))
         if plan.lockable:
             from runner.kernel.memory import lockable  # here, because few guests have locked memory
 
@@ -384,8 +385,8 @@ def _spawn(
             log.info("the guest's vsock context identifier is %d", descriptors.vhost_vsock[1])
         command = Command("qemu", tuple(qemu_argv(plan, descriptors)), descriptors.numbers(), entering=memory_cgroup_fd)
         user = plan.user
-        if user.uid != 0:
-            command = attrs.evolve(command, uid=user.uid, gid=user.gid, groups=user.groups)
+        if user.user_id != 0:
+            command = attrs.evolve(command, user_id=user.user_id, group_id=user.group_id, groups=user.groups)
         return supervisor.processes.spawn(command)
 
 

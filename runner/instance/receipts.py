@@ -77,7 +77,7 @@ class Receipts:
 
     def publish(self) -> None:
         """Write the receipt to the state directory, with the names of the instance and of its pod."""
-        names = {"instance": self.plan.name, "pod": attrs.asdict(self.plan.pod)}
+        names = {"instance": self.plan.name, "pod": self.plan.pod.to_json()}
         content = json.dumps({**self.receipt.to_json(), **names}, indent=1).encode() + b"\n"
         files.publish(self.plan.state_directory / RECEIPT, content)
 

@@ -1,12 +1,12 @@
-"""The one door to control groups, version 2.
+"""The one door to cgroups, version 2.
 
 Every rule cites ``Documentation/admin-guide/cgroup-v2.rst`` of the Linux source by its heading. Words: a *process* is
-**admitted** to a group (``cgroup.procs``), a *thread* is **confined** to one (``cgroup.threads``). Groups are named by
-their directory, so the same code serves the host's hierarchy, the one a container sees, and a directory reached
-through an open descriptor (``/proc/self/fd/N``).
+**admitted** to a group (``cgroup.procs``), a *thread* is **confined** to one (``cgroup.threads``). A group is identified
+by its directory, so the same code serves the host's hierarchy, a container's view of it, and a directory reached through
+an open descriptor (``/proc/self/fd/N``).
 
-The calls block for as long as the kernel takes: microseconds to read, about a millisecond to write a cpuset, and up
-to some tens of milliseconds for the first move of a process into another domain (the kernel waits for an RCU grace
+The calls block for as long as the kernel takes: microseconds to read, about a millisecond to write a cpuset, and some
+tens of milliseconds for the first move of a process into another domain (the kernel waits for an RCU grace
 period). None of them waits for another process.
 """
 
@@ -23,6 +23,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError
+from runner.facts.memory import MemoryCharge
 
 THREADED_CONTROLLERS = frozenset({"cpu", "cpuset", "perf_event", "pids"})
 """Controllers a threaded subtree may use; any other is a *domain* controller ("Threads": "threaded controllers")."""
@@ -37,7 +38,7 @@ _MEANING = {
     "threaded; write 'threaded' to its cgroup.type, or read cgroup.threads",
     # "Delegation Containment": the writer needs write access to cgroup.procs of the common ancestor.
     ("cgroup.procs", errno.EACCES): "the opener of the file may not write to cgroup.procs of the common ancestor; "
-    "use a descriptor opened by someone who may",
+    "use a descriptor that a process with that right has opened",
     # "No Internal Process Constraint": a domain with domain controllers switched on for its children holds none itself.
     ("cgroup.procs", errno.EBUSY): "the group has domain controllers switched on for its children",
     ("cgroup.subtree_control", errno.EBUSY): "the group holds processes, or a child still uses the controller",
@@ -55,7 +56,7 @@ _MEANING = {
 
 
 class CgroupError(HostError):
-    """The kernel refused to read or change a group; *errno* is its answer."""
+    """A refusal of the kernel to read or change a group; *errno* is its error number."""
 
     def __init__(self, sentence: str, number: int) -> None:
         super().__init__(sentence)
@@ -63,12 +64,12 @@ class CgroupError(HostError):
 
 
 def write_control(fd: int, value: str, name: str) -> None:
-    """Write *value* to the control file open as *fd*; *name* is what an error calls the file.
+    """Write *value* to the control file open as *fd*; *name* is the path in an error.
 
-    The rights that count are those of whoever **opened** the file (since Linux 5.16), so a descriptor of
+    The kernel checks the rights of the process that **opened** the file (since Linux 5.16), so a descriptor of
     ``cgroup.procs`` is a capability that can be passed on: its receiver enters the group by writing ``0``. Each write
     is one request to the kernel, whatever the file offset. The line end is part of it, so that clearing a file (an
-    empty *value*) is a write of one byte: one of none may never reach the file's handler.
+    empty *value*) writes one byte: a write of none may never reach the file's handler.
 
     Raises :class:`CgroupError`.
     """
@@ -79,18 +80,10 @@ def write_control(fd: int, value: str, name: str) -> None:
 
 
 @attrs.frozen
-class Charge:
-    """What a group is charged for, in bytes."""
-
-    memory: int
-    hugetlb: int
-
-
-@attrs.frozen
 class Cgroup:
-    """One group, by the *path* of its directory; it holds nothing open and remembers nothing.
+    """One group, identified by the *path* of its directory; it holds no descriptor and no state.
 
-    Everything but :meth:`exists` raises :class:`CgroupError` when the kernel refuses.
+    Every method but :meth:`exists` raises :class:`CgroupError` when the kernel refuses.
     """
 
     path: Path = attrs.field(converter=Path)
@@ -102,7 +95,7 @@ class Cgroup:
 
     @property
     def parent(self) -> Self:
-        """The group above; meaningless for the mount point itself."""
+        """The parent group; meaningless for the mount point itself."""
         return attrs.evolve(self, path=self.path.parent)
 
     def child(self, name: str) -> Self:
@@ -126,11 +119,11 @@ class Cgroup:
     # -- the directory ("Organizing Processes and Threads") ----------------------------------------------------------
 
     def exists(self) -> bool:
-        """Tell whether the group is there."""
+        """Tell whether the group exists."""
         return self.path.is_dir()
 
     def create(self) -> None:
-        """Make the group; one that is there already is as good. The parent must exist.
+        """Create the group unless it exists. The parent must exist.
 
         Under a threaded domain the new group is ``domain invalid`` until :meth:`make_threaded` ("Threads").
         """
@@ -144,7 +137,7 @@ class Cgroup:
     def remove(self) -> bool:
         """Remove the group and return whether it is gone; ``False`` while it has live members or children (EBUSY).
 
-        Zombies do not keep a group ("Processes": it "can be removed"); one that was not there is gone.
+        Zombies do not keep a group ("Processes": it "can be removed"). A group that did not exist counts as gone.
         """
         try:
             self.path.rmdir()
@@ -184,8 +177,8 @@ class Cgroup:
     def open(self, file: str) -> int:
         """Open control file *file* for writing and return the descriptor, which the caller closes or passes on.
 
-        There is no ``O_CREAT``: a misspelt name fails here as it does in the kernel, and nothing is ever made in an
-        ordinary directory that only looks like a group.
+        Without ``O_CREAT`` a misspelt name fails, and no file is ever created in an ordinary directory that is not a
+        group.
         """
         try:
             return os.open(self.path / file, os.O_WRONLY | os.O_CLOEXEC)
@@ -207,7 +200,7 @@ class Cgroup:
             raise
 
     def make_threaded(self) -> None:
-        """Turn the group into a threaded one, whose parent becomes ``domain threaded``; there is no way back.
+        """Turn the group into a threaded one, whose parent becomes ``domain threaded``; this cannot be undone.
 
         One that is threaded already is left alone; a ``domain invalid`` one, as a crash between ``mkdir`` and this
         step leaves it, is finished. Needs an empty group and a parent without domain controllers ("Threads").
@@ -224,7 +217,7 @@ class Cgroup:
         return frozenset(self.read("cgroup.subtree_control").split())
 
     def enable(self, controllers: Iterable[str]) -> None:
-        """Switch *controllers* on for the children; those that are on already cost no write.
+        """Switch *controllers* on for the children; those that are on already are not written.
 
         Trap: this *succeeds* for threaded controllers while the group itself holds processes, and makes it a
         threaded domain then and there; children made afterwards as ordinary domains are ``domain invalid``.
@@ -234,10 +227,10 @@ class Cgroup:
             self.write("cgroup.subtree_control", " ".join(f"+{name}" for name in missing))
 
     def obstacles(self) -> Iterator[str]:
-        """Yield what keeps its own members from being divided among threaded groups in here.
+        """Yield the reasons why the group's members cannot be divided among threaded groups below it.
 
-        For a container that shall do so in the group its runtime has put it into: the group must be writable, have
-        cpusets to give, hand down no domain controller ("Threads"), and hold nobody whom the reader cannot name.
+        A container that does so in the group of its runtime needs a writable group that has the cpuset controller,
+        enables no domain controller for its children ("Threads"), and holds no process of a hidden PID namespace.
         """
         if not (self.path / "cgroup.type").exists():
             yield f"{self.path} is not a container's cgroup"
@@ -261,7 +254,7 @@ class Cgroup:
         return self._read_set("cpuset.cpus")
 
     def effective_cpus(self) -> CpuSet:
-        """Return the CPUs the members really run on."""
+        """Return the CPUs that the members are allowed to run on in effect."""
         return self._read_set("cpuset.cpus.effective")
 
     def mems(self) -> CpuSet:
@@ -269,14 +262,14 @@ class Cgroup:
         return self._read_set("cpuset.mems")
 
     def effective_mems(self) -> CpuSet:
-        """Return the NUMA nodes the members really allocate from."""
+        """Return the NUMA nodes that the members allocate from in effect."""
         return self._read_set("cpuset.mems.effective")
 
     def set_cpus(self, cpus: CpuSet) -> CpuSet:
         """Write ``cpuset.cpus`` and return ``cpuset.cpus.effective`` as read back, which the caller must compare.
 
-        They differ without any error: CPUs the parent does not have, or that are offline, are left out, and when
-        none remains the group silently runs on everything its parent has.
+        They differ without any error: CPUs that the parent does not have, or that are offline, are left out, and when
+        none remains the group silently runs on all CPUs of its parent.
         """
         self.write("cpuset.cpus", str(cpus))
         return self.effective_cpus()
@@ -284,7 +277,7 @@ class Cgroup:
     def set_mems(self, nodes: CpuSet) -> None:
         """Write ``cpuset.mems``.
 
-        Mind that taking a node away from a populated group migrates every page its members have there, synchronously:
+        Removing a node from a populated group migrates every page that its members have there, synchronously:
         "Setting a non-empty value to cpuset.mems causes memory of tasks within the cgroup to be migrated".
         """
         self.write("cpuset.mems", str(nodes))
@@ -294,8 +287,8 @@ class Cgroup:
     def admit(self, pid: int) -> None:
         """Move the process *pid* with all its threads here; 0 is the caller ("Processes").
 
-        A threaded group takes a process from any domain this way, and the process changes its domain by it; a
-        single thread moves only within its domain, by :meth:`confine`.
+        A threaded group takes a process from any domain this way, and the process changes its domain. A single thread
+        moves only within its domain, by :meth:`confine`.
         """
         self.write("cgroup.procs", str(pid))
 
@@ -322,10 +315,10 @@ class Cgroup:
         events = dict(line.split(maxsplit=1) for line in self.read("cgroup.events").splitlines())
         return events.get("populated") == "1"
 
-    def charge(self) -> Charge:
-        """Return what the group is charged for (``memory.current``, ``hugetlb.*.current``)."""
+    def charge(self) -> MemoryCharge:
+        """Return the memory that the group is charged for (``memory.current``, ``hugetlb.*.current``)."""
         files = self.path.glob("hugetlb.*B.current")
-        return Charge(int(self.read("memory.current")), sum(int(self.read(file.name)) for file in files))
+        return MemoryCharge(int(self.read("memory.current")), sum(int(self.read(file.name)) for file in files))
 
     def _read_set(self, file: str) -> CpuSet:
         text = self.read(file)

@@ -1,4 +1,4 @@
-"""Character devices of the kernel that a machine is made of: KVM, tap, vhost-net."""
+"""The kernel's character devices that QEMU uses: KVM, tap and macvtap, vhost-net, vhost-vsock."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import attrs
-
 from runner.errors import HostError
+from runner.facts.host import Kvm
 from runner.kernel.files import Descriptor, closing, owned
 
 _KVM_GET_API_VERSION = 0xAE00
@@ -29,37 +28,28 @@ _IFF_VNET_HDR = 0x4000
 _IFF_MULTI_QUEUE = 0x0100
 
 
-@attrs.frozen
-class KvmState:
-    """Whether ``/dev/kvm`` answers, and whom it lets in."""
-
-    error: str | None
-    gid: int = 0
-    mode: int = 0
-
-
-def read_kvm(device: Path = Path("/dev/kvm")) -> KvmState:
+def probe_kvm(device: Path) -> Kvm:
     """Ask the kernel for its KVM API version (``Documentation/virt/kvm/api.rst``, 4.1)."""
     try:
         found = device.stat()
         fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        return KvmState(f"{device}: {error.strerror}")
+        return Kvm(f"{device}: {error.strerror}")
     with closing(fd):
         try:
             version = fcntl.ioctl(fd, _KVM_GET_API_VERSION)
         except OSError as error:
-            return KvmState(f"{device}: {error.strerror}")
+            return Kvm(f"{device}: {error.strerror}")
     if version != _KVM_API_VERSION:
-        return KvmState(f"{device}: API version {version} instead of {_KVM_API_VERSION}")
-    return KvmState(None, found.st_gid, stat.S_IMODE(found.st_mode))
+        return Kvm(f"{device}: API version {version} instead of {_KVM_API_VERSION}")
+    return Kvm(None, found.st_gid, stat.S_IMODE(found.st_mode))
 
 
-def try_kvm(device: Path = Path("/dev/kvm")) -> str | None:
-    """Make a virtual machine without vCPUs and end it; return why that fails, ``None`` if it works.
+def try_kvm(device: Path) -> str | None:
+    """Create a virtual machine without vCPUs and destroy it; return why that fails, ``None`` if it works.
 
-    That the API answers is not enough: without hardware virtualisation, or with another hypervisor in its possession,
-    only this fails (``Documentation/virt/kvm/api.rst``, 4.2).
+    An answer of the API proves little: without hardware virtualisation, or while another hypervisor uses it, only this
+    fails (``Documentation/virt/kvm/api.rst``, 4.2).
     """
     try:
         fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
@@ -70,7 +60,7 @@ def try_kvm(device: Path = Path("/dev/kvm")) -> str | None:
     return None
 
 
-def look_at_device(device: Path) -> str | None:
+def why_not_opened(device: Path) -> str | None:
     """Return why the character device cannot be opened for reading and writing, ``None`` if it can."""
     try:
         mode = device.stat().st_mode
@@ -84,9 +74,10 @@ def look_at_device(device: Path) -> str | None:
 
 @contextmanager
 def tap(name: str, queues: int = 1, device: Path = Path("/dev/net/tun")) -> Iterator[tuple[Descriptor, ...]]:
-    """Hold the tap interface *name* by a descriptor for each queue; it goes when the last copy of the last one is closed.
+    """Hold a descriptor for each queue of the tap interface *name*, which lives until every copy of them is closed.
 
-    See ``Documentation/networking/tuntap.rst``. ``IFF_VNET_HDR`` lets the guest leave checksums and segmentation to us.
+    See ``Documentation/networking/tuntap.rst``. ``IFF_VNET_HDR`` lets the guest leave checksums and segmentation to
+    the host.
     """
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR | (_IFF_MULTI_QUEUE if queues > 1 else 0)
     request = struct.pack("16sH22x", name.encode(), flags)
@@ -102,7 +93,7 @@ def tap(name: str, queues: int = 1, device: Path = Path("/dev/net/tun")) -> Iter
                 fcntl.ioctl(fd, _TUNSETIFF, request)
             except OSError as error:
                 raise HostError(
-                    f"cannot make the tap interface {name!r}; it takes CAP_NET_ADMIN and a name nobody has"
+                    f"cannot make the tap interface {name!r}; it takes CAP_NET_ADMIN and an unused name"
                 ) from error
         yield tuple(found)
 
@@ -111,11 +102,11 @@ def tap(name: str, queues: int = 1, device: Path = Path("/dev/net/tun")) -> Iter
 def macvtap(
     name: str, index: int, queues: int, sysfs: Path = Path("/sys"), devices: Path = Path("/dev")
 ) -> Iterator[tuple[Descriptor, ...]]:
-    """Hold the macvtap link *name* of interface *index* by a descriptor for each queue; the link itself is not ours to end.
+    """Hold a descriptor for each queue of the macvtap link *name*, whose index is *index*; the link outlives them.
 
-    Its device node is called after an index that another network namespace may have too, and is in no container. So it is
-    made here by the numbers in our own sysfs, in ``/dev``, which is never mounted ``nodev``, and removed once it is open;
-    that the descriptor is of *name* is asked of it afterwards.
+    udev names its device node by an index that is not unique among network namespaces, and no container has the node. So a
+    node is made by the numbers in this namespace's sysfs, in ``/dev``, which is never mounted ``nodev``, and removed once
+    it is open. Afterwards the descriptor is asked whether it is of *name*.
     """
     numbers = sysfs / "class" / "net" / name / f"tap{index}" / "dev"
     try:
@@ -144,7 +135,7 @@ def _opened_macvtap(node: Path, name: str, major: int, queues: int) -> int:
     except OSError as error:
         raise HostError(
             f"cannot open the macvtap {name!r}; let the container use the device, such as `--device-cgroup-rule 'c {major}:* rw'`, "
-            'or choose cpu.placement = "controller", whose float is outside of the container\'s device filter'
+            'or choose cpu.placement = "controller", whose float is outside the container\'s device filter'
         ) from error
     try:
         fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"", flags))
@@ -152,25 +143,20 @@ def _opened_macvtap(node: Path, name: str, major: int, queues: int) -> int:
     except OSError as error:
         os.close(fd)
         raise HostError(f"cannot use the macvtap {name!r}") from error
-    if found != name:  # the kernel does not compare a name that it is given with its own
+    if found != name:  # the kernel does not check a name passed to TUNSETIFF
         os.close(fd)
         raise HostError(f"cannot use the macvtap {name!r}: its device node is of {found!r}")
     return fd
 
 
-def has_tun(device: Path = Path("/dev/net/tun")) -> bool:
-    """Tell whether tap interfaces can be made here."""
-    return os.access(device, os.R_OK | os.W_OK)
-
-
-def has_vhost_net(device: Path = Path("/dev/vhost-net")) -> bool:
-    """Tell whether virtio-net can be carried by the kernel here."""
+def may_open(device: Path) -> bool:
+    """Tell whether this process may open *device* for reading and writing, by its mode alone."""
     return os.access(device, os.R_OK | os.W_OK)
 
 
 @contextmanager
 def vhost_net(device: Path = Path("/dev/vhost-net")) -> Iterator[Descriptor]:
-    """Hold one queue pair of vhost-net."""
+    """Hold a descriptor of vhost-net for one queue pair."""
     try:
         fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -179,17 +165,12 @@ def vhost_net(device: Path = Path("/dev/vhost-net")) -> Iterator[Descriptor]:
         yield descriptor
 
 
-def has_vhost_vsock(device: Path = Path("/dev/vhost-vsock")) -> bool:
-    """Tell whether guests can have sockets of the family vsock here."""
-    return os.access(device, os.R_OK | os.W_OK)
-
-
 @contextmanager
 def vhost_vsock(cid: int, *, exact: bool, device: Path = Path("/dev/vhost-vsock")) -> Iterator[tuple[int, int]]:
-    """Hold the kernel's half of a vsock device, and the context identifier that belongs to it until it is closed.
+    """Hold a descriptor of vhost-vsock and the context identifier that is reserved until it is closed.
 
-    That is *cid*, or without *exact* the next one that is free: the kernel has one guest of each
-    (``drivers/vhost/vsock.c``: ``EADDRINUSE``). QEMU sets it again on the same descriptor, which changes nothing.
+    That is *cid*, or without *exact* the next free one: each belongs to one guest of the host (``drivers/vhost/vsock.c``:
+    ``EADDRINUSE``). QEMU sets it again on the same descriptor, which changes nothing.
     """
     try:
         fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)

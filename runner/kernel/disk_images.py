@@ -1,7 +1,7 @@
-"""What disk images say of themselves, and the empty one that an ephemeral disk writes to.
+"""The headers of disk images, and the empty image that an ephemeral disk writes to.
 
-The parts of the qcow2 format that matter here are in QEMU's ``docs/interop/qcow2.txt``; whether somebody else uses an
-image is said by locks on single bytes of it (``block/file-posix.c``).
+The qcow2 format is described in QEMU's ``docs/interop/qcow2.txt``. A QEMU that uses an image holds locks on single bytes
+of it (``block/file-posix.c``).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
-import attrs
-
 from runner.errors import HostError
+from runner.facts.disk import ImageFact
 
 _MAGIC = b"QFI\xfb"
 _HEADER = struct.Struct(">4sIQIIQI36xQ")
@@ -37,59 +36,49 @@ _CLUSTER = 1 << 16
 _F_OFD_GETLK = 36
 _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock`` of x86-64 and arm64: type, whence, start, length, pid."""
-_TAKEN, _REFUSED = 100, 200
+_USED, _DENIED = 100, 200
 _READ, _WRITE, _RESIZE = 0, 1, 3
-"""QEMU locks an image byte by byte: 100+p says "I use permission p", 200+p says "nobody else may" (``block/file-posix.c``)."""
+"""QEMU locks an image byte by byte: 100+p means "I use permission p", 200+p "no other may" (``block/file-posix.c``)."""
 
 
-@attrs.frozen
-class Image:
-    """What a disk image says of itself."""
+def read_image(path: PurePosixPath, fd: int, size: int, *, write: bool) -> ImageFact:
+    """Return what the first bytes of the image *fd* say, which is at *path* and has *size* bytes.
 
-    format: str
-    """``raw`` or ``qcow2``, by its first bytes."""
-    size: int
-    """Bytes the guest sees."""
-    locked: bool
-    """Another QEMU uses it in a way that keeps us from using it."""
-    backing: str | None = None
-    """The file it takes data from, as it is named in the header."""
-    backing_format: str | None = None
-    """What that file holds, as the header says; old images do not say it."""
-    error: str | None = None
-    """Why it cannot be used at all, in words."""
-
-
-def read_image(fd: int, size: int, *, write: bool) -> Image:
-    """Return what the image in *fd*, of *size* bytes, says of itself; *write*: whether it is to be written to."""
-    locked = _locked(fd, write=write)
+    *write* says whether it is to be written, because QEMU's locks differ for readers and writers.
+    """
+    locked = _is_locked(fd, write=write)
     header = os.pread(fd, _HEADER.size, 0)
     if not header.startswith(_MAGIC):
-        return Image("raw", size, locked)
+        return ImageFact("raw", size, locked=locked)
     _, version, offset, length, bits, size, encrypted, features = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
     if version == 2:  # noqa: PLR2004 - version 2 has no feature bits
         features = 0
-    backing, misnamed = None, False
+    backing, malformed_name = None, False
     if offset:  # the name lies in the first cluster, or QEMU refuses it (block/qcow2.c, qcow2_do_open)
-        misnamed = length > _LONGEST_NAME or offset + length > 1 << min(bits, _LARGEST_CLUSTER_BITS)
-        name = b"" if misnamed else os.pread(fd, length, offset)
-        misnamed = misnamed or b"\0" in name
-        backing = None if misnamed else name.decode(errors="replace")
+        malformed_name = length > _LONGEST_NAME or offset + length > 1 << min(bits, _LARGEST_CLUSTER_BITS)
+        name = b"" if malformed_name else os.pread(fd, length, offset)
+        malformed_name = malformed_name or b"\0" in name
+        backing = None if malformed_name else _real_path(path, name.decode(errors="replace"))
     reasons = {
-        f"is qcow2 of version {version}, which nobody knows": version not in {2, 3},
+        f"is qcow2 of version {version}, which is not known": version not in {2, 3},
         "is encrypted": encrypted,
         "takes data from an external data file": features & _DATA_FILE,
         "is marked as corrupt (repair it with `qemu-img check -r all`)": features & _CORRUPT,
         "uses features of qcow2 that are not known here": features & ~_KNOWN_FEATURES,
-        "is broken: it names a backing file as no image can": misnamed,
-        f"is broken: it says that it has {size} bytes": size > _LARGEST,
+        "is broken: it names a backing file as no image can": malformed_name,
+        f"is broken: its header gives a size of {size} bytes": size > _LARGEST,
     }
     reason = next((reason for reason, found in reasons.items() if found), None)
-    return Image("qcow2", size, locked, backing, _backing_format(fd, version, offset), reason)
+    return ImageFact("qcow2", size, backing, _backing_format(fd, version, offset), locked, reason)
+
+
+def _real_path(image: PurePosixPath, name: str) -> PurePosixPath:
+    """Return the path, without symbolic links, of what *image* calls *name*: relative to the image's directory."""
+    return PurePosixPath(os.path.realpath(image.parent / name))
 
 
 def _backing_format(fd: int, version: int, end: int) -> str | None:
-    """Return the backing file's format by the header's extensions, which lie between the header and that file's name."""
+    """Return the backing file's format from the header extensions, which lie between the header and that file's name."""
     start = struct.unpack(">I", os.pread(fd, 4, 100).ljust(4, b"\0"))[0] if version > 2 else 72  # noqa: PLR2004
     if not start <= end <= _CLUSTER:
         return None
@@ -102,23 +91,23 @@ def _backing_format(fd: int, version: int, end: int) -> str | None:
     return None
 
 
-def _locked(fd: int, *, write: bool) -> bool:
-    """Tell whether a QEMU that is running would keep another one from opening the image."""
-    # Who has the image as a disk always refuses others writing and resizing, whether it writes itself or not.
-    bytes_in_the_way = [_REFUSED + _READ, _TAKEN + _WRITE, _TAKEN + _RESIZE]
+def _is_locked(fd: int, *, write: bool) -> bool:
+    """Tell whether the locks of a running QEMU would keep another one from opening the image."""
+    # A QEMU with the image as a disk always denies others writing and resizing, whether it writes itself or not.
+    conflicting = [_DENIED + _READ, _USED + _WRITE, _USED + _RESIZE]
     if write:
-        bytes_in_the_way += [_REFUSED + _WRITE, _REFUSED + _RESIZE]
-    for byte in bytes_in_the_way:
-        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-        if _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK:
+        conflicting += [_DENIED + _WRITE, _DENIED + _RESIZE]
+    for byte in conflicting:
+        lock = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        if _FLOCK.unpack(lock)[0] != fcntl.F_UNLCK:
             return True
     return False
 
 
 def empty_qcow2(size: int) -> dict[int, bytes]:
-    """Return an empty qcow2 image of *size* bytes for the guest, as what is written where; the rest of it is zeroes.
+    """Return an empty qcow2 image of *size* bytes for the guest, as offset → bytes; the rest of the file is zeroes.
 
-    It names no backing file: QEMU is told what lies below it, and nothing can be followed.
+    It names no backing file: QEMU gets that by its command line, so no name in an image can lead it elsewhere.
     """
     level_1 = max(1, -(-size // (_CLUSTER * _CLUSTER // 8)))
     clusters = 3 + -(-level_1 * 8 // _CLUSTER)
@@ -133,12 +122,12 @@ def empty_qcow2(size: int) -> dict[int, bytes]:
 
 @contextmanager
 def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
-    """Hold an empty qcow2 image of *size* bytes in a file of *directory* that has no name and *limit* bytes, all holes.
+    """Hold an empty qcow2 image of *size* bytes in an unnamed file of *directory*, which has *limit* bytes, nearly all holes.
 
-    Nothing is left of it when the last descriptor is closed, whoever dies how.
+    The kernel removes it with its last descriptor, however the processes that hold it end.
     """
     try:
-        fd = _nameless(directory)
+        fd = _unnamed_file(directory)
     except OSError as error:
         raise HostError(f"cannot make a file for an ephemeral disk in {str(directory)!r}") from error
     try:
@@ -153,7 +142,7 @@ def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _nameless(directory: PurePosixPath) -> int:
+def _unnamed_file(directory: PurePosixPath) -> int:
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Files that are looked at before the start and handed over as descriptors."""
+"""Files: probed before the start, held as descriptors, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,84 +12,63 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
-
-import attrs
 
 from runner.errors import HostError
+from runner.facts.disk import MISSING, DocumentFact, FileFact, FileKind
 from runner.facts.hardware import hugetlb_name
-
-if TYPE_CHECKING:
-    from runner.kernel.disk_images import Image
 
 _BLKSSZGET, _BLKPBSZGET = 0x1268, 0x127B  # include/uapi/linux/fs.h
 
 
-@attrs.frozen
-class Look:
-    """What was found at a path."""
+def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:
+    """Return the type of *path*, whether it opens for reading (or reading and *write*-ing), and the *image* it holds.
 
-    kind: str
-    size: int = 0
-    error: str | None = None
-    everyone_reads: bool = True
-    image: Image | None = None
-    direct: bool = False
-    """It can be read past the page cache (``O_DIRECT``)."""
-    sparse: bool = False
-    """Not all of it has room on the disk: writing to it may have to find some."""
-    sectors: tuple[int, int] = (512, 512)
-    """Bytes of a logical and of a physical block."""
-
-
-def look(path: PurePosixPath, *, write: bool = False, image: bool = False) -> Look:
-    """Look at *path*: what it is, whether it opens for reading (or reading and *write*-ing), what *image* it holds.
-
-    Never raises for what is found there: an error is part of the answer.
+    Never raises: an error is part of the result.
     """
     try:
         found = os.stat(path)  # noqa: PTH116 - a pure path
     except OSError as error:
         missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
-        return Look("missing") if missing else Look("other", error=error.strerror)
-    kind = _kind(found.st_mode)
+        return MISSING if missing else FileFact("other", error=error.strerror)
+    kind = _file_kind(found.st_mode)
     if kind not in {"file", "block"}:
-        return Look(kind)
-    everyone = bool(found.st_mode & stat.S_IROTH)
+        return FileFact(kind)
+    everyone_reads = bool(found.st_mode & stat.S_IROTH)
     try:
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+        with closing(fd):
+            fact = FileFact(kind, os.lseek(fd, 0, os.SEEK_END), None, everyone_reads)
+            return _with_image(fact, path, fd, found, write=write) if image else fact
     except OSError as error:
-        return Look(kind, found.st_size, error.strerror, everyone)
-    try:
-        size = os.lseek(fd, 0, os.SEEK_END)
-        if not image:
-            return Look(kind, size, None, everyone)
-        from runner.kernel.disk_images import read_image  # 2 ms, for who has a disk
-
-        return Look(
-            kind,
-            size,
-            None,
-            everyone,
-            read_image(fd, size, write=write),
-            direct=_reads_directly(path),
-            sparse=kind == "file" and found.st_blocks * 512 < found.st_size,
-            sectors=_sectors(fd) if kind == "block" else (512, 512),
-        )
-    except OSError as error:
-        return Look(kind, found.st_size, error.strerror, everyone)
-    finally:
-        os.close(fd)
+        return FileFact(kind, found.st_size, error.strerror, everyone_reads)
 
 
-def _kind(mode: int) -> str:
-    tests = {"file": stat.S_ISREG, "directory": stat.S_ISDIR, "block": stat.S_ISBLK, "character": stat.S_ISCHR}
-    return next((kind for kind, test in tests.items() if test(mode)), "other")
+def _with_image(fact: FileFact, path: PurePosixPath, fd: int, found: os.stat_result, *, write: bool) -> FileFact:
+    from runner.kernel.disk_images import read_image  # here, because it takes 2 ms and only disks need it
+
+    return FileFact(
+        fact.kind,
+        fact.size,
+        None,
+        fact.everyone_reads,
+        read_image(path, fd, fact.size, write=write),
+        direct=_reads_directly(path),
+        sparse=fact.kind == "file" and found.st_blocks * 512 < found.st_size,
+        sectors=_sectors(fd) if fact.kind == "block" else (512, 512),
+    )
 
 
-def real_path(image: PurePosixPath, name: str) -> PurePosixPath:
-    """Return the path, without symbolic links, of what *image* calls *name*: relative to the directory it lies in."""
-    return PurePosixPath(os.path.realpath(image.parent / name))
+def _file_kind(mode: int) -> FileKind:
+    match stat.S_IFMT(mode):
+        case stat.S_IFREG:
+            return "file"
+        case stat.S_IFDIR:
+            return "directory"
+        case stat.S_IFBLK:
+            return "block"
+        case stat.S_IFCHR:
+            return "character"
+    return "other"
 
 
 def _reads_directly(path: PurePosixPath) -> bool:
@@ -117,7 +96,7 @@ def _sectors(fd: int) -> tuple[int, int]:
 
 @contextmanager
 def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False, following: bool = True) -> Iterator[int]:
-    """Hold a descriptor of an existing file; *direct*: past the page cache; not *following*: a symbolic link is refused."""
+    """Hold a descriptor of an existing file; *direct* bypasses the page cache, not *following* refuses a symbolic link."""
     flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
     flags |= 0 if following else os.O_NOFOLLOW
     try:
@@ -130,7 +109,7 @@ def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False, fo
 
 @contextmanager
 def opened_in_place(path: PurePosixPath) -> Iterator[int]:
-    """Hold a descriptor of the file at *path*, of which no part may be a symbolic link (any more)."""
+    """Hold a descriptor of the file at *path*, no part of which may be a symbolic link (any more)."""
     with opened(path) as fd:
         if (found := os.readlink(f"/proc/self/fd/{fd}")) != str(path):  # noqa: PTH115 - a magic link
             raise HostError(f"cannot open {str(path)!r}: it lies at {found!r} now")
@@ -139,7 +118,7 @@ def opened_in_place(path: PurePosixPath) -> Iterator[int]:
 
 @contextmanager
 def closing(fd: int) -> Iterator[int]:
-    """Hold a descriptor that is ours already."""
+    """Hold the descriptor *fd*, which the caller owns, and close it at the end."""
     try:
         yield fd
     finally:
@@ -147,9 +126,9 @@ def closing(fd: int) -> Iterator[int]:
 
 
 def create_memory(name: str, size: int, page_size: int | None = None) -> int:
-    """Make *size* bytes of anonymous memory as a file (``memfd_create(2)``), which the caller closes.
+    """Create a file of *size* bytes of anonymous memory (``memfd_create(2)``) and return its descriptor, which the caller closes.
 
-    No page of it exists before it is touched. With *page_size* it consists of huge pages of so many bytes.
+    No page of it exists before it is touched. With *page_size* it consists of huge pages of that many bytes.
     """
     huge = 0 if page_size is None else os.MFD_HUGETLB | (page_size.bit_length() - 1) << os.MFD_HUGE_SHIFT
     try:
@@ -166,14 +145,14 @@ def create_memory(name: str, size: int, page_size: int | None = None) -> int:
 
 @contextmanager
 def memory(name: str, size: int) -> Iterator[int]:
-    """Hold what :func:`create_memory` makes."""
+    """Hold a descriptor of :func:`create_memory`."""
     with closing(create_memory(name, size)) as fd:
         yield fd
 
 
 @contextmanager
 def filled_memory(name: str, content: bytes) -> Iterator[int]:
-    """Hold *content* as a file that can only be read: who looks for a descriptor to read by wants no other (QEMU's fdsets)."""
+    """Hold *content* as a file that can only be read, as QEMU requires of a descriptor in an fdset of a read-only file."""
     with memory(name, len(content)) as fd:
         os.pwrite(fd, content, 0)
         with opened(PurePosixPath(f"/proc/self/fd/{fd}")) as reading:
@@ -181,12 +160,12 @@ def filled_memory(name: str, content: bytes) -> Iterator[int]:
 
 
 def copy_new(source: PurePosixPath, path: PurePosixPath) -> None:
-    """Make *path* a copy of *source* that only we may use, whole or not at all; one that is there stays as it is."""
+    """Make *path* a copy of *source* with mode 600, whole or not at all; an existing file is left as it is."""
     temporary = f"{path}.new"
     try:
         with open(source, "rb") as original:  # noqa: PTH123 - a pure path
             content = original.read()
-        with contextlib.suppress(FileNotFoundError):  # of one that was killed
+        with contextlib.suppress(FileNotFoundError):  # left by a runner that was killed
             os.unlink(temporary)  # noqa: PTH108
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -204,7 +183,7 @@ def copy_new(source: PurePosixPath, path: PurePosixPath) -> None:
 
 @contextmanager
 def copied(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
-    """Hold a copy of *path* in memory, which a user who may not read the file can read (or *write*) through the descriptor."""
+    """Hold a copy of *path* in memory, for a user who may not read the file but can read (or *write*) this descriptor."""
     with opened(path) as source:
         size = os.fstat(source).st_size
         with memory(path.name, size) as copy:
@@ -213,16 +192,16 @@ def copied(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
                     size -= sent
             except OSError as error:
                 raise HostError(f"cannot copy {str(path)!r}") from error
-            with opened(PurePosixPath(f"/proc/self/fd/{copy}"), write=write) as handed_on:
-                yield handed_on
+            with opened(PurePosixPath(f"/proc/self/fd/{copy}"), write=write) as copied_fd:
+                yield copied_fd
 
 
 @contextmanager
 def directory(path: PurePosixPath) -> Iterator[int]:
-    """Hold a descriptor of a directory of ours, which only we may enter; made with its parents when it is missing.
+    """Hold a descriptor of a directory that only this process's user may write, created with its parents when missing.
 
-    One that is given to us alone and still empty is closed to others: an ``emptyDir`` of Kubernetes begins with mode 777
-    (``pkg/volume/emptydir``), and set-group-ID where the pod has an ``fsGroup`` (``pkg/volume/volume_linux.go``).
+    An empty directory of this user with mode 777 is closed to others first: an ``emptyDir`` of Kubernetes begins with that
+    mode (``pkg/volume/emptydir``), and set-group-ID where the pod has an ``fsGroup`` (``pkg/volume/volume_linux.go``).
     """
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)  # noqa: PTH103 - a pure path
@@ -237,25 +216,25 @@ def directory(path: PurePosixPath) -> Iterator[int]:
             found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise HostError(
-                f"cannot use the directory {str(path)!r}: others may write there; name one of our own with --state-dir"
+                f"cannot use the directory {str(path)!r}: others may write there; name another one with --state-dir"
             )
         yield fd
 
 
 def claim(fd: int, path: PurePosixPath) -> None:
-    """Lock the directory *fd*, which is at *path*, for as long as it is open; refuse if somebody has done so."""
+    """Lock the directory *fd*, which is at *path*, for as long as it is open; refuse if another process has locked it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise HostError(
-            f"cannot use the directory {str(path)!r}: another runner does; give each instance a --state-dir of its own"
+            f"cannot use the directory {str(path)!r}: another runner uses it; give each instance a --state-dir of its own"
         ) from None
     except OSError as error:
         raise HostError(f"cannot lock the directory {str(path)!r}") from error
 
 
 def publish(path: PurePosixPath, content: bytes) -> None:
-    """Let *path* hold *content*, whole or not at all."""
+    """Write *content* to *path*, whole or not at all."""
     temporary = f"{path}.new"
     try:
         with open(temporary, "wb") as file:  # noqa: PTH123 - a pure path
@@ -286,19 +265,19 @@ def discard(path: PurePosixPath) -> None:
 
 
 def remove_directory_if_empty(path: PurePosixPath) -> None:
-    """Remove a directory unless something is kept in it."""
+    """Remove a directory unless it holds something."""
     try:
         os.rmdir(path)  # noqa: PTH106 - a pure path
     except OSError as error:
-        # EBUSY: a volume is mounted there; EROFS: so it is, in a root file system that is read-only
+        # EBUSY: a volume is mounted there; EROFS: the same in a read-only root file system
         if error.errno not in {errno.ENOTEMPTY, errno.EBUSY, errno.EROFS}:
             raise HostError(f"cannot remove {str(path)!r}") from error
 
 
 def append(path: PurePosixPath) -> int:
-    """Open *path* for appending, made when it is missing; the caller closes it.
+    """Open *path* for appending, created when missing, and return the descriptor, which the caller closes.
 
-    A FIFO without a reader is refused, and a symbolic link.
+    A FIFO without a reader and a symbolic link are refused.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
@@ -308,14 +287,14 @@ def append(path: PurePosixPath) -> int:
 
 
 def memory_limits(root: PurePosixPath, cgroup: str) -> Iterator[int]:
-    """Yield the memory limits in bytes (``memory.max``) of *cgroup* and of those above it, as far as they can be seen."""
+    """Yield the memory limits in bytes (``memory.max``) of *cgroup* and its ancestors, as far as they can be seen."""
     for value in _of_each(root, cgroup, "memory.max"):
         if value.isdecimal():
             yield int(value)
 
 
 def huge_limits(root: PurePosixPath, cgroup: str, page_size: int) -> Iterator[int]:
-    """Yield the limits in bytes of huge pages of *page_size* bytes, for pages and for promises of them, as above."""
+    """Yield the limits, in bytes, of huge pages of *page_size* bytes: of pages in use and of reservations, as above."""
     for kind in ("max", "rsvd.max"):
         for value in _of_each(root, cgroup, f"hugetlb.{hugetlb_name(page_size)}.{kind}"):
             if value.isdecimal():
@@ -323,7 +302,7 @@ def huge_limits(root: PurePosixPath, cgroup: str, page_size: int) -> Iterator[in
 
 
 def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:
-    """Yield the limits of CPU time (``cpu.max``) of *cgroup* and of those above it, as numbers of CPUs."""
+    """Yield the limits of CPU time (``cpu.max``) of *cgroup* and its ancestors, as numbers of CPUs."""
     for value in _of_each(root, cgroup, "cpu.max"):
         quota, _, period = value.partition(" ")
         if quota.isdecimal() and period.isdecimal():
@@ -339,7 +318,7 @@ def _of_each(root: PurePosixPath, cgroup: str, name: str) -> Iterator[str]:
 
 
 def find_program(name: str, directories: Sequence[str] = ()) -> PurePosixPath | None:
-    """Return where the program *name* is: in ``PATH``, else in one of *directories*."""
+    """Return the path of the program *name*: in ``PATH``, else in one of *directories*."""
     for directory in (*os.environ.get("PATH", os.defpath).split(":"), *directories):
         path = PurePosixPath(directory) / name  # children start in /, so relative entries mean nothing
         if path.is_absolute() and os.path.isfile(path) and os.access(path, os.X_OK):  # noqa: PTH113 - a pure path
@@ -348,7 +327,7 @@ def find_program(name: str, directories: Sequence[str] = ()) -> PurePosixPath | 
 
 
 def read_text(path: PurePosixPath) -> str:
-    """Return what the file holds, or nothing when it cannot be read."""
+    """Return the content of a file, empty when it cannot be read."""
     try:
         with open(path, errors="replace") as file:  # noqa: PTH123 - a pure path
             return file.read()
@@ -357,13 +336,13 @@ def read_text(path: PurePosixPath) -> str:
 
 
 class Descriptor:
-    """A descriptor somebody owns; closing it twice is closing it once."""
+    """An owned descriptor; closing it again does nothing."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def close(self) -> None:
-        """Close it unless that was done."""
+        """Close it; a second call does nothing."""
         if self.number >= 0:
             os.close(self.number)
             self.number = -1
@@ -371,7 +350,7 @@ class Descriptor:
 
 @contextmanager
 def owned(fd: int) -> Iterator[Descriptor]:
-    """Hold a descriptor that somebody may close before the end, when its copy has been handed on."""
+    """Hold a descriptor that may be closed before the end, once a child has inherited its copy."""
     descriptor = Descriptor(fd)
     try:
         yield descriptor
@@ -379,15 +358,15 @@ def owned(fd: int) -> Iterator[Descriptor]:
         descriptor.close()
 
 
-def read_document(path: PurePosixPath, most: int) -> tuple[bytes, str | None]:
-    """Return what a file of at most *most* bytes holds, and why that could not be read."""
+def read_document(path: PurePosixPath, most: int) -> DocumentFact:
+    """Return the content of a file of at most *most* bytes, or why it was not read."""
     try:
         with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                return b"", "it is not a file"
+                return DocumentFact(error="it is not a file")
             if found.st_size > most:
-                return b"", f"it has {found.st_size} bytes, of which at most {most} are taken"
-            return os.read(fd, most), None
+                return DocumentFact(error=f"it has {found.st_size} bytes, of which at most {most} are taken")
+            return DocumentFact(os.read(fd, most))
     except OSError as error:
-        return b"", error.strerror
+        return DocumentFact(error=error.strerror)

@@ -1,12 +1,12 @@
-"""Descriptors that somebody else has opened for us: inherited, or sent over a Unix socket by an agent of the host.
+"""Descriptors that another program has opened: inherited through exec, or sent over a Unix socket by an agent of the host.
 
-Inherited ones follow sd_listen_fds(3): ``LISTEN_FDS`` of them from number 3 on, called as ``LISTEN_FDNAMES`` says, for the
-process ``LISTEN_PID``. An agent is connected to and sends, for each descriptor, one line of JSON with the descriptor in the
-ancillary data of its first byte (``SCM_RIGHTS``, unix(7))::
+Inherited ones follow sd_listen_fds(3): ``LISTEN_FDS`` of them from number 3 on, with the names in ``LISTEN_FDNAMES``, for
+the process ``LISTEN_PID``. An agent, to which this process connects, sends for each descriptor one line of JSON with the
+descriptor in the ancillary data of its first byte (``SCM_RIGHTS``, unix(7))::
 
     {"name": "disk0", "kind": "block"}
 
-and closes when it has sent all. Nothing is said to it.
+and closes the connection when it has sent all. It receives nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import attrs
 import trio
 
 from runner.errors import RefusedError
+from runner.facts.descriptor import DescriptorFact, DescriptorKind
 from runner.kernel.files import Descriptor, owned
 
 log = logging.getLogger(__name__)
@@ -36,11 +37,11 @@ log = logging.getLogger(__name__)
 FIRST = 3
 """``SD_LISTEN_FDS_START``."""
 MOST = 64
-"""Descriptors; a guest with more of them has outgrown its spec."""
+"""Descriptors that an instance takes."""
 MOST_BYTES = 1 << 16
-"""Of all that an agent says."""
+"""Bytes of text that an agent may send."""
 SENT_WITHIN = 10.0
-"""Seconds from our connecting to an agent to its closing."""
+"""Seconds from the connection to an agent until the agent closes it."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}", re.ASCII)
 _KINDS = frozenset({"tap", "macvtap", "vhost-net", "socket", "file", "block"})
@@ -55,66 +56,52 @@ _IFREQ = struct.Struct("16sH22x")
 
 @attrs.frozen
 class InheritedFd:
-    """A descriptor that was handed to us; whoever uses it closes it, else the end of :func:`inherited_fds` does."""
+    """A descriptor that another program has opened; its user may close it, else the end of :func:`inherited_fds` does."""
 
     descriptor: Descriptor
     declared: str | None
-    """What the agent says it is; nothing is said of an inherited one."""
-
-
-@attrs.frozen
-class Look:
-    """What the kernel says a descriptor is."""
-
-    kind: str
-    """``tap``, ``macvtap``, ``vhost-net``, ``socket``, ``file``, ``block`` or ``other``."""
-    said: str
-    writable: bool
-    size: int = 0
-    interface: str = ""
-    mac: str = ""
-    multi_queue: bool = False
+    """The kind that the agent declares; ``None`` for one inherited through exec."""
 
 
 @asynccontextmanager
 async def inherited_fds(
     environment: Mapping[str, str], agent: PurePosixPath | None
 ) -> AsyncIterator[Mapping[str, InheritedFd]]:
-    """Hold every descriptor that is handed to us, by name; at the end none is open.
+    """Hold every descriptor that other programs have opened for this one, by name; at the end none is open.
 
-    Raises :exc:`~runner.errors.RefusedError` for what is against the conventions; everything is closed then.
+    Raises :exc:`~runner.errors.RefusedError` for a breach of the conventions, and closes everything.
     """
     with ExitStack() as held:
-        handed: dict[str, InheritedFd] = {}
+        inherited: dict[str, InheritedFd] = {}
 
         def take(name: str, number: int, declared: str | None) -> None:
-            # Owned before anything is asked: what is refused is closed too.
+            # Owned before anything is checked, so that a refused one is closed too.
             descriptor = held.enter_context(owned(number))
             os.set_inheritable(number, False)
             if _NAME.fullmatch(name) is None:
                 raise RefusedError(
                     f"cannot take over a descriptor called {name!r}; use letters, digits, '.', '_', '@' and '-'"
                 )
-            if name in handed:
+            if name in inherited:
                 raise RefusedError(f"cannot take over two descriptors called {name!r}; give each a name of its own")
-            handed[name] = InheritedFd(descriptor, declared)
+            inherited[name] = InheritedFd(descriptor, declared)
 
         take_inherited(environment, take)
         if agent is not None:
-            with trio.move_on_after(SENT_WITHIN) as patience:
+            with trio.move_on_after(SENT_WITHIN) as timeout:
                 await _take_sent(agent, take)
-            if patience.cancelled_caught:
+            if timeout.cancelled_caught:
                 raise RefusedError(
                     f"cannot take over the descriptors of {str(agent)!r}: the agent has not closed within {SENT_WITHIN:g} s; "
                     "it closes when it has sent all"
                 )
-        for name, each in handed.items():
-            log.info("handed to us name=%s kind=%s", name, look(each.descriptor.number).said)
-        yield handed
+        for name, each in inherited.items():
+            log.info("inherited descriptor name=%s kind=%s", name, probe_descriptor(each.descriptor.number).description)
+        yield inherited
 
 
 def take_inherited(environment: Mapping[str, str], take: Callable[[str, int, str | None], None]) -> None:
-    """Take what sd_listen_fds_with_names(3) would return; all of it is taken before a name is found fault with."""
+    """Take the descriptors of sd_listen_fds_with_names(3); all are owned before a name is refused."""
     if not environment.get("LISTEN_FDS"):
         return
     if environment.get("LISTEN_PID") != str(os.getpid()):
@@ -140,7 +127,7 @@ def take_inherited(environment: Mapping[str, str], take: Callable[[str, int, str
 
 
 def _inherited(number: int) -> bool:
-    """Tell whether the descriptor came through exec: what this process has opened itself is closed on exec."""
+    """Tell whether the descriptor came through exec: those that this process opens itself have close-on-exec set."""
     try:
         return os.get_inheritable(number)
     except OSError:
@@ -148,7 +135,7 @@ def _inherited(number: int) -> bool:
 
 
 def _take_all(found: list[tuple[str, int, str | None]], take: Callable[[str, int, str | None], None]) -> None:
-    """Take each, or close those that are left when one is refused."""
+    """Take each; if one is refused, close the remaining ones."""
     while found:
         name, number, declared = found.pop(0)
         try:
@@ -243,57 +230,63 @@ def _parsed(line: bytes, where: str) -> tuple[str, str]:
     return str(said["name"]), str(said["kind"])
 
 
-def look(number: int) -> Look:
-    """Ask the kernel what the open descriptor *number* is."""
+def probe_descriptor(number: int, declared: str | None = None) -> DescriptorFact:
+    """Ask the kernel what the open descriptor *number* is; *declared* is what its sender calls it."""
+    return attrs.evolve(_probe(number), declared=declared)
+
+
+def _probe(number: int) -> DescriptorFact:
     found = os.fstat(number)
     writable = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     if stat.S_ISREG(found.st_mode):
-        return Look("file", f"a file of {found.st_size} bytes", writable, found.st_size)
+        return DescriptorFact("file", f"a file of {found.st_size} bytes", writable, found.st_size)
     if stat.S_ISBLK(found.st_mode):
         size = os.lseek(number, 0, os.SEEK_END)
-        return Look("block", f"a block device of {size} bytes", writable, size)
+        return DescriptorFact("block", f"a block device of {size} bytes", writable, size)
     if stat.S_ISSOCK(found.st_mode):
-        return _look_at_socket(number)
+        return _probe_socket(number)
     if stat.S_ISCHR(found.st_mode):
-        return _look_at_character_device(number, found.st_rdev, writable=writable)
+        return _probe_character_device(number, found.st_rdev, writable=writable)
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe"}
-    return Look("other", kinds.get(stat.S_IFMT(found.st_mode), "something else"), writable)
+    return DescriptorFact("other", kinds.get(stat.S_IFMT(found.st_mode), "something else"), writable)
 
 
-def _look_at_socket(number: int) -> Look:
+def _probe_socket(number: int) -> DescriptorFact:
     view = socket.socket(fileno=number)
     try:
         if view.type != socket.SOCK_STREAM:
-            return Look("other", "a socket of datagrams or packets", writable=True)
+            return DescriptorFact("other", "a socket of datagrams or packets", writable=True)
         view.getpeername()
     except OSError:
-        return Look("other", "a socket that is not connected", writable=True)
+        return DescriptorFact("other", "a socket that is not connected", writable=True)
     finally:
         view.detach()
-    return Look("socket", "a connected stream socket", writable=True)
+    return DescriptorFact("socket", "a connected stream socket", writable=True)
 
 
-def _look_at_character_device(number: int, device: int, *, writable: bool) -> Look:
+def _probe_character_device(number: int, device: int, *, writable: bool) -> DescriptorFact:
     major, minor = os.major(device), os.minor(device)
     if (major, minor) == (_MISC, _VHOST_NET_MINOR):
         fcntl.ioctl(number, _VHOST_GET_FEATURES, bytes(8))
-        return Look("vhost-net", "a vhost-net", writable)
+        return DescriptorFact("vhost-net", "a vhost-net", writable)
     tun = (major, minor) == (_MISC, _TUN_MINOR)
     if not tun and major != _macvtap_major():
-        return Look("other", f"the character device {major}:{minor}", writable)
+        return DescriptorFact("other", f"the character device {major}:{minor}", writable)
     try:
         name, flags = _IFREQ.unpack(fcntl.ioctl(number, _TUNGETIFF, bytes(_IFREQ.size)))
     except OSError:
-        return Look("other", "a /dev/net/tun that is no interface's yet (TUNSETIFF)", writable)
+        return DescriptorFact("other", "a /dev/net/tun that is no interface's yet (TUNSETIFF)", writable)
     interface = os.fsdecode(name.rstrip(b"\0"))
     what = f"the {'tap' if tun else 'macvtap'} {interface!r}"
     if not flags & _IFF_TAP:
-        return Look("other", f"the tun {interface!r}, which carries packets and no frames", writable)
+        return DescriptorFact("other", f"the tun {interface!r}, which carries packets and no frames", writable)
     if not flags & _IFF_NO_PI:
-        return Look("other", f"{what}, opened without IFF_NO_PI", writable)
+        return DescriptorFact("other", f"{what}, opened without IFF_NO_PI", writable)
     mac = fcntl.ioctl(number, _SIOCGIFHWADDR, bytes(_IFREQ.size))[18:24].hex(":")
-    kind = "tap" if tun else "macvtap"
-    return Look(kind, what, writable, interface=interface, mac=mac, multi_queue=bool(flags & _IFF_MULTI_QUEUE))
+    kind: DescriptorKind = "tap" if tun else "macvtap"
+    return DescriptorFact(
+        kind, what, writable, interface=interface, mac=mac, multi_queue=bool(flags & _IFF_MULTI_QUEUE)
+    )
 
 
 def _macvtap_major() -> int | None:

@@ -1,7 +1,7 @@
-"""inotify(7): wait for files to change instead of looking at them again and again.
+"""inotify(7): wait for files to change instead of polling them.
 
-Python has no binding of it, so the three calls are made through the C library. Changes of a cgroup's files count too,
-those the kernel makes by itself included ("[Un]populated Notification" of cgroup-v2.rst: "file modified event").
+Python has no binding of it, so its two calls are made through the C library. Changes of a cgroup's files are reported
+too, including those that the kernel makes itself ("[Un]populated Notification" of cgroup-v2.rst: "file modified event").
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _BUFFER = 64 * 1024
 
 @attrs.frozen
 class FileEvent:
-    """Something happened to *name* in the watched directory *watch* (or to the directory itself, *name* empty).
+    """An event of *name* in the watched directory *watch*, or of the directory itself where *name* is empty.
 
-    ``QUEUE_OVERFLOW`` in *mask* (*watch* is -1) means that events were lost: anything may have happened.
+    ``QUEUE_OVERFLOW`` in *mask* (*watch* is -1) means that events were lost.
     """
 
     watch: int
@@ -53,9 +53,9 @@ class Inotify:
     _library: ctypes.CDLL
 
     def watch(self, path: Path, mask: int) -> int:
-        """Report the events of *mask* in *path*; asking twice for one inode gives the same number again.
+        """Report the events of *mask* in *path*; a second call for the same inode returns the same number.
 
-        Raises :class:`HostError`, its cause a ``FileNotFoundError`` where there is nothing to watch.
+        Raises :class:`HostError`, with a ``FileNotFoundError`` as its cause where there is no such path.
         """
         number = self._library.inotify_add_watch(self._fd, os.fsencode(path), mask)
         if number < 0:
@@ -63,7 +63,7 @@ class Inotify:
         return int(number)
 
     async def receive(self) -> tuple[FileEvent, ...]:
-        """Wait for at least one event and return all that are there, in order."""
+        """Wait for at least one event and return all that are queued, in order."""
         while True:
             await trio.lowlevel.wait_readable(self._fd)
             with contextlib.suppress(BlockingIOError):
@@ -72,7 +72,7 @@ class Inotify:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Inotify]:
-    """Hold an inotify queue; every watch ends with it. Raises :class:`HostError` if the kernel has none left."""
+    """Hold an inotify queue; every watch ends with it. Raises :class:`HostError` at the user's limit of queues."""
     library = ctypes.CDLL(None, use_errno=True)
     fd = library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if fd < 0:
@@ -84,7 +84,7 @@ def watching() -> Iterator[Inotify]:
 
 
 def parse_events(data: bytes) -> tuple[FileEvent, ...]:
-    """Split what one ``read`` returned; the kernel never cuts an event in two."""
+    """Parse the events that one ``read`` returned; the kernel never splits an event."""
     events = []
     offset = 0
     while offset < len(data):

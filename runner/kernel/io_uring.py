@@ -12,7 +12,7 @@ _PARAMETERS = 120
 
 
 def try_io_uring() -> OSError | None:
-    """Make a ring of our own and return what the kernel objects to, if anything."""
+    """Create a ring, close it, and return the kernel's error, if any."""
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
     ring = syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), ctypes.create_string_buffer(_PARAMETERS))

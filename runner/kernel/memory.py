@@ -1,4 +1,4 @@
-"""What this process may do with memory: mbind(2) and ``RLIMIT_MEMLOCK``."""
+"""The rights of this process over memory: mbind(2) and ``RLIMIT_MEMLOCK``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CAP_IPC_LOCK, _CAP_SYS_RESOURCE = 14, 24
 
 
 def try_mbind(numa_node: int) -> OSError | None:
-    """Bind a page of our own to *numa_node* and return what the kernel objects to, if anything.
+    """Bind a page of this process to *numa_node* and return the kernel's error, if any.
 
-    A seccomp profile may answer for the kernel: only trying tells.
-    Raises :class:`~runner.errors.HostError` on a machine whose number of the system call is not known here.
+    A seccomp profile may answer instead of the kernel, so only a trial shows whether it works.
+    Raises :class:`~runner.errors.HostError` on an architecture whose number of the system call is not known here.
     """
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         first = ctypes.c_char.from_buffer(page)
@@ -33,19 +33,19 @@ def try_mbind(numa_node: int) -> OSError | None:
         except OSError as error:
             return error
         finally:
-            del first  # a mapping that is looked into cannot be closed
+            del first  # a mapping with an exported buffer cannot be closed
     return None
 
 
 def read_lockable(capabilities: Collection[int]) -> int | None:
-    """Return how many bytes a process that we start may lock once :func:`lockable` has helped, ``None`` without a limit."""
+    """Return the bytes that a child started within :func:`lockable` may lock, ``None`` without a limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if hard == resource.RLIM_INFINITY or _CAP_SYS_RESOURCE in capabilities else hard
 
 
 @contextmanager
 def lockable(size: int) -> Iterator[None]:
-    """Let what is started in the block lock *size* bytes, as far as we may: more than the hard limit takes CAP_SYS_RESOURCE."""
+    """Let children started in the block lock *size* bytes, as far as possible: more than the hard limit takes CAP_SYS_RESOURCE."""
     before = soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= size:
         yield

@@ -1,8 +1,8 @@
 """The one door to rtnetlink(7): links, their addresses and permanent neighbours, and the routes of the main table.
 
-A request is a header, a fixed structure and attributes; the kernel does it within ``sendto`` and has put its answer into
-our receive buffer when that returns, so nothing here waits and nothing here needs a task. Numbers and structures are those
-of ``include/uapi/linux/netlink.h``, ``rtnetlink.h``, ``if_link.h`` and ``if_addr.h``; the kernel must be Linux 4.20 or later.
+A request is a header, a fixed structure and attributes. The kernel executes it within ``sendto`` and has put its answer into
+the receive buffer when that returns, so nothing here waits and nothing needs a task. Numbers and structures are those of
+``include/uapi/linux/netlink.h``, ``rtnetlink.h``, ``if_link.h`` and ``if_addr.h``; Linux 4.20 or later is required.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Self
 import attrs
 
 from runner.errors import HostError
+from runner.facts.network import IpAddress, IpInterface, IpNetwork, PermanentNeighbour, Route
 
 ANSWERED_WITHIN = 5
-"""Seconds after which an answer is given up: it is lost then, because the kernel answers before ``sendto`` returns."""
+"""Seconds after which an answer counts as lost: the kernel answers before ``sendto`` returns."""
 
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
 _LINK = struct.Struct("=BxHiII")  # ifinfomsg: family, type, index, flags, change
@@ -78,13 +79,9 @@ _RTNH_F_ONLINK = 4
 _NDA_DST, _NDA_LLADDR, _NDA_IFINDEX = 1, 2, 8
 _NUD_PERMANENT = 0x80
 
-Address = IPv4Interface | IPv6Interface
-Network = IPv4Network | IPv6Network
-Host = IPv4Address | IPv6Address
-
 _LARGEST_ANSWER = 1 << 16  # the kernel fills datagrams of 32 KiB in a dump, and more only for a single larger message
 _DUMP_TRIES = 10
-"""A dump is torn only by a change in the middle of it; ten in a row are a namespace nobody can read."""
+"""A dump is repeated when something changed in the middle of it; ten times in a row are not coincidence."""
 
 
 @attrs.frozen
@@ -104,58 +101,30 @@ class FoundLink:
 
 
 @attrs.frozen
-class LinkRoute:
-    """A route of the main table through one link."""
-
-    destination: Network
-    gateway: Host | None = None
-    source: Host | None = None
-    metric: int = 0
-    onlink: bool = False
-    protocol: int = 3
-    """Who made it (``RTPROT_*``, rtnetlink(7)); 3 is ``boot``, which ip(8) and CNI plugins leave."""
-    scope: int = attrs.field()
-    """How far the destination is: ``RT_SCOPE_UNIVERSE`` behind a gateway, ``RT_SCOPE_LINK`` without one."""
-
-    metrics: str = ""
-    """Its ``RTA_METRICS`` (MTU, window, …) as they came from the kernel, in hexadecimal."""
-
-    @scope.default
-    def _nearest(self) -> int:
-        return _RT_SCOPE_LINK if self.gateway is None and self.destination.version == 4 else _RT_SCOPE_UNIVERSE  # noqa: PLR2004
-
-    def __str__(self) -> str:
-        return str(self.destination) if self.gateway is None else f"{self.destination} via {self.gateway}"
-
-
-@attrs.frozen
-class LinkNeighbour:
-    """An entry of a link's neighbour table."""
-
-    address: Host
-    mac: str
-
-
-@attrs.frozen
 class Change:
-    """What is to be set of a link; ``None`` leaves it as it is."""
+    """A change of a link; ``None`` leaves the property as it is."""
 
     up: bool | None = None
     mac: str | None = None
     mtu: int | None = None
     master: int | None = None
-    """0 takes it out of its bridge."""
+    """Index of its bridge; 0 removes it from its bridge."""
     alias: str | None = None
-    """The empty one clears it."""
+    """The empty string clears it."""
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value!r}" for name, value in attrs.asdict(self).items() if value is not None)
 
 
 class Rtnetlink:
-    """A conversation with the kernel about the network namespace this thread is in.
+    """A netlink socket to the network namespace that this thread is in.
 
     Every method raises :exc:`~runner.errors.HostError`, caused by the kernel's ``OSError``.
+
+    Example::
+
+        with Rtnetlink() as rtnetlink:
+            link = rtnetlink.link("eth0")
     """
 
     def __init__(self) -> None:
@@ -163,12 +132,12 @@ class Rtnetlink:
         with _doing("open rtnetlink"):
             self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
             try:
-                # Refusals come with a sentence of the kernel's, and without a copy of what we have asked.
+                # Errors come with a message of the kernel's, and without a copy of the request.
                 self._socket.setsockopt(_SOL_NETLINK, _NETLINK_EXT_ACK, 1)
                 self._socket.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
-                # A dump of addresses or routes is of one link; without this the kernel ignores which.
+                # Addresses and routes are dumped of one link; without this the kernel ignores which.
                 self._socket.setsockopt(_SOL_NETLINK, _NETLINK_GET_STRICT_CHK, 1)
-                # PID 1 must not wait for ever in a release, whatever has become of an answer.
+                # PID 1 must not wait for ever in a release, even for an answer that is lost.
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", ANSWERED_WITHIN, 0))
             except OSError:
                 self._socket.close()
@@ -196,10 +165,10 @@ class Rtnetlink:
                     return None
                 raise
         found = _found(answer)
-        return found if found.name == name else None  # the kernel looks among other names of links too
+        return found if found.name == name else None  # the kernel searches alternative names of links too
 
     def add_bridge(self, name: str, mtu: int) -> None:
-        """Make the bridge *name*: it forwards at once, and floods multicast instead of learning who listens."""
+        """Create the bridge *name*, which forwards at once and floods multicast (no STP, no IGMP snooping)."""
         options = (
             _attribute(_IFLA_BR_STP_STATE, _U32.pack(0))
             + _attribute(_IFLA_BR_FORWARD_DELAY, _U32.pack(0))
@@ -216,7 +185,7 @@ class Rtnetlink:
             self._ask(_RTM_NEWLINK, _NLM_F_CREATE | _NLM_F_EXCL, request)
 
     def add_macvtap(self, name: str, over: FoundLink, mac: str, mtu: int) -> None:
-        """Make the macvtap *name* over the link *over*, which its siblings reach too (``macvtap mode bridge``)."""
+        """Create the macvtap *name* over the link *over* in mode ``bridge``, in which its siblings reach each other."""
         mode = _attribute(_IFLA_MACVLAN_MODE, _U32.pack(_MACVLAN_MODE_BRIDGE))
         request = (
             _LINK.pack(0, 0, 0, 0, 0)
@@ -230,7 +199,7 @@ class Rtnetlink:
             self._ask(_RTM_NEWLINK, _NLM_F_CREATE | _NLM_F_EXCL, request)
 
     def set_link(self, link: FoundLink, change: Change) -> None:
-        """Make *change* to *link*."""
+        """Apply *change* to *link*."""
         flags = _IFF_UP if change.up else 0
         request = _LINK.pack(0, 0, link.index, flags, 0 if change.up is None else _IFF_UP)
         if change.mac is not None:
@@ -251,12 +220,12 @@ class Rtnetlink:
 
     def addresses(self, link: FoundLink) -> tuple[IPv4Interface, ...]:
         """Return the IPv4 addresses of *link*."""
-        said = (_address(body) for body in self._address_messages(link, socket.AF_INET))
-        return tuple(address for address in said if isinstance(address, IPv4Interface))
+        found = map(_address, self._address_messages(link, socket.AF_INET))
+        return tuple(address for address in found if isinstance(address, IPv4Interface))
 
     def addresses6(self, link: FoundLink) -> tuple[IPv6Interface, ...]:
-        """Return the global IPv6 addresses of *link* that were given to it for good."""
-        messages = (body for body in self._address_messages(link, socket.AF_INET6) if _for_good(body))
+        """Return the permanent global IPv6 addresses of *link*."""
+        messages = (body for body in self._address_messages(link, socket.AF_INET6) if _is_permanent(body))
         return tuple(address for address in map(_address, messages) if isinstance(address, IPv6Interface))
 
     def has_broadcast(self, link: FoundLink) -> bool:
@@ -268,33 +237,33 @@ class Rtnetlink:
         with _doing(f"read the addresses of {link.name!r}"):
             return self._dump(_RTM_GETADDR, _ADDRESS.pack(family, 0, 0, 0, link.index))
 
-    def add_address(self, link: FoundLink, address: Address) -> None:
-        """Give *link* an address it does not have."""
+    def add_address(self, link: FoundLink, address: IpInterface) -> None:
+        """Add an address that *link* does not have."""
         with _doing(f"give {link.name!r} the address {address}"):
             self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_EXCL, _address_request(link, address))
 
-    def replace_address(self, link: FoundLink, address: Address, *, broadcast: bool = False) -> None:
-        """Give *link* an address it may have already; *broadcast* adds its subnet's broadcast address."""
+    def replace_address(self, link: FoundLink, address: IpInterface, *, broadcast: bool = False) -> None:
+        """Add an address that *link* may have already; *broadcast* sets its subnet's broadcast address."""
         request = _address_request(link, address)
         if broadcast:
             request += _attribute(_IFA_BROADCAST, address.network.broadcast_address.packed)
         with _doing(f"give {link.name!r} the address {address}"):
             self._ask(_RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_REPLACE, request)
 
-    def delete_address(self, link: FoundLink, address: Address) -> None:
-        """Take an address from *link*."""
+    def delete_address(self, link: FoundLink, address: IpInterface) -> None:
+        """Remove an address from *link*."""
         with _doing(f"take the address {address} from {link.name!r}"):
             self._ask(_RTM_DELADDR, 0, _address_request(link, address))
 
-    def neighbours(self, link: FoundLink) -> tuple[LinkNeighbour, ...]:
+    def neighbours(self, link: FoundLink) -> tuple[PermanentNeighbour, ...]:
         """Return the permanent neighbours of *link*."""
         request = _NEIGHBOUR.pack(0, 0, 0, 0, 0) + _attribute(_NDA_IFINDEX, _U32.pack(link.index))
         with _doing(f"read the neighbours of {link.name!r}"):
             bodies = self._dump(_RTM_GETNEIGH, request)
         return tuple(neighbour for body in bodies for neighbour in _neighbour(body, link.index))
 
-    def replace_neighbour(self, link: FoundLink, neighbour: LinkNeighbour) -> None:
-        """Tell *link* a permanent neighbour, in the place of what it knows of that address."""
+    def replace_neighbour(self, link: FoundLink, neighbour: PermanentNeighbour) -> None:
+        """Add a permanent neighbour to *link*, replacing the entry of that address."""
         family = _family(neighbour.address)
         request = _NEIGHBOUR.pack(family, link.index, _NUD_PERMANENT, 0, 0)
         request += _attribute(_NDA_DST, neighbour.address.packed)
@@ -302,29 +271,29 @@ class Rtnetlink:
         with _doing(f"tell {link.name!r} the neighbour {neighbour.address}"):
             self._ask(_RTM_NEWNEIGH, _NLM_F_CREATE | _NLM_F_REPLACE, request)
 
-    def routes(self, link: FoundLink) -> tuple[LinkRoute, ...]:
+    def routes(self, link: FoundLink) -> tuple[Route, ...]:
         """Return the IPv4 routes of the main table through *link*, those of the kernel itself included."""
         return tuple(route for body in self._route_messages(link, socket.AF_INET) for route in _route(body, link.index))
 
-    def routes6(self, link: FoundLink) -> tuple[LinkRoute, ...]:
-        """Return the same of IPv6."""
+    def routes6(self, link: FoundLink) -> tuple[Route, ...]:
+        """Return the IPv6 routes of the main table through *link*, those of the kernel itself included."""
         return tuple(
             route for body in self._route_messages(link, socket.AF_INET6) for route in _route(body, link.index)
         )
 
-    def several_ways(self, link: FoundLink) -> tuple[Network, ...]:
-        """Return the destinations of routes over several gateways, one of them through *link*."""
+    def multipath(self, link: FoundLink) -> tuple[IpNetwork, ...]:
+        """Return the destinations of multipath routes, one of whose gateways is behind *link*."""
         messages = (body for family in (socket.AF_INET, socket.AF_INET6) for body in self._route_messages(link, family))
-        return tuple(destination for body in messages for destination in _several_ways(body, link.index))
+        return tuple(destination for body in messages for destination in _multipath(body, link.index))
 
     def _route_messages(self, link: FoundLink, family: int) -> list[bytes]:
-        # The table is picked by who reads: the kernel refuses to dump one that was never used (ENOENT).
+        # The caller picks the table: the kernel refuses to dump one that was never used (ENOENT).
         request = _ROUTE.pack(family, 0, 0, 0, 0, 0, 0, 0, 0) + _attribute(_RTA_OIF, _U32.pack(link.index))
         with _doing(f"read the routes of {link.name!r}"):
             return self._dump(_RTM_GETROUTE, request)
 
-    def replace_route(self, link: FoundLink, route: LinkRoute) -> None:
-        """Put *route* into the main table, in the place of one with the same destination and metric."""
+    def replace_route(self, link: FoundLink, route: Route) -> None:
+        """Add *route* to the main table, replacing one with the same destination and metric."""
         flags = _RTNH_F_ONLINK if route.onlink else 0
         length = route.destination.prefixlen
         request = _ROUTE.pack(
@@ -334,7 +303,7 @@ class Rtnetlink:
             0,
             _RT_TABLE_MAIN,
             route.protocol,
-            route.scope,
+            _scope(route),
             _RTN_UNICAST,
             flags,
         )
@@ -352,60 +321,60 @@ class Rtnetlink:
             self._ask(_RTM_NEWROUTE, _NLM_F_CREATE | _NLM_F_REPLACE, request)
 
     def _dump(self, kind: int, request: bytes) -> list[bytes]:
-        """Return all that there is of a kind, as it was at one moment."""
+        """Return all objects of a kind, as they were at one moment."""
         for _ in range(_DUMP_TRIES):
-            answers, torn = self._converse(kind, _NLM_F_DUMP, request)
+            answers, torn = self._request(kind, _NLM_F_DUMP, request)
             if not torn:
                 return answers
         raise OSError(errno.EAGAIN, f"it changed each of the {_DUMP_TRIES} times it was read")
 
     def _ask(self, kind: int, flags: int, request: bytes) -> list[bytes]:
-        return self._converse(kind, flags, request)[0]
+        return self._request(kind, flags, request)[0]
 
-    def _converse(self, kind: int, flags: int, request: bytes) -> tuple[list[bytes], bool]:
-        """Ask and return the answers up to the last word, and whether something changed between two of them."""
+    def _request(self, kind: int, flags: int, request: bytes) -> tuple[list[bytes], bool]:
+        """Send a request and return the bodies of its answers, and whether something changed between two of them."""
         self._sequence += 1
         header = _HEADER.pack(_HEADER.size + len(request), kind, flags | _NLM_F_REQUEST | _NLM_F_ACK, self._sequence, 0)
         self._socket.sendto(header + request, (0, 0))  # port 0 is the kernel
         answers: list[bytes] = []
         torn = False
         while True:
-            for said, how, body in self._receive():
-                torn = torn or bool(how & _NLM_F_DUMP_INTR)
-                if said in {_NLMSG_ERROR, _NLMSG_DONE}:
-                    _check(said, how, body)
+            for answer, answer_flags, body in self._receive():
+                torn = torn or bool(answer_flags & _NLM_F_DUMP_INTR)
+                if answer in {_NLMSG_ERROR, _NLMSG_DONE}:
+                    _check(answer, answer_flags, body)
                     return answers, torn
                 answers.append(body)
 
     def _receive(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the type, the flags and the body of each message of the next datagram that answers what we asked last."""
+        """Yield type, flags and body of each message of the next datagram that answers the last request."""
         try:
             datagram, _, how, sender = self._socket.recvmsg(_LARGEST_ANSWER)
         except BlockingIOError:
             raise TimeoutError(errno.ETIMEDOUT, f"no answer within {ANSWERED_WITHIN} s") from None
         if how & socket.MSG_TRUNC:
             raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
-        if sender[0] != 0:  # a process may write to our port
+        if sender[0] != 0:  # a process may write to this socket too
             return
         offset = 0
         while offset + _HEADER.size <= len(datagram):
             length, kind, flags, sequence, _ = _HEADER.unpack_from(datagram, offset)
-            if sequence == self._sequence:  # others answer a question that was given up
+            if sequence == self._sequence:  # others answer a request that was given up
                 yield kind, flags, datagram[offset + _HEADER.size : offset + length]
             offset += _aligned(max(length, _HEADER.size))
 
 
 def _check(kind: int, flags: int, body: bytes) -> None:
-    """Raise what the last word of the kernel says; 0 is an acknowledgement, or the end of a dump that is complete."""
+    """Raise the error of the final message; code 0 is an acknowledgement, or the end of a complete dump."""
     (code,) = _S32.unpack_from(body)
     if code == 0:
         return
     words = {}
     if flags & _NLM_F_ACK_TLVS:
         begin = _S32.size
-        if kind == _NLMSG_ERROR:  # the header of our request follows, and unless it was capped the request itself
-            asked = _HEADER.size if flags & _NLM_F_CAPPED else int(_U32.unpack_from(body, begin)[0])
-            begin += _aligned(asked)
+        if kind == _NLMSG_ERROR:  # the header of the request follows, and unless it was capped the request itself
+            request = _HEADER.size if flags & _NLM_F_CAPPED else int(_U32.unpack_from(body, begin)[0])
+            begin += _aligned(request)
         words = _attributes(body[begin:])
     reason = os.strerror(-code)
     if _NLMSGERR_ATTR_MSG in words:
@@ -449,83 +418,93 @@ def _number(value: bytes | None) -> int:
 
 def _found(body: bytes) -> FoundLink:
     _, _, index, _, _ = _LINK.unpack_from(body)
-    said = _attributes(body[_LINK.size :])
-    info = _attributes(said.get(_IFLA_LINKINFO, b""))
+    attributes = _attributes(body[_LINK.size :])
+    info = _attributes(attributes.get(_IFLA_LINKINFO, b""))
     return FoundLink(
         index,
-        _string(said[_IFLA_IFNAME]),
-        said.get(_IFLA_ADDRESS, b"").hex(":"),
-        _number(said.get(_IFLA_MTU)),
-        _number(said.get(_IFLA_MASTER)),
-        _string(said.get(_IFLA_IFALIAS, b"")),
+        _string(attributes[_IFLA_IFNAME]),
+        attributes.get(_IFLA_ADDRESS, b"").hex(":"),
+        _number(attributes.get(_IFLA_MTU)),
+        _number(attributes.get(_IFLA_MASTER)),
+        _string(attributes.get(_IFLA_IFALIAS, b"")),
         _string(info.get(_IFLA_INFO_KIND, b"")),
     )
 
 
-def _address(body: bytes) -> Address:
+def _address(body: bytes) -> IpInterface:
     family, length, _, _, _ = _ADDRESS.unpack_from(body)
-    said = _attributes(body[_ADDRESS.size :])
+    attributes = _attributes(body[_ADDRESS.size :])
     # Where the two differ, IFA_ADDRESS is the other end of a point-to-point link.
-    packed = said.get(_IFA_LOCAL) or said[_IFA_ADDRESS]
+    packed = attributes.get(_IFA_LOCAL) or attributes[_IFA_ADDRESS]
     return IPv4Interface((packed, length)) if family == socket.AF_INET else IPv6Interface((packed, length))
 
 
-def _for_good(body: bytes) -> bool:
-    """Tell whether the address is a global one that nobody's advertisement made."""
+def _is_permanent(body: bytes) -> bool:
+    """Tell whether the address is a global one that no router's advertisement made."""
     _, _, flags, scope, _ = _ADDRESS.unpack_from(body)
     flags |= _number(_attributes(body[_ADDRESS.size :]).get(_IFA_FLAGS))
     return scope == _RT_SCOPE_UNIVERSE and bool(flags & _IFA_F_PERMANENT) and not flags & _IFA_F_TEMPORARY
 
 
-def _address_request(link: FoundLink, address: Address) -> bytes:
+def _address_request(link: FoundLink, address: IpInterface) -> bytes:
     request = _ADDRESS.pack(_family(address.ip), address.network.prefixlen, 0, 0, link.index)
     request += _attribute(_IFA_LOCAL, address.packed) + _attribute(_IFA_ADDRESS, address.packed)
     if isinstance(
         address, IPv6Interface
-    ):  # it is ours, or was this link's a moment ago: nobody else is to be asked for it
+    ):  # it is new here or was this link's a moment ago: no duplicate address detection
         request += _attribute(_IFA_FLAGS, _U32.pack(_IFA_F_NODAD))
     return request
 
 
-def _family(address: Host) -> int:
+def _family(address: IpAddress) -> int:
     return socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
 
 
-def _neighbour(body: bytes, index: int) -> Iterator[LinkNeighbour]:
+def _scope(route: Route) -> int:
+    """Return the distance of the destination as ip(8) chooses it: an IPv4 network without a gateway is on the link."""
+    on_link = route.gateway is None and isinstance(route.destination, IPv4Network)
+    return _RT_SCOPE_LINK if on_link else _RT_SCOPE_UNIVERSE
+
+
+def _neighbour(body: bytes, index: int) -> Iterator[PermanentNeighbour]:
     """Yield the neighbour, if it is a permanent one of link *index*."""
     family, link, state, _, _ = _NEIGHBOUR.unpack_from(body)
-    said = _attributes(body[_NEIGHBOUR.size :])
-    if family in {socket.AF_INET, socket.AF_INET6} and link == index and state & _NUD_PERMANENT and _NDA_LLADDR in said:
-        yield LinkNeighbour(_host(family, said[_NDA_DST]), said[_NDA_LLADDR].hex(":"))
+    attributes = _attributes(body[_NEIGHBOUR.size :])
+    if (
+        family in {socket.AF_INET, socket.AF_INET6}
+        and link == index
+        and state & _NUD_PERMANENT
+        and _NDA_LLADDR in attributes
+    ):
+        yield PermanentNeighbour(_host(family, attributes[_NDA_DST]), attributes[_NDA_LLADDR].hex(":"))
 
 
-def _destination(body: bytes) -> Network:
+def _destination(body: bytes) -> IpNetwork:
     family, length, *_ = _ROUTE.unpack_from(body)
-    said = _attributes(body[_ROUTE.size :])
+    attributes = _attributes(body[_ROUTE.size :])
     if family == socket.AF_INET:
-        return IPv4Network((said.get(_RTA_DST, bytes(4)), length))
-    return IPv6Network((said.get(_RTA_DST, bytes(16)), length))
+        return IPv4Network((attributes.get(_RTA_DST, bytes(4)), length))
+    return IPv6Network((attributes.get(_RTA_DST, bytes(16)), length))
 
 
-def _route(body: bytes, index: int) -> Iterator[LinkRoute]:
+def _route(body: bytes, index: int) -> Iterator[Route]:
     """Yield the route, if it is one of the main table through link *index* alone."""
-    family, _, _, _, table, protocol, scope, kind, flags = _ROUTE.unpack_from(body)
-    said = _attributes(body[_ROUTE.size :])
-    if table == _RT_TABLE_MAIN and _number(said.get(_RTA_OIF)) == index and kind == _RTN_UNICAST:
-        yield LinkRoute(
+    family, _, _, _, table, protocol, _, kind, flags = _ROUTE.unpack_from(body)
+    attributes = _attributes(body[_ROUTE.size :])
+    if table == _RT_TABLE_MAIN and _number(attributes.get(_RTA_OIF)) == index and kind == _RTN_UNICAST:
+        yield Route(
             _destination(body),
-            None if _RTA_GATEWAY not in said else _host(family, said[_RTA_GATEWAY]),
-            None if _RTA_PREFSRC not in said else _host(family, said[_RTA_PREFSRC]),
-            _number(said.get(_RTA_PRIORITY)),
+            None if _RTA_GATEWAY not in attributes else _host(family, attributes[_RTA_GATEWAY]),
+            None if _RTA_PREFSRC not in attributes else _host(family, attributes[_RTA_PREFSRC]),
+            _number(attributes.get(_RTA_PRIORITY)),
             bool(flags & _RTNH_F_ONLINK),
             protocol,
-            scope,
-            said.get(_RTA_METRICS, b"").hex(),
+            attributes.get(_RTA_METRICS, b"").hex(),
         )
 
 
-def _several_ways(body: bytes, index: int) -> Iterator[Network]:
-    """Yield the route's destination, if one of its several gateways is behind link *index*."""
+def _multipath(body: bytes, index: int) -> Iterator[IpNetwork]:
+    """Yield the route's destination, if it is a multipath route with a gateway behind link *index*."""
     table = _ROUTE.unpack_from(body)[4]
     hops = _attributes(body[_ROUTE.size :]).get(_RTA_MULTIPATH, b"")
     links = []
@@ -537,13 +516,13 @@ def _several_ways(body: bytes, index: int) -> Iterator[Network]:
         yield _destination(body)
 
 
-def _host(family: int, packed: bytes) -> Host:
+def _host(family: int, packed: bytes) -> IpAddress:
     return IPv4Address(packed) if family == socket.AF_INET else IPv6Address(packed)
 
 
 @contextmanager
 def _doing(what: str) -> Iterator[None]:
-    """Say what was attempted when the kernel refuses."""
+    """Raise :exc:`~runner.errors.HostError` with *what* was attempted when the kernel refuses."""
     try:
         yield
     except OSError as error:

@@ -1,10 +1,10 @@
 """Bridges, addresses and routes of this network namespace, through :mod:`runner.kernel.netlink`.
 
-A link of ours says so in its ``ifalias``, and the interface whose place a guest has taken keeps there what it was: a
-runner that was killed leaves a namespace from which the next one can tell how to put it right.
+The ``ifalias`` of a link that this program has made is ``instance-runner``. That of the pod's interface whose place a guest
+has taken describes the interface as it was before, so that the next runner can restore it after this one was killed.
 
-The kernel does what it is asked within the system call: a private network is made of seven requests in a millisecond, and
-gone after two in 30, most of which the kernel waits for those that still read the link. That is why PID 1 does it itself,
+The kernel executes a request within the system call: a private network takes seven requests and a millisecond to build, two
+requests and 30 ms to remove, most of which the kernel waits for readers of the link (RCU). That is why PID 1 does it itself,
 between two steps of its event loop.
 """
 
@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface, ip_address, ip_interface, ip_network
+from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
 
 import attrs
 
 from runner.errors import HostError
-from runner.kernel.netlink import Address, Change, FoundLink, Host, LinkNeighbour, LinkRoute, Network, Rtnetlink
+from runner.facts.network import Interface, IpAddress, IpInterface, PermanentNeighbour, Route
+from runner.kernel.netlink import Change, FoundLink, Rtnetlink
 
 log = logging.getLogger(__name__)
 
@@ -30,30 +31,8 @@ _NEIGHBOUR_WORDS = 2
 
 
 @attrs.frozen
-class Link:
-    """A network interface and all that has to be put back when its place is given back."""
-
-    name: str
-    mac: str
-    mtu: int
-    addresses: tuple[IPv4Interface, ...] = ()
-    routes: tuple[LinkRoute, ...] = ()
-    """Without those the kernel makes itself when the link gets an address."""
-    broadcast: bool = False
-    """Whether its addresses came with their subnet's broadcast address."""
-    addresses6: tuple[IPv6Interface, ...] = ()
-    """The global ones that were given to it for good."""
-    routes6: tuple[LinkRoute, ...] = ()
-    """Without those that the kernel makes itself or a router's advertisement made."""
-    neighbours: tuple[LinkNeighbour, ...] = ()
-    """The permanent ones; the kernel forgets them when the MAC address changes."""
-    several_ways: tuple[Network, ...] = ()
-    """The destinations of routes over several gateways: such a route can be neither given away nor put back."""
-
-
-@attrs.frozen
 class Macvtap:
-    """A link of our own over another one."""
+    """A macvtap to create over the link *over*."""
 
     name: str
     over: str
@@ -63,31 +42,31 @@ class Macvtap:
 
 @attrs.frozen
 class Bridge:
-    """A bridge to build: *tap* joins it, and *pod* too when the guest takes that interface's place."""
+    """A bridge to build: *tap* becomes a port of it, and so does *pod* when the guest takes that interface's place."""
 
     name: str
     tap: str
     address: IPv4Interface
     mtu: int
     guest_mac: str
-    pod: Link | None
+    pod: Interface | None
     address6: IPv6Interface | None = None
     takes_ipv6: bool = False
     """Whether the guest takes *pod*'s IPv6 addresses too."""
 
 
-def read_links(names: Iterable[str]) -> dict[str, Link]:
-    """Return the interfaces of *names* that exist; one that is given away, as it was before."""
+def read_interfaces(names: Iterable[str]) -> dict[str, Interface]:
+    """Return the interfaces of *names* that exist, as they were before a guest took their place."""
     with Rtnetlink() as rtnetlink:
         links = {name: _read(rtnetlink, name) for name in names}
     return {name: link for name, link in links.items() if link is not None}
 
 
 def recover(bridges: Sequence[Bridge]) -> None:
-    """Take down what a runner that was killed has left of *bridges*; refuse what is somebody else's.
+    """Remove what a runner that was killed has left of *bridges*, and refuse bridges that another program has made.
 
-    Comes before :func:`build`, and outside of whatever calls :func:`remove` when that fails: a bridge that is somebody
-    else's must not be taken for a half-built one.
+    Call it before :func:`build`, and outside the block that calls :func:`remove` on failure: another program's bridge must
+    not be taken for a half-built one.
     """
     with Rtnetlink() as rtnetlink:
         for bridge in bridges:
@@ -95,7 +74,7 @@ def recover(bridges: Sequence[Bridge]) -> None:
 
 
 def build(bridges: Sequence[Bridge]) -> None:
-    """Build *bridges*, all or none; their taps are there already."""
+    """Build *bridges*, all or none; their taps exist already."""
     with Rtnetlink() as rtnetlink:
         try:
             for bridge in bridges:
@@ -106,27 +85,27 @@ def build(bridges: Sequence[Bridge]) -> None:
 
 
 def remove(bridges: Sequence[Bridge]) -> None:
-    """Take down what :func:`build` built, as far as it is there, and give back the pod's interfaces."""
-    log.debug("network: giving back bridges=%s", ",".join(bridge.name for bridge in bridges))
+    """Remove what :func:`build` has built, as far as it exists, and restore the pod's interfaces."""
+    log.debug("network: removing bridges=%s", ",".join(bridge.name for bridge in bridges))
     with Rtnetlink() as rtnetlink:
         _remove_all(rtnetlink, bridges)
 
 
-def _read(rtnetlink: Rtnetlink, name: str) -> Link | None:
-    """Return link *name* as it is, or as it was before a guest took its place."""
+def _read(rtnetlink: Rtnetlink, name: str) -> Interface | None:
+    """Return interface *name* as it is, or as it was before a guest took its place."""
     link = rtnetlink.link(name)
     if link is None:
         return None
     if link.alias.startswith(f"{OURS} was "):
         try:
-            return _kept(name, link.alias + _rest(rtnetlink, name))
+            return _parse_alias(name, link.alias + _rest(rtnetlink, name))
         except ValueError:
             raise HostError(
-                f"cannot tell what {name!r} was before a guest took its place: its alias {link.alias!r} cannot be understood; "
+                f"cannot tell what {name!r} was before a guest took its place: its alias {link.alias!r} is malformed; "
                 "recreate the pod"
             ) from None
     routes = tuple(route for route in rtnetlink.routes(link) if route.protocol != _RTPROT_KERNEL)
-    return Link(
+    return Interface(
         name,
         link.mac,
         link.mtu,
@@ -136,7 +115,7 @@ def _read(rtnetlink: Rtnetlink, name: str) -> Link | None:
         rtnetlink.addresses6(link),
         tuple(route for route in rtnetlink.routes6(link) if route.protocol not in {_RTPROT_KERNEL, _RTPROT_RA}),
         rtnetlink.neighbours(link),
-        rtnetlink.several_ways(link),
+        rtnetlink.multipath(link),
     )
 
 
@@ -150,7 +129,7 @@ def _find(rtnetlink: Rtnetlink, name: str) -> FoundLink:
 def _build(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
     made = _make(rtnetlink, bridge)
     if bridge.pod is not None:
-        _give_away(rtnetlink, bridge.pod, made, bridge)
+        _take_over(rtnetlink, bridge.pod, made, bridge)
     rtnetlink.add_address(made, bridge.address)
     if bridge.address6 is not None:
         rtnetlink.add_address(made, bridge.address6)
@@ -162,14 +141,14 @@ def _make(rtnetlink: Rtnetlink, bridge: Bridge) -> FoundLink:
     try:
         made = _find(rtnetlink, bridge.name)
         rtnetlink.set_link(made, Change(alias=OURS, up=True))
-    except HostError:  # it does not say yet that it is ours, so nothing else would ever take it down
+    except HostError:  # it has no alias yet, so nothing else would ever remove it
         rtnetlink.delete_link(_find(rtnetlink, bridge.name))
         raise
     return made
 
 
 def _remove_all(rtnetlink: Rtnetlink, bridges: Sequence[Bridge]) -> None:
-    """Remove all, the last first; the first failure is reported when every one was tried."""
+    """Remove all, the last first; raise the first failure when every one was tried."""
     failures = []
     for bridge in reversed(bridges):
         try:
@@ -181,14 +160,14 @@ def _remove_all(rtnetlink: Rtnetlink, bridges: Sequence[Bridge]) -> None:
 
 
 def _remove(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
-    """Give back the pod's interface and delete the bridge; what is not there is no matter.
+    """Restore the pod's interface and delete the bridge, as far as they exist.
 
-    A bridge that has the rest of what an interface was stays until that is given back: nobody else knows it.
+    A bridge whose alias holds the second half of an interface's description stays until that interface is restored.
     """
     failure: HostError | None = None
     try:
         if bridge.pod is not None:
-            _give_back(rtnetlink, bridge.pod)
+            _restore(rtnetlink, bridge.pod)
     except HostError as error:
         failure = error
     link = rtnetlink.link(bridge.name)
@@ -200,53 +179,53 @@ def _remove(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
 
 
 def _recover(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
-    """Take down what a runner that was killed has left of *bridge*; refuse what is somebody else's."""
+    """Remove what a runner that was killed has left of *bridge*, and refuse a bridge that another program has made."""
     found = rtnetlink.link(bridge.name)
     if found is None and bridge.pod is None:
         return
     if found is not None and not found.alias.startswith(OURS):
         raise HostError(
-            f"cannot make the bridge {bridge.name!r}: a link of that name exists and is not ours; remove it"
+            f"cannot make the bridge {bridge.name!r}: a link of that name exists and is not instance-runner's; remove it"
         )
     if found is not None:
-        # A tap of ours lives as long as somebody holds its descriptor.
+        # A tap exists for as long as a process holds its descriptor.
         if any(link.master == found.index and link.kind == "tun" for link in rtnetlink.links()):
             raise HostError(
                 f"cannot make the bridge {bridge.name!r}: another instance of this network namespace uses it"
             )
-        log.warning("network: found %r of a runner that was killed; taking it down", bridge.name)
+        log.warning("network: found %r of a runner that was killed; removing it", bridge.name)
     _remove(rtnetlink, bridge)
 
 
-def _give_away(rtnetlink: Rtnetlink, pod: Link, made: FoundLink, bridge: Bridge) -> None:
-    """Let the guest take the place of *pod*: its address, and its MAC unless the guest has one of its own."""
+def _take_over(rtnetlink: Rtnetlink, pod: Interface, made: FoundLink, bridge: Bridge) -> None:
+    """Let the guest take the place of *pod*: its addresses, and its MAC unless the guest has one of its own."""
     kept = _alias(pod)
     rest = f"{OURS} of {pod.name} "
     if len(kept) > 2 * LONGEST_ALIAS - len(rest):
         log.warning(
-            "network: %r has too many routes to be remembered in its alias; it is lost if this runner is killed",
+            "network: %r has too many routes for its alias; it cannot be restored if this runner is killed",
             pod.name,
         )
         kept = OURS
     link = _find(rtnetlink, pod.name)
     if kept[LONGEST_ALIAS:]:
         rtnetlink.set_link(made, Change(alias=rest + kept[LONGEST_ALIAS:]))
-    # First, because from here on there is something to put right.
+    # First, because from here on there is something to restore.
     rtnetlink.set_link(link, Change(alias=kept[:LONGEST_ALIAS]))
-    taken: tuple[Address, ...] = pod.addresses + (pod.addresses6 if bridge.takes_ipv6 else ())
+    taken: tuple[IpInterface, ...] = pod.addresses + (pod.addresses6 if bridge.takes_ipv6 else ())
     for address in taken:
         rtnetlink.delete_address(link, address)
     if bridge.guest_mac == pod.mac:
-        # A frame to a MAC of the bridge's own ports is ours; this one must reach the guest.
+        # A bridge keeps frames to the MAC of one of its ports; these must reach the guest.
         _set_mac(rtnetlink, link, "02:" + os.urandom(5).hex(":"))
     rtnetlink.set_link(link, Change(master=made.index, up=True))
 
 
-def _give_back(rtnetlink: Rtnetlink, pod: Link) -> None:
-    """Make the pod's interface what it was; does nothing where that is so already."""
+def _restore(rtnetlink: Rtnetlink, pod: Interface) -> None:
+    """Restore the pod's interface; do nothing where it is as it was already."""
     link = rtnetlink.link(pod.name)
     if link is None:
-        raise HostError(f"cannot give back {pod.name!r}: it is gone")
+        raise HostError(f"cannot restore {pod.name!r}: it is gone")
     if not link.alias.startswith(OURS):
         return
     if link.master:
@@ -262,7 +241,7 @@ def _give_back(rtnetlink: Rtnetlink, pod: Link) -> None:
         rtnetlink.replace_route(link, route)
     for neighbour in pod.neighbours:
         rtnetlink.replace_neighbour(link, neighbour)
-    rtnetlink.set_link(link, Change(alias=""))  # last, because it says that there is something to put right
+    rtnetlink.set_link(link, Change(alias=""))  # last, because it says that there is something to restore
 
 
 def _set_mac(rtnetlink: Rtnetlink, link: FoundLink, mac: str) -> None:
@@ -276,8 +255,8 @@ def _set_mac(rtnetlink: Rtnetlink, link: FoundLink, mac: str) -> None:
         rtnetlink.set_link(link, Change(up=True))
 
 
-def _alias(link: Link) -> str:
-    """Return *link* in as few characters as can still be read by a person."""
+def _alias(link: Interface) -> str:
+    """Return the description of *link* for its alias: short, and readable by a person."""
     routes = (
         ",".join(
             (
@@ -293,29 +272,29 @@ def _alias(link: Link) -> str:
         for route in link.routes + link.routes6
     )
     neighbours = (f"{neighbour.address},{neighbour.mac}" for neighbour in link.neighbours)
-    held: tuple[Address, ...] = link.addresses + link.addresses6
+    held: tuple[IpInterface, ...] = link.addresses + link.addresses6
     addresses = "+".join(map(str, held)) + ("+brd" if link.broadcast else "")
     return " ".join((OURS, "was", link.mac, str(link.mtu), addresses, *routes, *neighbours))
 
 
 def _rest(rtnetlink: Rtnetlink, name: str) -> str:
-    """Return what had no room in the alias of link *name*: its bridge's alias has it, whatever the bridge is called."""
+    """Return what had no room in the alias of interface *name*; the alias of its bridge has it, whatever its name."""
     head = f"{OURS} of {name} "
     return next((link.alias.removeprefix(head) for link in rtnetlink.links() if link.alias.startswith(head)), "")
 
 
-def _kept(name: str, alias: str) -> Link:
-    """Read back what :func:`_alias` wrote about link *name*."""
+def _parse_alias(name: str, alias: str) -> Interface:
+    """Parse what :func:`_alias` wrote about interface *name*."""
     mac, mtu, addresses, *words = alias.split(" ")[2:]
     routes, neighbours = [], []
     for word in words:
         parts = word.split(",")
         if len(parts) == _NEIGHBOUR_WORDS:
-            neighbours.append(LinkNeighbour(ip_address(parts[0]), parts[1]))
+            neighbours.append(PermanentNeighbour(ip_address(parts[0]), parts[1]))
             continue
         destination, gateway, source, metric, protocol, onlink, metrics = parts
         routes.append(
-            LinkRoute(
+            Route(
                 ip_network(destination),
                 _ip(gateway),
                 _ip(source),
@@ -327,7 +306,7 @@ def _kept(name: str, alias: str) -> Link:
         )
     listed = addresses.split("+")
     held = [ip_interface(address) for address in listed if address not in {"", "brd"}]
-    return Link(
+    return Interface(
         name,
         mac,
         int(mtu),
@@ -340,18 +319,18 @@ def _kept(name: str, alias: str) -> Link:
     )
 
 
-def _text(address: Host | None) -> str:
+def _text(address: IpAddress | None) -> str:
     return "" if address is None else str(address)
 
 
-def _ip(text: str) -> IPv4Address | IPv6Address | None:
+def _ip(text: str) -> IpAddress | None:
     return ip_address(text) if text else None
 
 
 def add_macvtap(plan: Macvtap) -> int:
-    """Make a macvtap, which :func:`remove_macvtap` takes down, and return its index.
+    """Create a macvtap, which :func:`remove_macvtap` removes, and return its index.
 
-    One that a runner of the same instance has left, because it was killed, is taken down first.
+    One that a killed runner of the same instance has left is removed first.
     """
     with Rtnetlink() as rtnetlink:
         over = _find(rtnetlink, plan.over)
@@ -359,9 +338,9 @@ def add_macvtap(plan: Macvtap) -> int:
         if found is not None:
             if (found.alias, found.mac) != (OURS, plan.mac):
                 raise HostError(
-                    f"cannot make the macvtap {plan.name!r}: a link of that name exists and is not ours; remove it"
+                    f"cannot make the macvtap {plan.name!r}: a link of that name exists and is not instance-runner's; remove it"
                 )
-            log.warning("network: found %r of a runner that was killed; taking it down", plan.name)
+            log.warning("network: found %r of a runner that was killed; removing it", plan.name)
             rtnetlink.delete_link(found)
         rtnetlink.add_macvtap(plan.name, over, plan.mac, plan.mtu)
         made = _find(rtnetlink, plan.name)
@@ -374,7 +353,7 @@ def add_macvtap(plan: Macvtap) -> int:
 
 
 def remove_macvtap(plan: Macvtap) -> None:
-    """Take down the macvtap, if it is there."""
+    """Remove the macvtap, if it exists."""
     with Rtnetlink() as rtnetlink:
         found = rtnetlink.link(plan.name)
         if found is not None and found.alias == OURS:

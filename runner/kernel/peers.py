@@ -1,13 +1,13 @@
-"""Who is at the other end of a Unix socket, by the kernel's word and never by the message's.
+"""The identity of the process at the other end of a Unix socket, from the kernel and never from the message.
 
-``SO_PEERPIDFD`` (Linux 6.5, unix(7)) hands out a descriptor of the very process that connected, so its number cannot
-have been given to another one meanwhile. Before that, ``SO_PEERCRED`` gives a bare number: ``/proc/<pid>`` is opened
-first and everything is read through that descriptor (it answers ESRCH once its process is gone, whoever has the
-number by then), and a process that started after the connection was accepted is not the one that made it. What
-remains in the older way is a number recycled between ``connect`` and ``accept``.
+``SO_PEERPIDFD`` (Linux 6.5, unix(7)) returns a descriptor of the very process that connected, so its number cannot have
+been given to another one meanwhile. Before that, ``SO_PEERCRED`` gives a bare number: ``/proc/<pid>`` is opened first and
+everything is read through that descriptor (it answers ESRCH once its process is gone, whichever process has the number by
+then), and a process that started after the connection was accepted is not the one that made it. What remains uncovered on
+older kernels is a number recycled between ``connect`` and ``accept``.
 
-"The peer" is the process that called ``connect``. If it gives its end away, the receiver speaks in its name for as
-long as it lives, which is what passing a descriptor means.
+"The peer" is the process that called ``connect``. If it gives its end away, the receiver acts in its name for as long as
+the peer lives, which is what passing a descriptor means.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
 class PeerError(HostError):
-    """The peer is gone, or out of sight."""
+    """The peer has ended, or its PID namespace is not visible."""
 
 
 @attrs.frozen
@@ -51,20 +51,20 @@ class Peer:
     """Its number in its own PID namespace: 1 is that namespace's init."""
     pid_namespace: int
     """The inode of its PID namespace."""
-    uid: int
+    user_id: int
     """Its user when it connected."""
     cgroup: str
     """Its path in the cgroup v2 hierarchy, as seen from the reader's cgroup namespace."""
 
 
 def boot_time() -> float:
-    """Return the clock that the start times of processes are told in."""
+    """Return the time on the clock of processes' start times, in seconds since the boot."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @attrs.frozen
 class Peers:
-    """The processes listed in *proc*, which must be mounted for the reader's own PID namespace."""
+    """The processes of the procfs *proc*, which must be mounted for the reader's own PID namespace."""
 
     proc: Path
     option: int = SO_PEERPIDFD
@@ -75,7 +75,7 @@ class Peers:
         Raises :class:`PeerError` if it has ended, or lives in a PID namespace that is not visible from here.
         """
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        pid, user_id, _ = _CREDENTIALS.unpack(credentials)
         if pid == 0:
             raise PeerError(
                 "cannot identify the peer: its PID namespace is not visible from this one; give this program hostPID"
@@ -87,7 +87,7 @@ class Peers:
                     pid=pid,
                     inner_pid=_inner_pid(_read(directory, "status")),
                     pid_namespace=os.stat("ns/pid", dir_fd=directory).st_ino,
-                    uid=uid,
+                    user_id=user_id,
                     cgroup=_unified(_read(directory, "cgroup")),
                 )
                 if not alive() or _start_time(_read(directory, "stat")) != started:
@@ -95,7 +95,9 @@ class Peers:
             except OSError as error:
                 raise PeerError(f"cannot identify the peer: process {pid} has ended") from error
             except (ValueError, IndexError) as error:
-                raise PeerError(f"cannot identify the peer: what {self.proc}/{pid} says is not understood") from error
+                raise PeerError(
+                    f"cannot identify the peer: the content of {self.proc}/{pid} is not understood"
+                ) from error
         if started > accepted_at:
             raise PeerError(f"cannot identify the peer: process {pid} is younger than the connection")
         return peer
@@ -122,7 +124,7 @@ class Peers:
 
     @contextlib.contextmanager
     def _held(self, connection: socket.socket | trio.socket.SocketType, pid: int) -> Iterator[Callable[[], bool]]:
-        """Hold the peer's pidfd where the kernel gives one; yields the question whether the peer still lives."""
+        """Hold the peer's pidfd where the kernel gives one; yield a function that tells whether the peer still lives."""
         try:
             pidfd = connection.getsockopt(socket.SOL_SOCKET, self.option)
         except OSError as error:

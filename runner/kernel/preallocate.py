@@ -1,16 +1,16 @@
-"""Take the pages of memory files now, near to the CPUs that will use them: a program of its own, started as a script.
+"""Preallocate the pages of memory files, near to the CPUs that will use them: a script with a process of its own.
 
-It is started in the cgroup that is to be charged for the pages, and is gone before anything else happens. A program,
-because a page is charged to whoever touches it first, and because it can be ended at any moment; of its own, because the
-runner has one thread, and QEMU, which could do it too, takes one NUMA node after the other, says nothing meanwhile, and
-may not choose the CPUs of its threads in its sandbox. What is there QEMU has only to map.
+It is started in the cgroup that is to be charged for the pages, and ends before QEMU starts. It is a process, because a page
+is charged to the cgroup of the process that touches it first, and because it can be ended at any moment. It is not the
+runner, which has one thread, and not QEMU, which takes one NUMA node after the other, reports no progress, and may not
+choose the CPUs of its threads in its sandbox. QEMU then only maps the pages.
 
-Its first word is how many seconds are between two times that it says how far it is; if it fails, its last line says why.
+The first argument is the interval of its progress reports in seconds; if it fails, its last line of output is the reason.
 The others are ``DESCRIPTOR:BYTES:PAGE:NUMA_NODES:CPUS:THREADS``, one for each file: ``PAGE`` is the size of its huge
-pages or 0, its pages are bound to the ``NUMA_NODES`` (comma separated, or none: anywhere), and its ``THREADS`` run on
+pages or 0, its pages are bound to the ``NUMA_NODES`` (comma separated; empty: no binding), and its ``THREADS`` run on
 ``CPUS`` (as in "2-3,10").
 
-It imports nothing of ours and little else: it is started with ``python -IS``, by an instance that waits for it.
+It imports nothing of this package and little else, because it runs with ``python -IS`` and the instance waits for it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _MASK_BITS = 1024
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 """``include/uapi/asm-generic/mman-common.h``; the second came with Linux 5.14."""
 _SLICE = 32 << 20
-"""Bytes that a thread takes at a time: small enough to end together, big enough to be worth a system call."""
+"""Bytes of one system call: small enough that all threads end together, big enough to be worth the call."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 MIB = 1 << 20
 
 
 def bind(address: int, size: int, numa_nodes: list[int]) -> None:
-    """Bind what is mapped at *address* to *numa_nodes*.
+    """Bind the *size* bytes that are mapped at *address* to *numa_nodes*.
 
     Raises :exc:`OSError` as mbind(2) does, :exc:`KeyError` where its number is not known (the machine's name).
     """
@@ -54,10 +54,10 @@ def _check(result: int) -> None:
 
 
 class _File:
-    """One memory file: mapped, bound, and taken slice by slice by its threads."""
+    """One memory file: mapped, bound, and preallocated slice by slice by its threads."""
 
-    def __init__(self, word: str) -> None:
-        descriptor, size, page, numa_nodes, cpus, threads = word.split(":")
+    def __init__(self, argument: str) -> None:
+        descriptor, size, page, numa_nodes, cpus, threads = argument.split(":")
         self.size, self.page, self.threads = int(size), int(page), int(threads)
         self.numa_nodes = [int(node) for node in numa_nodes.split(",") if node]
         self.cpus = [
@@ -80,15 +80,15 @@ class _File:
                 bind(self.address, self.size, self.numa_nodes)
             except OSError as error:
                 raise OSError(f"cannot bind memory to NUMA nodes (mbind): {error.strerror}") from None
-        if not self.page:  # as QEMU does, and without effect where the kernel has none
+        if not self.page:  # as QEMU does; without effect on a kernel without transparent huge pages
             _LIBC.madvise(ctypes.c_void_p(self.address), ctypes.c_ulong(self.size), _MADV_HUGEPAGE)
 
     def take(self) -> None:
-        """Touch slice after slice; ctypes lets the other threads run meanwhile."""
+        """Preallocate slice after slice; ctypes lets the other threads run meanwhile."""
         try:  # noqa: SIM105 - contextlib is one import more
             os.sched_setaffinity(0, self.cpus)  # 0 is this thread
         except OSError:
-            pass  # no such CPU in this cgroup: then wherever it may run
+            pass  # no such CPU in this cgroup: then on any that it may use
         for offset in self.offsets:
             length = min(self.step, self.size - offset)
             start, size = ctypes.c_void_p(self.address + offset), ctypes.c_ulong(length)
@@ -101,11 +101,11 @@ class _File:
                 self.taken += length
 
 
-def main(every: float, words: list[str]) -> str | None:
-    """Take everything, and say *every* few seconds how far that is; return why it failed, in one line."""
+def main(interval: float, arguments: list[str]) -> str | None:
+    """Preallocate all files, print the progress every *interval* seconds, and return in one line why it failed."""
     began = time.monotonic()
     try:
-        files = [_File(word) for word in words]
+        files = [_File(argument) for argument in arguments]
     except OSError as error:
         return str(error)
     total = sum(file.size for file in files)
@@ -129,7 +129,7 @@ def main(every: float, words: list[str]) -> str | None:
         over.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    while not over.wait(every):
+    while not over.wait(interval):
         taken = sum(file.taken for file in files)
         speed = taken / (time.monotonic() - began) / (1 << 30)
         print(f"{taken // MIB} of {total // MIB} MiB taken, {speed:.2g} GiB/s", flush=True)
@@ -140,4 +140,4 @@ if __name__ == "__main__":
     reason = main(float(sys.argv[1]), sys.argv[2:])
     if reason is not None:
         print(reason, flush=True)
-    os._exit(0 if reason is None else 1)  # the other threads need not finish what has failed
+    os._exit(0 if reason is None else 1)  # after a failure the other threads need not finish

@@ -1,9 +1,9 @@
-"""Child processes: started here, reaped here, and nowhere else.
+"""Child processes: started and reaped here, and nowhere else.
 
-An init process must reap every orphan of its PID namespace, and yet hand the status of its own children to whoever waits
-for them. ``waitpid(-1)`` beside a child somebody waits for steals that status (it then reads as 0). So there is exactly one
-waiter, :meth:`Processes._reap`, and starting a child and entering it in the table of owned ones happen without an await
-in between: the waiter cannot run there.
+An init process must reap every orphan of its PID namespace, and yet pass the status of its own children to the tasks that
+wait for them. A ``waitpid(-1)`` concurrent with a wait for one child steals that status (it then reads as 0). So there is
+exactly one waiter, :meth:`Processes._reap`, and starting a child and entering it in the table of owned ones happen without
+an await in between: the waiter cannot run there.
 
 ``trio.run_process`` is not used because it forks from a worker thread: its status is lost to the waiter, and
 ``PR_SET_PDEATHSIG`` means the death of the *thread* that forked.
@@ -29,54 +29,54 @@ from runner.errors import HostError
 log = logging.getLogger(__name__)
 
 REAPED_AT_ONCE = 256
-"""Zombies taken between two looks at everything else: a storm of orphans must not keep a SIGTERM waiting."""
+"""Zombies reaped before other tasks get their turn: a storm of orphans must not delay a SIGTERM."""
 
 KILLED_WITHIN = 5.0
-"""Seconds a killed process may take to go; a process in uninterruptible sleep takes longer, and is reported."""
+"""Seconds a killed process may take to end; one in uninterruptible sleep takes longer, and is reported."""
 
 PIPE_SIZE = 1 << 16
 """Bytes a pipe holds (pipe(7))."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
-LAST_WORDS = 20
-"""Lines of a child's output kept for the sentence that reports its death."""
+LAST_LINES = 20
+"""Lines of a child's output that are kept for the message that reports its end."""
 
 _ENTER = 'echo 0 >&0 && exec "$@" </dev/null'
 """Enter the cgroup whose ``cgroup.procs`` is open as standard input, then become the program.
 
-Python has no door to ``CLONE_INTO_CGROUP``. The write goes through the inherited descriptor, because opening the file
-again would ask for the rights of whoever the child runs as."""
+Python has no binding of ``CLONE_INTO_CGROUP``. The write goes through the inherited descriptor, because opening the file
+again would need rights that the child's user may not have."""
 
 
-def stop_bound(patience: float) -> float:
-    """Return the seconds within which :meth:`Processes.stop` has ended: for the shielded scope around it."""
-    return patience + KILLED_WITHIN + 1
+def stop_bound(within: float) -> float:
+    """Return the seconds within which :meth:`Processes.stop` returns, for the shielded scope around it."""
+    return within + KILLED_WITHIN + 1
 
 
 @attrs.frozen
 class Command:
-    """What is to be started: *fds* keep their numbers in the child; without *uid* it runs as we do."""
+    """A program to start: *fds* keep their numbers in the child; without *user_id* it runs as this process does."""
 
     role: str
     argv: tuple[str, ...]
     fds: tuple[int, ...] = ()
-    uid: int | None = None
-    gid: int | None = None
+    user_id: int | None = None
+    group_id: int | None = None
     groups: tuple[int, ...] = ()
     entering: int | None = None
-    """A descriptor of the ``cgroup.procs`` it is born into, by way of a shell that becomes it; ``None``: where we are."""
+    """A descriptor of the ``cgroup.procs`` that it is started in, by a shell that execs it; ``None``: this process's cgroup."""
     level: int = logging.INFO
-    """At which its output is logged."""
+    """The level at which its output is logged."""
 
 
 class Process:
-    """A child of ours that was started, from its birth until its status was read."""
+    """A child of this process, from its start until its status was read."""
 
     def __init__(self, command: Command, popen: subprocess.Popen[bytes], output: int) -> None:
         self.role = command.role
         self.pid = popen.pid
-        self.last_words: deque[str] = deque(maxlen=LAST_WORDS)
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.returncode: int | None = None
         """Exit status, or the negative number of the signal that ended it; ``None`` while it lives."""
         self._popen = popen
@@ -89,32 +89,32 @@ class Process:
         return f"<{self.role} pid={self.pid} returncode={self.returncode}>"
 
     async def wait(self) -> int:
-        """Return its status, as soon as there is one."""
+        """Wait for its end and return its status."""
         await self._ended.wait()
         assert self.returncode is not None  # noqa: S101 - set before the event
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Signal it if it still lives; its pid cannot be somebody else's before we have reaped it."""
+        """Send it a signal if it still lives; its pid cannot be reused before it is reaped here."""
         if self.returncode is not None:
             return
         try:
             os.kill(self.pid, number)
-        except PermissionError as error:  # it runs as somebody else, and we lack CAP_KILL
+        except PermissionError as error:  # it runs as another user, and CAP_KILL is missing
             raise HostError(f"cannot send {signal_name(number)} to {self.role} (pid {self.pid})") from error
 
     def how_it_ended(self) -> str:
-        """Return ``exited with status 1`` or ``was killed by SIGKILL``, and its last line if it said anything."""
+        """Return ``exited with status 1`` or ``was killed by SIGKILL``, with the last line of its output if there is one."""
         if self.returncode is None:
             return "is running"
         killed = self.returncode < 0
         ended = f"was killed by {signal_name(-self.returncode)}" if killed else f"exited with status {self.returncode}"
-        return f"{ended}, saying {self.last_words[-1]!r}" if self.last_words else ended
+        return f"{ended}, saying {self.last_lines[-1]!r}" if self.last_lines else ended
 
-    def _hear(self) -> bool:
-        """Read some of what it has said; ``False`` when there will be nothing more.
+    def _read_output(self) -> bool:
+        """Read and log one piece of its output; return ``False`` at its end.
 
-        One piece at a time: a child that never stops talking must not keep us from everything else.
+        One piece at a time, because a child that writes without end must not starve other tasks.
         """
         try:
             data = os.read(self._output, PIPE_SIZE)
@@ -122,32 +122,32 @@ class Process:
             return True
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
-            self._say(line)
+            self._log_line(line)
         if len(self._line) > PIPE_SIZE:
-            self._say(self._line)
+            self._log_line(self._line)
             self._line = b""
         return bool(data)
 
-    def _say(self, line: bytes) -> None:
-        words = line.decode(errors="replace").strip()
-        if words:
-            self.last_words.append(words)
-            log.log(self._level, "%s: %s", self.role, words)
+    def _log_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").strip()
+        if text:
+            self.last_lines.append(text)
+            log.log(self._level, "%s: %s", self.role, text)
 
-    async def _listen(self) -> None:
+    async def _log_output(self) -> None:
         """Log its output until it ends; may be cancelled at any moment."""
         with contextlib.suppress(trio.ClosedResourceError):
-            # Asked every time, because its end closes the output, whose number may be something else's by now.
+            # Checked every time, because its end closes the output, whose number may be reused by now.
             while self.returncode is None:
                 await trio.lowlevel.wait_readable(self._output)
-                if self._ended.is_set() or not self._hear():
+                if self._ended.is_set() or not self._read_output():
                     break
 
     def _end(self, returncode: int) -> None:
-        """Take its status, hear the rest and let go of its output, which a grandchild of it may hold open for ever."""
+        """Set its status, log the rest of its output and close that, which a grandchild may hold open for ever."""
         self.returncode = self._popen.returncode = returncode
-        self._hear()  # as much as a pipe holds; more would be a grandchild's, who may go on for ever
-        self._say(self._line)
+        self._read_output()  # as much as a pipe holds; more would be from a grandchild, which may never end
+        self._log_line(self._line)
         trio.lowlevel.notify_closing(self._output)
         os.close(self._output)
         self._ended.set()
@@ -162,17 +162,17 @@ class Processes:
     _environment: Mapping[str, str]
     _owned: dict[int, Process] = attrs.field(factory=dict)
     orphans: int = 0
-    """How many processes that others left behind were reaped."""
+    """Number of orphans of other processes that were reaped."""
 
     def __iter__(self) -> Iterator[Process]:
-        """Iterate over the children that live, in the order of their births."""
+        """Iterate over the living children, in the order of their starts."""
         return iter(tuple(self._owned.values()))
 
     def spawn(self, command: Command) -> Process:
-        """Start *command* and own it: whoever calls this stops it.
+        """Start *command* and own it; the caller stops it.
 
-        The child begins with an empty signal mask (ours is empty while children are started), default dispositions, a
-        session of its own, ``/`` as working directory, and of our descriptors only *fds*.
+        The child begins with an empty signal mask (this process's is empty while children are started), default
+        dispositions, a session of its own, ``/`` as working directory, and of the parent's descriptors only *fds*.
 
         Raises :exc:`~runner.errors.HostError` when it cannot be started.
         """
@@ -186,9 +186,9 @@ class Processes:
                     stdout=theirs,
                     stderr=theirs,
                     pass_fds=command.fds,
-                    user=command.uid,
-                    group=command.gid,
-                    extra_groups=None if command.uid is None else command.groups,
+                    user=command.user_id,
+                    group=command.group_id,
+                    extra_groups=None if command.user_id is None else command.groups,
                     start_new_session=True,
                     cwd="/",
                     env=self._environment,
@@ -196,35 +196,41 @@ class Processes:
                 process = self._owned[popen.pid] = Process(command, popen, output)
         except OSError as error:
             raise HostError(f"cannot start {command.role} ({command.argv[0]!r})") from error
-        self._nursery.start_soon(process._listen)  # noqa: SLF001 - a process and its table are one thing
+        self._nursery.start_soon(process._log_output)  # noqa: SLF001 - a process and its table belong together
         return process
 
     @asynccontextmanager
-    async def daemon(self, command: Command, patience: float) -> AsyncIterator[Process]:
-        """Hold a running child; at the end SIGTERM, *patience* seconds, SIGKILL."""
+    async def daemon(self, command: Command, within: float) -> AsyncIterator[Process]:
+        """Hold a running child; at the end send SIGTERM, wait *within* seconds, and send SIGKILL.
+
+        Example::
+
+            async with processes.daemon(Command("dnsmasq", argv), 5) as dnsmasq:
+                await dnsmasq.wait()
+        """
         process = self.spawn(command)
         try:
             yield process
         finally:
-            with trio.move_on_after(stop_bound(patience), shield=True):
-                await self.stop(process, patience)
+            with trio.move_on_after(stop_bound(within), shield=True):
+                await self.stop(process, within)
 
-    async def stop(self, process: Process, patience: float) -> None:
-        """End *process*: SIGTERM, *patience* seconds, SIGKILL; returns when its status was read.
+    async def stop(self, process: Process, within: float) -> None:
+        """End *process*: SIGTERM, *within* seconds, SIGKILL; return when its status was read.
 
         Bounds itself, because it is a release (see :func:`stop_bound`).
-        Raises :exc:`~runner.errors.HostError` when it does not even die of SIGKILL.
+        Raises :exc:`~runner.errors.HostError` when even SIGKILL does not end it.
         """
         if process.returncode is None:
-            with contextlib.suppress(HostError):  # SIGKILL is tried in any case, and says what is wrong
+            with contextlib.suppress(HostError):  # SIGKILL is tried in any case, and its failure is reported
                 process.send_signal(signal.SIGTERM)
                 process.send_signal(signal.SIGCONT)  # a stopped process sees no SIGTERM
-            with trio.move_on_after(patience):
+            with trio.move_on_after(within):
                 await process.wait()
         await self.kill(process)
 
     async def kill(self, process: Process) -> None:
-        """SIGKILL *process* if it still lives; see :meth:`stop`."""
+        """Send SIGKILL to *process* if it still lives; see :meth:`stop`."""
         if process.returncode is not None:
             return
         process.send_signal(signal.SIGKILL)
@@ -243,7 +249,7 @@ class Processes:
                 await anext(signals)
 
     def _reap_some(self) -> bool:
-        """Take up to :data:`REAPED_AT_ONCE` zombies; tell whether there may be more."""
+        """Reap up to :data:`REAPED_AT_ONCE` zombies; return whether there may be more."""
         for _ in range(REAPED_AT_ONCE):
             try:
                 status = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
@@ -261,18 +267,18 @@ class Processes:
 
 @asynccontextmanager
 async def open_processes(prefix: tuple[str, ...] = ()) -> AsyncIterator[Processes]:
-    """Reap for as long as the block runs; *prefix* goes before every argv.
+    """Reap for as long as the block runs; *prefix* is put before every argv.
 
-    Children are to be stopped inside the block: what still lives at its end is left alone.
+    Children are to be stopped inside the block: those that still live at its end are left alone.
     """
     environment = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"}
-    # Releases wait for statuses, so the waiter must outlive a cancellation from outside: it ends with the block alone. It
-    # is not started with nursery.start(), whose own cancellation would wait for a shielded task without end.
+    # Releases wait for statuses, so the waiter must outlive a cancellation from outside and ends only with the block. It is
+    # not started with nursery.start(), whose own cancellation would wait for a shielded task without end.
     reaping = trio.CancelScope(shield=True)
     with trio.open_signal_receiver(signal.SIGCHLD) as signals:
         async with trio.open_nursery() as nursery:
             processes = Processes(nursery, prefix, environment)
-            nursery.start_soon(processes._reap, signals, reaping)  # noqa: SLF001 - made here, for here
+            nursery.start_soon(processes._reap, signals, reaping)  # noqa: SLF001 - made in this function
             try:
                 yield processes
             finally:
@@ -303,7 +309,7 @@ def signal_name(number: int) -> str:
 
 
 def become_subreaper() -> None:
-    """Let orphans below this process become its children although it is not PID 1 (``PR_SET_CHILD_SUBREAPER``, prctl(2))."""
+    """Let orphans below this process become its children even though it is not PID 1 (``PR_SET_CHILD_SUBREAPER``, prctl(2))."""
     import ctypes  # here, because PID 1 needs neither this nor the milliseconds it costs
 
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -311,9 +317,9 @@ def become_subreaper() -> None:
 
 
 def dying_with_us() -> tuple[str, ...]:
-    """Return what to put before an argv so that the child is killed when we are (``PR_SET_PDEATHSIG``).
+    """Return the prefix of an argv whose process is killed when this one ends (``PR_SET_PDEATHSIG``).
 
     PID 1 does not need it: the kernel ends a PID namespace with its init. The signal is sent when the *thread* that
-    forked ends, which is our only one.
+    forked ends, which is the only one here.
     """
     return ("setpriv", "--pdeathsig", "KILL", "--")

@@ -1,4 +1,4 @@
-"""What /proc says of threads (``Documentation/filesystems/proc.rst``)."""
+"""Processes and threads in /proc (``Documentation/filesystems/proc.rst``)."""
 
 from __future__ import annotations
 
@@ -25,33 +25,37 @@ _MAPPED_FILE = re.compile(r" file=(\S+)")
 
 @attrs.frozen
 class ThreadTimes:
-    """What a thread has had of its CPU."""
+    """The CPU time of a thread."""
 
     ran: float | None
     """Seconds; ``None``, like *waited*, on a kernel without ``CONFIG_SCHED_INFO``."""
     waited: float | None
-    """Seconds it was ready to run and did not: what KVM tells its guest as stolen."""
+    """Seconds it was runnable and did not run: KVM reports them to its guest as stolen time."""
     involuntary: int
-    """Times it was taken off its CPU while it wanted to run."""
+    """Number of involuntary context switches."""
 
 
 @attrs.frozen
 class MappedMemory:
-    """Memory of a process that holds a file or huge pages (``numa_maps``)."""
+    """A mapping of a file or of huge pages (``numa_maps``)."""
 
     file: str
     """Its path with octal escapes (``/memfd:name\\040(deleted)``); empty for anonymous huge pages."""
     huge: bool
-    """Its pages are hugetlb pages."""
+    """Whether its pages are hugetlb pages."""
     resident: Mapping[int, int]
-    """NUMA node → bytes that are there and mapped."""
+    """NUMA node → bytes that are present and mapped."""
     bound: CpuSet = attrs.field(factory=CpuSet)
-    """The NUMA nodes it is bound to (``MPOL_BIND``), and may come from nowhere else; empty: none."""
+    """The NUMA nodes it is bound to (``MPOL_BIND``); empty without a binding."""
 
 
 @attrs.frozen
 class Procfs:
-    """A procfs mounted at *root*."""
+    """A procfs mounted at *root*.
+
+    Processes and threads may end at any moment: then the result is ``None`` or empty. Methods raise
+    :exc:`~runner.errors.HostError` when the kernel refuses to show an existing one.
+    """
 
     root: Path = Path("/proc")
 
@@ -82,7 +86,7 @@ class Procfs:
     def arguments(self, pid: int) -> tuple[str, ...]:
         """Return the command line of *pid*, empty when it is gone.
 
-        It lies in the memory of the process, so that reading it may wait for whatever that is doing with its memory.
+        It lies in the memory of the process, so that reading it may wait for the lock of that memory.
         """
         try:
             return tuple(_read(self.root / str(pid) / "cmdline").removesuffix("\0").split("\0"))
@@ -90,10 +94,10 @@ class Procfs:
             return ()
 
     def mappings(self, pid: int) -> list[MappedMemory] | None:
-        """Return what *pid* has mapped of files and huge pages, or ``None`` when it is gone or the kernel knows no NUMA.
+        """Return the mappings of files and huge pages of *pid*, or ``None`` when it is gone or the kernel has no NUMA.
 
-        The kernel walks the page tables for it: some milliseconds for each GiB in small pages, and the reader must be
-        allowed to trace the process (ptrace(2), ``PTRACE_MODE_READ_FSCREDS``).
+        The kernel walks the page tables for it, some milliseconds for each GiB in small pages. The reader must be allowed to
+        trace the process (ptrace(2), ``PTRACE_MODE_READ_FSCREDS``).
         """
         try:
             text = _read(self.root / str(pid) / "numa_maps")
@@ -111,10 +115,7 @@ class Procfs:
             return ""
 
     def thread_ids(self, pid: int) -> list[int]:
-        """Return the threads of *pid* in the order of their births; empty when it is gone.
-
-        Like everything here, raises :exc:`~runner.errors.HostError` when the kernel refuses.
-        """
+        """Return the threads of *pid* in the order of their numbers; empty when it is gone."""
         try:
             return sorted(int(entry.name) for entry in (self.root / str(pid) / "task").iterdir())
         except _VANISHED:
@@ -123,14 +124,14 @@ class Procfs:
             raise HostError(f"cannot read the threads of process {pid}") from error
 
     def threads(self, pid: int) -> Iterator[ThreadStatus]:
-        """Yield the threads of *pid*; one that ends while we look is left out."""
+        """Yield the threads of *pid*; one that ends meanwhile is left out."""
         for tid in self.thread_ids(pid):
             thread = self.thread(pid, tid)
             if thread is not None:
                 yield thread
 
     def thread(self, pid: int, tid: int) -> ThreadStatus | None:
-        """Return one thread, or ``None`` when it is gone or a zombie, which runs nowhere any more."""
+        """Return one thread, or ``None`` when it is gone or a zombie, which does not run any more."""
         task = self.root / str(pid) / "task" / str(tid)
         try:
             status = _fields(_read(task / "status"))
@@ -152,7 +153,7 @@ class Procfs:
             raise HostError(f"cannot read thread {tid} of process {pid}") from error
 
     def times(self, pid: int, tid: int) -> ThreadTimes | None:
-        """Return what one thread has had of its CPU, or ``None`` when it is gone.
+        """Return the CPU time of one thread, or ``None`` when it is gone.
 
         ``schedstat`` is described in ``Documentation/scheduler/sched-stats.rst``: nanoseconds run, nanoseconds waited.
         """
@@ -170,7 +171,7 @@ class Procfs:
         return ThreadTimes(ran / 1e9, waited / 1e9, switches)
 
     def steal(self) -> dict[int, float]:
-        """Return for each CPU the seconds that a hypervisor below this kernel has taken from it (proc_stat(5), field 8)."""
+        """Return CPU → seconds of stolen time, which a hypervisor below this kernel has taken (proc_stat(5), field 8)."""
         ticks = os.sysconf("SC_CLK_TCK")
         rows = (line.split() for line in _read(self.root / "stat").splitlines())
         return {int(row[0][3:]): int(row[8]) / ticks for row in rows if re.fullmatch(r"cpu[0-9]+", row[0])}
@@ -178,7 +179,7 @@ class Procfs:
     def cgroup(self, pid: int | str = "self") -> str:
         """Return the cgroup v2 path of *pid*, empty where there is no cgroup v2.
 
-        Raises :exc:`~runner.errors.HostError` when there is no such process.
+        Raises :exc:`~runner.errors.HostError` also when there is no such process, like :meth:`status`.
         """
         try:
             return _unified(_read(self.root / str(pid) / "cgroup"))
@@ -190,11 +191,11 @@ class Procfs:
         return CpuSet.parse(self.status()["Mems_allowed_list"])
 
     def cpu_vendor(self) -> str:
-        """Return what CPUID calls the maker of the CPUs, or nothing on other architectures than x86."""
+        """Return CPUID's vendor of the CPUs, such as ``GenuineIntel``; empty on other architectures than x86."""
         return self._first_cpu().get("vendor_id", "")
 
     def address_bits(self) -> int:
-        """Return how many bits a physical address has (``address sizes``), 0 where the kernel does not say."""
+        """Return the width of a physical address in bits (``address sizes``), 0 where the kernel does not say."""
         bits = self._first_cpu().get("address sizes", "").partition(" ")[0]
         return int(bits) if bits.isdecimal() else 0
 
@@ -203,7 +204,7 @@ class Procfs:
             return _fields("".join(itertools.takewhile(str.strip, cpus)))
 
     def capabilities(self) -> frozenset[int]:
-        """Return our effective capabilities by number (``CapEff``)."""
+        """Return the numbers of this process's effective capabilities (``CapEff``)."""
         held = int(self.status()["CapEff"], 16)
         return frozenset(number for number in range(held.bit_length()) if held >> number & 1)
 
@@ -214,19 +215,26 @@ class Procfs:
         except OSError as error:
             raise HostError(f"cannot read the status of process {pid}") from error
 
+    def setting(self, name: str) -> str:
+        """Return the value of a sysctl, such as ``net/ipv6/conf/default/disable_ipv6``; empty where the kernel has none."""
+        try:
+            return _read(self.root / "sys" / name).strip()
+        except OSError:
+            return ""
+
     def oom_score_adj(self) -> int:
-        """Return our own ``oom_score_adj``, from -1000 to 1000."""
+        """Return this process's ``oom_score_adj``, from -1000 to 1000."""
         return int(_read(self.root / "self/oom_score_adj"))
 
     def mounted_roots(self) -> list[str]:
-        """Return, for each mount this process sees, which directory of its own file system is mounted there.
+        """Return, for each mount point of this process, the directory of the file system that is mounted there.
 
-        Field 4 of ``proc_pid_mountinfo(5)``. Raises :exc:`~runner.errors.HostError`.
+        That is field 4 of ``proc_pid_mountinfo(5)``.
         """
         try:
             return [line.split(" ")[3] for line in _read(self.root / "self" / "mountinfo").splitlines()]
         except OSError as error:
-            raise HostError("cannot read what is mounted here") from error
+            raise HostError("cannot read the mounts of this process") from error
 
     def memory_total(self) -> int:
         """Return the machine's RAM in bytes (``MemTotal``)."""
@@ -234,7 +242,7 @@ class Procfs:
 
 
 def _read(path: Path) -> str:
-    # An escape keeps a thread's name from breaking the read: comm may hold any bytes.
+    # Escapes, because a thread's name (comm) may hold any bytes.
     return path.read_text(errors="backslashreplace")
 
 

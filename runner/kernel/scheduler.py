@@ -14,10 +14,10 @@ def read_mask(tid: int = 0) -> CpuSet:
 
 
 def pin(tid: int, cpus: CpuSet) -> None:
-    """Let thread *tid* use *cpus* and no other, and read it back.
+    """Pin thread *tid* to *cpus*, and read the mask back.
 
-    A mask that lies partly outside the thread's cpuset is clipped without a word (``kernel/sched/syscalls.c``,
-    ``__sched_setaffinity``), so what was written is compared with what is.
+    The kernel silently clips a mask that lies partly outside the thread's cpuset (``kernel/sched/syscalls.c``,
+    ``__sched_setaffinity``).
     Raises :exc:`~runner.errors.PlacementError` when the kernel refuses, clips, or the thread is gone.
     """
     try:

@@ -1,8 +1,8 @@
-"""What a running kernel says of itself, from any root: mounts, tuning, interrupts, PCI devices.
+"""The settings of a running kernel, from any root: mounts, tuning, interrupts, PCI devices.
 
 The files are described in ``Documentation/filesystems/proc.rst``, ``Documentation/core-api/irq/irq-affinity.rst``,
-``Documentation/admin-guide/mm/transhuge.rst`` and ``Documentation/ABI/testing/sysfs-bus-pci``. What an older or
-smaller kernel does not have reads as empty.
+``Documentation/admin-guide/mm/transhuge.rst`` and ``Documentation/ABI/testing/sysfs-bus-pci``. A file that an
+older or smaller kernel does not have reads as empty.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runner.kernel.files import read_text
 
 @attrs.frozen
 class CgroupMounts:
-    """Where control groups are mounted."""
+    """The mount points of cgroups."""
 
     unified: str | None
     """The mount point of version 2."""
@@ -38,7 +38,7 @@ class Swap:
 
 @attrs.frozen
 class Interrupt:
-    """An interrupt that somebody handles, and the CPUs it is delivered to."""
+    """An interrupt with a handler, and the CPUs it is delivered to."""
 
     number: int
     name: str
@@ -60,7 +60,7 @@ def read_line(path: Path) -> str:
 
 
 def read_cpus(path: Path) -> CpuSet:
-    """Return the CPUs that a file lists; none when it cannot be read or says ``(null)``, as ``nohz_full`` does."""
+    """Return the CPUs that a file lists; none when it cannot be read or is ``(null)``, as ``nohz_full`` may be."""
     try:
         return CpuSet.parse(read_line(path))
     except ValueError:
@@ -68,7 +68,7 @@ def read_cpus(path: Path) -> CpuSet:
 
 
 def read_cgroup_mounts(proc: Path) -> CgroupMounts:
-    """Return where control groups are mounted in our mount namespace (``/proc/self/mountinfo``, proc_pid_mountinfo(5))."""
+    """Return the mount points of cgroups in this process's mount namespace (``/proc/self/mountinfo``, proc_pid_mountinfo(5))."""
     unified, legacy = None, {}
     for line in read_line(proc / "self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
@@ -89,13 +89,13 @@ def read_swaps(proc: Path) -> tuple[Swap, ...]:
 
 
 def read_choice(path: Path) -> str:
-    """Return the word in brackets, which is the one in force: ``always [madvise] never``."""
+    """Return the word in brackets, which is the setting in force: ``always [madvise] never``."""
     match = re.search(r"\[(\w+)\]", read_line(path))
     return "" if match is None else match[1]
 
 
 def read_interrupts(proc: Path) -> Iterator[Interrupt]:
-    """Yield the interrupts that have a handler, by number; the directory beneath each is named for it."""
+    """Yield the interrupts that have a handler, by number; the directory below each is named after the handler."""
     for entry in sorted((int(path.name), path) for path in (proc / "irq").glob("[0-9]*")):
         number, path = entry
         handlers = sorted(each.name for each in path.glob("*/"))
@@ -113,7 +113,7 @@ def read_pci_devices(sys: Path) -> Iterator[PciDevice]:
 
 
 def pid_namespace(proc: Path) -> int:
-    """Return the inode of our PID namespace, 0 when it cannot be read."""
+    """Return the inode of this process's PID namespace, 0 when it cannot be read."""
     try:
         name = os.readlink(proc / "self/ns/pid")  # noqa: PTH115 - it is no path: "pid:[4026531836]"
     except OSError:

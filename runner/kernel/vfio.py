@@ -7,46 +7,36 @@ import os
 import stat
 from pathlib import PurePosixPath
 
-import attrs
-
 from runner.errors import HostError
+from runner.facts.pci import DeviceNode
 
 
-@attrs.frozen
-class Node:
-    """What was found at *path*: *reason* is why it does not open, *busy* that this is because somebody else has it open."""
+def probe_node(path: PurePosixPath) -> DeviceNode:
+    """Open the node at *path* for a moment and return whether that works.
 
-    path: PurePosixPath
-    error: str | None
-    busy: bool
-    everyone: bool
-
-
-def look_at_node(path: PurePosixPath) -> Node:
-    """Open the node at *path* for a moment.
-
-    Opening a group does nothing to its devices, and a second opener is refused (EBUSY), whichever way the first one took
-    (``vfio_group_fops_open``).
+    Opening a group does nothing to its devices. A second opener is refused (EBUSY), whether the first one uses the group
+    or iommufd (``vfio_group_fops_open``).
     """
     mode = 0
+    reason: OSError | None = None
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - a pure path
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
-        return Node(path, error.strerror, error.errno == errno.EBUSY, _admits_everyone(mode))
-    return Node(path, None, busy=False, everyone=_admits_everyone(mode))
+        reason = error
+    return DeviceNode(
+        path,
+        None if reason is None else reason.strerror,
+        busy=reason is not None and reason.errno == errno.EBUSY,
+        everyone=not (stat.S_IROTH | stat.S_IWOTH) & ~mode,
+    )
 
 
-def _admits_everyone(mode: int) -> bool:
-    wanted = stat.S_IROTH | stat.S_IWOTH
-    return mode & wanted == wanted
-
-
-def give(path: PurePosixPath, uid: int) -> int:
-    """Let the user *uid* own the node at *path*, and return who owned it."""
+def change_owner(path: PurePosixPath, user_id: int) -> int:
+    """Let the user *user_id* own the node at *path*, and return the user who owned it before."""
     try:
         owner = os.stat(path).st_uid  # noqa: PTH116 - a pure path
-        os.chown(path, uid, -1)
+        os.chown(path, user_id, -1)
     except OSError as error:
-        raise HostError(f"cannot let user {uid} own {str(path)!r}; it takes CAP_CHOWN") from error
+        raise HostError(f"cannot let user {user_id} own {str(path)!r}; it takes CAP_CHOWN") from error
     return owner

@@ -62,10 +62,10 @@ class Claims:
             return None
         allowed = " or ".join(ALLOWED[kind] for kind in ALLOWED if kind in kinds)
         if found.kind not in kinds:
-            self._refuse(where, f"the descriptor {name!r} is {found.said}, it takes {allowed}")
+            self._refuse(where, f"the descriptor {name!r} is {found.description}, it takes {allowed}")
             return None
         if found.declared is not None and found.declared != found.kind:
-            self._refuse(where, f"the descriptor {name!r} is {found.said}, but came as {found.declared!r}")
+            self._refuse(where, f"the descriptor {name!r} is {found.description}, but came as {found.declared!r}")
             return None
         if write and not found.writable:
             self._refuse(where, f"the descriptor {name!r} is open for reading only; it takes one for both")
@@ -78,5 +78,5 @@ class Claims:
             if name not in self._claimed:
                 self._refuse(
                     "descriptors",
-                    f"nothing names the descriptor {name!r} ({found.said}); name it, or hand it to somebody else",
+                    f"nothing names the descriptor {name!r} ({found.description}); name it, or hand it to somebody else",
                 )

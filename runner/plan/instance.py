@@ -223,7 +223,7 @@ class _Planner:
         spec = self.spec
         passing = PassthroughPlan() if topology is None else self.devices(topology, user, accel)
         lockable = bytes_to_lock(spec, sum(device.memory for device in passing.devices))
-        self.problems += not_lockable(spec, lockable, facts.limits, root=user.uid == 0)
+        self.problems += not_lockable(spec, lockable, facts.limits, root=user.user_id == 0)
         claims = Claims(facts, self.refuse)
         planner = NetworkPlanner(spec, facts, claims, self.refuse)
         networks = tuple(planner.networks())
@@ -411,7 +411,7 @@ class _Planner:
         pins = self.pins(cpu)
         if pins is None:
             return None
-        return ControllerPlacement(allowed, pins, cpu.controller, self.facts.uid or "", sweep=cpu.sweep)
+        return ControllerPlacement(allowed, pins, cpu.controller, self.facts.container_uid or "", sweep=cpu.sweep)
 
     def backend(self, cpu: CpuSpec) -> str:
         """Return the placement back end: the one asked for, or the best that works."""
@@ -449,7 +449,7 @@ class _Planner:
             self.refuse("cpu.accel", f"{reason}; {KVM_UNUSABLE_REMEDY}")
         root = root_for_kvm(kvm)
         if root is None:
-            return "kvm", user if kvm.admits_everyone else attrs.evolve(user, groups=(kvm.gid,))
+            return "kvm", user if kvm.admits_everyone else attrs.evolve(user, groups=(kvm.group_id,))
         if self.spec.instance.user not in {"auto", "root"}:
             self.refuse(
                 "instance.user",
@@ -588,7 +588,7 @@ class _Planner:
 
 def _is_copied(fact: FileFact, user: User) -> bool:
     """Tell whether QEMU's *user* may not read a file that we may."""
-    return not fact.everyone_reads and user.uid != 0
+    return not fact.everyone_reads and user.user_id != 0
 
 
 def share_grace(grace: float, poweroff_status: int, devices: int = 0) -> ShutdownPlan:

@@ -230,7 +230,7 @@ class NetworkPlanner:
                 where, f"{name!r} must have exactly one IPv4 address for the guest to take over, found {found}"
             )
             return None
-        for route in pod.several_ways:
+        for route in pod.multipath:
             self._refuse(
                 where,
                 f"{name!r} has the route {route} over several gateways, which neither a guest can be told nor an alias keeps; "

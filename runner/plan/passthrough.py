@@ -190,7 +190,9 @@ class _Decision:
             way=way,
             group_node=None if group is None or (group.error is not None and not group.busy) else group.path,
             device_node=node.path if node is not None and way == "iommufd" else None,
-            lent_to=self.user.uid if way == "legacy" and self.user.uid and group and not group.everyone else None,
+            lent_to=self.user.user_id
+            if way == "legacy" and self.user.user_id and group and not group.everyone
+            else None,
             bus=ROOT_BUS if guest is None else f"pcie.{guest + 1}",
             host_numa_node=fact.numa_node,
             guest_numa_node=guest,

@@ -215,7 +215,7 @@ async def test_a_second_runner_does_no_harm_to_the_first(fake_host: FakeHost) ->
         assert {"ready", "receipt.json"} <= set(before)
         result = await fake_host.run(fake_host.plan())
         assert isinstance(result, RunnerError)
-        assert "another runner does; give each instance a --state-dir of its own" in explain(result)
+        assert "another runner uses it; give each instance a --state-dir of its own" in explain(result)
         assert {path.name: path.read_bytes() for path in state.iterdir() if path.is_file()} == before
 
     await running(fake_host, act)

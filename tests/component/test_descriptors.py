@@ -21,7 +21,7 @@ from runner.errors import RefusedError, explain
 from runner.instance.qemu import GuestEnd
 from runner.kernel import character_devices
 from runner.kernel.files import Descriptor
-from runner.kernel.inherited_fds import InheritedFd, inherited_fds, look
+from runner.kernel.inherited_fds import InheritedFd, inherited_fds, probe_descriptor
 from runner.plan.networks import HandedPlan
 from tests.support.fake_host import FakeHost
 
@@ -78,7 +78,7 @@ async def test_an_agent_sends_what_the_kernel_then_names(tmp_path: Path) -> None
         ]
         with agent(tmp_path / "agent", *messages) as path:
             async with inherited_fds({}, path) as handed:
-                found = {name: look(each.descriptor.number) for name, each in handed.items()}
+                found = {name: probe_descriptor(each.descriptor.number) for name, each in handed.items()}
                 inherited = [os.get_inheritable(each.descriptor.number) for each in handed.values()]
         assert {name: (each.kind, each.size, each.writable) for name, each in found.items()} == {
             "disk0": ("file", 4096, True),
@@ -156,12 +156,12 @@ async def test_an_agent_of_another_user_is_not_trusted(tmp_path: Path) -> None:
 INHERIT = """
 import os, sys, trio
 from runner.errors import RefusedError
-from runner.kernel.inherited_fds import inherited_fds, look
+from runner.kernel.inherited_fds import inherited_fds, probe_descriptor
 
 async def main():
     try:
         async with inherited_fds(os.environ, None) as handed:
-            print({name: look(each.descriptor.number).kind for name, each in handed.items()})
+            print({name: probe_descriptor(each.descriptor.number).kind for name, each in handed.items()})
     except RefusedError as error:
         print(error)
     print([number for number in (3, 4, 5) if os.path.exists(f"/proc/self/fd/{number}")])
@@ -230,13 +230,16 @@ def test_what_the_kernel_says_of_a_descriptor(tmp_path: Path) -> None:
         for name, path in (("null", "/dev/null"), ("unused", "/dev/net/tun"), ("directory", str(tmp_path))):
             number = os.open(path, os.O_RDONLY)
             held.callback(os.close, number)
-            said[name] = look(number).said
+            said[name] = probe_descriptor(number).description
         ends = os.pipe()
         for end in ends:
             held.callback(os.close, end)
-        said |= {"listening": look(listening.fileno()).said, "packets": look(packets.fileno()).said}
-        said["pipe"] = look(ends[0]).said
-        assert look(packets.fileno()).kind == look(listening.fileno()).kind == "other"
+        said |= {
+            "listening": probe_descriptor(listening.fileno()).description,
+            "packets": probe_descriptor(packets.fileno()).description,
+        }
+        said["pipe"] = probe_descriptor(ends[0]).description
+        assert probe_descriptor(packets.fileno()).kind == probe_descriptor(listening.fileno()).kind == "other"
     assert said == {
         "null": "the character device 1:3",
         "unused": "a /dev/net/tun that is no interface's yet (TUNSETIFF)",

@@ -149,7 +149,7 @@ def test_what_images_of_qemu_img_say(tmp_path: Path) -> None:
         (8, b"\0\0\0\0\0\0\xff\xf9", "names a backing file as no image can"),  # it ends beyond the first cluster
         (16, b"\0\0\x04\0", "names a backing file as no image can"),  # its length, 1024
         (NAME, b"\0", "names a backing file as no image can"),  # in the name
-        (24, b"\x20" + bytes(7), "says that it has 2305843009213693952 bytes"),
+        (24, b"\x20" + bytes(7), "gives a size of 2305843009213693952 bytes"),
     ],
 )
 def test_an_image_that_lies_is_refused_in_words(tmp_path: Path, at: int, value: bytes, words: str) -> None:
@@ -183,11 +183,11 @@ def test_what_a_file_system_can_do_is_tried(tmp_path: Path) -> None:
     (tmp_path / "whole").write_bytes(b"\1" * MIB)
     with (tmp_path / "holes").open("wb") as file:
         file.truncate(MIB)
-    whole, holes = (files.look(PurePosixPath(tmp_path / name), image=True) for name in ("whole", "holes"))
+    whole, holes = (files.probe_file(PurePosixPath(tmp_path / name), image=True) for name in ("whole", "holes"))
     assert (whole.sparse, holes.sparse) == (False, True)
     assert whole.direct == holes.direct
     # A file of the kernel's that nothing reads directly.
-    assert not files.look(PurePosixPath("/proc/self/status"), image=True).direct
+    assert not files.probe_file(PurePosixPath("/proc/self/status"), image=True).direct
 
 
 async def test_errors_are_told_once_and_counted(caplog: pytest.LogCaptureFixture, autojump_clock: MockClock) -> None:

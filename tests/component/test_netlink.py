@@ -15,8 +15,9 @@ import attrs
 import pytest
 
 from runner.errors import HostError, explain
+from runner.facts.network import Route
 from runner.kernel import netlink as module
-from runner.kernel.netlink import Change, FoundLink, LinkRoute, Rtnetlink
+from runner.kernel.netlink import Change, FoundLink, Rtnetlink
 
 
 def ip(*words: str) -> str:
@@ -122,11 +123,11 @@ def test_routes(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     rtnetlink.add_address(bridge, IPv4Interface("10.1.2.3/24"))
     rtnetlink.set_link(bridge, Change(up=True))
     [own] = rtnetlink.routes(bridge)
-    assert own == LinkRoute(IPv4Network("10.1.2.0/24"), source=IPv4Address("10.1.2.3"), protocol=2)
+    assert own == Route(IPv4Network("10.1.2.0/24"), source=IPv4Address("10.1.2.3"), protocol=2)
     wanted = (
-        LinkRoute(IPv4Network("0.0.0.0/0"), IPv4Address("10.1.2.1")),
-        LinkRoute(IPv4Network("10.5.0.0/16"), source=IPv4Address("10.1.2.3"), metric=7, protocol=4),
-        LinkRoute(IPv4Network("10.6.0.0/16"), IPv4Address("192.0.2.1"), onlink=True),
+        Route(IPv4Network("0.0.0.0/0"), IPv4Address("10.1.2.1")),
+        Route(IPv4Network("10.5.0.0/16"), source=IPv4Address("10.1.2.3"), metric=7, protocol=4),
+        Route(IPv4Network("10.6.0.0/16"), IPv4Address("192.0.2.1"), onlink=True),
     )
     for route in wanted:
         rtnetlink.replace_route(bridge, route)
@@ -151,7 +152,7 @@ def test_the_kernel_says_why(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     assert refused(rtnetlink.routes, gone) == "cannot read the routes of 'gone': No such device"
     assert "Numerical result out of range" in refused(rtnetlink.set_link, bridge, Change(alias="x" * 256))
     rtnetlink.set_link(bridge, Change(alias="x" * 255))
-    unreachable = LinkRoute(IPv4Network("0.0.0.0/0"), IPv4Address("10.9.9.9"))
+    unreachable = Route(IPv4Network("0.0.0.0/0"), IPv4Address("10.9.9.9"))
     assert refused(rtnetlink.replace_route, bridge, unreachable).startswith(
         "cannot put the route 0.0.0.0/0 via 10.9.9.9 through 'bridge': Network is"
     )

@@ -23,11 +23,10 @@ import trio
 from runner.errors import HostError, Status, explain
 from runner.facts.disk import FileFact
 from runner.facts.host import HostFacts
-from runner.facts.network import Resolver
-from runner.instance.discover import _interface, pod_link
+from runner.facts.network import Interface, Resolver
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
-from runner.kernel.network import Bridge, Link, build, read_links, recover, remove
+from runner.kernel.network import Bridge, build, read_interfaces, recover, remove
 from runner.kernel.processes import Command
 from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_hardware
@@ -94,11 +93,11 @@ def pod(request: pytest.FixtureRequest) -> Iterator[str]:
         ip("netns", "delete", name)
 
 
-def read_eth0() -> Link:
-    return read_links(["eth0"])["eth0"]
+def read_eth0() -> Interface:
+    return read_interfaces(["eth0"])["eth0"]
 
 
-def bridged(fake_host: FakeHost, link: Link) -> InstancePlan:
+def bridged(fake_host: FakeHost, link: Interface) -> InstancePlan:
     """Plan mode bridge with a fake QEMU and the real dnsmasq."""
     private: InstancePlan = fake_host.plan("[[network]]\n")
     facts = HostFacts(
@@ -112,7 +111,7 @@ def bridged(fake_host: FakeHost, link: Link) -> InstancePlan:
         dnsmasq=PurePosixPath(str(shutil.which("dnsmasq"))),
         files={PurePosixPath("/rom"): FileFact("file", 1 << 16)},
         users={},
-        interfaces={"eth0": _interface(link)},
+        interfaces={"eth0": link},
         resolver=Resolver((IPv4Address("10.96.0.10"),), ("default.svc.cluster.local", "cluster.local")),
     )
     text = b'[boot]\nfirmware = "/rom"\n[[network]]\nmode = "bridge"\nipv6 = true\n'
@@ -144,7 +143,7 @@ async def be_the_guest(host: Supervisor, root: Path, gateway: str) -> dict[str, 
     async def run(*argv: str) -> None:
         process = host.processes.spawn(Command("test", argv))
         with trio.fail_after(20):
-            assert await process.wait() == 0, (argv, list(process.last_words))
+            assert await process.wait() == 0, (argv, list(process.last_lines))
 
     script = root / "lease.sh"
     script.write_text(LEASE.replace("$LEASE_FILE", str(root / "lease")))
@@ -178,7 +177,7 @@ async def test_a_guest_takes_the_pods_place_and_gives_it_back(fake_host: FakeHos
         during.update(await be_the_guest(host, fake_host.root, pod))
         process = host.processes.spawn(Command("test", ("ip", "-j", "address", "show", "dev", "eth0")))
         await process.wait()
-        during["eth0"] = "".join(process.last_words)
+        during["eth0"] = "".join(process.last_lines)
         fake_host.stop.ask("test")
 
     result = await fake_host.run(plan, beside=guest)
@@ -276,9 +275,8 @@ def test_a_route_comes_back_as_whose_it_was(pod: str) -> None:
     ip("route", "add", "10.8.0.0/16", "dev", "eth0", "proto", "static", "metric", "9")
     before = state_of("eth0")
     link = read_eth0()
-    assert pod_link(_interface(link)) == link
     ip("tuntap", "add", "vmtap0", "mode", "tap")
-    bridges = [Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, pod_link(_interface(link)))]
+    bridges = [Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, link)]
     try:
         build(bridges)
         assert read_eth0() == link
@@ -293,7 +291,7 @@ async def test_a_bridge_of_somebody_else_is_left_alone(fake_host: FakeHost) -> N
     try:
         result = await fake_host.run(fake_host.plan("[[network]]\n"))
         assert isinstance(result, HostError)
-        assert "a link of that name exists and is not ours" in str(result)
+        assert "a link of that name exists and is not instance-runner's" in str(result)
         assert "vmbr0" in ip("link", "show", "vmbr0")
     finally:
         ip("link", "delete", "vmbr0")

@@ -20,7 +20,7 @@ from runner.errors import HostError, Status, explain
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel import character_devices, network
-from runner.kernel.inherited_fds import look
+from runner.kernel.inherited_fds import probe_descriptor
 from runner.kernel.processes import Command
 from runner.plan.networks import PasstPlan
 from tests.support.fake_host import FakeHost
@@ -102,8 +102,8 @@ async def run(host: Supervisor, *argv: str) -> str:
     """Run a program to its end and return what it said."""
     process = host.processes.spawn(Command("test", argv))
     with trio.fail_after(30):
-        assert await process.wait() == 0, (argv, list(process.last_words))
-    return "\n".join(process.last_words)
+        assert await process.wait() == 0, (argv, list(process.last_lines))
+    return "\n".join(process.last_lines)
 
 
 async def running(fake_host: FakeHost) -> None:
@@ -169,10 +169,10 @@ async def test_as_many_queues_as_vcpus(fake_host: FakeHost) -> None:
     seen: list[Any] = []
 
     with character_devices.tap("vmtapX", 3) as taps:
-        seen = [look(tap.number) for tap in taps]
+        seen = [probe_descriptor(tap.number) for tap in taps]
     assert [(each.kind, each.interface, each.multi_queue) for each in seen] == 3 * [("tap", "vmtapX", True)]
     with character_devices.tap("vmtapX") as [tap]:
-        assert not look(tap.number).multi_queue
+        assert not probe_descriptor(tap.number).multi_queue
     assert isinstance(await fake_host.run(plan), GuestEnd)
     [qemu] = fake_host.records("qemu", "start")
     argv = " ".join(qemu["argv"])
@@ -197,7 +197,7 @@ def test_a_macvtap_by_its_descriptors(pod: str, sysfs: Path) -> None:
     index = network.add_macvtap(link)
     nodes = set(Path("/dev").iterdir())
     with character_devices.macvtap("vmtap0", index, 2, sysfs) as taps:
-        found = [look(tap.number) for tap in taps]
+        found = [probe_descriptor(tap.number) for tap in taps]
         assert [(each.kind, each.interface, each.mac) for each in found] == 2 * [("macvtap", "vmtap0", MAC)]
         assert all(each.multi_queue for each in found)
         assert set(Path("/dev").iterdir()) == nodes, "the node went when it was open"
@@ -205,7 +205,7 @@ def test_a_macvtap_by_its_descriptors(pod: str, sysfs: Path) -> None:
     assert (shown["mtu"], shown["ifalias"], shown["link"]) == (1400, "instance-runner", pod)
     assert "UP" in shown["flags"]
     assert network.add_macvtap(link), "what a runner that was killed has left is taken down"
-    with pytest.raises(HostError, match="a link of that name exists and is not ours"):
+    with pytest.raises(HostError, match="a link of that name exists and is not instance-runner's"):
         network.add_macvtap(attrs.evolve(link, mac="52:54:00:00:00:78"))
     network.remove_macvtap(link)
     network.remove_macvtap(link)
@@ -266,7 +266,7 @@ def test_permanent_neighbours_and_ipv6_come_back(pod: str) -> None:
         return tuple(ip(*words.split()) for words in shown)
 
     before = state()
-    link = network.read_links([pod])[pod]
+    link = network.read_interfaces([pod])[pod]
     assert len(network._alias(link)) > network.LONGEST_ALIAS
     bridge = network.Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, link.mac, link, takes_ipv6=True)
     unreachable = attrs.evolve(link.routes6[0], gateway=ip_address("fd99::1"))
@@ -276,16 +276,16 @@ def test_permanent_neighbours_and_ipv6_come_back(pod: str) -> None:
         assert "fd00:1::5" not in state()[0]
         with pytest.raises(HostError):
             network.remove([refused])
-        assert network.read_links([pod])[pod] == link, "another runner could put it right"
+        assert network.read_interfaces([pod])[pod] == link, "another runner could put it right"
     network.recover([bridge])
     assert state() == before
-    assert network.read_links([pod])[pod] == link
+    assert network.read_interfaces([pod])[pod] == link
 
 
 def test_an_interface_that_cannot_be_understood(pod: str) -> None:
     ip("link", "set", pod, "alias", "instance-runner was 02:00:00:00:00:01 1500 10.0.0.5/24 10.9.0.0/16,10.0.0.1,")
-    with pytest.raises(HostError, match="cannot be understood; recreate the pod"):
-        network.read_links([pod])
+    with pytest.raises(HostError, match="is malformed; recreate the pod"):
+        network.read_interfaces([pod])
 
 
 def test_a_route_over_several_gateways_is_seen(pod: str) -> None:
@@ -307,4 +307,4 @@ def test_a_route_over_several_gateways_is_seen(pod: str) -> None:
             "eth0",
         ]
     )
-    assert [str(each) for each in network.read_links([pod])[pod].several_ways] == ["10.9.0.0/16"]
+    assert [str(each) for each in network.read_interfaces([pod])[pod].multipath] == ["10.9.0.0/16"]

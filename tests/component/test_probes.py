@@ -166,7 +166,7 @@ async def test_the_log_and_the_receipt_name_the_pod(fake_host: FakeHost) -> None
         await wait_for(fake_host.guest_runs)
         receipt = json.loads((Path(plan.state_directory) / "receipt.json").read_text())
         assert receipt["instance"] == "instance"
-        assert receipt["pod"] == {"name": "web-1", "namespace": "prod", "node": 'a "node"', "uid": POD.uid}
+        assert receipt["pod"] == {"name": "web-1", "namespace": "prod", "node": 'a "node"', "uid": POD.pod_uid}
         fake_host.stop.ask("test")
 
     await looked_at(fake_host, plan, look)

@@ -26,7 +26,7 @@ async def test_statuses() -> None:
         process = processes.spawn(shell("echo; echo one; echo two; exit 1"))
         await process.wait()
         assert process.how_it_ended() == "exited with status 1, saying 'two'"
-        assert list(process.last_words) == ["one", "two"]
+        assert list(process.last_lines) == ["one", "two"]
 
 
 async def test_many_at_once_each_gets_its_own_status() -> None:
@@ -72,7 +72,7 @@ async def test_stop_asks_first_and_then_insists() -> None:
         polite = processes.spawn(shell("trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done"))
         deaf = processes.spawn(shell("trap '' TERM; echo ready; while :; do sleep 0.01; done"))
         for process in (polite, deaf):
-            while not process.last_words:
+            while not process.last_lines:
                 await trio.sleep(0.005)
         await processes.stop(polite, 5)
         await processes.stop(deaf, 0.05)
@@ -83,7 +83,7 @@ async def test_stop_asks_first_and_then_insists() -> None:
 async def test_a_stopped_process_hears_the_sigterm() -> None:
     async with open_processes() as processes:
         process = processes.spawn(shell("echo ready; exec sleep 100"))
-        while not process.last_words:
+        while not process.last_lines:
             await trio.sleep(0.005)
         process.send_signal(signal.SIGSTOP)
         with trio.fail_after(4):
@@ -124,7 +124,7 @@ async def test_a_child_gets_a_user_and_nothing_else_of_ours() -> None:
         del os.environ["OF_OURS"]
         os.close(reading)
         os.close(writing)
-    uid, gid, groups, directory, secret, numbers = list(process.last_words)[:6]
+    uid, gid, groups, directory, secret, numbers = list(process.last_lines)[:6]
     assert (uid, gid, sorted(groups.split()), directory, secret) == (
         "65534",
         "65533",
@@ -149,7 +149,7 @@ async def test_endless_output_without_a_line_end_is_bounded() -> None:
     async with open_processes() as processes:
         process = processes.spawn(shell("head -c 3000000 /dev/zero | tr '\\0' x"))
         assert await process.wait() == 0
-        assert max(map(len, process.last_words)) < 1 << 18
+        assert max(map(len, process.last_lines)) < 1 << 18
 
 
 def test_signal_names() -> None:

@@ -33,6 +33,6 @@ def test_the_example_with_two_interfaces_and_a_disk_by_its_descriptor(start: Pro
     assert "guest: interface eth0 0a:58:0a:f4:01:05 mtu 1500 queues 2" in run.console
     assert re.search("guest: interface eth1 52:54:00:[0-9a-f:]{8} mtu 1400 queues 2", run.console)
     assert "guest: disk vda of 8 sectors beginning with HANDED-OVER" in run.console
-    assert "handed to us name=disk0 kind=a file of 4096 bytes" in run.log
+    assert "inherited descriptor name=disk0 kind=a file of 4096 bytes" in run.log
     assert run.stop() == 0, run.log
     assert "faults=0" in run.log

@@ -15,7 +15,8 @@ import pytest
 import trio
 
 from runner.cpuset import CpuSet
-from runner.inspect.observe import MountedHost, observe_node
+from runner.facts.roots import Roots
+from runner.inspect.observe import observe_node
 from runner.inspect.rules import judge
 from runner.kernel import cgroup
 from tests.node.cgroups import Cgroup, task
@@ -70,7 +71,7 @@ class Node:
 
     def verdicts(self) -> dict[str, tuple[str, str]]:
         """Return rule → result and reasons, as this process sees it."""
-        report = judge(trio.run(observe_node, MountedHost(), cgroup.Cgroup(TREE.path), self.kubelet.directory))
+        report = judge(trio.run(observe_node, Roots(), cgroup.Cgroup(TREE.path), self.kubelet.directory))
         return {verdict.rule: (verdict.result.value, "; ".join(verdict.reasons)) for verdict in report.verdicts}
 
     def violation(self, rule: str) -> str:

@@ -116,7 +116,7 @@ def test_a_tap_that_a_runtime_hands_on(world: World) -> None:
         more = '[[network]]\nmode = "descriptor"\nfd = "net0"\n'
         instance = world.start(1, "1", more, environment=environment, descriptors=(tap.number,))
         instance.up()
-        assert "handed to us name=net0 kind=the tap 'handed0'" in instance.running.output
+        assert "inherited descriptor name=net0 kind=the tap 'handed0'" in instance.running.output
         holders: dict[str, int] = {}
         for pid in members_of(instance.running.pid):
             name = Path(f"/proc/{pid}/comm").read_text().strip()

@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 
-from runner.instance.passthrough import look_at_device
+from runner.facts.roots import Roots
+from runner.kernel.pci import read_pci_device
 from runner.plan.instance import InstancePlan
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 
@@ -59,7 +60,7 @@ def with_devices(plan: InstancePlan, root: Path, *ways: str) -> InstancePlan:
     paper_pci(root, records)
     devices = []
     for record, way in zip(records, ways, strict=True):
-        fact = look_at_device(record["address"], root)
+        fact = read_pci_device(record["address"], Roots.below(root))
         assert fact is not None
         assert fact.group_node is not None
         assert fact.device_node is not None

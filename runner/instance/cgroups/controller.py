@@ -9,16 +9,15 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 import attrs
 import trio
 
 from runner.errors import HostError, PlacementError, explain
+from runner.facts.roots import Roots
 from runner.instance.cgroups.entered import EnteredCgroups
 from runner.instance.cgroups.float import entered_float
 from runner.instance.daemons import RestartedChild
-from runner.instance.discover import CGROUP_ROOT
 from runner.instance.supervisor import Faults, Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.placement.backends import ControllerPlacement
@@ -131,5 +130,5 @@ async def _registration(
 
 async def _register(placement: ControllerPlacement, pod: str, held: ExitStack) -> Registration:
     """Register once; a controller that sends no descriptors needs the cgroup at the path *pod* to be visible here."""
-    cgroup = Cgroup(Path(CGROUP_ROOT) / pod.lstrip("/"))
+    cgroup = Cgroup(Roots().cgroup / pod.lstrip("/"))
     return await register(placement.socket, placement.pod_uid, placement.cpus, cgroup, held)

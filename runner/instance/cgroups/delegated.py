@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 
 import trio
 
 from runner.errors import HostError, PlacementError
+from runner.facts.roots import Roots
 from runner.instance.cgroups.entered import EnteredCgroups
 from runner.instance.cgroups.float import entered_float
 from runner.instance.daemons import RestartedChild
-from runner.instance.discover import CGROUP_ROOT
 from runner.instance.supervisor import Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.placement.backends import DelegatedPlacement
@@ -36,7 +35,7 @@ async def delegated_cgroups(
     made after it could never hold anything ("Threads" of cgroup-v2.rst).
     """
     pod = supervisor.procfs.cgroup()
-    scope = Cgroup(Path(CGROUP_ROOT)).at(pod)
+    scope = Cgroup(Roots().cgroup).at(pod)
     float_cgroup, instance = scope.child("float"), scope.child("instance")
     before = scope.enabled()
     try:

@@ -18,7 +18,7 @@ import trio
 from runner.errors import Problem, RefusedError, RunnerError, SpecError, explain
 from runner.instance.discover import read_disk_facts
 from runner.instance.disks import DiskEvents, opened
-from runner.kernel.files import look
+from runner.kernel.files import probe_file
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan, disk_words, plan_disk
 from runner.plan.instance import InstancePlan
@@ -250,7 +250,7 @@ def _grown(disk: DiskPlan, before: int, size: int | None) -> int:
         kind = "read-only" if disk.read_only else "ephemeral"
         raise RefusedError(f"cannot grow {disk.name!r}: it is {kind}")
     if disk.layers[0].block:
-        there = look(PurePosixPath(disk.path), image=False).size
+        there = probe_file(PurePosixPath(disk.path)).size
         if size is not None and size > there:
             raise RefusedError(
                 f"cannot grow {disk.name!r} to {format_size(size)}: {str(disk.path)!r} has {format_size(there)}; grow that first"

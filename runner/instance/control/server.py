@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NoReturn
 
 import trio
 
 from runner.errors import Problem, RunnerError, SpecError, explain
+from runner.facts.roots import Roots
 from runner.instance.control.hotplug import DiskHotplug
 from runner.kernel.peers import PeerError, Peers, boot_time
 from runner.kernel.sockets import Socket, accepted
@@ -44,7 +44,6 @@ MOST_CLIENTS = 8
 SILENT_FOR = 30.0
 """Seconds a client may say nothing, or not read its answer."""
 
-_PEERS = Peers(Path("/proc"))
 _SIZE = size_rule(1 << 20)
 
 
@@ -75,16 +74,17 @@ async def _converse(connection: trio.socket.SocketType, accepted_at: float, disk
 
 
 def _check(connection: trio.socket.SocketType, accepted_at: float) -> None:
+    peers = Peers(Roots().proc)
     try:
-        peer = _PEERS.identify(connection, accepted_at)
+        peer = peers.identify(connection, accepted_at)
     except PeerError as error:
         raise RpcError(
             NOBODY, "cannot see who asks: his PID namespace is not the instance's; ask from inside its container"
         ) from error
-    if peer.uid != 0 or peer.pid_namespace != _PEERS.own_namespace():
+    if peer.user_id != 0 or peer.pid_namespace != peers.own_namespace():
         raise RpcError(
             NOBODY,
-            f"cannot serve process {peer.pid} of user {peer.uid}: only root in the instance's own PID namespace may ask; "
+            f"cannot serve process {peer.pid} of user {peer.user_id}: only root in the instance's own PID namespace may ask; "
             "use `kubectl exec`",
         )
 

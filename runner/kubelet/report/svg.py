@@ -50,8 +50,8 @@ FILLS = (
 
 
 @attrs.frozen
-class _Look:
-    """How a CPU looks, and what is said of it when the mouse stands on it."""
+class _CpuStyle:
+    """The colours of a CPU, and the owner that its tooltip names."""
 
     fill: str
     ink: str
@@ -70,12 +70,12 @@ class _Box:
 def picture_svg(plan: NodePlan) -> str:
     """Draw *plan*; the same plan gives the same text."""
     styled = [
-        (owner, _Look(fill, ink, owner.name))
+        (owner, _CpuStyle(fill, ink, owner.name))
         for owner, (fill, ink) in zip(owners_of(plan), itertools.cycle(FILLS), strict=False)
     ]
-    looks = {cpu: _Look(RESERVED, INK, "reserved") for cpu in reserved_of(plan)}
-    looks |= {cpu: look for owner, look in styled for cpu in owner.cpus}
-    bodies = [_cores(plan, node.id, looks) for node in plan.hardware.numa_nodes]
+    styles = {cpu: _CpuStyle(RESERVED, INK, "reserved") for cpu in reserved_of(plan)}
+    styles |= {cpu: style for owner, style in styled for cpu in owner.cpus}
+    bodies = [_cores(plan, node.id, styles) for node in plan.hardware.numa_nodes]
     inside = max(body.width for body in bodies)
     boxes = [
         _numa_node(title_of(node.id, plan.hardware), facts_of(plan, node.id), body, inside)
@@ -129,7 +129,7 @@ def _numa_node(title: str, facts: Iterable[str], body: _Box, inside: int) -> _Bo
     return _Box(width, height, drawing)
 
 
-def _cores(plan: NodePlan, numa_node: int, looks: Mapping[int, _Look]) -> _Box:
+def _cores(plan: NodePlan, numa_node: int, styles: Mapping[int, _CpuStyle]) -> _Box:
     """Draw the cores of *numa_node*, those that share an L3 cache together."""
     drawing: list[str] = []
     y = width = 0
@@ -138,9 +138,9 @@ def _cores(plan: NodePlan, numa_node: int, looks: Mapping[int, _Look]) -> _Box:
         for group in line:
             for core in group:
                 for thread, cpu in enumerate(core):
-                    look = looks.get(cpu, _Look(FREE, FAINT, "shared pool"))
+                    style = styles.get(cpu, _CpuStyle(FREE, FAINT, "shared pool"))
                     drawing.append(
-                        _cell(x, y + thread * CELL_HEIGHT, cpu, f"CPU {cpu}, core {min(core)}: {look.who}", look)
+                        _cell(x, y + thread * CELL_HEIGHT, cpu, f"CPU {cpu}, core {min(core)}: {style.who}", style)
                     )
                 x += CELL_WIDTH + CORE_GAP
             x += CACHE_GAP - CORE_GAP
@@ -149,27 +149,27 @@ def _cores(plan: NodePlan, numa_node: int, looks: Mapping[int, _Look]) -> _Box:
     return _Box(max(width, 260), max(0, y - ROW_GAP), drawing)
 
 
-def _cell(x: int, y: int, cpu: int, tip: str, look: _Look) -> str:
+def _cell(x: int, y: int, cpu: int, tip: str, style: _CpuStyle) -> str:
     return (
         f"<g><title>{escape(tip)}</title>"
-        f'<rect x="{x}" y="{y}" width="{CELL_WIDTH}" height="{CELL_HEIGHT}" fill="{look.fill}" stroke="#80868b" stroke-width="0.6"/>'
-        f'<text x="{x + CELL_WIDTH / 2:g}" y="{y + 12}" font-size="10" text-anchor="middle" fill="{look.ink}">{cpu}</text></g>'
+        f'<rect x="{x}" y="{y}" width="{CELL_WIDTH}" height="{CELL_HEIGHT}" fill="{style.fill}" stroke="#80868b" stroke-width="0.6"/>'
+        f'<text x="{x + CELL_WIDTH / 2:g}" y="{y + 12}" font-size="10" text-anchor="middle" fill="{style.ink}">{cpu}</text></g>'
     )
 
 
-def _legend(styled: Iterable[tuple[Owner, _Look]], reserved: CpuSet, width: int) -> _Box:
+def _legend(styled: Iterable[tuple[Owner, _CpuStyle]], reserved: CpuSet, width: int) -> _Box:
     entries = [
-        (_Look(RESERVED, INK, ""), f"reserved: {reserved or 'nothing'}"),
-        (_Look(FREE, FAINT, ""), "shared pool"),
+        (_CpuStyle(RESERVED, INK, ""), f"reserved: {reserved or 'nothing'}"),
+        (_CpuStyle(FREE, FAINT, ""), "shared pool"),
     ]
     entries += [
-        (look, f"{owner.name}{'' if owner.planned else ' (there before)'}: {owner.cpus}") for owner, look in styled
+        (style, f"{owner.name}{'' if owner.planned else ' (there before)'}: {owner.cpus}") for owner, style in styled
     ]
     drawing = []
     y = 0
-    for look, words in entries:
+    for style, words in entries:
         drawing.append(
-            f'<rect x="0" y="{y}" width="{2 * SWATCH}" height="{SWATCH}" fill="{look.fill}" stroke="#80868b" stroke-width="0.6"/>'
+            f'<rect x="0" y="{y}" width="{2 * SWATCH}" height="{SWATCH}" fill="{style.fill}" stroke="#80868b" stroke-width="0.6"/>'
         )
         for line in _broken(words, int((width - 2 * SWATCH - 8) / LETTER)):
             drawing.append(_text(2 * SWATCH + 8, y + 10, line, 11, INK))

@@ -54,7 +54,7 @@ def identify_and_end(
 def test_knows_a_process(listener: socket.socket, peers: Peers) -> None:
     process, connection, accepted_at = connect(listener)
     peer = identify_and_end(peers, process, connection, accepted_at)
-    assert (peer.pid, peer.uid) == (process.pid, os.getuid())
+    assert (peer.pid, peer.user_id) == (process.pid, os.getuid())
     assert peer.pid_namespace == peers.own_namespace()
     assert peer.cgroup == next(
         line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")

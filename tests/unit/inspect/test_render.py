@@ -10,6 +10,7 @@ import attrs
 from runner.cli.inspect import ReportFormatter
 from runner.cpuset import CpuSet
 from runner.errors import Status
+from runner.facts.memory import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (
     GuestMemory,
@@ -43,7 +44,7 @@ INSTANCE = InstanceObservation(
     others=(),
     hidden="",
     memory=GuestMemory({0: 3 * MIB}, {1: 2 * MIB}),
-    charge=PodCharge("/pod", 3 * MIB, 2 * MIB),
+    charge=PodCharge("/pod", MemoryCharge(3 * MIB, 2 * MIB)),
 )
 KUBELET = KubeletObservation(CpuSet([0]), CpuSet([0]), CpuSet([0, 4]), {INSTANCE.name: CpuSet([4])}, None)
 REPORT = judge(Observation("node", (INSTANCE,), KUBELET))

@@ -8,6 +8,7 @@ import attrs
 import pytest
 
 from runner.cpuset import CpuSet
+from runner.facts.memory import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (
     GuestMemory,
@@ -63,7 +64,7 @@ GOOD = InstanceObservation(
     ),
     hidden="",
     memory=GuestMemory({0: 64 * MIB}, {0: 128 * MIB}),
-    charge=PodCharge(POD, 64 * MIB, 128 * MIB),
+    charge=PodCharge(POD, MemoryCharge(64 * MIB, 128 * MIB)),
 )
 KUBELET = KubeletObservation(
     float_cpus=CpuSet.parse("0-1,4"),
@@ -254,7 +255,7 @@ def test_memory_that_cannot_be_seen() -> None:
     ],
 )
 def test_memory_charged_elsewhere(memory: int, huge: int, sentence: str) -> None:
-    charge = PodCharge(POD, memory * MIB, huge * MIB)
+    charge = PodCharge(POD, MemoryCharge(memory * MIB, huge * MIB))
     assert sentence in violations(memory_charged(attrs.evolve(GOOD, charge=charge)))
 
 

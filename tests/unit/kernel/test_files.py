@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.errors import HostError, explain
+from runner.facts.disk import DocumentFact
 from runner.kernel.files import append, copied, copy_new, filled_memory, opened, read_document
 
 
@@ -56,11 +57,10 @@ def test_files_in_memory_are_opened_as_they_will_be_used(tmp_path: Path) -> None
 def test_documents_that_are_none_keep_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "large").write_bytes(b"x" * 11)
-    assert read_document(PurePosixPath(tmp_path / "large"), 11) == (b"x" * 11, None)
-    assert read_document(PurePosixPath(tmp_path / "large"), 10) == (
-        b"",
-        "it has 11 bytes, of which at most 10 are taken",
+    assert read_document(PurePosixPath(tmp_path / "large"), 11) == DocumentFact(b"x" * 11)
+    assert read_document(PurePosixPath(tmp_path / "large"), 10) == DocumentFact(
+        error="it has 11 bytes, of which at most 10 are taken"
     )
-    assert read_document(PurePosixPath(tmp_path / "fifo"), 10) == (b"", "it is not a file")
-    assert read_document(PurePosixPath(tmp_path), 10) == (b"", "it is not a file")
-    assert read_document(PurePosixPath(tmp_path / "none"), 10) == (b"", "No such file or directory")
+    assert read_document(PurePosixPath(tmp_path / "fifo"), 10) == DocumentFact(error="it is not a file")
+    assert read_document(PurePosixPath(tmp_path), 10) == DocumentFact(error="it is not a file")
+    assert read_document(PurePosixPath(tmp_path / "none"), 10) == DocumentFact(error="No such file or directory")

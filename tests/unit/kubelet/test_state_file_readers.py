@@ -17,6 +17,7 @@ from runner.controller.loop import Intervals, ReconcileLoop
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
+from runner.facts.roots import Roots
 from runner.inspect import observe
 from runner.inspect.observation import KubeletObservation, Unknown
 from runner.kernel.cgroup import Cgroup
@@ -55,8 +56,8 @@ async def by_check(kubelet: KubeletFiles) -> CpuState | Frozen | None:
 
 async def by_inspect(kubelet: KubeletFiles) -> KubeletObservation | Unknown:
     root = kubelet.directory.parent
-    machine = observe.MountedHost(sys=root / "sys")
-    return await observe._kubelet_now(machine, Cgroup(root / "stelia"), kubelet.directory)
+    roots = Roots(sys=root / "sys")
+    return await observe._kubelet_now(roots, Cgroup(root / "stelia"), kubelet.directory)
 
 
 def by_plan(kubelet: KubeletFiles) -> CpuState | None:

@@ -48,7 +48,7 @@ def test_who_it_is_stays_the_same() -> None:
     in_pod = plan_of(f"{KERNEL}[cloud_init]\n", attrs.evolve(READ, pod_uid="pod-uid")).machine.seed
     assert in_pod is not None
     assert in_pod.instance_id == "pod-uid"
-    in_docker = plan_of(f"{KERNEL}[cloud_init]\n", attrs.evolve(READ, uid="0123abcd" * 8)).machine.seed
+    in_docker = plan_of(f"{KERNEL}[cloud_init]\n", attrs.evolve(READ, container_uid="0123abcd" * 8)).machine.seed
     assert in_docker is not None
     assert in_docker.instance_id == "instance", "the container's id is another one each time"
     assert json.loads(seed("[cloud_init]\n", '[instance]\nname = "a_b"\n').meta_data.content)["local-hostname"] == "a-b"

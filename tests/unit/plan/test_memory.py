@@ -53,8 +53,8 @@ FACTS = HostFacts(
     virtiofsd=Virtiofsd(PurePosixPath("/v"), rust=True, version=(1, 13)),
     files={PurePosixPath("/k"): FileFact("file", 1), PurePosixPath("/srv"): FileFact("directory")},
     users={"nobody": User("nobody", 65534, 65534), "root": User("root", 0, 0)},
-    kvm=Kvm(None, gid=104, mode=0o660),
-    uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
+    kvm=Kvm(None, group_id=104, mode=0o660),
+    container_uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
     controller_error=None,
 )
 ALL_CPUS = '[cpu]\ncount = "all"\nplacement = "controller"\n'

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from ipaddress import IPv6Address, IPv6Interface, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from pathlib import PurePosixPath
 
 import attrs
@@ -179,7 +179,7 @@ def test_a_pods_ipv6_address_goes_with_the_other_when_asked() -> None:
         ),
         (
             BRIDGE,
-            {"interfaces": {"eth0": attrs.evolve(POD, several_ways=("0.0.0.0/0",))}},
+            {"interfaces": {"eth0": attrs.evolve(POD, multipath=(IPv4Network("0.0.0.0/0"),))}},
             "network[0].interface: 'eth0' has the route 0.0.0.0/0 over several gateways",
         ),
         (KERNEL + '[[network]]\nmode = "passt"\n', {"passt": None}, "network[0].mode: cannot find the program 'passt'"),
@@ -202,7 +202,7 @@ def test_what_cannot_be_had_is_refused(text: str, facts: dict[str, object], expe
 
 
 def test_a_permanent_neighbour_is_told_of() -> None:
-    pod = attrs.evolve(POD, neighbours=(PermanentNeighbour("169.254.1.1", "02:00:00:00:00:01"),))
+    pod = attrs.evolve(POD, neighbours=(PermanentNeighbour(IPv4Address("169.254.1.1"), "02:00:00:00:00:01"),))
     remarks = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod})).remarks
     assert any("permanent neighbour 169.254.1.1" in remark for remark in remarks)
 

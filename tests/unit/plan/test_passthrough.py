@@ -13,7 +13,8 @@ from runner.errors import SpecError
 from runner.facts.host import HostFacts, User
 from runner.facts.memory import MemoryLimits
 from runner.facts.pci import Bar, DeviceNode, PciFact, VfioFacts
-from runner.instance.passthrough import look_at_device
+from runner.facts.roots import Roots
+from runner.kernel.pci import read_pci_device
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv
 from runner.plan.instance import share_grace
 from runner.plan.passthrough import asked_devices, bar_window, guest_address_bits, listed, top_of_addresses
@@ -49,7 +50,7 @@ def hgx(tmp_path: Path) -> HostFacts:
 
 def host(root: Path, records: list[Record]) -> HostFacts:
     paper_pci(root, records)
-    found = [look_at_device(record["address"], root) for record in records]
+    found = [read_pci_device(record["address"], Roots.below(root)) for record in records]
     vfio = VfioFacts(
         devices={fact.address: fact for fact in found if fact is not None},
         environment=GIVEN,
@@ -492,10 +493,10 @@ def test_time_to_let_go_of_devices_is_taken_from_the_guests() -> None:
 
 def test_facts_of_devices_are_asked_for_by_address(tmp_path: Path) -> None:
     paper_pci(tmp_path, HGX)
-    found = look_at_device(GPU, tmp_path)
+    found = read_pci_device(GPU, Roots.below(tmp_path))
     assert isinstance(found, PciFact)
     assert found.group_node == DeviceNode(PurePosixPath(tmp_path / "dev/vfio/30"), None, busy=False, everyone=False)
-    assert look_at_device("0000:ff:00.0", tmp_path) is None
+    assert read_pci_device("0000:ff:00.0", Roots.below(tmp_path)) is None
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ FACTS = HostFacts(
         PurePosixPath("/dev/null"): FileFact("character"),
     },
     users={"nobody": User("nobody", 65534, 65534), "dnsmasq": User("dnsmasq", 101, 65534)},
-    kvm=Kvm(None, gid=104, mode=0o660),
+    kvm=Kvm(None, group_id=104, mode=0o660),
     vhost_net=True,
     vhost_vsock=True,
     passt=PurePosixPath("/usr/bin/passt"),
@@ -314,7 +314,7 @@ def test_descriptors_are_all_passed_on() -> None:
         (
             '[boot]\nkernel = "/closed/kernel"\n',
             {},
-            "boot.kernel: '/closed/kernel' cannot be looked at (Permission denied)",
+            "boot.kernel: '/closed/kernel' cannot be examined (Permission denied)",
         ),
         ('[boot]\nkernel = "/srv"\n', {}, "boot.kernel: '/srv' is a directory, not a file"),
         ('[boot]\nkernel = "/boot/unreadable"\n', {}, "boot.kernel: cannot read '/boot/unreadable': Permission denied"),
@@ -567,7 +567,7 @@ def test_memory_that_cannot_be_divided_is_refused() -> None:
 NODE = attrs.evolve(
     EPYC,
     allowed_cpus=CpuSet.parse("2-3,10-11"),
-    uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
+    container_uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
     controller_error=None,
     delegation_error=None,
 )
@@ -640,9 +640,9 @@ def test_strays_are_swept_where_there_is_somewhere_to_sweep_them_to(spec: str, s
 @pytest.mark.parametrize(
     ("kvm", "accel", "user", "groups"),
     [
-        (Kvm(None, gid=104, mode=0o660), "kvm", "nobody", (104,)),
-        (Kvm(None, gid=0, mode=0o666), "kvm", "nobody", ()),
-        (Kvm(None, gid=0, mode=0o600), "kvm", "root", ()),
+        (Kvm(None, group_id=104, mode=0o660), "kvm", "nobody", (104,)),
+        (Kvm(None, group_id=0, mode=0o666), "kvm", "nobody", ()),
+        (Kvm(None, group_id=0, mode=0o600), "kvm", "root", ()),
         (Kvm("not found"), "tcg", "nobody", ()),
     ],
 )
@@ -671,7 +671,12 @@ def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_told_elsewhere()
 
 def test_vcpus_placed_by_the_controller_are_not_under_the_pods_cpu_max() -> None:
     facts = attrs.evolve(
-        FACTS, allowed_cpus=CpuSet([1, 2]), cpu_time=1.5, pod=PodQos("guaranteed"), uid="a", controller_error=None
+        FACTS,
+        allowed_cpus=CpuSet([1, 2]),
+        cpu_time=1.5,
+        pod=PodQos("guaranteed"),
+        container_uid="a",
+        controller_error=None,
     )
     plan = plan_of(KERNEL + "[cpu]\ncount = 2\n", facts)
     assert plan.placement.backend == "controller"
@@ -681,7 +686,7 @@ def test_root_is_never_taken_in_silence() -> None:
     nobody = plan_of(KERNEL, attrs.evolve(FACTS, users={}))
     assert nobody.machine.user.name == "root"
     assert any("QEMU runs as root, because none of the users" in remark for remark in nobody.remarks)
-    locked = attrs.evolve(FACTS, kvm=Kvm(None, gid=0, mode=0o600))
+    locked = attrs.evolve(FACTS, kvm=Kvm(None, group_id=0, mode=0o600))
     assert any("QEMU runs as root, because /dev/kvm" in remark for remark in plan_of(KERNEL, locked).remarks)
     assert problems(KERNEL + '[instance]\nuser = "nobody"\n', locked) == [
         "instance.user: 'nobody' cannot use /dev/kvm (mode 600); chmod it to 660 with a group"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.instance.discover import parse_pod_uid, parse_uid
+from runner.kubelet.pod_uid import is_container_uid, parse_container_uid, parse_pod_uid
 
 UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 DASHED = UID.replace("-", "_")
@@ -38,6 +38,7 @@ ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
         (f"/kubepods.slice/kubepods-pod{UID[:-1]}.slice/x.scope", [], None),
     ],
 )
-def test_uid(cgroup: str, roots: list[str], expected: str | None) -> None:
-    assert parse_uid(cgroup, roots) == expected
+def test_the_pod_uid_or_the_container_id_is_found(cgroup: str, roots: list[str], expected: str | None) -> None:
+    assert parse_container_uid(cgroup, roots) == expected
     assert parse_pod_uid(cgroup, roots) == (None if expected == ID else expected)
+    assert expected is None or is_container_uid(expected)

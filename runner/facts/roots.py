@@ -1,0 +1,24 @@
+"""The directories where the kernel's file systems are mounted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+import attrs
+
+
+@attrs.frozen
+class Roots:
+    """The mount points of one machine, so that another machine's or a recorded tree can be read as well."""
+
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+    dev: Path = Path("/dev")
+    cgroup: Path = Path("/sys/fs/cgroup")
+    """The mount point of cgroup version 2."""
+
+    @classmethod
+    def below(cls, root: Path) -> Self:
+        """Return the mount points of the machine whose root directory is *root*."""
+        return cls(root / "proc", root / "sys", root / "dev", root / "sys/fs/cgroup")

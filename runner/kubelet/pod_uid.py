@@ -1,0 +1,49 @@
+"""The UID of the pod that a process is in, from what the process can see of its own cgroup and mounts (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+
+from runner.kubelet.pod_cgroups import parse_bare_container, parse_container
+
+_UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
+"""A pod's UID; in the name of a slice its hyphens are underscores, and a static pod's has none."""
+_CONTAINER_ID = r"[0-9a-f]{64}"
+
+
+def parse_pod_uid(cgroup: str, mounted: Iterable[str]) -> str | None:
+    """Return the UID of the pod whose container has the cgroup path *cgroup*, or ``None`` if neither source shows one.
+
+    The kubelet names the pod's cgroup by its UID (:mod:`runner.kubelet.pod_cgroups`), and mounts ``/etc/hosts`` and the
+    termination log from ``/var/lib/kubelet/pods/UID``. *mounted* are the directories mounted in the container, as paths
+    in their own file systems.
+    """
+    container = parse_container(cgroup)
+    if container is not None:
+        return container.owner
+    source = next(filter(None, (re.search(rf"/pods/({_UID})/", path, re.ASCII) for path in mounted)), None)
+    return None if source is None else source[1].replace("_", "-")
+
+
+def parse_container_uid(cgroup: str, mounted: Collection[str]) -> str | None:
+    """Return the pod's UID, or without a kubelet the container's id.
+
+    docker and podman keep ``/etc/hosts`` in a directory that is named by the container's id.
+    """
+    pod_uid = parse_pod_uid(cgroup, mounted)
+    if pod_uid is not None:
+        return pod_uid
+    for path in (cgroup, *mounted):
+        container = parse_bare_container(path)
+        if container is not None:
+            return container.owner
+        directory = re.search(rf"[/-]containers?/({_CONTAINER_ID})/", path, re.ASCII)
+        if directory is not None:
+            return directory[1]
+    return None
+
+
+def is_container_uid(text: str) -> bool:
+    """Tell whether *text* has the form of a pod's UID or of a container's id."""
+    return re.fullmatch(rf"{_UID}|{_CONTAINER_ID}", text, re.ASCII) is not None
