@@ -73,12 +73,10 @@ async def read_host_facts(
     """
     procfs = Procfs(roots.proc)
     cgroup = procfs.cgroup()
-    pod = read_pod(procfs, os.environ)
     qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
     virtiofsd, virtiofsd_error = await find_virtiofsd(processes) if spec.share else (None, "")
     limits = _memory_limits(spec, procfs, roots, cgroup)
-    container_uid = _container_uid(procfs, cgroup) if spec.cpu.placement in {"auto", "controller"} else None
-    return HostFacts(
+    facts = HostFacts(
         allowed_cpus=read_mask(),
         hardware=read_hardware(roots.sys.parent),
         memory_nodes=procfs.memory_nodes(),
@@ -105,16 +103,9 @@ async def read_host_facts(
         vhost_vsock=spec.guest.vsock is not None and may_open(roots.dev / "vhost-vsock"),
         interfaces=_interfaces(spec),
         resolver=Resolver.parse(read_text(PurePosixPath("/etc/resolv.conf"))),
-        pod=pod,
-        pod_name=read_pod_name(os.environ),
-        online_cpus=CpuSet() if pod is None else _online_cpus(roots),
-        cpu_time=min(cpu_limits(PurePosixPath(roots.cgroup), cgroup), default=None),
-        container_uid=container_uid,
-        pod_uid=None if spec.cloud_init is None else _pod_uid(procfs, cgroup),
-        controller_error=_controller_error(spec.cpu.controller, container_uid),
-        delegation_error=_delegation_error(roots, cgroup) if spec.cpu.placement in {"auto", "delegated"} else None,
         vfio=await _vfio(spec, processes, roots, qemu) if spec.device else None,
     )
+    return _with_pod(facts, spec, procfs, roots, cgroup)
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------
@@ -216,6 +207,23 @@ async def _version_output(processes: Processes, role: str, path: PurePosixPath) 
 
 
 # -- the pod and its cgroups -----------------------------------------------------------------------------------------
+
+
+def _with_pod(facts: HostFacts, spec: InstanceSpec, procfs: Procfs, roots: Roots, cgroup: str) -> HostFacts:
+    placement = spec.cpu.placement
+    pod = read_pod(procfs, os.environ)
+    container_uid = _container_uid(procfs, cgroup) if placement in {"auto", "controller"} else None
+    return attrs.evolve(
+        facts,
+        pod=pod,
+        pod_name=read_pod_name(os.environ),
+        online_cpus=CpuSet() if pod is None else _online_cpus(roots),
+        cpu_time=min(cpu_limits(PurePosixPath(roots.cgroup), cgroup), default=None),
+        container_uid=container_uid,
+        pod_uid=None if spec.cloud_init is None else _pod_uid(procfs, cgroup),
+        controller_error=_controller_error(spec.cpu.controller, container_uid),
+        delegation_error=_delegation_error(roots, cgroup) if placement in {"auto", "delegated"} else None,
+    )
 
 
 def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> PodQos | None:
