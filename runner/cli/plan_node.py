@@ -1,6 +1,6 @@
-"""The command ``plan --node``: reads the host, the kubelet's files and the manifests, and says what would become of the pods.
+"""The command ``plan --node``: reads the host, the kubelet's files and manifests, and prints the plan of the node.
 
-Only this command imports it: what it needs (YAML, the kubelet's managers) is nothing that PID 1 should pay for.
+Only this command imports it, so that PID 1 does not pay for YAML and the kubelet's managers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 
 PLACEHOLDER = "unset"
-"""The value of a variable that a spec declares and nobody has set where it is only planned."""
+"""The value of a variable that a spec declares and that is not set where only a plan is made."""
 WIDTH = 120
 """Columns of the output where it is no terminal."""
 
@@ -42,7 +42,7 @@ POD_LEVEL_RESOURCES_SINCE = 34
 
 
 def record(arguments: argparse.Namespace) -> int:
-    """Write the host down (``--record``)."""
+    """Write a record of the host (``--record``)."""
     hardware = read_hardware(arguments.sys or Path("/"))
     if arguments.record == "-":
         print(hardware.to_json(), end="")
@@ -110,7 +110,7 @@ def _manifests(paths: Iterable[str], configuration: Value, minor: int) -> tuple[
 
 
 def _states(paths: Iterable[str]) -> States:
-    """Read state files, told apart by what is in them; a directory has both under the kubelet's names."""
+    """Read state files, recognised by their content; a directory has both under the kubelet's names."""
     states = States()
     for path in paths:
         files = [Path(path)]
@@ -128,7 +128,7 @@ def _states(paths: Iterable[str]) -> States:
 
 
 def _devices(listed: Iterable[str], hardware: Hardware) -> Devices:
-    """Read ``nvidia.com/gpu=4@0``: four devices on NUMA node 0; without one where the plugin does not say."""
+    """Read ``nvidia.com/gpu=4@0``: four devices on NUMA node 0; no NUMA node where the plugin names none."""
     numa_nodes = {node.id for node in hardware.numa_nodes}
     devices: dict[str, dict[int | None, int]] = {}
     for text in listed:

@@ -1,7 +1,7 @@
-"""Keeping the tree as the kubelet says: reading, deciding, doing, again and again.
+"""The loop that keeps the tree as the kubelet's state requires: read, decide, apply.
 
-There is no state to lose. What is desired is in the kubelet's files, what is there is in the kernel; a controller
-that starts anew finds both and continues. A pass has no ``await`` in it, so passes never overlap.
+There is no state to lose: the desired tree follows from the kubelet's files, the observed one is in the kernel. A
+controller that starts again reads both and continues. A pass has no ``await`` in it, so passes never overlap.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ReconcileLoop:
     pace: Intervals
     tally: ControllerCounters = attrs.field(factory=ControllerCounters)
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
-    """What the kubelet's file said when it was last believed; stays :class:`Frozen` without a kubelet."""
+    """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
     observed: Observed | None = None
     """The tree after the last pass."""
     faults: tuple[Fault, ...] = ()
@@ -95,7 +95,7 @@ class ReconcileLoop:
     _passed: trio.Event = attrs.field(factory=trio.Event)
     _watches: set[int] = attrs.field(factory=set)
     _left: dict[str, CpuSet] = attrs.field(factory=dict)
-    """The cpusets as this program last saw or wrote them: what differs now was changed by somebody else."""
+    """The cpusets as this program last saw or wrote them: a difference was made by another program."""
 
     def machine(self) -> OnlineCpus:
         """Read the machine."""
@@ -106,7 +106,7 @@ class ReconcileLoop:
         return self.state.reason if self.source is not None and isinstance(self.state, Frozen) else ""
 
     def current(self) -> CpuState | Frozen:
-        """Return the state a decision may rest on now: the settled one, if the file still says the same."""
+        """Return the state a decision may rest on now: the settled one, if the file still holds the same."""
         if self.source is None or isinstance(self.state, Frozen):
             return self.state
         now = attempt(self.source.cpu_state, self._cpu_state_parser())
@@ -169,7 +169,7 @@ class ReconcileLoop:
         await self._passed.wait()
 
     async def settle(self, source: KubeletFiles) -> None:
-        """Read the kubelet's state until it can be believed or must be called frozen."""
+        """Read the kubelet's state until it is settled or has to be frozen."""
         before = self.state
         self.state = await settled(
             source.cpu_state, self._cpu_state_parser(), pause=self.pace.pause, readings=self.pace.readings
@@ -188,7 +188,7 @@ class ReconcileLoop:
             self._compare_memory_nodes(source)
 
     def _compare_memory_nodes(self, source: KubeletFiles) -> None:
-        """Warn of NUMA nodes that only the kubelet has; a file that cannot be used matters not: sysfs has them too."""
+        """Warn of NUMA nodes that only the kubelet has. An unusable file is no error: sysfs names them too."""
         memory = attempt(source.memory_state, parse_memory_state)
         if not isinstance(memory, Frozen):
             strange = CpuSet(memory.numa_nodes) - self.machine().memory_nodes
@@ -196,7 +196,7 @@ class ReconcileLoop:
                 log.warning("kubelet's memory state names nodes without memory nodes=%s", strange)
 
     async def follow(self, queue: inotify.Inotify) -> None:
-        """Make a pass whenever something has changed, and every so often anyway; for ever."""
+        """Make a pass after each change, and at the latest after the interval of :attr:`pace`; never return."""
         while True:
             disturbed = self._disturbed = trio.Event()  # what happens from here on calls for another pass
             await self.once(queue)
@@ -204,7 +204,7 @@ class ReconcileLoop:
                 await disturbed.wait()
 
     async def once(self, queue: inotify.Inotify) -> None:
-        """Read, decide, do; then tell those who wait for it. What fails is logged and tried again next time."""
+        """Read, decide, apply; then wake the tasks in :meth:`next_pass`. A failure is logged, and the next pass tries again."""
         await trio.lowlevel.checkpoint()
         self._watch_source(queue)
         try:
@@ -214,14 +214,14 @@ class ReconcileLoop:
             self.error = "; ".join(fault.reason for fault in faults)
         except HostError as error:
             self.error = explain(error)
-            log.error("pass failed reason=%r", self.error)  # noqa: TRY400  # the sentence says it all
+            log.error("pass failed reason=%r", self.error)  # noqa: TRY400  # an expected error: the sentence is enough
             self.tally.passes["faulty"] += 1
         self._watch_tree(queue)
         passed, self._passed = self._passed, trio.Event()
         passed.set()
 
     async def listen(self, queue: inotify.Inotify) -> None:
-        """Turn the kernel's reports into :meth:`disturb`; for ever."""
+        """Call :meth:`disturb` for each report of the kernel that matters; never return."""
         while True:
             for event in await queue.receive():
                 if event.mask & inotify.IGNORED:

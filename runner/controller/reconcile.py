@@ -1,16 +1,16 @@
-"""What must be done so that the tree becomes what the kubelet says (pure).
+"""The actions that bring the controller's cgroup tree to what the kubelet's state requires (pure).
 
 The actions are single operations on the kernel, in an order in which each may fail or the program may die after any
-of them: a second pass from whatever is found then ends in the same tree. Two rules stand above all others:
+of them: a second pass from what is then found ends in the same tree. Two rules have precedence:
 
-* What is not ours is not touched. Ours are the root, ``float`` and ``instance-<name>`` with a well-formed name.
-* No action puts a CPU into two groups: whatever shrinks comes before whatever grows, a stale instance goes before
-  its CPUs are given away, and float keeps off the CPUs of an instance that still runs although its pod is gone,
-  unless it has no others.
+* Only our own groups are touched: the root, ``float`` and ``instance-<name>`` with a well-formed name.
+* No action puts a CPU into two groups. Groups shrink before others grow, a stale instance is removed before its CPUs
+  are given to another, and float does not get the CPUs of an instance that still runs although its pod is gone,
+  unless float would have no others.
 
-``cpuset.mems`` only ever grows. Taking a node from a populated group makes the kernel migrate its members' pages
-there and then ("Cpuset Interface Files" of cgroup-v2.rst), seconds for a guest's memory; where guest memory lies is
-decided by who populates it and by binding, not by these groups.
+``cpuset.mems`` only grows. Taking a node from a populated group makes the kernel migrate its members' pages
+at once ("Cpuset Interface Files" of cgroup-v2.rst), seconds for a guest's memory; where guest memory lies is
+decided by the process that populates it and by binding, not by these groups.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Observed:
     cpus: CpuSet = attrs.field(factory=CpuSet)
     mems: CpuSet = attrs.field(factory=CpuSet)
     groups: Mapping[str, Group] = attrs.field(factory=dict)
-    """Our groups by name; whatever else is there is not even looked at."""
+    """Our groups by name; others are not read."""
 
     def instances(self) -> Mapping[str, Group]:
         """Return the instances' groups by the instance's name."""
@@ -107,7 +107,7 @@ Action = Make | Remove | Write
 def desire(state: CpuState, machine: OnlineCpus, reserved: CpuSet) -> Desired:
     """Return what the kubelet's *state* means for the tree on *machine*.
 
-    Under policy ``none`` nobody has CPUs of his own and everything floats everywhere. When every CPU but the
+    Under policy ``none`` no pod has exclusive CPUs and float has all CPUs. When every CPU but the
     reserved ones is given away under ``strict-cpu-reservation``, the shared pool is empty and float gets the
     reserved CPUs: it must run somewhere, and those are the system's own.
     """
@@ -169,7 +169,7 @@ def _actions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
         if mems | desired.mems != mems:
             yield Write(name, "cpuset.mems", str(mems | desired.mems))
 
-    # Shrink first: what two groups exchange is for a moment nobody's, and never both's.
+    # Shrink first: CPUs that move between two groups are in neither for a moment, and never in both.
     current = {name: group.cpus for name, group in groups.items()}
     for name, target in targets.items():
         before = current.get(name, CpuSet())
@@ -182,7 +182,7 @@ def _actions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
 
 
 def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
-    """Build or mend the root: threaded controllers only, and never less CPUs and memory nodes than it has."""
+    """Build or repair the root: threaded controllers only, and never fewer CPUs and memory nodes than it has."""
     if not observed.delegated:
         yield Write(PARENT, "cgroup.subtree_control", "+cpuset")
     if not observed.exists:
@@ -235,8 +235,8 @@ def _instances(groups: Mapping[str, Group]) -> list[tuple[str, Group]]:
 def _choose(current: CpuSet, choices: tuple[CpuSet, ...]) -> CpuSet:
     """Return the cpuset of an instance that may have one of *choices* and now has *current*.
 
-    Which of its pod's containers an instance is, nobody wrote down. Where that is not plain, it gets what all of
-    them have together: still its pod's alone, and every vCPU keeps the CPU it is pinned to.
+    Which of its pod's containers an instance is, is not recorded. Where that is ambiguous, it gets the CPUs of all of
+    them: still its pod's alone, and every vCPU keeps the CPU it is pinned to.
     """
     together = CpuSet()
     for cpus in choices:

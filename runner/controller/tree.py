@@ -1,4 +1,4 @@
-"""The tree of groups in the kernel: looking at it, and doing to it what :mod:`runner.controller.reconcile` decided."""
+"""The tree of groups in the kernel: observing it, and applying what :mod:`runner.controller.reconcile` decided."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.kubelet.pod_cgroups import FLOAT, instance_uid
 
 @attrs.frozen
 class Fault:
-    """An action that did not do what it should: the group it is about, and why."""
+    """An action without the effect it should have: its group, and the reason."""
 
     group: str
     reason: str
@@ -30,7 +30,7 @@ class Tree:
 
     @property
     def floating(self) -> Cgroup:
-        """The group of everything that has no CPU of its own."""
+        """The group of all threads without a CPU of their own."""
         return self.root.child(FLOAT)
 
     def group(self, name: str) -> Cgroup:
@@ -42,7 +42,7 @@ class Tree:
     def observe(self) -> Observed:
         """Read the tree as it is. Raises :class:`CgroupError` where there is no cgroup v2 with cpuset at all.
 
-        A group that vanishes while it is read was removed by somebody: it is not there.
+        A group that vanishes while it is read is left out.
         """
         if "cpuset" not in self.root.parent.controllers():
             raise CgroupError(
@@ -69,9 +69,9 @@ class Tree:
         )
 
     def apply(self, actions: Iterable[Action], online: CpuSet) -> tuple[Fault, ...]:
-        """Do *actions* in order; what fails is returned, and stops the actions on its own group only.
+        """Apply *actions* in order; a failure is returned, and stops the actions on its own group only.
 
-        Where the kernel accepts a cpuset and silently runs something else, the read-back says so: of the CPUs
+        Where the kernel accepts a cpuset and silently runs something else, the read-back shows it: of the CPUs
         written, those *online* must be the ones in effect.
         """
         faults: dict[str, Fault] = {}

@@ -157,7 +157,7 @@ class Hardware:
             document = json.loads(text)
         except ValueError as error:
             raise SpecError(source, [Problem("", f"is not JSON: {error}")]) from None
-        reader = _Reader(source)
+        reader = _RecordReader(source)
         root = reader.mapping(document, "", {"format", "offline", "cpus", "numa_nodes"})
         if root.get("format") != FORMAT:
             reader.complain("format", f"must be {FORMAT}, found {root.get('format')!r}")
@@ -227,7 +227,7 @@ _MISSING = -1
 """Stands for a number that was complained about; no value is built from it, for the complaints are raised first."""
 
 
-class _Reader:
+class _RecordReader:
     """Turns JSON values into ours and collects what is wrong with them."""
 
     def __init__(self, source: str) -> None:

@@ -1,8 +1,8 @@
 """Whole-node admission: one kubelet on one host, and the pods it admits and removes in order.
 
 Modelled on ``pkg/kubelet/cm/topologymanager/scope_{none,container,pod}.go`` and ``container_manager_linux.go`` of
-Kubernetes 1.33 to 1.36.3. A :class:`SimulatedNode` is a value: admitting a pod answers with the node as it is afterwards, and
-the one asked is unchanged, so that "what if" costs nothing.
+Kubernetes 1.33 to 1.36.3. A :class:`SimulatedNode` is a value: admitting a pod returns the node as it is
+afterwards and leaves the first one unchanged, so that alternatives can be tried.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from runner.kubelet.topology_manager import (
 REJECTION = "TopologyAffinityError"
 REJECTION_MESSAGE = "Resources cannot be allocated with Topology locality"
 NO_AFFINITY = Hint(None, preferred=False)
-"""What the managers are told when nobody asked them for hints."""
+"""The affinity that the managers get where the Topology Manager asked no provider for hints."""
 
 
 @attrs.frozen
 class KubeletConfiguration:
     """The part of ``KubeletConfiguration`` that decides where pods go; values as the file spells them.
 
-    *minor* is the kubelet's minor version. *reserved_millicpus* is kubeReserved and systemReserved CPU together, only
-    looked at without *reserved_cpus* (``reservedSystemCPUs``). *reserved_memory* (``reservedMemory``) holds bytes by
+    *minor* is the kubelet's minor version. *reserved_millicpus* is kubeReserved and systemReserved CPU together, used
+    only without *reserved_cpus* (``reservedSystemCPUs``). *reserved_memory* (``reservedMemory``) holds bytes by
     NUMA node and resource; it must add up to *node_allocatable_memory*, the bytes that kubeReserved, systemReserved and
     the hard eviction threshold keep from pods, where that is known.
     """
@@ -94,8 +94,8 @@ class Kubelet:
 
         *quirks* replaces those that its version is known for.
 
-        Raises :class:`KubeletConfigError` in the kubelet's words if it would not start, :class:`RefusedError` if we
-        do not know its version.
+        Raises :class:`KubeletConfigError` in the kubelet's words if it would not start, :class:`RefusedError` for
+        a version whose decisions are not known.
         """
         known = quirks_of(configuration.minor) if quirks is None else quirks
         return cls(
@@ -236,10 +236,10 @@ class Step:
 
 @attrs.frozen
 class Admission:
-    """What the kubelet answers when *pod* is to start, why, and the *node* as it is afterwards.
+    """The kubelet's answer to the start of *pod*, its reasons, and the *node* as it is afterwards.
 
-    *reason* and *message* are the pod's status as the kubelet writes it, empty when admitted. *affinity* holds the NUMA
-    nodes each container was told, as far as it went; with policy ``none`` nobody is told anything.
+    *reason* and *message* are the pod's status as the kubelet writes it, empty when admitted. *affinity* holds the hint
+    of each container, as far as the admission went; with policy ``none`` it is empty.
     """
 
     pod: Pod
@@ -273,11 +273,12 @@ class Admission:
 
 @attrs.frozen
 class SimulatedNode:
-    """What a kubelet remembers between two pods.
+    """The state of a kubelet's managers between two pods.
 
-    *stale_cpus*, *stale_memory* and *stale_devices* are pods that may hold something without being admitted. Each manager takes it back
-    when it is asked about the next pod, or when a pod goes (``removeStaleState``); a pod that the CPU Manager rejects
-    never comes to the Memory Manager.
+    *stale_cpus*, *stale_memory* and *stale_devices* are the UIDs of pods that are not active and may still hold
+    something. Each manager takes it back before it decides about the next pod, and when a pod ends
+    (``removeStaleState``). There is a set for each manager, because a pod that the CPU Manager rejects is not presented
+    to the Memory Manager.
     """
 
     kubelet: Kubelet
@@ -300,25 +301,25 @@ class SimulatedNode:
         return manager.available(self.cpus) if manager else CpuSet()
 
     def without(self, *uids: str) -> SimulatedNode:
-        """Return the node after the pods *uids* ended; what rejected pods still held is taken back with theirs."""
+        """Return the node after the pods *uids* ended; what stale pods held is taken back as well."""
         return self.with_devices_back(*uids).with_cpus_back(*uids).with_memory_back(*uids)
 
     def with_devices_back(self, *uids: str) -> SimulatedNode:
-        """Let the Device Manager take back what rejected pods and *uids* hold."""
+        """Let the Device Manager take back what stale pods and *uids* hold."""
         devices = self.devices
         for uid in sorted(self.stale_devices.union(uids)):
             devices = self.kubelet.device_manager.without(devices, uid)
         return attrs.evolve(self, devices=devices, stale_devices=frozenset())
 
     def with_cpus_back(self, *uids: str) -> SimulatedNode:
-        """Let the CPU Manager take back what rejected pods and *uids* hold."""
+        """Let the CPU Manager take back what stale pods and *uids* hold."""
         cpus = self.cpus
         for uid in sorted(self.stale_cpus.union(uids)):
             cpus = self.kubelet.cpu_manager.without(cpus, uid) if self.kubelet.cpu_manager else cpus
         return attrs.evolve(self, cpus=cpus, stale_cpus=frozenset())
 
     def with_memory_back(self, *uids: str) -> SimulatedNode:
-        """Let the Memory Manager take back what rejected pods and *uids* hold."""
+        """Let the Memory Manager take back what stale pods and *uids* hold."""
         memory = self.memory
         for uid in sorted(self.stale_memory.union(uids)):
             memory = self.kubelet.memory_manager.without(memory, uid) if self.kubelet.memory_manager else memory
@@ -360,7 +361,7 @@ class _RejectedError(Exception):
 
 
 class _Attempt:
-    """One admission while it goes on."""
+    """One admission in progress."""
 
     def __init__(self, pod: Pod, node: SimulatedNode) -> None:
         self.pod = pod
@@ -390,7 +391,7 @@ class _Attempt:
         return merged.hint
 
     def _allocate(self, container: Container, affinity: Hint) -> None:
-        """Let each manager give *container* its share; whoever fails leaves what the ones before it gave."""
+        """Let each manager assign to *container*; when one fails, what those before it assigned stays assigned."""
         kubelet, pod = self.node.kubelet, self.pod
         self.node = self.node.with_devices_back()
         devices = kubelet.device_manager.allocate(self.node.devices, pod, container, affinity.mask)

@@ -1,8 +1,8 @@
-"""From the kubelet's configuration file to the values that decide: ``KubeletConfiguration`` (``kubelet.config.k8s.io/v1beta1``).
+"""The parser of the kubelet's configuration file: ``KubeletConfiguration`` (``kubelet.config.k8s.io/v1beta1``).
 
-Defaults are those of ``pkg/kubelet/apis/config/v1beta1/defaults.go``; what the kubelet would not start with raises
-:class:`KubeletConfigError` in the kubelet's words (``validation.go``, ``cmd/kubelet/app/server.go``), and what its
-decoder would not take raises :class:`SpecError` with the path.
+Defaults are those of ``pkg/kubelet/apis/config/v1beta1/defaults.go``. A configuration with which the kubelet would not
+start raises :class:`KubeletConfigError` in the kubelet's words (``validation.go``, ``cmd/kubelet/app/server.go``); a
+document that its decoder would refuse raises :class:`SpecError` with the path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ API_VERSION = "kubelet.config.k8s.io/v1beta1"
 DEFAULT_EVICTION = "100Mi"
 """``evictionHard["memory.available"]`` where the file has no ``evictionHard``."""
 
-WORDS = (
+STRING_KEYS = (
     "cpuManagerPolicy",
     "memoryManagerPolicy",
     "topologyManagerPolicy",
@@ -38,7 +38,7 @@ WORDS = (
     "reservedSystemCPUs",
 )
 """Keys whose value is a string."""
-TABLES = (
+TABLE_KEYS = (
     "cpuManagerPolicyOptions",
     "topologyManagerPolicyOptions",
     "kubeReserved",
@@ -47,8 +47,8 @@ TABLES = (
     "featureGates",
 )
 """Keys whose value is a table; all strings but those of ``featureGates``."""
-OTHERS = ("reservedMemory", "mergeDefaultEvictionSettings", "systemReservedCgroup", "kubeReservedCgroup")
-NEIGHBOURS = (
+OTHER_KEYS = ("reservedMemory", "mergeDefaultEvictionSettings", "systemReservedCgroup", "kubeReservedCgroup")
+SIMILAR_KEYS = (
     "cpuManagerReconcilePeriod",
     "evictionMaxPodGracePeriod",
     "evictionMinimumReclaim",
@@ -57,7 +57,7 @@ NEIGHBOURS = (
     "evictionSoftGracePeriod",
     "memorySwap",
 )
-"""Keys of the kubelet that decide nothing here, and look like some that do."""
+"""Keys that do not influence placement but are spelled like keys that do: they are not reported as misspelled."""
 
 _ALPHA, _BETA, _STABLE = "Alpha", "Beta", ""
 _SINCE: Mapping[str, Mapping[str, tuple[tuple[int, str], ...]]] = {
@@ -74,13 +74,13 @@ _SINCE: Mapping[str, Mapping[str, tuple[tuple[int, str], ...]]] = {
         "max-allowable-numa-nodes": ((31, _BETA), (35, _STABLE)),
     },
 }
-"""Manager → option → since which minor version it has which maturity (``policy_options.go``)."""
+"""Manager → option → (minor version, maturity since then) (``policy_options.go``)."""
 
 
 def configuration_among(documents: Iterable[Value]) -> Value:
     """Return the kubelet's configuration among the *documents* of one file.
 
-    It may also be what a running kubelet answers at ``/configz``, where flags and drop-in files are in it already.
+    It may also be the answer of a running kubelet at ``/configz``, which includes flags and drop-in files.
     Raises :class:`UsageError` unless there is exactly one.
     """
     documents = list(documents)
@@ -105,14 +105,14 @@ def configuration_among(documents: Iterable[Value]) -> Value:
 def parse_kubelet_configuration(
     document: Value, hardware: Hardware, minor: int
 ) -> tuple[KubeletConfiguration, tuple[str, ...]]:
-    """Read what decides about placement out of *document*, for kubelet 1.*minor* on *hardware*.
+    """Parse the settings of *document* that decide about placement, for kubelet 1.*minor* on *hardware*.
 
-    The second element is what an operator should know about the file, in sentences. Keys that decide nothing are not
-    looked at. *document* is one of :func:`configuration_among`; *hardware* says how much a percentage is, and which CPUs can be reserved.
+    The second element holds notes for the operator, as sentences. Keys that decide nothing are ignored. *document* comes
+    from :func:`configuration_among`. *hardware* gives the amount of a percentage, and the CPUs that can be reserved.
     """
     if document.get("apiVersion").value != API_VERSION:
         document.get("apiVersion").fail(f"must be {API_VERSION!r}, found {document.get('apiVersion').value!r}")
-    words = {word: _word(document, word) for word in WORDS}
+    words = {word: _word(document, word) for word in STRING_KEYS}
     gates = {gate.key: gate.flag() for gate in document.get("featureGates", {}).members()}
     cpu_options = _strings(document.get("cpuManagerPolicyOptions", {}))
     topology_options = _strings(document.get("topologyManagerPolicyOptions", {}))
@@ -167,7 +167,7 @@ def _check_words(words: Mapping[str, str]) -> None:
 
 
 def _check_options(manager: str, options: Iterable[str], gates: Mapping[str, bool], minor: int) -> None:
-    """Check that the feature gates show each of *options* (``CheckPolicyOptionAvailable``).
+    """Check that the feature gates allow each of *options* (``CheckPolicyOptionAvailable``).
 
     Unknown options are left to :class:`CpuPolicyOptions` and to the Topology Manager.
     """
@@ -208,7 +208,7 @@ def _reserved(table: Value) -> dict[str, Fraction]:
 
 
 def _eviction(document: Value, hardware: Hardware) -> int:
-    """Return the bytes below which pods are evicted; they count as reserved (``hardEvictionReservation``)."""
+    """Return the bytes of free memory below which pods are evicted; they count as reserved (``hardEvictionReservation``)."""
     thresholds = document.get("evictionHard")
     merged = bool(document.get("mergeDefaultEvictionSettings")) and document.get("mergeDefaultEvictionSettings").flag()
     default = "0" if thresholds.value and not merged else DEFAULT_EVICTION
@@ -268,7 +268,7 @@ def _reserved_memory(document: Value, hardware: Hardware) -> dict[int, dict[str,
 def _notes(
     document: Value, configuration: KubeletConfiguration, gates: Mapping[str, bool], millicpus: int
 ) -> Iterator[str]:
-    known = (*WORDS, *TABLES, *OTHERS, *NEIGHBOURS)
+    known = (*STRING_KEYS, *TABLE_KEYS, *OTHER_KEYS, *SIMILAR_KEYS)
     for value in document.members():
         near = difflib.get_close_matches(value.key.lower(), [key.lower() for key in known], 1, 0.85)
         if near and value.key not in known:
@@ -288,19 +288,19 @@ def _notes(
 def changed(document: Value, settings: Mapping[str, str]) -> Value:
     """Return *document* with other *settings* (``topologyManagerPolicy`` or ``cpuManagerPolicyOptions.full-pcpus-only``).
 
-    An empty string takes the key away. Raises :class:`UsageError` for a key that cannot be set so.
+    An empty string removes the key. Raises :class:`UsageError` for a key that cannot be set this way.
     """
     contents = copy.deepcopy(document.value)
     for path, value in settings.items():
         key, _, inner = path.partition(".")
-        if inner and key in TABLES:
+        if inner and key in TABLE_KEYS:
             table = contents.get(key) or {}
             contents[key] = table
-        elif not inner and key in WORDS:
+        elif not inner and key in STRING_KEYS:
             table, inner = contents, key
         else:
-            known = ", ".join((*WORDS, *(f"{each}.KEY" for each in TABLES)))
-            near = difflib.get_close_matches(key, (*WORDS, *TABLES), 1)
+            known = ", ".join((*STRING_KEYS, *(f"{each}.KEY" for each in TABLE_KEYS)))
+            near = difflib.get_close_matches(key, (*STRING_KEYS, *TABLE_KEYS), 1)
             hint = f"did you mean {near[0]!r}? " if near and near[0] != key else ""
             raise UsageError(f"cannot change {path!r} by --what-if: {hint}it takes {known}")
         if not isinstance(table, dict):

@@ -1,4 +1,4 @@
-"""How the kubelet chooses CPUs out of those that are free: packed or distributed, bug for bug.
+"""The kubelet's choice of CPUs among the free ones, packed or distributed, its known faults included.
 
 Modelled on ``pkg/kubelet/cm/cpumanager/cpu_assignment.go`` and ``topology/topology.go`` of Kubernetes 1.33 to 1.36.3.
 Each function names the Go function whose decision it makes.
@@ -24,7 +24,7 @@ from runner.kubelet.quirks import AllocationError, KubeletHangsError, Quirk
 
 @attrs.frozen
 class CpuFacts:
-    """What the CPU Manager knows of one CPU (``topology.CPUInfo``)."""
+    """One CPU as the CPU Manager knows it (``topology.CPUInfo``)."""
 
     cpu: int
     core: int
@@ -89,7 +89,7 @@ class CpuTopology:
 
     @cached_property
     def numa_nodes(self) -> Mapping[int, frozenset[int]]:
-        """NUMA node → its CPUs; the CPU Manager knows none without CPUs."""
+        """NUMA node → its CPUs; NUMA nodes without CPUs are not among them."""
         return _inverted(self.numa_node_of)
 
     @cached_property
@@ -163,7 +163,7 @@ def _not_enough(count: int, available: CpuSet) -> AllocationError:
 
 
 class _Packing:
-    """The kubelet's ``cpuAccumulator``: what is free, what was taken, how many are still needed."""
+    """The kubelet's ``cpuAccumulator``: free CPUs, taken CPUs, and the number that is still needed."""
 
     def __init__(self, topology: CpuTopology, free: frozenset[int], count: int, quirks: frozenset[Quirk]) -> None:
         self.topology = topology
@@ -171,11 +171,11 @@ class _Packing:
         self.taken: set[int] = set()
         self.needed = count
         self.unchecked = Quirk.WHOLE_UNITS_UNCHECKED in quirks
-        # Whichever is bigger comes first; where each socket is one NUMA node, that is the NUMA node.
+        # The bigger unit comes first; where each socket is one NUMA node, the NUMA node does.
         self.numa_nodes_outside = len(topology.sockets) >= len(topology.numa_nodes)
 
-    # Orders: fewest free CPUs first, so that what is already broken is used up before anything else is broken;
-    # ties by number. Only what has free CPUs appears.
+    # Orders: fewest free CPUs first, so that units which are partly taken are used up before others; ties by number.
+    # Only units with free CPUs appear.
 
     @staticmethod
     def _ordered(cpus: Iterable[int], place_of: Mapping[int, int]) -> list[int]:
@@ -289,15 +289,15 @@ class _Packing:
 
 @attrs.define
 class _Slice:
-    """A Go slice as far as ``append`` is concerned: a length, and an array that others may share."""
+    """A Go slice as far as ``append`` is concerned: a length, and an array that other slices may share."""
 
     array: list[int]
     length: int
 
     def append(self, value: int, *, shared: bool) -> _Slice:
-        """Append as Go does: into the array if it has room (then all who share it see it), else into one twice as big.
+        """Append as Go does: into the array if it has room (all slices that share it see it), else into one twice as big.
 
-        With *shared* off every append makes an array of its own, as the kubelet means it to be.
+        Without *shared* every append makes a new array, as the kubelet intends.
         """
         if shared and self.length < len(self.array):
             self.array[self.length] = value
@@ -406,7 +406,10 @@ class _Distribution:
         self.have = {numa_node: len(topology.numa_nodes[numa_node] & free) for numa_node in order}
 
     def best(self, size: int, share: int) -> _Choice:
-        """Choose *size* NUMA nodes to give *share* CPUs each, and who gives the rest: what stays shall be even."""
+        """Choose *size* NUMA nodes to take *share* CPUs from each, and those of them to take the rest from.
+
+        The best choice is the one that leaves the free CPUs most evenly spread.
+        """
         have, count, group = self.have, self.count, self.group
         best = _Choice()
         rest = count - share * size
@@ -431,7 +434,7 @@ class _Distribution:
 
     def _best_remainder(self, members: Sequence[int], after: Mapping[int, int], rest: int) -> _Choice:
         # The answer depends on the members' counts, and on the others' only by the sum of their squares. Where NUMA
-        # nodes are alike most combinations share it; on 16 of them that is the difference of seconds.
+        # nodes are alike most combinations share it; on 16 of them this saves seconds.
         key = rest, tuple(after[each] for each in members), sum(count * count for count in after.values())
         if key not in self.remainders:
             self.remainders[key] = self._search_remainder(members, after, rest)
@@ -460,7 +463,7 @@ class _Distribution:
         return left
 
     def _rounds(self, takers: Sequence[int], left: Mapping[int, int], rest: int) -> Iterator[int]:
-        """Yield who gives the next group, in turns, until *rest* is handed out; the caller keeps *left*."""
+        """Yield the NUMA node to take the next group from, in turns, until *rest* is taken; the caller updates *left*."""
         while rest > 0:
             before = rest
             for numa_node in takers:
@@ -477,13 +480,13 @@ class _Distribution:
         return _imbalance(tuple(sorted(free.values())))
 
     def collect(self, choice: _Choice, share: int) -> CpuSet:
-        """Take what *choice* says, packed within each NUMA node."""
+        """Take CPUs by *choice*, packed within each NUMA node."""
         gathered = _Packing(self.topology, self.free, self.count, self.quirks)
         left = dict(self.have)
 
         def take(numa_node: int, count: int) -> None:
             here = CpuSet(gathered.free & self.topology.numa_nodes[numa_node])
-            # An error is dropped: the kubelet looks at the sum in the end instead.
+            # The kubelet drops the error too, and compares the sum in the end.
             with contextlib.suppress(AllocationError):
                 gathered.take(take_packed(self.topology, here, count, spread=self.spread, quirks=self.quirks))
             left[numa_node] = len(gathered.free & self.topology.numa_nodes[numa_node])

@@ -23,7 +23,7 @@ from runner.kubelet.topology_manager import HintList, ProviderHints
 
 
 class SMTAlignmentError(AllocationError):
-    """``full-pcpus-only`` and a request that is not whole cores."""
+    """A request that is not a number of whole cores, with ``full-pcpus-only``."""
 
     reason = "SMTAlignmentError"
 
@@ -32,7 +32,7 @@ class SMTAlignmentError(AllocationError):
 class CpuPolicyOptions:
     """``cpuManagerPolicyOptions``; each stands for the option of its name with dashes.
 
-    Whether a feature gate hides an option is looked at where the configuration file is read (``configuration.py``).
+    Feature gates, which may hide an option, are checked where the configuration file is read (``configuration.py``).
     """
 
     full_pcpus_only: bool = False
@@ -46,7 +46,8 @@ class CpuPolicyOptions:
     def parse(cls, options: Mapping[str, str]) -> Self:
         """Read the options as the kubelet's configuration spells them (``NewStaticPolicyOptions``).
 
-        Raises :class:`KubeletConfigError` in the kubelet's words for what is unknown, no truth value, or exclusive.
+        Raises :class:`KubeletConfigError` in the kubelet's words for an option that is unknown, not a boolean, or
+        excluded by another one.
         """
         known = {field.name.replace("_", "-"): field.name for field in attrs.fields(cls)}
         chosen = {}
@@ -71,7 +72,7 @@ _EXCLUSIVE = (
 
 @attrs.frozen
 class CpuManager:
-    """The static policy as configured on one host (``staticPolicy``); it decides, :class:`CpuState` remembers."""
+    """The static policy as configured on one host (``staticPolicy``), which decides on a :class:`CpuState`."""
 
     topology: CpuTopology
     options: CpuPolicyOptions
@@ -129,7 +130,7 @@ class CpuManager:
 
     @property
     def initial(self) -> CpuState:
-        """The state of an empty node: everything is in the shared pool, but with ``strict-cpu-reservation``."""
+        """The state of an empty node: all CPUs are in the shared pool; with ``strict-cpu-reservation`` all but the reserved."""
         everything = CpuSet(self.topology.all)
         return CpuState("static", everything - self.reserved if self.options.strict_cpu_reservation else everything)
 
@@ -162,7 +163,7 @@ class CpuManager:
             )
 
     def take(self, available: CpuSet, count: int) -> CpuSet:
-        """Take *count* of the *available* CPUs as the options say (``takeByTopology``)."""
+        """Take *count* of the *available* CPUs by the configured options (``takeByTopology``)."""
         options = self.options
         spread = options.distribute_cpus_across_cores
         if options.distribute_cpus_across_numa:
@@ -205,8 +206,8 @@ class CpuManager:
     def numa_hints(self, available: CpuSet, count: int, reusable: CpuSet = CpuSet()) -> HintList:  # noqa: B008  (immutable)
         """Return every set of NUMA nodes that holds *count* CPUs (``generateCPUTopologyHints``).
 
-        CPUs of *reusable* count wherever they are, and a set that does not hold them all gives no hint. Preferred is
-        what is as narrow as an empty host would allow, so that a busy one may have no preferred hint.
+        CPUs of *reusable* count wherever they are, and a set that does not hold them all gives no hint. Preferred are
+        sets as narrow as an empty host would allow, so that a busy one may have no preferred hint.
         """
         numa_node_of = self.topology.numa_node_of
         places = Places(tuple(self.topology.numa_nodes))

@@ -1,4 +1,4 @@
-"""The kubelet's Device Manager as far as NUMA nodes go: which hints a device resource gives, and what is left of it.
+"""The kubelet's Device Manager as far as NUMA nodes are concerned: the hints for device resources, and free devices.
 
 Modelled on ``pkg/kubelet/cm/devicemanager/{manager,topology_hints}.go``. Devices are counted, not named: which one of
 several on the same NUMA nodes a container gets is the device plugin's choice. Where an affinity leaves several NUMA
@@ -18,12 +18,12 @@ from runner.kubelet.quirks import AllocationError
 from runner.kubelet.topology_manager import HintList, ProviderHints
 
 Devices = Mapping[str, Mapping[int | None, int]]
-"""Resource → NUMA node (``None`` where the plugin does not say) → number of devices."""
+"""Resource → NUMA node (``None`` where the plugin names none) → number of devices."""
 
 
 @attrs.frozen
 class DeviceState:
-    """Who has how many devices: pod → container → devices; *reusable* is what a pod's init containers had."""
+    """Assigned devices: pod → container → devices; *reusable* are those that a pod's init containers had."""
 
     assignments: Mapping[str, Mapping[str, Devices]] = attrs.field(factory=dict)
     reusable: Mapping[str, Devices] = attrs.field(factory=dict)
@@ -37,7 +37,7 @@ class DeviceManager:
     devices: Devices = attrs.field(factory=dict)
 
     def free(self, state: DeviceState, resource: str) -> Counter[int | None]:
-        """Return the devices of *resource* that nobody has, by NUMA node."""
+        """Return the number of free devices of *resource* by NUMA node."""
         free = Counter(self.devices.get(resource, {}))
         for containers in state.assignments.values():
             for given in containers.values():
@@ -108,7 +108,7 @@ class DeviceManager:
                 else:
                     again -= Counter(own[resource])
                 reusable[resource] = again
-        # What is used again is the later container's from now on.
+        # A device that is used again belongs to the later container from now on.
         for name, devices in given.items():
             given[name] = {
                 resource: Counter(places) - Counter(own.get(resource, {})) for resource, places in devices.items()

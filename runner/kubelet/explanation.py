@@ -1,4 +1,4 @@
-"""Why the kubelet decides about a pod as it does, and what would be needed for another answer.
+"""The reasons of the kubelet's decision about a pod, and what would be needed for another one.
 
 All of it is derived from the decisions themselves: the hints are those that were merged, the shortages are counted on
 the node as it was asked, and the alternatives are admissions by the same code under another policy.
@@ -26,7 +26,7 @@ SHOWN = 4
 
 @attrs.frozen
 class ResourceHints:
-    """What one resource of one hint provider would like: *hints* is ``None`` for no preference.
+    """The hints of one hint provider for one resource: *hints* is ``None`` for no preference.
 
     *fits_nowhere* with no preference is :attr:`Quirk.EMPTY_MEMORY_HINTS` at work.
     """
@@ -65,9 +65,9 @@ class MergeExplanation:
 
 @attrs.frozen
 class Shortage:
-    """What is missing for *resource* on as few NUMA nodes as it needs on an empty host.
+    """The amount of *resource* that is missing on as few NUMA nodes as the request needs on an empty host.
 
-    *wanted* and *free* are CPUs, bytes of memory, or devices; *numa_nodes* are those that come nearest to it.
+    *wanted* and *free* are CPUs, bytes of memory, or devices; *numa_nodes* are those with the most free.
     """
 
     container: str | None
@@ -98,7 +98,7 @@ class Shortage:
 
 @attrs.frozen
 class Alternative:
-    """What the kubelet would answer on the same node with another Topology Manager *policy*."""
+    """The kubelet's answer on the same node with another Topology Manager *policy*."""
 
     policy: Policy
     outcome: Outcome
@@ -110,8 +110,8 @@ class Alternative:
 class Explanation:
     """An *admission* and its reasons.
 
-    *merges* are in the order they were made (none with policy ``none``). *shortages* and *alternatives* are what would
-    be needed to fit: empty when the pod is admitted.
+    *merges* are in the order they were made (none with policy ``none``). *shortages* and *alternatives* say what
+    would be needed to fit, and are empty when the pod is admitted.
     """
 
     admission: Admission
@@ -121,7 +121,7 @@ class Explanation:
 
 
 def explain(node: SimulatedNode, pod: Pod) -> Explanation:
-    """Ask *node* to admit *pod* and say why it answers what it does; see :meth:`SimulatedNode.admit`."""
+    """Admit *pod* on *node* (:meth:`SimulatedNode.admit`) and explain the answer."""
     admission = node.admit(pod)
     policy = node.kubelet.topology_manager.policy
     merges = tuple(_merge(step, pod, policy) for step in admission.steps)
@@ -154,22 +154,22 @@ def _merge(step: Step, pod: Pod, policy: Policy) -> MergeExplanation:
 
 
 def _why(hint: Hint, asked: Iterable[ResourceHints], policy: Policy) -> str:
-    opinions = [each for each in asked if each.hints is not None]
-    if not opinions:
+    preferences = [each for each in asked if each.hints is not None]
+    if not preferences:
         return "no resource has a preference"
     where = "any NUMA node" if hint.mask is None else _set(hint.mask)
     if hint.preferred:
-        if len(opinions) == 1:
-            return f"{where} is the narrowest set that {opinions[0].resource} prefers"
-        return f"{where} is the narrowest set that all of {_names(opinions)} prefer"
-    nowhere = [each for each in opinions if each.hints is not None and not len(each.hints)]
-    choosers = [each for each in opinions if each.hints and not each.hints.preferred]
+        if len(preferences) == 1:
+            return f"{where} is the narrowest set that {preferences[0].resource} prefers"
+        return f"{where} is the narrowest set that all of {_names(preferences)} prefer"
+    nowhere = [each for each in preferences if each.hints is not None and not len(each.hints)]
+    not_preferring = [each for each in preferences if each.hints and not each.hints.preferred]
     if nowhere:
         reason = f"{_names(nowhere)} {'fits' if len(nowhere) == 1 else 'fit'} nowhere on the node as it is now"
-    elif choosers:
-        reason = f"{_names(choosers)} {'prefers' if len(choosers) == 1 else 'prefer'} nothing on the node as it is now"
+    elif not_preferring:
+        reason = f"{_names(not_preferring)} {'prefers' if len(not_preferring) == 1 else 'prefer'} nothing on the node as it is now"
     else:
-        reason = f"no set of NUMA nodes is preferred by all of {_names(opinions)}"
+        reason = f"no set of NUMA nodes is preferred by all of {_names(preferences)}"
     if policy is Policy.BEST_EFFORT:
         return f"{reason}; {where} is the best that is left, and policy best-effort takes it"
     return f"{reason}, and policy {policy.value} admits nothing else"
@@ -186,7 +186,7 @@ def _alternatives(node: SimulatedNode, pod: Pod) -> Iterable[Alternative]:
 
 
 def _shortages(node: SimulatedNode, pod: Pod, admission: Admission) -> Iterable[Shortage]:
-    """Count what is missing where the admission ended: for the last merge, or for the container that failed."""
+    """Yield what is missing where the admission ended: for the last merge, or for the container that failed."""
     before = node.without()
     for container, cpus, memory, devices in _asked(pod, admission):
         plugins = before.kubelet.device_manager
@@ -247,7 +247,7 @@ def _shortage(
     if not whole:
         yield Shortage(container, resource, wanted, 0, ())
         return
-    # Most free first, then the biggest, ties by number: the first of them come nearest to what is wanted.
+    # Most free first, then the biggest, ties by number.
     nearest = sorted(free, key=lambda numa_node: (-free[numa_node], -whole[numa_node], numa_node))[:fewest]
     most = sum(free[numa_node] for numa_node in nearest)
     if most < wanted:

@@ -1,7 +1,7 @@
-"""From a pod's manifest to the pod the kubelet decides about, with its QoS class and the reasons for it.
+"""The parser of pod manifests: pods as the kubelet decides about them, with their QoS class and the reasons for it.
 
-Taken are pods and what makes pods (Deployment, Job, …; one pod for each, whatever ``replicas`` says). What the API
-server would fill in is filled in (requests from limits), and what it would refuse about resources is refused.
+Pods are read, and kinds that create pods (Deployment, Job, …), each as one pod, whatever ``replicas`` says. Defaults of
+the API server are applied (requests from limits), and what it would refuse about resources is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class QosClass(enum.Enum):
 class Manifest:
     """A *pod* as its manifest describes it.
 
-    *why* says what keeps it from being Guaranteed, *notes* what else decides about its CPUs; both in sentences.
+    *why* holds the reasons why it is not Guaranteed, *notes* what else decides about its CPUs; both are sentences.
     """
 
     name: str
@@ -60,9 +60,9 @@ class _Resources:
 
 
 def parse_manifests(documents: Iterable[Value], *, pod_level_resources: bool) -> tuple[list[Manifest], list[str]]:
-    """Read the pods of *documents*, in their order; the second list says which documents hold none.
+    """Read the pods of *documents*, in their order; the second list names the documents without a pod.
 
-    Pods without ``metadata.uid`` are called by their name, the second of that name ``name#2``.
+    The UID of a pod without ``metadata.uid`` is its name, that of the second pod of this name ``name#2``.
     *pod_level_resources* is the feature gate, which decides what ``spec.resources`` does to the QoS class.
     """
     manifests: list[Manifest] = []
@@ -123,7 +123,7 @@ def _manifest(document: Value, kind: str, *, pod_level_resources: bool) -> Manif
 
 
 def _identity(document: Value, kind: str) -> tuple[str, str]:
-    """Return the name and the UID of the pod to come; whoever makes pods gives them names and UIDs of their own."""
+    """Return the name and the UID of the pod; a controller gives the pods that it creates other names and UIDs."""
     metadata = document.get("metadata", {})
     name = next((each.text() for each in map(metadata.get, ("name", "generateName")) if each), kind.lower())
     uid = metadata.get("uid")
@@ -203,7 +203,7 @@ def _notes(document: Value, spec: Value, pod: Pod, resources: Mapping[str, _Reso
                     " it runs in the shared pool"
                 )
     if spec.get("resourceClaims"):
-        yield "resourceClaims (DRA) are not looked at, here as in the Topology Manager"
+        yield "resourceClaims (DRA) are ignored, here as in the Topology Manager"
     hugepages = {name for each in resources.values() for name in each.requests if name.startswith(HUGEPAGES_PREFIX)}
     if hugepages and not pod.guaranteed:
         yield f"{', '.join(sorted(hugepages))}: the Memory Manager places them for Guaranteed pods only"

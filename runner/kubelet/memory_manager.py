@@ -1,11 +1,13 @@
 """The kubelet's Memory Manager with the ``Static`` policy: which NUMA nodes a container's memory is booked on.
 
-Modelled on ``pkg/kubelet/cm/memorymanager/policy_static.go`` of Kubernetes 1.33 to 1.36.3. It books: nothing here moves
-a page, the kubelet only writes ``cpuset.mems``. Amounts are bytes, masks are those of ``masks.py``.
+Modelled on ``pkg/kubelet/cm/memorymanager/policy_static.go`` of Kubernetes 1.33 to 1.36.3. It books:
+nothing here moves a page, the kubelet only writes ``cpuset.mems``. Amounts are bytes, masks are those of
+``numa_masks.py``.
 
-A fault that shows only in the books, and is kept: a merged affinity may be one NUMA node of a group, and the kubelet
-lets it be booked alone. Released memory is then given back to the first NUMA node of the group that has any reserved,
-which may be another pod's; in the end some stays reserved for nobody, until the kubelet's state file is removed.
+One fault of the kubelet, which is reproduced, shows only in what is booked: a merged affinity may be one NUMA node of a
+group, and the kubelet books on it alone. Released memory is then given back to the first NUMA node of the group that
+has any reserved, which may be another pod's. In the end some stays reserved for no pod, until the kubelet's state file
+is removed.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def hugepages_resource(size: int) -> str:
 
 @attrs.frozen
 class MemoryManager:
-    """The ``Static`` policy as configured on one host (``staticPolicy``); it decides, :class:`MemoryState` remembers.
+    """The ``Static`` policy as configured on one host (``staticPolicy``), which decides on a :class:`MemoryState`.
 
     *reserved* is ``reservedMemory``: NUMA node → resource → bytes.
     """
@@ -81,7 +83,7 @@ class MemoryManager:
             in_hugepages += total
         memory = self.hardware_memory[numa_node]
         kept = reserved.get(MEMORY, 0)
-        # The kubelet's unsigned arithmetic would make a huge number of less than nothing.
+        # The kubelet's unsigned arithmetic would make a huge number of a negative one.
         tables[MEMORY] = MemoryTable.empty(memory, kept, max(0, memory - kept - in_hugepages))
         return NumaMemory(0, tables, (numa_node,))
 
@@ -136,7 +138,7 @@ class MemoryManager:
     def numa_hints(self, state: MemoryState, pod: Pod, requests: Mapping[str, int]) -> HintList:
         """Return every set of NUMA nodes that holds all *requests* (``calculateHints``), the same for each resource.
 
-        Preferred is what is as narrow as allocatable memory would allow, whatever is booked already.
+        Preferred are sets as narrow as allocatable memory would allow, whatever is booked already.
         """
         places = Places(tuple(sorted(state.numa_nodes)))
         fitting = _groupable(state, places)

@@ -1,4 +1,4 @@
-"""What a Kubernetes node would do with pods: the kubelet's answers in order, and where each vCPU of an instance sits."""
+"""The plan of a Kubernetes node: the kubelet's answers to pods in order, and the CPU of each vCPU of an instance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runner.placement.pins import Pinning, all_cpus, place
 
 @attrs.frozen
 class States:
-    """The kubelet's state files, as far as they were given."""
+    """The contents of the kubelet's state files, ``None`` for one that was not given."""
 
     cpu: CpuState | None = None
     memory: MemoryState | None = None
@@ -31,10 +31,10 @@ class States:
 
 @attrs.frozen
 class ContainerPlan:
-    """What an admitted *container* gets; without exclusive *cpus* it runs in the shared pool.
+    """The resources of an admitted *container*; without exclusive *cpus* it runs in the shared pool.
 
-    *placement* is that of an instance in it with as many vCPUs; init containers and sidecars are none. *affinity* is
-    what the Topology Manager told the other managers, ``None`` with policy ``none``.
+    *placement* is that of an instance in it with as many vCPUs; init containers and sidecars have none. *affinity* is
+    the Topology Manager's hint for the other managers, ``None`` with policy ``none``.
     """
 
     container: Container
@@ -71,7 +71,7 @@ class WhatIf:
 
 @attrs.frozen
 class Fit:
-    """Where an instance of *vcpus* would run: in *container* of *pod*, as *placement* says, or not at all: *reason*."""
+    """The place of an instance of *vcpus*: *container* of *pod*, with *placement*, or none, because of *error*."""
 
     vcpus: int
     pod: str = ""
@@ -82,7 +82,7 @@ class Fit:
 
 @attrs.frozen
 class NodePlan:
-    """A node before its pods, its answer to each, and the node afterwards, with what rejected pods held taken back."""
+    """A node *before* its pods, its answers to them, and the node *after* them, with what stale pods held taken back."""
 
     hardware: Hardware
     configuration: KubeletConfiguration
@@ -95,7 +95,7 @@ class NodePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every pod is admitted, and an instance's document fits its container."""
+        """Whether every pod is admitted, and an instance fits its container."""
         admitted = all(pod.explanation.admission.admitted for pod in self.pods)
         return admitted and (self.fit is None or not self.fit.error)
 
@@ -131,7 +131,7 @@ def stale_pods(states: States) -> tuple[frozenset[str], frozenset[str]]:
     """Return the UIDs of pods in *states* that are no longer active: of those with CPUs, and of those with memory.
 
     Before each admission both managers take back what pods hold that are not active (``removeStaleState``). The files
-    do not say which pods are active, but together they tell: a pod with exclusive CPUs is Guaranteed, so that an active
+    do not hold which pods are active, but together they show it: a pod with exclusive CPUs is Guaranteed, so that an active
     one is in both. With both policies static,
 
     * a pod in ``cpu_manager_state`` alone was rejected after the CPU Manager had assigned its CPUs;
@@ -159,7 +159,7 @@ def plan_node(
 ) -> NodePlan:
     """Ask the kubelet of the node *before* about each of *manifests* in turn. These pods are active: none is stale.
 
-    A kubelet that hangs or crashes is asked nothing more.
+    No pod is presented to a kubelet that hangs or has crashed.
     """
     pods: list[PodPlan] = []
     asked = tuple(manifests)
@@ -177,10 +177,10 @@ def plan_node(
 
 
 def fit_of(vcpus: int, cpus: CpuSet | None, plan: NodePlan, *, spare: bool = False) -> Fit:
-    """Tell whether an instance of *vcpus*, which insists on *cpus*, fits into what the pods of *plan* get.
+    """Tell whether an instance of *vcpus*, which requires *cpus* if given, fits into what the pods of *plan* get.
 
-    It runs in the container with the most exclusive CPUs. Zero *vcpus* are all of those; *spare* leaves some for
-    everything else.
+    It runs in the container with the most exclusive CPUs. Zero *vcpus* are all of those; *spare* leaves some to the
+    other threads of the instance.
     """
     containers = [
         (container, pod.manifest.name) for pod in plan.pods for container in pod.containers if container.placement
@@ -227,7 +227,7 @@ def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[Contai
 
 
 def _of_states(before: SimulatedNode) -> Iterator[str]:
-    """Say what the state files of the node *before* leave open, and what is assumed."""
+    """Yield what cannot be known from the state files of the node *before*, and what is assumed."""
     if before.stale_memory:
         yield (
             f"{_pods(before.stale_memory)} in memory_manager_state and without CPUs in cpu_manager_state: taken as"
@@ -266,7 +266,7 @@ def _unknown_devices(node: SimulatedNode, pod: Pod) -> Iterator[str]:
 
 
 def _too_big(pod: Pod, hardware: Hardware, configuration: KubeletConfiguration) -> Iterator[str]:
-    """Say what *pod* asks for beyond what the node has for pods: no scheduler would send it there."""
+    """Yield the requests of *pod* that exceed Node Allocatable: no scheduler binds it to such a node."""
     millicpus = 1000 * len(hardware.cpus) - configuration.reserved_millicpus
     asked = peak(pod, lambda container: container.millicpus)
     if asked > millicpus:
@@ -278,7 +278,7 @@ def _too_big(pod: Pod, hardware: Hardware, configuration: KubeletConfiguration) 
 
 
 def _beyond(what: str, asked: str, allocatable: str) -> str:
-    return f"it asks for {asked} {what}, more than the node's allocatable {allocatable}: the scheduler sends it nowhere like this"
+    return f"it asks for {asked} {what}, more than the node's allocatable {allocatable}: no scheduler binds it to this node"
 
 
 def allocatable_memory(hardware: Hardware, configuration: KubeletConfiguration) -> Mapping[str, int]:

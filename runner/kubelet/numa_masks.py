@@ -18,7 +18,7 @@ import attrs
 from runner.errors import RefusedError
 
 MAX_PLACES = 20
-"""NUMA nodes up to which families are made; the kubelet, which walks through them, is at its end long before."""
+"""Largest number of NUMA nodes of a family. The kubelet, which enumerates all masks, would not finish with fewer."""
 
 
 def mask_of(numa_nodes: Iterable[int]) -> int:
@@ -138,7 +138,7 @@ def within(places: int, mask: int) -> int:
 def reaching(values: Sequence[int], needed: int) -> int:
     """Return the family of all masks whose *values* (one for each place, none negative) add up to *needed*.
 
-    Halves with the same values and the same need are made once: on a host whose NUMA nodes are alike this takes n^2
+    Halves with the same values and the same need are computed once: on a host whose NUMA nodes are alike this takes n^2
     steps instead of 2^n.
     """
     known: dict[tuple[int, int], int] = {}
@@ -188,7 +188,7 @@ def lowest(family: int) -> int:
 # --- every AND of two families ----------------------------------------------------------------------------------------
 
 _FIELD = 8
-"""Bytes for the number that stands for one mask when masks are counted."""
+"""Bytes of the field that holds the count of one mask."""
 _FEW = 8
 """Up to so many pairs for each mask that there is, trying the pairs is quicker than counting."""
 
@@ -196,9 +196,9 @@ _FEW = 8
 def ands(places: int, one: int, other: int) -> int:
     """Return the family of all ``a & b`` with *a* of *one* and *b* of *other*.
 
-    Not by trying the pairs, of which there are up to 4^n: for each mask it is counted in how many of either family it
-    is contained. The product counts the pairs whose AND contains it; and taking from that the pairs for each bigger
-    mask leaves those whose AND it is. All additions of one step are one addition of two big integers.
+    The pairs, up to 4^n, are not tried: for each mask, count the masks of either family that contain it. The product
+    is the number of pairs whose AND contains the mask; less the pairs for each bigger mask, it is the number of pairs
+    whose AND is the mask. All additions of one step are one addition of two big integers.
     """
     if one.bit_count() * other.bit_count() <= _FEW << places:
         others = members(other)
@@ -228,7 +228,7 @@ def _numbers(fields: int, places: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=MAX_PLACES + 1)
 def _fields_having(places: int) -> tuple[int, ...]:
-    """Return for each place the bits of all fields whose masks it is in."""
+    """Return for each place the bits of the fields of all masks that contain it."""
     field = (1 << 8 * _FIELD) - 1
     return tuple(_counters(having(places, place), places) * field for place in range(places))
 

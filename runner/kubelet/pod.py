@@ -1,4 +1,4 @@
-"""What the kubelet's managers look at in a pod: its containers in their order, and what each asks for."""
+"""A pod as the kubelet's managers see it: its containers in their order, and the requests of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))([a-zA-Z]{0,2})(?:[e
 def parse_quantity(text: str) -> Fraction:
     """Parse a Kubernetes quantity exactly (``resource.ParseQuantity``): ``"500m"`` is 1/2, ``"1Gi"`` 2^30.
 
-    Raises ``ValueError`` for what Kubernetes would not take.
+    Raises ``ValueError`` for a text that Kubernetes does not accept.
     """
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in _SUFFIXES or (match[2] and match[3]):
@@ -36,7 +36,7 @@ def parse_quantity(text: str) -> Fraction:
 
 
 def read_quantity(value: Value) -> Fraction:
-    """Take *value* for a quantity, as a string or a number; :class:`SpecError` for what is none, or is negative."""
+    """Read *value*, a string or a number, as a quantity; :class:`SpecError` if it is malformed or negative."""
     if isinstance(value.value, bool) or not isinstance(value.value, str | int | float):
         value.fail(f"must be a quantity like '4', '500m' or '1Gi', found {value.value!r}")
     try:
@@ -79,7 +79,7 @@ class Container:
 
     @classmethod
     def requesting(cls, name: str, requests: Mapping[str, str], kind: ContainerKind = ContainerKind.APP) -> Self:
-        """Read ``resources.requests`` as a pod manifest spells them; ``ValueError`` for a quantity that is none.
+        """Read ``resources.requests`` as a pod manifest spells them; ``ValueError`` for a malformed quantity.
 
         Resources of other managers (devices) are left out. Fractions are rounded up as ``MilliValue`` and ``Value`` do.
         """
@@ -111,7 +111,7 @@ class Pod:
 
 
 def peak(pod: Pod, asked: Callable[[Container], int]) -> int:
-    """Return the most of something that *pod* uses at one time.
+    """Return the peak of what *pod* uses at one time, where a container uses what *asked* returns for it.
 
     Sidecars run beside every later init container and beside all the app containers together.
     """

@@ -1,4 +1,4 @@
-"""Where a pod's containers sit in the cgroup hierarchy, and whose a cgroup path is (pure).
+"""Cgroup paths of pods' containers, parsed and built, and the names of the controller's own cgroups (pure).
 
 The kubelet names a pod's cgroup in two ways (``pkg/kubelet/cm``: ``cgroup_manager_linux.go``, ``helpers_linux.go``),
 by its ``cgroupDriver``:
@@ -9,11 +9,11 @@ cgroupfs    ``/kubepods/[QOS/]podUID/ID``
 ==========  ==========================================================================================
 
 QOS is ``burstable`` or ``besteffort``; a Guaranteed pod has none. Below systemd the UID's hyphens are underscores.
-The kubelet's ``cgroupRoot`` may stand in front (kind: ``/kubelet.slice/kubelet-kubepods.slice/…``). Static pods have
+The kubelet's ``cgroupRoot`` may precede it (kind: ``/kubelet.slice/kubelet-kubepods.slice/…``). Static pods have
 UIDs of 32 hexadecimal digits. A container may have groups of its own below (CRI-O with crun: ``…/container``).
 
-A path is read from the left and the *first* match counts: whoever may make groups below his own can build the
-likeness of another pod's path there, but not above himself.
+A path is parsed from the left and the *first* match counts: a container that may create cgroups below its own can
+imitate another pod's path there, but not above itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import re
 import attrs
 
 INSTANCE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
-"""What an instance may be called: a pod's UID, or anything that looks as harmless in a path."""
+"""The name of an instance: a pod's UID, or another name without characters that are special in a path."""
 
 FLOAT = "float"
 """The controller's cgroup for everything without a CPU of its own."""
@@ -55,17 +55,17 @@ _NO_KUBELET = re.compile(
 
 @attrs.frozen
 class ContainerCgroup:
-    """One container's place: the *owner* is a pod's UID (without a kubelet: the container's id)."""
+    """The cgroup of one container; the *owner* is a pod's UID, without a kubelet the container's ID."""
 
     owner: str
     qos: str
     """``guaranteed``, ``burstable``, ``besteffort``, or empty without a kubelet."""
     path: str
-    """The container's own group, whatever groups it has made below."""
+    """The container's own cgroup, not one that the container has created below."""
 
 
 def parse_container(path: str) -> ContainerCgroup | None:
-    """Return whose *path* (as in ``/proc/PID/cgroup``) is, or ``None`` if it is no pod's container's."""
+    """Return the container of *path* (as in ``/proc/PID/cgroup``), or ``None`` if it belongs to no pod."""
     match = _SYSTEMD.fullmatch(path) or _CGROUPFS.fullmatch(path)
     if match is None:
         return None
@@ -78,7 +78,7 @@ def parse_container(path: str) -> ContainerCgroup | None:
 
 
 def parse_bare_container(path: str) -> ContainerCgroup | None:
-    """Return whose *path* is on a machine without a kubelet, where docker or podman starts the containers."""
+    """Return the container of *path* on a machine without a kubelet, where docker or podman starts containers."""
     match = _NO_KUBELET.fullmatch(path)
     if match is None:
         return None
@@ -98,7 +98,7 @@ def instance_uid(group: str) -> str | None:
 
 
 def pod_groups(uid: str) -> tuple[str, ...]:
-    """Return the paths, relative to the hierarchy, at which the group of pod *uid* may be."""
+    """Return the paths, relative to the hierarchy, at which the cgroup of pod *uid* may be."""
     underscored = uid.replace("-", "_")
     paths = []
     for qos in ("", "burstable", "besteffort"):

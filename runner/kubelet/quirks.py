@@ -1,4 +1,4 @@
-"""What the kubelet's managers have in common: versions, known faults, and the ways to fail.
+"""What the kubelet's managers have in common: versions, known faults, and errors.
 
 The managers are modelled bug for bug; where the kubelet is at fault, the fault has a name in :class:`Quirk` and can be
 switched off to see what it does.
@@ -20,10 +20,10 @@ class Quirk(enum.Enum):
 
     COMBINATIONS_OVERWRITTEN = "kubernetes#141238"
     """``distribute-cpus-across-numa`` keeps the best combination of NUMA nodes by reference to a Go slice that the
-    search goes on writing into, so that another combination than the best one may be used."""
+    search continues to write to, so that another combination than the best one may be used."""
     LIVELOCK = "kubernetes#140730"
     """``distribute-cpus-across-numa`` with ``full-pcpus-only`` counts what is left in CPUs, but hands it out in whole
-    cores: with only half cores left it never ends. We say so instead of doing the same."""
+    cores: with only half cores left it never ends. The model raises :class:`KubeletHangsError` instead."""
     WHOLE_UNITS_UNCHECKED = "kubernetes#140495"
     """A unit is whole when it has as many free CPUs as the *average* one; all its CPUs are taken then, the reserved or
     assigned ones among them. It shows on hosts with unequal cores or sockets."""

@@ -2,9 +2,9 @@
 
 Modelled on ``pkg/kubelet/cm/topologymanager`` of Kubernetes 1.33 to 1.36.3. The kubelet tries every permutation of the
 hints of every resource (255^4 of them for four resources on eight NUMA nodes). Its comparison of hints is a total
-preorder, so the winner can be named without trying them: see :func:`TopologyManager.merge`.
+preorder, so the result is found without trying them (:meth:`TopologyManager.merge`).
 
-Masks and families are those of ``masks.py``; a mask that is ``None`` stands for "no preference"
+Masks and families are those of ``numa_masks.py``; a mask that is ``None`` stands for "no preference"
 (``NUMANodeAffinity: nil``).
 """
 
@@ -40,7 +40,7 @@ DEFAULT_MAX_NUMA_NODES = 8
 
 @attrs.frozen
 class Hint:
-    """NUMA nodes that would do (``TopologyHint``), and whether one could not do better on an empty host."""
+    """NUMA nodes that hold a request (``TopologyHint``); *preferred* if an empty host would not need fewer."""
 
     mask: int | None
     preferred: bool
@@ -70,7 +70,7 @@ class HintList:
 
     @classmethod
     def of(cls, hints: Iterable[Hint]) -> Self:
-        """Collect *hints*; one that is there both preferred and not is preferred."""
+        """Collect *hints*; a mask that *hints* hold both as preferred and as not preferred is preferred."""
         hints = list(hints)
         masks = {hint.mask for hint in hints if hint.mask is not None}
         places = Places(numa_nodes_of(functools.reduce(int.__or__, masks, 0)))
@@ -103,12 +103,12 @@ class HintList:
 
 
 ANYWHERE = HintList(nil=frozenset({True}))
-"""What a provider without an opinion is taken for."""
+"""The hints of a provider without a preference."""
 NOWHERE = HintList(nil=frozenset({False}))
-"""What a resource whose list of hints is empty is taken for."""
+"""The hints of a resource whose own list is empty: no NUMA nodes fit."""
 
 ProviderHints = Mapping[str, HintList | None] | None
-"""What a hint provider answers: hints by resource; ``None`` and the empty mapping both mean "no preference"."""
+"""The answer of a hint provider: hints by resource; ``None`` and the empty mapping both mean "no preference"."""
 
 
 def factors_of(providers: Iterable[ProviderHints]) -> list[HintList]:
@@ -147,7 +147,7 @@ class Scope(enum.Enum):
 
 @attrs.frozen
 class Merged:
-    """What a merge decided: *hint* becomes the affinity; *permutations* is how many the kubelet would have tried."""
+    """The result of a merge: *hint* becomes the affinity; *permutations* is how many the kubelet would have tried."""
 
     hint: Hint
     admitted: bool
@@ -159,7 +159,7 @@ class TopologyManager:
     """``topologymanager.Manager`` as configured on one host.
 
     *numa_nodes* are all of the host, memory-only ones included. *distances* are rows as the kernel lists them, by
-    NUMA node, and are only looked at with *prefer_closest*.
+    NUMA node, and are used only with *prefer_closest*.
     """
 
     numa_nodes: tuple[int, ...]
@@ -174,7 +174,7 @@ class TopologyManager:
         return mask_of(self.numa_nodes)
 
     def merge(self, providers: Iterable[ProviderHints]) -> Merged:
-        """Merge the hints of all *providers* (``Policy.Merge``); not for policy ``none``, which asks nobody.
+        """Merge the hints of all *providers* (``Policy.Merge``); not for policy ``none``, which asks no provider.
 
         The kubelet ANDs one hint of each resource for every permutation and keeps the best result. A result is
         preferred only if all hints are preferred and equal, so preferred results are found by intersecting the lists.
@@ -220,7 +220,7 @@ class TopologyManager:
     def _spread(self, mask: int) -> int:
         """Return the sum of the distances of all pairs (``CalculateAverageFor`` times the square of their number).
 
-        Compared only between masks of equally many NUMA nodes, where the sum says the same as the average.
+        Compared only between masks of equally many NUMA nodes, where sums compare like averages.
         """
         numa_nodes = numa_nodes_of(mask)
         try:
@@ -245,10 +245,10 @@ def _narrowest_count(factor: HintList) -> int:
 def _agreed(factors: Iterable[HintList], places: Places) -> int:
     """Return the family of all results of permutations of equal preferred hints, the empty one left out."""
     all_of_them = (1 << len(places)) - 1
-    choosy = [factor.preferred for factor in factors if True not in factor.nil]
-    if choosy:
-        return functools.reduce(int.__and__, choosy) & ~1
-    # Everybody would take anything: the default, or what any one prefers.
+    selective = [factor.preferred for factor in factors if True not in factor.nil]
+    if selective:
+        return functools.reduce(int.__and__, selective) & ~1
+    # Every factor accepts any NUMA node: the result is the default, or what one of them prefers.
     return functools.reduce(int.__or__, (factor.preferred for factor in factors), 1 << all_of_them) & ~1
 
 

@@ -213,7 +213,7 @@ def test_broken_state_files_freeze_decisions_and_nothing_else(world: World) -> N
         "neither in the shared pool nor any pod's": json.dumps({**good, "defaultCpuSet": without}),
         "also in the shared pool or another pod's": json.dumps({**good, "defaultCpuSet": without, "entries": entries}),
         "do not exist": json.dumps({**good, "defaultCpuSet": f"{kubelet.default},999"}),
-        "'policyName' is 'dynamic'": json.dumps({**good, "policyName": "dynamic"}),
+        "policyName: must be 'static' or 'none', found 'dynamic'": json.dumps({**good, "policyName": "dynamic"}),
     }
     with untouched(FLOAT):
         for reason, content in faults.items():

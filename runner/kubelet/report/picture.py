@@ -1,4 +1,4 @@
-"""A picture of a node in text: NUMA nodes, their cores, and to whom each CPU belongs."""
+"""The picture of a node as text: NUMA nodes, their cores, and the owner of each CPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from runner.kubelet.pod import ContainerKind
 from runner.kubelet.state import MemoryTable
 
 RESERVED, SHARED = "#", "."
-"""Signs of reserved CPUs, which nobody is given, and of those in the shared pool."""
+"""Signs of reserved CPUs, which no pod gets, and of CPUs in the shared pool."""
 MORE = "+"
-"""Sign of whoever comes after the alphabet."""
+"""Sign of all owners after the last letter of the alphabet."""
 GIB = 1 << 30
 
 DIM = "\N{ESCAPE}[2m"
@@ -29,7 +29,10 @@ COLOURS = (2, 6, 3, 5, 4, 1)
 
 @attrs.frozen
 class Owner:
-    """Somebody's CPUs: *sign* in the picture, *name* in the legend; *planned* by us or there before."""
+    """The exclusive CPUs of one container or pod.
+
+    *sign* stands in the picture, *name* in the legend. *planned* distinguishes pods of the plan from those of the state files.
+    """
 
     sign: str
     name: str
@@ -38,7 +41,7 @@ class Owner:
 
 
 def owners_of(plan: NodePlan) -> tuple[Owner, ...]:
-    """Return who has exclusive CPUs after *plan*: its pods as A, B, …, and those that were there as a, b, …."""
+    """Return the owners of exclusive CPUs after *plan*: its pods as A, B, …, those of the state files as a, b, …."""
     planned = {pod.manifest.pod.uid for pod in plan.pods}
     signs = itertools.chain(string.ascii_uppercase, itertools.repeat(MORE))
     owners = []
@@ -84,7 +87,7 @@ def cores_by_cache(hardware: Hardware, numa_node: int) -> list[list[CpuSet]]:
 
 
 def approximate(amount: int) -> str:
-    """Write *amount* bytes in GiB, rounded down to a tenth: what is said to be free must be."""
+    """Write *amount* bytes in GiB, rounded down to a tenth, so that no more is shown as free than is."""
     return f"{amount * 10 // GIB / 10:g}Gi"
 
 
@@ -113,13 +116,13 @@ def devices_of(plan: NodePlan, numa_node: int) -> Iterator[str]:
 
 
 def title_of(numa_node: int, hardware: Hardware) -> str:
-    """Name *numa_node* and where it is."""
+    """Return the title of *numa_node*, with its sockets."""
     sockets = sorted({hardware.by_cpu[cpu].socket for cpu in hardware.cpus_of_numa_node[numa_node]})
     return f"NUMA node {numa_node}" + (f" (socket {','.join(map(str, sockets))})" if sockets else "")
 
 
 def facts_of(plan: NodePlan, numa_node: int) -> list[str]:
-    """Say what *numa_node* has and what of it is free, one resource each."""
+    """Return what *numa_node* has and how much of it is free, one string for each resource."""
     cpus = plan.hardware.cpus_of_numa_node[numa_node]
     free = f"{len(plan.after.available & cpus)} of {len(cpus)} CPUs free" if cpus else "no CPUs"
     if cpus and plan.after.kubelet.cpu_manager is None:
@@ -128,7 +131,7 @@ def facts_of(plan: NodePlan, numa_node: int) -> list[str]:
 
 
 def joined(facts: Iterable[str], columns: int) -> list[str]:
-    """Join *facts* by commas to lines of at most *columns*, no fact broken."""
+    """Join *facts* by commas to lines of at most *columns*, without breaking a fact."""
     lines: list[str] = []
     for fact in facts:
         if lines and len(lines[-1]) + 2 + len(fact) <= columns:
@@ -141,7 +144,7 @@ def joined(facts: Iterable[str], columns: int) -> list[str]:
 def picture_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
     """Draw *plan*: one column for each core, one row for each of its threads, a gap between L3 caches.
 
-    Cores that do not fit into *width* columns go on below. With *colour* each owner has one, besides its sign.
+    Cores that do not fit into *width* columns continue below. With *colour* each owner has a colour beside its sign.
     """
     owners = owners_of(plan)
     signs = dict.fromkeys(reserved_of(plan), RESERVED)
@@ -157,7 +160,7 @@ def picture_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
 
 
 def legend_lines(owners: Iterable[Owner], reserved: CpuSet, paints: Mapping[str, str]) -> Iterator[str]:
-    """Say what each sign means."""
+    """Yield the meaning of each sign."""
     yield f"{_painted(RESERVED, paints)} reserved {reserved or 'nothing'}   {SHARED} shared pool"
     for owner in owners:
         yield f"{_painted(owner.sign, paints)} {owner.name}{'' if owner.planned else ' (there before)'}  {owner.cpus}"

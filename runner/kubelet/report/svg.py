@@ -29,10 +29,9 @@ PADDING, MARGIN = 12, 20
 LINE = 15
 SWATCH = 12
 CORES_IN_ROW = 16
-BESIDE = 2
-"""NUMA nodes beside each other."""
+BOXES_IN_ROW = 2
 LETTER = 6.1
-"""The width of a letter of the small text, for breaking lines; fonts differ, so it is on the wide side."""
+"""Pixels. The width of a letter of the small text, for breaking lines; fonts differ, so it is rather wide."""
 
 INK, FAINT = "#202124", "#6b7178"
 FREE, RESERVED = "#ffffff", "#b9bec4"
@@ -50,17 +49,17 @@ FILLS = (
 
 
 @attrs.frozen
-class _CpuStyle:
-    """The colours of a CPU, and the owner that its tooltip names."""
+class _CellStyle:
+    """The colours of a CPU's cell, and its *owner*, which the tooltip names."""
 
     fill: str
     ink: str
-    who: str
+    owner: str
 
 
 @attrs.frozen
 class _Box:
-    """A piece of drawing with its upper left corner at the origin."""
+    """A part of the drawing, in pixels, with its upper left corner at the origin."""
 
     width: int
     height: int
@@ -68,12 +67,12 @@ class _Box:
 
 
 def picture_svg(plan: NodePlan) -> str:
-    """Draw *plan*; the same plan gives the same text."""
+    """Return *plan* as an SVG document; the same plan gives the same text."""
     styled = [
-        (owner, _CpuStyle(fill, ink, owner.name))
+        (owner, _CellStyle(fill, ink, owner.name))
         for owner, (fill, ink) in zip(owners_of(plan), itertools.cycle(FILLS), strict=False)
     ]
-    styles = {cpu: _CpuStyle(RESERVED, INK, "reserved") for cpu in reserved_of(plan)}
+    styles = {cpu: _CellStyle(RESERVED, INK, "reserved") for cpu in reserved_of(plan)}
     styles |= {cpu: style for owner, style in styled for cpu in owner.cpus}
     bodies = [_cores(plan, node.id, styles) for node in plan.hardware.numa_nodes]
     inside = max(body.width for body in bodies)
@@ -81,7 +80,7 @@ def picture_svg(plan: NodePlan) -> str:
         _numa_node(title_of(node.id, plan.hardware), facts_of(plan, node.id), body, inside)
         for node, body in zip(plan.hardware.numa_nodes, bodies, strict=True)
     ]
-    beside = min(BESIDE, len(boxes))
+    beside = min(BOXES_IN_ROW, len(boxes))
     width = max(MARGIN + beside * (boxes[0].width + MARGIN), 560)
     heading = textwrap.wrap(hardware_line(plan.hardware), int(width / LETTER / 1.3))
     drawing = [
@@ -129,7 +128,7 @@ def _numa_node(title: str, facts: Iterable[str], body: _Box, inside: int) -> _Bo
     return _Box(width, height, drawing)
 
 
-def _cores(plan: NodePlan, numa_node: int, styles: Mapping[int, _CpuStyle]) -> _Box:
+def _cores(plan: NodePlan, numa_node: int, styles: Mapping[int, _CellStyle]) -> _Box:
     """Draw the cores of *numa_node*, those that share an L3 cache together."""
     drawing: list[str] = []
     y = width = 0
@@ -138,9 +137,9 @@ def _cores(plan: NodePlan, numa_node: int, styles: Mapping[int, _CpuStyle]) -> _
         for group in line:
             for core in group:
                 for thread, cpu in enumerate(core):
-                    style = styles.get(cpu, _CpuStyle(FREE, FAINT, "shared pool"))
+                    style = styles.get(cpu, _CellStyle(FREE, FAINT, "shared pool"))
                     drawing.append(
-                        _cell(x, y + thread * CELL_HEIGHT, cpu, f"CPU {cpu}, core {min(core)}: {style.who}", style)
+                        _cell(x, y + thread * CELL_HEIGHT, cpu, f"CPU {cpu}, core {min(core)}: {style.owner}", style)
                     )
                 x += CELL_WIDTH + CORE_GAP
             x += CACHE_GAP - CORE_GAP
@@ -149,7 +148,7 @@ def _cores(plan: NodePlan, numa_node: int, styles: Mapping[int, _CpuStyle]) -> _
     return _Box(max(width, 260), max(0, y - ROW_GAP), drawing)
 
 
-def _cell(x: int, y: int, cpu: int, tip: str, style: _CpuStyle) -> str:
+def _cell(x: int, y: int, cpu: int, tip: str, style: _CellStyle) -> str:
     return (
         f"<g><title>{escape(tip)}</title>"
         f'<rect x="{x}" y="{y}" width="{CELL_WIDTH}" height="{CELL_HEIGHT}" fill="{style.fill}" stroke="#80868b" stroke-width="0.6"/>'
@@ -157,10 +156,10 @@ def _cell(x: int, y: int, cpu: int, tip: str, style: _CpuStyle) -> str:
     )
 
 
-def _legend(styled: Iterable[tuple[Owner, _CpuStyle]], reserved: CpuSet, width: int) -> _Box:
+def _legend(styled: Iterable[tuple[Owner, _CellStyle]], reserved: CpuSet, width: int) -> _Box:
     entries = [
-        (_CpuStyle(RESERVED, INK, ""), f"reserved: {reserved or 'nothing'}"),
-        (_CpuStyle(FREE, FAINT, ""), "shared pool"),
+        (_CellStyle(RESERVED, INK, ""), f"reserved: {reserved or 'nothing'}"),
+        (_CellStyle(FREE, FAINT, ""), "shared pool"),
     ]
     entries += [
         (style, f"{owner.name}{'' if owner.planned else ' (there before)'}: {owner.cpus}") for owner, style in styled

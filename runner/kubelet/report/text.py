@@ -1,4 +1,4 @@
-"""A node's plan for people and for machines."""
+"""The report of a node's plan: text for operators, plain values (JSON) for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INDENT = " " * 12
 
 
 def hardware_line(hardware: Hardware) -> str:
-    """Say in one line what a host has."""
+    """Describe *hardware* in one line."""
     memory = sum(node.memory for node in hardware.numa_nodes)
     pages = sum(pool.size * pool.total for node in hardware.numa_nodes for pool in node.hugepages)
     counts = (
@@ -142,13 +142,13 @@ def _why_lines(explanation: Explanation, width: int) -> Iterator[str]:
     several = len(explanation.admission.pod.containers) > 1
     for merge in explanation.merges:
         if any(each.hints is not None or each.fits_nowhere for each in merge.asked):
-            who = f"{merge.container}: " if merge.container and len(explanation.merges) > 1 else ""
+            prefix = f"{merge.container}: " if merge.container and len(explanation.merges) > 1 else ""
             for number, asked in enumerate(merge.asked):
-                yield from _wrapped("" if number else "  why", f"{'' if number else who}{asked}", width)
+                yield from _wrapped("" if number else "  why", f"{'' if number else prefix}{asked}", width)
             yield from _wrapped("", f"so {merge.why}", width)
     for shortage in explanation.shortages:
-        who = f"{shortage.container}: " if shortage.container and several else ""
-        yield from _wrapped("  missing", f"{who}{shortage}", width)
+        prefix = f"{shortage.container}: " if shortage.container and several else ""
+        yield from _wrapped("  missing", f"{prefix}{shortage}", width)
     for number, other in enumerate(explanation.alternatives):
         cpus = " and ".join(f"{name} {each}" for name, each in other.cpus.items())
         given = f"admitted, {cpus}" if cpus else other.outcome.value + (f": {other.reason}" if other.reason else "")
@@ -180,7 +180,7 @@ def _placement_lines(placement: Pinning, width: int) -> Iterator[str]:
 
 
 def runs_of(pins: Sequence[int]) -> Iterator[str]:
-    """Yield which vCPUs sit on which CPUs; neighbours whose steps are the same, as ``0,2..38→1..20``, are one run."""
+    """Yield the CPU of each vCPU; neighbours with equal steps are one run, such as ``0,2..38→1-20``."""
     for stride in (1, 2, 4, 8):
         runs = [_runs(pins, start, stride) for start in range(stride)]
         if sum(map(len, runs)) <= min(2 * stride, len(pins) - 1):
@@ -240,7 +240,7 @@ def _fit(fit: Fit) -> str:
 
 
 def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
-    """Put the plan and its alternatives side by side: a row for each configuration, a column for each pod.
+    """Yield a table of the plan and its alternatives: a row for each configuration, a column for each pod.
 
     Where that is wider than *width*, each configuration has a block of rows instead.
     """
@@ -264,7 +264,7 @@ def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
 
 
 def _answers(other: WhatIf, columns: int) -> list[str]:
-    """Return the answer to each pod and the shared pool after them, or only why the kubelet would not start."""
+    """Return the answer to each pod and the shared pool after them, or only the reason why the kubelet would not start."""
     if other.plan is None:
         return [f"the kubelet would not start: {other.refusal}"]
     answers = [_answer(pod) for pod in other.plan.pods]
@@ -281,7 +281,7 @@ def _answer(pod: PodPlan) -> str:
     return (str(pod.cpus) or "shared pool") + where
 
 
-# --- for machines -----------------------------------------------------------------------------------------------------
+# --- JSON -------------------------------------------------------------------------------------------------------------
 
 
 def node_json(plan: NodePlan) -> dict[str, Any]:

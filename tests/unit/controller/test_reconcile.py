@@ -1,4 +1,4 @@
-"""Small worlds, all of them: three CPUs, two pods, every tree and every kubelet's state that they can form."""
+"""All small cases: three CPUs, two pods, every tree and every kubelet state that they can form."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def check_world(desired: Desired, observed: Observed) -> None:
     held = union(group.cpus for group in orphans.values())
     owned = union(group.cpus for uid, group in after.instances().items() if uid not in orphans)
     blocked = {uid for uid, (cpus, *_) in desired.choices.items() if not cpus.isdisjoint(held)}
-    # Two groups share a CPU only where one of them outlives its pod, or had to be left where somebody else had put it
+    # Two groups share a CPU only where one of them outlives its pod, or had to be left where another program had put it
     # because its own CPUs are not free: they did so before, or float would have no CPU at all.
     for one, other in overlaps(after):
         assert {instance_uid(one), instance_uid(other)} & (set(orphans) | blocked)
@@ -296,7 +296,7 @@ def test_without_a_kubelet_float_has_what_no_instance_holds() -> None:
     assert str(after.groups["instance-a"].cpus) == "1"
 
 
-def test_who_holds_a_cpu() -> None:
+def test_holders_of_a_cpu() -> None:
     observed = attrs.evolve(
         BUILT, groups={FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1])), "instance-b": HALF_BUILT}
     )

@@ -31,7 +31,7 @@ def vectors() -> Callable[[str], Iterator[tuple[Document, Document]]]:
 
 @pytest.fixture
 def our_vectors() -> Callable[[str], Iterator[tuple[Document, Document]]]:
-    """Those in this repository, for tests that count on particular cases."""
+    """Read the vectors in this repository, for tests that need particular cases."""
     return functools.partial(read, VECTORS)
 
 

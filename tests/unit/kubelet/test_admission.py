@@ -120,7 +120,7 @@ def pod(uid: str, containers: list[tuple[int, int, int, ContainerKind]]) -> Pod:
     st.lists(st.tuples(st.lists(CONTAINERS, min_size=1, max_size=3), st.booleans()), max_size=8),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_node_s_books_are_true_after_every_step(
+def test_what_a_node_has_booked_adds_up_after_every_step(
     hardware: Hardware,
     policy: str,
     scope: str,
@@ -280,7 +280,7 @@ def test_devices_draw_the_cpus_to_their_numa_node() -> None:
     assert list(together.steps[0].hints) == ["device", "cpu", "memory"]
 
 
-def test_policy_none_asks_nobody() -> None:
+def test_policy_none_asks_no_provider() -> None:
     admission = node(host(2, 1, 4), topology_manager_policy="none").admit(one("p", 2, 1))
     assert admission.admitted
     assert (admission.steps, admission.affinity) == ((), {})

@@ -14,9 +14,9 @@ from runner.errors import RefusedError, SpecError, UsageError
 from runner.facts.hardware import Hardware
 from runner.kubelet.admission import Kubelet, KubeletConfiguration
 from runner.kubelet.configuration import (
-    OTHERS,
-    TABLES,
-    WORDS,
+    OTHER_KEYS,
+    STRING_KEYS,
+    TABLE_KEYS,
     changed,
     configuration_among,
     parse_kubelet_configuration,
@@ -63,7 +63,7 @@ def test_the_example() -> None:
     )
 
 
-def test_the_strict_example_is_the_same_but_for_three_lines() -> None:
+def test_the_strict_example_differs_in_three_lines() -> None:
     examples = ROOT / "examples/kubernetes"
 
     def read_example(name: str) -> KubeletConfiguration:
@@ -91,7 +91,7 @@ def test_the_one_configuration_of_a_file() -> None:
             configuration_among(documents)
 
 
-def test_what_a_running_kubelet_says_of_itself() -> None:
+def test_the_configuration_that_a_running_kubelet_reports() -> None:
     running = Value({"kubeletconfig": {"topologyManagerPolicy": "restricted", "reservedSystemCPUs": 0}}, "configz.json")
     document = configuration_among([running])
     with pytest.raises(SpecError) as caught:
@@ -129,7 +129,7 @@ def test_the_defaults() -> None:
         ({"evictionHard": {"memory.available": "5%"}}, int(MEMORY * 0.05000000074505806)),
     ],
 )
-def test_what_is_kept_from_pods(keys: dict[str, Any], reserved: int) -> None:
+def test_what_is_reserved(keys: dict[str, Any], reserved: int) -> None:
     assert read(**keys).node_allocatable_memory == reserved
 
 
@@ -284,14 +284,14 @@ def test_what_no_kubelet_would_decode(keys: dict[str, Any], message: str) -> Non
     assert str(caught.value) == f"k.yaml: {message}"
 
 
-def test_a_key_that_is_nearly_one_that_matters_is_named() -> None:
+def test_a_misspelled_key_is_noted() -> None:
     found = notes(topologyManagerpolicy="x", cpuManagerReconcilePeriod="10s", podPidsLimit=1, cpuManagerPolicy="static")
     assert found == (
         "topologyManagerpolicy: the kubelet has no such key and we ignore it; did you mean 'topologyManagerPolicy'?",
     )
 
 
-def test_a_gate_that_changes_what_is_known_is_named() -> None:
+def test_a_gate_with_unknown_effect_is_noted() -> None:
     (note,) = notes(cpuManagerPolicy="static", featureGates={"PodLevelResourceManagers": True})
     assert note.startswith("featureGates.PodLevelResourceManagers changes")
 
@@ -343,8 +343,8 @@ NOISE = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from([*WORDS, *TABLES, *OTHERS]), NOISE))
+@given(st.dictionaries(st.sampled_from([*STRING_KEYS, *TABLE_KEYS, *OTHER_KEYS]), NOISE))
 @settings(max_examples=300, deadline=None)
-def test_nothing_but_a_sentence_comes_of_noise(keys: dict[str, Any]) -> None:
+def test_noise_gives_a_spec_error_or_a_configuration(keys: dict[str, Any]) -> None:
     with contextlib.suppress(SpecError, RefusedError):
         Kubelet.configured(HARDWARE, read(**keys))

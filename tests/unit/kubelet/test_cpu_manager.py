@@ -66,7 +66,7 @@ def subsets(items: Iterable[int]) -> Iterator[CpuSet]:
 
 @pytest.mark.parametrize("topology", SMALL_WORLDS)
 @pytest.mark.parametrize("name", TAKES)
-def test_every_small_world_gives_what_is_asked_for_or_says_that_it_cannot(topology: CpuTopology, name: str) -> None:
+def test_every_small_host_gives_the_cpus_asked_for_or_an_error(topology: CpuTopology, name: str) -> None:
     for free in subsets(topology.all):
         for count in range(len(topology.all) + 2):
             if count > len(free):
@@ -99,7 +99,7 @@ def test_the_best_combination_is_overwritten() -> None:
     assert str(take_distributed(topology, everything, 16, quirks=ALL - {Quirk.COMBINATIONS_OVERWRITTEN})) == "0-15"
 
 
-def test_a_livelock_is_reported_and_a_mended_kubelet_takes_whole_cores() -> None:
+def test_a_livelock_is_reported_and_a_fixed_kubelet_takes_whole_cores() -> None:
     # NUMA nodes with 5, 5, 4 and 2 free CPUs give 2 each, and 6 more are wanted. Between them the first two have 6,
     # but two of these are half cores.
     topology = regular(4, 1, 3, 2)
@@ -273,7 +273,7 @@ def test_the_cpus_of_init_containers_are_used_again_but_not_those_of_sidecars() 
     ("container", "guaranteed", "pod_level"),
     [(Container("c", 1500), True, False), (Container("c", 2000), False, False), (Container("c", 2000), True, True)],
 )
-def test_who_gets_no_exclusive_cpus(container: Container, *, guaranteed: bool, pod_level: bool) -> None:
+def test_containers_without_exclusive_cpus(container: Container, *, guaranteed: bool, pod_level: bool) -> None:
     kubelet = manager("vm-8", "0")
     pod = Pod("p", (container,), guaranteed, pod_level)
     assert kubelet.allocate(kubelet.initial, pod, container, None) == kubelet.initial
@@ -281,7 +281,7 @@ def test_who_gets_no_exclusive_cpus(container: Container, *, guaranteed: bool, p
     assert kubelet.pod_hints(kubelet.initial, pod) is None
 
 
-def test_hints_of_a_container_that_has_its_cpus_are_made_again() -> None:
+def test_hints_of_a_container_with_cpus_are_regenerated() -> None:
     kubelet = manager("epyc-7543-2s-nps4", "0,64")
     container = one("c", 8)
     pod = Pod("p", (container,))

@@ -56,7 +56,7 @@ def brute_force(sizes: tuple[int, ...], taken: tuple[int, ...], count: int) -> l
     return [Hint(sum(1 << each for each in nodes), len(nodes) == fewest) for nodes in found]
 
 
-def test_hints_of_every_small_world() -> None:
+def test_hints_of_every_small_host() -> None:
     for sizes in itertools.product(range(3), repeat=3):
         devices: Devices = {GPU: dict(enumerate(sizes))}
         manager = DeviceManager((0, 1, 2), devices)
@@ -67,7 +67,7 @@ def test_hints_of_every_small_world() -> None:
                 assert list(listed or ()) == brute_force(sizes, taken, count)
 
 
-def test_devices_without_a_numa_node_prefer_nothing_and_unknown_ones_say_nothing() -> None:
+def test_devices_without_a_numa_node_prefer_none_and_unknown_ones_give_no_hints() -> None:
     container = Container("c", devices={NIC: 1, "example.com/unknown": 1})
     assert MANAGER.hints(DeviceState(), Pod("p", (container,)), container) == {NIC: None}
     given = MANAGER.allocate(DeviceState(), Pod("p", (container,)), container, 1)

@@ -70,7 +70,7 @@ def test_a_pod_that_fits_only_across_numa_nodes() -> None:
         (Policy.SINGLE_NUMA_NODE, Outcome.REJECTED),
     ]
     assert len(explanation.alternatives[1].cpus["vm"]) == 30
-    # What is said to be missing is enough.
+    # With what is reported as missing the pod fits.
     assert explain(busy, one("p", 30 - shortage.missing, memory=8)).admission.admitted
 
 
@@ -85,7 +85,7 @@ def test_resources_that_prefer_different_numa_nodes() -> None:
     assert explanation.shortages == ()
 
 
-def test_devices_that_are_gone() -> None:
+def test_devices_that_are_all_assigned() -> None:
     explanation = explain(node("restricted").admit(one("a", 1, gpus=2, memory=1)).node, one("p", 1, gpus=1, memory=1))
     assert explanation.admission.reason == "TopologyAffinityError"
     assert str(explanation.merges[0].asked[0]) == "nvidia.com/gpu: fits on no set of NUMA nodes"
@@ -123,7 +123,7 @@ def test_best_effort_takes_what_is_left() -> None:
     )
 
 
-def test_policy_none_and_pods_without_opinion() -> None:
+def test_policy_none_and_pods_without_preference() -> None:
     explanation = explain(node("none"), one("p", 200, memory=1))
     assert explanation.merges == ()
     assert [str(each) for each in explanation.shortages] == [

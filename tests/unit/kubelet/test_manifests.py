@@ -96,7 +96,7 @@ def test_one_container_takes_the_class_from_all() -> None:
     assert exclusive_cpus_of_pod(manifest.pod) == 0
 
 
-def test_init_containers_come_first_and_sidecars_are_told_apart() -> None:
+def test_init_containers_come_first_and_sidecars_are_distinguished() -> None:
     document = pod(
         limits(cpu=4, memory="1Gi"),
         initContainers=[
@@ -112,7 +112,7 @@ def test_init_containers_come_first_and_sidecars_are_told_apart() -> None:
     assert exclusive_cpus_of_pod(read(document).pod) == 6
 
 
-def test_what_makes_pods_is_planned_as_one_pod() -> None:
+def test_a_kind_that_creates_pods_is_planned_as_one_pod() -> None:
     template = {"metadata": {"labels": {}}, "spec": pod(limits(cpu=2, memory="1Gi"))["spec"]}
     deployment = {
         "kind": "Deployment",
@@ -136,7 +136,7 @@ def test_what_makes_pods_is_planned_as_one_pod() -> None:
     assert skipped == ["p.yaml: a Service makes no pod that we know, and was left out"]
 
 
-def test_pods_of_one_name_are_told_apart_and_a_running_one_is_known_by_its_uid() -> None:
+def test_pods_of_one_name_are_numbered_and_a_running_one_keeps_its_uid() -> None:
     manifests, _ = read_all(pod({}), pod({}), pod({}, name="q"), pod({}) | {"metadata": {"name": "r", "uid": "1-2"}})
     assert [(manifest.name, manifest.pod.uid) for manifest in manifests] == [
         ("p", "p"),
@@ -156,11 +156,11 @@ def test_pod_level_resources() -> None:
     )
 
 
-def test_what_an_operator_should_know() -> None:
+def test_notes_for_the_operator() -> None:
     half = read(pod(limits(cpu="2500m", memory="1Gi"), resourceClaims=[{"name": "gpu"}]))
     assert half.notes == (
         "container 'c0' asks for 2500m CPUs, which is not a whole number: it runs in the shared pool",
-        "resourceClaims (DRA) are not looked at, here as in the Topology Manager",
+        "resourceClaims (DRA) are ignored, here as in the Topology Manager",
     )
     burstable = read(pod({"resources": {"requests": {"cpu": 1}, "limits": {"hugepages-1Gi": "1Gi"}}}))
     assert burstable.notes == ("hugepages-1Gi: the Memory Manager places them for Guaranteed pods only",)
@@ -259,7 +259,7 @@ NOISE = st.recursive(
 
 @given(NOISE, NOISE)
 @settings(max_examples=300, deadline=None)
-def test_nothing_but_a_sentence_comes_of_noise(document: Any, resources: Any) -> None:
+def test_noise_gives_a_spec_error_or_a_pod(document: Any, resources: Any) -> None:
     for each in (document, pod({"resources": resources}), {"kind": "Pod", "spec": document}):
         with contextlib.suppress(SpecError):
             parse_manifests([Value(each, "p.yaml")], pod_level_resources=True)

@@ -157,7 +157,7 @@ def test_affinity_that_is_too_narrow_is_extended() -> None:
     assert state.assignments["p"]["c"][0] == Block((0, 1), "memory", 12 * GIB)
 
 
-def test_memory_of_init_containers_is_used_again_and_the_sum_stays_true() -> None:
+def test_memory_of_init_containers_is_used_again_and_the_sum_stays_right() -> None:
     kubelet = manager(16, 16)
     containers = (
         container("init", 3, kind=ContainerKind.INIT),
@@ -177,7 +177,7 @@ def test_memory_of_init_containers_is_used_again_and_the_sum_stays_true() -> Non
     assert kubelet.without(state, "p").numa_nodes == kubelet.initial.numa_nodes
 
 
-def test_hints_for_what_is_booked_are_made_again() -> None:
+def test_hints_for_booked_memory_are_regenerated() -> None:
     kubelet = manager(8, 8)
     each = Container("c", 1000, {"memory": 2 * GIB})
     pod = Pod("p", (each,))

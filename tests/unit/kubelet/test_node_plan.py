@@ -127,15 +127,15 @@ def test_devices_are_counted_from_pod_to_pod() -> None:
     assert "memory 127.9Gi, nvidia.com/gpu 1 of 2 free" in shown(plan)
 
 
-def test_devices_that_nobody_spoke_of_are_said_to_be_unknown() -> None:
+def test_unknown_devices_are_noted() -> None:
     plan = planned(EPYC, pod("one", 10, more={GPU: 1}), topologyManagerPolicy="single-numa-node")
     assert plan.fits
     assert "nothing is known of 'nvidia.com/gpu' here" in plan.pods[0].notes[0]
 
 
-def test_a_pod_that_no_scheduler_would_send_here() -> None:
+def test_a_pod_beyond_node_allocatable_is_noted() -> None:
     plan = planned(EPYC, pod("huge", 128, "60Gi", more={"hugepages-2Mi": "300Gi"}), topologyManagerPolicy="none")
-    beyond = "the scheduler sends it nowhere like this"
+    beyond = "no scheduler binds it to this node"
     assert plan.pods[0].notes == (
         f"it asks for 128 CPUs, more than the node's allocatable 127: {beyond}",
         f"it asks for 60Gi memory, more than the node's allocatable 39558Mi: {beyond}",
@@ -143,14 +143,14 @@ def test_a_pod_that_no_scheduler_would_send_here() -> None:
     )
 
 
-def test_a_kubelet_that_crashes_is_asked_nothing_more() -> None:
+def test_no_pod_is_presented_to_a_kubelet_that_has_crashed() -> None:
     options = {"prefer-closest-numa-nodes": "true"}
     keys: dict[str, Any] = {"topologyManagerPolicy": "best-effort", "topologyManagerPolicyOptions": options}
     plan = planned(host("power9-2s"), pod("first", 8), pod("second", 2), **keys)
     assert [each.explanation.admission.outcome for each in plan.pods] == [Outcome.CRASHES]
     assert "first (Guaranteed): the kubelet crashes: this kubelet would panic: " in shown(plan, 200)
-    beside = attrs.evolve(planned(host("power9-2s"), pod("first", 8), pod("second", 2)), what_if=(WhatIf("x", plan),))
-    assert ["x", "crashes", "not", "asked", "0-127"] in [line.split() for line in shown(beside, 200).splitlines()]
+    compared = attrs.evolve(planned(host("power9-2s"), pod("first", 8), pod("second", 2)), what_if=(WhatIf("x", plan),))
+    assert ["x", "crashes", "not", "asked", "0-127"] in [line.split() for line in shown(compared, 200).splitlines()]
 
 
 def test_state_files_of_another_policy_or_machine_are_refused_in_the_kubelet_s_words() -> None:
@@ -307,13 +307,13 @@ def test_pins_in_runs(pins: tuple[int, ...], runs: list[str]) -> None:
 
 
 @given(st.lists(st.integers(0, 40), unique=True, min_size=1))
-def test_runs_say_every_pin_once(pins: list[int]) -> None:
-    said: dict[int, int] = {}
+def test_runs_contain_every_pin_once(pins: list[int]) -> None:
+    shown_pins: dict[int, int] = {}
     for run in runs_of(pins):
         vcpus, cpus = (_numbers(each) for each in run.split("→"))
         assert len(vcpus) == len(cpus)
-        said |= dict(zip(vcpus, cpus, strict=True))
-    assert said == dict(enumerate(pins))
+        shown_pins |= dict(zip(vcpus, cpus, strict=True))
+    assert shown_pins == dict(enumerate(pins))
 
 
 def _numbers(text: str) -> list[int]:
@@ -327,7 +327,7 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def test_alternatives_are_a_table_as_long_as_it_is_narrow_enough() -> None:
+def test_alternatives_are_a_table_if_it_is_narrow_enough() -> None:
     plan = planned(EPYC, pod("p", 40))
     other = WhatIf("topologyManagerPolicy=none", planned(EPYC, pod("p", 2)))
     plan = attrs.evolve(plan, what_if=(other, WhatIf("x=y", None, "no")))
@@ -412,7 +412,7 @@ def test_unequal_cores_and_siblings_side_by_side() -> None:
     assert lines[1].split() == ["0..60", "#", *["."] * 15]
 
 
-def test_whoever_comes_after_the_alphabet_has_a_sign_too() -> None:
+def test_owners_after_the_last_letter_have_a_sign_too() -> None:
     plan = planned(EPYC, *(pod(f"p{number}", 2) for number in range(30)))
     assert [owner.sign for owner in owners_of(plan)][24:28] == ["Y", "Z", MORE, MORE]
     assert cells(plan, 100)[MORE] == 8
@@ -462,7 +462,7 @@ def _places(element: ET.Element, x: int, y: int) -> Any:
 
 @given(st.lists(st.tuples(st.integers(1, 80), st.sampled_from(["1Gi", "20Gi", "300Gi"])), max_size=6))
 @settings(max_examples=40, deadline=None)
-def test_whatever_pods_come_the_cpus_are_all_accounted_for(asked: list[tuple[int, str]]) -> None:
+def test_all_cpus_are_accounted_for_after_any_pods(asked: list[tuple[int, str]]) -> None:
     plan = planned(EPYC, *(pod(f"p{number}", *each) for number, each in enumerate(asked)), **STATIC)
     given_away = [container.cpus for each in plan.pods for container in each.containers]
     assert sum(map(len, given_away)) + len(plan.after.shared_pool) == len(EPYC.cpus)

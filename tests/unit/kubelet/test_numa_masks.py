@@ -37,7 +37,7 @@ def test_families_and_members_are_inverses(masks: set[int]) -> None:
 
 
 @pytest.mark.parametrize("places", range(6))
-def test_named_families_hold_what_their_names_say(places: int) -> None:
+def test_families_hold_the_masks_of_their_definition(places: int) -> None:
     masks = range(1 << places)
     assert members(everything(places)) == list(masks)
     for size in range(places + 2):

@@ -28,7 +28,7 @@ def test_quantities(text: str, value: Fraction) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1gi", "1KB", "1Gie3", "0x10", "1_000", "NaN", "１"])  # noqa: RUF001
-def test_what_is_no_quantity(text: str) -> None:
+def test_malformed_quantities(text: str) -> None:
     with pytest.raises(ValueError, match="is not a quantity like"):
         parse_quantity(text)
 

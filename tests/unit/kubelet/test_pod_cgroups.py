@@ -73,11 +73,11 @@ def test_knows_the_kubelets_paths(path: str, owner: str, qos: str) -> None:
         f"/system.slice/docker-{ID}.scope/kubepods/pod{UID}/{ID}",
     ],
 )
-def test_anything_else_is_nobodys(path: str) -> None:
+def test_other_paths_belong_to_no_container(path: str) -> None:
     assert parse_container(path) is None
 
 
-def test_who_builds_the_likeness_of_another_pod_below_his_own_stays_himself() -> None:
+def test_a_container_that_imitates_another_pod_below_itself_is_recognised() -> None:
     mine = f"/kubepods.slice/kubepods-pod{U}.slice/crio-{ID}.scope"
     theirs = f"/kubepods.slice/kubepods-pod{OTHER.replace('-', '_')}.slice/crio-{ID}.scope"
     container = parse_container(mine + theirs)

@@ -48,7 +48,7 @@ def document(**changes: object) -> bytes:
 
 
 def test_the_files_that_the_kubelet_wrote(vectors: Callable[[str], Iterator[tuple[Document, Document]]]) -> None:
-    """What each simulated node of the real kubelet left on disk says the same as its answer about its state."""
+    """What each simulated node of the real kubelet left on disk holds the state that it answered."""
     for case, result in vectors("sim"):
         for step in result["steps"]:
             files = step.get("files", {})
@@ -213,7 +213,7 @@ def test_every_truncation_is_an_error_and_never_another_state(text: bytes) -> No
         (document(defaultCpuSet=""), "CPUs 0-7 are neither"),
     ],
 )
-def test_what_contradicts_the_machine_or_itself_is_not_believed(state: bytes, reason: str) -> None:
+def test_a_state_that_contradicts_the_machine_or_itself_is_an_error(state: bytes, reason: str) -> None:
     with pytest.raises(SpecError, match=f"^file: {reason}"):
         parse_verified_cpu_state(state, machine("0-7"), CpuSet(), "file")
 
@@ -222,14 +222,14 @@ def test_containers_of_one_pod_may_share_cpus() -> None:
     verify(parse_cpu_state(document(entries={A: {"init": "4-7", "vm": "4-6"}})), machine("0-7"), CpuSet())
 
 
-def test_reserved_cpus_may_be_nobodys_under_strict_reservation() -> None:
+def test_reserved_cpus_may_be_in_no_set_under_strict_reservation() -> None:
     state = parse_cpu_state(document(defaultCpuSet="2-3", entries={A: {"c": "4-7"}}))
     verify(state, machine("0-7"), CpuSet.parse("0-1"))
     with pytest.raises(SpecError, match="--reserved-cpus"):
         verify(state, machine("0-7"), CpuSet.parse("0"))
 
 
-def test_cpus_that_are_offline_are_nobodys_fault() -> None:
+def test_cpus_that_are_offline_are_no_error() -> None:
     state = parse_cpu_state(document(entries={A: {"c": "4-6"}}))
     verify(state, machine("0-7", online="0-6"), CpuSet())  # 7 went before the kubelet started
     verify(state, machine("0-7", online="0-2,4-6"), CpuSet())  # 3 went afterwards
@@ -237,7 +237,7 @@ def test_cpus_that_are_offline_are_nobodys_fault() -> None:
         verify(state, machine("0-7"), CpuSet())
 
 
-def test_policy_none_says_nothing_about_any_cpu() -> None:
+def test_policy_none_has_an_empty_state() -> None:
     state = parse_cpu_state(b'{"policyName":"none","defaultCpuSet":"","checksum":1353318690}')
     assert state == CpuState("none", CpuSet())
     verify(state, machine("0-7"), CpuSet())

@@ -191,10 +191,10 @@ def answer(admission: Admission) -> Document:
         found["memory"] = {name: blocks(listed) for name, listed in admission.memory.items()} or None
     if admission.node.kubelet.topology_manager.policy is not Policy.NONE:
         # The kubelet is asked for every container, and says "none" of those it never came to.
-        told = {each.name: admission.affinity.get(each.name, NO_AFFINITY) for each in admission.pod.containers}
+        hints = {each.name: admission.affinity.get(each.name, NO_AFFINITY) for each in admission.pod.containers}
         found["affinity"] = {
             name: {"mask": None if hint.mask is None else list(numa_nodes_of(hint.mask)), "preferred": hint.preferred}
-            for name, hint in told.items()
+            for name, hint in hints.items()
         }
     if not admission.admitted:
         found |= {"reason": admission.reason, "message": admission.message}
