@@ -538,7 +538,7 @@ def _run(arguments: argparse.Namespace) -> int:
     json_lines = arguments.log_format == "json"
     dropped = json_of_dropped if json_lines else dropped_message
     with NonBlockingWriter(1, dropped) as stdout, NonBlockingWriter(2, dropped) as stderr:
-        console = JsonConsole(stdout.write).write if json_lines else stdout.write
+        console = JsonConsole(stdout).write if json_lines else stdout.write
         _set_up_logging(stderr, arguments)
         try:
             data = _read(arguments.spec, waiting=False)

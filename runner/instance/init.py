@@ -129,7 +129,7 @@ async def _run(
             log.info("starting instance=%s", plan.name)
             if plan.pod.name:
                 log.info("in the pod name=%s namespace=%s node=%s uid=%s", *attrs.astuple(plan.pod))
-            async with _paged(supervisor, plan, streams.http):
+            async with _probed(supervisor, plan, streams.http):
                 ended = await run_instance(plan, supervisor, streams.console)
     except StopRequestedError:
         return ExitReport(Status.STOPPED, "stopped", "asked to stop before anything was started")
@@ -155,11 +155,11 @@ async def _handed(supervisor: Supervisor, spec: InstanceSpec) -> AsyncIterator[S
 
 
 @asynccontextmanager
-async def _paged(supervisor: Supervisor, plan: InstancePlan, http: tuple[str, int] | None) -> AsyncIterator[None]:
+async def _probed(supervisor: Supervisor, plan: InstancePlan, http: tuple[str, int] | None) -> AsyncIterator[None]:
     if http is None:
         yield
         return
-    from runner.instance.probes import probes_served  # here, because nobody pays for pages that are not asked for
+    from runner.instance.probes import probes_served  # here, because an instance without probes does not pay for them
 
     async with probes_served(supervisor, plan, http):
         yield

@@ -47,7 +47,7 @@ CIRCLES = {
     "plan.passthrough",
     "plan.root_bus",
 }
-TWICE = {"Charge", "Link", "Look", "Process", "Reader"}
+TWICE = {"Charge", "Link", "Look", "Process"}
 """What does not follow the law yet."""
 
 PURE = (
