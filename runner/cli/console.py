@@ -16,10 +16,13 @@ from pathlib import Path
 import attrs
 
 from runner.errors import HostError, UsageError
+from runner.kernel.lines import LineFramer, OverlongError
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, connected
 
 TYPED_AHEAD = 1 << 16
-"""Bytes kept for a guest that does not read; what is typed beyond is dropped, and the bell rings."""
+"""Bytes kept for a guest that does not read; input beyond is dropped, and the terminal's bell rings."""
+LONGEST_REPLY = 1 << 12
+"""Bytes of the runner's reply, without its line end."""
 
 
 def parse_key(text: str) -> bytes:
@@ -35,51 +38,56 @@ def parse_key(text: str) -> bytes:
 
 @attrs.frozen
 class AttachRequest:
-    """What whoever attaches asks for."""
+    """What a client of the console asks for."""
 
     write: bool
     steal: bool
 
 
-def attach(directory: Path, wish: AttachRequest, key: str) -> int:
-    """Be a terminal of the instance whose state is in *directory*, until *key* is typed or the instance ends."""
+def attach(directory: Path, request: AttachRequest, key: str) -> int:
+    """Connect this terminal with the instance whose state is in *directory*, until *key* is typed or the instance ends.
+
+    Returns the exit status. Raises :exc:`~runner.errors.RunnerError`.
+    """
     byte = parse_key(key)
     with connected(directory, CONSOLE_SOCKET) as line:
-        line.sendall(json.dumps(attrs.asdict(wish)).encode() + b"\n")
-        told, said = _attach_reply(line)
-        if "error" in told:
-            raise HostError(f"cannot attach to the console: {told['error']}")
-        if not told.get("writes"):
-            _tell("reading only" + (": somebody else writes; --steal takes over" if wish.write else ""))
-        _tell(f"attached; {key.capitalize()} detaches")
+        line.sendall(json.dumps(attrs.asdict(request)).encode() + b"\n")
+        reply, output = _attach_reply(line)
+        if "error" in reply:
+            raise HostError(f"cannot attach to the console: {reply['error']}")
+        if not reply.get("writes"):
+            _print_status("reading only" + (": another client writes; --steal takes over" if request.write else ""))
+        _print_status(f"attached; {key.capitalize()} detaches")
         with _raw(sys.stdin.fileno()):
-            _write(said)
+            _write(output)
             ended = _carry(line, byte)
-        _tell("the instance has ended" if ended else "detached")
+        _print_status("the instance has ended" if ended else "detached")
     return 0
 
 
-def _tell(words: str) -> None:
-    sys.stderr.write(f"[{words}]\n")
+def _print_status(text: str) -> None:
+    sys.stderr.write(f"[{text}]\n")
     sys.stderr.flush()
 
 
 def _attach_reply(line: Socket) -> tuple[dict[str, object], bytes]:
-    """Return the runner's answer, and what the guest said before, as far as that has come."""
-    received = b""
-    while b"\n" not in received:
-        data = line.recv(1 << 16)
-        if not data:
-            raise HostError("cannot attach to the console: the runner hung up")
-        received += data
-    first, _, rest = received.partition(b"\n")
-    told: dict[str, object] = json.loads(first)
-    return told, rest
+    """Return the runner's reply, and the guest's earlier output as far as it has come."""
+    framer = LineFramer(LONGEST_REPLY)
+    try:
+        while (first := framer.next_line()) is None:
+            data = line.recv(1 << 16)
+            if not data:
+                raise HostError("cannot attach to the console: the runner hung up")
+            framer.feed(data)
+        reply = json.loads(first)
+    except (OverlongError, ValueError) as error:
+        raise HostError("cannot attach to the console: the runner's reply is not understood") from error
+    return reply, framer.take_rest()
 
 
 @contextmanager
 def _raw(terminal: int) -> Iterator[None]:
-    """Have every key go to the guest, ``Ctrl-C`` too; the terminal is as it was afterwards, also after SIGTERM and SIGHUP."""
+    """Send every key to the guest, ``Ctrl-C`` too; restore the terminal at the end, also after SIGTERM and SIGHUP."""
     if not os.isatty(terminal):
         yield
         return
@@ -95,7 +103,7 @@ def _raw(terminal: int) -> Iterator[None]:
 
 
 def _carry(line: Socket, key: bytes) -> bool:
-    """Carry bytes both ways; tell whether it was the instance that ended."""
+    """Carry bytes both ways; return whether the instance ended rather than the user detached."""
     line.setblocking(False)
     keyboard = sys.stdin.fileno()
     waiting = b""
@@ -110,7 +118,7 @@ def _carry(line: Socket, key: bytes) -> bool:
                 if detached:
                     _sent(line, waiting + before)
                     return False
-                if not typed:  # nobody types; what the guest says is shown all the same
+                if not typed:  # no more input; the guest's output is still shown
                     poll.unregister(keyboard)
                 if len(waiting) + len(before) > TYPED_AHEAD:
                     _write(b"\a")
@@ -126,7 +134,7 @@ def _carry(line: Socket, key: bytes) -> bool:
 
 
 def _received(line: Socket) -> bytes | None:
-    """Return what has come, ``None`` if nothing will."""
+    """Return the bytes that have come, ``None`` if none will."""
     try:
         return line.recv(1 << 16) or None
     except BlockingIOError:
@@ -140,7 +148,7 @@ def _sent(line: Socket, data: bytes) -> int:
         return line.send(data)
     except BlockingIOError:
         return 0
-    except ConnectionError:  # its end is read, too
+    except ConnectionError:  # the next read returns its end
         return len(data)
 
 

@@ -77,7 +77,7 @@ def identify_container(
         raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: it is process {peer.inner_pid} of its PID namespace; only process 1 "
-            "speaks for an instance, and its pod must not set shareProcessNamespace",
+            "may act for an instance, and its pod must not set shareProcessNamespace",
             lasting=True,
         )
     found = None
@@ -138,7 +138,7 @@ def check_agreement(asked: CpuSet, choices: Iterable[CpuSet], scope: CpuSet, pod
     recorded = " or ".join(f"'{cpus}'" for cpus in choices) or "nothing"
     raise RequestRefusedError(
         CPUSET,
-        f"cannot register instance {pod_uid!r} with CPUs '{asked}': the kubelet's state says {recorded}, the container's "
+        f"cannot register instance {pod_uid!r} with CPUs '{asked}': the kubelet's state has {recorded}, the container's "
         f"cpuset.cpus '{scope}'",
         lasting=scope in choices,
         requested=str(asked),

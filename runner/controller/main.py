@@ -148,7 +148,7 @@ def command_line() -> argparse.ArgumentParser:
         "--cpus",
         type=argument_type(_some_cpus),
         metavar="LIST",
-        help="this machine has no kubelet; instances may have these CPUs, whoever asks first (example: 4-15)",
+        help="this machine has no kubelet; instances may have these CPUs, first come, first served (example: 4-15)",
     )
     add(
         "--reserved-cpus",

@@ -58,6 +58,14 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = 1
 
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "registerCgroup": ("uuid", "cpuset"),
+    "deregisterCgroup": ("uuid",),
+    "listInstances": (),
+    "getStatus": (),
+}
+"""Method → the names of its parameters, in the order in which they may be given without names."""
+
 CODES = {
     identity.HOST: -32000,
     identity.IDENTITY: -32001,
@@ -117,15 +125,9 @@ class RpcMethods:
 
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         """Do what the peer asks for. Raises :class:`RpcError`."""
-        known = {
-            "registerCgroup": ("uuid", "cpuset"),
-            "deregisterCgroup": ("uuid",),
-            "listInstances": (),
-            "getStatus": (),
-        }
-        if method not in known:
+        if method not in PARAMETERS:
             raise RpcError(METHOD_NOT_FOUND, "Method not found")
-        arguments = _arguments(params, known[method])
+        arguments = _arguments(params, PARAMETERS[method])
         await trio.lowlevel.checkpoint()
         self.loop.tally.requests[method] += 1
         try:

@@ -1,4 +1,4 @@
-"""The file of the controller's Unix socket; what is served there is :class:`~runner.protocol.unix_server.UnixServer`."""
+"""The file of the controller's Unix socket; :class:`~runner.protocol.unix_server.UnixServer` serves it."""
 
 from __future__ import annotations
 

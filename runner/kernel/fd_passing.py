@@ -1,7 +1,7 @@
 """Descriptors sent and received over Unix stream sockets (``SCM_RIGHTS``, unix(7)): the one place that does either.
 
 The kernel installs received descriptors in the very ``recvmsg`` that returns their bytes. So each is handed to its owner
-before anything else happens: no error and no cancellation can leave one open that nobody closes.
+before anything else happens: no error and no cancellation leaves one open.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class LineFramer:
         return count, kept
 
     def take_rest(self) -> bytes:
-        """Return what is held, whole lines or not, and hold nothing."""
+        """Return all bytes held, whole lines or not, and hold none."""
         return self._take(len(self._buffer), len(self._buffer))
 
     def _find(self, end: bytes) -> int:

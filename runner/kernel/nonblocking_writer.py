@@ -23,7 +23,7 @@ BACKLOG = 1 << 18
 
 def dropped_message(size: int) -> bytes:
     """Return the message for a reader that has missed *size* bytes."""
-    return f"\n[{size} bytes of output were dropped: nobody was reading]\n".encode()
+    return f"\n[{size} bytes of output were dropped: the reader was too slow]\n".encode()
 
 
 class NonBlockingWriter:

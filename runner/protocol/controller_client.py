@@ -139,17 +139,21 @@ class _ReceivedFds:
         self.held.callback(self.descriptors[-1].close)
 
 
-async def ask(who: str, path: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
-    """Call *method* of the server *who*, such as ``"the instance"``, at *path* and return its result.
+async def ask(server: str, path: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
+    """Call *method* of the server *server*, such as ``"the instance"``, at *path* and return its result.
 
     Raises like :func:`register`.
     """
     with ExitStack() as held:
-        return await _call(path, method, params, _ReceivedFds(held), who)
+        return await _call(path, method, params, _ReceivedFds(held), server)
 
 
 async def _call(
-    path: PurePosixPath, method: str, params: Mapping[str, object], received: _ReceivedFds, who: str = "the controller"
+    path: PurePosixPath,
+    method: str,
+    params: Mapping[str, object],
+    received: _ReceivedFds,
+    server: str = "the controller",
 ) -> object:
     """Return the result of a call; descriptors that come with it go to *received*."""
     request = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
@@ -158,38 +162,38 @@ async def _call(
             with reachable(path) as address:
                 await connection.connect(address)
             await send_with_fds(connection, json.dumps(request).encode() + b"\n")
-            response = await _response(connection, received, who)
+            response = await _response(connection, received, server)
     except OSError as error:
         if error.errno in _ABSENT:
-            raise ControllerAbsentError(f"cannot reach {who} at {str(path)!r}") from error
-        raise HostError(f"cannot talk to {who} at {str(path)!r}") from error
-    return _result(method, response, who)
+            raise ControllerAbsentError(f"cannot reach {server} at {str(path)!r}") from error
+        raise HostError(f"cannot talk to {server} at {str(path)!r}") from error
+    return _result(method, response, server)
 
 
-async def _response(connection: trio.socket.SocketType, received: _ReceivedFds, who: str) -> bytes:
+async def _response(connection: trio.socket.SocketType, received: _ReceivedFds, server: str) -> bytes:
     async def receive(size: int) -> bytes:
         return await receive_with_fds(connection, size, _MOST_FDS - len(received.descriptors), received.take)
 
     try:
         line = await receive_line(receive, LineFramer(LONGEST_RESPONSE), chunk=LONGEST_RESPONSE)
     except OverlongError:
-        raise HostError(f"cannot understand {who}: its answer is longer than {LONGEST_RESPONSE} bytes") from None
+        raise HostError(f"cannot understand {server}: its answer is longer than {LONGEST_RESPONSE} bytes") from None
     if line is None:
         raise ConnectionResetError(errno.ECONNRESET, "it hung up before it had answered")
     return line
 
 
-def _result(method: str, response: bytes, who: str) -> object:
+def _result(method: str, response: bytes, server: str) -> object:
     try:
         document = json.loads(response)
     except (ValueError, RecursionError) as error:
-        raise HostError(f"cannot understand {who}: it answered {method!r} with {response[:200]!r}") from error
+        raise HostError(f"cannot understand {server}: it answered {method!r} with {response[:200]!r}") from error
     match document:
         case {"error": {"code": int(code), "message": str(message)}}:
             raise ControllerAbsentError(message) if code == BUSY else ControllerError(message, code)
         case {"result": result}:
             return result
-    raise HostError(f"cannot understand {who}: it answered {method!r} with {response[:200]!r}")
+    raise HostError(f"cannot understand {server}: it answered {method!r} with {response[:200]!r}")
 
 
 def _text(result: object, key: str, default: str | None = None) -> str:

@@ -79,7 +79,7 @@ def _line(moment: float, **values: object) -> bytes:
 
 def json_of_dropped(size: int) -> bytes:
     """Return the message for a reader that has missed *size* bytes, as a line of JSON."""
-    message = "output was dropped: nobody was reading"
+    message = "output was dropped: the reader was too slow"
     now = time.clock_gettime(time.CLOCK_REALTIME)
     return _line(now, stream="event", level="warning", logger=__name__, message=message, fields={"bytes": size})
 

@@ -6,12 +6,12 @@ forty lines, for 12 ms and 1.7 MB that importing asyncio costs PID 1. So the con
 task that waits, reads*. There is no reader task and nothing to start or stop. A task that waits for a reply keeps the events
 that arrive meanwhile for the task that asks for them next, and the other way round.
 
-Errors, by whose fault they are::
+Errors, by the side that is at fault::
 
     QmpError                    the conversation failed, or a command did
-     ├─ ExecInterruptedError    nobody's fault: QEMU hung up, because it exited or is about to
-     ├─ BadReplyError           QEMU's fault, or this module's: what it sent is not QMP as this module knows it
-     └─ ExecuteError            the command's fault: QEMU understood it and refused it; the conversation goes on
+     ├─ ExecInterruptedError    neither side: QEMU hung up, because it exited or is about to
+     ├─ BadReplyError           QEMU, or this module: the reply is not QMP as this module knows it
+     └─ ExecuteError            the command: QEMU understood it and refused it; the conversation goes on
 
 Each carries what was ``sent`` and what was ``received``, as far as there is either.
 """
