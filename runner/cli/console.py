@@ -18,10 +18,14 @@ import attrs
 
 from runner.cli.options import add_state_dir
 from runner.errors import HostError, UsageError
+from runner.kernel.lines import LineFramer, OverlongError
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, connected
 
 TYPED_AHEAD = 1 << 16
 """Bytes kept while the guest does not read; input beyond them is dropped, and the terminal's bell rings."""
+
+LONGEST_REPLY = 1 << 12
+"""Bytes of the runner's reply, without its line end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,15 +95,17 @@ def _notify(message: str) -> None:
 
 def _attach_reply(line: Socket) -> tuple[dict[str, object], bytes]:
     """Return the runner's reply, and the guest's earlier output as far as it has arrived."""
-    received = b""
-    while b"\n" not in received:
-        data = line.recv(1 << 16)
-        if not data:
-            raise HostError("cannot attach to the console: the runner closed the connection")
-        received += data
-    first, _, rest = received.partition(b"\n")
-    reply: dict[str, object] = json.loads(first)
-    return reply, rest
+    framer = LineFramer(LONGEST_REPLY)
+    try:
+        while (first := framer.next_line()) is None:
+            data = line.recv(1 << 16)
+            if not data:
+                raise HostError("cannot attach to the console: the runner closed the connection")
+            framer.feed(data)
+        reply = json.loads(first)
+    except (OverlongError, ValueError) as error:
+        raise HostError("cannot attach to the console: the runner's reply is not understood") from error
+    return reply, framer.take_rest()
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     json_lines = arguments.log_format == "json"
     dropped = json_of_dropped if json_lines else dropped_message
     with NonBlockingWriter(1, dropped) as stdout, NonBlockingWriter(2, dropped) as stderr:
-        console = JsonConsole(stdout.write).write if json_lines else stdout.write
+        console = JsonConsole(stdout).write if json_lines else stdout.write
         _set_up_logging(stderr, arguments)
         report = _run(arguments, Streams(stdout, stderr, console, arguments.http))
         level = logging.INFO if report.status == Status.STOPPED else logging.ERROR

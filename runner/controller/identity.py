@@ -1,8 +1,8 @@
-"""Who may have what: the decisions behind a registration (pure).
+"""Which peer may act for which instance, and on which CPUs: the decisions behind a registration (pure).
 
-A message says which instance it is about. Whether its sender may speak for that instance is never taken from the
-message: the kernel names the process that connected, its cgroup names the pod, and once the process has moved to
-float, its PID namespace does, which it shares with the anchor that stayed behind in the pod's cgroup.
+A request names an instance. Whether its sender may act for that instance is never taken from the request: the kernel names
+the process that connected, and its cgroup names the pod. Once the process has moved to float, its PID namespace names the
+pod instead: the anchor that stayed in the pod's cgroup has the same one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ HOST = "host"
 
 
 class RequestRefusedError(RefusedError):
-    """A request is refused: *reason* for machines, *values* that were compared, the sentence for people.
+    """A request is refused: *reason* for programs, *sentence* for people, and the *values* that were compared.
 
-    What is not *lasting* may heal by itself within seconds and is worth another look.
+    The cause of a refusal that is not *lasting* may pass within seconds: the request is tried again.
     """
 
     def __init__(self, reason: str, sentence: str, *, lasting: bool, **values: str) -> None:
@@ -48,23 +48,23 @@ class ContainerProcess:
 
 @attrs.frozen
 class ContainerIdentity:
-    """Where a peer belongs: its *container*, and the *cgroup* its processes go back to."""
+    """The container of a peer, and the *cgroup* to which its processes return."""
 
     container: ContainerCgroup
     cgroup: str
 
 
 def identify_container(
-    peer: Peer, own: ContainerCgroup | None, residents: Iterable[ContainerProcess], uid: str, own_namespace: int
+    peer: Peer, own: ContainerCgroup | None, processes: Iterable[ContainerProcess], pod_uid: str, own_namespace: int
 ) -> ContainerIdentity:
-    """Return the container of instance *uid* if *peer* is its init process. Raises :class:`RequestRefusedError` otherwise.
+    """Return the container of instance *pod_uid* if *peer* is its init process. Raises :class:`RequestRefusedError` otherwise.
 
-    *own* is the container that the peer's own cgroup names, ``None`` if it is in none (any more); *residents* are
-    the processes in the cgroups of the pod *uid*. *own_namespace* is the controller's.
+    *own* is the container that the peer's own cgroup names, ``None`` if it is in none or has left it; *processes* are
+    those in the cgroups of the pod *pod_uid*. *own_namespace* is the controller's PID namespace.
 
-    Only the init process of a PID namespace may speak: a shell in the container is in the same pod but must not tear
-    its instance down. A pod that shares its PID namespace with the host, or among its containers, has no init of its
-    own to speak for it, and the runtime could not end what has left the container's cgroup either.
+    Only the init process of a PID namespace may act: a shell in the container is in the same pod but must not tear its
+    instance down. A pod that shares its PID namespace with the host, or among its containers, has no init process of its
+    own, and the runtime could not end a process that has left the container's cgroup either.
     """
     if peer.pid_namespace in (INIT_PID_NAMESPACE, own_namespace):
         raise RequestRefusedError(
@@ -77,57 +77,57 @@ def identify_container(
         raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: it is process {peer.inner_pid} of its PID namespace; only process 1 "
-            "speaks for an instance, and its pod must not set shareProcessNamespace",
+            "may act for an instance, and its pod must not set shareProcessNamespace",
             lasting=True,
         )
-    home = None
+    found = None
     if own is not None:
-        home = ContainerIdentity(own, peer.cgroup)
+        found = ContainerIdentity(own, peer.cgroup)
     else:
-        for resident in residents:
-            if resident.pid_namespace == peer.pid_namespace:
-                home = ContainerIdentity(resident.container, resident.cgroup)
+        for process in processes:
+            if process.pid_namespace == peer.pid_namespace:
+                found = ContainerIdentity(process.container, process.cgroup)
                 break
-    if home is None and peer.cgroup.startswith("/.."):
+    if found is None and peer.cgroup.startswith("/.."):
         raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is outside this program's cgroup "
             "namespace; run the controller in the host's (a privileged container is)",
             lasting=True,
         )
-    if home is None:
+    if found is None:
         raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: it is in {peer.cgroup!r} and shares its PID namespace with no "
-            f"process in the cgroup of {uid!r}; keep the anchor running in the pod's cgroup",
+            f"process in the cgroup of {pod_uid!r}; keep the anchor running in the pod's cgroup",
             lasting=True,
         )
-    if home.container.owner != uid:
+    if found.container.owner != pod_uid:
         raise RequestRefusedError(
             IDENTITY,
-            f"cannot act for instance {uid!r}: process {peer.pid} belongs to {home.container.owner!r}",
+            f"cannot act for instance {pod_uid!r}: process {peer.pid} belongs to {found.container.owner!r}",
             lasting=True,
         )
-    return home
+    return found
 
 
-def check_container(home: ContainerIdentity, scope: CpuSet, held: CpuSet, uid: str) -> None:
-    """Check that the container that asks to end instance *uid* is the one that has its CPUs.
+def check_container(caller: ContainerIdentity, scope: CpuSet, held: CpuSet, pod_uid: str) -> None:
+    """Check that the container that asks to end instance *pod_uid* is the one that has its CPUs.
 
-    A sidecar is in the same pod, and init of its own PID namespace, but its *scope* has none of the CPUs that the
-    instance has *held*. Raises :class:`RequestRefusedError`.
+    A sidecar is in the same pod, and the init process of its own PID namespace, but its *scope* has none of the CPUs that
+    the instance has *held*. Raises :class:`RequestRefusedError`.
     """
     if scope.isdisjoint(held):
         raise RequestRefusedError(
             IDENTITY,
-            f"cannot act for instance {uid!r}: its CPUs '{held}' are another container's of the pod; "
-            f"{home.container.path} has '{scope}'",
+            f"cannot act for instance {pod_uid!r}: its CPUs '{held}' are another container's of the pod; "
+            f"{caller.container.path} has '{scope}'",
             lasting=True,
         )
 
 
-def check_agreement(asked: CpuSet, choices: Iterable[CpuSet], scope: CpuSet, uid: str) -> None:
-    """Check that *asked* is what the kubelet's state and the container's ``cpuset.cpus`` (*scope*) both say.
+def check_agreement(asked: CpuSet, choices: Iterable[CpuSet], scope: CpuSet, pod_uid: str) -> None:
+    """Check that *asked* is both one of the kubelet's *choices* and the container's ``cpuset.cpus`` (*scope*).
 
     Raises :class:`RequestRefusedError`, a lasting one only if those two agree with each other: a container may start with a
     stale cpuset that the kubelet corrects within seconds (kubernetes#138731), and its entry may be seen late.
@@ -135,10 +135,10 @@ def check_agreement(asked: CpuSet, choices: Iterable[CpuSet], scope: CpuSet, uid
     choices = tuple(choices)
     if asked in choices and asked == scope:
         return
-    said = " or ".join(f"'{cpus}'" for cpus in choices) or "nothing"
+    recorded = " or ".join(f"'{cpus}'" for cpus in choices) or "nothing"
     raise RequestRefusedError(
         CPUSET,
-        f"cannot register instance {uid!r} with CPUs '{asked}': the kubelet's state says {said}, the container's "
+        f"cannot register instance {pod_uid!r} with CPUs '{asked}': the kubelet's state has {recorded}, the container's "
         f"cpuset.cpus '{scope}'",
         lasting=scope in choices,
         requested=str(asked),

@@ -1,4 +1,4 @@
-"""``instance-cgroup-controller``: its command line, its logs and the one nest that holds everything it runs."""
+"""``instance-cgroup-controller``: its command line, its logs and the one function that holds everything it runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ import trio
 from runner.arguments import argument_type
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.methods import RpcMethods, Timeouts
-from runner.controller.metrics import page
-from runner.controller.server import Server, SocketLimits, listening
+from runner.controller.metrics import respond
+from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
 from runner.errors import RunnerError, explain
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.peers import Peers
 from runner.kubelet.state_files import KubeletFiles
-from runner.protocol.http import Page, open_pages, parse_address, serve_pages
+from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http
 from runner.protocol.logs import FORMATS, LogHandler
+from runner.protocol.unix_server import SocketLimits, UnixServer
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT and return the exit status; the tree stays as it is."""
     arguments = command_line().parse_args(argv)
     root = logging.getLogger()
-    root.addHandler(LogHandler(_written, arguments.log_format))
+    root.addHandler(LogHandler(_write_log, arguments.log_format))
     root.setLevel(logging.DEBUG if arguments.debug else logging.INFO)
     try:
         trio.run(control, _options(arguments))
@@ -68,39 +69,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def control(options: Options) -> None:
-    """Hold everything for as long as nobody asks to stop. Raises :class:`RunnerError` in an exception group or bare."""
-    keeper = ReconcileLoop(
+    """Hold everything until a signal asks to stop. Raises :class:`RunnerError`, bare or in an exception group."""
+    loop = ReconcileLoop(
         tree=Tree(Cgroup(options.root)),
         source=None if options.kubelet is None else KubeletFiles(options.kubelet),
         sys=options.sys,
         reserved=options.reserved,
         pace=Intervals(),
     )
-    registrar = RpcMethods(
-        keeper=keeper,
+    methods = RpcMethods(
+        loop=loop,
         mount=Cgroup(options.cgroupfs),
         peers=Peers(options.proc),
         own_cpus=options.cpus,
-        patience=Timeouts(),
+        timeouts=Timeouts(),
         trusting=options.trusting,
     )
     if options.trusting:
         log.warning("INSECURE: any process that reaches the socket may register and remove any instance")
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with running_loop(keeper):
+        async with running_loop(loop):
             with listening(options.socket) as listener:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(Server(registrar, SocketLimits()).accept, listener)
+                    nursery.start_soon(UnixServer(methods, SocketLimits()).accept, listener)
                     if options.metrics is not None:
-                        nursery.start_soon(serve_pages, await open_pages(*options.metrics), partial(page_of, keeper))
-                    log.info("ready socket=%s root=%s frozen=%r", options.socket, options.root, keeper.frozen())
+                        nursery.start_soon(
+                            serve_http, await open_http_listeners(*options.metrics), partial(respond_about, loop)
+                        )
+                    log.info("ready socket=%s root=%s frozen=%r", options.socket, options.root, loop.frozen())
                     number = await anext(signals)
                     log.info("stopping signal=%s", signal.Signals(number).name)
                     nursery.cancel_scope.cancel()
 
 
-def _written(line: bytes) -> None:
-    with contextlib.suppress(OSError):  # nobody reads, and the node's instances need this program all the same
+def _write_log(line: bytes) -> None:
+    with contextlib.suppress(OSError):  # without a reader of the log, the node's instances still need this program
         os.write(_STDERR, line)
 
 
@@ -109,9 +112,9 @@ def _failed(error: RunnerError) -> int:
     return error.status
 
 
-def page_of(keeper: ReconcileLoop, target: str) -> Page:
-    """Return what *target* shows about *keeper* now."""
-    return page(target, keeper.tally, keeper.observed, keeper.frozen(), keeper.error)
+def respond_about(loop: ReconcileLoop, target: str) -> HttpResponse:
+    """Return the response for the path *target* about the present state of *loop*."""
+    return respond(target, loop.tally, loop.observed, loop.frozen(), loop.error)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -145,7 +148,7 @@ def command_line() -> argparse.ArgumentParser:
         "--cpus",
         type=argument_type(_some_cpus),
         metavar="LIST",
-        help="this machine has no kubelet; instances may have these CPUs, whoever asks first (example: 4-15)",
+        help="this machine has no kubelet; instances may have these CPUs, first come, first served (example: 4-15)",
     )
     add(
         "--reserved-cpus",
@@ -163,7 +166,7 @@ def command_line() -> argparse.ArgumentParser:
     add(
         "--insecure-trust-peer",
         action="store_true",
-        help="for development only: believe whoever connects that he is the instance he says",
+        help="for development only: believe every peer that it is the instance it names",
     )
     add("--sysfs", type=Path, default=Path("/sys"), metavar="DIR", help="where sysfs is mounted")
     add("--procfs", type=Path, default=Path("/proc"), metavar="DIR", help="where procfs is mounted")

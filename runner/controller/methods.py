@@ -1,4 +1,4 @@
-"""The methods of the controller: what ``registerCgroup`` and its siblings do.
+"""The methods that the controller serves: ``registerCgroup`` and the others.
 
 =================  ===================  ==========================================================================
 method             params               result
@@ -8,18 +8,19 @@ registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset"
                                         ``cgroup.threads``, the pod's own ``cgroup.procs``, float's
                                         ``cgroup.threads``, in this order; the kernel's threads in the pod's
                                         group go to float
-deregisterCgroup   ``uuid``             ``{"removed": bool}``; what was not there is not removed, and that is fine
+deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if there was no such instance
 listInstances      none                 ``[{"uuid", "cgroup_path", "cpuset", "effective", "populated"}, …]``
 getStatus          none                 protocol, kubelet's policy, float, frozen reason, faults
 =================  ===================  ==========================================================================
 
-Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry ``data: {"reason": …, …}``.
+``uuid`` is the uid of the instance's pod. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
+``data: {"reason": …, …}``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -40,7 +41,7 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.kubelet_files import Frozen
-from runner.kernel.peers import Peer, PeerError, Peers
+from runner.kernel.peers import PeerError, Peers
 from runner.kubelet.pod_cgroups import (
     FLOAT,
     INSTANCE_NAME,
@@ -51,11 +52,21 @@ from runner.kubelet.pod_cgroups import (
     parse_container,
     pod_groups,
 )
+from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
+from runner.protocol.unix_server import Identify
 
 log = logging.getLogger(__name__)
 
 PROTOCOL = 1
+
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "registerCgroup": ("uuid", "cpuset"),
+    "deregisterCgroup": ("uuid",),
+    "listInstances": (),
+    "getStatus": (),
+}
+"""Method → the names of its parameters, in the order in which they may be given without names."""
 
 CODES = {
     identity.HOST: -32000,
@@ -63,7 +74,7 @@ CODES = {
     identity.CPUSET: -32002,
     identity.FROZEN: -32003,
     identity.CONFLICT: -32004,
-    identity.BUSY: -32005,
+    identity.BUSY: BUSY,
 }
 """Reason of a refusal → code of the error."""
 
@@ -72,7 +83,7 @@ _SHORTEST_WAIT = 0.25
 
 @attrs.frozen
 class Timeouts:
-    """How long to wait for others."""
+    """Seconds to wait for the kubelet and for threads to end."""
 
     agreement: float = 12.0
     """For the kubelet's state and the container's cpuset to agree: its reconcile period is 10 s."""
@@ -82,39 +93,51 @@ class Timeouts:
 
 @attrs.frozen
 class RpcMethods:
-    """Answers requests about the tree that *keeper* keeps, in the hierarchy mounted at *mount*.
+    """Serves requests about the cgroups that *loop* reconciles, in the hierarchy mounted at *mount*.
 
-    *own_cpus* are the CPUs that instances may have where there is no kubelet. *trusting* believes any peer.
+    *own_cpus* are the CPUs that instances may have where there is no kubelet. With *trusting* every peer may act for every
+    instance.
     """
 
-    keeper: ReconcileLoop
+    loop: ReconcileLoop
     mount: Cgroup
     peers: Peers
     own_cpus: CpuSet
-    patience: Timeouts
+    timeouts: Timeouts
     trusting: bool
 
-    async def call(
-        self, identify: Callable[[], Peer], method: str, params: Mapping[str, object] | list[object]
-    ) -> RpcResult:
-        """Do what the peer that *identify* names asks for. Raises :class:`RpcError`."""
-        known = {
-            "registerCgroup": ("uuid", "cpuset"),
-            "deregisterCgroup": ("uuid",),
-            "listInstances": (),
-            "getStatus": (),
-        }
-        if method not in known:
+    def admit(self, identify: Identify) -> int:
+        """Return the peer's container, by its PID namespace, or the process itself if it is one of the node's own.
+
+        Raises :class:`RpcError` for a peer that is not visible from here.
+        """
+        try:
+            peer = identify()
+        except PeerError as error:
+            if self.trusting:
+                return 0
+            self.loop.tally.refusals[identity.IDENTITY] += 1
+            raise RpcError(CODES[identity.IDENTITY], explain(error), {"reason": identity.IDENTITY}) from error
+        return peer.pid if peer.pid_namespace == self.peers.own_namespace() else peer.pid_namespace
+
+    def busy(self, reason: str) -> RpcError:
+        """Return the error for a peer that is over a limit, and count it."""
+        self.loop.tally.refusals[identity.BUSY] += 1
+        return RpcError(CODES[identity.BUSY], f"cannot take more: {reason}; wait for them", {"reason": identity.BUSY})
+
+    async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
+        """Do what the peer asks for. Raises :class:`RpcError`."""
+        if method not in PARAMETERS:
             raise RpcError(METHOD_NOT_FOUND, "Method not found")
-        arguments = _arguments(params, known[method])
+        arguments = _arguments(params, PARAMETERS[method])
         await trio.lowlevel.checkpoint()
-        self.keeper.tally.requests[method] += 1
+        self.loop.tally.requests[method] += 1
         try:
             match method:
                 case "registerCgroup":
-                    return await self._register(identify, _uid(arguments["uuid"]), _cpuset(arguments["cpuset"]))
+                    return await self._register(identify, _pod_uid(arguments["uuid"]), _cpuset(arguments["cpuset"]))
                 case "deregisterCgroup":
-                    return await self._deregister(identify, _uid(arguments["uuid"]))
+                    return await self._deregister(identify, _pod_uid(arguments["uuid"]))
                 case "listInstances":
                     return self._list(identify)
                 case _:
@@ -126,61 +149,61 @@ class RpcMethods:
 
     # -- registerCgroup ----------------------------------------------------------------------------------------------
 
-    async def _register(self, identify: Callable[[], Peer], uid: str, asked: CpuSet) -> RpcResult:
+    async def _register(self, identify: Identify, pod_uid: str, asked: CpuSet) -> RpcResult:
         await trio.lowlevel.checkpoint()
         try:
-            return self._grant(identify, uid, asked)
+            return self._register_once(identify, pod_uid, asked)
         except RequestRefusedError as error:
             if error.lasting:
                 raise
             refused = error
-        with trio.move_on_after(self.patience.agreement):
+        with trio.move_on_after(self.timeouts.agreement):
             while True:
-                # Nothing reports that the scope's cpuset has changed: look again soon, whatever is reported.
+                # No event reports that the scope's cpuset has changed: read it again soon in any case.
                 with trio.move_on_after(_SHORTEST_WAIT):
-                    await self.keeper.next_pass()
+                    await self.loop.next_pass()
                 try:
-                    return self._grant(identify, uid, asked)
+                    return self._register_once(identify, pod_uid, asked)
                 except RequestRefusedError as error:
                     if error.lasting:
                         raise
                     refused = error
         raise refused
 
-    def _grant(self, identify: Callable[[], Peer], uid: str, asked: CpuSet) -> RpcResult:
-        """Register once, without waiting for anything, so that nothing changes between decision and deed."""
-        home = self._home(identify, uid)
-        self._check_cpus(home, uid, asked)
-        observed = self.keeper.observe()
-        for other, held in holders(asked, observed, but=uid).items():
-            if held.populated or self.keeper.source is not None:
+    def _register_once(self, identify: Identify, pod_uid: str, asked: CpuSet) -> RpcResult:
+        """Register without waiting, so that nothing changes between the decision and its effect."""
+        caller = self._caller(identify, pod_uid)
+        self._check_cpus(caller, pod_uid, asked)
+        observed = self.loop.observe()
+        for other, held in holders(asked, observed, but=pod_uid).items():
+            if held.populated or self.loop.source is not None:
                 raise RequestRefusedError(
                     identity.CONFLICT,
-                    f"cannot register instance {uid!r} with CPUs '{asked}': instance {other!r} still holds "
+                    f"cannot register instance {pod_uid!r} with CPUs '{asked}': instance {other!r} still holds "
                     f"'{held.cpus or held.effective}'; end it first",
                     lasting=False,
                     requested=str(asked),
                     holder=other,
                 )
-            # Without a kubelet nobody says when an instance is over; an empty one yields to who asks for its CPUs.
-            log.info("empty instance gives way uuid=%s to=%s", other, uid)
-            self.keeper.tree.group(instance_group(other)).remove()
-        mine = observed.instances().get(uid)
+            # Without a kubelet nothing reports the end of an instance; an empty one yields to another that wants its CPUs.
+            log.info("empty instance gives way uuid=%s to=%s", other, pod_uid)
+            self.loop.tree.group(instance_group(other)).remove()
+        mine = observed.instances().get(pod_uid)
         if mine is not None and mine.populated and mine.cpus != asked:
             raise RequestRefusedError(
                 identity.CONFLICT,
-                f"cannot register instance {uid!r} with CPUs '{asked}': its vCPUs run on '{mine.cpus}'; another container "
+                f"cannot register instance {pod_uid!r} with CPUs '{asked}': its vCPUs run on '{mine.cpus}'; another container "
                 "of the pod has registered them, and a pod has one instance",
                 lasting=False,
                 requested=str(asked),
-                holder=uid,
+                holder=pod_uid,
             )
-        group = self.keeper.tree.group(instance_group(uid))
+        group = self.loop.tree.group(instance_group(pod_uid))
         existed = group.exists()
         faults = [
             fault.reason
-            for fault in self.keeper.pass_over({uid: asked})
-            if fault.group in (ROOT, FLOAT, instance_group(uid))
+            for fault in self.loop.pass_over({pod_uid: asked})
+            if fault.group in (ROOT, FLOAT, instance_group(pod_uid))
         ]
         effective = group.effective_cpus() if not faults else CpuSet()
         if effective != asked:
@@ -188,13 +211,13 @@ class RpcMethods:
                 group.remove()
             reason = "; ".join(faults) or f"the kernel has put '{effective}' into effect"
             raise RequestRefusedError(
-                identity.HOST, f"cannot register instance {uid!r} with CPUs '{asked}': {reason}", lasting=True
+                identity.HOST, f"cannot register instance {pod_uid!r} with CPUs '{asked}': {reason}", lasting=True
             )
-        log.info("instance %s uuid=%s cpus=%s", "found" if existed else "registered", uid, asked)
-        floating = self.keeper.tree.floating
+        log.info("instance %s uuid=%s cpus=%s", "found" if existed else "registered", pod_uid, asked)
+        floating = self.loop.tree.floating
         passing = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
-        if home is not None:
-            own = self.mount.at(home.cgroup)
+        if caller is not None:
+            own = self.mount.at(caller.cgroup)
             passing += [(own, "cgroup.procs"), (floating, "cgroup.threads")]
             self._float_kernel_threads(own)
         return RpcResult(
@@ -208,138 +231,140 @@ class RpcMethods:
         )
 
     def _float_kernel_threads(self, own: Cgroup) -> None:
-        """Take the kernel's threads that work for the instance off its CPUs; its runner cannot even see them.
+        """Move the kernel's threads that work for the instance off its CPUs; its runner cannot even see them.
 
-        QEMU is born in its pod's cgroup, to which its memory is charged, and the kernel puts the threads it starts for
-        it there too (``cgroup_attach_task_all``): ``vhost-`` before Linux 6.4, ``kvm-nx-lpage-recovery-`` before 6.13.
+        QEMU starts in its pod's cgroup, to which its memory is charged, and the kernel puts the threads it starts for
+        QEMU there too (``cgroup_attach_task_all``): ``vhost-`` before Linux 6.4, ``kvm-nx-lpage-recovery-`` before 6.13.
         The runner registers once more when QEMU is up.
         """
         for pid in sorted(own.processes()):
             if self.peers.is_kernel_thread(pid):
                 try:
-                    self.keeper.tree.floating.admit(pid)
+                    self.loop.tree.floating.admit(pid)
                     log.info("kernel thread moved to float pid=%d", pid)
                 except CgroupError as error:
                     log.warning("kernel thread stays on the instance's CPUs pid=%d reason=%r", pid, explain(error))
 
-    def _check_cpus(self, home: ContainerIdentity | None, uid: str, asked: CpuSet) -> None:
-        online = self.keeper.machine().online
+    def _check_cpus(self, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet) -> None:
+        online = self.loop.machine().online
         if not asked <= online:
             raise RequestRefusedError(
                 identity.CPUSET,
-                f"cannot register instance {uid!r}: CPUs '{asked - online}' are not online",
+                f"cannot register instance {pod_uid!r}: CPUs '{asked - online}' are not online",
                 lasting=False,
                 requested=str(asked),
                 online=str(online),
             )
-        scope = None if home is None or self.trusting else self.mount.at(home.container.path).cpus()
-        if self.keeper.source is None:
+        scope = None if caller is None or self.trusting else self.mount.at(caller.container.path).cpus()
+        if self.loop.source is None:
             allowed = self.own_cpus if scope is None or not scope else self.own_cpus & scope
             others = {
-                cpu for name, group in self.keeper.observe().instances().items() if name != uid for cpu in group.cpus
+                cpu for name, group in self.loop.observe().instances().items() if name != pod_uid for cpu in group.cpus
             }
             if not asked <= allowed or not online - asked - CpuSet(others):
                 raise RequestRefusedError(
                     identity.CPUSET,
-                    f"cannot register instance {uid!r} with CPUs '{asked}': it may have '{allowed}', and one CPU must "
+                    f"cannot register instance {pod_uid!r} with CPUs '{asked}': it may have '{allowed}', and one CPU must "
                     "be left over; see --cpus",
                     lasting=True,
                     requested=str(asked),
                     allowed=str(allowed),
                 )
             return
-        state = self.keeper.current()
+        state = self.loop.current()
         if isinstance(state, Frozen):
             raise RequestRefusedError(
-                identity.FROZEN, f"cannot register instance {uid!r} now: {state.reason}", lasting=False
+                identity.FROZEN, f"cannot register instance {pod_uid!r} now: {state.reason}", lasting=False
             )
         if state.policy == "none":
             raise RequestRefusedError(
                 identity.CPUSET,
-                f"cannot register instance {uid!r}: the kubelet gives no exclusive CPUs; set cpuManagerPolicy: static",
+                f"cannot register instance {pod_uid!r}: the kubelet gives no exclusive CPUs; set cpuManagerPolicy: static",
                 lasting=True,
                 requested=str(asked),
             )
-        check_agreement(asked, state.choices(uid), asked if scope is None else scope, uid)
+        check_agreement(asked, state.choices(pod_uid), asked if scope is None else scope, pod_uid)
 
     # -- deregisterCgroup --------------------------------------------------------------------------------------------
 
-    async def _deregister(self, identify: Callable[[], Peer], uid: str) -> RpcResult:
+    async def _deregister(self, identify: Identify, pod_uid: str) -> RpcResult:
         await trio.lowlevel.checkpoint()
-        home = self._home(identify, uid)
-        group = self.keeper.tree.group(instance_group(uid))
+        caller = self._caller(identify, pod_uid)
+        group = self.loop.tree.group(instance_group(pod_uid))
         if not group.exists():
             return RpcResult({"removed": False})
-        if home is not None and self.keeper.source is not None and not self.trusting:
-            check_container(home, self.mount.at(home.container.path).effective_cpus(), group.effective_cpus(), uid)
+        if caller is not None and self.loop.source is not None and not self.trusting:
+            check_container(
+                caller, self.mount.at(caller.container.path).effective_cpus(), group.effective_cpus(), pod_uid
+            )
         if not group.remove():
-            with trio.move_on_after(self.patience.emptying):
+            with trio.move_on_after(self.timeouts.emptying):
                 while True:
                     with trio.move_on_after(_SHORTEST_WAIT):
-                        await self.keeper.next_pass()  # its cgroup.events calls for one
+                        await self.loop.next_pass()  # a change of its cgroup.events starts one
                     if group.remove():
                         break
         if group.exists():
             threads = " ".join(map(str, sorted(group.threads())[:8]))
             raise RequestRefusedError(
                 identity.HOST,
-                f"cannot deregister instance {uid!r}: threads {threads} are still in {group.path}; end them, or move "
+                f"cannot deregister instance {pod_uid!r}: threads {threads} are still in {group.path}; end them, or move "
                 "them to the pod's cgroup",
                 lasting=True,
             )
-        log.info("instance deregistered uuid=%s", uid)
-        self.keeper.pass_over({})
+        log.info("instance deregistered uuid=%s", pod_uid)
+        self.loop.pass_over({})
         return RpcResult({"removed": True})
 
     # -- listInstances, getStatus ------------------------------------------------------------------------------------
 
-    def _list(self, identify: Callable[[], Peer]) -> RpcResult:
+    def _list(self, identify: Identify) -> RpcResult:
         """List every instance to the node's own processes, and to a container only its own."""
         mine = self._visible(identify)
         return RpcResult(
             [
                 {
-                    "uuid": uid,
-                    "cgroup_path": str(self.keeper.tree.group(instance_group(uid)).path),
+                    "uuid": pod_uid,
+                    "cgroup_path": str(self.loop.tree.group(instance_group(pod_uid)).path),
                     "cpuset": str(group.cpus),
                     "effective": str(group.effective),
                     "populated": group.populated,
                 }
-                for uid, group in sorted(self.keeper.observe().instances().items())
-                if mine is None or uid == mine
+                for pod_uid, group in sorted(self.loop.observe().instances().items())
+                if mine is None or pod_uid == mine
             ]
         )
 
-    def _visible(self, identify: Callable[[], Peer]) -> str | None:
+    def _visible(self, identify: Identify) -> str | None:
         if self.trusting or (peer := identify()).pid_namespace == self.peers.own_namespace():
             return None
         container = self._container(peer.cgroup)
         return container.owner if container is not None else ""
 
     def _status(self) -> RpcResult:
-        observed = self.keeper.observe()
+        observed = self.loop.observe()
         floating = observed.groups.get(FLOAT)
-        state = self.keeper.state
+        state = self.loop.state
         return RpcResult(
             {
                 "protocol": PROTOCOL,
-                "root": str(self.keeper.tree.root.path),
-                "float_path": str(self.keeper.tree.floating.path),
+                "root": str(self.loop.tree.root.path),
+                "float_path": str(self.loop.tree.floating.path),
                 "float_cpuset": str(floating.effective) if floating is not None else None,
                 "instances": len(observed.instances()),
-                "kubelet": self.keeper.source is not None,
+                "kubelet": self.loop.source is not None,
                 "policy": None if isinstance(state, Frozen) else state.policy,
                 "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
-                "frozen": self.keeper.frozen() or None,
-                "faults": [fault.reason for fault in self.keeper.faults],
+                "frozen": self.loop.frozen() or None,
+                "faults": [fault.reason for fault in self.loop.faults],
                 "trusting": self.trusting,
             }
         )
 
-    # -- who asks ----------------------------------------------------------------------------------------------------
+    # -- the caller --------------------------------------------------------------------------------------------------
 
-    def _home(self, identify: Callable[[], Peer], uid: str) -> ContainerIdentity | None:
-        """Return where the peer is at home, if it may speak for *uid*; ``None`` if any peer may and it has no home."""
+    def _caller(self, identify: Identify, pod_uid: str) -> ContainerIdentity | None:
+        """Return the peer's container, if it may act for *pod_uid*; ``None`` if every peer may and this one has none."""
         try:
             peer = identify()
         except PeerError as error:
@@ -349,15 +374,15 @@ class RpcMethods:
         own = self._container(peer.cgroup)
         if self.trusting:
             return None if own is None else ContainerIdentity(own, peer.cgroup)
-        residents = () if own is not None else self._residents(uid)
-        return identify_container(peer, own, residents, uid, self.peers.own_namespace())
+        processes = () if own is not None else self._processes_of(pod_uid)
+        return identify_container(peer, own, processes, pod_uid, self.peers.own_namespace())
 
     def _container(self, path: str) -> ContainerCgroup | None:
-        return parse_bare_container(path) if self.keeper.source is None else parse_container(path)
+        return parse_bare_container(path) if self.loop.source is None else parse_container(path)
 
-    def _residents(self, uid: str) -> Iterator[ContainerProcess]:
-        """Yield the processes that are in the cgroups of *uid*'s containers."""
-        places = bare_groups(uid) if self.keeper.source is None else pod_groups(uid)
+    def _processes_of(self, pod_uid: str) -> Iterator[ContainerProcess]:
+        """Yield the processes that are in the cgroups of *pod_uid*'s containers."""
+        places = bare_groups(pod_uid) if self.loop.source is None else pod_groups(pod_uid)
         for place in places:
             top = self.mount.path / place
             if top.is_dir():
@@ -371,13 +396,13 @@ class RpcMethods:
             return
         try:
             processes = Cgroup(directory).processes()
-        except CgroupError:  # removed since a moment ago, or threaded: its threads are no anchor
+        except CgroupError:  # removed meanwhile, or threaded: its threads are no anchor
             return
         for pid in sorted(processes):
             yield ContainerProcess(container, path, self.peers.namespace(pid))
 
     def _refused(self, method: str, refusal: RequestRefusedError) -> RpcError:
-        self.keeper.tally.refusals[refusal.reason] += 1
+        self.loop.tally.refusals[refusal.reason] += 1
         log.warning("request refused method=%s reason=%s why=%r", method, refusal.reason, str(refusal))
         return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values})
 
@@ -393,11 +418,9 @@ def _arguments(params: Mapping[str, object] | list[object], names: tuple[str, ..
     return params
 
 
-def _uid(value: object) -> str:
+def _pod_uid(value: object) -> str:
     if not isinstance(value, str) or not INSTANCE_NAME.fullmatch(value):
-        raise RpcError(
-            INVALID_PARAMS, "Invalid params: 'uuid' must be 1 to 64 of a-z, 0-9 and '-', as the pod's uid is"
-        )
+        raise RpcError(INVALID_PARAMS, "Invalid params: 'uuid' must be 1 to 64 of a-z, 0-9 and '-', as a pod's uid is")
     return value
 
 

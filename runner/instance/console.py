@@ -1,8 +1,8 @@
-"""The guest's serial console: told on standard output, kept in a file, and shared among those who attach to it.
+"""The guest's serial console: shown on standard output, kept in a file, and shared among the clients attached to it.
 
-Whoever may open ``console.sock`` in the state directory says in one line of JSON what it wants, ``{"write": true,
-"steal": false}``, and is told in another what it gets, ``{"writes": true}``. Then both directions are the console's bytes.
-Any number reads, up to :data:`MOST_READERS`; one writes.
+A client that may open ``console.sock`` in the state directory sends one line of JSON, ``{"write": true, "steal": false}``, and
+receives another, ``{"writes": true}``. Then both directions are the console's bytes. Up to :data:`MOST_CLIENTS` clients read;
+one writes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import attrs
 import trio
 
 from runner.instance.supervisor import Supervisor, first_of
+from runner.kernel.lines import LineFramer, OverlongError, pieces, receive_line
 from runner.kernel.log_file import LogFile, kept_log
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, connected_pair, listening
@@ -26,149 +27,169 @@ from runner.plan.instance import ConsolePlan
 log = logging.getLogger(__name__)
 
 FLUSHED_WITHIN = 0.25
-"""Seconds given to what the guest said last, when QEMU has gone already."""
+"""Seconds given to the guest's last output, when QEMU has ended already."""
 
-KEPT = 8 << 10
-"""Bytes shown to whoever attaches: what the guest said before."""
+REPLAYED = 8 << 10
+"""Bytes of earlier output that a client receives first."""
 
-MOST_READERS = 8
-WISHED_WITHIN = 5.0
-"""Seconds a client may take to say what it wants."""
-LONGEST_WISH = 256
+MOST_CLIENTS = 8
+"""Clients attached at a time."""
+MOST_CONNECTIONS = 32
+"""Open connections, those that have not sent their request yet included; one more is hung up on."""
+REQUEST_WITHIN = 5.0
+"""Seconds a client may take to send its request."""
+LONGEST_REQUEST = 256
+"""Bytes of a client's request, without its line end."""
 
 STOLEN = b"\r\n[another console writes now, this one only reads]\r\n"
 
 
 @attrs.define(eq=False)
 class ConsoleClient:
-    """Somebody who is attached."""
+    """A client that is attached."""
 
-    outlet: NonBlockingWriter
+    output: NonBlockingWriter
 
 
 class Console:
-    """Our end of the serial line."""
+    """Our end of the serial line.
 
-    def __init__(self, line: Socket, heard: Callable[[bytes], None], log_file: LogFile) -> None:
+    *show* receives the guest's output in pieces of few lines, and an empty piece at its end.
+    """
+
+    def __init__(self, line: Socket, show: Callable[[bytes], None], log_file: LogFile) -> None:
         line.setblocking(False)
         self._line = line
-        self._heard = heard
+        self._show = show
         self._log_file = log_file
-        self._said = bytearray()
-        self._readers: list[ConsoleClient] = []
+        self._replay = bytearray()
+        self._clients: list[ConsoleClient] = []
         self._writer: ConsoleClient | None = None
         self._waiting = trio.Lock()
-        """Only one task may wait until the guest reads on: another one may have become the writer meanwhile."""
-        self.silent = trio.Event()
-        """QEMU has closed its end, and what it said was told."""
+        """Only one task may wait until the guest reads again: another client may have become the writer meanwhile."""
+        self.ended = trio.Event()
+        """QEMU has closed its end, and all of its output was shown."""
 
-    async def listen(self) -> None:
-        """Tell everybody what the guest says, until there is nothing more."""
+    async def read_guest(self) -> None:
+        """Pass the guest's output on until it ends; each piece of few lines is one step of the event loop."""
         line = trio.socket.from_stdlib_socket(self._line)
-        while data := await _received(line):
-            self._heard(data)
-            if not self._log_file.write(data):
-                log.warning("the console's log file is given up: %s", self._log_file.error)
-            self._said += data
-            del self._said[:-KEPT]
-            for reader in self._readers:
-                reader.outlet.write(data)
-        self._heard(b"")
-        self.silent.set()
+        while data := await _receive(line):
+            for piece in pieces(data):
+                self._take_in(piece)
+                await trio.lowlevel.checkpoint()
+        self._show(b"")
+        self.ended.set()
 
-    async def admit(self, listener: Socket) -> None:
-        """Serve those who attach; runs until cancelled, asleep while nobody comes."""
-        door = trio.socket.from_stdlib_socket(listener)
-        async with trio.open_nursery() as attached:
+    def _take_in(self, data: bytes) -> None:
+        self._show(data)
+        if not self._log_file.write(data):
+            log.warning("the console's log file is given up: %s", self._log_file.error)
+        self._replay += data
+        del self._replay[:-REPLAYED]
+        for client in self._clients:
+            client.output.write(data)
+
+    async def accept(self, listener: Socket) -> None:
+        """Serve the clients that connect; runs until cancelled, asleep while none does."""
+        accepting = trio.socket.from_stdlib_socket(listener)
+        async with trio.open_nursery() as connections:
             while True:
-                attached.start_soon(self._serve, await accepted(door))
+                connection = await accepted(accepting)
+                if len(connections.child_tasks) < MOST_CONNECTIONS:
+                    connections.start_soon(self._serve, connection)
+                else:
+                    connection.close()
 
-    async def _serve(self, client: trio.socket.SocketType) -> None:
-        with client, NonBlockingWriter(client.fileno()) as outlet:
-            wish = await _attach_request(client)
-            if wish is None:
+    async def _serve(self, connection: trio.socket.SocketType) -> None:
+        with connection, NonBlockingWriter(connection.fileno()) as output:
+            framer = LineFramer(LONGEST_REQUEST)
+            request = await _attach_request(connection, framer)
+            if request is None:
                 return
-            if len(self._readers) >= MOST_READERS:
-                outlet.write(_line(error=f"{MOST_READERS} are attached already"))
+            if len(self._clients) >= MOST_CLIENTS:
+                output.write(_line(error=f"{MOST_CLIENTS} are attached already"))
                 return
-            reader = ConsoleClient(outlet)
-            self._readers.append(reader)
+            client = ConsoleClient(output)
+            self._clients.append(client)
             try:
-                self._settle_writer(reader, wish)
-                outlet.write(_line(writes=self._writer is reader) + self._said)
+                self._settle_writer(client, request)
+                output.write(_line(writes=self._writer is client) + self._replay)
                 async with trio.open_nursery() as both:
-                    both.start_soon(outlet.drain)
-                    await self._type(client, reader)
+                    both.start_soon(output.drain)
+                    await self._pass_on_input(connection, client, framer.take_rest())
                     both.cancel_scope.cancel()
             finally:
-                self._readers.remove(reader)
-                if self._writer is reader:
+                self._clients.remove(client)
+                if self._writer is client:
                     self._writer = None
 
-    def _settle_writer(self, reader: ConsoleClient, wish: dict[str, object]) -> None:
-        if wish.get("write") is not True:
+    def _settle_writer(self, client: ConsoleClient, request: dict[str, object]) -> None:
+        if request.get("write") is not True:
             return
         if self._writer is not None:
-            if wish.get("steal") is not True:
+            if request.get("steal") is not True:
                 return
-            self._writer.outlet.write(STOLEN)
-        self._writer = reader
+            self._writer.output.write(STOLEN)
+        self._writer = client
 
-    async def _type(self, client: trio.socket.SocketType, reader: ConsoleClient) -> None:
-        """Pass on what *reader* types while it is the writer; return when it has detached.
+    async def _pass_on_input(self, connection: trio.socket.SocketType, client: ConsoleClient, data: bytes) -> None:
+        """Pass on *data* and what *client* types while it is the writer; return when it has detached.
 
-        A guest that reads nothing lets it wait, and nobody else. What has not been passed on when it detaches is lost.
+        A guest that does not read makes this client wait, and no other. Input that was not passed on when it detaches is lost.
         """
-        while data := await _received(client):
-            while data and self._writer is reader:
+        data = data or await _receive(connection)
+        while data:
+            while data and self._writer is client:
                 try:
                     data = data[self._line.send(data) :]
                 except BlockingIOError:
-                    if not await first_of(self._room, partial(_hung_up, client)):
+                    if not await first_of(self._wait_for_room, partial(_hung_up, connection)):
                         return
-                except OSError:  # QEMU has gone: there is nobody to type to, but last words to be read
+                except OSError:  # QEMU has ended: no input can be passed on, but its last output is still to be read
                     break
+            data = await _receive(connection)
 
-    async def _room(self) -> bool:
+    async def _wait_for_room(self) -> bool:
         async with self._waiting:
             await trio.lowlevel.wait_writable(self._line)
         return True
 
 
-async def _hung_up(client: trio.socket.SocketType) -> bool:
-    """Wait until *client* has gone, whatever it has typed before; ``False``, as there is no more to do for it."""
+async def _hung_up(connection: trio.socket.SocketType) -> bool:
+    """Wait until the client has hung up, even if input of it is unread; return ``False``, as it needs no more service."""
     try:
-        with select.epoll() as end:  # trio's waits for data too
-            end.register(client.fileno(), select.EPOLLRDHUP)
+        with select.epoll() as end:  # trio's own waits for input too
+            end.register(connection.fileno(), select.EPOLLRDHUP)
             await trio.lowlevel.wait_readable(end.fileno())
-    except OSError as error:  # there is no descriptor, and others of ours need it more
-        log.warning("somebody is detached, as the guest reads nothing: %s", error.strerror)
+    except OSError as error:  # there is no descriptor, and the rest of this program needs them more
+        log.warning("a console client is detached, as the guest reads nothing: %s", error.strerror)
     return False
 
 
-async def _attach_request(client: trio.socket.SocketType) -> dict[str, object] | None:
-    """Return the client's first line, or ``None`` if there is none that can be understood."""
-    line = b""
-    with trio.move_on_after(WISHED_WITHIN):
-        while not line.endswith(b"\n"):
-            if len(line) > LONGEST_WISH or not (byte := await _received(client, 1)):
-                return None
-            line += byte
+async def _attach_request(connection: trio.socket.SocketType, framer: LineFramer) -> dict[str, object] | None:
+    """Return the client's first line, or ``None`` if it sends none that can be understood; *framer* keeps what follows it."""
+    line = None
+    with trio.move_on_after(REQUEST_WITHIN):
+        try:
+            line = await receive_line(partial(_receive, connection), framer)
+        except OverlongError:
+            return None
     try:
-        wish = json.loads(line)
-    except ValueError:
+        request = json.loads(line or b"")
+    except (ValueError, RecursionError):
         return None
-    return wish if isinstance(wish, dict) else None
+    return request if isinstance(request, dict) else None
 
 
-def _line(**told: object) -> bytes:
-    return json.dumps(told).encode() + b"\n"
+def _line(**values: object) -> bytes:
+    return json.dumps(values).encode() + b"\n"
 
 
-async def _received(stream: trio.socket.SocketType, most: int = 1 << 16) -> bytes:
+async def _receive(connection: trio.socket.SocketType, size: int = 1 << 16) -> bytes:
+    """Receive up to *size* bytes; return none when the other end has closed, or has gone with input of ours unread."""
     try:
-        return await stream.recv(most)
-    except OSError:  # the other end went with input of ours unread
+        return await connection.recv(size)
+    except OSError:
         return b""
 
 
@@ -176,12 +197,12 @@ async def _received(stream: trio.socket.SocketType, most: int = 1 << 16) -> byte
 async def console_shown(
     supervisor: Supervisor, plan: ConsolePlan, show: Callable[[bytes], None], directory: int
 ) -> AsyncIterator[Socket]:
-    """Hold the far end of the serial console, and serve whoever attaches by the socket in *directory*.
+    """Hold QEMU's end of the serial console, and serve the clients that attach by the socket in *directory*.
 
-    What the guest says is *show*n, if the plan says so; without data it was the last.
+    The guest's output goes to *show* if the plan wants it on standard output, and empty output at its end.
     """
 
-    def heard(data: bytes) -> None:
+    def count_and_show(data: bytes) -> None:
         supervisor.counters.console += len(data)
         if plan.stdout:
             show(data)
@@ -191,14 +212,14 @@ async def console_shown(
         kept_log(plan.log, plan.log_size) as log_file,
         listening(directory, CONSOLE_SOCKET) as listener,
     ):
-        console = Console(ours, heard, log_file)
+        console = Console(ours, count_and_show, log_file)
         async with (
-            supervisor.background_task(partial(console.admit, listener)),
-            supervisor.background_task(console.listen),
+            supervisor.background_task(partial(console.accept, listener)),
+            supervisor.background_task(console.read_guest),
         ):
             try:
                 yield theirs
             finally:
                 theirs.close()
                 with trio.move_on_after(FLUSHED_WITHIN, shield=True):
-                    await console.silent.wait()
+                    await console.ended.wait()

@@ -1,4 +1,4 @@
-"""The guest's screen by VNC: connections are accepted here and handed to QEMU, which listens nowhere."""
+"""The guest's screen by VNC: connections are accepted here and passed to QEMU, which does not listen itself."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ SOCKET = "vnc.sock"
 
 @asynccontextmanager
 async def display_shown(supervisor: Supervisor, machine: Qemu, directory: int, *, vnc: bool) -> AsyncIterator[None]:
-    """Hold the socket in *directory* by which VNC viewers come, if there is to be one."""
+    """Hold the socket in *directory* at which VNC viewers connect, if *vnc*."""
     if not vnc:
         yield
         return
     with listening(directory, SOCKET) as listener:
-        async with supervisor.background_task(partial(_hand_over, listener, machine)):
+        async with supervisor.background_task(partial(_pass_on, listener, machine)):
             yield
 
 
-async def _hand_over(listener: Socket, machine: Qemu) -> None:
-    door = trio.socket.from_stdlib_socket(listener)
+async def _pass_on(listener: Socket, machine: Qemu) -> None:
+    """Pass one viewer after another to QEMU: so there is at most one connection that QEMU has not accepted yet."""
+    accepting = trio.socket.from_stdlib_socket(listener)
     while True:
-        with await accepted(door) as viewer:
+        with await accepted(accepting) as viewer:
             try:
                 await machine.show(viewer.fileno())
             except QmpError as error:

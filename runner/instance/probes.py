@@ -24,7 +24,16 @@ from runner.kernel.cgroup import Cgroup
 from runner.placement.threads import Receipt, sentences
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan
-from runner.protocol.http import Exposition, Page, labels, not_found, ok, open_pages, serve_pages, unavailable
+from runner.protocol.http import (
+    Exposition,
+    HttpResponse,
+    labels,
+    not_found,
+    ok,
+    open_http_listeners,
+    serve_http,
+    unavailable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +50,11 @@ class Probes:
     _receipt: Receipt | None = None
     _read_at: float = 0.0
 
-    def show(self, target: str) -> Page:
+    def show(self, target: str) -> HttpResponse:
         """Return the response to a request for *target*."""
         try:
             if target == "/metrics":
-                return Page(ok().status, self._metrics())
+                return HttpResponse(ok().status, self._metrics())
             if target == "/healthz":
                 return ok(self.supervisor.guest_state.phase)
             if target == "/readyz":
@@ -54,7 +63,7 @@ class Probes:
             return unavailable(explain(error))
         return not_found(("/metrics", "/healthz", "/readyz"))
 
-    def _ready(self) -> Page:
+    def _ready(self) -> HttpResponse:
         receipt = self._now()
         if receipt is None:
             return unavailable(self.supervisor.guest_state.phase)
@@ -149,12 +158,12 @@ class Probes:
 @asynccontextmanager
 async def probes_served(supervisor: Supervisor, plan: InstancePlan, address: tuple[str, int]) -> AsyncIterator[None]:
     """Answer at *address* for as long as the block runs; see :func:`~runner.protocol.http.parse_address`."""
-    listeners = await open_pages(*address)
+    listeners = await open_http_listeners(*address)
     log.info("probes and metrics are served port=%d", listeners[0].socket.getsockname()[1])
     taken = [each.pod.name for each in plan.networks if isinstance(each, BridgedPlan) and each.pod is not None]
     if taken:
         log.warning(
             "the guest has the address of %s: connections to it reach the guest, and not --http", ", ".join(taken)
         )
-    async with supervisor.background_task(partial(serve_pages, listeners, Probes(supervisor, plan).show)):
+    async with supervisor.background_task(partial(serve_http, listeners, Probes(supervisor, plan).show)):
         yield

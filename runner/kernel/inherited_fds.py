@@ -11,7 +11,6 @@ and closes the connection when it has sent all. It receives nothing.
 
 from __future__ import annotations
 
-import array
 import errno
 import fcntl
 import json
@@ -21,7 +20,7 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import PurePosixPath
 
@@ -30,7 +29,9 @@ import trio
 
 from runner.errors import RefusedError
 from runner.facts.descriptor import DescriptorFact, DescriptorKind
+from runner.kernel.fd_passing import TooManyFdsError, TruncatedFdsError, receive_with_fds
 from runner.kernel.files import Descriptor, owned
+from runner.kernel.lines import LineFramer
 
 log = logging.getLogger(__name__)
 
@@ -170,50 +171,49 @@ async def _take_sent(agent: PurePosixPath, take: Callable[[str, int, str | None]
 async def _take_from(
     connection: trio.socket.SocketType, where: str, take: Callable[[str, int, str | None], None]
 ) -> None:
-    """Take line after line with its descriptor; those whose line has not come yet are closed when anything is wrong."""
-    said, line = 0, b""
+    """Take each line with its descriptor; descriptors whose line has not come are closed when anything is wrong."""
+    framer, size, taken = LineFramer(MOST_BYTES), 0, 0
     waiting: list[int] = []
-    room = socket.CMSG_SPACE(MOST * array.array("i").itemsize)
-    taken = 0
     try:
         while True:
-            try:
-                data, ancillary, flags, _ = await connection.recvmsg(1 << 12, room, socket.MSG_CMSG_CLOEXEC)
-            except OSError as error:
-                raise RefusedError(f"cannot hear the agent {where}") from error
-            waiting += _numbers(ancillary)
-            said += len(data)
-            if flags & socket.MSG_CTRUNC:
-                raise RefusedError(
-                    f"cannot take over the descriptors of {where}: the kernel had no room for all of them"
-                )
-            if said > MOST_BYTES or taken + len(waiting) > MOST:
-                raise RefusedError(
-                    f"cannot take over the descriptors of {where}: more than {MOST} of them or {MOST_BYTES >> 10} KiB of text"
-                )
+            data = await _receive(connection, where, MOST - taken - len(waiting), waiting)
+            size += len(data)
+            if size > MOST_BYTES:
+                raise _too_much(where)
             if not data:
                 break
-            *lines, line = (line + data).split(b"\n")
-            for each in lines:
-                name, kind = _parsed(each, where)
+            framer.feed(data)
+            for line in framer.step(MOST + 1):  # the one beyond finds no descriptor
+                name, kind = _parsed(line, where)
                 if not waiting:
                     raise RefusedError(f"cannot take over {name!r} of {where}: no descriptor came with it")
                 taken += 1
                 take(name, waiting.pop(0), kind)
-        if line or waiting:
-            what = "half a line" if line else "a descriptor without a line"
+        if framer or waiting:
+            what = "half a line" if framer else "a descriptor without a line"
             raise RefusedError(f"cannot take over the descriptors of {where}: the agent closed after {what}")
     finally:
         for number in waiting:
             os.close(number)
 
 
-def _numbers(ancillary: list[tuple[int, int, bytes]]) -> Iterator[int]:
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found = array.array("i")
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-            yield from found
+async def _receive(connection: trio.socket.SocketType, where: str, most: int, waiting: list[int]) -> bytes:
+    try:
+        return await receive_with_fds(connection, 1 << 12, most, waiting.append)
+    except TooManyFdsError as error:
+        raise _too_much(where) from error
+    except TruncatedFdsError as error:
+        raise RefusedError(
+            f"cannot take over the descriptors of {where}: the kernel had no room for all of them"
+        ) from error
+    except OSError as error:
+        raise RefusedError(f"cannot hear the agent {where}") from error
+
+
+def _too_much(where: str) -> RefusedError:
+    return RefusedError(
+        f"cannot take over the descriptors of {where}: more than {MOST} of them or {MOST_BYTES >> 10} KiB of text"
+    )
 
 
 def _parsed(line: bytes, where: str) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """Standard output and error, written without ever waiting.
 
 A container's log pipe may have no reader, a terminal may be stopped, a descriptor may be closed: none of that may stop
-PID 1 or the guest. What cannot be written at once waits in a bounded backlog; a write that does not fit is dropped, whole,
-and counted.
+PID 1 or the guest. What cannot be written at once is kept in a bounded backlog. A write that does not fit is dropped, whole,
+and so is every later one until the backlog is written: then the reader receives the number of dropped bytes, in their place.
 """
 
 from __future__ import annotations
@@ -22,27 +22,35 @@ BACKLOG = 1 << 18
 
 
 def dropped_message(size: int) -> bytes:
-    """Return what a reader that is back is told of *size* bytes he has missed."""
-    return f"\n[{size} bytes of output were dropped: nobody was reading]\n".encode()
+    """Return the message for a reader that has missed *size* bytes."""
+    return f"\n[{size} bytes of output were dropped: the reader was too slow]\n".encode()
 
 
 class NonBlockingWriter:
-    """One descriptor to write to, and what is said there of dropped bytes; a context manager that closes what it opened."""
+    """A writer to a copy of *fd*; *dropped* makes the message about dropped bytes. A context manager that closes the copy.
+
+    Example::
+
+        with NonBlockingWriter(1) as stdout:
+            nursery.start_soon(stdout.drain)
+            stdout.write(data)
+    """
 
     def __init__(self, fd: int, dropped: Callable[[int], bytes] = dropped_message) -> None:
-        self._said_of_dropped = dropped
+        self._dropped_message = dropped
         self._backlog = bytearray()
         self._waiting = trio.Event()
         self._dropped = 0
         self._fd: int | None = None
-        self._asked_first: select.poll | None = None
+        self._poll: select.poll | None = None
+        """Where the copy may block: asks before each write whether it would."""
         try:
             self._fd = _reopened(fd)
-        except PermissionError:  # it belongs to another user: what would wait is found out before each write instead
+        except PermissionError:  # it belongs to another user
             self._fd = os.dup(fd)
-            self._asked_first = select.poll()
-            self._asked_first.register(self._fd, select.POLLOUT)
-        except OSError:  # closed, or its reader is gone: there is nobody to tell
+            self._poll = select.poll()
+            self._poll.register(self._fd, select.POLLOUT)
+        except OSError:  # closed, or its reader is gone: there is nothing to write to
             return
 
     def __enter__(self) -> Self:
@@ -52,40 +60,49 @@ class NonBlockingWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.flush()
-        self._give_up()
+        self._close()
+
+    @property
+    def dropping(self) -> bool:
+        """Tell whether a write would be dropped now, so that nothing need be formatted for it; :meth:`drop` counts it."""
+        return self._fd is None or (self._dropped > 0 and len(self._backlog) > 0)
+
+    def drop(self, size: int) -> None:
+        """Count *size* bytes that were not even formatted, because :attr:`dropping` was true."""
+        self._dropped += size
 
     def write(self, data: bytes) -> None:
         """Write *data*, or keep it, or drop it; never waits, never fails."""
         if self._fd is None:
             return
         if self._dropped and not self._backlog:
-            self._backlog += self._said_of_dropped(self._dropped)
+            self._backlog += self._dropped_message(self._dropped)
             self._dropped = 0
-        if len(self._backlog) + len(data) > BACKLOG:
+        if self._dropped or len(self._backlog) + len(data) > BACKLOG:
             self._dropped += len(data)
         else:
             self._backlog += data
         self.flush()
 
     def flush(self) -> None:
-        """Write as much of the backlog as goes at once."""
+        """Write as much of the backlog as the reader has room for."""
         while self._backlog and self._fd is not None:
-            if self._asked_first is not None and not self._asked_first.poll(0):
+            if self._poll is not None and not self._poll.poll(0):
                 self._waiting.set()
                 return
             try:
-                # At most PIPE_BUF: so much fits when poll(2) says that anything does.
+                # At most PIPE_BUF: so much fits when poll(2) reports room.
                 written = os.write(self._fd, self._backlog[: 1 << 12])
             except BlockingIOError:
                 self._waiting.set()
                 return
             except OSError:
-                self._give_up()
+                self._close()
                 return
             del self._backlog[:written]
 
     async def drain(self) -> None:
-        """Write the backlog as the reader makes room; runs until cancelled, asleep while there is none."""
+        """Write the backlog as the reader makes room; runs until cancelled, asleep while there is no backlog."""
         while True:
             await self._waiting.wait()
             self._waiting = trio.Event()
@@ -94,7 +111,7 @@ class NonBlockingWriter:
                     await trio.lowlevel.wait_writable(self._fd)
                     self.flush()
 
-    def _give_up(self) -> None:
+    def _close(self) -> None:
         if self._fd is not None:
             if trio.lowlevel.in_trio_run():
                 trio.lowlevel.notify_closing(self._fd)
@@ -104,16 +121,16 @@ class NonBlockingWriter:
 
 
 def _reopened(fd: int) -> int:
-    """Return a descriptor of what *fd* refers to that never waits.
+    """Return a descriptor that refers to what *fd* refers to and never blocks.
 
-    ``O_NONBLOCK`` belongs to the open file description, which we share with whoever started us: setting it on *fd* would
-    change their terminal. Opening ``/proc/self/fd/N`` makes a description of our own for a pipe or a terminal. A regular
-    file never waits, and needs the shared description because the file offset lives there.
+    ``O_NONBLOCK`` belongs to the open file description, which we share with the process that started us: setting it on *fd*
+    would change that process's terminal. Opening ``/proc/self/fd/N`` makes a description of our own for a pipe or a terminal.
+    A regular file never blocks, and needs the shared description because the file offset lives there.
     """
     mode = os.fstat(fd).st_mode
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
         return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     copy = os.dup(fd)
-    if stat.S_ISSOCK(mode):  # cannot be reopened; nobody minds there
+    if stat.S_ISSOCK(mode):  # cannot be reopened, and no other process depends on its blocking
         os.set_blocking(copy, False)
     return copy

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shlex
 import signal
@@ -25,6 +26,7 @@ import attrs
 import trio
 
 from runner.errors import HostError
+from runner.kernel.lines import LINES_PER_STEP, LineFramer
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,10 @@ KILLED_WITHIN = 5.0
 """Seconds a killed process may take to end; one in uninterruptible sleep takes longer, and is reported."""
 
 PIPE_SIZE = 1 << 16
-"""Bytes a pipe holds (pipe(7))."""
+"""Bytes a pipe holds (pipe(7)), and of a line of a child's output."""
+
+LINES_PER_SECOND = 1000
+"""Lines of one child's output that are logged in a second; the others are counted, and the count is logged."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -82,7 +87,11 @@ class Process:
         self._popen = popen
         self._output = output
         self._level = command.level
-        self._line = b""
+        self._lines = LineFramer(PIPE_SIZE, split=True)
+        self._allowed = 0
+        """Lines that may still be logged before *_allowed_until*."""
+        self._allowed_until = -math.inf
+        self._dropped = 0
         self._ended = trio.Event()
 
     def __repr__(self) -> str:
@@ -111,46 +120,75 @@ class Process:
         ended = f"was killed by {signal_name(-self.returncode)}" if killed else f"exited with status {self.returncode}"
         return f"{ended}, saying {self.last_lines[-1]!r}" if self.last_lines else ended
 
-    def _read_output(self) -> bool:
-        """Read and log one piece of its output; return ``False`` at its end.
+    async def _log_output(self) -> None:
+        """Log its output until it ends; may be cancelled at any moment.
 
-        One piece at a time, because a child that writes without end must not starve other tasks.
+        A step logs at most :data:`LINES_PER_STEP` lines. It reads on while it drops lines, because a child that waits for
+        room in its pipe would stop its work: QEMU writes there from its main loop.
         """
+        with contextlib.suppress(trio.ClosedResourceError):
+            # Asked every time, because its end closes the output, whose number may be another file's by now.
+            while self.returncode is None:
+                if self._lines.has_line:
+                    await trio.lowlevel.checkpoint()
+                elif not await self._receive_output():
+                    break
+                if self.returncode is None:
+                    self._log_step()
+
+    async def _receive_output(self) -> bool:
+        """Wait for output and read some; return ``False`` when there will be none."""
+        with trio.move_on_at(self._allowed_until if self._dropped else math.inf):  # then the count is to be logged
+            await trio.lowlevel.wait_readable(self._output)
+        return self.returncode is None and self._read_output()
+
+    def _read_output(self) -> bool:
         try:
             data = os.read(self._output, PIPE_SIZE)
         except BlockingIOError:
             return True
-        *lines, self._line = (self._line + data).split(b"\n")
-        for line in lines:
-            self._log_line(line)
-        if len(self._line) > PIPE_SIZE:
-            self._log_line(self._line)
-            self._line = b""
+        self._lines.feed(data)
         return bool(data)
 
+    def _log_step(self) -> None:
+        now = trio.current_time()
+        if now >= self._allowed_until:
+            self._log_dropped()
+            self._allowed, self._allowed_until = LINES_PER_SECOND, now + 1
+        for line in self._lines.step(min(LINES_PER_STEP, self._allowed)):
+            self._allowed -= 1
+            self._log_line(line)
+        if not self._allowed:
+            dropped, last = self._lines.drop_lines(keep=LAST_LINES)
+            self._dropped += dropped
+            self.last_lines.extend(filter(None, map(_text, last)))
+
     def _log_line(self, line: bytes) -> None:
-        text = line.decode(errors="replace").strip()
-        if text:
+        if text := _text(line):
             self.last_lines.append(text)
             log.log(self._level, "%s: %s", self.role, text)
 
-    async def _log_output(self) -> None:
-        """Log its output until it ends; may be cancelled at any moment."""
-        with contextlib.suppress(trio.ClosedResourceError):
-            # Checked every time, because its end closes the output, whose number may be reused by now.
-            while self.returncode is None:
-                await trio.lowlevel.wait_readable(self._output)
-                if self._ended.is_set() or not self._read_output():
-                    break
+    def _log_dropped(self) -> None:
+        if self._dropped:
+            log.log(self._level, "%s: %d lines of its output were dropped", self.role, self._dropped)
+            self._dropped = 0
 
     def _end(self, returncode: int) -> None:
-        """Set its status, log the rest of its output and close that, which a grandchild may hold open for ever."""
+        """Take its status, log the last of its output and close the pipe, which a grandchild may hold open for ever."""
         self.returncode = self._popen.returncode = returncode
-        self._read_output()  # as much as a pipe holds; more would be from a grandchild, which may never end
-        self._log_line(self._line)
+        self._read_output()  # as much as a pipe holds; more would be a grandchild's, which may never end
+        number, last = self._lines.drop_lines(keep=LINES_PER_STEP)
+        self._dropped += number - len(last)
+        self._log_dropped()
+        for line in (*last, self._lines.take_rest()):
+            self._log_line(line)
         trio.lowlevel.notify_closing(self._output)
         os.close(self._output)
         self._ended.set()
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").strip()
 
 
 @attrs.define
@@ -196,7 +234,7 @@ class Processes:
                 process = self._owned[popen.pid] = Process(command, popen, output)
         except OSError as error:
             raise HostError(f"cannot start {command.role} ({command.argv[0]!r})") from error
-        self._nursery.start_soon(process._log_output)  # noqa: SLF001 - a process and its table belong together
+        self._nursery.start_soon(process._log_output)  # noqa: SLF001 - a process and its table are one thing
         return process
 
     @asynccontextmanager

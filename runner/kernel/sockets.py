@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -19,13 +20,15 @@ log = logging.getLogger(__name__)
 
 Socket = socket.socket
 
+_OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+
 CONSOLE_SOCKET, CONTROL_SOCKET = "console.sock", "control.sock"
-"""What a runner listens on in its state directory while the guest runs."""
+"""The names of the sockets that a runner listens on, in its state directory, while the guest runs."""
 
 
 @contextmanager
 def connected_pair(purpose: str) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Hold both ends of a stream; whoever passes an end on closes it here afterwards."""
+    """Hold both ends of a stream; a caller that passes an end to a child closes its own copy afterwards."""
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
@@ -39,8 +42,8 @@ def listening_pair(purpose: str, directory: int) -> Iterator[tuple[socket.socket
     """Hold a listening socket and the one connection that waits in its queue.
 
     virtiofsd serves the first connection it accepts. The socket is therefore bound in *directory* (a descriptor of a
-    directory only we may enter) and unlinked before anybody else learns of it; an abstract address could be raced for
-    by any process of the network namespace.
+    directory that only we may enter) and unlinked before another process learns of it; any process of the network
+    namespace could race for an abstract address.
     """
     with ExitStack() as held:
         try:
@@ -65,7 +68,7 @@ def _introduce(listener: socket.socket, client: socket.socket, directory: int) -
 def listening(directory: int, name: str) -> Iterator[socket.socket]:
     """Hold a listening, non-blocking socket *name* in *directory* (a descriptor), which only its owner may connect to.
 
-    It is removed at the end. One that nobody answers was left by somebody who was killed, and is replaced.
+    It is removed at the end. A socket at which no process answers was left by a runner that was killed, and is replaced.
     """
     path = _beneath(directory, name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -85,13 +88,18 @@ def listening(directory: int, name: str) -> Iterator[socket.socket]:
 
 
 async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
-    """Return the next connection, the caller's to close; while there is no descriptor for it, others of ours need it more."""
+    """Return the next connection, which the caller closes.
+
+    While there is no descriptor or memory for it, wait: the rest of this program needs them more, and no event reports that
+    there are some again.
+    """
     while True:
         try:
             return (await listener.accept())[0]
         except OSError as error:
-            log.warning("cannot accept a connection: %s", error.strerror)
-            await trio.sleep(1)
+            log.warning("cannot accept a connection reason=%r", error.strerror)
+            # Any other error is one client's, which went before it was accepted (accept(2)).
+            await trio.sleep(1 if error.errno in _OUT_OF_RESOURCES else 0)
 
 
 def _remove_stale(path: str) -> None:
@@ -107,14 +115,14 @@ def _remove_stale(path: str) -> None:
         except ConnectionRefusedError:
             os.unlink(path)  # noqa: PTH108 - a path through a descriptor
             return
-        except BlockingIOError:  # somebody listens, with a queue that is full
+        except BlockingIOError:  # a process listens, with a full queue
             pass
     raise HostError("another runner listens there; give each instance a --state-dir of its own")
 
 
 @contextmanager
 def reachable(path: PurePath) -> Iterator[str]:
-    """Hold an address of the socket at *path*, which may be longer than an address can be."""
+    """Hold an address of the socket at *path*, which may be longer than an address (108 bytes, unix(7))."""
     number = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield _beneath(number, path.name)
@@ -124,7 +132,10 @@ def reachable(path: PurePath) -> Iterator[str]:
 
 @contextmanager
 def connected(directory: Path, name: str) -> Iterator[socket.socket]:
-    """Hold a connection to the socket *name* in *directory*, which a runner listens on (:func:`listening`)."""
+    """Hold a connection to the socket *name* in *directory*, at which a runner listens (:func:`listening`).
+
+    Raises :exc:`~runner.errors.HostError`.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             with reachable(directory / name) as address:

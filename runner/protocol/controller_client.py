@@ -1,14 +1,13 @@
-"""The node's controller as its clients see it: a question, an answer, and the descriptors that travel with it.
+"""The client of the node's controller, and of other sockets that speak its protocol.
 
-JSON-RPC 2.0 over a Unix stream socket, a message a line, one connection for each call. With the answer to
-``registerCgroup`` come descriptors of control files that the controller has opened: whoever holds one may write to it
-whatever his own rights are, so a pod needs neither privilege nor a mount of the host's cgroups
+JSON-RPC 2.0 over a Unix stream socket, one message a line, one connection for each call. With the response to
+``registerCgroup`` come descriptors of control files that the controller has opened. A process that holds one may write to
+it whatever its own rights are, so a pod needs neither privilege nor a mount of the host's cgroups
 (``Documentation/admin-guide/cgroup-v2.rst``, "Delegation Containment"; the opener's credentials count since Linux 5.16).
 """
 
 from __future__ import annotations
 
-import array
 import errno
 import json
 import socket
@@ -22,15 +21,19 @@ import trio
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.fd_passing import receive_with_fds, send_with_fds
 from runner.kernel.files import Descriptor
+from runner.kernel.lines import LineFramer, OverlongError, receive_line
 from runner.kernel.sockets import reachable
 
-LONGEST_ANSWER = 1 << 16
-_MOST_DESCRIPTORS = 16
-_NOBODY = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EAGAIN, errno.ENOTCONN}
-"""The last two are a queue of connections that is full: it is there, and has no time yet."""
+LONGEST_RESPONSE = 1 << 16
+"""Bytes of a response, without its line end."""
+_MOST_FDS = 16
+"""Descriptors that may come with one response."""
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EAGAIN, errno.ENOTCONN}
+"""The last two are a full queue of connections: the server is there, and cannot accept yet."""
 BUSY = -32005
-"""The code of the controller that has as many connections or requests as it can take."""
+"""The error code of a server that has as many connections or requests as it may have."""
 
 
 class ControllerError(HostError):
@@ -42,7 +45,7 @@ class ControllerError(HostError):
 
 
 class ControllerAbsentError(HostError):
-    """Nobody answers at the controller's socket, or no longer; it may come back."""
+    """No process answers at the controller's socket, or it is busy; it may come back."""
 
 
 @attrs.frozen
@@ -74,27 +77,27 @@ class Registration:
     cgroup_fds: CgroupFds
 
 
-async def register(path: PurePosixPath, uuid: str, cpus: CpuSet, pod: Cgroup, held: ExitStack) -> Registration:
-    """Register the instance *uuid* on *cpus*; *held* closes its descriptors, whatever the answer is.
+async def register(path: PurePosixPath, pod_uid: str, cpus: CpuSet, pod: Cgroup, held: ExitStack) -> Registration:
+    """Register the instance of the pod *pod_uid* on *cpus*; *held* closes the descriptors, also when this raises.
 
-    *pod* is the group this process is in. Of a controller that sends no descriptors, the groups are entered by their
-    paths; of one that names the instance's group alone, float is its sibling. May take the controller's patience with
-    the kubelet, 12 s. Raises :class:`ControllerError`, :class:`ControllerAbsentError`, or
-    :exc:`~runner.errors.HostError` for an answer that is not understood.
+    *pod* is the cgroup of this process. If the controller sends no descriptors, the cgroups are opened by their paths;
+    if it names the instance's cgroup alone, float is its sibling. May take 12 s, for which the controller waits for the
+    kubelet. Raises :class:`ControllerError`, :class:`ControllerAbsentError`, or
+    :exc:`~runner.errors.HostError` for a response that is not understood.
     """
-    received = _Received(held)
-    result = await _call(path, "registerCgroup", {"uuid": uuid, "cpuset": str(cpus)}, received)
+    received = _ReceivedFds(held)
+    result = await _call(path, "registerCgroup", {"uuid": pod_uid, "cpuset": str(cpus)}, received)
     instance = PurePosixPath(_text(result, "cgroup_path"))
     float_cgroup = PurePosixPath(_text(result, "float_path", str(instance.parent / "float")))
-    said = _text(result, "cpuset", str(cpus))
+    cpuset = _text(result, "cpuset", str(cpus))
     try:
-        granted = CpuSet.parse(said)
+        granted = CpuSet.parse(cpuset)
     except ValueError as error:
-        raise HostError(f"cannot understand the controller: it grants CPUs {said!r}") from error
+        raise HostError(f"cannot understand the controller: it grants CPUs {cpuset!r}") from error
     match received.descriptors:
         case [float_procs, instance_threads, pod_procs, float_threads]:
             cgroup_fds = CgroupFds(float_procs, instance_threads, pod_procs, float_threads)
-        # None at all, or the two of a controller that trusts anybody and does not know where we are at home.
+        # None at all, or the two of a controller that trusts every peer and does not know the container's cgroup.
         case [] | [_, _]:
             cgroup_fds = open_cgroup_fds(Cgroup(Path(float_cgroup)), Cgroup(Path(instance)), pod, held)
         case several:
@@ -102,16 +105,16 @@ async def register(path: PurePosixPath, uuid: str, cpus: CpuSet, pod: Cgroup, he
     return Registration(instance, float_cgroup, granted, cgroup_fds)
 
 
-async def deregister(path: PurePosixPath, uuid: str) -> None:
-    """Let the controller remove the instance's group; one that is not there is fine. Raises like :func:`register`."""
+async def deregister(path: PurePosixPath, pod_uid: str) -> None:
+    """Have the controller remove the instance's cgroup; a missing one is fine. Raises like :func:`register`."""
     with ExitStack() as held:
-        await _call(path, "deregisterCgroup", {"uuid": uuid}, _Received(held))
+        await _call(path, "deregisterCgroup", {"uuid": pod_uid}, _ReceivedFds(held))
 
 
 async def read_status(path: PurePosixPath) -> Mapping[str, object]:
-    """Return what the controller says of itself (``getStatus``). Raises like :func:`register`."""
+    """Return the controller's own state (``getStatus``). Raises like :func:`register`."""
     with ExitStack() as held:
-        result = await _call(path, "getStatus", {}, _Received(held))
+        result = await _call(path, "getStatus", {}, _ReceivedFds(held))
     if not isinstance(result, dict):
         raise HostError(f"cannot understand the controller: its status is {result!r}")
     return result
@@ -119,7 +122,7 @@ async def read_status(path: PurePosixPath) -> Mapping[str, object]:
 
 def open_cgroup_fds(float_cgroup: Cgroup, instance: Cgroup, pod: Cgroup, held: ExitStack) -> CgroupFds:
     """Open the control files by the cgroups' paths; *held* closes them. Raises ``CgroupError``."""
-    received = _Received(held)
+    received = _ReceivedFds(held)
     procs, threads = "cgroup.procs", "cgroup.threads"
     for group, file in ((float_cgroup, procs), (instance, threads), (pod, procs), (float_cgroup, threads)):
         received.take(group.open(file))
@@ -127,74 +130,73 @@ def open_cgroup_fds(float_cgroup: Cgroup, instance: Cgroup, pod: Cgroup, held: E
 
 
 @attrs.frozen
-class _Received:
-    """Descriptors that *held* closes."""
+class _ReceivedFds:
+    """Descriptors that were received; *held* closes them."""
 
     held: ExitStack
     descriptors: list[Descriptor] = attrs.field(factory=list)
 
     def take(self, number: int) -> None:
+        """Own the open descriptor *number*."""
         self.descriptors.append(Descriptor(number))
         self.held.callback(self.descriptors[-1].close)
 
 
-async def ask(who: str, path: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
-    """Return what *who*, such as ``"the instance"``, answers at another socket of the same kind. Raises like :func:`register`."""
+async def ask(server: str, path: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
+    """Call *method* of the server *server*, such as ``"the instance"``, at *path* and return its result.
+
+    Raises like :func:`register`.
+    """
     with ExitStack() as held:
-        return await _call(path, method, params, _Received(held), who)
+        return await _call(path, method, params, _ReceivedFds(held), server)
 
 
 async def _call(
-    path: PurePosixPath, method: str, params: Mapping[str, object], received: _Received, who: str = "the controller"
+    path: PurePosixPath,
+    method: str,
+    params: Mapping[str, object],
+    received: _ReceivedFds,
+    server: str = "the controller",
 ) -> object:
     """Return the result of a call; descriptors that come with it go to *received*."""
-    question = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
+    request = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
     try:
         with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             with reachable(path) as address:
                 await connection.connect(address)
-            line = json.dumps(question).encode() + b"\n"
-            while line:
-                line = line[await connection.send(line) :]
-            answer = await _answer(connection, received, who)
+            await send_with_fds(connection, json.dumps(request).encode() + b"\n")
+            response = await _response(connection, received, server)
     except OSError as error:
-        if error.errno in _NOBODY:
-            raise ControllerAbsentError(f"cannot reach {who} at {str(path)!r}") from error
-        raise HostError(f"cannot talk to {who} at {str(path)!r}") from error
-    return _result(method, answer, who)
+        if error.errno in _ABSENT:
+            raise ControllerAbsentError(f"cannot reach {server} at {str(path)!r}") from error
+        raise HostError(f"cannot talk to {server} at {str(path)!r}") from error
+    return _result(method, response, server)
 
 
-async def _answer(connection: trio.socket.SocketType, received: _Received, who: str) -> bytes:
-    """Return the line of the answer; descriptors that come with it go to *received* at once, so that none is lost."""
-    answer = b""
-    space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
-    while b"\n" not in answer:
-        data, ancillary, _, _ = await connection.recvmsg(LONGEST_ANSWER, space, socket.MSG_CMSG_CLOEXEC)
-        for level, kind, content in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                numbers = array.array("i")
-                numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
-                for number in numbers:
-                    received.take(number)
-        if not data:
-            raise ConnectionResetError(errno.ECONNRESET, "it hung up before it had answered")
-        answer += data
-        if len(answer) > LONGEST_ANSWER:
-            raise HostError(f"cannot understand {who}: its answer is longer than {LONGEST_ANSWER} bytes")
-    return answer.partition(b"\n")[0]
+async def _response(connection: trio.socket.SocketType, received: _ReceivedFds, server: str) -> bytes:
+    async def receive(size: int) -> bytes:
+        return await receive_with_fds(connection, size, _MOST_FDS - len(received.descriptors), received.take)
 
-
-def _result(method: str, answer: bytes, who: str) -> object:
     try:
-        document = json.loads(answer)
+        line = await receive_line(receive, LineFramer(LONGEST_RESPONSE), chunk=LONGEST_RESPONSE)
+    except OverlongError:
+        raise HostError(f"cannot understand {server}: its answer is longer than {LONGEST_RESPONSE} bytes") from None
+    if line is None:
+        raise ConnectionResetError(errno.ECONNRESET, "it hung up before it had answered")
+    return line
+
+
+def _result(method: str, response: bytes, server: str) -> object:
+    try:
+        document = json.loads(response)
     except (ValueError, RecursionError) as error:
-        raise HostError(f"cannot understand {who}: it answered {method!r} with {answer[:200]!r}") from error
+        raise HostError(f"cannot understand {server}: it answered {method!r} with {response[:200]!r}") from error
     match document:
         case {"error": {"code": int(code), "message": str(message)}}:
             raise ControllerAbsentError(message) if code == BUSY else ControllerError(message, code)
         case {"result": result}:
             return result
-    raise HostError(f"cannot understand {who}: it answered {method!r} with {answer[:200]!r}")
+    raise HostError(f"cannot understand {server}: it answered {method!r} with {response[:200]!r}")
 
 
 def _text(result: object, key: str, default: str | None = None) -> str:

@@ -1,7 +1,7 @@
 """QEMU's guest agent (``qemu-ga``), which runs in the guest, over our end of its virtio-serial port.
 
-What comes from there comes from the guest: it may be silence, lies or no end of anything, and costs us a bounded time and
-a bounded memory. The protocol is ``qga/qapi-schema.json``.
+All input comes from the guest, which may be silent, lie or never end a line: it costs a bounded time and a bounded memory. The
+protocol is ``qga/qapi-schema.json``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any
 import trio
 
 from runner.errors import HostError
+from runner.kernel.lines import LineFramer, OverlongError, receive_line
 
 LONGEST_LINE = 1 << 16
 _DELIMITER = b"\xff"
-"""No UTF-8 text has this byte: whatever stood before it was for somebody else (``guest-sync-delimited``)."""
+"""No UTF-8 text has this byte: what came before it was the answer to another client (``guest-sync-delimited``)."""
+_HUNG_UP = "cannot talk to the guest agent: QEMU hung up"
 
 
 class AgentError(HostError):
-    """The agent cannot be talked to, or refuses."""
+    """The agent cannot be reached, or it refuses a command."""
 
 
 class GuestAgent:
@@ -31,11 +33,14 @@ class GuestAgent:
     def __init__(self, ours: socket.socket) -> None:
         ours.setblocking(False)
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-        self._received = b""
+        self._lines = LineFramer(LONGEST_LINE)
         self._numbers = itertools.count(1)
 
     async def ping(self) -> None:
-        """Return when the agent has answered to this very call: what was said to an earlier one is skipped."""
+        """Return when the agent has answered this very call; answers to earlier calls are skipped.
+
+        Raises :exc:`AgentError`.
+        """
         number = next(self._numbers)
         await self._send("guest-sync-delimited", {"id": number}, _DELIMITER)
         while True:
@@ -44,7 +49,10 @@ class GuestAgent:
                 return
 
     async def shut_down(self) -> str:
-        """Have the agent power the guest off; returns, with the reason, only when it refuses: success has no reply."""
+        """Have the agent power the guest off; return the reason if it refuses. Success has no reply.
+
+        Raises :exc:`AgentError`.
+        """
         await self._send("guest-shutdown", {"mode": "powerdown"})
         while True:
             reply = await self._reply()
@@ -57,9 +65,10 @@ class GuestAgent:
         try:
             await self._stream.send_all(before + json.dumps(request).encode() + b"\n")
         except trio.BrokenResourceError as error:
-            raise AgentError("cannot talk to the guest agent: QEMU hung up") from error
+            raise AgentError(_HUNG_UP) from error
 
     async def _reply(self) -> dict[str, Any]:
+        """Return the next message, empty if the next line is none."""
         line = await self._until(b"\n")
         try:
             reply = json.loads(line)
@@ -68,16 +77,15 @@ class GuestAgent:
         return reply if isinstance(reply, dict) else {}
 
     async def _until(self, end: bytes) -> bytes:
-        """Return what comes before *end*, of which too much is as good as nothing."""
-        while end not in self._received:
-            if len(self._received) > LONGEST_LINE:
-                raise AgentError(f"cannot understand the guest agent: it sent a line of more than {LONGEST_LINE} bytes")
-            try:
-                data = await self._stream.receive_some(1 << 12)
-            except trio.BrokenResourceError:
-                data = b""
-            if not data:
-                raise AgentError("cannot talk to the guest agent: QEMU hung up")
-            self._received += data
-        found, _, self._received = self._received.partition(end)
-        return found
+        """Return what comes before *end*."""
+        try:
+            line = await receive_line(self._stream.receive_some, self._lines, end)
+        except OverlongError:
+            raise AgentError(
+                f"cannot understand the guest agent: it sent a line of more than {LONGEST_LINE} bytes"
+            ) from None
+        except trio.BrokenResourceError as error:
+            raise AgentError(_HUNG_UP) from error
+        if line is None:
+            raise AgentError(_HUNG_UP)
+        return line

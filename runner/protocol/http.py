@@ -1,6 +1,6 @@
-"""Pages for probes and Prometheus, over a minimal HTTP server: ``GET``, one request a connection, everything bounded.
+"""A minimal HTTP server for probes and metrics: ``GET``, one request a connection, everything bounded.
 
-This is no place for a web framework: a program's pages must not cost it a thread, nor anything while nobody asks.
+A web framework would cost threads and memory for a server that a kubelet and a Prometheus ask a few times a minute.
 """
 
 from __future__ import annotations
@@ -15,38 +15,40 @@ import attrs
 import trio
 
 from runner.errors import HostError
+from runner.kernel.lines import LineFramer, OverlongError, receive_line
 
 log = logging.getLogger(__name__)
 
 _LONGEST_HEAD = 8 * 1024
-"""Bytes of a request up to its empty line."""
-_PATIENCE = 5.0
+"""Bytes of a request, its empty line included."""
+_END_OF_HEAD = b"\r\n\r\n"
+_CONNECTION_WITHIN = 5.0
 """Seconds a connection may last."""
 _CONNECTIONS = 64
-"""Connections at a time; the oldest makes room for one more, so that slow ones cannot keep a probe out."""
+"""Connections at a time; one more takes the place of the oldest, so that slow ones cannot keep a probe out."""
 
 
 @attrs.frozen
-class Page:
-    """One answer."""
+class HttpResponse:
+    """The status and the text of one response."""
 
     status: http.HTTPStatus
     text: str
 
 
-def ok(text: str = "ok") -> Page:
-    """Return a page that says all is well."""
-    return Page(http.HTTPStatus.OK, f"{text}\n")
+def ok(text: str = "ok") -> HttpResponse:
+    """Return the response of a probe that succeeds."""
+    return HttpResponse(http.HTTPStatus.OK, f"{text}\n")
 
 
-def unavailable(why: str) -> Page:
-    """Return a page that says why not; a probe fails by it."""
-    return Page(http.HTTPStatus.SERVICE_UNAVAILABLE, f"{why}\n")
+def unavailable(reason: str) -> HttpResponse:
+    """Return the response of a probe that fails, with its *reason*."""
+    return HttpResponse(http.HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}\n")
 
 
-def not_found(known: Sequence[str]) -> Page:
-    """Return the page for a path that is none of *known*."""
-    return Page(http.HTTPStatus.NOT_FOUND, f"{', '.join(known)}\n")
+def not_found(known: Sequence[str]) -> HttpResponse:
+    """Return the response for a path that is none of *known*."""
+    return HttpResponse(http.HTTPStatus.NOT_FOUND, f"{', '.join(known)}\n")
 
 
 class Exposition:
@@ -64,7 +66,7 @@ class Exposition:
         self._lines.extend(f"{full}{labelled} {_number(value)}" for labelled, value in values.items())
 
     def text(self) -> str:
-        """Return everything that was added."""
+        """Return all metrics that were added."""
         return "\n".join(self._lines) + "\n"
 
 
@@ -74,7 +76,7 @@ def _number(value: float) -> str:
 
 
 def labels(**values: object) -> str:
-    """Return a set of labels as it is written, ``{vcpu="0"}``."""
+    """Return a set of labels in the exposition format, ``{vcpu="0"}``."""
     written = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in values.items())
     return f"{{{written}}}" if written else ""
 
@@ -84,9 +86,9 @@ def _escaped(value: str) -> str:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse ``ADDRESS:PORT``; without an address it is every one of this machine's (the empty string).
+    """Parse ``ADDRESS:PORT``; an empty address means every address of this machine.
 
-    An address and no name, because asking for a name takes a thread. Raises ``ValueError``.
+    It takes no host name, because resolving one takes a thread. Raises ``ValueError``.
     """
     host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:  # noqa: PLR2004  # the highest port
@@ -97,29 +99,29 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-async def open_pages(host: str, port: int) -> list[trio.SocketListener]:
-    """Listen where :func:`parse_address` says. Raises :class:`HostError`."""
+async def open_http_listeners(host: str, port: int) -> list[trio.SocketListener]:
+    """Listen at *port* of *host*, as :func:`parse_address` returns them. Raises :class:`HostError`."""
     try:
         return await trio.open_tcp_listeners(port, host=host or None)
     except OSError as error:
         raise HostError(f"cannot listen at {host}:{port}") from error
 
 
-def requested(head: bytes) -> str | Page:
-    """Return the path that the request *head* asks for, or the answer to a request that is not to be had here."""
+def requested(head: bytes) -> str | HttpResponse:
+    """Return the path that the request *head* asks for, or the response to a request that is not served here."""
     words = head.partition(b"\r\n")[0].split(b" ")
     if len(words) != 3 or not words[2].startswith(b"HTTP/1."):  # noqa: PLR2004  # METHOD TARGET VERSION
-        return Page(http.HTTPStatus.BAD_REQUEST, "not HTTP/1\n")
+        return HttpResponse(http.HTTPStatus.BAD_REQUEST, "not HTTP/1\n")
     if words[0] != b"GET":
-        return Page(http.HTTPStatus.METHOD_NOT_ALLOWED, "GET only\n")
+        return HttpResponse(http.HTTPStatus.METHOD_NOT_ALLOWED, "GET only\n")
     return words[1].partition(b"?")[0].decode("ascii", "replace")
 
 
-def format_response(shown: Page) -> bytes:
-    """Return *shown* as a whole HTTP/1.1 response."""
-    body = shown.text.encode()
+def format_response(response: HttpResponse) -> bytes:
+    """Return *response* encoded as HTTP/1.1."""
+    body = response.text.encode()
     head = (
-        f"HTTP/1.1 {shown.status.value} {shown.status.phrase}\r\n"
+        f"HTTP/1.1 {response.status.value} {response.status.phrase}\r\n"
         "Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
         f"Content-Length: {len(body)}\r\n"
         "Connection: close\r\n\r\n"
@@ -127,43 +129,50 @@ def format_response(shown: Page) -> bytes:
     return head.encode("ascii") + body
 
 
-async def serve_pages(listeners: Sequence[trio.SocketListener], show: Callable[[str], Page]) -> None:
-    """Answer every request on *listeners* with what *show* makes of its path; for ever, until cancelled.
+Respond = Callable[[str], HttpResponse]
+"""Returns the response for a path."""
 
-    A page that cannot be made is an answer 500 and a line in the log: nobody's question ends this program.
+
+async def serve_http(listeners: Sequence[trio.SocketListener], respond: Respond) -> None:
+    """Answer every request on *listeners* with the response of *respond*, until cancelled.
+
+    If *respond* fails, the answer is 500 and the log has the traceback: no request ends this program.
     """
-    open_since: dict[trio.CancelScope, None] = {}  # in the order of their beginnings
+    open_since: dict[trio.CancelScope, None] = {}  # the oldest first
 
-    async def respond(stream: trio.SocketStream) -> None:
+    async def serve(stream: trio.SocketStream) -> None:
         if len(open_since) >= _CONNECTIONS:
             oldest = next(iter(open_since))
             del open_since[oldest]
             oldest.cancel()
         async with stream:
-            with trio.move_on_after(_PATIENCE) as scope, contextlib.suppress(trio.BrokenResourceError):
+            with trio.move_on_after(_CONNECTION_WITHIN) as scope, contextlib.suppress(trio.BrokenResourceError):
                 open_since[scope] = None
                 try:
-                    await _converse(stream, show)
+                    await _converse(stream, respond)
                 finally:
                     open_since.pop(scope, None)
 
-    await trio.serve_listeners(respond, list(listeners))
+    await trio.serve_listeners(serve, list(listeners))
 
 
-async def _converse(stream: trio.SocketStream, show: Callable[[str], Page]) -> None:
-    head = b""
-    while b"\r\n\r\n" not in head and len(head) < _LONGEST_HEAD:
-        data = await stream.receive_some(_LONGEST_HEAD - len(head))
-        if not data:
-            return
-        head += data
-    found = requested(head) if b"\r\n\r\n" in head else Page(http.HTTPStatus.BAD_REQUEST, "too long\n")
-    await stream.send_all(format_response(found if isinstance(found, Page) else _shown(show, found)))
-
-
-def _shown(show: Callable[[str], Page], target: str) -> Page:
+async def _converse(stream: trio.SocketStream, respond: Respond) -> None:
     try:
-        return show(target)
+        framer = LineFramer(_LONGEST_HEAD - len(_END_OF_HEAD))
+        head = await receive_line(stream.receive_some, framer, _END_OF_HEAD)
+    except OverlongError:
+        response = HttpResponse(http.HTTPStatus.BAD_REQUEST, "too long\n")
+    else:
+        if head is None:
+            return
+        found = requested(head)
+        response = found if isinstance(found, HttpResponse) else _response(respond, found)
+    await stream.send_all(format_response(response))
+
+
+def _response(respond: Respond, target: str) -> HttpResponse:
+    try:
+        return respond(target)
     except Exception as error:
-        log.exception("this is a bug: the page %r could not be made", target)
-        return Page(http.HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}\n")
+        log.exception("this is a bug: the response to %r could not be made", target)
+        return HttpResponse(http.HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}\n")

@@ -15,6 +15,7 @@ import attrs
 import trio
 
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.lines import LineFramer, OverlongError
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ _BRACKETS = {b"{": b"}", b"[": b"]"}
 
 
 class RpcError(Exception):
-    """A request is answered with this error."""
+    """A request that is answered with an error of *code*, *message* and *data*."""
 
     def __init__(self, code: int, message: str, data: Mapping[str, object] | None = None) -> None:
         super().__init__(message)
@@ -42,7 +43,7 @@ class RpcError(Exception):
 
 @attrs.frozen
 class RpcResult:
-    """What a method answers: a JSON value, and control files whose open descriptors travel with it, in order."""
+    """The result of a method: a JSON value, and control files whose open descriptors travel with it, in order."""
 
     value: object
     passing: tuple[tuple[Cgroup, str], ...] = ()
@@ -50,7 +51,7 @@ class RpcResult:
 
 @attrs.frozen
 class Reply:
-    """What goes back over the wire: a line, and the control files to open and send with its first byte."""
+    """An encoded response: a line, and the control files to open and send with its first byte."""
 
     line: bytes
     passing: tuple[tuple[Cgroup, str], ...] = ()
@@ -63,17 +64,14 @@ Call = Callable[[str, "Mapping[str, object] | list[object]"], Awaitable[RpcResul
 _Response = tuple[dict[str, object], tuple[tuple[Cgroup, str], ...]]
 
 
-class OverlongError(Exception):
-    """A message is longer than the limit."""
-
-
-class Framer:
+class MessageFramer:
     """Cuts a stream of bytes into messages; holds at most *limit* bytes of an unfinished one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._tail = bytearray()
-        self._lines = bytearray()
+        self._framer = LineFramer(limit)
+        self._opened = bytearray()
+        """The lines of a message printed over several lines, so far."""
         self._closing = b""
 
     @property
@@ -81,58 +79,63 @@ class Framer:
         """Tell whether a message printed over several lines has been opened and not closed."""
         return bool(self._closing)
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take *data* and yield every message it completes. Raises :class:`OverlongError`, after which it is lost."""
-        start = len(self._tail)  # what was there before has no line end in it
-        self._tail += data
-        begin = 0
-        while (end := self._tail.find(b"\n", max(start, begin))) >= 0:
-            line = bytes(self._tail[begin : end + 1])
-            begin = end + 1
-            yield from self._take(line)
-        del self._tail[:begin]
-        if len(self._tail) + len(self._lines) > self._limit:
+    @property
+    def has_line(self) -> bool:
+        """Tell whether :meth:`step` has lines left to handle."""
+        return self._framer.has_line
+
+    def feed(self, data: bytes) -> None:
+        """Take *data*, which the client has sent."""
+        self._framer.feed(data)
+
+    def step(self) -> Iterator[bytes]:
+        """Yield the messages that the next lines complete, as many lines as one step may handle.
+
+        Raises :class:`OverlongError`, after which the stream is lost.
+        """
+        for line in self._framer.step():
+            yield from self._take(line + b"\n")
+        if not self.has_line and len(self._framer) + len(self._opened) > self._limit:
             raise OverlongError
 
     def flush(self) -> Iterator[bytes]:
-        """Yield what there is of an unfinished message: the other side will send no more of it."""
-        rest = bytes(self._lines + self._tail)
-        self._tail.clear()
+        """Yield what there is of an unfinished message: the client will send no more of it."""
+        rest = bytes(self._opened) + self._framer.take_rest()
         self._close()
         if rest.strip():
             yield rest
 
     def _take(self, line: bytes) -> Iterator[bytes]:
-        if len(line) + len(self._lines) > self._limit:
+        if len(line) + len(self._opened) > self._limit:
             raise OverlongError
         bare = line.rstrip()
         if self._closing and len(bare) > 1 and bare[:1] in _BRACKETS:
             # A whole message at the beginning of a line: what was opened before it will never be closed.
             yield self._close()
         if self._closing:
-            self._lines += line
+            self._opened += line
             if bare == self._closing:
                 yield self._close()
         elif bare in _BRACKETS:
-            self._lines += line
+            self._opened += line
             self._closing = _BRACKETS[bare]
         elif bare:
             yield line
 
     def _close(self) -> bytes:
-        message = bytes(self._lines)
-        self._lines.clear()
+        message = bytes(self._opened)
+        self._opened.clear()
         self._closing = b""
         return message
 
 
 async def answer(message: bytes, call: Call) -> Reply | None:
-    """Answer one message, a batch included; ``None`` if nothing is to be said (notifications).
+    """Answer one message, a batch included; return ``None`` if it gets no response (notifications).
 
     Requests of a batch are done one after another, and their results come without descriptors. A method that fails
     in an unforeseen way is an internal error of this program, logged with its traceback.
     """
-    await trio.lowlevel.checkpoint()  # a client that talks without end takes turns with the others
+    await trio.lowlevel.checkpoint()  # a client that sends without end takes turns with the others
     try:
         document = parse_json(message)
     except ValueError as error:
@@ -148,9 +151,9 @@ async def answer(message: bytes, call: Call) -> Reply | None:
 
 
 def parse_json(text: bytes) -> object:
-    """Parse one JSON text as RFC 8259 has it, stricter than the standard library does.
+    """Parse one JSON text by RFC 8259, more strictly than the standard library does.
 
-    Raises ``ValueError``: for what is not JSON or not UTF-8, NaN and infinities, numbers too large to be told back,
+    Raises ``ValueError``: for what is not JSON or not UTF-8, NaN and infinities, numbers too large to be written again,
     two equal names in one object (receivers disagree about which counts), and nesting beyond reason.
     """
     try:
@@ -202,14 +205,14 @@ def _checked(request: object) -> tuple[str, Mapping[str, object] | list[object]]
 
 
 def _failure(identifier: object, error: RpcError) -> dict[str, object]:
-    told: dict[str, object] = {"code": error.code, "message": error.message}
+    encoded: dict[str, object] = {"code": error.code, "message": error.message}
     if error.data is not None:
-        told["data"] = dict(error.data)
-    return {"jsonrpc": "2.0", "error": told, "id": identifier}
+        encoded["data"] = dict(error.data)
+    return {"jsonrpc": "2.0", "error": encoded, "id": identifier}
 
 
 def format_error(error: RpcError) -> bytes:
-    """Return the line that says *error* about no request in particular."""
+    """Return the response line for *error* that belongs to no request in particular."""
     return _line(_failure(None, error))
 
 

@@ -1,7 +1,7 @@
 """Lines of a log, for people or for machines: one format for both programs.
 
-Sentences of ours end in their fields, ``QEMU is up pid=7 version=10.0.2``. People read them as they stand; machines get
-the fields taken apart again by the sentence's template, so that no call names them twice.
+A log message ends in its fields, ``QEMU is up pid=7 version=10.0.2``. In text it is written as it stands; in JSON the fields
+are found by the message's template and written apart, so that no call names them twice.
 """
 
 from __future__ import annotations
@@ -11,28 +11,31 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from typing import Protocol
+
+from runner.kernel.lines import LineFramer
 
 FORMATS = ("text", "json")
 
 LONGEST = 16 * 1024
-"""Bytes of a console line in JSON; a longer one is cut into several."""
+"""Bytes of a console line in JSON; a longer one is split into several."""
 
 _CONVERSION = r"%[-#0 +]*[0-9]*(?:\.[0-9]+)?[a-zA-Z]"
 _FIELDS = rf"((?: \w+={_CONVERSION}[a-z]*)+)$"
 _FIELD = rf" (\w+)=({_CONVERSION})[a-z]*"
-"""Compiled when they are first used: in text they never are, and compiling them takes a millisecond."""
+"""Compiled at their first use: in text they are never used, and compiling them takes a millisecond."""
 
 
 def text_lines(record: logging.LogRecord) -> bytes:
-    """Return *record* for people: time (UTC), level and sentence, for each line of it."""
+    """Return *record* for people: time (UTC), level and message, for each line of the message."""
     moment = time.strftime("%H:%M:%S", time.gmtime(record.created))
     head = f"{moment}.{record.msecs:03.0f} {record.levelname.lower():7} "
-    return "".join(f"{head}{line}\n" for line in _said(record).splitlines()).encode(errors="backslashreplace")
+    return "".join(f"{head}{line}\n" for line in _message(record).splitlines()).encode(errors="backslashreplace")
 
 
 def json_line(record: logging.LogRecord) -> bytes:
     """Return *record* as one line of JSON: ``time`` (RFC 3339), ``stream``, ``level``, ``logger``, ``message``, ``fields``."""
-    message, fields = _taken_apart(record)
+    message, fields = _split_fields(record)
     return _line(
         record.created,
         stream="event",
@@ -43,7 +46,7 @@ def json_line(record: logging.LogRecord) -> bytes:
     )
 
 
-def _said(record: logging.LogRecord) -> str:
+def _message(record: logging.LogRecord) -> str:
     message = record.getMessage()
     if record.exc_info:
         import traceback
@@ -52,11 +55,11 @@ def _said(record: logging.LogRecord) -> str:
     return message
 
 
-def _taken_apart(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
+def _split_fields(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
     template, arguments = str(record.msg), record.args
     found = re.search(_FIELDS, template, re.ASCII)
     if found is None or not isinstance(arguments, tuple):
-        return _said(record), {}
+        return _message(record), {}
     pairs = re.findall(_FIELD, found[1], re.ASCII)
     before, after = arguments[: -len(pairs)], arguments[-len(pairs) :]
     fields: dict[str, object] = {
@@ -70,19 +73,19 @@ def _taken_apart(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
 def _line(moment: float, **values: object) -> bytes:
     whole = int(moment)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
-    # ASCII alone: what a guest says may not be UTF-8, and a half of a surrogate pair could not be written.
+    # ASCII only: a guest's output may not be UTF-8, and half of a surrogate pair could not be written.
     return json.dumps({"time": f"{stamp}.{int((moment - whole) * 1e6):06}Z", **values}).encode() + b"\n"
 
 
 def json_of_dropped(size: int) -> bytes:
-    """Return what a reader that is back is told of *size* bytes he has missed, as a line of JSON."""
-    message = "output was dropped: nobody was reading"
+    """Return the message for a reader that has missed *size* bytes, as a line of JSON."""
+    message = "output was dropped: the reader was too slow"
     now = time.clock_gettime(time.CLOCK_REALTIME)
     return _line(now, stream="event", level="warning", logger=__name__, message=message, fields={"bytes": size})
 
 
 class LogHandler(logging.Handler):
-    """Writes what is logged, in one of :data:`FORMATS`, by *write*, which never waits."""
+    """Writes log records in one of :data:`FORMATS` by *write*, which never waits."""
 
     def __init__(self, write: Callable[[bytes], object], style: str) -> None:
         super().__init__()
@@ -94,20 +97,58 @@ class LogHandler(logging.Handler):
         self._write(self._line(record))
 
 
-class JsonConsole:
-    """Writes what a guest says on its serial console as lines of JSON, which nothing it says can be taken for an event."""
+class DroppingWriter(Protocol):
+    """A writer that drops what it has no room for, such as :class:`~runner.kernel.nonblocking_writer.NonBlockingWriter`."""
 
-    def __init__(self, write: Callable[[bytes], object]) -> None:
-        self._write = write
-        self._rest = b""
+    @property
+    def dropping(self) -> bool:
+        """Tell whether a write would be dropped now."""
+
+    def drop(self, size: int) -> None:
+        """Count *size* bytes as dropped."""
 
     def write(self, data: bytes) -> None:
-        """Write the lines that *data* completes; without data it was the last."""
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        lines = [line[at : at + LONGEST] for line in whole for at in range(0, len(line) or 1, LONGEST)]
-        while len(self._rest) > LONGEST or (self._rest and not data):
-            lines.append(self._rest[:LONGEST])
-            self._rest = self._rest[LONGEST:]
-        now = time.clock_gettime(time.CLOCK_REALTIME)
-        for line in lines:
-            self._write(_line(now, stream="console", message=line.rstrip(b"\r").decode(errors="replace")))
+        """Write *data* or drop it."""
+
+
+class JsonConsole:
+    """Writes the output of a guest's serial console as lines of JSON, none of which can be taken for an event.
+
+    The caller cuts the output into pieces of few lines (:func:`~runner.kernel.lines.pieces`): each piece is one step.
+    """
+
+    def __init__(self, writer: DroppingWriter) -> None:
+        self._writer = writer
+        self._lines = LineFramer(LONGEST, split=True)
+
+    def write(self, data: bytes) -> None:
+        """Write the lines that *data* completes; empty *data* ends the output.
+
+        Empty lines in a row are one object with their number, ``"lines": 3``: 80 bytes of JSON for one byte of the guest's
+        would be an amplifier. While the writer drops, nothing is formatted.
+        """
+        self._lines.feed(data)
+        if self._writer.dropping:
+            self._writer.drop(len(self._lines.take_rest()))
+            return
+        moment = time.clock_gettime(time.CLOCK_REALTIME)
+        empty = 0
+        while (line := self._lines.next_line()) is not None:
+            if line in {b"", b"\r"}:
+                empty += 1
+                continue
+            self._write_empty(moment, empty)
+            empty = 0
+            self._write(moment, line)
+        self._write_empty(moment, empty)
+        if not data and self._lines:
+            self._write(moment, self._lines.take_rest())
+
+    def _write_empty(self, moment: float, count: int) -> None:
+        if count == 1:
+            self._write(moment, b"")
+        elif count:
+            self._writer.write(_line(moment, stream="console", message="", lines=count))
+
+    def _write(self, moment: float, line: bytes) -> None:
+        self._writer.write(_line(moment, stream="console", message=line.rstrip(b"\r").decode(errors="replace")))

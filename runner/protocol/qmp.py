@@ -1,22 +1,23 @@
-"""The QEMU Machine Protocol over an inherited socket.
+"""The QEMU Machine Protocol (QMP) over an inherited socket.
 
 ``qemu.qmp``'s own client is asyncio. Bridged to trio it hangs in ``disconnect()`` while a command is stuck, and its reader
-is a task, which may be cancelled already when a release needs a reply. Its message and error classes alone would be
-forty lines saved, for 12 ms and 1.7 MB that importing asyncio costs PID 1. So the conversation is ours, and it has one
-rule: *whoever waits, reads*. There is no reader task and nothing to start or stop; who waits for a reply hands the events
-that arrive meanwhile to whoever asks for them next, and the other way round.
+is a task, which may be cancelled already when a release needs a reply. Its message and error classes alone would save
+forty lines, for 12 ms and 1.7 MB that importing asyncio costs PID 1. So the conversation is ours, and it has one rule: *the
+task that waits, reads*. There is no reader task and nothing to start or stop. A task that waits for a reply keeps the events
+that arrive meanwhile for the task that asks for them next, and the other way round.
 
-Errors by whose fault they are::
+Errors, by the side that is at fault::
 
-    QmpError                 the conversation failed
-     ├─ MonitorClosedError       QEMU hung up: it exited, or is about to
-     ├─ MonitorGarbledError      QEMU said what is not QMP
-     └─ CommandRefusedError      QEMU understood the command and refused it; the conversation goes on
+    QmpError                    the conversation failed, or a command did
+     ├─ ExecInterruptedError    neither side: QEMU hung up, because it exited or is about to
+     ├─ BadReplyError           QEMU, or this module: the reply is not QMP as this module knows it
+     └─ ExecuteError            the command: QEMU understood it and refused it; the conversation goes on
+
+Each carries what was ``sent`` and what was ``received``, as far as there is either.
 """
 
 from __future__ import annotations
 
-import array
 import itertools
 import json
 import logging
@@ -29,34 +30,46 @@ import attrs
 import trio
 
 from runner.errors import HostError
+from runner.kernel.fd_passing import send_with_fds
+from runner.kernel.lines import LineFramer, OverlongError
 
 log = logging.getLogger(__name__)
 
 LONGEST_LINE = 4 << 20
-"""Bytes; the longest reply there is, ``query-qmp-schema``, has about 250 KiB."""
+"""Bytes; the longest reply there is, to ``query-qmp-schema``, has about 250 KiB."""
 
 KEPT_EVENTS = 1000
-"""Events kept for nobody in particular; a guest can make QEMU send them without end."""
+"""Events kept until a task asks for them; a guest can make QEMU send them without end."""
+
+_HUNG_UP = "cannot talk to QEMU: it hung up"
 
 
 class QmpError(HostError):
-    """The conversation with QEMU failed."""
+    """The conversation with QEMU failed, or a command did."""
+
+    def __init__(self, sentence: str, *, sent: Mapping[str, object] | None = None, received: object = None) -> None:
+        super().__init__(sentence)
+        self.sent = sent
+        """The request, if the error belongs to one."""
+        self.received = received
+        """What QEMU sent: a message, or the bytes that are none."""
 
 
 class ExecInterruptedError(QmpError):
-    """QEMU hung up."""
+    """QEMU hung up, or this side did."""
 
 
 class BadReplyError(QmpError):
-    """QEMU said what is not QMP."""
+    """QEMU sent what is not QMP, or a reply without what the command promises."""
 
 
 class ExecuteError(QmpError):
     """QEMU refused a command; *kind* is its error class, such as ``CommandNotFound``."""
 
-    def __init__(self, command: str, kind: str, description: str) -> None:
-        self.kind = kind
-        super().__init__(f"cannot execute {command!r}: {description}")
+    def __init__(self, sent: Mapping[str, object], received: Message) -> None:
+        self.kind: str = received["error"]["class"]
+        sentence = f"cannot execute {sent['execute']!r}: {received['error']['desc']}"
+        super().__init__(sentence, sent=sent, received=received)
 
 
 Message = dict[str, Any]
@@ -64,7 +77,7 @@ Message = dict[str, Any]
 
 @attrs.frozen
 class QmpEvent:
-    """Something QEMU tells without being asked (``qapi/*.json``)."""
+    """A message that QEMU sends without a request (``qapi/*.json``)."""
 
     name: str
     data: Mapping[str, object]
@@ -72,22 +85,28 @@ class QmpEvent:
 
 @attrs.frozen
 class VcpuThread:
-    """One vCPU as ``query-cpus-fast`` gives it."""
+    """The thread of one vCPU, as ``query-cpus-fast`` returns it."""
 
     index: int
     tid: int
 
 
 class Monitor:
-    """One conversation with one QEMU; use :meth:`greet` to begin it.
+    """A conversation with one QEMU; :meth:`greet` begins it.
 
     Any number of tasks may wait in its methods at once, and each may be cancelled: the reply to an abandoned command is
-    dropped when it comes. Only a command cancelled while half of it is on the wire ends the conversation.
+    dropped when it comes. Only a command cancelled while half of it is sent ends the conversation.
+
+    Example::
+
+        monitor = Monitor(ours)
+        await monitor.greet()
+        await monitor.execute("cont")
     """
 
     def __init__(self, ours: socket.socket) -> None:
-        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-        self._received = bytearray()
+        self._socket = trio.socket.from_stdlib_socket(ours)
+        self._lines = LineFramer(LONGEST_LINE)
         self._greeting: Message | None = None
         self._expected: dict[str, Message | None] = {}
         self._events: deque[QmpEvent] = deque(maxlen=KEPT_EVENTS)
@@ -105,14 +124,16 @@ class Monitor:
             version = greeting["QMP"]["version"]["qemu"]
             text = ".".join(str(version[part]) for part in ("major", "minor", "micro"))
         except (KeyError, TypeError) as error:
-            raise self._fail(BadReplyError(f"cannot understand QEMU's greeting {greeting!r}")) from error
+            raise self._fail(
+                BadReplyError(f"cannot understand QEMU's greeting {greeting!r}", received=greeting)
+            ) from error
         await self.execute("qmp_capabilities")
         return text
 
     async def execute(
         self, command: str, arguments: Mapping[str, object] | None = None, *, passing: Sequence[int] = ()
     ) -> object:
-        """Execute *command* and return what it returns; descriptors *passing* with it stay the caller's.
+        """Execute *command* and return what it returns; the descriptors *passing* go with it and stay the caller's.
 
         Raises :exc:`ExecuteError` when QEMU refuses it, another :exc:`QmpError` when the conversation is over.
         """
@@ -120,10 +141,10 @@ class Monitor:
         request: Message = {"execute": command, "id": number}
         if arguments is not None:
             request["arguments"] = arguments
-        # Before it is sent: another reader may have the reply before we are back from sending.
+        # Before it is sent: another task may read the reply before this one is back from sending.
         self._expected[number] = None
         try:
-            await self._send(json.dumps(request).encode() + b"\n", passing)
+            await self._send(request, passing)
             await self._until(lambda: self._expected[number] is not None)
             reply = self._expected[number]
         finally:
@@ -131,17 +152,16 @@ class Monitor:
         assert reply is not None  # noqa: S101 - waited for
         if "error" in reply:
             try:
-                refusal = ExecuteError(command, reply["error"]["class"], reply["error"]["desc"])
+                refusal = ExecuteError(request, reply)
             except (KeyError, TypeError) as error:
-                raise self._fail(
-                    BadReplyError(f"cannot understand QEMU's refusal of {command!r}: {reply!r}")
-                ) from error
+                sentence = f"cannot understand QEMU's refusal of {command!r}: {reply!r}"
+                raise self._fail(BadReplyError(sentence, sent=request, received=reply)) from error
             raise refusal
         result: object = reply["return"]
         return result
 
     async def event(self) -> QmpEvent:
-        """Return the oldest event nobody has seen, as soon as there is one."""
+        """Return the oldest event that no task has received yet, as soon as there is one."""
         await self._until(lambda: bool(self._events))
         return self._events.popleft()
 
@@ -156,12 +176,13 @@ class Monitor:
                 )
             )
         except (KeyError, TypeError) as error:
-            raise self._fail(BadReplyError(f"cannot understand QEMU's list of vCPUs: {reply!r}")) from error
+            sentence = f"cannot understand QEMU's list of vCPUs: {reply!r}"
+            raise self._fail(BadReplyError(sentence, received=reply)) from error
 
     def close(self) -> None:
-        """Hang up; every waiter gets :exc:`ExecInterruptedError`."""
+        """Hang up; every waiting task gets :exc:`ExecInterruptedError`."""
         self._fail(ExecInterruptedError("cannot talk to QEMU: the conversation was ended"))
-        self._stream.socket.close()
+        self._socket.close()
 
     async def iothreads(self) -> dict[int, str]:
         """Return the iothreads' ids by thread (``query-iothreads``)."""
@@ -169,27 +190,25 @@ class Monitor:
         try:
             return {int(each["thread-id"]): str(each["id"]) for each in reply}
         except (KeyError, TypeError, ValueError) as error:
-            raise self._fail(BadReplyError(f"cannot understand QEMU's list of iothreads: {reply!r}")) from error
+            sentence = f"cannot understand QEMU's list of iothreads: {reply!r}"
+            raise self._fail(BadReplyError(sentence, received=reply)) from error
 
-    async def _send(self, line: bytes, passing: Sequence[int] = ()) -> None:
+    async def _send(self, request: Message, passing: Sequence[int]) -> None:
         async with self._sending:
             if self._failure is not None:
                 raise self._failure
             await trio.lowlevel.checkpoint_if_cancelled()
             try:
-                if passing:  # they travel with the first byte
-                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passing))
-                    line = line[await self._stream.socket.sendmsg([line], [rights]) :]
-                if line:  # else a cancellation would be taken for one in the middle of it
-                    await self._stream.send_all(line)
-            except (trio.BrokenResourceError, OSError) as error:
-                raise self._fail(ExecInterruptedError("cannot talk to QEMU: it hung up")) from error
+                await send_with_fds(self._socket, json.dumps(request).encode() + b"\n", passing)
+            except (trio.ClosedResourceError, OSError) as error:
+                raise self._fail(ExecInterruptedError(_HUNG_UP, sent=request)) from error
             except trio.Cancelled:
-                self._fail(ExecInterruptedError("cannot talk to QEMU: a command was abandoned half-sent"))
+                sentence = "cannot talk to QEMU: a command was abandoned half-sent"
+                self._fail(ExecInterruptedError(sentence, sent=request))
                 raise
 
     async def _until(self, happened: Callable[[], bool]) -> None:
-        """Read until something *happened*; when another task reads already, let it."""
+        """Read until *happened* is true; while another task reads, wait for what it reads."""
         while not happened():
             if self._failure is not None:
                 raise self._failure
@@ -204,29 +223,32 @@ class Monitor:
                 self._news.unpark_all()
 
     async def _read(self) -> None:
-        """Read once and take in every whole line.
+        """Take in the next whole lines, as many as one step may handle; read when there is none.
 
-        What ends the conversation is remembered, not raised: the lines before it may hold what somebody waits for.
+        What ends the conversation is remembered, not raised: the lines before it may hold what another task waits for.
         """
+        if self._lines.has_line:
+            await trio.lowlevel.checkpoint()
+        else:
+            await self._receive()
         try:
-            data = await self._stream.receive_some(1 << 16)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self._fail(ExecInterruptedError("cannot talk to QEMU: it hung up"))
+            for line in self._lines.step():
+                if line.strip():
+                    self._take_in(line)
+        except OverlongError:
+            self._fail(BadReplyError(f"cannot understand QEMU: it sent a line of more than {LONGEST_LINE} bytes"))
+
+    async def _receive(self) -> None:
+        try:
+            data = await self._socket.recv(1 << 16)
+        except (trio.ClosedResourceError, OSError):
+            self._fail(ExecInterruptedError(_HUNG_UP))
             return
         if not data:
-            rest = f" in the middle of {bytes(self._received[:80])!r}" if self._received else ""
-            self._fail(ExecInterruptedError(f"cannot talk to QEMU: it hung up{rest}"))
-            return
-        searched = len(self._received)
-        self._received += data
-        while (end := self._received.find(b"\n", searched)) >= 0:
-            line = bytes(self._received[:end])
-            del self._received[: end + 1]
-            searched = 0
-            if line.strip():
-                self._take_in(line)
-        if len(self._received) > LONGEST_LINE:
-            self._fail(BadReplyError(f"cannot understand QEMU: it sent a line of more than {LONGEST_LINE} bytes"))
+            unfinished = self._lines.take_rest()
+            where = f" in the middle of {unfinished[:80]!r}" if unfinished else ""
+            self._fail(ExecInterruptedError(f"{_HUNG_UP}{where}", received=unfinished or None))
+        self._lines.feed(data)
 
     def _take_in(self, line: bytes) -> None:
         try:
@@ -234,7 +256,7 @@ class Monitor:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            self._fail(BadReplyError(f"cannot understand QEMU: it sent {line[:80]!r}"))
+            self._fail(BadReplyError(f"cannot understand QEMU: it sent {line[:80]!r}", received=line))
         elif "event" in message:
             data = message.get("data")
             event = QmpEvent(str(message["event"]), data if isinstance(data, dict) else {})
@@ -245,7 +267,7 @@ class Monitor:
         elif (number := str(message.get("id"))) in self._expected and ("return" in message or "error" in message):
             self._expected[number] = message
         else:
-            log.debug("qmp message for nobody message=%r", message)
+            log.debug("qmp message that no task waits for message=%r", message)
 
     def _fail(self, failure: QmpError) -> QmpError:
         """Remember the first *failure*, which ends the conversation, and return it."""

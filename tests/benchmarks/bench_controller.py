@@ -70,9 +70,9 @@ async def latencies(repeat: int) -> Figures:
                 started = time.perf_counter()
                 node.put_state(shared, entries)
                 while str(node.floating.cpus()) != shared:
-                    await controller.keeper.next_pass()
+                    await controller.loop.next_pass()
                 changed.append(time.perf_counter() - started)
-            await controller.keeper.next_pass()  # by the change of float's own files
+            await controller.loop.next_pass()  # by the change of float's own files
             for _ in range(repeat):
                 started = time.perf_counter()
                 await client.result("registerCgroup", uuid=B, cpuset="14-17")

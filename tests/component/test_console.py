@@ -20,6 +20,7 @@ import trio
 
 from runner.cli.console import AttachRequest, parse_key
 from runner.errors import RunnerError, Status, UsageError, explain
+from runner.instance.console import MOST_CONNECTIONS, REQUEST_WITHIN
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel.log_file import kept_log
@@ -150,7 +151,7 @@ async def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_miss
                     seen += len(await slow.stream.receive_some(1 << 16))
             assert much < seen < rounds * much, "what the socket and our own buffer hold, not everything"
             await quick.stream.send_all(b"again")
-            await slow.until(b"bytes of output were dropped: nobody was reading]")
+            await slow.until(b"bytes of output were dropped: the reader was too slow]")
 
     await running(fake_host, act, console=much)
 
@@ -177,6 +178,29 @@ async def test_the_ninth_reader_is_refused(fake_host: FakeHost) -> None:
                 assert b"8 are attached already" in ninth.seen
 
     await running(fake_host, act)
+
+
+async def test_connections_that_send_no_request_are_few(fake_host: FakeHost) -> None:
+    path = fake_host.root / "state" / "console.sock"
+
+    async def act() -> None:
+        async with AsyncExitStack() as connections:
+            for _ in range(MOST_CONNECTIONS):
+                await connections.enter_async_context(await trio.open_unix_socket(path))
+            with trio.fail_after(REQUEST_WITHIN / 2):
+                async with await trio.open_unix_socket(path) as one_too_many:
+                    assert await one_too_many.receive_some(10) == b""
+
+    await running(fake_host, act)
+
+
+async def test_a_request_and_the_first_keys_may_come_together(fake_host: FakeHost) -> None:
+    async def act() -> None:
+        async with await trio.open_unix_socket(fake_host.root / "state" / "console.sock") as stream:
+            await stream.send_all(b'{"write": true}\nkeys')
+            await Client(stream).until(b"you typed keys")
+
+    await running(fake_host, act, console="echo")
 
 
 async def test_a_stale_socket_is_replaced_and_another_runners_is_not(fake_host: FakeHost) -> None:

@@ -1,4 +1,4 @@
-"""Pages over real sockets: what a client that is slow, greedy or hostile gets, and what others get meanwhile."""
+"""The HTTP server over real sockets: what a client that is slow, greedy or hostile gets, and what others get meanwhile."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import trio
 
 from runner.errors import HostError
-from runner.protocol.http import Exposition, Page, labels, ok, open_pages, parse_address, serve_pages
+from runner.protocol.http import Exposition, HttpResponse, labels, ok, open_http_listeners, parse_address, serve_http
 
 
-def show(target: str) -> Page:
+def show(target: str) -> HttpResponse:
     if target == "/bug":
         raise ZeroDivisionError
     return ok(f"this is {target}")
@@ -22,8 +22,8 @@ def show(target: str) -> Page:
 async def served() -> AsyncIterator[int]:
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
-            listeners = await open_pages("127.0.0.1", 0)
-            nursery.start_soon(serve_pages, listeners, show)
+            listeners = await open_http_listeners("127.0.0.1", 0)
+            nursery.start_soon(serve_http, listeners, show)
             yield listeners[0].socket.getsockname()[1]
             nursery.cancel_scope.cancel()
 
@@ -34,7 +34,7 @@ async def answer(port: int, request: bytes) -> bytes:
         return b"".join([data async for data in stream])
 
 
-async def test_a_client_as_the_kubelets_gets_its_page() -> None:
+async def test_a_client_as_the_kubelets_gets_its_response() -> None:
     lines = (
         "GET /readyz?verbose HTTP/1.1",
         "Host: 10.0.0.1:9441",
@@ -71,17 +71,17 @@ async def test_a_request_without_end_is_not_read_to_its_end() -> None:
         assert b" 405 " in await answer(port, b"DELETE /a HTTP/1.1\r\n\r\n")
 
 
-async def test_a_page_that_cannot_be_made_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_response_that_cannot_be_made_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with served() as port:
         assert b" 500 " in await answer(port, b"GET /bug HTTP/1.1\r\n\r\n")
         assert b" 200 " in await answer(port, b"GET /a HTTP/1.1\r\n\r\n")
-    assert "'/bug' could not be made" in caplog.text
+    assert "the response to '/bug' could not be made" in caplog.text
 
 
 async def test_an_address_that_is_taken_is_said() -> None:
     async with served() as port:
         with pytest.raises(HostError, match=f"cannot listen at 127.0.0.1:{port}"):
-            await open_pages("127.0.0.1", port)
+            await open_http_listeners("127.0.0.1", port)
 
 
 def test_addresses() -> None:

@@ -178,6 +178,9 @@ async def test_a_refusal_keeps_what_was_said(ends: tuple[Monitor, Peer]) -> None
     with pytest.raises(ExecuteError, match="cannot execute 'x': The command x has not been found") as caught:
         await monitor.execute("x")
     assert caught.value.kind == "CommandNotFound"
+    assert caught.value.sent == {"execute": "x", "id": "1"}
+    assert isinstance(caught.value.received, dict)
+    assert caught.value.received["error"]["class"] == "CommandNotFound"
     peer.say(**{"return": 1, "id": "2"})
     assert await monitor.execute("y") == 1
 

@@ -263,7 +263,7 @@ def test_who_asks_and_who_goes_away(start: ProgramStarter, tmp_path: Path) -> No
     stranger = subprocess.run(
         [RUNNER, "ctl", "--state-dir", run.state, "status"], capture_output=True, text=True, check=False
     )
-    assert "cannot see who asks" in stranger.stderr
+    assert "cannot see the client" in stranger.stderr
     run.state.chmod(0o711)
     (run.state / "control.sock").chmod(0o666)
     status = json.dumps({"jsonrpc": "2.0", "method": "status", "id": 1})

@@ -170,7 +170,7 @@ def test_a_shell_in_the_pod_may_not_end_its_instance(instance: Instance) -> None
     output = instance.running.execute(sys.executable, "-c", ASK, f"{SOCKETS}/controller.sock", json.dumps(calls))
     told = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert [each["error"]["code"] for each in told] == [IDENTITY] * 2
-    assert all("only process 1 speaks for an instance" in each["error"]["message"] for each in told)
+    assert all("only process 1 may act for an instance" in each["error"]["message"] for each in told)
 
 
 @pytest.mark.parametrize("host_pid", [True, False])

@@ -1,4 +1,4 @@
-"""A controller with everything around it on paper, and real clients on its real socket."""
+"""A controller on a fake Kubernetes node, and real clients on its real socket."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import trio
 
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.methods import RpcMethods, Timeouts
-from runner.controller.server import Server, SocketLimits, listening
+from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
 from runner.kernel.peers import Peers
 from runner.kubelet.state_files import KubeletFiles
+from runner.protocol.unix_server import SocketLimits, UnixServer
 from tests.support.fake_cgroupfs import FakeCgroup, fake_cgroupfs, fake_sysfs, format_cpu_state, put_cpu_state
 
 A, B, C = (
@@ -41,7 +42,7 @@ def scope_path(uid: str) -> str:
 
 @attrs.frozen
 class Node:
-    """A Kubernetes node of 20 CPUs and 2 NUMA nodes on paper."""
+    """A fake Kubernetes node of 20 CPUs and 2 NUMA nodes."""
 
     path: Path
     mount: FakeCgroup
@@ -191,21 +192,21 @@ async def connected(path: Path) -> AsyncIterator[Client]:
 @attrs.frozen
 class Controller:
     node: Node
-    keeper: ReconcileLoop
-    server: Server
+    loop: ReconcileLoop
+    server: UnixServer
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds, looking again after passes that are asked for; no event tells of it."""
         await trio.lowlevel.checkpoint()
         while not condition():
-            self.keeper.disturb()
-            await self.keeper.next_pass()
+            self.loop.disturb()
+            await self.loop.next_pass()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds after a pass."""
         await trio.lowlevel.checkpoint()
         while not condition():
-            await self.keeper.next_pass()
+            await self.loop.next_pass()
 
 
 @contextlib.asynccontextmanager
@@ -216,33 +217,33 @@ async def controlled(
     own_cpus: str = "",
     reserved: str = "",
     limits: SocketLimits | None = None,
-    patience: Timeouts | None = None,
+    timeouts: Timeouts | None = None,
     pace: Intervals | None = None,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node*; *own_cpus* makes the node one without a kubelet."""
-    keeper = ReconcileLoop(
+    loop = ReconcileLoop(
         tree=Tree(node.root),
         source=None if own_cpus else KubeletFiles(node.kubelet),
         sys=node.path / "sys",
         reserved=CpuSet.parse(reserved),
         pace=pace or Intervals(pause=0.005, readings=10),
     )
-    registrar = RpcMethods(
-        keeper=keeper,
+    methods = RpcMethods(
+        loop=loop,
         mount=node.mount,
         peers=Peers(node.proc),
         own_cpus=CpuSet.parse(own_cpus),
-        patience=patience or Timeouts(agreement=0.4, emptying=0.4),
+        timeouts=timeouts or Timeouts(agreement=0.4, emptying=0.4),
         trusting=trusting,
     )
-    server = Server(registrar, limits or SocketLimits())
+    server = UnixServer(methods, limits or SocketLimits())
     with trio.fail_after(30):
-        async with running_loop(keeper):
+        async with running_loop(loop):
             with listening(node.socket) as listener:
                 async with trio.open_nursery() as nursery:
                     await trio.lowlevel.checkpoint()
                     nursery.start_soon(server.accept, listener)
                     try:
-                        yield Controller(node, keeper, server)
+                        yield Controller(node, loop, server)
                     finally:
                         nursery.cancel_scope.cancel()

@@ -1,8 +1,8 @@
-"""What changes while the guest runs: disks that come, go and grow; after each change every thread is looked at again.
+"""Disks that are attached, detached and grown while the guest runs; each change is followed by a check of every thread.
 
-An attachment is all or nothing: what was done of one that fails is undone. What the guest must do itself, releasing a
-disk, may stay half done: then the disk is still its own, and detaching it again goes on from there. A disk that has gone or
-grown stays so, also when a thread is found out of its place afterwards, which is told as an error.
+An attachment is all or nothing: one that fails is undone. The guest itself must release a disk that is detached, and may not:
+then it keeps the disk, and detaching it again goes on from there. A disk that was detached or grown stays so even if a thread
+is found out of its place afterwards, which is reported as an error.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ log = logging.getLogger(__name__)
 RELEASED_WITHIN = 15.0
 """Seconds the guest may take to release a disk; Linux takes up to 5 s by PCI Express, and no time by ACPI."""
 
-Undoing = tuple[str, dict[str, object]]
-"""A command that takes back another one."""
+UndoCommand = tuple[str, dict[str, object]]
+"""A QMP command, with its arguments, that undoes another one."""
 
 
 @attrs.frozen
-class Attached:
+class AttachedDisk:
     """A disk that was attached while the guest runs."""
 
     plan: DiskPlan
     slot: int
-    undoing: tuple[Undoing, ...]
+    undo: tuple[UndoCommand, ...]
     """In the order in which it was done."""
 
 
 class DiskHotplug:
-    """The disks of a running machine. One change is made at a time; who comes second waits."""
+    """The disks of a running machine. One change is made at a time; a second one waits."""
 
     def __init__(
-        self, plan: InstancePlan, monitor: Monitor, news: DiskEvents, verify: Callable[[], Awaitable[None]]
+        self, plan: InstancePlan, monitor: Monitor, events: DiskEvents, verify: Callable[[], Awaitable[None]]
     ) -> None:
         self._plan = plan
         self._monitor = monitor
-        self._news = news
+        self._events = events
         self._verify = verify
-        self._attached: dict[str, Attached] = {}
+        self._attached: dict[str, AttachedDisk] = {}
         self._changing = trio.Lock()
 
     async def status(self) -> dict[str, object]:
-        """Return what the machine is and does."""
+        """Return the machine's name, state, size and disks."""
         reply: Any = await self._monitor.execute("query-status")
         machine = self._plan.machine
         return {
@@ -72,13 +72,13 @@ class DiskHotplug:
         }
 
     async def listed(self) -> list[dict[str, object]]:
-        """Return each disk: those it was started with first."""
+        """Return each disk as JSON; those the machine was started with come first."""
         sizes = await self._sizes()
-        found = [self._shown(disk, sizes, None) for disk in self._plan.machine.disks]
-        return found + [self._shown(each.plan, sizes, each) for each in self._attached.values()]
+        found = [self._described(disk, sizes, None) for disk in self._plan.machine.disks]
+        return found + [self._described(each.plan, sizes, each) for each in self._attached.values()]
 
-    def _shown(self, disk: DiskPlan, sizes: Mapping[str, int], attached: Attached | None) -> dict[str, object]:
-        released = attached is not None and self._news.unplugged(disk.name).is_set()
+    def _described(self, disk: DiskPlan, sizes: Mapping[str, int], attached: AttachedDisk | None) -> dict[str, object]:
+        released = attached is not None and self._events.unplugged(disk.name).is_set()
         return {
             "name": disk.name,
             "path": str(disk.path),
@@ -92,9 +92,9 @@ class DiskHotplug:
         }
 
     async def attach(self, disk: DiskSpec) -> dict[str, object]:
-        """Attach *disk* and return what ``listed`` says of it.
+        """Attach *disk* and return it as :meth:`listed` does.
 
-        Raises :exc:`~runner.errors.RunnerError`: everything is as before then.
+        Raises :exc:`~runner.errors.RunnerError`; the machine is as before then.
         """
         async with self._changing:
             number = next(self._free_slots(), None)
@@ -104,8 +104,8 @@ class DiskHotplug:
                     "instance with more (hotplug.disks)"
                 )
             plan = self._planned(f"disk{len(self._plan.machine.disks) + number}", disk)
-            self._news.forget(plan.name)
-            self._attached[plan.name] = Attached(plan, number, await self._made(plan, slot(number)))
+            self._events.forget(plan.name)
+            self._attached[plan.name] = AttachedDisk(plan, number, await self._create(plan, slot(number)))
             misplaced: RunnerError | None = None
             try:
                 await self._verify()
@@ -115,7 +115,7 @@ class DiskHotplug:
                 await self._detach(self._attached[plan.name])
                 raise misplaced
             log.info("disk attached name=%s %s", plan.name, disk_words(plan))
-            return self._shown(plan, await self._sizes(), self._attached[plan.name])
+            return self._described(plan, await self._sizes(), self._attached[plan.name])
 
     def _planned(self, name: str, disk: DiskSpec) -> DiskPlan:
         problems: list[Problem] = []
@@ -134,16 +134,16 @@ class DiskHotplug:
             raise SpecError("ctl", problems)
         return plan
 
-    async def _made(self, plan: DiskPlan, bus: str) -> tuple[Undoing, ...]:
-        """Make files, nodes, iothread and device of *plan*, and return how each is taken back."""
+    async def _create(self, plan: DiskPlan, bus: str) -> tuple[UndoCommand, ...]:
+        """Create the fdsets, nodes, iothread and device of *plan*; return the commands that undo it, in the order it was done."""
         execute = self._monitor.execute
-        done: list[Undoing] = []
+        done: list[UndoCommand] = []
         failure: RunnerError | None = None
         try:
             names: dict[str, str] = {}
             with opened(plan, self._plan.state_directory) as numbers:
                 for name, number in numbers.items():
-                    fdset = await self._added(number, name)
+                    fdset = await self._add_fd(number, name)
                     names[name] = f"/dev/fdset/{fdset}"
                     done.append(("remove-fd", {"fdset-id": fdset}))
                 for node in block_nodes(plan, names.__getitem__):
@@ -160,14 +160,14 @@ class DiskHotplug:
             raise failure
         return tuple(done)
 
-    async def _added(self, number: int, name: str) -> int:
+    async def _add_fd(self, number: int, name: str) -> int:
         reply: Any = await self._monitor.execute("add-fd", {"opaque": name}, passing=(number,))
         try:
             return int(reply["fdset-id"])
         except (KeyError, TypeError, ValueError) as error:
-            raise BadReplyError(f"cannot understand QEMU's answer to add-fd: {reply!r}") from error
+            raise BadReplyError(f"cannot understand QEMU's answer to add-fd: {reply!r}", received=reply) from error
 
-    async def _undo(self, done: tuple[Undoing, ...] | list[Undoing]) -> None:
+    async def _undo(self, done: tuple[UndoCommand, ...] | list[UndoCommand]) -> None:
         for command, arguments in reversed(done):
             try:
                 await self._monitor.execute(command, arguments)
@@ -175,9 +175,9 @@ class DiskHotplug:
                 log.warning("%s", explain(error))
 
     async def detach(self, name: str) -> None:
-        """Take the disk *name* from the guest, which may refuse to let it go.
+        """Detach the disk *name*; the guest may refuse to release it.
 
-        Raises :exc:`~runner.errors.RunnerError`: the disk is there still, unless it is a
+        Raises :exc:`~runner.errors.RunnerError`; the disk is still attached then, unless it is a
         :exc:`~runner.errors.PlacementError`.
         """
         async with self._changing:
@@ -185,48 +185,48 @@ class DiskHotplug:
                 raise RefusedError(
                     f"cannot detach {name!r}: the machine was started with it; what `disk attach` has added can be detached"
                 )
-            await self._detach(self._found(name))
+            await self._detach(self._find(name))
             await self._verify()
             log.info("disk detached name=%s", name)
 
-    async def _detach(self, attached: Attached) -> None:
+    async def _detach(self, attached: AttachedDisk) -> None:
         name = attached.plan.name
-        departure = self._news.unplugged(name)
+        unplugged = self._events.unplugged(name)
         try:
             await self._monitor.execute("device_del", {"id": name})
         except ExecuteError as error:
-            if error.kind == "DeviceNotFound":  # it has released it meanwhile, or by itself
-                departure.set()
+            if error.kind == "DeviceNotFound":  # the guest has released it meanwhile, or unasked
+                unplugged.set()
             elif "unplug" not in str(error):  # "… is already in the process of unplug"
                 raise
         with trio.move_on_after(RELEASED_WITHIN):
-            await departure.wait()
-        if not departure.is_set():
+            await unplugged.wait()
+        if not unplugged.is_set():
             raise RefusedError(
                 f"cannot detach {name!r}: the guest has not released it within {RELEASED_WITHIN:g} s, and it stays attached; "
                 "unmount it there and detach it again"
             )
-        await self._undo(attached.undoing)
+        await self._undo(attached.undo)
         del self._attached[name]
 
     async def grow(self, name: str, size: int | None) -> dict[str, object]:
-        """Let the guest see *size* bytes of the disk *name*, or all of its block device, and return what ``listed`` says.
+        """Grow the disk *name* to *size* bytes, or to all of its block device, and return it as :meth:`listed` does.
 
-        Raises :exc:`~runner.errors.RunnerError`: nothing has changed then, unless it is a
+        Raises :exc:`~runner.errors.RunnerError`; nothing has changed then, unless it is a
         :exc:`~runner.errors.PlacementError`.
         """
         async with self._changing:
             attached = self._attached.get(name)
             boot = next((disk for disk in self._plan.machine.disks if disk.name == name), None)
-            disk = boot or self._found(name).plan
+            disk = boot or self._find(name).plan
             before = (await self._sizes()).get(name, 0)
-            size = _grown(disk, before, size)
+            size = _target_size(disk, before, size)
             await self._monitor.execute("block_resize", {"node-name": name, "size": size})
             await self._verify()
             log.info("disk grown name=%s from=%s to=%s", name, format_size(before), format_size(size))
-            return self._shown(disk, await self._sizes(), attached)
+            return self._described(disk, await self._sizes(), attached)
 
-    def _found(self, name: str) -> Attached:
+    def _find(self, name: str) -> AttachedDisk:
         if name not in self._attached:
             known = ", ".join([disk.name for disk in self._plan.machine.disks] + list(self._attached)) or "none"
             raise RefusedError(f"cannot find the disk {name!r}; there are: {known}")
@@ -241,11 +241,12 @@ class DiskHotplug:
         try:
             return {str(node["node-name"]): int(node["image"]["virtual-size"]) for node in reply}
         except (KeyError, TypeError, ValueError) as error:
-            raise BadReplyError(f"cannot understand QEMU's list of block nodes: {reply!r}") from error
+            sentence = f"cannot understand QEMU's list of block nodes: {reply!r}"
+            raise BadReplyError(sentence, received=reply) from error
 
 
-def _grown(disk: DiskPlan, before: int, size: int | None) -> int:
-    """Return the size *disk* is to have, or refuse."""
+def _target_size(disk: DiskPlan, before: int, size: int | None) -> int:
+    """Return the size in bytes that *disk* is to have. Raises :exc:`RefusedError` if it cannot grow to *size*."""
     if not disk.written:
         kind = "read-only" if disk.read_only else "ephemeral"
         raise RefusedError(f"cannot grow {disk.name!r}: it is {kind}")

@@ -1,119 +1,80 @@
-"""The runner's own control socket: JSON-RPC 2.0, a message a line, for root of this container and nobody else.
+"""The runner's own control socket: JSON-RPC 2.0, one message a line, for root of this container only.
 
-``control.sock`` in the state directory. Who connects is known by the kernel's word (:mod:`runner.kernel.peers`). Whoever
-goes away while a change is being made does not stop it.
+It is ``control.sock`` in the state directory. The kernel names the process that connects (:mod:`runner.kernel.peers`). A
+client that goes away while its change is being made does not stop it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Mapping
 from typing import NoReturn
 
+import attrs
 import trio
 
 from runner.errors import Problem, RunnerError, SpecError, explain
 from runner.facts.roots import Roots
 from runner.instance.control.hotplug import DiskHotplug
-from runner.kernel.peers import PeerError, Peers, boot_time
-from runner.kernel.sockets import Socket, accepted
-from runner.protocol.jsonrpc import (
-    INVALID_PARAMS,
-    INVALID_REQUEST,
-    METHOD_NOT_FOUND,
-    Framer,
-    OverlongError,
-    RpcError,
-    RpcResult,
-    answer,
-    format_error,
-)
+from runner.kernel.peers import Peer, PeerError, Peers
+from runner.kernel.sockets import Socket
+from runner.protocol.controller_client import BUSY
+from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
+from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
 from runner.spec.instance import HANDED, DiskSpec
 from runner.spec.rules import size as size_rule
 from runner.spec.rules import structure
 
-log = logging.getLogger(__name__)
-
 REFUSED = -32000
-"""The code of everything that is understood and cannot be done."""
-NOBODY = -32001
-"""The code for who may not ask."""
-LONGEST_MESSAGE = 64 << 10
-MOST_CLIENTS = 8
-SILENT_FOR = 30.0
-"""Seconds a client may say nothing, or not read its answer."""
+"""The error code for a request that is understood and cannot be done."""
+NOT_ALLOWED = -32001
+"""The error code for a client that may not ask."""
+LIMITS = SocketLimits(connections=8, connections_per_peer=8, in_flight=8, first_byte=30.0, idle=30.0)
+"""A client of this socket is a person's command or a script: few, and patient."""
 
 _SIZE = size_rule(1 << 20)
 
 
 async def accept(listener: Socket, disks: DiskHotplug) -> None:
-    """Accept connections to *listener* for ever."""
-    accepting = trio.socket.from_stdlib_socket(listener)
-    async with trio.open_nursery() as clients:
-        while True:
-            connection = await accepted(accepting)
-            if len(clients.child_tasks) < MOST_CLIENTS:
-                clients.start_soon(_converse, connection, boot_time(), disks)
-            else:
-                connection.close()
+    """Serve *disks* to the clients that connect to *listener*, until cancelled."""
+    methods = ControlMethods(disks, Peers(Roots().proc))
+    await UnixServer(methods, LIMITS).accept(trio.socket.from_stdlib_socket(listener))
 
 
-async def _converse(connection: trio.socket.SocketType, accepted_at: float, disks: DiskHotplug) -> None:
-    """Answer who has connected until he goes; never raises but for cancellation."""
-    with connection:
+@attrs.frozen
+class ControlMethods:
+    """Serves requests about a running machine."""
+
+    disks: DiskHotplug
+    peers: Peers
+
+    def admit(self, identify: Identify) -> int:
+        """Return the number of the client's process. Raises :exc:`RpcError` unless it is root's, in our PID namespace."""
+        return self._check(identify).pid
+
+    def busy(self, reason: str) -> RpcError:
+        """Return the error for a client that is over a limit."""
+        return RpcError(BUSY, f"cannot take more: {reason}; wait for them")
+
+    async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
+        """Do what the client asks for. Raises :exc:`RpcError`."""
+        self._check(identify)  # each time: it may have ended and given its connection away
+        return RpcResult(await _call(self.disks, method, params))
+
+    def _check(self, identify: Identify) -> Peer:
         try:
-            await _exchange(connection, accepted_at, disks)
-        except RpcError as error:
-            with contextlib.suppress(OSError), trio.move_on_after(SILENT_FOR):
-                await connection.send(format_error(error))
-        except OSError as error:
-            log.debug("a client of the control socket was lost: %s", explain(error))
-        except Exception:
-            log.exception("a client of the control socket was lost by a fault of this program")
-
-
-def _check(connection: trio.socket.SocketType, accepted_at: float) -> None:
-    peers = Peers(Roots().proc)
-    try:
-        peer = peers.identify(connection, accepted_at)
-    except PeerError as error:
-        raise RpcError(
-            NOBODY, "cannot see who asks: his PID namespace is not the instance's; ask from inside its container"
-        ) from error
-    if peer.user_id != 0 or peer.pid_namespace != peers.own_namespace():
-        raise RpcError(
-            NOBODY,
-            f"cannot serve process {peer.pid} of user {peer.user_id}: only root in the instance's own PID namespace may ask; "
-            "use `kubectl exec`",
-        )
-
-
-async def _exchange(connection: trio.socket.SocketType, accepted_at: float, disks: DiskHotplug) -> None:
-    framer = Framer(LONGEST_MESSAGE)
-
-    async def call(method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
-        return RpcResult(await _call(disks, method, params))
-
-    while True:
-        data = b""
-        with trio.move_on_after(SILENT_FOR):
-            data = await connection.recv(LONGEST_MESSAGE)
-        _check(connection, accepted_at)  # only now, because who is sent away before he has spoken does not listen
-        try:
-            messages = list(framer.feed(data) if data else framer.flush())
-        except OverlongError:
-            raise RpcError(INVALID_REQUEST, f"Invalid Request: a message may have {LONGEST_MESSAGE} bytes") from None
-        for message in messages:
-            reply = await answer(message, call)
-            line = b"" if reply is None else reply.line
-            with trio.move_on_after(SILENT_FOR):
-                while line:
-                    line = line[await connection.send(line) :]
-            if line:
-                return
-        if not data:
-            return
+            peer = identify()
+        except PeerError as error:
+            raise RpcError(
+                NOT_ALLOWED,
+                "cannot see the client: its PID namespace is not the instance's; ask from inside its container",
+            ) from error
+        if peer.user_id != 0 or peer.pid_namespace != self.peers.own_namespace():
+            raise RpcError(
+                NOT_ALLOWED,
+                f"cannot serve process {peer.pid} of user {peer.user_id}: only root in the instance's own PID namespace may ask; "
+                "use `kubectl exec`",
+            )
+        return peer
 
 
 async def _call(disks: DiskHotplug, method: str, params: Mapping[str, object] | list[object]) -> object:

@@ -129,7 +129,7 @@ async def test_the_kernels_threads_in_the_pods_group_go_to_float(node: Node) -> 
         node.put_process(901, scope_path(A), inner=5, namespace=f"pid-{A}")
         (node.scope(A).path / "cgroup.procs").write_text(f"{ANCHORS[A]}\n900\n901\n")
         await client.result("registerCgroup", uuid=A, cpuset=ENTRIES[A]["instance"])
-        assert (controller.keeper.tree.floating.path / "cgroup.procs").read_text() == "900\n"
+        assert (controller.loop.tree.floating.path / "cgroup.procs").read_text() == "900\n"
 
 
 async def test_deregisters_from_float_with_the_anchor_as_witness(node: Node) -> None:
@@ -194,7 +194,7 @@ async def test_who_is_no_init_of_a_private_namespace_is_refused(node: Node) -> N
             node.be(B, inner=inner, namespace=namespace)
             for method, params in (("registerCgroup", {"cpuset": "14-17"}), ("deregisterCgroup", {})):
                 assert word in str((await client.refusal(method, uuid=B, **params))["message"])
-        assert controller.keeper.tally.refusals["identity"] == 4
+        assert controller.loop.tally.refusals["identity"] == 4
         assert not node.instance(B).exists()
 
 
@@ -212,7 +212,7 @@ async def test_a_stale_scope_is_waited_for(node: Node) -> None:
     node.be(B)
     node.scope(B).write("cpuset.cpus", "2-11")
     async with (
-        controlled(node, patience=Timeouts(agreement=20)),
+        controlled(node, timeouts=Timeouts(agreement=20)),
         connected(node.socket) as client,
         trio.open_nursery() as nursery,
     ):
@@ -229,7 +229,7 @@ async def test_a_late_entry_is_waited_for(node: Node) -> None:
     node.be(B)
     node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
     async with (
-        controlled(node, patience=Timeouts(agreement=20)),
+        controlled(node, timeouts=Timeouts(agreement=20)),
         connected(node.socket) as client,
         trio.open_nursery() as nursery,
     ):
@@ -253,7 +253,7 @@ async def test_lasting_disagreement_is_refused_with_both_values(node: Node) -> N
         assert refused["code"] == -32002
         assert (refused["requested"], refused["kubelet"], refused["scope"]) == ("14-17", "14-17", "14-15")
     node.scope(B).write("cpuset.cpus", "14-17")
-    async with controlled(node, patience=Timeouts(agreement=3600)), connected(node.socket) as client:
+    async with controlled(node, timeouts=Timeouts(agreement=3600)), connected(node.socket) as client:
         # Both of the kubelet's words agree against the request: no waiting.
         assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-16"))["reason"] == "cpuset"
         assert not node.instance(B).exists()
@@ -313,7 +313,7 @@ async def test_drift_is_put_right(node: Node) -> None:
         for group, right in ((node.instance(B), "14-17"), (node.floating, SHARED)):
             group.write("cpuset.cpus", "0-19")
             await controller.until(lambda group=group, right=right: str(group.cpus()) == right)  # type: ignore[misc]
-        assert controller.keeper.tally.repairs == 2
+        assert controller.loop.tally.repairs == 2
         node.floating.write("cpuset.mems", "0")
         await controller.until(lambda: str(node.floating.mems()) == "0-1")
         node.root.write("cgroup.subtree_control", "-cpuset")
@@ -343,13 +343,13 @@ async def test_an_instance_goes_when_its_pod_and_its_threads_are_gone(node: Node
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
         node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
-        await controller.until(lambda: str(node.floating.cpus()) == SHARED and not controller.keeper.frozen())
-        await controller.keeper.next_pass()  # by the change of cgroup.events
+        await controller.until(lambda: str(node.floating.cpus()) == SHARED and not controller.loop.frozen())
+        await controller.loop.next_pass()  # by the change of cgroup.events
         assert str(node.instance(B).cpus()) == "14-17"  # its last threads still run there, alone
         node.instance(B).populate(False)
         await controller.until(lambda: not node.instance(B).exists())
         await controller.until(lambda: str(node.floating.cpus()) == "2-11,14-17")
-        assert controller.keeper.tally.removed == 1
+        assert controller.loop.tally.removed == 1
 
 
 async def test_cpus_are_not_given_to_two_instances(node: Node) -> None:
@@ -435,7 +435,7 @@ async def test_on_an_unusable_state_decisions_freeze_and_thaw(node: Node, torn: 
             state.unlink()
         else:
             state.write_bytes(torn)
-        await controller.until(lambda: bool(controller.keeper.frozen()))
+        await controller.until(lambda: bool(controller.loop.frozen()))
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert refused["reason"] == "frozen"
         assert str(state) in str(refused["message"])
@@ -444,30 +444,30 @@ async def test_on_an_unusable_state_decisions_freeze_and_thaw(node: Node, torn: 
         assert str(state) in status["frozen"]
         assert node.snapshot() == before
         state.write_bytes(good)
-        await controller.until(lambda: not controller.keeper.frozen())
+        await controller.until(lambda: not controller.loop.frozen())
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        assert controller.keeper.tally.passes["frozen"]
+        assert controller.loop.tally.passes["frozen"]
 
 
 async def test_a_state_that_was_read_once_is_not_acted_upon(node: Node) -> None:
     async with controlled(node) as controller:
-        settled = controller.keeper.current()
-        assert settled == controller.keeper.state
+        settled = controller.loop.current()
+        assert settled == controller.loop.state
         node.put_state("2-11,16-17", {**ENTRIES, B: {"instance": "14-15"}})
-        unsettled = controller.keeper.current()  # before any pass could read the file again
+        unsettled = controller.loop.current()  # before any pass could read the file again
         assert isinstance(unsettled, Frozen)
         assert "is changing" in unsettled.reason
         await controller.until(lambda: str(node.floating.cpus()) == "2-11,16-17")
-        assert controller.keeper.current() == controller.keeper.state != settled
+        assert controller.loop.current() == controller.loop.state != settled
 
 
 async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:
     (node.kubelet / "cpu_manager_state").unlink()
     async with controlled(node) as controller:
-        assert controller.keeper.frozen()
+        assert controller.loop.frozen()
         assert not node.root.exists()  # nothing is known, so nothing is decided
         node.put_state(SHARED, ENTRIES)
-        await controller.until(lambda: not controller.keeper.frozen())
+        await controller.until(lambda: not controller.loop.frozen())
         assert str(node.floating.cpus()) == SHARED
 
 
@@ -476,13 +476,13 @@ async def test_a_kubelet_whose_directory_comes_later_or_is_replaced_is_followed(
     node.kubelet.rename(aside)
     pace = Intervals(pause=0.005, readings=10, frozen=0.1)
     async with controlled(node, pace=pace) as controller:
-        assert controller.keeper.frozen()
+        assert controller.loop.frozen()
         aside.rename(node.kubelet)
-        await controller.until(lambda: not controller.keeper.frozen())
+        await controller.until(lambda: not controller.loop.frozen())
         node.kubelet.rename(aside)
-        await controller.until(lambda: bool(controller.keeper.frozen()))
+        await controller.until(lambda: bool(controller.loop.frozen()))
         node.kubelet.mkdir()
-        await controller.keeper.next_pass()
+        await controller.loop.next_pass()
         node.put_state("2-13", {B: ENTRIES[B], C: ENTRIES[C], "x": {"y": "0-1"}})
         await controller.until(lambda: str(node.floating.cpus()) == "2-13")
 
@@ -501,9 +501,9 @@ async def test_policy_none(node: Node) -> None:
 async def test_strictly_reserved_cpus_may_be_in_no_set(node: Node) -> None:
     node.put_state("4-11", {**ENTRIES})
     async with controlled(node) as controller:
-        assert "--reserved-cpus" in controller.keeper.frozen()
+        assert "--reserved-cpus" in controller.loop.frozen()
     async with controlled(node, reserved="2-3") as controller:
-        assert not controller.keeper.frozen()
+        assert not controller.loop.frozen()
         assert str(node.floating.cpus()) == "4-11"
 
 
@@ -538,7 +538,7 @@ async def test_a_restart_changes_nothing(node: Node) -> None:
     before = node.snapshot()
     async with controlled(node) as controller, connected(node.socket) as client:
         assert node.snapshot() == before
-        assert set(controller.keeper.tally.passes) == {"clean"}
+        assert set(controller.loop.tally.passes) == {"clean"}
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
     assert node.snapshot() == before
 
@@ -616,7 +616,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
 async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:
     """The last state is not lost, none is acted upon that lasted a millisecond, and the loop does not spin."""
     async with controlled(node) as controller:
-        before = controller.keeper.tally.passes.total()
+        before = controller.loop.tally.passes.total()
         started = trio.current_time()
         for number in range(500):
             shared = "2-11" if number % 2 else "2-10"
@@ -625,6 +625,6 @@ async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:
             await trio.sleep(0.001)
         node.put_state("2-4", {**ENTRIES, "last": {"y": "5-11"}})
         await controller.until(lambda: str(node.floating.cpus()) == "2-4")
-        passes = controller.keeper.tally.passes.total() - before
+        passes = controller.loop.tally.passes.total() - before
         # A pass takes two readings, 5 ms apart (the pace of these tests).
         assert passes <= (trio.current_time() - started) / 0.005

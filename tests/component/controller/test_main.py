@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.controller.main import main, page_of
+from runner.controller.main import main, respond_about
 from runner.controller.server import listening
-from runner.protocol.http import serve_pages
+from runner.protocol.http import serve_http
 from tests.support.fake_node import B, Controller, Node, connected, controlled
 
 
@@ -166,7 +166,7 @@ async def test_pages(node: Node) -> None:
         port = node.path / "pages"  # what is asked there is HTTP, whatever the address family
         with listening(port) as listener:
             pages = [trio.SocketListener(listener)]
-            nursery.start_soon(serve_pages, pages, partial(page_of, controller.keeper))
+            nursery.start_soon(serve_http, pages, partial(respond_about, controller.loop))
             await look_at(port, controller)
             nursery.cancel_scope.cancel()
 
@@ -194,7 +194,7 @@ async def look_at(port: Path, controller: Controller) -> None:
     assert b" 400 " in await get(port, b"nonsense\r\n\r\n")
     assert b" 400 " in await get(port, b"GET /" + b"x" * (8192 - 5))
     (controller.node.kubelet / "cpu_manager_state").write_bytes(b"{")
-    await controller.until(lambda: bool(controller.keeper.frozen()))
+    await controller.until(lambda: bool(controller.loop.frozen()))
     assert b"frozen: cannot use" in await get(port, b"GET /healthz HTTP/1.1\r\n\r\n")
     assert b" 503 " in await get(port, b"GET /readyz HTTP/1.1\r\n\r\n")
     assert b"controller_frozen 1\n" in await get(port, b"GET /metrics HTTP/1.1\r\n\r\n")
@@ -205,7 +205,7 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
     before = controllers.read_text()
     controllers.write_text("memory\n")
     async with controlled(node) as controller:
-        show = partial(page_of, controller.keeper)
+        show = partial(respond_about, controller.loop)
         failed = show("/readyz")
         assert (failed.status, failed.text[:21]) == (503, "the last pass failed:")
         assert "offers no cpuset controller" in failed.text

@@ -15,8 +15,9 @@ import trio
 import trio.testing
 
 from runner.controller.methods import Timeouts
-from runner.controller.server import SocketLimits, listening
+from runner.controller.server import listening
 from runner.errors import HostError
+from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_node import B, Client, Node, connected, controlled
 from tests.support.frames import STATUS, frames
 
@@ -131,7 +132,7 @@ async def test_who_cannot_be_seen_is_told_so(node: Node) -> None:
 async def test_who_is_gone_before_his_patience_ends_registers_nothing(node: Node) -> None:
     node.be(B)
     node.scope(B).write("cpuset.cpus", "2-11")
-    async with controlled(node, patience=Timeouts(agreement=0.5)) as controller:
+    async with controlled(node, timeouts=Timeouts(agreement=0.5)) as controller:
         async with connected(node.socket) as client:
             params = {"uuid": B, "cpuset": "14-17"}
             await client.send(json.dumps({"jsonrpc": "2.0", "method": "registerCgroup", "params": params}).encode())
@@ -139,7 +140,7 @@ async def test_who_is_gone_before_his_patience_ends_registers_nothing(node: Node
             await trio.sleep(0.05)
         (node.proc / str(os.getpid()) / "stat").unlink()  # the process has ended
         node.scope(B).write("cpuset.cpus", "14-17")
-        await controller.eventually(lambda: controller.keeper.tally.refusals["identity"] == 1)
+        await controller.eventually(lambda: controller.loop.tally.refusals["identity"] == 1)
         assert not node.instance(B).exists()
 
 
@@ -192,7 +193,7 @@ async def test_connections_have_a_limit(node: Node) -> None:
             one_too_many = await stack.enter_async_context(connected(node.socket))
             assert error_code(await one_too_many.line()) == -32005
             assert await ended(one_too_many)
-        await controller.eventually(lambda: controller.server._connections.total() == 0)
+        await controller.eventually(lambda: controller.server.connections == 0)
         await works(node)
     limits = SocketLimits(connections=3, connections_per_peer=16)
     async with controlled(node, limits=limits), contextlib.AsyncExitStack() as stack:
@@ -208,12 +209,12 @@ async def test_requests_in_flight_have_a_limit(node: Node) -> None:
     node.be(B)
     node.scope(B).write("cpuset.cpus", "2-11")  # a registration waits for it
     request = {"jsonrpc": "2.0", "method": "registerCgroup", "params": {"uuid": B, "cpuset": "14-17"}, "id": 1}
-    async with controlled(node, patience=Timeouts(agreement=20)) as controller, contextlib.AsyncExitStack() as stack:
+    async with controlled(node, timeouts=Timeouts(agreement=20)) as controller, contextlib.AsyncExitStack() as stack:
         waiting = [await stack.enter_async_context(connected(node.socket)) for _ in range(5)]
         for client in waiting:
             await client.send(json.dumps(request).encode() + b"\n")
         await trio.testing.wait_all_tasks_blocked(0.05)
-        assert controller.server._in_flight.total() == 5
+        assert controller.server.in_flight == 5
         sixth = await stack.enter_async_context(connected(node.socket))
         assert (await sixth.refusal("getStatus"))["code"] == -32005
         node.scope(B).write("cpuset.cpus", "14-17")
@@ -258,7 +259,7 @@ async def test_ten_thousand_broken_messages(node: Node) -> None:
                 if not isinstance(answer, list) and answer["id"] == "end":
                     break
         assert node.snapshot() == before
-        assert controller.server._in_flight.total() == 0
+        assert controller.server.in_flight == 0
         await works(node)
 
 

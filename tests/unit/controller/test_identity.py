@@ -110,5 +110,5 @@ def test_agreement_in_all_small_worlds() -> None:
 
 
 def test_a_refusal_tells_both_values() -> None:
-    with pytest.raises(RequestRefusedError, match=r"'4-5'.*state says '4'.*cpuset.cpus '5'"):
+    with pytest.raises(RequestRefusedError, match=r"'4-5'.*state has '4'.*cpuset.cpus '5'"):
         check_agreement(CpuSet([4, 5]), [CpuSet([4])], CpuSet([5]), "a")

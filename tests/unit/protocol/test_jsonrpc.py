@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import pytest
 import trio
 
+from runner.kernel.lines import LINES_PER_STEP, OverlongError
 from runner.protocol.jsonrpc import (
     INVALID_PARAMS,
     LONGEST_BATCH,
     METHOD_NOT_FOUND,
-    Framer,
-    OverlongError,
+    MessageFramer,
     RpcError,
     RpcResult,
     answer,
@@ -49,6 +49,15 @@ async def told(message: str | bytes) -> object:
     assert reply.line.endswith(b"\n")
     assert reply.line.count(b"\n") == 1
     return json.loads(reply.line)
+
+
+def fed(framer: MessageFramer, data: bytes) -> list[bytes]:
+    """Return the messages that *data* completes."""
+    framer.feed(data)
+    messages = list(framer.step())
+    while framer.has_line:
+        messages += framer.step()
+    return messages
 
 
 def failure(code: int, identifier: object = None) -> dict[str, object]:
@@ -128,9 +137,9 @@ async def test_every_example_of_the_specification(request_: str, response: objec
     assert without_words(await told(request_)) == response
     # As the same bytes come over the wire, whole or one by one, they make exactly one message.
     for size in (1, 7, 10_000):
-        framer, wire = Framer(10_000), request_.encode() + b"\n"
+        framer, wire = MessageFramer(10_000), request_.encode() + b"\n"
         messages = [
-            message for begin in range(0, len(wire), size) for message in framer.feed(wire[begin : begin + size])
+            message for begin in range(0, len(wire), size) for message in fed(framer, wire[begin : begin + size])
         ]
         assert [message.split() for message in messages] == [wire.split()] or request_.endswith("    ]")
 
@@ -216,27 +225,27 @@ def test_deep_but_reasonable_nesting_is_read() -> None:
 
 
 def test_one_line_is_one_message() -> None:
-    framer = Framer(100)
-    assert list(framer.feed(b'{"a":1}\r\n\n  \n[2]\n{"b"')) == [b'{"a":1}\r\n', b"[2]\n"]
-    assert list(framer.feed(b":3}")) == []
+    framer = MessageFramer(100)
+    assert fed(framer, b'{"a":1}\r\n\n  \n[2]\n{"b"') == [b'{"a":1}\r\n', b"[2]\n"]
+    assert fed(framer, b":3}") == []
     assert not framer.unfinished
-    assert list(framer.feed(b"\n")) == [b'{"b":3}\n']
+    assert fed(framer, b"\n") == [b'{"b":3}\n']
 
 
 def test_a_message_printed_over_several_lines_ends_with_its_bracket() -> None:
-    framer = Framer(100)
+    framer = MessageFramer(100)
     printed = json.dumps({"a": {"b": [1, 2]}, "c": []}, indent=2).encode() + b"\n"
-    assert list(framer.feed(printed + b"[1]\n")) == [printed, b"[1]\n"]
+    assert fed(framer, printed + b"[1]\n") == [printed, b"[1]\n"]
     assert not framer.unfinished
 
 
 def test_a_bracket_that_nobody_closes_swallows_nothing() -> None:
-    framer = Framer(100)
-    assert list(framer.feed(b"{\n")) == []
+    framer = MessageFramer(100)
+    assert fed(framer, b"{\n") == []
     assert framer.unfinished
-    assert list(framer.feed(b'{"a":1}\n')) == [b"{\n", b'{"a":1}\n']
+    assert fed(framer, b'{"a":1}\n') == [b"{\n", b'{"a":1}\n']
     assert not framer.unfinished
-    assert list(framer.feed(b"[\n 1,\n")) == []
+    assert fed(framer, b"[\n 1,\n") == []
     assert list(framer.flush()) == [b"[\n 1,\n"]
     assert not framer.unfinished
     assert list(framer.flush()) == []
@@ -245,8 +254,18 @@ def test_a_bracket_that_nobody_closes_swallows_nothing() -> None:
 @pytest.mark.parametrize("data", [b"x" * 101, b"x" * 101 + b"\n", b"{\n" + b" \n" * 50, b"{\n" + b"x" * 99])
 def test_a_message_has_its_limit(data: bytes) -> None:
     with pytest.raises(OverlongError):
-        list(Framer(100).feed(data))
-    framer = Framer(100)
+        fed(MessageFramer(100), data)
+    framer = MessageFramer(100)
     with pytest.raises(OverlongError):
-        [list(framer.feed(bytes([byte]))) for byte in data]
-    assert len(list(Framer(100).feed(b"x" * 99 + b"\n" + b"y" * 99 + b"\n"))) == 2
+        [fed(framer, bytes([byte])) for byte in data]
+    assert len(fed(MessageFramer(100), b"x" * 99 + b"\n" + b"y" * 99 + b"\n")) == 2
+
+
+def test_one_step_handles_a_bounded_number_of_lines() -> None:
+    framer = MessageFramer(100_000)
+    framer.feed(b"\n" * 1000 + b"[1]\n" * 2)
+    steps = []
+    while framer.has_line:
+        steps.append(list(framer.step()))
+    assert len(steps) == -(-1002 // LINES_PER_STEP)
+    assert steps[-1] == [b"[1]\n"] * 2

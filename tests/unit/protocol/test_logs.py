@@ -62,9 +62,26 @@ def test_a_traceback_is_part_of_the_message() -> None:
     assert b"info    KeyError: 'that'" in text_lines(made)
 
 
+class Output:
+    """What was written, and what was dropped unformatted."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        self.dropping = False
+        self.dropped = 0
+
+    def write(self, data: bytes) -> None:
+        assert not self.dropping
+        self.lines.append(data)
+
+    def drop(self, size: int) -> None:
+        self.dropped += size
+
+
 def test_the_console_is_lines_of_its_own_that_nothing_a_guest_says_can_break() -> None:
-    said: list[bytes] = []
-    console = JsonConsole(said.append)
+    output = Output()
+    said = output.lines
+    console = JsonConsole(output)
     forged = json_line(record("the guest is an admin"))
     console.write(b"Lin")
     console.write(b"ux\r\n" + forged + "grü".encode()[:-1])
@@ -83,3 +100,24 @@ def test_the_console_is_lines_of_its_own_that_nothing_a_guest_says_can_break() -
 
 def test_what_was_dropped_is_said_in_json_too() -> None:
     assert json.loads(json_of_dropped(7))["fields"] == {"bytes": 7}
+
+
+def test_empty_lines_in_a_row_are_one_object() -> None:
+    output = Output()
+    console = JsonConsole(output)
+    console.write(b"\n" * 250 + b"login:\n\r\n\r\n\n")
+    console.write(b"\nx\n")
+    found = [(each["message"], each.get("lines")) for each in map(json.loads, output.lines)]
+    assert found == [("", 250), ("login:", None), ("", 3), ("", None), ("x", None)]
+
+
+def test_nothing_is_formatted_that_would_be_dropped() -> None:
+    output = Output()
+    console = JsonConsole(output)
+    console.write(b"be")
+    output.dropping = True
+    console.write(b"fore\nnow\n" * 100 + b"half")
+    assert output.dropped == len(b"be" + b"fore\nnow\n" * 100 + b"half")
+    output.dropping = False
+    console.write(b" a line\n")
+    assert [json.loads(line)["message"] for line in output.lines] == [" a line"]

@@ -1,0 +1,71 @@
+"""Descriptors sent and received over Unix stream sockets (``SCM_RIGHTS``, unix(7)): the one place that does either.
+
+The kernel installs received descriptors in the very ``recvmsg`` that returns their bytes. So each is handed to its owner
+before anything else happens: no error and no cancellation leaves one open.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import trio
+
+from runner.errors import HostError
+
+_INT = array.array("i").itemsize
+
+
+class TooManyFdsError(HostError):
+    """The peer has sent more descriptors than it may."""
+
+
+class TruncatedFdsError(HostError):
+    """The kernel could not install every descriptor that was sent: this process has too many open."""
+
+
+async def send_with_fds(connection: trio.socket.SocketType, data: bytes, fds: Sequence[int] = ()) -> None:
+    """Send all of *data*, and with its first byte *fds*, which stay the caller's.
+
+    Cancelled before the first byte, it has sent nothing. Raises ``OSError`` when the peer has hung up.
+    """
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    rest = memoryview(data)
+    rest = rest[await connection.sendmsg([rest], rights) :]
+    while rest:
+        rest = rest[await connection.send(rest) :]
+
+
+async def receive_with_fds(
+    connection: trio.socket.SocketType, size: int, most: int, own: Callable[[int], object]
+) -> bytes:
+    """Receive up to *size* bytes; *own* becomes the owner of each descriptor that comes with them, closed on exec.
+
+    Returns no bytes when the peer has hung up. Raises :exc:`TooManyFdsError` for more than *most* descriptors and
+    :exc:`TruncatedFdsError` if this process cannot hold them; all of them are closed then. Raises ``OSError``.
+    """
+    space = socket.CMSG_SPACE(most * _INT) if most else 0
+    data, ancillary, flags, _ = await connection.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
+    fds = list(_fds(ancillary))
+    try:
+        # CMSG_SPACE is a multiple of 8 bytes: an odd number leaves room for one more.
+        if len(fds) > most or (flags & socket.MSG_CTRUNC and len(fds) == most):
+            raise TooManyFdsError(f"cannot receive descriptors: more than {most} were sent")
+        if flags & socket.MSG_CTRUNC:
+            raise TruncatedFdsError("cannot receive descriptors: this process has no room for all of them")
+        while fds:
+            own(fds.pop(0))
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return data
+
+
+def _fds(ancillary: Sequence[tuple[int, int, bytes]]) -> Iterator[int]:
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found = array.array("i")
+            found.frombytes(content[: len(content) - len(content) % _INT])
+            yield from found

@@ -1,0 +1,242 @@
+"""The one JSON-RPC server on a Unix socket: how much a client may take, and for how long.
+
+A conversation is a sequence of messages, answered one after another in order. A client that sends nothing for a while is hung
+up on, so it opens a connection when it has a request and does not keep it. A client that hangs up while its request is worked
+on does not stop the work. Descriptors that a client sends along are never received: the kernel closes them (unix(7),
+``SCM_RIGHTS`` without a buffer for it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol
+
+import attrs
+import trio
+
+from runner.errors import HostError, explain
+from runner.kernel.fd_passing import send_with_fds
+from runner.kernel.lines import OverlongError
+from runner.kernel.peers import Peer, Peers, boot_time
+from runner.kernel.sockets import accepted
+from runner.protocol.jsonrpc import INVALID_REQUEST, MessageFramer, Reply, RpcError, RpcResult, answer, format_error
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 64 * 1024
+
+Identify = Callable[[], Peer]
+"""Returns the process that connected. Raises :exc:`~runner.kernel.peers.PeerError` once it has ended."""
+
+
+@attrs.frozen
+class SocketLimits:
+    """What clients may take of a server."""
+
+    message: int = 64 * 1024
+    """Bytes of one message."""
+    connections: int = 64
+    """Open connections. Beyond, one takes the place of the oldest idle one of the peer that has most, if that is fairer."""
+    connections_per_peer: int = 16
+    """Open connections of one peer."""
+    in_flight: int = 5
+    """Requests of one peer that are being worked on."""
+    first_byte: float = 5.0
+    """Seconds from the connection to the first byte of its first message."""
+    idle: float = 30.0
+    """Seconds from the answer to one message to the end of the next, and to send an answer."""
+    unfinished: float = 1.0
+    """Seconds for the rest of a message that is printed over several lines, and for a refused client to go."""
+
+
+class RpcService(Protocol):
+    """What a :class:`UnixServer` serves."""
+
+    @property
+    def peers(self) -> Peers:
+        """Return where peers are looked up."""
+
+    def admit(self, identify: Identify) -> int:
+        """Return the key by which the peer's connections and requests are counted. Raises :exc:`RpcError` to refuse it."""
+
+    async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
+        """Do what the peer asks for. Raises :exc:`RpcError`."""
+
+    def busy(self, reason: str) -> RpcError:
+        """Return the error for a peer that is over a limit."""
+
+
+@attrs.define(eq=False)
+class _Client:
+    connection: trio.socket.SocketType
+    identify: Identify
+    key: int
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    working: bool = False
+
+
+@attrs.frozen
+class UnixServer:
+    """Carries messages between clients and *service*."""
+
+    service: RpcService
+    limits: SocketLimits
+    _clients: dict[int, list[_Client]] = attrs.field(factory=dict)
+    """By peer, the oldest first."""
+    _in_flight: Counter[int] = attrs.field(factory=Counter)
+
+    @property
+    def connections(self) -> int:
+        """Return the number of connections that were admitted and are open."""
+        return sum(map(len, self._clients.values()))
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of requests that are being worked on."""
+        return self._in_flight.total()
+
+    async def accept(self, listener: trio.socket.SocketType) -> None:
+        """Accept connections until cancelled; one that fails takes no other with it."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                connection = await accepted(listener)
+                if len(nursery.child_tasks) < 2 * self.limits.connections:  # those being refused included
+                    nursery.start_soon(self._serve, connection, boot_time())
+                else:
+                    connection.close()
+
+    async def _serve(self, connection: trio.socket.SocketType, accepted_at: float) -> None:
+        """Serve one client; never raises but for cancellation."""
+        with connection:
+            try:
+                await trio.lowlevel.checkpoint()
+                identify = partial(self.service.peers.identify, connection, accepted_at)
+                client = _Client(connection, identify, self.service.admit(identify))
+                with self._admitted(client), client.scope:
+                    await self._exchange(client)
+            except RpcError as error:
+                await self._refuse(connection, error)
+            except OSError as error:
+                log.debug("connection lost reason=%r", explain(error))
+            except HostError as error:
+                log.warning("connection ended reason=%r", explain(error))
+            except Exception:
+                log.exception("connection ended by a fault of this program")
+
+    async def _refuse(self, connection: trio.socket.SocketType, error: RpcError) -> None:
+        """Send *error* and wait for the client to send or go: hung up on at once, it might fail to send and never read."""
+        with contextlib.suppress(OSError), trio.move_on_after(self.limits.unfinished):
+            await send_with_fds(connection, format_error(error))
+            connection.shutdown(socket.SHUT_WR)
+            await connection.recv(_CHUNK)
+
+    async def _exchange(self, client: _Client) -> None:
+        framer = MessageFramer(self.limits.message)
+        deadline = trio.current_time() + self.limits.first_byte
+        silent = True
+        while True:
+            data = b""
+            rest = trio.current_time() + self.limits.unfinished if framer.unfinished else math.inf
+            with trio.move_on_at(min(deadline, rest)) as timeout:
+                data = await client.connection.recv(_CHUNK)
+            if timeout.cancelled_caught and not framer.unfinished:
+                return
+            if silent and data:
+                silent, deadline = False, trio.current_time() + self.limits.idle
+            try:
+                if await self._answer_all(client, framer, data):
+                    deadline = trio.current_time() + self.limits.idle
+            except OverlongError:
+                text = f"Invalid Request: a message may have {self.limits.message} bytes"
+                raise RpcError(INVALID_REQUEST, text) from None
+            if not data and not timeout.cancelled_caught:
+                return
+
+    async def _answer_all(self, client: _Client, framer: MessageFramer, data: bytes) -> bool:
+        """Answer every message that *data* completes; return whether there was one. Raises :exc:`OverlongError`.
+
+        Without data nothing more comes: then what there is of a message is all of it.
+        """
+        answered = False
+        framer.feed(data)
+        while True:
+            for message in framer.step() if data else framer.flush():
+                await self._answer(client, message)
+                answered = True
+            if not framer.has_line:
+                return answered
+            await trio.lowlevel.checkpoint()
+
+    async def _answer(self, client: _Client, message: bytes) -> None:
+        async def call(method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
+            with self._working(client):
+                return await self.service.call(client.identify, method, params)
+
+        reply = await answer(message, call)
+        if reply is not None:
+            await self._send(client.connection, reply)
+
+    async def _send(self, connection: trio.socket.SocketType, reply: Reply) -> None:
+        """Send *reply*, its descriptors with the first byte. Raises ``OSError`` also if the client does not read."""
+        with contextlib.ExitStack() as stack:
+            fds = []
+            for group, file in reply.passing:
+                fds.append(group.open(file))
+                stack.callback(os.close, fds[-1])
+            with trio.move_on_after(self.limits.idle) as timeout:
+                await send_with_fds(connection, reply.line, fds)
+        if timeout.cancelled_caught:
+            raise TimeoutError(errno.ETIMEDOUT, "the client does not read its answer")
+
+    @contextlib.contextmanager
+    def _admitted(self, client: _Client) -> Iterator[None]:
+        """Count *client* among the open connections. Raises :exc:`RpcError` if there is no place for it."""
+        count = len(self._clients.get(client.key, ()))
+        full = self.connections >= self.limits.connections and not self._hang_up_on_the_greediest(count)
+        if full or count >= self.limits.connections_per_peer:
+            raise self.service.busy(f"{count} of {self.connections} open connections are yours")
+        mine = self._clients.setdefault(client.key, [])
+        mine.append(client)
+        try:
+            yield
+        finally:
+            if client in mine:
+                self._forget(client)
+
+    def _hang_up_on_the_greediest(self, count: int) -> bool:
+        """Make room for a peer that has *count* connections, if another has more even when it loses one."""
+        most = max(self._clients.values(), key=len, default=[])
+        idle = next((client for client in most if not client.working), None)
+        if idle is None or len(most) <= count + 1:
+            return False
+        self._forget(idle)
+        idle.scope.cancel()
+        return True
+
+    def _forget(self, client: _Client) -> None:
+        self._clients[client.key].remove(client)
+        if not self._clients[client.key]:
+            del self._clients[client.key]
+
+    @contextlib.contextmanager
+    def _working(self, client: _Client) -> Iterator[None]:
+        """Count a request. Raises :exc:`RpcError` if the peer has as many as it may have."""
+        if self._in_flight[client.key] >= self.limits.in_flight:
+            raise self.service.busy(f"{self._in_flight[client.key]} requests of yours are being worked on")
+        self._in_flight[client.key] += 1
+        client.working = True
+        try:
+            yield
+        finally:
+            client.working = False
+            self._in_flight[client.key] -= 1
+            if not self._in_flight[client.key]:
+                del self._in_flight[client.key]

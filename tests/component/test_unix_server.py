@@ -1,0 +1,125 @@
+"""The server's limits, shared among peers: who is hung up on when there is no place left."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import attrs
+import trio
+import trio.testing
+
+from runner.controller.server import listening
+from runner.kernel.peers import Peers
+from runner.protocol.jsonrpc import RpcError, RpcResult
+from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
+from tests.support.fake_node import Client, connected
+
+BUSY = -32005
+
+
+@attrs.define
+class Service:
+    """Peers are called as the test says; ``wait`` waits for its event, any other method answers at once."""
+
+    peers: Peers = attrs.field(factory=lambda: Peers(Path("/proc")))
+    key: int = 1
+    finished: trio.Event = attrs.field(factory=trio.Event)
+    calls: int = 0
+
+    def admit(self, identify: Identify) -> int:
+        assert identify().pid == os.getpid()
+        return self.key
+
+    def busy(self, reason: str) -> RpcError:
+        return RpcError(BUSY, reason)
+
+    async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
+        del identify, params
+        self.calls += 1
+        if method == "wait":
+            await self.finished.wait()
+        return RpcResult(method)
+
+
+@asynccontextmanager
+async def served(path: Path, limits: SocketLimits) -> AsyncIterator[tuple[Service, UnixServer]]:
+    service = Service()
+    server = UnixServer(service, limits)
+    with trio.fail_after(30), listening(path) as listener:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.accept, listener)
+            yield service, server
+            nursery.cancel_scope.cancel()
+
+
+async def refused(client: Client) -> bool:
+    """Return whether the client is told that the server is busy; ``False`` if it is served."""
+    await client.send(b'{"jsonrpc":"2.0","method":"x","id":1}\n')
+    line = await client.line()
+    return "error" in json.loads(line) and json.loads(line)["error"]["code"] == BUSY
+
+
+async def hung_up_on(client: Client) -> bool:
+    with trio.move_on_after(0.05):
+        return await client.line() == b""
+    return False
+
+
+async def test_a_peer_with_none_takes_the_place_of_the_greediest_ones_oldest_idle(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    async with (
+        served(path, SocketLimits(connections=4, connections_per_peer=4)) as (service, server),
+        connected(path) as busy,
+        connected(path) as oldest,
+        connected(path) as third,
+        connected(path) as last,
+    ):
+        await busy.send(b'{"jsonrpc":"2.0","method":"wait","id":1}\n')
+        await trio.testing.wait_all_tasks_blocked()
+        assert (server.connections, server.in_flight) == (4, 1)
+        service.key = 2
+        async with connected(path) as newcomer:
+            assert not await refused(newcomer)
+            assert [await hung_up_on(each) for each in (busy, oldest, third, last)] == [False, True, False, False]
+            assert server.connections == 4
+            async with connected(path) as second, connected(path) as one_too_many:
+                assert not await refused(second)
+                assert await refused(one_too_many), "both peers have two"
+            assert [await hung_up_on(each) for each in (busy, third, last)] == [False, True, False]
+        service.finished.set()
+        assert json.loads(await busy.line())["result"] == "wait"
+
+
+async def test_a_peer_gets_no_place_from_one_that_has_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    async with served(path, SocketLimits(connections=2, connections_per_peer=4)) as (service, server):
+        async with connected(path) as first:
+            assert not await refused(first)
+            service.key = 2
+            async with connected(path) as second:
+                assert not await refused(second)
+                for service.key in (1, 2, 3):
+                    async with connected(path) as newcomer:
+                        assert await refused(newcomer)
+                assert server.connections == 2
+                assert not await refused(first)
+                assert not await refused(second)
+        assert service.calls == 4
+
+
+async def test_a_refused_client_can_still_send_its_request_and_reads_why(tmp_path: Path) -> None:
+    """Hung up on before it has sent, it would get EPIPE and never read the error."""
+    path = tmp_path / "socket"
+    async with (
+        served(path, SocketLimits(connections=1)) as (_, server),
+        connected(path) as first,
+        connected(path) as second,
+    ):
+        assert not await refused(first)
+        await trio.testing.wait_all_tasks_blocked()
+        assert await refused(second)
+        assert server.connections == 1
