@@ -308,7 +308,7 @@ async def paused_qemu(
     """
     with connected_pair("QMP") as (ours, theirs), ExitStack() as lent:
         if plan.machine.passing.devices:
-            from runner.instance.passthrough import groups_lent  # here, because few guests have devices of the host's
+            from runner.instance.passthrough import groups_lent  # here, because few guests have devices of their own
 
             lent.enter_context(groups_lent(supervisor, plan.machine.passing))
         process = _spawn(supervisor, plan.machine, plan.state_directory, theirs, endpoints, memory_cgroup_fd)
