@@ -97,16 +97,16 @@ class Probes:
         exposition.add("guest_uptime_seconds", "gauge", "How long the guest has run.", uptime)
 
     def _add_counters(self, exposition: Exposition) -> None:
-        supervisor, counters = self.supervisor, self.supervisor.counters
+        counters, orphans, faults = self.supervisor.counters, self.supervisor.processes.orphans, self.supervisor.faults
         restarts = {labels(role=role): count for role, count in sorted(counters.restarts.items())}
-        exposition.add("child_restarts_total", "counter", "Children that ended and were started again.", restarts)
-        for name, text, value in (
-            ("console_bytes_total", "Bytes that the guest has written to its console.", counters.console),
-            ("orphans_reaped_total", "Orphans of other processes that were reaped.", supervisor.processes.orphans),
-            ("swept_total", "Threads of others moved off the vCPUs' CPUs.", counters.swept),
-            ("release_faults_total", "What could not be released.", len(supervisor.faults.sentences)),
-        ):
-            exposition.add(name, "counter", text, {"": value})
+        add = exposition.add
+        add(
+            "console_bytes_total", "counter", "Bytes that the guest has written to its console.", {"": counters.console}
+        )
+        add("child_restarts_total", "counter", "Children that ended and were started again.", restarts)
+        add("orphans_reaped_total", "counter", "Orphans of other processes that were reaped.", {"": orphans})
+        add("swept_total", "counter", "Threads of others moved off the vCPUs' CPUs.", {"": counters.swept})
+        add("release_faults_total", "counter", "What could not be released.", {"": len(faults.sentences)})
 
     def _add_vcpus(self, exposition: Exposition, receipt: Receipt) -> None:
         ran: dict[str, float] = {}
