@@ -217,8 +217,8 @@ def _rules_on_node(root: Cgroup, uid: str, cpus: CpuSet, threads: Iterable[Obser
 
     It has as many vCPUs as CPUs, however many of them are seen; which vCPU has which CPU is written in its container alone.
     """
-    vcpus = [each.vcpu for each in threads if each.vcpu is not None]
-    number = max(len(cpus), max(vcpus) + 1) if vcpus else 0
+    vcpus = sum(each.role is Role.VCPU for each in threads)
+    number = max(len(cpus), vcpus) if vcpus else 0
     cgroups = CgroupPaths("", f"/{root.name}/{FLOAT}", f"/{root.name}/{instance_group(uid)}", ends=True)
     return ThreadRules(cpus, (None,) * number, shared=False, cgroups=cgroups)
 

@@ -109,7 +109,7 @@ async def _passthrough_held(supervisor: Supervisor, plan: InstancePlan) -> Async
     if not plan.machine.passing.devices:
         yield
         return
-    from runner.instance.passthrough import devices_returned  # here, because few guests have devices of the host's
+    from runner.instance.passthrough import devices_returned  # here, because few guests have devices of their own
 
     async with devices_returned(supervisor.faults, plan.machine.passing, plan.shutdown.devices_back):
         yield

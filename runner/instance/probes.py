@@ -13,13 +13,14 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import get_args
 
 import attrs
 import trio
 
 from runner.errors import HostError, explain
 from runner.facts.roots import Roots
-from runner.instance.supervisor import Supervisor
+from runner.instance.supervisor import Phase, Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.placement.threads import Receipt, sentences
 from runner.plan.instance import InstancePlan
@@ -80,49 +81,40 @@ class Probes:
         return self._receipt
 
     def _metrics(self) -> str:
-        supervisor, plan, receipt = self.supervisor, self.plan, self._now()
-        exposition = Exposition("instance_runner")
-        pod = plan.pod
-        identity = labels(
-            instance=plan.name, namespace=pod.namespace, pod=pod.name, node=pod.node, placement=plan.placement.backend
-        )
-        exposition.add("info", "gauge", "The instance's names and placement.", {identity: 1})
-        phases = {
-            labels(state=phase): supervisor.guest_state.phase == phase for phase in ("starting", "running", "stopping")
-        }
-        exposition.add("guest_state", "gauge", "1 for the state that the guest is in.", phases)
-        since = supervisor.guest_state.since
-        uptime = {} if since is None else {"": trio.current_time() - since}
-        exposition.add("guest_uptime_seconds", "gauge", "How long the guest has run.", uptime)
-        exposition.add(
-            "console_bytes_total",
-            "counter",
-            "Bytes that the guest has written to its console.",
-            {"": supervisor.counters.console},
-        )
-        restarts = {labels(role=role): count for role, count in sorted(supervisor.counters.restarts.items())}
-        exposition.add("child_restarts_total", "counter", "Children that ended and were started again.", restarts)
-        exposition.add(
-            "orphans_reaped_total",
-            "counter",
-            "Orphans of other processes that were reaped.",
-            {"": supervisor.processes.orphans},
-        )
-        exposition.add(
-            "swept_total", "counter", "Threads of others moved off the vCPUs' CPUs.", {"": supervisor.counters.swept}
-        )
-        exposition.add(
-            "release_faults_total", "counter", "What could not be released.", {"": len(supervisor.faults.sentences)}
-        )
+        exposition, receipt = Exposition("instance_runner"), self._now()
+        self._add_state(exposition)
+        self._add_counters(exposition)
         if receipt is not None:
             strays = len(receipt.violations())
+            charged = self._charged(receipt)
             exposition.add("placement_holds", "gauge", "1 while every thread is in its place.", {"": not strays})
             exposition.add("placement_strays", "gauge", "Threads that are not in their places.", {"": strays})
             self._add_vcpus(exposition, receipt)
-            exposition.add(
-                "memory_charged_bytes", "gauge", "What the pod's cgroup is charged for.", self._charged(receipt)
-            )
+            exposition.add("memory_charged_bytes", "gauge", "What the pod's cgroup is charged for.", charged)
         return exposition.text()
+
+    def _add_state(self, exposition: Exposition) -> None:
+        plan, pod, state = self.plan, self.plan.pod, self.supervisor.guest_state
+        identity = labels(
+            instance=plan.name, namespace=pod.namespace, pod=pod.name, node=pod.node, placement=plan.placement.backend
+        )
+        phases = {labels(state=phase): state.phase == phase for phase in get_args(Phase)}
+        uptime = {} if state.since is None else {"": trio.current_time() - state.since}
+        exposition.add("info", "gauge", "The instance's names and placement.", {identity: 1})
+        exposition.add("guest_state", "gauge", "1 for the state that the guest is in.", phases)
+        exposition.add("guest_uptime_seconds", "gauge", "How long the guest has run.", uptime)
+
+    def _add_counters(self, exposition: Exposition) -> None:
+        counters, orphans, faults = self.supervisor.counters, self.supervisor.processes.orphans, self.supervisor.faults
+        restarts = {labels(role=role): count for role, count in sorted(counters.restarts.items())}
+        add = exposition.add
+        add(
+            "console_bytes_total", "counter", "Bytes that the guest has written to its console.", {"": counters.console}
+        )
+        add("child_restarts_total", "counter", "Children that ended and were started again.", restarts)
+        add("orphans_reaped_total", "counter", "Orphans of other processes that were reaped.", {"": orphans})
+        add("swept_total", "counter", "Threads of others moved off the vCPUs' CPUs.", {"": counters.swept})
+        add("release_faults_total", "counter", "What could not be released.", {"": len(faults.sentences)})
 
     def _add_vcpus(self, exposition: Exposition, receipt: Receipt) -> None:
         ran: dict[str, float] = {}

@@ -308,7 +308,7 @@ async def paused_qemu(
     """
     with connected_pair("QMP") as (ours, theirs), ExitStack() as lent:
         if plan.machine.passing.devices:
-            # Imported here, because few guests have devices of the host's.
+            # Imported here, because few guests have devices of their own.
             from runner.instance.passthrough import group_nodes_owned_by_qemu
 
             lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passing))

@@ -158,7 +158,7 @@ def _findings(
         yield PinFinding(
             PinFindingKind.HALF_CORE,
             ours,
-            f"CPUs {ours} are half cores: other processes may run on their siblings {shared};"
+            f"CPUs {ours} are half cores: anybody may run on their siblings {shared};"
             " ask for whole cores, and set the kubelet's option full-pcpus-only",
         )
     numa_nodes = Counter(hardware.by_cpu[cpu].numa_node for cpu in cpus)

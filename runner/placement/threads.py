@@ -226,7 +226,8 @@ class ThreadRules:
         yield from (SharedCpu(cpu, number) for cpu, number in alone.items() if number > 1)
 
     def _pin(self, each: ObservedThread) -> int | None:
-        return None if each.vcpu is None else self.pins[each.vcpu]
+        # An index beyond the pins is not one of the instance's: on the node it is only the name of a thread.
+        return self.pins[each.vcpu] if each.vcpu is not None and each.vcpu < len(self.pins) else None
 
     def _of_thread(self, each: ObservedThread) -> Iterator[Violation]:
         if each.role is Role.VCPU:

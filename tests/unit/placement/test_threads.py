@@ -96,6 +96,12 @@ def test_a_vcpu_thread_has_its_pin_and_its_cgroup(vcpu: ObservedThread, sentence
     assert list(sentences(RULES.violations((VCPUS[0], vcpu)))) == sentences_
 
 
+def test_an_index_that_no_vcpu_has() -> None:
+    """Of a QEMU that gives a thread a strange name, or of one with other vCPUs than the plan's."""
+    strange = grouped(Role.VCPU, 15, "2", 999_999_999)
+    assert list(sentences(RULES.violations((VCPUS[0], strange)))) == ["vCPU 1 has no thread"]
+
+
 def test_without_pins_two_vcpus_may_not_have_one_cpu() -> None:
     rules = attrs.evolve(RULES, pins=(None, None))
     assert rules.violations(VCPUS) == ()
