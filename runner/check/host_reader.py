@@ -49,14 +49,15 @@ from runner.kernel.settings import (
 from runner.kernel.sysfs import read_hardware
 from runner.kubelet.state_files import parse_memory_manager_state
 from runner.plan.argv.qemu import SANDBOX
-from runner.plan.descriptor_claims import with_disks
 from runner.plan.host_checks import ASKING_FOR_LESS, PASSED_BESIDE_RAM, bytes_to_lock
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.controller_client import read_status
-from runner.spec.instance import ALL_CPUS, WHAT_LIMITS_LEAVE, CpuSpec, InstanceSpec, parse_instance
+from runner.spec.instance import CpuSpec, InstanceSpec, parse_instance
 
 SIGTERM = 15
 SPEC = Check("spec", "run refuses what the plan refuses, and says what is second best about it")
+CHANGE_SPEC = "change the spec, or what it stands on"
+"""The remedy for what the plan names no other for."""
 
 PATIENCE = 20.0
 """Seconds that whoever is asked may take to answer: a person waits, and a busy machine is no broken one."""
@@ -164,21 +165,14 @@ async def _planned(
     spec = None
     try:
         spec = parse_instance(source, text, here.environment)
-        spec = with_disks(spec, None)
         plan = plan_instance(source, spec, await read_host_facts(spec, host, here.state_directory, handing_over=False))
     except SpecError as error:
-        return spec, None, [SPEC.fatal(*_halves(str(problem))) for problem in error.problems]
+        return spec, None, [SPEC.fatal(each.statement, each.remedy or CHANGE_SPEC) for each in error.problems]
     except RunnerError as error:
-        return spec, None, [SPEC.fatal(*_halves(explain(error)))]
-    remarks = [SPEC.warning(*_halves(remark)) for remark in plan.remarks]
+        return spec, None, [SPEC.fatal(explain(error), CHANGE_SPEC)]
+    remarks = [SPEC.warning(remark.message, remark.remedy or CHANGE_SPEC) for remark in plan.remarks]
     placed = f"{source}: {plan.machine.vcpus} vCPUs on CPUs '{plan.placement.cpus}', placement {plan.placement.backend}"
     return spec, plan, [SPEC.ok(placed), *remarks]
-
-
-def _halves(sentence: str) -> tuple[str, str]:
-    """Return what a sentence of the plan says was found, and the remedy that follows it."""
-    found, _, remedy = sentence.partition("; ")
-    return found, remedy or "change the spec, or what it stands on"
 
 
 async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None) -> Seen:
@@ -188,7 +182,8 @@ async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None)
     sees_everything = pid_namespace(here.proc) == INIT_PID_NAMESPACE
     place = place_of(sees_everything=sees_everything, has_kubelet=here.kubelet.is_dir(), in_pod=pod is not None)
     allowed = CpuSet.parse(procfs.status()["Cpus_allowed_list"])
-    vcpus = (asked.count or len(allowed)) if plan is None else plan.machine.vcpus
+    wanted = len(allowed) if asked.count == "all" else asked.count
+    vcpus = wanted if plan is None else plan.machine.vcpus
     hardware = read_hardware(here.root)
     return Seen(
         place=place,
@@ -214,8 +209,8 @@ def _to_lock(here: Here, procfs: Procfs, spec: InstanceSpec | None) -> int | Non
         return procfs.memory_total() + PASSED_BESIDE_RAM if (here.dev / "vfio").is_dir() else 0
     if not spec.memory.lock and not spec.device:
         return 0
-    unknown = spec.memory.size == WHAT_LIMITS_LEAVE or spec.cpu.count == ALL_CPUS
-    return None if unknown else bytes_to_lock(spec)
+    vcpus, size = spec.cpu.count, spec.memory.size
+    return None if vcpus == "all" or size == "limits" else bytes_to_lock(spec, vcpus, size)
 
 
 async def _kubelet(here: Here) -> CpuAssignments | Frozen | None:

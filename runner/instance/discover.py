@@ -45,7 +45,7 @@ from runner.kubelet.pod_cgroups import parse_bare_container, parse_container
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import qos_of_oom_score_adj
-from runner.plan.instance import QEMU_USERS
+from runner.plan.machine import QEMU_USERS
 from runner.plan.networks import DHCP_USERS
 from runner.spec.instance import DiskSpec, InstanceSpec
 
@@ -276,7 +276,7 @@ def _disk_files(disk: DiskSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
 
     A header may name anything: what does not lie where it is allowed is not even opened.
     """
-    path, fact = disk.path, _file(disk.path, write=disk.writes, image=True)
+    path, fact = disk.file, _file(disk.file, write=disk.writes, image=True)
     yield path, fact
     for _ in range(LONGEST_CHAIN):
         backing = None if fact.image is None else fact.image.backing

@@ -105,12 +105,12 @@ async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd) -> G
 @asynccontextmanager
 async def _devices_passed(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[None]:
     """Hold the promise that every device of the host's is as it was when QEMU has gone."""
-    if not plan.machine.passing.devices:
+    if not plan.machine.passthrough.devices:
         yield
         return
     from runner.instance.passthrough import devices_passed  # here, because few guests have devices of their own
 
-    async with devices_passed(supervisor, plan.machine.passing, plan.shutdown.devices_back):
+    async with devices_passed(supervisor, plan.machine.passthrough, plan.shutdown.devices_back):
         yield
 
 

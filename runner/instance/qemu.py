@@ -27,7 +27,8 @@ from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.firmware import VariablesPlan
 from runner.plan.guest_devices import GuestPlan
 from runner.plan.host_checks import too_old
-from runner.plan.instance import FilePlan, InstancePlan, MachinePlan, ShutdownPlan
+from runner.plan.instance import InstancePlan, ShutdownPlan
+from runner.plan.machine import FilePlan, MachinePlan
 from runner.protocol.qmp import Monitor, QmpError, QmpEvent, VcpuThread
 
 log = logging.getLogger(__name__)
@@ -302,10 +303,10 @@ async def paused_qemu(
     of its memory when it greets, if the plan says so: a page is charged to the group that touches it first, for ever.
     """
     with connected_pair("QMP") as (ours, theirs), ExitStack() as lent:
-        if plan.machine.passing.devices:
+        if plan.machine.passthrough.devices:
             from runner.instance.passthrough import groups_lent  # here, because few guests have devices of their own
 
-            lent.enter_context(groups_lent(supervisor, plan.machine.passing))
+            lent.enter_context(groups_lent(supervisor, plan.machine.passthrough))
         process = _spawn(supervisor, plan.machine, plan.state_directory, theirs, wiring, memory_cgroup_fd)
         machine = Qemu(process, Monitor(ours), wiring.agent.ours)
         try:
@@ -356,10 +357,10 @@ def _spawn(
         for disk in plan.disks:
             numbers |= held.enter_context(disks.opened(disk, directory))
         devices: dict[str, int] = {}
-        if plan.passing.devices:
+        if plan.passthrough.devices:
             from runner.instance.passthrough import handed_over
 
-            devices = held.enter_context(handed_over(plan.passing))
+            devices = held.enter_context(handed_over(plan.passthrough))
         if plan.lockable:
             from runner.kernel.memory import lockable  # here, because few guests have anything locked
 

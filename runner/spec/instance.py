@@ -1,4 +1,7 @@
-"""What a user may ask for: the schema of an instance's document."""
+"""The schema of an instance's document: what a user may ask for.
+
+An attribute's name is the key in the document. A key that takes one of a few words has a ``Literal`` of them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from types import MappingProxyType
+from typing import Literal, get_args
 
 import attrs
 
@@ -26,7 +30,6 @@ from runner.spec.rules import (
     flag,
     format_size,
     integer,
-    integer_or,
     key,
     mac,
     parse_document,
@@ -48,16 +51,26 @@ from runner.spec.rules import (
 
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 WORD_ALLOWED = "up to 63 letters, digits, '.', '_' and '-', the first a letter or digit"
-HANDED = PurePosixPath("/dev/fd")
-"""The path of a disk that is handed over as a descriptor, until it is."""
 TAG = r"[A-Za-z0-9_.-]{1,35}"
 PCI_ADDRESS = r"[0-9a-f]{4,6}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]"
-ALL_CPUS = 0
-"""``cpu.count = "all"``: the plan makes a number of it."""
-WHAT_LIMITS_LEAVE = 0
-"""``memory.size = "limits"``: the plan makes a size of it."""
 LEAST_MEMORY = 32 * MIB
 UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+PlacementChoice = Literal["auto", "controller", "delegated", "affinity"]
+PinningChoice = Literal["auto", "packed-siblings", "linear"]
+TopologyChoice = Literal["host", "flat"]
+AccelChoice = Literal["auto", "kvm", "tcg"]
+HugePageSize = Literal["2MiB", "1GiB"]
+FirmwareBuild = Literal["uefi", "uefi-secure"]
+DiskFormat = Literal["raw", "qcow2"]
+CacheChoice = Literal["auto", "none", "writeback", "writethrough"]
+AioChoice = Literal["auto", "native", "io_uring", "threads"]
+DetectZeroes = Literal["off", "on", "unmap"]
+NetworkMode = Literal["private", "bridge", "macvtap", "passt", "descriptor"]
+IommuChoice = Literal["auto", "legacy", "iommufd"]
+ClockBase = Literal["utc", "localtime"]
+WatchdogAction = Literal["reset", "exit", "nmi", "none"]
+RebootAction = Literal["reset", "exit"]
 
 
 @attrs.frozen
@@ -85,8 +98,8 @@ class IdentitySpec:
 class CpuSpec:
     """The vCPUs and the CPUs they own."""
 
-    count: int = key(
-        either("all", ALL_CPUS, integer(1, 1024)),
+    count: int | Literal["all"] = key(
+        either("all", integer(1, 1024)),
         default=1,
         doc="number of vCPUs; each gets one CPU to itself. "
         '`"all"`: as many as the container has CPUs; where everything else runs there too, one core less',
@@ -96,8 +109,8 @@ class CpuSpec:
         default=None,
         doc="the CPUs the vCPUs own; without it, of those this process may use, whole cores of few NUMA nodes",
     )
-    placement: str = key(
-        choice("auto", "controller", "delegated", "affinity"),
+    placement: PlacementChoice = key(
+        choice(*get_args(PlacementChoice)),
         default="auto",
         doc='how threads are kept apart: by the node\'s `"controller"`, by cgroups in the container\'s own one (`"delegated"`), '
         'by `sched_setaffinity` alone (`"affinity"`), or by the best way that works here (`"auto"`)',
@@ -113,20 +126,20 @@ class CpuSpec:
         doc="whether what others start in the container (`kubectl exec`, probes) is moved to float within a second; "
         "without cgroups there is nothing to sweep",
     )
-    pinning: str = key(
-        choice("auto", "packed-siblings", "linear"),
+    pinning: PinningChoice = key(
+        choice(*get_args(PinningChoice)),
         default="auto",
         doc='`"packed-siblings"`: vCPUs of one guest core sit on siblings; `"linear"`: vCPU *i* on the *i*-th CPU; '
         '`"auto"`: the first for whole cores, else the second',
     )
-    topology: str = key(
-        choice("host", "flat"),
+    topology: TopologyChoice = key(
+        choice(*get_args(TopologyChoice)),
         default="host",
         doc='what the guest sees: `"host"`: sockets, L3 caches, threads and NUMA nodes as its vCPUs really lie; '
         '`"flat"`: one socket of cores',
     )
-    accel: str = key(
-        choice("auto", "kvm", "tcg"),
+    accel: AccelChoice = key(
+        choice(*get_args(AccelChoice)),
         default="auto",
         doc='`"kvm"`, `"tcg"` (software), or `"auto"`: KVM when /dev/kvm is usable',
     )
@@ -138,9 +151,9 @@ class CpuSpec:
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what cannot be true together."""
-        if self.cpus is not None and self.count == ALL_CPUS:
+        if self.cpus is not None and self.count == "all":
             yield Problem(
-                "count", f'"all" and cpu.cpus contradict each other; say {len(self.cpus)}, or leave cpu.cpus out'
+                "count", '"all" and cpu.cpus contradict each other', f"say {len(self.cpus)}, or leave cpu.cpus out"
             )
         elif self.cpus is not None and len(self.cpus) != self.count:
             yield Problem(
@@ -153,8 +166,8 @@ class CpuSpec:
 class MemorySpec:
     """The guest's RAM."""
 
-    size: int = key(
-        either("limits", WHAT_LIMITS_LEAVE, size(LEAST_MEMORY)),
+    size: int | Literal["limits"] = key(
+        either("limits", size(LEAST_MEMORY)),
         default=512 * MIB,
         doc='how much; `"limits"`: what the limits of the container\'s cgroup leave (`hugetlb.<size>.max`, else `memory.max` '
         "without what is needed beside the guest)",
@@ -164,8 +177,10 @@ class MemorySpec:
         default=True,
         doc="whether it comes from the NUMA nodes its vCPUs sit on, and from nowhere else (`mbind(2)`)",
     )
-    hugepages: str | None = key(
-        choice("2MiB", "1GiB"), default=None, doc="the size of the huge pages it consists of; ordinary pages without it"
+    hugepages: HugePageSize | None = key(
+        choice(*get_args(HugePageSize)),
+        default=None,
+        doc="the size of the huge pages it consists of; ordinary pages without it",
     )
     prealloc: bool | None = key(
         flag(),
@@ -195,8 +210,8 @@ class BootSpec:
     cmdline: str | None = key(
         text(), default=None, doc="its command line; `console=ttyS0` shows it on the serial console"
     )
-    firmware: PurePosixPath | str | None = key(
-        path_or("uefi", "uefi-secure"),
+    firmware: PurePosixPath | FirmwareBuild | None = key(
+        path_or(*get_args(FirmwareBuild)),
         default=None,
         doc='a firmware image mapped as flash, such as OVMF_CODE.fd; `"uefi"`: the one that is installed; `"uefi-secure"`: with '
         "Secure Boot and Microsoft's keys; SeaBIOS without it",
@@ -222,13 +237,13 @@ class BootSpec:
 class DiskSpec:
     """A virtio disk; the order of disks is the order they are tried for booting."""
 
-    path: PurePosixPath = key(path(), default=HANDED, doc="a file or block device; or else `fd`")
+    path: PurePosixPath | None = key(path(), default=None, doc="a file or block device; or else `fd`")
     fd: str | None = key(
         text(DESCRIPTOR_NAME, "the name of a descriptor"),
         default=None,
         doc="the descriptor of a file or block device that is handed to us; opened again by what it is",
     )
-    format: str = key(choice("raw", "qcow2"), default="raw", doc="what the file holds")
+    format: DiskFormat = key(choice(*get_args(DiskFormat)), default="raw", doc="what the file holds")
     read_only: bool = key(flag(), default=False, doc="whether the guest is kept from writing")
     serial: str | None = key(
         text(r"[A-Za-z0-9_-]{1,20}", "up to 20 letters, digits, '_' and '-'"),
@@ -251,14 +266,14 @@ class DiskSpec:
         default=(),
         doc="directories in which the files lie that a qcow2 image takes data from; without them such an image is refused",
     )
-    cache: str = key(
-        choice("auto", "none", "writeback", "writethrough"),
+    cache: CacheChoice = key(
+        choice(*get_args(CacheChoice)),
         default="auto",
         doc='`"none"`: past the page cache (`O_DIRECT`); `"writeback"`: through it; `"writethrough"`: every write of the guest is on '
         'stable storage when it ends; `"auto"`: `"none"` where the file system can do it',
     )
-    aio: str = key(
-        choice("auto", "native", "io_uring", "threads"),
+    aio: AioChoice = key(
+        choice(*get_args(AioChoice)),
         default="auto",
         doc='how QEMU reads and writes: `"native"` (`io_submit(2)`, cache `"none"` only), `"io_uring"`, or worker threads; '
         '`"auto"`: `"native"` for what takes no allocation (block devices, files without holes), else `"threads"`',
@@ -268,14 +283,19 @@ class DiskSpec:
         default=True,
         doc="whether what the guest discards is given back: holes in files, `BLKDISCARD` for devices",
     )
-    detect_zeroes: str = key(
-        choice("off", "on", "unmap"),
+    detect_zeroes: DetectZeroes = key(
+        choice(*get_args(DetectZeroes)),
         default="off",
         doc='whether zeroes the guest writes are looked for and written cheaply (`"on"`), or discarded (`"unmap"`)',
     )
     iothread: bool = key(
         flag(), default=False, doc="whether a thread of its own serves it, beside QEMU's main thread; it runs in float"
     )
+
+    @property
+    def file(self) -> PurePosixPath:
+        """The file or block device; ``fd:NAME`` for a descriptor that has not been handed over yet."""
+        return PurePosixPath(f"fd:{self.fd}") if self.path is None else self.path
 
     @property
     def writes(self) -> bool:
@@ -317,8 +337,8 @@ class HotplugSpec:
 class NetworkSpec:
     """A virtio network interface."""
 
-    mode: str = key(
-        choice("private", "bridge", "macvtap", "passt", "descriptor"),
+    mode: NetworkMode = key(
+        choice(*get_args(NetworkMode)),
         default="private",
         doc='`"private"`: a subnet of its own; `"bridge"`: the guest takes over the pod interface\'s address; `"macvtap"`: a MAC '
         'address of its own on the network behind an interface; `"passt"`: what the pod reaches, without privilege; '
@@ -378,9 +398,8 @@ class NetworkSpec:
         """Yield what cannot be true together."""
         for name, modes in NETWORK_KEYS.items():
             if getattr(self, name) not in {None, (), False} and self.mode not in modes:
-                yield Problem(
-                    name, f"goes with mode = {' or '.join(map(repr_toml, modes))}, not with {repr_toml(self.mode)}"
-                )
+                words = " or ".join(f'"{mode}"' for mode in modes)
+                yield Problem(name, f'goes with mode = {words}, not with "{self.mode}"')
         if self.subnet6 is not None and not self.ipv6:
             yield Problem("subnet6", "needs ipv6 = true")
         if self.mode == "descriptor":
@@ -390,16 +409,16 @@ class NetworkSpec:
 
     def _descriptor_contradictions(self) -> Iterator[Problem]:
         if not self.fd:
-            yield Problem("fd", 'is missing; mode = "descriptor" needs the name of one')
+            yield Problem("fd", "is missing", 'mode = "descriptor" needs the name of one')
         if self.vhost_fd and len(self.vhost_fd) != len(self.fd):
             yield Problem(
                 "vhost_fd", f"names {len(self.vhost_fd)}, but fd names {len(self.fd)}; each queue has one of both"
             )
         if self.queues is not None and self.queues != len(self.fd):
-            yield Problem("queues", f"is {self.queues}, but fd names {len(self.fd)}; leave it out")
+            yield Problem("queues", f"is {self.queues}, but fd names {len(self.fd)}", "leave it out")
 
 
-NETWORK_KEYS: dict[str, tuple[str, ...]] = {
+NETWORK_KEYS: dict[str, tuple[NetworkMode, ...]] = {
     "interface": ("bridge", "macvtap"),
     "subnet": ("private",),
     "address": ("private",),
@@ -409,11 +428,6 @@ NETWORK_KEYS: dict[str, tuple[str, ...]] = {
     "vhost_fd": ("descriptor",),
 }
 """Key → the modes it means something in."""
-
-
-def repr_toml(word: str) -> str:
-    """Return *word* as it stands in a document."""
-    return f'"{word}"'
 
 
 @attrs.frozen
@@ -472,8 +486,8 @@ class DeviceSpec:
     count: int | None = key(
         integer(1, 64), default=None, doc="how many of the resource's devices; without it, all that are left"
     )
-    iommu: str = key(
-        choice("auto", "legacy", "iommufd"),
+    iommu: IommuChoice = key(
+        choice(*get_args(IommuChoice)),
         default="auto",
         doc='how QEMU gets it: by its IOMMU group (`"legacy"`), by descriptors (`"iommufd"`, QEMU 9.0 or later), or by the '
         'better way that works (`"auto"`)',
@@ -527,18 +541,18 @@ class GuestSpec:
         doc="whether there is a channel for QEMU's guest agent, which is asked to shut the guest down before its power button is "
         "pressed, if it is there",
     )
-    clock: str = key(
-        choice("utc", "localtime"),
+    clock: ClockBase = key(
+        choice(*get_args(ClockBase)),
         default="utc",
         doc='what the hardware clock shows; `"localtime"` (the time zone of the container) is for Windows',
     )
-    vsock: int | str | None = key(
-        integer_or("auto", 3, (1 << 32) - 2),
+    vsock: int | Literal["auto"] | None = key(
+        either("auto", integer(3, (1 << 32) - 2), first=True),
         default=None,
         doc='the context identifier of a vsock device, which no other guest of the node may have; `"auto"`: one that is free',
     )
-    watchdog: str | None = key(
-        choice("reset", "exit", "nmi", "none"),
+    watchdog: WatchdogAction | None = key(
+        choice(*get_args(WatchdogAction)),
         default=None,
         doc="a watchdog (i6300esb), and what follows when the guest feeds it no more: it is reset, the instance ends, it gets an "
         "NMI, or the log says so and no more",
@@ -587,8 +601,8 @@ class ShutdownSpec:
         doc="seconds the whole power-down may take; keep it 10 s below terminationGracePeriodSeconds, which network, shares and the "
         "controller may take then",
     )
-    on_reboot: str = key(
-        choice("reset", "exit"),
+    on_reboot: RebootAction = key(
+        choice(*get_args(RebootAction)),
         default="reset",
         doc='when the guest reboots: `"reset"` restarts it in place, `"exit"` ends the instance',
     )
@@ -643,7 +657,7 @@ class InstanceSpec:
     def contradictions(self) -> Iterator[Problem]:
         """Yield what cannot be true together across tables."""
         if self.boot.kernel is None and self.boot.firmware is None and not self.disk:
-            yield Problem("boot", "nothing to start; name boot.kernel, or give it a [[disk]]")
+            yield Problem("boot", "nothing to start", "name boot.kernel, or give it a [[disk]]")
         yield from _repeated("share", "tag", (share.tag for share in self.share))
         yield from _repeated("disk", "serial", (disk.serial for disk in self.disk))
         yield from _repeated("device", "address", (device.address for device in self.device))
@@ -651,7 +665,7 @@ class InstanceSpec:
         yield from _networks(self.network)
         yield from _repeated_descriptors(self.disk, self.network)
         for index, disk in enumerate(self.disk):
-            if (disk.fd is None) == (disk.path == HANDED):
+            if (disk.fd is None) == (disk.path is None):
                 yield Problem(f"disk[{index}].path", "takes an absolute path, or else fd names a descriptor")
         writable = {disk.path for disk in self.disk if disk.writes and disk.fd is None}
         for index, disk in enumerate(self.disk):
@@ -669,7 +683,9 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
             yield Problem(
                 f"network[{index}].interface", 'has mode = "bridge" on it already; a link is one or the other'
             )
-    subnets = private_subnets(networks)
+    subnets = [
+        private_subnet(index, network) if network.mode == "private" else None for index, network in enumerate(networks)
+    ]
     for index, mine in enumerate(subnets):
         for earlier, other in enumerate(subnets[:index]):
             if mine is not None and other is not None and mine.overlaps(other):
@@ -698,19 +714,11 @@ def _repeated_descriptors(disks: tuple[DiskSpec, ...], networks: tuple[NetworkSp
         seen.setdefault(name, where)
 
 
-def private_subnets(networks: Iterable[NetworkSpec]) -> tuple[ipaddress.IPv4Network | None, ...]:
-    """Return the subnet of each network in order, ``None`` for those that have none of their own."""
-    default = ipaddress.IPv4Network("192.168.77.0/24")
-    result: list[ipaddress.IPv4Network | None] = []
-    for index, network in enumerate(networks):
-        if network.mode == "private":
-            nth = ipaddress.IPv4Network(
-                (int(default.network_address) + index * default.num_addresses, default.prefixlen)
-            )
-            result.append(network.subnet or nth)
-        else:
-            result.append(None)
-    return tuple(result)
+def private_subnet(index: int, network: NetworkSpec) -> ipaddress.IPv4Network:
+    """Return the subnet of the private *network*, which is ``network[index]``."""
+    first = ipaddress.IPv4Network("192.168.77.0/24")
+    nth = int(first.network_address) + index * first.num_addresses
+    return network.subnet or ipaddress.IPv4Network((nth, first.prefixlen))
 
 
 def _repeated(table_name: str, name: str, values: Iterable[Hashable]) -> Iterator[Problem]:
@@ -758,7 +766,8 @@ def _with_environment(
             problems.append(
                 Problem(
                     f"environment.allow[{index}]",
-                    f"the environment has no {name}; set it in the pod (env:, fieldRef:) or on the command line",
+                    f"the environment has no {name}",
+                    "set it in the pod (env:, fieldRef:) or on the command line",
                 )
             )
     known = {name: environment.get(name, f"${{{name}}}") for name in declared.allow}
@@ -789,7 +798,7 @@ def tables_of_reference() -> dict[str, str]:
 def _shown(name: str, default: object) -> str:
     if default is attrs.NOTHING:
         return "required"
-    if default in (None, (), HANDED):
+    if default in (None, ()):
         return "-"
     if isinstance(default, bool):
         return str(default).lower()

@@ -144,9 +144,10 @@ def size(least: int) -> Rule:
     return Rule(f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"', parse)
 
 
-def either(word: str, value: object, rule: Rule) -> Rule:
-    """Take *word*, which means *value*, or what *rule* takes."""
-    return Rule(f'{rule.allowed}, or "{word}"', lambda given: value if given == word else rule.parse(given))
+def either(word: str, rule: Rule, *, first: bool = False) -> Rule:
+    """Take *word* or what *rule* takes; *first*: the word is named before the rule where both are listed."""
+    listed = f'"{word}", or {rule.allowed}' if first else f'{rule.allowed}, or "{word}"'
+    return Rule(listed, lambda given: word if given == word else rule.parse(given))
 
 
 def seconds(least: float, most: float) -> Rule:
@@ -180,15 +181,6 @@ def path_or(*words: str) -> Rule:
         return cast("PurePosixPath", path().parse(value))
 
     return Rule("an absolute path, or " + " or ".join(f'"{word}"' for word in words), parse)
-
-
-def integer_or(word: str, least: int, most: int) -> Rule:
-    """Take an integer between two bounds, both included, or a word."""
-
-    def parse(value: object) -> int | str:
-        return word if value == word else cast("int", integer(least, most).parse(value))
-
-    return Rule(f'"{word}", or an integer from {least} to {most}', parse)
 
 
 def document() -> Rule:
@@ -425,12 +417,14 @@ def expanded(value: object, variables: Mapping[str, str], where: str, problems: 
         if name is None:
             return "${"
         if not match[0].endswith("}"):
-            problems.append(Problem(where, f"{match[0]!r} is not closed with }}; write $${{ for a literal ${{"))
+            problems.append(Problem(where, f"{match[0]!r} is not closed with }}", "write $${ for a literal ${"))
             return match[0]
         if name not in variables:
             problems.append(
                 Problem(
-                    where, f"${{{name}}} is not declared; name it in environment.allow, or write $${{ for a literal one"
+                    where,
+                    f"${{{name}}} is not declared",
+                    "name it in environment.allow, or write $${ for a literal one",
                 )
             )
             return match[0]
@@ -467,14 +461,14 @@ def structure(schema: type[T], value: object, where: str, problems: list[Problem
         if name in value:
             values[name] = _value(rule_of(attribute), value[name], here, problems)
         elif attribute.default is attrs.NOTHING:
-            problems.append(Problem(here, f"is missing; it takes {rule_of(attribute).allowed}"))
+            problems.append(Problem(here, "is missing", f"it takes {rule_of(attribute).allowed}"))
     if len(problems) > before:
         return None
     result = schema(**values)
     contradictions: Callable[[], Iterator[Problem]] | None = getattr(result, "contradictions", None)
     if contradictions is not None:
         problems.extend(
-            Problem(f"{where}.{problem.path}" if where and problem.path else where or problem.path, problem.message)
+            attrs.evolve(problem, path=f"{where}.{problem.path}" if where and problem.path else where or problem.path)
             for problem in contradictions()
         )
     return result
@@ -483,7 +477,7 @@ def structure(schema: type[T], value: object, where: str, problems: list[Problem
 def _unknown(name: str, attributes: Mapping[str, object], where: str) -> Problem:
     near = difflib.get_close_matches(name, attributes, 1, 0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(attributes)}"
-    return Problem(f"{where}.{name}" if where else name, f"unknown key; {hint}")
+    return Problem(f"{where}.{name}" if where else name, "unknown key", hint)
 
 
 def _value(rule: Rule, value: object, here: str, problems: list[Problem]) -> object:
@@ -491,7 +485,7 @@ def _value(rule: Rule, value: object, here: str, problems: list[Problem]) -> obj
         try:
             return rule.parse(value)
         except ValueError as error:
-            problems.append(Problem(here, f"{error}; it takes {rule.allowed}"))
+            problems.append(Problem(here, str(error), f"it takes {rule.allowed}"))
             return None
     if not rule.many:
         return structure(rule.schema, value, here, problems)

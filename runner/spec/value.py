@@ -34,9 +34,9 @@ class Value:
         document.members()
         return document
 
-    def fail(self, message: str) -> NoReturn:
-        """Say what is wrong with the value."""
-        raise SpecError(self.source, [Problem(self.path, message)])
+    def fail(self, message: str, remedy: str = "") -> NoReturn:
+        """Raise :class:`SpecError`: *message* says what is wrong with the value."""
+        raise SpecError(self.source, [Problem(self.path, message, remedy)])
 
     def get(self, key: str, default: Mapping[str, Any] | None = None) -> Value:
         """Return what the object has under *key*, or *default*."""
@@ -82,8 +82,8 @@ class Value:
     def text(self) -> str:
         """Take a string."""
         if not isinstance(self.value, str):
-            quotes = f'; write it in quotes: "{self.value}"' if isinstance(self.value, int | float) else ""
-            self.fail(f"must be a string, found {self.value!r}{quotes.lower()}")
+            quotes = f'write it in quotes: "{self.value}"' if isinstance(self.value, int | float) else ""
+            self.fail(f"must be a string, found {self.value!r}", quotes.lower())
         return self.value
 
     def flag(self) -> bool:

@@ -208,7 +208,7 @@ async def test_qemu_has_them_and_no_other_child(fake_host: FakeHost) -> None:
         [tap] = held.enter_context(character_devices.tap("vmtap9"))
         handed = {"net0": InheritedFd(Descriptor(os.dup(tap.number)), None)}
         network = HandedPlan("52:54:00:00:00:01", 1500, 1, "tap", ("net0",), (), vhost=False)
-        plan = attrs.evolve(plan, networks=(network,), dhcp=(), machine=attrs.evolve(plan.machine, networks=(network,)))
+        plan = attrs.evolve(plan, dhcp=(), machine=attrs.evolve(plan.machine, networks=(network,)))
         result = await fake_host.run(plan, handed=handed)
         assert isinstance(result, GuestEnd), explain(result)
         assert handed["net0"].descriptor.number == -1

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from runner.plan.firmware import BUILDS
+from runner.spec.instance import FirmwareBuild
 
 DISK = '[[disk]]\npath = "{}/disk"\n[shutdown]\ngrace = 1\n'
 
 
-def empty_store(word: str) -> Path:
+def empty_store(word: FirmwareBuild) -> Path:
     return next(Path(store) for code, store in BUILDS[word] if Path(code).exists() and Path(store).exists())
 
 

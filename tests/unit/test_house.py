@@ -43,9 +43,6 @@ CIRCLES = {
     "instance.passthrough",
     "instance.supervisor",
     "instance.thread_placement",
-    "plan.instance",
-    "plan.passthrough",
-    "plan.root_bus",
 }
 TWICE = {"Charge", "Link", "Look", "Process", "Reader"}
 """What does not follow the law yet."""

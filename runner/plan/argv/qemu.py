@@ -20,9 +20,11 @@ from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv, netdev_by_hand, network_by_hand, nic_device
 from runner.plan.disks import DiskPlan
 from runner.plan.host_checks import WORKERS
-from runner.plan.instance import InstancePlan, MachinePlan, SharePlan
+from runner.plan.instance import InstancePlan
+from runner.plan.machine import MachinePlan
 from runner.plan.memory import TRANSLATED
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
+from runner.plan.shares import SharePlan
 from runner.spec.rules import MIB
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
@@ -218,7 +220,7 @@ class Paths:
 
     def passed(self, device: DevicePlan) -> str:
         """See :class:`Endpoints`."""
-        return f"host={device.address}" + (",iommufd=iommufd0" if device.way == "iommufd" else "")
+        return f"host={device.address}" + (",iommufd=iommufd0" if device.vfio_backend == "iommufd" else "")
 
 
 def _comma(value: str) -> str:
@@ -246,8 +248,8 @@ def qemu_argv(machine: MachinePlan, endpoints: Endpoints, *, paused: bool = True
 
 def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -> Iterator[str]:
     yield from ("-name", f"guest={machine.name},debug-threads=on")
-    if machine.uuid is not None:
-        yield from ("-uuid", machine.uuid)
+    if machine.smbios_uuid is not None:
+        yield from ("-uuid", machine.smbios_uuid)
     yield from ("-nodefaults", "-no-user-config")
     yield from ("-display", "none")
     # spawn=deny and resourcecontrol=deny do not hinder us: we pin from outside and hand in every descriptor.
@@ -288,7 +290,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
     yield from _guest_devices(machine, endpoints)
     yield from _bridges(len(machine.topology.numa_nodes))
-    yield from _passed(machine.passing, endpoints, firmware=machine.firmware is not None)
+    yield from _passed(machine.passthrough, endpoints, firmware=machine.firmware is not None)
     yield from _slots(machine.slots)
 
 
@@ -353,19 +355,19 @@ def _bridges(numa_nodes: int) -> Iterator[str]:
             yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
 
 
-def _passed(passing: PassthroughPlan, endpoints: Endpoints, *, firmware: bool) -> Iterator[str]:
+def _passed(passthrough: PassthroughPlan, endpoints: Endpoints, *, firmware: bool) -> Iterator[str]:
     """Yield each passed device behind a root port of its own, on the bridge of its NUMA node.
 
     Nothing is ever plugged into these ports, so that firmware keeps no addresses free behind them.
     """
-    if passing.window is not None:
-        yield from ("-global", f"q35-pcihost.pci-hole64-size={passing.window}")
+    if passthrough.window is not None:
+        yield from ("-global", f"q35-pcihost.pci-hole64-size={passthrough.window}")
         if firmware:  # OVMF does not ask QEMU, and has 32 GiB unless it is told
-            yield from ("-fw_cfg", f"name=opt/ovmf/X-PciMmio64Mb,string={passing.window // MIB}")
-    if passing.iommufd is not None:
+            yield from ("-fw_cfg", f"name=opt/ovmf/X-PciMmio64Mb,string={passthrough.window // MIB}")
+    if passthrough.iommufd is not None:
         # Not "iommufd": each device has a property of that name, by which QEMU finds more than one object from the second on.
         yield from ("-object", f"iommufd,id=iommufd0{endpoints.iommufd()}")
-    for index, device in enumerate(passing.devices):
+    for index, device in enumerate(passthrough.devices):
         port = f"port{index}"
         yield from ("-device", f"pcie-root-port,id={port},bus={device.bus},chassis={index + 1},hotplug=off")
         rom = "" if device.rom else ",rombar=0"
