@@ -66,7 +66,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
             _controlled(supervisor, plan, directory, machine, receipts),
         ):
-            await started_within(plan.patience, lambda: supervisor.unless_stopped(machine.resume))
+            await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
             log.info("the guest runs")
             servants = [*shares.daemons, *(wire.daemon for wire in wires if wire.daemon is not None)]
             with _ready(supervisor, plan.state_directory, receipts.read):
@@ -134,7 +134,7 @@ async def _receipted(
 ) -> AsyncIterator[Receipts]:
     """Hold the vCPUs confined to their CPUs, with the kernel's word for it in the state directory."""
     threads = await started_within(
-        plan.patience, lambda: supervisor.unless_stopped(partial(machine_threads, machine, plan))
+        plan.start_timeout, lambda: supervisor.unless_stopped(partial(machine_threads, machine, plan))
     )
     receipts = Receipts(supervisor, plan, machine, threads, seat, confined(supervisor, seat, plan.placement, threads))
     for line in receipts.receipt.table():

@@ -56,12 +56,12 @@ async def _preallocated(
     began = trio.current_time()
     async with supervisor.processes.daemon(command, 0) as process:
         try:
-            with trio.fail_after(plan.patience):
+            with trio.fail_after(plan.start_timeout):
                 status = await supervisor.unless_stopped(process.wait)
         except trio.TooSlowError:
             said = process.last_words[-1] if process.last_words else "nothing"
             raise HostError(
-                f"cannot preallocate the guest's memory: it takes more than {plan.patience:g} s; the last word was {said!r}"
+                f"cannot preallocate the guest's memory: it takes more than {plan.start_timeout:g} s; the last word was {said!r}"
             ) from None
     if status != 0:
         raise HostError(f"cannot preallocate the guest's memory: {_why(process)}")

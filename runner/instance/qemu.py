@@ -24,7 +24,7 @@ from runner.kernel.character_devices import vhost_vsock
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, connected_pair
 from runner.plan.argv.qemu import QemuFds, qemu_argv
-from runner.plan.firmware import VariablesPlan
+from runner.plan.firmware import ForgottenVariables, VariablesPlan
 from runner.plan.guest_devices import GuestPlan
 from runner.plan.host_checks import too_old
 from runner.plan.instance import InstancePlan, ShutdownPlan
@@ -312,7 +312,7 @@ async def paused_qemu(
         try:
             theirs.close()
             wiring.close_our_copies()
-            version = await started_within(plan.patience, lambda: supervisor.unless_stopped(machine.greeted))
+            version = await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.greeted))
             lent.close()
             log.info("QEMU is up pid=%d version=%s", process.pid, version)
             if (reason := too_old(version)) is not None:
@@ -388,8 +388,7 @@ def _spawn(
 @contextmanager
 def _variables(plan: VariablesPlan) -> Iterator[int]:
     """Hold the firmware's variable store, which is made now if it is missing."""
-    if plan.path is None:
-        assert plan.template is not None  # noqa: S101 - one that is forgotten is made anew each time
+    if isinstance(plan, ForgottenVariables):
         with files.copied(plan.template, write=True) as store:
             yield store
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 import attrs
 
@@ -30,17 +31,26 @@ BUILDS: dict[FirmwareBuild, tuple[tuple[PurePosixPath, PurePosixPath], ...]] = {
 
 
 @attrs.frozen
-class VariablesPlan:
-    """The firmware's variable store."""
+class KeptVariables:
+    """A file that keeps the firmware's variables."""
 
-    path: PurePosixPath | None
-    """The file that keeps it; ``None``: its content is lost when QEMU ends."""
+    path: PurePosixPath
     template: PurePosixPath | None
     """The file that a new store is a copy of; ``None``: the store exists."""
 
 
 @attrs.frozen
-class Firmware:
+class ForgottenVariables:
+    """A copy of *template* in memory: what the firmware remembers ends with QEMU."""
+
+    template: PurePosixPath
+    path: None = None
+
+
+VariablesPlan = KeptVariables | ForgottenVariables
+
+
+class Firmware(NamedTuple):
     """A firmware image and its store."""
 
     code: PurePosixPath | None
@@ -94,7 +104,7 @@ def choose_firmware(boot: BootSpec, facts: HostFacts, problems: Problems) -> Fir
             "what the firmware is told to remember, such as the boot order, is forgotten at the end",
             "boot.firmware_vars keeps it",
         )
-        return Firmware(code, VariablesPlan(None, template), secure)
+        return Firmware(code, ForgottenVariables(template), secure)
     return Firmware(code, _kept(path, template, size(template), facts, problems), secure)
 
 
@@ -104,7 +114,7 @@ def _kept(
     wanted: int | None,
     facts: HostFacts,
     problems: Problems,
-) -> VariablesPlan:
+) -> KeptVariables:
     """Check the store at *path*; *wanted* is its right size in bytes, ``None`` if that is not known."""
     refuse, where, name, fact = problems.refuse, "boot.firmware_vars", repr(str(path)), facts.files.get(path, MISSING)
     if fact.kind == "missing":
@@ -112,7 +122,7 @@ def _kept(
             refuse(where, f"{name} does not exist, and neither does its directory")
         elif wanted is None:
             refuse(where, f"{name} does not exist, and there is no {str(template)!r} to make it from", "copy one there")
-        return VariablesPlan(path, template)
+        return KeptVariables(path, template)
     if fact.kind != "file":
         refuse(where, f"{name} is a {fact.kind}, not a file" if fact.kind != "other" else f"{name} is not a file")
     elif fact.error is not None:
@@ -126,4 +136,4 @@ def _kept(
         )
     elif fact.image is not None and fact.image.locked:
         refuse(where, f"{name} is in use by another process (QEMU's image lock)", "stop it first")
-    return VariablesPlan(path, None)
+    return KeptVariables(path, None)

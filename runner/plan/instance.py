@@ -100,7 +100,7 @@ class InstancePlan:
     console: ConsolePlan
     machine: MachinePlan
     shutdown: ShutdownPlan
-    patience: float
+    start_timeout: float
     """Seconds preallocation may take, and those QEMU may take to greet."""
     remarks: tuple[Remark, ...]
 
@@ -198,7 +198,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         console=_console(spec.console, facts),
         machine=machine,
         shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status, len(passthrough.devices)),
-        patience=GREETING_TIMEOUT + (size / SLOWEST_PREALLOCATION if ram.preallocate else 0),
+        start_timeout=GREETING_TIMEOUT + (size / SLOWEST_PREALLOCATION if ram.preallocate else 0),
         remarks=tuple(problems.remarks),
     )
 

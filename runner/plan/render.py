@@ -21,6 +21,7 @@ KEYS = {
     "overhead": "beside",
     "passthrough": "passing",
     "vfio_backend": "way",
+    "start_timeout": "patience",
 }
 """Attribute → its key in version 1 of the JSON form, where that differs."""
 

@@ -75,7 +75,7 @@ RebootAction = Literal["reset", "exit"]
 
 @attrs.frozen
 class IdentitySpec:
-    """Who the instance is."""
+    """The instance's names."""
 
     name: str = key(
         text(WORD, WORD_ALLOWED),
@@ -150,7 +150,7 @@ class CpuSpec:
     )
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         if self.cpus is not None and self.count == "all":
             yield Problem(
                 "count", '"all" and cpu.cpus contradict each other', f"say {len(self.cpus)}, or leave cpu.cpus out"
@@ -203,7 +203,7 @@ class MemorySpec:
 
 @attrs.frozen
 class BootSpec:
-    """What the machine starts: a kernel directly, or a disk through firmware."""
+    """What the machine boots: a kernel directly, or a disk through firmware."""
 
     kernel: PurePosixPath | None = key(path(), default=None, doc="a Linux kernel to start directly")
     initrd: PurePosixPath | None = key(path(), default=None, doc="its initial RAM disk")
@@ -224,7 +224,7 @@ class BootSpec:
     )
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         if self.kernel is None:
             for name in ("initrd", "cmdline"):
                 if getattr(self, name) is not None:
@@ -303,7 +303,7 @@ class DiskSpec:
         return not self.read_only and not self.ephemeral
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         if self.ephemeral:
             if self.read_only:
                 yield Problem("read_only", "goes with a disk that is kept; ephemeral = true never writes to path")
@@ -395,7 +395,7 @@ class NetworkSpec:
     )
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         for name, modes in NETWORK_KEYS.items():
             if getattr(self, name) not in {None, (), False} and self.mode not in modes:
                 words = " or ".join(f'"{mode}"' for mode in modes)
@@ -427,12 +427,12 @@ NETWORK_KEYS: dict[str, tuple[NetworkMode, ...]] = {
     "fd": ("descriptor",),
     "vhost_fd": ("descriptor",),
 }
-"""Key → the modes it means something in."""
+"""Key → the modes that it belongs to."""
 
 
 @attrs.frozen
 class DescriptorsSpec:
-    """What is handed to us already open."""
+    """Descriptors that another program opened for this one."""
 
     socket: PurePosixPath | None = key(
         path(),
@@ -465,7 +465,7 @@ DEVICE_PROPERTIES = {
     "x-pci-sub-vendor-id": integer(0, 0xFFFF),
     "x-pci-sub-device-id": integer(0, 0xFFFF),
 }
-"""What may be set of QEMU's ``vfio-pci`` beyond what we set: every QEMU from 7.2 to 10 knows these."""
+"""The properties of QEMU's ``vfio-pci`` that a document may set: every QEMU from 7.2 to 10 has these."""
 
 
 @attrs.frozen
@@ -498,7 +498,7 @@ class DeviceSpec:
     rom: bool = key(flag(), default=False, doc="whether the guest sees its option ROM, as booting from a NIC takes")
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         if (self.address is None) == (self.resource is None):
             yield Problem("", "takes either an address or a resource, and one of them")
         if self.count is not None and self.resource is None:
@@ -533,7 +533,7 @@ class DisplaySpec:
 
 @attrs.frozen
 class GuestSpec:
-    """What the machine has for the guest beside the usual."""
+    """Devices that serve the guest."""
 
     agent: bool = key(
         flag(),
@@ -561,7 +561,7 @@ class GuestSpec:
 
 @attrs.frozen
 class CloudInitSpec:
-    """What cloud-init in the guest is told; the table alone, empty, is enough to have it told something."""
+    """The data that cloud-init in the guest reads; an empty table is enough for a seed."""
 
     user_data: PurePosixPath | str | None = key(
         document(), default=None, doc="its user-data: `#cloud-config`, a script, MIME, …"
@@ -584,7 +584,7 @@ class CloudInitSpec:
     )
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         if self.meta_data is not None:
             for name, given in (("ssh_keys", self.ssh_keys), ("hostname", self.hostname)):
                 if given:
@@ -615,7 +615,7 @@ class ShutdownSpec:
 
 @attrs.frozen
 class EnvironmentSpec:
-    """Which variables of the runner's environment the document may use."""
+    """The variables of the runner's environment that the document may use."""
 
     allow: tuple[str, ...] = key(
         variables(),
@@ -655,7 +655,7 @@ class InstanceSpec:
     )
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together across tables."""
+        """Yield the keys that contradict keys of other tables."""
         if self.boot.kernel is None and self.boot.firmware is None and not self.disk:
             yield Problem("boot", "nothing to start", "name boot.kernel, or give it a [[disk]]")
         yield from _repeated("share", "tag", (share.tag for share in self.share))
@@ -674,7 +674,7 @@ class InstanceSpec:
 
 
 def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
-    """Yield what several networks cannot have together."""
+    """Yield contradictions between networks."""
     given = (((each.interface or "eth0") if each.mode == "bridge" else None) for each in networks)
     yield from _repeated("network", "interface", given)
     bridged = {each.interface or "eth0" for each in networks if each.mode == "bridge"}
@@ -729,17 +729,17 @@ def _repeated(table_name: str, name: str, values: Iterable[Hashable]) -> Iterato
 
 
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
-"""Of a document that takes nothing from it."""
+"""The environment for a document that uses none."""
 
 
 def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO_ENVIRONMENT) -> InstanceSpec:
-    """Parse and check a whole document; *source* is the name errors use for it.
+    """Parse and check a whole document; *source* is its name in errors.
 
-    Of *environment* it gets what it declares. Raises :exc:`~runner.errors.SpecError` with every problem found.
+    It can use the variables of *environment* that it declares. Raises :exc:`~runner.errors.SpecError` with every problem found.
     """
     problems: list[Problem] = []
     document = _with_environment(parse_document(source, data), environment, problems)
-    if problems:  # what is wrong with a string that is not whole, is not said
+    if problems:  # a string with an unresolved variable would only cause further problems
         raise SpecError(source, problems)
     spec = structure(InstanceSpec, document, "", problems)
     if spec is None or problems:
@@ -748,7 +748,7 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
 
 
 def declared_variables(source: str, data: bytes) -> tuple[str, ...]:
-    """Return the names of the variables that a document declares; none where it is not whole, as :func:`parse_instance` says."""
+    """Return the variables that a document declares; none if the table is wrong, which :func:`parse_instance` reports."""
     declared = structure(EnvironmentSpec, parse_document(source, data).get("environment", {}), "environment", [])
     return () if declared is None else declared.allow
 
@@ -759,7 +759,7 @@ def _with_environment(
     if "environment" not in document:
         return document
     declared = structure(EnvironmentSpec, document["environment"], "environment", [])
-    if declared is None:  # as the whole document's structure will say
+    if declared is None:  # structure() reports it with the whole document
         return document
     for index, name in enumerate(declared.allow):
         if name not in environment:
@@ -779,20 +779,23 @@ def _with_environment(
 
 def reference() -> Iterator[tuple[str, str, str, str]]:
     """Yield ``(key, what it takes, default, meaning)`` for every key of the schema, in document order."""
-    for attribute in attrs.fields(InstanceSpec):
-        rule = rule_of(attribute)
-        assert rule.schema is not None  # noqa: S101 - the document consists of tables only
-        for inner in attrs.fields(rule.schema):
-            name = f"{attribute.name}[].{inner.name}" if rule.many else f"{attribute.name}.{inner.name}"
-            yield name, rule_of(inner).allowed, _shown(inner.name, inner.default), inner.metadata["doc"]
+    for table_name, schema, _ in _tables():
+        for inner in attrs.fields(schema):
+            default = _shown(inner.name, inner.default)
+            yield f"{table_name}.{inner.name}", rule_of(inner).allowed, default, inner.metadata["doc"]
 
 
 def tables_of_reference() -> dict[str, str]:
-    """Return what each table of :func:`reference` is, by the name it has there."""
-    return {
-        f"{attribute.name}[]" if rule_of(attribute).many else attribute.name: attribute.metadata["doc"]
-        for attribute in attrs.fields(InstanceSpec)
-    }
+    """Return the meaning of each table of :func:`reference`, by the name it has there."""
+    return {name: doc for name, _, doc in _tables()}
+
+
+def _tables() -> Iterator[tuple[str, type, str]]:
+    """Yield name, schema and meaning of each table; the name of an array of tables ends in ``[]``."""
+    for attribute in attrs.fields(InstanceSpec):
+        rule = rule_of(attribute)
+        if rule.schema is not None:
+            yield f"{attribute.name}[]" if rule.many else attribute.name, rule.schema, attribute.metadata["doc"]
 
 
 def _shown(name: str, default: object) -> str:

@@ -1,4 +1,4 @@
-"""A value out of a JSON or YAML document that knows where it is, so that whoever cannot use it can say so."""
+"""A value of a JSON or YAML document with its path in it, so that every error names the place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.errors import Problem, SpecError
 class Value:
     """One value of the document *source*, at *path* (``entries.uid[1]``), under *key* of its object.
 
-    Whatever is not as it should be raises :class:`SpecError` with the path.
+    A value that is not of the asked type raises :class:`SpecError` with the path.
     """
 
     value: Any
@@ -47,7 +47,7 @@ class Value:
         return Value(default if value is None else value, self.source, f"{self.path}.{key}".lstrip("."), key)
 
     def __bool__(self) -> bool:
-        """Tell whether there is a value at all."""
+        """Tell whether there is a value."""
         return self.value is not None
 
     def members(self) -> list[Value]:

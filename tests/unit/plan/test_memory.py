@@ -91,7 +91,7 @@ def test_huge_pages_are_divided_bound_and_taken_near_their_vcpus() -> None:
     assert any(
         "memory in huge pages of 1GiB, all taken before the guest runs; at most" in line for line in plan_lines(plan)
     )
-    assert plan.patience == 60 + 20
+    assert plan.start_timeout == 60 + 20
 
 
 @pytest.mark.parametrize(

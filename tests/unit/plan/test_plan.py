@@ -608,7 +608,7 @@ def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
     assert str(placement.socket) == "/run/instance-cgroup-controller/controller.sock"
     # The pod is charged for the guest's memory only if all of it is touched while QEMU is in the pod's cgroup.
     assert plan.machine.ram.preallocate
-    assert plan.patience == 64
+    assert plan.start_timeout == 64
     assert not plan_of(KERNEL, FACTS).machine.ram.preallocate
     assert any("the node's shared CPUs" in line for line in plan_lines(plan))
     [problem] = problems(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 3\n', NODE)
@@ -759,6 +759,7 @@ def test_plan_is_shown_to_people_and_machines() -> None:
     assert as_json["shares"][0]["tag"] == "home"
     assert not {"networks", "shares"} & as_json["machine"].keys(), "they stand in the document once"
     assert {"uuid", "passing"} <= as_json["machine"].keys(), "version 1 keeps its keys"
+    assert as_json["patience"] == plan.start_timeout
     assert as_json["machine"]["ram"]["beside"] == plan.machine.ram.overhead
     assert as_json["remarks"] == [str(remark) for remark in plan.remarks]
 
