@@ -49,7 +49,7 @@ from runner.kernel.settings import (
 from runner.kernel.sysfs import read_hardware
 from runner.kubelet.state_files import parse_memory_manager_state
 from runner.plan.argv.qemu import SANDBOX
-from runner.plan.host_checks import ASKING_FOR_LESS, PASSED_BESIDE_RAM, bytes_to_lock
+from runner.plan.host_checks import ASKING_FOR_LESS, VFIO_MEMLOCK_OVERHEAD, bytes_to_lock
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.controller_client import read_status
 from runner.spec.instance import CpuSpec, InstanceSpec, parse_instance
@@ -206,7 +206,7 @@ async def _see(here: Here, spec: InstanceSpec | None, plan: InstancePlan | None)
 def _to_lock(here: Here, procfs: Procfs, spec: InstanceSpec | None) -> int | None:
     """Return the bytes that may have to be locked where there is no plan; without a spec, a guest with devices has all RAM."""
     if spec is None:
-        return procfs.memory_total() + PASSED_BESIDE_RAM if (here.dev / "vfio").is_dir() else 0
+        return procfs.memory_total() + VFIO_MEMLOCK_OVERHEAD if (here.dev / "vfio").is_dir() else 0
     if not spec.memory.lock and not spec.device:
         return 0
     vcpus, size = spec.cpu.count, spec.memory.size

@@ -20,7 +20,7 @@ from runner.spec.instance import CloudInitSpec
 
 LABEL = "CIDATA"
 LARGEST = 1 << 20
-"""Bytes of each document."""
+"""Bytes that each document may have."""
 
 KINDS = (
     b"#cloud-config",
@@ -34,7 +34,7 @@ KINDS = (
     b"From ",
     b"\x1f\x8b",
 )
-"""How user-data begins: a header, MIME, or gzip."""
+"""The first bytes of user-data that cloud-init understands: a header, MIME, or gzip."""
 _KEY = re.compile(r"(?:.+ )?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[A-Za-z0-9+/]+={0,3}(?: .*)?")
 
 
@@ -56,7 +56,7 @@ class Sealed:
 
 @attrs.frozen
 class SeedPlan:
-    """The seed's documents."""
+    """The documents of the seed."""
 
     instance_id: str
     """A new one makes cloud-init run again as on a first boot; empty when the document meta_data holds it."""

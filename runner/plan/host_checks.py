@@ -100,7 +100,7 @@ against ``RLIMIT_MEMLOCK``, used or not (``mm/mlock.c``, ``mlockall``; measured:
 WORKERS = 4
 """Threads that read and write for QEMU's main thread, and for each iothread, where memory is locked: else up to 64, each with
 a stack and a heap that count (``thread-pool-max``)."""
-PASSED_BESIDE_RAM = 64 << 20
+VFIO_MEMLOCK_OVERHEAD = 64 << 20
 """Bytes that VFIO locks in addition to the guest's RAM, at most: firmware, option ROMs, video memory."""
 
 MEMLOCK = (
@@ -126,7 +126,7 @@ def bytes_to_lock(spec: InstanceSpec, vcpus: int, size: int, bars: int = 0) -> i
         # Pages of hugetlb are never swapped, and yet their addresses are counted.
         needed += size + ADDRESSES + locked_threads(spec, vcpus) * ADDRESSES_THREAD
     if spec.device:
-        needed += size + PASSED_BESIDE_RAM + (bars if memory.lock else 0)
+        needed += size + VFIO_MEMLOCK_OVERHEAD + (bars if memory.lock else 0)
     return needed
 
 

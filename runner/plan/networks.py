@@ -21,7 +21,7 @@ MOST_QUEUES = 8
 """Pairs of queues without ``queues``: each costs a vhost thread, and 8 carry more than a NIC does."""
 
 PASST_MTU = 65520
-"""Bytes; passt's own default (passt(1), ``--mtu``): its packets never leave the machine in that size."""
+"""Bytes; passt's own default (passt(1), ``--mtu``): packets of that size never leave the machine."""
 
 DHCP_USERS = ("dnsmasq", "nobody")
 
@@ -33,7 +33,7 @@ class Nic:
     mac: str
     mtu: int
     queues: int
-    """Pairs of queues."""
+    """Pairs of receive and transmit queues."""
 
 
 @attrs.frozen
@@ -68,7 +68,7 @@ class BridgedPlan(Nic):
 
 @attrs.frozen
 class MacvtapPlan(Nic):
-    """A link with a MAC address of its own over another one (``Documentation/networking/``, ``drivers/net/macvtap.c``)."""
+    """A link over another one, with its own MAC address (``Documentation/networking/``, ``drivers/net/macvtap.c``)."""
 
     link: str
     over: str
@@ -83,7 +83,7 @@ class PasstPlan(Nic):
 
 
 @attrs.frozen
-class HandedPlan(Nic):
+class InheritedFdPlan(Nic):
     """Descriptors that another program opened, by name."""
 
     kind: Literal["tap", "macvtap", "socket"]
@@ -93,7 +93,7 @@ class HandedPlan(Nic):
     """Whether we open a vhost-net for each; never together with *vhost_fds*."""
 
 
-NetworkPlan = BridgedPlan | MacvtapPlan | PasstPlan | HandedPlan
+NetworkPlan = BridgedPlan | MacvtapPlan | PasstPlan | InheritedFdPlan
 
 
 @attrs.frozen
@@ -164,7 +164,7 @@ class _NetworkPlanner:
             case "passt":
                 return self._passt(index, network)
             case "descriptor":
-                return self._handed(index, network)
+                return self._inherited(index, network)
             case other:
                 assert_never(other)
 
@@ -311,7 +311,7 @@ class _NetworkPlanner:
                 )
         return PasstPlan(self._mac(index, network), network.mtu or PASST_MTU, 1, self._facts.passt)
 
-    def _handed(self, index: int, network: NetworkSpec) -> HandedPlan | None:
+    def _inherited(self, index: int, network: NetworkSpec) -> InheritedFdPlan | None:
         where = f"network[{index}].fd"
         found = [self._claims.claim(where, name, {"tap", "macvtap", "socket"}, write=True) for name in network.fd]
         for name in network.vhost_fd:
@@ -333,7 +333,7 @@ class _NetworkPlanner:
                     f"{network.mac} is not that of the macvtap {first.interface!r}, {first.mac}",
                 )
             mac = first.mac
-        return HandedPlan(
+        return InheritedFdPlan(
             mac=mac,
             mtu=network.mtu or 1500,
             queues=len(network.fd),

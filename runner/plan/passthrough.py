@@ -22,18 +22,18 @@ from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
 
 PREFIXES = ("PCI_RESOURCE", "PCIDEVICE")
-"""KubeVirt's and NVIDIA's plugins; the SR-IOV plugin. Each ``_`` and the resource's name (``ResourceNameToEnvVar``)."""
+"""Of KubeVirt's and NVIDIA's plugins, and of the SR-IOV plugin; ``_`` and the resource's name follow (``ResourceNameToEnvVar``)."""
 MEDIATED_PREFIX = "MDEV_PCI_RESOURCE"
 
 IOMMUFD_SINCE = (9, 0)
-"""QEMU's version."""
+"""The first version of QEMU with iommufd."""
 CLIQUE = "x-nv-gpudirect-clique"
 """The property by which GPUs learn that they can reach each other. Only a legacy container maps their memory for each other:
 iommufd takes no device memory (QEMU's ``backends/iommufd.c``, before Linux 6.19)."""
 
 GIB = 1 << 30
 PORT_GRAIN = 1 << 20
-"""Bytes; the windows of PCI bridges are multiples of it."""
+"""Bytes; the window of a PCI bridge is a multiple of it."""
 OTHERS = 256 * MIB
 """Bytes of the window for the machine's other devices: 16 KiB for a virtio device, 2 MiB for a port that takes disks later."""
 DEFAULT_WINDOW = 32 * GIB
@@ -46,7 +46,7 @@ EMULATED_BITS = 40
 """Bits of physical addresses of every CPU model without ``phys-bits`` (``target/i386/cpu.h``)."""
 
 PORTS_ON_BRIDGE = 23
-"""Devices of a NUMA node: of eight, each has 24 bus numbers (``plan/argv/qemu.py``)."""
+"""Devices behind the bridge of one NUMA node: with eight bridges each has 24 bus numbers (``plan/argv/qemu.py``)."""
 
 BIND = (
     "bind it: driverctl set-override {0} vfio-pci (or write vfio-pci to its driver_override and {0} to drivers_probe)"
@@ -309,14 +309,14 @@ def backend_error(backend: VfioBackend, fact: PciFact, vfio: VfioFacts) -> str |
 
 
 def legacy_error(fact: PciFact, vfio: VfioFacts) -> str | None:
-    """Return why the device cannot be passed by its group."""
+    """Return why the device cannot be passed by its IOMMU group; ``None`` if it can."""
     return _node_error(vfio.container, "/dev/vfio/vfio") or _node_error(
         fact.group_node, "nodes of IOMMU groups (CONFIG_VFIO_GROUP)"
     )
 
 
 def iommufd_error(fact: PciFact, vfio: VfioFacts) -> str | None:
-    """Return why the device cannot be passed by descriptor."""
+    """Return why the device cannot be passed by iommufd; ``None`` if it can."""
     version = re.match(r"([0-9]+)\.([0-9]+)", vfio.qemu_version, re.ASCII)
     if version is None or (int(version[1]), int(version[2])) < IOMMUFD_SINCE:
         return f"QEMU {vfio.qemu_version or 'of unknown version'} is older than {'.'.join(map(str, IOMMUFD_SINCE))}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, assert_never
 
 import attrs
 
@@ -12,7 +12,7 @@ from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import disk_words
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import MachinePlan
-from runner.plan.networks import HandedPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.plan.networks import BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.spec.rules import format_size
 
@@ -152,14 +152,18 @@ def _ram(machine: MachinePlan) -> str:
 def _network(network: NetworkPlan) -> str:
     guest = f"({network.mac}, MTU {network.mtu}"
     guest += f", {network.queues} queues)" if network.queues > 1 else ")"
-    if isinstance(network, PasstPlan):
-        return f"passt {guest}: the guest reaches what the pod reaches, and nothing reaches the guest"
-    if isinstance(network, MacvtapPlan):
-        what = f"macvtap {network.link} over {network.over} {guest}"
-    elif isinstance(network, HandedPlan):
-        what = f"{network.kind} handed to us as {', '.join(network.fds)} {guest}"
-    else:
-        also = "" if network.ipv6 is None else f" and {network.ipv6.guest}"
-        what = f"guest {network.guest}{also} {guest} on bridge {network.bridge}"
-        what += "" if network.pod is None else f", in the place of {network.pod.name}"
-    return what + (", vhost-net" if network.vhost or (isinstance(network, HandedPlan) and network.vhost_fds) else "")
+    vhost = ", vhost-net"
+    match network:
+        case PasstPlan():
+            return f"passt {guest}: the guest reaches what the pod reaches, and nothing reaches the guest"
+        case MacvtapPlan():
+            return f"macvtap {network.link} over {network.over} {guest}" + vhost * network.vhost
+        case InheritedFdPlan():
+            opened = f"{network.kind} handed to us as {', '.join(network.fds)} {guest}"
+            return opened + vhost * (network.vhost or bool(network.vhost_fds))
+        case BridgedPlan():
+            also = "" if network.ipv6 is None else f" and {network.ipv6.guest}"
+            place = "" if network.pod is None else f", in the place of {network.pod.name}"
+            return f"guest {network.guest}{also} {guest} on bridge {network.bridge}{place}" + vhost * network.vhost
+        case other:
+            assert_never(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from ipaddress import ip_network
+from typing import assert_never
 
 import attrs
 
@@ -12,7 +13,7 @@ from runner.facts.network import Route
 from runner.plan.networks import (
     BridgedPlan,
     DhcpPlan,
-    HandedPlan,
+    InheritedFdPlan,
     Ipv6Plan,
     MacvtapPlan,
     NetworkPlan,
@@ -63,8 +64,10 @@ def netdev_by_hand(index: int, network: NetworkPlan) -> str:
             return WireNumbers(numbers).netdev() + (",vhost=on" if network.vhost else "")
         case PasstPlan():
             return f"stream,server=off,addr.type=unix,addr.path=/tmp/passt{index}.sock"
-        case HandedPlan():
+        case InheritedFdPlan():
             return "user,restrict=on"  # a person's shell does not have the descriptors
+        case other:
+            assert_never(other)
 
 
 def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
@@ -90,8 +93,10 @@ def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
         case PasstPlan():
             yield shlex.join([*passt_argv(network, f"--socket=/tmp/passt{index}.sock")]) + " &"
             yield f"until [ -S /tmp/passt{index}.sock ]; do sleep 0.1; done"
-        case HandedPlan():
+        case InheritedFdPlan():
             yield f"# network {index} was handed to the runner as {', '.join(network.fds)}; by hand its place is taken by nothing"
+        case other:
+            assert_never(other)
 
 
 def passt_argv(network: PasstPlan, endpoint: str) -> list[str]:

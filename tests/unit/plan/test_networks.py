@@ -15,7 +15,7 @@ from runner.plan.argv.qemu import pasteable
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.disks import disk_words
 from runner.plan.instance import plan_instance
-from runner.plan.networks import BridgedPlan, HandedPlan, Ipv6Plan, derived_subnet
+from runner.plan.networks import BridgedPlan, InheritedFdPlan, Ipv6Plan, derived_subnet
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.unit.plan.test_plan import FACTS, KERNEL, MACHINES, POD, plan_of, problems
@@ -88,9 +88,9 @@ def test_what_is_handed_over_is_used_as_it_is() -> None:
     facts = attrs.evolve(FACTS, descriptors={name: HANDED[name] for name in ("a", "b", "m", "s", "v")})
     text = handed("a,b") + handed("m", 'vhost_fd = "v"\n').removeprefix(KERNEL) + handed("s").removeprefix(KERNEL)
     taps, macvtap, socket = plan_of(text, facts).networks
-    assert isinstance(taps, HandedPlan)
-    assert isinstance(macvtap, HandedPlan)
-    assert isinstance(socket, HandedPlan)
+    assert isinstance(taps, InheritedFdPlan)
+    assert isinstance(macvtap, InheritedFdPlan)
+    assert isinstance(socket, InheritedFdPlan)
     assert (taps.queues, taps.kind, taps.vhost) == (2, "tap", True)
     assert (macvtap.mac, macvtap.vhost, macvtap.vhost_fds) == ("52:54:00:00:00:09", False, ("v",))
     assert (socket.kind, socket.vhost) == ("socket", False)
@@ -132,7 +132,7 @@ def test_a_disk_by_its_descriptor() -> None:
 
 
 def test_a_plan_beforehand_takes_the_specs_word() -> None:
-    assert isinstance(plan_of(handed("a")).networks[0], HandedPlan)
+    assert isinstance(plan_of(handed("a")).networks[0], InheritedFdPlan)
 
 
 @pytest.mark.parametrize(
