@@ -79,6 +79,7 @@ async def read_host_facts(
     qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
     limits = _limits(spec, supervisor, cgroup)
     uid = _uid(supervisor, cgroup) if spec.cpu.placement in {"auto", "controller"} else None
+    controller_error, controller_remedy = _controller_error(spec.cpu.controller, uid)
     return HostFacts(
         allowed_cpus=read_mask(),
         hardware=read_hardware(),
@@ -112,7 +113,8 @@ async def read_host_facts(
         cpu_time=min(cpu_limits(CGROUP_ROOT, cgroup), default=None),
         uid=uid,
         pod_uid=None if spec.cloud_init is None else _pod_uid(supervisor, cgroup),
-        controller_error=_controller_error(spec.cpu.controller, uid),
+        controller_error=controller_error,
+        controller_remedy=controller_remedy,
         delegation_error=_delegation_error(cgroup) if spec.cpu.placement in {"auto", "delegated"} else None,
         vfio=await _vfio(spec, supervisor, qemu),
     )
@@ -220,18 +222,16 @@ def _limits(spec: InstanceSpec, supervisor: Supervisor, cgroup: str) -> MemoryLi
     )
 
 
-def _controller_error(path: PurePosixPath, uid: str | None) -> str | None:
-    """Tell why the controller cannot be asked; that it does not answer yet is none: it may be starting."""
+def _controller_error(path: PurePosixPath, uid: str | None) -> tuple[str | None, str]:
+    """Return why the controller cannot be asked, and the remedy. A controller that does not answer may be starting."""
+    set_pod_uid = "set the environment variable POD_UID from the Downward API (fieldRef: metadata.uid)"
     if look(path.parent).kind != "directory":
-        return f"its socket's directory {str(path.parent)!r} is not here; mount it from the node"
+        return f"its socket's directory {str(path.parent)!r} is not here", "mount it from the node"
     if uid is not None and not re.fullmatch(rf"{_UID}|[0-9a-f]{{64}}", uid, re.ASCII):
-        return f"{uid!r} is no pod's UID; set the environment variable POD_UID from the Downward API (fieldRef: metadata.uid)"
+        return f"{uid!r} is no pod's UID", set_pod_uid
     if uid is None:
-        return (
-            "the pod's UID is not to be seen here; set the environment variable POD_UID from the Downward API "
-            "(fieldRef: metadata.uid)"
-        )
-    return None
+        return "the pod's UID is not to be seen here", set_pod_uid
+    return None, ""
 
 
 def _delegation_error(cgroup: str) -> str | None:

@@ -17,19 +17,22 @@ from runner.spec.rules import format_size
 
 def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backend:
     """Return the placement back end: the one asked for, or the best that works."""
-    reasons: dict[Backend, str | None] = {
-        "controller": facts.controller_error,
-        "delegated": facts.delegation_error,
-        "affinity": None,
+    errors: dict[Backend, tuple[str | None, str]] = {
+        "controller": (facts.controller_error, facts.controller_remedy),
+        "delegated": (facts.delegation_error, ""),
+        "affinity": (None, ""),
     }
-    unusable = {name: reason for name, reason in reasons.items() if reason is not None}
     if cpu.placement == "auto":
-        backend = next(name for name in reasons if name not in unusable)
+        backend = next(name for name, (reason, _) in errors.items() if reason is None)
     else:
         backend = cpu.placement
-        if backend in unusable:
-            problems.refuse("cpu.placement", f"{backend!r} cannot be used: {unusable[backend]}")
+        reason, remedy = errors[backend]
+        if reason is not None:
+            problems.refuse("cpu.placement", f"{backend!r} cannot be used: {reason}", remedy)
     if backend == "affinity":
+        unusable = {
+            name: f"{reason}; {remedy}" if remedy else reason for name, (reason, remedy) in errors.items() if reason
+        }
         why = "".join(f"; no {name!r}: {reason}" for name, reason in unusable.items() if cpu.placement == "auto")
         problems.remark(
             "placement 'affinity' is second best: nothing but CPU masks keeps the vCPUs' CPUs free, and processes "

@@ -593,10 +593,13 @@ def test_the_best_placement_that_works_or_the_one_asked_for(
 
 @pytest.mark.parametrize("asked", ["controller", "delegated"])
 def test_nothing_less_than_asked_for(asked: str) -> None:
-    facts = attrs.evolve(NODE, controller_error="because", delegation_error="because")
+    facts = attrs.evolve(NODE, controller_error="because", controller_remedy="mount it", delegation_error="because")
     assert problems(f'{KERNEL}[cpu]\nplacement = "{asked}"\ncount = 4\n', facts) == [
-        f"cpu.placement: {asked!r} cannot be used: because"
+        f"cpu.placement: {asked!r} cannot be used: because{'; mount it' * (asked == 'controller')}"
     ]
+    facts = attrs.evolve(facts, delegation_error="no")
+    [remark] = [each for each in plan_of(KERNEL, facts).remarks if "second best" in str(each)]
+    assert str(remark).endswith("; no 'controller': because; mount it; no 'delegated': no")
 
 
 def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
