@@ -1,16 +1,16 @@
-"""What can go wrong, by whose fault it is, and the exit status that says so.
+"""Errors by their cause, and the exit status that each has.
 
 ::
 
     RunnerError
      ├─ UsageError      the command line is wrong
      ├─ SpecError       the document is wrong; carries every problem found in it
-     ├─ RefusedError    the document is right, this host or pod cannot hold it; nothing was touched yet
+     ├─ RefusedError    the document is right, but does not fit this host or pod; nothing was touched yet
      ├─ HostError       the kernel, or a program we started, did not do what was asked of it
      └─ PlacementError  a thread is not where it was put
 
-Sentences read ``cannot <verb> <object>: <reason>; <remedy>``, in lower case, values by ``!r``. What else goes
-wrong is a bug of this program: it keeps its traceback and says that it is one.
+Sentences read ``cannot <verb> <object>: <reason>; <remedy>``, in lower case, values by ``!r``. Every other exception is
+a bug of this program: it keeps its traceback and is reported as a bug.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Status(enum.IntEnum):
     FORCED_OFF = 13
     """Asked to stop; the guest did not power down within its grace and was switched off."""
     GUEST_HUNG = 14
-    """The guest fed its watchdog no more and ``guest.watchdog`` is ``"exit"``."""
+    """The guest stopped feeding its watchdog and ``guest.watchdog`` is ``"exit"``."""
     MACHINE_DIED = 20
-    """QEMU ended although nobody had asked it to, or could no longer be controlled."""
+    """QEMU ended without being asked to, or could no longer be controlled."""
     SERVICE_DIED = 21
-    """A service the guest cannot live without (virtiofsd, passt) ended."""
+    """A daemon that the guest depends on (virtiofsd, passt) ended."""
     REFUSED = 30
     """The spec, the host or the pod does not fit; nothing was touched."""
     START_FAILED = 31
@@ -58,9 +58,22 @@ class Status(enum.IntEnum):
 
 
 class RunnerError(Exception):
-    """Anything that is told in one line instead of a traceback."""
+    """An error that is reported in one line instead of a traceback; *remedy* is what the operator can do about it."""
 
     status = Status.START_FAILED
+    remedy = ""
+
+    def __init__(self, *arguments: object, remedy: str = "") -> None:
+        super().__init__(*arguments)
+        self.remedy = remedy
+
+    @property
+    def message(self) -> str:
+        """The sentence without the remedy."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.remedy}" if self.remedy else self.message
 
 
 class UsageError(RunnerError):
@@ -71,17 +84,23 @@ class UsageError(RunnerError):
 
 @attrs.frozen
 class Problem:
-    """One thing wrong with a document.
+    """One error of a document.
 
-    *path* leads to the value (``share[1].tag``, empty for the document itself), *message* says what was found and
-    what is allowed.
+    *path* leads to the value (``share[1].tag``, empty for the document itself), *message* says what is wrong with it,
+    *remedy* what to write or do instead, empty if there is nothing more to say.
     """
 
     path: str
     message: str
+    remedy: str = ""
+
+    @property
+    def statement(self) -> str:
+        """The path and the message, without the remedy."""
+        return f"{self.path}: {self.message}" if self.path else self.message
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.message}" if self.path else self.message
+        return f"{self.statement}; {self.remedy}" if self.remedy else self.statement
 
 
 class SpecError(RunnerError):
@@ -99,13 +118,13 @@ class SpecError(RunnerError):
 
 
 class RefusedError(RunnerError):
-    """This host or pod cannot hold what the document asks for; nothing was touched."""
+    """What the document asks for does not fit this host or pod; nothing was touched."""
 
     status = Status.REFUSED
 
 
 class HostError(RunnerError):
-    """The kernel or a program we started did not do what was asked of it."""
+    """The kernel, or a program we started, did not do what was asked of it."""
 
 
 class PlacementError(RunnerError):
@@ -113,9 +132,9 @@ class PlacementError(RunnerError):
 
 
 def explain(error: BaseException) -> str:
-    """Return *error* with its chain of causes in one line, the way an operator is told.
+    """Return *error* with its chain of causes in one line.
 
-    An ``OSError`` contributes its reason only: the sentence above it has named the object already.
+    An ``OSError`` contributes its reason only: the sentence before it has named the object already.
     """
     parts = []
     cause: BaseException | None = error

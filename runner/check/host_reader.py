@@ -36,13 +36,14 @@ from runner.kernel.settings import pid_namespace
 from runner.kernel.sysfs import read_hardware, read_online_cpus
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
-from runner.plan.descriptor_claims import with_disks
-from runner.plan.host_checks import PASSED_BESIDE_RAM, bytes_to_lock
+from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD, bytes_to_lock
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.controller_client import read_status
-from runner.spec.instance import ALL_CPUS, WHAT_LIMITS_LEAVE, CpuSpec, InstanceSpec, parse_instance
+from runner.spec.instance import CpuSpec, InstanceSpec, parse_instance
 
 SPEC = Check("spec", "run refuses what the plan refuses, and warns of the same second-best choices")
+CHANGE_SPEC = "change the spec, or what it stands on"
+"""The remedy where the plan names no other."""
 
 TIMEOUT = 20.0
 """Seconds that the kernel or the controller may take to answer: a busy machine is slow, not broken."""
@@ -91,22 +92,15 @@ async def _plan(
     spec = None
     try:
         spec = parse_instance(source, text, host.environment)
-        spec = with_disks(spec, None)
         facts = await read_host_facts(spec, supervisor.processes, Roots(), host.state_directory, None)
         plan = plan_instance(source, spec, facts)
     except SpecError as error:
-        return spec, None, [SPEC.fatal(*_halves(str(problem))) for problem in error.problems]
+        return spec, None, [SPEC.fatal(each.statement, each.remedy or CHANGE_SPEC) for each in error.problems]
     except RunnerError as error:
-        return spec, None, [SPEC.fatal(*_halves(explain(error)))]
-    remarks = [SPEC.warning(*_halves(remark)) for remark in plan.remarks]
+        return spec, None, [SPEC.fatal(explain(error), CHANGE_SPEC)]
+    remarks = [SPEC.warning(remark.message, remark.remedy or CHANGE_SPEC) for remark in plan.remarks]
     placed = f"{source}: {plan.machine.vcpus} vCPUs on CPUs '{plan.placement.cpus}', placement {plan.placement.backend}"
     return spec, plan, [SPEC.ok(placed), *remarks]
-
-
-def _halves(sentence: str) -> tuple[str, str]:
-    """Return the two parts of a sentence of the plan: what was found, and its remedy."""
-    found, _, remedy = sentence.partition("; ")
-    return found, remedy or "change the spec, or what it stands on"
 
 
 async def _read_context(host: CheckedHost, spec: InstanceSpec | None, plan: InstancePlan | None) -> CheckContext:
@@ -116,7 +110,8 @@ async def _read_context(host: CheckedHost, spec: InstanceSpec | None, plan: Inst
     initial = pid_namespace(host.roots.proc) == INIT_PID_NAMESPACE
     place = place_of(in_initial_pid_namespace=initial, has_kubelet=host.kubelet.is_dir(), in_pod=pod is not None)
     allowed = CpuSet.parse(procfs.status()["Cpus_allowed_list"])
-    vcpus = (asked.count or len(allowed)) if plan is None else plan.machine.vcpus
+    wanted = len(allowed) if asked.count == "all" else asked.count
+    vcpus = wanted if plan is None else plan.machine.vcpus
     hardware = read_hardware(host.root)
     return CheckContext(
         place=place,
@@ -139,11 +134,11 @@ async def _read_context(host: CheckedHost, spec: InstanceSpec | None, plan: Inst
 def _lockable(host: CheckedHost, procfs: Procfs, spec: InstanceSpec | None) -> int | None:
     """Return the bytes that may have to be locked where there is no plan; without a spec, for a guest with devices and all RAM."""
     if spec is None:
-        return procfs.memory_total() + PASSED_BESIDE_RAM if (host.roots.dev / "vfio").is_dir() else 0
+        return procfs.memory_total() + VFIO_MEMLOCK_OVERHEAD if (host.roots.dev / "vfio").is_dir() else 0
     if not spec.memory.lock and not spec.device:
         return 0
-    unknown = spec.memory.size == WHAT_LIMITS_LEAVE or spec.cpu.count == ALL_CPUS
-    return None if unknown else bytes_to_lock(spec)
+    vcpus, size = spec.cpu.count, spec.memory.size
+    return None if vcpus == "all" or size == "limits" else bytes_to_lock(spec, vcpus, size)
 
 
 async def _kubelet(host: CheckedHost) -> CpuState | Frozen | None:

@@ -165,6 +165,7 @@ class HostFacts:
     """The pod's UID; ``None`` outside Kubernetes. Read only for cloud-init."""
     controller_error: str | None = "it was not looked for"
     """Why the node's controller cannot be used; ``None`` when the directory of its socket is here."""
+    controller_remedy: str = ""
     delegation_error: str | None = "it was not looked for"
     """Why cgroups cannot be made in this process's own cgroup; ``None`` when they can."""
     vfio: VfioFacts | None = None

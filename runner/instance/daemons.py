@@ -15,7 +15,7 @@ from runner.instance.supervisor import Supervisor, first_of
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, listening_pair
 from runner.plan.argv.qemu import virtiofsd_argv
-from runner.plan.instance import SharePlan
+from runner.plan.shares import SharePlan
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from runner.kernel.sysfs import read_hardware, read_huge_pools
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import qos_of_oom_score_adj
-from runner.plan.instance import QEMU_USERS
+from runner.plan.machine import QEMU_USERS
 from runner.plan.networks import DHCP_USERS
 from runner.spec.instance import DiskSpec, InstanceSpec
 
@@ -213,6 +213,7 @@ def _with_pod(facts: HostFacts, spec: InstanceSpec, procfs: Procfs, roots: Roots
     placement = spec.cpu.placement
     pod = read_pod(procfs, os.environ)
     container_uid = _container_uid(procfs, cgroup) if placement in {"auto", "controller"} else None
+    controller_error, controller_remedy = _controller_error(spec.cpu.controller, container_uid)
     return attrs.evolve(
         facts,
         pod=pod,
@@ -221,7 +222,8 @@ def _with_pod(facts: HostFacts, spec: InstanceSpec, procfs: Procfs, roots: Roots
         cpu_time=min(cpu_limits(PurePosixPath(roots.cgroup), cgroup), default=None),
         container_uid=container_uid,
         pod_uid=None if spec.cloud_init is None else _pod_uid(procfs, cgroup),
-        controller_error=_controller_error(spec.cpu.controller, container_uid),
+        controller_error=controller_error,
+        controller_remedy=controller_remedy,
         delegation_error=_delegation_error(roots, cgroup) if placement in {"auto", "delegated"} else None,
     )
 
@@ -264,16 +266,16 @@ def _pod_uid(procfs: Procfs, cgroup: str) -> str | None:
     return os.environ.get("POD_UID") or parse_pod_uid(cgroup, procfs.mounted_roots())
 
 
-def _controller_error(socket: PurePosixPath, container_uid: str | None) -> str | None:
-    """Tell why the controller cannot be asked; that it does not answer yet is no reason, because it may be starting."""
+def _controller_error(socket: PurePosixPath, container_uid: str | None) -> tuple[str | None, str]:
+    """Return why the controller cannot be asked, and the remedy; a controller that does not answer may be starting."""
+    set_pod_uid = "set the environment variable POD_UID from the Downward API (fieldRef: metadata.uid)"
     if probe_file(socket.parent).kind != "directory":
-        return f"its socket's directory {str(socket.parent)!r} is not here; mount it from the node"
-    remedy = "set the environment variable POD_UID from the Downward API (fieldRef: metadata.uid)"
+        return f"its socket's directory {str(socket.parent)!r} is not here", "mount it from the node"
     if container_uid is None:
-        return f"the pod's UID is not to be seen here; {remedy}"
+        return "the pod's UID is not to be seen here", set_pod_uid
     from runner.kubelet.pod_uid import is_container_uid  # where there is a UID, this is imported already
 
-    return None if is_container_uid(container_uid) else f"{container_uid!r} is no pod's UID; {remedy}"
+    return (None, "") if is_container_uid(container_uid) else (f"{container_uid!r} is no pod's UID", set_pod_uid)
 
 
 def _delegation_error(roots: Roots, cgroup: str) -> str | None:
@@ -320,7 +322,7 @@ def _disk_files(disk: DiskSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
 
     A header may name any path: one outside of what the spec allows is not even opened.
     """
-    path, fact = disk.path, probe_file(disk.path, write=disk.writes, image=True)
+    path, fact = disk.file, probe_file(disk.file, write=disk.writes, image=True)
     yield path, fact
     for _ in range(LONGEST_CHAIN):
         backing = None if fact.image is None else fact.image.backing

@@ -112,7 +112,6 @@ async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) ->
 async def _plan(
     source: str, spec: InstanceSpec, supervisor: Supervisor, state_directory: PurePosixPath
 ) -> InstancePlan:
-    spec = with_disks(spec, None)
     facts = await read_host_facts(spec, supervisor.processes, Roots(), state_directory, None)
     return plan_instance(source, spec, facts)
 

@@ -67,7 +67,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
             _controlled(supervisor, plan, directory, machine, receipts),
         ):
-            await started_within(plan.patience, lambda: supervisor.unless_stopped(machine.resume))
+            await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
             log.info("the guest runs")
             daemons = [*shares.daemons, *(nic.daemon for nic in nic_backends if nic.daemon is not None)]
             with _ready(supervisor, plan.state_directory, receipts.read):
@@ -106,12 +106,12 @@ async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd) -> G
 @asynccontextmanager
 async def _passthrough_held(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[None]:
     """Hold the host's PCI devices that the guest gets; at the end, wait until each is as it was before."""
-    if not plan.machine.passing.devices:
+    if not plan.machine.passthrough.devices:
         yield
         return
     from runner.instance.passthrough import devices_returned  # here, because few guests have devices of their own
 
-    async with devices_returned(supervisor.faults, plan.machine.passing, plan.shutdown.devices_back):
+    async with devices_returned(supervisor.faults, plan.machine.passthrough, plan.shutdown.devices_back):
         yield
 
 
@@ -135,7 +135,7 @@ async def _placed_threads(
 ) -> AsyncIterator[Receipts]:
     """Hold the vCPU threads on their CPUs, and the receipt that proves it in the state directory."""
     threads = await started_within(
-        plan.patience, lambda: supervisor.unless_stopped(partial(query_threads, machine, plan))
+        plan.start_timeout, lambda: supervisor.unless_stopped(partial(query_threads, machine, plan))
     )
     receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
     receipts = Receipts(supervisor, plan, machine, threads, active, receipt)

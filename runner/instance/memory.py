@@ -56,12 +56,12 @@ async def _preallocate(
     began = trio.current_time()
     async with supervisor.processes.daemon(command, 0) as process:
         try:
-            with trio.fail_after(plan.patience):
+            with trio.fail_after(plan.start_timeout):
                 status = await supervisor.unless_stopped(process.wait)
         except trio.TooSlowError:
             output = process.last_lines[-1] if process.last_lines else "nothing"
             raise HostError(
-                f"cannot preallocate the guest's memory: it takes more than {plan.patience:g} s; its last output was {output!r}"
+                f"cannot preallocate the guest's memory: it takes more than {plan.start_timeout:g} s; its last output was {output!r}"
             ) from None
     if status != 0:
         raise HostError(f"cannot preallocate the guest's memory: {_why(process)}")

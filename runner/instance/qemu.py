@@ -24,10 +24,11 @@ from runner.kernel.character_devices import vhost_vsock
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, connected_pair
 from runner.plan.argv.qemu import QemuFds, qemu_argv
-from runner.plan.firmware import VariablesPlan
+from runner.plan.firmware import ForgottenVariables, VariablesPlan
 from runner.plan.guest_devices import GuestPlan
 from runner.plan.host_checks import too_old
-from runner.plan.instance import FilePlan, InstancePlan, MachinePlan, ShutdownPlan
+from runner.plan.instance import InstancePlan, ShutdownPlan
+from runner.plan.machine import FilePlan, MachinePlan
 from runner.protocol.qmp import Monitor, QmpError, QmpEvent, VcpuThread
 
 log = logging.getLogger(__name__)
@@ -307,17 +308,17 @@ async def paused_qemu(
     has all of its memory when it greets, if the plan says so: a page stays charged to the cgroup that touched it first.
     """
     with connected_pair("QMP") as (ours, theirs), ExitStack() as lent:
-        if plan.machine.passing.devices:
+        if plan.machine.passthrough.devices:
             # Imported here, because few guests have devices of their own.
             from runner.instance.passthrough import group_nodes_owned_by_qemu
 
-            lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passing))
+            lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
         process = _spawn(supervisor, plan.machine, plan.state_directory, theirs, endpoints, memory_cgroup_fd)
         machine = Qemu(process, Monitor(ours), endpoints.agent.ours)
         try:
             theirs.close()
             endpoints.close_our_copies()
-            version = await started_within(plan.patience, lambda: supervisor.unless_stopped(machine.greeted))
+            version = await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.greeted))
             lent.close()
             log.info("QEMU is up pid=%d version=%s", process.pid, version)
             if (reason := too_old(version)) is not None:
@@ -362,10 +363,10 @@ def _spawn(
         for disk in plan.disks:
             numbers |= held.enter_context(disks.opened(disk, directory))
         devices: dict[str, int] = {}
-        if plan.passing.devices:
+        if plan.passthrough.devices:
             from runner.instance.passthrough import opened_device_nodes
 
-            devices = held.enter_context(opened_device_nodes(plan.passing))
+            devices = held.enter_context(opened_device_nodes(plan.passthrough))
         if plan.lockable:
             from runner.kernel.memory import lockable  # here, because few guests have locked memory
 
@@ -393,8 +394,7 @@ def _spawn(
 @contextmanager
 def _variables(plan: VariablesPlan) -> Iterator[int]:
     """Hold the firmware's variable store, which is copied from its template if it is missing."""
-    if plan.path is None:
-        assert plan.template is not None  # noqa: S101 - one that is forgotten is made anew each time
+    if isinstance(plan, ForgottenVariables):
         with files.copied(plan.template, write=True) as store:
             yield store
         return

@@ -145,7 +145,8 @@ def _one_error(source: str) -> Iterator[None]:
     except RecursionError:  # from the JSON scanner, or from repr() of what it returned
         raise SpecError(source, [Problem("", "it is nested too deeply")]) from None
     except SpecError as error:
-        raise SpecError(source, [Problem(_short(each.path), _short(each.message)) for each in error.problems]) from None
+        problems = [Problem(_short(each.path), _short(each.message), _short(each.remedy)) for each in error.problems]
+        raise SpecError(source, problems) from None
 
 
 def _short(text: str) -> str:

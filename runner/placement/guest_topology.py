@@ -115,8 +115,8 @@ def divided(memory: int, weights: Sequence[int], page_size: int) -> tuple[int, .
     pages, rest = divmod(memory, page_size)
     if pages < len(weights):
         raise RefusedError(
-            f"cannot divide {memory} bytes of memory among {len(weights)} NUMA nodes in pages of {page_size} bytes;"
-            " give the guest more memory"
+            f"cannot divide {memory} bytes of memory among {len(weights)} NUMA nodes in pages of {page_size} bytes",
+            remedy="give the guest more memory",
         )
     total = sum(weights)
     parts = [pages * weight // total for weight in weights]

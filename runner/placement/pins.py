@@ -43,7 +43,13 @@ class PinFinding:
 
     kind: PinFindingKind
     cpus: CpuSet
-    message: str
+    statement: str
+    remedy: str = ""
+
+    @property
+    def message(self) -> str:
+        """The statement with its remedy."""
+        return f"{self.statement}; {self.remedy}" if self.remedy else self.statement
 
 
 def _one_cpu_each(_placement: Pinning, _attribute: object, pins: tuple[int, ...]) -> None:
@@ -95,8 +101,8 @@ def place(
         raise RefusedError(f"cannot place vCPUs on CPUs {unknown}: the host has no such online CPUs")
     if vcpus > len(exclusive):
         raise RefusedError(
-            f"cannot place {vcpus} vCPUs: there are {len(exclusive)} exclusive CPUs ({exclusive});"
-            " ask for as many CPUs as vCPUs"
+            f"cannot place {vcpus} vCPUs: there are {len(exclusive)} exclusive CPUs ({exclusive})",
+            remedy="ask for as many CPUs as vCPUs",
         )
     if policy is None:
         policy = PinPolicy.PACKED_SIBLINGS if not _half_cores(exclusive, hardware) else PinPolicy.LINEAR
@@ -149,8 +155,8 @@ def _findings(
         yield PinFinding(
             PinFindingKind.SIBLING_OF_ANOTHER,
             ours,
-            f"CPUs {ours} share their cores with CPUs {taken}, which are exclusive to another pod: each slows the"
-            " other; ask for whole cores, and set the kubelet's option full-pcpus-only",
+            f"CPUs {ours} share their cores with CPUs {taken}, which are exclusive to another pod: each slows the other",
+            "ask for whole cores, and set the kubelet's option full-pcpus-only",
         )
     shared = missing - taken
     if len(shared):
@@ -158,8 +164,8 @@ def _findings(
         yield PinFinding(
             PinFindingKind.HALF_CORE,
             ours,
-            f"CPUs {ours} are half cores: anybody may run on their siblings {shared};"
-            " ask for whole cores, and set the kubelet's option full-pcpus-only",
+            f"CPUs {ours} are half cores: anybody may run on their siblings {shared}",
+            "ask for whole cores, and set the kubelet's option full-pcpus-only",
         )
     numa_nodes = Counter(hardware.by_cpu[cpu].numa_node for cpu in cpus)
     if len(numa_nodes) > 1:
@@ -167,8 +173,8 @@ def _findings(
         yield PinFinding(
             PinFindingKind.ACROSS_NUMA_NODES,
             cpus,
-            f"the vCPUs lie on {len(numa_nodes)} NUMA nodes ({where}): memory is remote for some of them;"
-            " ask for less, or set the kubelet's Topology Manager policy to single-numa-node or restricted",
+            f"the vCPUs lie on {len(numa_nodes)} NUMA nodes ({where}): memory is remote for some of them",
+            "ask for less, or set the kubelet's Topology Manager policy to single-numa-node or restricted",
         )
     kinds = Counter(hardware.by_cpu[cpu].kind for cpu in cpus)
     if len(kinds) > 1:
@@ -181,7 +187,8 @@ def _findings(
         yield PinFinding(
             PinFindingKind.UNUSED_CPUS,
             unused,
-            f"CPUs {unused} are exclusive and have no vCPU; give the guest more vCPUs",
+            f"CPUs {unused} are exclusive and have no vCPU",
+            "give the guest more vCPUs",
         )
 
 
@@ -202,7 +209,8 @@ def choose_cpus(hardware: Hardware, allowed: CpuSet, count: int) -> CpuSet:
         raise RefusedError(f"cannot choose {count} CPUs: an instance has at least one")
     if count > len(usable):
         raise RefusedError(
-            f"cannot choose {count} CPUs: only {len(usable)} may be used ({usable}); ask for fewer vCPUs"
+            f"cannot choose {count} CPUs: only {len(usable)} may be used ({usable})",
+            remedy="ask for fewer vCPUs",
         )
     without_first = usable - hardware.siblings(0) if 0 in hardware.online else usable
     pool = without_first if len(without_first) >= count else usable

@@ -1,25 +1,26 @@
-"""What cloud-init in the guest is told: the NoCloud seed, a small CD image labelled CIDATA.
+"""The NoCloud seed that cloud-init in the guest reads: a small CD image labelled CIDATA.
 
-cloud-init's ``doc/rtd/reference/datasources/nocloud.rst`` says which files it has; which kinds of user-data there are is in
-``cloudinit/handlers/__init__.py``.
+cloud-init's ``doc/rtd/reference/datasources/nocloud.rst`` lists its files, ``cloudinit/handlers/__init__.py`` the kinds of
+user-data.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 import attrs
 
 from runner.facts.disk import DocumentFact
 from runner.plan.iso9660 import image
+from runner.plan.problems import Problems
 from runner.spec.instance import CloudInitSpec
 
 LABEL = "CIDATA"
 LARGEST = 1 << 20
-"""Bytes of each document."""
+"""Bytes that each document may have."""
 
 KINDS = (
     b"#cloud-config",
@@ -33,13 +34,12 @@ KINDS = (
     b"From ",
     b"\x1f\x8b",
 )
-"""How user-data begins: a header, MIME, or gzip."""
+"""The first bytes of user-data that cloud-init understands: a header, MIME, or gzip."""
 _KEY = re.compile(r"(?:.+ )?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[A-Za-z0-9+/]+={0,3}(?: .*)?")
-_Refuse = Callable[[str, str], None]
 
 
 class Sealed:
-    """Bytes that may hold a secret: how many there are is all that a plan shows of them."""
+    """Bytes that may hold a secret: a plan shows only their number."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -56,10 +56,10 @@ class Sealed:
 
 @attrs.frozen
 class SeedPlan:
-    """The seed's documents."""
+    """The documents of the seed."""
 
     instance_id: str
-    """Another one makes cloud-init begin anew; empty when the document meta_data says it."""
+    """A new one makes cloud-init run again as on a first boot; empty when the document meta_data holds it."""
     user_data: Sealed
     meta_data: Sealed
     network_config: Sealed | None
@@ -82,12 +82,12 @@ def plan_seed(
     name: str,
     macs: Sequence[str],
     documents: Mapping[PurePosixPath, DocumentFact],
-    refuse: _Refuse,
+    problems: Problems,
 ) -> SeedPlan:
-    """Decide what the seed says; *macs* are those of the networks, in order, and *identity* is the instance's for ever.
+    """Decide what the seed says; *macs* are those of the networks, in order, and *identity* never changes.
 
-    A network whose configuration is not given is configured by DHCP, which hands out what was planned for it, and is
-    known by its MAC address, because its name depends on the guest's distribution.
+    A network whose configuration is not given is configured by DHCP, which offers what was planned for it. It is matched
+    by its MAC address, because its name depends on the guest's distribution.
     """
 
     def read(where: str, value: str | PurePosixPath | None) -> bytes | None:
@@ -95,17 +95,17 @@ def plan_seed(
             return None if value is None else value.encode()
         fact = documents.get(value, DocumentFact(error="it was not read"))
         if fact.error is not None:
-            refuse(f"cloud_init.{where}", f"cannot read {str(value)!r}: {fact.error}")
+            problems.refuse(f"cloud_init.{where}", f"cannot read {str(value)!r}: {fact.error}")
             return None
         return fact.content
 
     user_data = read("user_data", cloud_init.user_data)
     if user_data is not None:
-        _judge_user_data(user_data, refuse)
+        _check_user_data(user_data, problems)
     keys = [
         key
         for index, value in enumerate(cloud_init.ssh_keys)
-        for key in _keys(f"ssh_keys[{index}]", value, read(f"ssh_keys[{index}]", value), refuse)
+        for key in _keys(f"ssh_keys[{index}]", value, read(f"ssh_keys[{index}]", value), problems)
     ]
     meta_data = read("meta_data", cloud_init.meta_data)
     network_config = read("network_config", cloud_init.network_config)
@@ -130,39 +130,39 @@ def _plain(value: object) -> bytes:
 
 
 def _by_dhcp(macs: Sequence[str]) -> dict[str, object]:
-    # The MAC address as DHCP's client identifier: what the lease is known by.
+    # The MAC address as DHCP's client identifier: dnsmasq knows the lease by it.
     known = {"dhcp4": True, "dhcp-identifier": "mac"}
     ethernets = {f"net{index}": {"match": {"macaddress": mac}, **known} for index, mac in enumerate(macs)}
     return {"version": 2, "ethernets": ethernets}
 
 
-def _judge_user_data(content: bytes, refuse: _Refuse) -> None:
+def _check_user_data(content: bytes, problems: Problems) -> None:
     if content.startswith(KINDS):
         return
     first = content.partition(b"\n")[0][:40].decode(errors="replace")
     near = content.lstrip(b"\xef\xbb\xbf \t\r\n#")[:12] == b"cloud-config"
-    refuse(
+    problems.refuse(
         "cloud_init.user_data",
-        f"begins with {first!r}, which cloud-init would ignore; "
-        + (
-            "its first line must be '#cloud-config', without anything before it"
-            if near
-            else "begin it with '#cloud-config' or '#!/bin/sh'"
-        ),
+        f"begins with {first!r}, which cloud-init would ignore",
+        "its first line must be '#cloud-config', without anything before it"
+        if near
+        else "begin it with '#cloud-config' or '#!/bin/sh'",
     )
 
 
-def _keys(where: str, value: str | PurePosixPath, content: bytes | None, refuse: _Refuse) -> list[str]:
+def _keys(where: str, value: str | PurePosixPath, content: bytes | None, problems: Problems) -> list[str]:
     if content is None:
         return []
     named = f"{str(value)!r} has " if isinstance(value, PurePosixPath) else "is "
     if b"PRIVATE KEY" in content:
-        refuse(f"cloud_init.{where}", f"{named}a private key, which nobody must see; give the public one (….pub)")
+        problems.refuse(
+            f"cloud_init.{where}", f"{named}a private key, which nobody must see", "give the public one (….pub)"
+        )
         return []
     text = content.decode(errors="replace")
     found = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     wrong = next((line for line in found if _KEY.fullmatch(line) is None), None)
     if wrong is not None or not found:
         what = "no public key" if wrong is None else f"{wrong[:40]!r}, which is no public key"
-        refuse(f"cloud_init.{where}", f"{named}{what}; one looks like 'ssh-ed25519 AAAAC3… name'")
+        problems.refuse(f"cloud_init.{where}", f"{named}{what}", "one looks like 'ssh-ed25519 AAAAC3… name'")
     return found

@@ -1,14 +1,15 @@
-"""Descriptors that somebody else has opened: which of them is what, and that each has one use."""
+"""Descriptors that another program opened and this one inherited: what each is used for, once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 
 import attrs
 
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.host import HostFacts
+from runner.plan.problems import Problems
 from runner.spec.instance import DiskSpec, InstanceSpec
 
 ALLOWED = {
@@ -19,46 +20,46 @@ ALLOWED = {
     "file": "a file",
     "block": "a block device",
 }
-"""What a spec can use, by the kind that the kernel was seen to say."""
+"""The kinds of descriptors that a spec can use, in words."""
 
 
-def with_disks(spec: InstanceSpec, numbers: Mapping[str, int] | None) -> InstanceSpec:
-    """Return *spec* with the paths of the disks that were handed over as descriptors; *numbers* are those, by name.
+def with_disks(spec: InstanceSpec, numbers: Mapping[str, int]) -> InstanceSpec:
+    """Return *spec* with the paths of the disks that were inherited as descriptors; *numbers* are those, by name.
 
-    A disk is opened again by its descriptor's magic link (proc_pid_fd(5)), for each use of it takes flags of its own: the
-    access that was handed over must allow that. Without *numbers* nothing is handed over, and their paths only name them.
+    A disk is opened again by its descriptor's magic link (proc_pid_fd(5)), because each use of it takes flags of its own:
+    the access mode of the inherited descriptor must allow that.
     """
 
-    def path(disk: DiskSpec) -> PurePosixPath:
-        if disk.fd is None or (numbers is not None and disk.fd not in numbers):
+    def path(disk: DiskSpec) -> PurePosixPath | None:
+        if disk.fd is None or disk.fd not in numbers:
             return disk.path
-        return PurePosixPath(f"fd:{disk.fd}" if numbers is None else f"/proc/self/fd/{numbers[disk.fd]}")
+        return PurePosixPath(f"/proc/self/fd/{numbers[disk.fd]}")
 
     return attrs.evolve(spec, disk=tuple(attrs.evolve(disk, path=path(disk)) for disk in spec.disk))
 
 
 class Claims:
-    """The descriptors that were handed over, and who in the spec claims which; each can be claimed once.
+    """The inherited descriptors, and the key of the spec that claims each; each can be claimed once.
 
-    A plan made beforehand (``instance-runner plan``) takes none over, because that would use them up. It takes the spec's word.
+    A plan made beforehand (``instance-runner plan``) inherits none, because that would use them up. It believes the spec.
     """
 
-    def __init__(self, facts: HostFacts, refuse: Callable[[str, str], None]) -> None:
-        self._handed = facts.descriptors
-        self._refuse = refuse
+    def __init__(self, facts: HostFacts, problems: Problems) -> None:
+        self._inherited = facts.descriptors
+        self._refuse = problems.refuse
         self._claimed: dict[str, str] = {}
 
     def claim(self, where: str, name: str, kinds: Collection[str], *, write: bool) -> DescriptorFact | None:
-        """Return what *name* is; refuse, at the path *where*, what is not there, of another kind, or not for writing."""
+        """Return what *name* is; refuse, at the path *where*, one that is missing, of another kind, or not writable."""
         if name in self._claimed:
             self._refuse(where, f"the descriptor {name!r} is taken by {self._claimed[name]} already")
         self._claimed[name] = where
-        if self._handed is None:
+        if self._inherited is None:
             return None
-        found = self._handed.get(name)
+        found = self._inherited.get(name)
         if found is None:
-            known = ", ".join(map(repr, self._handed)) or "none"
-            self._refuse(where, f"no descriptor {name!r} was handed to us; there are: {known}")
+            known = ", ".join(map(repr, self._inherited)) or "none"
+            self._refuse(where, f"no descriptor {name!r} was handed to us", f"there are: {known}")
             return None
         allowed = " or ".join(ALLOWED[kind] for kind in ALLOWED if kind in kinds)
         if found.kind not in kinds:
@@ -68,15 +69,22 @@ class Claims:
             self._refuse(where, f"the descriptor {name!r} is {found.description}, but came as {found.declared!r}")
             return None
         if write and not found.writable:
-            self._refuse(where, f"the descriptor {name!r} is open for reading only; it takes one for both")
+            self._refuse(where, f"the descriptor {name!r} is open for reading only", "it takes one for both")
             return None
         return found
 
-    def unclaimed(self) -> None:
-        """Refuse what was handed over and nothing in the spec names: it would stay open for nobody."""
-        for name, found in (self._handed or {}).items():
+    def claim_disks(self, disks: Sequence[DiskSpec]) -> None:
+        """Claim the descriptors of *disks*."""
+        for index, disk in enumerate(disks):
+            if disk.fd is not None:
+                self.claim(f"disk[{index}].fd", disk.fd, {"file", "block"}, write=disk.writes)
+
+    def refuse_unclaimed(self) -> None:
+        """Refuse inherited descriptors that no key of the spec names: they would stay open without a use."""
+        for name, found in (self._inherited or {}).items():
             if name not in self._claimed:
                 self._refuse(
                     "descriptors",
-                    f"nothing names the descriptor {name!r} ({found.description}); name it, or hand it to somebody else",
+                    f"nothing names the descriptor {name!r} ({found.description})",
+                    "name it, or hand it to somebody else",
                 )

@@ -1,29 +1,31 @@
-"""Disks: from what is asked for and what was found at its paths to the files QEMU gets and how it uses them.
+"""Disks: which files QEMU gets for each, and how it uses them.
 
 The same decisions are made for a disk the machine starts with and for one that is attached while it runs.
 
-Why ``aio = "auto"`` never means io_uring: its kernel workers (``iou-wrk-…``) may run on the whole cpuset of whoever made
-the ring (``io_uring/io-wq.c``: ``io_wq_create``), whatever the masks of QEMU's threads are, and the seccomp profiles of
-Docker and containerd forbid it. ``io_submit(2)`` makes no thread at all, but waits where a write must find room on the
-disk first, which is why it is chosen for block devices and files without holes; worker threads do the rest.
+Why ``aio = "auto"`` never means io_uring: its kernel workers (``iou-wrk-…``) may run on the whole cpuset of the process
+that made the ring (``io_uring/io-wq.c``: ``io_wq_create``), whatever the masks of QEMU's threads are, and the seccomp
+profiles of Docker and containerd forbid it. ``io_submit(2)`` makes no thread, but waits where a write must allocate
+space first, so it is chosen for block devices and files without holes; worker threads serve all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import Literal
 
 import attrs
 
-from runner.facts.disk import MISSING, DiskFacts, FileFact
-from runner.spec.instance import DiskSpec
+from runner.facts.disk import MISSING, DiskFacts, FileFact, LateDiskFacts
+from runner.facts.host import HostFacts
+from runner.plan.problems import Problems
+from runner.spec.instance import DetectZeroes, DiskFormat, DiskSpec
 from runner.spec.rules import format_size
 
 LONGEST_CHAIN = 16
-"""Files one image may take data from, in a row."""
+"""Files in one chain of backing files."""
 
-Refuse = Callable[[str, str], None]
-"""Takes the path of a key, and what is wrong with its value."""
+Aio = Literal["native", "io_uring", "threads"]
 
 
 @attrs.frozen
@@ -31,19 +33,19 @@ class Layer:
     """A file or block device that holds data of a disk."""
 
     path: PurePosixPath
-    format: str
+    format: DiskFormat
     block: bool = False
     """A block device."""
 
 
 @attrs.frozen
 class Overlay:
-    """The file without a name that an ephemeral disk is written to."""
+    """The unnamed file that holds the writes to an ephemeral disk."""
 
     size: int
     """Bytes the guest sees."""
     limit: int
-    """Bytes the file may have; a write beyond is an error in the guest."""
+    """Bytes the file may have; a write beyond them is an I/O error in the guest."""
 
 
 @attrs.frozen
@@ -51,37 +53,36 @@ class DiskPlan:
     """One virtio disk."""
 
     name: str
-    """``disk0``, …: of its device and of its topmost block node."""
+    """``disk0``, …: the name of its device and of its topmost block node."""
     layers: tuple[Layer, ...]
-    """What was named, and below it, one by one, what its data comes from."""
+    """The file that the spec names, then its backing files from the top to the bottom."""
     overlay: Overlay | None
-    """Lies above all of it."""
+    """Above all layers."""
     read_only: bool
     serial: str | None
     direct: bool
-    """What is written to, and that alone, is used past the page cache; what lies below may be others' too, and stays in it."""
+    """The topmost layer, which is written to, bypasses the page cache; backing files, which others may use too, do not."""
     write_cache: bool
-    """The guest is told that a write may not be on stable storage before a flush."""
-    aio: str
-    """``native``, ``io_uring`` or ``threads``."""
+    """The disk reports a volatile write cache: a write is on stable storage only after a flush."""
+    aio: Aio
     discard: bool
-    detect_zeroes: str
+    detect_zeroes: DetectZeroes
     iothread: bool
     sectors: tuple[int, int]
     """Bytes of a logical and of a physical block."""
 
     @property
     def path(self) -> PurePosixPath:
-        """What the spec names."""
+        """The file or block device that the spec names."""
         return self.layers[0].path
 
     @property
     def written(self) -> bool:
-        """Whether the guest writes to what the spec names."""
+        """Whether the guest writes to the file or block device that the spec names."""
         return self.overlay is None and not self.read_only
 
     def below(self) -> Iterator[tuple[str, Layer]]:
-        """Yield name and layer of all that is only read, from the top to the bottom."""
+        """Yield name and layer of each file that is only read, from the top to the bottom."""
         layers = self.layers if self.overlay is not None else self.layers[1:]
         yield from ((f"{self.name}-base{number}", layer) for number, layer in enumerate(layers, 1))
 
@@ -91,15 +92,30 @@ def within(path: PurePosixPath, directories: Iterable[PurePosixPath]) -> bool:
     return any(directory in path.parents for directory in directories)
 
 
-def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, refuse: Refuse) -> DiskPlan:
-    """Decide about *disk*; what cannot be done is told to *refuse*, with paths that begin with *where*."""
-    fact = facts.files.get(disk.path, MISSING)
-    direct, aio = _ways(disk, fact, facts.io_uring_error, where, refuse)
-    layers = tuple(_layers(disk, fact, facts.files, where, refuse))
+def plan_disks(disks: Sequence[DiskSpec], facts: HostFacts, problems: Problems) -> tuple[DiskPlan, ...]:
+    """Decide about the disks that the machine starts with."""
+    return tuple(
+        plan_disk(f"disk{index}", disk, _facts_of(disk, facts), f"disk[{index}]", problems)
+        for index, disk in enumerate(disks)
+    )
+
+
+def _facts_of(disk: DiskSpec, facts: HostFacts) -> DiskFacts:
+    """Return the facts about *disk*; for a descriptor that is not inherited yet the spec is believed."""
+    if disk.fd is None or facts.descriptors is not None:
+        return facts
+    return LateDiskFacts({disk.file: FileFact("file")}, facts.io_uring_error)
+
+
+def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, problems: Problems) -> DiskPlan:
+    """Decide about *disk*; the paths of its problems begin with *where*."""
+    fact = facts.files.get(disk.file, MISSING)
+    direct, aio = _access(disk, fact, facts.io_uring_error, where, problems)
+    layers = tuple(_layers(disk, fact, facts.files, where, problems))
     size = 0 if fact.image is None else fact.image.size
     overlay = None
     if disk.ephemeral:
-        # Data that has been written twice, and its metadata, may take a little more than the disk itself.
+        # Data that was written twice, and metadata, may take a little more than the disk itself.
         overlay = Overlay(size, disk.ephemeral_size or size + size // 1024 + (64 << 20))
     return DiskPlan(
         name=name,
@@ -117,21 +133,23 @@ def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, refuse: R
     )
 
 
-def _ways(disk: DiskSpec, fact: FileFact, io_uring_error: str | None, where: str, refuse: Refuse) -> tuple[bool, str]:
-    """Decide whether the page cache is passed by, and how QEMU reads and writes."""
+def _access(
+    disk: DiskSpec, fact: FileFact, io_uring_error: str | None, where: str, problems: Problems
+) -> tuple[bool, Aio]:
+    """Decide whether the page cache is bypassed, and how QEMU reads and writes."""
     if disk.ephemeral:
         return False, "threads"
     found = fact.image is not None
     direct = disk.cache == "none" or (disk.cache == "auto" and (fact.direct or disk.aio == "native"))
     if direct and found and not fact.direct:
         key = "cache" if disk.cache == "none" else "aio"
-        refuse(
+        problems.refuse(
             f"{where}.{key}",
-            f"{str(disk.path)!r} cannot be used past the page cache (O_DIRECT): its file system has no such thing; "
+            f"{str(disk.file)!r} cannot be used past the page cache (O_DIRECT): its file system has no such thing",
             'leave it out, or say cache = "writeback"',
         )
     if disk.aio == "io_uring" and io_uring_error is not None:
-        refuse(f"{where}.aio", f"cannot use io_uring: {io_uring_error}; leave it out")
+        problems.refuse(f"{where}.aio", f"cannot use io_uring: {io_uring_error}", "leave it out")
     if disk.aio != "auto":
         return direct, disk.aio
     allocated = fact.kind == "block" or (disk.format == "raw" and not fact.sparse)
@@ -139,17 +157,17 @@ def _ways(disk: DiskSpec, fact: FileFact, io_uring_error: str | None, where: str
 
 
 def _layers(
-    disk: DiskSpec, fact: FileFact, files: Mapping[PurePosixPath, FileFact], where: str, refuse: Refuse
+    disk: DiskSpec, fact: FileFact, files: Mapping[PurePosixPath, FileFact], where: str, problems: Problems
 ) -> Iterator[Layer]:
-    """Yield the layers of *disk* as far as there is nothing wrong with them."""
-    path, format_, at = disk.path, disk.format, f"{where}.path"
+    """Yield the layers of *disk* down to the first that cannot be used."""
+    path, format_, at = disk.file, disk.format, f"{where}.path"
     seen: list[PurePosixPath] = []
     while True:
         yield Layer(path, format_, fact.kind == "block")
-        reason = _error(path, format_, fact, remedy="; set read_only = true if the guest shall not write" * disk.writes)
-        if reason is not None:
+        error = next(_errors(repr(str(path)), format_, fact, writes=disk.writes), None)
+        if error is not None:
             wrong_format = fact.image is not None and fact.image.format != format_
-            refuse(f"{where}.format" if wrong_format and not seen else at, reason)
+            problems.refuse(f"{where}.format" if wrong_format and not seen else at, *error)
             return
         seen.append(path)
         backing = None if fact.image is None else fact.image.backing
@@ -161,50 +179,50 @@ def _layers(
             rule = (
                 f"which is not in {allowed}" if allowed else "which is not followed unless backing names its directory"
             )
-            refuse(at, f"{needs}, {rule}; flatten it with `qemu-img convert`, or name the directory in backing")
-            return
-        if backing in seen or len(seen) > LONGEST_CHAIN:
-            refuse(
-                at,
-                f"{needs}, and so on without end"
-                if backing in seen
-                else f"{needs}: more than {LONGEST_CHAIN} in a row",
+            problems.refuse(
+                at, f"{needs}, {rule}", "flatten it with `qemu-img convert`, or name the directory in backing"
             )
             return
-        if fact.image.backing_format not in {"raw", "qcow2"}:
-            said = "no format" if fact.image.backing_format is None else f"the format {fact.image.backing_format!r}"
-            refuse(at, f"{needs} and gives {said} for it; say it with `qemu-img rebase -u -F raw` (or qcow2)")
+        if backing in seen or len(seen) > LONGEST_CHAIN:
+            end = ", and so on without end" if backing in seen else f": more than {LONGEST_CHAIN} in a row"
+            problems.refuse(at, needs + end)
             return
-        path, format_, fact = backing, fact.image.backing_format, files.get(backing, MISSING)
+        match fact.image.backing_format:
+            case "raw":
+                format_ = "raw"
+            case "qcow2":
+                format_ = "qcow2"
+            case other:
+                given = "no format" if other is None else f"the format {other!r}"
+                remedy = "say it with `qemu-img rebase -u -F raw` (or qcow2)"
+                problems.refuse(at, f"{needs} and gives {given} for it", remedy)
+                return
+        path, fact = backing, files.get(backing, MISSING)
 
 
-def _error(path: PurePosixPath, format_: str, fact: FileFact, *, remedy: str) -> str | None:
-    """Return the first thing that is wrong with one layer."""
-    return next(_errors(repr(str(path)), format_, fact, remedy), None)
-
-
-def _errors(name: str, format_: str, fact: FileFact, remedy: str) -> Iterator[str]:
+def _errors(name: str, format_: DiskFormat, fact: FileFact, *, writes: bool) -> Iterator[tuple[str, str]]:
+    """Yield the errors of one layer, each with its remedy, empty if there is none; *name* is its quoted path."""
     image = fact.image
     if fact.kind == "missing":
-        yield f"{name} does not exist"
+        yield f"{name} does not exist", ""
     if fact.kind not in {"file", "block"}:
-        yield f"{name} {fact.words}, not a file or block device"
+        yield f"{name} {fact.words}, not a file or block device", ""
     if fact.error is not None:
-        yield f"cannot open {name}: {fact.error}{remedy}"
+        yield f"cannot open {name}: {fact.error}", "set read_only = true if the guest shall not write" * writes
     if image is None:
         return
     if image.format != format_:
-        yield f'is "{format_}", but {name} holds a {image.format} image'
+        yield f'is "{format_}", but {name} holds a {image.format} image', ""
     if image.error is not None:
-        yield f"{name} {image.error}"
+        yield f"{name} {image.error}", ""
     if image.locked:
-        yield f"{name} is in use by another process (QEMU's image lock); stop it first"
+        yield f"{name} is in use by another process (QEMU's image lock)", "stop it first"
     if image.format == "raw" and (fact.size == 0 or fact.size % 512):
-        yield f"{name} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector"
+        yield f"{name} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector", ""
 
 
 def disk_words(disk: DiskPlan) -> str:
-    """Return *disk* in words, for an operator."""
+    """Return a description of *disk* for an operator."""
     mode = "read-only" if disk.read_only else "writable"
     if disk.overlay is not None:
         mode = f"ephemeral (at most {format_size(disk.overlay.limit)} written)"

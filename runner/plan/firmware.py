@@ -1,19 +1,21 @@
-"""Which firmware starts the machine, and where it keeps its variables."""
+"""The firmware that starts the machine, and the file that keeps its variables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 import attrs
 
 from runner.facts.disk import MISSING
 from runner.facts.host import HostFacts
-from runner.spec.instance import BootSpec
+from runner.plan.problems import Problems
+from runner.spec.instance import BootSpec, FirmwareBuild
 
 OVMF = PurePosixPath("/usr/share/OVMF")
 EDK2 = PurePosixPath("/usr/share/edk2/ovmf")
-BUILDS = {
+BUILDS: dict[FirmwareBuild, tuple[tuple[PurePosixPath, PurePosixPath], ...]] = {
     "uefi": (
         (OVMF / "OVMF_CODE_4M.fd", OVMF / "OVMF_VARS_4M.fd"),
         (OVMF / "OVMF_CODE.fd", OVMF / "OVMF_VARS.fd"),
@@ -25,46 +27,53 @@ BUILDS = {
         (EDK2 / "OVMF_CODE.secboot.fd", EDK2 / "OVMF_VARS.secboot.fd"),
     ),
 }
-"""Where Debian, Ubuntu and Fedora keep a firmware and an empty variable store for it (with Microsoft's keys for the secure one)."""
+"""The paths of a firmware and its empty variable store (with Microsoft's keys for the secure one) on Debian, Ubuntu, Fedora."""
 
 
 @attrs.frozen
-class VariablesPlan:
-    """The firmware's variable store."""
+class KeptVariables:
+    """A file that keeps the firmware's variables."""
 
-    path: PurePosixPath | None
-    """The file that keeps it; ``None``: it is forgotten when QEMU ends."""
+    path: PurePosixPath
     template: PurePosixPath | None
-    """What a new one is a copy of; ``None``: the file is there."""
+    """The file that a new store is a copy of; ``None``: the store exists."""
 
 
 @attrs.frozen
-class Firmware:
-    """What was decided: a firmware image and its store."""
+class ForgottenVariables:
+    """A copy of *template* in memory: what the firmware remembers ends with QEMU."""
+
+    template: PurePosixPath
+    path: None = None
+
+
+VariablesPlan = KeptVariables | ForgottenVariables
+
+
+class Firmware(NamedTuple):
+    """A firmware image and its store."""
 
     code: PurePosixPath | None
-    """``None``: SeaBIOS, which QEMU brings along."""
+    """``None``: SeaBIOS, which is part of QEMU."""
     variables: VariablesPlan | None = None
     secure: bool = False
-    """Needs System Management Mode, in which alone the store can be written."""
+    """It needs System Management Mode: only there can its store be written."""
 
 
 def candidates(boot: BootSpec) -> Iterable[PurePosixPath]:
-    """Return the files beside those the spec names that have to be looked at for :func:`choose_firmware`."""
+    """Return the files that :func:`choose_firmware` needs facts about, in addition to those the spec names."""
     if isinstance(boot.firmware, str):
         return [path for pair in BUILDS[boot.firmware] for path in pair]
     return [template_of(boot.firmware)] if boot.firmware is not None and boot.firmware_vars is not None else []
 
 
 def template_of(code: PurePosixPath) -> PurePosixPath:
-    """Return where the empty store for the firmware *code* would be: ``OVMF_VARS_4M.fd`` beside ``OVMF_CODE_4M.fd``."""
+    """Return the path of the empty store for the firmware *code*: ``OVMF_VARS_4M.fd`` for ``OVMF_CODE_4M.fd``."""
     return code.with_name(code.name.replace("CODE", "VARS"))
 
 
-def choose_firmware(
-    boot: BootSpec, facts: HostFacts, refuse: Callable[[str, str], None], remark: Callable[[str], None]
-) -> Firmware:
-    """Choose the firmware for *boot*; that its code can be read is judged elsewhere."""
+def choose_firmware(boot: BootSpec, facts: HostFacts, problems: Problems) -> Firmware:
+    """Choose the firmware for *boot*; whether its code can be read is checked where that file is planned."""
     if boot.firmware is None:
         return Firmware(None)
 
@@ -76,10 +85,11 @@ def choose_firmware(
         pairs = BUILDS[boot.firmware]
         pair = next((each for each in pairs if all(size(path) is not None for path in each)), None)
         if pair is None:
-            refuse(
+            problems.refuse(
                 "boot.firmware",
                 f"cannot find the firmware {boot.firmware!r} as one of {', '.join(str(code) for code, _ in pairs)}, each with its "
-                "variable store; install the package ovmf, or name the files",
+                "variable store",
+                "install the package ovmf, or name the files",
             )
             return Firmware(None)
         code, template = pair
@@ -90,11 +100,12 @@ def choose_firmware(
     if path is None:
         if not isinstance(boot.firmware, str):
             return Firmware(code, secure=secure)
-        remark(
-            "what the firmware is told to remember, such as the boot order, is forgotten at the end; boot.firmware_vars keeps it"
+        problems.remark(
+            "what the firmware is told to remember, such as the boot order, is forgotten at the end",
+            "boot.firmware_vars keeps it",
         )
-        return Firmware(code, VariablesPlan(None, template), secure)
-    return Firmware(code, _kept(path, template, size(template), facts, refuse), secure)
+        return Firmware(code, ForgottenVariables(template), secure)
+    return Firmware(code, _kept(path, template, size(template), facts, problems), secure)
 
 
 def _kept(
@@ -102,16 +113,16 @@ def _kept(
     template: PurePosixPath,
     wanted: int | None,
     facts: HostFacts,
-    refuse: Callable[[str, str], None],
-) -> VariablesPlan:
-    """Judge the store at *path*, of which *wanted* is the right size if that is known."""
-    where, name, fact = "boot.firmware_vars", repr(str(path)), facts.files.get(path, MISSING)
+    problems: Problems,
+) -> KeptVariables:
+    """Check the store at *path*; *wanted* is its right size in bytes, ``None`` if that is not known."""
+    refuse, where, name, fact = problems.refuse, "boot.firmware_vars", repr(str(path)), facts.files.get(path, MISSING)
     if fact.kind == "missing":
         if facts.files.get(path.parent, MISSING).kind != "directory":
             refuse(where, f"{name} does not exist, and neither does its directory")
         elif wanted is None:
-            refuse(where, f"{name} does not exist, and there is no {str(template)!r} to make it from; copy one there")
-        return VariablesPlan(path, template)
+            refuse(where, f"{name} does not exist, and there is no {str(template)!r} to make it from", "copy one there")
+        return KeptVariables(path, template)
     if fact.kind != "file":
         refuse(where, f"{name} is a {fact.kind}, not a file" if fact.kind != "other" else f"{name} is not a file")
     elif fact.error is not None:
@@ -120,8 +131,9 @@ def _kept(
         refuse(
             where,
             f"{name} has {fact.size} bytes, but the store of this firmware has the {wanted} of {str(template)!r}: it belongs to "
-            "another build; name that one's firmware, or remove the file to begin anew",
+            "another build",
+            "name that one's firmware, or remove the file to begin anew",
         )
     elif fact.image is not None and fact.image.locked:
-        refuse(where, f"{name} is in use by another process (QEMU's image lock); stop it first")
-    return VariablesPlan(path, None)
+        refuse(where, f"{name} is in use by another process (QEMU's image lock)", "stop it first")
+    return KeptVariables(path, None)

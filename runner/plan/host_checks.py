@@ -1,4 +1,4 @@
-"""Judgements that decide both whether ``run`` starts and what ``check`` says: made here, so that they cannot differ."""
+"""Checks of the host that both ``run`` and ``check`` make, so that they cannot differ."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from runner.facts.host import Kvm, PodQos
 from runner.spec.instance import InstanceSpec
 
 QEMU_OLDEST = (7, 2)
-"""The oldest QEMU that everything here was run with."""
+"""The oldest QEMU that this program was tested with."""
 
 OWN_CPUS = (
     "give every container of the pod whole CPUs and memory with requests equal to limits, "
     "on a node whose kubelet has `cpuManagerPolicy: static`"
 )
-"""The remedy where a pod has no CPUs of its own."""
+"""The remedy for :func:`shared_cpus`."""
 
 CPU_TIME = (
     "raise the limit (`limits.cpu`, `docker --cpus`, `cpu.max` of the groups above) to at least the number of vCPUs"
@@ -21,16 +21,16 @@ CPU_TIME = (
 """The remedy for :func:`too_little_time`."""
 
 ASKING_FOR_LESS = frozenset({"affinity", "delegated"})
-"""Placements that keep apart what is in the container only: who names one, does without CPUs of his own."""
+"""Placements that separate only what runs in the container: a spec that names one does without exclusive CPUs."""
 
 _GUARANTEED, _BEST_EFFORT = -997, 1000
 
 
 def qos_of_oom_score_adj(value: int) -> str:
-    """Return the QoS class for which the kubelet sets ``oom_score_adj`` to *value*, empty if for none.
+    """Return the QoS class for which the kubelet sets ``oom_score_adj`` to *value*, empty if there is none.
 
-    ``pkg/kubelet/qos/policy.go``, ``GetContainerOOMScoreAdjust``: -997, 1000, and for Burstable by its share of memory
-    something between. A node-critical pod of any class has -997 too.
+    ``pkg/kubelet/qos/policy.go``, ``GetContainerOOMScoreAdjust``: -997, 1000, and for Burstable a value between
+    them by its share of memory. A node-critical pod of any class has -997 too.
     """
     if value == _GUARANTEED:
         return "guaranteed"
@@ -40,7 +40,7 @@ def qos_of_oom_score_adj(value: int) -> str:
 
 
 def shared_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet) -> str | None:
-    """Return why the CPUs that a process of *pod* may use are not its own; ``None`` if nothing says so.
+    """Return why the CPUs that a process of *pod* may use are not exclusive; ``None`` if nothing shows that.
 
     The kubelet gives exclusive CPUs to Guaranteed pods alone, and never every *online* CPU of the node: its static
     policy does not start without a reservation (``policy_static.go``, ``NewStaticPolicy``).
@@ -70,7 +70,7 @@ def emulated(kvm: Kvm) -> str | None:
 
 
 def kvm_unusable(kvm: Kvm) -> str | None:
-    """Return why a KVM that answers cannot be used; ``None`` if it can. Emulating instead would be slow without a word."""
+    """Return why a KVM that answers cannot be used; ``None`` if it can. Emulating instead would be slow without notice."""
     return None if kvm.trial is None else f"/dev/kvm answers, but makes no virtual machine: {kvm.trial}"
 
 
@@ -86,7 +86,7 @@ def root_for_kvm(kvm: Kvm) -> str | None:
 
 
 def too_old(version: str) -> str | None:
-    """Return why QEMU *version* (``7.2.22``, as QMP and ``--version`` tell it) cannot be used; ``None`` if it can."""
+    """Return why QEMU *version* (``7.2.22``, as in QMP's greeting and ``--version``) cannot be used; ``None`` if it can."""
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     if major.isdecimal() and minor.isdecimal() and (int(major), int(minor)) >= QEMU_OLDEST:
@@ -95,13 +95,13 @@ def too_old(version: str) -> str | None:
 
 
 ADDRESSES, ADDRESSES_THREAD = 512 << 20, 80 << 20
-"""QEMU's addresses beside the guest's RAM, and those of a thread (its heap may take 64 MiB, its stack 8): they count
+"""QEMU's addresses without the guest's RAM, and those of a thread (its heap may take 64 MiB, its stack 8): they count
 against ``RLIMIT_MEMLOCK``, used or not (``mm/mlock.c``, ``mlockall``; measured: 414 and at most 73 MiB)."""
 WORKERS = 4
 """Threads that read and write for QEMU's main thread, and for each iothread, where memory is locked: else up to 64, each with
 a stack and a heap that count (``thread-pool-max``)."""
-PASSED_BESIDE_RAM = 64 << 20
-"""Bytes that VFIO locks beside the guest's RAM at most: firmware, option ROMs, video memory."""
+VFIO_MEMLOCK_OVERHEAD = 64 << 20
+"""Bytes that VFIO locks in addition to the guest's RAM, at most: firmware, option ROMs, video memory."""
 
 MEMLOCK = (
     "give it `LimitMEMLOCK=infinity` in the [Service] section of containerd.service, `docker run --ulimit memlock=-1`, "
@@ -110,23 +110,23 @@ MEMLOCK = (
 """The remedy for :func:`too_little_lockable`."""
 
 
-def locked_threads(spec: InstanceSpec) -> int:
-    """Return how many threads QEMU has at most where its memory is locked, beside those it always has."""
+def locked_threads(spec: InstanceSpec, vcpus: int) -> int:
+    """Return how many threads QEMU has at most where its memory is locked, without those it always has."""
     iothreads = sum(disk.iothread for disk in spec.disk)
-    return spec.cpu.count + iothreads + WORKERS * (1 + iothreads)
+    return vcpus + iothreads + WORKERS * (1 + iothreads)
 
 
-def bytes_to_lock(spec: InstanceSpec, bars: int = 0) -> int:
-    """Return how many bytes QEMU may have to lock for *spec*, 0 if none; its devices have regions of *bars* bytes.
+def bytes_to_lock(spec: InstanceSpec, vcpus: int, size: int, bars: int = 0) -> int:
+    """Return how many bytes QEMU may have to lock with *size* bytes of RAM, 0 if none; *bars* are the devices' regions.
 
     VFIO counts on top of what ``mlockall(2)`` has counted, and that counts what QEMU maps of devices as well.
     """
     memory, needed = spec.memory, 0
     if memory.lock:
         # Pages of hugetlb are never swapped, and yet their addresses are counted.
-        needed += memory.size + ADDRESSES + locked_threads(spec) * ADDRESSES_THREAD
+        needed += size + ADDRESSES + locked_threads(spec, vcpus) * ADDRESSES_THREAD
     if spec.device:
-        needed += memory.size + PASSED_BESIDE_RAM + (bars if memory.lock else 0)
+        needed += size + VFIO_MEMLOCK_OVERHEAD + (bars if memory.lock else 0)
     return needed
 
 

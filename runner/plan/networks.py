@@ -1,24 +1,27 @@
-"""The guest's network interfaces: what each is made of, decided from what was asked and what was found."""
+"""The guest's network interfaces: what each consists of on the host, and what the guest sees of it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
+from collections.abc import Iterable, Iterator
+from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface, IPv6Network
 from pathlib import PurePosixPath
+from typing import Literal, assert_never
 
 import attrs
 
+from runner.facts.descriptor import DescriptorFact
 from runner.facts.host import HostFacts
 from runner.facts.network import Interface, Route
 from runner.plan.descriptor_claims import Claims
-from runner.spec.instance import InstanceSpec, NetworkSpec, private_subnets
+from runner.plan.problems import Problems
+from runner.spec.instance import InstanceSpec, NetworkSpec, private_subnet
 
 MOST_QUEUES = 8
-"""Pairs of queues a guest gets unless it asks for more: each costs a vhost thread, and 8 carry more than a NIC does."""
+"""Pairs of queues without ``queues``: each costs a vhost thread, and 8 carry more than a NIC does."""
 
 PASST_MTU = 65520
-"""Bytes; passt's own default (passt(1), ``--mtu``): its packets never leave the machine in that size."""
+"""Bytes; passt's own default (passt(1), ``--mtu``): packets of that size never leave the machine."""
 
 DHCP_USERS = ("dnsmasq", "nobody")
 
@@ -30,22 +33,22 @@ class Nic:
     mac: str
     mtu: int
     queues: int
-    """Pairs of queues."""
+    """Pairs of receive and transmit queues."""
 
 
 @attrs.frozen
 class Ipv6Plan:
-    """The guest's IPv6 address on one bridge; it is told of it by router advertisement and DHCPv6."""
+    """The guest's IPv6 address on one bridge; it learns it by router advertisement and DHCPv6."""
 
     guest: IPv6Interface
     host: IPv6Interface | None
-    """Our address on the bridge; ``None`` where the network is the pod's, and we are nobody in it."""
+    """Our address on the bridge; ``None`` in the pod's network, where we have no address."""
     nameservers: tuple[IPv6Address, ...] = ()
 
 
 @attrs.frozen
 class BridgedPlan(Nic):
-    """A tap on a bridge of ours, where dnsmasq tells the guest its address (modes ``private`` and ``bridge``)."""
+    """A tap on a bridge of ours, on which dnsmasq gives the guest its address (modes ``private`` and ``bridge``)."""
 
     bridge: str
     tap: str
@@ -54,18 +57,18 @@ class BridgedPlan(Nic):
     guest: IPv4Interface
     gateway: IPv4Address | None
     routes: tuple[Route, ...]
-    """Handed to the guest (RFC 3442); empty when mask and gateway say everything."""
+    """For the guest (RFC 3442); empty when mask and gateway are enough."""
     nameservers: tuple[IPv4Address, ...]
     search: tuple[str, ...]
     pod: Interface | None
-    """The interface whose place the guest takes, as it was found (mode ``bridge``)."""
+    """The interface that the guest takes over, as it was found (mode ``bridge``)."""
     ipv6: Ipv6Plan | None
     vhost: bool
 
 
 @attrs.frozen
 class MacvtapPlan(Nic):
-    """A link with a MAC address of its own over another one (``Documentation/networking/``, ``drivers/net/macvtap.c``)."""
+    """A link over another one, with its own MAC address (``Documentation/networking/``, ``drivers/net/macvtap.c``)."""
 
     link: str
     over: str
@@ -80,18 +83,17 @@ class PasstPlan(Nic):
 
 
 @attrs.frozen
-class HandedPlan(Nic):
-    """Descriptors that somebody else has opened, by name."""
+class InheritedFdPlan(Nic):
+    """Descriptors that another program opened, by name."""
 
-    kind: str
-    """``tap``, ``macvtap`` or ``socket``."""
+    kind: Literal["tap", "macvtap", "socket"]
     fds: tuple[str, ...]
     vhost_fds: tuple[str, ...]
     vhost: bool
-    """Whether we open a vhost-net for each; never beside *vhost_fds*."""
+    """Whether we open a vhost-net for each; never together with *vhost_fds*."""
 
 
-NetworkPlan = BridgedPlan | MacvtapPlan | PasstPlan | HandedPlan
+NetworkPlan = BridgedPlan | MacvtapPlan | PasstPlan | InheritedFdPlan
 
 
 @attrs.frozen
@@ -113,68 +115,67 @@ def derived_mac(identity: str, index: int) -> str:
 
 
 def derived_subnet(identity: str, index: int) -> IPv6Network:
-    """Return a unique local subnet (RFC 4193: 40 bits that nobody else has chosen) that stays the same, as the MAC does."""
+    """Return a unique local subnet (RFC 4193, with 40 bits of a hash) that stays the same, as the MAC address does."""
     digest = hashlib.sha256(f"{identity}/ipv6".encode()).digest()
     return IPv6Network((bytes((0xFD, *digest[:5], 0, index, *bytes(8))), 64))
 
 
-class NetworkPlanner:
-    """Decides about all networks of one instance; *refuse* is told the path of what cannot be done, and why."""
+def plan_networks(
+    spec: InstanceSpec, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems
+) -> Iterator[NetworkPlan]:
+    """Yield the plan of each network that can be made."""
+    return _NetworkPlanner(spec, vcpus, facts, claims, problems).networks()
 
-    def __init__(
-        self, spec: InstanceSpec, facts: HostFacts, claims: Claims, refuse: Callable[[str, str], None]
-    ) -> None:
+
+class _NetworkPlanner:
+    """What the decisions about all networks of one instance share; nothing of it changes but *claims* and *problems*."""
+
+    def __init__(self, spec: InstanceSpec, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems) -> None:
         self._spec = spec
+        self._most_queues = min(vcpus, MOST_QUEUES)
         self._facts = facts
         self._claims = claims
-        self._refuse = refuse
+        self._refuse = problems.refuse
+        self._remark = problems.remark
         self._identity = spec.instance.uuid or spec.instance.name
-        self.remarks: list[str] = []
 
     def networks(self) -> Iterator[NetworkPlan]:
-        """Yield the plan of each network that can be had."""
         networks = self._spec.network
         made = next((index for index, each in enumerate(networks) if each.mode in {"private", "bridge"}), None)
         if made is not None and not self._facts.tun:
             self._refuse(
                 f"network[{made}]",
-                "cannot use /dev/net/tun: it is not here, or may not be written; give the pod the device",
+                "cannot use /dev/net/tun: it is not here, or may not be written",
+                "give the pod the device",
             )
-        for index, (network, subnet) in enumerate(zip(networks, private_subnets(networks), strict=True)):
-            if subnet is not None:
-                yield self._private(index, network, subnet)
-                continue
-            decide = {
-                "bridge": self._bridged,
-                "macvtap": self._macvtap,
-                "passt": self._passt,
-                "descriptor": self._handed,
-            }[network.mode]
-            plan = decide(index, network)
+        for index, network in enumerate(networks):
+            plan = self._network(index, network)
             if plan is not None:
                 yield plan
 
-    def dhcp(self, networks: tuple[NetworkPlan, ...]) -> Iterator[DhcpPlan]:
-        """Yield the dnsmasq of each network that has one."""
-        user = next((name for name in DHCP_USERS if name in self._facts.users), "root")
-        for index, network in enumerate(networks):
-            if not isinstance(network, BridgedPlan):
-                continue
-            if self._facts.dnsmasq is None:
-                self._refuse(
-                    f"network[{index}]",
-                    "cannot find the program 'dnsmasq' in PATH; install the package dnsmasq-base",
-                )
-            else:
-                yield DhcpPlan(self._facts.dnsmasq, user, network)
+    def _network(self, index: int, network: NetworkSpec) -> NetworkPlan | None:
+        match network.mode:
+            case "private":
+                return self._private(index, network)
+            case "bridge":
+                return self._bridged(index, network)
+            case "macvtap":
+                return self._macvtap(index, network)
+            case "passt":
+                return self._passt(index, network)
+            case "descriptor":
+                return self._inherited(index, network)
+            case other:
+                assert_never(other)
 
     def _queues(self, network: NetworkSpec) -> int:
-        return network.queues or min(self._spec.cpu.count, MOST_QUEUES)
+        return network.queues or self._most_queues
 
     def _mac(self, index: int, network: NetworkSpec) -> str:
         return network.mac or derived_mac(self._identity, index)
 
-    def _private(self, index: int, network: NetworkSpec, subnet: IPv4Network) -> BridgedPlan:
+    def _private(self, index: int, network: NetworkSpec) -> BridgedPlan:
+        subnet = private_subnet(index, network)
         host = IPv4Interface((subnet[1], subnet.prefixlen))
         return BridgedPlan(
             mac=self._mac(index, network),
@@ -207,13 +208,14 @@ class NetworkPlanner:
         return self._facts.ipv6_error is not None
 
     def _interface(self, index: int, network: NetworkSpec) -> Interface | None:
-        """Return the interface that is named, if it is here and carries what the guest may send."""
+        """Return the interface that *network* is on, if it exists; refuse an MTU that it does not have."""
         name = network.interface or "eth0"
         found = self._facts.interfaces.get(name)
         if found is None:
             self._refuse(
                 f"network[{index}].interface",
-                f'there is no network interface {name!r} here; name the pod\'s, or use mode = "private"',
+                f"there is no network interface {name!r} here",
+                'name the pod\'s, or use mode = "private"',
             )
         elif network.mtu is not None and network.mtu > found.mtu:
             self._refuse(f"network[{index}].mtu", f"{network.mtu} is more than the {found.mtu} of {name!r}")
@@ -233,17 +235,17 @@ class NetworkPlanner:
         for route in pod.multipath:
             self._refuse(
                 where,
-                f"{name!r} has the route {route} over several gateways, which neither a guest can be told nor an alias keeps; "
+                f"{name!r} has the route {route} over several gateways, which neither a guest can be told nor an alias keeps",
                 "give it one gateway",
             )
         for neighbour in pod.neighbours:
-            self.remarks.append(
+            self._remark(
                 f"{name!r} has the permanent neighbour {neighbour.address}: it comes back afterwards, but no guest can be told of it"
             )
         guest = pod.addresses[0]
         gateways = (route.gateway for route in pod.routes if route.destination.prefixlen == 0)
         gateway = next((each for each in gateways if isinstance(each, IPv4Address)), None)
-        # Mask and gateway say everything unless the gateway is off the link or there are other routes (RFC 3442).
+        # Mask and gateway are enough unless the gateway is off the link or there are other routes (RFC 3442).
         plain = all(route.destination.prefixlen == 0 and route.gateway in guest.network for route in pod.routes)
         return BridgedPlan(
             mac=network.mac or pod.mac,
@@ -265,9 +267,7 @@ class NetworkPlanner:
     def _pods_ipv6(self, index: int, network: NetworkSpec, pod: Interface) -> Ipv6Plan | None:
         where = f"network[{index}].ipv6"
         if not network.ipv6 and pod.addresses6:
-            self.remarks.append(
-                f"the guest does not get the IPv6 address of {pod.name!r}; ipv6 = true gives it by DHCPv6"
-            )
+            self._remark(f"the guest does not get the IPv6 address of {pod.name!r}", "ipv6 = true gives it by DHCPv6")
         if not network.ipv6 or self._without_ipv6(index):
             return None
         if len(pod.addresses6) != 1:
@@ -277,7 +277,7 @@ class NetworkPlanner:
                 f"{pod.name!r} must have exactly one global IPv6 address for the guest to take over, found {found}",
             )
             return None
-        self.remarks.append(
+        self._remark(
             f"nobody advertises a router of {pod.name!r} to the guest: who answers by DHCPv6 only cannot, so the guest is told by other "
             "means, or by the network's own router"
         )
@@ -298,7 +298,9 @@ class NetworkPlanner:
 
     def _passt(self, index: int, network: NetworkSpec) -> PasstPlan | None:
         if self._facts.passt is None:
-            self._refuse(f"network[{index}].mode", "cannot find the program 'passt' in PATH; install the package passt")
+            self._refuse(
+                f"network[{index}].mode", "cannot find the program 'passt' in PATH", "install the package passt"
+            )
             return None
         for other in self._spec.network:
             pod = self._facts.interfaces.get(other.interface or "eth0")
@@ -309,21 +311,21 @@ class NetworkPlanner:
                 )
         return PasstPlan(self._mac(index, network), network.mtu or PASST_MTU, 1, self._facts.passt)
 
-    def _handed(self, index: int, network: NetworkSpec) -> HandedPlan | None:
+    def _inherited(self, index: int, network: NetworkSpec) -> InheritedFdPlan | None:
         where = f"network[{index}].fd"
         found = [self._claims.claim(where, name, {"tap", "macvtap", "socket"}, write=True) for name in network.fd]
         for name in network.vhost_fd:
             self._claims.claim(f"network[{index}].vhost_fd", name, {"vhost-net"}, write=True)
         first = next((each for each in found if each is not None), None)
-        kind, mac = ("tap", self._mac(index, network)) if first is None else (first.kind, self._mac(index, network))
+        kind, mac = _kind(first), self._mac(index, network)
         if first is not None and any(
             each is not None and (each.kind, each.interface) != (kind, first.interface) for each in found
         ):
-            self._refuse(where, "names descriptors of different interfaces; each queue is one of the same")
+            self._refuse(where, "names descriptors of different interfaces", "each queue is one of the same")
         if len(found) > 1 and (kind == "socket" or any(each is not None and not each.multi_queue for each in found)):
             self._refuse(where, "names several, which takes a tap or macvtap opened with IFF_MULTI_QUEUE each time")
         if kind == "socket" and network.vhost_fd:
-            self._refuse(f"network[{index}].vhost_fd", "a socket is not carried by vhost-net; leave it out")
+            self._refuse(f"network[{index}].vhost_fd", "a socket is not carried by vhost-net", "leave it out")
         if first is not None and kind == "macvtap":
             if network.mac not in {None, first.mac}:
                 self._refuse(
@@ -331,7 +333,7 @@ class NetworkPlanner:
                     f"{network.mac} is not that of the macvtap {first.interface!r}, {first.mac}",
                 )
             mac = first.mac
-        return HandedPlan(
+        return InheritedFdPlan(
             mac=mac,
             mtu=network.mtu or 1500,
             queues=len(network.fd),
@@ -340,3 +342,28 @@ class NetworkPlanner:
             vhost_fds=network.vhost_fd,
             vhost=kind != "socket" and not network.vhost_fd and self._facts.vhost_net,
         )
+
+
+def _kind(found: DescriptorFact | None) -> Literal["tap", "macvtap", "socket"]:
+    """Return the kind of a claimed descriptor; a tap where none is inherited yet."""
+    match None if found is None else found.kind:
+        case "macvtap":
+            return "macvtap"
+        case "socket":
+            return "socket"
+        case _:
+            return "tap"
+
+
+def plan_dhcp(networks: Iterable[NetworkPlan], facts: HostFacts, problems: Problems) -> Iterator[DhcpPlan]:
+    """Yield the dnsmasq of each network on a bridge of ours."""
+    user = next((name for name in DHCP_USERS if name in facts.users), "root")
+    for index, network in enumerate(networks):
+        if not isinstance(network, BridgedPlan):
+            continue
+        if facts.dnsmasq is None:
+            problems.refuse(
+                f"network[{index}]", "cannot find the program 'dnsmasq' in PATH", "install the package dnsmasq-base"
+            )
+        else:
+            yield DhcpPlan(facts.dnsmasq, user, network)

@@ -1,4 +1,4 @@
-"""Which PCI devices of the host a guest gets, by which way, and where it sees them: decided before anything is touched.
+"""PCI devices that are passed through: by which VFIO backend each, and where the guest sees it.
 
 Only a plan with devices imports this.
 """
@@ -7,44 +7,46 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import assert_never
 
 import attrs
 
 from runner.errors import Problem
 from runner.facts.host import HostFacts, User
-from runner.facts.pci import Bar, DeviceNode, PciFact, PciLink, VfioFacts
+from runner.facts.pci import Bar, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
 from runner.placement.guest_topology import GuestTopology
-from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
-from runner.plan.root_bus import ROOT_BUS
+from runner.plan.machine import Accel
+from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, VfioBackend
+from runner.plan.problems import Problems, Remark
 from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
 
 PREFIXES = ("PCI_RESOURCE", "PCIDEVICE")
-"""KubeVirt's and NVIDIA's plugins; the SR-IOV plugin. Each ``_`` and the resource's name (``ResourceNameToEnvVar``)."""
+"""Of KubeVirt's and NVIDIA's plugins, and of the SR-IOV plugin; ``_`` and the resource's name follow (``ResourceNameToEnvVar``)."""
 MEDIATED_PREFIX = "MDEV_PCI_RESOURCE"
 
 IOMMUFD_SINCE = (9, 0)
-"""QEMU's version."""
+"""The first version of QEMU with iommufd."""
 CLIQUE = "x-nv-gpudirect-clique"
-"""It tells GPUs that they can reach each other, and only a legacy container maps their memory for each other: iommufd takes
-no device memory (QEMU's ``backends/iommufd.c``, before Linux 6.19)."""
+"""The property by which GPUs learn that they can reach each other. Only a legacy container maps their memory for each other:
+iommufd takes no device memory (QEMU's ``backends/iommufd.c``, before Linux 6.19)."""
 
 GIB = 1 << 30
 PORT_GRAIN = 1 << 20
-"""Bytes; the windows of PCI bridges are multiples of it."""
+"""Bytes; the window of a PCI bridge is a multiple of it."""
 OTHERS = 256 * MIB
-"""Bytes of the window for what the machine has beside: 16 KiB for a virtio device, 2 MiB for a port that takes disks later."""
+"""Bytes of the window for the machine's other devices: 16 KiB for a virtio device, 2 MiB for a port that takes disks later."""
 DEFAULT_WINDOW = 32 * GIB
 """``pci-hole64-size`` of QEMU's q35, and the 64-bit aperture of OVMF."""
 LOW_RAM = 2 * GIB
 """The least RAM that q35 has below 4 GiB when it has more than that."""
 HYPERTRANSPORT = 1012 * GIB
-"""AMD's CPUs reserve the 12 GiB below 1 TiB; RAM that would reach it is put above (``hw/i386/pc.c``)."""
+"""AMD's CPUs reserve the 12 GiB below 1 TiB; QEMU puts RAM that would reach it above (``hw/i386/pc.c``)."""
 EMULATED_BITS = 40
-"""Of physical addresses, with every CPU model that is not told otherwise (``target/i386/cpu.h``)."""
+"""Bits of physical addresses of every CPU model without ``phys-bits`` (``target/i386/cpu.h``)."""
 
 PORTS_ON_BRIDGE = 23
-"""Devices of a NUMA node: of eight, each has 24 bus numbers (``plan/argv/qemu.py``)."""
+"""Devices behind the bridge of one NUMA node: with eight bridges each has 24 bus numbers (``plan/argv/qemu.py``)."""
 
 BIND = (
     "bind it: driverctl set-override {0} vfio-pci (or write vfio-pci to its driver_override and {0} to drivers_probe)"
@@ -54,7 +56,7 @@ HOLDER = "end the other instance or process; `fuser {0}` on the node names it"
 
 
 def resource_variables(resource: str) -> tuple[str, ...]:
-    """Return the names under which device plugins say what they give for *resource*; hyphens are kept."""
+    """Return the variables in which device plugins list the devices of *resource*; hyphens are kept."""
     word = resource.upper().replace("/", "_").replace(".", "_")
     return tuple(f"{prefix}_{word}" for prefix in PREFIXES)
 
@@ -80,7 +82,7 @@ class Asked:
 
 
 def asked_devices(devices: Sequence[DeviceSpec], environment: Mapping[str, str]) -> tuple[list[Asked], list[Problem]]:
-    """Return the devices that the spec asks for, and what keeps it from saying which."""
+    """Return the devices that the spec asks for, and why the devices of a resource are not known."""
     asked: list[Asked] = []
     problems: list[Problem] = []
     taken = {device.address for device in devices if device.address is not None}
@@ -91,13 +93,14 @@ def asked_devices(devices: Sequence[DeviceSpec], environment: Mapping[str, str])
         found, why = _of_resource(device, environment, taken)
         taken |= set(found)
         asked += [Asked(index, address, device) for address in found]
-        problems += [Problem(f"device[{index}].resource", sentence) for sentence in why]
+        problems += [Problem(f"device[{index}].resource", *sentences) for sentences in why]
     return asked, problems
 
 
 def _of_resource(
     device: DeviceSpec, environment: Mapping[str, str], taken: Collection[str]
-) -> tuple[tuple[str, ...], list[str]]:
+) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
+    """Return the addresses that *device* gets, and why it gets none: message and remedy."""
     resource = device.resource or ""
     variables = resource_variables(resource)
     everything = listed(resource, environment)
@@ -105,94 +108,96 @@ def _of_resource(
         mediated = f"{MEDIATED_PREFIX}_{variables[0].removeprefix(PREFIXES[0] + '_')}"
         if environment.get(mediated):
             return (), [
-                f"{mediated} names mediated devices, which are not passed; take whole devices or SR-IOV functions"
+                (f"{mediated} names mediated devices, which are not passed", "take whole devices or SR-IOV functions")
             ]
         why = f"no device is given for it: neither of {' and '.join(variables)} is in the environment"
-        return (), [f"{why}; ask for `{resource}` in the container's limits, or name the address"]
+        return (), [(why, f"ask for `{resource}` in the container's limits, or name the address")]
     wrong = [address for address in everything if not re.fullmatch(PCI_ADDRESS, address, re.ASCII)]
     if wrong:
-        return (), [f"the environment lists {wrong[0]!r} for it, which is no PCI address"]
+        return (), [(f"the environment lists {wrong[0]!r} for it, which is no PCI address", "")]
     left = tuple(address for address in everything if address not in taken)
     wanted = len(left) if device.count is None else device.count
     if not left or len(left) < wanted:
         why = f"{len(left)} are left of the {len(everything)} that were given ({', '.join(everything)})"
-        return (), [f"asks for {wanted or 'some'}, but {why}; ask for more of `{resource}` in the container's limits"]
+        more = f"ask for more of `{resource}` in the container's limits"
+        return (), [(f"asks for {wanted or 'some'}, but {why}", more)]
     return left[:wanted], []
 
 
-def plan_devices(
-    spec: InstanceSpec, facts: HostFacts, topology: GuestTopology, user: User, accel: str
-) -> tuple[PassthroughPlan, list[Problem], list[str]]:
-    """Decide about every device of *spec*; returns what will be done, why it cannot be, and what is second best about it."""
-    decision = _Decision(spec, facts, topology, user, accel)
-    passing = decision.passing()
-    return passing, decision.problems, decision.remarks
+def plan_passthrough(
+    spec: InstanceSpec, topology: GuestTopology, facts: HostFacts, user: User, accel: Accel, problems: Problems
+) -> PassthroughPlan:
+    """Decide about every device of *spec*; QEMU runs as *user*."""
+    planner = _DevicePlanner(spec, topology, facts, user, problems)
+    return planner.plan(accel)
 
 
-class _Decision:
-    """Collects problems and remarks on the way."""
+class _DevicePlanner:
+    """What the decisions about all devices of one instance share; only *problems* changes."""
 
-    def __init__(self, spec: InstanceSpec, facts: HostFacts, topology: GuestTopology, user: User, accel: str) -> None:
-        self.spec, self.facts, self.topology, self.user, self.accel = spec, facts, topology, user, accel
-        self.vfio = facts.vfio or VfioFacts()
-        self.asked, self.problems = asked_devices(spec.device, self.vfio.environment)
-        self.remarks: list[str] = []
+    def __init__(
+        self, spec: InstanceSpec, topology: GuestTopology, facts: HostFacts, user: User, problems: Problems
+    ) -> None:
+        self._spec, self._topology, self._facts, self._user, self._problems = spec, topology, facts, user, problems
+        self._vfio = facts.vfio or VfioFacts()
+        self._asked, found = asked_devices(spec.device, self._vfio.environment)
+        problems.found += found
 
-    def passing(self) -> PassthroughPlan:
-        facts = [(each, self.vfio.devices.get(each.address)) for each in self.asked]
-        preferred = self.preferred([fact for _, fact in facts if fact is not None])
-        passed = {each.address for each in self.asked}
+    def plan(self, accel: Accel) -> PassthroughPlan:
+        facts = [(each, self._vfio.devices.get(each.address)) for each in self._asked]
+        preferred = self._preferred([fact for _, fact in facts if fact is not None])
+        passed = {each.address for each in self._asked}
         plans = []
         for each, fact in facts:
             where = f"device[{each.index}]"
-            reasons = device_errors(each.address, fact, passed)
-            self.problems += [Problem(where, reason) for reason in reasons]
-            if fact is not None and not reasons:
-                plan = self.device(where, each, fact, preferred)
+            errors = device_errors(each.address, fact, passed)
+            for message, remedy in errors:
+                self._problems.refuse(where, message, remedy)
+            if fact is not None and not errors:
+                plan = self._device(where, each, fact, preferred)
                 plans += [plan] if plan is not None else []
-                self.remarks += device_remarks(fact)
-        self.ports(plans)
-        used = any(plan.way == "iommufd" for plan in plans)
-        return PassthroughPlan(tuple(plans), self.vfio.iommufd.path if used else None, self.window(plans))
+                self._problems.remarks += device_remarks(fact)
+        self._refuse_full_bridges(plans)
+        used = any(plan.vfio_backend == "iommufd" for plan in plans)
+        return PassthroughPlan(tuple(plans), self._vfio.iommufd.path if used else None, self._window(plans, accel))
 
-    def preferred(self, facts: Sequence[PciFact]) -> tuple[str, str]:
-        """Return the ways in the order they are tried for devices that name none: one way for all, or RAM is locked twice."""
-        told = {each.device.iommu for each in self.asked} - {"auto"}
-        cliques = any(name == CLIQUE for each in self.asked for name, _ in each.device.properties)
-        legacy = "legacy" in told or cliques
-        if not told and not legacy:
-            legacy = any(self.reason("iommufd", fact) is not None for fact in facts)
+    def _preferred(self, facts: Sequence[PciFact]) -> tuple[VfioBackend, VfioBackend]:
+        """Return the backends in the order they are tried for ``iommu = "auto"``: with one for all, RAM is locked once."""
+        named = {each.device.iommu for each in self._asked} - {"auto"}
+        cliques = any(name == CLIQUE for each in self._asked for name, _ in each.device.properties)
+        legacy = "legacy" in named or cliques
+        if not named and not legacy:
+            legacy = any(iommufd_error(fact, self._vfio) is not None for fact in facts)
         return ("legacy", "iommufd") if legacy else ("iommufd", "legacy")
 
-    def reason(self, way: str, fact: PciFact) -> str | None:
-        return legacy_error(fact, self.vfio) if way == "legacy" else iommufd_error(fact, self.vfio)
-
-    def device(self, where: str, asked: Asked, fact: PciFact, preferred: tuple[str, str]) -> DevicePlan | None:
-        ways = preferred if asked.device.iommu == "auto" else (asked.device.iommu,)
-        reasons = {way: self.reason(way, fact) for way in ways}
-        way = next((way for way, reason in reasons.items() if reason is None), None)
-        if way is None:
-            why = "; ".join(f"not by {way!r}: {reason}" for way, reason in reasons.items())
-            self.problems.append(Problem(f"{where}.iommu", f"{fact.address} cannot be handed to QEMU; {why}"))
+    def _device(
+        self, where: str, asked: Asked, fact: PciFact, preferred: tuple[VfioBackend, VfioBackend]
+    ) -> DevicePlan | None:
+        backends = preferred if asked.device.iommu == "auto" else (asked.device.iommu,)
+        errors = {backend: backend_error(backend, fact, self._vfio) for backend in backends}
+        backend = next((backend for backend, error in errors.items() if error is None), None)
+        if backend is None:
+            why = "; ".join(f"not by {backend!r}: {error}" for backend, error in errors.items())
+            self._problems.refuse(f"{where}.iommu", f"{fact.address} cannot be handed to QEMU; {why}")
             return None
         group, node = fact.group_node, fact.device_node
-        if CLIQUE in dict(asked.device.properties) and way == "iommufd":
-            self.remarks.append(
+        if CLIQUE in dict(asked.device.properties) and backend == "iommufd":
+            self._problems.remark(
                 f"{fact.address} has {CLIQUE}, but by iommufd no device reaches the memory of another: the guest's drivers "
-                'find that out; use iommu = "legacy"'
+                "find that out",
+                'use iommu = "legacy"',
             )
-        guest = self.guest_numa_node(fact)
+        guest = self._guest_numa_node(fact)
+        lends = backend == "legacy" and self._user.user_id and group and not group.everyone
         return DevicePlan(
             address=fact.address,
             sysfs=fact.sysfs,
             name=fact.name,
             driver=fact.driver or "",
-            way=way,
+            vfio_backend=backend,
             group_node=None if group is None or (group.error is not None and not group.busy) else group.path,
-            device_node=node.path if node is not None and way == "iommufd" else None,
-            lent_to=self.user.user_id
-            if way == "legacy" and self.user.user_id and group and not group.everyone
-            else None,
+            device_node=node.path if node is not None and backend == "iommufd" else None,
+            lent_to=self._user.user_id if lends else None,
             bus=ROOT_BUS if guest is None else f"pcie.{guest + 1}",
             host_numa_node=fact.numa_node,
             guest_numa_node=guest,
@@ -201,79 +206,87 @@ class _Decision:
             rom=asked.device.rom,
         )
 
-    def guest_numa_node(self, fact: PciFact) -> int | None:
-        """Return the guest's NUMA node whose vCPUs sit on the device's; a guest of one is told of none."""
-        numa_nodes = self.topology.numa_nodes
-        several = len(self.facts.hardware.numa_nodes) > 1
+    def _guest_numa_node(self, fact: PciFact) -> int | None:
+        """Return the guest's NUMA node with the vCPUs that are on the device's; ``None`` for a guest of one NUMA node."""
+        numa_nodes = self._topology.numa_nodes
+        several = len(self._facts.hardware.numa_nodes) > 1
         if fact.numa_node < 0:
             if several:
-                self.remarks.append(
+                self._problems.remark(
                     f"the firmware does not say on which NUMA node {fact.address} is, and so the guest is not told"
                 )
             return None
         near = next((number for number, each in enumerate(numa_nodes) if each.host == fact.numa_node), None)
-        if self.spec.cpu.topology == "host" and near is None and several:
+        if self._spec.cpu.topology == "host" and near is None and several:
             hosts = ", ".join(str(each.host) for each in numa_nodes)
-            self.remarks.append(
+            self._problems.remark(
                 f"{fact.address} is on the host's NUMA node {fact.numa_node}, the vCPUs are on {hosts}: every access goes "
-                "farther; let the Topology Manager align devices and CPUs (policy restricted or single-numa-node)"
+                "farther",
+                "let the Topology Manager align devices and CPUs (policy restricted or single-numa-node)",
             )
         return near if len(numa_nodes) > 1 else None
 
-    def ports(self, plans: Sequence[DevicePlan]) -> None:
+    def _refuse_full_bridges(self, plans: Sequence[DevicePlan]) -> None:
         for bus in sorted({plan.bus for plan in plans} - {ROOT_BUS}):
             number = sum(plan.bus == bus for plan in plans)
             if number > PORTS_ON_BRIDGE:
-                self.problems.append(
-                    Problem(
-                        "device",
-                        f"{number} devices would be on the guest's bus {bus!r}, which takes {PORTS_ON_BRIDGE}; pass fewer to one "
-                        "instance, or give it CPUs of every NUMA node that its devices are on",
-                    )
+                self._problems.refuse(
+                    "device",
+                    f"{number} devices would be on the guest's bus {bus!r}, which takes {PORTS_ON_BRIDGE}",
+                    "pass fewer to one instance, or give it CPUs of every NUMA node that its devices are on",
                 )
 
-    def window(self, plans: Iterable[DevicePlan]) -> int | None:
-        window = bar_window(self.vfio.devices[plan.address].bars for plan in plans)
+    def _window(self, plans: Iterable[DevicePlan], accel: Accel) -> int | None:
+        window = bar_window(self._vfio.devices[plan.address].bars for plan in plans)
         if window <= DEFAULT_WINDOW:
             return None
-        top = top_of_addresses(self.spec.memory.size, window, amd=self.facts.cpu_vendor == "AuthenticAMD")
-        bits = guest_address_bits(self.accel, self.spec.cpu.model, self.vfio.address_bits)
+        size = sum(each.memory for each in self._topology.numa_nodes)
+        top = top_of_addresses(size, window, amd=self._facts.cpu_vendor == "AuthenticAMD")
+        bits = guest_address_bits(accel, self._spec.cpu.model, self._vfio.address_bits)
         if bits and top > 1 << bits:
-            self.problems.append(
-                Problem(
-                    "device",
-                    f"the devices' memory needs a window of {format_size(window)} above {format_size(self.spec.memory.size)} of "
-                    f"RAM, which ends at {format_size(top)}; the guest's CPU has addresses of {bits} bits, up to "
-                    f"{format_size(1 << bits)}; under KVM leave cpu.model out or add host-phys-bits=on to it, or pass fewer devices",
-                )
+            self._problems.refuse(
+                "device",
+                f"the devices' memory needs a window of {format_size(window)} above {format_size(size)} of "
+                f"RAM, which ends at {format_size(top)}; the guest's CPU has addresses of {bits} bits, up to "
+                f"{format_size(1 << bits)}",
+                "under KVM leave cpu.model out or add host-phys-bits=on to it, or pass fewer devices",
             )
         return window
 
 
-def device_errors(address: str, fact: PciFact | None, passed: Iterable[str]) -> list[str]:
-    """Return what keeps the device at *address* from being passed, whatever the way; *passed* are all that are to be."""
+def device_errors(address: str, fact: PciFact | None, passed: Iterable[str]) -> list[tuple[str, str]]:
+    """Return why the device at *address* cannot be passed by any backend, each with its remedy.
+
+    *passed* are the addresses of all devices that are to be passed.
+    """
     if fact is None:
-        return [f"there is no PCI device {address} here; `lspci -D` lists them"]
+        return [(f"there is no PCI device {address} here", "`lspci -D` lists them")]
     if fact.silent:
         what = "does not answer: its configuration space reads as nothing but ones"
-        return [f"{address} ({fact.name}) {what}; reset it, or switch the machine off and on"]
+        return [(f"{address} ({fact.name}) {what}", "reset it, or switch the machine off and on")]
     if fact.group is None:
         remedy = "switch on VT-d or AMD-Vi in the firmware, and boot the node with intel_iommu=on (AMD: amd_iommu=on)"
-        return [f"{address} ({fact.name}) has no IOMMU group, so the IOMMU is off; {remedy}"]
-    reasons = []
+        return [(f"{address} ({fact.name}) has no IOMMU group, so the IOMMU is off", remedy)]
+    errors = []
     if not fact.vfio:
         bound = f"is bound to {fact.driver!r}, not to vfio-pci" if fact.driver else "is bound to no driver"
-        reasons.append(f"{address} ({fact.name}) {bound}; {BIND.format(address)}")
-    reasons += [
-        f"{address} shares its IOMMU group {fact.group} with {member.address}, which is bound to {member.driver!r} and "
-        f"could reach the guest's memory; {BIND.format(member.address)}"
+        errors.append((f"{address} ({fact.name}) {bound}", BIND.format(address)))
+    errors += [
+        (_reachable_by(member, address, fact.group), BIND.format(member.address))
         for member in fact.members
         if not member.bridge and member.driver is not None and member.address not in set(passed)
     ]
     if fact.group_node is not None and fact.group_node.busy:
         node = fact.group_node.path
-        reasons.append(f"{address} is in use: somebody else has {node} open; {HOLDER.format(node)}")
-    return reasons
+        errors.append((f"{address} is in use: somebody else has {node} open", HOLDER.format(node)))
+    return errors
+
+
+def _reachable_by(member: GroupMember, address: str, group: str) -> str:
+    return (
+        f"{address} shares its IOMMU group {group} with {member.address}, which is bound to {member.driver!r} and "
+        "could reach the guest's memory"
+    )
 
 
 def _node_error(node: DeviceNode | None, what: str) -> str | None:
@@ -284,15 +297,26 @@ def _node_error(node: DeviceNode | None, what: str) -> str | None:
     return f"{node.path}: {node.error}; {GIVE.format(node.path)}"
 
 
+def backend_error(backend: VfioBackend, fact: PciFact, vfio: VfioFacts) -> str | None:
+    """Return why the device cannot be passed by *backend*; ``None`` if it can."""
+    match backend:
+        case "legacy":
+            return legacy_error(fact, vfio)
+        case "iommufd":
+            return iommufd_error(fact, vfio)
+        case other:
+            assert_never(other)
+
+
 def legacy_error(fact: PciFact, vfio: VfioFacts) -> str | None:
-    """Return why the device cannot be passed by its group."""
+    """Return why the device cannot be passed by its IOMMU group; ``None`` if it can."""
     return _node_error(vfio.container, "/dev/vfio/vfio") or _node_error(
         fact.group_node, "nodes of IOMMU groups (CONFIG_VFIO_GROUP)"
     )
 
 
 def iommufd_error(fact: PciFact, vfio: VfioFacts) -> str | None:
-    """Return why the device cannot be passed by descriptor."""
+    """Return why the device cannot be passed by iommufd; ``None`` if it can."""
     version = re.match(r"([0-9]+)\.([0-9]+)", vfio.qemu_version, re.ASCII)
     if version is None or (int(version[1]), int(version[2])) < IOMMUFD_SINCE:
         return f"QEMU {vfio.qemu_version or 'of unknown version'} is older than {'.'.join(map(str, IOMMUFD_SINCE))}"
@@ -301,25 +325,28 @@ def iommufd_error(fact: PciFact, vfio: VfioFacts) -> str | None:
     )
 
 
-def device_remarks(fact: PciFact) -> Iterator[str]:
-    """Yield what is not as it should be with a device that can be passed."""
+def device_remarks(fact: PciFact) -> Iterator[Remark]:
+    """Yield what is second best about a device that can be passed."""
     if not fact.resets:
-        yield (
-            f"{fact.address} ({fact.name}) cannot be reset by itself: what one guest leaves in it, the next one finds; "
-            "see its reset_method in sysfs"
+        yield Remark(
+            f"{fact.address} ({fact.name}) cannot be reset by itself: what one guest leaves in it, the next one finds",
+            "see its reset_method in sysfs",
         )
     link = fact.link
     if link is not None and link.best_width and (link.width < link.best_width or link.speed != link.best_speed):
-        yield f"{fact.address} ({fact.name}): {link_words(link)}"
+        words = link_remark(link)
+        yield Remark(f"{fact.address} ({fact.name}): {words.message}", words.remedy)
 
 
-def link_words(link: PciLink) -> str:
-    """Return what is wrong with a link that is not at its best."""
+def link_remark(link: PciLink) -> Remark:
+    """Describe a link that is slower or narrower than it could be."""
     best = f"{link.best_speed} x{link.best_width}"
     if link.width == 0:
-        return f"its PCI Express link is down (its best is {best}); look at its seat and power"
-    rest = "; an idle GPU lowers its speed" if link.width == link.best_width else "; look at its seat, riser and slot"
-    return f"its PCI Express link is {link.speed} x{link.width}, its best is {best}{rest}"
+        return Remark(f"its PCI Express link is down (its best is {best})", "look at its seat and power")
+    return Remark(
+        f"its PCI Express link is {link.speed} x{link.width}, its best is {best}",
+        "an idle GPU lowers its speed" if link.width == link.best_width else "look at its seat, riser and slot",
+    )
 
 
 def bar_window(devices: Iterable[Iterable[Bar]]) -> int:
@@ -341,7 +368,7 @@ def _up(value: int, grain: int) -> int:
 
 
 def top_of_addresses(memory: int, window: int, *, amd: bool) -> int:
-    """Return where *window*, which begins at a multiple of its size as OVMF puts it, ends above *memory* bytes of RAM."""
+    """Return the address where *window* ends above *memory* bytes of RAM; OVMF puts it at a multiple of its size."""
     ram = 4 * GIB + max(0, memory - LOW_RAM)
     top = _up(ram, window) + window
     if amd and top > HYPERTRANSPORT:
@@ -349,8 +376,8 @@ def top_of_addresses(memory: int, window: int, *, amd: bool) -> int:
     return top
 
 
-def guest_address_bits(accel: str, model: str | None, host: int) -> int:
-    """Return how many bits a physical address of the guest has; 0 where that is not known."""
+def guest_address_bits(accel: Accel, model: str | None, host: int) -> int:
+    """Return how many bits a physical address of the guest has; 0 if that is not known."""
     if accel != "kvm":
         return EMULATED_BITS
     told = re.search(r",phys-bits=([0-9]+)", model or "", re.ASCII)

@@ -1,10 +1,15 @@
-"""The plan's values for PCI devices that the guest gets as its own; decided in :mod:`runner.plan.passthrough`."""
+"""The plan of PCI devices that are passed through; :mod:`runner.plan.passthrough` makes it."""
 
 from __future__ import annotations
 
 from pathlib import PurePosixPath
+from typing import Literal
 
 import attrs
+
+VfioBackend = Literal["legacy", "iommufd"]
+ROOT_BUS = "pcie.0"
+"""The guest's bus that everything is on which is on no NUMA node's bridge."""
 
 
 @attrs.frozen
@@ -15,20 +20,21 @@ class DevicePlan:
     sysfs: PurePosixPath
     name: str
     driver: str
-    """The driver it is bound to, and must be bound to again when the guest has gone."""
-    way: str
-    """``legacy`` or ``iommufd``."""
+    """The driver it is bound to, and must be bound to again when the guest has ended."""
+    vfio_backend: VfioBackend
     group_node: PurePosixPath | None
-    """What the group way opens; where iommufd is used, what tells whether the device is free, if it is here."""
+    """The node of its IOMMU group, which QEMU opens with ``legacy``. With ``iommufd`` it shows whether the device is free,
+    and is ``None`` where it is not here."""
     device_node: PurePosixPath | None
-    """What is handed to QEMU; of ``iommufd`` only."""
+    """The node whose descriptor QEMU inherits; ``None`` with ``legacy``."""
     lent_to: int | None
-    """The user who owns the group's node while QEMU opens it, by its path, which is the only way QEMU knows."""
+    """The user id that owns the group's node while QEMU opens it: QEMU takes only its path."""
     bus: str
     """The guest's bus that its root port is on."""
     host_numa_node: int
+    """-1 where the firmware does not say it."""
     guest_numa_node: int | None
-    """``None`` where the guest is not told."""
+    """``None`` where the guest has no NUMA node for it."""
     memory: int
     """Bytes of all of its regions."""
     properties: tuple[tuple[str, object], ...]
@@ -37,10 +43,10 @@ class DevicePlan:
 
 @attrs.frozen
 class PassthroughPlan:
-    """All of them, and what they take together."""
+    """All PCI devices that are passed through, and what they share."""
 
     devices: tuple[DevicePlan, ...] = ()
     iommufd: PurePosixPath | None = None
-    """The node of the IOMMU file descriptor, if one is used."""
+    """``/dev/iommu``, if a device uses it."""
     window: int | None = None
-    """Bytes of guest addresses above its RAM for the devices' regions; ``None``: QEMU's 32 GiB will do."""
+    """Bytes of guest addresses above its RAM for the devices' regions; ``None``: QEMU's 32 GiB are enough."""

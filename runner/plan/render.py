@@ -1,26 +1,43 @@
-"""A plan for people and for machines."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, assert_never
 
 import attrs
 
 from runner.placement.backends import ControllerPlacement
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import disk_words
-from runner.plan.instance import InstancePlan, MachinePlan
-from runner.plan.networks import HandedPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.plan.instance import InstancePlan
+from runner.plan.machine import MachinePlan
+from runner.plan.networks import BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.spec.rules import format_size
+
+KEYS = {
+    "smbios_uuid": "uuid",
+    "overhead": "beside",
+    "passthrough": "passing",
+    "vfio_backend": "way",
+    "start_timeout": "patience",
+}
+"""Attribute → its key in version 1 of the JSON form, where that differs."""
 
 
 def plan_json(plan: InstancePlan) -> dict[str, Any]:
     """Return *plan* as plain values; CPU sets, paths and addresses in their text forms."""
-    plain = attrs.asdict(plan, recurse=True, value_serializer=_plain)
+    plain = _with_keys(attrs.asdict(plan, recurse=True, value_serializer=_plain))
     placement = {"backend": plan.placement.backend, "shared": plan.placement.shared, **plain.pop("placement")}
-    return {"version": 1, **plain, "placement": placement}
+    guest_sees = {name: plain["machine"].pop(name) for name in ("networks", "shares")}
+    return {"version": 1, **plain, "placement": placement, **guest_sees, "remarks": list(map(str, plan.remarks))}
+
+
+def _with_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {KEYS.get(name, name): _with_keys(each) for name, each in value.items()}
+    return [_with_keys(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(_instance: type, _attribute: object, value: object) -> object:
@@ -30,7 +47,7 @@ def _plain(_instance: type, _attribute: object, value: object) -> object:
 
 
 def plan_lines(plan: InstancePlan) -> Iterator[str]:
-    """Yield what will be done, in its order, for an operator."""
+    """Yield a description of what will be done, in its order, for an operator."""
     machine, placement = plan.machine, plan.placement
     yield f"instance {plan.name}: {machine.vcpus} vCPUs, {format_size(machine.memory)}, {machine.accel}, CPU model {machine.cpu_model}"
     yield f"  1 anchor     {' '.join(plan.anchor)} stays in the pod's cgroup"
@@ -51,10 +68,10 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
         yield f"               starts the firmware {machine.firmware.path}"
     for disk in machine.disks:
         yield f"               disk {disk_words(disk)}"
-    yield from _beside(machine)
+    yield from _devices_of_guest(machine)
     yield from _guest(machine.topology)
     yield f"               {_ram(machine)}"
-    yield from _devices(machine.passing)
+    yield from _devices(machine.passthrough)
     pins = ", ".join(f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(placement.pins))
     yield f"  7 pins       vCPU→CPU {pins}; read back from the kernel; then the guest runs"
     shutdown = plan.shutdown
@@ -66,15 +83,15 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
         yield f"  note: {remark}"
 
 
-def _beside(machine: MachinePlan) -> Iterator[str]:
+def _devices_of_guest(machine: MachinePlan) -> Iterator[str]:
     variables, guest, seed = machine.firmware_vars, machine.guest, machine.seed
     if variables is not None:
         kept = "forgotten at the end" if variables.path is None else f"kept in {variables.path}"
         made = "" if variables.template is None else f", at first a copy of {variables.template}"
         yield f"               firmware variables {kept}{made}"
     if seed is not None:
-        said = "your meta-data" if not seed.instance_id else f"instance-id {seed.instance_id}"
-        yield f"               cloud-init seed: {said}, user-data of {len(seed.user_data.content)} bytes"
+        identity = f"instance-id {seed.instance_id}" if seed.instance_id else "your meta-data"
+        yield f"               cloud-init seed: {identity}, user-data of {len(seed.user_data.content)} bytes"
     vsock = (
         None
         if guest.vsock is None
@@ -111,16 +128,16 @@ def _guest(topology: GuestTopology) -> Iterator[str]:
         )
 
 
-def _devices(passing: PassthroughPlan) -> Iterator[str]:
-    for device in passing.devices:
+def _devices(passthrough: PassthroughPlan) -> Iterator[str]:
+    for device in passthrough.devices:
         if device.guest_numa_node is None:
             where = "no NUMA node" if device.host_numa_node < 0 else f"NUMA node {device.host_numa_node}"
         else:
             where = f"NUMA node {device.host_numa_node}, the guest's {device.guest_numa_node}"
         memory = format_size(device.memory)
-        yield f"               device {device.address} ({device.name}) by {device.way}, on {where}, {memory} of device memory"
-    if passing.window is not None:
-        yield f"               {format_size(passing.window)} of addresses for device memory"
+        yield f"               device {device.address} ({device.name}) by {device.vfio_backend}, on {where}, {memory} of device memory"
+    if passthrough.window is not None:
+        yield f"               {format_size(passthrough.window)} of addresses for device memory"
 
 
 def _ram(machine: MachinePlan) -> str:
@@ -129,20 +146,24 @@ def _ram(machine: MachinePlan) -> str:
     when = "all taken before the guest runs" if ram.preallocate else "taken as the guest uses it"
     locked = ", locked" if ram.locked else ""
     private = "" if ram.shared else ", QEMU's alone"
-    return f"memory in {pages}{locked}{private}, {when}; at most {format_size(ram.beside)} needed beside it"
+    return f"memory in {pages}{locked}{private}, {when}; at most {format_size(ram.overhead)} needed beside it"
 
 
 def _network(network: NetworkPlan) -> str:
     guest = f"({network.mac}, MTU {network.mtu}"
     guest += f", {network.queues} queues)" if network.queues > 1 else ")"
-    if isinstance(network, PasstPlan):
-        return f"passt {guest}: the guest reaches what the pod reaches, and nothing reaches the guest"
-    if isinstance(network, MacvtapPlan):
-        what = f"macvtap {network.link} over {network.over} {guest}"
-    elif isinstance(network, HandedPlan):
-        what = f"{network.kind} handed to us as {', '.join(network.fds)} {guest}"
-    else:
-        also = "" if network.ipv6 is None else f" and {network.ipv6.guest}"
-        what = f"guest {network.guest}{also} {guest} on bridge {network.bridge}"
-        what += "" if network.pod is None else f", in the place of {network.pod.name}"
-    return what + (", vhost-net" if network.vhost or (isinstance(network, HandedPlan) and network.vhost_fds) else "")
+    vhost = ", vhost-net"
+    match network:
+        case PasstPlan():
+            return f"passt {guest}: the guest reaches what the pod reaches, and nothing reaches the guest"
+        case MacvtapPlan():
+            return f"macvtap {network.link} over {network.over} {guest}" + vhost * network.vhost
+        case InheritedFdPlan():
+            opened = f"{network.kind} handed to us as {', '.join(network.fds)} {guest}"
+            return opened + vhost * (network.vhost or bool(network.vhost_fds))
+        case BridgedPlan():
+            also = "" if network.ipv6 is None else f" and {network.ipv6.guest}"
+            place = "" if network.pod is None else f", in the place of {network.pod.name}"
+            return f"guest {network.guest}{also} {guest} on bridge {network.bridge}{place}" + vhost * network.vhost
+        case other:
+            assert_never(other)

@@ -1,4 +1,7 @@
-"""What a user may ask for: the schema of an instance's document."""
+"""The schema of an instance's document: what a user may ask for.
+
+An attribute's name is the key in the document. A key that takes one of a few words has a ``Literal`` of them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from types import MappingProxyType
+from typing import Literal, get_args
 
 import attrs
 
@@ -26,7 +30,6 @@ from runner.spec.rules import (
     flag,
     format_size,
     integer,
-    integer_or,
     key,
     mac,
     parse_document,
@@ -48,21 +51,31 @@ from runner.spec.rules import (
 
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 WORD_ALLOWED = "up to 63 letters, digits, '.', '_' and '-', the first a letter or digit"
-HANDED = PurePosixPath("/dev/fd")
-"""The path of a disk that is handed over as a descriptor, until it is."""
 TAG = r"[A-Za-z0-9_.-]{1,35}"
 PCI_ADDRESS = r"[0-9a-f]{4,6}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]"
-ALL_CPUS = 0
-"""``cpu.count = "all"``: the plan makes a number of it."""
-WHAT_LIMITS_LEAVE = 0
-"""``memory.size = "limits"``: the plan makes a size of it."""
 LEAST_MEMORY = 32 * MIB
 UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+PlacementChoice = Literal["auto", "controller", "delegated", "affinity"]
+PinningChoice = Literal["auto", "packed-siblings", "linear"]
+TopologyChoice = Literal["host", "flat"]
+AccelChoice = Literal["auto", "kvm", "tcg"]
+HugePageSize = Literal["2MiB", "1GiB"]
+FirmwareBuild = Literal["uefi", "uefi-secure"]
+DiskFormat = Literal["raw", "qcow2"]
+CacheChoice = Literal["auto", "none", "writeback", "writethrough"]
+AioChoice = Literal["auto", "native", "io_uring", "threads"]
+DetectZeroes = Literal["off", "on", "unmap"]
+NetworkMode = Literal["private", "bridge", "macvtap", "passt", "descriptor"]
+IommuChoice = Literal["auto", "legacy", "iommufd"]
+ClockBase = Literal["utc", "localtime"]
+WatchdogAction = Literal["reset", "exit", "nmi", "none"]
+RebootAction = Literal["reset", "exit"]
 
 
 @attrs.frozen
 class IdentitySpec:
-    """Who the instance is."""
+    """The instance's names."""
 
     name: str = key(
         text(WORD, WORD_ALLOWED),
@@ -85,8 +98,8 @@ class IdentitySpec:
 class CpuSpec:
     """The vCPUs and the CPUs they own."""
 
-    count: int = key(
-        either("all", ALL_CPUS, integer(1, 1024)),
+    count: int | Literal["all"] = key(
+        either("all", integer(1, 1024)),
         default=1,
         doc="number of vCPUs; each gets one CPU to itself. "
         '`"all"`: as many as the container has CPUs; where everything else runs there too, one core less',
@@ -96,8 +109,8 @@ class CpuSpec:
         default=None,
         doc="the CPUs the vCPUs own; without it, of those this process may use, whole cores of few NUMA nodes",
     )
-    placement: str = key(
-        choice("auto", "controller", "delegated", "affinity"),
+    placement: PlacementChoice = key(
+        choice(*get_args(PlacementChoice)),
         default="auto",
         doc='how threads are kept apart: by the node\'s `"controller"`, by cgroups in the container\'s own one (`"delegated"`), '
         'by `sched_setaffinity` alone (`"affinity"`), or by the best way that works here (`"auto"`)',
@@ -113,20 +126,20 @@ class CpuSpec:
         doc="whether what others start in the container (`kubectl exec`, probes) is moved to float within a second; "
         "without cgroups there is nothing to sweep",
     )
-    pinning: str = key(
-        choice("auto", "packed-siblings", "linear"),
+    pinning: PinningChoice = key(
+        choice(*get_args(PinningChoice)),
         default="auto",
         doc='`"packed-siblings"`: vCPUs of one guest core sit on siblings; `"linear"`: vCPU *i* on the *i*-th CPU; '
         '`"auto"`: the first for whole cores, else the second',
     )
-    topology: str = key(
-        choice("host", "flat"),
+    topology: TopologyChoice = key(
+        choice(*get_args(TopologyChoice)),
         default="host",
         doc='what the guest sees: `"host"`: sockets, L3 caches, threads and NUMA nodes as its vCPUs really lie; '
         '`"flat"`: one socket of cores',
     )
-    accel: str = key(
-        choice("auto", "kvm", "tcg"),
+    accel: AccelChoice = key(
+        choice(*get_args(AccelChoice)),
         default="auto",
         doc='`"kvm"`, `"tcg"` (software), or `"auto"`: KVM when /dev/kvm is usable',
     )
@@ -137,10 +150,10 @@ class CpuSpec:
     )
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
-        if self.cpus is not None and self.count == ALL_CPUS:
+        """Yield the keys that contradict others."""
+        if self.cpus is not None and self.count == "all":
             yield Problem(
-                "count", f'"all" and cpu.cpus contradict each other; say {len(self.cpus)}, or leave cpu.cpus out'
+                "count", '"all" and cpu.cpus contradict each other', f"say {len(self.cpus)}, or leave cpu.cpus out"
             )
         elif self.cpus is not None and len(self.cpus) != self.count:
             yield Problem(
@@ -153,8 +166,8 @@ class CpuSpec:
 class MemorySpec:
     """The guest's RAM."""
 
-    size: int = key(
-        either("limits", WHAT_LIMITS_LEAVE, size(LEAST_MEMORY)),
+    size: int | Literal["limits"] = key(
+        either("limits", size(LEAST_MEMORY)),
         default=512 * MIB,
         doc='how much; `"limits"`: what the limits of the container\'s cgroup leave (`hugetlb.<size>.max`, else `memory.max` '
         "without what is needed beside the guest)",
@@ -164,8 +177,10 @@ class MemorySpec:
         default=True,
         doc="whether it comes from the NUMA nodes its vCPUs sit on, and from nowhere else (`mbind(2)`)",
     )
-    hugepages: str | None = key(
-        choice("2MiB", "1GiB"), default=None, doc="the size of the huge pages it consists of; ordinary pages without it"
+    hugepages: HugePageSize | None = key(
+        choice(*get_args(HugePageSize)),
+        default=None,
+        doc="the size of the huge pages it consists of; ordinary pages without it",
     )
     prealloc: bool | None = key(
         flag(),
@@ -188,15 +203,15 @@ class MemorySpec:
 
 @attrs.frozen
 class BootSpec:
-    """What the machine starts: a kernel directly, or a disk through firmware."""
+    """What the machine boots: a kernel directly, or a disk through firmware."""
 
     kernel: PurePosixPath | None = key(path(), default=None, doc="a Linux kernel to start directly")
     initrd: PurePosixPath | None = key(path(), default=None, doc="its initial RAM disk")
     cmdline: str | None = key(
         text(), default=None, doc="its command line; `console=ttyS0` shows it on the serial console"
     )
-    firmware: PurePosixPath | str | None = key(
-        path_or("uefi", "uefi-secure"),
+    firmware: PurePosixPath | FirmwareBuild | None = key(
+        path_or(*get_args(FirmwareBuild)),
         default=None,
         doc='a firmware image mapped as flash, such as OVMF_CODE.fd; `"uefi"`: the one that is installed; `"uefi-secure"`: with '
         "Secure Boot and Microsoft's keys; SeaBIOS without it",
@@ -209,7 +224,7 @@ class BootSpec:
     )
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         if self.kernel is None:
             for name in ("initrd", "cmdline"):
                 if getattr(self, name) is not None:
@@ -222,13 +237,13 @@ class BootSpec:
 class DiskSpec:
     """A virtio disk; the order of disks is the order they are tried for booting."""
 
-    path: PurePosixPath = key(path(), default=HANDED, doc="a file or block device; or else `fd`")
+    path: PurePosixPath | None = key(path(), default=None, doc="a file or block device; or else `fd`")
     fd: str | None = key(
         text(DESCRIPTOR_NAME, "the name of a descriptor"),
         default=None,
         doc="the descriptor of a file or block device that is handed to us; opened again by what it is",
     )
-    format: str = key(choice("raw", "qcow2"), default="raw", doc="what the file holds")
+    format: DiskFormat = key(choice(*get_args(DiskFormat)), default="raw", doc="what the file holds")
     read_only: bool = key(flag(), default=False, doc="whether the guest is kept from writing")
     serial: str | None = key(
         text(r"[A-Za-z0-9_-]{1,20}", "up to 20 letters, digits, '_' and '-'"),
@@ -251,14 +266,14 @@ class DiskSpec:
         default=(),
         doc="directories in which the files lie that a qcow2 image takes data from; without them such an image is refused",
     )
-    cache: str = key(
-        choice("auto", "none", "writeback", "writethrough"),
+    cache: CacheChoice = key(
+        choice(*get_args(CacheChoice)),
         default="auto",
         doc='`"none"`: past the page cache (`O_DIRECT`); `"writeback"`: through it; `"writethrough"`: every write of the guest is on '
         'stable storage when it ends; `"auto"`: `"none"` where the file system can do it',
     )
-    aio: str = key(
-        choice("auto", "native", "io_uring", "threads"),
+    aio: AioChoice = key(
+        choice(*get_args(AioChoice)),
         default="auto",
         doc='how QEMU reads and writes: `"native"` (`io_submit(2)`, cache `"none"` only), `"io_uring"`, or worker threads; '
         '`"auto"`: `"native"` for what takes no allocation (block devices, files without holes), else `"threads"`',
@@ -268,8 +283,8 @@ class DiskSpec:
         default=True,
         doc="whether what the guest discards is given back: holes in files, `BLKDISCARD` for devices",
     )
-    detect_zeroes: str = key(
-        choice("off", "on", "unmap"),
+    detect_zeroes: DetectZeroes = key(
+        choice(*get_args(DetectZeroes)),
         default="off",
         doc='whether zeroes the guest writes are looked for and written cheaply (`"on"`), or discarded (`"unmap"`)',
     )
@@ -278,12 +293,17 @@ class DiskSpec:
     )
 
     @property
+    def file(self) -> PurePosixPath:
+        """The file or block device; ``fd:NAME`` for a descriptor that has not been handed over yet."""
+        return PurePosixPath(f"fd:{self.fd}") if self.path is None else self.path
+
+    @property
     def writes(self) -> bool:
         """Whether the file or block device itself is written to."""
         return not self.read_only and not self.ephemeral
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         if self.ephemeral:
             if self.read_only:
                 yield Problem("read_only", "goes with a disk that is kept; ephemeral = true never writes to path")
@@ -317,8 +337,8 @@ class HotplugSpec:
 class NetworkSpec:
     """A virtio network interface."""
 
-    mode: str = key(
-        choice("private", "bridge", "macvtap", "passt", "descriptor"),
+    mode: NetworkMode = key(
+        choice(*get_args(NetworkMode)),
         default="private",
         doc='`"private"`: a subnet of its own; `"bridge"`: the guest takes over the pod interface\'s address; `"macvtap"`: a MAC '
         'address of its own on the network behind an interface; `"passt"`: what the pod reaches, without privilege; '
@@ -375,12 +395,11 @@ class NetworkSpec:
     )
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         for name, modes in NETWORK_KEYS.items():
             if getattr(self, name) not in {None, (), False} and self.mode not in modes:
-                yield Problem(
-                    name, f"goes with mode = {' or '.join(map(repr_toml, modes))}, not with {repr_toml(self.mode)}"
-                )
+                words = " or ".join(f'"{mode}"' for mode in modes)
+                yield Problem(name, f'goes with mode = {words}, not with "{self.mode}"')
         if self.subnet6 is not None and not self.ipv6:
             yield Problem("subnet6", "needs ipv6 = true")
         if self.mode == "descriptor":
@@ -390,16 +409,16 @@ class NetworkSpec:
 
     def _descriptor_contradictions(self) -> Iterator[Problem]:
         if not self.fd:
-            yield Problem("fd", 'is missing; mode = "descriptor" needs the name of one')
+            yield Problem("fd", "is missing", 'mode = "descriptor" needs the name of one')
         if self.vhost_fd and len(self.vhost_fd) != len(self.fd):
             yield Problem(
                 "vhost_fd", f"names {len(self.vhost_fd)}, but fd names {len(self.fd)}; each queue has one of both"
             )
         if self.queues is not None and self.queues != len(self.fd):
-            yield Problem("queues", f"is {self.queues}, but fd names {len(self.fd)}; leave it out")
+            yield Problem("queues", f"is {self.queues}, but fd names {len(self.fd)}", "leave it out")
 
 
-NETWORK_KEYS: dict[str, tuple[str, ...]] = {
+NETWORK_KEYS: dict[str, tuple[NetworkMode, ...]] = {
     "interface": ("bridge", "macvtap"),
     "subnet": ("private",),
     "address": ("private",),
@@ -408,17 +427,12 @@ NETWORK_KEYS: dict[str, tuple[str, ...]] = {
     "fd": ("descriptor",),
     "vhost_fd": ("descriptor",),
 }
-"""Key → the modes it means something in."""
-
-
-def repr_toml(word: str) -> str:
-    """Return *word* as it stands in a document."""
-    return f'"{word}"'
+"""Key → the modes that it belongs to."""
 
 
 @attrs.frozen
 class DescriptorsSpec:
-    """What is handed to us already open."""
+    """Descriptors that another program opened for this one."""
 
     socket: PurePosixPath | None = key(
         path(),
@@ -451,7 +465,7 @@ DEVICE_PROPERTIES = {
     "x-pci-sub-vendor-id": integer(0, 0xFFFF),
     "x-pci-sub-device-id": integer(0, 0xFFFF),
 }
-"""What may be set of QEMU's ``vfio-pci`` beyond what we set: every QEMU from 7.2 to 10 knows these."""
+"""The properties of QEMU's ``vfio-pci`` that a document may set: every QEMU from 7.2 to 10 has these."""
 
 
 @attrs.frozen
@@ -472,8 +486,8 @@ class DeviceSpec:
     count: int | None = key(
         integer(1, 64), default=None, doc="how many of the resource's devices; without it, all that are left"
     )
-    iommu: str = key(
-        choice("auto", "legacy", "iommufd"),
+    iommu: IommuChoice = key(
+        choice(*get_args(IommuChoice)),
         default="auto",
         doc='how QEMU gets it: by its IOMMU group (`"legacy"`), by descriptors (`"iommufd"`, QEMU 9.0 or later), or by the '
         'better way that works (`"auto"`)',
@@ -484,7 +498,7 @@ class DeviceSpec:
     rom: bool = key(flag(), default=False, doc="whether the guest sees its option ROM, as booting from a NIC takes")
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         if (self.address is None) == (self.resource is None):
             yield Problem("", "takes either an address or a resource, and one of them")
         if self.count is not None and self.resource is None:
@@ -519,7 +533,7 @@ class DisplaySpec:
 
 @attrs.frozen
 class GuestSpec:
-    """What the machine has for the guest beside the usual."""
+    """Devices that serve the guest."""
 
     agent: bool = key(
         flag(),
@@ -527,18 +541,18 @@ class GuestSpec:
         doc="whether there is a channel for QEMU's guest agent, which is asked to shut the guest down before its power button is "
         "pressed, if it is there",
     )
-    clock: str = key(
-        choice("utc", "localtime"),
+    clock: ClockBase = key(
+        choice(*get_args(ClockBase)),
         default="utc",
         doc='what the hardware clock shows; `"localtime"` (the time zone of the container) is for Windows',
     )
-    vsock: int | str | None = key(
-        integer_or("auto", 3, (1 << 32) - 2),
+    vsock: int | Literal["auto"] | None = key(
+        either("auto", integer(3, (1 << 32) - 2), first=True),
         default=None,
         doc='the context identifier of a vsock device, which no other guest of the node may have; `"auto"`: one that is free',
     )
-    watchdog: str | None = key(
-        choice("reset", "exit", "nmi", "none"),
+    watchdog: WatchdogAction | None = key(
+        choice(*get_args(WatchdogAction)),
         default=None,
         doc="a watchdog (i6300esb), and what follows when the guest feeds it no more: it is reset, the instance ends, it gets an "
         "NMI, or the log says so and no more",
@@ -547,7 +561,7 @@ class GuestSpec:
 
 @attrs.frozen
 class CloudInitSpec:
-    """What cloud-init in the guest is told; the table alone, empty, is enough to have it told something."""
+    """The data that cloud-init in the guest reads; an empty table is enough for a seed."""
 
     user_data: PurePosixPath | str | None = key(
         document(), default=None, doc="its user-data: `#cloud-config`, a script, MIME, …"
@@ -570,7 +584,7 @@ class CloudInitSpec:
     )
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together."""
+        """Yield the keys that contradict others."""
         if self.meta_data is not None:
             for name, given in (("ssh_keys", self.ssh_keys), ("hostname", self.hostname)):
                 if given:
@@ -587,8 +601,8 @@ class ShutdownSpec:
         doc="seconds the whole power-down may take; keep it 10 s below terminationGracePeriodSeconds, which network, shares and the "
         "controller may take then",
     )
-    on_reboot: str = key(
-        choice("reset", "exit"),
+    on_reboot: RebootAction = key(
+        choice(*get_args(RebootAction)),
         default="reset",
         doc='when the guest reboots: `"reset"` restarts it in place, `"exit"` ends the instance',
     )
@@ -601,7 +615,7 @@ class ShutdownSpec:
 
 @attrs.frozen
 class EnvironmentSpec:
-    """Which variables of the runner's environment the document may use."""
+    """The variables of the runner's environment that the document may use."""
 
     allow: tuple[str, ...] = key(
         variables(),
@@ -641,9 +655,9 @@ class InstanceSpec:
     )
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what cannot be true together across tables."""
+        """Yield the keys that contradict keys of other tables."""
         if self.boot.kernel is None and self.boot.firmware is None and not self.disk:
-            yield Problem("boot", "nothing to start; name boot.kernel, or give it a [[disk]]")
+            yield Problem("boot", "nothing to start", "name boot.kernel, or give it a [[disk]]")
         yield from _repeated("share", "tag", (share.tag for share in self.share))
         yield from _repeated("disk", "serial", (disk.serial for disk in self.disk))
         yield from _repeated("device", "address", (device.address for device in self.device))
@@ -651,7 +665,7 @@ class InstanceSpec:
         yield from _networks(self.network)
         yield from _repeated_descriptors(self.disk, self.network)
         for index, disk in enumerate(self.disk):
-            if (disk.fd is None) == (disk.path == HANDED):
+            if (disk.fd is None) == (disk.path is None):
                 yield Problem(f"disk[{index}].path", "takes an absolute path, or else fd names a descriptor")
         writable = {disk.path for disk in self.disk if disk.writes and disk.fd is None}
         for index, disk in enumerate(self.disk):
@@ -660,7 +674,7 @@ class InstanceSpec:
 
 
 def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
-    """Yield what several networks cannot have together."""
+    """Yield contradictions between networks."""
     given = (((each.interface or "eth0") if each.mode == "bridge" else None) for each in networks)
     yield from _repeated("network", "interface", given)
     bridged = {each.interface or "eth0" for each in networks if each.mode == "bridge"}
@@ -669,7 +683,9 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
             yield Problem(
                 f"network[{index}].interface", 'has mode = "bridge" on it already; a link is one or the other'
             )
-    subnets = private_subnets(networks)
+    subnets = [
+        private_subnet(index, network) if network.mode == "private" else None for index, network in enumerate(networks)
+    ]
     for index, mine in enumerate(subnets):
         for earlier, other in enumerate(subnets[:index]):
             if mine is not None and other is not None and mine.overlaps(other):
@@ -698,19 +714,11 @@ def _repeated_descriptors(disks: tuple[DiskSpec, ...], networks: tuple[NetworkSp
         seen.setdefault(name, where)
 
 
-def private_subnets(networks: Iterable[NetworkSpec]) -> tuple[ipaddress.IPv4Network | None, ...]:
-    """Return the subnet of each network in order, ``None`` for those that have none of their own."""
-    default = ipaddress.IPv4Network("192.168.77.0/24")
-    result: list[ipaddress.IPv4Network | None] = []
-    for index, network in enumerate(networks):
-        if network.mode == "private":
-            nth = ipaddress.IPv4Network(
-                (int(default.network_address) + index * default.num_addresses, default.prefixlen)
-            )
-            result.append(network.subnet or nth)
-        else:
-            result.append(None)
-    return tuple(result)
+def private_subnet(index: int, network: NetworkSpec) -> ipaddress.IPv4Network:
+    """Return the subnet of the private *network*, which is ``network[index]``."""
+    first = ipaddress.IPv4Network("192.168.77.0/24")
+    nth = int(first.network_address) + index * first.num_addresses
+    return network.subnet or ipaddress.IPv4Network((nth, first.prefixlen))
 
 
 def _repeated(table_name: str, name: str, values: Iterable[Hashable]) -> Iterator[Problem]:
@@ -721,17 +729,17 @@ def _repeated(table_name: str, name: str, values: Iterable[Hashable]) -> Iterato
 
 
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
-"""Of a document that takes nothing from it."""
+"""The environment for a document that uses none."""
 
 
 def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO_ENVIRONMENT) -> InstanceSpec:
-    """Parse and check a whole document; *source* is the name errors use for it.
+    """Parse and check a whole document; *source* is its name in errors.
 
-    Of *environment* it gets what it declares. Raises :exc:`~runner.errors.SpecError` with every problem found.
+    It can use the variables of *environment* that it declares. Raises :exc:`~runner.errors.SpecError` with every problem found.
     """
     problems: list[Problem] = []
     document = _with_environment(parse_document(source, data), environment, problems)
-    if problems:  # what is wrong with a string that is not whole, is not said
+    if problems:  # a string with an unresolved variable would only cause further problems
         raise SpecError(source, problems)
     spec = structure(InstanceSpec, document, "", problems)
     if spec is None or problems:
@@ -740,7 +748,7 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
 
 
 def declared_variables(source: str, data: bytes) -> tuple[str, ...]:
-    """Return the names of the variables that a document declares; none where it is not whole, as :func:`parse_instance` says."""
+    """Return the variables that a document declares; none if the table is wrong, which :func:`parse_instance` reports."""
     declared = structure(EnvironmentSpec, parse_document(source, data).get("environment", {}), "environment", [])
     return () if declared is None else declared.allow
 
@@ -751,14 +759,15 @@ def _with_environment(
     if "environment" not in document:
         return document
     declared = structure(EnvironmentSpec, document["environment"], "environment", [])
-    if declared is None:  # as the whole document's structure will say
+    if declared is None:  # structure() reports it with the whole document
         return document
     for index, name in enumerate(declared.allow):
         if name not in environment:
             problems.append(
                 Problem(
                     f"environment.allow[{index}]",
-                    f"the environment has no {name}; set it in the pod (env:, fieldRef:) or on the command line",
+                    f"the environment has no {name}",
+                    "set it in the pod (env:, fieldRef:) or on the command line",
                 )
             )
     known = {name: environment.get(name, f"${{{name}}}") for name in declared.allow}
@@ -770,26 +779,29 @@ def _with_environment(
 
 def reference() -> Iterator[tuple[str, str, str, str]]:
     """Yield ``(key, what it takes, default, meaning)`` for every key of the schema, in document order."""
-    for attribute in attrs.fields(InstanceSpec):
-        rule = rule_of(attribute)
-        assert rule.schema is not None  # noqa: S101 - the document consists of tables only
-        for inner in attrs.fields(rule.schema):
-            name = f"{attribute.name}[].{inner.name}" if rule.many else f"{attribute.name}.{inner.name}"
-            yield name, rule_of(inner).allowed, _shown(inner.name, inner.default), inner.metadata["doc"]
+    for table_name, schema, _ in _tables():
+        for inner in attrs.fields(schema):
+            default = _shown(inner.name, inner.default)
+            yield f"{table_name}.{inner.name}", rule_of(inner).allowed, default, inner.metadata["doc"]
 
 
 def tables_of_reference() -> dict[str, str]:
-    """Return what each table of :func:`reference` is, by the name it has there."""
-    return {
-        f"{attribute.name}[]" if rule_of(attribute).many else attribute.name: attribute.metadata["doc"]
-        for attribute in attrs.fields(InstanceSpec)
-    }
+    """Return the meaning of each table of :func:`reference`, by the name it has there."""
+    return {name: doc for name, _, doc in _tables()}
+
+
+def _tables() -> Iterator[tuple[str, type, str]]:
+    """Yield name, schema and meaning of each table; the name of an array of tables ends in ``[]``."""
+    for attribute in attrs.fields(InstanceSpec):
+        rule = rule_of(attribute)
+        if rule.schema is not None:
+            yield f"{attribute.name}[]" if rule.many else attribute.name, rule.schema, attribute.metadata["doc"]
 
 
 def _shown(name: str, default: object) -> str:
     if default is attrs.NOTHING:
         return "required"
-    if default in (None, (), HANDED):
+    if default in (None, ()):
         return "-"
     if isinstance(default, bool):
         return str(default).lower()

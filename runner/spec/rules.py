@@ -1,8 +1,8 @@
-"""From text to checked values: TOML or JSON, one schema, every problem named with its path.
+"""Parse TOML or JSON into checked values by a schema, and report every problem with its path.
 
 A schema is an attrs class whose attributes are made by :func:`key`. Each key carries a :class:`Rule` that turns a plain
-value into a checked one. :func:`structure` walks a document along such a class and reports *all* that is wrong with it,
-not only the first thing: whoever mends a document wants to mend it once.
+value into a checked one. :func:`structure` compares a document with such a class and reports *all* problems, not only
+the first, so that a document can be fixed at once.
 
 This is our own code and not pydantic or cattrs because PID 1 pays for every import: pydantic costs as much time to
 import as the whole runner (69 ms), and neither names the nearest known key.
@@ -30,16 +30,16 @@ MIB = 1 << 20
 _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,12})(Ki|Mi|Gi|Ti)B?", re.ASCII)
 DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
-"""What a descriptor may be called."""
+"""The names that descriptors may have."""
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
-"""``$${``, which is ``${`` itself, or ``${NAME}``."""
+"""``$${``, which stands for ``${``, or ``${NAME}``."""
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", re.ASCII)
 
 
 @attrs.frozen
 class Rule:
-    """What one key takes: *allowed* says it to people, *parse* checks and converts or raises ``ValueError``."""
+    """What one key takes: *allowed* describes it in messages, *parse* checks and converts, or raises ``ValueError``."""
 
     allowed: str
     parse: Callable[[object], object]
@@ -60,7 +60,7 @@ def rule_of(attribute: attrs.Attribute[Any]) -> Rule:
 
 
 def found(value: object) -> str:
-    """Name *value* and its type in the document's own words, shortened."""
+    """Describe *value* and its type as it stands in the document, shortened."""
     kinds = {
         str: "the string",
         bool: "the boolean",
@@ -144,9 +144,10 @@ def size(least: int) -> Rule:
     return Rule(f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"', parse)
 
 
-def either(word: str, value: object, rule: Rule) -> Rule:
-    """Take *word*, which means *value*, or what *rule* takes."""
-    return Rule(f'{rule.allowed}, or "{word}"', lambda given: value if given == word else rule.parse(given))
+def either(word: str, rule: Rule, *, first: bool = False) -> Rule:
+    """Take *word* or what *rule* takes; *first*: the word is named before the rule where both are listed."""
+    listed = f'"{word}", or {rule.allowed}' if first else f'{rule.allowed}, or "{word}"'
+    return Rule(listed, lambda given: word if given == word else rule.parse(given))
 
 
 def seconds(least: float, most: float) -> Rule:
@@ -161,7 +162,7 @@ def seconds(least: float, most: float) -> Rule:
 
 
 def path() -> Rule:
-    """Take an absolute path; relative ones are refused because PID 1's working directory is an accident."""
+    """Take an absolute path; relative ones are refused, because PID 1's working directory is arbitrary."""
 
     def parse(value: object) -> PurePosixPath:
         if not isinstance(value, str) or "\0" in value or not value.startswith("/") or not _encodable(value):
@@ -180,15 +181,6 @@ def path_or(*words: str) -> Rule:
         return cast("PurePosixPath", path().parse(value))
 
     return Rule("an absolute path, or " + " or ".join(f'"{word}"' for word in words), parse)
-
-
-def integer_or(word: str, least: int, most: int) -> Rule:
-    """Take an integer between two bounds, both included, or a word."""
-
-    def parse(value: object) -> int | str:
-        return word if value == word else cast("int", integer(least, most).parse(value))
-
-    return Rule(f'"{word}", or an integer from {least} to {most}', parse)
 
 
 def document() -> Rule:
@@ -306,7 +298,7 @@ def address() -> Rule:
 
 
 def subnet6() -> Rule:
-    """Take an IPv6 subnet of 64 bits, the only ones in which hosts find their neighbours without being told more."""
+    """Take an IPv6 subnet of 64 bits: hosts configure themselves only in such subnets."""
 
     def parse(value: object) -> ipaddress.IPv6Network:
         if not isinstance(value, str):
@@ -417,7 +409,7 @@ def _parse_json(source: str, content: str) -> dict[str, object]:
 def expanded(value: object, variables: Mapping[str, str], where: str, problems: list[Problem]) -> object:
     """Return *value* with ``${NAME}`` in every string of it replaced from *variables*, and ``$${`` by ``${``.
 
-    Keys are left as they are. What is no variable of *variables* is appended to *problems*: nobody means ``${`` literally.
+    Keys are left as they are. A name that is not in *variables* is a problem: a literal ``${`` is hardly ever meant.
     """
 
     def replaced(match: re.Match[str]) -> str:
@@ -425,12 +417,14 @@ def expanded(value: object, variables: Mapping[str, str], where: str, problems: 
         if name is None:
             return "${"
         if not match[0].endswith("}"):
-            problems.append(Problem(where, f"{match[0]!r} is not closed with }}; write $${{ for a literal ${{"))
+            problems.append(Problem(where, f"{match[0]!r} is not closed with }}", "write $${ for a literal ${"))
             return match[0]
         if name not in variables:
             problems.append(
                 Problem(
-                    where, f"${{{name}}} is not declared; name it in environment.allow, or write $${{ for a literal one"
+                    where,
+                    f"${{{name}}} is not declared",
+                    "name it in environment.allow, or write $${ for a literal one",
                 )
             )
             return match[0]
@@ -449,11 +443,11 @@ def expanded(value: object, variables: Mapping[str, str], where: str, problems: 
 
 
 def structure(schema: type[T], value: object, where: str, problems: list[Problem]) -> T | None:
-    """Turn the table *value*, found at *where*, into a *schema* object; append what is wrong to *problems*.
+    """Turn the table *value*, found at *where*, into a *schema* object; append every problem to *problems*.
 
     Returns ``None`` when a key of this table is wrong or missing. A schema class may have a method
-    ``contradictions()`` that yields :class:`~runner.errors.Problem` values with paths relative to itself; it is asked
-    only when every key of it is right on its own.
+    ``contradictions()`` that yields :class:`~runner.errors.Problem` values with paths relative to itself; it is
+    called only when every key of it is right on its own.
     """
     if not isinstance(value, Mapping):
         problems.append(Problem(where, f"must be a table, found {found(value)}"))
@@ -467,14 +461,14 @@ def structure(schema: type[T], value: object, where: str, problems: list[Problem
         if name in value:
             values[name] = _value(rule_of(attribute), value[name], here, problems)
         elif attribute.default is attrs.NOTHING:
-            problems.append(Problem(here, f"is missing; it takes {rule_of(attribute).allowed}"))
+            problems.append(Problem(here, "is missing", f"it takes {rule_of(attribute).allowed}"))
     if len(problems) > before:
         return None
     result = schema(**values)
     contradictions: Callable[[], Iterator[Problem]] | None = getattr(result, "contradictions", None)
     if contradictions is not None:
         problems.extend(
-            Problem(f"{where}.{problem.path}" if where and problem.path else where or problem.path, problem.message)
+            attrs.evolve(problem, path=f"{where}.{problem.path}" if where and problem.path else where or problem.path)
             for problem in contradictions()
         )
     return result
@@ -483,7 +477,7 @@ def structure(schema: type[T], value: object, where: str, problems: list[Problem
 def _unknown(name: str, attributes: Mapping[str, object], where: str) -> Problem:
     near = difflib.get_close_matches(name, attributes, 1, 0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(attributes)}"
-    return Problem(f"{where}.{name}" if where else name, f"unknown key; {hint}")
+    return Problem(f"{where}.{name}" if where else name, "unknown key", hint)
 
 
 def _value(rule: Rule, value: object, here: str, problems: list[Problem]) -> object:
@@ -491,7 +485,7 @@ def _value(rule: Rule, value: object, here: str, problems: list[Problem]) -> obj
         try:
             return rule.parse(value)
         except ValueError as error:
-            problems.append(Problem(here, f"{error}; it takes {rule.allowed}"))
+            problems.append(Problem(here, str(error), f"it takes {rule.allowed}"))
             return None
     if not rule.many:
         return structure(rule.schema, value, here, problems)

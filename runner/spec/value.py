@@ -1,4 +1,4 @@
-"""A value out of a JSON or YAML document that knows where it is, so that whoever cannot use it can say so."""
+"""A value of a JSON or YAML document with its path in it, so that every error names the place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.errors import Problem, SpecError
 class Value:
     """One value of the document *source*, at *path* (``entries.uid[1]``), under *key* of its object.
 
-    Whatever is not as it should be raises :class:`SpecError` with the path.
+    A value that is not of the asked type raises :class:`SpecError` with the path.
     """
 
     value: Any
@@ -34,9 +34,9 @@ class Value:
         document.members()
         return document
 
-    def fail(self, message: str) -> NoReturn:
-        """Say what is wrong with the value."""
-        raise SpecError(self.source, [Problem(self.path, message)])
+    def fail(self, message: str, remedy: str = "") -> NoReturn:
+        """Raise :class:`SpecError`: *message* says what is wrong with the value."""
+        raise SpecError(self.source, [Problem(self.path, message, remedy)])
 
     def get(self, key: str, default: Mapping[str, Any] | None = None) -> Value:
         """Return what the object has under *key*, or *default*."""
@@ -47,7 +47,7 @@ class Value:
         return Value(default if value is None else value, self.source, f"{self.path}.{key}".lstrip("."), key)
 
     def __bool__(self) -> bool:
-        """Tell whether there is a value at all."""
+        """Tell whether there is a value."""
         return self.value is not None
 
     def members(self) -> list[Value]:
@@ -82,8 +82,8 @@ class Value:
     def text(self) -> str:
         """Take a string."""
         if not isinstance(self.value, str):
-            quotes = f'; write it in quotes: "{self.value}"' if isinstance(self.value, int | float) else ""
-            self.fail(f"must be a string, found {self.value!r}{quotes.lower()}")
+            quotes = f'write it in quotes: "{self.value}"' if isinstance(self.value, int | float) else ""
+            self.fail(f"must be a string, found {self.value!r}", quotes.lower())
         return self.value
 
     def flag(self) -> bool:

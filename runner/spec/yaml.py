@@ -1,10 +1,10 @@
-"""YAML as Kubernetes takes it: text → plain values, with what would be lost in silence refused.
+"""Parse YAML as Kubernetes takes it into plain values, and refuse what would be lost silently.
 
-The dialect is YAML 1.1 as the kubelet's parser (``sigs.k8s.io/yaml``) reads it, less what only surprises: a key that
-stands twice is an error, dates stay strings, ``1:30`` is a string and not 90. Aliases are taken as far as the document
+The dialect is YAML 1.1 as the kubelet's parser (``sigs.k8s.io/yaml``) reads it, without its surprises: a key that
+stands twice is an error, dates stay strings, ``1:30`` is a string and not 90. Aliases are accepted as long as the document
 stays small when they are written out.
 
-Only planning reads YAML: PyYAML costs tens of milliseconds and 2.6 MB, and PID 1 never imports this module.
+Only ``plan --node`` reads YAML: PyYAML costs tens of milliseconds and 2.6 MB, and PID 1 never imports this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runner.errors import Problem, SpecError
 from runner.spec.value import Value
 
 MAX_BYTES = 3 << 20
-"""The largest text taken; what etcd stores of one object is at most half of that."""
+"""The largest text accepted; etcd stores at most half of that for one object."""
 MAX_VALUES = 100_000
 """The most values of one document, aliases written out."""
 
@@ -55,7 +55,7 @@ def _sentence(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's own loader in Python: the same wherever it is installed, and a deep document is an error, not a crash."""
+    """PyYAML's loader in Python: the same everywhere, and a deep document is an error instead of a crash."""
 
     def get_data(self) -> Any:
         node = self.get_node()
@@ -80,7 +80,7 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# The numbers of YAML 1.1 less base 60, for which a clock or an address would be taken.
+# The numbers of YAML 1.1 without base 60, which would match a time of day or an address.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int",
     re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$"),
@@ -96,7 +96,7 @@ _Loader.add_implicit_resolver(
 
 
 def _check(root: yaml.Node) -> None:
-    """Refuse keys that stand twice, and a document that is too big with every alias written out or contains itself."""
+    """Refuse repeated keys, and a document that contains itself or is too big with every alias written out."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:

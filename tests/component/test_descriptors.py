@@ -22,7 +22,7 @@ from runner.instance.qemu import GuestEnd
 from runner.kernel import character_devices
 from runner.kernel.files import Descriptor
 from runner.kernel.inherited_fds import InheritedFd, inherited_fds, probe_descriptor
-from runner.plan.networks import HandedPlan
+from runner.plan.networks import InheritedFdPlan
 from tests.support.fake_host import FakeHost
 
 Sent = tuple[bytes, Sequence[int]]
@@ -207,8 +207,8 @@ async def test_qemu_has_them_and_no_other_child(fake_host: FakeHost) -> None:
     with contextlib.ExitStack() as held:
         [tap] = held.enter_context(character_devices.tap("vmtap9"))
         handed = {"net0": InheritedFd(Descriptor(os.dup(tap.number)), None)}
-        network = HandedPlan("52:54:00:00:00:01", 1500, 1, "tap", ("net0",), (), vhost=False)
-        plan = attrs.evolve(plan, networks=(network,), dhcp=(), machine=attrs.evolve(plan.machine, networks=(network,)))
+        network = InheritedFdPlan("52:54:00:00:00:01", 1500, 1, "tap", ("net0",), (), vhost=False)
+        plan = attrs.evolve(plan, dhcp=(), machine=attrs.evolve(plan.machine, networks=(network,)))
         result = await fake_host.run(plan, inherited_fds=handed)
         assert isinstance(result, GuestEnd), explain(result)
         assert handed["net0"].descriptor.number == -1

@@ -10,6 +10,7 @@ from typing import Any
 import trio
 
 from runner.errors import Status
+from runner.plan.passthrough_plan import VfioBackend
 from tests.support.fake_host import FakeHost
 from tests.support.fake_pci import with_devices
 
@@ -26,7 +27,7 @@ async def test_qemu_gets_descriptors_and_is_lent_nodes_while_it_starts(fake_host
     plan = with_devices(
         fake_host.plan(qemu={"looks_at": [str(lent)], "at_cont": "shutdown"}), fake_host.root, "legacy", "iommufd"
     )
-    [legacy, handed] = plan.machine.passing.devices
+    [legacy, handed] = plan.machine.passthrough.devices
     assert str(legacy.group_node) == str(lent)
     assert (await fake_host.run(plan)).status is Status.GUEST_SHUTDOWN
     [start] = fake_host.records("qemu", "start")
@@ -39,8 +40,9 @@ async def test_qemu_gets_descriptors_and_is_lent_nodes_while_it_starts(fake_host
 
 
 async def test_what_does_not_come_back_is_a_fault_each(fake_host: FakeHost) -> None:
-    plan = with_devices(fake_host.plan(), fake_host.root, *["iommufd"] * 5)
-    paths = [Path(device.sysfs) for device in plan.machine.passing.devices]
+    five: list[VfioBackend] = ["iommufd"] * 5
+    plan = with_devices(fake_host.plan(), fake_host.root, *five)
+    paths = [Path(device.sysfs) for device in plan.machine.passthrough.devices]
 
     async def break_them(_host: Any) -> None:
         while not fake_host.guest_runs():
@@ -48,22 +50,22 @@ async def test_what_does_not_come_back_is_a_fault_each(fake_host: FakeHost) -> N
         put_driver(paths[0], "nouveau")
         (paths[1] / "config").write_bytes(b"\xff" * 64)
         paths[2].rename(fake_host.root / "gone")
-        Path(str(plan.machine.passing.devices[3].group_node)).unlink()
+        Path(str(plan.machine.passthrough.devices[3].group_node)).unlink()
         fake_host.stop.ask("the test is over")
 
     assert (await fake_host.run(plan, beside=break_them)).status is Status.STOPPED
-    addresses = [device.address for device in plan.machine.passing.devices]
+    addresses = [device.address for device in plan.machine.passthrough.devices]
     assert fake_host.faults.sentences == [
         f"could not get the device {addresses[0]} back: it is bound to 'nouveau' now, not to 'vfio-pci'",
         f"could not get the device {addresses[1]} back: it does not answer: its configuration space reads as nothing but ones",
         f"could not get the device {addresses[2]} back: it has gone from the bus",
-        f"could not get the device {addresses[3]} back: {plan.machine.passing.devices[3].group_node}: No such file or directory",
+        f"could not get the device {addresses[3]} back: {plan.machine.passthrough.devices[3].group_node}: No such file or directory",
     ]
 
 
 async def test_a_device_that_comes_back_late_is_waited_for(fake_host: FakeHost) -> None:
     plan = with_devices(fake_host.plan(), fake_host.root, "iommufd")
-    [path] = [Path(device.sysfs) for device in plan.machine.passing.devices]
+    [path] = [Path(device.sysfs) for device in plan.machine.passthrough.devices]
 
     async def reset(_host: Any) -> None:
         while not fake_host.guest_runs():

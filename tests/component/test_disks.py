@@ -12,12 +12,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from runner.errors import HostError, Problem, explain
+from runner.errors import HostError, explain
 from runner.instance.discover import read_disk_facts
 from runner.instance.disks import REPORTED_EVERY, DiskEvents, opened
 from runner.kernel import files
 from runner.kernel.disk_images import overlay
 from runner.plan.disks import DiskPlan, plan_disk
+from runner.plan.problems import Problems
 from runner.protocol.qmp import QmpEvent
 from runner.spec.instance import DiskSpec
 from tests.support.sweep import FAULT_INJECTOR
@@ -39,16 +40,16 @@ def qemu_img(*words: object) -> None:
 
 
 def planned(disk: DiskSpec) -> DiskPlan:
-    problems: list[Problem] = []
-    plan = plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", lambda *each: problems.append(Problem(*each)))
-    assert problems == []
+    problems = Problems()
+    plan = plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", problems)
+    assert problems.found == []
     return plan
 
 
 def refused(disk: DiskSpec) -> str:
-    problems: list[Problem] = []
-    plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", lambda *each: problems.append(Problem(*each)))
-    [problem] = problems
+    problems = Problems()
+    plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", problems)
+    [problem] = problems.found
     return str(problem)
 
 
@@ -122,7 +123,7 @@ def test_what_images_of_qemu_img_say(tmp_path: Path) -> None:
     path = tmp_path / "image"
     disk = DiskSpec(path=PurePosixPath(path), format="qcow2")
     qemu_img("create", "-f", "qcow2", "-o", "compat=0.10", path, "3M")
-    assert read_disk_facts(disk).files[disk.path].image.size == 3 * MIB  # type: ignore[union-attr]
+    assert read_disk_facts(disk).files[disk.file].image.size == 3 * MIB  # type: ignore[union-attr]
     planned(disk)
     secret = ("--object", "secret,id=s,data=x", "-o", "encrypt.format=luks,encrypt.key-secret=s")
     qemu_img("create", "-f", "qcow2", *secret, path, "3M")

@@ -248,7 +248,8 @@ async def test_a_start_that_fails_says_why_and_is_reversed(
     fake_host: FakeHost, behaviour: dict[str, object], sentence: str
 ) -> None:
     plan = attrs.evolve(
-        fake_host.plan(fake_host.share(), qemu=behaviour, grace=1), patience=0.5 if "hang" in behaviour.values() else 20
+        fake_host.plan(fake_host.share(), qemu=behaviour, grace=1),
+        start_timeout=0.5 if "hang" in behaviour.values() else 20,
     )
     before = fake_host.snapshot()
     assert refused(await fake_host.run(plan))[: len(sentence)] == sentence
@@ -305,7 +306,7 @@ async def test_asked_to_stop_while_qemu_starts(fake_host: FakeHost) -> None:
 @pytest.mark.parametrize("asked", [True, False])
 async def test_qemu_hangs_in_the_middle_of_the_start(fake_host: FakeHost, command: str, asked: bool) -> None:  # noqa: FBT001
     plan = attrs.evolve(
-        fake_host.plan(fake_host.share(), qemu={"deaf_to": command}, grace=1), patience=20 if asked else 0.5
+        fake_host.plan(fake_host.share(), qemu={"deaf_to": command}, grace=1), start_timeout=20 if asked else 0.5
     )
 
     async def stop(_host: Supervisor) -> None:

@@ -94,7 +94,7 @@ async def test_what_cannot_be_taken_is_a_failed_start(
 
 
 async def test_it_may_not_take_for_ever(fake_host: FakeHost) -> None:
-    plan = attrs.evolve(fake_host.plan(PREALLOC, preallocator={"does": "hang"}), patience=0.5)
+    plan = attrs.evolve(fake_host.plan(PREALLOC, preallocator={"does": "hang"}), start_timeout=0.5)
     ended = await fake_host.run(plan)
     assert isinstance(ended, RunnerError)
     assert "it takes more than 0.5 s; its last output was 'nothing'" in explain(ended)

@@ -118,7 +118,6 @@ def bridged(fake_host: FakeHost, link: Interface) -> InstancePlan:
     planned = plan_instance("spec", parse_instance("spec", text), facts)
     return attrs.evolve(
         private,
-        networks=planned.networks,
         dhcp=planned.dhcp,
         machine=attrs.evolve(private.machine, networks=planned.networks),
     )

@@ -235,8 +235,8 @@ def test_the_device_of_another_macvtap_is_not_taken(pod: str, sysfs: Path) -> No
 async def test_the_death_of_passt_ends_the_instance(fake_host: FakeHost) -> None:
     passt = fake_host.program("passt", "fake_daemon.py", dies_after=0.3)
     plan = fake_host.plan("[[network]]\n")
-    wire = attrs.evolve(plan, networks=(PasstPlan(MAC, 65520, 1, passt),), dhcp=())
-    wire = attrs.evolve(wire, machine=attrs.evolve(plan.machine, networks=wire.networks))
+    machine = attrs.evolve(plan.machine, networks=(PasstPlan(MAC, 65520, 1, passt),))
+    wire = attrs.evolve(plan, dhcp=(), machine=machine)
     before = fake_host.snapshot()
     result = await fake_host.run(wire)
     assert isinstance(result, GuestEnd), explain(result)

@@ -152,7 +152,8 @@ async def test_where_the_guest_has_the_pods_address_it_is_said(fake_host: FakeHo
     address, gateway = IPv4Interface("10.0.0.7/24"), IPv4Interface("169.254.9.1/30")
     pod = Interface("eth0", "0a:58:0a:f4:01:05", 1450, (address,))
     network = BridgedPlan(pod.mac, 1450, 1, "br0", "tap0", gateway, address, None, (), (), (), pod, None, vhost=False)
-    plan = attrs.evolve(fake_host.plan(), networks=(network,))
+    plan = fake_host.plan()
+    plan = attrs.evolve(plan, machine=attrs.evolve(plan.machine, networks=(network,)))
     async with open_supervisor(fake_host.stop, fake_host.faults) as host, probes_served(host, plan, ("127.0.0.1", 0)):
         assert (
             "the guest has the address of eth0: connections to it reach the guest, and not --http" in fake_host.told()

@@ -21,6 +21,7 @@ from runner.instance.discover import read_disk_facts
 from runner.instance.qemu import GuestEnd
 from runner.plan.disks import plan_disk
 from runner.plan.networks import PasstPlan
+from runner.plan.problems import Problems
 from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost
 from tests.support.fake_pci import with_devices
@@ -46,9 +47,11 @@ def planned(fake_host: FakeHost, spec: str) -> Any:
     disk = DiskSpec(path=PurePosixPath(fake_host.root / "disk"), ephemeral=True, iothread=True)
     passt = PasstPlan("52:54:00:00:00:77", 65520, 1, fake_host.program("passt", "fake_daemon.py"))
     networks = (*plan.networks, passt)
-    disks = (plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", lambda *why: pytest.fail(": ".join(why))),)
+    problems = Problems()
+    disks = (plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", problems),)
+    assert problems.found == []
     machine = attrs.evolve(plan.machine, networks=networks, disks=disks)
-    return attrs.evolve(plan, networks=networks, machine=machine)
+    return attrs.evolve(plan, machine=machine)
 
 
 async def cancelled_run(fake_host: FakeHost, plan: Any, n: int) -> int:

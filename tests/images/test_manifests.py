@@ -22,6 +22,7 @@ from runner.kubelet.pod import parse_quantity
 from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR
 from runner.plan.cloud_init import plan_seed
 from runner.plan.memory import memory_overhead
+from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, parse_instance
 from tests.images.built import PROJECT
 from tests.images.manifests import DIRECTORIES, EXAMPLES, INSTANCES, Object, pod_specs, put_together
@@ -192,11 +193,11 @@ def test_cloud_init_is_what_cloud_init_reads(objects: dict[str, list[Object]]) -
     found = {f"/etc/cloud-init/{name}": base64.b64decode(text) for name, text in secret["data"].items()}
 
     def refusals() -> list[str]:
-        out: list[str] = []
         facts = {PurePosixPath(path): DocumentFact(content=content) for path, content in found.items()}
         assert spec.cloud_init is not None
-        plan_seed(spec.cloud_init, "id", "web-1", (), facts, lambda where, why: out.append(f"{where} {why}"))
-        return out
+        problems = Problems()
+        plan_seed(spec.cloud_init, "id", "web-1", (), facts, problems)
+        return [f"{each.path} {each.message}" for each in problems.found]
 
     [refusal] = refusals()
     assert refusal.startswith("cloud_init.ssh_keys[0] '/etc/cloud-init/authorized_keys' has no public key")
@@ -219,12 +220,16 @@ def test_pod_and_spec_agree(name: str, objects: dict[str, list[Object]]) -> None
     spec, limits = spec_of(objects[name]), container_of(objects[name])["resources"]["limits"]
     assert is_guaranteed(pod)
     # Without the controller's float, everything that is no vCPU needs CPUs of the pod: one whole core.
+    assert spec.cpu.count != "all"
+    assert spec.memory.size != "limits"
     besides = 0 if spec.cpu.placement == "controller" else 2
     assert parse_quantity(limits["cpu"]) == spec.cpu.count + besides
     # Emulated, as in the node of the tests, it needs more.
     in_pages = int(parse_quantity(limits.get("hugepages-2Mi", "0")))
     assert in_pages in ({spec.memory.size} if spec.memory.hugepages == "2MiB" else {0})
-    assert parse_quantity(limits["memory"]) >= spec.memory.size - in_pages + memory_overhead(spec, "tcg")
+    assert parse_quantity(limits["memory"]) >= spec.memory.size - in_pages + memory_overhead(
+        spec, spec.cpu.count, spec.memory.size, "tcg"
+    )
     assert {each.resource for each in spec.device} == {name for name in limits if name.startswith("nvidia.com/")}
     assert pod["terminationGracePeriodSeconds"] >= spec.shutdown.grace + 5
     assert pod["restartPolicy"] in {"Never", "OnFailure"}

@@ -15,7 +15,7 @@ import pytest
 from runner.facts.pci import Bar
 from runner.kernel import files
 from runner.plan.argv.qemu import QemuFds, qemu_argv
-from runner.plan.instance import FilePlan, MachinePlan
+from runner.plan.machine import FilePlan, MachinePlan
 from runner.plan.passthrough import bar_window
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from tests.machine.test_shapes import ROM, Talk, planned
@@ -52,7 +52,7 @@ def with_gpus(machine: MachinePlan, firmware: Path | None) -> MachinePlan:
     )
     window = bar_window([[Bar(BARS, high=True)]] * len(devices))
     code = machine.firmware if firmware is None else FilePlan(PurePosixPath(firmware), copied=False)
-    return attrs.evolve(machine, passing=PassthroughPlan(devices, window=window), firmware=code)
+    return attrs.evolve(machine, passthrough=PassthroughPlan(devices, window=window), firmware=code)
 
 
 def standing_in(argv: list[str]) -> Iterator[str]:
@@ -90,7 +90,7 @@ def test_firmware_places_every_region_on_its_numa_nodes_bridge(firmware: Path | 
 
         def placed() -> list[tuple[int, int, int]]:
             found = [region for bus in talk.ask("query-pci") for region in regions(bus)]
-            return found if len(found) == len(machine.passing.devices) else []
+            return found if len(found) == len(machine.passthrough.devices) else []
 
         found = sorted(until(placed, "firmware to place the regions", 120))
         talk.ask("quit")

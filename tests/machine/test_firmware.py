@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from runner.plan.firmware import BUILDS
+from runner.spec.instance import FirmwareBuild
 from tests.support.program_runs import ProgramStarter
 
 DISK = '[[disk]]\npath = "{}/disk"\n[shutdown]\ngrace = 1\n'
 
 
-def empty_store(word: str) -> Path:
+def empty_store(word: FirmwareBuild) -> Path:
     return next(Path(store) for code, store in BUILDS[word] if Path(code).exists() and Path(store).exists())
 
 

@@ -54,7 +54,10 @@ def test_a_real_guest_and_its_servants_need_no_more_than_reckoned(start: Program
     processes = [run.pid(), *(pid for pids in run.descendants().values() for pid in pids)]
     used = sum(map(resident, processes))
     spec = parse_instance("spec.toml", (start.root / "spec.toml").read_bytes(), {})
-    reckoned = memory_overhead(spec, "tcg")
+    vcpus, size = spec.cpu.count, spec.memory.size
+    assert vcpus != "all"
+    assert size != "limits"
+    reckoned = memory_overhead(spec, vcpus, size, "tcg")
     print(f"used {used >> 20} of the {reckoned >> 20} MiB reckoned")
     assert reckoned / 4 < used <= reckoned
     assert run.stop() == 0
@@ -110,6 +113,6 @@ def test_qemu_needs_no_more_than_reckoned(vcpus: int, more: str, tmp_path: Path)
             idle = WORKERS * (1 + len(machine.disks)) * ADDRESSES_THREAD  # workers that do not exist yet
             assert int(addresses[1]) * 1024 + idle <= machine.lockable
         used = resident(qemu.pid)
-        reckoned = memory_overhead(spec, "tcg") - RUNNER
+        reckoned = memory_overhead(spec, machine.vcpus, machine.memory, "tcg") - RUNNER
         print(json.dumps({"vcpus": vcpus, "more": more, "used": used >> 20, "reckoned": reckoned >> 20}))
         assert reckoned / 8 < used <= reckoned

@@ -20,7 +20,8 @@ from runner.facts.hardware import Hardware
 from runner.facts.host import HostFacts
 from runner.kernel import files
 from runner.plan.argv.qemu import QemuFds, qemu_argv
-from runner.plan.instance import MachinePlan, plan_instance
+from runner.plan.instance import plan_instance
+from runner.plan.machine import MachinePlan
 from runner.spec.instance import parse_instance
 
 HOSTS = Path(__file__).parents[1] / "data" / "hosts"

@@ -12,7 +12,7 @@ import attrs
 from runner.facts.roots import Roots
 from runner.kernel.pci import read_pci_device
 from runner.plan.instance import InstancePlan
-from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
+from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan, VfioBackend
 
 RECORDS = Path(__file__).parents[1] / "data" / "pci"
 Record = dict[str, Any]
@@ -54,7 +54,7 @@ def paper_pci(root: Path, records: Sequence[Record]) -> Path:
     return root
 
 
-def with_devices(plan: InstancePlan, root: Path, *ways: str) -> InstancePlan:
+def with_devices(plan: InstancePlan, root: Path, *ways: VfioBackend) -> InstancePlan:
     """Return *plan* with a device on paper for each of *ways*, as for a QEMU that is nobody."""
     records = [record for record in recorded_pci("hgx-h100") if record["driver"] == "vfio-pci"][: len(ways)]
     paper_pci(root, records)
@@ -70,7 +70,7 @@ def with_devices(plan: InstancePlan, root: Path, *ways: str) -> InstancePlan:
                 sysfs=fact.sysfs,
                 name=fact.name,
                 driver="vfio-pci",
-                way=way,
+                vfio_backend=way,
                 group_node=fact.group_node.path,
                 device_node=fact.device_node.path if way == "iommufd" else None,
                 lent_to=65534 if way == "legacy" else None,
@@ -83,9 +83,9 @@ def with_devices(plan: InstancePlan, root: Path, *ways: str) -> InstancePlan:
             )
         )
     iommufd = PurePosixPath(root / "dev/iommu") if "iommufd" in ways else None
-    passing = PassthroughPlan(tuple(devices), iommufd)
+    passthrough = PassthroughPlan(tuple(devices), iommufd)
     shutdown = attrs.evolve(plan.shutdown, devices_back=2.0)
-    return attrs.evolve(plan, machine=attrs.evolve(plan.machine, passing=passing), shutdown=shutdown)
+    return attrs.evolve(plan, machine=attrs.evolve(plan.machine, passthrough=passthrough), shutdown=shutdown)
 
 
 def _resource(bars: Mapping[int, Sequence[Any]]) -> str:

@@ -15,13 +15,14 @@ from typing import Any
 import attrs
 import trio
 
-from runner.errors import Problem, RefusedError, RunnerError, SpecError, explain
+from runner.errors import RefusedError, RunnerError, SpecError, explain
 from runner.instance.discover import read_disk_facts
 from runner.instance.disks import DiskEvents, opened
 from runner.kernel.files import probe_file
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan, disk_words, plan_disk
 from runner.plan.instance import InstancePlan
+from runner.plan.problems import Problems
 from runner.protocol.qmp import BadReplyError, ExecuteError, Monitor
 from runner.spec.instance import DiskSpec
 from runner.spec.rules import format_size
@@ -118,20 +119,17 @@ class DiskHotplug:
             return self._described(plan, await self._sizes(), self._attached[plan.name])
 
     def _planned(self, name: str, disk: DiskSpec) -> DiskPlan:
-        problems: list[Problem] = []
-        plan = plan_disk(name, disk, read_disk_facts(disk), "disk", lambda *problem: problems.append(Problem(*problem)))
+        problems = Problems()
+        plan = plan_disk(name, disk, read_disk_facts(disk), "disk", problems)
         others = (*self._plan.machine.disks, *(each.plan for each in self._attached.values()))
         if disk.serial is not None and any(other.serial == disk.serial for other in others):
-            problems.append(Problem("disk.serial", f"{disk.serial!r} is taken by another disk already"))
+            problems.refuse("disk.serial", f"{disk.serial!r} is taken by another disk already")
         if plan.iothread and self._plan.machine.ram.locked:
-            problems.append(
-                Problem(
-                    "disk.iothread",
-                    "must be false: with memory.lock all threads are counted at the start; leave it out",
-                )
+            problems.refuse(
+                "disk.iothread", "must be false: with memory.lock all threads are counted at the start", "leave it out"
             )
-        if problems:
-            raise SpecError("ctl", problems)
+        if problems.found:
+            raise SpecError("ctl", problems.found)
         return plan
 
     async def _create(self, plan: DiskPlan, bus: str) -> tuple[UndoCommand, ...]:

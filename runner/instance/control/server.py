@@ -20,7 +20,7 @@ from runner.kernel.sockets import Socket
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
 from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
-from runner.spec.instance import HANDED, DiskSpec
+from runner.spec.instance import DiskSpec
 from runner.spec.rules import size as size_rule
 from runner.spec.rules import structure
 
@@ -104,9 +104,9 @@ def _disk(params: Mapping[str, object]) -> DiskSpec:
     problems: list[Problem] = []
     disk = structure(DiskSpec, params, "disk", problems)
     if disk is not None and disk.fd is not None:
-        problems.append(Problem("disk.fd", "descriptors are handed over at the start alone; name a path"))
-    elif disk is not None and disk.path == HANDED:
-        problems.append(Problem("disk.path", "is missing; it takes an absolute path"))
+        problems.append(Problem("disk.fd", "descriptors are handed over at the start alone", "name a path"))
+    elif disk is not None and disk.path is None:
+        problems.append(Problem("disk.path", "is missing", "it takes an absolute path"))
     if disk is None or problems:
         raise SpecError("ctl", problems)
     return disk

@@ -54,8 +54,8 @@ def _image(name: str, format_: str, below: str | None, more: Options) -> Options
 def disk_device(disk: DiskPlan, *, bus: str | None = None, boot_index: int | None = None) -> Options:
     """Return the virtio device of *disk*.
 
-    An error of the file is an error of the guest's request, for writes too: QEMU's own rule stops the guest when there
-    is no room, and nobody would make it go on.
+    An error of the file is an error of the guest's request, for writes too: by default QEMU stops the guest when there
+    is no space left, and nothing would continue it.
     """
     device: Options = {"driver": "virtio-blk-pci", "id": disk.name, "drive": disk.name}
     if bus is not None:

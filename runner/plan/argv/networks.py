@@ -1,10 +1,11 @@
-"""Networks on command lines: QEMU's, dnsmasq's and passt's, and a person's."""
+"""Networks on the command lines of QEMU, dnsmasq and passt, and in the shell script for a person."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
 from ipaddress import ip_network
+from typing import assert_never
 
 import attrs
 
@@ -12,7 +13,7 @@ from runner.facts.network import Route
 from runner.plan.networks import (
     BridgedPlan,
     DhcpPlan,
-    HandedPlan,
+    InheritedFdPlan,
     Ipv6Plan,
     MacvtapPlan,
     NetworkPlan,
@@ -63,8 +64,10 @@ def netdev_by_hand(index: int, network: NetworkPlan) -> str:
             return WireNumbers(numbers).netdev() + (",vhost=on" if network.vhost else "")
         case PasstPlan():
             return f"stream,server=off,addr.type=unix,addr.path=/tmp/passt{index}.sock"
-        case HandedPlan():
-            return "user,restrict=on"  # nobody else has the descriptors
+        case InheritedFdPlan():
+            return "user,restrict=on"  # a person's shell does not have the descriptors
+        case other:
+            assert_never(other)
 
 
 def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
@@ -90,14 +93,16 @@ def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
         case PasstPlan():
             yield shlex.join([*passt_argv(network, f"--socket=/tmp/passt{index}.sock")]) + " &"
             yield f"until [ -S /tmp/passt{index}.sock ]; do sleep 0.1; done"
-        case HandedPlan():
+        case InheritedFdPlan():
             yield f"# network {index} was handed to the runner as {', '.join(network.fds)}; by hand its place is taken by nothing"
+        case other:
+            assert_never(other)
 
 
 def passt_argv(network: PasstPlan, endpoint: str) -> list[str]:
     """Return passt's argv; *endpoint* is ``--fd=N`` (a connected socket) or ``--socket=…``.
 
-    It offers no port of the pod's to the guest: who wants a guest that can be reached takes the mode ``bridge``.
+    It forwards no port of the pod to the guest: a guest that must be reachable takes the mode ``bridge``.
     """
     argv = [str(network.program), "--foreground", "--one-off", "--quiet", f"--mtu={network.mtu}"]
     return [*argv, "--tcp-ports=none", "--udp-ports=none", endpoint]
@@ -106,8 +111,8 @@ def passt_argv(network: PasstPlan, endpoint: str) -> list[str]:
 def dnsmasq_argv(dhcp: DhcpPlan) -> list[str]:
     """Return dnsmasq's argv: a DHCP server for one guest on one bridge, no DNS, no files.
 
-    The lease is static and for ever, so there is no lease file to be full, corrupt or left behind, and a guest never
-    renews. Other hosts on a bridged link are not answered at all.
+    The lease is static and infinite, so there is no lease file that could be full, corrupt or left behind, and a guest
+    never renews. Other hosts on a bridged link get no answer.
     """
     network = dhcp.network
     argv = [
@@ -152,7 +157,7 @@ def _option_value(address: object) -> str:
 
 
 def dhcp_routes(network: BridgedPlan) -> list[Route]:
-    """Return the routes for DHCP option 121: those without a gateway first, then what is reached through them.
+    """Return the routes for DHCP option 121: those without a gateway first, then those through gateways.
 
     A gateway outside every on-link route (a pod with a /32 address) gets a route of its own, because a client installs
     the list in order and refuses an unreachable gateway.
@@ -172,9 +177,9 @@ def _ipv6_lease(ipv6: Ipv6Plan | None) -> str:
 
 
 def _ipv6_options(network: BridgedPlan, ipv6: Ipv6Plan) -> Iterator[str]:
-    """Yield what tells the guest its IPv6 address (DHCPv6), and that it is to ask for it (a router's advertisement).
+    """Yield the options for the guest's IPv6 address (DHCPv6), and for the router advertisement that makes it ask for it.
 
-    On a private network the advertisement is dnsmasq's. In a pod's network the router is another, and so is who speaks for it.
+    On a private network dnsmasq sends the advertisement. In a pod's network that network's own router does.
     """
     yield f"--dhcp-range={ipv6.guest.ip},static,{max(64, ipv6.guest.network.prefixlen)},infinite"
     if ipv6.host is None:

@@ -1,7 +1,7 @@
-"""From plan to argument lists: one pure function for each program we start.
+"""Argument lists: one pure function for each program that is started.
 
 QEMU reaches everything through *endpoints*: descriptors it inherits when we start it (:class:`QemuFds`), paths when a
-person pastes the command into a terminal (:class:`Paths`). The rest of its command line is the same for both.
+person runs the command in a terminal (:class:`Paths`). The rest of its command line is the same for both.
 """
 
 from __future__ import annotations
@@ -20,39 +20,42 @@ from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv, netdev_by_hand, network_by_hand, nic_device
 from runner.plan.disks import DiskPlan
 from runner.plan.host_checks import WORKERS
-from runner.plan.instance import InstancePlan, MachinePlan, SharePlan
+from runner.plan.instance import InstancePlan
+from runner.plan.machine import MachinePlan
 from runner.plan.memory import TRANSLATED
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
+from runner.plan.shares import SharePlan
+from runner.spec.instance import WatchdogAction
 from runner.spec.rules import MIB
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 """QEMU's seccomp sandbox."""
 FIRST_BRIDGE, LAST_BUS = 64, 256
-"""PCI bus numbers: those below are for what is nobody's in particular, the others are divided among NUMA nodes."""
+"""PCI bus numbers: those from the first are divided among NUMA nodes, those below it belong to none."""
 
 SEED = "seed.iso"
 
-WATCHDOG_ACTIONS = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
-"""Of ``guest.watchdog``; QEMU's own ``poweroff`` is an exit without a word, so we end what it has paused."""
+WATCHDOG_ACTIONS: dict[WatchdogAction, str] = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
+"""``guest.watchdog`` → QEMU's action; its ``poweroff`` exits without an event, so it pauses and we end it."""
 
 FIRST_CHASSIS = 128
-"""Of the root ports for disks; 0 to 255 are possible."""
+"""The first chassis number of the root ports for disks; 0 to 255 are possible."""
 
 MOST_PREALLOCATORS = 16
 """Threads that touch the guest's memory; more of them wait for the same memory channels (``util/oslib-posix.c``)."""
 
-SAID_EVERY = "1"
-"""Seconds between two words of how much of it is there."""
+REPORT_INTERVAL = "1"
+"""Seconds between two reports of how much memory is preallocated."""
 
 
 class Endpoints(Protocol):
-    """How QEMU reaches what it is given."""
+    """How QEMU reaches files, sockets and devices."""
 
     def monitor(self) -> Iterator[str]:
         """Yield the options that make a chardev ``qmp`` or another monitor, and the serial console's chardev ``console``."""
 
     def memory(self, index: int, page_size: int | None) -> str:
-        """Return the memory backend, with properties that say where the guest's NUMA node *index* has its RAM from."""
+        """Return the memory backend, with the properties of the RAM of the guest's NUMA node *index*."""
 
     def file(self, name: str) -> str:
         """Return the path of the kernel, initial RAM disk or firmware."""
@@ -97,10 +100,10 @@ class QemuFds:
     vhost_vsock: tuple[int, int] | None = None
     """The descriptor and its context identifier."""
     devices: dict[str, int] = attrs.field(factory=dict)
-    """By PCI address, those that are handed over by descriptor; ``iommufd`` the IOMMU's."""
+    """By PCI address, the devices that are inherited as descriptors; ``iommufd`` is ``/dev/iommu``."""
 
     def numbers(self) -> tuple[int, ...]:
-        """Return every descriptor, to be passed on."""
+        """Return every descriptor that QEMU inherits."""
         wires = (number for wire in self.wires for number in wire.numbers())
         agent = () if self.guest_agent_channel is None else (self.guest_agent_channel,)
         vsock = () if self.vhost_vsock is None else self.vhost_vsock[:1]
@@ -108,79 +111,68 @@ class QemuFds:
         return (self.qmp, self.console, *self.ram, *self.files.values(), *served)
 
     def monitor(self) -> Iterator[str]:
-        """See :class:`Endpoints`."""
         yield from ("-chardev", f"socket,id=qmp,fd={self.qmp}")
         yield from ("-mon", "chardev=qmp,mode=control")
         yield from ("-chardev", f"socket,id=console,fd={self.console}")
 
     def memory(self, index: int, _page_size: int | None) -> str:
-        """See :class:`Endpoints`."""
         return f"memory-backend-file,mem-path=/proc/self/fd/{self.ram[index]},share=on"
 
     def file(self, name: str) -> str:
-        """See :class:`Endpoints`; QEMU reads these with fopen(3), which knows no fdset."""
+        # QEMU reads these with fopen(3), which knows no fdset.
         return f"/proc/self/fd/{self.files[name]}"
 
     def image(self, name: str) -> tuple[list[str], str]:
-        """See :class:`Endpoints`; the fdset carries the number of the descriptor it holds."""
+        # The fdset has the number of the descriptor it holds.
         number = self.files[name]
         return ["-add-fd", f"fd={number},set={number},opaque={name}"], f"/dev/fdset/{number}"
 
     def netdev(self, index: int) -> str:
-        """See :class:`Endpoints`."""
         return self.wires[index].netdev()
 
     def share(self, index: int) -> str:
-        """See :class:`Endpoints`."""
         return f"fd={self.shares[index]}"
 
     def agent(self) -> str:
-        """See :class:`Endpoints`."""
         return f"fd={self.guest_agent_channel}"
 
     def vsock(self) -> str:
-        """See :class:`Endpoints`."""
         number, cid = self.vhost_vsock or (-1, 0)
         return f"guest-cid={cid},vhostfd={number}"
 
     def screen(self) -> Iterator[str]:
-        """See :class:`Endpoints`: it listens nowhere, and is given connections (QMP ``add_client``)."""
+        # It listens nowhere, and receives connections by QMP add_client.
         yield from ("-vnc", "none")
 
     def iommufd(self) -> str:
-        """See :class:`Endpoints`."""
         return f",fd={self.devices['iommufd']}"
 
     def passed(self, device: DevicePlan) -> str:
-        """See :class:`Endpoints`."""
         number = self.devices.get(device.address)
         return f"host={device.address}" if number is None else f"fd={number},iommufd=iommufd0"
 
 
 @attrs.frozen
 class Paths:
-    """Endpoints as paths and a terminal, for a person to paste."""
+    """Endpoints as paths and a terminal, for a person who runs the command."""
 
     plan: InstancePlan
 
     def monitor(self) -> Iterator[str]:
-        """See :class:`Endpoints`: console and human monitor share the terminal, ``Ctrl-A c`` switches."""
+        # Console and human monitor share the terminal, Ctrl-A c switches.
         yield from ("-chardev", "stdio,id=console,mux=on,signal=off")
         yield from ("-mon", "chardev=console,mode=readline")
 
     def memory(self, _index: int, page_size: int | None) -> str:
-        """See :class:`Endpoints`."""
         huge = "" if page_size is None else f",hugetlb=on,hugetlbsize={page_size // MIB}M"
         return f"memory-backend-memfd,share=on{huge}"
 
     def file(self, name: str) -> str:
-        """See :class:`Endpoints`."""
         machine = self.plan.machine
         found = {"kernel": machine.kernel, "initrd": machine.initrd}[name]
         return "" if found is None else str(found.path)
 
     def image(self, name: str) -> tuple[list[str], str]:
-        """See :class:`Endpoints`."""
         machine = self.plan.machine
         paths: dict[str, PurePosixPath | None] = {}
         for disk in machine.disks:
@@ -192,33 +184,27 @@ class Paths:
         return [], str(paths[name])
 
     def netdev(self, index: int) -> str:
-        """See :class:`Endpoints`."""
         return netdev_by_hand(index, self.plan.networks[index])
 
     def share(self, index: int) -> str:
-        """See :class:`Endpoints`."""
         return f"path={_comma(str(_share_socket(self.plan, index)))}"
 
     def agent(self) -> str:
-        """See :class:`Endpoints`: any program may connect there."""
+        # Any program may connect there.
         return f"path={_comma(str(self.plan.state_directory / 'agent.sock'))},server=on,wait=off"
 
     def vsock(self) -> str:
-        """See :class:`Endpoints`."""
         vsock = self.plan.machine.guest.vsock
         return f"guest-cid={0 if vsock is None else vsock.cid}"
 
     def screen(self) -> Iterator[str]:
-        """See :class:`Endpoints`."""
         yield from ("-vnc", f"unix:{_comma(str(self.plan.state_directory / 'vnc.sock'))}")
 
     def iommufd(self) -> str:
-        """See :class:`Endpoints`."""
         return ""
 
     def passed(self, device: DevicePlan) -> str:
-        """See :class:`Endpoints`."""
-        return f"host={device.address}" + (",iommufd=iommufd0" if device.way == "iommufd" else "")
+        return f"host={device.address}" + (",iommufd=iommufd0" if device.vfio_backend == "iommufd" else "")
 
 
 def _comma(value: str) -> str:
@@ -246,8 +232,8 @@ def qemu_argv(machine: MachinePlan, endpoints: Endpoints, *, paused: bool = True
 
 def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -> Iterator[str]:
     yield from ("-name", f"guest={machine.name},debug-threads=on")
-    if machine.uuid is not None:
-        yield from ("-uuid", machine.uuid)
+    if machine.smbios_uuid is not None:
+        yield from ("-uuid", machine.smbios_uuid)
     yield from ("-nodefaults", "-no-user-config")
     yield from ("-display", "none")
     # spawn=deny and resourcecontrol=deny do not hinder us: we pin from outside and hand in every descriptor.
@@ -272,7 +258,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     yield from ("-accel", "kvm" if machine.accel == "kvm" else f"tcg,thread=multi,tb-size={TRANSLATED // MIB}")
     yield from ("-cpu", machine.cpu_model)
     yield from _topology(machine, endpoints)
-    # Ticks of the clock that the guest missed are given to it later, instead of leaving it behind.
+    # Clock ticks that the guest missed are delivered later, so that its clock does not fall behind.
     yield from ("-rtc", f"base={machine.guest.clock},clock=host,driftfix=slew")
     yield from endpoints.monitor()
     yield from ("-serial", "chardev:console")
@@ -288,12 +274,12 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
     yield from _guest_devices(machine, endpoints)
     yield from _bridges(len(machine.topology.numa_nodes))
-    yield from _passed(machine.passing, endpoints, firmware=machine.firmware is not None)
+    yield from _passed(machine.passthrough, endpoints, firmware=machine.firmware is not None)
     yield from _slots(machine.slots)
 
 
 def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
-    """Yield vCPUs and memory; a guest with one NUMA node is told of none, and has it all the same."""
+    """Yield vCPUs and memory; a guest with one NUMA node gets no ``-numa`` options."""
     topology = machine.topology
     sockets, cores, threads = topology.sockets, topology.cores, topology.threads
     dies = f"dies={topology.dies}," if topology.dies > 1 else ""
@@ -308,7 +294,7 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
         backend = endpoints.memory(number, machine.ram.page_size) if shared else "memory-backend-ram,share=off"
         kind, _, properties = backend.partition(",")
         bound = "".join(f",host-nodes={host}" for host in each.bound) + (",policy=bind" if each.bound else "")
-        # Pages that are there are mapped only, and their tables charged to the pod: the guest's first touch finds them.
+        # For pages that exist this only maps them, and charges their page tables to the pod.
         touching = min(len(each.vcpus), MOST_PREALLOCATORS)
         touched = f",prealloc=on,prealloc-threads={touching}" if machine.ram.preallocate else ""
         name = f"ram{number}" if several else "ram"
@@ -339,11 +325,11 @@ def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int
         )
         for descriptor, each in zip(ram, machine.topology.numa_nodes, strict=True)
     )
-    return [*machine.ram.preallocator, SAID_EVERY, *words]
+    return [*machine.ram.preallocator, REPORT_INTERVAL, *words]
 
 
 def _bridges(numa_nodes: int) -> Iterator[str]:
-    """Yield a host bridge for each NUMA node of a guest that has several: what is near a node of the host goes behind it.
+    """Yield a host bridge for each NUMA node of a guest that has several, for the devices on that NUMA node.
 
     They come last: a device that names no bus is put on the bus that was made last, and these take nothing but ports.
     """
@@ -353,19 +339,19 @@ def _bridges(numa_nodes: int) -> Iterator[str]:
             yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
 
 
-def _passed(passing: PassthroughPlan, endpoints: Endpoints, *, firmware: bool) -> Iterator[str]:
+def _passed(passthrough: PassthroughPlan, endpoints: Endpoints, *, firmware: bool) -> Iterator[str]:
     """Yield each passed device behind a root port of its own, on the bridge of its NUMA node.
 
     Nothing is ever plugged into these ports, so that firmware keeps no addresses free behind them.
     """
-    if passing.window is not None:
-        yield from ("-global", f"q35-pcihost.pci-hole64-size={passing.window}")
+    if passthrough.window is not None:
+        yield from ("-global", f"q35-pcihost.pci-hole64-size={passthrough.window}")
         if firmware:  # OVMF does not ask QEMU, and has 32 GiB unless it is told
-            yield from ("-fw_cfg", f"name=opt/ovmf/X-PciMmio64Mb,string={passing.window // MIB}")
-    if passing.iommufd is not None:
+            yield from ("-fw_cfg", f"name=opt/ovmf/X-PciMmio64Mb,string={passthrough.window // MIB}")
+    if passthrough.iommufd is not None:
         # Not "iommufd": each device has a property of that name, by which QEMU finds more than one object from the second on.
         yield from ("-object", f"iommufd,id=iommufd0{endpoints.iommufd()}")
-    for index, device in enumerate(passing.devices):
+    for index, device in enumerate(passthrough.devices):
         port = f"port{index}"
         yield from ("-device", f"pcie-root-port,id={port},bus={device.bus},chassis={index + 1},hotplug=off")
         rom = "" if device.rom else ",rombar=0"
@@ -378,9 +364,9 @@ def _on_off(value: object) -> object:
 
 
 def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
-    """Yield what serves the guest; after disks and networks, whose PCI addresses shall not depend on it."""
+    """Yield the devices that serve the guest, after disks and networks, whose PCI addresses must not depend on them."""
     guest = machine.guest
-    # Without it a guest may wait for entropy at its first boot; it takes from getrandom(2), and no path.
+    # Without it a guest may wait for entropy at its first boot; it reads getrandom(2), and needs no path.
     yield from ("-object", "rng-builtin,id=rng")
     yield from ("-device", "virtio-rng-pci,rng=rng")
     if guest.agent:
@@ -401,7 +387,7 @@ def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 
 
 def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
-    """Yield disks. Nodes are JSON, which says what ``key=value`` has no words for: that below an image there is nothing.
+    """Yield disks. Nodes are JSON: ``key=value`` cannot express that an image has no backing file.
 
     Devices are not: QEMU makes those it is given as JSON after all others (``qemu_create_cli_devices``), on the bus that
     was made last, and a disk's address would depend on everything else.
@@ -504,7 +490,7 @@ _FLAGS = frozenset(
 
 
 def _made_first(plan: InstancePlan) -> Iterator[str]:
-    """Yield the commands that make what our program holds in memory, or makes when it is missing."""
+    """Yield the commands that make the files that this program keeps in memory, or makes when they are missing."""
     machine, directory = plan.machine, shlex.quote(str(plan.state_directory))
     if machine.guest.agent or machine.vnc or machine.seed is not None or machine.firmware_vars is not None:
         yield f"mkdir -p {directory}"

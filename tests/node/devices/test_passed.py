@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
-from runner.plan.host_checks import PASSED_BESIDE_RAM
+from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD
 from tests.emulated_node.spares import word_on
 from tests.node.devices.conftest import Spare, bound
 from tests.node.instances import Instance, World, pool, spec_text, start_instance, uid_of
@@ -194,7 +194,7 @@ def test_a_guest_uses_its_devices_on_the_numa_node_they_are_on(
         # By group the kernel counts locked memory, by descriptor pinned memory; both are RAM and a little firmware.
         status = Path(f"/proc/{qemu}/status").read_text()
         locked = max(int(size) << 10 for size in re.findall(r"^Vm(?:Lck|Pin):\s+(\d+) kB", status, re.MULTILINE))
-        assert 0 <= locked - RAM <= PASSED_BESIDE_RAM
+        assert 0 <= locked - RAM <= VFIO_MEMLOCK_OVERHEAD
         assert int(instance.running.scope.read("memory.current")) > RAM, "the pod is charged for what was locked"
         assert world.kubelet.stop(instance.uid, ENDS_WITHIN) == {"main": 0}
         assert "faults=0" in instance.running.output

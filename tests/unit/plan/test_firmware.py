@@ -7,7 +7,7 @@ import pytest
 
 from runner.facts.disk import FileFact, ImageFact
 from runner.plan.argv.qemu import pasteable
-from runner.plan.firmware import VariablesPlan
+from runner.plan.firmware import ForgottenVariables, KeptVariables, VariablesPlan
 from runner.plan.render import plan_lines
 from tests.unit.plan.test_plan import FACTS, plan_of, problems
 
@@ -32,17 +32,17 @@ FOUND = attrs.evolve(FACTS, files={**FACTS.files, **HERE})
 @pytest.mark.parametrize(
     ("boot", "code", "variables"),
     [
-        ('firmware = "uefi"', DEBIAN / "OVMF_CODE_4M.fd", VariablesPlan(None, DEBIAN / "OVMF_VARS_4M.fd")),
+        ('firmware = "uefi"', DEBIAN / "OVMF_CODE_4M.fd", ForgottenVariables(DEBIAN / "OVMF_VARS_4M.fd")),
         (
             'firmware = "uefi"\nfirmware_vars = "/vars/web.fd"',
             DEBIAN / "OVMF_CODE_4M.fd",
-            VariablesPlan(PurePosixPath("/vars/web.fd"), DEBIAN / "OVMF_VARS_4M.fd"),
+            KeptVariables(PurePosixPath("/vars/web.fd"), DEBIAN / "OVMF_VARS_4M.fd"),
         ),
-        (f'firmware = "{CODE}"\nfirmware_vars = "/vars.fd"', CODE, VariablesPlan(PurePosixPath("/vars.fd"), None)),
+        (f'firmware = "{CODE}"\nfirmware_vars = "/vars.fd"', CODE, KeptVariables(PurePosixPath("/vars.fd"), None)),
         (
             f'firmware = "{CODE}"\nfirmware_vars = "/vars/web.fd"',
             CODE,
-            VariablesPlan(PurePosixPath("/vars/web.fd"), TEMPLATE),
+            KeptVariables(PurePosixPath("/vars/web.fd"), TEMPLATE),
         ),
         (f'firmware = "{CODE}"', CODE, None),
     ],
@@ -53,7 +53,7 @@ def test_where_variables_are_kept(boot: str, code: PurePosixPath, variables: Var
     assert plan.machine.firmware.path == code
     assert plan.machine.firmware_vars == variables
     forgotten = variables is not None and variables.path is None
-    assert any("is forgotten at the end" in remark for remark in plan.remarks) is forgotten
+    assert any("is forgotten at the end" in remark for remark in map(str, plan.remarks)) is forgotten
     script = pasteable(plan)
     assert ("cp -n" in script) is (variables is not None and variables.template is not None)
     if variables is not None:

@@ -16,6 +16,7 @@ from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
 from runner.facts.memory import HugeFact, MemoryLimits
 from runner.plan.argv.qemu import Paths, QemuFds, preallocator_argv, qemu_argv
 from runner.plan.instance import InstancePlan, plan_instance
+from runner.plan.machine import Accel
 from runner.plan.memory import memory_overhead, too_few_pages
 from runner.plan.render import plan_lines
 from runner.spec.instance import parse_instance
@@ -90,7 +91,7 @@ def test_huge_pages_are_divided_bound_and_taken_near_their_vcpus() -> None:
     assert any(
         "memory in huge pages of 1GiB, all taken before the guest runs; at most" in line for line in plan_lines(plan)
     )
-    assert plan.patience == 60 + 20
+    assert plan.start_timeout == 60 + 20
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_the_limits_are_used_up_and_not_exceeded() -> None:
     limits = MemoryLimits(memory=4 * GIB + 3 * MIB, huge={2 * MIB: HugeFact(limit=3 * GIB + 2 * MIB), GIB: HugeFact()})
     facts = attrs.evolve(FACTS, limits=limits, memory=4 * GIB + 3 * MIB)
     plan = plan_of(ALL_CPUS + '[memory]\nsize = "limits"\n', facts)
-    left = 4 * GIB + 3 * MIB - plan.machine.memory - plan.machine.ram.beside
+    left = 4 * GIB + 3 * MIB - plan.machine.memory - plan.machine.ram.overhead
     assert 0 <= left < 6 * MIB, "less than a page for each NUMA node, and its page tables"
     assert plan.machine.memory % (4 * MIB) == 0
     assert "3944MiB" in next(iter(plan_lines(plan)))
@@ -284,8 +285,11 @@ def test_the_limits_are_used_up_and_not_exceeded() -> None:
 
 
 def test_more_of_anything_needs_more_beside_the_guest() -> None:
-    def beside(text: str, accel: str = "kvm") -> int:
-        return memory_overhead(parse_instance("s", (KERNEL + text).encode()), accel) // MIB
+    def beside(text: str, accel: Accel = "kvm") -> int:
+        spec = parse_instance("s", (KERNEL + text).encode())
+        assert spec.cpu.count != "all"
+        assert spec.memory.size != "limits"
+        return memory_overhead(spec, spec.cpu.count, spec.memory.size, accel) // MIB
 
     assert beside('[memory]\nsize = "1GiB"\n') == 112
     assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 108
@@ -308,7 +312,7 @@ def test_files_that_are_copied_into_memory_are_reckoned() -> None:
     def beside(user: str, *, everyone: bool) -> int:
         files = {**ALONE.files, PurePosixPath("/k"): FileFact("file", 300 * MIB, everyone_reads=everyone)}
         plan = plan_of(f'[instance]\nuser = "{user}"\n[memory]\nsize = "1GiB"\n', attrs.evolve(ALONE, files=files))
-        return plan.machine.ram.beside // MIB
+        return plan.machine.ram.overhead // MIB
 
     assert beside("nobody", everyone=True) == beside("root", everyone=False)
     assert beside("nobody", everyone=False) == beside("nobody", everyone=True) + 300
@@ -321,7 +325,7 @@ def test_pages_that_two_numa_nodes_count_on_are_said_with_the_sum() -> None:
     two = attrs.evolve(two, bound=(1,), memory=2000 * MIB)
     memory = parse_instance("s", f'{KERNEL}[memory]\nsize = "5000MiB"\nhugepages = "2MiB"\n'.encode()).memory
     both = attrs.evolve(topology, numa_nodes=(one, two))
-    [found] = too_few_pages(memory, both, FACTS.hardware, FACTS.memory_nodes, FACTS.limits)
+    [found] = too_few_pages(memory, 5000 * MIB, both, FACTS)
     assert str(found) == (
         "memory.hugepages: 2500 pages of 2MiB are wanted on all NUMA nodes together, where 2048 are free; reserve more on "
         "the node (nr_hugepages)"

@@ -15,7 +15,7 @@ from runner.plan.argv.qemu import pasteable
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.disks import disk_words
 from runner.plan.instance import plan_instance
-from runner.plan.networks import BridgedPlan, HandedPlan, Ipv6Plan, derived_subnet
+from runner.plan.networks import BridgedPlan, InheritedFdPlan, Ipv6Plan, derived_subnet
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.unit.plan.test_plan import FACTS, KERNEL, MACHINES, POD, plan_of, problems
@@ -88,9 +88,9 @@ def test_what_is_handed_over_is_used_as_it_is() -> None:
     facts = attrs.evolve(FACTS, descriptors={name: HANDED[name] for name in ("a", "b", "m", "s", "v")})
     text = handed("a,b") + handed("m", 'vhost_fd = "v"\n').removeprefix(KERNEL) + handed("s").removeprefix(KERNEL)
     taps, macvtap, socket = plan_of(text, facts).networks
-    assert isinstance(taps, HandedPlan)
-    assert isinstance(macvtap, HandedPlan)
-    assert isinstance(socket, HandedPlan)
+    assert isinstance(taps, InheritedFdPlan)
+    assert isinstance(macvtap, InheritedFdPlan)
+    assert isinstance(socket, InheritedFdPlan)
     assert (taps.queues, taps.kind, taps.vhost) == (2, "tap", True)
     assert (macvtap.mac, macvtap.vhost, macvtap.vhost_fds) == ("52:54:00:00:00:09", False, ("v",))
     assert (socket.kind, socket.vhost) == ("socket", False)
@@ -98,7 +98,7 @@ def test_what_is_handed_over_is_used_as_it_is() -> None:
 
 def test_a_plan_made_beforehand_takes_the_specs_word_for_disks_by_descriptor() -> None:
     text = KERNEL + '[[disk]]\nfd = "root"\n[[disk]]\npath = "/missing"\n'
-    spec = with_disks(parse_instance("spec", text.encode()), None)
+    spec = parse_instance("spec", text.encode())
     with pytest.raises(SpecError) as raised:
         plan_instance("spec", spec, FACTS)
     assert [str(problem) for problem in raised.value.problems] == ["disk[1].path: '/missing' does not exist"], (
@@ -121,7 +121,7 @@ def test_a_disk_by_its_descriptor() -> None:
         "/proc/self/fd/9"
     )
     assert given('[[disk]]\nfd = "disk"\n[[disk]]\npath = "/disk"\n', "a") == [
-        "disk[0].path: '/dev/fd' does not exist",
+        "disk[0].path: 'fd:disk' does not exist",
         "disk[0].fd: no descriptor 'disk' was handed to us; there are: 'a'",
         "descriptors: nothing names the descriptor 'a' (the tap 't0'); name it, or hand it to somebody else",
     ]
@@ -132,7 +132,7 @@ def test_a_disk_by_its_descriptor() -> None:
 
 
 def test_a_plan_beforehand_takes_the_specs_word() -> None:
-    assert isinstance(plan_of(handed("a")).networks[0], HandedPlan)
+    assert isinstance(plan_of(handed("a")).networks[0], InheritedFdPlan)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_a_pods_ipv6_address_goes_with_the_other_when_asked() -> None:
     assert isinstance(unasked.networks[0], BridgedPlan)
     assert asked.networks[0].ipv6 == Ipv6Plan(IPv6Interface("fd00:10::5/64"), None)
     assert unasked.networks[0].ipv6 is None
-    assert any("nobody advertises a router of 'eth0'" in remark for remark in asked.remarks)
-    assert any("the guest does not get the IPv6 address of 'eth0'" in remark for remark in unasked.remarks)
+    assert any("nobody advertises a router of 'eth0'" in remark for remark in map(str, asked.remarks))
+    assert any("the guest does not get the IPv6 address of 'eth0'" in remark for remark in map(str, unasked.remarks))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_what_cannot_be_had_is_refused(text: str, facts: dict[str, object], expe
 def test_a_permanent_neighbour_is_told_of() -> None:
     pod = attrs.evolve(POD, neighbours=(PermanentNeighbour(IPv4Address("169.254.1.1"), "02:00:00:00:00:01"),))
     remarks = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod})).remarks
-    assert any("permanent neighbour 169.254.1.1" in remark for remark in remarks)
+    assert any("permanent neighbour 169.254.1.1" in remark for remark in map(str, remarks))
 
 
 def test_an_ipv6_subnet_stays_the_same_and_is_nobody_elses() -> None:

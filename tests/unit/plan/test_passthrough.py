@@ -17,6 +17,7 @@ from runner.facts.roots import Roots
 from runner.kernel.pci import read_pci_device
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv
 from runner.plan.instance import share_grace
+from runner.plan.machine import Accel
 from runner.plan.passthrough import asked_devices, bar_window, guest_address_bits, listed, top_of_addresses
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
@@ -194,7 +195,7 @@ def test_a_group_is_passed_whole_or_not_at_all(tmp_path: Path) -> None:
     )
     assert problem.endswith("drivers_probe)")
     whole = plan_of(KERNEL + ONE, host(tmp_path / "bound", [*HGX, {**sound, "driver": "vfio-pci"}]))
-    assert [device.address for device in whole.machine.passing.devices] == [GPU]
+    assert [device.address for device in whole.machine.passthrough.devices] == [GPU]
 
 
 @pytest.mark.parametrize(
@@ -240,25 +241,25 @@ def test_the_way_is_the_one_that_works(
         assert problem.startswith(f"device[0].iommu: {GPU} cannot be handed to QEMU; ")
         assert why in problem
         return
-    passing = plan_of(text, facts).machine.passing
-    assert [device.way for device in passing.devices] == [way]
+    passing = plan_of(text, facts).machine.passthrough
+    assert [device.vfio_backend for device in passing.devices] == [way]
     assert (passing.iommufd is not None) == (way == "iommufd")
 
 
 def test_one_way_for_all_so_that_ram_is_locked_once(hgx: HostFacts) -> None:
     two = f'{KERNEL}{ONE}[[device]]\naddress = "{GPUS[1]}"\n'
-    ways = [device.way for device in plan_of(two, with_gpu(hgx, device_node=None)).machine.passing.devices]
+    ways = [device.vfio_backend for device in plan_of(two, with_gpu(hgx, device_node=None)).machine.passthrough.devices]
     assert ways == ["legacy", "legacy"]
-    ways = [device.way for device in plan_of(two + 'iommu = "legacy"\n', hgx).machine.passing.devices]
+    ways = [device.vfio_backend for device in plan_of(two + 'iommu = "legacy"\n', hgx).machine.passthrough.devices]
     assert ways == ["legacy", "legacy"]
 
 
 def test_gpus_that_are_told_of_each_other_go_by_groups(hgx: HostFacts) -> None:
     text = f"{KERNEL}{ONE}properties = {{ x-nv-gpudirect-clique = 3 }}\n"
-    [device] = plan_of(text, hgx).machine.passing.devices
-    assert (device.way, device.properties) == ("legacy", (("x-nv-gpudirect-clique", 3),))
+    [device] = plan_of(text, hgx).machine.passthrough.devices
+    assert (device.vfio_backend, device.properties) == ("legacy", (("x-nv-gpudirect-clique", 3),))
     told = plan_of(text + 'iommu = "iommufd"\n', hgx)
-    assert any("no device reaches the memory of another" in remark for remark in told.remarks)
+    assert any("no device reaches the memory of another" in remark for remark in map(str, told.remarks))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_a_groups_node_is_lent_to_whom_it_does_not_let_in(
     facts = with_gpu(hgx, group_node=DeviceNode(PurePosixPath("/dev/vfio/30"), everyone=everyone))
     facts = attrs.evolve(facts, users={**facts.users, "root": User("root", 0, 0)})
     text = f'[instance]\nuser = "{user}"\n{KERNEL}{ONE}iommu = "legacy"\n'
-    [device] = plan_of(text, facts).machine.passing.devices
+    [device] = plan_of(text, facts).machine.passthrough.devices
     assert device.lent_to == lent_to
 
 
@@ -338,9 +339,9 @@ def test_what_is_second_best_about_a_device_is_said(hgx: HostFacts) -> None:
         ({"numa_node": 1}, "is on the host's NUMA node 1, the vCPUs are on 0: every access goes farther"),
     ):
         remarks = plan_of(KERNEL + ONE, with_gpu(hgx, **values)).remarks
-        assert sum(expected in remark for remark in remarks) == 1, expected
+        assert sum(expected in remark for remark in map(str, remarks)) == 1, expected
     quiet = plan_of(KERNEL + ONE, hgx).remarks
-    assert not any(GPU in remark for remark in quiet)
+    assert not any(GPU in remark for remark in map(str, quiet))
 
 
 # -- where
@@ -348,7 +349,7 @@ def test_what_is_second_best_about_a_device_is_said(hgx: HostFacts) -> None:
 
 def test_eight_gpus_are_seen_where_they_are(hgx: HostFacts) -> None:
     plan = plan_of(KERNEL + ON_BOTH + '[[device]]\nresource = "nvidia.com/GH100"\n', hgx)
-    passing = plan.machine.passing
+    passing = plan.machine.passthrough
     assert [device.address for device in passing.devices] == GPUS
     assert [device.bus for device in passing.devices] == ["pcie.1"] * 4 + ["pcie.2"] * 4
     assert [device.guest_numa_node for device in passing.devices] == [0] * 4 + [1] * 4
@@ -392,7 +393,7 @@ def test_ovmf_is_told_of_the_window(hgx: HostFacts) -> None:
 
 
 def test_a_guest_of_one_numa_node_has_its_devices_on_the_root(hgx: HostFacts) -> None:
-    [device] = plan_of(KERNEL + ONE, hgx).machine.passing.devices
+    [device] = plan_of(KERNEL + ONE, hgx).machine.passthrough.devices
     assert (device.bus, device.host_numa_node, device.guest_numa_node) == ("pcie.0", 0, None)
 
 
@@ -420,7 +421,7 @@ def test_more_devices_than_a_bus_takes_are_refused(hgx: HostFacts) -> None:
     ):
         text = f'{KERNEL}{cpus}[[device]]\nresource = "a/b"\ncount = {count}\n'
         if expected is None:
-            assert len(plan_of(text, facts).machine.passing.devices) == count
+            assert len(plan_of(text, facts).machine.passthrough.devices) == count
         else:
             [problem] = problems(text, facts)
             assert problem.startswith(expected)
@@ -464,7 +465,7 @@ def test_where_the_window_ends() -> None:
         ("tcg", None, 40),
     ],
 )
-def test_how_far_a_guest_can_address(accel: str, model: str | None, bits: int) -> None:
+def test_how_far_a_guest_can_address(accel: Accel, model: str | None, bits: int) -> None:
     assert guest_address_bits(accel, model, 46) == bits
 
 
@@ -476,7 +477,7 @@ def test_a_window_beyond_the_guests_addresses_is_refused(hgx: HostFacts) -> None
         "addresses of 39 bits, up to 512GiB; under KVM leave cpu.model out"
     )
     for enough in (43, 0):  # 0: a kernel that does not say
-        assert plan_of(text, with_vfio(hgx, address_bits=enough)).machine.passing.window == 4096 * GIB
+        assert plan_of(text, with_vfio(hgx, address_bits=enough)).machine.passthrough.window == 4096 * GIB
 
 
 def test_time_to_let_go_of_devices_is_taken_from_the_guests() -> None:

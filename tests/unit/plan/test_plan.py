@@ -482,8 +482,10 @@ def test_every_vcpu_has_a_cpu_of_its_own_or_there_is_no_plan(allowed: frozenset[
 
 
 def test_sharing_is_said_loudly() -> None:
-    assert any("all CPUs this process may use" in remark for remark in plan_of(KERNEL + "[cpu]\ncount = 8\n").remarks)
-    assert not any("all CPUs" in remark for remark in plan_of(KERNEL + "[cpu]\ncount = 7\n").remarks)
+    assert any(
+        "all CPUs this process may use" in remark for remark in map(str, plan_of(KERNEL + "[cpu]\ncount = 8\n").remarks)
+    )
+    assert not any("all CPUs" in remark for remark in map(str, plan_of(KERNEL + "[cpu]\ncount = 7\n").remarks))
 
 
 def test_asked_cpus_are_taken() -> None:
@@ -504,9 +506,9 @@ def test_cpus_are_chosen_like_a_kubelet_would() -> None:
 def test_half_cores_and_distant_cpus_are_remarked() -> None:
     plan = plan_of(KERNEL + '[cpu]\ncount = 2\ncpus = "31-32"\n', EPYC)
     assert plan.placement.pins == (31, 32)
-    assert any("CPUs 31-32 are half cores" in remark for remark in plan.remarks)
-    assert any("the vCPUs lie on 2 NUMA nodes (1 on 0, 1 on 1)" in remark for remark in plan.remarks)
-    assert not any("cores" in remark for remark in plan_of(KERNEL + "[cpu]\ncount = 2\n", EPYC).remarks)
+    assert any("CPUs 31-32 are half cores" in remark for remark in map(str, plan.remarks))
+    assert any("the vCPUs lie on 2 NUMA nodes (1 on 0, 1 on 1)" in remark for remark in map(str, plan.remarks))
+    assert not any("cores" in remark for remark in map(str, plan_of(KERNEL + "[cpu]\ncount = 2\n", EPYC).remarks))
 
 
 def test_cpus_unknown_to_sysfs_are_refused() -> None:
@@ -545,11 +547,11 @@ def test_memory_from_elsewhere_is_remarked() -> None:
     plan = plan_of(KERNEL + "[cpu]\ncount = 8\n", only_there)
     assert (
         "512MiB of memory for the vCPUs on the host's NUMA node 0 come from 1: it has not that much, or none that this pod may use"
-        in plan.remarks
+        in map(str, plan.remarks)
     )
     unbound = plan_of(KERNEL + "[cpu]\ncount = 8\n[memory]\nbind = false\n", only_there)
     assert unbound.machine.topology.numa_nodes[0].bound == ()
-    assert not any("come from" in remark for remark in unbound.remarks)
+    assert not any("come from" in remark for remark in map(str, unbound.remarks))
 
 
 def test_memory_that_cannot_be_divided_is_refused() -> None:
@@ -591,7 +593,7 @@ def test_the_best_placement_that_works_or_the_one_asked_for(
     count = 4 if backend == "controller" else 3
     plan = plan_of(f'{KERNEL}[cpu]\nplacement = "{asked}"\ncount = {count}\n', facts)
     assert plan.placement.backend == backend
-    second_best = [remark for remark in plan.remarks if "second best" in remark]
+    second_best = [str(remark) for remark in plan.remarks if "second best" in str(remark)]
     assert bool(second_best) == (backend == "affinity")
     if asked == "auto" and second_best:
         assert second_best[0].endswith("; no 'controller': no; no 'delegated': no")
@@ -599,10 +601,13 @@ def test_the_best_placement_that_works_or_the_one_asked_for(
 
 @pytest.mark.parametrize("asked", ["controller", "delegated"])
 def test_nothing_less_than_asked_for(asked: str) -> None:
-    facts = attrs.evolve(NODE, controller_error="because", delegation_error="because")
+    facts = attrs.evolve(NODE, controller_error="because", controller_remedy="mount it", delegation_error="because")
     assert problems(f'{KERNEL}[cpu]\nplacement = "{asked}"\ncount = 4\n', facts) == [
-        f"cpu.placement: {asked!r} cannot be used: because"
+        f"cpu.placement: {asked!r} cannot be used: because{'; mount it' * (asked == 'controller')}"
     ]
+    facts = attrs.evolve(facts, delegation_error="no")
+    [remark] = [each for each in plan_of(KERNEL, facts).remarks if "second best" in str(each)]
+    assert str(remark).endswith("; no 'controller': because; mount it; no 'delegated': no")
 
 
 def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
@@ -614,7 +619,7 @@ def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
     assert str(placement.socket) == "/run/instance-cgroup-controller/controller.sock"
     # The pod is charged for the guest's memory only if all of it is touched while QEMU is in the pod's cgroup.
     assert plan.machine.ram.preallocate
-    assert plan.patience == 64
+    assert plan.start_timeout == 64
     assert not plan_of(KERNEL, FACTS).machine.ram.preallocate
     assert any("the node's shared CPUs" in line for line in plan_lines(plan))
     [problem] = problems(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 3\n', NODE)
@@ -658,15 +663,15 @@ def test_a_pod_without_cpus_of_its_own_is_refused_unless_that_was_asked_for() ->
     assert "requests equal to limits" in problem
     for less in ("affinity", "delegated"):
         plan = plan_of(KERNEL + f'[cpu]\nplacement = "{less}"\n', attrs.evolve(shared, delegation_error=None))
-        assert any(remark.startswith("the pod is Burstable") for remark in plan.remarks)
+        assert any(remark.startswith("the pod is Burstable") for remark in map(str, plan.remarks))
 
 
 def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_told_elsewhere() -> None:
     text = KERNEL + "[cpu]\ncount = 2\n"
-    assert any("cpu.max" in remark for remark in plan_of(text, attrs.evolve(FACTS, cpu_time=1.5)).remarks)
+    assert any("cpu.max" in remark for remark in map(str, plan_of(text, attrs.evolve(FACTS, cpu_time=1.5)).remarks))
     [problem] = problems(text, attrs.evolve(FACTS, cpu_time=1.5, pod=PodQos("guaranteed")))
     assert problem.startswith("cpu.placement: cpu.max lets 2 vCPUs have the time of 1.5 CPUs")
-    assert not any("cpu.max" in remark for remark in plan_of(text, attrs.evolve(FACTS, cpu_time=2.0)).remarks)
+    assert not any("cpu.max" in remark for remark in map(str, plan_of(text, attrs.evolve(FACTS, cpu_time=2.0)).remarks))
 
 
 def test_vcpus_placed_by_the_controller_are_not_under_the_pods_cpu_max() -> None:
@@ -685,9 +690,9 @@ def test_vcpus_placed_by_the_controller_are_not_under_the_pods_cpu_max() -> None
 def test_root_is_never_taken_in_silence() -> None:
     nobody = plan_of(KERNEL, attrs.evolve(FACTS, users={}))
     assert nobody.machine.user.name == "root"
-    assert any("QEMU runs as root, because none of the users" in remark for remark in nobody.remarks)
+    assert any("QEMU runs as root, because none of the users" in remark for remark in map(str, nobody.remarks))
     locked = attrs.evolve(FACTS, kvm=Kvm(None, group_id=0, mode=0o600))
-    assert any("QEMU runs as root, because /dev/kvm" in remark for remark in plan_of(KERNEL, locked).remarks)
+    assert any("QEMU runs as root, because /dev/kvm" in remark for remark in map(str, plan_of(KERNEL, locked).remarks))
     assert problems(KERNEL + '[instance]\nuser = "nobody"\n', locked) == [
         "instance.user: 'nobody' cannot use /dev/kvm (mode 600); chmod it to 660 with a group"
     ]
@@ -767,6 +772,24 @@ def test_plan_is_shown_to_people_and_machines() -> None:
         "shared": False,
     }
     assert as_json["networks"][1]["pod"]["name"] == "eth0"
+    assert as_json["shares"][0]["tag"] == "home"
+    assert not {"networks", "shares"} & as_json["machine"].keys(), "they stand in the document once"
+    assert {"uuid", "passing"} <= as_json["machine"].keys(), "version 1 keeps its keys"
+    assert as_json["patience"] == plan.start_timeout
+    assert as_json["machine"]["ram"]["beside"] == plan.machine.ram.overhead
+    assert as_json["remarks"] == [str(remark) for remark in plan.remarks]
+
+
+def test_the_remedy_of_a_problem_and_of_a_remark_is_a_field() -> None:
+    with pytest.raises(SpecError) as caught:
+        plan_of(KERNEL + "[cpu]\ncount = 9\n")
+    [problem] = caught.value.problems
+    assert problem.statement == "cpu.count: asks for 9 vCPUs, but this process may use 8 CPUs ('0-7')"
+    assert problem.remedy == "one CPU for each vCPU"
+    assert str(problem) == f"{problem.statement}; {problem.remedy}"
+    [remark] = [each for each in plan_of(KERNEL + "[cpu]\ncount = 8\n").remarks if each.remedy]
+    assert str(remark).endswith("this program share them; give it more CPUs than vCPUs")
+    assert remark.remedy == "give it more CPUs than vCPUs"
 
 
 def test_script_to_paste_names_paths_and_no_descriptor() -> None:

@@ -1,0 +1,194 @@
+"""QEMU's part of the plan: its user and accelerator, the files it reads, and the slots of the guest's root bus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+
+from runner.errors import Problem
+from runner.facts.disk import MISSING, FileFact
+from runner.facts.host import ROOT, HostFacts, User
+from runner.placement.guest_topology import GuestTopology
+from runner.plan.disks import DiskPlan
+from runner.plan.firmware import VariablesPlan
+from runner.plan.guest_devices import GuestPlan
+from runner.plan.host_checks import KVM_UNUSABLE_REMEDY, emulated, kvm_unusable, root_for_kvm
+from runner.plan.memory import RamPlan
+from runner.plan.networks import NetworkPlan
+from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan
+from runner.plan.problems import Problems
+from runner.plan.shares import SharePlan
+from runner.spec.instance import BootSpec, InstanceSpec, RebootAction
+
+if TYPE_CHECKING:
+    from runner.plan.cloud_init import SeedPlan
+
+Accel = Literal["kvm", "tcg"]
+
+TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
+"""Their CPUs report siblings in CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
+
+QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
+
+ROOT_BUS_SLOTS = 30
+"""Of 32; q35 itself takes the first and the last one."""
+SLOTS_OF_EVERY_GUEST = 2
+"""pvpanic and the source of random numbers."""
+
+
+@attrs.frozen
+class FilePlan:
+    """A file QEMU reads; *copied* into memory first when QEMU's user may not read it."""
+
+    path: PurePosixPath
+    copied: bool
+
+
+@attrs.frozen
+class MachinePlan:
+    """Everything that QEMU's command line says."""
+
+    program: PurePosixPath
+    name: str
+    smbios_uuid: str | None
+    user: User
+    vcpus: int
+    memory: int
+    """Bytes, whole MiB."""
+    topology: GuestTopology
+    ram: RamPlan
+    lockable: int
+    """Bytes that it may have to lock, 0 if none."""
+    accel: Accel
+    cpu_model: str
+    kernel: FilePlan | None
+    initrd: FilePlan | None
+    cmdline: str | None
+    firmware: FilePlan | None
+    firmware_vars: VariablesPlan | None
+    secure_boot: bool
+    """The firmware runs in System Management Mode, and only there can its variables be written."""
+    disks: tuple[DiskPlan, ...]
+    slots: int
+    """Root ports for disks that are attached later."""
+    networks: tuple[NetworkPlan, ...]
+    shares: tuple[SharePlan, ...]
+    guest: GuestPlan
+    seed: SeedPlan | None
+    """cloud-init's."""
+    vnc: bool
+    """It has a screen, and a VNC server that inherits its connections."""
+    on_reboot: RebootAction
+    passthrough: PassthroughPlan
+
+
+def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> tuple[Accel, User]:
+    """Decide whether KVM runs the guest, and which user QEMU runs as: it opens ``/dev/kvm`` itself."""
+    kvm = facts.kvm
+    user = _qemu_user(spec.instance.user, facts, problems)
+    if spec.cpu.accel == "tcg":
+        return "tcg", user
+    if kvm.error is not None:
+        if spec.cpu.accel == "kvm":
+            problems.refuse(
+                "cpu.accel", f"cannot use /dev/kvm: {kvm.error}", 'give the pod the device, or ask for "tcg"'
+            )
+        else:
+            problems.remark(str(emulated(kvm)))
+        return "tcg", user
+    if (reason := kvm_unusable(kvm)) is not None:
+        problems.refuse("cpu.accel", reason, KVM_UNUSABLE_REMEDY)
+    root = root_for_kvm(kvm)
+    if root is None:
+        return "kvm", user if kvm.admits_everyone else attrs.evolve(user, groups=(kvm.group_id,))
+    remedy = "chmod it to 660 with a group"
+    if spec.instance.user not in {"auto", "root"}:
+        problems.refuse("instance.user", f"{user.name!r} cannot use /dev/kvm (mode {kvm.mode & 0o777:o})", remedy)
+    problems.remark(root, remedy)
+    return "kvm", ROOT
+
+
+def _qemu_user(asked: str, facts: HostFacts, problems: Problems) -> User:
+    if asked == "auto":
+        found = next((facts.users[name] for name in QEMU_USERS if name in facts.users), None)
+    else:
+        found = facts.users.get(asked)
+        if found is None:
+            problems.refuse("instance.user", f"user {asked!r} does not exist here", "name one from /etc/passwd")
+    if found is None:
+        problems.remark(f"QEMU runs as root, because none of the users {', '.join(QEMU_USERS)} exists here")
+    return found or ROOT
+
+
+def choose_cpu_model(asked: str | None, accel: Accel, topology: GuestTopology, vendor: str) -> str:
+    """Return QEMU's CPU model: the one *asked* for, or the one that shows the guest most of the host's CPU."""
+    if asked is not None:
+        return asked
+    if accel != "kvm":
+        return "max"
+    return "host,topoext=on" if topology.threads > 1 and vendor in TOPOEXT_VENDORS else "host"
+
+
+def require_program(path: PurePosixPath | None, name: str, package: str, problems: Problems) -> PurePosixPath | None:
+    """Return *path*; refuse the document where the program was not found."""
+    if path is None:
+        problems.refuse("", f"cannot find the program {name!r} in PATH", f"install the package {package}")
+    return path
+
+
+def plan_file(
+    where: str, path: PurePosixPath | None, user: User, facts: HostFacts, problems: Problems
+) -> FilePlan | None:
+    """Decide how QEMU, which runs as *user*, reads the file at *path*."""
+    if path is None:
+        return None
+    fact = facts.files.get(path, MISSING)
+    if fact.kind == "missing":
+        problems.refuse(where, f"{str(path)!r} does not exist")
+    elif fact.kind != "file":
+        problems.refuse(where, f"{str(path)!r} {fact.words}, not a file")
+    elif fact.error is not None:
+        problems.refuse(where, f"cannot read {str(path)!r}: {fact.error}")
+    return FilePlan(path, copied=_is_copied(fact, user))
+
+
+def bytes_copied(boot: BootSpec, user: User, facts: HostFacts) -> int:
+    """Return how many bytes of files are copied into memory for QEMU, which runs as *user*."""
+    named = (path for path in (boot.kernel, boot.initrd, boot.firmware) if isinstance(path, PurePosixPath))
+    found = (facts.files.get(path, MISSING) for path in named)
+    return sum(fact.size for fact in found if _is_copied(fact, user))
+
+
+def _is_copied(fact: FileFact, user: User) -> bool:
+    """Tell whether QEMU's *user* may not read a file that this process may."""
+    return not fact.everyone_reads and user.user_id != 0
+
+
+def too_few_slots(machine: MachinePlan) -> Iterator[Problem]:
+    """Yield why not everything of *machine* that :mod:`runner.plan.argv.qemu` puts on the root bus has a slot there."""
+    guest, numa_nodes = machine.guest, len(machine.topology.numa_nodes)
+    takers = {
+        "disks": len(machine.disks),
+        "networks": len(machine.networks),
+        "shares": len(machine.shares),
+        "devices": sum(device.bus == ROOT_BUS for device in machine.passthrough.devices),
+        "for disks attached later (hotplug.disks)": machine.slots,
+        "bridges of NUMA nodes": numa_nodes if numa_nodes > 1 else 0,
+        "for agent, vsock, watchdog, screen and cloud-init": sum(
+            (guest.agent, guest.vsock is not None, guest.watchdog is not None, machine.vnc, machine.seed is not None)
+        ),
+        "that every guest has": SLOTS_OF_EVERY_GUEST,
+    }
+    wanted = sum(takers.values())
+    if wanted <= ROOT_BUS_SLOTS:
+        return
+    listed = ", ".join(f"{number} {taker}" for taker, number in takers.items() if number)
+    left = machine.slots - (wanted - ROOT_BUS_SLOTS)
+    yield Problem(
+        "hotplug.disks" if left >= 0 else "",
+        f"the guest's root bus has {ROOT_BUS_SLOTS} slots, and {wanted} are wanted: {listed}",
+        f"lower hotplug.disks to {left}" if left >= 0 else "give one instance fewer of them, and lower hotplug.disks",
+    )

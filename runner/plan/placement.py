@@ -1,0 +1,150 @@
+"""Which CPUs the vCPUs own, how they are kept apart from everything else, and what the guest sees of it."""
+
+from __future__ import annotations
+
+from runner.cpuset import CpuSet
+from runner.errors import RefusedError
+from runner.facts.host import HostFacts
+from runner.placement.backends import AffinityPlacement, Backend, ControllerPlacement, DelegatedPlacement, Placement
+from runner.placement.guest_topology import GuestTopology, flat, guest_topology, unbound
+from runner.placement.pins import PinPolicy, choose_cpus, place
+from runner.plan.host_checks import ASKING_FOR_LESS, CPU_TIME, OWN_CPUS, shared_cpus, too_little_time
+from runner.plan.memory import PAGE_SIZE
+from runner.plan.problems import Problems
+from runner.spec.instance import CpuSpec, InstanceSpec
+from runner.spec.rules import format_size
+
+
+def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backend:
+    """Return the placement back end: the one asked for, or the best that works."""
+    errors: dict[Backend, tuple[str | None, str]] = {
+        "controller": (facts.controller_error, facts.controller_remedy),
+        "delegated": (facts.delegation_error, ""),
+        "affinity": (None, ""),
+    }
+    if cpu.placement == "auto":
+        backend = next(name for name, (reason, _) in errors.items() if reason is None)
+    else:
+        backend = cpu.placement
+        reason, remedy = errors[backend]
+        if reason is not None:
+            problems.refuse("cpu.placement", f"{backend!r} cannot be used: {reason}", remedy)
+    if backend == "affinity":
+        unusable = {
+            name: f"{reason}; {remedy}" if remedy else reason for name, (reason, remedy) in errors.items() if reason
+        }
+        why = "".join(f"; no {name!r}: {reason}" for name, reason in unusable.items() if cpu.placement == "auto")
+        problems.remark(
+            "placement 'affinity' is second best: nothing but CPU masks keeps the vCPUs' CPUs free, and processes "
+            f"of others may run there{why}"
+        )
+    return backend
+
+
+def plan_placement(
+    cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostFacts, problems: Problems
+) -> Placement | None:
+    """Decide which CPUs *vcpus* vCPUs own; ``None`` if that is not possible."""
+    _refuse_shared_cpus(cpu, vcpus, backend, facts, problems)
+    allowed = facts.allowed_cpus
+    if cpu.cpus is not None and not cpu.cpus <= allowed:
+        problems.refuse(
+            "cpu.cpus",
+            f"'{cpu.cpus - allowed}' of '{cpu.cpus}' may not be used by this process, which has '{allowed}'",
+        )
+        return None
+    if vcpus > len(allowed):
+        problems.refuse(
+            "cpu.count",
+            f"asks for {vcpus} vCPUs, but this process may use {len(allowed)} CPUs ('{allowed}')",
+            "one CPU for each vCPU",
+        )
+        return None
+    if backend == "controller" and vcpus < len(allowed):
+        problems.refuse(
+            "cpu.count",
+            f"asks for {vcpus} vCPUs, but the container has {len(allowed)} CPUs ('{allowed}'), and under placement "
+            '"controller" each belongs to a vCPU',
+            "give the container as many CPUs as vCPUs, and make its pod Guaranteed",
+        )
+        return None
+    pins = _choose_pins(cpu, vcpus, facts, problems)
+    return None if pins is None else _placement(backend, pins, cpu, facts, problems)
+
+
+def _placement(
+    backend: Backend, pins: tuple[int, ...], cpu: CpuSpec, facts: HostFacts, problems: Problems
+) -> Placement:
+    allowed = facts.allowed_cpus
+    if backend == "controller":
+        return ControllerPlacement(allowed, pins, cpu.controller, facts.container_uid or "", sweep=cpu.sweep)
+    cpus = CpuSet(pins)
+    rest = allowed - cpus
+    if not rest:
+        problems.remark(
+            f"all CPUs this process may use ('{allowed}') belong to vCPUs: QEMU's own threads, dnsmasq, virtiofsd and this "
+            "program share them",
+            "give it more CPUs than vCPUs",
+        )
+    if backend == "delegated":
+        return DelegatedPlacement(cpus, pins, rest or allowed, shared=not rest, sweep=cpu.sweep and bool(rest))
+    return AffinityPlacement(cpus, pins, rest or allowed, shared=not rest)
+
+
+def _refuse_shared_cpus(cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostFacts, problems: Problems) -> None:
+    """Refuse a pod that does not have its CPUs to itself all the time, unless the spec asks for less."""
+    # The controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max.
+    short = None if backend == "controller" else too_little_time(facts.cpu_time, vcpus)
+    shared = shared_cpus(facts.pod, facts.allowed_cpus, facts.online_cpus)
+    for reason, remedy in ((shared, OWN_CPUS), (short, CPU_TIME)):
+        if reason is None:
+            continue
+        if facts.pod is None or cpu.placement in ASKING_FOR_LESS:
+            problems.remark(reason, remedy)
+        else:
+            problems.refuse("cpu.placement", reason, f'{remedy}, or say "affinity" and do with less')
+
+
+def _choose_pins(cpu: CpuSpec, vcpus: int, facts: HostFacts, problems: Problems) -> tuple[int, ...] | None:
+    policy = None if cpu.pinning == "auto" else PinPolicy(cpu.pinning)
+    try:
+        cpus = cpu.cpus or choose_cpus(facts.hardware, facts.allowed_cpus, vcpus)
+        placed = place(vcpus, cpus, facts.hardware, policy=policy)
+    except RefusedError as error:
+        problems.refuse("cpu.cpus" if cpu.cpus else "cpu.count", error.message, error.remedy)
+        return None
+    for finding in placed.findings:
+        problems.remark(finding.statement, finding.remedy)
+    return placed.pins
+
+
+def plan_topology(
+    spec: InstanceSpec, pins: tuple[int, ...], memory: int, facts: HostFacts, problems: Problems, *, siblings: bool
+) -> GuestTopology | None:
+    """Decide what the guest sees; *siblings*: its CPU model can report siblings.
+
+    Without KVM, QEMU's model ``max`` calls itself an AMD and reports none.
+    """
+    real = spec.cpu.topology == "host"
+    try:
+        topology = guest_topology(
+            pins,
+            facts.hardware,
+            memory,
+            page_size=spec.memory.page_size or (PAGE_SIZE if real else 1),
+            memory_nodes=facts.memory_nodes,
+            siblings=siblings,
+        )
+    except RefusedError as error:
+        problems.refuse("memory.size", error.message, f'{error.remedy}, or set cpu.topology = "flat"')
+        return None
+    if not spec.memory.bind:
+        topology = unbound(topology)
+    for each in topology.numa_nodes:
+        if each.bound and each.bound != (each.host,):
+            where = " and ".join(map(str, each.bound))
+            problems.remark(
+                f"{format_size(each.memory)} of memory for the vCPUs on the host's NUMA node {each.host} come from {where}: "
+                "it has not that much, or none that this pod may use"
+            )
+    return topology if real else flat(topology)
