@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.emulated_node import artefacts, command
+from tests.emulated_node.artefacts import PROJECT
 
-RUN = Path(__file__).parents[1] / "node" / "run"
 QEMU = f"""#!{sys.executable} -I
 import os, signal, socket, sys, time
 options = list(zip(sys.argv, sys.argv[1:]))
@@ -68,7 +68,7 @@ def test_the_status_tells_the_truth(tmp_path: Path, tools: dict[str, str], does:
     boot_timeout = "60" if "up {word}" in does else "1"
     done = subprocess.run(
         [
-            RUN,
+            *(sys.executable, "-m", "tests.emulated_node.command"),
             "--accel",
             "tcg",
             "--results",
@@ -78,6 +78,7 @@ def test_the_status_tells_the_truth(tmp_path: Path, tools: dict[str, str], does:
             "--timeout",
             "1",
         ],
+        cwd=PROJECT,
         env={**tools, "QEMU_DOES": does},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
