@@ -81,8 +81,8 @@ class ReconcileLoop:
     source: KubeletFiles | None
     sys: Path
     reserved: CpuSet
-    pace: Intervals
-    tally: ControllerCounters = attrs.field(factory=ControllerCounters)
+    intervals: Intervals
+    counters: ControllerCounters = attrs.field(factory=ControllerCounters)
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
     """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
     observed: Observed | None = None
@@ -172,7 +172,7 @@ class ReconcileLoop:
         """Read the kubelet's state until it is settled or has to be frozen."""
         before = self.state
         self.state = await settled(
-            source.cpu_state, self._cpu_state_parser(), pause=self.pace.pause, readings=self.pace.readings
+            source.cpu_state, self._cpu_state_parser(), pause=self.intervals.pause, readings=self.intervals.readings
         )
         if self.state == before:
             return
@@ -196,11 +196,11 @@ class ReconcileLoop:
                 log.warning("kubelet's memory state names nodes without memory nodes=%s", strange)
 
     async def follow(self, queue: inotify.Inotify) -> None:
-        """Make a pass after each change, and at the latest after the interval of :attr:`pace`; never return."""
+        """Make a pass after each change, and at the latest after the interval of :attr:`intervals`; never return."""
         while True:
             disturbed = self._disturbed = trio.Event()  # what happens from here on calls for another pass
             await self.once(queue)
-            with trio.move_on_after(self.pace.frozen if self.frozen() else self.pace.resync):
+            with trio.move_on_after(self.intervals.frozen if self.frozen() else self.intervals.resync):
                 await disturbed.wait()
 
     async def once(self, queue: inotify.Inotify) -> None:
@@ -215,7 +215,7 @@ class ReconcileLoop:
         except HostError as error:
             self.error = explain(error)
             log.error("pass failed reason=%r", self.error)  # noqa: TRY400  # an expected error: the sentence is enough
-            self.tally.passes["faulty"] += 1
+            self.counters.passes["faulty"] += 1
         self._watch_tree(queue)
         passed, self._passed = self._passed, trio.Event()
         passed.set()
@@ -264,12 +264,12 @@ class ReconcileLoop:
         for action in actions:
             match action:
                 case Remove(group):
-                    self.tally.removed += 1
+                    self.counters.removed += 1
                     log.info("stale instance removed uuid=%s", instance_uid(group))
                 case Write(group, "cpuset.cpus", value):
                     left, found = self._left.get(group), observed.groups.get(group)
                     if left is not None and found is not None and found.cpus != left:
-                        self.tally.repairs += 1
+                        self.counters.repairs += 1
                         log.warning("cpuset changed by others group=%s found=%s", group, found.cpus)
                     if instance_uid(group) not in grants:
                         log.info("cpuset written group=%s cpus=%s", group or self.tree.root.name, value)
@@ -277,18 +277,18 @@ class ReconcileLoop:
                     log.debug("action %r", action)
 
     def _count(self, outcome: str, started: float) -> None:
-        self.tally.passes[outcome] += 1
-        self.tally.pass_seconds += time.perf_counter() - started
+        self.counters.passes[outcome] += 1
+        self.counters.pass_seconds += time.perf_counter() - started
 
 
 @contextlib.asynccontextmanager
-async def running_loop(keeper: ReconcileLoop) -> AsyncIterator[None]:
+async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
     """Keep the tree as long as the block runs; when it begins, the first pass is done. The tree stays as it is."""
     with inotify.watching() as queue:
         async with trio.open_nursery() as nursery:
-            await keeper.once(queue)
-            nursery.start_soon(keeper.listen, queue)
-            nursery.start_soon(keeper.follow, queue)
+            await loop.once(queue)
+            nursery.start_soon(loop.listen, queue)
+            nursery.start_soon(loop.follow, queue)
             try:
                 yield
             finally:

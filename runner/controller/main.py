@@ -75,7 +75,7 @@ async def control(options: Options) -> None:
         source=None if options.kubelet is None else KubeletFiles(options.kubelet),
         sys=options.sys,
         reserved=options.reserved,
-        pace=Intervals(),
+        intervals=Intervals(),
     )
     methods = RpcMethods(
         loop=loop,
@@ -114,7 +114,7 @@ def _failed(error: RunnerError) -> int:
 
 def respond_about(loop: ReconcileLoop, target: str) -> HttpResponse:
     """Return the response for the path *target* about the present state of *loop*."""
-    return respond(target, loop.tally, loop.observed, loop.frozen(), loop.error)
+    return respond(target, loop.counters, loop.observed, loop.frozen(), loop.error)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

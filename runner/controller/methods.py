@@ -116,13 +116,13 @@ class RpcMethods:
         except PeerError as error:
             if self.trusting:
                 return 0
-            self.loop.tally.refusals[identity.IDENTITY] += 1
+            self.loop.counters.refusals[identity.IDENTITY] += 1
             raise RpcError(CODES[identity.IDENTITY], explain(error), {"reason": identity.IDENTITY}) from error
         return peer.pid if peer.pid_namespace == self.peers.own_namespace() else peer.pid_namespace
 
     def busy(self, reason: str) -> RpcError:
         """Return the error for a peer that is over a limit, and count it."""
-        self.loop.tally.refusals[identity.BUSY] += 1
+        self.loop.counters.refusals[identity.BUSY] += 1
         return RpcError(CODES[identity.BUSY], f"cannot take more: {reason}; wait for them", {"reason": identity.BUSY})
 
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
@@ -131,7 +131,7 @@ class RpcMethods:
             raise RpcError(METHOD_NOT_FOUND, "Method not found")
         arguments = _arguments(params, PARAMETERS[method])
         await trio.lowlevel.checkpoint()
-        self.loop.tally.requests[method] += 1
+        self.loop.counters.requests[method] += 1
         try:
             match method:
                 case "registerCgroup":
@@ -215,10 +215,10 @@ class RpcMethods:
             )
         log.info("instance %s uuid=%s cpus=%s", "found" if existed else "registered", pod_uid, asked)
         floating = self.loop.tree.floating
-        passing = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
+        control_files = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
         if caller is not None:
             own = self.mount.at(caller.cgroup)
-            passing += [(own, "cgroup.procs"), (floating, "cgroup.threads")]
+            control_files += [(own, "cgroup.procs"), (floating, "cgroup.threads")]
             self._float_kernel_threads(own)
         return RpcResult(
             {
@@ -227,7 +227,7 @@ class RpcMethods:
                 "cpuset": str(effective),
                 "protocol": PROTOCOL,
             },
-            tuple(passing),
+            tuple(control_files),
         )
 
     def _float_kernel_threads(self, own: Cgroup) -> None:
@@ -402,7 +402,7 @@ class RpcMethods:
             yield ContainerProcess(container, path, self.peers.namespace(pid))
 
     def _refused(self, method: str, refusal: RequestRefusedError) -> RpcError:
-        self.loop.tally.refusals[refusal.reason] += 1
+        self.loop.counters.refusals[refusal.reason] += 1
         log.warning("request refused method=%s reason=%s why=%r", method, refusal.reason, str(refusal))
         return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values})
 

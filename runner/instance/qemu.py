@@ -180,7 +180,7 @@ class Qemu:
 
         Every process that may open the display's socket may see the guest: there is no password.
         """
-        await self._monitor.execute("getfd", {"fdname": "vnc"}, passing=(connection,))
+        await self._monitor.execute("getfd", {"fdname": "vnc"}, fds=(connection,))
         await self._monitor.execute("add_client", {"protocol": "vnc", "fdname": "vnc", "skipauth": True})
 
     async def ended(self) -> GuestEnd:

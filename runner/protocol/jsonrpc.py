@@ -46,7 +46,7 @@ class RpcResult:
     """The result of a method: a JSON value, and control files whose open descriptors travel with it, in order."""
 
     value: object
-    passing: tuple[tuple[Cgroup, str], ...] = ()
+    control_files: tuple[tuple[Cgroup, str], ...] = ()
 
 
 @attrs.frozen
@@ -54,7 +54,7 @@ class Reply:
     """An encoded response: a line, and the control files to open and send with its first byte."""
 
     line: bytes
-    passing: tuple[tuple[Cgroup, str], ...] = ()
+    control_files: tuple[tuple[Cgroup, str], ...] = ()
 
 
 Call = Callable[[str, "Mapping[str, object] | list[object]"], Awaitable[RpcResult]]
@@ -184,7 +184,7 @@ async def _respond(request: object, call: Call) -> _Response | None:
         log.exception("method failed method=%r", method)
         response = _failure(identifier, RpcError(INTERNAL_ERROR, "Internal error")), ()
     else:
-        response = {"jsonrpc": "2.0", "result": result.value, "id": identifier}, result.passing
+        response = {"jsonrpc": "2.0", "result": result.value, "id": identifier}, result.control_files
     return response if isinstance(request, dict) and "id" in request else None
 
 

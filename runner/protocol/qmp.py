@@ -131,9 +131,9 @@ class Monitor:
         return text
 
     async def execute(
-        self, command: str, arguments: Mapping[str, object] | None = None, *, passing: Sequence[int] = ()
+        self, command: str, arguments: Mapping[str, object] | None = None, *, fds: Sequence[int] = ()
     ) -> object:
-        """Execute *command* and return what it returns; the descriptors *passing* go with it and stay the caller's.
+        """Execute *command* and return what it returns; the descriptors *fds* go with it and stay the caller's.
 
         Raises :exc:`ExecuteError` when QEMU refuses it, another :exc:`QmpError` when the conversation is over.
         """
@@ -144,7 +144,7 @@ class Monitor:
         # Before it is sent: another task may read the reply before this one is back from sending.
         self._expected[number] = None
         try:
-            await self._send(request, passing)
+            await self._send(request, fds)
             await self._until(lambda: self._expected[number] is not None)
             reply = self._expected[number]
         finally:
@@ -193,13 +193,13 @@ class Monitor:
             sentence = f"cannot understand QEMU's list of iothreads: {reply!r}"
             raise self._fail(BadReplyError(sentence, received=reply)) from error
 
-    async def _send(self, request: Message, passing: Sequence[int]) -> None:
+    async def _send(self, request: Message, fds: Sequence[int]) -> None:
         async with self._sending:
             if self._failure is not None:
                 raise self._failure
             await trio.lowlevel.checkpoint_if_cancelled()
             try:
-                await send_with_fds(self._socket, json.dumps(request).encode() + b"\n", passing)
+                await send_with_fds(self._socket, json.dumps(request).encode() + b"\n", fds)
             except (trio.ClosedResourceError, OSError) as error:
                 raise self._fail(ExecInterruptedError(_HUNG_UP, sent=request)) from error
             except trio.Cancelled:

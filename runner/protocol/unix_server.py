@@ -188,7 +188,7 @@ class UnixServer:
         """Send *reply*, its descriptors with the first byte. Raises ``OSError`` also if the client does not read."""
         with contextlib.ExitStack() as stack:
             fds = []
-            for group, file in reply.passing:
+            for group, file in reply.control_files:
                 fds.append(group.open(file))
                 stack.callback(os.close, fds[-1])
             with trio.move_on_after(self.limits.idle) as timeout:

@@ -46,13 +46,13 @@ def reconcile_pass(count: int, repeat: int) -> Figures:
         document = {"policyName": "static", "defaultCpuSet": "0-7", "entries": entries, "checksum": 0}
         (kubelet / "cpu_manager_state").write_text(json.dumps(document))
         root = mount.child("stelia")
-        keeper = ReconcileLoop(Tree(root), KubeletFiles(kubelet), sys_, CpuSet(), Intervals())
-        trio.run(keeper.settle, KubeletFiles(kubelet))
-        keeper.pass_over({uid: CpuSet.parse(entry["instance"]) for uid, entry in entries.items()})
+        loop = ReconcileLoop(Tree(root), KubeletFiles(kubelet), sys_, CpuSet(), Intervals())
+        trio.run(loop.settle, KubeletFiles(kubelet))
+        loop.pass_over({uid: CpuSet.parse(entry["instance"]) for uid, entry in entries.items()})
         times = []
         for _ in range(repeat):
             started = time.perf_counter()
-            assert keeper.pass_over({}) == ()
+            assert loop.pass_over({}) == ()
             times.append(time.perf_counter() - started)
         assert len(root.children()) == count + 1
         return {f"pass_{count}_ms": statistics.median(times) * 1000}
@@ -64,7 +64,7 @@ async def latencies(repeat: int) -> Figures:
         node = Node.new(Path(name))
         node.be(B)
         changed, registered = [], []
-        async with controlled(node, pace=Intervals()) as controller, connected(node.socket) as client:
+        async with controlled(node, intervals=Intervals()) as controller, connected(node.socket) as client:
             for number in range(repeat):
                 shared, entries = (SHARED, ENTRIES) if number % 2 else ("2-10", {**ENTRIES, "x": {"web": "11"}})
                 started = time.perf_counter()

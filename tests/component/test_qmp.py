@@ -161,7 +161,7 @@ async def test_a_command_with_a_descriptor_is_sent_or_not(ends: tuple[Monitor, P
             trio.lowlevel.add_instrument(instrument)
             try:
                 with trio.move_on_after(0.05):
-                    await monitor.execute("add-fd", passing=(peer.end.fileno(),))
+                    await monitor.execute("add-fd", fds=(peer.end.fileno(),))
             finally:
                 trio.lowlevel.remove_instrument(instrument)
         async with trio.open_nursery() as nursery:
@@ -278,7 +278,7 @@ async def test_descriptors_travel_with_a_command(ends: tuple[Monitor, Peer]) -> 
     monitor, peer = ends
     reading, writing = os.pipe()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(partial(monitor.execute, "add-fd", {"opaque": "x" * 100_000}, passing=(reading,)))
+        nursery.start_soon(partial(monitor.execute, "add-fd", {"opaque": "x" * 100_000}, fds=(reading,)))
         await settle()
         data, received, _, _ = socket.recv_fds(peer.end, 1 << 16, 4)
         peer.buffer += data

@@ -218,7 +218,7 @@ async def controlled(
     reserved: str = "",
     limits: SocketLimits | None = None,
     timeouts: Timeouts | None = None,
-    pace: Intervals | None = None,
+    intervals: Intervals | None = None,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node*; *own_cpus* makes the node one without a kubelet."""
     loop = ReconcileLoop(
@@ -226,7 +226,7 @@ async def controlled(
         source=None if own_cpus else KubeletFiles(node.kubelet),
         sys=node.path / "sys",
         reserved=CpuSet.parse(reserved),
-        pace=pace or Intervals(pause=0.005, readings=10),
+        intervals=intervals or Intervals(pause=0.005, readings=10),
     )
     methods = RpcMethods(
         loop=loop,

@@ -159,7 +159,7 @@ class DiskHotplug:
         return tuple(done)
 
     async def _add_fd(self, number: int, name: str) -> int:
-        reply: Any = await self._monitor.execute("add-fd", {"opaque": name}, passing=(number,))
+        reply: Any = await self._monitor.execute("add-fd", {"opaque": name}, fds=(number,))
         try:
             return int(reply["fdset-id"])
         except (KeyError, TypeError, ValueError) as error:

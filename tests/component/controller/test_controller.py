@@ -194,7 +194,7 @@ async def test_who_is_no_init_of_a_private_namespace_is_refused(node: Node) -> N
             node.be(B, inner=inner, namespace=namespace)
             for method, params in (("registerCgroup", {"cpuset": "14-17"}), ("deregisterCgroup", {})):
                 assert word in str((await client.refusal(method, uuid=B, **params))["message"])
-        assert controller.loop.tally.refusals["identity"] == 4
+        assert controller.loop.counters.refusals["identity"] == 4
         assert not node.instance(B).exists()
 
 
@@ -313,7 +313,7 @@ async def test_drift_is_put_right(node: Node) -> None:
         for group, right in ((node.instance(B), "14-17"), (node.floating, SHARED)):
             group.write("cpuset.cpus", "0-19")
             await controller.until(lambda group=group, right=right: str(group.cpus()) == right)  # type: ignore[misc]
-        assert controller.loop.tally.repairs == 2
+        assert controller.loop.counters.repairs == 2
         node.floating.write("cpuset.mems", "0")
         await controller.until(lambda: str(node.floating.mems()) == "0-1")
         node.root.write("cgroup.subtree_control", "-cpuset")
@@ -349,7 +349,7 @@ async def test_an_instance_goes_when_its_pod_and_its_threads_are_gone(node: Node
         node.instance(B).populate(False)
         await controller.until(lambda: not node.instance(B).exists())
         await controller.until(lambda: str(node.floating.cpus()) == "2-11,14-17")
-        assert controller.loop.tally.removed == 1
+        assert controller.loop.counters.removed == 1
 
 
 async def test_cpus_are_not_given_to_two_instances(node: Node) -> None:
@@ -446,7 +446,7 @@ async def test_on_an_unusable_state_decisions_freeze_and_thaw(node: Node, torn: 
         state.write_bytes(good)
         await controller.until(lambda: not controller.loop.frozen())
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        assert controller.loop.tally.passes["frozen"]
+        assert controller.loop.counters.passes["frozen"]
 
 
 async def test_a_state_that_was_read_once_is_not_acted_upon(node: Node) -> None:
@@ -474,8 +474,8 @@ async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:
 async def test_a_kubelet_whose_directory_comes_later_or_is_replaced_is_followed(node: Node) -> None:
     aside = node.path / "aside"
     node.kubelet.rename(aside)
-    pace = Intervals(pause=0.005, readings=10, frozen=0.1)
-    async with controlled(node, pace=pace) as controller:
+    intervals = Intervals(pause=0.005, readings=10, frozen=0.1)
+    async with controlled(node, intervals=intervals) as controller:
         assert controller.loop.frozen()
         aside.rename(node.kubelet)
         await controller.until(lambda: not controller.loop.frozen())
@@ -538,7 +538,7 @@ async def test_a_restart_changes_nothing(node: Node) -> None:
     before = node.snapshot()
     async with controlled(node) as controller, connected(node.socket) as client:
         assert node.snapshot() == before
-        assert set(controller.loop.tally.passes) == {"clean"}
+        assert set(controller.loop.counters.passes) == {"clean"}
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
     assert node.snapshot() == before
 
@@ -616,7 +616,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
 async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:
     """The last state is not lost, none is acted upon that lasted a millisecond, and the loop does not spin."""
     async with controlled(node) as controller:
-        before = controller.loop.tally.passes.total()
+        before = controller.loop.counters.passes.total()
         started = trio.current_time()
         for number in range(500):
             shared = "2-11" if number % 2 else "2-10"
@@ -625,6 +625,6 @@ async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:
             await trio.sleep(0.001)
         node.put_state("2-4", {**ENTRIES, "last": {"y": "5-11"}})
         await controller.until(lambda: str(node.floating.cpus()) == "2-4")
-        passes = controller.loop.tally.passes.total() - before
-        # A pass takes two readings, 5 ms apart (the pace of these tests).
+        passes = controller.loop.counters.passes.total() - before
+        # A pass takes two readings, 5 ms apart (the intervals of these tests).
         assert passes <= (trio.current_time() - started) / 0.005

@@ -140,7 +140,7 @@ async def test_who_is_gone_before_his_patience_ends_registers_nothing(node: Node
             await trio.sleep(0.05)
         (node.proc / str(os.getpid()) / "stat").unlink()  # the process has ended
         node.scope(B).write("cpuset.cpus", "14-17")
-        await controller.eventually(lambda: controller.loop.tally.refusals["identity"] == 1)
+        await controller.eventually(lambda: controller.loop.counters.refusals["identity"] == 1)
         assert not node.instance(B).exists()
 
 
