@@ -9,6 +9,7 @@ from importlib import metadata
 
 from runner.cli.commands import program_parser
 from runner.cli.parsers import about, actions_of, commands_of, help_of
+from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
 from runner.spec.instance import reference, tables_of_reference
 
@@ -16,18 +17,28 @@ SPEC_PAGE = "instance-runner-spec"
 
 
 PAGES = ("instance-runner.1", f"{SPEC_PAGE}.5", "instance-cgroup-controller.8")
+MARKDOWN = f"{SPEC_PAGE}.md"
+"""The reference of the spec for a reader on the web: ``examples/SPEC.md``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give *parser* what this command takes."""
     parser.epilog = "example: instance-runner manual instance-runner-spec.5 | man -l -"
     parser.add_argument(
-        "page", nargs="?", choices=PAGES, default="instance-runner.1", help="which page (default: %(default)s)"
+        "page",
+        nargs="?",
+        choices=(*PAGES, MARKDOWN),
+        default="instance-runner.1",
+        metavar="PAGE",
+        help="which of %(choices)s (default: %(default)s)",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the page."""
+    if arguments.page == MARKDOWN:
+        print(spec_markdown(), end="")
+        return 0
     version = metadata.version("instance-runner")
     _, section = arguments.page.split(".")
     others = ["{}({})".format(*page.split(".")) for page in PAGES if page != arguments.page]

@@ -18,7 +18,7 @@ from tests.images.conftest import NO_KVM, PODMAN, Run
 
 Files = Callable[[str], AbstractContextManager[Path]]
 MEGABYTES = {"gpu_instance": 240, "controller": 130}
-"""What an image may weigh unpacked; 80 of it is Debian. README says what they are made of."""
+"""What an image may weigh unpacked; 80 of it is Debian. images/README.md says what they are made of."""
 NEEDED = ("NET_ADMIN", "SYS_NICE", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE")
 """What a run takes: bridge and tap, pinning threads of another user, changing to it, ending it, the DHCP port."""
 NEEDED_FOR_SHARES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETFCAP", "SETPCAP", "SYS_CHROOT")

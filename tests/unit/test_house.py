@@ -38,7 +38,7 @@ EVERYTHING = {"__main__", "cli"}
 
 PURE = (
     {"errors", "cpuset", "table", "arguments", "facts", "spec", "placement", "kubelet", "plan"}
-    | {f"cli.{module}" for module in ("completion", "manual", "parsers")}
+    | {f"cli.{module}" for module in ("completion", "manual", "parsers", "spec_table")}
     | {f"inspect.{module}" for module in ("roles", "render", "rules", "observation")}
     | {
         f"check.{module}"

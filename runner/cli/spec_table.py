@@ -1,0 +1,40 @@
+"""The reference of the spec in Markdown, made from its schema: ``examples/SPEC.md`` is this text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from runner.spec.instance import reference, tables_of_reference
+
+INTRODUCTION = """\
+# Every key of a spec
+
+A spec is TOML for people and JSON of the same shape for machines. A key that is not given has its default; unknown keys
+are errors. `required` stands for a key without which its table is an error, `-` for one that is not set by default.
+
+This file is generated: `instance-runner manual instance-runner-spec.md > examples/SPEC.md` writes it from the schema in
+`runner/spec/instance.py`. `instance-runner manual instance-runner-spec.5 | man -l -` shows the same as a manual page.
+[README.md](README.md) explains the keys by topic, with examples.
+"""
+
+
+def spec_markdown() -> str:
+    """Return a document with one section for each table of a spec, and one row for each of its keys."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield INTRODUCTION.rstrip("\n")
+    purposes = tables_of_reference()
+    for table, keys in groupby(reference(), lambda key: key[0].rpartition(".")[0]):
+        written = f"[[{table.removesuffix('[]')}]]" if table.endswith("[]") else f"[{table}]"
+        yield from ("", f"## `{written}`", "", f"{_capitalized(purposes[table])}.", "")
+        yield from ("| key | takes | default | meaning |", "|---|---|---|---|")
+        for name, allowed, default, meaning in keys:
+            shown = default if default in {"-", "required"} else f"`{default}`"
+            yield f"| `{name}` | {allowed} | {shown} | {meaning} |"
+
+
+def _capitalized(text: str) -> str:
+    return text if text.startswith("vCPU") else f"{text[0].upper()}{text[1:]}"

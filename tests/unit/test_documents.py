@@ -1,0 +1,350 @@
+"""The documents are true: their tables are those of the code, their paths and links exist."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import runner.errors
+from runner.check import cpu_owners, device_rights, host_reader, kernel_settings, programs
+from runner.check.finding import Check, Level
+from runner.cli.commands import program_parser
+from runner.cli.spec_table import spec_markdown
+from runner.controller.main import command_line
+from runner.controller.methods import CODES
+from runner.controller.metrics import ControllerCounters, format_metrics
+from runner.errors import SpecError, Status
+from runner.inspect.render import HEAD
+from runner.instance import probes
+from runner.instance.daemons import DEATHS
+from runner.placement.threads import Role
+from runner.protocol.unix_server import SocketLimits
+from runner.spec.instance import parse_instance, reference
+from runner.table import aligned
+from tests.emulated_node.command import parser as emulated_node_parser
+from tests.images.manifests import DIRECTORIES, EXAMPLES
+from tests.unit.test_house import GROUND, MAY_IMPORT
+
+ROOT = Path(__file__).parents[2]
+FRONT_PAGE = (ROOT / "README.md").read_text()
+SPECS = (ROOT / "examples/README.md").read_text()
+KUBERNETES = (EXAMPLES / "README.md").read_text()
+HOW_IT_WORKS = (ROOT / "runner/README.md").read_text()
+CONTROLLER = (ROOT / "runner/controller/README.md").read_text()
+CHECK = (ROOT / "runner/check/README.md").read_text()
+FIGURES = (ROOT / "tests/benchmarks/README.md").read_text()
+DOCUMENTS = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "examples/README.md",
+        "examples/SPEC.md",
+        "examples/plan/README.md",
+        "examples/kubernetes/README.md",
+        "images/README.md",
+        "runner/README.md",
+        "runner/check/README.md",
+        "runner/controller/README.md",
+        "runner/inspect/README.md",
+        "tests/README.md",
+        "tests/benchmarks/README.md",
+    )
+]
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def table_rows(text: str, head: str) -> list[list[str]]:
+    """Return the cells of the rows of the table of *text* whose first line is *head*."""
+    assert head in text, head
+    rows = text.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip()[1:-1].split(" | ")] for row in rows]
+
+
+def test_all_documents_are_looked_at() -> None:
+    hidden = {path.name for path in ROOT.iterdir() if path.name.startswith(".")}
+    found = {path for path in ROOT.rglob("*.md") if path.relative_to(ROOT).parts[0] not in hidden}
+    assert found == set(DOCUMENTS)
+
+
+def test_the_front_page_is_short() -> None:
+    lines = FRONT_PAGE.splitlines()
+    assert len(lines) <= 220
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_the_placement_on_the_front_page_is_formatted_as_the_receipt_is() -> None:
+    lines = re.findall(r"^placement: (.*)$", FRONT_PAGE, re.MULTILINE)
+    rows = [re.split(r"  +", line) for line in lines]
+    assert lines == [*aligned(rows)]
+    assert [row[0] for row in rows].count("anchor") == 2
+    assert {row[0].split()[0] for row in rows[1:]} <= {role.value for role in Role}
+
+
+def test_the_tables_of_inspect_are_formatted_as_it_does() -> None:
+    tables = re.findall(
+        r"^ROLE .*\n(?:(?!ok |unknown ).*\n)+", (ROOT / "runner/inspect/README.md").read_text(), re.MULTILINE
+    )
+    assert len(tables) == 2
+    for table in tables:
+        rows = [re.split(r"  +", line) for line in table.splitlines()]
+        assert rows[0] == [*HEAD]
+        assert table.splitlines() == [*aligned(rows)]
+        assert {row[0].split()[0] for row in rows[1:]} <= {role.value for role in Role}
+
+
+def test_the_reference_of_the_spec_is_generated() -> None:
+    """``instance-runner manual instance-runner-spec.md > examples/SPEC.md`` makes it so."""
+    assert (ROOT / "examples/SPEC.md").read_text() == spec_markdown()
+
+
+def test_every_key_of_the_schema_is_in_the_reference_as_it_is() -> None:
+    text = spec_markdown()
+    for name, allowed, default, meaning in reference():
+        shown = default if default in {"-", "required"} else f"`{default}`"
+        assert f"| `{name}` | {allowed} | {shown} | {meaning} |" in text
+    assert len(re.findall(r"^\| `[a-z_]+(?:\[\])?\.[a-z0-9_]+` \|", text, re.MULTILINE)) == len(list(reference()))
+
+
+@pytest.mark.parametrize(
+    ("number", "spec"),
+    [
+        (0, b"[cpu]\ncounts = 4\n"),
+        (1, b'[boot]\nkernel = "/k"\n[[share]]\ntag = "home"\npath = "/a"\n[[share]]\ntag = "home"\npath = "/b"\n'),
+    ],
+)
+def test_the_mistakes_that_are_shown_are_reported_so(number: int, spec: bytes) -> None:
+    shown = re.findall(r"^spec\.toml: .*$", SPECS, re.MULTILINE)
+    with pytest.raises(SpecError) as refused:
+        parse_instance("spec.toml", spec, {})
+    assert str(refused.value) == shown[number]
+
+
+def test_every_exit_status_is_in_the_table() -> None:
+    for status in Status:
+        assert f"| {status.value} | `{status.name.lower()}` |" in SPECS
+
+
+def test_every_check_is_named() -> None:
+    checks = {
+        value.name
+        for module in (cpu_owners, device_rights, kernel_settings, host_reader, programs)
+        for value in vars(module).values()
+        if isinstance(value, Check)
+    }
+    rows = table_rows(CHECK, "| where | checks |")
+    assert {name for _, names in rows for name in re.findall(r"`([a-z-]+)`", names)} == checks
+    for level in Level:
+        assert f"| `{level.value}` | " in CHECK
+
+
+def test_every_child_is_in_the_table_of_deaths() -> None:
+    children = " ".join(row[0].lower() for row in table_rows(SPECS, "| child | when it dies |"))
+    for role in DEATHS:
+        assert role in re.findall(r"[a-z]+", children)
+
+
+def test_the_table_of_rooms_is_the_law_of_imports() -> None:
+    rows = table_rows(HOW_IT_WORKS, "| room | what | may import |")
+    assert MAY_IMPORT.keys() <= {word for room, *_ in rows for word in re.findall(r"[a-z]+", room)}
+    listed = {room.strip("`"): imports for room, _, imports in rows if imports.startswith("`")}
+    assert set(re.findall(r"`([a-z]+)`", listed.pop("facts"))) == MAY_IMPORT["facts"]
+    assert len(listed) > 5
+    for room, imports in listed.items():
+        assert set(re.findall(r"`([a-z]+)`", imports)) == MAY_IMPORT[room] - GROUND - {"table", "arguments"}, room
+
+
+def test_the_protocol_of_the_controller_is_as_shown() -> None:
+    rows = table_rows(CONTROLLER, "| code | `reason` | it means |")
+    assert {reason.strip("`"): int(code) for code, reason, _ in rows} == CODES
+    methods = [row[0].strip("`") for row in table_rows(CONTROLLER, "| method | params | result |")]
+    assert methods == ["registerCgroup", "deregisterCgroup", "listInstances", "getStatus"]
+    limits = SocketLimits()
+    assert [value for _, value in table_rows(CONTROLLER, "| limit | value |")] == [
+        f"{limits.message >> 10} KiB",
+        f"{limits.connections}, {limits.connections_per_peer}",
+        f"{limits.in_flight}",
+        f"{limits.first_byte:g} s, {limits.idle:g} s",
+    ]
+
+
+def test_every_metric_of_the_controller_is_named() -> None:
+    text = format_metrics(ControllerCounters(), None, "")
+    names = set(re.findall(r"^# TYPE instance_cgroup_controller_(\w+)", text, re.MULTILINE))
+    assert len(names) > 5
+    assert [name for name in sorted(names) if f"`{name}`" not in CONTROLLER] == []
+
+
+def test_the_figures_of_the_front_page_are_those_of_the_benchmark() -> None:
+    for _, ours, peer in table_rows(FRONT_PAGE, "| figure | here | beside it |"):
+        for figure in (ours, peer.partition(":")[0]):
+            assert figure in FIGURES, figure
+
+
+def test_every_metric_of_an_instance_is_named() -> None:
+    source = Path(probes.__file__).read_text()
+    names = set(re.findall(r'add\(\s*"(?:vcpu_)?([a-z_]+)", "(?:gauge|counter)"', source)) - {"info"}
+    assert len(names) > 10
+    assert [name for name in sorted(names) if f"`{name}`" not in KUBERNETES] == []
+
+
+def test_every_event_that_is_explained_is_one_of_ours() -> None:
+    source = " ".join(path.read_text() for path in sorted(Path(runner.errors.__file__).parent.rglob("*.py")))
+    table = KUBERNETES.partition("| event | it means | do |")[2].partition("\n\n")[0]
+    events = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    assert len(events) > 10
+    for event in events:
+        words = max(re.split(r"…|'affinity'|\w+=|[:;]", event), key=len).strip()
+        assert words in source, event
+
+
+@documents
+def test_the_example_specs_are_taken(document: Path) -> None:
+    for spec in re.findall(r"```toml\n(.*?)```", document.read_text(), re.DOTALL):
+        assert tomllib.loads(spec)
+        parse_instance(document.name, spec.encode(), {"POD_NAME": "web-1"})
+
+
+def test_topics_and_front_page_have_example_specs() -> None:
+    assert SPECS.count("```toml\n") >= 4
+    assert "```toml\n" in FRONT_PAGE
+    assert "```toml\n" in KUBERNETES
+
+
+def test_the_two_commands_exist() -> None:
+    commands = re.findall(r"^# ((?:examples|tests)/[a-z/]*run)", FRONT_PAGE, re.MULTILINE)
+    assert set(commands) == {"examples/quickstart/run", "tests/run"}
+    for command in commands:
+        assert (ROOT / command).is_file()
+
+
+@documents
+def test_every_link_leads_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^):]*)\)", document.read_text()):
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, link
+
+
+def test_the_front_page_leads_to_every_document() -> None:
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in re.findall(r"\]\(([^):]*)\)", FRONT_PAGE)}
+    assert set(DOCUMENTS) - {ROOT / "README.md"} <= linked
+
+
+@documents
+def test_every_path_exists(document: Path) -> None:
+    """Paths of this tree from its root, wherever they stand, and Python files named from the document's folder."""
+    text = document.read_text()
+    for name in re.findall(r"(?<![\w/.~-])((?:runner|tests|examples|images|\.ci)/[\w./-]*\w)", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        assert any((folder / name).is_file() for folder in (document.parent, ROOT)), name
+
+
+@pytest.mark.parametrize("name", ["examples/README.md", "examples/plan/README.md", "runner/controller/README.md"])
+def test_every_file_of_a_table_of_files_exists(name: str) -> None:
+    text = (ROOT / name).read_text()
+    head = re.search(r"^\| (?:file|file or directory|module) \| what.*\|$", text, re.MULTILINE)
+    assert head
+    for first, *_ in table_rows(text, head[0]):
+        for each in re.findall(r"`([^`]+)`", first):
+            assert ((ROOT / name).parent / each).exists(), each
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """Yield the command lines of our programs that stand in code in *text*, alone or after ``--`` or ``<(``.
+
+    A line that begins with a command, such as ``ctl status``, is one of ``instance-runner``.
+    """
+    text = re.sub(r"\\\n *", "", text)
+    fence = re.compile(r"^ *```\w*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+    codes = re.findall(r"^[$#] (.*)$", "\n".join(fence.findall(text)), re.MULTILINE)
+    for each in [*codes, *re.findall(r"`([^`]+)`", fence.sub("", text))]:
+        code = re.sub(r"^(?=(?:run|plan|check|inspect|ctl|console) \S)", "instance-runner ", each)
+        if found := re.search(r"(?:^|-- |<\()(instance-(?:runner|cgroup-controller)(?:\s.*)?)$", code, re.DOTALL):
+            yield shlex.split(re.sub(r"[\[\]]", "", re.split(r" \||  #| >|\)", found[1])[0]))
+
+
+def parses(line: list[str]) -> bool:
+    """Return whether *line* is a command line; it may end before the value of its last option, or name only a command."""
+    parser: argparse.ArgumentParser = program_parser() if line[0] == "instance-runner" else command_line()
+    words = [{"COUNT": "1"}.get(word, word) for word in line[1:] if word != "…"]
+    attempts = [words, [*words, "X"]]
+    if not any(word.startswith("-") for word in words):
+        attempts.append([*words, "--help"])
+    for attempt in attempts:
+        try:
+            parser.parse_args(attempt)
+        except SystemExit as ended:
+            if not ended.code:
+                return True
+        else:
+            return True
+    return False
+
+
+@documents
+def test_every_command_line_parses(document: Path) -> None:
+    for line in command_lines(document.read_text()):
+        assert parses(line), shlex.join(line)
+
+
+def test_the_documents_have_command_lines() -> None:
+    lines = {shlex.join(line) for document in DOCUMENTS for line in command_lines(document.read_text())}
+    assert len(lines) > 15
+    assert {"instance-runner ctl status", "instance-cgroup-controller --cpus 4-15"} <= lines
+
+
+def test_every_command_line_of_the_emulated_node_parses() -> None:
+    lines = re.findall(r"^# tests/node/run +([^#\n]*)", (ROOT / "tests/README.md").read_text(), re.MULTILINE)
+    assert len(lines) > 5
+    for line in lines:
+        emulated_node_parser().parse_args(shlex.split(line))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["`kubectl exec POD -- instance-runner inspect --wach 2`", "```console\n$ instance-runner plans x | head\n```"],
+)
+def test_a_wrong_command_line_is_found(text: str) -> None:
+    (line,) = command_lines(text)
+    assert not parses(line)
+
+
+def test_every_directory_of_manifests_is_in_the_table() -> None:
+    table = KUBERNETES.partition("| directory or file | what it is |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1] if row else "")}
+    assert set(DIRECTORIES) <= named
+    for name in named:
+        assert (EXAMPLES / name).exists(), name
+
+
+def test_every_manifest_that_a_command_applies_exists() -> None:
+    named = re.findall(r"kubectl (?:apply|create|delete) [^`\n]*?-[kf] (\w\S*?)[`\s]", KUBERNETES)
+    assert len(named) > 5
+    for name in named:
+        path = EXAMPLES / name.removeprefix("examples/kubernetes/")
+        assert path.is_file() or (path / "kustomization.yaml").is_file(), name
+
+
+def test_a_drain_is_given_the_options_without_which_it_ends_at_once() -> None:
+    """The pods of the examples have an emptyDir and no controller, and the node has a DaemonSet."""
+    assert "$ kubectl drain NODE --ignore-daemonsets --delete-emptydir-data --force\n" in KUBERNETES
+
+
+@pytest.mark.parametrize("name", ["README.md", "kubelet-configuration.yaml", "overlays/gpu/kustomization.yaml"])
+def test_the_file_to_remove_is_named_where_huge_pages_are_reserved(name: str) -> None:
+    """A kubelet does not start with a ``memory_manager_state`` that holds another number of pages."""
+    text = re.sub(r"\s+#?\s*", " ", (EXAMPLES / name).read_text())
+    assert re.search(r"remove [^:]*memory_manager_state", text)
+    assert re.search(r"number of (huge )?pages", text)
