@@ -6,9 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol, assert_never
 
-from runner.instance.cgroups.affinity import pinned_off_vcpus
-from runner.instance.cgroups.controller import registered_cgroups
-from runner.instance.cgroups.delegated import delegated_cgroups
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
@@ -60,16 +57,23 @@ async def entered_cgroups(
 ) -> AsyncIterator[ActivePlacement]:
     """Hold a placement: inside the block, this process and everything it starts run on float's CPUs.
 
+    A back end is imported when it is chosen, so that PID 1 holds one of the three in memory.
     Raises :exc:`~runner.errors.RunnerError` when the controller or the kernel refuses.
     """
     match placement:
         case ControllerPlacement():
+            from runner.instance.cgroups.controller import registered_cgroups
+
             async with registered_cgroups(supervisor, placement, anchors) as active:
                 yield active
         case DelegatedPlacement():
+            from runner.instance.cgroups.delegated import delegated_cgroups
+
             async with delegated_cgroups(supervisor, placement, anchors) as active:
                 yield active
         case AffinityPlacement():
+            from runner.instance.cgroups.affinity import pinned_off_vcpus
+
             with pinned_off_vcpus(supervisor.faults, placement, anchors) as active:
                 yield active
         case _ as never:
