@@ -1,4 +1,4 @@
-"""What all test folders share: a skip says what is missing, and where everything is required a skip is a failure."""
+"""Hooks of all test folders: a skip names what is missing, and is a failure where everything is required."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def judge(report: pytest.TestReport | pytest.CollectReport) -> None:
     reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
     if reason in {"", "Skipped", "unconditional skip"}:
         report.outcome = "failed"
-        report.longrepr = f"{report.nodeid}: skipped without saying what is missing"
+        report.longrepr = f"{report.nodeid}: skipped without a reason"
     elif EVERYTHING_REQUIRED:
         report.outcome = "failed"
         report.longrepr = f"{report.nodeid}: RUNNER_REQUIRE=all, but this was skipped: {reason}"

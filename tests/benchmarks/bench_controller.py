@@ -62,14 +62,14 @@ async def latencies(repeat: int) -> Figures:
     """Milliseconds from the kubelet's rename to float's new cpuset, and from a registration's request to its answer."""
     with tempfile.TemporaryDirectory() as name:
         node = Node.new(Path(name))
-        node.be(B)
+        node.become(B)
         changed, registered = [], []
         async with controlled(node, intervals=Intervals()) as controller, connected(node.socket) as client:
             for number in range(repeat):
                 shared, entries = (SHARED, ENTRIES) if number % 2 else ("2-10", {**ENTRIES, "x": {"web": "11"}})
                 started = time.perf_counter()
                 node.put_state(shared, entries)
-                while str(node.floating.cpus()) != shared:
+                while str(node.float_cgroup.cpus()) != shared:
                     await controller.loop.next_pass()
                 changed.append(time.perf_counter() - started)
             await controller.loop.next_pass()  # by the change of float's own files
@@ -86,7 +86,7 @@ async def latencies(repeat: int) -> Figures:
 
 async def build(node: Node) -> None:
     """Build the tree, which the program itself cannot do out of ordinary directories."""
-    node.be(B)
+    node.become(B)
     async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
 

@@ -1,4 +1,4 @@
-"""Fixtures of tests with real processes and fake programs."""
+"""Fixtures for tests with real processes and fake programs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ def own_namespace() -> None:
 @pytest.fixture
 def fake_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> FakeHost:
     caplog.set_level(logging.INFO)
-    with contextlib.suppress(ChildProcessError):  # orphans of other tests, which would be gone afterwards
+    with contextlib.suppress(ChildProcessError):  # orphans of other tests: the run would reap them
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
             pass
-    while (
-        len(list(Path("/proc/self/task").iterdir())) > 1
-    ):  # a thread that trio kept from another test: the snapshot would count it
-        time.sleep(0.05)
-    return FakeHost(tmp_path, told=lambda: caplog.text)
+    while len(list(Path("/proc/self/task").iterdir())) > 1:
+        time.sleep(0.05)  # trio keeps a worker thread of another test for a while: the snapshot would count it
+    return FakeHost(tmp_path, logged=lambda: caplog.text)

@@ -1,4 +1,4 @@
-"""Children and guests that print without end: how much of it one step of the event loop handles."""
+"""Endless output of children and guests: the amount that one step of the event loop handles is bounded."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def counted_records(meter: StepMeter) -> Iterator[list[logging.LogRecord]]:
         log.level, log.propagate = before
 
 
-async def test_a_child_that_prints_short_lines_without_end(meter: StepMeter) -> None:
+async def test_a_child_that_prints_endless_short_lines_is_bounded(meter: StepMeter) -> None:
     size = 4 << 20
     trio.lowlevel.add_instrument(meter)
     with counted_records(meter) as records:

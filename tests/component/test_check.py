@@ -1,4 +1,4 @@
-"""`instance-runner check`: recorded trees of a node and of a pod, this machine, a controller that answers or does not."""
+"""`instance-runner check` on recorded trees of a node and a pod, on this machine, and with real and fake controllers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def here(root: Path, environment: Mapping[str, str] | None = None) -> CheckedHos
 
 @pytest.fixture(scope="module")
 def epyc(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a machine with 128 CPUs and two NUMA nodes that is as it should be, seen from its first processes."""
+    """Return a machine with 128 CPUs and two NUMA nodes that passes every check, seen from its initial namespaces."""
     root = tmp_path_factory.mktemp("epyc")
     write_sysfs(root, EPYC)
     cpus = str(EPYC.online)
@@ -68,7 +68,7 @@ def epyc(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "proc/irq/9/effective_affinity_list": 0,
         "proc/irq/9/smp_affinity_list": cpus,
         "proc/irq/9/acpi/x": "",
-        "proc/irq/10/smp_affinity_list": cpus,  # nobody handles it
+        "proc/irq/10/smp_affinity_list": cpus,  # no device handles it
         "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc",
         "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never deny force",
         "sys/devices/system/cpu/isolated": "",
@@ -107,7 +107,7 @@ def node(epyc: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pod(epyc: Path, tmp_path: Path) -> Path:
-    """Return that machine as the container of a Guaranteed pod sees it, whose command this program is."""
+    """Return that machine as seen from the container of a Guaranteed pod that runs this program."""
     root = tmp_path / "pod"
     subprocess.run(["cp", "--archive", "--link", str(epyc), str(root)], check=True)
     status = "Name:\tcheck\nPid:\t1\nSigBlk:\t0000000000004000\nSigCgt:\t0\nCpus_allowed_list:\t1-2,65-66\nMems_allowed_list:\t0-1"
@@ -127,7 +127,7 @@ def change(root: Path, file: str, content: object) -> None:
 
 IN_KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 OF_THIS_MACHINE = {"memlock", "mbind", "qemu", "dnsmasq", "virtiofsd", "sleep", "tun", "vhost-net", "kvm"}
-"""Checks that look at the machine the tests run on, or at device nodes that no tree has."""
+"""Checks that read the machine the tests run on, or device nodes, which no recorded tree has."""
 
 
 async def levels(where: CheckedHost) -> tuple[Place, dict[str, str]]:
@@ -151,7 +151,7 @@ GOOD_KERNEL = dict.fromkeys(
 )
 
 
-async def test_a_node_that_is_as_it_should_be(node: Path) -> None:
+async def test_a_well_configured_node_passes_every_check(node: Path) -> None:
     place, found = await levels(here(node))
     assert place is Place.NODE
     assert found == {
@@ -182,7 +182,7 @@ async def test_a_guaranteed_pod_on_it(pod: Path) -> None:
 
 
 Fault = tuple[str, str | None, str, str, str]
-"""A file, what it says instead (``None``: it is not there), the check that notices, its level, a word of what it says."""
+"""A file, its changed content (``None``: removed), the check that finds it, its level, and a part of its sentence."""
 
 
 async def all_noticed(where: CheckedHost, faults: list[Fault]) -> None:
@@ -196,7 +196,7 @@ async def all_noticed(where: CheckedHost, faults: list[Fault]) -> None:
         assert any(each == level and word in sentence for each, sentence in about), (file, about)
 
 
-async def test_what_is_not_as_it_should_be_on_a_node(node: Path) -> None:
+async def test_every_misconfiguration_of_a_node_is_found(node: Path) -> None:
     entries = {UID: {"main": "1-2"}}
     await all_noticed(
         here(node),
@@ -266,7 +266,7 @@ async def test_a_kubelet_without_exclusive_cpus(node: Path) -> None:
     )
 
 
-async def test_what_is_not_as_it_should_be_in_a_pod(pod: Path) -> None:
+async def test_every_misconfiguration_of_a_pod_is_found(pod: Path) -> None:
     await all_noticed(
         here(pod, IN_KUBERNETES),
         [
@@ -276,7 +276,7 @@ async def test_what_is_not_as_it_should_be_in_a_pod(pod: Path) -> None:
     )
 
 
-async def test_what_cannot_be_seen_in_a_pod_is_unknown(pod: Path) -> None:
+async def test_facts_hidden_from_a_pod_are_unknown(pod: Path) -> None:
     await all_noticed(
         here(pod, IN_KUBERNETES),
         [
@@ -297,7 +297,7 @@ async def test_a_pod_with_the_hosts_processes(pod: Path) -> None:
     assert (found.level, "hostPID" in found.remedy) == (Level.FATAL, True)
 
 
-async def test_a_node_whose_kubelet_keeps_its_files_to_itself(node: Path) -> None:
+async def test_missing_state_files_leave_their_checks_unknown(node: Path) -> None:
     for name in ("cpu_manager_state", "memory_manager_state"):
         (node / "kubelet" / name).unlink()
     _, found = await levels(here(node))
@@ -305,8 +305,8 @@ async def test_a_node_whose_kubelet_keeps_its_files_to_itself(node: Path) -> Non
     assert {check for check, level in found.items() if level == "unknown"} == unknown
 
 
-async def test_what_a_refused_plan_leaves_open_is_unknown_or_reckoned_without_it(pod: Path) -> None:
-    """All vCPUs are those it may use, not none; and what is locked depends on them."""
+async def test_checks_without_a_plan_are_unknown_or_estimated(pod: Path) -> None:
+    """Without a plan every allowed CPU counts as a vCPU, and the memory to lock depends on their number."""
     (pod / "dev/vfio").mkdir(parents=True)
     where = here(pod, IN_KUBERNETES)
     text = '[boot]\nkernel = "/none"\n[cpu]\ncount = {}\n[memory]\nlock = {}\n'
@@ -321,7 +321,9 @@ async def test_what_a_refused_plan_leaves_open_is_unknown_or_reckoned_without_it
     assert everything["memlock"][0] == "unknown"
     assert (await found("1", "true"))["memlock"][0] != "unknown"
     assert (await found('"all"', "false"))["memlock"] == ("ok", "nothing is locked")
-    assert (await found("1", "false"))["memlock"] == ("ok", "nothing is locked"), "with a spec /dev/vfio says nothing"
+    assert (await found("1", "false"))["memlock"] == ("ok", "nothing is locked"), (
+        "with a spec /dev/vfio has no influence"
+    )
 
 
 # -- the controller
@@ -339,8 +341,8 @@ async def test_a_controller_is_asked(tmp_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def saying(path: Path, words: bytes | None) -> AsyncIterator[None]:
-    """Answer every client with *words*, or with silence."""
+async def answering_controller(path: Path, words: bytes | None) -> AsyncIterator[None]:
+    """Answer every client with *words*, or not at all."""
 
     async def answer(stream: trio.SocketStream) -> None:
         await stream.receive_some()
@@ -372,19 +374,19 @@ async def saying(path: Path, words: bytes | None) -> AsyncIterator[None]:
 async def test_a_controller_that_does_not_answer(
     tmp_path: Path, words: bytes | None, reason: str, autojump_clock: trio.testing.MockClock
 ) -> None:
-    autojump_clock.autojump_threshold = 0.2  # the kernel's part of a conversation takes real time
-    async with saying(tmp_path / "socket", words):
+    autojump_clock.autojump_threshold = 0.2  # the kernel's part takes real time
+    async with answering_controller(tmp_path / "socket", words):
         answer = await ask_controller(PurePosixPath(tmp_path / "socket"))
     assert isinstance(answer, str)
     assert reason in answer
 
 
-async def test_a_socket_that_nobody_listens_at(tmp_path: Path) -> None:
+async def test_a_socket_without_a_listener(tmp_path: Path) -> None:
     with trio.socket.socket(trio.socket.AF_UNIX) as left_behind:
         await left_behind.bind(str(tmp_path / "socket"))
-    said = await ask_controller(PurePosixPath(tmp_path / "socket"))
-    assert isinstance(said, str)
-    assert said.endswith(": Connection refused")
+    output = await ask_controller(PurePosixPath(tmp_path / "socket"))
+    assert isinstance(output, str)
+    assert output.endswith(": Connection refused")
 
 
 # -- the command
@@ -404,7 +406,7 @@ def test_this_machine() -> None:
     assert found["qemu"] == "ok", "the tests take a QEMU"
 
 
-def test_what_a_spec_cannot_have_here_is_fatal(tmp_path: Path) -> None:
+def test_an_impossible_spec_is_fatal(tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
     spec.write_text(f'[cpu]\ncount = {len(os.sched_getaffinity(0)) + 1}\n[boot]\nkernel = "{tmp_path}/none"\n')
     done = command(spec)
@@ -419,7 +421,7 @@ def test_what_a_spec_cannot_have_here_is_fatal(tmp_path: Path) -> None:
     assert (unknown["found"], unknown["remedy"]) == ("cpu.counts: unknown key", "did you mean 'count'?")
 
 
-def test_a_spec_that_fits_is_said_to(tmp_path: Path) -> None:
+def test_a_spec_that_fits_is_reported_as_fitting(tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
     (tmp_path / "kernel").write_bytes(b"kernel")
     spec.write_text(f'[cpu]\nplacement = "affinity"\n[boot]\nkernel = "{tmp_path}/kernel"\n')
@@ -428,7 +430,7 @@ def test_a_spec_that_fits_is_said_to(tmp_path: Path) -> None:
     [fits] = [sentence for sentence, level in about.items() if level == "ok"]
     assert fits.startswith(f"{spec}: 1 vCPUs on CPUs '")
     assert any(sentence.startswith("placement 'affinity' is second best") for sentence in about)
-    assert not any("/dev/kvm" in sentence for sentence in about), "the check of KVM has said it"
+    assert not any("/dev/kvm" in sentence for sentence in about), "the check of KVM has reported it"
 
 
 def test_a_spec_that_cannot_be_read_is_a_wrong_command_line() -> None:
@@ -441,11 +443,11 @@ def test_colours_are_for_terminals(environment: dict[str, str], *, coloured: boo
     plain = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     process = subprocess.Popen(PROGRAM, stdout=theirs, env={**plain, **environment})
     os.close(theirs)
-    said = b""
-    with contextlib.suppress(OSError):  # EIO: nobody has the other side any more
+    output = b""
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
         while data := os.read(ours, 65536):
-            said += data
+            output += data
     os.close(ours)
     process.wait()
-    assert (b"\x1b[32mok     \x1b[0m" in said) == coloured
-    assert b"machine: " in said or b"node: " in said or b"container: " in said or b"pod: " in said
+    assert (b"\x1b[32mok     \x1b[0m" in output) == coloured
+    assert b"machine: " in output or b"node: " in output or b"container: " in output or b"pod: " in output

@@ -1,4 +1,4 @@
-"""The program as a child: what it imports, and what its end, which skips the interpreter's own, must not lose."""
+"""The program as a child process: its imports, and its end, which skips that of the interpreter and must lose no output."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def loaded(*argv: str) -> set[str]:
 
 
 def test_the_version_is_looked_up_when_asked() -> None:
-    said = subprocess.run([*PROGRAM, "--version"], check=True, capture_output=True, text=True)
-    assert said.stdout == f"instance-runner {metadata.version('instance-runner')}\n"
+    done = subprocess.run([*PROGRAM, "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout == f"instance-runner {metadata.version('instance-runner')}\n"
     assert "importlib.metadata" not in loaded("--help")
 
 
@@ -70,7 +70,7 @@ def test_an_error_has_its_sentence_and_status() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", sentence)
 
 
-def test_what_was_printed_is_out_before_the_end() -> None:
+def test_output_is_flushed_before_the_end() -> None:
     script = PLAN.format("print('word') or 7", "atexit.register(print, 'late')")
     ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, "word\n", "")
@@ -110,7 +110,7 @@ def opened(output: Callable[[], int]) -> Iterator[int]:
 
 @pytest.fixture(params=["", "1"], ids=["buffered", "unbuffered"])
 def environment(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Return an environment in which Python buffers its output, or writes even nothing at once."""
+    """Return an environment in which Python buffers its output, or writes it at once."""
     return {**os.environ, "PYTHONUNBUFFERED": request.param}
 
 

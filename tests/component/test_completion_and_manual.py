@@ -1,4 +1,4 @@
-"""What a shell completes, and what man shows: by the shells and the formatter themselves."""
+"""Completions and manual pages, tested with the shells and groff themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FISH = "source {script}; cd {here}; complete -C {line}; true"
 
 
 @functools.cache
-def said(*argv: str) -> str:
+def output_of(*argv: str) -> str:
     return subprocess.run([*PROGRAM, *argv], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
@@ -64,7 +64,7 @@ def test_a_shell_completes(shell: str, typed: list[str], offered: set[str], tmp_
     here.mkdir()
     (here / "spec file.toml").touch()
     script = tmp_path / "script"
-    script.write_text(said("completion", shell))
+    script.write_text(output_of("completion", shell))
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell].format(
         script=script,
         here=here,
@@ -77,26 +77,26 @@ def test_a_shell_completes(shell: str, typed: list[str], offered: set[str], tmp_
     plain = {"bash": ("--norc",), "zsh": ("-f",), "fish": ("--no-config",)}[shell]
     done = subprocess.run([shell, *plain, "-c", text], capture_output=True, text=True, check=True)
     found = {line.partition("\t")[0].replace("\\ ", " ") for line in done.stdout.splitlines() if line}
-    if shell == "zsh":  # it leaves to what asks for completions which of them begin as what was typed
+    if shell == "zsh":  # zsh itself filters the completions by their beginning
         found = {word for word in found if word.startswith(typed[-1])}
     assert (found - {"-h", "--help", "--version"}, done.stderr) == (offered, "")
 
 
 def test_a_value_after_an_equals_sign_is_completed(tmp_path: Path) -> None:
-    """Bash takes it apart into three words."""
+    """Bash splits it into three words."""
     script = tmp_path / "script"
-    script.write_text(said("completion", "bash"))
+    script.write_text(output_of("completion", "bash"))
     words = "instance-runner run --log-format = j"
     text = BASH.format(script=script, here=tmp_path, words=words, last=4, function="_instance_runner")
     assert subprocess.run(["bash", "-c", text], check=True, stdout=subprocess.PIPE, text=True).stdout == "json\n"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_manual_page_is_what_man_takes(page: str) -> None:
+def test_man_accepts_a_manual_page(page: str) -> None:
     if shutil.which("groff") is None:
         pytest.skip("groff is missing: install the package groff-base")
     argv = ["groff", "-man", "-Tutf8", "-ww", "-P-cbou"]
-    done = subprocess.run(argv, input=said("manual", page), capture_output=True, text=True, check=True)
+    done = subprocess.run(argv, input=output_of("manual", page), capture_output=True, text=True, check=True)
     assert done.stderr == ""
     shown = " ".join(done.stdout.replace("\u2010\n", "").split())
     name, section = page.split(".")

@@ -1,4 +1,4 @@
-"""The serial console shared: replay, several readers, one writer, slow ones, and the terminal that comes with it."""
+"""The shared serial console: replay, several readers, one writer, slow clients, and the user's terminal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import stat
 import subprocess
 import sys
 import termios
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -35,7 +34,7 @@ WRITE, READ, STEAL = (
 
 
 class Client:
-    """Somebody attached, who remembers all that came."""
+    """An attached client that keeps everything it received."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self.stream = stream
@@ -50,21 +49,21 @@ class Client:
 
 
 @asynccontextmanager
-async def attached(fake_host: FakeHost, wish: AttachRequest) -> AsyncIterator[Client]:
+async def attached(fake_host: FakeHost, request: AttachRequest) -> AsyncIterator[Client]:
     path = fake_host.root / "state" / "console.sock"
     async with await trio.open_unix_socket(path) as stream:
-        await stream.send_all(json.dumps({"write": wish.write, "steal": wish.steal}).encode() + b"\n")
+        await stream.send_all(json.dumps({"write": request.write, "steal": request.steal}).encode() + b"\n")
         client = Client(stream)
         await client.until(b"\n")
         yield client
 
 
-async def running(fake_host: FakeHost, act: Callable[[], Any], **qemu: object) -> None:
-    """Do *act* beside an instance whose guest runs; everything is as before in the end."""
+async def running(fake_host: FakeHost, act: Callable[[], Awaitable[None]], **qemu: object) -> None:
+    """Run an instance and, while its guest runs, *act*; at the end check that nothing is left."""
     plan = fake_host.plan(qemu=qemu)
     before = fake_host.snapshot()
 
-    async def beside(_host: Supervisor) -> None:
+    async def meanwhile(_host: Supervisor) -> None:
         try:
             with trio.fail_after(30):
                 while not fake_host.guest_runs():
@@ -73,14 +72,14 @@ async def running(fake_host: FakeHost, act: Callable[[], Any], **qemu: object) -
         finally:
             fake_host.stop.ask("test")
 
-    result = await fake_host.run(plan, beside=beside)
+    result = await fake_host.run(plan, meanwhile=meanwhile)
     assert isinstance(result, GuestEnd), explain(result)
     assert result.status is Status.STOPPED
     assert fake_host.faults.sentences == []
     assert fake_host.snapshot() == before
 
 
-async def test_one_writes_all_read_and_latecomers_are_told_what_was(fake_host: FakeHost) -> None:
+async def test_one_client_writes_all_read_and_late_ones_get_the_history(fake_host: FakeHost) -> None:
     async def act() -> None:
         mode = (fake_host.root / "state" / "console.sock").stat().st_mode
         assert stat.S_IMODE(mode) == 0o600
@@ -102,32 +101,32 @@ async def test_one_writes_all_read_and_latecomers_are_told_what_was(fake_host: F
                 await first.stream.send_all(b"nor me")
                 await thief.stream.send_all(b"two")
                 await first.until(b"you typed two")
-        async with attached(fake_host, WRITE) as again:  # the writer has gone: its place is free
+        async with attached(fake_host, WRITE) as again:  # the writer has disconnected: its place is free
             assert b'"writes": true' in again.seen
         assert [record["text"] for record in fake_host.records("qemu", "typed")] == ["one", "two"]
 
     await running(fake_host, act, console="echo")
 
 
-async def typed_until_nobody_reads(client: Client) -> None:
-    """Type on until what lies between the client and the guest is full."""
+async def type_until_full(client: Client) -> None:
+    """Type until every buffer between the client and the guest is full."""
     stuck = False
     while not stuck:
-        with trio.move_on_after(0.5) as patience:
+        with trio.move_on_after(0.5) as timeout:
             await client.stream.socket.send(b"x" * (1 << 16))
-        stuck = patience.cancelled_caught
+        stuck = timeout.cancelled_caught
 
 
-async def test_who_writes_to_a_guest_that_does_not_read_can_be_stolen_from_and_hang_up(fake_host: FakeHost) -> None:
+async def test_a_writer_to_a_guest_that_does_not_read_can_be_replaced_and_can_hang_up(fake_host: FakeHost) -> None:
     async def act() -> None:
         async with attached(fake_host, WRITE) as first:
-            await typed_until_nobody_reads(first)
+            await type_until_full(first)
             async with attached(fake_host, STEAL) as thief:
                 assert b'"writes": true' in thief.seen
-                await typed_until_nobody_reads(thief)
+                await type_until_full(thief)
                 await first.until(b"another console writes now")
             with trio.fail_after(10):
-                while True:  # the thief has gone with much untold: its place is free
+                while True:  # the thief has disconnected with unsent input: its place is free
                     async with attached(fake_host, WRITE) as next_one:
                         if b'"writes": true' in next_one.seen:
                             return
@@ -135,7 +134,7 @@ async def test_who_writes_to_a_guest_that_does_not_read_can_be_stolen_from_and_h
     await running(fake_host, act)
 
 
-async def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_missed(fake_host: FakeHost) -> None:
+async def test_a_slow_reader_delays_no_other_and_learns_what_it_missed(fake_host: FakeHost) -> None:
     much, rounds = 128 << 10, 12
 
     async def act() -> None:
@@ -157,7 +156,7 @@ async def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_miss
 
 
 @pytest.mark.parametrize("hello", [b"x" * 1000, b"not json\n", b"[1]\n", b"\xff\n", b""])
-async def test_who_does_not_say_what_it_wants_is_hung_up_on(fake_host: FakeHost, hello: bytes) -> None:
+async def test_a_client_without_a_request_is_disconnected(fake_host: FakeHost, hello: bytes) -> None:
     async def act() -> None:
         async with await trio.open_unix_socket(fake_host.root / "state" / "console.sock") as stream:
             with trio.fail_after(10):
@@ -180,7 +179,7 @@ async def test_the_ninth_reader_is_refused(fake_host: FakeHost) -> None:
     await running(fake_host, act)
 
 
-async def test_connections_that_send_no_request_are_few(fake_host: FakeHost) -> None:
+async def test_connections_without_a_request_are_limited(fake_host: FakeHost) -> None:
     path = fake_host.root / "state" / "console.sock"
 
     async def act() -> None:
@@ -245,7 +244,7 @@ async def test_a_second_runner_does_no_harm_to_the_first(fake_host: FakeHost) ->
     await running(fake_host, act)
 
 
-def test_the_log_has_the_newest_and_no_more_than_twice_its_size(tmp_path: Path) -> None:
+def test_the_log_has_the_newest_output_and_at_most_twice_its_size(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"before\n")
     with kept_log(path, 100) as log:  # type: ignore[arg-type] # a path is a pure path
@@ -271,7 +270,7 @@ def terminal() -> Iterator[tuple[int, int]]:
 
 
 class Screen(Client):
-    """A person's end of a pseudo terminal."""
+    """The user's end of a pseudo terminal."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -285,7 +284,10 @@ class Screen(Client):
 
 
 def console_on(terminal: int, state: Path) -> int:
-    """Start the command there and return the pid of a shell, which says its status: whoever reaps here is the runner under test."""
+    """Start the command on *terminal* and return the pid of a shell that prints its status.
+
+    The shell is needed because the runner under test reaps all children of this process.
+    """
     command = [sys.executable, "-m", "runner", "console", "--state-dir", str(state)]
     argv = ["sh", "-c", '"$@"; echo "status $?"', "sh", *command]
     files = [(os.POSIX_SPAWN_DUP2, terminal, number) for number in range(3)]
@@ -333,7 +335,7 @@ def test_detach_keys() -> None:
             parse_key(wrong)
 
 
-def test_without_an_instance_it_says_so(tmp_path: Path) -> None:
+def test_without_an_instance_it_is_an_error(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "runner", "console", "--state-dir", tmp_path],
         capture_output=True,

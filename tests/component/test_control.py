@@ -1,4 +1,4 @@
-"""The control socket of an instance that runs."""
+"""The control socket of a running instance."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.support.fake_host import FakeHost
 from tests.support.sweep import FAULT_INJECTOR
 
 
-async def beside_a_guest(fake_host: FakeHost, plan: InstancePlan, act: Callable[[], Awaitable[None]]) -> None:
-    """Do *act* while the guest of *plan* runs, and have it end well."""
+async def while_a_guest_runs(fake_host: FakeHost, plan: InstancePlan, act: Callable[[], Awaitable[None]]) -> None:
+    """Run *plan* and, while its guest runs, *act*; then stop it, and check that nothing is left."""
 
-    async def beside(_host: Supervisor) -> None:
+    async def meanwhile(_host: Supervisor) -> None:
         try:
             with trio.fail_after(30):
                 while not fake_host.guest_runs():
@@ -31,19 +31,19 @@ async def beside_a_guest(fake_host: FakeHost, plan: InstancePlan, act: Callable[
             fake_host.stop.ask("test")
 
     before = fake_host.snapshot()
-    ended = await fake_host.run(plan, beside=beside)
+    ended = await fake_host.run(plan, meanwhile=meanwhile)
     assert isinstance(ended, GuestEnd)
     assert ended.status is Status.STOPPED
     assert fake_host.snapshot() == before
 
 
 @pytest.mark.parametrize("lacking", ["runner.instance.control.server", "runner.protocol.guest_agent"])
-async def test_what_cannot_be_imported_now_ends_no_guest(fake_host: FakeHost, lacking: str) -> None:
+async def test_a_failed_import_does_not_end_the_guest(fake_host: FakeHost, lacking: str) -> None:
     plan = fake_host.plan(qemu={"agent": "answers", "at_powerdown": "shutdown"})
     before = sys.modules.pop(lacking, None)
 
     async def act() -> None:
-        while "the guest agent is there" not in fake_host.told():
+        while "the guest agent is there" not in fake_host.logged():
             await trio.sleep(0.005)
         FAULT_INJECTOR.begin(1, only=frozenset({"import"}))
         if lacking == "runner.instance.control.server":
@@ -51,16 +51,16 @@ async def test_what_cannot_be_imported_now_ends_no_guest(fake_host: FakeHost, la
                 await control(plan.state_directory, "nothing", {})
 
     try:
-        await beside_a_guest(fake_host, plan, act)
+        await while_a_guest_runs(fake_host, plan, act)
     finally:
         FAULT_INJECTOR.end()
         if before is not None:
             sys.modules[lacking] = before
-    said = {
+    message = {
         "runner.instance.control.server": "cannot be served yet",
         "runner.protocol.guest_agent": "the guest agent is not asked",
     }
-    assert f"{said[lacking]}: Too many open files" in fake_host.told()
+    assert f"{message[lacking]}: Too many open files" in fake_host.logged()
 
 
 async def test_the_path_may_be_longer_than_an_address(fake_host: FakeHost) -> None:
@@ -73,7 +73,7 @@ async def test_the_path_may_be_longer_than_an_address(fake_host: FakeHost) -> No
             await control(PurePosixPath(alias), "nothing", {})
         alias.unlink()
 
-    await beside_a_guest(fake_host, plan, act)
+    await while_a_guest_runs(fake_host, plan, act)
 
 
 async def test_no_descriptor_is_attached_later(fake_host: FakeHost) -> None:
@@ -86,6 +86,6 @@ async def test_no_descriptor_is_attached_later(fake_host: FakeHost) -> None:
                 await control(plan.state_directory, "disk.attach", params)
             refusals.append(explain(refused.value))
 
-    await beside_a_guest(fake_host, plan, act)
+    await while_a_guest_runs(fake_host, plan, act)
     assert ["disk.fd: descriptors are handed over" in refusal for refusal in refusals] == [True, True, False]
     assert "disk.path: is missing" in refusals[2]

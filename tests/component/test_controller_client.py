@@ -1,4 +1,4 @@
-"""The runner's side of the controller's socket, with the real controller and with peers that misbehave."""
+"""The runner as a client of the controller's socket, with the real controller and with fakes that misbehave."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def node(tmp_path: Path) -> Node:
 async def test_registers_gets_the_control_files_and_deregisters(node: Node) -> None:
     before = descriptors()
     async with controlled(node):
-        node.be(A)
+        node.become(A)
         held = ExitStack()
         registration = await register(PurePosixPath(node.socket), A, CPUS, node.scope(A), held)
         assert str(registration.instance) == str(node.instance(A).path)
-        assert str(registration.float_cgroup) == str(node.floating.path)
+        assert str(registration.float_cgroup) == str(node.float_cgroup.path)
         assert registration.cpus == CPUS
         fds = registration.cgroup_fds
         for descriptor, group, file in (
-            (fds.float_procs, node.floating, "cgroup.procs"),
+            (fds.float_procs, node.float_cgroup, "cgroup.procs"),
             (fds.instance_threads, node.instance(A), "cgroup.threads"),
             (fds.pod_procs, node.scope(A), "cgroup.procs"),
-            (fds.float_threads, node.floating, "cgroup.threads"),
+            (fds.float_threads, node.float_cgroup, "cgroup.threads"),
         ):
             assert Path(f"/proc/self/fd/{descriptor.number}").readlink() == group.path / file
             assert not os.get_inheritable(descriptor.number)
@@ -56,16 +56,16 @@ async def test_registers_gets_the_control_files_and_deregisters(node: Node) -> N
     assert descriptors() == before
 
 
-async def test_a_refusal_is_told_with_its_code(node: Node) -> None:
+async def test_a_refusal_is_reported_with_its_code(node: Node) -> None:
     async with controlled(node):
-        node.be(A)
+        node.become(A)
         with pytest.raises(ControllerError, match="cannot act for instance") as refused:
             await register(PurePosixPath(node.socket), B, CPUS, node.scope(A), ExitStack())
         assert refused.value.code == -32001
 
 
 @pytest.mark.parametrize("how", ["missing", "stale", "directory missing"])
-async def test_nobody_there(tmp_path: Path, how: str) -> None:
+async def test_no_controller_at_the_socket(tmp_path: Path, how: str) -> None:
     path = tmp_path / ("sockets" if "directory" in how else "") / "controller.sock"
     if how == "stale":
         with socket.socket(socket.AF_UNIX) as listener:
@@ -76,8 +76,10 @@ async def test_nobody_there(tmp_path: Path, how: str) -> None:
 
 @asynccontextmanager
 async def answering(path: Path, answer: Callable[[trio.socket.SocketType], object]) -> AsyncIterator[None]:
-    """Hold a controller that treats its first client as told."""
-    with socket.socket(socket.AF_UNIX) as bound:  # trio binds in a thread, which other tests would find and mind
+    """Serve a fake controller that answers its first client by *answer*."""
+    with socket.socket(
+        socket.AF_UNIX
+    ) as bound:  # trio binds in a worker thread, which snapshots of other tests would count
         bound.bind(str(path))
         bound.listen()
         bound.setblocking(False)
@@ -97,7 +99,7 @@ async def answering(path: Path, answer: Callable[[trio.socket.SocketType], objec
             nursery.cancel_scope.cancel()
 
 
-def said(text: str, fds: int = 0) -> Callable[[trio.socket.SocketType], object]:
+def sends(text: str, fds: int = 0) -> Callable[[trio.socket.SocketType], object]:
     def answer(connection: trio.socket.SocketType) -> None:
         with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as blocking:
             blocking.setblocking(True)
@@ -129,25 +131,25 @@ def result(**answer: object) -> str:
         ("x" * 70000, 3, "its answer is longer than 65536 bytes"),
     ],
 )
-async def test_an_answer_that_is_none(tmp_path: Path, text: str, fds: int, complaint: str) -> None:
+async def test_a_malformed_answer_is_an_error(tmp_path: Path, text: str, fds: int, complaint: str) -> None:
     path = tmp_path / "controller.sock"
     before = descriptors()
-    async with answering(path, said(text, fds)):
-        with pytest.raises(HostError) as garbled, ExitStack() as held:
+    async with answering(path, sends(text, fds)):
+        with pytest.raises(HostError) as caught, ExitStack() as held:
             await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), held)
-        assert complaint in explain(garbled.value)
+        assert complaint in explain(caught.value)
     assert descriptors() == before
 
 
-async def test_one_that_is_busy_is_there_in_a_while(tmp_path: Path) -> None:
+async def test_a_busy_controller_is_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "controller.sock"
     busy = json.dumps({"jsonrpc": "2.0", "id": None, "error": {"code": -32005, "message": "cannot take more"}})
-    async with answering(path, said(busy)):
+    async with answering(path, sends(busy)):
         with pytest.raises(ControllerAbsentError, match="cannot take more"):
             await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 
-async def test_a_queue_that_is_full_is_there_in_a_while(tmp_path: Path) -> None:
+async def test_a_full_accept_queue_is_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "controller.sock"
     with socket.socket(socket.AF_UNIX) as listener, ExitStack() as waiting:
         listener.bind(str(path))
@@ -160,7 +162,7 @@ async def test_a_queue_that_is_full_is_there_in_a_while(tmp_path: Path) -> None:
             await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 
-async def test_it_dies_before_it_has_answered(tmp_path: Path) -> None:
+async def test_a_controller_that_dies_before_it_answers_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "controller.sock"
     async with answering(path, lambda _: None):
         with pytest.raises(ControllerAbsentError, match="cannot reach"):
@@ -168,16 +170,16 @@ async def test_it_dies_before_it_has_answered(tmp_path: Path) -> None:
 
 
 async def test_the_articles_controller_answers_with_a_path_alone(node: Node, tmp_path: Path) -> None:
-    """Then float is its sibling, and the groups are entered by their paths."""
+    """Then float is a sibling of the path, and the cgroups are entered by their paths."""
     async with controlled(node):
-        node.be(A)
+        node.become(A)
         node.instance(A).create()
         path = tmp_path / "old.sock"
         held = ExitStack()
-        async with answering(path, said(result(cgroup_path=str(node.instance(A).path)))):
+        async with answering(path, sends(result(cgroup_path=str(node.instance(A).path)))):
             registration = await register(PurePosixPath(path), A, CPUS, node.mount.at(scope_path(A)), held)
-        assert str(registration.float_cgroup) == str(node.floating.path)
+        assert str(registration.float_cgroup) == str(node.float_cgroup.path)
         assert registration.cpus == CPUS
         number = registration.cgroup_fds.float_procs.number
-        assert Path(f"/proc/self/fd/{number}").readlink() == node.floating.path / "cgroup.procs"
+        assert Path(f"/proc/self/fd/{number}").readlink() == node.float_cgroup.path / "cgroup.procs"
         held.close()

@@ -1,4 +1,4 @@
-"""Descriptors from outside: inherited, sent by an agent, told apart by the kernel, and none of them left open."""
+"""Descriptors from outside: inherited or sent by an agent, identified by the kernel, and none of them left open."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_now() -> set[str]:
 
 @contextlib.contextmanager
 def agent(path: Path, *messages: Sent, close: bool = True) -> Iterator[PurePosixPath]:
-    """Serve one connection: send *messages*, each with its descriptors, and close unless told otherwise."""
+    """Serve one connection: send *messages*, each with its descriptors, and then close the connection unless *close* is false."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(1)
@@ -63,8 +63,8 @@ def line(name: str, kind: str) -> bytes:
     return json.dumps({"name": name, "kind": kind}).encode() + b"\n"
 
 
-async def test_an_agent_sends_what_the_kernel_then_names(tmp_path: Path) -> None:
-    """Several in one message, a line in two pieces: a stream has no edges but those of descriptors."""
+async def test_descriptors_of_an_agent_are_identified_by_the_kernel(tmp_path: Path) -> None:
+    """Several lines in one message, and one line in two: a stream has no boundaries but those of descriptors."""
     disk = tmp_path / "disk"
     disk.write_bytes(bytes(4096))
     ours, theirs = socket.socketpair()
@@ -107,7 +107,7 @@ async def test_an_agent_sends_what_the_kernel_then_names(tmp_path: Path) -> None
         ([(b" " * 65537, [0])], "{}: more than 64 of them or 64 KiB of text"),
     ],
 )
-async def test_what_an_agent_does_wrong_is_told_and_closed(
+async def test_a_protocol_error_of_an_agent_is_reported_and_closes_its_descriptors(
     tmp_path: Path, messages: Sequence[Sent], expected: str
 ) -> None:
     before = open_now()
@@ -141,7 +141,7 @@ async def test_an_agent_of_another_user_is_not_trusted(tmp_path: Path) -> None:
             parent.chmod(parent.stat().st_mode | 0o111)
     path = tmp_path / "agent"
     argv = ("setpriv", "--reuid", "65534", "--clear-groups", "/usr/bin/python3", "-IS", "-c", serve, str(path))
-    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:  # noqa: ASYNC220 - it is told from in here
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:  # noqa: ASYNC220 - the test controls it
         assert process.stdout is not None
         process.stdout.readline()
         with pytest.raises(RefusedError, match="it runs as user 65534, neither root nor ours"):
@@ -187,21 +187,21 @@ trio.run(main)
         ("LISTEN_FDS= LISTEN_PID=$$", "{}", "[3, 4, 5]"),
     ],
 )
-def test_inherited_ones_as_systemd_hands_them_over(tmp_path: Path, environment: str, expected: str, left: str) -> None:
+def test_descriptors_are_inherited_as_from_systemd(tmp_path: Path, environment: str, expected: str, left: str) -> None:
     ours, theirs = socket.socketpair()
     (tmp_path / "disk").write_bytes(bytes(512))
     script = f'exec 3<>{tmp_path}/disk 4</dev/null 5<&{theirs.fileno()} 6<&{theirs.fileno()} {theirs.fileno()}<&-; {environment} exec "$@"'
     with ours, theirs:
         argv = ("bash", "-c", script, "bash", sys.executable, "-c", INHERIT)
-        said = subprocess.run(argv, pass_fds=[theirs.fileno()], check=True, capture_output=True, text=True)
-    first, *_, listed, sixth = said.stdout.splitlines()
-    assert first.startswith(expected), said
+        done = subprocess.run(argv, pass_fds=[theirs.fileno()], check=True, capture_output=True, text=True)
+    first, *_, listed, sixth = done.stdout.splitlines()
+    assert first.startswith(expected), done
     assert listed == left
     assert sixth == str("FDS=9 " not in environment)
 
 
-async def test_qemu_has_them_and_no_other_child(fake_host: FakeHost) -> None:
-    """QEMU gets a copy, ours is closed then, and at the end none is open."""
+async def test_qemu_inherits_the_descriptors_and_no_other_child_does(fake_host: FakeHost) -> None:
+    """QEMU gets a copy, then ours is closed, and at the end none is open."""
     plan = fake_host.plan("[[network]]\n" + fake_host.share(), qemu={"at_cont": "shutdown"})
     before = fake_host.snapshot()
     with contextlib.ExitStack() as held:
@@ -222,25 +222,25 @@ async def test_qemu_has_them_and_no_other_child(fake_host: FakeHost) -> None:
     assert fake_host.snapshot() == before
 
 
-def test_what_the_kernel_says_of_a_descriptor(tmp_path: Path) -> None:
-    said = {}
+def test_a_descriptor_is_described_as_the_kernel_reports_it(tmp_path: Path) -> None:
+    descriptions = {}
     with contextlib.ExitStack() as held:
         listening = held.enter_context(socket.socket(socket.AF_UNIX))
         packets = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         for name, path in (("null", "/dev/null"), ("unused", "/dev/net/tun"), ("directory", str(tmp_path))):
             number = os.open(path, os.O_RDONLY)
             held.callback(os.close, number)
-            said[name] = probe_descriptor(number).description
+            descriptions[name] = probe_descriptor(number).description
         ends = os.pipe()
         for end in ends:
             held.callback(os.close, end)
-        said |= {
+        descriptions |= {
             "listening": probe_descriptor(listening.fileno()).description,
             "packets": probe_descriptor(packets.fileno()).description,
         }
-        said["pipe"] = probe_descriptor(ends[0]).description
+        descriptions["pipe"] = probe_descriptor(ends[0]).description
         assert probe_descriptor(packets.fileno()).kind == probe_descriptor(listening.fileno()).kind == "other"
-    assert said == {
+    assert descriptions == {
         "null": "the character device 1:3",
         "unused": "a /dev/net/tun that is no interface's yet (TUNSETIFF)",
         "directory": "a directory",

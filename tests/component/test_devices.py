@@ -1,15 +1,15 @@
-"""PCI devices on paper around a fake QEMU: what it is handed, what it is lent, and what is said when one does not come back."""
+"""Fake PCI devices and a fake QEMU: passed descriptors, temporary access to nodes, and devices that are not released."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import trio
 
 from runner.errors import Status
+from runner.instance.supervisor import Supervisor
 from runner.plan.passthrough_plan import VfioBackend
 from tests.support.fake_host import FakeHost
 from tests.support.fake_pci import with_devices
@@ -22,29 +22,32 @@ def put_driver(path: Path, driver: str) -> None:
     (path / "driver").symlink_to(target)
 
 
-async def test_qemu_gets_descriptors_and_is_lent_nodes_while_it_starts(fake_host: FakeHost) -> None:
+async def test_qemu_gets_descriptors_and_temporary_access_to_nodes(fake_host: FakeHost) -> None:
     lent = fake_host.root / "dev/vfio/50"
     plan = with_devices(
-        fake_host.plan(qemu={"looks_at": [str(lent)], "at_cont": "shutdown"}), fake_host.root, "legacy", "iommufd"
+        fake_host.plan(qemu={"records_owners_of": [str(lent)], "at_cont": "shutdown"}),
+        fake_host.root,
+        "legacy",
+        "iommufd",
     )
-    [legacy, handed] = plan.machine.passthrough.devices
+    [legacy, by_iommufd] = plan.machine.passthrough.devices
     assert str(legacy.group_node) == str(lent)
     assert (await fake_host.run(plan)).status is Status.GUEST_SHUTDOWN
     [start] = fake_host.records("qemu", "start")
-    assert {str(handed.device_node), str(fake_host.root / "dev/iommu")} <= set(start["held"])
-    assert not {str(legacy.group_node), str(handed.group_node)} & set(start["held"])
+    assert {str(by_iommufd.device_node), str(fake_host.root / "dev/iommu")} <= set(start["held"])
+    assert not {str(legacy.group_node), str(by_iommufd.group_node)} & set(start["held"])
     assert f"vfio-pci,id=device0,bus=port0,host={legacy.address},rombar=0" in start["argv"]
     assert start["owners"] == [65534]
     assert lent.stat().st_uid == 0
     assert fake_host.faults.sentences == []
 
 
-async def test_what_does_not_come_back_is_a_fault_each(fake_host: FakeHost) -> None:
+async def test_each_device_that_is_not_released_is_a_fault(fake_host: FakeHost) -> None:
     five: list[VfioBackend] = ["iommufd"] * 5
     plan = with_devices(fake_host.plan(), fake_host.root, *five)
     paths = [Path(device.sysfs) for device in plan.machine.passthrough.devices]
 
-    async def break_them(_host: Any) -> None:
+    async def break_them(_host: Supervisor) -> None:
         while not fake_host.guest_runs():
             await trio.sleep(0.01)
         put_driver(paths[0], "nouveau")
@@ -53,7 +56,7 @@ async def test_what_does_not_come_back_is_a_fault_each(fake_host: FakeHost) -> N
         Path(str(plan.machine.passthrough.devices[3].group_node)).unlink()
         fake_host.stop.ask("the test is over")
 
-    assert (await fake_host.run(plan, beside=break_them)).status is Status.STOPPED
+    assert (await fake_host.run(plan, meanwhile=break_them)).status is Status.STOPPED
     addresses = [device.address for device in plan.machine.passthrough.devices]
     assert fake_host.faults.sentences == [
         f"could not get the device {addresses[0]} back: it is bound to 'nouveau' now, not to 'vfio-pci'",
@@ -63,11 +66,11 @@ async def test_what_does_not_come_back_is_a_fault_each(fake_host: FakeHost) -> N
     ]
 
 
-async def test_a_device_that_comes_back_late_is_waited_for(fake_host: FakeHost) -> None:
+async def test_a_device_that_is_released_late_is_waited_for(fake_host: FakeHost) -> None:
     plan = with_devices(fake_host.plan(), fake_host.root, "iommufd")
     [path] = [Path(device.sysfs) for device in plan.machine.passthrough.devices]
 
-    async def reset(_host: Any) -> None:
+    async def reset(_host: Supervisor) -> None:
         while not fake_host.guest_runs():
             await trio.sleep(0.01)
         (path / "config").write_bytes(b"\xff" * 64)
@@ -77,7 +80,7 @@ async def test_a_device_that_comes_back_late_is_waited_for(fake_host: FakeHost) 
         await trio.sleep(0.5)  # the kernel resets it, and meanwhile it does not answer
         (path / "config").write_bytes(bytes(64))
 
-    assert (await fake_host.run(plan, beside=reset)).status is Status.STOPPED
+    assert (await fake_host.run(plan, meanwhile=reset)).status is Status.STOPPED
     assert fake_host.faults.sentences == []
 
 
@@ -89,7 +92,7 @@ resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 20))
 assert read_lockable(()) == 1 << 20
 assert read_lockable((24,)) is None
 with lockable(1 << 19):
-    assert limit() == (1 << 20, 1 << 20), "as far as anybody may"
+    assert limit() == (1 << 20, 1 << 20), "as far as the hard limit allows"
 with lockable(1 << 12):
     assert limit() == (1 << 16, 1 << 20), "enough is enough"
 assert limit() == (1 << 16, 1 << 20)
@@ -97,5 +100,5 @@ assert limit() == (1 << 16, 1 << 20)
 
 
 def test_the_limit_of_locked_memory_is_raised_for_a_while() -> None:
-    """In a process of its own, because what was lowered cannot be raised again."""
+    """The test runs in its own process, because a lowered hard limit cannot be raised again."""
     subprocess.run([sys.executable, "-c", LIMITED], check=True, cwd=Path(__file__).parents[2])

@@ -1,4 +1,4 @@
-"""The files of disks on a real file system: what images say of themselves, and everything that fails when they are opened."""
+"""The files of disks on a real file system: the headers of images, and every error in opening them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.support.sweep import FAULT_INJECTOR
 
 MIB = 1 << 20
 NAME = -1
-"""Where the name of the backing file lies."""
+"""The offset of the name of the backing file."""
 
 
 def qemu_img(*words: object) -> None:
-    """Run qemu-img; it is run again where its clock was too coarse to choose the work factor of a LUKS key."""
+    """Run qemu-img; repeat it if its clock was too coarse to choose the work factor of a LUKS key."""
     run = partial(subprocess.run, ["qemu-img", *map(str, words)], check=False, capture_output=True, text=True)
     done = run()
     for _ in range(20):
@@ -104,7 +104,7 @@ def test_every_descriptor_that_cannot_be_had(chain: DiskSpec, tmp_path: Path, *,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["below", "top"]
 
 
-def test_what_has_changed_since_the_plan_was_made(chain: DiskSpec, tmp_path: Path) -> None:
+def test_a_change_since_planning_is_refused(chain: DiskSpec, tmp_path: Path) -> None:
     plan = planned(chain)
     middle = tmp_path / "below" / "middle"
     secret = tmp_path / "secret"
@@ -119,7 +119,7 @@ def test_what_has_changed_since_the_plan_was_made(chain: DiskSpec, tmp_path: Pat
         pass
 
 
-def test_what_images_of_qemu_img_say(tmp_path: Path) -> None:
+def test_images_of_qemu_img_are_read(tmp_path: Path) -> None:
     path = tmp_path / "image"
     disk = DiskSpec(path=PurePosixPath(path), format="qcow2")
     qemu_img("create", "-f", "qcow2", "-o", "compat=0.10", path, "3M")
@@ -153,7 +153,7 @@ def test_what_images_of_qemu_img_say(tmp_path: Path) -> None:
         (24, b"\x20" + bytes(7), "gives a size of 2305843009213693952 bytes"),
     ],
 )
-def test_an_image_that_lies_is_refused_in_words(tmp_path: Path, at: int, value: bytes, words: str) -> None:
+def test_a_malformed_image_is_refused_with_a_message(tmp_path: Path, at: int, value: bytes, words: str) -> None:
     path = tmp_path / "image"
     qemu_img("create", "-f", "qcow2", "-b", tmp_path / "elsewhere", "-F", "raw", "-u", path, "3M")
     content = path.read_bytes()
@@ -180,18 +180,18 @@ def test_qemu_takes_our_overlays(tmp_path: Path, size: int) -> None:
         qemu_img("check", path)
 
 
-def test_what_a_file_system_can_do_is_tried(tmp_path: Path) -> None:
+def test_features_of_a_file_system_are_probed(tmp_path: Path) -> None:
     (tmp_path / "whole").write_bytes(b"\1" * MIB)
     with (tmp_path / "holes").open("wb") as file:
         file.truncate(MIB)
     whole, holes = (files.probe_file(PurePosixPath(tmp_path / name), image=True) for name in ("whole", "holes"))
     assert (whole.sparse, holes.sparse) == (False, True)
     assert whole.direct == holes.direct
-    # A file of the kernel's that nothing reads directly.
+    # A file of the kernel that cannot be read with O_DIRECT.
     assert not files.probe_file(PurePosixPath("/proc/self/status"), image=True).direct
 
 
-async def test_errors_are_told_once_and_counted(caplog: pytest.LogCaptureFixture, autojump_clock: MockClock) -> None:
+async def test_errors_are_logged_once_and_counted(caplog: pytest.LogCaptureFixture, autojump_clock: MockClock) -> None:
     del autojump_clock  # it is the clock
     news = DiskEvents()
     failed = {"node-name": "disk0", "operation": "write", "reason": "Input/output error"}

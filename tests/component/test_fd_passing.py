@@ -1,4 +1,4 @@
-"""Descriptors over a socket: each has an owner or is closed, whatever the peer, the limits and cancellation do."""
+"""Descriptors over a socket: each has an owner or is closed, in every case of limits, errors and cancellation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def none_left_open() -> Iterator[None]:
     assert sorted(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - names only
 
 
-async def test_they_come_with_the_first_byte_and_closed_on_exec(ends: Ends) -> None:
+async def test_descriptors_arrive_with_the_first_byte_and_are_closed_on_exec(ends: Ends) -> None:
     left, right = ends
     owned: list[int] = []
     text = b"x" * (1 << 20)
@@ -76,7 +76,7 @@ async def test_a_process_without_room_closes_what_it_received(ends: Ends) -> Non
 
 
 @pytest.mark.parametrize("first", ["arrival", "cancellation"])
-async def test_those_that_arrive_in_the_step_of_a_cancellation_have_an_owner(ends: Ends, first: str) -> None:
+async def test_descriptors_that_arrive_with_a_cancellation_are_closed(ends: Ends, first: str) -> None:
     left, right = ends
     owned: list[int] = []
     with none_left_open():

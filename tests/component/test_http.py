@@ -1,4 +1,4 @@
-"""The HTTP server over real sockets: what a client that is slow, greedy or hostile gets, and what others get meanwhile."""
+"""The HTTP server over real sockets: slow, greedy and hostile clients, and their effect on others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_client_as_the_kubelets_gets_its_response() -> None:
     assert body == "this is /readyz\n"
 
 
-async def test_whoever_waits_too_long_makes_room() -> None:
+async def test_a_connection_that_waits_too_long_is_closed() -> None:
     async with served() as port:
         slow = [await trio.open_tcp_stream("127.0.0.1", port) for _ in range(64)]
         for stream in slow:
@@ -78,7 +78,7 @@ async def test_a_response_that_cannot_be_made_ends_nothing(caplog: pytest.LogCap
     assert "the response to '/bug' could not be made" in caplog.text
 
 
-async def test_an_address_that_is_taken_is_said() -> None:
+async def test_an_address_in_use_is_an_error() -> None:
     async with served() as port:
         with pytest.raises(HostError, match=f"cannot listen at 127.0.0.1:{port}"):
             await open_http_listeners("127.0.0.1", port)
@@ -92,9 +92,9 @@ def test_addresses() -> None:
             parse_address(wrong)
 
 
-def test_figures_are_whole_and_labels_are_escaped() -> None:
-    said = Exposition("x")
-    said.add("bytes_total", "counter", "Bytes.", {labels(name='a"b\\c\n'): 12345678901, "": 0.25})
-    assert said.text() == (
+def test_numbers_are_exact_and_labels_are_escaped() -> None:
+    exposition = Exposition("x")
+    exposition.add("bytes_total", "counter", "Bytes.", {labels(name='a"b\\c\n'): 12345678901, "": 0.25})
+    assert exposition.text() == (
         '# HELP x_bytes_total Bytes.\n# TYPE x_bytes_total counter\nx_bytes_total{name="a\\"b\\\\c\\n"} 12345678901\nx_bytes_total 0.25\n'
     )

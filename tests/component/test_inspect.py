@@ -19,7 +19,7 @@ from tests.support.fake_instance import PYTHON, FakeInstance, fake_instance
 FLOAT, *_, CPU = sorted(os.sched_getaffinity(0))
 MIB = 1 << 20
 INSPECT = (*PYTHON, "-m", "runner", "inspect")
-_MISSING = "-sys_ptrace,-perfmon,-sys_admin"  # of which any one is enough (kernel/fork.c: may_access_mm)
+_MISSING = "-sys_ptrace,-perfmon,-sys_admin"  # any one of them is enough (kernel/fork.c: may_access_mm)
 NO_TRACE = ("setpriv", f"--bounding-set={_MISSING}", f"--inh-caps={_MISSING}")
 UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 
@@ -37,7 +37,7 @@ class Instance:
     anchor: int
 
     def inspect(self, *more: str) -> subprocess.CompletedProcess[str]:
-        """Inspect it from its container."""
+        """Run inspect in the container."""
         return subprocess.run(self.command(*more), check=False, capture_output=True, text=True)
 
     def command(self, *more: str, before: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -51,16 +51,16 @@ class Instance:
 @pytest.fixture
 def instance(tmp_path: Path) -> Iterator[Instance]:
     with fake_instance() as found:
-        found.tell("pin", 0, [FLOAT])
+        found.request("pin", 0, [FLOAT])
         anchor = found.start_anchor()
-        found.tell("pin", anchor, [FLOAT])
+        found.request("pin", anchor, [FLOAT])
         dnsmasq, _ = found.start("dnsmasq", [FLOAT])
         qemu, threads = found.start(
             "qemu-system-x86", [FLOAT], {"IO mon_iothread": [FLOAT], "CPU 0/TCG": [CPU]}, 4 * MIB
         )
         vcpu = threads["CPU 0/TCG"]
         roles = {1: "runner", anchor: "anchor", dnsmasq: "dnsmasq", qemu: "emulator"}
-        found.tell("receipt", str(tmp_path / "receipt.json"), [CPU], roles, {vcpu: 0})
+        found.request("receipt", str(tmp_path / "receipt.json"), [CPU], roles, {vcpu: 0})
         yield Instance(found, tmp_path / "receipt.json", qemu, vcpu, anchor)
 
 
@@ -80,7 +80,7 @@ def test_a_good_instance_from_its_container(instance: Instance) -> None:
     assert "cannot be seen from inside a PID namespace; inspect on the node" in shown.stdout
 
 
-def test_the_report_for_machines(instance: Instance) -> None:
+def test_the_json_report(instance: Instance) -> None:
     report = json.loads(instance.inspect("--json").stdout)
     assert (report["version"], report["seen_from"], report["violated"]) == (1, "container", False)
     (found,) = report["instances"]
@@ -103,12 +103,12 @@ def test_an_intruder_is_named(instance: Instance) -> None:
     assert shown.returncode == 3, shown.stdout
     assert f"violated  exclusive  other (thread {pid}, 'intruder')" in shown.stdout
     assert f"may run on '{CPU}'" in shown.stdout
-    instance.fake_instance.tell("pin", pid, [FLOAT])
+    instance.fake_instance.request("pin", pid, [FLOAT])
     assert instance.inspect().returncode == 0
 
 
 def test_a_vcpu_that_lost_its_pin(instance: Instance) -> None:
-    instance.fake_instance.tell("pin", instance.vcpu, [FLOAT, CPU])
+    instance.fake_instance.request("pin", instance.vcpu, [FLOAT, CPU])
     assert instance.verdicts()["vcpus"] == {
         "rule": "vcpus",
         "result": "violated",
@@ -122,16 +122,16 @@ def test_a_vcpu_that_lost_its_pin(instance: Instance) -> None:
 
 
 def test_qemu_has_died(instance: Instance) -> None:
-    instance.fake_instance.tell("end", instance.qemu)
+    instance.fake_instance.request("end", instance.qemu)
     verdicts = instance.verdicts()
     assert verdicts["vcpus"]["reasons"] == ["vCPU 0 has no thread"]
     assert (verdicts["local"]["result"], verdicts["local"]["reasons"]) == ("unknown", ["there is no QEMU"])
 
 
 def test_an_anchor_started_again_is_the_anchor(instance: Instance) -> None:
-    instance.fake_instance.tell("end", instance.anchor)
+    instance.fake_instance.request("end", instance.anchor)
     pid = instance.fake_instance.start_anchor()
-    instance.fake_instance.tell("pin", pid, [FLOAT])
+    instance.fake_instance.request("pin", pid, [FLOAT])
     report = json.loads(instance.inspect("--json").stdout)
     roles = {thread["pid"]: thread["role"] for thread in report["instances"][0]["threads"]}
     assert roles[pid] == "anchor"
@@ -139,7 +139,7 @@ def test_an_anchor_started_again_is_the_anchor(instance: Instance) -> None:
 
 
 def test_memory_that_may_not_be_read(instance: Instance) -> None:
-    """With Docker's default capabilities, QEMU being another user."""
+    """Docker's default capabilities do not allow it, because QEMU runs as another user."""
     shown = subprocess.run(instance.command("--json", before=NO_TRACE), check=True, capture_output=True, text=True)
     verdicts = {verdict["rule"]: verdict for verdict in json.loads(shown.stdout)["instances"][0]["verdicts"]}
     assert verdicts["vcpus"]["result"] == "ok"
@@ -149,13 +149,13 @@ def test_memory_that_may_not_be_read(instance: Instance) -> None:
     ]
 
 
-def test_watching_tells_what_changes_until_ctrl_c(instance: Instance) -> None:
+def test_watching_prints_changes_until_ctrl_c(instance: Instance) -> None:
     with subprocess.Popen(instance.command("--watch", "0.1"), stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         for line in watching.stdout:
             if line.startswith("+ kubelet unknown"):
                 break
-        instance.fake_instance.tell("pin", instance.vcpu, [FLOAT, CPU])
+        instance.fake_instance.request("pin", instance.vcpu, [FLOAT, CPU])
         changed = [watching.stdout.readline() for _ in range(4)]
         assert [line.split()[:3] for line in changed] == [
             ["-", "instance", "vcpu"],
@@ -187,7 +187,7 @@ def test_watching_on_a_terminal_draws_the_table(instance: Instance) -> None:
 
 @attrs.frozen
 class Node:
-    """A controller's tree and a kubelet's file in ordinary directories, naming the threads of a fake instance."""
+    """A controller's tree and a kubelet's state file in ordinary directories, with the threads of a fake instance."""
 
     directory: Path
 
@@ -195,11 +195,11 @@ class Node:
     def group(self) -> Path:
         return self.directory / "stelia" / f"instance-{UID}"
 
-    def write(self, default: str = str(FLOAT), floating: str = str(FLOAT)) -> None:
+    def write(self, default: str = str(FLOAT), float_cpus: str = str(FLOAT)) -> None:
         state = {"policyName": "static", "defaultCpuSet": default, "entries": {UID: {"main": str(CPU)}}, "checksum": 0}
         (self.directory / "stelia" / "float").mkdir(parents=True, exist_ok=True)
         (self.directory / "cpu_manager_state").write_text(json.dumps(state))
-        (self.directory / "stelia" / "float" / "cpuset.cpus.effective").write_text(floating)
+        (self.directory / "stelia" / "float" / "cpuset.cpus.effective").write_text(float_cpus)
         self.group.mkdir(exist_ok=True)
         (self.group / "cpuset.cpus.effective").write_text(str(CPU))
 
@@ -223,7 +223,7 @@ def node(tmp_path: Path, instance: Instance) -> Node:
     return node
 
 
-def test_from_the_node_an_instance_is_who_shares_qemus_namespace(node: Node, instance: Instance) -> None:
+def test_from_the_node_an_instance_is_the_processes_in_qemus_pid_namespace(node: Node, instance: Instance) -> None:
     instance.fake_instance.start("passt.avx2", [])
     report = node.report()
     (found,) = report["instances"]
@@ -240,7 +240,7 @@ def test_from_the_node_an_instance_is_who_shares_qemus_namespace(node: Node, ins
     assert sum(found["memory"]["small_pages"].values()) == 4 * MIB
 
 
-def test_from_the_node_strangers_are_intruders(node: Node) -> None:
+def test_from_the_node_other_processes_are_intruders(node: Node) -> None:
     """This machine's other processes may run anywhere, and this test is one of them."""
     shown = node.inspect("--json")
     assert shown.returncode == 3
@@ -249,14 +249,14 @@ def test_from_the_node_strangers_are_intruders(node: Node) -> None:
     assert any(f"other (thread {os.getpid()}, " in reason for reason in verdict["reasons"])
 
 
-def test_the_kubelets_word_on_float(node: Node) -> None:
+def test_float_is_compared_with_the_kubelets_shared_pool(node: Node) -> None:
     (verdict,) = node.report()["verdicts"]
     assert verdict == {
         "rule": "kubelet",
         "result": "ok",
         "reasons": [f"float has '{FLOAT}', the kubelet's shared pool"],
     }
-    node.write(floating=f"{FLOAT},{CPU}")
+    node.write(float_cpus=f"{FLOAT},{CPU}")
     (verdict,) = node.report()["verdicts"]
     assert verdict["result"] == "violated"
     assert f"but the kubelet's shared pool is '{FLOAT}'" in verdict["reasons"][0]
@@ -280,14 +280,14 @@ def test_an_instance_is_chosen_by_the_beginning_of_its_uuid(node: Node) -> None:
     assert UID in refused.stderr
 
 
-def test_without_the_right_to_trace_it_says_so(node: Node, instance: Instance) -> None:
+def test_without_permission_to_trace_memory_is_unknown(node: Node, instance: Instance) -> None:
     shown = subprocess.run((*NO_TRACE, *node.command("--json")), check=False, capture_output=True, text=True)
     (found,) = json.loads(shown.stdout)["instances"]
     assert instance.fake_instance.outside(instance.vcpu) in {thread["tid"] for thread in found["threads"]}
     assert "Permission denied" in found["verdicts"][2]["reasons"][0]
 
 
-def test_nothing_to_look_at_is_told_with_both_places(tmp_path: Path) -> None:
+def test_without_instances_the_error_names_both_places(tmp_path: Path) -> None:
     argv = (*INSPECT, "--state-dir", str(tmp_path), "--root", str(tmp_path / "no"))
     shown = subprocess.run(argv, check=False, capture_output=True, text=True)
     assert (shown.returncode, shown.stdout) == (2, "")
@@ -297,7 +297,7 @@ def test_nothing_to_look_at_is_told_with_both_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "x", "nan", "-1"])
-def test_how_often_is_a_number_of_seconds(seconds: str) -> None:
+def test_the_interval_is_a_number_of_seconds(seconds: str) -> None:
     refused = subprocess.run((*INSPECT, f"--watch={seconds}"), check=False, capture_output=True, text=True)
     assert refused.returncode == 2
     assert f"{seconds!r} is not a number of seconds from 0.1 to 86400" in refused.stderr

@@ -1,4 +1,4 @@
-"""One instance from start to end, with fake programs: the order of the story, and every way it can end."""
+"""One instance from start to end, with fake programs: the order of its steps, and every way it can end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from tests.support.fake_host import FakeHost
 CPUS = len(os.sched_getaffinity(0))
 
 
-async def wait_for(condition: Any, patience: float = 20) -> None:
-    with trio.fail_after(patience):
+async def wait_for(condition: Callable[[], object]) -> None:
+    with trio.fail_after(20):
         while not condition():
             await trio.sleep(0.005)
 
@@ -40,8 +41,8 @@ def refused(result: GuestEnd | RunnerError) -> str:
     return explain(result)
 
 
-async def test_the_story(fake_host: FakeHost) -> None:
-    """Start, receipt, cont, SIGTERM, power button, end; and nothing is left."""
+async def test_a_whole_run_from_start_to_end(fake_host: FakeHost) -> None:
+    """The steps are start, receipt, cont, SIGTERM, power button and end; nothing is left."""
     plan = fake_host.plan(fake_host.share() + "[[network]]\n")
     before = fake_host.snapshot()
     receipt: dict[str, Any] = {}
@@ -52,7 +53,7 @@ async def test_the_story(fake_host: FakeHost) -> None:
         assert {process.role for process in host.processes} == {"anchor", "dnsmasq", "virtiofsd", "qemu"}
         fake_host.stop.ask("SIGTERM")
 
-    assert ended(await fake_host.run(plan, beside=stop_when_it_runs)) == GuestEnd(
+    assert ended(await fake_host.run(plan, meanwhile=stop_when_it_runs)) == GuestEnd(
         Status.STOPPED, "the guest powered down when asked to"
     )
     assert fake_host.faults.sentences == []
@@ -75,8 +76,8 @@ async def test_the_story(fake_host: FakeHost) -> None:
     assert fake_host.snapshot() == before
 
 
-async def test_children_begin_clean(fake_host: FakeHost) -> None:
-    """No signal is blocked in a child, it has the descriptors it was given and no other, and it starts in float."""
+async def test_children_start_with_nothing_inherited_but_their_descriptors(fake_host: FakeHost) -> None:
+    """No signal is blocked in a child, it has only the descriptors passed to it, and it starts on the CPUs of float."""
     plan = fake_host.plan(fake_host.share(), qemu={"at_cont": "shutdown"})
     signal.pthread_sigmask(signal.SIG_BLOCK, ())
     ended(await fake_host.run(plan))
@@ -125,7 +126,7 @@ async def test_a_reboot_ends_the_instance_only_when_asked(fake_host: FakeHost) -
         await wait_for(lambda: fake_host.commands().count("cont") == 2)
         fake_host.stop.ask("test")
 
-    assert ended(await fake_host.run(plan, beside=stop_later)).status is Status.STOPPED
+    assert ended(await fake_host.run(plan, meanwhile=stop_later)).status is Status.STOPPED
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ async def test_a_reboot_ends_the_instance_only_when_asked(fake_host: FakeHost) -
         ("no reply", Status.FORCED_OFF),
     ],
 )
-async def test_power_down_whatever_the_guest_does(
+async def test_power_down_ends_the_guest_in_every_case(
     fake_host: FakeHost, at_powerdown: str | None, status: Status
 ) -> None:
     plan = fake_host.plan(qemu={"at_powerdown": at_powerdown}, grace=4)
@@ -150,7 +151,7 @@ async def test_power_down_whatever_the_guest_does(
         fake_host.stop.ask("again")
 
     before = fake_host.snapshot()
-    assert ended(await fake_host.run(plan, beside=stop)).status is status
+    assert ended(await fake_host.run(plan, meanwhile=stop)).status is status
     if at_powerdown is None:
         assert fake_host.commands().count("system_powerdown") > 1, "pressed every second, for 3.6 s"
     assert fake_host.faults.sentences == []
@@ -158,7 +159,7 @@ async def test_power_down_whatever_the_guest_does(
 
 
 @pytest.mark.parametrize(
-    ("agent", "pressed", "said"),
+    ("agent", "pressed", "logged"),
     [
         ("answers", False, "the guest agent is asked to shut the guest down"),
         ("refuses", True, "the guest agent refuses to shut the guest down: not today"),
@@ -171,9 +172,9 @@ async def test_power_down_whatever_the_guest_does(
     ],
 )
 async def test_the_agent_is_asked_before_the_power_button(
-    fake_host: FakeHost, agent: str | None, pressed: Any, said: str
+    fake_host: FakeHost, agent: str | None, *, pressed: bool, logged: str
 ) -> None:
-    """One that answers ends a guest that is deaf to its button; whatever else it does costs a bounded time."""
+    """An agent that answers shuts down a guest that ignores its button; any other agent costs a bounded time."""
     plan = fake_host.plan(qemu={"agent": agent, "at_powerdown": "shutdown" if pressed else None}, grace=4)
     before = fake_host.snapshot()
     began = 0.0
@@ -181,14 +182,14 @@ async def test_the_agent_is_asked_before_the_power_button(
     async def stop(_host: Supervisor) -> None:
         nonlocal began
         await wait_for(
-            lambda: fake_host.guest_runs() and (agent is None or "the guest agent is there" in fake_host.told())
+            lambda: fake_host.guest_runs() and (agent is None or "the guest agent is there" in fake_host.logged())
         )
         fake_host.stop.ask("test")
         began = trio.current_time()
 
-    assert ended(await fake_host.run(plan, beside=stop)).status is Status.STOPPED
-    assert said in fake_host.told()
-    assert ("is asked to shut the guest down" in fake_host.told()) is (agent in {"answers", "refuses", "lazy"})
+    assert ended(await fake_host.run(plan, meanwhile=stop)).status is Status.STOPPED
+    assert logged in fake_host.logged()
+    assert ("is asked to shut the guest down" in fake_host.logged()) is (agent in {"answers", "refuses", "lazy"})
     assert ("system_powerdown" in fake_host.commands()) is pressed
     if agent == "answers":
         asked = [(record["command"], record["arguments"]) for record in fake_host.records("qemu", "agent")]
@@ -199,7 +200,7 @@ async def test_the_agent_is_asked_before_the_power_button(
 
 
 @pytest.mark.parametrize(("at_quit", "at_sigterm"), [(None, "exit"), (None, None), ("exit", None)])
-async def test_qemu_ends_even_if_it_does_not_want_to(
+async def test_qemu_is_killed_if_it_does_not_quit(
     fake_host: FakeHost, at_quit: str | None, at_sigterm: str | None
 ) -> None:
     plan = fake_host.plan(qemu={"at_cont": "shutdown", "at_quit": at_quit, "at_sigterm": at_sigterm}, grace=1)
@@ -223,7 +224,7 @@ async def test_qemu_stopped_or_killed_from_outside(fake_host: FakeHost, number: 
 
     expected = Status.FORCED_OFF if number == signal.SIGSTOP else Status.MACHINE_DIED
     with trio.fail_after(15):
-        assert ended(await fake_host.run(plan, beside=interfere)).status is expected
+        assert ended(await fake_host.run(plan, meanwhile=interfere)).status is expected
     assert fake_host.faults.sentences == []
 
 
@@ -257,7 +258,7 @@ async def test_a_start_that_fails_says_why_and_is_reversed(
     assert fake_host.snapshot() == before
 
 
-async def test_noise_on_the_monitor_changes_nothing(fake_host: FakeHost) -> None:
+async def test_unexpected_qmp_messages_change_nothing(fake_host: FakeHost) -> None:
     assert (
         ended(await fake_host.run(fake_host.plan(qemu={"noise": True, "at_cont": "shutdown"}))).status
         is Status.GUEST_SHUTDOWN
@@ -271,7 +272,7 @@ async def test_two_vcpus_on_one_thread_are_refused(fake_host: FakeHost) -> None:
 
 
 async def test_a_thread_in_the_wrong_place_is_a_failed_start(fake_host: FakeHost) -> None:
-    """The receipt is checked: here another child is let onto the vCPU's CPU just before."""
+    """The receipt is checked: here another child may run on the vCPU's CPU just before."""
     plan = fake_host.plan(fake_host.share())
     if plan.placement.shared:
         pytest.skip("needs two CPUs: everything shares the only one")
@@ -281,7 +282,7 @@ async def test_a_thread_in_the_wrong_place_is_a_failed_start(fake_host: FakeHost
         [daemon] = [process for process in host.processes if process.role == "virtiofsd"]
         os.sched_setaffinity(daemon.pid, set(plan.placement.cpus))
 
-    result = await fake_host.run(plan, beside=trespass)
+    result = await fake_host.run(plan, meanwhile=trespass)
     assert isinstance(result, PlacementError), result
     assert "virtiofsd (thread" in explain(result)
     assert "cont" not in fake_host.commands()
@@ -296,7 +297,7 @@ async def test_asked_to_stop_while_qemu_starts(fake_host: FakeHost) -> None:
 
     before = fake_host.snapshot()
     with trio.fail_after(10):
-        assert ended(await fake_host.run(plan, beside=stop)) == GuestEnd(
+        assert ended(await fake_host.run(plan, meanwhile=stop)) == GuestEnd(
             Status.STOPPED, "asked to stop before the guest ran"
         )
     assert fake_host.snapshot() == before
@@ -316,7 +317,7 @@ async def test_qemu_hangs_in_the_middle_of_the_start(fake_host: FakeHost, comman
 
     before = fake_host.snapshot()
     with trio.fail_after(10):
-        result = await fake_host.run(plan, beside=stop)
+        result = await fake_host.run(plan, meanwhile=stop)
     if asked:
         assert ended(result).status is Status.STOPPED
     else:
@@ -331,7 +332,7 @@ async def test_asked_to_stop_before_anything(fake_host: FakeHost) -> None:
 
 
 @pytest.mark.parametrize("when", ["before QEMU", "while the guest runs"])
-async def test_the_guest_cannot_live_without_virtiofsd(fake_host: FakeHost, when: str) -> None:
+async def test_the_death_of_virtiofsd_ends_the_instance(fake_host: FakeHost, when: str) -> None:
     behaviour = {"dies_after": 0.05} if when == "before QEMU" else {}
     plan = fake_host.plan(fake_host.share(), daemon={"virtiofsd": behaviour}, grace=2)
 
@@ -342,7 +343,7 @@ async def test_the_guest_cannot_live_without_virtiofsd(fake_host: FakeHost, when
                 process.send_signal(signal.SIGKILL)
 
     before = fake_host.snapshot()
-    result = ended(await fake_host.run(plan, beside=kill))
+    result = ended(await fake_host.run(plan, meanwhile=kill))
     assert result.status is Status.SERVICE_DIED
     assert result.detail.startswith("virtiofsd was killed by SIG")
     assert "system_powerdown" in fake_host.commands(), "the guest gets its chance to power down"
@@ -351,8 +352,8 @@ async def test_the_guest_cannot_live_without_virtiofsd(fake_host: FakeHost, when
 
 
 @pytest.mark.parametrize("role", ["anchor", "dnsmasq"])
-async def test_some_are_started_again(fake_host: FakeHost, role: str) -> None:
-    """Killed six times in a row; the guest does not notice, and there are not more of them than before."""
+async def test_dnsmasq_and_the_anchor_are_restarted(fake_host: FakeHost, role: str) -> None:
+    """It is killed six times in a row; the guest keeps running, and there are as many children as before."""
     plan = fake_host.plan("[[network]]\n")
     deaths = 6 if role == "anchor" else 2
     spare = 1 if role == "anchor" else 0
@@ -372,13 +373,13 @@ async def test_some_are_started_again(fake_host: FakeHost, role: str) -> None:
         return len(fake_host.records(fake, "start")) == times
 
     before = fake_host.snapshot()
-    assert ended(await fake_host.run(plan, beside=kill)).status is Status.STOPPED
+    assert ended(await fake_host.run(plan, meanwhile=kill)).status is Status.STOPPED
     assert fake_host.faults.sentences == []
     assert fake_host.snapshot() == before
 
 
 async def test_a_crash_loop_costs_little_and_ends_with_the_instance(fake_host: FakeHost) -> None:
-    """A dnsmasq that dies as soon as it lives: the guest runs, the pauses grow, and nothing is left of it."""
+    """A dnsmasq dies at every start: the guest runs, the pauses grow, and no process is left."""
     plan = fake_host.plan("[[network]]\n", daemon={"dnsmasq": {"dies_after": 0.001}})
 
     async def stop_later(_host: Supervisor) -> None:
@@ -387,7 +388,7 @@ async def test_a_crash_loop_costs_little_and_ends_with_the_instance(fake_host: F
 
     before = fake_host.snapshot()
     started = trio.current_time()
-    assert ended(await fake_host.run(plan, beside=stop_later)).status is Status.STOPPED
+    assert ended(await fake_host.run(plan, meanwhile=stop_later)).status is Status.STOPPED
     assert trio.current_time() - started > 0.1 + 0.2 + 0.4, "pauses of 0.1, 0.2, 0.4 s lie between the first four"
     assert fake_host.faults.sentences == []
     assert fake_host.snapshot() == before
@@ -404,7 +405,7 @@ async def test_a_daemon_that_ignores_sigterm_is_killed(fake_host: FakeHost) -> N
 
 
 async def test_a_grandchild_that_keeps_the_output_open(fake_host: FakeHost) -> None:
-    """QEMU's end is seen by its status, not by the end of its output, and the orphan is ours to reap."""
+    """QEMU's end is seen by its status, not by the end of its output, and we reap the orphan."""
     plan = fake_host.plan(qemu={"daemonize": True, "at_cont": "shutdown"})
     result: list[GuestEnd | RunnerError] = []
     before = fake_host.snapshot()
@@ -436,7 +437,7 @@ async def test_the_state_directory_cannot_be_made(fake_host: FakeHost) -> None:
     assert fake_host.records("sleep", "start") == []
 
 
-async def test_the_console_goes_to_a_file_and_the_directory_away(fake_host: FakeHost) -> None:
+async def test_the_console_goes_to_a_file_and_the_state_directory_is_removed(fake_host: FakeHost) -> None:
     log = fake_host.root / "elsewhere"
     plan = fake_host.plan(f'[console]\nlog = "{log}"\nstdout = false\n', qemu={"at_cont": "shutdown"})
     ended(await fake_host.run(plan))
@@ -444,7 +445,7 @@ async def test_the_console_goes_to_a_file_and_the_directory_away(fake_host: Fake
     assert not (fake_host.root / "state").exists()
 
 
-async def test_the_console_is_a_fifo_nobody_reads(fake_host: FakeHost) -> None:
+async def test_a_console_log_that_is_an_unread_fifo_is_refused(fake_host: FakeHost) -> None:
     fifo = fake_host.root / "fifo"
     os.mkfifo(fifo)
     plan = fake_host.plan(f'[console]\nlog = "{fifo}"\n')
@@ -452,20 +453,22 @@ async def test_the_console_is_a_fifo_nobody_reads(fake_host: FakeHost) -> None:
         assert f"cannot write '{fifo}': No such device or address" in refused(await fake_host.run(plan))
 
 
-async def test_a_state_directory_others_may_write(fake_host: FakeHost) -> None:
+async def test_a_state_directory_that_others_may_write_is_refused(fake_host: FakeHost) -> None:
     state = fake_host.root / "state"
     state.mkdir()
     state.chmod(0o1777)
     assert "others may write there" in refused(await fake_host.run(fake_host.plan()))
     state.chmod(0o777)
-    (state / "somebody's").touch()
+    (state / "foreign").touch()
     assert "others may write there" in refused(await fake_host.run(fake_host.plan()))
     assert stat.S_IMODE(state.stat().st_mode) == 0o777
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o2777])
-async def test_an_empty_state_directory_open_to_all_is_taken_and_closed(fake_host: FakeHost, mode: int) -> None:
-    """As an emptyDir volume of Kubernetes begins, without and with an fsGroup."""
+async def test_an_empty_state_directory_open_to_all_is_used_and_its_mode_restricted(
+    fake_host: FakeHost, mode: int
+) -> None:
+    """An emptyDir volume of Kubernetes has these modes, without and with an fsGroup."""
     state = fake_host.root / "state"
     state.mkdir()
     state.chmod(mode)
@@ -475,7 +478,7 @@ async def test_an_empty_state_directory_open_to_all_is_taken_and_closed(fake_hos
     assert log.read_text() == "guest: runs\n"
 
 
-async def test_what_could_not_be_released_is_recorded_and_the_rest_released(fake_host: FakeHost) -> None:
+async def test_a_failed_release_is_recorded_and_the_rest_released(fake_host: FakeHost) -> None:
     plan = fake_host.plan(fake_host.share())
 
     async def interfere(_host: Supervisor) -> None:
@@ -484,13 +487,13 @@ async def test_what_could_not_be_released_is_recorded_and_the_rest_released(fake
         fake_host.stop.ask("test")
 
     before = fake_host.snapshot()
-    assert ended(await fake_host.run(plan, beside=interfere)).status is Status.STOPPED
+    assert ended(await fake_host.run(plan, meanwhile=interfere)).status is Status.STOPPED
     assert fake_host.faults.sentences == [
         f"could not remove the receipt: cannot remove '{fake_host.root}/state/receipt.json': No such file or directory"
     ]
     assert fake_host.snapshot() == before
 
 
-async def test_a_full_disk_for_the_console_is_no_reason_to_end(fake_host: FakeHost) -> None:
+async def test_a_full_disk_for_the_console_does_not_end_the_instance(fake_host: FakeHost) -> None:
     plan = fake_host.plan('[console]\nlog = "/dev/full"\n', qemu={"at_cont": "shutdown"})
     assert ended(await fake_host.run(plan)).status is Status.GUEST_SHUTDOWN

@@ -1,4 +1,4 @@
-"""The guest's memory is taken before QEMU is born, by a program that can be ended, fail, and be killed."""
+"""The guest's memory is preallocated before QEMU starts, by a program that can be stopped, can fail and be killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIB = 1 << 20
 PREALLOC = '[memory]\nprealloc = true\nsize = "64MiB"\n'
 
 
-async def test_it_is_taken_before_qemu_is_born(fake_host: FakeHost) -> None:
+async def test_memory_is_preallocated_before_qemu_starts(fake_host: FakeHost) -> None:
     plan = fake_host.plan(PREALLOC, qemu={"at_cont": "shutdown"})
     before = fake_host.snapshot()
     ended = await fake_host.run(plan)
@@ -43,11 +43,11 @@ async def test_it_is_taken_before_qemu_is_born(fake_host: FakeHost) -> None:
     assert rest[:3] == [str(64 * MIB), "0", ""]
     assert taker["fds"] == [0, 1, 2, int(ram)]
     assert any(f"mem-path=/proc/self/fd/{ram}," in word for word in qemu["argv"])
-    assert "the guest's memory is there size=64MiB" in fake_host.told()
+    assert "the guest's memory is there size=64MiB" in fake_host.logged()
     assert fake_host.snapshot() == before
 
 
-async def test_a_request_to_stop_ends_it_at_once(fake_host: FakeHost) -> None:
+async def test_a_request_to_stop_ends_preallocation_at_once(fake_host: FakeHost) -> None:
     plan = fake_host.plan(PREALLOC, preallocator={"does": "hang"})
     before = fake_host.snapshot()
 
@@ -57,7 +57,7 @@ async def test_a_request_to_stop_ends_it_at_once(fake_host: FakeHost) -> None:
         fake_host.stop.ask("SIGTERM")
 
     with trio.fail_after(20):
-        ended = await fake_host.run(plan, beside=stop)
+        ended = await fake_host.run(plan, meanwhile=stop)
     assert ended == GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
     assert fake_host.records("qemu", "start") == []
     assert fake_host.faults.sentences == []
@@ -72,7 +72,7 @@ async def test_a_request_to_stop_ends_it_at_once(fake_host: FakeHost) -> None:
             "cannot preallocate the guest's memory: nothing is left; raise the pod's limits of memory and huge pages",
         ),
         (
-            {"does": "fail", "says": "cannot bind memory to NUMA nodes (mbind): not permitted"},
+            {"does": "fail", "output": "cannot bind memory to NUMA nodes (mbind): not permitted"},
             "not permitted; let the container's seccomp profile allow mbind(2)",
         ),
         (
@@ -81,7 +81,7 @@ async def test_a_request_to_stop_ends_it_at_once(fake_host: FakeHost) -> None:
         ),
     ],
 )
-async def test_what_cannot_be_taken_is_a_failed_start(
+async def test_failed_preallocation_is_a_failed_start(
     fake_host: FakeHost, behaviour: dict[str, object], sentence: str
 ) -> None:
     plan = fake_host.plan(PREALLOC, preallocator=behaviour)
@@ -93,7 +93,7 @@ async def test_what_cannot_be_taken_is_a_failed_start(
     assert fake_host.snapshot() == before
 
 
-async def test_it_may_not_take_for_ever(fake_host: FakeHost) -> None:
+async def test_preallocation_has_a_timeout(fake_host: FakeHost) -> None:
     plan = attrs.evolve(fake_host.plan(PREALLOC, preallocator={"does": "hang"}), start_timeout=0.5)
     ended = await fake_host.run(plan)
     assert isinstance(ended, RunnerError)
@@ -105,7 +105,7 @@ def taken(*words: str, descriptors: tuple[int, ...], every: str = "1") -> subpro
     return subprocess.run(argv, pass_fds=descriptors, capture_output=True, text=True, check=False)
 
 
-def test_every_page_is_there_and_zero() -> None:
+def test_every_page_is_preallocated_and_zero() -> None:
     with files.memory("one", 70 * MIB) as one, files.memory("two", 33 * MIB) as two:
         done = taken(f"{one}:{70 * MIB}:0:0:0-1:3", f"{two}:{33 * MIB}:0::9999:1", descriptors=(one, two))
         assert (done.returncode, done.stderr) == (0, "")
@@ -115,16 +115,16 @@ def test_every_page_is_there_and_zero() -> None:
                 assert seen[-1] == 0
 
 
-def test_progress_is_said_again_and_again() -> None:
+def test_progress_is_reported_repeatedly() -> None:
     with files.memory("big", 256 * MIB) as big:
         done = taken(f"{big}:{256 * MIB}:0::0:1", descriptors=(big,), every="0.005")
     assert done.returncode == 0
-    said = [int(line.partition(" of 256 MiB taken, ")[0]) for line in done.stdout.splitlines()]
-    assert len(said) >= 2
-    assert said == sorted(said)
+    progress = [int(line.partition(" of 256 MiB taken, ")[0]) for line in done.stdout.splitlines()]
+    assert len(progress) >= 2
+    assert progress == sorted(progress)
 
 
-def test_what_the_kernel_refuses_is_said_with_the_numbers() -> None:
+def test_a_refusal_by_the_kernel_is_reported_with_the_numbers() -> None:
     pool = Path("/sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages")
     if not pool.exists() or int(pool.read_text()):
         pytest.skip("a kernel that has huge pages of 1 GiB, and none free, is missing")

@@ -1,4 +1,4 @@
-"""Requests to rtnetlink, on real links of the tests' own network namespace; ip(8) says what became of them."""
+"""Requests to rtnetlink, on real links of the tests' own network namespace; ip(8) shows their effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import struct
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from typing import Any
 
@@ -46,7 +46,7 @@ def bridge(rtnetlink: Rtnetlink) -> Iterator[FoundLink]:
         rtnetlink.delete_link(left)
 
 
-def refused(act: Any, *arguments: Any) -> str:
+def refused(act: Callable[..., object], *arguments: object) -> str:
     with pytest.raises(HostError) as caught:
         act(*arguments)
     assert isinstance(caught.value.__cause__, OSError)
@@ -56,8 +56,8 @@ def refused(act: Any, *arguments: Any) -> str:
 def test_a_bridge_is_made_and_deleted(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     link = shown("bridge")
     assert bridge == FoundLink(link["ifindex"], "bridge", link["address"], 1400, 0, "", "bridge")
-    said = link["linkinfo"]["info_data"]
-    assert (said["stp_state"], said["forward_delay"], said["mcast_snooping"]) == (0, 0, 0)
+    info = link["linkinfo"]["info_data"]
+    assert (info["stp_state"], info["forward_delay"], info["mcast_snooping"]) == (0, 0, 0)
     assert bridge in rtnetlink.links()
     rtnetlink.delete_link(bridge)
     assert rtnetlink.link("bridge") is None
@@ -89,7 +89,7 @@ def test_links_are_changed(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
 def test_a_link_is_found_by_its_own_name_only(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     ip("link", "property", "add", "dev", bridge.name, "altname", "other")
     assert rtnetlink.link("other") is None
-    assert rtnetlink.link("nobody") is None
+    assert rtnetlink.link("missing") is None
 
 
 def test_addresses(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
@@ -102,8 +102,8 @@ def test_addresses(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     rtnetlink.replace_address(bridge, first)
     rtnetlink.replace_address(bridge, second)
     assert rtnetlink.addresses(bridge) == (first, second)
-    said = [(each["local"], each["prefixlen"]) for each in shown("bridge")["addr_info"] if each["family"] == "inet"]
-    assert said == [("10.1.2.3", 24), ("169.254.77.1", 32)]
+    listed = [(each["local"], each["prefixlen"]) for each in shown("bridge")["addr_info"] if each["family"] == "inet"]
+    assert listed == [("10.1.2.3", 24), ("169.254.77.1", 32)]
     rtnetlink.delete_address(bridge, first)
     assert rtnetlink.addresses(bridge) == (second,)
     assert "Cannot assign requested address" in refused(rtnetlink.delete_address, bridge, first)
@@ -141,7 +141,7 @@ def test_routes(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     assert json.loads(ip("-j", "route", "show", "default"))[0]["gateway"] == "10.1.2.2"
 
 
-def test_the_kernel_says_why(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
+def test_errors_have_the_kernels_reason(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     assert refused(rtnetlink.add_bridge, "bridge", 1500) == "cannot make the bridge 'bridge': File exists"
     gone = attrs.evolve(bridge, index=1 << 20, name="gone")
     assert refused(rtnetlink.set_link, gone, Change(mtu=1400)) == (
@@ -174,7 +174,7 @@ def test_a_dump_of_many_links(rtnetlink: Rtnetlink) -> None:
 
 
 def test_a_dump_while_links_come_and_go(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
-    """Every dump is whole: a torn one is read again."""
+    """Every dump is consistent: an interrupted one is read again."""
     stay = {bridge.name, "lo"}
     over = threading.Event()
 
@@ -199,7 +199,7 @@ def test_a_dump_while_links_come_and_go(rtnetlink: Rtnetlink, bridge: FoundLink)
 
 
 class Kernel:
-    """A socket whose answers were written by a test."""
+    """A fake netlink socket whose answers a test gives."""
 
     def __init__(self, *datagrams: tuple[bytes, int] | OSError) -> None:
         self._datagrams = list(datagrams)
@@ -208,7 +208,7 @@ class Kernel:
     def sendto(self, _data: bytes, _address: tuple[int, int]) -> None:
         self.asked += 1
 
-    def recvmsg(self, _size: int) -> tuple[bytes, list[Any], int, tuple[int, int]]:
+    def recvmsg(self, _size: int) -> tuple[bytes, list[object], int, tuple[int, int]]:
         datagram = self._datagrams.pop(0)
         if isinstance(datagram, OSError):
             raise datagram
@@ -218,39 +218,50 @@ class Kernel:
         pass
 
 
+FakeKernel = Callable[..., Kernel]
+
+
 def message(kind: int, sequence: int, body: bytes = bytes(4), flags: int = 0) -> bytes:
     return struct.pack("=IHHII", 16 + len(body), kind, flags, sequence, 0) + body
 
 
 @pytest.fixture
-def spoken(rtnetlink: Rtnetlink, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def speak(*datagrams: tuple[bytes, int] | OSError) -> Kernel:
+def fake_kernel(rtnetlink: Rtnetlink, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
+    """Yield a function that replaces the socket by a fake one with the given answers."""
+
+    def answer(*datagrams: tuple[bytes, int] | OSError) -> Kernel:
         kernel = Kernel(*datagrams)
         monkeypatch.setattr(rtnetlink, "_socket", kernel)
         return kernel
 
     with rtnetlink._socket:
-        yield speak
+        yield answer
 
 
-def test_a_torn_dump_is_read_again_but_not_for_ever(rtnetlink: Rtnetlink, spoken: Any) -> None:
-    torn = [(message(3, number, flags=0x10), 0) for number in range(1, 11)]
-    kernel = spoken(*torn[:2], (message(3, 3), 0))
+def test_an_interrupted_dump_is_repeated_a_limited_number_of_times(
+    rtnetlink: Rtnetlink, fake_kernel: FakeKernel
+) -> None:
+    interrupted = [(message(3, number, flags=0x10), 0) for number in range(1, 11)]
+    kernel = fake_kernel(*interrupted[:2], (message(3, 3), 0))
     assert rtnetlink.links() == []
     assert kernel.asked == 3
     rtnetlink._sequence = 0
-    spoken(*torn)
+    fake_kernel(*interrupted)
     assert "it changed each of the 10 times it was read" in refused(rtnetlink.links)
 
 
-def test_an_answer_that_is_lost_is_given_up_and_never_taken_for_another(rtnetlink: Rtnetlink, spoken: Any) -> None:
+def test_a_lost_answer_times_out_and_a_late_one_is_not_taken_for_another(
+    rtnetlink: Rtnetlink, fake_kernel: FakeKernel
+) -> None:
     late = struct.pack("=i", -errno.EPERM)
-    spoken(BlockingIOError(errno.EAGAIN, ""), (message(2, 1, late), 0), (message(2, 2, late), 4711), (message(2, 2), 0))
+    fake_kernel(
+        BlockingIOError(errno.EAGAIN, ""), (message(2, 1, late), 0), (message(2, 2, late), 4711), (message(2, 2), 0)
+    )
     assert refused(rtnetlink.add_bridge, "bridge", 1500).endswith(f"no answer within {module.ANSWERED_WITHIN} s")
     rtnetlink.add_bridge("bridge", 1500)  # its answer is the fourth: the second is late, the third is not the kernel's
 
 
-def test_an_answer_does_not_last_for_ever(rtnetlink: Rtnetlink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_answer_is_given_up(rtnetlink: Rtnetlink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWERED_WITHIN", 1)
     with Rtnetlink() as impatient, pytest.raises(TimeoutError):
         list(impatient._receive())

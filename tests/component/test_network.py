@@ -1,4 +1,4 @@
-"""Networks on real links: a pod interface is given to a guest and given back, and dnsmasq says what the pod knew.
+"""Networks on real links: a guest gets a pod's interface and returns it, and dnsmasq offers the pod's configuration.
 
 The guest is a DHCP client in a network namespace of its own, behind a link with the guest's MAC address on our bridge.
 """
@@ -43,7 +43,7 @@ def ip(*words: str) -> str:
 
 
 def state_of(interface: str) -> dict[str, Any]:
-    """Return what must be as before: address, MAC, MTU, alias, master and routes."""
+    """Return the state to restore: addresses, MAC, MTU, alias, master and routes."""
     [link] = json.loads(ip("-j", "address", "show", "dev", interface))
     routes = json.loads(ip("-j", "route", "show", "dev", interface))
     inet = [
@@ -136,8 +136,8 @@ if ! ip route show default | grep -q .; then ip route add default via "$router" 
 """
 
 
-async def be_the_guest(host: Supervisor, root: Path, gateway: str) -> dict[str, str]:
-    """Ask for an address as the guest would, use it, and return what was said."""
+async def act_as_guest(host: Supervisor, root: Path, gateway: str) -> dict[str, str]:
+    """Ask for an address as the guest would, use it, and return the variables of the lease."""
 
     async def run(*argv: str) -> None:
         process = host.processes.spawn(Command("test", argv))
@@ -164,7 +164,7 @@ async def be_the_guest(host: Supervisor, root: Path, gateway: str) -> dict[str, 
 @pytest.mark.parametrize(
     "pod", [ROUTED, ONLINK, PLAIN], indirect=True, ids=["off-link gateway", "onlink", "plain subnet"]
 )
-async def test_a_guest_takes_the_pods_place_and_gives_it_back(fake_host: FakeHost, pod: str) -> None:
+async def test_a_bridged_guest_gets_the_pods_address_and_returns_it(fake_host: FakeHost, pod: str) -> None:
     before = state_of("eth0")
     plan = bridged(fake_host, read_eth0())
     during: dict[str, Any] = {}
@@ -173,13 +173,13 @@ async def test_a_guest_takes_the_pods_place_and_gives_it_back(fake_host: FakeHos
         with trio.fail_after(30):
             while "cont" not in fake_host.commands():
                 await trio.sleep(0.01)
-        during.update(await be_the_guest(host, fake_host.root, pod))
+        during.update(await act_as_guest(host, fake_host.root, pod))
         process = host.processes.spawn(Command("test", ("ip", "-j", "address", "show", "dev", "eth0")))
         await process.wait()
         during["eth0"] = "".join(process.last_lines)
         fake_host.stop.ask("test")
 
-    result = await fake_host.run(plan, beside=guest)
+    result = await fake_host.run(plan, meanwhile=guest)
     assert isinstance(result, GuestEnd), result
     assert result.status is Status.STOPPED
     assert fake_host.faults.sentences == []
@@ -195,8 +195,8 @@ async def test_a_guest_takes_the_pods_place_and_gives_it_back(fake_host: FakeHos
     assert state_of("eth0") == before
 
 
-async def test_a_killed_runner_leaves_enough_to_put_it_right(fake_host: FakeHost, pod: str) -> None:
-    """The alias of eth0 says what it was; the next runner reads that, takes the leftovers down, and goes on."""
+async def test_the_interface_is_restored_after_a_killed_runner(fake_host: FakeHost, pod: str) -> None:
+    """The alias of eth0 records its state; the next runner reads it, removes the leftovers, and continues."""
     del pod
     before = state_of("eth0")
     link = read_eth0()
@@ -222,7 +222,7 @@ async def test_a_killed_runner_leaves_enough_to_put_it_right(fake_host: FakeHost
     assert state_of("eth0") == before
 
 
-def test_whatever_the_kernel_refuses_is_taken_back(pod: str) -> None:
+def test_every_refused_step_is_reversed(pod: str) -> None:
     """Every request of a build fails once; afterwards the pod's interface is what it was and no bridge is left."""
     del pod
     before = state_of("eth0")
@@ -240,7 +240,7 @@ def test_whatever_the_kernel_refuses_is_taken_back(pod: str) -> None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     def ipv4(state: dict[str, Any]) -> dict[str, Any]:
-        """Leave out what goes with the link where the kernel does not let a MAC address change while it is up."""
+        """Leave out IPv6: it is lost with the link, which goes down where the kernel cannot change the MAC address of one up."""
         return {**state, "inet6": None}
 
     sys.addaudithook(refusing)
@@ -253,23 +253,23 @@ def test_whatever_the_kernel_refuses_is_taken_back(pod: str) -> None:
                 build(bridges)
                 break
             except HostError as error:
-                said = explain(error)
-            assert said.endswith("Cannot allocate memory")
-            assert ipv4(state_of("eth0")) == ipv4(before), said
-            assert "vmbr" not in ip("link", "show", "type", "bridge"), said
+                reason = explain(error)
+            assert reason.endswith("Cannot allocate memory")
+            assert ipv4(state_of("eth0")) == ipv4(before), reason
+            assert "vmbr" not in ip("link", "show", "type", "bridge"), reason
         assert asked > 15
         n = 0
         assert ipv4(state_of("eth0")) != ipv4(before)
         remove(bridges)
         assert ipv4(state_of("eth0")) == ipv4(before)
         assert read_eth0() == link
-        remove(bridges)  # what is not there is no matter
+        remove(bridges)  # removing twice is no error
     finally:
         for tap in ("vmtap0", "vmtap1"):
             ip("link", "delete", tap)
 
 
-def test_a_route_comes_back_as_whose_it_was(pod: str) -> None:
+def test_a_route_is_restored_with_its_protocol(pod: str) -> None:
     del pod
     ip("route", "add", "10.8.0.0/16", "dev", "eth0", "proto", "static", "metric", "9")
     before = state_of("eth0")
@@ -285,7 +285,7 @@ def test_a_route_comes_back_as_whose_it_was(pod: str) -> None:
     assert state_of("eth0") == before
 
 
-async def test_a_bridge_of_somebody_else_is_left_alone(fake_host: FakeHost) -> None:
+async def test_a_foreign_bridge_is_left_alone(fake_host: FakeHost) -> None:
     ip("link", "add", "vmbr0", "type", "bridge")
     try:
         result = await fake_host.run(fake_host.plan("[[network]]\n"))
@@ -297,7 +297,7 @@ async def test_a_bridge_of_somebody_else_is_left_alone(fake_host: FakeHost) -> N
     assert fake_host.faults.sentences == []
 
 
-async def test_a_tap_somebody_holds(fake_host: FakeHost) -> None:
+async def test_a_tap_that_another_process_holds_is_refused(fake_host: FakeHost) -> None:
     ip("tuntap", "add", "vmtap0", "mode", "tun")
     try:
         result = await fake_host.run(fake_host.plan("[[network]]\n"))
@@ -307,8 +307,8 @@ async def test_a_tap_somebody_holds(fake_host: FakeHost) -> None:
         ip("link", "delete", "vmtap0")
 
 
-async def test_dnsmasq_answers_nobody_else(fake_host: FakeHost, pod: str) -> None:
-    """On a bridged link there are other hosts; a client with another MAC address gets no answer from us."""
+async def test_dnsmasq_answers_only_its_guest(fake_host: FakeHost, pod: str) -> None:
+    """On a bridged link there are other hosts: a client with another MAC address gets no answer."""
     del pod
     plan = bridged(fake_host, read_eth0())
 
@@ -345,12 +345,12 @@ async def test_dnsmasq_answers_nobody_else(fake_host: FakeHost, pod: str) -> Non
         assert await host.processes.spawn(Command("test", ("ip", "link", "delete", "port"))).wait() == 0
         fake_host.stop.ask("test")
 
-    result = await fake_host.run(plan, beside=stranger)
+    result = await fake_host.run(plan, meanwhile=stranger)
     assert isinstance(result, GuestEnd), result
 
 
-def test_dnsmasq_takes_its_own_configuration(fake_host: FakeHost) -> None:
-    """Every option we give is one this dnsmasq knows."""
+def test_dnsmasq_accepts_the_generated_configuration(fake_host: FakeHost) -> None:
+    """Dnsmasq knows every option of the generated configuration."""
     for dhcp in fake_host.plan("[[network]]\n[[network]]\n").dhcp:
         argv = [str(shutil.which("dnsmasq")), *dnsmasq_argv(dhcp)[1:], "--test"]
         assert subprocess.run(argv, check=False, capture_output=True).returncode == 0

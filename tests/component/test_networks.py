@@ -1,4 +1,4 @@
-"""What networks of each kind are made of, on real links and with the real dnsmasq; the guest is a network namespace."""
+"""Every kind of network on real links and with the real dnsmasq; the guest is a network namespace."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from runner.instance.supervisor import Supervisor
 from runner.kernel import character_devices, network
 from runner.kernel.inherited_fds import probe_descriptor
 from runner.kernel.processes import Command
+from runner.plan.instance import InstancePlan
 from runner.plan.networks import PasstPlan
 from tests.support.fake_host import FakeHost
 
 MAC = "52:54:00:00:00:77"
 ASK_AGAIN = """
 import os, socket, struct, sys
-# An INIT-REBOOT request (RFC 2131, 4.3.2) for an address of an earlier life; the answer's option 53 says ACK (5) or NAK (6).
+# An INIT-REBOOT request (RFC 2131, 4.3.2) for an address of an earlier lease; the answer's option 53 is ACK (5) or NAK (6).
 mac = bytes.fromhex(sys.argv[1].replace(":", ""))
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
     asking.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
@@ -99,7 +100,7 @@ def pod() -> Iterator[str]:
 
 
 async def run(host: Supervisor, *argv: str) -> str:
-    """Run a program to its end and return what it said."""
+    """Run a program to its end and return its last lines of output."""
     process = host.processes.spawn(Command("test", argv))
     with trio.fail_after(30):
         assert await process.wait() == 0, (argv, list(process.last_lines))
@@ -112,19 +113,20 @@ async def running(fake_host: FakeHost) -> None:
             await trio.sleep(0.01)
 
 
-def with_dnsmasq(plan: Any) -> Any:
+def with_dnsmasq(plan: InstancePlan) -> InstancePlan:
+    """Return *plan* with the real dnsmasq."""
     real = PurePosixPath(str(shutil.which("dnsmasq")))
     return attrs.evolve(plan, dhcp=tuple(attrs.evolve(each, program=real, user="nobody") for each in plan.dhcp))
 
 
 async def test_a_private_network_in_both_families(fake_host: FakeHost, guest: str) -> None:
-    """An address of our choice by DHCP, one by DHCPv6, a router by its advertisement, and a NAK for an old lease."""
+    """The guest gets its addresses by DHCP and DHCPv6, its router by an advertisement, and a NAK for an old lease."""
     text = f'[[network]]\nmac = "{MAC}"\naddress = "192.168.77.9"\nipv6 = true\nsubnet6 = "fd00:77::/64"\nmtu = 1400\n'
     plan = with_dnsmasq(fake_host.plan(text))
     before = fake_host.snapshot()
-    said: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
 
-    async def be_the_guest(host: Supervisor) -> None:
+    async def act_as_guest(host: Supervisor) -> None:
         await running(fake_host)
         await run(host, *f"ip link add port type veth peer name eth0 netns {guest} address {MAC}".split())
         await run(host, *["ip", "link", "set", "port", "master", "vmbr0", "up"])
@@ -136,22 +138,22 @@ async def test_a_private_network_in_both_families(fake_host: FakeHost, guest: st
         ask = ("-i", "eth0", "-q", "-n", "-f", "-t", "15", "-T", "1", "-s", str(script))
         await run(host, *inside, "busybox", "udhcpc", "-O", "mtu", *ask)
         for address in ("192.168.77.2", "192.168.77.9"):
-            said[address] = await run(host, *inside, sys.executable, "-IS", "-c", ASK_AGAIN, MAC, address)
+            answers[address] = await run(host, *inside, sys.executable, "-IS", "-c", ASK_AGAIN, MAC, address)
         with trio.fail_after(30):
             while "proto ra" not in (routes := await run(host, *inside, *["ip", "-6", "route", "show", "default"])):
                 await trio.sleep(0.1)
-        said["routes"] = routes
-        said["ipv6"] = await run(host, *inside, sys.executable, "-IS", "-c", ASK_DHCPV6, MAC)
-        await run(host, *f"ip -n {guest} -6 address add {said['ipv6']}/128 dev eth0 nodad".split())
+        answers["routes"] = routes
+        answers["ipv6"] = await run(host, *inside, sys.executable, "-IS", "-c", ASK_DHCPV6, MAC)
+        await run(host, *f"ip -n {guest} -6 address add {answers['ipv6']}/128 dev eth0 nodad".split())
         await run(host, *inside, *["ping", "-6", "-c", "1", "-W", "5", "fd00:77::1"])
         await run(host, *["ip", "link", "delete", "port"])
         fake_host.stop.ask("test")
 
-    result = await fake_host.run(plan, beside=be_the_guest)
+    result = await fake_host.run(plan, meanwhile=act_as_guest)
     assert isinstance(result, GuestEnd), explain(result)
-    assert (said["192.168.77.2"], said["192.168.77.9"]) == ("NAK", "ACK")
-    assert "mtu 1400" in said["routes"]
-    assert said["ipv6"] == "fd00:77::2"
+    assert (answers["192.168.77.2"], answers["192.168.77.9"]) == ("NAK", "ACK")
+    assert "mtu 1400" in answers["routes"]
+    assert answers["ipv6"] == "fd00:77::2"
     lease = (fake_host.root / "lease").read_text().splitlines()
     assert {"ip=192.168.77.9", "mtu=1400"} <= set(lease)
     for path in (fake_host.root / "lease", fake_host.root / "lease.sh"):
@@ -161,7 +163,7 @@ async def test_a_private_network_in_both_families(fake_host: FakeHost, guest: st
 
 
 async def test_as_many_queues_as_vcpus(fake_host: FakeHost) -> None:
-    """QEMU gets a descriptor for each queue of one tap, and the kernel agrees that they are of one."""
+    """QEMU gets a descriptor for each queue of one tap, and the kernel confirms that all belong to it."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("a second CPU is missing")
     plan = fake_host.plan("[cpu]\ncount = 2\n[[network]]\n", qemu={"at_cont": "shutdown"})
@@ -183,7 +185,7 @@ async def test_as_many_queues_as_vcpus(fake_host: FakeHost) -> None:
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Iterator[Path]:
-    """Mount sysfs as this network namespace has it; /sys shows another one's."""
+    """Mount sysfs as this network namespace has it; /sys shows that of another one."""
     place = tmp_path / "sys"
     place.mkdir()
     subprocess.run(["mount", "-t", "sysfs", "sysfs", place], check=True)
@@ -215,7 +217,7 @@ def test_a_macvtap_by_its_descriptors(pod: str, sysfs: Path) -> None:
 
 
 def test_the_device_of_another_macvtap_is_not_taken(pod: str, sysfs: Path) -> None:
-    """A node is found by numbers; what it is has to be asked of it."""
+    """A device node is found by its numbers; only the open descriptor shows which interface it is."""
     links = [network.Macvtap(f"vmtap{number}", pod, f"52:54:00:00:00:0{number}", 1400) for number in range(2)]
     first, second = map(network.add_macvtap, links)
     tree = sysfs.parent / "tree" / "class" / "net" / "vmtap0" / f"tap{first}"
@@ -250,7 +252,7 @@ async def test_the_death_of_passt_ends_the_instance(fake_host: FakeHost) -> None
 
 
 def test_permanent_neighbours_and_ipv6_come_back(pod: str) -> None:
-    """They are remembered in the aliases of the interface and of the bridge, for one alias has 255 characters."""
+    """They are recorded in the aliases of the interface and of the bridge, because one alias has at most 255 characters."""
     ip("address", "add", "10.0.0.5/24", "dev", pod)
     ip("address", "add", "fd00:1::5/64", "dev", pod, "nodad")
     ip("neighbour", "add", "10.0.0.1", "lladdr", "02:00:00:00:00:01", "dev", pod, "nud", "permanent")

@@ -1,4 +1,4 @@
-"""``tests/node/run`` with a QEMU that misbehaves: a node that says nothing, or the wrong thing, never passes."""
+"""``tests/node/run`` with a QEMU that misbehaves: a node without a status, or with a wrong one, never passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ console = next(value for option, value in options if option == "-chardev" and va
 results = os.path.dirname(console.rsplit("path=", 1)[1])
 open(f"{{results}}/console.log", "w").write("the last the kernel said\\n")
 events, terminal = chardev("events"), chardev("terminal")
-def say(event):
+def send(event):
     events.sendall(f"{{event}}\\n".encode())
 def report(tests, skipped=0):
     open(f"{{results}}/junit.xml", "w").write(
@@ -35,14 +35,18 @@ exec(os.environ["QEMU_DOES"])
 CASES = {
     "hangs": ("signal.pause()", command.NEVER_CAME_UP, "the last the kernel said"),
     "dies at once": ("sys.exit('no such machine')", command.NEVER_CAME_UP, "no such machine"),
-    "is another boot": ("say('up node-0'); signal.pause()", command.NEVER_CAME_UP, "never came up"),
-    "dies later": ("say(f'up {word}')", command.NO_STATUS, "the last the kernel said"),
-    "hangs later": ("say(f'up {word}'); signal.pause()", command.NO_STATUS, "gave no status"),
-    "ends as another": ("say(f'up {word}'); say('done node-0 0')", command.NO_STATUS, "gave no status"),
-    "has no report": ("say(f'up {word}'); say(f'done {word} 0')", command.NO_TESTS, "no test was executed"),
-    "ran nothing": ("say(f'up {word}'); report(2, 2); say(f'done {word} 0')", command.NO_TESTS, "no test was executed"),
-    "failed": ("say(f'up {word}'); report(2); say(f'done {word} 1')", 1, "up after"),
-    "passed": ("say(f'up {word}'); report(2); terminal.sendall(b'2 passed'); say(f'done {word} 0')", 0, "2 passed"),
+    "is another boot": ("send('up node-0'); signal.pause()", command.NEVER_CAME_UP, "never came up"),
+    "dies later": ("send(f'up {word}')", command.NO_STATUS, "the last the kernel said"),
+    "hangs later": ("send(f'up {word}'); signal.pause()", command.NO_STATUS, "gave no status"),
+    "ends as another": ("send(f'up {word}'); send('done node-0 0')", command.NO_STATUS, "gave no status"),
+    "has no report": ("send(f'up {word}'); send(f'done {word} 0')", command.NO_TESTS, "no test was executed"),
+    "ran nothing": (
+        "send(f'up {word}'); report(2, 2); send(f'done {word} 0')",
+        command.NO_TESTS,
+        "no test was executed",
+    ),
+    "failed": ("send(f'up {word}'); report(2); send(f'done {word} 1')", 1, "up after"),
+    "passed": ("send(f'up {word}'); report(2); terminal.sendall(b'2 passed'); send(f'done {word} 0')", 0, "2 passed"),
 }
 
 
@@ -63,8 +67,10 @@ def tools(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "RUNNER_NODE_CACHE": str(cache)}
 
 
-@pytest.mark.parametrize(("does", "status", "said"), CASES.values(), ids=CASES)
-def test_the_status_tells_the_truth(tmp_path: Path, tools: dict[str, str], does: str, status: int, said: str) -> None:
+@pytest.mark.parametrize(("does", "status", "output"), CASES.values(), ids=CASES)
+def test_the_status_is_that_of_the_tests(
+    tmp_path: Path, tools: dict[str, str], does: str, status: int, output: str
+) -> None:
     boot_timeout = "60" if "up {word}" in does else "1"
     done = subprocess.run(
         [
@@ -88,4 +94,4 @@ def test_the_status_tells_the_truth(tmp_path: Path, tools: dict[str, str], does:
         check=False,
     )
     assert done.returncode == status, done.stdout
-    assert said in done.stdout
+    assert output in done.stdout

@@ -28,7 +28,7 @@ SPEC = '[cpu]\ncount = {count}\n[[disk]]\npath = "/dev/vm"\n'
 
 
 def plan(*arguments: str, status: int = 0, text: str | None = None) -> str:
-    """Run the command from the top of the checkout, and return what it says."""
+    """Run the command in the root of the checkout, and return its output."""
     ended = subprocess.run(
         [*PROGRAM, "plan", *arguments], check=False, capture_output=True, text=True, cwd=ROOT, input=text
     )
@@ -48,11 +48,11 @@ def test_the_article_s_host_gives_the_article_s_cpus() -> None:
     }
     assert container["affinity"] == {"numa_nodes": [0], "preferred": True}
     assert document["after"]["shared_pool"] == "0,21-64,85-127"
-    # The article's own order, vCPU i on the i-th CPU, is not what whole cores get: guest siblings are host siblings.
+    # The article pins vCPU i to the i-th CPU; with whole cores, guest siblings are host siblings instead.
     assert container["placement"]["pins"][:4] == [1, 65, 2, 66]
 
 
-def test_the_readme_shows_what_is_printed_and_the_example_what_is_drawn(tmp_path: Path) -> None:
+def test_the_readme_shows_the_printed_report_and_the_example_the_drawing(tmp_path: Path) -> None:
     readme = (ROOT / "examples/plan/README.md").read_text()
     (shown,) = re.findall(r"```console\n\$ instance-runner plan (--node .*)\n((?:.*\n)*?)```", readme)
     svg = tmp_path / "node.svg"
@@ -60,7 +60,7 @@ def test_the_readme_shows_what_is_printed_and_the_example_what_is_drawn(tmp_path
     assert svg.read_text() == (ROOT / "examples/plan/node.svg").read_text()
 
 
-def test_the_same_files_give_the_same_words() -> None:
+def test_the_same_files_give_the_same_report() -> None:
     arguments = (*NODE, *POD, "--what-if", "cpuManagerPolicyOptions.distribute-cpus-across-numa=true", "--json")
     assert plan(*arguments) == plan(*arguments)
 
@@ -68,9 +68,9 @@ def test_the_same_files_give_the_same_words() -> None:
 def test_a_rejected_pod_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "cpu_manager_state").write_text(json.dumps(CPU_STATE))
     state = ("--state", str(tmp_path))
-    said = plan(*NODE, *state, *POD, *POD, "--what-if", "topologyManagerPolicy=restricted", status=0)
-    assert "uid/vm has 1-20,65-84" in said
-    assert "no memory_manager_state was given" in said
+    output = plan(*NODE, *state, *POD, *POD, "--what-if", "topologyManagerPolicy=restricted", status=0)
+    assert "uid/vm has 1-20,65-84" in output
+    assert "no memory_manager_state was given" in output
     rejected = plan(*NODE, *state, *POD, *POD, "--json", "--what-if", "topologyManagerPolicy=restricted")
     (other,) = json.loads(rejected)["what_if"]
     assert [(pod["name"], pod["outcome"], pod["reason"]) for pod in other["pods"]] == [
@@ -80,12 +80,12 @@ def test_a_rejected_pod_is_a_finding(tmp_path: Path) -> None:
     strict = tmp_path / "kubelet.yaml"
     strict.write_text((ROOT / KUBELET).read_text().replace("best-effort", "restricted"))
     node = ("--node", str(strict), *NODE[2:])
-    said = " ".join(plan(*node, *state, *POD, *POD, status=3).split())
-    assert "rejected: TopologyAffinityError: Resources cannot be allocated with Topology locality" in said
-    assert "cpu: 40 CPUs wanted; NUMA node 1 has most, 24 CPUs free, and 16 CPUs more would have to be" in said
+    output = " ".join(plan(*node, *state, *POD, *POD, status=3).split())
+    assert "rejected: TopologyAffinityError: Resources cannot be allocated with Topology locality" in output
+    assert "cpu: 40 CPUs wanted; NUMA node 1 has most, 24 CPUs free, and 16 CPUs more would have to be" in output
 
 
-def test_state_files_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+def test_state_files_are_distinguished_by_their_content(tmp_path: Path) -> None:
     hardware = Hardware.from_json((ROOT / NODE[3]).read_text())
     manager = MemoryManager.configured(hardware, {0: {"memory": 2 << 30}, 1: {"memory": 2 << 30}})
     pod = Pod("uid", (Container("vm", memory={"hugepages-2Mi": 80 << 30}),))
@@ -99,10 +99,10 @@ def test_state_files_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
         "cpu: prefers {1}",
         "hugepages-2Mi: prefers {0}",
     ]
-    said = json.loads(plan(*NODE, *memory, *POD, "--json"))
-    assert said["pods"][0]["containers"][0]["cpus"] == "1-20,65-84"
-    assert said["before"]["memory_free"]["1"]["hugepages-2Mi"] == 28 << 30
-    assert not any("memory_manager_state" in note for note in said["notes"])
+    output = json.loads(plan(*NODE, *memory, *POD, "--json"))
+    assert output["pods"][0]["containers"][0]["cpus"] == "1-20,65-84"
+    assert output["before"]["memory_free"]["1"]["hugepages-2Mi"] == 28 << 30
+    assert not any("memory_manager_state" in note for note in output["notes"])
 
 
 def test_memory_of_an_ended_pod_is_free_for_the_next_one(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_memory_of_an_ended_pod_is_free_for_the_next_one(tmp_path: Path) -> None
         memory = manager.allocate(memory, pod, pod.containers[0], Hint(1 << numa_node, preferred=True))
     (tmp_path / "memory_manager_state").write_text(json.dumps(memory_state(memory)))
     outcome = json.loads(plan(*NODE, "--state", str(tmp_path), *POD, "--json", status=3))["pods"][0]["outcome"]
-    assert outcome == "rejected"  # one file does not tell that they have ended
+    assert outcome == "rejected"  # one file alone does not show that they have ended
     (tmp_path / "cpu_manager_state").write_text('{"policyName":"static","defaultCpuSet":"0-127","checksum":0}')
     found = json.loads(plan(*NODE, "--state", str(tmp_path), *POD, "--json"))
     assert (found["pods"][0]["outcome"], found["pods"][0]["containers"][0]["cpus"]) == ("admitted", "1-20,65-84")
@@ -158,7 +158,7 @@ def memory_state(state: MemoryState) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("count", "status", "words"), [(40, 0, "40 vCPUs fit in"), (41, 3, "41 vCPUs do not fit in")])
-def test_an_instance_s_document_is_held_against_the_pod(tmp_path: Path, count: int, status: int, words: str) -> None:
+def test_an_instance_s_spec_is_checked_against_the_pod(tmp_path: Path, count: int, status: int, words: str) -> None:
     spec = tmp_path / "spec.toml"
     spec.write_text(SPEC.format(count=count))
     assert f"instance    {words} container 'gpu-instance'" in plan(str(spec), *NODE, *POD, status=status)
@@ -181,16 +181,16 @@ def test_a_recorded_host_is_this_host(tmp_path: Path) -> None:
         "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\ncpuManagerPolicy: static\n"
         "systemReserved: {cpu: '1'}\n"
     )
-    said = plan("--record", str(record))
-    assert said.startswith(f"{record}: ")
+    output = plan("--record", str(record))
+    assert output.startswith(f"{record}: ")
     assert plan("--record", "-") == record.read_text()
-    # Hugepages may be taken between two looks; a plan does not say how many are free.
+    # Hugepages may be taken between two readings; a plan does not show how many are free.
     assert plan("--node", str(kubelet), "--host", str(record)) == plan("--node", str(kubelet))
 
 
 def test_a_host_is_read_from_wherever_its_files_are(tmp_path: Path) -> None:
-    said = plan("--record", "-", "--sys", str(tmp_path), status=31)
-    assert said == f"cannot read '{tmp_path}/sys/devices/system/cpu/online': No such file or directory\n"
+    output = plan("--record", "-", "--sys", str(tmp_path), status=31)
+    assert output == f"cannot read '{tmp_path}/sys/devices/system/cpu/online': No such file or directory\n"
 
 
 def test_a_terminal_has_colours_unless_they_are_not_wanted() -> None:
@@ -205,15 +205,15 @@ def on_a_terminal(environment: dict[str, str]) -> str:
     ours, theirs = os.openpty()
     with subprocess.Popen([*PROGRAM, "plan", *NODE, *POD], stdout=theirs, cwd=ROOT, env=kept | environment):
         os.close(theirs)
-        said = b""
+        output = b""
         while True:
             try:
                 part = os.read(ours, 65536)
-            except OSError:  # how a terminal says that its last holder has gone
+            except OSError:  # EIO: the last descriptor of the other side is closed
                 break
-            said += part
+            output += part
     os.close(ours)
-    return said.decode()
+    return output.decode()
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def on_a_terminal(environment: dict[str, str]) -> str:
         ),
     ],
 )
-def test_what_is_refused(
+def test_wrong_command_lines_are_refused(
     arguments: tuple[str, ...],
     status: int,
     sentence: str,

@@ -1,4 +1,4 @@
-"""What an instance shows from outside, over real HTTP: its state, its threads' places, its children's deaths."""
+"""The probes and metrics of an instance over real HTTP: its state, its misplaced threads, its restarted children."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 from collections.abc import Awaitable, Callable
 from ipaddress import IPv4Interface
 from pathlib import Path
-from typing import Any
 
 import attrs
 import trio
@@ -18,6 +17,7 @@ from runner.facts.host import PodName
 from runner.facts.network import Interface
 from runner.instance.discover import read_pod_name
 from runner.instance.probes import READ_AGAIN, probes_served
+from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor, open_supervisor
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan
@@ -40,19 +40,22 @@ async def ask(port: int, target: str) -> tuple[int, str]:
     return int(head.split()[1]), body
 
 
-async def looked_at(fake_host: FakeHost, plan: InstancePlan, look: Callable[[Supervisor, Ask], Awaitable[None]]) -> Any:
-    """Run *plan* with its pages, *look* at them meanwhile, and return how it ended."""
+async def run_and_inspect(
+    fake_host: FakeHost, plan: InstancePlan, inspect: Callable[[Supervisor, Ask], Awaitable[None]]
+) -> GuestEnd:
+    """Run *plan* with its HTTP server, call *inspect* while it runs, and return how the run ended."""
     seen = []
 
-    async def beside(host: Supervisor) -> None:
+    async def meanwhile(host: Supervisor) -> None:
         async with probes_served(host, plan, ("127.0.0.1", 0)):
-            port = int(fake_host.told().rpartition("port=")[2].split()[0])
-            await look(host, lambda target: ask(port, target))
+            port = int(fake_host.logged().rpartition("port=")[2].split()[0])
+            await inspect(host, lambda target: ask(port, target))
         seen.append(True)
 
     with trio.fail_after(40):
-        ended = await fake_host.run(plan, beside=beside)
-    assert seen, "it was over before it was looked at"
+        ended = await fake_host.run(plan, meanwhile=meanwhile)
+    assert seen, "the run was over before the inspection"
+    assert isinstance(ended, GuestEnd), ended
     return ended
 
 
@@ -61,28 +64,28 @@ def figures(text: str) -> dict[str, float]:
     return {name.removeprefix("instance_runner_"): float(value) for name, _, value in lines}
 
 
-async def a_vcpu_starts_a_thread(host: Supervisor, page: Ask, cpu: CpuSet) -> None:
-    """Without cgroups nobody sweeps: whoever asks finds it back in its place."""
+async def a_vcpu_starts_a_thread(host: Supervisor, get: Ask, cpu: CpuSet) -> None:
+    """Without cgroups no task moves misplaced threads: the probe itself moves the thread back."""
     [qemu] = [process for process in host.processes if process.role == "qemu"]
     before = os.sched_getaffinity(qemu.pid)
-    os.sched_setaffinity(qemu.pid, set(cpu))  # as a thread is born that a vCPU's starts
+    os.sched_setaffinity(qemu.pid, set(cpu))  # a thread that a vCPU thread starts begins with its mask
     await trio.sleep(READ_AGAIN)
-    assert await page("/readyz") == (200, "ok\n")
+    assert await get("/readyz") == (200, "ok\n")
     assert os.sched_getaffinity(qemu.pid) == before
     assert host.counters.swept == 1
 
 
-async def test_while_the_guest_runs(fake_host: FakeHost) -> None:
+async def test_probes_and_metrics_while_the_guest_runs(fake_host: FakeHost) -> None:
     plan = attrs.evolve(fake_host.plan(grace=4, qemu={"at_powerdown": None}), pod=POD)
     ready = Path(plan.state_directory) / "ready"
     cpu, other = plan.placement.cpus, set(os.sched_getaffinity(0)) - set(plan.placement.cpus)
 
-    async def look(host: Supervisor, page: Ask) -> None:
+    async def inspect(host: Supervisor, get: Ask) -> None:
         await wait_for(ready.exists)
-        assert await page("/readyz") == (200, "ok\n")
-        assert await page("/healthz") == (200, "running\n")
-        assert (await page("/else"))[0] == 404
-        status, text = await page("/metrics")
+        assert await get("/readyz") == (200, "ok\n")
+        assert await get("/healthz") == (200, "running\n")
+        assert (await get("/else"))[0] == 404
+        status, text = await get("/metrics")
         assert status == 200
         found, vcpu = figures(text), f'{{vcpu="0",cpu="{cpu}"}}'
         assert (
@@ -96,59 +99,59 @@ async def test_while_the_guest_runs(fake_host: FakeHost) -> None:
         assert found[f"vcpu_run_delay_seconds_total{vcpu}"] >= 0
         assert found[f"vcpu_steal_seconds_total{vcpu}"] >= 0
         assert found[f"vcpu_involuntary_switches_total{vcpu}"] >= 0
-        await moved_away(host, page)
-        await a_vcpu_starts_a_thread(host, page, cpu)
-        await a_child_dies(host, page)
+        await moved_away(host, get)
+        await a_vcpu_starts_a_thread(host, get, cpu)
+        await a_child_dies(host, get)
         fake_host.stop.ask("test")
         await wait_for(lambda: not ready.exists())
-        assert await page("/readyz") == (503, "stopping\n")
-        assert figures((await page("/metrics"))[1])['guest_state{state="stopping"}'] == 1
+        assert await get("/readyz") == (503, "stopping\n")
+        assert figures((await get("/metrics"))[1])['guest_state{state="stopping"}'] == 1
 
-    async def moved_away(host: Supervisor, page: Ask) -> None:
+    async def moved_away(host: Supervisor, get: Ask) -> None:
         [qemu] = [process for process in host.processes if process.role == "qemu"]
         [tid] = [each for each in host.procfs.threads(qemu.pid) if each.cpus == cpu]
         os.sched_setaffinity(tid.tid, other)
-        await trio.sleep(READ_AGAIN)  # for so long the last reading is shown
-        status, text = await page("/readyz")
+        await trio.sleep(READ_AGAIN)  # the last reading is shown for so long
+        status, text = await get("/readyz")
         assert (status, "vcpu 0" in text) == (503, True)
-        assert figures((await page("/metrics"))[1])["placement_holds"] == 0
+        assert figures((await get("/metrics"))[1])["placement_holds"] == 0
         os.sched_setaffinity(tid.tid, set(cpu))
         await trio.sleep(READ_AGAIN)
-        assert await page("/readyz") == (200, "ok\n")
+        assert await get("/readyz") == (200, "ok\n")
 
-    async def a_child_dies(host: Supervisor, page: Ask) -> None:
+    async def a_child_dies(host: Supervisor, get: Ask) -> None:
         anchor = next(process for process in host.processes if process.role == "anchor")
         anchor.send_signal(signal.SIGKILL)
         await wait_for(lambda: host.counters.restarts["anchor"])
-        assert figures((await page("/metrics"))[1])['child_restarts_total{role="anchor"}'] == 1
+        assert figures((await get("/metrics"))[1])['child_restarts_total{role="anchor"}'] == 1
 
     before = fake_host.snapshot()
-    ended = await looked_at(fake_host, plan, look)
+    ended = await run_and_inspect(fake_host, plan, inspect)
     assert ended.status == 13, ended
     assert fake_host.snapshot() == before
 
 
-async def test_what_a_killed_runner_left_is_no_sign(fake_host: FakeHost) -> None:
+async def test_files_of_a_killed_runner_are_no_sign_of_a_running_guest(fake_host: FakeHost) -> None:
     plan = fake_host.plan(qemu={"before_greeting": "hang"}, grace=1)
     directory = Path(plan.state_directory)
     directory.mkdir(mode=0o700)
     for name in ("ready", "receipt.json"):
         (directory / name).touch()
 
-    async def look(_host: Supervisor, page: Ask) -> None:
+    async def inspect(_host: Supervisor, get: Ask) -> None:
         await wait_for(lambda: fake_host.records("qemu", "start"))
         assert not (directory / "ready").exists()
         assert not (directory / "receipt.json").exists()
-        assert await page("/readyz") == (503, "starting\n")
-        assert await page("/healthz") == (200, "starting\n")
-        assert "placement_holds" not in figures((await page("/metrics"))[1])
+        assert await get("/readyz") == (503, "starting\n")
+        assert await get("/healthz") == (200, "starting\n")
+        assert "placement_holds" not in figures((await get("/metrics"))[1])
         fake_host.stop.ask("test")
 
-    ended = await looked_at(fake_host, plan, look)
+    ended = await run_and_inspect(fake_host, plan, inspect)
     assert ended.status == 0, ended
 
 
-async def test_where_the_guest_has_the_pods_address_it_is_said(fake_host: FakeHost) -> None:
+async def test_a_guest_with_the_pods_address_is_warned_of(fake_host: FakeHost) -> None:
     address, gateway = IPv4Interface("10.0.0.7/24"), IPv4Interface("169.254.9.1/30")
     pod = Interface("eth0", "0a:58:0a:f4:01:05", 1450, (address,))
     network = BridgedPlan(pod.mac, 1450, 1, "br0", "tap0", gateway, address, None, (), (), (), pod, None, vhost=False)
@@ -156,24 +159,24 @@ async def test_where_the_guest_has_the_pods_address_it_is_said(fake_host: FakeHo
     plan = attrs.evolve(plan, machine=attrs.evolve(plan.machine, networks=(network,)))
     async with open_supervisor(fake_host.stop, fake_host.faults) as host, probes_served(host, plan, ("127.0.0.1", 0)):
         assert (
-            "the guest has the address of eth0: connections to it reach the guest, and not --http" in fake_host.told()
+            "the guest has the address of eth0: connections to it reach the guest, and not --http" in fake_host.logged()
         )
 
 
 async def test_the_log_and_the_receipt_name_the_pod(fake_host: FakeHost) -> None:
     plan = attrs.evolve(fake_host.plan(), pod=POD)
 
-    async def look(_host: Supervisor, _page: Ask) -> None:
+    async def inspect(_host: Supervisor, _get: Ask) -> None:
         await wait_for(fake_host.guest_runs)
         receipt = json.loads((Path(plan.state_directory) / "receipt.json").read_text())
         assert receipt["instance"] == "instance"
         assert receipt["pod"] == {"name": "web-1", "namespace": "prod", "node": 'a "node"', "uid": POD.pod_uid}
         fake_host.stop.ask("test")
 
-    await looked_at(fake_host, plan, look)
+    await run_and_inspect(fake_host, plan, inspect)
 
 
-def test_the_pods_name_is_what_the_downward_api_gives() -> None:
+def test_the_pods_name_comes_from_the_downward_api() -> None:
     environment = {"POD_NAME": "a", "POD_NAMESPACE": "b", "NODE_NAME": "c", "POD_UID": "d", "HOSTNAME": "x"}
     assert read_pod_name(environment) == PodName("a", "b", "c", "d")
     assert read_pod_name({"HOSTNAME": "x"}) == PodName()

@@ -1,4 +1,4 @@
-"""Children, orphans and the one who reaps them."""
+"""Children, orphans and their reaper."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ async def test_many_at_once_each_gets_its_own_status() -> None:
                 await trio.sleep(0.01)
 
 
-async def test_a_storm_of_orphans_keeps_nobody_waiting() -> None:
-    """Two thousand orphans end at once: a timer beside them is late by little, and all are reaped."""
+async def test_a_storm_of_orphans_does_not_delay_other_tasks() -> None:
+    """Two thousand orphans end at once: a timer is hardly late, and all are reaped."""
     storm = "import os\nfor _ in range(2000):\n    if os.fork() == 0:\n        os.read(0, 1)\n        os._exit(1)\nos._exit(0)"
     reading, writing = os.pipe()
     async with open_processes() as processes:
@@ -67,7 +67,7 @@ async def test_a_storm_of_orphans_keeps_nobody_waiting() -> None:
                 assert await processes.spawn(shell("exit 3")).wait() == 3
 
 
-async def test_stop_asks_first_and_then_insists() -> None:
+async def test_stop_sends_sigterm_first_and_sigkill_later() -> None:
     async with open_processes() as processes:
         polite = processes.spawn(shell("trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done"))
         deaf = processes.spawn(shell("trap '' TERM; echo ready; while :; do sleep 0.01; done"))
@@ -80,7 +80,7 @@ async def test_stop_asks_first_and_then_insists() -> None:
         await processes.stop(polite, 5)  # it is over; nothing happens
 
 
-async def test_a_stopped_process_hears_the_sigterm() -> None:
+async def test_a_stopped_process_gets_the_sigterm() -> None:
     async with open_processes() as processes:
         process = processes.spawn(shell("echo ready; exec sleep 100"))
         while not process.last_lines:
@@ -135,7 +135,7 @@ async def test_a_child_gets_a_user_and_nothing_else_of_ours() -> None:
     assert set(numbers.split()) - {"3"} <= {"0", "1", "2", str(writing)}
 
 
-async def test_a_child_that_never_stops_talking_keeps_nobody_waiting() -> None:
+async def test_a_child_with_endless_output_does_not_delay_other_tasks() -> None:
     async with open_processes() as processes:
         process = processes.spawn(Command("test", ("/usr/bin/yes",), level=logging.NOTSET))
         with trio.fail_after(10):

@@ -1,4 +1,4 @@
-"""The monitor against a peer that says exactly what the test wants, when it wants."""
+"""The QMP monitor with a peer whose every message the test sends."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ GREETING = {"QMP": {"version": {"qemu": {"major": 10, "minor": 0, "micro": 2}, "
 
 
 class Peer:
-    """QEMU's end, spoken by hand."""
+    """QEMU's end of the connection, controlled by the test."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.buffer = b""
 
-    def say(self, **message: object) -> None:
+    def send(self, **message: object) -> None:
         self.end.sendall(json.dumps(message).encode() + b"\r\n")
 
-    def heard(self) -> dict[str, object]:
-        """Return the next command, which must be there already."""
+    def received(self) -> dict[str, object]:
+        """Return the next command, which must have arrived already."""
         while b"\n" not in self.buffer:
             self.buffer += self.end.recv(1 << 16, socket.MSG_DONTWAIT)
         line, _, self.buffer = self.buffer.partition(b"\n")
@@ -51,7 +51,7 @@ async def settle() -> None:
 async def test_greeting_and_version(ends: tuple[Monitor, Peer]) -> None:
     monitor, peer = ends
     async with trio.open_nursery() as nursery:
-        peer.say(**GREETING)
+        peer.send(**GREETING)
         versions: list[str] = []
 
         async def greet() -> None:
@@ -59,8 +59,8 @@ async def test_greeting_and_version(ends: tuple[Monitor, Peer]) -> None:
 
         nursery.start_soon(greet)
         await settle()
-        assert peer.heard() == {"execute": "qmp_capabilities", "id": "1"}
-        peer.say(**{"return": {}, "id": "1"})
+        assert peer.received() == {"execute": "qmp_capabilities", "id": "1"}
+        peer.send(**{"return": {}, "id": "1"})
     assert versions == ["10.0.2"]
 
 
@@ -75,9 +75,9 @@ async def test_replies_find_their_commands_in_any_order(ends: tuple[Monitor, Pee
         for command in "abc":
             nursery.start_soon(ask, command)
         await settle()
-        asked = [peer.heard() for _ in "abc"]
+        asked = [peer.received() for _ in "abc"]
         for request in reversed(asked):
-            peer.say(**{"return": request["execute"], "id": request["id"]})
+            peer.send(**{"return": request["execute"], "id": request["id"]})
     assert results == {"a": "a", "b": "b", "c": "c"}
 
 
@@ -86,9 +86,9 @@ async def test_events_between_request_and_reply_are_kept(ends: tuple[Monitor, Pe
     async with trio.open_nursery() as nursery:
         nursery.start_soon(monitor.execute, "stop")
         await settle()
-        peer.say(event="STOP", data={}, timestamp={})
-        peer.say(**{"return": {}, "id": peer.heard()["id"]})
-        peer.say(event="RESUME", timestamp={})
+        peer.send(event="STOP", data={}, timestamp={})
+        peer.send(**{"return": {}, "id": peer.received()["id"]})
+        peer.send(event="RESUME", timestamp={})
     assert [(await monitor.event()).name for _ in range(2)] == ["STOP", "RESUME"]
 
 
@@ -104,9 +104,9 @@ async def test_an_event_waiter_and_a_command_read_for_each_other(ends: tuple[Mon
         await settle()  # the event waiter reads
         nursery.start_soon(monitor.execute, "x")
         await settle()  # the command waits for it
-        peer.say(**{"return": {}, "id": peer.heard()["id"]})
+        peer.send(**{"return": {}, "id": peer.received()["id"]})
         await settle()
-        peer.say(event="E", timestamp={})
+        peer.send(event="E", timestamp={})
     assert seen == ["E"]
 
 
@@ -116,7 +116,7 @@ async def test_a_reply_may_overtake_the_end_of_its_sending(ends: tuple[Monitor, 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(monitor.event)
         await settle()  # the event waiter reads
-        peer.say(**{"return": "early", "id": "1"})
+        peer.send(**{"return": "early", "id": "1"})
         with trio.fail_after(5):
             assert await monitor.execute("x") == "early"
         nursery.cancel_scope.cancel()
@@ -137,23 +137,23 @@ async def test_the_reader_is_cancelled_and_another_takes_over(ends: tuple[Monito
         await settle()
         scope.cancel()
         await settle()
-        peer.say(**{"return": {}, "id": peer.heard()["id"]})
+        peer.send(**{"return": {}, "id": peer.received()["id"]})
 
 
 async def test_a_cancelled_commands_late_reply_is_dropped(ends: tuple[Monitor, Peer]) -> None:
     monitor, peer = ends
     with trio.move_on_after(0.01):
         await monitor.execute("slow")
-    late = peer.heard()["id"]
+    late = peer.received()["id"]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(monitor.execute, "next")
         await settle()
-        peer.say(**{"return": {}, "id": late})
-        peer.say(**{"return": {}, "id": peer.heard()["id"]})
+        peer.send(**{"return": {}, "id": late})
+        peer.send(**{"return": {}, "id": peer.received()["id"]})
 
 
 async def test_a_command_with_a_descriptor_is_sent_or_not(ends: tuple[Monitor, Peer]) -> None:
-    """Cancelled wherever it may be, it leaves a conversation that goes on."""
+    """Wherever it is cancelled, the connection stays usable."""
     monitor, peer = ends
     for n in range(1, 8):
         with trio.CancelScope() as scope:
@@ -167,32 +167,32 @@ async def test_a_command_with_a_descriptor_is_sent_or_not(ends: tuple[Monitor, P
         async with trio.open_nursery() as nursery:
             nursery.start_soon(monitor.execute, "next")
             await settle()
-            request = peer.heard()
-            request = peer.heard() if request["execute"] == "add-fd" else request
-            peer.say(**{"return": {}, "id": request["id"]})
+            request = peer.received()
+            request = peer.received() if request["execute"] == "add-fd" else request
+            peer.send(**{"return": {}, "id": request["id"]})
 
 
-async def test_a_refusal_keeps_what_was_said(ends: tuple[Monitor, Peer]) -> None:
+async def test_a_refusal_keeps_the_sent_and_received_messages(ends: tuple[Monitor, Peer]) -> None:
     monitor, peer = ends
-    peer.say(error={"class": "CommandNotFound", "desc": "The command x has not been found"}, id="1")
+    peer.send(error={"class": "CommandNotFound", "desc": "The command x has not been found"}, id="1")
     with pytest.raises(ExecuteError, match="cannot execute 'x': The command x has not been found") as caught:
         await monitor.execute("x")
     assert caught.value.kind == "CommandNotFound"
     assert caught.value.sent == {"execute": "x", "id": "1"}
     assert isinstance(caught.value.received, dict)
     assert caught.value.received["error"]["class"] == "CommandNotFound"
-    peer.say(**{"return": 1, "id": "2"})
+    peer.send(**{"return": 1, "id": "2"})
     assert await monitor.execute("y") == 1
 
 
 async def test_vcpus_come_in_any_order(ends: tuple[Monitor, Peer]) -> None:
     monitor, peer = ends
-    peer.say(**{"return": [{"cpu-index": 1, "thread-id": 11}, {"cpu-index": 0, "thread-id": 10}], "id": "1"})
+    peer.send(**{"return": [{"cpu-index": 1, "thread-id": 11}, {"cpu-index": 0, "thread-id": 10}], "id": "1"})
     assert await monitor.vcpu_threads() == (VcpuThread(0, 10), VcpuThread(1, 11))
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "sentence"),
+    ("data", "error", "sentence"),
     [
         (b"", ExecInterruptedError, "it hung up"),
         (b'{"QMP": ', ExecInterruptedError, "it hung up in the middle of"),
@@ -203,11 +203,11 @@ async def test_vcpus_come_in_any_order(ends: tuple[Monitor, Peer]) -> None:
         (b'{"QMP": 3}\n', BadReplyError, "greeting"),
     ],
 )
-async def test_what_is_not_qmp_ends_the_conversation(
-    ends: tuple[Monitor, Peer], said: bytes, error: type[Exception], sentence: str
+async def test_malformed_qmp_ends_the_connection(
+    ends: tuple[Monitor, Peer], data: bytes, error: type[Exception], sentence: str
 ) -> None:
     monitor, peer = ends
-    peer.end.sendall(said)
+    peer.end.sendall(data)
     peer.end.shutdown(socket.SHUT_WR)
     with pytest.raises(error, match=sentence):
         await monitor.greet()
@@ -220,7 +220,7 @@ async def test_a_reply_before_the_garbage_counts(ends: tuple[Monitor, Peer]) -> 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(monitor.execute, "cont")
         await settle()
-        number = peer.heard()["id"]
+        number = peer.received()["id"]
         peer.end.sendall(json.dumps({"return": {}, "id": number}).encode() + b"\r\ngarbage\n")
     with pytest.raises(BadReplyError):
         await monitor.event()
@@ -238,7 +238,7 @@ async def test_a_line_without_end(ends: tuple[Monitor, Peer]) -> None:
 
     flooding = threading.Thread(
         target=flood
-    )  # joined here: a thread of trio's pool would stay, and be found by other tests
+    )  # joined here: a thread of trio's pool would stay, and snapshots of other tests would count it
     flooding.start()
     with pytest.raises(BadReplyError, match="a line of more than"):
         await monitor.event()
@@ -246,7 +246,7 @@ async def test_a_line_without_end(ends: tuple[Monitor, Peer]) -> None:
     flooding.join()
 
 
-async def test_a_command_abandoned_half_sent_ends_the_conversation(ends: tuple[Monitor, Peer]) -> None:
+async def test_a_command_cancelled_half_sent_ends_the_connection(ends: tuple[Monitor, Peer]) -> None:
     monitor, _peer = ends
     async with trio.open_nursery() as nursery:
         nursery.start_soon(monitor.execute, "big", {"text": "x" * (8 << 20)})
@@ -261,12 +261,12 @@ async def test_events_without_end_do_not_fill_memory(ends: tuple[Monitor, Peer])
     async with trio.open_nursery() as nursery:
         nursery.start_soon(monitor.execute, "x")
         await settle()
-        number = peer.heard()["id"]
+        number = peer.received()["id"]
 
         def storm() -> None:
             for count in range(3000):
-                peer.say(event=f"E{count}", timestamp={})
-            peer.say(**{"return": {}, "id": number})
+                peer.send(event=f"E{count}", timestamp={})
+            peer.send(**{"return": {}, "id": number})
 
         storming = threading.Thread(target=storm)
         storming.start()
@@ -286,10 +286,10 @@ async def test_descriptors_travel_with_a_command(ends: tuple[Monitor, Peer]) -> 
         while b"\n" not in peer.buffer:
             peer.buffer += peer.end.recv(1 << 16, socket.MSG_DONTWAIT)
             await settle()
-        peer.say(**{"return": {"fdset-id": 0}, "id": peer.heard()["id"]})
+        peer.send(**{"return": {"fdset-id": 0}, "id": peer.received()["id"]})
     os.write(writing, b"word")
     assert [os.read(number, 4) for number in received] == [b"word"]
-    os.fstat(reading)  # ours still
+    os.fstat(reading)  # our copy stays open
     for number in (reading, writing, *received):
         os.close(number)
 
@@ -304,9 +304,9 @@ async def test_iothreads_by_their_threads(ends: tuple[Monitor, Peer]) -> None:
         except BadReplyError as error:
             found.append(type(error))
 
-    for said in ([{"id": "disk0", "thread-id": 7}], [{"id": "disk0"}]):
+    for reply in ([{"id": "disk0", "thread-id": 7}], [{"id": "disk0"}]):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
             await settle()
-            peer.say(**{"return": said, "id": peer.heard()["id"]})
+            peer.send(**{"return": reply, "id": peer.received()["id"]})
     assert found == [{7: "disk0"}, BadReplyError]

@@ -1,6 +1,6 @@
-"""Sweep, don't sample: cancel at every step, fail every acquisition; afterwards everything is as before.
+"""Cancel a run at every step, and fail every acquisition; afterwards everything is as before.
 
-The step at which a run is cancelled, or the system call that fails, is counted, not chosen: every one of them is tried.
+The steps and system operations are counted, not sampled: every one of them is tried.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import attrs
 import pytest
@@ -20,10 +21,11 @@ from runner.errors import RunnerError, explain
 from runner.instance.discover import read_disk_facts
 from runner.instance.qemu import GuestEnd
 from runner.plan.disks import plan_disk
+from runner.plan.instance import InstancePlan
 from runner.plan.networks import PasstPlan
 from runner.plan.problems import Problems
 from runner.spec.instance import DiskSpec
-from tests.support.fake_host import FakeHost
+from tests.support.fake_host import FakeHost, link_names
 from tests.support.fake_pci import with_devices
 from tests.support.sweep import FAULT_INJECTOR, CancelAtStep
 
@@ -32,11 +34,11 @@ SPECS = {
     "with everything": "[memory]\nprealloc = true\n[[network]]\n[display]\nvnc = true\n[cloud_init]\n",
     "with devices": "",
 }
-SERVANTS = {"bare": set(), "with everything": {"dnsmasq", "passt", "virtiofsd"}, "with devices": {"virtiofsd"}}
-"""What each must have started, or it sweeps less than it says."""
+DAEMONS = {"bare": set(), "with everything": {"dnsmasq", "passt", "virtiofsd"}, "with devices": {"virtiofsd"}}
+"""The daemons that each run must have started; otherwise the test would not cover them."""
 
 
-def planned(fake_host: FakeHost, spec: str) -> Any:
+def planned(fake_host: FakeHost, spec: str) -> InstancePlan:
     share = "" if spec == "bare" else fake_host.share()
     plan = fake_host.plan(SPECS[spec] + share, qemu={"at_cont": "shutdown"}, grace=1)
     if spec == "with devices":
@@ -54,8 +56,8 @@ def planned(fake_host: FakeHost, spec: str) -> Any:
     return attrs.evolve(plan, machine=machine)
 
 
-async def cancelled_run(fake_host: FakeHost, plan: Any, n: int) -> int:
-    """Run *plan* until it ends or step *n*; return how many steps there were."""
+async def cancelled_run(fake_host: FakeHost, plan: InstancePlan, n: int) -> int:
+    """Run *plan* until it ends or is cancelled at step *n*, and return the number of its steps."""
     with trio.CancelScope() as scope:
         instrument = CancelAtStep(scope, n)
         trio.lowlevel.add_instrument(instrument)
@@ -67,14 +69,25 @@ async def cancelled_run(fake_host: FakeHost, plan: Any, n: int) -> int:
     return instrument.steps
 
 
+@pytest.fixture
+def fault_injector(fake_host: FakeHost) -> Iterator[None]:
+    """End fault injection when a run is over; afterwards delete the links that a teardown with a fault left behind."""
+    before = set(link_names())
+    fake_host.when_over = FAULT_INJECTOR.end
+    yield
+    FAULT_INJECTOR.end()
+    for name in set(link_names()) - before:
+        subprocess.run(["ip", "link", "delete", name], check=True)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 async def test_cancelled_at_every_step(fake_host: FakeHost, spec: str) -> None:
     plan = planned(fake_host, spec)
     before = fake_host.snapshot()
     steps = await cancelled_run(fake_host, plan, sys.maxsize)
     assert steps > 30
-    servants = {role for role in ("dnsmasq", "passt", "virtiofsd") if fake_host.records(role, "start")}
-    assert servants == SERVANTS[spec]
+    daemons = {role for role in ("dnsmasq", "passt", "virtiofsd") if fake_host.records(role, "start")}
+    assert daemons == DAEMONS[spec]
     n = 1
     while n <= steps:
         steps = max(steps, await cancelled_run(fake_host, plan, n))
@@ -84,13 +97,12 @@ async def test_cancelled_at_every_step(fake_host: FakeHost, spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.usefixtures("fault_injector")
 async def test_every_acquisition_fails_once(fake_host: FakeHost, spec: str) -> None:
-    """Whatever the kernel refuses on the way to `cont`, the start is refused with a sentence and reversed."""
+    """Every operation that fails before `cont` is a refused start with the reason, and the start is reversed."""
     plan = planned(fake_host, spec)
     before = fake_host.snapshot()
-    await fake_host.run(plan)  # once in peace, so that nothing is imported later
-    fake_host.when_over = FAULT_INJECTOR.end
-
+    await fake_host.run(plan)  # once without a fault, so that nothing is imported later
     refused = 0
     n = 1
     while True:
@@ -108,7 +120,7 @@ async def test_every_acquisition_fails_once(fake_host: FakeHost, spec: str) -> N
         else:
             assert isinstance(result, GuestEnd)
             if "cont" in fake_host.commands() and fake_host.faults.sentences:
-                break  # from here on it is the teardown that fails
+                break  # from here on only the teardown fails
         assert fake_host.snapshot() == before, f"operation {n} failed: {result}"
         if reached < n:
             break
@@ -117,11 +129,11 @@ async def test_every_acquisition_fails_once(fake_host: FakeHost, spec: str) -> N
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
+@pytest.mark.usefixtures("fault_injector")
 async def test_every_fork_fails_once(fake_host: FakeHost, number: int) -> None:
-    """EAGAIN is what a pod gets at its pids.max."""
+    """A fork fails with EAGAIN at the pod's pids.max."""
     plan = fake_host.plan(fake_host.share(), qemu={"at_cont": "shutdown"}, grace=1)
     before = fake_host.snapshot()
-    fake_host.when_over = FAULT_INJECTOR.end
     for n, role in enumerate(("anchor", "anchor", "virtiofsd", "qemu"), 1):
         FAULT_INJECTOR.begin(n, number, frozenset({"subprocess.Popen"}))
         with trio.fail_after(60):
@@ -134,7 +146,7 @@ async def test_every_fork_fails_once(fake_host: FakeHost, number: int) -> None:
 
 
 async def test_with_too_few_descriptors(fake_host: FakeHost) -> None:
-    """The real limit instead of a saboteur: EMFILE from the kernel, at whatever opens one descriptor too many."""
+    """The kernel's own limit, not the fault injector: EMFILE at the first descriptor beyond it."""
     plan = fake_host.plan(fake_host.share(), qemu={"at_cont": "shutdown"}, grace=1)
     before = fake_host.snapshot()
     taken = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
@@ -145,7 +157,7 @@ async def test_with_too_few_descriptors(fake_host: FakeHost) -> None:
         for limit in range(used, used + 40):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             try:
-                result: Any = await fake_host.run(plan)
+                result: GuestEnd | RunnerError | BaseExceptionGroup[BaseException] = await fake_host.run(plan)
             except BaseExceptionGroup as group:  # trio itself could not get a descriptor
                 result = group
             finally:

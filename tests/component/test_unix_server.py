@@ -1,4 +1,4 @@
-"""The server's limits, shared among peers: who is hung up on when there is no place left."""
+"""The server's limits and their division among peers: the connections it closes when no place is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUSY = -32005
 
 @attrs.define
 class Service:
-    """Peers are called as the test says; ``wait`` waits for its event, any other method answers at once."""
+    """A service with the peer key that the test sets; ``wait`` waits for its event, any other method answers at once."""
 
     peers: Peers = attrs.field(factory=lambda: Peers(Path("/proc")))
     key: int = 1
@@ -57,19 +57,19 @@ async def served(path: Path, limits: SocketLimits) -> AsyncIterator[tuple[Servic
 
 
 async def refused(client: Client) -> bool:
-    """Return whether the client is told that the server is busy; ``False`` if it is served."""
+    """Return whether the client gets the error that the server is busy; ``False`` if it is served."""
     await client.send(b'{"jsonrpc":"2.0","method":"x","id":1}\n')
     line = await client.line()
     return "error" in json.loads(line) and json.loads(line)["error"]["code"] == BUSY
 
 
-async def hung_up_on(client: Client) -> bool:
+async def disconnected(client: Client) -> bool:
     with trio.move_on_after(0.05):
         return await client.line() == b""
     return False
 
 
-async def test_a_peer_with_none_takes_the_place_of_the_greediest_ones_oldest_idle(tmp_path: Path) -> None:
+async def test_a_new_peer_replaces_the_oldest_idle_connection_of_the_peer_with_most(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     async with (
         served(path, SocketLimits(connections=4, connections_per_peer=4)) as (service, server),
@@ -84,17 +84,17 @@ async def test_a_peer_with_none_takes_the_place_of_the_greediest_ones_oldest_idl
         service.key = 2
         async with connected(path) as newcomer:
             assert not await refused(newcomer)
-            assert [await hung_up_on(each) for each in (busy, oldest, third, last)] == [False, True, False, False]
+            assert [await disconnected(each) for each in (busy, oldest, third, last)] == [False, True, False, False]
             assert server.connections == 4
             async with connected(path) as second, connected(path) as one_too_many:
                 assert not await refused(second)
                 assert await refused(one_too_many), "both peers have two"
-            assert [await hung_up_on(each) for each in (busy, third, last)] == [False, True, False]
+            assert [await disconnected(each) for each in (busy, third, last)] == [False, True, False]
         service.finished.set()
         assert json.loads(await busy.line())["result"] == "wait"
 
 
-async def test_a_peer_gets_no_place_from_one_that_has_no_more(tmp_path: Path) -> None:
+async def test_a_peer_replaces_no_connection_of_a_peer_with_as_few(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     async with served(path, SocketLimits(connections=2, connections_per_peer=4)) as (service, server):
         async with connected(path) as first:
@@ -111,8 +111,8 @@ async def test_a_peer_gets_no_place_from_one_that_has_no_more(tmp_path: Path) ->
         assert service.calls == 4
 
 
-async def test_a_refused_client_can_still_send_its_request_and_reads_why(tmp_path: Path) -> None:
-    """Hung up on before it has sent, it would get EPIPE and never read the error."""
+async def test_a_refused_client_can_still_send_its_request_and_read_the_reason(tmp_path: Path) -> None:
+    """Disconnected before it has sent, it would get EPIPE and never read the error."""
     path = tmp_path / "socket"
     async with (
         served(path, SocketLimits(connections=1)) as (_, server),

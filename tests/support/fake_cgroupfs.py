@@ -1,8 +1,8 @@
-"""Stand-ins on paper: a cgroup v2 hierarchy, a sysfs and a kubelet's directory made of ordinary files.
+"""Fakes of a cgroup v2 hierarchy, a sysfs and a kubelet's directory, made of ordinary files.
 
-The paper hierarchy keeps the kernel's rules that the controller relies on: what a new group is like, when it can be
-threaded, what a cpuset falls back to, what cannot be written or removed. ``tests/node`` holds the same expectations
-against the kernel itself.
+The fake hierarchy follows the kernel's rules that the controller relies on: the files of a new cgroup, when a cgroup can
+become threaded, the effective cpuset, and which writes and removals fail. ``tests/node`` tests the same rules on the
+kernel itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CPUSET_FILES = ("cpuset.cpus", "cpuset.mems", "cpuset.cpus.effective", "cpuset.m
 
 
 class FakeCgroup(Cgroup):
-    """A group in a hierarchy made of ordinary files."""
+    """A cgroup in a hierarchy made of ordinary files."""
 
     def create(self) -> None:
         if self.exists():
@@ -31,7 +31,7 @@ class FakeCgroup(Cgroup):
         self._put("cgroup.events", "populated 0\nfrozen 0")
         for file in ("cgroup.procs", "cgroup.threads", "cgroup.subtree_control"):
             self._put(file, "")
-        self._offer(self.parent.enabled())
+        self._set_controllers(self.parent.enabled())
 
     def remove(self) -> bool:
         if self.exists():
@@ -42,63 +42,63 @@ class FakeCgroup(Cgroup):
         return super().remove()
 
     def write(self, file: str, value: str) -> None:
-        os.close(self.open(file))  # as in the kernel: what is not there cannot be written
+        os.close(self.open(file))  # as in the kernel: a write creates no file
         match file:
             case "cgroup.type":
                 parent = self.parent
                 if value != "threaded" or self.populated() or parent.enabled() - THREADED_CONTROLLERS:
-                    raise self._no(file, value, errno.EOPNOTSUPP)
+                    raise self._error(file, value, errno.EOPNOTSUPP)
                 parent._put("cgroup.type", "domain threaded")
                 self._put(file, value)
             case "cgroup.subtree_control":
-                self._switch(value)
+                self._enable(value)
             case "cpuset.cpus" | "cpuset.mems":
                 asked = CpuSet.parse(value)
                 if self.populated() and not asked:
-                    raise self._no(file, value, errno.ENOSPC)
-                if asked and max(asked) > max(self._top()._parse(file), default=0):
-                    raise self._no(file, value, errno.ERANGE)
+                    raise self._error(file, value, errno.ENOSPC)
+                if asked and max(asked) > max(self._mount()._parse(file), default=0):
+                    raise self._error(file, value, errno.ERANGE)
                 self._put(file, str(asked))
-                self._flow()
+                self._update_effective()
             case _:
                 self._put(file, value)
 
     def populate(self, populated: bool) -> None:  # noqa: FBT001
-        """Let the group have members, or none."""
+        """Set whether the cgroup has members."""
         self._put("cgroup.events", f"populated {populated:d}\nfrozen 0")
 
-    def _switch(self, value: str) -> None:
+    def _enable(self, value: str) -> None:
         enabled = set(self.enabled())
         for word in value.split():
             if word[1:] not in self.controllers():
-                raise self._no("cgroup.subtree_control", value, errno.ENOENT)
+                raise self._error("cgroup.subtree_control", value, errno.ENOENT)
             (enabled.add if word[0] == "+" else enabled.discard)(word[1:])
         if enabled - THREADED_CONTROLLERS and self.kind() == "domain threaded":
-            raise self._no("cgroup.subtree_control", value, errno.EOPNOTSUPP)
+            raise self._error("cgroup.subtree_control", value, errno.EOPNOTSUPP)
         self._put("cgroup.subtree_control", " ".join(sorted(enabled)))
         for name in self.children():
-            self.child(name)._offer(frozenset(enabled))
+            self.child(name)._set_controllers(frozenset(enabled))
 
-    def _offer(self, controllers: frozenset[str]) -> None:
+    def _set_controllers(self, controllers: frozenset[str]) -> None:
         self._put("cgroup.controllers", " ".join(sorted(controllers)))
         if "cpuset" in controllers and not (self.path / "cpuset.cpus").exists():
             for file in CPUSET_FILES:
                 self._put(file, "")
-            self._flow()
+            self._update_effective()
         if "cpuset" not in controllers:
             for file in CPUSET_FILES:
                 (self.path / file).unlink(missing_ok=True)
 
-    def _flow(self) -> None:
-        """Take from the parent what the group has not or cannot have, and let its children do the same."""
+    def _update_effective(self) -> None:
+        """Compute the effective sets: those of the parent where the cgroup's own are empty or unavailable; then the children's."""
         for file in ("cpuset.cpus", "cpuset.mems"):
             above = self.parent._parse(f"{file}.effective")
             self._put(f"{file}.effective", str(self._parse(file) & above or above))
         for name in self.children():
             if (self.path / name / "cpuset.cpus").exists():
-                self.child(name)._flow()
+                self.child(name)._update_effective()
 
-    def _top(self) -> FakeCgroup:
+    def _mount(self) -> FakeCgroup:
         group = self
         while (group.path / "cgroup.type").exists():
             group = group.parent
@@ -110,12 +110,12 @@ class FakeCgroup(Cgroup):
     def _put(self, file: str, value: str) -> None:
         (self.path / file).write_text(f"{value}\n")
 
-    def _no(self, file: str, value: str, number: int) -> CgroupError:
+    def _error(self, file: str, value: str, number: int) -> CgroupError:
         return CgroupError(f"cannot write {value!r} to {self.path / file}", number)
 
 
 def fake_cgroupfs(path: Path, *, cpus: str, online: str | None = None, mems: str = "0") -> FakeCgroup:
-    """Return the mount point of a new hierarchy on a machine with *cpus* and memory nodes *mems*."""
+    """Write a new hierarchy and return its mount point, on a machine with *cpus* and memory nodes *mems*."""
     path.mkdir()
     mount = FakeCgroup(path)
     for file, value in {
@@ -132,7 +132,7 @@ def fake_cgroupfs(path: Path, *, cpus: str, online: str | None = None, mems: str
 
 
 def fake_sysfs(path: Path, *, cpus: str, online: str | None = None, mems: str = "0") -> Path:
-    """Return a sysfs that tells of *cpus* and memory nodes *mems*."""
+    """Write a sysfs with *cpus* and the memory nodes *mems*, and return its path."""
     cpu, node = path / "devices" / "system" / "cpu", path / "devices" / "system" / "node"
     cpu.mkdir(parents=True)
     node.mkdir(parents=True)

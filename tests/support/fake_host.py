@@ -1,4 +1,4 @@
-"""A host on which every program is a fake named in the plan, and snapshots of all that must be as before."""
+"""A host whose programs are fakes that the plan names, and snapshots of everything that a run must restore."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -32,17 +32,18 @@ FAKES = Path(__file__).parents[1] / "component" / "fakes"
 
 @attrs.frozen
 class Snapshot:
-    """What a run must leave as it was."""
+    """Everything that a run must restore."""
 
     processes: frozenset[str]
     descriptors: frozenset[tuple[int, str]]
     links: frozenset[str]
     files: frozenset[str]
-    """Each with its owner."""
+    """Paths, each with its owner."""
     cpus: CpuSet
 
 
 def descendants(pid: int) -> Iterator[str]:
+    """Yield "pid state name" of each descendant of the process *pid*."""
     children: dict[int, list[tuple[int, str, str]]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -68,9 +69,9 @@ class FakeHost:
     stop: StopRequest = attrs.field(factory=StopRequest)
     faults: Faults = attrs.field(factory=Faults)
     when_over: Callable[[], None] = lambda: None
-    """Called when the instance has ended, before anything is looked at."""
-    told: Callable[[], str] = str
-    """Returns what was logged."""
+    """Called when the instance has ended, before the result is inspected."""
+    logged: Callable[[], str] = str
+    """Returns the text of the log."""
 
     @property
     def log_file(self) -> Path:
@@ -88,18 +89,18 @@ class FakeHost:
         return PurePosixPath(path)
 
     def records(self, fake: str, what: str) -> list[dict[str, Any]]:
-        """Return what a fake has written down."""
+        """Return the records of kind *what* that a fake wrote."""
         if not self.log_file.exists():
             return []
         everything = [json.loads(line) for line in self.log_file.read_text().splitlines()]
         return [record for record in everything if record["fake"] == fake and record["what"] == what]
 
     def guest_runs(self) -> bool:
-        """Tell whether the start is over: QEMU has answered ``cont``, and not only got it."""
-        return "the guest runs" in self.told()
+        """Return whether the start is over: QEMU has not only received ``cont``, but answered it."""
+        return "the guest runs" in self.logged()
 
     def commands(self) -> list[str]:
-        """Return the QMP commands the fake QEMU got."""
+        """Return the QMP commands that the fake QEMU received."""
         return [record["command"] for record in self.records("qemu", "command")]
 
     def plan(
@@ -111,7 +112,7 @@ class FakeHost:
         preallocator: dict[str, object] | None = None,
         grace: float = 10,
     ) -> InstancePlan:
-        """Plan an instance whose programs are fakes that behave as told."""
+        """Plan an instance whose programs are fakes with the given behaviour."""
         kernel = self.root / "kernel"
         kernel.write_bytes(b"kernel")
         share = self.root / "share"
@@ -146,15 +147,15 @@ class FakeHost:
         self,
         plan: InstancePlan,
         *,
-        beside: Callable[[Supervisor], Any] | None = None,
+        meanwhile: Callable[[Supervisor], Awaitable[None]] | None = None,
         inherited_fds: Mapping[str, InheritedFd] | None = None,
     ) -> GuestEnd | RunnerError:
-        """Run *plan* on a fresh host with its *inherited_fds*; *beside* runs at the same time."""
+        """Run *plan* on a fresh host with its *inherited_fds*; *meanwhile* runs at the same time."""
         with NonBlockingWriter(1) as stdout:
             async with open_supervisor(self.stop, self.faults) as bare:
                 supervisor = attrs.evolve(bare, inherited_fds=inherited_fds or {})
-                if beside is not None:
-                    supervisor.nursery.start_soon(beside, supervisor)
+                if meanwhile is not None:
+                    supervisor.nursery.start_soon(meanwhile, supervisor)
                 try:
                     ended: GuestEnd | RunnerError = await run_instance(plan, supervisor, stdout.write)
                 except RunnerError as error:
@@ -164,7 +165,7 @@ class FakeHost:
         return ended
 
     def snapshot(self) -> Snapshot:
-        """Look at everything a run might leave behind."""
+        """Return everything that a run might leave behind."""
         descriptors = set()
         for entry in Path("/proc/self/fd").iterdir():
             try:
@@ -176,20 +177,20 @@ class FakeHost:
         return Snapshot(
             processes=frozenset(descendants(os.getpid())),
             descriptors=frozenset(ours),
-            links=frozenset(_links()),
+            links=frozenset(link_names()),
             files=frozenset(f"{path} {path.lstat().st_uid}" for path in self.root.rglob("*") if path not in kept),
             cpus=CpuSet(os.sched_getaffinity(0)),
         )
 
 
-def _links() -> Iterator[str]:
-    """Return the links of our namespace; /sys shows those of the namespace it was mounted in."""
+def link_names() -> Iterator[str]:
+    """Yield the links of our network namespace; /sys shows those of the namespace in which it was mounted."""
     for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
         yield line.partition(":")[0].strip()
 
 
 async def settled(supervisor: Supervisor) -> None:
-    """Let the reaper take what died last: a killed grandchild becomes a zombie of ours a moment later."""
+    """Wait until all zombies are reaped: a killed grandchild becomes our zombie a moment later."""
     with trio.move_on_after(1):
         while any(line.split()[1] == "Z" for line in descendants(os.getpid())):
             await trio.sleep(0.005)

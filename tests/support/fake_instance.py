@@ -1,7 +1,8 @@
-"""A fake instance of real processes: an init in a PID namespace of its own, and children with given names and threads.
+"""A fake instance of real processes: an init in its own PID namespace, and children with given names and threads.
 
-Run as a program it is that init: it reads commands, one a line of JSON, and answers each with a line. A member is a
-process with a name, threads with names and CPU masks of their own, and memory such as QEMU gives its guest.
+This file, run as a program, is that init: it reads commands, one JSON document a line, and answers each with a line.
+A member is a process with a name, threads with names and CPU masks of their own, and memory as QEMU allocates it for
+its guest.
 """
 
 from __future__ import annotations
@@ -20,69 +21,69 @@ PYTHON = ("env", f"PYTHONPATH={os.pathsep.join([str(PROJECT), *sys.path])}", sys
 
 MEMBER = """
 import json, mmap, os, sys, threading
-told = json.loads(sys.argv[1])
-def be(name, cpus):
+member = json.loads(sys.argv[1])
+def become(name, cpus):
     with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as comm:
         comm.write(name)
     if cpus:
         os.sched_setaffinity(0, cpus)
-ready, gate, tids = threading.Barrier(len(told["threads"]) + 1), threading.Event(), {}
+ready, gate, tids = threading.Barrier(len(member["threads"]) + 1), threading.Event(), {}
 def thread(name, cpus):
-    be(name, cpus)
+    become(name, cpus)
     tids[name] = threading.get_native_id()
     ready.wait()
     gate.wait()
-be(told["name"], told["cpus"])
-for each in told["threads"]:
+become(member["name"], member["cpus"])
+for each in member["threads"]:
     threading.Thread(target=thread, args=each, daemon=True).start()
-if told["ram"]:
+if member["ram"]:
     ram = os.memfd_create("fake-ram")
-    os.ftruncate(ram, told["ram"])
-    memory = mmap.mmap(ram, told["ram"])
-    for page in range(0, told["ram"], mmap.PAGESIZE):
+    os.ftruncate(ram, member["ram"])
+    memory = mmap.mmap(ram, member["ram"])
+    for page in range(0, member["ram"], mmap.PAGESIZE):
         memory[page] = 1
 ready.wait()
-os.setuid(told["uid"])
+os.setuid(member["uid"])
 print(json.dumps([os.getpid(), tids]), flush=True)
 sys.stdin.read()
 """
 
 
 class FakeInstance:
-    """The instance seen from outside; numbers of processes and threads are those of its own namespace."""
+    """The instance seen from outside; pids and tids are those of its own PID namespace, unless a method says otherwise."""
 
     def __init__(self, init: subprocess.Popen[str]) -> None:
         self._init = init
 
     @property
     def pid(self) -> int:
-        """Return the init's number out here: it is the only child of unshare(1)."""
+        """Return the init's pid in our PID namespace: it is the only child of unshare(1)."""
         return children(self._init.pid)[0]
 
-    def tell(self, *order: object) -> Any:
-        """Send the init a command and return its answer."""
+    def request(self, *command: object) -> Any:
+        """Send the init a command with its arguments, and return its answer, a JSON document."""
         assert self._init.stdin is not None
         assert self._init.stdout is not None
-        print(json.dumps(order), file=self._init.stdin, flush=True)
+        print(json.dumps(command), file=self._init.stdin, flush=True)
         line = self._init.stdout.readline()
-        assert line, f"the init has ended at {order}"
+        assert line, f"the init has ended at {command}"
         return json.loads(line)
 
     def start(
         self, name: str, cpus: list[int], threads: Mapping[str, list[int]] | None = None, ram: int = 0, uid: int = 0
     ) -> tuple[int, dict[str, int]]:
-        """Start a member with its masks (empty: as inherited) and return its pid and the tids of its *threads*."""
-        told = {"name": name, "cpus": cpus, "threads": list((threads or {}).items()), "ram": ram, "uid": uid}
-        pid, tids = self.tell("start", told)
+        """Start a member and return its pid and the tids of its *threads*; an empty CPU mask is inherited."""
+        member = {"name": name, "cpus": cpus, "threads": list((threads or {}).items()), "ram": ram, "uid": uid}
+        pid, tids = self.request("start", member)
         return pid, tids
 
     def start_anchor(self) -> int:
         """Start `sleep infinity` and return its pid."""
-        pid: int = self.tell("anchor")
+        pid: int = self.request("anchor")
         return pid
 
     def outside(self, tid: int) -> int:
-        """Return the number out here of a member, or of a member's thread."""
+        """Return the tid in our PID namespace of a member, or of a thread of a member."""
         for pid in (self.pid, *children(self.pid)):
             for task in Path(f"/proc/{pid}/task").iterdir():
                 numbers = next(line for line in (task / "status").read_text().splitlines() if line.startswith("NSpid:"))
@@ -91,7 +92,7 @@ class FakeInstance:
         raise AssertionError(f"no thread {tid} in the fake instance")
 
     def command(self, *argv: str) -> tuple[str, ...]:
-        """Return how to run a command in the instance's namespaces."""
+        """Return *argv* as a command that runs in the instance's PID and mount namespaces."""
         return ("nsenter", f"--target={self.pid}", "--pid", "--mount", *argv)
 
 
@@ -101,19 +102,19 @@ def children(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def fake_instance() -> Iterator[FakeInstance]:
-    """Hold a fake instance; at the end of the block none of its processes is left."""
+    """Run a fake instance; all its processes have ended at the end of the block."""
     argv = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *PYTHON, __file__]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as init:
         try:
             found = FakeInstance(init)
-            found.tell("nothing")
+            found.request("nothing")
             yield found
         finally:
             init.kill()
 
 
 def write_receipt(path: str, cpus: list[int], roles: dict[str, str], vcpus: dict[str, int]) -> None:
-    """Write what the runner would have written of these processes (pid → role, and tid → vCPU)."""
+    """Write the runner's receipt of these processes: *roles* by pid, and *vcpus* (indexes) by tid."""
     from runner.cpuset import CpuSet
     from runner.kernel.files import publish
     from runner.kernel.procfs import Procfs
@@ -129,12 +130,12 @@ def write_receipt(path: str, cpus: list[int], roles: dict[str, str], vcpus: dict
 
 
 def main() -> None:
-    """Be the init."""
+    """Run as the init: execute commands from standard input."""
     members: dict[int, subprocess.Popen[str]] = {}
     for line in sys.stdin:
-        do, *arguments = json.loads(line)
+        command, *arguments = json.loads(line)
         answer: object = None
-        if do == "start":
+        if command == "start":
             member = subprocess.Popen(
                 [sys.executable, "-ISc", MEMBER, json.dumps(arguments[0])],
                 stdin=subprocess.PIPE,
@@ -144,16 +145,16 @@ def main() -> None:
             assert member.stdout is not None
             answer = json.loads(member.stdout.readline())
             members[member.pid] = member
-        elif do == "pin":
+        elif command == "pin":
             os.sched_setaffinity(*arguments)
-        elif do == "anchor":
+        elif command == "anchor":
             anchor = subprocess.Popen(["sleep", "infinity"], text=True)
             members[anchor.pid] = anchor
             answer = anchor.pid
-        elif do == "end":
+        elif command == "end":
             members[arguments[0]].kill()
             members.pop(arguments[0]).wait()
-        elif do == "receipt":
+        elif command == "receipt":
             write_receipt(*arguments)
         print(json.dumps(answer), flush=True)
 

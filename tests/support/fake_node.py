@@ -81,7 +81,7 @@ class Node:
         return self.mount.child("stelia")
 
     @property
-    def floating(self) -> FakeCgroup:
+    def float_cgroup(self) -> FakeCgroup:
         return self.root.child("float")
 
     @property
@@ -98,7 +98,7 @@ class Node:
         put_cpu_state(self.kubelet, format_cpu_state(shared, entries, policy=policy))
 
     def put_process(self, pid: int, cgroup: str, *, inner: int, namespace: str) -> None:
-        """Describe process *pid*; the controller sees it through ``/proc`` alone."""
+        """Describe process *pid* in the fake ``/proc``, the only place where the controller reads processes."""
         directory = self.proc / str(pid)
         (directory / "ns").mkdir(parents=True, exist_ok=True)
         (self.path / namespace).touch()
@@ -108,11 +108,11 @@ class Node:
         (directory / "status").write_text(f"Name:\tx\nNSpid:\t{pid}\t{inner}\n")
         (directory / "cgroup").write_text(f"1:name=systemd:/\n0::{cgroup}\n")
 
-    def be(self, uid: str, *, cgroup: str | None = None, inner: int = 1, namespace: str | None = None) -> None:
-        """Let this process be the init of pod *uid*'s container; its anchor is in the pod's scope."""
+    def become(self, uid: str, *, cgroup: str | None = None, inner: int = 1, namespace: str | None = None) -> None:
+        """Describe this process as the init of pod *uid*'s container; its anchor is in the pod's scope."""
         namespace = namespace or f"pid-{uid}"
         self.put_process(os.getpid(), cgroup or scope_path(uid), inner=inner, namespace=namespace)
-        # The controller itself stays what it is: its own namespace is the host's.
+        # The controller's own namespace stays the host's.
         (self.proc / "self").unlink()
         self.put_process(1, "/", inner=1, namespace=HOST_NAMESPACE)
         (self.proc / "self").symlink_to("1")
@@ -120,7 +120,7 @@ class Node:
         (self.scope(uid).path / "cgroup.procs").write_text(f"{ANCHORS[uid]}\n")
 
     def snapshot(self) -> dict[str, tuple[int, str]]:
-        """Return every file of the controller's tree with its time of change and content."""
+        """Return every file of the controller's tree with its modification time in nanoseconds and its content."""
         return {
             str(path.relative_to(self.root.path)): (path.stat().st_mtime_ns, path.read_text())
             for path in sorted(self.root.path.rglob("*"))
@@ -141,7 +141,7 @@ class Client:
             data = data[await self.connection.send(data) :]
 
     async def line(self) -> bytes:
-        """Return the next line, or what there is before the end."""
+        """Return the next line, or the rest before the end of the stream."""
         await trio.lowlevel.checkpoint()
         while b"\n" not in self.buffer:
             data = await self.connection.recv(65536)
@@ -196,7 +196,7 @@ class Controller:
     server: UnixServer
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
-        """Wait until *condition* holds, looking again after passes that are asked for; no event tells of it."""
+        """Wait until *condition* holds, which no event signals: request passes, and test it after each."""
         await trio.lowlevel.checkpoint()
         while not condition():
             self.loop.disturb()
@@ -220,7 +220,7 @@ async def controlled(
     timeouts: Timeouts | None = None,
     intervals: Intervals | None = None,
 ) -> AsyncIterator[Controller]:
-    """Run a controller on *node*; *own_cpus* makes the node one without a kubelet."""
+    """Run a controller on *node*; with *own_cpus* the node has no kubelet."""
     loop = ReconcileLoop(
         tree=Tree(node.root),
         source=None if own_cpus else KubeletFiles(node.kubelet),

@@ -1,4 +1,4 @@
-"""PCI devices on paper: the sysfs and the nodes of a recorded host, as ordinary files."""
+"""Fake PCI devices: the sysfs and the device nodes of a recorded host, as ordinary files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Record = dict[str, Any]
 
 
 def recorded_pci(name: str) -> list[Record]:
-    """Return a host's devices: what sysfs says of each, its regions as ``[number, size, flags]``."""
+    """Return the recorded sysfs attributes of a host's devices; regions are ``[number, size, flags]``."""
     records: list[Record] = json.loads((RECORDS / f"{name}.json").read_text())
     return records
 
 
-def paper_pci(root: Path, records: Sequence[Record]) -> Path:
-    """Write *records* below *root*, with the nodes that VFIO makes for what is bound to it, and return *root*."""
+def fake_pci_tree(root: Path, records: Sequence[Record]) -> Path:
+    """Write *records* below *root*, with the nodes that VFIO creates for the devices bound to it, and return *root*."""
     devices, nodes = root / "sys/bus/pci/devices", root / "dev"
     (nodes / "vfio/devices").mkdir(parents=True)
     for node in ("iommu", "vfio/vfio"):
@@ -54,12 +54,12 @@ def paper_pci(root: Path, records: Sequence[Record]) -> Path:
     return root
 
 
-def with_devices(plan: InstancePlan, root: Path, *ways: VfioBackend) -> InstancePlan:
-    """Return *plan* with a device on paper for each of *ways*, as for a QEMU that is nobody."""
-    records = [record for record in recorded_pci("hgx-h100") if record["driver"] == "vfio-pci"][: len(ways)]
-    paper_pci(root, records)
+def with_devices(plan: InstancePlan, root: Path, *backends: VfioBackend) -> InstancePlan:
+    """Return *plan* with a fake device for each of *backends*; QEMU runs as the user with the number 65534."""
+    records = [record for record in recorded_pci("hgx-h100") if record["driver"] == "vfio-pci"][: len(backends)]
+    fake_pci_tree(root, records)
     devices = []
-    for record, way in zip(records, ways, strict=True):
+    for record, backend in zip(records, backends, strict=True):
         fact = read_pci_device(record["address"], Roots.below(root))
         assert fact is not None
         assert fact.group_node is not None
@@ -70,10 +70,10 @@ def with_devices(plan: InstancePlan, root: Path, *ways: VfioBackend) -> Instance
                 sysfs=fact.sysfs,
                 name=fact.name,
                 driver="vfio-pci",
-                vfio_backend=way,
+                vfio_backend=backend,
                 group_node=fact.group_node.path,
-                device_node=fact.device_node.path if way == "iommufd" else None,
-                lent_to=65534 if way == "legacy" else None,
+                device_node=fact.device_node.path if backend == "iommufd" else None,
+                lent_to=65534 if backend == "legacy" else None,
                 bus="pcie.0",
                 host_numa_node=fact.numa_node,
                 guest_numa_node=None,
@@ -82,7 +82,7 @@ def with_devices(plan: InstancePlan, root: Path, *ways: VfioBackend) -> Instance
                 rom=False,
             )
         )
-    iommufd = PurePosixPath(root / "dev/iommu") if "iommufd" in ways else None
+    iommufd = PurePosixPath(root / "dev/iommu") if "iommufd" in backends else None
     passthrough = PassthroughPlan(tuple(devices), iommufd)
     shutdown = attrs.evolve(plan.shutdown, devices_back=2.0)
     return attrs.evolve(plan, machine=attrs.evolve(plan.machine, passthrough=passthrough), shutdown=shutdown)

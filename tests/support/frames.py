@@ -1,4 +1,4 @@
-"""Messages that nobody should send to the controller."""
+"""Malformed messages for the controller."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STATUS = b'{"jsonrpc":"2.0","method":"getStatus","id":1}\n'
 
 
 def frames(seed: int) -> Iterator[bytes]:
-    """Yield broken messages of every kind, each one line and none that only opens a bracket."""
+    """Yield malformed messages of every kind, one line each; none of them is a lone opening bracket."""
     chance = random.Random(seed)  # noqa: S311  # no secret
     whole = [
         STATUS.rstrip(),

@@ -11,7 +11,7 @@ import trio
 
 
 class CancelAtStep(trio.abc.Instrument):
-    """Cancel a scope just before the task step number *n* since it was armed."""
+    """Cancels a scope just before task step number *n*, counted from the time it was installed."""
 
     def __init__(self, scope: trio.CancelScope, n: int) -> None:
         self.scope = scope
@@ -26,7 +26,7 @@ class CancelAtStep(trio.abc.Instrument):
 
 
 class FaultInjector:
-    """Fails the n-th system-touching operation of this process with EMFILE, where Python announces it (PEP 578)."""
+    """Makes the n-th system operation of this process fail, by an audit hook (PEP 578)."""
 
     OPERATIONS = frozenset(
         {

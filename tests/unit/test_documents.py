@@ -1,4 +1,4 @@
-"""The documents are true: their tables are those of the code, their paths and links exist."""
+"""The documents agree with the code: their tables, command lines, paths and links."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def table_rows(text: str, head: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip()[1:-1].split(" | ")] for row in rows]
 
 
-def test_all_documents_are_looked_at() -> None:
+def test_all_documents_are_tested() -> None:
     hidden = {path.name for path in ROOT.iterdir() if path.name.startswith(".")}
     found = {path for path in ROOT.rglob("*.md") if path.relative_to(ROOT).parts[0] not in hidden}
     assert found == set(DOCUMENTS)
@@ -100,7 +100,7 @@ def test_the_tables_of_inspect_are_formatted_as_it_does() -> None:
 
 
 def test_the_reference_of_the_spec_is_generated() -> None:
-    """``instance-runner manual instance-runner-spec.md > examples/SPEC.md`` makes it so."""
+    """``instance-runner manual instance-runner-spec.md > examples/SPEC.md`` generates it."""
     assert (ROOT / "examples/SPEC.md").read_text() == spec_markdown()
 
 
@@ -119,7 +119,7 @@ def test_every_key_of_the_schema_is_in_the_reference_as_it_is() -> None:
         (1, b'[boot]\nkernel = "/k"\n[[share]]\ntag = "home"\npath = "/a"\n[[share]]\ntag = "home"\npath = "/b"\n'),
     ],
 )
-def test_the_mistakes_that_are_shown_are_reported_so(number: int, spec: bytes) -> None:
+def test_the_mistakes_in_the_documents_are_reported_as_shown(number: int, spec: bytes) -> None:
     shown = re.findall(r"^spec\.toml: .*$", SPECS, re.MULTILINE)
     with pytest.raises(SpecError) as refused:
         parse_instance("spec.toml", spec, {})
@@ -194,7 +194,7 @@ def test_every_metric_of_an_instance_is_named() -> None:
     assert [name for name in sorted(names) if f"`{name}`" not in KUBERNETES] == []
 
 
-def test_every_event_that_is_explained_is_one_of_ours() -> None:
+def test_every_explained_event_is_logged_somewhere() -> None:
     source = " ".join(path.read_text() for path in sorted(Path(runner.errors.__file__).parent.rglob("*.py")))
     table = KUBERNETES.partition("| event | it means | do |")[2].partition("\n\n")[0]
     events = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
@@ -205,7 +205,7 @@ def test_every_event_that_is_explained_is_one_of_ours() -> None:
 
 
 @documents
-def test_the_example_specs_are_taken(document: Path) -> None:
+def test_the_example_specs_are_accepted(document: Path) -> None:
     for spec in re.findall(r"```toml\n(.*?)```", document.read_text(), re.DOTALL):
         assert tomllib.loads(spec)
         parse_instance(document.name, spec.encode(), {"POD_NAME": "web-1"})

@@ -1,4 +1,4 @@
-"""The parts of the emulated node that are pure, and its cache."""
+"""The pure parts of the emulated node, and its cache of artefacts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def artefact(recipe: Path, content: bytes = b"1") -> Artefact:
     return Artefact("thing", str(recipe), {"input": content})
 
 
-def test_what_was_built_is_kept(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_built_artefact_is_kept(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = cache.fetch(artefact(recipe))
     assert first.read_bytes() == b"1"
     assert "building" in capfd.readouterr().err
@@ -58,7 +58,7 @@ def test_a_failed_build_says_why_and_leaves_nothing(recipe: Path) -> None:
     assert sorted(path.name for path in cache.directory().iterdir()) == ["thing.lock", "thing.log"]
 
 
-def test_a_killed_build_leaves_nothing_that_looks_like_a_result(recipe: Path) -> None:
+def test_a_killed_build_leaves_no_partial_result(recipe: Path) -> None:
     recipe.write_text('echo half >"$OUT"; echo started; kill -KILL $PPID')
     code = "import sys; from pathlib import Path; from tests.emulated_node import cache\n"
     code += "cache.fetch(cache.Artefact('thing', sys.argv[1], {'input': b'1'}))"
@@ -125,7 +125,7 @@ def test_every_cpu_is_on_one_numa_node() -> None:
     assert sorted(cpu for node in nodes for cpu in node) == list(CpuSet(range(48)))
 
 
-def test_archives_are_what_cpio_reads(tmp_path: Path) -> None:
+def test_cpio_reads_the_archives(tmp_path: Path) -> None:
     if shutil.which("cpio") is None:
         pytest.skip("cpio is missing")
     data = archive([Entry.directory("d"), Entry.file("d/f", b"content", mode=0o755), Entry.device("d/console", 5, 1)])

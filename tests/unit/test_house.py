@@ -1,4 +1,4 @@
-"""The house's import law, executed: which room may import which, and which doors only one module may use."""
+"""The rules of imports: which room may import which, and which module alone may use a kernel interface."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EFFECTS = {
     "time",
     "trio",
 }
-"""What no pure room imports: it decides, it does not do."""
+"""Modules that no pure room imports, because a pure room does no input or output."""
 
 ONE_DOOR = {
     "subprocess": {"kernel.processes"},
@@ -113,7 +113,7 @@ def test_rooms_import_only_what_the_law_allows(name: str, path: Path) -> None:
 
 
 def test_no_two_files_import_each_other() -> None:
-    """Not even by way of others: a circle of files is one file in several pieces."""
+    """Indirect imports count too."""
     known = {f"runner.{name}": name for name, _ in modules()}
     needs = {
         name: {
@@ -155,15 +155,15 @@ def test_pure_rooms_do_nothing(name: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "path"), MODULES)
-def test_each_kernel_interface_has_one_door(name: str, path: Path) -> None:
-    for module, doors in ONE_DOOR.items():
-        if not within(name, doors):
+def test_each_kernel_interface_is_used_by_one_module_only(name: str, path: Path) -> None:
+    for module, users in ONE_DOOR.items():
+        if not within(name, users):
             assert not any(within(found, {module}) for found in imports(path)), f"{name} imports {module}"
 
 
 @pytest.mark.parametrize(("name", "path"), MODULES)
-def test_no_decision_looks_at_the_wall_clock(name: str, path: Path) -> None:
-    """It may jump an hour either way; what waits uses trio's monotonic clock."""
+def test_no_decision_reads_the_wall_clock(name: str, path: Path) -> None:
+    """The wall clock may jump an hour either way; timeouts use trio's monotonic clock."""
     calls = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
     assert not {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"} & calls, name
     assert "datetime" not in set(imports(path))
@@ -173,7 +173,7 @@ def test_no_decision_looks_at_the_wall_clock(name: str, path: Path) -> None:
     ("name", "path"), [(name, path) for name, path in modules() if within(name, {"kernel", "instance"})]
 )
 def test_no_constant_of_a_module_holds_a_path_of_the_kernels_file_systems(name: str, path: Path) -> None:
-    """Doors take their root path as an argument, so that another machine's tree can be read as well."""
+    """Readers take their root path as an argument, so that another machine's tree can be read as well."""
     assignments = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign | ast.AnnAssign)]
     texts = {each.value for node in assignments for each in ast.walk(node) if isinstance(each, ast.Constant)}
     assert not {text for text in texts if isinstance(text, str) and text.startswith(("/proc", "/sys", "/dev"))}, name

@@ -1,4 +1,4 @@
-"""What the Kubernetes manifests say in their files; tests/images/test_manifests.py reads what kustomize makes of them."""
+"""The files of the Kubernetes manifests; tests/images/test_manifests.py reads the output of kustomize."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_instance_has_a_name_and_a_label_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", INSTANCES)
-def test_what_an_instance_reads_cannot_be_changed_under_it(name: str) -> None:
+def test_the_configuration_that_an_instance_reads_is_immutable(name: str) -> None:
     assert kustomization(name)["generatorOptions"] == {"immutable": True}
 
 
@@ -72,7 +72,7 @@ def test_the_job_that_fills_a_disk_fills_that_of_the_pod(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["instance", "job"])
-def test_an_instance_stays_on_a_node_that_is_away(name: str) -> None:
+def test_an_instance_is_not_evicted_from_an_unreachable_node(name: str) -> None:
     [pod] = pod_specs(resources(name))
     tolerated = {(each["key"], each["effect"], each.get("tolerationSeconds")) for each in pod["tolerations"]}
     assert tolerated == {(f"node.kubernetes.io/{taint}", "NoExecute", None) for taint in ("not-ready", "unreachable")}
@@ -88,5 +88,5 @@ def test_the_controller_asks_for_no_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", KUBELETS)
-def test_the_kubelet_is_told_its_cgroup_driver(name: str) -> None:
+def test_the_kubelet_s_cgroup_driver_is_configured(name: str) -> None:
     assert yaml.safe_load((EXAMPLES / name).read_text())["cgroupDriver"] == "systemd"

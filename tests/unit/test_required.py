@@ -21,7 +21,7 @@ SKIPS = {
 
 
 def outcomes(folder: Path, tests: dict[str, str], required: str) -> dict[str, int]:
-    """Run pytest on *tests* (name → body of a file) beside the shared conftest and return its summary as numbers."""
+    """Run pytest on *tests* (name → body of a file) next to the shared conftest and return its summary as numbers."""
     shutil.copy(CONFTEST, folder)
     for name, body in tests.items():
         (folder / f"test_{name}.py").write_text(f"import pytest\n{body}\n")

@@ -1,4 +1,4 @@
-"""The door itself, over ordinary directories: what it does without the kernel's help. The rest is in tests/node."""
+"""Cgroups over ordinary directories: the part that needs no kernel support. The rest is in tests/node."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_admits_processes_and_confines_threads(group: Cgroup) -> None:
     assert group.threads() == {34}
 
 
-def test_creating_and_removing_twice_is_as_good_as_once(group: Cgroup) -> None:
+def test_creating_and_removing_are_idempotent(group: Cgroup) -> None:
     child = group.child("float")
     child.create()
     child.create()
@@ -89,7 +89,7 @@ def test_only_populated_one_means_members(group: Cgroup) -> None:
         assert group.populated() is populated
 
 
-def test_a_set_that_is_none_is_an_error_with_the_file_in_it(group: Cgroup) -> None:
+def test_a_malformed_cpuset_is_an_error_that_names_the_file(group: Cgroup) -> None:
     (group.path / "cpuset.cpus").write_text("0-\n")
     with pytest.raises(CgroupError, match=r"cpuset\.cpus: '0-' .*neither a CPU number nor a range"):
         group.cpus()
@@ -97,7 +97,7 @@ def test_a_set_that_is_none_is_an_error_with_the_file_in_it(group: Cgroup) -> No
     assert group.cpus() == CpuSet([0, 1, 2])
 
 
-def test_says_what_the_kernel_means(group: Cgroup) -> None:
+def test_errors_explain_the_kernels_error_numbers(group: Cgroup) -> None:
     read_only = os.open(group.path / "cgroup.threads", os.O_RDONLY)
     try:
         with pytest.raises(CgroupError, match=r"cannot write '7' to x/cgroup\.threads") as caught:

@@ -1,4 +1,4 @@
-"""Registering, following the kubelet, refusing: a whole controller, its hierarchy on paper, its socket real."""
+"""Registration, following the kubelet, refusals: a whole controller with a fake cgroupfs and a real socket."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def opened(fd: int) -> str:
 
 
 async def test_the_articles_exchange(node: Node) -> None:
-    """The published request, as printed, gets the published answer, and more beside the path."""
+    """The published request gets the published answer, with more members than the path."""
     node.put_state("2-3,8-19", {"0": {"x": "0-1"}, "123": {"instance": "4-7"}})
     printed = b"""{
 "jsonrpc": "2.0",
@@ -69,12 +69,12 @@ async def test_builds_the_tree(node: Node) -> None:
         assert node.root.kind() == "domain threaded"
         assert node.root.enabled() == {"cpuset"}
         assert (str(node.root.cpus()), str(node.root.mems())) == ("0-19", "0-1")
-        assert node.floating.kind() == "threaded"
-        assert (str(node.floating.cpus()), str(node.floating.mems())) == (SHARED, "0-1")
+        assert node.float_cgroup.kind() == "threaded"
+        assert (str(node.float_cgroup.cpus()), str(node.float_cgroup.mems())) == (SHARED, "0-1")
 
 
 async def test_registers_once_and_again_with_the_same_answer(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     async with controlled(node), connected(node.socket) as client:
         first = await client.result("registerCgroup", uuid=B, cpuset="14-17")
         before = node.snapshot()
@@ -82,7 +82,7 @@ async def test_registers_once_and_again_with_the_same_answer(node: Node) -> None
         assert node.snapshot() == before
         group = node.instance(B)
         assert (group.kind(), str(group.cpus()), str(group.mems())) == ("threaded", "14-17", "0-1")
-        assert str(node.floating.cpus()) == SHARED
+        assert str(node.float_cgroup.cpus()) == SHARED
         await client.send(
             json.dumps({"jsonrpc": "2.0", "method": "registerCgroup", "params": [B, "14-17"], "id": "x"}).encode()
             + b"\n"
@@ -91,7 +91,7 @@ async def test_registers_once_and_again_with_the_same_answer(node: Node) -> None
 
 
 async def test_the_answer_carries_four_descriptors_in_order(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names only
     async with controlled(node), connected(node.socket) as client:
         request = {"jsonrpc": "2.0", "method": "registerCgroup", "params": {"uuid": B, "cpuset": "14-17"}, "id": 1}
@@ -100,10 +100,10 @@ async def test_the_answer_carries_four_descriptors_in_order(node: Node) -> None:
         assert json.loads(data)["result"]["cpuset"] == "14-17"
         try:
             assert list(map(opened, fds)) == [
-                str(node.floating.path / "cgroup.procs"),
+                str(node.float_cgroup.path / "cgroup.procs"),
                 str(node.instance(B).path / "cgroup.threads"),
                 str(node.scope(B).path / "cgroup.procs"),
-                str(node.floating.path / "cgroup.threads"),
+                str(node.float_cgroup.path / "cgroup.threads"),
             ]
             for fd in fds:
                 with pytest.raises(OSError, match="Bad file descriptor"):
@@ -120,9 +120,9 @@ async def test_the_answer_carries_four_descriptors_in_order(node: Node) -> None:
 
 
 async def test_the_kernels_threads_in_the_pods_group_go_to_float(node: Node) -> None:
-    """QEMU is born there, and so is what the kernel starts for it; its runner cannot see it."""
+    """QEMU starts there, and so do the kernel's threads for it, which its runner cannot see."""
     async with controlled(node) as controller, connected(node.socket) as client:
-        node.be(A)
+        node.become(A)
         node.put_process(900, scope_path(A), inner=900, namespace=HOST_NAMESPACE)
         flags = " ".join(["1"] * 5 + [str(0x00208040)] + ["1"] * 12)
         (node.proc / "900" / "stat").write_text(f"900 (vhost-1) 2) S {flags} 1 0\n")
@@ -133,10 +133,10 @@ async def test_the_kernels_threads_in_the_pods_group_go_to_float(node: Node) -> 
 
 
 async def test_deregisters_from_float_with_the_anchor_as_witness(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        node.be(B, cgroup="/stelia/float")
+        node.become(B, cgroup="/stelia/float")
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")  # a runner may ask again
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
         assert not node.instance(B).exists()
@@ -144,7 +144,7 @@ async def test_deregisters_from_float_with_the_anchor_as_witness(node: Node) -> 
 
 
 async def test_a_sidecar_does_not_deregister(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.scope(B).write("cpuset.cpus", SHARED)  # as the scope of another container of the pod has it
@@ -153,7 +153,7 @@ async def test_a_sidecar_does_not_deregister(node: Node) -> None:
 
 
 async def test_deregistering_waits_for_the_last_thread(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     async with controlled(node), connected(node.socket) as client, trio.open_nursery() as nursery:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
@@ -175,32 +175,32 @@ async def test_deregistering_waits_for_the_last_thread(node: Node) -> None:
 
 
 @pytest.mark.parametrize("uuid", [A, "123", "unknown"])
-async def test_nobody_acts_for_another_pod(node: Node, uuid: str) -> None:
-    node.be(A)
+async def test_a_client_cannot_act_for_another_pod(node: Node, uuid: str) -> None:
+    node.become(A)
     async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=A, cpuset="0-1,12-13")
         before = node.snapshot()
-        node.be(B)
+        node.become(B)
         for cgroup in (None, "/stelia/float"):
-            node.be(B, cgroup=cgroup)
+            node.become(B, cgroup=cgroup)
             for method, params in (("registerCgroup", {"cpuset": "0-1,12-13"}), ("deregisterCgroup", {})):
                 assert (await client.refusal(method, uuid=uuid, **params))["reason"] == "identity"
         assert node.snapshot() == before
 
 
-async def test_who_is_no_init_of_a_private_namespace_is_refused(node: Node) -> None:
+async def test_only_the_init_of_a_private_pid_namespace_is_accepted(node: Node) -> None:
     async with controlled(node) as controller, connected(node.socket) as client:
         for inner, namespace, word in ((7, None, "shareProcessNamespace"), (1, HOST_NAMESPACE, "hostPID")):
-            node.be(B, inner=inner, namespace=namespace)
+            node.become(B, inner=inner, namespace=namespace)
             for method, params in (("registerCgroup", {"cpuset": "14-17"}), ("deregisterCgroup", {})):
                 assert word in str((await client.refusal(method, uuid=B, **params))["message"])
         assert controller.loop.counters.refusals["identity"] == 4
         assert not node.instance(B).exists()
 
 
-async def test_without_its_anchor_nobody_is_known_in_float(node: Node) -> None:
+async def test_a_client_in_float_is_refused_without_its_anchor(node: Node) -> None:
     async with controlled(node), connected(node.socket) as client:
-        node.be(B, cgroup="/stelia/float")
+        node.become(B, cgroup="/stelia/float")
         (node.scope(B).path / "cgroup.procs").write_text("")
         assert "anchor" in str((await client.refusal("deregisterCgroup", uuid=B))["message"])
         (node.scope(B).path / "cgroup.procs").write_text(f"{ANCHORS[B]}\n")
@@ -209,7 +209,7 @@ async def test_without_its_anchor_nobody_is_known_in_float(node: Node) -> None:
 
 
 async def test_a_stale_scope_is_waited_for(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     node.scope(B).write("cpuset.cpus", "2-11")
     async with (
         controlled(node, timeouts=Timeouts(agreement=20)),
@@ -226,7 +226,7 @@ async def test_a_stale_scope_is_waited_for(node: Node) -> None:
 
 
 async def test_a_late_entry_is_waited_for(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
     async with (
         controlled(node, timeouts=Timeouts(agreement=20)),
@@ -242,11 +242,11 @@ async def test_a_late_entry_is_waited_for(node: Node) -> None:
 
         nursery.start_soon(allocate)
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        assert str(node.floating.cpus()) == SHARED
+        assert str(node.float_cgroup.cpus()) == SHARED
 
 
 async def test_lasting_disagreement_is_refused_with_both_values(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     node.scope(B).write("cpuset.cpus", "14-15")
     async with controlled(node), connected(node.socket) as client:
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
@@ -254,7 +254,7 @@ async def test_lasting_disagreement_is_refused_with_both_values(node: Node) -> N
         assert (refused["requested"], refused["kubelet"], refused["scope"]) == ("14-17", "14-17", "14-15")
     node.scope(B).write("cpuset.cpus", "14-17")
     async with controlled(node, timeouts=Timeouts(agreement=3600)), connected(node.socket) as client:
-        # Both of the kubelet's words agree against the request: no waiting.
+        # The kubelet's state and the pod's cgroup agree against the request: no waiting.
         assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-16"))["reason"] == "cpuset"
         assert not node.instance(B).exists()
 
@@ -277,7 +277,7 @@ async def test_lasting_disagreement_is_refused_with_both_values(node: Node) -> N
     ],
 )
 async def test_malformed_parameters_touch_nothing(node: Node, uuid: str, cpuset: str) -> None:
-    node.be(B)
+    node.become(B)
     async with controlled(node), connected(node.socket) as client:
         before = node.snapshot()
         assert (await client.refusal("registerCgroup", uuid=uuid, cpuset=cpuset))["code"] == -32602
@@ -295,7 +295,7 @@ async def test_parameters_are_counted_and_named(node: Node) -> None:
 # -- following the kubelet -------------------------------------------------------------------------------------------
 
 
-async def test_float_follows_the_shared_pool_whoever_changes_it(node: Node) -> None:
+async def test_float_follows_every_change_of_the_shared_pool(node: Node) -> None:
     async with controlled(node) as controller:
         for shared, entries in (
             ("2-11,18-19", {A: ENTRIES[A], B: ENTRIES[B]}),
@@ -303,64 +303,64 @@ async def test_float_follows_the_shared_pool_whoever_changes_it(node: Node) -> N
             (SHARED, ENTRIES),
         ):
             node.put_state(shared, entries)
-            await controller.until(lambda shared=shared: str(node.floating.cpus()) == shared)  # type: ignore[misc]
+            await controller.until(lambda shared=shared: str(node.float_cgroup.cpus()) == shared)  # type: ignore[misc]
 
 
-async def test_drift_is_put_right(node: Node) -> None:
-    node.be(B)
+async def test_drift_is_corrected(node: Node) -> None:
+    node.become(B)
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        for group, right in ((node.instance(B), "14-17"), (node.floating, SHARED)):
+        for group, right in ((node.instance(B), "14-17"), (node.float_cgroup, SHARED)):
             group.write("cpuset.cpus", "0-19")
             await controller.until(lambda group=group, right=right: str(group.cpus()) == right)  # type: ignore[misc]
         assert controller.loop.counters.repairs == 2
-        node.floating.write("cpuset.mems", "0")
-        await controller.until(lambda: str(node.floating.mems()) == "0-1")
+        node.float_cgroup.write("cpuset.mems", "0")
+        await controller.until(lambda: str(node.float_cgroup.mems()) == "0-1")
         node.root.write("cgroup.subtree_control", "-cpuset")
         await controller.until(lambda: "cpuset" in node.root.enabled() and str(node.instance(B).cpus()) == "14-17")
 
 
-async def test_what_somebody_removed_is_made_again(node: Node) -> None:
-    node.be(B)
+async def test_a_removed_cgroup_is_created_again(node: Node) -> None:
+    node.become(B)
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        assert node.floating.remove()
-        await controller.until(lambda: node.floating.exists() and str(node.floating.cpus()) == SHARED)
-        assert node.floating.kind() == "threaded"
+        assert node.float_cgroup.remove()
+        await controller.until(lambda: node.float_cgroup.exists() and str(node.float_cgroup.cpus()) == SHARED)
+        assert node.float_cgroup.kind() == "threaded"
         # An instance is made by its registration only.
         assert node.instance(B).remove()
-        assert node.floating.remove()
+        assert node.float_cgroup.remove()
         assert node.root.remove()
-        await controller.until(lambda: node.floating.exists() and str(node.floating.cpus()) == SHARED)
+        await controller.until(lambda: node.float_cgroup.exists() and str(node.float_cgroup.cpus()) == SHARED)
         assert not node.instance(B).exists()
         node.mount.write("cgroup.subtree_control", "-cpuset")  # as systemctl daemon-reload may do
-        await controller.until(lambda: "cpuset" in node.mount.enabled() and str(node.floating.cpus()) == SHARED)
+        await controller.until(lambda: "cpuset" in node.mount.enabled() and str(node.float_cgroup.cpus()) == SHARED)
 
 
 async def test_an_instance_goes_when_its_pod_and_its_threads_are_gone(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
         node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
-        await controller.until(lambda: str(node.floating.cpus()) == SHARED and not controller.loop.frozen())
+        await controller.until(lambda: str(node.float_cgroup.cpus()) == SHARED and not controller.loop.frozen())
         await controller.loop.next_pass()  # by the change of cgroup.events
         assert str(node.instance(B).cpus()) == "14-17"  # its last threads still run there, alone
         node.instance(B).populate(False)
         await controller.until(lambda: not node.instance(B).exists())
-        await controller.until(lambda: str(node.floating.cpus()) == "2-11,14-17")
+        await controller.until(lambda: str(node.float_cgroup.cpus()) == "2-11,14-17")
         assert controller.loop.counters.removed == 1
 
 
 async def test_cpus_are_not_given_to_two_instances(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
         moved = {A: {"instance": "14-17"}, C: ENTRIES[C]}
         node.put_state("0-13", moved)
         node.scope(A).write("cpuset.cpus", "14-17")
-        node.be(A)
+        node.become(A)
         refused = await client.refusal("registerCgroup", uuid=A, cpuset="14-17")
         assert (refused["reason"], refused["holder"]) == ("conflict", B)
         node.instance(B).populate(False)
@@ -369,12 +369,12 @@ async def test_cpus_are_not_given_to_two_instances(node: Node) -> None:
 
 
 async def test_another_container_of_the_pod_does_not_take_over_its_instance(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
         node.put_state("4-11", {**ENTRIES, B: {"instance": "14-17", "second": "2-3"}})
-        await controller.eventually(lambda: str(node.floating.cpus()) == "4-11")
+        await controller.eventually(lambda: str(node.float_cgroup.cpus()) == "4-11")
         node.scope(B).write("cpuset.cpus", "2-3")
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="2-3")
         assert (refused["reason"], refused["holder"]) == ("conflict", B)
@@ -390,7 +390,7 @@ async def test_foreign_groups_are_never_touched(node: Node) -> None:
         node.root.child(name).write("cpuset.cpus", "0-19")
     async with controlled(node) as controller, connected(node.socket) as client:
         node.put_state("2-13", {B: ENTRIES[B], C: ENTRIES[C], "x": {"y": "0-1"}})
-        await controller.until(lambda: str(node.floating.cpus()) == "2-13")
+        await controller.until(lambda: str(node.float_cgroup.cpus()) == "2-13")
         assert set(node.root.children()) == {*names, "float"}
         assert all((node.root.path / name / "cpuset.cpus").read_text() == "0-19\n" for name in names)
         assert await client.result("listInstances") == []
@@ -403,12 +403,12 @@ async def test_half_built_groups_are_finished(node: Node) -> None:
     made.create()
     made.write("cgroup.type", "threaded")
     made.remove()
-    node.floating.create()
+    node.float_cgroup.create()
     node.instance(B).create()
-    assert node.floating.kind() == node.instance(B).kind() == "domain invalid"
+    assert node.float_cgroup.kind() == node.instance(B).kind() == "domain invalid"
     async with controlled(node):
-        assert node.floating.kind() == node.instance(B).kind() == "threaded"
-        assert (str(node.floating.cpus()), str(node.instance(B).cpus())) == (SHARED, "14-17")
+        assert node.float_cgroup.kind() == node.instance(B).kind() == "threaded"
+        assert (str(node.float_cgroup.cpus()), str(node.instance(B).cpus())) == (SHARED, "14-17")
 
 
 async def test_domain_controllers_in_the_root_are_switched_off(node: Node) -> None:
@@ -416,7 +416,7 @@ async def test_domain_controllers_in_the_root_are_switched_off(node: Node) -> No
     node.root.write("cgroup.subtree_control", "+memory +cpuset")
     async with controlled(node):
         assert node.root.enabled() == {"cpuset"}
-        assert node.floating.kind() == "threaded"
+        assert node.float_cgroup.kind() == "threaded"
 
 
 # -- frozen ----------------------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ async def test_domain_controllers_in_the_root_are_switched_off(node: Node) -> No
 
 @pytest.mark.parametrize("torn", [b"", b"{", b'{"policyName":"static","defaultCpuSet":"2-10"}', None])
 async def test_on_an_unusable_state_decisions_freeze_and_thaw(node: Node, torn: bytes | None) -> None:
-    node.be(B)
+    node.become(B)
     state = node.kubelet / "cpu_manager_state"
     good = state.read_bytes()
     async with controlled(node) as controller, connected(node.socket) as client:
@@ -457,7 +457,7 @@ async def test_a_state_that_was_read_once_is_not_acted_upon(node: Node) -> None:
         unsettled = controller.loop.current()  # before any pass could read the file again
         assert isinstance(unsettled, Frozen)
         assert "is changing" in unsettled.reason
-        await controller.until(lambda: str(node.floating.cpus()) == "2-11,16-17")
+        await controller.until(lambda: str(node.float_cgroup.cpus()) == "2-11,16-17")
         assert controller.loop.current() == controller.loop.state != settled
 
 
@@ -468,10 +468,10 @@ async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:
         assert not node.root.exists()  # nothing is known, so nothing is decided
         node.put_state(SHARED, ENTRIES)
         await controller.until(lambda: not controller.loop.frozen())
-        assert str(node.floating.cpus()) == SHARED
+        assert str(node.float_cgroup.cpus()) == SHARED
 
 
-async def test_a_kubelet_whose_directory_comes_later_or_is_replaced_is_followed(node: Node) -> None:
+async def test_a_kubelet_directory_that_is_created_late_or_replaced_is_followed(node: Node) -> None:
     aside = node.path / "aside"
     node.kubelet.rename(aside)
     intervals = Intervals(pause=0.005, readings=10, frozen=0.1)
@@ -484,17 +484,17 @@ async def test_a_kubelet_whose_directory_comes_later_or_is_replaced_is_followed(
         node.kubelet.mkdir()
         await controller.loop.next_pass()
         node.put_state("2-13", {B: ENTRIES[B], C: ENTRIES[C], "x": {"y": "0-1"}})
-        await controller.until(lambda: str(node.floating.cpus()) == "2-13")
+        await controller.until(lambda: str(node.float_cgroup.cpus()) == "2-13")
 
 
 async def test_policy_none(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     node.put_state("", {}, policy="none")
     async with controlled(node) as controller, connected(node.socket) as client:
-        assert str(node.floating.cpus()) == "0-19"
+        assert str(node.float_cgroup.cpus()) == "0-19"
         assert "cpuManagerPolicy" in str((await client.refusal("registerCgroup", uuid=B, cpuset="14-17"))["message"])
         node.put_state(SHARED, ENTRIES)
-        await controller.until(lambda: str(node.floating.cpus()) == SHARED)
+        await controller.until(lambda: str(node.float_cgroup.cpus()) == SHARED)
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
 
 
@@ -504,11 +504,11 @@ async def test_strictly_reserved_cpus_may_be_in_no_set(node: Node) -> None:
         assert "--reserved-cpus" in controller.loop.frozen()
     async with controlled(node, reserved="2-3") as controller:
         assert not controller.loop.frozen()
-        assert str(node.floating.cpus()) == "4-11"
+        assert str(node.float_cgroup.cpus()) == "4-11"
 
 
 async def test_an_offline_cpu_cannot_be_registered(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     (node.path / "sys/devices/system/cpu/online").write_text("0-16,18-19\n")
     async with controlled(node), connected(node.socket) as client:
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
@@ -518,7 +518,7 @@ async def test_an_offline_cpu_cannot_be_registered(node: Node) -> None:
 
 async def test_a_cpuset_the_kernel_does_not_grant_is_no_registration(node: Node) -> None:
     """The root lacks a CPU: the kernel accepts the instance's cpuset and runs something else."""
-    node.be(B)
+    node.become(B)
     async with controlled(node), connected(node.socket) as client:
         (node.root.path / "cpuset.cpus.effective").write_text("0-15,17-19\n")
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
@@ -531,7 +531,7 @@ async def test_a_cpuset_the_kernel_does_not_grant_is_no_registration(node: Node)
 
 
 async def test_a_restart_changes_nothing(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
@@ -544,33 +544,33 @@ async def test_a_restart_changes_nothing(node: Node) -> None:
 
 
 async def test_a_restart_after_the_pod_is_gone_cleans_up(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
     node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
     async with controlled(node):
         assert node.root.children() == ("float",)
-        assert str(node.floating.cpus()) == "2-11,14-17"
+        assert str(node.float_cgroup.cpus()) == "2-11,14-17"
 
 
 # -- no kubelet, no identity -----------------------------------------------------------------------------------------
 
 
-async def test_without_a_kubelet_whoever_asks_first_gets_the_cpus(node: Node) -> None:
+async def test_without_a_kubelet_the_first_request_gets_the_cpus(node: Node) -> None:
     async with controlled(node, own_cpus="4-15", trusting=True), connected(node.socket) as client:
-        assert str(node.floating.cpus()) == "0-19"
+        assert str(node.float_cgroup.cpus()) == "0-19"
         await client.result("registerCgroup", uuid="one", cpuset="4-7")
-        assert str(node.floating.cpus()) == "0-3,8-19"
+        assert str(node.float_cgroup.cpus()) == "0-3,8-19"
         node.instance("one").populate(True)
         refused = await client.refusal("registerCgroup", uuid="two", cpuset="7-8")
         assert (refused["reason"], refused["holder"]) == ("conflict", "one")
         node.instance("one").populate(False)
         await client.result("registerCgroup", uuid="two", cpuset="7-8")  # an empty instance gives way
-        assert str(node.floating.cpus()) == "0-6,9-19"
+        assert str(node.float_cgroup.cpus()) == "0-6,9-19"
         assert node.root.children() == ("float", "instance-two")
         assert (await client.refusal("registerCgroup", uuid="three", cpuset="0-1"))["reason"] == "cpuset"
         assert await client.result("deregisterCgroup", uuid="two") == {"removed": True}
-        assert str(node.floating.cpus()) == "0-19"
+        assert str(node.float_cgroup.cpus()) == "0-19"
 
 
 async def test_one_cpu_is_always_left_to_float(node: Node) -> None:
@@ -579,10 +579,10 @@ async def test_one_cpu_is_always_left_to_float(node: Node) -> None:
         await client.result("registerCgroup", uuid="most", cpuset="0-18")
         refused = await client.refusal("registerCgroup", uuid="rest", cpuset="19")
         assert refused["reason"] == "cpuset"
-        assert str(node.floating.cpus()) == "19"
+        assert str(node.float_cgroup.cpus()) == "19"
 
 
-async def test_trust_is_told(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+async def test_trusting_is_in_the_status(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with controlled(node, trusting=True), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
@@ -595,7 +595,7 @@ async def test_trust_is_told(node: Node, caplog: pytest.LogCaptureFixture) -> No
 async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
     async with controlled(node), connected(node.socket) as client:
         for uid, cpuset in ((A, "0-1,12-13"), (B, "14-17")):
-            node.be(uid)
+            node.become(uid)
             await client.result("registerCgroup", uuid=uid, cpuset=cpuset)
         own = await client.result("listInstances")
         assert own == [
@@ -614,7 +614,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
 
 
 async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:
-    """The last state is not lost, none is acted upon that lasted a millisecond, and the loop does not spin."""
+    """The last state is not lost, no state of a millisecond is acted upon, and the loop does not spin."""
     async with controlled(node) as controller:
         before = controller.loop.counters.passes.total()
         started = trio.current_time()
@@ -624,7 +624,7 @@ async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:
             node.put_state(shared, entries)
             await trio.sleep(0.001)
         node.put_state("2-4", {**ENTRIES, "last": {"y": "5-11"}})
-        await controller.until(lambda: str(node.floating.cpus()) == "2-4")
+        await controller.until(lambda: str(node.float_cgroup.cpus()) == "2-4")
         passes = controller.loop.counters.passes.total() - before
         # A pass takes two readings, 5 ms apart (the intervals of these tests).
         assert passes <= (trio.current_time() - started) / 0.005

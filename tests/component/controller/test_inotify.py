@@ -40,7 +40,7 @@ async def test_waits_until_something_happens(tmp_path: Path) -> None:
         assert [event.name for event in received] == ["b"]
 
 
-async def test_says_when_a_watched_directory_is_gone(tmp_path: Path) -> None:
+async def test_reports_that_a_watched_directory_is_gone(tmp_path: Path) -> None:
     directory = tmp_path / "d"
     directory.mkdir()
     with inotify.watching() as queue:
@@ -54,7 +54,7 @@ async def test_says_when_a_watched_directory_is_gone(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_not_there_cannot_be_watched(tmp_path: Path) -> None:
+def test_a_missing_directory_cannot_be_watched(tmp_path: Path) -> None:
     with inotify.watching() as queue, pytest.raises(HostError, match="cannot watch") as caught:
         queue.watch(tmp_path / "nothing", inotify.CREATE)
     assert isinstance(caught.value.__cause__, FileNotFoundError)

@@ -1,4 +1,4 @@
-"""The program itself: command line, signals, exit status, and its pages."""
+"""The controller as a program: command line, signals, exit status, probes and metrics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def built(node: Node) -> Node:
     """Build the tree beforehand: the program itself cannot make groups out of ordinary directories."""
 
     async def build() -> None:
-        node.be(B)
+        node.become(B)
         async with controlled(node), connected(node.socket) as client:
             await client.result("registerCgroup", uuid=B, cpuset="14-17")
 
@@ -85,7 +85,7 @@ def test_a_signal_ends_it_and_leaves_the_tree(
     assert not built.socket.exists()
 
 
-def test_it_goes_on_when_nobody_reads_its_log(built: Node, process: subprocess.Popen[str]) -> None:
+def test_it_continues_when_its_log_is_not_read(built: Node, process: subprocess.Popen[str]) -> None:
     until(process, "ready")
     assert process.stderr is not None
     process.stderr.close()
@@ -115,7 +115,7 @@ def test_a_second_controller_refuses_to_start(built: Node, process: subprocess.P
     assert "Traceback" not in second.stderr
 
 
-def test_without_cgroup_v2_it_says_so_and_waits(node: Node) -> None:
+def test_without_cgroup_v2_it_logs_the_reason_and_waits(node: Node) -> None:
     (node.mount.path / "cgroup.controllers").write_text("memory\n")
     with subprocess.Popen(command(node), stderr=subprocess.PIPE, text=True) as process:
         assert "offers no cpuset controller" in until(process, "ready")
@@ -123,7 +123,7 @@ def test_without_cgroup_v2_it_says_so_and_waits(node: Node) -> None:
         assert process.wait(10) == 0
 
 
-def test_trusting_is_loud(built: Node) -> None:
+def test_trusting_is_logged_as_a_warning(built: Node) -> None:
     with subprocess.Popen(command(built, "--insecure-trust-peer"), stderr=subprocess.PIPE, text=True) as process:
         assert "INSECURE" in until(process, "ready")
         process.terminate()
@@ -141,7 +141,7 @@ def test_trusting_is_loud(built: Node) -> None:
         (["--unknown"], "--unknown"),
     ],
 )
-def test_a_wrong_command_line_is_told(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_an_error(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
@@ -158,20 +158,20 @@ async def get(path: Path, request: bytes) -> bytes:
     return answer
 
 
-async def test_pages(node: Node) -> None:
-    node.be(B)
+async def test_probes_and_metrics(node: Node) -> None:
+    node.become(B)
     async with controlled(node) as controller, connected(node.socket) as client, trio.open_nursery() as nursery:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         await client.refusal("registerCgroup", uuid="x", cpuset="1")
-        port = node.path / "pages"  # what is asked there is HTTP, whatever the address family
+        port = node.path / "http"  # HTTP over a Unix socket
         with listening(port) as listener:
-            pages = [trio.SocketListener(listener)]
-            nursery.start_soon(serve_http, pages, partial(respond_about, controller.loop))
-            await look_at(port, controller)
+            listeners = [trio.SocketListener(listener)]
+            nursery.start_soon(serve_http, listeners, partial(respond_about, controller.loop))
+            await check_responses(port, controller)
             nursery.cancel_scope.cancel()
 
 
-async def look_at(port: Path, controller: Controller) -> None:
+async def check_responses(port: Path, controller: Controller) -> None:
     answer = (await get(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).decode()
     head, _, body = answer.partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 200 OK\r\n")
@@ -214,15 +214,15 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
         await controller.eventually(lambda: show("/readyz").status == 200)
 
 
-def test_machines_can_read_its_log(built: Node) -> None:
+def test_its_log_can_be_json(built: Node) -> None:
     with subprocess.Popen(command(built, "--log-format=json"), stderr=subprocess.PIPE, text=True) as process:
-        said = [json.loads(line) for line in until(process, '"ready"').splitlines()]
+        records = [json.loads(line) for line in until(process, '"ready"').splitlines()]
         process.terminate()
         assert process.stderr is not None
-        said += [json.loads(line) for line in process.stderr]
-    [ready] = [each for each in said if each["message"] == "ready"]
+        records += [json.loads(line) for line in process.stderr]
+    [ready] = [each for each in records if each["message"] == "ready"]
     assert ready["fields"]["socket"] == str(built.socket)
-    assert said[-1]["fields"] == {"signal": "SIGTERM"}
+    assert records[-1]["fields"] == {"signal": "SIGTERM"}
 
 
 def test_the_script_is_installed() -> None:

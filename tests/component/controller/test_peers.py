@@ -1,4 +1,4 @@
-"""Who is at the other end: real processes on real sockets, with and without SO_PEERPIDFD."""
+"""The identity of the peer process: real processes on real sockets, with and without SO_PEERPIDFD."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def identify_and_end(
             process.stdin.close()
 
 
-def test_knows_a_process(listener: socket.socket, peers: Peers) -> None:
+def test_identifies_a_process(listener: socket.socket, peers: Peers) -> None:
     process, connection, accepted_at = connect(listener)
     peer = identify_and_end(peers, process, connection, accepted_at)
     assert (peer.pid, peer.user_id) == (process.pid, os.getuid())
@@ -62,7 +62,7 @@ def test_knows_a_process(listener: socket.socket, peers: Peers) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a new PID namespace")
-def test_knows_the_init_of_another_pid_namespace(listener: socket.socket, peers: Peers) -> None:
+def test_identifies_the_init_of_another_pid_namespace(listener: socket.socket, peers: Peers) -> None:
     process, connection, accepted_at = connect(listener, "unshare", "--pid", "--fork", "--kill-child")
     peer = identify_and_end(peers, process, connection, accepted_at)
     assert peer.inner_pid == 1
@@ -70,7 +70,7 @@ def test_knows_the_init_of_another_pid_namespace(listener: socket.socket, peers:
     assert peer.pid_namespace not in (peers.own_namespace(), INIT_PID_NAMESPACE)
 
 
-def test_does_not_know_one_that_has_ended(listener: socket.socket, peers: Peers) -> None:
+def test_does_not_identify_a_process_that_has_ended(listener: socket.socket, peers: Peers) -> None:
     process, connection, accepted_at = connect(listener)
     process.kill()
     process.wait()  # reaped: its number is free for others
@@ -80,13 +80,13 @@ def test_does_not_know_one_that_has_ended(listener: socket.socket, peers: Peers)
     process.stdin.close()
 
 
-def test_does_not_believe_one_that_is_younger_than_the_connection(listener: socket.socket, peers: Peers) -> None:
+def test_refuses_a_process_younger_than_the_connection(listener: socket.socket, peers: Peers) -> None:
     process, connection, accepted_at = connect(listener)
     with pytest.raises(PeerError, match="younger"):
         identify_and_end(peers, process, connection, accepted_at - 3600)
 
 
-def test_does_not_understand_a_proc_that_is_none(listener: socket.socket, tmp_path: Path) -> None:
+def test_a_malformed_proc_is_an_error(listener: socket.socket, tmp_path: Path) -> None:
     process, connection, accepted_at = connect(listener)
     directory = tmp_path / "proc" / str(process.pid)
     directory.mkdir(parents=True)
@@ -104,6 +104,6 @@ def test_leaves_no_descriptor_behind(listener: socket.socket, peers: Peers) -> N
     identify_and_end(peers, process, connection, accepted_at)
 
 
-def test_namespace_of_nobody_is_none(peers: Peers) -> None:
+def test_a_missing_process_has_no_namespace(peers: Peers) -> None:
     assert peers.namespace(os.getpid()) == peers.own_namespace()
     assert peers.namespace(2**22 + 1) is None

@@ -33,7 +33,7 @@ def error_code(line: bytes) -> object:
 
 
 async def works(node: Node) -> None:
-    """Check that the controller answers somebody else."""
+    """Check that the controller answers another client."""
     async with connected(node.socket) as client:
         assert await client.result("getStatus")
 
@@ -50,18 +50,18 @@ async def ended(client: Client) -> bool:
     return True
 
 
-async def test_who_says_nothing_is_sent_away(node: Node) -> None:
+async def test_a_silent_client_is_disconnected(node: Node) -> None:
     async with controlled(node, limits=SocketLimits(first_byte=0.1)), connected(node.socket) as client:
         assert await ended(client)
         await works(node)
 
 
-async def test_who_dribbles_is_sent_away_and_disturbs_nobody(node: Node) -> None:
+async def test_a_client_that_sends_byte_by_byte_is_disconnected_and_delays_no_other(node: Node) -> None:
     limits = SocketLimits(first_byte=3, idle=3, connections=64, connections_per_peer=64)
     async with controlled(node, limits=limits), trio.open_nursery() as nursery:
         left = 0
 
-        async def dribble() -> None:
+        async def send_slowly() -> None:
             nonlocal left
             async with connected(node.socket) as client:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -71,7 +71,7 @@ async def test_who_dribbles_is_sent_away_and_disturbs_nobody(node: Node) -> None
                 left += 1
 
         for _ in range(60):
-            nursery.start_soon(dribble)
+            nursery.start_soon(send_slowly)
         await trio.sleep(0.1)
         with trio.fail_after(20):
             for _ in range(10):
@@ -80,22 +80,22 @@ async def test_who_dribbles_is_sent_away_and_disturbs_nobody(node: Node) -> None
     assert left == 60
 
 
-async def test_who_is_idle_between_messages_is_sent_away(node: Node) -> None:
+async def test_a_client_that_is_idle_between_messages_is_disconnected(node: Node) -> None:
     async with controlled(node, limits=SocketLimits(idle=0.2)), connected(node.socket) as client:
         await client.send(STATUS)
         assert error_code(await client.line()) is None
         assert await ended(client)
 
 
-async def test_who_does_not_read_is_dropped(node: Node) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(node: Node) -> None:
     async with controlled(node, limits=SocketLimits(idle=0.3)), connected(node.socket) as client:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            while True:  # until both directions are full, and then until the controller loses its patience
+            while True:  # until both directions are full, and then until the controller times out
                 await client.send(STATUS * 100)
         await works(node)
 
 
-async def test_who_stops_sending_still_gets_his_answer(node: Node) -> None:
+async def test_a_client_that_stops_sending_still_gets_its_answer(node: Node) -> None:
     async with controlled(node):
         for request in (STATUS, STATUS.rstrip()):  # the last line end may be missing
             async with connected(node.socket) as client:
@@ -109,7 +109,7 @@ async def test_who_stops_sending_still_gets_his_answer(node: Node) -> None:
             assert error_code(await client.line()) == -32700
 
 
-async def test_who_resets_after_the_request_disturbs_nobody(node: Node) -> None:
+async def test_a_client_that_resets_after_its_request_affects_no_other(node: Node) -> None:
     async with controlled(node):
         for _ in range(50):
             async with connected(node.socket) as client:
@@ -118,7 +118,7 @@ async def test_who_resets_after_the_request_disturbs_nobody(node: Node) -> None:
         await works(node)
 
 
-async def test_who_cannot_be_seen_is_told_so(node: Node) -> None:
+async def test_a_client_that_cannot_be_identified_is_refused(node: Node) -> None:
     async with controlled(node):
         (node.proc / str(os.getpid()) / "status").unlink()
         async with connected(node.socket) as client:
@@ -129,8 +129,8 @@ async def test_who_cannot_be_seen_is_told_so(node: Node) -> None:
         await works(node)
 
 
-async def test_who_is_gone_before_his_patience_ends_registers_nothing(node: Node) -> None:
-    node.be(B)
+async def test_a_client_that_disconnects_during_the_wait_registers_nothing(node: Node) -> None:
+    node.become(B)
     node.scope(B).write("cpuset.cpus", "2-11")
     async with controlled(node, timeouts=Timeouts(agreement=0.5)) as controller:
         async with connected(node.socket) as client:
@@ -144,7 +144,7 @@ async def test_who_is_gone_before_his_patience_ends_registers_nothing(node: Node
         assert not node.instance(B).exists()
 
 
-async def test_a_message_beyond_the_limit_ends_the_conversation(node: Node) -> None:
+async def test_a_message_beyond_the_limit_ends_the_connection(node: Node) -> None:
     async with controlled(node):
         for flood in (b"x" * 70_000, b'"' + b"x" * 70_000 + b'"\n', b"[" * 100_000, b"{\n" + b" \n" * 40_000):
             async with connected(node.socket) as client:
@@ -206,7 +206,7 @@ async def test_connections_have_a_limit(node: Node) -> None:
 
 
 async def test_requests_in_flight_have_a_limit(node: Node) -> None:
-    node.be(B)
+    node.become(B)
     node.scope(B).write("cpuset.cpus", "2-11")  # a registration waits for it
     request = {"jsonrpc": "2.0", "method": "registerCgroup", "params": {"uuid": B, "cpuset": "14-17"}, "id": 1}
     async with controlled(node, timeouts=Timeouts(agreement=20)) as controller, contextlib.AsyncExitStack() as stack:
@@ -223,7 +223,7 @@ async def test_requests_in_flight_have_a_limit(node: Node) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 253])
-async def test_descriptors_nobody_asked_for_are_closed(node: Node, count: int) -> None:
+async def test_unexpected_descriptors_are_closed(node: Node, count: int) -> None:
     read_end, write_end = os.pipe()
     async with controlled(node), connected(node.socket) as client:
         await client.send(STATUS)
@@ -234,7 +234,7 @@ async def test_descriptors_nobody_asked_for_are_closed(node: Node, count: int) -
         assert error_code(await client.line()) is None
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208  # names only
         os.close(write_end)
-        assert os.read(read_end, 1) == b""  # nobody holds the other end any more
+        assert os.read(read_end, 1) == b""  # no process holds the other end any more
         os.close(read_end)
 
 
@@ -246,7 +246,7 @@ async def test_ten_thousand_broken_messages(node: Node) -> None:
         source = frames(seed)
         before = node.snapshot()
         for _ in range(wanted // 100):
-            # A line after each hundred tells where the answers to them end, whether they were requests or not.
+            # A request after each hundred marks the end of their answers; not all of them are answered.
             await client.send(
                 b"".join(next(source) for _ in range(100)) + b'{"jsonrpc":"2.0","method":"","id":"end"}\n'
             )
@@ -266,7 +266,7 @@ async def test_ten_thousand_broken_messages(node: Node) -> None:
 # -- the socket's file ------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_controllers_socket_is_replaced(tmp_path: Path) -> None:
+def test_the_socket_of_a_dead_controller_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -278,7 +278,7 @@ def test_a_dead_controllers_socket_is_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_living_controllers_socket_is_not(tmp_path: Path) -> None:
+def test_the_socket_of_a_running_controller_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with listening(path):
         with pytest.raises(HostError, match="another controller answers"), listening(path):
@@ -287,7 +287,7 @@ def test_a_living_controllers_socket_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
-def test_what_is_no_socket_is_left_alone(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "socket"
     path.mkdir() if kind == "directory" else path.write_text("x")
     with pytest.raises(HostError, match="no socket is there; remove it"), listening(path):
@@ -306,8 +306,8 @@ def test_a_successors_socket_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / "kept").rename(path)
         os.link(path, tmp_path / "mine")
         path.unlink()
-        path.write_text("somebody else's")
-    assert path.read_text() == "somebody else's"
+        path.write_text("another program's")
+    assert path.read_text() == "another program's"
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A dnsmasq, virtiofsd or anchor that does nothing, and misbehaves as told; ``NAME``, ``LOG`` and ``BEHAVIOUR`` are given."""
+"""A dnsmasq, virtiofsd or anchor that does nothing but misbehave; the script's head sets ``NAME``, ``LOG``, ``BEHAVIOUR``."""
 
 import json
 import os

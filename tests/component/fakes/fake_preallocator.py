@@ -1,11 +1,11 @@
-"""A program that takes the guest's memory, or does not; ``NAME``, ``LOG`` and ``BEHAVIOUR`` are given."""
+"""A preallocator that takes no memory, and may fail; the script's head sets ``NAME``, ``LOG`` and ``BEHAVIOUR``."""
 
 import json
 import os
 import signal
 import sys
 
-behaviour = {"does": "exit", "says": "nothing is left", **globals()["BEHAVIOUR"]}
+behaviour = {"does": "exit", "output": "nothing is left", **globals()["BEHAVIOUR"]}
 fds = sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}"))
 with open(globals()["LOG"], "a") as log:
     log.write(json.dumps({"fake": globals()["NAME"], "what": "start", "argv": sys.argv, "fds": fds}) + "\n")
@@ -15,5 +15,5 @@ if behaviour["does"] == "hang":
 elif behaviour["does"] == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 elif behaviour["does"] == "fail":
-    print(behaviour["says"], flush=True)
+    print(behaviour["output"], flush=True)
     sys.exit(1)

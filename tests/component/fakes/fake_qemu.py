@@ -1,6 +1,6 @@
-"""A QEMU without a guest: real process, real threads, real QMP on the inherited descriptor; misbehaves as told.
+"""A QEMU without a guest: a real process with real threads and real QMP on the inherited descriptor.
 
-``BEHAVIOUR`` is defined by the script that includes this file; see ``DEFAULTS``.
+The script that includes this file defines ``BEHAVIOUR``, how it misbehaves; ``DEFAULTS`` lists the choices.
 """
 
 import json
@@ -14,18 +14,18 @@ import threading
 DEFAULTS = {
     "before_greeting": None,  # None | "exit" | "hang" | "garbage" | "half a line" | "long line"
     "minor": 2,  # of its version, 7.2.0
-    "vcpus": None,  # how many vCPU threads are reported; None: as -smp says
+    "vcpus": None,  # how many vCPU threads are reported; None: as many as -smp gives
     "tid": None,  # None | "gone" (a thread that does not exist) | "same" (one thread for all)
     "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage"
-    "at_powerdown": "shutdown",  # also: None (deaf guest), "reset", "panic", "exit", "no reply"
+    "at_powerdown": "shutdown",  # also: None (the guest ignores it), "reset", "panic", "exit", "no reply"
     "at_quit": "exit",  # also: None (hangs)
     "at_sigterm": "exit",  # also: None (ignores it)
     "deaf_to": None,  # a command that is never answered
-    "console": None,  # None (reads nothing) | "echo"; also a number: says so many bytes when something is typed
-    "agent": None,  # None (nobody there) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing) | "old"
+    "console": None,  # None (reads nothing) | "echo"; also a number: writes so many bytes for each input
+    "agent": None,  # None (no agent) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing) | "old"
     "noise": False,  # events and foreign replies between request and reply
-    "looks_at": (),  # files whose owners it writes down when it starts
-    "daemonize": False,  # leaves a grandchild that keeps our output open
+    "records_owners_of": (),  # files whose owners it records when it starts
+    "daemonize": False,  # leaves a grandchild that keeps the output open
 }
 behaviour = {**DEFAULTS, **globals()["BEHAVIOUR"]}
 arguments = sys.argv[1:]
@@ -55,7 +55,7 @@ record(
         for name in os.listdir("/proc/self/fd")
         if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}")
     ],
-    owners=[os.stat(path).st_uid for path in behaviour["looks_at"]],
+    owners=[os.stat(path).st_uid for path in behaviour["records_owners_of"]],
     lockable=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
 )
 signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour["at_sigterm"] is None else lambda *_: os._exit(0))
@@ -74,7 +74,7 @@ qmp = socket.socket(fileno=fd_of("qmp"))
 console = socket.socket(fileno=fd_of("console"))
 
 
-def be_a_terminal():
+def serve_console():
     while typed := console.recv(1 << 16):
         record("typed", text=typed.decode(errors="replace"))
         if behaviour["console"] == "echo":
@@ -84,7 +84,7 @@ def be_a_terminal():
 
 
 if behaviour["console"] is not None:
-    threading.Thread(target=be_a_terminal, daemon=True).start()
+    threading.Thread(target=serve_console, daemon=True).start()
 count = int(dict(item.partition("=")[::2] for item in values["-smp"].split(","))["cpus"])
 stop = threading.Event()
 tids = []
@@ -109,16 +109,16 @@ if behaviour["vcpus"] is not None:
     tids = (tids * 9)[: behaviour["vcpus"]]
 
 
-def say(**message):
+def send(**message):
     qmp.sendall(json.dumps(message).encode() + b"\r\n")
 
 
 def event(name, **data):
-    say(event=name, data=data, timestamp={"seconds": 1, "microseconds": 2})
+    send(event=name, data=data, timestamp={"seconds": 1, "microseconds": 2})
 
 
 def do(what):
-    """Do what the guest does."""
+    """Play what the guest does: *what* is one of the choices of ``at_cont``."""
     record("guest", does=what)
     if what == "shutdown":
         event("SHUTDOWN", guest=True, reason="guest-shutdown")
@@ -139,7 +139,7 @@ def do(what):
         qmp.sendall(b"\x00\xff this is not QMP\n")
 
 
-def be_an_agent(line):
+def serve_agent(line):
     while request := line.recv(1 << 16):
         request = json.loads(request.lstrip(b"\xff"))
         record("agent", command=request["execute"], arguments=request["arguments"])
@@ -171,7 +171,7 @@ elif before == "long line":
     qmp.sendall(b'{"QMP": "' + b"x" * (5 << 20) + b'"}\n')
 if before == "hang":
     threading.Event().wait()
-say(
+send(
     QMP={
         "version": {"qemu": {"major": 7, "minor": behaviour["minor"], "micro": 0}, "package": "fake"},
         "capabilities": ["oob"],
@@ -185,9 +185,9 @@ for line in qmp.makefile("rb"):
     record("command", command=command)
     if behaviour["noise"]:
         event("NOISE", text="x" * (1 << 20))
-        say(**{"return": {}, "id": "nobody's"})
-        say(**{"return": {}})
-        say(error={"class": "GenericError", "desc": "for nobody"}, id=["list"])
+        send(**{"return": {}, "id": "unknown"})
+        send(**{"return": {}})
+        send(error={"class": "GenericError", "desc": "of no command"}, id=["list"])
     reply = {}
     if command == "query-cpus-fast":
         reply = [{"cpu-index": index, "thread-id": tid, "qom-path": "/", "props": {}} for index, tid in enumerate(tids)]
@@ -200,7 +200,7 @@ for line in qmp.makefile("rb"):
         continue
     if command == "system_powerdown" and behaviour["at_powerdown"] == "no reply":
         continue
-    say(**{"return": reply, "id": number})
+    send(**{"return": reply, "id": number})
     if command == "quit":
         event("SHUTDOWN", guest=False, reason="host-qmp-quit")
         os._exit(0)
@@ -208,7 +208,7 @@ for line in qmp.makefile("rb"):
         console.sendall(b"guest: runs\r\n")
         if behaviour["agent"] is not None:
             agent = socket.socket(fileno=fd_of("agent"))
-            threading.Thread(target=be_an_agent, args=(agent,), daemon=True).start()
+            threading.Thread(target=serve_agent, args=(agent,), daemon=True).start()
             event("VSERPORT_CHANGE", id="other", open=False)
             event("VSERPORT_CHANGE", id="agent", open=True)
         do(behaviour["at_cont"])

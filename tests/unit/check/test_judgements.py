@@ -69,8 +69,8 @@ def controller(answer: object, place: Place = POD, placement: str = "auto") -> F
     return programs.judge_controller(place, "/run/c/controller.sock", answer, placement)
 
 
-def program(check: Check, path: str | None, said: str = "", reason: str | None = None) -> Finding:
-    found = Program(None if path is None else PurePosixPath(path), said, reason)
+def program(check: Check, path: str | None, output: str = "", reason: str | None = None) -> Finding:
+    found = Program(None if path is None else PurePosixPath(path), output, reason)
     return programs.judge_program(check, "name", "package", found)
 
 
@@ -222,18 +222,18 @@ def test_every_check_was_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("output", "reason"),
     [
         ("QEMU emulator version 7.2.22 (Debian 1:7.2) Copyright", None),
         ("QEMU emulator version 6.2.0", "QEMU 6.2.0 is older than 7.2"),
         ("something else", "it prints 'something else' when asked for its version"),
     ],
 )
-def test_what_a_qemu_says_of_itself(said: str, reason: str | None) -> None:
-    assert programs.qemu_error(said) == reason
+def test_a_qemu_is_judged_by_its_output(output: str, reason: str | None) -> None:
+    assert programs.qemu_error(output) == reason
 
 
-def test_a_dnsmasq_without_dhcp_is_of_no_use() -> None:
+def test_a_dnsmasq_without_dhcp_is_unusable() -> None:
     assert programs.dnsmasq_error("Dnsmasq version 2.90 Compile time options: IPv6 no-DHCP TFTP") is not None
     assert programs.dnsmasq_error("Dnsmasq version 2.90 Compile time options: IPv6 DHCP no-DHCPv6 TFTP") is None
 
@@ -249,7 +249,9 @@ def test_a_dnsmasq_without_dhcp_is_of_no_use() -> None:
         (True, False, False, MACHINE),
     ],
 )
-def test_where_we_are(*, in_initial_pid_namespace: bool, has_kubelet: bool, in_pod: bool, place: Place) -> None:
+def test_the_environment_is_judged(
+    *, in_initial_pid_namespace: bool, has_kubelet: bool, in_pod: bool, place: Place
+) -> None:
     assert place_of(in_initial_pid_namespace=in_initial_pid_namespace, has_kubelet=has_kubelet, in_pod=in_pod) is place
 
 
@@ -264,7 +266,7 @@ REPORT = CheckReport(
 )
 
 
-def test_people_read_the_worst_last() -> None:
+def test_the_text_report_ends_with_the_worst() -> None:
     lines = list(report_lines(REPORT, colour=False))
     assert lines[:2] == [
         "ok       clocksource  the clock is tsc",
@@ -278,7 +280,7 @@ def test_people_read_the_worst_last() -> None:
     assert "\x1b[1;31mfatal  \x1b[0m" in "".join(report_lines(REPORT, colour=True))
 
 
-def test_machines_get_everything_in_the_order_it_was_asked() -> None:
+def test_json_has_every_finding_in_order() -> None:
     plain = report_json(REPORT)
     assert {key: plain[key] for key in ("version", "place", "verdict")} == {
         "version": 1,

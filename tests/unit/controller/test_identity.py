@@ -28,13 +28,13 @@ def peer(namespace: int = POD_A, inner: int = 1, cgroup: str = A.path) -> Peer:
     return Peer(pid=4711, inner_pid=inner, pid_namespace=namespace, user_id=1000, cgroup=cgroup)
 
 
-def test_the_init_of_a_pod_speaks_for_it() -> None:
+def test_the_init_of_a_pod_is_its_container() -> None:
     assert identify_container(peer(), A, (), "a", OURS) == ContainerIdentity(A, A.path)
     below = f"{A.path}/container"
     assert identify_container(peer(cgroup=below), A, (), "a", OURS) == ContainerIdentity(A, below)
 
 
-def test_from_float_it_is_known_by_the_namespace_it_shares_with_its_anchor() -> None:
+def test_in_float_it_is_identified_by_the_pid_namespace_of_its_anchor() -> None:
     floating = peer(cgroup="/stelia/float")
     assert identify_container(floating, None, (PAUSE_A, ANCHOR_A), "a", OURS) == ContainerIdentity(A, ANCHOR_A.cgroup)
     for residents in ((), (PAUSE_A,), (ANCHOR_B,), (ContainerProcess(A, A.path, None),)):
@@ -42,7 +42,7 @@ def test_from_float_it_is_known_by_the_namespace_it_shares_with_its_anchor() -> 
             identify_container(floating, None, residents, "a", OURS)
 
 
-def test_nobody_speaks_for_another_pod() -> None:
+def test_a_process_cannot_act_for_another_pod() -> None:
     with pytest.raises(RequestRefusedError, match="process 4711 belongs to 'a'"):
         identify_container(peer(), A, (), "b", OURS)
     # From float, claiming B: none of B's processes is in A's namespace.
@@ -61,8 +61,8 @@ def test_a_shell_or_a_shared_pid_namespace_is_refused() -> None:
         identify_container(peer(inner=37), A, (), "a", OURS)
 
 
-def test_who_is_accepted_in_all_small_worlds() -> None:
-    """Accepted is exactly: init of a private namespace, in the pod's own group or sharing it with its anchor."""
+def test_only_the_init_of_the_pod_is_accepted_in_every_small_case() -> None:
+    """Accepted is only the init of a private PID namespace, in the pod's own cgroup or sharing it with its anchor."""
     for namespace, inner, own, residents in itertools.product(
         (POD_A, POD_B, OURS, INIT_PID_NAMESPACE), (1, 2), (A, B, None), ((), (ANCHOR_A,), (PAUSE_A, ANCHOR_A))
     ):
@@ -79,7 +79,7 @@ def test_who_is_accepted_in_all_small_worlds() -> None:
             assert (refused.value.reason, refused.value.lasting) == ("identity", True)
 
 
-def test_a_controller_in_a_cgroup_namespace_of_its_own_is_told_so() -> None:
+def test_a_controller_in_a_cgroup_namespace_of_its_own_is_an_error() -> None:
     with pytest.raises(RequestRefusedError, match="outside this program's cgroup namespace"):
         identify_container(peer(cgroup="/../kubepods/poda/1"), None, (), "a", OURS)
 
@@ -95,7 +95,7 @@ def test_a_sidecar_does_not_end_the_instance_of_its_pod() -> None:
 SETS = [CpuSet(), CpuSet([4]), CpuSet([4, 5]), CpuSet([5])]
 
 
-def test_agreement_in_all_small_worlds() -> None:
+def test_agreement_in_every_small_case() -> None:
     for asked, scope, first, second in itertools.product(SETS[1:], SETS, SETS, SETS):
         choices = {first, second} - {CpuSet()}
         if asked in choices and asked == scope:
@@ -103,12 +103,12 @@ def test_agreement_in_all_small_worlds() -> None:
             continue
         with pytest.raises(RequestRefusedError) as refused:
             check_agreement(asked, choices, scope, "a")
-        # Waiting helps as long as the kubelet's two words differ.
+        # Waiting helps as long as the kubelet's state file and the pod's cgroup differ.
         assert refused.value.lasting == (scope in choices)
         assert refused.value.values["requested"] == str(asked)
         assert refused.value.values["scope"] == str(scope)
 
 
-def test_a_refusal_tells_both_values() -> None:
+def test_a_refusal_has_both_values() -> None:
     with pytest.raises(RequestRefusedError, match=r"'4-5'.*state has '4'.*cpuset.cpus '5'"):
         check_agreement(CpuSet([4, 5]), [CpuSet([4])], CpuSet([5]), "a")

@@ -1,4 +1,4 @@
-"""All small cases: three CPUs, two pods, every tree and every kubelet state that they can form."""
+"""Every small case: three CPUs, two pods, and every tree and kubelet state that they can form."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def trees() -> Iterator[Observed]:
         yield attrs.evolve(BUILT, groups={name: group for name, group in groups.items() if group is not None})
 
 
-def check_world(desired: Desired, observed: Observed) -> None:
+def check_case(desired: Desired, observed: Observed) -> None:
     actions = reconcile(desired, observed, {})
     before = overlaps(observed)
     orphans = {
@@ -136,7 +136,7 @@ def check_world(desired: Desired, observed: Observed) -> None:
             uid = instance_uid(action.group)
             assert uid not in desired.choices
             assert not observed.groups[action.group].populated
-        assert instance_uid(action.group) not in orphans  # what outlives its pod is left alone
+        assert instance_uid(action.group) not in orphans  # an instance that outlives its pod is left alone
         after = perform(after, action)
     assert reconcile(desired, after, {}) == (), "one pass is enough"
     held = union(group.cpus for group in orphans.values())
@@ -154,17 +154,17 @@ def check_world(desired: Desired, observed: Observed) -> None:
             assert (group.kind, group.cpus, group.mems) == ("threaded", desired.choices[uid][0], MEMS)
 
 
-def test_every_small_world_becomes_what_the_kubelet_says_in_one_pass() -> None:
+def test_every_small_tree_reaches_the_desired_state_in_one_pass() -> None:
     all_states, worlds = list(states()), 0
     for index, observed in enumerate(trees()):
         # Every tree meets a third of the states, every state a third of the trees.
         for desired in all_states[index % 3 :: 3]:
-            check_world(desired, observed)
+            check_case(desired, observed)
             worlds += 1
     assert worlds > 19_000
 
 
-def test_dying_after_any_action_changes_nothing_about_the_end() -> None:
+def test_a_crash_after_any_action_does_not_change_the_final_state() -> None:
     all_states = list(states())
     for index, observed in enumerate(itertools.islice(trees(), 0, None, 23)):
         desired = all_states[index % len(all_states)]
@@ -176,7 +176,7 @@ def test_dying_after_any_action_changes_nothing_about_the_end() -> None:
 
 
 def test_no_action_brings_two_groups_onto_one_cpu() -> None:
-    """From a tree as this program leaves it, to any other state: what shrinks goes first."""
+    """From any tree that this program leaves to any other state, sets that shrink are written first."""
     for before, after in itertools.product(states(), states()):
         grown = run(BUILT, reconcile(before, BUILT, {uid: cpus[0] for uid, cpus in before.choices.items()}))
         assert not overlaps(grown)
@@ -187,7 +187,7 @@ def test_no_action_brings_two_groups_onto_one_cpu() -> None:
 
 
 def _touching(observed: Observed, desired: Desired) -> bool:
-    """Tell whether every group keeps a CPU; only then can CPUs change hands without being shared for a moment."""
+    """Return whether every group keeps a CPU; only then can CPUs be moved without being shared for a moment."""
     wanted: dict[str, CpuSet] = {FLOAT: desired.shared_pool}
     wanted |= {instance_group(uid): cpus[0] for uid, cpus in desired.choices.items()}
     return all(name not in wanted or not group.cpus.isdisjoint(wanted[name]) for name, group in observed.groups.items())
@@ -246,7 +246,7 @@ def test_memory_nodes_are_never_taken_away() -> None:
     ("found", "left"),
     [("1", "1"), ("1-2", "1-2"), ("2", "1-2"), ("0", "1-2"), ("0-1", "1-2"), ("", "1-2")],
 )
-def test_which_container_an_instance_is_nobody_wrote_down(found: str, left: str) -> None:
+def test_the_container_of_an_instance_is_inferred_from_its_cpus(found: str, left: str) -> None:
     entries: Mapping[str, Mapping[str, CpuSet]] = {"a": {"vm": CpuSet([1]), "side": CpuSet([1, 2])}}
     desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, NONE)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet.parse(found), populated=True)})
@@ -263,7 +263,7 @@ def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
     assert stale(desire_without_kubelet(MACHINE), observed, {}) == ()
 
 
-def test_under_policy_none_everything_floats_but_what_still_runs() -> None:
+def test_under_policy_none_only_running_instances_keep_cpus() -> None:
     desired = desire(CpuState("none", NONE), MACHINE, NONE)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]), populated=True)})
     after = run(observed, reconcile(desired, observed, {}))
@@ -271,7 +271,7 @@ def test_under_policy_none_everything_floats_but_what_still_runs() -> None:
     assert after.groups["instance-a"] == observed.groups["instance-a"]
 
 
-def test_when_all_is_given_away_float_has_the_reserved_cpus() -> None:
+def test_float_has_the_reserved_cpus_when_no_other_is_left() -> None:
     desired = desire(CpuState("static", NONE, {"a": {"vm": CpuSet([1, 2])}}), MACHINE, CpuSet([0]))
     assert desired.shared_pool == CpuSet([0])
 
@@ -283,12 +283,12 @@ def test_float_joins_an_orphan_only_where_it_has_no_other_cpu() -> None:
         assert str(run(orphan, reconcile(desired, orphan, {})).groups[FLOAT].cpus) == expected
 
 
-def test_float_stays_where_it_is_when_there_is_no_cpu_for_it() -> None:
+def test_float_keeps_its_cpus_when_no_cpu_is_left_for_it() -> None:
     desired = desire(CpuState("static", NONE), MACHINE, NONE)
     assert reconcile(desired, attrs.evolve(BUILT, groups={FLOAT: threaded(CpuSet([1]))}), {}) == ()
 
 
-def test_without_a_kubelet_float_has_what_no_instance_holds() -> None:
+def test_without_a_kubelet_float_has_the_cpus_that_no_instance_holds() -> None:
     desired = desire_without_kubelet(MACHINE)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]))})
     after = run(observed, reconcile(desired, observed, {"b": CpuSet([2])}))
@@ -305,7 +305,7 @@ def test_holders_of_a_cpu() -> None:
     assert set(holders(CpuSet([2]), observed, but="b")) == set()
 
 
-def test_sees_where_the_kernel_silently_fell_back() -> None:
+def test_a_silent_fallback_of_the_kernel_is_detected() -> None:
     lying = Group("threaded", CpuSet([1]), MEMS, ALL, populated=True)
     observed = attrs.evolve(BUILT, groups={"instance-a": lying, FLOAT: threaded(CpuSet([0]))})
     assert set(silent_fallbacks(observed, ALL)) == {"instance-a"}

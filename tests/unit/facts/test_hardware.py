@@ -72,7 +72,7 @@ def test_every_problem_names_its_path() -> None:
     ]
 
 
-def test_what_cannot_be_true_is_said() -> None:
+def test_impossible_values_are_reported() -> None:
     document = vm()
     document["offline"] = "7-8"
     document["cpus"][1]["cpu"] = 0
@@ -101,7 +101,7 @@ def test_what_cannot_be_true_is_said() -> None:
         ('{"format": 1, "cpus": [7], "numa_nodes": []}', "host.json: cpus[0]: must be an object, found 7"),
     ],
 )
-def test_what_is_no_record_is_refused(text: str, message: str) -> None:
+def test_a_malformed_record_is_refused(text: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         Hardware.from_json(text, "host.json")
     assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""What people and machines are shown."""
+"""The output of inspect, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_table_and_its_verdicts() -> None:
     assert ReportFormatter(as_json=False, redraw=False, repeated=False).text(REPORT) == SHOWN
 
 
-def test_of_many_reasons_people_see_some() -> None:
+def test_the_table_shows_some_of_many_reasons() -> None:
     others = tuple(
         ObservedThread(Role.OTHER, None, attrs.evolve(thread(n, "x", "4", 4, "/"), pid=n)) for n in range(20)
     )
@@ -99,7 +99,7 @@ def test_a_node_without_instances_says_where_to_look() -> None:
     ]
 
 
-def test_machines_get_the_same() -> None:
+def test_json_has_the_same_content() -> None:
     report = json.loads(json.dumps(report_json(REPORT)))
     (instance,) = report.pop("instances")
     assert report == {
@@ -128,7 +128,7 @@ def test_machines_get_the_same() -> None:
     assert [verdict["rule"] for verdict in instance["verdicts"]] == ["vcpus", "exclusive", "local", "charged"]
 
 
-def test_watching_without_a_terminal_tells_changes_only() -> None:
+def test_watching_without_a_terminal_prints_changes_only() -> None:
     formatter = ReportFormatter(as_json=False, redraw=False, repeated=True)
     first = formatter.text(REPORT).splitlines()
     assert first[0] == "+ 3ceda12c emulator 10 'qemu-system-x86' may run on '0' in '/stelia/float'"
@@ -144,7 +144,7 @@ def test_watching_without_a_terminal_tells_changes_only() -> None:
     assert formatter.status is Status.FINDINGS
 
 
-def test_watching_for_machines_is_a_document_a_line() -> None:
+def test_watching_with_json_prints_one_document_a_line() -> None:
     formatter = ReportFormatter(as_json=True, redraw=True, repeated=True)
     assert json.loads(formatter.text(REPORT)) == report_json(REPORT)
     assert formatter.text(REPORT) == ""

@@ -48,12 +48,12 @@ def role(pid: int, parent: int, name: str, *, is_sleep_infinity: bool = False) -
     return ROLES.of_process(process, is_sleep_infinity=is_sleep_infinity)
 
 
-def test_a_process_is_known_by_its_number_and_name() -> None:
+def test_a_process_is_recognised_by_its_pid_and_name() -> None:
     assert role(8, 1, "dnsmasq") == "dnsmasq"
     assert role(8, 0, "sh") is None, "another process has the number now"
 
 
-def test_children_that_were_started_again_are_known_by_their_parent() -> None:
+def test_restarted_children_are_recognised_by_their_parent() -> None:
     assert role(77, 1, "sleep", is_sleep_infinity=True) == "anchor"
     assert role(78, 1, "dnsmasq") == "dnsmasq"
     assert role(79, 60, "sleep", is_sleep_infinity=True) is None

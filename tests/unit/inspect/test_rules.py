@@ -1,4 +1,4 @@
-"""Each rule, where it holds, where it is violated, and where nobody can tell."""
+"""Each rule of inspect where it holds, where it is violated, and where its result is unknown."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def unknown(verdict: RuleVerdict) -> str:
     return "; ".join(verdict.reasons)
 
 
-def test_where_all_is_well_every_rule_says_so() -> None:
+def test_a_good_instance_passes_every_rule() -> None:
     report = judge(Observation("node", (GOOD,), KUBELET))
     assert [(verdict.rule, verdict.result) for verdict in report.verdicts] == [
         (rule, RuleResult.OK) for rule in ("vcpus", "exclusive", "local", "charged", "kubelet")
@@ -97,7 +97,7 @@ def test_where_all_is_well_every_rule_says_so() -> None:
     assert not report.violated
 
 
-def test_what_cannot_be_judged_is_no_violation_and_one_violation_is() -> None:
+def test_an_unknown_is_no_violation_and_one_violation_outweighs_it() -> None:
     blind = attrs.evolve(GOOD, hidden="hidden", memory=Unknown("hidden"), charge=Unknown("hidden"))
     report = judge(Observation("container", (blind,), Unknown("hidden")))
     assert [verdict.result for verdict in report.verdicts] == [RuleResult.OK, *[RuleResult.UNKNOWN] * 4]
@@ -161,12 +161,12 @@ def test_a_known_pin_counts() -> None:
 
 def test_a_thread_of_the_instance_outside_of_its_cgroup() -> None:
     outside = seen("emulator", 13, "0", POD, pid=10, name="worker")
-    said = violations(cpus_exclusive(ruled(RULES, *GOOD.threads, outside)))
-    assert said == f"emulator (thread 13, 'worker') is in the cgroup '{POD}' instead of '{FLOAT}'"
+    verdict = violations(cpus_exclusive(ruled(RULES, *GOOD.threads, outside)))
+    assert verdict == f"emulator (thread 13, 'worker') is in the cgroup '{POD}' instead of '{FLOAT}'"
     assert vcpus_alone(ruled(RULES, *GOOD.threads, outside)).result is RuleResult.OK
 
 
-def test_what_may_run_there_without_competing_is_counted() -> None:
+def test_threads_that_run_there_without_competing_are_counted() -> None:
     verdict = cpus_exclusive(GOOD)
     assert verdict.result is RuleResult.OK
     (reason,) = verdict.reasons
@@ -176,17 +176,17 @@ def test_what_may_run_there_without_competing_is_counted() -> None:
     )
 
 
-def test_a_thread_of_the_kernel_in_a_pods_cgroup_is_somebodys() -> None:
-    """Such as ``vhost-`` before Linux 6.4, which does the network's work of one instance."""
+def test_a_kernel_thread_in_a_pods_cgroup_is_an_intruder() -> None:
+    """``vhost-`` before Linux 6.4 is such a thread: it does the network I/O of one instance."""
     vhost = seen("other", 30, "2", POD, name="vhost-10", kernel=True)
     assert "'vhost-10'" in violations(cpus_exclusive(attrs.evolve(GOOD, others=(vhost,))))
 
 
-def test_what_the_controller_has_given_has_a_vcpu_each() -> None:
+def test_a_missing_vcpu_thread_is_a_violation() -> None:
     assert violations(vcpus_alone(ruled(RULES, VCPU_0))) == "vCPU 1 has no thread"
 
 
-def test_an_intruder_is_named_by_process_with_what_it_may_take() -> None:
+def test_an_intruder_is_named_by_process_with_the_cpus_it_may_use() -> None:
     others = (
         seen("other", 30, "0-2", "/system.slice/stress.service", pid=30, name="stress"),
         seen("other", 31, "3", "/system.slice/stress.service", pid=30, name="stress"),
@@ -207,33 +207,33 @@ def test_another_instances_vcpu_is_an_intruder() -> None:
     assert "'CPU 0/KVM'" in violations(cpus_exclusive(attrs.evolve(GOOD, others=others)))
 
 
-def test_an_intruder_suffices_where_not_everybody_is_seen() -> None:
+def test_one_intruder_is_a_violation_even_if_some_threads_are_hidden() -> None:
     blind = attrs.evolve(GOOD, hidden="others are hidden")
     assert unknown(cpus_exclusive(blind)) == "others are hidden"
     shell = (*GOOD.threads, seen("other", 50, "2-3", POD, name="sh"))
     assert "'sh'" in violations(cpus_exclusive(attrs.evolve(blind, threads=shell)))
 
 
-def test_cpus_without_vcpus_are_nobodys_yet() -> None:
+def test_without_threads_exclusivity_is_unknown() -> None:
     assert "starts, or has ended" in unknown(cpus_exclusive(attrs.evolve(GOOD, threads=(), others=())))
 
 
 def test_memory_on_another_numa_node() -> None:
     for memory in (GuestMemory({0: MIB, 1: MIB}, {}), GuestMemory({}, {0: MIB, 1: MIB})):
-        said = violations(memory_local(attrs.evolve(GOOD, memory=memory)))
-        assert said == "1 MiB on NUMA node 0, 1 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '0'"
+        verdict = violations(memory_local(attrs.evolve(GOOD, memory=memory)))
+        assert verdict == "1 MiB on NUMA node 0, 1 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '0'"
     both = attrs.evolve(
         GOOD, rules=attrs.evolve(RULES, cpus=CpuSet.parse("3-4")), memory=GuestMemory({0: MIB, 1: MIB}, {})
     )
     assert memory_local(both).result is RuleResult.OK
 
 
-def test_memory_is_judged_by_what_it_is_bound_to() -> None:
+def test_memory_is_judged_by_its_binding() -> None:
     """The CPUs' NUMA node may have no memory that the pod may use."""
     elsewhere = GuestMemory({1: MIB}, {}, CpuSet([1]))
-    said = memory_local(attrs.evolve(GOOD, memory=elsewhere))
-    assert said.result is RuleResult.OK
-    assert said.reasons == (
+    verdict = memory_local(attrs.evolve(GOOD, memory=elsewhere))
+    assert verdict.result is RuleResult.OK
+    assert verdict.reasons == (
         "1 MiB on NUMA node 1 of the guest's RAM is mapped; it is bound to '1', its CPUs are on '0'",
     )
     mixed = GuestMemory({0: MIB, 1: MIB}, {}, CpuSet([0, 1]), remote_bytes=4096)
@@ -265,7 +265,7 @@ def test_float_is_the_shared_pool_as_far_as_it_is_online() -> None:
     assert violations(as_the_kubelet_says(other)) == "float has '0-4', but the kubelet's shared pool is '0-1,4'"
 
 
-def test_float_keeps_off_an_instance_that_outlives_its_pod_unless_nothing_is_left() -> None:
+def test_float_avoids_an_instance_that_outlives_its_pod_unless_no_other_cpu_is_left() -> None:
     gone = attrs.evolve(KUBELET, shared_pool=CpuSet.parse("0-5"), given={})
     assert violations(as_the_kubelet_says(gone)) == (f"instance {UID} has '2-3', but the kubelet gives its pod ''")
     all_held = attrs.evolve(gone, instances={UID: CpuSet.parse("0-5")}, float_cpus=CpuSet.parse("0-4"))
@@ -277,10 +277,10 @@ def test_an_instance_with_more_than_its_pods() -> None:
     assert "has '2-3', but the kubelet gives its pod '2'" in violations(as_the_kubelet_says(greedy))
 
 
-def test_policy_none_gives_nobody_cpus_of_his_own() -> None:
+def test_policy_none_gives_no_exclusive_cpus() -> None:
     assert as_the_kubelet_says(attrs.evolve(KUBELET, given=None)).result is RuleResult.OK
 
 
-def test_an_empty_pool_says_nothing_of_float() -> None:
+def test_an_empty_shared_pool_leaves_float_unknown() -> None:
     assert "reserved CPUs" in unknown(as_the_kubelet_says(attrs.evolve(KUBELET, shared_pool=CpuSet())))
     assert unknown(as_the_kubelet_says(Unknown("no file"))) == "no file"

@@ -1,4 +1,4 @@
-"""How long the end of an instance takes at worst, reckoned from the bounds of its parts."""
+"""The longest time that the end of an instance takes: the sum of the bounds of its steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from runner.instance.cgroups import controller, delegated
 from runner.spec.instance import ShutdownSpec
 
 BELOW = 10
-"""Seconds that the documents say the grace is to be kept below the pod's."""
+"""Seconds by which the documents keep the grace below the pod's."""
 
 
-def test_what_follows_the_grace_fits_into_what_is_kept_for_it() -> None:
-    """Even where one daemon ignores SIGTERM, and the controller does not answer or a cgroup does not become empty."""
+def test_the_steps_after_the_grace_fit_into_the_reserved_time() -> None:
+    """This holds even if a daemon ignores SIGTERM, and the controller does not answer or a cgroup stays populated."""
     placement = max(controller.DEREGISTERED_WITHIN, delegated.EMPTY_WITHIN + 1)
     worst = console.FLUSHED_WITHIN + daemons.STOPPED_WITHIN + placement
     assert worst <= BELOW

@@ -17,7 +17,7 @@ def test_a_copy_is_made_once_and_nothing_is_left_of_one_that_fails(tmp_path: Pat
     copy_new(source, path)
     (tmp_path / "template").write_bytes(b"another")
     copy_new(source, path)
-    assert (tmp_path / "store").read_bytes() == b"empty", "who was there first stays"
+    assert (tmp_path / "store").read_bytes() == b"empty", "an existing file stays"
     assert (tmp_path / "store").stat().st_mode & 0o777 == 0o600
     with pytest.raises(HostError) as refused:
         copy_new(source, PurePosixPath(tmp_path / "none" / "store"))
@@ -25,7 +25,7 @@ def test_a_copy_is_made_once_and_nothing_is_left_of_one_that_fails(tmp_path: Pat
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["store", "template"]
 
 
-def test_no_link_is_followed_by_what_is_written(tmp_path: Path) -> None:
+def test_a_write_follows_no_symbolic_link(tmp_path: Path) -> None:
     victim, link, store = tmp_path / "victim", tmp_path / "link", tmp_path / "store"
     victim.write_bytes(b"mine")
     link.symlink_to(victim)
@@ -54,7 +54,7 @@ def test_files_in_memory_are_opened_as_they_will_be_used(tmp_path: Path) -> None
         assert os.pread(fd, 99, 0) == b"content"
 
 
-def test_documents_that_are_none_keep_nobody_waiting(tmp_path: Path) -> None:
+def test_large_files_and_fifos_are_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "large").write_bytes(b"x" * 11)
     assert read_document(PurePosixPath(tmp_path / "large"), 11) == DocumentFact(b"x" * 11)

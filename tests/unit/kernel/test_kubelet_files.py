@@ -54,7 +54,7 @@ def test_only_regular_files_of_at_most_16_mib_are_read(tmp_path: Path) -> None:
         read_state_file(path)
 
 
-async def test_one_reading_is_not_believed(tmp_path: Path, autojump_clock: object) -> None:  # noqa: ARG001  # its presence is its effect
+async def test_one_reading_is_not_enough(tmp_path: Path, autojump_clock: object) -> None:  # noqa: ARG001  # its presence is its effect
     path = tmp_path / "cpu_manager_state"
     path.write_bytes(document())
     state = await settled(path, PARSE, pause=0.01, readings=10)
@@ -66,7 +66,7 @@ async def test_one_reading_is_not_believed(tmp_path: Path, autojump_clock: objec
     assert "CPUs 3 are neither" in gap.reason
 
 
-async def test_two_equal_readings_in_a_row_are(tmp_path: Path, autojump_clock: object) -> None:  # noqa: ARG001  # its presence is its effect
+async def test_two_equal_readings_in_a_row_are_enough(tmp_path: Path, autojump_clock: object) -> None:  # noqa: ARG001  # its presence is its effect
     path = tmp_path / "cpu_manager_state"
     first, second = document(), document(defaultCpuSet="0-1", entries={A: {"c": "2-3"}})
     path.write_bytes(first)

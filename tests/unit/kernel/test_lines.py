@@ -1,4 +1,4 @@
-"""The line reader: its bounds on bytes and on lines, whatever the pieces in which the bytes come."""
+"""The line reader: its bounds on bytes and on lines, for input split anywhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from runner.kernel.lines import LINES_PER_STEP, LineFramer, OverlongError, pieces, receive_line
 
 
-def test_lines_are_the_same_in_whatever_pieces_they_come() -> None:
+def test_lines_do_not_depend_on_how_they_are_split_into_pieces() -> None:
     text = b"one\n\ntwo\r\n" + b"x" * 50 + b"\nthe end\n"
     for size in range(1, len(text) + 1):
         framer = LineFramer(50)
@@ -39,7 +39,7 @@ def test_a_line_has_its_limit_and_its_end_does_not_count(end: bytes) -> None:
             framer.next_line(end)
 
 
-def test_what_comes_before_an_overlong_line_is_still_yielded() -> None:
+def test_lines_before_an_overlong_line_are_still_yielded() -> None:
     framer = LineFramer(3)
     framer.feed(b"one\ntwo\nthree\n")
     found: list[bytes] = []

@@ -1,4 +1,4 @@
-"""What sysfs says of PCI devices, read from a recorded host."""
+"""PCI devices read from the sysfs of a recorded host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runner.errors import HostError
 from runner.facts.pci import Bar, DeviceNode, GroupMember, PciLink
 from runner.facts.roots import Roots
 from runner.kernel.pci import driver_of, is_silent, read_pci_device
-from tests.support.fake_pci import Record, paper_pci, recorded_pci
+from tests.support.fake_pci import Record, fake_pci_tree, recorded_pci
 
 GIB, MIB = 1 << 30, 1 << 20
 HGX = recorded_pci("hgx-h100")
@@ -22,7 +22,7 @@ def changed(address: str, **values: object) -> list[Record]:
 
 
 def test_a_gpu_is_read_as_it_is(tmp_path: Path) -> None:
-    found = read_pci_device(GPU, Roots.below(paper_pci(tmp_path, HGX)))
+    found = read_pci_device(GPU, Roots.below(fake_pci_tree(tmp_path, HGX)))
     assert found is not None
     assert (found.name, found.driver, found.vfio, found.numa_node, found.group) == (
         "10de:2330",
@@ -40,8 +40,8 @@ def test_a_gpu_is_read_as_it_is(tmp_path: Path) -> None:
     assert driver_of(Path(found.sysfs)) == "vfio-pci"
 
 
-def test_what_is_not_there_reads_as_nothing(tmp_path: Path) -> None:
-    roots = Roots.below(paper_pci(tmp_path, changed(GPU, group=None, driver="", link=[], numa_node=-1)))
+def test_absent_files_read_as_none(tmp_path: Path) -> None:
+    roots = Roots.below(fake_pci_tree(tmp_path, changed(GPU, group=None, driver="", link=[], numa_node=-1)))
     assert read_pci_device("0000:ff:00.0", roots) is None
     found = read_pci_device(GPU, roots)
     assert found is not None
@@ -49,15 +49,15 @@ def test_what_is_not_there_reads_as_nothing(tmp_path: Path) -> None:
     assert (found.group_node, found.device_node) == (None, None)
 
 
-def test_low_memory_and_port_regions_are_told_apart(tmp_path: Path) -> None:
+def test_low_memory_and_port_regions_are_distinguished(tmp_path: Path) -> None:
     bars = [[0, 4096, "0x040200"], [2, 32, "0x040101"], [4, GIB, "0x140204"]]
-    found = read_pci_device(GPU, Roots.below(paper_pci(tmp_path, changed(GPU, bars=bars))))
+    found = read_pci_device(GPU, Roots.below(fake_pci_tree(tmp_path, changed(GPU, bars=bars))))
     assert found is not None
     assert found.bars == (Bar(4096, False), Bar(GIB, False)), "ports are no memory; without prefetch it stays low"
 
 
-def test_silence_is_all_ones_and_not_only_a_virtual_functions_name(tmp_path: Path) -> None:
-    sys = paper_pci(tmp_path, changed(GPU, silent=True)) / "sys"
+def test_a_device_that_reads_as_all_ones_does_not_respond(tmp_path: Path) -> None:
+    sys = fake_pci_tree(tmp_path, changed(GPU, silent=True)) / "sys"
     path = sys / "bus/pci/devices" / GPU
     assert is_silent(path)
     (path / "config").write_bytes(b"\xff" * 4 + bytes(60))
@@ -67,12 +67,12 @@ def test_silence_is_all_ones_and_not_only_a_virtual_functions_name(tmp_path: Pat
         is_silent(path)
 
 
-def test_neighbours_that_leave_the_device_alone_have_no_driver_to_speak_of(tmp_path: Path) -> None:
+def test_drivers_that_do_not_use_the_device_are_omitted(tmp_path: Path) -> None:
     others = [
         {**HGX[0], "address": f"0000:f{number}:00.0", "group": "30", "driver": driver}
         for number, driver in enumerate(("snd_hda_intel", "vfio-pci", "pci-stub", ""))
     ]
-    found = read_pci_device(GPU, Roots.below(paper_pci(tmp_path, [*HGX, *others])))
+    found = read_pci_device(GPU, Roots.below(fake_pci_tree(tmp_path, [*HGX, *others])))
     assert found is not None
     assert [(each.address, each.driver) for each in found.members if not each.bridge] == [
         ("0000:f0:00.0", "snd_hda_intel"),

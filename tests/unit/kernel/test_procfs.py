@@ -36,7 +36,7 @@ def test_files_and_huge_pages_are_counted_in_bytes_by_numa_node(tmp_path: Path) 
     ]
 
 
-def test_what_has_gone_is_nothing(tmp_path: Path) -> None:
+def test_a_process_that_has_ended_gives_nothing(tmp_path: Path) -> None:
     assert Procfs(tmp_path).mappings(7) is None
     assert Procfs(tmp_path).process(7) is None
     assert Procfs(tmp_path).arguments(7) == ()
@@ -62,7 +62,7 @@ def test_a_zombie_runs_nowhere() -> None:
     os.waitpid(child, 0)
 
 
-def test_the_kernels_threads_are_told_apart() -> None:
+def test_kernel_threads_are_distinguished() -> None:
     kinds = {process.kernel for pid in Procfs().processes() if (process := Procfs().process(pid)) is not None}
     assert False in kinds
     status = Procfs().process(2)

@@ -110,7 +110,7 @@ def test_a_kernel_without_numa_is_one_numa_node(tmp_path: Path) -> None:
     )
 
 
-def test_what_firmware_does_not_know_has_a_default(tmp_path: Path) -> None:
+def test_values_that_firmware_does_not_know_have_a_default(tmp_path: Path) -> None:
     write_sysfs(tmp_path, SPARSE)
     cpu = tmp_path / "sys/devices/system/cpu/cpu4"
     write(cpu.with_name("cpu1") / "topology/physical_package_id", -1)
@@ -156,7 +156,7 @@ def test_this_machine_can_be_read() -> None:
     assert Hardware.from_json(hardware.to_json()) == hardware
 
 
-def test_the_cpus_and_memory_nodes_of_now(tmp_path: Path) -> None:
+def test_the_present_cpus_and_memory_nodes_are_read(tmp_path: Path) -> None:
     sys = fake_sysfs(tmp_path / "sys", cpus="0-7", online="0-3,5-7", mems="0-1")
     found = read_online_cpus(sys)
     assert (str(found.present), str(found.online), str(found.memory_nodes)) == ("0-7", "0-3,5-7", "0-1")

@@ -120,7 +120,7 @@ def pod(uid: str, containers: list[tuple[int, int, int, ContainerKind]]) -> Pod:
     st.lists(st.tuples(st.lists(CONTAINERS, min_size=1, max_size=3), st.booleans()), max_size=8),
 )
 @settings(max_examples=200, deadline=None)
-def test_what_a_node_has_booked_adds_up_after_every_step(
+def test_allocations_of_a_node_add_up_after_every_step(
     hardware: Hardware,
     policy: str,
     scope: str,
@@ -182,7 +182,7 @@ def overlapping(current: SimulatedNode) -> bool:
 
 def test_memory_is_lost_where_one_numa_node_of_a_group_is_booked_alone() -> None:
     # The hints keep groups apart, but the affinity they are merged to may be one NUMA node of a group, and for a
-    # single one the kubelet looks no further. What is released then comes back to whichever NUMA node is first.
+    # single one the kubelet does not search further. What is released then comes back to whichever NUMA node is first.
     empty = node(host(3, 1, 4), topology_manager_policy="best-effort")
     first = empty.admit(one("first", 1, 8)).node
     assert [memory.cells for memory in first.memory.numa_nodes.values()] == [(0, 1), (0, 1), (2,)]
@@ -227,8 +227,8 @@ def test_memory_that_fits_nowhere_costs_the_cpus_until_the_next_admission() -> N
     assert admission.node.shared_pool == empty.shared_pool - CpuSet((1, 9))
     # One CPU is the sibling of the reserved one: what is broken already is used up first.
     assert admission.node.admit(one("q", 1)).node.shared_pool == empty.shared_pool - CpuSet((8,))
-    mended = node(host(2, 1, 4), ALL - {Quirk.EMPTY_MEMORY_HINTS}).admit(one("p", 2, 99))
-    assert (mended.reason, mended.cpus) == (REJECTION, {})
+    fixed = node(host(2, 1, 4), ALL - {Quirk.EMPTY_MEMORY_HINTS}).admit(one("p", 2, 99))
+    assert (fixed.reason, fixed.cpus) == (REJECTION, {})
 
 
 def test_a_kubelet_that_would_hang_is_reported_and_nothing_is_changed() -> None:
@@ -249,7 +249,7 @@ def test_a_kubelet_that_would_hang_is_reported_and_nothing_is_changed() -> None:
     assert admission.admitted
     kubelet = empty.kubelet
     assert kubelet.cpu_manager
-    manager = attrs.evolve(kubelet.cpu_manager, reserved=CpuSet())  # half taken by pods instead
+    manager = attrs.evolve(kubelet.cpu_manager, reserved=CpuSet())  # pods take the halves instead
     pool = attrs.evolve(empty.cpus, shared_pool=empty.available)
     hanging = attrs.evolve(empty, kubelet=attrs.evolve(kubelet, cpu_manager=manager), cpus=pool)
     admission = hanging.admit(one("p", 14))

@@ -97,8 +97,8 @@ def test_the_configuration_that_a_running_kubelet_reports() -> None:
     with pytest.raises(SpecError) as caught:
         parse_kubelet_configuration(document, HARDWARE, 36)
     assert str(caught.value).startswith("configz.json: kubeletconfig.reservedSystemCPUs: must be a string, found 0")
-    mended = changed(document, {"reservedSystemCPUs": "0"})
-    assert parse_kubelet_configuration(mended, HARDWARE, 36)[0] == read(
+    fixed = changed(document, {"reservedSystemCPUs": "0"})
+    assert parse_kubelet_configuration(fixed, HARDWARE, 36)[0] == read(
         topologyManagerPolicy="restricted", reservedSystemCPUs="0"
     )
 
@@ -129,7 +129,7 @@ def test_the_defaults() -> None:
         ({"evictionHard": {"memory.available": "5%"}}, int(MEMORY * 0.05000000074505806)),
     ],
 )
-def test_what_is_reserved(keys: dict[str, Any], reserved: int) -> None:
+def test_reserved_cpus_and_memory(keys: dict[str, Any], reserved: int) -> None:
     assert read(**keys).node_allocatable_memory == reserved
 
 
@@ -234,7 +234,7 @@ def test_feature_gates_show_options_by_version(minor: int, option: str, gate: di
         ),
     ],
 )
-def test_what_the_kubelet_would_not_start_with(keys: dict[str, Any], message: str) -> None:
+def test_configurations_that_the_kubelet_refuses_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(KubeletConfigError) as caught:
         read(**keys)
     assert str(caught.value) == message
@@ -278,7 +278,7 @@ def test_what_the_kubelet_would_not_start_with(keys: dict[str, Any], message: st
         ),
     ],
 )
-def test_what_no_kubelet_would_decode(keys: dict[str, Any], message: str) -> None:
+def test_documents_that_the_kubelet_cannot_decode_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         read(**keys)
     assert str(caught.value) == f"k.yaml: {message}"
@@ -319,7 +319,7 @@ def test_changes() -> None:
 @pytest.mark.parametrize(
     "key", ["reservedMemory", "cpuManagerPolicyOptions", "cpuManagerPolicy.x", "topologyManagerPolcy", ""]
 )
-def test_what_cannot_be_changed(key: str) -> None:
+def test_unknown_changes_are_refused(key: str) -> None:
     with pytest.raises(UsageError, match="it takes cpuManagerPolicy, "):
         changed(Value(HEAD, "k.yaml"), {key: "x"})
     if key.startswith("topology"):

@@ -84,7 +84,7 @@ def test_devices_come_from_the_affinity_first() -> None:
     assert MANAGER.without(given, "p").assignments == {}
 
 
-def test_too_few_devices_are_refused_in_the_kubelet_s_words() -> None:
+def test_too_few_devices_are_refused_with_the_kubelet_s_message() -> None:
     with pytest.raises(AllocationError) as caught:
         MANAGER.allocate(DeviceState(), pod(7), pod(7).containers[0], None)
     assert str(caught.value) == "requested number of devices unavailable for nvidia.com/gpu. Requested: 7, Available: 6"
@@ -105,7 +105,7 @@ def test_an_init_container_s_devices_are_used_again() -> None:
     }
 
 
-def test_what_an_init_container_left_has_to_be_part_of_a_hint() -> None:
+def test_reusable_devices_of_an_init_container_are_part_of_every_hint() -> None:
     asking = pod(2, 2, kinds=(ContainerKind.INIT, ContainerKind.APP))
     state = MANAGER.allocate(DeviceState(), asking, asking.containers[0], 0b10)
     assert gpu_hints(MANAGER, state, asking) == ["{1} preferred", "{0,1}"]

@@ -213,7 +213,7 @@ def test_quantities(amount: Any, millicpus: int | None) -> None:
         ),
     ],
 )
-def test_what_the_api_server_would_refuse(document: dict[str, Any], message: str) -> None:
+def test_pods_that_the_api_server_would_refuse_are_refused(document: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         read(document)
     assert str(caught.value) == f"p.yaml: {message}"

@@ -114,7 +114,7 @@ def test_a_request_wider_than_one_numa_node_makes_a_group() -> None:
         assert list(listed or ()) == [Hint(0b100, preferred=True), Hint(0b011, preferred=False)]
 
 
-def test_what_fits_nowhere_has_no_hints_at_all() -> None:
+def test_a_request_that_fits_nowhere_has_no_hints() -> None:
     kubelet = manager(8, 8)
     huge = container("c", 99)
     assert kubelet.hints(kubelet.initial, Pod("p", (huge,)), huge) == {}
@@ -135,7 +135,7 @@ def test_what_fits_nowhere_has_no_hints_at_all() -> None:
         (2, Hint(3, preferred=False), "[memorymanager] preferred hint violates NUMA node allocation"),
     ],
 )
-def test_what_cannot_be_booked_fails_in_the_kubelet_s_words(gib: int, affinity: Hint, message: str) -> None:
+def test_a_failed_allocation_has_the_kubelet_s_message(gib: int, affinity: Hint, message: str) -> None:
     kubelet = manager(8, 8, 8, 8)
     state = kubelet.initial
     for name, numa_node in (("a", 0), ("b", 1)):

@@ -153,7 +153,7 @@ def test_no_pod_is_presented_to_a_kubelet_that_has_crashed() -> None:
     assert ["x", "crashes", "not", "asked", "0-127"] in [line.split() for line in shown(compared, 200).splitlines()]
 
 
-def test_state_files_of_another_policy_or_machine_are_refused_in_the_kubelet_s_words() -> None:
+def test_state_files_of_another_policy_or_machine_are_refused_with_the_kubelet_s_message() -> None:
     none = States(cpu=parse_cpu_state(b'{"policyName":"none","defaultCpuSet":"","checksum":1}'))
     with pytest.raises(KubeletConfigError) as caught:
         planned(EPYC, states=none)
@@ -189,7 +189,7 @@ def test_pods_that_have_ended_are_taken_back_as_by_the_kubelet() -> None:
     assert plan.after.memory.assignments.keys() == {"new"}
     (note,) = plan.notes
     assert note.startswith("one, two are in memory_manager_state and without CPUs in cpu_manager_state: taken as ended")
-    # One file alone cannot tell.
+    # One file alone does not show which pods have ended.
     assert stale_pods(States(memory=full.memory)) == stale_pods(States(cpu=cpus)) == (frozenset(), frozenset())
     held = planned(EPYC, pod("new", 40, "12Gi"), states=States(memory=full.memory), **STATIC)
     assert [each.explanation.admission.admitted for each in held.pods] == [False]
@@ -210,7 +210,7 @@ def test_a_pod_that_was_rejected_after_its_cpus_gives_them_back() -> None:
     assert [owner.name for owner in owners_of(plan)] == ["new"]
 
 
-def test_the_real_kubelets_files_tell_which_pods_are_active(
+def test_the_real_kubelets_files_show_which_pods_are_active(
     vectors: Callable[[str], Iterator[tuple[dict[str, Any], dict[str, Any]]]],
 ) -> None:
     seen = Counter[str]()
@@ -447,8 +447,8 @@ def test_an_svg_has_every_cpu_once_inside_its_frame(name: str) -> None:
     assert all(x >= 0 and x + w <= width and y >= 0 and y + h <= height for x, y, w, h in places)
 
 
-def _places(element: ET.Element, x: int, y: int) -> Any:
-    """Yield where each rectangle of *element* is."""
+def _places(element: ET.Element, x: int, y: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield x, y, width and height of each rectangle of *element*."""
     moved = element.attrib.get("transform", "")
     if moved:
         right, down = moved.removeprefix("translate(").removesuffix(")").split()

@@ -1,4 +1,4 @@
-"""Who a container is, by where its cgroup and its mounts come from."""
+"""The pod or container identifier, found in the paths of its cgroup and its mounts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
         (f"/kubepods/pod{UID}/{ID}", [], UID),
         (f"/kubelet/kubepods/besteffort/pod{UID}/{ID}", [], UID),
         (f"/kubepods.slice/kubepods-pod{STATIC}.slice/cri-containerd-{ID}.scope/container", [], STATIC),
-        # in a cgroup namespace of its own, the container's mounts still tell
+        # in a cgroup namespace of its own, the container's mounts still show it
         ("/", ["/", f"/var/lib/kubelet/pods/{UID}/etc-hosts", "/"], UID),
         ("/", [f"/lib/kubelet/pods/{UID}/containers/main/1a2b3c4d"], UID),
         ("/", [f"/kubelet/pods/{STATIC}/volumes/kubernetes.io~configmap/spec"], STATIC),

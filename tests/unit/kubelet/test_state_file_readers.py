@@ -33,7 +33,7 @@ POOL = "0-1,5-7"
 
 @pytest.fixture
 def kubelet(tmp_path: Path) -> KubeletFiles:
-    """Return an empty kubelet directory beside a sysfs and a controller's tree; float runs everywhere."""
+    """Return an empty kubelet directory next to a sysfs and a controller's tree; float has every CPU."""
     fake_sysfs(tmp_path / "sys", cpus="0-7")
     (tmp_path / "stelia/float").mkdir(parents=True)
     (tmp_path / "stelia/float/cpuset.cpus.effective").write_text("0-7\n")
@@ -122,7 +122,7 @@ async def test_all_refuse_the_same_text_with_the_same_reason(
     assert str(caught.value) == f"{kubelet.cpu_state}: {reason}"
 
 
-async def test_two_owners_of_a_cpu_are_no_state_for_what_acts(kubelet: KubeletFiles, autojump_clock: object) -> None:  # noqa: ARG001  # its presence is its effect
+async def test_the_controller_refuses_two_owners_of_a_cpu(kubelet: KubeletFiles, autojump_clock: object) -> None:  # noqa: ARG001  # its presence is its effect
     """``plan`` leaves this to the kubelet's own validation of a state that it restores."""
     shutil.copy(FILES / "cpu_v4_two_owners", kubelet.cpu_state)
     frozen = Frozen(f"cannot use {kubelet.cpu_state}: CPUs 2 of {A} are also in the shared pool or another pod's")

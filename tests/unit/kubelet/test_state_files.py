@@ -48,7 +48,7 @@ def document(**changes: object) -> bytes:
 
 
 def test_the_files_that_the_kubelet_wrote(vectors: Callable[[str], Iterator[tuple[Document, Document]]]) -> None:
-    """What each simulated node of the real kubelet left on disk holds the state that it answered."""
+    """The files that the real kubelet wrote for each simulated node hold the state that it returned."""
     for case, result in vectors("sim"):
         for step in result["steps"]:
             files = step.get("files", {})
@@ -98,7 +98,7 @@ def test_four_versions_of_one_state() -> None:
     assert one.exclusive() == CpuSet.parse("4-7")
 
 
-def test_pod_entries_are_choices_beside_those_of_the_containers() -> None:
+def test_pod_entries_are_assignments_like_those_of_the_containers() -> None:
     state = parse_cpu_state(document(entries={A: {"vm": "4-5"}}, podEntries={A: {"cpuSet": "4-7"}, B: {"CPUset": "8"}}))
     assert list(map(str, state.choices(A))) == ["4-5", "4-7"]
     assert {uid: str(cpus) for uid, cpus in state.assigned().items()} == {A: "4-7", B: "8"}
@@ -167,7 +167,7 @@ def test_malformed_cpusets(text: str) -> None:
         (f'{{"policyName":{"[" * 100_000}', "it is nested too deeply"),
     ],
 )
-def test_what_is_no_cpu_state(text: str, message: str) -> None:
+def test_a_malformed_cpu_state_is_refused(text: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_cpu_state(text.encode())
     assert str(caught.value) == f"cpu_manager_state: {message}"
@@ -330,7 +330,7 @@ def test_policy_none_has_an_empty_memory_state(text: str) -> None:
         ('{"policyName":"static"}', "policyName: must be 'Static' or 'None', found 'static'"),
     ],
 )
-def test_what_is_no_memory_state(text: str, message: str) -> None:
+def test_a_malformed_memory_state_is_refused(text: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_memory_state(text.encode())
     assert str(caught.value) == f"memory_manager_state: {message}"
@@ -452,7 +452,7 @@ def test_pod_entries_are_the_pods_until_it_ends() -> None:
     assert restored.without("uid-1").memory.numa_nodes == running.empty_node.memory.numa_nodes
 
 
-def test_states_of_another_machine_are_refused_in_the_kubelet_s_words() -> None:
+def test_states_of_another_machine_are_refused_with_the_kubelet_s_message() -> None:
     cpus, memory = parse_cpu_state(CPU_STATE), parse_memory_state(MEMORY_STATE)
     with pytest.raises(KubeletConfigError, match="doesn't match with CPUs in state"):
         kubelet().restored(attrs.evolve(cpus, assignments={}), memory)

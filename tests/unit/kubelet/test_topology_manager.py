@@ -61,7 +61,7 @@ def compared(manager: TopologyManager, wanted: int, current: Hint | None, candid
 
 
 def enumerated(manager: TopologyManager, factors: Sequence[HintList]) -> Hint:
-    """Merge as the kubelet does; what the exact merge must equal."""
+    """Merge as the kubelet does: the reference for the exact merge."""
     lists = [list(factor) for factor in factors]
     if manager.policy is Policy.SINGLE_NUMA_NODE:
         lists = [

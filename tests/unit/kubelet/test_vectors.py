@@ -1,4 +1,4 @@
-"""Answers of the real kubelet code (1.36.2) to cases of ours: every one of them must be ours too."""
+"""Answers of the real kubelet code (1.36.2) to recorded cases: ours must equal every one of them."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def answer(admission: Admission) -> Document:
     if admission.node.kubelet.memory_manager:
         found["memory"] = {name: blocks(listed) for name, listed in admission.memory.items()} or None
     if admission.node.kubelet.topology_manager.policy is not Policy.NONE:
-        # The kubelet is asked for every container, and says "none" of those it never came to.
+        # The kubelet is asked for every container, and answers "none" for those that it did not reach.
         hints = {each.name: admission.affinity.get(each.name, NO_AFFINITY) for each in admission.pod.containers}
         found["affinity"] = {
             name: {"mask": None if hint.mask is None else list(numa_nodes_of(hint.mask)), "preferred": hint.preferred}
@@ -234,7 +234,7 @@ def state(node: SimulatedNode) -> Document:
 
 
 def comparable(step: Document) -> Document:
-    """Strip a result of what we do not decide (the state files' text) and of the order that the kubelet leaves open."""
+    """Strip a result of the state files' text, which we do not write, and of the order that the kubelet leaves open."""
     kept = {key: value for key, value in step.items() if key != "files"}
     if kept.get("memory"):
         kept["memory"] = {name: by_type(listed) for name, listed in kept["memory"].items()}

@@ -43,7 +43,7 @@ def smp(topology: GuestTopology) -> tuple[int, int, int, int]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_divided_exactly_and_in_proportion_in_every_small_world() -> None:
+def test_memory_is_divided_exactly_and_in_proportion_on_every_small_host() -> None:
     for number in range(1, 5):
         for weights in itertools.product(range(1, 6), repeat=number):
             for pages in range(number, 24):
@@ -90,14 +90,14 @@ def test_one_numa_node_of_several_is_bound_and_the_only_one_is_not() -> None:
     assert only.bound == ()
 
 
-def test_what_the_pod_may_not_use_is_not_bound_to() -> None:
+def test_numa_nodes_that_the_pod_may_not_use_are_not_bound_to() -> None:
     (only,) = seen(EPYC, "1-20,65-84", mems="1").numa_nodes
     assert only.bound == (1,), "QEMU leaves the pod, and with it what keeps its memory there"
     first, second = seen(host("epyc-7543-2s-nps2"), "1,65,17,81", mems="0,2-3").numa_nodes
     assert (first.host, first.bound) == (0, (0,))
     assert (second.host, second.bound) == (1, (0,)), "the other half of its socket is nearest"
     assert second.distances == (12, 10), "vCPUs on 1 reach the memory of 0 at 12"
-    assert first.distances == (10, 11), "guest node 1's memory is local to node 0, which a SLIT cannot say"
+    assert first.distances == (10, 11), "guest node 1's memory is local to node 0, which a SLIT cannot express"
 
 
 def without_memory(hardware: Hardware, *empty: int) -> Hardware:
@@ -113,7 +113,7 @@ def test_a_numa_node_without_memory_takes_the_nearest_there_is() -> None:
     assert (only.host, only.bound) == (1, (0,))
 
 
-def test_what_does_not_fit_is_taken_from_what_the_others_leave() -> None:
+def test_memory_that_does_not_fit_is_taken_from_the_other_numa_nodes() -> None:
     nodes = tuple(NumaNode(each, GIB, tuple(10 if each == other else 20 for other in range(3))) for each in range(3))
     hardware = Hardware(tuple(Cpu(cpu, cpu, 0, 0, cpu // 4) for cpu in range(12)), nodes)
     (only,) = seen(hardware, "0-3", memory=GIB + PAGE).numa_nodes
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_taken_from_what_the_others_leave() -> None:
     assert (first.memory, first.bound) == (3 * GIB // 2, (0, 1))
     assert (second.memory, second.bound) == (GIB // 2, (1,)), "its own memory comes before its neighbour's overflow"
     (only,) = seen(hardware, "0-3", memory=9 * GIB).numa_nodes
-    assert only.bound == (), "all of them, and not enough: that is for the memory limit to say"
+    assert only.bound == (), "all of them, and not enough: the check of the memory limit reports it"
 
 
 # --- sockets, dies, cores, threads ------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_taken_from_what_the_others_leave() -> None:
 @pytest.mark.parametrize(
     ("name", "cpus", "shape"),
     [
-        ("epyc-7543-2s-nps1", "1-20,65-84", (1, 1, 20, 2)),  # L3 caches give 3, 4, 4, 4, 4 and 1 cores: not to be said
+        ("epyc-7543-2s-nps1", "1-20,65-84", (1, 1, 20, 2)),  # L3 caches give 3, 4, 4, 4, 4 and 1 cores: no equal dies
         ("epyc-7543-2s-nps1", "4-19,68-83", (1, 4, 4, 2)),  # one die for each L3 cache
         ("epyc-7543-2s-nps1", "0-127", (2, 8, 4, 2)),
         ("epyc-7543-2s-nps1", "4-7,36-39", (2, 1, 4, 1)),
@@ -168,9 +168,7 @@ def test_a_flat_guest_keeps_its_memory_near() -> None:
 @pytest.mark.parametrize("hardware", EVERY_HOST)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_guest_is_never_told_that_something_lies_together_which_does_not(
-    hardware: Hardware, data: st.DataObject
-) -> None:
+def test_a_guest_never_sees_cpus_as_neighbours_that_are_not(hardware: Hardware, data: st.DataObject) -> None:
     online = list(hardware.online)
     if data.draw(st.booleans(), "chosen by us"):
         exclusive = choose_cpus(hardware, hardware.online, data.draw(st.integers(1, len(online))))

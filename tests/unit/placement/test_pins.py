@@ -43,7 +43,7 @@ def test_linear_puts_vcpu_i_on_the_ith_cpu() -> None:
     assert place(8, CpuSet.parse("8-15"), host("power9-2s"), policy=PinPolicy.LINEAR).threads == 4
 
 
-def test_half_cores_are_linear_and_said() -> None:
+def test_half_cores_are_linear_and_a_remark() -> None:
     placement = place(4, CpuSet.parse("1-3,65"), EPYC)
     assert placement.policy is PinPolicy.LINEAR
     assert kinds(placement) == {PinFindingKind.HALF_CORE: "2-3"}
@@ -58,7 +58,7 @@ def test_packed_half_cores_come_after_the_whole_ones() -> None:
     assert placement.threads == 1
 
 
-def test_more_cpus_than_vcpus_and_numa_nodes_are_said() -> None:
+def test_more_cpus_than_vcpus_and_numa_nodes_are_remarks() -> None:
     placement = place(4, CpuSet.parse("31-33,95-97"), EPYC)
     assert placement.pins == (31, 95, 32, 96)
     assert placement.threads == 2
@@ -66,7 +66,7 @@ def test_more_cpus_than_vcpus_and_numa_nodes_are_said() -> None:
     assert "2 on 0, 2 on 1" in placement.findings[0].message
 
 
-def test_unequal_cores_are_said() -> None:
+def test_unequal_cores_are_a_remark() -> None:
     placement = place(4, CpuSet.parse("14-17"), host("core-i9-13900k"))
     assert placement.threads == 1
     assert kinds(placement) == {PinFindingKind.UNEQUAL_CORES: "14-17"}
@@ -81,7 +81,7 @@ def test_unequal_cores_are_said() -> None:
         (2, "1,200", "cannot place vCPUs on CPUs 200: the host has no such online CPUs"),
     ],
 )
-def test_what_cannot_be_placed_is_refused(vcpus: int, cpus: str, message: str) -> None:
+def test_an_impossible_placement_is_refused(vcpus: int, cpus: str, message: str) -> None:
     with pytest.raises(RefusedError) as caught:
         place(vcpus, CpuSet.parse(cpus), EPYC)
     assert str(caught.value) == message
@@ -126,7 +126,7 @@ def test_every_vcpu_has_one_cpu_of_its_own(hardware: Hardware, data: st.DataObje
         ("core-i9-13900k", "0-31", 20, "2-15,16-21"),
         ("ryzen-7840u-nosmt", "0-15", 3, "2,4,6"),
         ("vm-8", "0-7", 8, "0-7"),
-        ("power9-2s", "0-3", 3, "1-3"),  # CPU 0's core is all there is
+        ("power9-2s", "0-3", 3, "1-3"),  # there is no core but CPU 0's
         ("power9-2s", "0-127", 6, "4-7,10-11"),
         ("vm-8", "0", 1, "0"),
         ("epyc-9754-2s-nps4-cxl", "0-511", 96, "8-55,264-311"),
@@ -153,7 +153,7 @@ SMALL = Hardware(
 
 @given(st.sets(st.integers(0, 15), min_size=1), st.data())
 @settings(max_examples=300, deadline=None)
-def test_no_set_is_better_aligned_or_breaks_fewer_cores(allowed: set[int], data: st.DataObject) -> None:
+def test_no_other_set_is_better_aligned_or_breaks_fewer_cores(allowed: set[int], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(allowed)))
     chosen = choose_cpus(SMALL, CpuSet(allowed), count)
     assert len(chosen) == count

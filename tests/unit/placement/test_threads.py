@@ -1,4 +1,4 @@
-"""Where threads may be, what breaks the rules, and the receipt as JSON."""
+"""The rules for the places of threads, their violations, and the receipt as JSON."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ THREADS = (
 RECEIPT = Receipt("controller", RULES, THREADS)
 
 
-def said(rules: ThreadRules, *threads: ObservedThread) -> list[str]:
+def violations_of(rules: ThreadRules, *threads: ObservedThread) -> list[str]:
     return list(sentences(rules.violations((*VCPUS, *threads))))
 
 
-def test_where_every_thread_is_in_its_place_nothing_is_violated() -> None:
+def test_correctly_placed_threads_violate_nothing() -> None:
     assert RECEIPT.violations() == ()
 
 
@@ -76,7 +76,7 @@ def test_where_every_thread_is_in_its_place_nothing_is_violated() -> None:
     ],
 )
 def test_a_thread_that_breaks_a_rule(thread: ObservedThread, sentence: str) -> None:
-    [found] = said(RULES, thread)
+    [found] = violations_of(RULES, thread)
     assert sentence in found
 
 
@@ -97,7 +97,7 @@ def test_a_vcpu_thread_has_its_pin_and_its_cgroup(vcpu: ObservedThread, sentence
 
 
 def test_an_index_that_no_vcpu_has() -> None:
-    """Of a QEMU that gives a thread a strange name, or of one with other vCPUs than the plan's."""
+    """A QEMU with other thread names, or with other vCPUs than the plan's, has such a thread."""
     strange = grouped(Role.VCPU, 15, "2", 999_999_999)
     assert list(sentences(RULES.violations((VCPUS[0], strange)))) == ["vCPU 1 has no thread"]
 
@@ -111,27 +111,27 @@ def test_without_pins_two_vcpus_may_not_have_one_cpu() -> None:
 
 def test_the_threads_of_one_process_share_a_sentence() -> None:
     threads = [placed(Role.EMULATOR, tid, cpus, pid=10) for tid, cpus in ((10, "2"), (11, "0-1"), (12, "3"))]
-    assert said(AFFINITY, *threads) == [
+    assert violations_of(AFFINITY, *threads) == [
         "emulator (thread 10, 'emulator') and 1 more of process 10 may run on '2-3', which belong to vCPUs"
     ]
 
 
 def test_an_anchor_may_have_the_vcpus_cpus_only_in_a_cgroup_of_its_own() -> None:
-    assert said(RULES, grouped(Role.ANCHOR, 6, "2-3")) == []
-    assert said(AFFINITY, placed(Role.ANCHOR, 6, "2-3")) != []
+    assert violations_of(RULES, grouped(Role.ANCHOR, 6, "2-3")) == []
+    assert violations_of(AFFINITY, placed(Role.ANCHOR, 6, "2-3")) != []
 
 
 def test_where_the_cpus_are_shared_everything_may_run_on_them() -> None:
     shared = attrs.evolve(RULES, shared=True)
-    assert said(shared, grouped(Role.EMULATOR, 10, "2-3")) == []
-    assert said(shared, placed(Role.EMULATOR, 10, "2-3", cgroup="/pod")) != [], "but not in any cgroup"
+    assert violations_of(shared, grouped(Role.EMULATOR, 10, "2-3")) == []
+    assert violations_of(shared, placed(Role.EMULATOR, 10, "2-3", cgroup="/pod")) != [], "but not in any cgroup"
 
 
 def test_kernel_threads_are_exempt_unless_they_are_in_a_cgroup() -> None:
     kworker = attrs.evolve(placed(Role.OTHER, 30, "2", cgroup="/"), kernel=True)
-    assert said(RULES, kworker) == []
+    assert violations_of(RULES, kworker) == []
     vhost = attrs.evolve(placed(Role.OTHER, 30, "2", cgroup="/pod"), kernel=True)
-    assert said(RULES, vhost) != []
+    assert violations_of(RULES, vhost) != []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_kernel_threads_are_exempt_unless_they_are_in_a_cgroup() -> None:
         (attrs.evolve(AFFINITY, shared=True), placed(Role.EMULATOR, 16, "2"), False),
     ],
 )
-def test_a_thread_is_born_where_its_parent_is(rules: ThreadRules, thread: ObservedThread, *, born: bool) -> None:
+def test_a_thread_starts_where_its_parent_is(rules: ThreadRules, thread: ObservedThread, *, born: bool) -> None:
     assert rules.is_born_of_vcpu(thread) is born
 
 
@@ -186,7 +186,7 @@ def test_cgroups_may_be_named_or_absent() -> None:
 
 
 @pytest.mark.parametrize("document", ["", "[]", "null", "{}", "7", '{"version": 1}', '{"version": 1, "threads": [1]}'])
-def test_what_is_no_receipt(document: str) -> None:
+def test_a_malformed_receipt_is_refused(document: str) -> None:
     with pytest.raises(UsageError, match=r"cannot use receipt.json: it is no receipt"):
         parse_receipt(document, "receipt.json")
 

@@ -42,7 +42,7 @@ def test_an_empty_table_is_enough() -> None:
     assert plan_of(KERNEL).machine.seed is None
 
 
-def test_who_it_is_stays_the_same() -> None:
+def test_the_instance_id_is_stable() -> None:
     uuid = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
     assert seed("[cloud_init]\n", f'[instance]\nname = "a_b"\nuuid = "{uuid}"\n').instance_id == uuid
     in_pod = plan_of(f"{KERNEL}[cloud_init]\n", attrs.evolve(READ, pod_uid="pod-uid")).machine.seed
@@ -59,9 +59,9 @@ def test_keys_host_name_and_networks() -> None:
         f'[cloud_init]\nssh_keys = ["{KEY} two", "/keys"]\nhostname = "web.example.org"\n'
         '[[network]]\nmac = "52:54:00:00:00:01"\n[[network]]\nmode = "bridge"\n'
     )
-    told = json.loads(found.meta_data.content)
-    assert told["public-keys"] == [f"{KEY} two", KEY, 'no-pty,command="a b" ecdsa-sha2-nistp256 AAAAE2VjZHNh']
-    assert told["local-hostname"] == "web.example.org"
+    metadata = json.loads(found.meta_data.content)
+    assert metadata["public-keys"] == [f"{KEY} two", KEY, 'no-pty,command="a b" ecdsa-sha2-nistp256 AAAAE2VjZHNh']
+    assert metadata["local-hostname"] == "web.example.org"
     assert found.network_config is not None
     network = json.loads(found.network_config.content)
     assert [each["match"]["macaddress"] for each in network["ethernets"].values()] == [
@@ -106,7 +106,7 @@ def test_keys_host_name_and_networks() -> None:
         ("ssh_keys = [1]", "cloud_init.ssh_keys: found the integer 1"),
     ],
 )
-def test_what_is_refused(table: str, expected: str) -> None:
+def test_an_invalid_table_is_refused(table: str, expected: str) -> None:
     assert problems(f"{KERNEL}[cloud_init]\n{table}\n", READ)[0][: len(expected)] == expected
 
 
@@ -124,7 +124,7 @@ def test_every_kind_of_user_data_is_taken(content: bytes) -> None:
     assert plan_of(f'{KERNEL}[cloud_init]\nuser_data = "/a"\n', facts).machine.seed is not None
 
 
-def test_no_word_of_it_is_shown() -> None:
+def test_user_data_is_never_printed() -> None:
     plan = plan_of(f'{KERNEL}[cloud_init]\nuser_data = "/user"\n', READ)
     shown = "\n".join(plan_lines(plan)) + json.dumps(plan_json(plan)) + repr(plan) + repr(READ)
     assert "hunter2" not in shown
@@ -142,14 +142,16 @@ def test_the_script_to_paste_makes_the_same_seed(tmp_path: Path) -> None:
 
 
 def test_the_image_is_a_cd_with_that_label(tmp_path: Path) -> None:
-    """That its files are what they should be is asked of a kernel, in tests/machine/test_cloud_init.py."""
+    """Its files are read by a kernel, in tests/machine/test_cloud_init.py."""
     found = image("CIDATA", {"user-data": b"x" * SECTOR, "meta-data": b"", "network-config": b"y"})
     assert len(found) == 27 * SECTOR
     assert found == image("CIDATA", {"user-data": b"x" * SECTOR, "meta-data": b"", "network-config": b"y"})
     (tmp_path / "seed").write_bytes(found)
     blkid = shutil.which("blkid", path="/usr/sbin:/sbin:/usr/bin:/bin")
     assert blkid is not None
-    said = subprocess.run([blkid, "-p", "-o", "export", tmp_path / "seed"], check=True, capture_output=True, text=True)
-    assert {"LABEL=CIDATA", "TYPE=iso9660", "VERSION=Joliet\\ Extension"} <= set(said.stdout.splitlines())
+    probed = subprocess.run(
+        [blkid, "-p", "-o", "export", tmp_path / "seed"], check=True, capture_output=True, text=True
+    )
+    assert {"LABEL=CIDATA", "TYPE=iso9660", "VERSION=Joliet\\ Extension"} <= set(probed.stdout.splitlines())
     with pytest.raises(ValueError, match="40 files do not fit into one directory"):
         image("X", {f"file-with-a-name-{number}": b"" for number in range(40)})

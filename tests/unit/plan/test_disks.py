@@ -1,4 +1,4 @@
-"""How each kind of disk is used: what is decided without being asked for."""
+"""Defaults of each kind of disk: cache, asynchronous I/O and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def disk_of(keys: str, **facts: object) -> DiskPlan:
     [
         ('path = "/4kn"', True, "native"),
         ('path = "/raw"', True, "native"),
-        ('path = "/sparse"', True, "threads"),  # a write may have to find room, and io_submit(2) would wait for it
+        ('path = "/sparse"', True, "threads"),  # a write may have to allocate, and io_submit(2) would block
         ('path = "/sparse"\nread_only = true', True, "native"),
         ('path = "/images/golden/base"\nephemeral = true', False, "threads"),
         ('path = "/raw"\ncache = "writeback"', False, "threads"),
@@ -38,8 +38,8 @@ def test_cache_and_aio_follow_what_the_disk_can_do(keys: str, *, direct: bool, a
     assert (disk.direct, disk.aio) == (direct, aio)
 
 
-def test_only_what_is_written_to_goes_past_the_page_cache() -> None:
-    """A base is others' too: the page cache holds it once for all of them."""
+def test_only_writable_disks_bypass_the_page_cache() -> None:
+    """Other guests read the same base: the page cache holds it once for all of them."""
     disk = disk_of('path = "/top"\nformat = "qcow2"\nbacking = ["/images"]')
     nodes = {str(node["node-name"]): node for node in block_nodes(disk, lambda name: f"/{name}")}
     assert nodes["disk0-file"]["cache"] == {"direct": True}
@@ -50,14 +50,14 @@ def test_only_what_is_written_to_goes_past_the_page_cache() -> None:
     assert [nodes[name]["backing"] for name in ("disk0", "disk0-base1")] == ["disk0-base1", "disk0-base2"]
 
 
-def test_no_header_is_ever_followed() -> None:
+def test_backing_files_in_headers_are_never_followed() -> None:
     disk = disk_of('path = "/d,isk.qcow2"\nformat = "qcow2"')
     [_, image] = block_nodes(disk, str)
     assert "backing" in image
     assert image["backing"] is None
 
 
-def test_nodes_are_made_after_those_they_stand_on() -> None:
+def test_block_nodes_are_created_after_the_nodes_below_them() -> None:
     disk = disk_of('path = "/top"\nformat = "qcow2"\nephemeral = true\nbacking = ["/images"]')
     nodes = list(block_nodes(disk, str))
     made = [str(node["node-name"]) for node in nodes]
@@ -67,7 +67,7 @@ def test_nodes_are_made_after_those_they_stand_on() -> None:
     assert json.dumps(nodes).count("/images/") == 0, "paths are the descriptors' business"
 
 
-def test_an_ephemeral_disk_has_room_for_all_that_can_be_written() -> None:
+def test_an_ephemeral_disk_needs_room_for_everything_the_guest_can_write() -> None:
     disk = disk_of('path = "/raw"\nephemeral = true')
     assert disk.overlay is not None
     assert disk.overlay.size == GIB
@@ -83,7 +83,7 @@ def test_an_error_of_the_file_never_stops_the_guest() -> None:
     assert (device["werror"], device["rerror"], device["bus"], device["bootindex"]) == ("report", "report", "slot0", 0)
 
 
-def test_within_is_about_whole_names() -> None:
+def test_within_compares_whole_path_components() -> None:
     images = [PurePosixPath("/images")]
     assert within(PurePosixPath("/images/a/b"), images)
     assert not within(PurePosixPath("/images"), images)

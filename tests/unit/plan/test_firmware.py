@@ -92,7 +92,7 @@ def test_where_variables_are_kept(boot: str, code: PurePosixPath, variables: Var
         ('firmware_vars = "/vars.fd"', "boot.firmware_vars: needs boot.firmware"),
     ],
 )
-def test_what_is_refused(boot: str, expected: str | None) -> None:
+def test_unusable_firmware_is_refused(boot: str, expected: str | None) -> None:
     text = f"[boot]\n{boot}\n{DISK}"
     if expected is None:
         assert plan_of(text, FOUND).machine.secure_boot
@@ -100,7 +100,7 @@ def test_what_is_refused(boot: str, expected: str | None) -> None:
         assert [each[: len(expected)] for each in problems(text, FOUND)] == [expected]
 
 
-def test_without_any_firmware_the_places_looked_at_are_named() -> None:
+def test_without_any_firmware_the_searched_directories_are_named() -> None:
     [problem] = problems(f'[boot]\nfirmware = "uefi"\n{DISK}')
     assert problem.startswith(
         "boot.firmware: cannot find the firmware 'uefi' as one of /usr/share/OVMF/OVMF_CODE_4M.fd, "

@@ -7,12 +7,12 @@ from runner.plan.guest_devices import FIRST_CID, LAST_CID, VsockPlan, derived_ci
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
 
 
-def test_a_guest_has_an_agents_channel_and_no_more_unless_asked() -> None:
+def test_a_guest_has_an_agent_channel_and_nothing_more_by_default() -> None:
     guest = plan_of(KERNEL).machine.guest
     assert (guest.agent, guest.clock, guest.vsock, guest.watchdog) == (True, "utc", None, None)
 
 
-def test_vsock_names_or_looks_for_an_identifier() -> None:
+def test_vsock_has_a_given_or_a_free_identifier() -> None:
     assert plan_of(KERNEL + "[guest]\nvsock = 7\n").machine.guest.vsock == VsockPlan(7, exact=True)
     auto = plan_of(KERNEL + '[guest]\nvsock = "auto"\n').machine.guest.vsock
     assert auto == VsockPlan(derived_cid("instance"), exact=False)

@@ -20,7 +20,7 @@ ALL, SOME = CpuSet(range(8)), CpuSet([2, 3])
 @pytest.mark.parametrize(
     ("value", "qos"), [(-997, "guaranteed"), (1000, "besteffort"), (2, "burstable"), (999, "burstable"), (0, "")]
 )
-def test_the_kubelets_oom_score_adj_tells_the_qos_class(value: int, qos: str) -> None:
+def test_the_kubelets_oom_score_adj_gives_the_qos_class(value: int, qos: str) -> None:
     assert qos_of_oom_score_adj(value) == qos
 
 
@@ -35,11 +35,11 @@ def test_the_kubelets_oom_score_adj_tells_the_qos_class(value: int, qos: str) ->
         (PodQos("besteffort", "a word"), SOME, "the pod is BestEffort (a word), so it shares its CPUs with other pods"),
     ],
 )
-def test_whose_the_cpus_of_a_pod_are(pod: PodQos | None, allowed: CpuSet, found: str | None) -> None:
+def test_a_pods_cpus_are_exclusive_or_shared(pod: PodQos | None, allowed: CpuSet, found: str | None) -> None:
     assert shared_cpus(pod, allowed, ALL) == found
 
 
-def test_nothing_is_said_of_every_cpu_where_it_is_not_known_what_every_cpu_is() -> None:
+def test_ownership_is_unknown_where_the_set_of_all_cpus_is_unknown() -> None:
     assert shared_cpus(PodQos("guaranteed"), ALL, CpuSet()) is None
 
 
@@ -67,7 +67,7 @@ def test_the_oldest_qemu(version: str, *, old: bool) -> None:
         ("/kubepods-of-mine", 0, {}, None),
     ],
 )
-def test_a_pod_is_known_by_its_cgroup_or_by_what_the_kubelet_sets(
+def test_a_pod_is_recognised_by_its_cgroup_or_its_environment(
     tmp_path: Path, cgroup: str, score: int, environment: Mapping[str, str], pod: PodQos | None
 ) -> None:
     (tmp_path / "self").mkdir()

@@ -1,4 +1,4 @@
-"""The guest's memory: what is planned, refused with numbers, and reckoned beside it."""
+"""The guest's memory: the plan, refusals with their numbers, and the estimated overhead."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_huge_pages_are_divided_bound_and_taken_near_their_vcpus() -> None:
         ("lock = true", ALONE, True),
     ],
 )
-def test_what_must_be_there_is_preallocated(keys: str, facts: HostFacts, expected: bool) -> None:  # noqa: FBT001
+def test_memory_is_preallocated_where_required(keys: str, facts: HostFacts, expected: bool) -> None:  # noqa: FBT001
     cpu = '[cpu]\ncount = "all"\n'
     assert plan_of(f"{cpu}[memory]\n{keys}\n", facts).machine.ram.preallocate is expected
     if expected and keys != "prealloc = true":
@@ -112,7 +112,7 @@ def test_what_must_be_there_is_preallocated(keys: str, facts: HostFacts, expecte
         assert problem.startswith("memory.prealloc: must not be false: ")
 
 
-def test_private_memory_is_qemus_own_to_take() -> None:
+def test_qemu_allocates_private_memory_itself() -> None:
     machine = plan_of("[cpu]\ncount = 2\n[memory]\nshared = false\nprealloc = true\nlock = true\n", ALONE).machine
     words = qemu_argv(machine, QemuFds(10, 11, (), {"kernel": 20}))
     assert (
@@ -219,15 +219,13 @@ def test_private_memory_is_qemus_own_to_take() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_said_with_the_numbers_and_the_remedy(
-    text: str, change: dict[str, Any], problem: str
-) -> None:
+def test_refusals_give_the_numbers_and_the_remedy(text: str, change: dict[str, Any], problem: str) -> None:
     [found] = problems(text, attrs.evolve(FACTS, **change))
     assert found.startswith(problem)
 
 
 def test_a_numa_node_that_may_not_be_used_gives_no_pages() -> None:
-    """All come from the other one, if they are there."""
+    """All huge pages come from the other NUMA node, if it has enough."""
     facts = attrs.evolve(FACTS, memory_nodes=CpuSet([1]))
     text = ALL_CPUS + '[memory]\nsize = "2GiB"\nhugepages = "2MiB"\n'
     assert {each.bound for each in plan_of(text, facts).machine.topology.numa_nodes} == {(1,)}
@@ -239,7 +237,7 @@ def test_a_numa_node_that_may_not_be_used_gives_no_pages() -> None:
     assert "come from NUMA node 1, where 0 " in found
 
 
-def test_who_may_lock_is_not_limited() -> None:
+def test_a_process_with_cap_ipc_lock_is_not_limited() -> None:
     text = '[instance]\nuser = "{}"\n[memory]\nlock = true\n[cpu]\ncount = 2\n'
     facts = attrs.evolve(ALONE, limits=MemoryLimits(lockable=8 * MIB, may_lock=True))
     assert plan_of(text.format("root"), facts).machine.ram.locked
@@ -284,41 +282,41 @@ def test_the_limits_are_used_up_and_not_exceeded() -> None:
     assert huge.machine.memory == 3 * GIB, "both NUMA nodes have as much"
 
 
-def test_more_of_anything_needs_more_beside_the_guest() -> None:
-    def beside(text: str, accel: Accel = "kvm") -> int:
+def test_memory_overhead_grows_with_every_part() -> None:
+    def overhead(text: str, accel: Accel = "kvm") -> int:
         spec = parse_instance("s", (KERNEL + text).encode())
         assert spec.cpu.count != "all"
         assert spec.memory.size != "limits"
         return memory_overhead(spec, spec.cpu.count, spec.memory.size, accel) // MIB
 
-    assert beside('[memory]\nsize = "1GiB"\n') == 112
-    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 108
-    assert beside('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n', "tcg") == 236
-    assert beside('[memory]\nsize = "81GiB"\n') == 112 + 320
-    assert beside('[cpu]\ncount = 11\n[memory]\nsize = "1GiB"\n') == 152
-    assert beside('[memory]\nsize = "1GiB"\nlock = true\n') == 200, "four workers"
-    assert beside('[memory]\nsize = "1GiB"\n[[network]]\n') == 122
-    assert beside('[memory]\nsize = "1GiB"\n[[share]]\ntag = "a"\npath = "/a"\n') == 124
+    assert overhead('[memory]\nsize = "1GiB"\n') == 112
+    assert overhead('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 108
+    assert overhead('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n', "tcg") == 236
+    assert overhead('[memory]\nsize = "81GiB"\n') == 112 + 320
+    assert overhead('[cpu]\ncount = 11\n[memory]\nsize = "1GiB"\n') == 152
+    assert overhead('[memory]\nsize = "1GiB"\nlock = true\n') == 200, "four workers"
+    assert overhead('[memory]\nsize = "1GiB"\n[[network]]\n') == 122
+    assert overhead('[memory]\nsize = "1GiB"\n[[share]]\ntag = "a"\npath = "/a"\n') == 124
     none = '[memory]\nsize = "1GiB"\n[hotplug]\ndisks = {}\n'
-    assert beside(none.format(0)) == 104
-    assert beside(none.format(16)) == 136
+    assert overhead(none.format(0)) == 104
+    assert overhead(none.format(16)) == 136
     device = '[memory]\nsize = "1GiB"\n[[device]]\n'
-    assert beside(device + 'address = "0000:01:00.0"\n') == 114
-    assert beside(device + 'resource = "a/b"\ncount = 8\n') == 128
-    assert beside(device + 'resource = "a/b"\n') == 144
+    assert overhead(device + 'address = "0000:01:00.0"\n') == 114
+    assert overhead(device + 'resource = "a/b"\ncount = 8\n') == 128
+    assert overhead(device + 'resource = "a/b"\n') == 144
 
 
-def test_files_that_are_copied_into_memory_are_reckoned() -> None:
-    def beside(user: str, *, everyone: bool) -> int:
+def test_files_copied_into_memory_count_as_overhead() -> None:
+    def overhead(user: str, *, everyone: bool) -> int:
         files = {**ALONE.files, PurePosixPath("/k"): FileFact("file", 300 * MIB, everyone_reads=everyone)}
         plan = plan_of(f'[instance]\nuser = "{user}"\n[memory]\nsize = "1GiB"\n', attrs.evolve(ALONE, files=files))
         return plan.machine.ram.overhead // MIB
 
-    assert beside("nobody", everyone=True) == beside("root", everyone=False)
-    assert beside("nobody", everyone=False) == beside("nobody", everyone=True) + 300
+    assert overhead("nobody", everyone=True) == overhead("root", everyone=False)
+    assert overhead("nobody", everyone=False) == overhead("nobody", everyone=True) + 300
 
 
-def test_pages_that_two_numa_nodes_count_on_are_said_with_the_sum() -> None:
+def test_huge_pages_that_two_guest_numa_nodes_need_are_reported_with_the_sum() -> None:
     topology = plan_of(ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "2MiB"\n', FACTS).machine.topology
     one, two = topology.numa_nodes
     one = attrs.evolve(one, bound=(0, 1), memory=3000 * MIB)

@@ -79,12 +79,12 @@ def given(text: str, *names: str) -> list[str]:
         ),
     ],
 )
-def test_what_is_not_as_it_should_be_is_refused(text: str, names: tuple[str, ...], expected: str) -> None:
+def test_an_unsuitable_network_is_refused(text: str, names: tuple[str, ...], expected: str) -> None:
     found = given(text, *names)
     assert [problem[: len(expected)] for problem in found] == [expected]
 
 
-def test_what_is_handed_over_is_used_as_it_is() -> None:
+def test_an_inherited_tap_is_used_unchanged() -> None:
     facts = attrs.evolve(FACTS, descriptors={name: HANDED[name] for name in ("a", "b", "m", "s", "v")})
     text = handed("a,b") + handed("m", 'vhost_fd = "v"\n').removeprefix(KERNEL) + handed("s").removeprefix(KERNEL)
     taps, macvtap, socket = plan_of(text, facts).networks
@@ -96,7 +96,7 @@ def test_what_is_handed_over_is_used_as_it_is() -> None:
     assert (socket.kind, socket.vhost) == ("socket", False)
 
 
-def test_a_plan_made_beforehand_takes_the_specs_word_for_disks_by_descriptor() -> None:
+def test_a_plan_made_beforehand_trusts_the_spec_for_disks_by_descriptor() -> None:
     text = KERNEL + '[[disk]]\nfd = "root"\n[[disk]]\npath = "/missing"\n'
     spec = parse_instance("spec", text.encode())
     with pytest.raises(SpecError) as raised:
@@ -131,7 +131,7 @@ def test_a_disk_by_its_descriptor() -> None:
     assert problems(text) == ["network[0].fd: the descriptor 'a' is taken by disk[0].fd already"]
 
 
-def test_a_plan_beforehand_takes_the_specs_word() -> None:
+def test_a_plan_made_beforehand_trusts_the_spec_for_networks() -> None:
     assert isinstance(plan_of(handed("a")).networks[0], InheritedFdPlan)
 
 
@@ -196,25 +196,25 @@ def test_a_pods_ipv6_address_goes_with_the_other_when_asked() -> None:
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused(text: str, facts: dict[str, object], expected: str) -> None:
+def test_an_unavailable_network_is_refused(text: str, facts: dict[str, object], expected: str) -> None:
     found = problems(text, attrs.evolve(FACTS, **facts))  # type: ignore[arg-type]
     assert [problem[: len(expected)] for problem in found] == [expected]
 
 
-def test_a_permanent_neighbour_is_told_of() -> None:
+def test_a_permanent_neighbour_is_a_remark() -> None:
     pod = attrs.evolve(POD, neighbours=(PermanentNeighbour(IPv4Address("169.254.1.1"), "02:00:00:00:00:01"),))
     remarks = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod})).remarks
     assert any("permanent neighbour 169.254.1.1" in remark for remark in map(str, remarks))
 
 
-def test_an_ipv6_subnet_stays_the_same_and_is_nobody_elses() -> None:
+def test_an_ipv6_subnet_is_stable_and_unique() -> None:
     subnets = {derived_subnet(name, index) for name in "ab" for index in range(3)}
     assert len(subnets) == 6
     assert derived_subnet("a", 0) == derived_subnet("a", 0)
     assert all(subnet.subnet_of(IPv6Network("fd00::/8")) and subnet.prefixlen == 64 for subnet in subnets)
 
 
-def test_every_kind_is_shown_and_can_be_made_by_hand() -> None:
+def test_every_kind_is_printed_and_in_the_script() -> None:
     plan = plan_of(MACHINES["networks"])
     shown = [line for line in plan_lines(plan) if "  3 network" in line]
     assert [

@@ -1,4 +1,4 @@
-"""PCI devices of recorded hosts: which ones, by which way, where the guest sees them, and every reason against it."""
+"""Passthrough of PCI devices of recorded hosts: their selection, backend, place in the guest, and every refusal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.plan.machine import Accel
 from runner.plan.passthrough import asked_devices, bar_window, guest_address_bits, listed, top_of_addresses
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
-from tests.support.fake_pci import Record, paper_pci, recorded_pci
+from tests.support.fake_pci import Record, fake_pci_tree, recorded_pci
 from tests.unit.plan.test_plan import EPYC, GOLDEN, KERNEL, lines, plan_of, problems
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -50,7 +50,7 @@ def hgx(tmp_path: Path) -> HostFacts:
 
 
 def host(root: Path, records: list[Record]) -> HostFacts:
-    paper_pci(root, records)
+    fake_pci_tree(root, records)
     found = [read_pci_device(record["address"], Roots.below(root)) for record in records]
     vfio = VfioFacts(
         devices={fact.address: fact for fact in found if fact is not None},
@@ -77,7 +77,7 @@ def with_gpu(facts: HostFacts, **values: object) -> HostFacts:
     return with_vfio(facts, devices={**vfio_of(facts).devices, GPU: gpu})
 
 
-# -- which ones
+# -- selection
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def with_gpu(facts: HostFacts, **values: object) -> HostFacts:
         ({"PCI_RESOURCE_NVIDIA_COM_GH200": "0000:1b:00.0"}, ()),
     ],
 )
-def test_what_device_plugins_say(environment: Mapping[str, str], expected: tuple[str, ...]) -> None:
+def test_addresses_from_device_plugins_are_read(environment: Mapping[str, str], expected: tuple[str, ...]) -> None:
     assert listed("nvidia.com/GH100", environment) == expected
 
 
@@ -109,9 +109,11 @@ def asked(text: str, environment: Mapping[str, str] = GIVEN) -> tuple[list[str],
     return [each.address for each in devices], [str(problem) for problem in found]
 
 
-def test_a_resource_is_shared_out_among_those_who_ask_for_it() -> None:
+def test_a_resource_is_divided_among_the_devices_that_ask_for_it() -> None:
     text = f'[[device]]\nresource = "nvidia.com/GH100"\ncount = 2\n[[device]]\naddress = "{GPUS[1]}"\n'
-    assert asked(text) == ([GPUS[0], GPUS[2], GPUS[1]], []), "what is named by its address is nobody else's"
+    assert asked(text) == ([GPUS[0], GPUS[2], GPUS[1]], []), (
+        "a device named by its address is not given to another table"
+    )
     assert asked(text + '[[device]]\nresource = "nvidia.com/GH100"\n')[0] == [GPUS[0], GPUS[2], GPUS[1], *GPUS[3:]]
 
 
@@ -150,7 +152,7 @@ def test_a_resource_that_gives_nothing_is_refused(text: str, environment: Mappin
     assert problem.startswith(expected)
 
 
-# -- whether
+# -- refusals and backends
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,7 @@ def test_a_group_is_passed_whole_or_not_at_all(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_way_is_the_one_that_works(
+def test_the_vfio_backend_is_one_that_works(
     hgx: HostFacts, iommu: str, values: dict[str, object], gpu: dict[str, object], way: str, why: str
 ) -> None:
     text = f'{KERNEL}{ONE}iommu = "{iommu}"\n'
@@ -246,7 +248,7 @@ def test_the_way_is_the_one_that_works(
     assert (passing.iommufd is not None) == (way == "iommufd")
 
 
-def test_one_way_for_all_so_that_ram_is_locked_once(hgx: HostFacts) -> None:
+def test_all_devices_have_one_vfio_backend_so_that_ram_is_locked_once(hgx: HostFacts) -> None:
     two = f'{KERNEL}{ONE}[[device]]\naddress = "{GPUS[1]}"\n'
     ways = [device.vfio_backend for device in plan_of(two, with_gpu(hgx, device_node=None)).machine.passthrough.devices]
     assert ways == ["legacy", "legacy"]
@@ -254,18 +256,18 @@ def test_one_way_for_all_so_that_ram_is_locked_once(hgx: HostFacts) -> None:
     assert ways == ["legacy", "legacy"]
 
 
-def test_gpus_that_are_told_of_each_other_go_by_groups(hgx: HostFacts) -> None:
+def test_gpus_with_a_peer_to_peer_clique_use_the_legacy_backend(hgx: HostFacts) -> None:
     text = f"{KERNEL}{ONE}properties = {{ x-nv-gpudirect-clique = 3 }}\n"
     [device] = plan_of(text, hgx).machine.passthrough.devices
     assert (device.vfio_backend, device.properties) == ("legacy", (("x-nv-gpudirect-clique", 3),))
-    told = plan_of(text + 'iommu = "iommufd"\n', hgx)
-    assert any("no device reaches the memory of another" in remark for remark in map(str, told.remarks))
+    plan = plan_of(text + 'iommu = "iommufd"\n', hgx)
+    assert any("no device reaches the memory of another" in remark for remark in map(str, plan.remarks))
 
 
 @pytest.mark.parametrize(
     ("user", "everyone", "lent_to"), [("nobody", False, 65534), ("nobody", True, None), ("root", False, None)]
 )
-def test_a_groups_node_is_lent_to_whom_it_does_not_let_in(
+def test_a_group_node_is_lent_to_a_user_without_access(
     hgx: HostFacts,
     user: str,
     everyone: bool,  # noqa: FBT001
@@ -306,14 +308,14 @@ def test_ram_that_cannot_be_locked_is_refused(
     assert "LimitMEMLOCK=infinity" in problem
 
 
-def test_memory_is_there_before_it_is_passed_to_devices(hgx: HostFacts) -> None:
+def test_memory_is_preallocated_before_it_is_mapped_for_devices(hgx: HostFacts) -> None:
     assert plan_of(KERNEL + ONE, hgx).machine.ram.preallocate
     [problem] = problems(f"{KERNEL}[memory]\nprealloc = false\n{ONE}", hgx)
     assert problem == "memory.prealloc: must not be false: VFIO locks all of it for [[device]]; leave it out"
 
 
 def test_memory_locked_for_both_reasons_is_counted_twice(hgx: HostFacts) -> None:
-    """VFIO's count comes on top of mlockall(2)'s, which has counted the devices' regions as QEMU's addresses."""
+    """VFIO's count is added to that of mlockall(2), which has counted the devices' regions as QEMU's addresses."""
     text = f"{KERNEL}[memory]\nlock = true\n{ONE}"
     regions = sum(bar.size for bar in vfio_of(hgx).devices[GPU].bars)
     needed = 2 * 512 * MIB + (512 + (1 + 4) * 80) * MIB + 64 * MIB + regions
@@ -324,7 +326,7 @@ def test_memory_locked_for_both_reasons_is_counted_twice(hgx: HostFacts) -> None
     assert "addresses (memory.lock) and the guest's RAM for VFIO ([[device]]); " in problem
 
 
-def test_what_is_second_best_about_a_device_is_said(hgx: HostFacts) -> None:
+def test_a_suboptimal_device_is_a_remark(hgx: HostFacts) -> None:
     link = vfio_of(hgx).devices[GPU].link
     assert link is not None
     for values, expected in (
@@ -344,10 +346,10 @@ def test_what_is_second_best_about_a_device_is_said(hgx: HostFacts) -> None:
     assert not any(GPU in remark for remark in map(str, quiet))
 
 
-# -- where
+# -- the place in the guest
 
 
-def test_eight_gpus_are_seen_where_they_are(hgx: HostFacts) -> None:
+def test_eight_gpus_are_on_the_guest_numa_nodes_of_their_host_numa_nodes(hgx: HostFacts) -> None:
     plan = plan_of(KERNEL + ON_BOTH + '[[device]]\nresource = "nvidia.com/GH100"\n', hgx)
     passing = plan.machine.passthrough
     assert [device.address for device in passing.devices] == GPUS
@@ -366,9 +368,9 @@ def test_eight_gpus_are_seen_where_they_are(hgx: HostFacts) -> None:
     text = lines(qemu_argv(plan.machine, descriptors))
     assert text == (GOLDEN / "eight-gpus.txt").read_text()
     assert set(range(30, 41)) - {38, 39} <= set(descriptors.numbers())
-    told = "\n".join(plan_lines(plan))
-    assert f"device {GPUS[7]} (10de:2330) by iommufd, on NUMA node 1, the guest's 1, 131120MiB of device memory" in told
-    assert "4TiB of addresses for device memory" in told
+    text = "\n".join(plan_lines(plan))
+    assert f"device {GPUS[7]} (10de:2330) by iommufd, on NUMA node 1, the guest's 1, 131120MiB of device memory" in text
+    assert "4TiB of addresses for device memory" in text
     assert plan_json(plan)["machine"]["passing"]["devices"][0]["address"] == GPU
 
 
@@ -383,7 +385,7 @@ def test_the_same_by_groups_and_by_hand(hgx: HostFacts) -> None:
     assert "-object iommufd,id=iommufd0" in pasteable(plan_of(KERNEL + ONE, hgx))
 
 
-def test_ovmf_is_told_of_the_window(hgx: HostFacts) -> None:
+def test_ovmf_gets_the_size_of_the_window(hgx: HostFacts) -> None:
     uefi = '[boot]\nfirmware = "/OVMF.fd"\n'
     argv = qemu_argv(
         plan_of(uefi + ONE, hgx).machine, QemuFds(1, 2, (3,), {"firmware": 4}, devices={GPU: 5, "iommufd": 6})
@@ -427,7 +429,7 @@ def test_more_devices_than_a_bus_takes_are_refused(hgx: HostFacts) -> None:
             assert problem.startswith(expected)
 
 
-# -- how much
+# -- the window of addresses
 
 
 @pytest.mark.parametrize(
@@ -476,11 +478,11 @@ def test_a_window_beyond_the_guests_addresses_is_refused(hgx: HostFacts) -> None
         "device: the devices' memory needs a window of 4TiB above 64GiB of RAM, which ends at 8TiB; the guest's CPU has "
         "addresses of 39 bits, up to 512GiB; under KVM leave cpu.model out"
     )
-    for enough in (43, 0):  # 0: a kernel that does not say
+    for enough in (43, 0):  # 0: a kernel that does not report it
         assert plan_of(text, with_vfio(hgx, address_bits=enough)).machine.passthrough.window == 4096 * GIB
 
 
-def test_time_to_let_go_of_devices_is_taken_from_the_guests() -> None:
+def test_time_to_release_devices_is_taken_from_the_guests() -> None:
     assert share_grace(30, 10).power_down == 27
     assert share_grace(30, 10, 1).power_down == 20
     assert share_grace(30, 10, 8).power_down == pytest.approx(15), "half of it is the guest's"
@@ -493,7 +495,7 @@ def test_time_to_let_go_of_devices_is_taken_from_the_guests() -> None:
 
 
 def test_facts_of_devices_are_asked_for_by_address(tmp_path: Path) -> None:
-    paper_pci(tmp_path, HGX)
+    fake_pci_tree(tmp_path, HGX)
     found = read_pci_device(GPU, Roots.below(tmp_path))
     assert isinstance(found, PciFact)
     assert found.group_node == DeviceNode(PurePosixPath(tmp_path / "dev/vfio/30"), None, busy=False, everyone=False)
@@ -522,7 +524,7 @@ def test_facts_of_devices_are_asked_for_by_address(tmp_path: Path) -> None:
         ('[[device]]\naddress = "41:00.0"\n', 'device[0].address: found the string "41:00.0"; it takes a PCI address'),
     ],
 )
-def test_what_a_spec_may_not_say(text: str, expected: str) -> None:
+def test_invalid_device_tables_are_refused(text: str, expected: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_instance("spec.toml", (KERNEL + text).encode())
     assert [str(problem)[: len(expected)] for problem in caught.value.problems] == [expected]

@@ -77,7 +77,7 @@ FACTS = HostFacts(
         PurePosixPath("/images/round"): FileFact(
             "file", 1 << 20, image=ImageFact("qcow2", GIB, PurePosixPath("/images/round"), "qcow2")
         ),
-        PurePosixPath("/images/unsaid"): FileFact(
+        PurePosixPath("/images/no-backing-format"): FileFact(
             "file", 1 << 20, image=ImageFact("qcow2", GIB, PurePosixPath("/images/golden/base"))
         ),
         PurePosixPath("/images/lost"): FileFact(
@@ -217,7 +217,7 @@ watchdog = "exit"
 vnc = true
 [cloud_init]
 """,
-    "nothing-beside": KERNEL + "[guest]\nagent = false\n",
+    "no-agent": KERNEL + "[guest]\nagent = false\n",
 }
 
 
@@ -231,7 +231,7 @@ ON_TWO_NUMA_NODES = {
 
 
 def lines(argv: list[str]) -> str:
-    """One option with its value a line: an argument list as a diff can show it."""
+    """Format an argument list for a diff: one option with its value a line."""
     result = argv[0]
     for word in argv[1:]:
         result += ("\n" if word.startswith("-") else " ") + word
@@ -276,7 +276,7 @@ def test_argv_is_golden(name: str) -> None:
     assert text == (GOLDEN / f"{name}.txt").read_text()
 
 
-def test_virtiofsd_in_c_is_told_the_same_in_its_own_words() -> None:
+def test_virtiofsd_in_c_has_the_same_options_in_its_own_syntax() -> None:
     share = plan_of(KERNEL + '[[share]]\ntag = "a"\npath = "/srv"\n').shares[0]
     in_c = attrs.evolve(
         share,
@@ -352,9 +352,9 @@ def test_descriptors_are_all_passed_on() -> None:
             "disk[0].path: '/images/round' takes data from '/images/round', and so on without end",
         ),
         (
-            '[[disk]]\npath = "/images/unsaid"\nformat = "qcow2"\nbacking = ["/images"]\n',
+            '[[disk]]\npath = "/images/no-backing-format"\nformat = "qcow2"\nbacking = ["/images"]\n',
             {},
-            "disk[0].path: '/images/unsaid' takes data from '/images/golden/base' and gives no format for it; say it with",
+            "disk[0].path: '/images/no-backing-format' takes data from '/images/golden/base' and gives no format for it; say it with",
         ),
         (
             '[[disk]]\npath = "/images/lost"\nformat = "qcow2"\nbacking = ["/images"]\n',
@@ -445,12 +445,12 @@ def test_descriptors_are_all_passed_on() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_path(text: str, facts: dict[str, object], expected: str) -> None:
+def test_a_spec_that_does_not_fit_is_refused_with_its_path(text: str, facts: dict[str, object], expected: str) -> None:
     found = problems(text, attrs.evolve(FACTS, **facts))  # type: ignore[arg-type]
     assert [problem[: len(expected)] for problem in found] == [expected]
 
 
-def test_all_that_does_not_fit_is_told_at_once() -> None:
+def test_everything_that_does_not_fit_is_reported_at_once() -> None:
     text = '[cpu]\ncount = 9\n[memory]\nsize = "1TiB"\n[boot]\nkernel = "/none"\n[[disk]]\npath = "/none"\n'
     assert [problem.split(":")[0] for problem in problems(text)] == [
         "cpu.count",
@@ -481,14 +481,14 @@ def test_every_vcpu_has_a_cpu_of_its_own_or_there_is_no_plan(allowed: frozenset[
         assert placement.float_cpus == CpuSet(allowed) - placement.cpus
 
 
-def test_sharing_is_said_loudly() -> None:
+def test_sharing_is_warned_of() -> None:
     assert any(
         "all CPUs this process may use" in remark for remark in map(str, plan_of(KERNEL + "[cpu]\ncount = 8\n").remarks)
     )
     assert not any("all CPUs" in remark for remark in map(str, plan_of(KERNEL + "[cpu]\ncount = 7\n").remarks))
 
 
-def test_asked_cpus_are_taken() -> None:
+def test_requested_cpus_are_used() -> None:
     placement = plan_of(KERNEL + '[cpu]\ncount = 2\ncpus = "2,5"\n').placement
     assert isinstance(placement, AffinityPlacement)
     assert (placement.pins, str(placement.float_cpus)) == ((2, 5), "0-1,3-4,6-7")
@@ -503,7 +503,7 @@ def test_cpus_are_chosen_like_a_kubelet_would() -> None:
     assert plan_of(linear, in_a_pod).placement.pins == (*range(1, 21), *range(65, 85)), "the i-th on the i-th"
 
 
-def test_half_cores_and_distant_cpus_are_remarked() -> None:
+def test_half_cores_and_distant_cpus_are_remarks() -> None:
     plan = plan_of(KERNEL + '[cpu]\ncount = 2\ncpus = "31-32"\n', EPYC)
     assert plan.placement.pins == (31, 32)
     assert any("CPUs 31-32 are half cores" in remark for remark in map(str, plan.remarks))
@@ -532,14 +532,14 @@ def test_cpus_unknown_to_sysfs_are_refused() -> None:
         ('accel = "tcg"\nmodel = "Skylake-Server"\n', {}, 2, "Skylake-Server"),
     ],
 )
-def test_siblings_are_told_where_the_cpu_model_has_words_for_them(
+def test_the_guest_sees_siblings_where_the_cpu_model_can_express_them(
     text: str, facts: dict[str, Any], threads: int, model: str
 ) -> None:
     machine = plan_of(f"{KERNEL}[cpu]\ncount = 4\n{text}", attrs.evolve(EPYC, **facts)).machine
     assert (machine.topology.threads, machine.cpu_model) == (threads, model)
 
 
-def test_memory_from_elsewhere_is_remarked() -> None:
+def test_memory_of_another_numa_node_is_a_remark() -> None:
     large = KERNEL + '[cpu]\ncount = 8\n[memory]\nsize = "600GiB"\n'
     plan = plan_of(large, attrs.evolve(EPYC, memory=700 * GIB))
     assert plan.machine.topology.numa_nodes[0].bound == (), "from both: there is no other"
@@ -600,7 +600,7 @@ def test_the_best_placement_that_works_or_the_one_asked_for(
 
 
 @pytest.mark.parametrize("asked", ["controller", "delegated"])
-def test_nothing_less_than_asked_for(asked: str) -> None:
+def test_a_requested_placement_is_not_weakened(asked: str) -> None:
     facts = attrs.evolve(NODE, controller_error="because", controller_remedy="mount it", delegation_error="because")
     assert problems(f'{KERNEL}[cpu]\nplacement = "{asked}"\ncount = 4\n', facts) == [
         f"cpu.placement: {asked!r} cannot be used: because{'; mount it' * (asked == 'controller')}"
@@ -638,7 +638,7 @@ def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
         ('placement = "affinity"\ncount = 3', False),
     ],
 )
-def test_strays_are_swept_where_there_is_somewhere_to_sweep_them_to(spec: str, swept: bool) -> None:  # noqa: FBT001
+def test_misplaced_threads_are_moved_where_there_is_a_float_cgroup(spec: str, swept: bool) -> None:  # noqa: FBT001
     assert plan_of(f"{KERNEL}[cpu]\n{spec}\n", NODE).placement.sweep is swept
 
 
@@ -666,7 +666,7 @@ def test_a_pod_without_cpus_of_its_own_is_refused_unless_that_was_asked_for() ->
         assert any(remark.startswith("the pod is Burstable") for remark in map(str, plan.remarks))
 
 
-def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_told_elsewhere() -> None:
+def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_a_remark_elsewhere() -> None:
     text = KERNEL + "[cpu]\ncount = 2\n"
     assert any("cpu.max" in remark for remark in map(str, plan_of(text, attrs.evolve(FACTS, cpu_time=1.5)).remarks))
     [problem] = problems(text, attrs.evolve(FACTS, cpu_time=1.5, pod=PodQos("guaranteed")))
@@ -687,10 +687,10 @@ def test_vcpus_placed_by_the_controller_are_not_under_the_pods_cpu_max() -> None
     assert plan.placement.backend == "controller"
 
 
-def test_root_is_never_taken_in_silence() -> None:
-    nobody = plan_of(KERNEL, attrs.evolve(FACTS, users={}))
-    assert nobody.machine.user.name == "root"
-    assert any("QEMU runs as root, because none of the users" in remark for remark in map(str, nobody.remarks))
+def test_running_as_root_is_always_a_remark() -> None:
+    plan = plan_of(KERNEL, attrs.evolve(FACTS, users={}))
+    assert plan.machine.user.name == "root"
+    assert any("QEMU runs as root, because none of the users" in remark for remark in map(str, plan.remarks))
     locked = attrs.evolve(FACTS, kvm=Kvm(None, group_id=0, mode=0o600))
     assert any("QEMU runs as root, because /dev/kvm" in remark for remark in map(str, plan_of(KERNEL, locked).remarks))
     assert problems(KERNEL + '[instance]\nuser = "nobody"\n', locked) == [
@@ -706,7 +706,7 @@ def test_a_kernel_qemu_may_not_read_is_copied() -> None:
     assert (machine.kernel.copied, machine.initrd.copied) == (True, False)
 
 
-def test_a_bridged_guest_takes_the_pods_place() -> None:
+def test_a_bridged_guest_gets_the_pods_address() -> None:
     network = plan_of(KERNEL + '[[network]]\nmode = "bridge"\n').networks[0]
     assert isinstance(network, BridgedPlan)
     assert (network.mac, network.mtu, str(network.guest)) == (POD.mac, 1450, "10.244.1.5/32")
@@ -750,7 +750,7 @@ def test_the_grace_period_is_divided_whole(grace: float) -> None:
     assert plan.power_down >= 0.9 * grace - 1e-9
 
 
-def test_plan_is_shown_to_people_and_machines() -> None:
+def test_a_plan_is_printed_as_text_and_json() -> None:
     plan = plan_of(MACHINES["everything"])
     text = "\n".join(plan_lines(plan))
     for word in (

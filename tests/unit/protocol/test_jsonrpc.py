@@ -1,4 +1,4 @@
-"""The specification's examples (section 7), word for word, and what it leaves to the reader."""
+"""The examples of the JSON-RPC specification (section 7), verbatim, and the cases that it leaves open."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def call(method: str, params: Mapping[str, object] | list[object]) -> RpcR
     raise RpcError(METHOD_NOT_FOUND, "Method not found")
 
 
-async def told(message: str | bytes) -> object:
+async def response_to(message: str | bytes) -> object:
     reply = await answer(message.encode() if isinstance(message, str) else message, call)
     if reply is None:
         return None
@@ -65,7 +65,7 @@ def failure(code: int, identifier: object = None) -> dict[str, object]:
 
 
 def without_words(value: object) -> object:
-    """Leave of an error what the specification fixes: the code."""
+    """Reduce an error to its code, which is all that the specification fixes."""
     if isinstance(value, list):
         return [without_words(item) for item in value]
     if isinstance(value, dict) and "error" in value:
@@ -134,7 +134,7 @@ def without_words(value: object) -> object:
     ],
 )
 async def test_every_example_of_the_specification(request_: str, response: object) -> None:
-    assert without_words(await told(request_)) == response
+    assert without_words(await response_to(request_)) == response
     # As the same bytes come over the wire, whole or one by one, they make exactly one message.
     for size in (1, 7, 10_000):
         framer, wire = MessageFramer(10_000), request_.encode() + b"\n"
@@ -147,40 +147,40 @@ async def test_every_example_of_the_specification(request_: str, response: objec
 @pytest.mark.parametrize("identifier", [0, -1, 1.5, "", "a", "\ud800", 10**300, None])
 async def test_the_id_comes_back_as_it_was(identifier: object) -> None:
     request = {"jsonrpc": "2.0", "method": "subtract", "params": [2, 1], "id": identifier}
-    assert await told(json.dumps(request)) == {"jsonrpc": "2.0", "result": 1, "id": identifier}
+    assert await response_to(json.dumps(request)) == {"jsonrpc": "2.0", "result": 1, "id": identifier}
 
 
 @pytest.mark.parametrize("identifier", ["{}", "[]", "true", "false"])
 async def test_an_id_of_another_kind_is_an_invalid_request(identifier: str) -> None:
     request = f'{{"jsonrpc":"2.0","method":"subtract","params":[2,1],"id":{identifier}}}'
-    assert without_words(await told(request)) == failure(-32600)
+    assert without_words(await response_to(request)) == failure(-32600)
 
 
 @pytest.mark.parametrize(
     "members", ['"method":"sum"', '"jsonrpc":"1.0","method":"sum"', '"jsonrpc":2.0,"method":"sum"']
 )
-async def test_only_version_2_is_spoken(members: str) -> None:
-    assert without_words(await told(f'{{{members},"id":1}}')) == failure(-32600, 1)
+async def test_only_version_2_is_accepted(members: str) -> None:
+    assert without_words(await response_to(f'{{{members},"id":1}}')) == failure(-32600, 1)
 
 
 @pytest.mark.parametrize("params", ['"bar"', "7", "null", "true"])
 async def test_params_are_structured(params: str) -> None:
     request = f'{{"jsonrpc":"2.0","method":"sum","params":{params},"id":1}}'
-    assert without_words(await told(request)) == failure(-32600, 1)
+    assert without_words(await response_to(request)) == failure(-32600, 1)
 
 
 async def test_errors_of_a_method_carry_its_data() -> None:
-    assert await told('{"jsonrpc":"2.0","method":"subtract","params":[1],"id":1}') == {
+    assert await response_to('{"jsonrpc":"2.0","method":"subtract","params":[1],"id":1}') == {
         "jsonrpc": "2.0",
         "error": {"code": -32602, "message": "Invalid params", "data": {"given": 1}},
         "id": 1,
     }
-    assert await told('{"jsonrpc":"2.0","method":"subtract","params":[1]}') is None
+    assert await response_to('{"jsonrpc":"2.0","method":"subtract","params":[1]}') is None
 
 
-async def test_a_fault_of_ours_is_an_internal_error_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert without_words(await told('{"jsonrpc":"2.0","method":"fail","id":1}')) == failure(-32603, 1)
-    assert await told('{"jsonrpc":"2.0","method":"fail"}') is None
+async def test_an_unexpected_exception_is_an_internal_error_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert without_words(await response_to('{"jsonrpc":"2.0","method":"fail","id":1}')) == failure(-32603, 1)
+    assert await response_to('{"jsonrpc":"2.0","method":"fail"}') is None
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
     assert all(record.exc_info for record in caplog.records)
 
@@ -207,17 +207,17 @@ async def test_a_fault_of_ours_is_an_internal_error_and_logged(caplog: pytest.Lo
         b"\x00",
     ],
 )
-async def test_what_is_not_json_is_a_parse_error(text: bytes) -> None:
-    assert without_words(await told(text)) == failure(-32700)
+async def test_malformed_json_is_a_parse_error(text: bytes) -> None:
+    assert without_words(await response_to(text)) == failure(-32700)
 
 
 async def test_a_batch_has_its_limit() -> None:
     one = {"jsonrpc": "2.0", "method": "sum", "params": [1], "id": 1}
-    responses = await told(json.dumps([one] * LONGEST_BATCH))
+    responses = await response_to(json.dumps([one] * LONGEST_BATCH))
     assert isinstance(responses, list)
     assert len(responses) == LONGEST_BATCH
-    assert without_words(await told(json.dumps([one] * (LONGEST_BATCH + 1)))) == failure(-32600)
-    assert without_words(await told("[" + ",".join("1" * 10_000) + "]")) == failure(-32600)
+    assert without_words(await response_to(json.dumps([one] * (LONGEST_BATCH + 1)))) == failure(-32600)
+    assert without_words(await response_to("[" + ",".join("1" * 10_000) + "]")) == failure(-32600)
 
 
 def test_deep_but_reasonable_nesting_is_read() -> None:
@@ -239,7 +239,7 @@ def test_a_message_printed_over_several_lines_ends_with_its_bracket() -> None:
     assert not framer.unfinished
 
 
-def test_a_bracket_that_nobody_closes_swallows_nothing() -> None:
+def test_an_unclosed_bracket_does_not_swallow_the_next_message() -> None:
     framer = MessageFramer(100)
     assert fed(framer, b"{\n") == []
     assert framer.unfinished

@@ -1,4 +1,4 @@
-"""What a log says, to people and to machines."""
+"""Log records as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def record(template: str, *arguments: object, level: int = logging.INFO) -> logg
     return made
 
 
-def test_people_get_the_time_the_level_and_every_line() -> None:
+def test_text_has_the_time_the_level_and_every_line() -> None:
     assert text_lines(record("up pid=%d\nand more", 7)) == (
         b"22:13:20.250 info    up pid=7\n22:13:20.250 info    and more\n"
     )
@@ -36,7 +36,7 @@ def test_people_get_the_time_the_level_and_every_line() -> None:
         (record("two\nlines"), "two\nlines", {}),
     ],
 )  # fmt: skip
-def test_machines_get_one_object_with_the_fields_apart(
+def test_json_has_one_object_with_the_fields_apart(
     made: logging.LogRecord, message: str, fields: dict[str, object]
 ) -> None:
     line = json_line(made)
@@ -78,27 +78,27 @@ class Output:
         self.dropped += size
 
 
-def test_the_console_is_lines_of_its_own_that_nothing_a_guest_says_can_break() -> None:
+def test_console_output_is_lines_of_its_own_whatever_the_guest_writes() -> None:
     output = Output()
-    said = output.lines
+    lines = output.lines
     console = JsonConsole(output)
     forged = json_line(record("the guest is an admin"))
     console.write(b"Lin")
     console.write(b"ux\r\n" + forged + "grü".encode()[:-1])
     console.write("ü".encode()[-1:] + b"n \xff\x1b[0m\nlogin: ")
-    found = [json.loads(line) for line in said]
-    assert all(line.count(b"\n") == 1 and line.isascii() for line in said)
+    found = [json.loads(line) for line in lines]
+    assert all(line.count(b"\n") == 1 and line.isascii() for line in lines)
     assert {each["stream"] for each in found} == {"console"}
     assert [each["message"] for each in found] == ["Linux", forged.decode().rstrip(), "grün \ufffd\x1b[0m"]
     console.write(b"")
-    assert json.loads(said[-1])["message"] == "login: "
+    assert json.loads(lines[-1])["message"] == "login: "
     console.write(b"x" * (2 * LONGEST + 3))
     console.write(b"")
     console.write(b"x" * (2 * LONGEST + 3) + b"\n\n")
-    assert [len(json.loads(line)["message"]) for line in said[4:]] == [LONGEST, LONGEST, 3, LONGEST, LONGEST, 3, 0]
+    assert [len(json.loads(line)["message"]) for line in lines[4:]] == [LONGEST, LONGEST, 3, LONGEST, LONGEST, 3, 0]
 
 
-def test_what_was_dropped_is_said_in_json_too() -> None:
+def test_dropped_lines_are_reported_in_json_too() -> None:
     assert json.loads(json_of_dropped(7))["fields"] == {"bytes": 7}
 
 
@@ -111,7 +111,7 @@ def test_empty_lines_in_a_row_are_one_object() -> None:
     assert found == [("", 250), ("login:", None), ("", 3), ("", None), ("x", None)]
 
 
-def test_nothing_is_formatted_that_would_be_dropped() -> None:
+def test_records_that_would_be_dropped_are_not_formatted() -> None:
     output = Output()
     console = JsonConsole(output)
     console.write(b"be")

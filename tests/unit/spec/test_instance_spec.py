@@ -147,7 +147,7 @@ def test_every_key_can_be_given() -> None:
 def test_full_example_names_every_key_of_the_schema() -> None:
     """So that a key added to the schema is added to the example, and its parsing shown."""
     document = tomllib.loads(FULL)
-    # what cannot be given beside the rest
+    # keys that exclude others of the example
     elsewhere = {"share[].read_only", "cloud_init.ssh_keys", "cloud_init.hostname"}
     for name, *_ in reference():
         table_name, _, key = name.replace("[]", "").partition(".")
@@ -155,7 +155,7 @@ def test_full_example_names_every_key_of_the_schema() -> None:
         assert any(key in table for table in tables) or name in elsewhere, name
 
 
-def test_json_says_the_same_as_toml() -> None:
+def test_json_and_toml_give_the_same_spec() -> None:
     as_json = json.dumps(tomllib.loads(FULL))
     expected = parse_instance("spec.toml", FULL.encode())
     assert parse_instance("spec.json", as_json.encode()) == expected
@@ -272,7 +272,7 @@ def test_json_has_mistakes_of_its_own(text: str, expected: str) -> None:
     assert any(expected in problem for problem in problems(text, "spec.json"))
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     found = problems('[cpu]\ncount = 0\nfoo = 1\n[memory]\nsize = 3\n[[share]]\npath = "x"\n')
     assert [problem.split(":")[0] for problem in found] == [
         "cpu.foo",
@@ -320,14 +320,14 @@ json_values = st.recursive(
         json_values,
     )
 )
-def test_any_document_is_taken_or_refused_in_words(document: dict[str, object]) -> None:
+def test_any_document_is_accepted_or_refused_with_a_message(document: dict[str, object]) -> None:
     try:
         spec = parse_instance("spec.json", json.dumps(document).encode())
     except SpecError as error:
-        told = [str(problem) for problem in error.problems]
+        messages = [str(problem) for problem in error.problems]
     else:
-        told = [] if spec.cpu.count == "all" or spec.cpu.count >= 1 else [""]
-    assert all(line and "\n" not in line for line in told)
+        messages = [] if spec.cpu.count == "all" or spec.cpu.count >= 1 else [""]
+    assert all(line and "\n" not in line for line in messages)
 
 
 @given(st.integers(1, 1 << 20))
@@ -388,7 +388,7 @@ def test_a_declared_variable_that_is_not_set_is_refused() -> None:
     assert "the environment has no POD_NAME; set it in the pod (env:, fieldRef:)" in str(caught.value)
 
 
-def test_what_comes_from_the_environment_is_checked_like_everything_else() -> None:
+def test_values_from_the_environment_are_checked_like_all_others() -> None:
     with pytest.raises(SpecError, match=r"instance.name: found the string \"a b\""):
         parse_instance(
             "spec.toml",

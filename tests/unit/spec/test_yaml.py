@@ -90,7 +90,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     ],
     ids=["twice", "twice-inside", "end", "itself", "deep", "bomb", "key", "tag", "utf-16", "nul", "digits"],
 )
-def test_what_is_refused(text: str | bytes, message: str) -> None:
+def test_unsupported_yaml_is_refused(text: str | bytes, message: str) -> None:
     assert complaint(text).startswith("f.yaml: cannot parse the document as YAML: ")
     assert message in complaint(text)
 
@@ -100,7 +100,7 @@ def test_a_text_that_is_too_long_is_not_even_read() -> None:
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_nothing_but_a_sentence_comes_of_noise(data: bytes) -> None:
+def test_random_text_gives_only_a_spec_error(data: bytes) -> None:
     try:
         documents = parse_yaml("f.yaml", data)
     except SpecError as error:
@@ -124,5 +124,5 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
-def test_what_a_writer_of_yaml_wrote_is_read_as_it_was(value: object) -> None:
+def test_written_yaml_is_read_back_the_same(value: object) -> None:
     assert values(yaml.safe_dump({"key": value})) == [{"key": value}]
