@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import trio
 
@@ -99,7 +99,9 @@ def _run(arguments: argparse.Namespace, streams: Streams) -> ExitReport:
     try:
         data = _read(arguments.spec)
         pid1 = not arguments.not_pid1
-        return trio.run(partial(run_as_init, arguments.spec, data, arguments.state_dir, streams, pid1=pid1))
+        # Resolved once: what a link names could change, and its directory is removed at the end, not the link.
+        directory = PurePosixPath(os.path.realpath(arguments.state_dir))
+        return trio.run(partial(run_as_init, arguments.spec, data, directory, streams, pid1=pid1))
     except RunnerError as error:
         return ExitReport(error.status, error.status.name.lower(), explain(error))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is ours

@@ -1,0 +1,42 @@
+"""The command ``run`` as a whole: the real program on this host, with a QEMU that is a fake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_host import FakeHost
+
+RUN = (sys.executable, "-m", "runner", "run", "--not-pid1")
+
+
+@pytest.fixture
+def spec(fake_host: FakeHost) -> Path:
+    """Return the spec of an instance that can be planned here."""
+    kernel = fake_host.root / "kernel"
+    kernel.write_bytes(b"kernel")
+    path = fake_host.root / "spec.toml"
+    path.write_text(
+        f'[instance]\nuser = "root"\n[cpu]\naccel = "tcg"\nplacement = "affinity"\n[boot]\nkernel = "{kernel}"\n'
+    )
+    return path
+
+
+def run(fake_host: FakeHost, *arguments: str | Path, **qemu: object) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end with a fake QEMU that behaves as told."""
+    path = fake_host.program("qemu-system-x86_64", "fake_qemu.py", **{"at_cont": "shutdown", **qemu})
+    environment = {**os.environ, "PATH": f"{path.parent}:{os.environ['PATH']}"}
+    return subprocess.run([*RUN, *arguments], check=False, capture_output=True, text=True, env=environment, timeout=60)
+
+
+def test_a_state_directory_may_be_named_by_a_link(fake_host: FakeHost, spec: Path) -> None:
+    (fake_host.root / "volume").mkdir(mode=0o700)
+    (fake_host.root / "link").symlink_to("volume")
+    ended = run(fake_host, "--state-dir", fake_host.root / "link", spec)
+    assert ended.returncode == 10, ended.stderr
+    assert (fake_host.root / "link").readlink() == Path("volume")
+    assert "guest: runs" in (fake_host.root / "volume" / "console.log").read_text()
