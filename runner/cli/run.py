@@ -18,7 +18,7 @@ import trio
 from runner.arguments import argument_type
 from runner.cli.options import STATUS_HELP, add_spec, read_spec_file
 from runner.errors import RunnerError, Status, UsageError, explain
-from runner.instance.init import ASK_TO_STOP, ExitReport, Streams, run_as_init
+from runner.instance.init import ASK_TO_STOP, ExitReport, Streams, failed_system_call, run_as_init
 from runner.kernel.nonblocking_writer import NonBlockingWriter, dropped_message
 from runner.protocol.logs import FORMATS, JsonConsole, LogHandler, json_of_dropped
 
@@ -105,6 +105,9 @@ def _run(arguments: argparse.Namespace, streams: Streams) -> ExitReport:
     except RunnerError as error:
         return ExitReport(error.status, error.status.name.lower(), explain(error))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is ours
+        report = failed_system_call(error)
+        if report is not None:
+            return report
         import traceback
 
         log.error("this is a bug of instance-runner:\n%s", "".join(traceback.format_exception(error)))  # noqa: TRY400

@@ -26,11 +26,12 @@ def spec(fake_host: FakeHost) -> Path:
     return path
 
 
-def run(fake_host: FakeHost, *arguments: str | Path, **qemu: object) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end with a fake QEMU that behaves as told."""
-    path = fake_host.program("qemu-system-x86_64", "fake_qemu.py", **{"at_cont": "shutdown", **qemu})
+def run(fake_host: FakeHost, *arguments: str | Path, around: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end with a fake QEMU whose guest shuts itself down; *around* goes before the command."""
+    path = fake_host.program("qemu-system-x86_64", "fake_qemu.py", at_cont="shutdown")
     environment = {**os.environ, "PATH": f"{path.parent}:{os.environ['PATH']}"}
-    return subprocess.run([*RUN, *arguments], check=False, capture_output=True, text=True, env=environment, timeout=60)
+    command = [*around, *RUN, *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
 
 
 def test_a_state_directory_may_be_named_by_a_link(fake_host: FakeHost, spec: Path) -> None:
@@ -40,3 +41,10 @@ def test_a_state_directory_may_be_named_by_a_link(fake_host: FakeHost, spec: Pat
     assert ended.returncode == 10, ended.stderr
     assert (fake_host.root / "link").readlink() == Path("volume")
     assert "guest: runs" in (fake_host.root / "volume" / "console.log").read_text()
+
+
+@pytest.mark.parametrize("limit", [6, 8, 9, 12, 17])
+def test_too_few_descriptors_are_the_hosts_fault(fake_host: FakeHost, spec: Path, limit: int) -> None:
+    few = ("prlimit", f"--nofile={limit}")
+    ended = run(fake_host, "--state-dir", fake_host.root / "state", spec, around=few)
+    assert (ended.returncode, "Too many open files" in ended.stderr, "bug" in ended.stderr) == (31, True, False)
