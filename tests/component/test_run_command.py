@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -48,3 +49,22 @@ def test_too_few_descriptors_are_the_hosts_fault(fake_host: FakeHost, spec: Path
     few = ("prlimit", f"--nofile={limit}")
     ended = run(fake_host, "--state-dir", fake_host.root / "state", spec, around=few)
     assert (ended.returncode, "Too many open files" in ended.stderr, "bug" in ended.stderr) == (31, True, False)
+
+
+NO_DESCRIPTOR_LEFT = """
+import resource, sys
+import runner.__main__, runner.cli.run, runner.instance.init
+async def ended(*_, **__):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    return runner.instance.init.ExitReport(20, "machine_died", "QEMU crashed")
+runner.instance.init.run_as_init = runner.cli.run.run_as_init = ended
+runner.__main__.entry()
+"""
+
+
+def test_the_termination_log_needs_no_descriptor_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "verdict"
+    path.write_text("of an earlier run, and longer than what follows" * 10)
+    argv = (sys.executable, "-c", NO_DESCRIPTOR_LEFT, "run", "--termination-log", path, "runner/__init__.py")
+    assert subprocess.run(argv, check=False, timeout=60).returncode == 20
+    assert json.loads(path.read_text())["detail"] == "QEMU crashed"
