@@ -7,12 +7,16 @@ The text form is the kernel's list format (``Documentation/admin-guide/kernel-pa
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Self
 
 MAX_CPU = 8191
 """Highest number taken: ``CONFIG_NR_CPUS`` is at most 8192 on x86-64."""
+
+LONGEST_LIST = 20_000
+"""Characters of a list that is parsed: every second of 8192 CPUs takes 19,925."""
 
 _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
@@ -33,24 +37,10 @@ class CpuSet:
         """Parse the kernel's list format, e.g. ``"0,2-3"``; the empty string is the empty set.
 
         Surrounding white space (the kernel ends its files with a newline) is allowed, inner is not.
-        Raises ``ValueError`` for anything else: descending ranges, numbers beyond :data:`MAX_CPU`, empty items.
+        Raises ``ValueError`` for anything else: descending ranges, numbers beyond :data:`MAX_CPU`, empty items, and more
+        than :data:`LONGEST_LIST` characters.
         """
-        text = text.strip(" \n")
-        if not text:
-            return cls()
-        cpus: set[int] = set()
-        for item in text.split(","):
-            match = _RANGE.fullmatch(item)
-            if match is None:
-                raise ValueError(f"{item!r} in {text!r} is neither a CPU number nor a range like '2-5'")
-            first = int(match[1])
-            last = first if match[2] is None else int(match[2])
-            if last < first:
-                raise ValueError(f"range {item!r} in {text!r} runs backwards")
-            if last > MAX_CPU:
-                raise ValueError(f"{item!r} in {text!r} goes beyond CPU {MAX_CPU}")
-            cpus.update(range(first, last + 1))
-        return cls(cpus)
+        return cls(itertools.chain.from_iterable(disjoint_ranges(text)))
 
     def __str__(self) -> str:
         ranges: list[tuple[int, int]] = []
@@ -100,3 +90,31 @@ class CpuSet:
     def isdisjoint(self, other: CpuSet) -> bool:
         """Tell whether no CPU is in both."""
         return self._cpus.isdisjoint(other._cpus)
+
+
+def disjoint_ranges(text: str) -> Iterator[range]:
+    """Yield the ranges of a list in ascending order, without the part of each that an earlier one has.
+
+    So a number comes once however often a client repeats it. Raises ``ValueError`` like :meth:`CpuSet.parse`.
+    """
+    text = text.strip(" \n")
+    if len(text) > LONGEST_LIST:
+        raise ValueError(f"a list of CPUs may have {LONGEST_LIST} characters, and this one has {len(text)}")
+    end = 0
+    for first, last in sorted({_parse_item(item, text) for item in text.split(",")}) if text else ():
+        if last >= end:
+            yield range(max(first, end), last + 1)
+            end = last + 1
+
+
+def _parse_item(item: str, text: str) -> tuple[int, int]:
+    match = _RANGE.fullmatch(item)
+    if match is None:
+        raise ValueError(f"{item!r} in {text!r} is neither a CPU number nor a range like '2-5'")
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
+    if last < first:
+        raise ValueError(f"range {item!r} in {text!r} runs backwards")
+    if last > MAX_CPU:
+        raise ValueError(f"{item!r} in {text!r} goes beyond CPU {MAX_CPU}")
+    return first, last

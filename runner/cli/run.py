@@ -11,14 +11,14 @@ import logging
 import os
 import signal
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import trio
 
 from runner.arguments import argument_type
 from runner.cli.options import STATUS_HELP, add_spec, read_spec_file
 from runner.errors import RunnerError, Status, UsageError, explain
-from runner.instance.init import ASK_TO_STOP, ExitReport, Streams, run_as_init
+from runner.instance.init import ASK_TO_STOP, ExitReport, Streams, failed_system_call, run_as_init
 from runner.kernel.nonblocking_writer import NonBlockingWriter, dropped_message
 from runner.protocol.logs import FORMATS, JsonConsole, LogHandler, json_of_dropped
 
@@ -80,12 +80,13 @@ def main(arguments: argparse.Namespace) -> int:
     with NonBlockingWriter(1, dropped) as stdout, NonBlockingWriter(2, dropped) as stderr:
         console = JsonConsole(stdout).write if json_lines else stdout.write
         _set_up_logging(stderr, arguments)
+        termination_log = _open_termination_log(arguments.termination_log)
         report = _run(arguments, Streams(stdout, stderr, console, arguments.http))
         level = logging.INFO if report.status == Status.STOPPED else logging.ERROR
         for line in report.detail.splitlines():
             log.log(level, "%s", line)
         log.info("ended outcome=%s status=%d faults=%d", report.outcome, report.status, len(report.faults))
-        _write_termination_log(arguments.termination_log, report)
+        _write_termination_log(termination_log, report)
     return report.status
 
 
@@ -99,10 +100,15 @@ def _run(arguments: argparse.Namespace, streams: Streams) -> ExitReport:
     try:
         data = _read(arguments.spec)
         pid1 = not arguments.not_pid1
-        return trio.run(partial(run_as_init, arguments.spec, data, arguments.state_dir, streams, pid1=pid1))
+        # Resolved once: what a link names could change, and its directory is removed at the end, not the link.
+        directory = PurePosixPath(os.path.realpath(arguments.state_dir))
+        return trio.run(partial(run_as_init, arguments.spec, data, directory, streams, pid1=pid1))
     except RunnerError as error:
         return ExitReport(error.status, error.status.name.lower(), explain(error))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is ours
+        report = failed_system_call(error)
+        if report is not None:
+            return report
         import traceback
 
         log.error("this is a bug of instance-runner:\n%s", "".join(traceback.format_exception(error)))  # noqa: TRY400
@@ -117,12 +123,26 @@ def _read(spec: str) -> bytes:
     return read_spec_file(spec)
 
 
-def _write_termination_log(path: Path | None, report: ExitReport) -> None:
-    """Write *report* to *path*; without one, to the file that Kubernetes made for it."""
+def _open_termination_log(path: Path | None) -> int | None:
+    """Open *path*, or without one the file that Kubernetes made, before anything else: at the end descriptors may be short."""
     try:
-        if path is not None or TERMINATION_LOG.exists():
-            fd = os.open(path or TERMINATION_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
-            with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
-                file.write(json.dumps(report.to_json()) + "\n")
+        if path is None and not TERMINATION_LOG.exists():
+            return None
+        return os.open(
+            path or TERMINATION_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o644
+        )
+    except OSError as error:
+        log.warning("cannot open the termination log: %s", error.strerror)
+        return None
+
+
+def _write_termination_log(fd: int | None, report: ExitReport) -> None:
+    """Write *report* to the termination log *fd*, if there is one, and close it."""
+    if fd is None:
+        return
+    try:
+        os.write(fd, json.dumps(report.to_json()).encode() + b"\n")
     except OSError as error:
         log.warning("cannot write the termination log: %s", error.strerror)
+    finally:
+        os.close(fd)

@@ -62,7 +62,7 @@ def identify_container(
     *own* is the container that the peer's own cgroup names, ``None`` if it is in none or has left it; *processes* are
     those in the cgroups of the pod *pod_uid*. *own_namespace* is the controller's PID namespace.
 
-    Only the init process of a PID namespace may act: a shell in the container is in the same pod but must not tear its
+    Only the init process of a container may act: a shell in the container is in the same pod but must not tear its
     instance down. A pod that shares its PID namespace with the host, or among its containers, has no init process of its
     own, and the runtime could not end a process that has left the container's cgroup either.
     """
@@ -76,7 +76,7 @@ def identify_container(
     if peer.inner_pid != 1:
         raise RequestRefusedError(
             IDENTITY,
-            f"cannot identify process {peer.pid}: it is process {peer.inner_pid} of its PID namespace; only process 1 "
+            f"cannot identify process {peer.pid}: it is process {peer.inner_pid} of its container's PID namespace; only process 1 "
             "may act for an instance, and its pod must not set shareProcessNamespace",
             lasting=True,
         )

@@ -135,7 +135,7 @@ class RpcMethods:
         try:
             match method:
                 case "registerCgroup":
-                    return await self._register(identify, _pod_uid(arguments["uuid"]), _cpuset(arguments["cpuset"]))
+                    return await self._register(identify, _pod_uid(arguments["uuid"]), arguments["cpuset"])
                 case "deregisterCgroup":
                     return await self._deregister(identify, _pod_uid(arguments["uuid"]))
                 case "listInstances":
@@ -149,8 +149,10 @@ class RpcMethods:
 
     # -- registerCgroup ----------------------------------------------------------------------------------------------
 
-    async def _register(self, identify: Identify, pod_uid: str, asked: CpuSet) -> RpcResult:
+    async def _register(self, identify: Identify, pod_uid: str, cpuset: object) -> RpcResult:
         await trio.lowlevel.checkpoint()
+        self._caller(identify, pod_uid)  # first, because only a peer that may act is worth the time to parse its list
+        asked = _cpuset(cpuset)
         try:
             return self._register_once(identify, pod_uid, asked)
         except RequestRefusedError as error:

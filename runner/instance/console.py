@@ -210,7 +210,7 @@ async def console_shown(
     with (
         connected_pair("the serial console") as (ours, theirs),
         kept_log(plan.log, plan.log_size) as log_file,
-        listening(directory, CONSOLE_SOCKET) as listener,
+        listening(directory, CONSOLE_SOCKET, supervisor.faults.recorded) as listener,
     ):
         console = Console(ours, count_and_show, log_file)
         async with (

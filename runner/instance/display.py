@@ -26,7 +26,7 @@ async def display_shown(supervisor: Supervisor, machine: Qemu, directory: int, *
     if not vnc:
         yield
         return
-    with listening(directory, SOCKET) as listener:
+    with listening(directory, SOCKET, supervisor.faults.recorded) as listener:
         async with supervisor.background_task(partial(_pass_on, listener, machine)):
             yield
 

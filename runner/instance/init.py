@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import PurePosixPath
 import attrs
 import trio
 
-from runner.errors import RefusedError, RunnerError, Status, explain
+from runner.errors import HostError, RefusedError, RunnerError, Status, explain
 from runner.facts.roots import Roots
 from runner.instance.discover import read_host_facts
 from runner.instance.lifecycle import run_instance
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that mean: end the instance. They must be blocked when Python starts and are unblocked here."""
+
+_MISTAKES = {None, errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTSOCK}
+"""Errors of a system call that say nothing of the host."""
 
 
 @attrs.frozen
@@ -138,6 +142,11 @@ async def _run(
         return ExitReport(Status.STOPPED, "stopped", "asked to stop before anything was started")
     except RunnerError as error:
         return _refused(error)
+    except OSError as error:  # here, so that what could not be released is reported with it
+        report = failed_system_call(error)
+        if report is None:
+            raise
+        return report
     status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
     return ExitReport(status, ended.status.name.lower(), ended.detail)
 
@@ -168,6 +177,28 @@ async def _probes_served(
 
     async with probes_served(supervisor, plan, http):
         yield
+
+
+def failed_system_call(error: BaseException) -> ExitReport | None:
+    """Return the report of an end by system calls that have failed, or ``None`` if *error* is a mistake of this program.
+
+    Background tasks raise in groups. What a system call says of a wrong argument is such a mistake, too.
+    """
+    failed = _os_error(error)
+    if failed is None:
+        return None
+    log.debug("a system call has failed", exc_info=error)
+    named = f"cannot use {os.fsdecode(failed.filename)!r}" if isinstance(failed.filename, (str, bytes)) else ""
+    host = HostError(named or "cannot run the instance")
+    host.__cause__ = failed
+    return _refused(host)
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    if isinstance(error, BaseExceptionGroup):
+        found = [_os_error(each) for each in error.exceptions]
+        return None if None in found else found[0]
+    return error if isinstance(error, OSError) and error.errno not in _MISTAKES else None
 
 
 def _refused(error: RunnerError) -> ExitReport:

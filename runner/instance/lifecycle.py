@@ -155,7 +155,7 @@ async def _controlled(
     supervisor: Supervisor, plan: InstancePlan, directory: int, machine: Qemu, receipts: Receipts
 ) -> AsyncIterator[None]:
     """Hold the control socket; what serves it is imported at the first connection."""
-    with listening(directory, CONTROL_SOCKET) as listener:
+    with listening(directory, CONTROL_SOCKET, supervisor.faults.recorded) as listener:
 
         async def serve() -> None:
             while True:

@@ -48,7 +48,8 @@ class Peer:
     pid: int
     """Its number here."""
     inner_pid: int
-    """Its number in its own PID namespace: 1 is that namespace's init."""
+    """Its number in the PID namespace directly below the reader's, which is its container's: 1 is the container's init, and
+    the init of a namespace that was made inside the container has another one. *pid* in the reader's own namespace."""
     pid_namespace: int
     """The inode of its PID namespace."""
     user_id: int
@@ -113,7 +114,7 @@ class Peers:
         """Tell whether process *pid* is a thread of the kernel (``PF_KTHREAD`` of ``include/linux/sched.h``)."""
         try:
             # proc_pid_stat(5): "flags" is field 9; the command name before it may hold any character.
-            stat = (self.proc / str(pid) / "stat").read_text(errors="surrogateescape")
+            stat = (self.proc / str(pid) / "stat").read_bytes().decode(errors="surrogateescape")
             return bool(int(stat.rpartition(")")[2].split()[6]) & _PF_KTHREAD)
         except (OSError, ValueError, IndexError):
             return False
@@ -154,8 +155,8 @@ class Peers:
 
 def _read(directory: int, file: str) -> str:
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
-    with os.fdopen(fd, encoding="utf-8", errors="surrogateescape") as stream:
-        return stream.read()
+    with os.fdopen(fd, "rb") as stream:  # not as text: a process name may hold "\r", which would begin a line
+        return stream.read().decode(errors="surrogateescape")
 
 
 def _start_time(stat: str) -> float:
@@ -164,8 +165,8 @@ def _start_time(stat: str) -> float:
 
 
 def _inner_pid(status: str) -> int:
-    # proc_pid_status(5): NSpid lists the number in each namespace, the innermost last.
-    return int(_after("NSpid:", status).split()[-1])
+    # proc_pid_status(5): NSpid lists the number in each namespace, from the reader's to the innermost.
+    return int(_after("NSpid:", status).split()[:2][-1])
 
 
 def _unified(cgroup: str) -> str:
@@ -174,7 +175,7 @@ def _unified(cgroup: str) -> str:
 
 
 def _after(key: str, text: str) -> str:
-    for line in text.splitlines():
+    for line in text.split("\n"):  # the kernel escapes no other line end in a name
         if line.startswith(key):
             return line.removeprefix(key)
     raise ValueError(f"no line begins with {key!r}")

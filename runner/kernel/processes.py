@@ -1,9 +1,9 @@
 """Child processes: started and reaped here, and nowhere else.
 
 An init process must reap every orphan of its PID namespace, and yet pass the status of its own children to the tasks that
-wait for them. A ``waitpid(-1)`` concurrent with a wait for one child steals that status (it then reads as 0). So there is
-exactly one waiter, :meth:`Processes._reap`, and starting a child and entering it in the table of owned ones happen without
-an await in between: the waiter cannot run there.
+wait for them. A ``waitpid(-1)`` concurrent with a wait for one child steals that status (it then reads as 0). So exactly one
+function waits, :meth:`Processes._reap_some`, and starting a child and entering it in the table of owned ones happen without
+an await in between: it cannot run there.
 
 ``trio.run_process`` is not used because it forks from a worker thread: its status is lost to the waiter, and
 ``PR_SET_PDEATHSIG`` means the death of the *thread* that forked.
@@ -35,6 +35,9 @@ REAPED_AT_ONCE = 256
 
 KILLED_WITHIN = 5.0
 """Seconds a killed process may take to end; one in uninterruptible sleep takes longer, and is reported."""
+
+ASKED_EVERY = 1.0
+"""Seconds after which a release that waits for a child asks the kernel itself: the signal that reports its end may be lost."""
 
 PIPE_SIZE = 1 << 16
 """Bytes a pipe holds (pipe(7)), and of a line of a child's output."""
@@ -139,7 +142,11 @@ class Process:
     async def _receive_output(self) -> bool:
         """Wait for output and read some; return ``False`` when there will be none."""
         with trio.move_on_at(self._allowed_until if self._dropped else math.inf):  # then the count is to be logged
-            await trio.lowlevel.wait_readable(self._output)
+            try:
+                await trio.lowlevel.wait_readable(self._output)
+            except OSError as error:  # read on later, for a child may wait for room in its pipe
+                log.warning("cannot wait for the output of %s: %s", self.role, error.strerror)
+                await trio.sleep(ASKED_EVERY)
         return self.returncode is None and self._read_output()
 
     def _read_output(self) -> bool:
@@ -147,6 +154,9 @@ class Process:
             data = os.read(self._output, PIPE_SIZE)
         except BlockingIOError:
             return True
+        except OSError as error:
+            log.warning("cannot read the output of %s: %s", self.role, error.strerror)
+            return False
         self._lines.feed(data)
         return bool(data)
 
@@ -185,6 +195,15 @@ class Process:
         trio.lowlevel.notify_closing(self._output)
         os.close(self._output)
         self._ended.set()
+
+
+def _state(pid: int) -> str:
+    """Return the state of the process *pid*, a letter (proc_pid_stat(5)): ``D`` waits in the kernel, ``Z`` has threads that do."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - small, and PID 1 needs no more of pathlib
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return "unknown"
 
 
 def _text(line: bytes) -> str:
@@ -263,8 +282,7 @@ class Processes:
             with contextlib.suppress(HostError):  # SIGKILL is tried in any case, and its failure is reported
                 process.send_signal(signal.SIGTERM)
                 process.send_signal(signal.SIGCONT)  # a stopped process sees no SIGTERM
-            with trio.move_on_after(within):
-                await process.wait()
+            await self._wait(process, within)
         await self.kill(process)
 
     async def kill(self, process: Process) -> None:
@@ -272,12 +290,23 @@ class Processes:
         if process.returncode is not None:
             return
         process.send_signal(signal.SIGKILL)
-        with trio.move_on_after(KILLED_WITHIN):
-            await process.wait()
+        await self._wait(process, KILLED_WITHIN)
         if process.returncode is None:
             raise HostError(
-                f"cannot end {process.role} (pid {process.pid}): it survives SIGKILL, so it hangs in the kernel"
+                f"cannot end {process.role} (pid {process.pid}): it survives SIGKILL, so it hangs in the kernel "
+                f"(state {_state(process.pid)})"
             )
+
+    async def _wait(self, process: Process, within: float) -> None:
+        """Wait *within* seconds for the end of *process*, and look for it every :data:`ASKED_EVERY` seconds."""
+        deadline = trio.current_time() + within
+        while True:
+            with trio.move_on_at(min(deadline, trio.current_time() + ASKED_EVERY)):
+                await process.wait()
+            while process.returncode is None and self._reap_some():
+                await trio.lowlevel.checkpoint()
+            if process.returncode is not None or trio.current_time() >= deadline:
+                return
 
     async def _reap(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
         with scope:

@@ -173,7 +173,7 @@ class Procfs:
     def steal(self) -> dict[int, float]:
         """Return CPU → seconds of stolen time, which a hypervisor below this kernel has taken (proc_stat(5), field 8)."""
         ticks = os.sysconf("SC_CLK_TCK")
-        rows = (line.split() for line in _read(self.root / "stat").splitlines())
+        rows = (line.split() for line in _lines(_read(self.root / "stat")))
         return {int(row[0][3:]): int(row[8]) / ticks for row in rows if re.fullmatch(r"cpu[0-9]+", row[0])}
 
     def cgroup(self, pid: int | str = "self") -> str:
@@ -232,7 +232,7 @@ class Procfs:
         That is field 4 of ``proc_pid_mountinfo(5)``.
         """
         try:
-            return [line.split(" ")[3] for line in _read(self.root / "self" / "mountinfo").splitlines()]
+            return [line.split(" ")[3] for line in _lines(_read(self.root / "self" / "mountinfo"))]
         except OSError as error:
             raise HostError("cannot read the mounts of this process") from error
 
@@ -242,8 +242,13 @@ class Procfs:
 
 
 def _read(path: Path) -> str:
-    # Escapes, because a thread's name (comm) may hold any bytes.
-    return path.read_text(errors="backslashreplace")
+    # Escapes, because a thread's name (comm) may hold any bytes; not as text, which would make "\r" a line end.
+    return path.read_bytes().decode(errors="backslashreplace")
+
+
+def _lines(text: str) -> list[str]:
+    # Not splitlines(): of all its line ends, the kernel escapes "\n" alone in a name.
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _stat(text: str) -> list[str]:
@@ -254,7 +259,7 @@ def _stat(text: str) -> list[str]:
 
 def _mappings(text: str) -> Iterator[MappedMemory]:
     # "ADDRESS POLICY [file=PATH] [huge] [key=number …] [N0=pages …] kernelpagesize_kB=SIZE" a line.
-    for line in text.splitlines():
+    for line in _lines(text):
         file = _MAPPED_FILE.search(line)
         size = _PAGE_SIZE.search(line)
         huge = " huge" in line
@@ -266,9 +271,9 @@ def _mappings(text: str) -> Iterator[MappedMemory]:
 
 
 def _fields(text: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in text.splitlines())
+    pairs = (line.partition(":") for line in _lines(text))
     return {name.rstrip(): value.strip() for name, _, value in pairs}
 
 
 def _unified(text: str) -> str:
-    return next((line.removeprefix("0::") for line in text.splitlines() if line.startswith("0::")), "")
+    return next((line.removeprefix("0::") for line in _lines(text) if line.startswith("0::")), "")

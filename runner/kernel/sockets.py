@@ -8,8 +8,8 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path, PurePath
 
 import trio
@@ -65,10 +65,13 @@ def _introduce(listener: socket.socket, client: socket.socket, directory: int) -
 
 
 @contextmanager
-def listening(directory: int, name: str) -> Iterator[socket.socket]:
+def listening(
+    directory: int, name: str, recorded: Callable[[str], AbstractContextManager[None]]
+) -> Iterator[socket.socket]:
     """Hold a listening, non-blocking socket *name* in *directory* (a descriptor), which only its owner may connect to.
 
-    It is removed at the end. A socket at which no process answers was left by a runner that was killed, and is replaced.
+    It is removed at the end, in a block of *recorded*, which takes the ``OSError`` if that fails. A socket at which no
+    process answers was left by a runner that was killed, and is replaced.
     """
     path = _beneath(directory, name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -83,7 +86,7 @@ def listening(directory: int, name: str) -> Iterator[socket.socket]:
             listener.setblocking(False)
             yield listener
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with recorded(f"remove the socket {name!r}"), contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # noqa: PTH108 - a path through a descriptor
 
 

@@ -497,3 +497,20 @@ async def test_a_failed_release_is_recorded_and_the_rest_released(fake_host: Fak
 async def test_a_full_disk_for_the_console_does_not_end_the_instance(fake_host: FakeHost) -> None:
     plan = fake_host.plan('[console]\nlog = "/dev/full"\n', qemu={"at_cont": "shutdown"})
     assert ended(await fake_host.run(plan)).status is Status.GUEST_SHUTDOWN
+
+
+async def test_sockets_that_cannot_be_removed_are_recorded(fake_host: FakeHost) -> None:
+    state = fake_host.root / "state"
+
+    async def interfere(_host: Supervisor) -> None:
+        await wait_for(fake_host.guest_runs)
+        for name in ("console.sock", "control.sock"):  # a file system that turns read-only refuses in the same place
+            (state / name).unlink()
+            (state / name).mkdir()
+        fake_host.stop.ask("test")
+
+    assert ended(await fake_host.run(fake_host.plan(), beside=interfere)).status is Status.STOPPED
+    assert fake_host.faults.sentences == [
+        "could not remove the socket 'control.sock': Is a directory",
+        "could not remove the socket 'console.sock': Is a directory",
+    ]

@@ -155,3 +155,26 @@ async def test_endless_output_without_a_line_end_is_bounded() -> None:
 def test_signal_names() -> None:
     assert signal_name(15) == "SIGTERM"
     assert signal_name(40) == "signal 40"
+
+
+async def test_a_lost_signal_delays_an_end_and_makes_no_fault() -> None:
+    async with open_processes() as processes:
+        process = processes.spawn(shell("exec sleep 100"))
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            with trio.fail_after(4):
+                await processes.stop(process, 2)
+        finally:
+            signal.signal(signal.SIGCHLD, handler)
+        assert process.returncode == -signal.SIGTERM
+
+
+async def test_output_that_cannot_be_read_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    directory = os.open("/", os.O_RDONLY)
+    async with open_processes() as processes:
+        process = processes.spawn(shell("exit 7"))
+        os.dup2(directory, process._output)  # neither epoll nor read(2) takes a directory
+        with trio.fail_after(10):
+            assert await process.wait() == 7
+    os.close(directory)
+    assert "cannot read the output of test: Is a directory" in caplog.text

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cpuset import MAX_CPU, CpuSet
+from runner.cpuset import LONGEST_LIST, MAX_CPU, CpuSet, disjoint_ranges
 
 cpu_sets = st.frozensets(st.integers(0, 300), max_size=40)
 
@@ -60,3 +60,17 @@ def test_algebra_is_that_of_sets(left: frozenset[int], right: frozenset[int]) ->
     assert list(a) == sorted(left)
     assert len(a) == len(left)
     assert len({a, CpuSet(sorted(left))}) == 1
+
+
+@pytest.mark.parametrize("item", ["0-8191", "{}-8191", "0-{}"])
+def test_a_number_comes_once_however_often_it_is_repeated(item: str) -> None:
+    text = ",".join(item.format(number) for number in range(2_000))
+    assert sum(map(len, disjoint_ranges(text))) == len(CpuSet.parse(text)) <= MAX_CPU + 1
+
+
+def test_a_list_has_room_for_every_set_and_for_no_more() -> None:
+    longest = CpuSet(range(1, MAX_CPU + 1, 2))
+    assert LONGEST_LIST - 100 < len(str(longest)) <= LONGEST_LIST
+    assert CpuSet.parse(str(longest)) == longest
+    with pytest.raises(ValueError, match="list of CPUs may have"):
+        CpuSet.parse("0-8191," * 9_000 + "0")

@@ -628,3 +628,12 @@ async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:
         passes = controller.loop.counters.passes.total() - before
         # A pass takes two readings, 5 ms apart (the intervals of these tests).
         assert passes <= (trio.current_time() - started) / 0.005
+
+
+async def test_a_stranger_is_refused_before_its_list_is_parsed(node: Node) -> None:
+    node.be(A)
+    async with controlled(node), connected(node.socket) as client:
+        for wrong in ("x", "0-8191," * 9_000):
+            assert (await client.refusal("registerCgroup", uuid=B, cpuset=wrong))["reason"] == "identity"
+        refused = await client.refusal("registerCgroup", uuid=A, cpuset="0-8191," * 9_000)
+        assert "20000 characters" in str(refused["message"])

@@ -107,3 +107,23 @@ def test_leaves_no_descriptor_behind(listener: socket.socket, peers: Peers) -> N
 def test_a_missing_process_has_no_namespace(peers: Peers) -> None:
     assert peers.namespace(os.getpid()) == peers.own_namespace()
     assert peers.namespace(2**22 + 1) is None
+
+
+NAMED = "open('/proc/self/comm', 'wb').write(b'a\\rNSpid:\\t1'); "
+
+
+def test_does_not_believe_the_name_of_a_process(listener: socket.socket, peers: Peers) -> None:
+    client = NAMED + CLIENT
+    process = subprocess.Popen([sys.executable, "-S", "-c", client, listener.getsockname()], stdin=subprocess.PIPE)
+    peer = identify_and_end(peers, process, listener.accept()[0], boot_time())
+    assert peer.inner_pid == process.pid
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a new PID namespace")
+def test_the_init_of_a_namespace_inside_a_container_is_not_the_containers(
+    listener: socket.socket, peers: Peers
+) -> None:
+    new = ("unshare", "--pid", "--fork", "--kill-child")
+    process, connection, accepted_at = connect(listener, *new, *new)
+    peer = identify_and_end(peers, process, connection, accepted_at)
+    assert peer.inner_pid > 1  # the inner unshare is the container's init

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import attrs
+import errno
+import os
 
+import attrs
+import pytest
+
+from runner.errors import Status
 from runner.instance import console, daemons
 from runner.instance.cgroups import controller, delegated
+from runner.instance.init import failed_system_call
 from runner.spec.instance import ShutdownSpec
 
 BELOW = 10
@@ -19,3 +25,33 @@ def test_the_steps_after_the_grace_fit_into_the_reserved_time() -> None:
     assert worst <= BELOW
     documented = repr(attrs.fields(ShutdownSpec).grace.metadata)
     assert f"keep it {BELOW} s below terminationGracePeriodSeconds" in documented
+
+
+def failure(number: int, path: str | None = None) -> OSError:
+    return OSError(number, os.strerror(number), path)
+
+
+def test_system_calls_that_fail_are_the_hosts_fault() -> None:
+    report = failed_system_call(failure(errno.EIO, "/sys/devices/system/cpu/online"))
+    assert report is not None
+    assert (report.status, report.detail) == (
+        Status.START_FAILED,
+        "cannot use '/sys/devices/system/cpu/online': Input/output error",
+    )
+    of_tasks = ExceptionGroup("", [ExceptionGroup("", [failure(errno.EMFILE)]), failure(errno.ENOMEM)])
+    report = failed_system_call(of_tasks)
+    assert report is not None
+    assert report.detail == "cannot run the instance: Too many open files"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("x"),
+        OSError("without a number"),
+        failure(errno.EBADF),
+        ExceptionGroup("", [failure(errno.EMFILE), TypeError("x")]),
+    ],
+)
+def test_a_mistake_of_the_program_stays_one(error: Exception) -> None:
+    assert failed_system_call(error) is None

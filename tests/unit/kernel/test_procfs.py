@@ -83,3 +83,16 @@ def test_memory_nodes_are_those_of_the_cpuset(tmp_path: Path) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert Procfs().memory_nodes()
+
+
+def test_the_name_of_a_process_cannot_hold_a_line() -> None:
+    name = Path(f"/proc/{os.getpid()}/comm")
+    before = name.read_bytes()
+    try:
+        name.write_bytes(b"a\rPPid:\t1\x85\x1c")
+        me, fields = Procfs().process(os.getpid()), Procfs().status()
+    finally:
+        name.write_bytes(before)
+    assert me is not None
+    assert (me.parent, me.name) == (os.getppid(), "a\rPPid:\t1\\x85")
+    assert set(fields) == set(Procfs().status())

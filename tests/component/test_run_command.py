@@ -1,0 +1,70 @@
+"""The command ``run`` as a whole: the real program on this host, with a QEMU that is a fake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_host import FakeHost
+
+RUN = (sys.executable, "-m", "runner", "run", "--not-pid1")
+
+
+@pytest.fixture
+def spec(fake_host: FakeHost) -> Path:
+    """Return the spec of an instance that can be planned here."""
+    kernel = fake_host.root / "kernel"
+    kernel.write_bytes(b"kernel")
+    path = fake_host.root / "spec.toml"
+    path.write_text(
+        f'[instance]\nuser = "root"\n[cpu]\naccel = "tcg"\nplacement = "affinity"\n[boot]\nkernel = "{kernel}"\n'
+    )
+    return path
+
+
+def run(fake_host: FakeHost, *arguments: str | Path, around: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end with a fake QEMU whose guest shuts itself down; *around* goes before the command."""
+    path = fake_host.program("qemu-system-x86_64", "fake_qemu.py", at_cont="shutdown")
+    environment = {**os.environ, "PATH": f"{path.parent}:{os.environ['PATH']}"}
+    command = [*around, *RUN, *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
+
+
+def test_a_state_directory_may_be_named_by_a_link(fake_host: FakeHost, spec: Path) -> None:
+    (fake_host.root / "volume").mkdir(mode=0o700)
+    (fake_host.root / "link").symlink_to("volume")
+    ended = run(fake_host, "--state-dir", fake_host.root / "link", spec)
+    assert ended.returncode == 10, ended.stderr
+    assert (fake_host.root / "link").readlink() == Path("volume")
+    assert "guest: runs" in (fake_host.root / "volume" / "console.log").read_text()
+
+
+@pytest.mark.parametrize("limit", [6, 8, 9, 12, 17])
+def test_too_few_descriptors_are_the_hosts_fault(fake_host: FakeHost, spec: Path, limit: int) -> None:
+    few = ("prlimit", f"--nofile={limit}")
+    ended = run(fake_host, "--state-dir", fake_host.root / "state", spec, around=few)
+    assert (ended.returncode, "Too many open files" in ended.stderr, "bug" in ended.stderr) == (31, True, False)
+
+
+NO_DESCRIPTOR_LEFT = """
+import resource, sys
+import runner.__main__, runner.cli.run, runner.instance.init
+async def ended(*_, **__):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    return runner.instance.init.ExitReport(20, "machine_died", "QEMU crashed")
+runner.instance.init.run_as_init = runner.cli.run.run_as_init = ended
+runner.__main__.entry()
+"""
+
+
+def test_the_termination_log_needs_no_descriptor_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "verdict"
+    path.write_text("of an earlier run, and longer than what follows" * 10)
+    argv = (sys.executable, "-c", NO_DESCRIPTOR_LEFT, "run", "--termination-log", path, "runner/__init__.py")
+    assert subprocess.run(argv, check=False, timeout=60).returncode == 20
+    assert json.loads(path.read_text())["detail"] == "QEMU crashed"
