@@ -76,13 +76,18 @@ class LineFramer:
             yield line
 
     def drop_lines(self, keep: int) -> tuple[int, list[bytes]]:
-        """Drop every whole line at once; return how many were dropped, and the last *keep* of them."""
+        """Drop every whole line at once; return how many were dropped, and the last *keep* of them.
+
+        With *split*, what is held of an overlong line is dropped too, in pieces of *longest* bytes that count as lines: a peer
+        that sends no line end could otherwise fill the memory while its lines are dropped.
+        """
         last = self._buffer.rfind(b"\n")
-        if last < 0:
-            return 0, []
         count = self._buffer.count(b"\n", 0, last + 1)
-        kept = self._take(last, last + 1).rsplit(b"\n", keep)[-keep:]
-        return count, kept
+        lines = self._take(last, last + 1).rsplit(b"\n", keep) if count else []
+        pieces = len(self._buffer) // self._longest if self._split else 0
+        for _ in range(pieces):
+            lines.append(self._take(self._longest, self._longest))
+        return count + pieces, lines[-keep:]
 
     def take_rest(self) -> bytes:
         """Return all bytes held, whole lines or not, and hold none."""

@@ -92,6 +92,8 @@ class UnixServer:
     _clients: dict[int, list[_Client]] = attrs.field(factory=dict)
     """By peer, the oldest first."""
     _in_flight: Counter[int] = attrs.field(factory=Counter)
+    _refused: list[trio.CancelScope] = attrs.field(factory=list)
+    """Of the clients that were refused and have not gone, the first refused first."""
 
     @property
     def connections(self) -> int:
@@ -107,11 +109,7 @@ class UnixServer:
         """Accept connections until cancelled; one that fails takes no other with it."""
         async with trio.open_nursery() as nursery:
             while True:
-                connection = await accepted(listener)
-                if len(nursery.child_tasks) < 2 * self.limits.connections:  # those being refused included
-                    nursery.start_soon(self._serve, connection, boot_time())
-                else:
-                    connection.close()
+                nursery.start_soon(self._serve, await accepted(listener), boot_time())
 
     async def _serve(self, connection: trio.socket.SocketType, accepted_at: float) -> None:
         """Serve one client; never raises but for cancellation."""
@@ -132,11 +130,22 @@ class UnixServer:
                 log.exception("connection ended by a fault of this program")
 
     async def _refuse(self, connection: trio.socket.SocketType, error: RpcError) -> None:
-        """Send *error* and wait for the client to send or go: hung up on at once, it might fail to send and never read."""
-        with contextlib.suppress(OSError), trio.move_on_after(self.limits.unfinished):
-            await send_with_fds(connection, format_error(error))
-            connection.shutdown(socket.SHUT_WR)
-            await connection.recv(_CHUNK)
+        """Send *error* and wait for the client to send or go: hung up on at once, it might fail to send and never read.
+
+        As many are waited for as may be connected; one more takes the place of the first of them, so that a peer that
+        connects without end keeps no other one out.
+        """
+        if len(self._refused) >= self.limits.connections:
+            self._refused.pop(0).cancel()
+        with contextlib.suppress(OSError), trio.move_on_after(self.limits.unfinished) as scope:
+            self._refused.append(scope)
+            try:
+                await send_with_fds(connection, format_error(error))
+                connection.shutdown(socket.SHUT_WR)
+                await connection.recv(_CHUNK)
+            finally:
+                if scope in self._refused:
+                    self._refused.remove(scope)
 
     async def _exchange(self, client: _Client) -> None:
         framer = MessageFramer(self.limits.message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import attrs
@@ -123,3 +123,19 @@ async def test_a_refused_client_can_still_send_its_request_and_read_the_reason(t
         await trio.testing.wait_all_tasks_blocked()
         assert await refused(second)
         assert server.connections == 1
+
+
+async def test_refused_clients_of_one_peer_keep_no_other_peer_out(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    limits = SocketLimits(connections=2, connections_per_peer=1, unfinished=30.0)
+    async with served(path, limits) as (service, server), AsyncExitStack() as held:
+        silent = [await held.enter_async_context(connected(path)) for _ in range(10)]
+        await trio.testing.wait_all_tasks_blocked()
+        assert server.connections == 1
+        service.key = 2
+        async with connected(path) as other:
+            assert not await refused(other)
+        # Each was told why; of those that do not go, as many are waited for as may be connected.
+        assert all([json.loads(await client.line())["error"]["code"] == BUSY for client in silent[1:]])
+        for client in silent[1:8]:
+            assert await client.line() == b""

@@ -83,6 +83,13 @@ def test_dropped_lines_are_counted_and_the_last_of_them_kept() -> None:
     assert framer.drop_lines(3) == (1, [b"one"])
 
 
+def test_an_overlong_line_is_dropped_in_pieces_while_lines_are_dropped() -> None:
+    framer = LineFramer(10, split=True)
+    framer.feed(b"first\n" + b"a" * 10_003)
+    assert framer.drop_lines(2) == (1001, [b"a" * 10] * 2)
+    assert framer.take_rest() == b"aaa"
+
+
 def test_pieces_have_few_line_ends_and_lose_nothing() -> None:
     for text in (b"", b"x", b"\n" * 1000, b"a\n" * 700 + b"b", b"x" * 70_000):
         found = list(pieces(text))
