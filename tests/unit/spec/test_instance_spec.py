@@ -263,7 +263,7 @@ def test_every_mistake_is_named_with_its_path(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"boot": {"kernel": "/k", "kernel": "/l"}}', 'the key "kernel" stands twice'),
+        ('{"boot": {"kernel": "/k", "kernel": "/l"}}', 'the key "kernel" is repeated'),
         ('{"cpu": {"count": NaN}}', "NaN is not JSON"),
         ("[1]", "must be a table, found an array"),
         ('{"boot": ', "cannot parse the document as JSON"),
