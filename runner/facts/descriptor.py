@@ -1,4 +1,4 @@
-"""Descriptors that another program opened for this one, as the kernel describes them."""
+"""File descriptors that another program opened and this one inherited or received, as the kernel describes them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ DescriptorKind = Literal["tap", "macvtap", "vhost-net", "socket", "file", "block
 
 @attrs.frozen
 class DescriptorFact:
-    """A descriptor that another program opened, as the kernel describes it."""
+    """A descriptor that another program opened."""
 
     kind: DescriptorKind
     description: str
-    """The kind in words, as a message names it."""
+    """The kind as a noun phrase for messages, such as ``a tap``."""
     writable: bool = True
-    """Whether it may be read and written."""
+    """Whether it is open for reading and writing."""
     size: int = 0
-    """Bytes, of a file or block device."""
+    """Bytes of a file or block device."""
     interface: str = ""
-    """The name of a tap or macvtap."""
+    """The name of the tap's or macvtap's network interface."""
     mac: str = ""
-    """Its MAC address; a macvtap delivers only frames that are sent to it."""
+    """The MAC address of that interface; a macvtap delivers only frames to this address."""
     multi_queue: bool = False
+    """Whether a tap or macvtap was opened with ``IFF_MULTI_QUEUE``."""
     declared: str | None = None
-    """The kind that the sending agent declares; ``None`` for one inherited through exec."""
+    """The kind that the sending agent declared; ``None`` for a descriptor inherited through exec."""

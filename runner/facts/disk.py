@@ -1,4 +1,4 @@
-"""Files, block devices and disk images that a spec names."""
+"""Files, block devices and disk images that a spec names, as they were read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class ImageFact:
     format: str
     """``raw`` or ``qcow2``."""
     size: int = 0
-    """Bytes the guest sees."""
+    """Bytes of the disk that the guest sees."""
     backing: PurePosixPath | None = None
-    """The backing file: the path, without symbolic links, of what the header names relative to the image's directory."""
+    """The absolute path of the backing file, symbolic links resolved; the header names it relative to the image's directory."""
     backing_format: str | None = None
-    """The format of the backing file, as the header gives it; old images do not."""
+    """The format of the backing file in the header; ``None`` in old images, which do not have it."""
     locked: bool = False
     """Whether another QEMU holds a conflicting image lock (``block/file-posix.c``: byte ranges 100 and 200)."""
     error: str | None = None
-    """Why it cannot be used at all, as a verb phrase: encryption, damage, an external data file."""
+    """Why the image cannot be used at all, as a verb phrase: encryption, damage, an external data file."""
 
 
 @attrs.frozen
@@ -35,23 +35,23 @@ class FileFact:
 
     kind: FileKind
     size: int = 0
-    """Bytes; of a block device, its capacity."""
+    """Bytes of a file; the capacity of a block device."""
     error: str | None = None
-    """Why it cannot be opened as asked (reading, or reading and writing), in the kernel's words."""
+    """Why it cannot be opened for reading, or for reading and writing where the spec needs that (``strerror``)."""
     everyone_reads: bool = True
     """Whether its mode lets any user read it."""
     image: ImageFact | None = None
-    """The disk image in it; like all below, only of files that are probed as disks."""
+    """The disk image in it. This field and those below are set only for files that the spec names as disks."""
     direct: bool = False
     """Whether a read that bypasses the page cache (``O_DIRECT``) succeeded."""
     sparse: bool = False
-    """A file with holes: a write may need new space on the disk."""
+    """Whether the file has holes: a write into one allocates space."""
     sectors: tuple[int, int] = (512, 512)
     """Bytes of a logical and of a physical block, as the kernel reports them for a block device."""
 
     @property
     def words(self) -> str:
-        """The kind as a verb phrase."""
+        """The kind as a verb phrase, such as ``is a directory``."""
         match self.kind:
             case "file":
                 return "is a file"
@@ -77,11 +77,11 @@ class DocumentFact:
 
     content: bytes = attrs.field(default=b"", repr=False)
     error: str | None = None
-    """Why it was not read."""
+    """Why it could not be read; ``None`` if it was read."""
 
 
 class DiskFacts(Protocol):
-    """The facts that a disk's plan needs."""
+    """The facts that the plan of a disk needs, at the start or while the guest runs."""
 
     @property
     def files(self) -> Mapping[PurePosixPath, FileFact]:
@@ -89,7 +89,7 @@ class DiskFacts(Protocol):
 
     @property
     def io_uring_error(self) -> str | None:
-        """Why ``io_uring`` cannot be used."""
+        """Why ``io_uring`` cannot be used; ``None`` if it can."""
 
 
 @attrs.frozen

@@ -1,7 +1,7 @@
-"""The hardware of one host as frozen values: what ``kernel/sysfs.py`` reads and every decision is made from.
+"""The CPUs and NUMA nodes of one host as frozen values, which ``kernel/sysfs.py`` reads.
 
-A :class:`Hardware` can be written down (:meth:`Hardware.to_json`) on one machine and planned for on another. The
-same facts are what the kubelet learns from cadvisor's ``MachineInfo``.
+A :class:`Hardware` can be recorded (:meth:`Hardware.to_json`) on one machine and used for a plan on another. The kubelet
+gets the same facts from cadvisor's ``MachineInfo``.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from runner.cpuset import MAX_CPU, CpuSet
 from runner.errors import Problem, SpecError
 
 FORMAT = 1
-"""Version of the recorded form; raised when an older reader would misunderstand it."""
+"""Version of the recorded form, incremented when an older reader would misunderstand it."""
 
 KINDS = ("performance", "efficiency")
-"""What :attr:`Cpu.kind` may be on a host with unequal cores."""
+"""The values of :attr:`Cpu.kind` on a host with unequal cores."""
 
 
 @attrs.frozen
 class Cpu:
-    """One online logical CPU and everything it is part of.
-
-    *core* and *die* are named by the lowest online CPU in them, so that they are unique on the host (the kernel's
-    ``core_id`` is unique only within a socket; the kubelet's ``getUniqueCoreID`` does the same for cores).
-    *l3* is the kernel's cache id where it gives one (the kubelet sorts by it), else the lowest CPU sharing the cache;
-    ``None`` without an L3 cache. *socket* is the kernel's ``physical_package_id``. *max_khz* and *capacity* (1024 is
-    the biggest core) are ``None`` where the kernel does not say.
-    """
+    """One online logical CPU, and the units of hardware that it belongs to."""
 
     cpu: int
     core: int
+    """The lowest online CPU of the core: unique on the host, as the kernel's ``core_id`` is only within a socket (the
+    kubelet's ``getUniqueCoreID`` does the same)."""
     socket: int
+    """The kernel's ``physical_package_id``."""
     die: int
+    """The lowest online CPU of the die."""
     numa_node: int
     l3: int | None = None
+    """The kernel's id of the L3 cache, by which the kubelet sorts; without an id the lowest CPU that shares the cache;
+    ``None`` without an L3 cache."""
     max_khz: int | None = None
+    """The highest frequency in kHz; ``None`` where the kernel does not report it."""
     capacity: int | None = None
+    """The relative performance, 1024 for the fastest core; ``None`` where the kernel does not report it."""
     kind: str | None = None
+    """One of :data:`KINDS`; ``None`` on a host with equal cores."""
 
 
 @attrs.frozen
@@ -56,7 +58,7 @@ class HugepagePool:
 
 
 def hugetlb_name(page_size: int) -> str:
-    """Return what cgroup files call huge pages of *page_size* bytes, such as ``2MB`` (``mm/hugetlb_cgroup.c``, ``mem_fmt``)."""
+    """Return the name of huge pages of *page_size* bytes in cgroup files, such as ``2MB`` (``mm/hugetlb_cgroup.c``, ``mem_fmt``)."""
     return next(
         f"{page_size >> shift}{unit}" for shift, unit in ((30, "GB"), (20, "MB"), (10, "KB")) if page_size >> shift
     )
@@ -111,11 +113,11 @@ class Hardware:
         return MappingProxyType(memory_only | dict(self._grouped(lambda cpu: cpu.numa_node)))
 
     def siblings(self, cpu: int) -> CpuSet:
-        """Return the CPUs of the core that *cpu* belongs to, itself among them."""
+        """Return the online CPUs of the core that *cpu* belongs to, including *cpu*."""
         return self.cores[self.by_cpu[cpu].core]
 
     def distance(self, here: int, there: int) -> int:
-        """Return the distance from NUMA node *here* to NUMA node *there*; ``KeyError`` if there is no such node."""
+        """Return the distance from NUMA node *here* to NUMA node *there* (10 is local); ``KeyError`` for an unknown one."""
         return self._distances[here][there]
 
     @cached_property
@@ -130,14 +132,14 @@ class Hardware:
         return MappingProxyType({name: CpuSet(groups[name]) for name in sorted(groups)})
 
     def to_json(self) -> str:
-        """Write the host down; the same host gives the same text, and :meth:`from_json` gives it back."""
+        """Return the host as JSON text, which :meth:`from_json` reads; the same host gives the same text."""
         document = {
             "format": FORMAT,
             "offline": str(self.offline),
             "cpus": [_without_none(cpu) for cpu in self.cpus],
             "numa_nodes": [attrs.asdict(node) for node in self.numa_nodes],
         }
-        # One CPU and one NUMA node a line: a recorded host is read by people, and compared with diff.
+        # One CPU or NUMA node in each line: people read a recorded host and compare it with diff.
         lines = []
         for key, value in document.items():
             if isinstance(value, list):
@@ -149,9 +151,9 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str, source: str = "host record") -> Self:
-        """Read a host that was written down; *source* names it in errors.
+        """Parse the JSON of a recorded host; *source* is its name in errors.
 
-        Raises :class:`SpecError` with every problem found, each with its path (``cpus[3].core``).
+        Raises :class:`SpecError` with every problem, each with its path (``cpus[3].core``).
         """
         try:
             document = json.loads(text)
@@ -174,7 +176,7 @@ class Hardware:
         return hardware
 
     def problems(self) -> Iterable[Problem]:
-        """Yield what cannot be true of a host: numbers twice, a NUMA node that does not exist, a core in two places."""
+        """Yield contradictions: a repeated number, an unknown NUMA node, a core on two sockets, dies or NUMA nodes."""
         if not self.cpus:
             yield Problem("cpus", "must hold at least one online CPU")
         yield from _repeated("cpus", "CPU", [cpu.cpu for cpu in self.cpus])
@@ -190,7 +192,10 @@ class Hardware:
             if first is cpu and cpu.cpu != cpu.core:
                 yield Problem(f"cpus[{index}].core", f"must be the lowest CPU of the core, {cpu.cpu}, found {cpu.core}")
             if (first.socket, first.die, first.numa_node) != (cpu.socket, cpu.die, cpu.numa_node):
-                yield Problem(f"cpus[{index}].core", f"core {cpu.core} lies also where CPU {first.cpu} is")
+                yield Problem(
+                    f"cpus[{index}].core",
+                    f"core {cpu.core} is on another socket, die or NUMA node than its CPU {first.cpu}",
+                )
         for index, node in enumerate(self.numa_nodes):
             if len(node.distances) != len(self.numa_nodes):
                 found = f"{len(node.distances)} for {len(self.numa_nodes)} NUMA nodes"
@@ -201,10 +206,10 @@ class Hardware:
 
 @attrs.frozen
 class OnlineCpus:
-    """The CPUs and memory nodes that the kernel has now; both come and go while the host runs."""
+    """The CPUs and memory nodes of the host now; hotplug changes both while the host runs."""
 
     present: CpuSet
-    """CPUs that are plugged in; a cpuset may name them whether they are online or not."""
+    """CPUs that exist; a cpuset may contain offline ones."""
     online: CpuSet
     """CPUs that the scheduler uses."""
     memory_nodes: CpuSet
@@ -219,16 +224,16 @@ def _repeated(path: str, what: str, numbers: list[int]) -> Iterable[Problem]:
     seen: set[int] = set()
     for index, number in enumerate(numbers):
         if number in seen:
-            yield Problem(f"{path}[{index}]", f"{what} {number} is there twice")
+            yield Problem(f"{path}[{index}]", f"{what} {number} is repeated")
         seen.add(number)
 
 
 _MISSING = -1
-"""Stands for a number that was complained about; no value is built from it, for the complaints are raised first."""
+"""Placeholder for a wrong number; :meth:`_RecordReader.finish` raises before a :class:`Hardware` is built with it."""
 
 
 class _RecordReader:
-    """Turns JSON values into ours and collects what is wrong with them."""
+    """Converts JSON values to the classes of this module, and collects problems on the way."""
 
     def __init__(self, source: str) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""Everything that is read of a host and its pod before anything is decided: frozen values, no I/O."""
+"""The facts about a host and its pod that a plan is made from, as frozen values."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:  # few guests have PCI devices, and the classes of their facts
 
 @attrs.frozen
 class User:
-    """A user that a child runs as; *groups* are its supplementary groups."""
+    """A user that a child process runs as."""
 
     name: str
     user_id: int
     group_id: int
     groups: tuple[int, ...] = ()
+    """The ids of its supplementary groups."""
 
 
 ROOT = User("root", 0, 0)
@@ -36,17 +37,18 @@ ROOT = User("root", 0, 0)
 
 @attrs.frozen
 class Virtiofsd:
-    """The installed virtiofsd: the one in C that came with QEMU up to 7.2, or the one in Rust after it."""
+    """The installed virtiofsd: the one in C of QEMU up to 7.2, or its successor in Rust."""
 
     path: PurePosixPath
     rust: bool
     version: tuple[int, ...]
+    """The numbers of the version, such as ``(1, 13, 2)``; of the one in C they are QEMU's."""
 
     @classmethod
     def parse(cls, path: PurePosixPath, output: str) -> Self | None:
-        """Parse the output of ``virtiofsd --version``, ``None`` if it is not understood.
+        """Parse the output of ``virtiofsd --version``; return ``None`` if it has an unknown form.
 
-        ``virtiofsd 1.13.2`` is the one in Rust, ``virtiofsd version 7.2.22 …`` QEMU's in C.
+        The one in Rust prints ``virtiofsd 1.13.2``, the one in C ``virtiofsd version 7.2.22 …``.
         """
         match = re.match(r"virtiofsd (?:backend )?(version )?v?([0-9]+(?:\.[0-9]+)*)", output)
         if match is None:
@@ -64,23 +66,25 @@ class Kvm:
     """The state of ``/dev/kvm``."""
 
     error: str | None
-    """Why it cannot be used; ``None`` when the kernel answered ``KVM_GET_API_VERSION`` with 12."""
+    """Why it cannot be used; ``None`` if ``KVM_GET_API_VERSION`` returned 12."""
     group_id: int = 0
+    """The group that owns the file."""
     mode: int = 0
+    """``st_mode`` of the file."""
     trial: str | None = None
-    """Why no virtual machine could be created with it; ``None`` when one was, or when that was not tried."""
+    """Why ``KVM_CREATE_VM`` failed; ``None`` if it succeeded or was not tried."""
 
     @property
     def admits_everyone(self) -> bool:
-        """Whether any user may use it."""
-        wanted = stat.S_IROTH | stat.S_IWOTH
-        return self.mode & wanted == wanted
+        """Whether any user may read and write it."""
+        bits = stat.S_IROTH | stat.S_IWOTH
+        return self.mode & bits == bits
 
     @property
     def admits_group(self) -> bool:
-        """Whether a group that is not root's may use it."""
-        wanted = stat.S_IRGRP | stat.S_IWGRP
-        return self.mode & wanted == wanted and self.group_id != 0
+        """Whether its group, which is not root's, may read and write it."""
+        bits = stat.S_IRGRP | stat.S_IWGRP
+        return self.mode & bits == bits and self.group_id != 0
 
 
 @attrs.frozen
@@ -88,14 +92,14 @@ class PodQos:
     """The QoS class of the Kubernetes pod that this process is in."""
 
     qos: str = ""
-    """``guaranteed``, ``burstable``, ``besteffort``, or empty when it cannot be seen from inside."""
+    """``guaranteed``, ``burstable``, ``besteffort``, or empty if it cannot be read from inside the pod."""
     evidence: str = ""
-    """How it is known, as a clause of a message."""
+    """The file or setting that shows it, as a clause of a message."""
 
 
 @attrs.frozen
 class PodName:
-    """The names of the pod, as far as its manifest sets them (Downward API); a missing one is empty."""
+    """The names of the pod that its manifest puts into the environment (Downward API); empty where it does not."""
 
     name: str = ""
     namespace: str = ""
@@ -104,13 +108,13 @@ class PodName:
     pod_uid: str = ""
 
     def to_json(self) -> dict[str, str]:
-        """Return it as the placement receipt holds it."""
+        """Return the names under their keys in the placement receipt."""
         return {"name": self.name, "namespace": self.namespace, "node": self.node, "uid": self.pod_uid}
 
 
 @attrs.frozen
 class HostFacts:
-    """Everything that a plan needs to know of the host and the pod."""
+    """Everything that a plan needs to know about the host and the pod."""
 
     allowed_cpus: CpuSet
     """The CPUs this process may use (``sched_getaffinity``)."""
@@ -118,55 +122,58 @@ class HostFacts:
     memory_nodes: CpuSet
     """The NUMA nodes this process may take memory from (``Mems_allowed_list``)."""
     memory: int
-    """Bytes the pod may use: the smallest of the machine's RAM and the memory limits of its cgroups."""
+    """Bytes that the pod may use: the smallest of the machine's RAM and the memory limits of its cgroups."""
     state_directory: PurePosixPath
+    """The directory for this instance's sockets, logs and temporary files."""
     limits: MemoryLimits = attrs.field(factory=MemoryLimits)
     preallocator: tuple[str, ...] = ()
     """The command that preallocates guest memory; :mod:`runner.kernel.preallocate` describes its arguments."""
+    # The programs below are None if they are not in PATH.
     qemu: PurePosixPath | None = None
     dnsmasq: PurePosixPath | None = None
     sleep: PurePosixPath | None = None
     virtiofsd: Virtiofsd | None = None
     virtiofsd_error: str = "not found"
     files: Mapping[PurePosixPath, FileFact] = attrs.field(factory=dict)
-    """The files and directories that the spec names, and the backing files of its disks."""
+    """The files and directories that the spec names, and the backing files of its disks, by path."""
     documents: Mapping[PurePosixPath, DocumentFact] = attrs.field(factory=dict)
-    """The files that the spec's cloud-init section names."""
+    """The files that the spec's table ``[cloud_init]`` names, by path."""
     users: Mapping[str, User] = attrs.field(factory=dict)
-    """The users that the plan may choose from, as far as they exist, by name."""
+    """The existing ones of the users that the plan may choose, by name."""
     kvm: Kvm = Kvm("not found")
     io_uring_error: str | None = "it was not looked for"
-    """Why ``io_uring`` cannot be used; tried only when a disk names it."""
+    """Why ``io_uring`` cannot be used; tried only if a disk names it."""
     cpu_vendor: str = ""
-    """CPUID's vendor, such as ``GenuineIntel``; empty where the kernel does not say."""
+    """The vendor string of CPUID, such as ``GenuineIntel``; empty where the kernel does not report it."""
     tun: bool = True
-    """Whether /dev/net/tun may be used; asked only when there are networks."""
+    """Whether /dev/net/tun can be opened; tried only if the spec has networks."""
     vhost_net: bool = False
+    """Whether /dev/vhost-net can be opened; tried only if the spec has networks."""
     passt: PurePosixPath | None = None
     ipv6_error: str | None = None
-    """Why new links of this network namespace have no IPv6; ``None`` when they do."""
+    """Why new links of this network namespace have no IPv6; ``None`` if they have it."""
     descriptors: Mapping[str, DescriptorFact] | None = None
-    """The inherited descriptors, by name; ``None`` where only a plan is wanted and none are taken over."""
+    """The inherited descriptors, by name; ``None`` for ``instance-runner plan``, which inherits none."""
     vhost_vsock: bool = False
-    """Asked only when the guest is to have a vsock device."""
+    """Whether /dev/vhost-vsock can be opened; tried only if the spec has a vsock device."""
     interfaces: Mapping[str, Interface] = attrs.field(factory=dict)
-    """The interfaces that the spec's networks use, as far as they exist, by name."""
+    """The existing ones of the interfaces that the spec's networks use, by name."""
     resolver: Resolver = attrs.field(factory=Resolver)
     pod: PodQos | None = None
     """``None`` outside Kubernetes."""
     pod_name: PodName = PodName()
     online_cpus: CpuSet = attrs.field(factory=CpuSet)
-    """The machine's; read only in a pod."""
+    """The online CPUs of the machine; read only in a pod."""
     cpu_time: float | None = None
-    """The least ``cpu.max`` of its cgroups, as a number of CPUs; ``None`` without a limit."""
+    """The smallest ``cpu.max`` of this process's cgroups, as a number of CPUs; ``None`` without a limit."""
     container_uid: str | None = None
-    """What the node's controller knows this container by: the pod's UID, without a kubelet the container's id."""
+    """The identifier of this container at the node's controller: the pod's UID, or without a kubelet the container's id."""
     pod_uid: str | None = None
     """The pod's UID; ``None`` outside Kubernetes. Read only for cloud-init."""
     controller_error: str | None = "it was not looked for"
-    """Why the node's controller cannot be used; ``None`` when the directory of its socket is here."""
+    """Why the node's controller cannot be used; ``None`` if the directory of its socket exists."""
     controller_remedy: str = ""
     delegation_error: str | None = "it was not looked for"
-    """Why cgroups cannot be made in this process's own cgroup; ``None`` when they can."""
+    """Why child cgroups cannot be created in this process's own cgroup; ``None`` if they can."""
     vfio: VfioFacts | None = None
-    """Read only when the spec has devices."""
+    """Read only if the spec has devices."""

@@ -1,4 +1,4 @@
-"""The limits and charges of memory."""
+"""Limits of a process's memory, and the memory that its cgroup is charged for."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import attrs
 
 @attrs.frozen
 class HugeFact:
-    """The limits of this process for huge pages of one size; what is free on each NUMA node is in the hardware's facts."""
+    """The limits of this process for huge pages of one size; :class:`~runner.facts.hardware.HugepagePool` counts free ones."""
 
     limit: int | None = None
-    """Bytes: the least ``hugetlb.<size>.max`` and ``.rsvd.max`` of its cgroups; ``None`` without a limit."""
+    """Bytes: the smallest ``hugetlb.<size>.max`` and ``.rsvd.max`` of its cgroups; ``None`` without a limit."""
     promised: int = 0
-    """Pages that are free but reserved for other processes (``resv_hugepages``): mapped, and not touched yet."""
+    """Free pages that are reserved for other processes, which have mapped but not yet touched them (``resv_hugepages``)."""
 
 
 @attrs.frozen
 class MemoryCharge:
-    """The memory that a cgroup is charged for, in bytes (``memory.current``, the sum of ``hugetlb.*.current``)."""
+    """The memory that a cgroup is charged for, in bytes."""
 
     memory: int
+    """``memory.current``."""
     hugetlb: int
+    """The sum of ``hugetlb.*.current``."""
 
 
 @attrs.frozen
@@ -30,11 +32,11 @@ class MemoryLimits:
     """The limits of this process's memory."""
 
     memory: int | None = None
-    """Bytes: the least ``memory.max`` of its cgroups; ``None`` without a limit."""
+    """Bytes: the smallest ``memory.max`` of its cgroups; ``None`` without a limit."""
     huge: Mapping[int, HugeFact] = attrs.field(factory=dict)
     """By page size in bytes, for every size of the host; read only for a spec with huge pages."""
     lockable: int | None = None
-    """Bytes that a child may lock without CAP_IPC_LOCK, with its limit raised as far as possible; ``None`` without a limit.
-    Read only when something is to be locked."""
+    """Bytes that a child may lock without CAP_IPC_LOCK after its ``RLIMIT_MEMLOCK`` is raised as far as possible; ``None``
+    without a limit. Read only for a spec whose instance locks memory."""
     may_lock: bool = False
-    """Whether this process has CAP_IPC_LOCK, and so QEMU if it runs as root."""
+    """Whether this process has CAP_IPC_LOCK, which QEMU inherits if it runs as root."""

@@ -1,4 +1,4 @@
-"""Network interfaces and name servers as they were read, with everything that is needed to restore them."""
+"""Network interfaces, with everything that is needed to restore them, and name servers, as they were read."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class Route:
     onlink: bool = False
     """The gateway is reachable although no address of the interface covers it."""
     protocol: int = 3
-    """The origin of the route (``RTPROT_*``, rtnetlink(7)); 3 is ``boot``, which ip(8) and CNI plugins set. It is kept, like
-    *metrics*, so that the route can be restored."""
+    """The origin of the route (``RTPROT_*``, rtnetlink(7)); 3 is ``boot``, which ip(8) and CNI plugins set."""
     metrics: str = ""
-    """Its ``RTA_METRICS`` (MTU, window, …) as the kernel gave them, in hexadecimal."""
+    """The bytes of its ``RTA_METRICS`` (MTU, window, …) in hexadecimal, so that they can be restored."""
 
     def __str__(self) -> str:
         return str(self.destination) if self.gateway is None else f"{self.destination} via {self.gateway}"
@@ -47,7 +46,7 @@ class PermanentNeighbour:
 class Interface:
     """A network interface with everything that is needed to restore it.
 
-    One whose place a guest has taken is described as it was before.
+    An interface whose addresses a guest has taken over is described as it was before that.
     """
 
     name: str
@@ -55,21 +54,21 @@ class Interface:
     mtu: int
     addresses: tuple[IPv4Interface, ...] = ()
     routes: tuple[Route, ...] = ()
-    """Without the routes that the kernel adds itself when the interface gets an address."""
+    """IPv4 routes, without those that the kernel adds itself when the interface gets an address."""
     broadcast: bool = False
-    """Whether its addresses came with their subnet's broadcast address."""
+    """Whether its addresses have their subnet's broadcast address set."""
     addresses6: tuple[IPv6Interface, ...] = ()
-    """The permanent global addresses; not those that a router's advertisements made."""
+    """The permanent global addresses, without those from router advertisements."""
     routes6: tuple[Route, ...] = ()
-    """Without the routes of the kernel and of a router's advertisements."""
+    """IPv6 routes, without those that the kernel adds itself and those from router advertisements."""
     neighbours: tuple[PermanentNeighbour, ...] = ()
     multipath: tuple[IpNetwork, ...] = ()
-    """The destinations of multipath routes through this interface, which can be neither moved nor restored."""
+    """The destinations of multipath routes through this interface; such routes can be neither moved nor restored."""
 
 
 @attrs.frozen
 class Resolver:
-    """The name servers and search domains of ``/etc/resolv.conf`` that a guest can use too."""
+    """The name servers and search domains of ``/etc/resolv.conf`` that a guest can use as well."""
 
     nameservers: tuple[IPv4Address, ...] = ()
     search: tuple[str, ...] = ()

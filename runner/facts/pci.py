@@ -1,4 +1,4 @@
-"""PCI devices of the host that a guest is to have, as sysfs and ``/dev`` describe them."""
+"""PCI devices of the host that are to be passed through to a guest, as sysfs and ``/dev`` describe them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import attrs
 
 @attrs.frozen
 class DeviceNode:
-    """A file in ``/dev`` through which a device is used."""
+    """A device node in ``/dev``."""
 
     path: PurePosixPath
     error: str | None = None
-    """Why it cannot be opened for reading and writing, in the kernel's words."""
+    """Why it cannot be opened for reading and writing (``strerror``); ``None`` if it can."""
     busy: bool = False
-    """Another process has it open, and the kernel admits one opener at a time."""
+    """Whether another process has it open; the kernel lets one process at a time open it."""
     everyone: bool = False
-    """Whether its mode admits any user."""
+    """Whether its mode lets any user read and write it."""
 
 
 @attrs.frozen
@@ -27,8 +27,9 @@ class GroupMember:
 
     address: str
     driver: str | None
-    """``None`` also for a driver that leaves the device alone: VFIO's own and ``pci-stub``."""
+    """The driver it is bound to; ``None`` without one, and for VFIO's drivers and ``pci-stub``, which do not use the device."""
     bridge: bool
+    """Whether it is a PCI bridge."""
 
 
 @attrs.frozen
@@ -38,15 +39,17 @@ class Bar:
     size: int
     """Bytes."""
     high: bool
-    """It may lie above 4 GiB behind a bridge: it is 64 bits wide and prefetchable."""
+    """Whether it may be mapped above 4 GiB behind a bridge: it is 64-bit and prefetchable."""
 
 
 @attrs.frozen
 class PciLink:
-    """A PCI Express link, current and maximal: transfers per second in the kernel's words (``16.0 GT/s PCIe``), and lanes."""
+    """The current and the highest speed and width of a PCI Express link."""
 
     speed: str
+    """Transfers per second as sysfs shows them, such as ``16.0 GT/s PCIe``."""
     width: int
+    """Lanes; 0 if the link is down."""
     best_speed: str
     best_width: int
 
@@ -56,42 +59,44 @@ class PciFact:
     """A PCI device."""
 
     address: str
+    """Domain, bus, device and function, such as ``0000:41:00.0``."""
     sysfs: PurePosixPath
-    """Its directory."""
+    """Its directory in sysfs."""
     name: str
     """``vendor:device``, as ``lspci -n`` prints it."""
     driver: str | None
+    """The driver it is bound to."""
     vfio: bool
-    """Whether that driver is one of VFIO's: ``vfio-pci``, or one for this kind of device."""
+    """Whether that driver is ``vfio-pci`` or a VFIO driver for this kind of device."""
     numa_node: int
-    """-1 where the firmware does not say."""
+    """The host's NUMA node; -1 where the firmware does not report it."""
     group: str | None
-    """Its IOMMU group; ``None`` where no IOMMU is in use."""
+    """The number of its IOMMU group; ``None`` where no IOMMU is in use."""
     members: tuple[GroupMember, ...]
     """The other devices of its group."""
     bars: tuple[Bar, ...]
     silent: bool
-    """Its configuration space reads as nothing but ones: the device does not answer on the bus."""
+    """Whether its configuration space reads as all ones: the device does not answer on the bus."""
     link: PciLink | None
-    """``None`` for what is no PCI Express device."""
+    """``None`` if it is no PCI Express device."""
     resets: str
-    """The ways the kernel can reset it, such as ``flr bus``."""
+    """The reset methods of the kernel (sysfs ``reset_method``), such as ``flr bus``; empty if there are none."""
     group_node: DeviceNode | None
-    """The node of its IOMMU group; ``None`` where no driver of VFIO's has it."""
+    """``/dev/vfio/GROUP``; ``None`` if no VFIO driver is bound to the device."""
     device_node: DeviceNode | None
-    """Its node for iommufd; ``None`` where the kernel makes none."""
+    """``/dev/vfio/devices/vfioN`` for iommufd; ``None`` where the kernel does not create it."""
 
 
 @attrs.frozen
 class VfioFacts:
-    """Everything that a plan with PCI devices needs to know; read only when the spec has devices."""
+    """Everything that a plan with PCI devices needs to know; read only if the spec has devices."""
 
     devices: Mapping[str, PciFact] = attrs.field(factory=dict)
     """The requested devices that exist, by address."""
     environment: Mapping[str, str] = attrs.field(factory=dict)
-    """The environment, in which device plugins name the devices that they have allocated."""
+    """This process's environment, in which device plugins list the addresses of the devices that they have allocated."""
     container: DeviceNode = DeviceNode(PurePosixPath("/dev/vfio/vfio"), "not looked for")
     iommufd: DeviceNode = DeviceNode(PurePosixPath("/dev/iommu"), "not looked for")
     qemu_version: str = ""
     address_bits: int = 0
-    """Width of a physical address on this machine; 0 where the kernel does not say."""
+    """Bits of a physical address on this host; 0 where the kernel does not report them."""

@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen
 class Roots:
-    """The mount points of one machine, so that another machine's or a recorded tree can be read as well."""
+    """The mount points of one machine; other roots than the defaults read another machine's or a recorded tree."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")

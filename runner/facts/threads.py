@@ -9,7 +9,7 @@ from runner.cpuset import CpuSet
 
 @attrs.frozen
 class ThreadStatus:
-    """One thread, as the kernel sees it at one moment."""
+    """One thread, as ``/proc/PID/task/TID`` showed it at one moment."""
 
     pid: int
     tid: int
@@ -17,22 +17,22 @@ class ThreadStatus:
     cgroup: str
     """Its cgroup v2 path in the reader's cgroup namespace; empty where there is no cgroup v2."""
     cpus: CpuSet
-    """``Cpus_allowed_list``: its own mask within its cpuset."""
+    """``Cpus_allowed_list``: the CPUs of its own mask that are in its cpuset."""
     mems: CpuSet
-    """``Mems_allowed_list``: NUMA nodes."""
+    """``Mems_allowed_list``: the NUMA nodes it may take memory from."""
     running_on: int
-    """The CPU it ran on last."""
+    """The CPU that it ran on last."""
 
 
 @attrs.frozen
 class ProcessStatus:
-    """One process, as the kernel sees it at one moment."""
+    """One process, as ``/proc/PID`` showed it at one moment."""
 
     pid: int
     inner_pid: int
-    """Its number in its own PID namespace: 1 is that namespace's init."""
+    """Its PID in its own PID namespace; 1 is that namespace's init."""
     parent: int
-    """0 when the parent is in another PID namespace."""
+    """The PID of its parent; 0 if the parent is in another PID namespace."""
     name: str
     kernel: bool
-    """It is a kernel thread."""
+    """Whether it is a kernel thread."""

@@ -258,17 +258,17 @@ class Admission:
     @property
     def cpus(self) -> Mapping[str, CpuSet]:
         """The exclusive CPUs by container; a rejected pod may hold some until the next admission."""
-        return self.node.cpus.assignments.get(self.pod.uid, {})
+        return self.node.cpus.assignments.get(self.pod.pod_uid, {})
 
     @property
     def devices(self) -> Mapping[str, Devices]:
         """The devices by container, those that plugins registered."""
-        return self.node.devices.assignments.get(self.pod.uid, {})
+        return self.node.devices.assignments.get(self.pod.pod_uid, {})
 
     @property
     def memory(self) -> Mapping[str, tuple[Block, ...]]:
         """The memory booked by container; a rejected pod may hold some until the next admission."""
-        return self.node.memory.assignments.get(self.pod.uid, {})
+        return self.node.memory.assignments.get(self.pod.pod_uid, {})
 
 
 @attrs.frozen
@@ -300,29 +300,29 @@ class SimulatedNode:
         manager = self.kubelet.cpu_manager
         return manager.available(self.cpus) if manager else CpuSet()
 
-    def without(self, *uids: str) -> SimulatedNode:
-        """Return the node after the pods *uids* ended; what stale pods held is taken back as well."""
-        return self.with_devices_back(*uids).with_cpus_back(*uids).with_memory_back(*uids)
+    def without(self, *pod_uids: str) -> SimulatedNode:
+        """Return the node after the pods *pod_uids* ended; what stale pods held is taken back as well."""
+        return self.with_devices_back(*pod_uids).with_cpus_back(*pod_uids).with_memory_back(*pod_uids)
 
-    def with_devices_back(self, *uids: str) -> SimulatedNode:
-        """Let the Device Manager take back what stale pods and *uids* hold."""
+    def with_devices_back(self, *pod_uids: str) -> SimulatedNode:
+        """Let the Device Manager take back what stale pods and *pod_uids* hold."""
         devices = self.devices
-        for uid in sorted(self.stale_devices.union(uids)):
-            devices = self.kubelet.device_manager.without(devices, uid)
+        for pod_uid in sorted(self.stale_devices.union(pod_uids)):
+            devices = self.kubelet.device_manager.without(devices, pod_uid)
         return attrs.evolve(self, devices=devices, stale_devices=frozenset())
 
-    def with_cpus_back(self, *uids: str) -> SimulatedNode:
-        """Let the CPU Manager take back what stale pods and *uids* hold."""
+    def with_cpus_back(self, *pod_uids: str) -> SimulatedNode:
+        """Let the CPU Manager take back what stale pods and *pod_uids* hold."""
         cpus = self.cpus
-        for uid in sorted(self.stale_cpus.union(uids)):
-            cpus = self.kubelet.cpu_manager.without(cpus, uid) if self.kubelet.cpu_manager else cpus
+        for pod_uid in sorted(self.stale_cpus.union(pod_uids)):
+            cpus = self.kubelet.cpu_manager.without(cpus, pod_uid) if self.kubelet.cpu_manager else cpus
         return attrs.evolve(self, cpus=cpus, stale_cpus=frozenset())
 
-    def with_memory_back(self, *uids: str) -> SimulatedNode:
-        """Let the Memory Manager take back what stale pods and *uids* hold."""
+    def with_memory_back(self, *pod_uids: str) -> SimulatedNode:
+        """Let the Memory Manager take back what stale pods and *pod_uids* hold."""
         memory = self.memory
-        for uid in sorted(self.stale_memory.union(uids)):
-            memory = self.kubelet.memory_manager.without(memory, uid) if self.kubelet.memory_manager else memory
+        for pod_uid in sorted(self.stale_memory.union(pod_uids)):
+            memory = self.kubelet.memory_manager.without(memory, pod_uid) if self.kubelet.memory_manager else memory
         return attrs.evolve(self, memory=memory, stale_memory=frozenset())
 
     def admit(self, pod: Pod) -> Admission:
@@ -346,7 +346,7 @@ class SimulatedNode:
             return Admission(pod, Outcome.CRASHES, "", str(error), tuple(attempt.steps), attempt.affinity, self)
         after = attempt.node
         if outcome is Outcome.REJECTED:
-            stale = {pod.uid}
+            stale = {pod.pod_uid}
             after = attrs.evolve(
                 after,
                 stale_cpus=after.stale_cpus | stale,

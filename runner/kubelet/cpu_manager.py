@@ -150,11 +150,11 @@ class CpuManager:
                 )
         elif not self.reserved <= pool:
             raise KubeletConfigError(f'not all reserved cpus: "{self.reserved}" are present in defaultCpuSet: "{pool}"')
-        for uid, containers in state.assignments.items():
+        for pod_uid, containers in state.assignments.items():
             for name, cpus in containers.items():
                 if not cpus.isdisjoint(pool):
                     raise KubeletConfigError(
-                        f'pod: {uid}, container: {name} cpuset: "{cpus}" overlaps with default cpuset "{pool}"'
+                        f'pod: {pod_uid}, container: {name} cpuset: "{cpus}" overlaps with default cpuset "{pool}"'
                     )
         known = pool | state.exclusive()
         if known != expected:
@@ -179,11 +179,11 @@ class CpuManager:
         count = exclusive_cpus(pod, container)
         if count == 0:
             return None
-        assigned = state.assignments.get(pod.uid, {}).get(container.name)
+        assigned = state.assignments.get(pod.pod_uid, {}).get(container.name)
         if assigned is not None:
             listed = self.numa_hints(assigned, count) if len(assigned) == count else HintList()
         else:
-            listed = self.numa_hints(self.available(state), count, state.reusable.get(pod.uid, CpuSet()))
+            listed = self.numa_hints(self.available(state), count, state.reusable.get(pod.pod_uid, CpuSet()))
         return {"cpu": listed}
 
     def pod_hints(self, state: CpuState, pod: Pod) -> ProviderHints:
@@ -193,14 +193,14 @@ class CpuManager:
             return None
         assigned = CpuSet()
         for container in pod.containers:
-            cpus = state.assignments.get(pod.uid, {}).get(container.name)
+            cpus = state.assignments.get(pod.pod_uid, {}).get(container.name)
             if cpus is not None:
                 if len(cpus) != exclusive_cpus(pod, container):
                     return {"cpu": HintList()}
                 assigned |= cpus
         if len(assigned) == count:
             return {"cpu": self.numa_hints(assigned, count)}
-        reusable = state.reusable.get(pod.uid, CpuSet()) | assigned
+        reusable = state.reusable.get(pod.pod_uid, CpuSet()) | assigned
         return {"cpu": self.numa_hints(self.available(state), count, reusable)}
 
     def numa_hints(self, available: CpuSet, count: int, reusable: CpuSet = CpuSet()) -> HintList:  # noqa: B008  (immutable)
@@ -253,18 +253,18 @@ class CpuManager:
             return state
         if self.options.full_pcpus_only:
             self._check_whole_cores(state, count)
-        containers = state.assignments.get(pod.uid, {})
+        containers = state.assignments.get(pod.pod_uid, {})
         cpus = containers.get(container.name)
         if cpus is None:
-            cpus = self._choose(state, count, affinity, state.reusable.get(pod.uid, CpuSet()))
+            cpus = self._choose(state, count, affinity, state.reusable.get(pod.pod_uid, CpuSet()))
         # Only the pod that was admitted last may use the CPUs of its init containers again.
-        reusable = state.reusable.get(pod.uid, CpuSet())
+        reusable = state.reusable.get(pod.pod_uid, CpuSet())
         reusable = reusable | cpus if container.kind is ContainerKind.INIT else reusable - cpus
         return attrs.evolve(
             state,
             shared_pool=state.shared_pool - cpus,
-            assignments={**state.assignments, pod.uid: {**containers, container.name: cpus}},
-            reusable={pod.uid: reusable},
+            assignments={**state.assignments, pod.pod_uid: {**containers, container.name: cpus}},
+            reusable={pod.pod_uid: reusable},
         )
 
     def _check_whole_cores(self, state: CpuState, count: int) -> None:
@@ -298,13 +298,13 @@ class CpuManager:
             return CpuSet(cpu for socket in sockets for cpu in topology.sockets[socket])
         return CpuSet(cpu for each in numa_nodes_of(affinity) for cpu in topology.numa_nodes.get(each, ()))
 
-    def without(self, state: CpuState, uid: str) -> CpuState:
-        """Take back the CPUs of pod *uid* (``RemoveContainer`` for each container)."""
+    def without(self, state: CpuState, pod_uid: str) -> CpuState:
+        """Take back the CPUs of pod *pod_uid* (``RemoveContainer`` for each container)."""
         return attrs.evolve(
             state,
-            shared_pool=state.shared_pool | state.assigned_to(uid),
-            assignments=without_pod(uid, state.assignments),
-            pod_assignments=without_pod(uid, state.pod_assignments),
+            shared_pool=state.shared_pool | state.assigned_to(pod_uid),
+            assignments=without_pod(pod_uid, state.assignments),
+            pod_assignments=without_pod(pod_uid, state.pod_assignments),
         )
 
 

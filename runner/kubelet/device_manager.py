@@ -46,8 +46,8 @@ class DeviceManager:
 
     def hints(self, state: DeviceState, pod: Pod, container: Container) -> ProviderHints:
         """Return the hints for *container* (``GetTopologyHints``)."""
-        given = state.assignments.get(pod.uid, {}).get(container.name, {})
-        reusable = state.reusable.get(pod.uid, {})
+        given = state.assignments.get(pod.pod_uid, {}).get(container.name, {})
+        reusable = state.reusable.get(pod.pod_uid, {})
         return {
             resource: self._hints(resource, count, Counter(given[resource]), {})
             if resource in given
@@ -93,12 +93,12 @@ class DeviceManager:
 
         Resources that no plugin registered are left out. Raises :class:`AllocationError` in the kubelet's words.
         """
-        containers = state.assignments.get(pod.uid, {})
+        containers = state.assignments.get(pod.pod_uid, {})
         if not container.devices or container.name in containers:
             return state
         given = dict(containers)
         own: dict[str, Mapping[int | None, int]] = {}
-        reusable = {resource: Counter(places) for resource, places in state.reusable.get(pod.uid, {}).items()}
+        reusable = {resource: Counter(places) for resource, places in state.reusable.get(pod.pod_uid, {}).items()}
         for resource, count in container.devices.items():
             if resource in self.devices:
                 again = reusable.setdefault(resource, Counter())
@@ -113,7 +113,7 @@ class DeviceManager:
             given[name] = {
                 resource: Counter(places) - Counter(own.get(resource, {})) for resource, places in devices.items()
             }
-        return DeviceState({**state.assignments, pod.uid: {**given, container.name: own}}, {pod.uid: reusable})
+        return DeviceState({**state.assignments, pod.pod_uid: {**given, container.name: own}}, {pod.pod_uid: reusable})
 
     def _choose(
         self, state: DeviceState, resource: str, count: int, again: Counter[int | None], affinity: int | None
@@ -138,9 +138,9 @@ class DeviceManager:
             chosen[numa_node] += min(free[numa_node], count - chosen.total())
         return dict(+chosen)
 
-    def without(self, state: DeviceState, uid: str) -> DeviceState:
-        """Take back the devices of pod *uid*."""
-        kept = {name: containers for name, containers in state.assignments.items() if name != uid}
+    def without(self, state: DeviceState, pod_uid: str) -> DeviceState:
+        """Take back the devices of pod *pod_uid*."""
+        kept = {name: containers for name, containers in state.assignments.items() if name != pod_uid}
         return attrs.evolve(state, assignments=kept)
 
 

@@ -74,11 +74,11 @@ def parse_manifests(documents: Iterable[Value], *, pod_level_resources: bool) ->
             skipped.append(f"{document.source}: a {kind} makes no pod that we know, and was left out")
             continue
         manifest = _manifest(document, kind, pod_level_resources=pod_level_resources)
-        taken[manifest.pod.uid] = taken.get(manifest.pod.uid, 0) + 1
-        number = taken[manifest.pod.uid]
+        taken[manifest.pod.pod_uid] = taken.get(manifest.pod.pod_uid, 0) + 1
+        number = taken[manifest.pod.pod_uid]
         if number > 1:
             suffix = f"#{number}"
-            pod = attrs.evolve(manifest.pod, uid=manifest.pod.uid + suffix)
+            pod = attrs.evolve(manifest.pod, pod_uid=manifest.pod.pod_uid + suffix)
             manifest = attrs.evolve(manifest, name=manifest.name + suffix, pod=pod)
         manifests.append(manifest)
     return manifests, skipped
@@ -93,7 +93,7 @@ def _flattened(documents: Iterable[Value]) -> Iterator[Value]:
 
 
 def _manifest(document: Value, kind: str, *, pod_level_resources: bool) -> Manifest:
-    name, uid = _identity(document, kind)
+    name, pod_uid = _identity(document, kind)
     template = document
     for key in TEMPLATES[kind]:
         template = template.get(key)
@@ -117,7 +117,7 @@ def _manifest(document: Value, kind: str, *, pod_level_resources: bool) -> Manif
         qos, why = _qos({"the pod": whole})
     else:
         qos, why = _qos({f"container {each!r}": resources[each] for each in resources})
-    pod = Pod(uid, tuple(containers), guaranteed=qos is QosClass.GUARANTEED, pod_level_resources=together)
+    pod = Pod(pod_uid, tuple(containers), guaranteed=qos is QosClass.GUARANTEED, pod_level_resources=together)
     notes = _notes(document, spec, pod, resources)
     return Manifest(name, document.source, pod, qos, tuple(why), tuple(notes))
 
@@ -126,8 +126,8 @@ def _identity(document: Value, kind: str) -> tuple[str, str]:
     """Return the name and the UID of the pod; a controller gives the pods that it creates other names and UIDs."""
     metadata = document.get("metadata", {})
     name = next((each.text() for each in map(metadata.get, ("name", "generateName")) if each), kind.lower())
-    uid = metadata.get("uid")
-    return name, uid.text() if uid and kind == "Pod" else name
+    pod_uid = metadata.get("uid")
+    return name, pod_uid.text() if pod_uid and kind == "Pod" else name
 
 
 def _container(name: str, resources: _Resources, kind: ContainerKind) -> Container:

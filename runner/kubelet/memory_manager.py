@@ -93,12 +93,12 @@ class MemoryManager:
         What is free on a NUMA node of a group depends on the order that pods came in; only the group's sum is compared.
         """
         expected = dict(self.initial.numa_nodes)
-        for uid in sorted({*state.assignments, *state.pod_assignments}):
-            for name, blocks in state.booked_for(uid).items():
+        for pod_uid in sorted({*state.assignments, *state.pod_assignments}):
+            for name, blocks in state.booked_for(pod_uid).items():
                 for block in blocks:
                     if not expected.keys() >= set(block.numa_nodes):
                         raise KubeletConfigError(
-                            f"[memorymanager] (pod: {uid}, container: {name})"
+                            f"[memorymanager] (pod: {pod_uid}, container: {name})"
                             " the memory assignment uses the NUMA that does not exist"
                         )
                     _book(expected, block)
@@ -114,7 +114,7 @@ class MemoryManager:
         """Return the hints for *container* (``GetTopologyHints``); ``None`` if nothing is booked for it."""
         if not _booked(pod):
             return None
-        blocks = state.assignments.get(pod.uid, {}).get(container.name)
+        blocks = state.assignments.get(pod.pod_uid, {}).get(container.name)
         if blocks is not None:
             return _hints_again(blocks, container.memory)
         return self._named_hints(state, pod, container.memory)
@@ -125,7 +125,7 @@ class MemoryManager:
             return None
         requests = peak_memory(pod)
         for container in pod.containers:
-            blocks = state.assignments.get(pod.uid, {}).get(container.name)
+            blocks = state.assignments.get(pod.pod_uid, {}).get(container.name)
             if blocks is not None:
                 return _hints_again(blocks, requests)
         return self._named_hints(state, pod, requests)
@@ -166,7 +166,7 @@ class MemoryManager:
         """
         if not _booked(pod):
             return state
-        containers = state.assignments.get(pod.uid, {})
+        containers = state.assignments.get(pod.pod_uid, {})
         blocks = containers.get(container.name)
         if blocks is not None:
             return attrs.evolve(state, reusable=_reusable_after(state, pod, container, blocks))
@@ -182,7 +182,7 @@ class MemoryManager:
         return attrs.evolve(
             state,
             numa_nodes=booked,
-            assignments={**state.assignments, pod.uid: given},
+            assignments={**state.assignments, pod.pod_uid: given},
             reusable=_reusable_after(state, pod, container, blocks),
         )
 
@@ -209,17 +209,17 @@ class MemoryManager:
             raise AllocationError("[memorymanager] preferred hint violates NUMA node allocation")
         return mask
 
-    def without(self, state: MemoryState, uid: str) -> MemoryState:
-        """Take back what was booked for pod *uid* (``RemoveContainer`` for each container)."""
+    def without(self, state: MemoryState, pod_uid: str) -> MemoryState:
+        """Take back what was booked for pod *pod_uid* (``RemoveContainer`` for each container)."""
         booked = dict(state.numa_nodes)
-        for blocks in state.booked_for(uid).values():
+        for blocks in state.booked_for(pod_uid).values():
             for block in blocks:
                 _take_back(booked, block)
         return attrs.evolve(
             state,
             numa_nodes=booked,
-            assignments=without_pod(uid, state.assignments),
-            pod_assignments=without_pod(uid, state.pod_assignments),
+            assignments=without_pod(pod_uid, state.assignments),
+            pod_assignments=without_pod(pod_uid, state.pod_assignments),
         )
 
 
@@ -330,14 +330,14 @@ def _reusable_after(
     state: MemoryState, pod: Pod, container: Container, blocks: Iterable[Block]
 ) -> Mapping[str, Mapping[tuple[int, str], int]]:
     """Return what *pod* may use again once *container* has its *blocks* (``updatePodReusableMemory``)."""
-    reusable = dict(state.reusable.get(pod.uid, {}))
+    reusable = dict(state.reusable.get(pod.pod_uid, {}))
     for block in blocks:
         place = mask_of(block.numa_nodes), block.resource
         if container.kind is ContainerKind.INIT:
             reusable[place] = max(reusable.get(place, 0), block.size)
         elif place in reusable:
             reusable[place] = max(0, reusable[place] - block.size)
-    return {pod.uid: reusable}
+    return {pod.pod_uid: reusable}
 
 
 def _init_blocks_used_again(

@@ -163,7 +163,7 @@ def plan_node(
     """
     pods: list[PodPlan] = []
     asked = tuple(manifests)
-    active = {manifest.pod.uid for manifest in asked}
+    active = {manifest.pod.pod_uid for manifest in asked}
     node = before = attrs.evolve(
         before, stale_cpus=before.stale_cpus - active, stale_memory=before.stale_memory - active
     )
@@ -213,7 +213,7 @@ def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[Contai
     admission = explanation.admission
     own = admission.cpus
     state = admission.node.cpus
-    others = state.exclusive() - state.assigned_to(admission.pod.uid)
+    others = state.exclusive() - state.assigned_to(admission.pod.pod_uid)
     for container in admission.pod.containers:
         cpus = own.get(container.name, CpuSet())
         yield ContainerPlan(
@@ -251,8 +251,8 @@ def _of_states(before: SimulatedNode) -> Iterator[str]:
         )
 
 
-def _pods(uids: Collection[str]) -> str:
-    return f"{', '.join(sorted(uids))} {'is' if len(uids) == 1 else 'are'}"
+def _pods(pod_uids: Collection[str]) -> str:
+    return f"{', '.join(sorted(pod_uids))} {'is' if len(pod_uids) == 1 else 'are'}"
 
 
 def _unknown_devices(node: SimulatedNode, pod: Pod) -> Iterator[str]:

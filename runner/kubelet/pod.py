@@ -99,7 +99,7 @@ class Pod:
     With *pod_level_resources* the static policies leave it alone (gate ``PodLevelResourceManagers`` off).
     """
 
-    uid: str
+    pod_uid: str
     containers: tuple[Container, ...]
     guaranteed: bool = True
     pod_level_resources: bool = False

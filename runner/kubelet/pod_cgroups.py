@@ -86,27 +86,27 @@ def parse_bare_container(path: str) -> ContainerCgroup | None:
     return ContainerCgroup(owner=match["id"] or match["bare"], qos="", path=path.removesuffix(below) if below else path)
 
 
-def instance_group(uid: str) -> str:
-    """Return the name of the controller's cgroup for instance *uid*; the inverse of :func:`instance_uid`."""
-    return f"{_INSTANCE}{uid}"
+def instance_group(pod_uid: str) -> str:
+    """Return the name of the controller's cgroup for instance *pod_uid*; the inverse of :func:`instance_uid`."""
+    return f"{_INSTANCE}{pod_uid}"
 
 
 def instance_uid(group: str) -> str | None:
     """Return the instance of the controller's cgroup called *group*, or ``None`` if the controller has none of that name."""
-    uid = group.removeprefix(_INSTANCE)
-    return uid if uid != group and INSTANCE_NAME.fullmatch(uid) else None
+    pod_uid = group.removeprefix(_INSTANCE)
+    return pod_uid if pod_uid != group and INSTANCE_NAME.fullmatch(pod_uid) else None
 
 
-def pod_groups(uid: str) -> tuple[str, ...]:
-    """Return the paths, relative to the hierarchy, at which the cgroup of pod *uid* may be."""
-    underscored = uid.replace("-", "_")
+def pod_groups(pod_uid: str) -> tuple[str, ...]:
+    """Return the paths, relative to the hierarchy, at which the cgroup of pod *pod_uid* may be."""
+    underscored = pod_uid.replace("-", "_")
     paths = []
     for qos in ("", "burstable", "besteffort"):
         dashed = f"-{qos}" if qos else ""
         for above, prefix in (("", ""), ("kubelet.slice/", "kubelet-")):
             middle = f"{prefix}kubepods{dashed}.slice/" if qos else ""
             paths.append(f"{above}{prefix}kubepods.slice/{middle}{prefix}kubepods{dashed}-pod{underscored}.slice")
-        paths.extend(f"{above}kubepods/{qos + '/' if qos else ''}pod{uid}" for above in ("", "kubelet/"))
+        paths.extend(f"{above}kubepods/{qos + '/' if qos else ''}pod{pod_uid}" for above in ("", "kubelet/"))
     return tuple(paths)
 
 

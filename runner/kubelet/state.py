@@ -38,27 +38,27 @@ class CpuState:
     reusable: Mapping[str, CpuSet] = attrs.field(factory=dict)
     """Pod UID → CPUs of its init containers that its later containers may use again; the file does not hold them."""
 
-    def choices(self, uid: str) -> tuple[CpuSet, ...]:
-        """Return the cpusets that a container of pod *uid* may have, each once, in the order of their numbers."""
-        found = {*self.assignments.get(uid, {}).values(), self.pod_assignments.get(uid, CpuSet())}
+    def choices(self, pod_uid: str) -> tuple[CpuSet, ...]:
+        """Return the cpusets that a container of pod *pod_uid* may have, each once, in the order of their numbers."""
+        found = {*self.assignments.get(pod_uid, {}).values(), self.pod_assignments.get(pod_uid, CpuSet())}
         return tuple(sorted((cpus for cpus in found if cpus), key=list))
 
-    def assigned_to(self, uid: str) -> CpuSet:
-        """Return all exclusive CPUs of pod *uid*."""
-        return _union(self.choices(uid))
+    def assigned_to(self, pod_uid: str) -> CpuSet:
+        """Return all exclusive CPUs of pod *pod_uid*."""
+        return _union(self.choices(pod_uid))
 
     def assigned(self) -> Mapping[str, CpuSet]:
         """Return all exclusive CPUs by pod UID."""
-        return {uid: self.assigned_to(uid) for uid in sorted({*self.assignments, *self.pod_assignments})}
+        return {pod_uid: self.assigned_to(pod_uid) for pod_uid in sorted({*self.assignments, *self.pod_assignments})}
 
     def exclusive(self) -> CpuSet:
         """Return all exclusive CPUs, those of containers without a known pod among them."""
         return _union([*self.assigned().values(), self.unattributed])
 
 
-def without_pod(uid: str, assignments: Mapping[str, T]) -> dict[str, T]:
-    """Return *assignments* without those of pod *uid*."""
-    return {pod: given for pod, given in assignments.items() if pod != uid}
+def without_pod(pod_uid: str, assignments: Mapping[str, T]) -> dict[str, T]:
+    """Return *assignments* without those of pod *pod_uid*."""
+    return {pod: given for pod, given in assignments.items() if pod != pod_uid}
 
 
 def _union(sets: Iterable[CpuSet]) -> CpuSet:
@@ -126,15 +126,15 @@ class MemoryState:
     The file does not hold them.
     """
 
-    def booked_for(self, uid: str) -> Mapping[str, tuple[Block, ...]]:
-        """Return by container what is booked for pod *uid*; under the empty name what is booked for the whole pod."""
-        if uid in self.pod_assignments:
-            return {"": self.pod_assignments[uid]}
-        return self.assignments.get(uid, {})
+    def booked_for(self, pod_uid: str) -> Mapping[str, tuple[Block, ...]]:
+        """Return by container what is booked for pod *pod_uid*; under the empty name what is booked for the whole pod."""
+        if pod_uid in self.pod_assignments:
+            return {"": self.pod_assignments[pod_uid]}
+        return self.assignments.get(pod_uid, {})
 
     def reusable_by(self, pod: Pod, resource: str) -> dict[int, int]:
         """Return by mask the bytes of *resource* that *pod* may use again there (``getPodReusableMemory``)."""
-        places = self.reusable.get(pod.uid, {})
+        places = self.reusable.get(pod.pod_uid, {})
         return {mask: amount for (mask, name), amount in places.items() if name == resource}
 
     def free(self, mask: int, resource: str) -> int:

@@ -117,9 +117,9 @@ def verify(state: CpuState, machine: OnlineCpus, reserved: CpuSet, source: str =
     if state.policy == "none":
         return
     taken = state.shared_pool
-    for uid, cpus in (*state.assigned().items(), ("another container", state.unattributed)):
+    for pod_uid, cpus in (*state.assigned().items(), ("another container", state.unattributed)):
         if not taken.isdisjoint(cpus):
-            fail(f"CPUs {taken & cpus} of {uid} are also in the shared pool or another pod's")
+            fail(f"CPUs {taken & cpus} of {pod_uid} are also in the shared pool or another pod's")
         taken |= cpus
     if not taken <= machine.present:
         fail(f"CPUs {taken - machine.present} do not exist: this machine has {machine.present}")

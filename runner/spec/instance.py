@@ -1,6 +1,7 @@
-"""The schema of an instance's document: what a user may ask for.
+"""The schema of a spec, the document that describes one instance: its tables, keys, defaults and meanings.
 
-An attribute's name is the key in the document. A key that takes one of a few words has a ``Literal`` of them.
+Each class is a table and each attribute a key of it. ``doc=`` is user documentation: ``examples/SPEC.md`` and the manual
+page are generated from it. A key that takes one of a few words has the type ``Literal`` of these words.
 """
 
 from __future__ import annotations
@@ -80,80 +81,83 @@ class IdentitySpec:
     name: str = key(
         text(WORD, WORD_ALLOWED),
         default="instance",
-        doc="its name in logs, in QEMU's process title and in derived MAC addresses",
+        doc="the instance's name in logs and in QEMU's process title; MAC addresses are derived from it",
     )
     uuid: str | None = key(
         text(UUID, "a UUID in lower case"),
         default=None,
-        doc="the SMBIOS UUID the guest sees; without it QEMU gives none",
+        doc="the SMBIOS UUID that the guest sees; without it the guest sees none",
     )
     user: str = key(
         text(r"auto|[a-z_][a-z0-9_-]{0,31}", 'a user name, or "auto"'),
         default="auto",
-        doc='whom QEMU runs as; `"auto"` is the first of `qemu`, `libvirt-qemu` and `nobody` that exists',
+        doc='the user that QEMU runs as; `"auto"`: the first of `qemu`, `libvirt-qemu` and `nobody` that exists',
     )
 
 
 @attrs.frozen
 class CpuSpec:
-    """The vCPUs and the CPUs they own."""
+    """The vCPUs and the CPUs that they run on."""
 
     count: int | Literal["all"] = key(
         either("all", integer(1, 1024)),
         default=1,
-        doc="number of vCPUs; each gets one CPU to itself. "
-        '`"all"`: as many as the container has CPUs; where everything else runs there too, one core less',
+        doc="number of vCPUs; each has one CPU of its own. "
+        '`"all"`: as many vCPUs as the container has CPUs, without one core if QEMU\'s other threads run on these CPUs too',
     )
     cpus: CpuSet | None = key(
         cpu_set(),
         default=None,
-        doc="the CPUs the vCPUs own; without it, of those this process may use, whole cores of few NUMA nodes",
+        doc="the CPUs of the vCPUs; without it whole cores of as few NUMA nodes as possible, of the CPUs that the container may use",
     )
     placement: PlacementChoice = key(
         choice(*get_args(PlacementChoice)),
         default="auto",
-        doc='how threads are kept apart: by the node\'s `"controller"`, by cgroups in the container\'s own one (`"delegated"`), '
-        'by `sched_setaffinity` alone (`"affinity"`), or by the best way that works here (`"auto"`)',
+        doc='how other threads are kept off the CPUs of the vCPUs: by cgroups of the Kubernetes node\'s controller (`"controller"`), '
+        'by cgroups inside the container\'s own cgroup (`"delegated"`), by `sched_setaffinity` alone (`"affinity"`), or by the first '
+        'of these that works here (`"auto"`)',
     )
     controller: PurePosixPath = key(
         path(),
         default=PurePosixPath("/run/instance-cgroup-controller/controller.sock"),
-        doc="the socket of the node's controller",
+        doc="the Unix socket of the Kubernetes node's controller",
     )
     sweep: bool = key(
         flag(),
         default=True,
-        doc="whether what others start in the container (`kubectl exec`, probes) is moved to float within a second; "
-        "without cgroups there is nothing to sweep",
+        doc="whether processes that other programs start in the container (`kubectl exec`, probes) are moved to the float cgroup "
+        'within a second; of no effect with placement `"affinity"`, which has no cgroups',
     )
     pinning: PinningChoice = key(
         choice(*get_args(PinningChoice)),
         default="auto",
-        doc='`"packed-siblings"`: vCPUs of one guest core sit on siblings; `"linear"`: vCPU *i* on the *i*-th CPU; '
-        '`"auto"`: the first for whole cores, else the second',
+        doc='`"packed-siblings"`: the vCPUs of one guest core are pinned to the siblings of one host core; `"linear"`: vCPU *i* is '
+        'pinned to the *i*-th CPU; `"auto"`: `"packed-siblings"` if the CPUs are whole cores, else `"linear"`',
     )
     topology: TopologyChoice = key(
         choice(*get_args(TopologyChoice)),
         default="host",
-        doc='what the guest sees: `"host"`: sockets, L3 caches, threads and NUMA nodes as its vCPUs really lie; '
-        '`"flat"`: one socket of cores',
+        doc='the topology that the guest sees; `"host"`: the sockets, L3 caches, threads and NUMA nodes that its vCPUs are pinned to; '
+        '`"flat"`: one socket of cores with one thread each',
     )
     accel: AccelChoice = key(
         choice(*get_args(AccelChoice)),
         default="auto",
-        doc='`"kvm"`, `"tcg"` (software), or `"auto"`: KVM when /dev/kvm is usable',
+        doc='`"kvm"`, `"tcg"` (emulation in software), or `"auto"`: KVM if /dev/kvm can be used, else TCG',
     )
     model: str | None = key(
         text(r"[A-Za-z0-9_.,=+-]{1,200}", "a QEMU CPU model"),
         default=None,
-        doc="QEMU's CPU model; `host` under KVM (on AMD with `topoext` where the guest has siblings), `max` under TCG",
+        doc="QEMU's CPU model; without it `host` under KVM (on AMD with `topoext` if guest cores have two threads) and `max` under TCG",
     )
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield the keys that contradict others."""
         if self.cpus is not None and self.count == "all":
             yield Problem(
-                "count", '"all" and cpu.cpus contradict each other', f"say {len(self.cpus)}, or leave cpu.cpus out"
+                "count",
+                '"all" and cpu.cpus contradict each other',
+                f"set it to {len(self.cpus)}, or leave cpu.cpus out",
             )
         elif self.cpus is not None and len(self.cpus) != self.count:
             yield Problem(
@@ -169,30 +173,31 @@ class MemorySpec:
     size: int | Literal["limits"] = key(
         either("limits", size(LEAST_MEMORY)),
         default=512 * MIB,
-        doc='how much; `"limits"`: what the limits of the container\'s cgroup leave (`hugetlb.<size>.max`, else `memory.max` '
-        "without what is needed beside the guest)",
+        doc='the size of the RAM; `"limits"`: as much as the limits of the container\'s cgroup allow (`hugetlb.<size>.max` with huge '
+        "pages, else `memory.max` without the overhead of QEMU and the daemons)",
     )
     bind: bool = key(
         flag(),
         default=True,
-        doc="whether it comes from the NUMA nodes its vCPUs sit on, and from nowhere else (`mbind(2)`)",
+        doc="whether the RAM comes only from the NUMA nodes that the vCPUs are pinned to (`mbind(2)`)",
     )
     hugepages: HugePageSize | None = key(
         choice(*get_args(HugePageSize)),
         default=None,
-        doc="the size of the huge pages it consists of; ordinary pages without it",
+        doc="the size of the huge pages that the RAM consists of; without it ordinary pages",
     )
     prealloc: bool | None = key(
         flag(),
         default=None,
-        doc='whether all of it is taken before the guest runs; without it, with placement `"controller"`, huge pages, lock or `[[device]]`',
+        doc="whether all RAM is allocated before the guest runs; by default it is with placement "
+        '`"controller"`, `hugepages`, `lock` or `[[device]]`',
     )
-    lock: bool = key(flag(), default=False, doc="whether QEMU locks it, and all else it has, in memory (`mlockall(2)`)")
+    lock: bool = key(flag(), default=False, doc="whether QEMU locks the RAM and all its other memory (`mlockall(2)`)")
     shared: bool = key(
         flag(),
         default=True,
-        doc="whether others can map it, as virtiofsd must; anonymous memory, which is not, gets transparent huge pages "
-        "more readily",
+        doc="whether other processes can map the RAM, as virtiofsd must; with `false` it is anonymous memory, which gets transparent "
+        "huge pages more often",
     )
 
     @property
@@ -203,24 +208,26 @@ class MemorySpec:
 
 @attrs.frozen
 class BootSpec:
-    """What the machine boots: a kernel directly, or a disk through firmware."""
+    """How the guest boots: a kernel that QEMU starts directly, or a disk that firmware boots."""
 
-    kernel: PurePosixPath | None = key(path(), default=None, doc="a Linux kernel to start directly")
-    initrd: PurePosixPath | None = key(path(), default=None, doc="its initial RAM disk")
+    kernel: PurePosixPath | None = key(path(), default=None, doc="a Linux kernel that QEMU starts directly")
+    initrd: PurePosixPath | None = key(path(), default=None, doc="the kernel's initial RAM disk")
     cmdline: str | None = key(
-        text(), default=None, doc="its command line; `console=ttyS0` shows it on the serial console"
+        text(),
+        default=None,
+        doc="the kernel's command line; with `console=ttyS0` its messages appear on the serial console",
     )
     firmware: PurePosixPath | FirmwareBuild | None = key(
         path_or(*get_args(FirmwareBuild)),
         default=None,
-        doc='a firmware image mapped as flash, such as OVMF_CODE.fd; `"uefi"`: the one that is installed; `"uefi-secure"`: with '
-        "Secure Boot and Microsoft's keys; SeaBIOS without it",
+        doc='a firmware image that is mapped as flash, such as OVMF_CODE.fd; `"uefi"`: the installed OVMF; `"uefi-secure"`: the '
+        "installed OVMF with Secure Boot and Microsoft's keys; without it SeaBIOS",
     )
     firmware_vars: PurePosixPath | None = key(
         path(),
         default=None,
-        doc="the file that keeps the firmware's variables, written by the guest; made from the firmware's own empty store "
-        "when it is missing. Without it they are forgotten at the end",
+        doc="the file that keeps the firmware's variables, which the guest can write; if it does not exist it is created as a copy of "
+        "the firmware's empty store. Without this key the variables are lost when the instance ends",
     )
 
     def contradictions(self) -> Iterator[Problem]:
@@ -228,73 +235,81 @@ class BootSpec:
         if self.kernel is None:
             for name in ("initrd", "cmdline"):
                 if getattr(self, name) is not None:
-                    yield Problem(name, "needs boot.kernel: only a directly started kernel takes it")
+                    yield Problem(name, "needs boot.kernel: only a kernel that QEMU starts directly uses it")
         if self.firmware_vars is not None and self.firmware is None:
             yield Problem("firmware_vars", "needs boot.firmware")
 
 
 @attrs.frozen
 class DiskSpec:
-    """A virtio disk; the order of disks is the order they are tried for booting."""
+    """A virtio disk; firmware tries to boot the disks in their order."""
 
-    path: PurePosixPath | None = key(path(), default=None, doc="a file or block device; or else `fd`")
+    path: PurePosixPath | None = key(
+        path(), default=None, doc="a file or block device; a disk has either `path` or `fd`"
+    )
     fd: str | None = key(
         text(DESCRIPTOR_NAME, "the name of a descriptor"),
         default=None,
-        doc="the descriptor of a file or block device that is handed to us; opened again by what it is",
+        doc="the name of an inherited descriptor (`[descriptors]`) of a file or block device",
     )
-    format: DiskFormat = key(choice(*get_args(DiskFormat)), default="raw", doc="what the file holds")
-    read_only: bool = key(flag(), default=False, doc="whether the guest is kept from writing")
+    format: DiskFormat = key(choice(*get_args(DiskFormat)), default="raw", doc="the format of the file")
+    read_only: bool = key(flag(), default=False, doc="whether the guest can only read the disk")
     serial: str | None = key(
         text(r"[A-Za-z0-9_-]{1,20}", "up to 20 letters, digits, '_' and '-'"),
         default=None,
-        doc="its serial number in the guest",
+        doc="the disk's serial number in the guest",
     )
     ephemeral: bool = key(
         flag(),
         default=False,
-        doc="whether what the guest writes goes to a file without a name in the state directory and ends with the instance; "
-        "`path` is only read, and others may read it too",
+        doc="whether writes of the guest go to an unnamed file in the state directory, which is lost when the instance ends; `path` is "
+        "only read, so that several instances can use it",
     )
     ephemeral_size: int | None = key(
         size(MIB),
         default=None,
-        doc="the most that what it writes may take; more is an I/O error in the guest. Without it: as much as the disk holds",
+        doc="the largest size of the unnamed file of an ephemeral disk; a write beyond it is an I/O error in the guest. Without it "
+        "there is room for the whole disk",
     )
     backing: tuple[PurePosixPath, ...] = key(
         paths(),
         default=(),
-        doc="directories in which the files lie that a qcow2 image takes data from; without them such an image is refused",
+        doc="the directories that may hold backing files of a qcow2 image; an image with a backing file elsewhere is refused",
     )
     cache: CacheChoice = key(
         choice(*get_args(CacheChoice)),
         default="auto",
-        doc='`"none"`: past the page cache (`O_DIRECT`); `"writeback"`: through it; `"writethrough"`: every write of the guest is on '
-        'stable storage when it ends; `"auto"`: `"none"` where the file system can do it',
+        doc='`"none"`: QEMU bypasses the page cache (`O_DIRECT`); `"writeback"`: it uses the page cache; `"writethrough"`: each write is '
+        'on stable storage before the guest sees it complete; `"auto"`: `"none"` if the file system supports `O_DIRECT`, else '
+        '`"writeback"`',
     )
     aio: AioChoice = key(
         choice(*get_args(AioChoice)),
         default="auto",
-        doc='how QEMU reads and writes: `"native"` (`io_submit(2)`, cache `"none"` only), `"io_uring"`, or worker threads; '
-        '`"auto"`: `"native"` for what takes no allocation (block devices, files without holes), else `"threads"`',
+        doc='how QEMU reads and writes: by `io_submit(2)` (`"native"`, with cache `"none"` only), by `"io_uring"`, or by worker '
+        '`"threads"`; `"auto"`: `"native"` for block devices and files without holes, to which a write allocates no space, else '
+        '`"threads"`',
     )
     discard: bool = key(
         flag(),
         default=True,
-        doc="whether what the guest discards is given back: holes in files, `BLKDISCARD` for devices",
+        doc="whether space that the guest discards is freed on the host: by holes in a file, by `BLKDISCARD` on a block device",
     )
     detect_zeroes: DetectZeroes = key(
         choice(*get_args(DetectZeroes)),
         default="off",
-        doc='whether zeroes the guest writes are looked for and written cheaply (`"on"`), or discarded (`"unmap"`)',
+        doc='whether QEMU detects blocks of zeroes that the guest writes, and writes them without data (`"on"`) or discards them '
+        '(`"unmap"`)',
     )
     iothread: bool = key(
-        flag(), default=False, doc="whether a thread of its own serves it, beside QEMU's main thread; it runs in float"
+        flag(),
+        default=False,
+        doc="whether an iothread of its own serves the disk instead of QEMU's main thread; it runs in the float cgroup",
     )
 
     @property
     def file(self) -> PurePosixPath:
-        """The file or block device; ``fd:NAME`` for a descriptor that has not been handed over yet."""
+        """The file or block device; ``fd:NAME`` for a descriptor that has not been received yet."""
         return PurePosixPath(f"fd:{self.fd}") if self.path is None else self.path
 
     @property
@@ -306,14 +321,14 @@ class DiskSpec:
         """Yield the keys that contradict others."""
         if self.ephemeral:
             if self.read_only:
-                yield Problem("read_only", "goes with a disk that is kept; ephemeral = true never writes to path")
+                yield Problem("read_only", "contradicts ephemeral = true, which never writes to path")
             for name in ("cache", "aio"):
                 if getattr(self, name) != "auto":
-                    yield Problem(name, "goes with a disk that is kept; what an ephemeral one writes need not survive")
+                    yield Problem(name, "contradicts ephemeral = true: what such a disk writes need not survive")
         elif self.ephemeral_size is not None:
             yield Problem("ephemeral_size", "needs ephemeral = true")
         if self.backing and self.format != "qcow2":
-            yield Problem("backing", 'goes with format = "qcow2"; a raw image takes data from no other file')
+            yield Problem("backing", 'needs format = "qcow2": a raw image has no backing file')
         if self.aio == "native" and self.cache not in {"auto", "none"}:
             yield Problem(
                 "aio", f'"native" needs cache = "none", not "{self.cache}": io_submit(2) waits for the page cache'
@@ -329,7 +344,7 @@ class HotplugSpec:
     disks: int = key(
         integer(0, 16),
         default=4,
-        doc="how many disks `instance-runner ctl disk attach` can add: each takes a PCI Express root port, there from the start",
+        doc="how many disks `instance-runner ctl disk attach` can add; the guest has a PCI Express root port for each from the start",
     )
 
 
@@ -340,58 +355,64 @@ class NetworkSpec:
     mode: NetworkMode = key(
         choice(*get_args(NetworkMode)),
         default="private",
-        doc='`"private"`: a subnet of its own; `"bridge"`: the guest takes over the pod interface\'s address; `"macvtap"`: a MAC '
-        'address of its own on the network behind an interface; `"passt"`: what the pod reaches, without privilege; '
-        '`"descriptor"`: a tap, macvtap or socket that is handed to us',
+        doc='`"private"`: a subnet that only this instance has; `"bridge"`: the guest takes over the address of the pod\'s interface; '
+        '`"macvtap"`: the guest is a host of its own, with its own MAC address, on the network of an interface; `"passt"`: the guest '
+        'connects through the pod\'s sockets, which needs no privilege; `"descriptor"`: an inherited tap, macvtap or socket',
     )
     interface: str | None = key(
         text(r"[!-.0-9;-~]{1,15}", "the name of a network interface"),
         default=None,
-        doc='`"bridge"` and `"macvtap"` only: the pod interface; `eth0` without it',
+        doc='`"bridge"` and `"macvtap"` only: the pod\'s interface; without it `eth0`',
     )
     subnet: ipaddress.IPv4Network | None = key(
         subnet(),
         default=None,
-        doc='`"private"` only: first address ours, second the guest\'s; `192.168.77.0/24` and the next ones without it',
+        doc='`"private"` only: the subnet, of which the bridge has the first address and the guest the second; without it '
+        "`192.168.77.0/24`, `192.168.78.0/24`, … by the network's index",
     )
     address: ipaddress.IPv4Address | None = key(
-        address(), default=None, doc='`"private"` only: another address of its subnet for the guest'
+        address(), default=None, doc='`"private"` only: the guest\'s address; without it the second one of the subnet'
     )
     ipv6: bool = key(
         flag(),
         default=False,
-        doc='whether the guest gets an IPv6 address too: `"private"`: by advertisement and DHCPv6; '
-        '`"bridge"`: the pod interface\'s, by DHCPv6',
+        doc='`"private"` and `"bridge"` only: whether the guest gets an IPv6 address too, by DHCPv6; with `"private"` also a router '
+        'advertisement, with `"bridge"` the address of the pod\'s interface',
     )
     subnet6: ipaddress.IPv6Network | None = key(
         subnet6(),
         default=None,
-        doc="`\"private\"` only: first address ours, second the guest's; else a unique local one derived from the instance's name",
+        doc='`"private"` only: the IPv6 subnet, of which the bridge has the first address and the guest the second; without it a '
+        "unique local subnet derived from the instance's name",
     )
     mac: str | None = key(
         mac(),
         default=None,
-        doc="the guest's MAC address; else the pod interface's, or one derived from the instance's name",
+        doc="the guest's MAC address; without it that of the pod's interface with `\"bridge\"`, that of an inherited macvtap, else one "
+        "derived from the instance's name",
     )
     mtu: int | None = key(
         integer(576, 65521),
         default=None,
-        doc="the guest's MTU; else the pod interface's, with `\"passt\"` 65520, else 1500",
+        doc='the guest\'s MTU in bytes; without it that of the pod\'s interface with `"bridge"` and `"macvtap"`, 65520 with `"passt"`, '
+        "else 1500",
     )
     queues: int | None = key(
         integer(1, 64),
         default=None,
-        doc="pairs of queues, each with a vhost thread of its own; else as many as vCPUs, up to 8, and one for each descriptor",
+        doc='pairs of queues, each with a vhost thread of its own; without it as many as vCPUs, at most 8; with `"descriptor"` one for '
+        "each descriptor",
     )
     fd: tuple[str, ...] = key(
         descriptor_names(),
         default=(),
-        doc='`"descriptor"` only: the tap, macvtap or stream socket; one name for each queue',
+        doc='`"descriptor"` only: the names of inherited descriptors of a tap or macvtap, one for each queue, or of a stream socket',
     )
     vhost_fd: tuple[str, ...] = key(
         descriptor_names(),
         default=(),
-        doc='`"descriptor"` only: the vhost-net of each queue; else ours, if /dev/vhost-net is here',
+        doc='`"descriptor"` only: the names of inherited descriptors of /dev/vhost-net, one for each queue; without it the runner opens '
+        "/dev/vhost-net if the container has it",
     )
 
     def contradictions(self) -> Iterator[Problem]:
@@ -399,20 +420,20 @@ class NetworkSpec:
         for name, modes in NETWORK_KEYS.items():
             if getattr(self, name) not in {None, (), False} and self.mode not in modes:
                 words = " or ".join(f'"{mode}"' for mode in modes)
-                yield Problem(name, f'goes with mode = {words}, not with "{self.mode}"')
+                yield Problem(name, f'needs mode = {words}, and it is "{self.mode}"')
         if self.subnet6 is not None and not self.ipv6:
             yield Problem("subnet6", "needs ipv6 = true")
         if self.mode == "descriptor":
             yield from self._descriptor_contradictions()
         if self.mode == "passt" and self.queues not in {None, 1}:
-            yield Problem("queues", "passt has one pair of queues")
+            yield Problem("queues", 'must be 1 with mode = "passt"')
 
     def _descriptor_contradictions(self) -> Iterator[Problem]:
         if not self.fd:
             yield Problem("fd", "is missing", 'mode = "descriptor" needs the name of one')
         if self.vhost_fd and len(self.vhost_fd) != len(self.fd):
             yield Problem(
-                "vhost_fd", f"names {len(self.vhost_fd)}, but fd names {len(self.fd)}; each queue has one of both"
+                "vhost_fd", f"names {len(self.vhost_fd)}, but fd names {len(self.fd)}; each queue needs one of both"
             )
         if self.queues is not None and self.queues != len(self.fd):
             yield Problem("queues", f"is {self.queues}, but fd names {len(self.fd)}", "leave it out")
@@ -427,7 +448,7 @@ NETWORK_KEYS: dict[str, tuple[NetworkMode, ...]] = {
     "fd": ("descriptor",),
     "vhost_fd": ("descriptor",),
 }
-"""Key → the modes that it belongs to."""
+"""Key → the modes that can have it."""
 
 
 @attrs.frozen
@@ -437,7 +458,8 @@ class DescriptorsSpec:
     socket: PurePosixPath | None = key(
         path(),
         default=None,
-        doc="the socket of an agent of the host that hands over descriptors; without it they are inherited (`LISTEN_FDS`)",
+        doc="the Unix socket of an agent on the host that sends descriptors (`SCM_RIGHTS`); without it they are inherited through exec "
+        "(`LISTEN_FDS`)",
     )
 
 
@@ -447,10 +469,10 @@ class ShareSpec:
 
     tag: str = key(
         text(TAG, "up to 35 letters, digits, '.', '_' and '-'"),
-        doc="the name the guest mounts: `mount -t virtiofs TAG /mnt`",
+        doc="the name by which the guest mounts it: `mount -t virtiofs TAG /mnt`",
     )
     path: PurePosixPath = key(path(), doc="the directory")
-    read_only: bool = key(flag(), default=False, doc="whether the guest is kept from writing (virtiofsd 1.11 or later)")
+    read_only: bool = key(flag(), default=False, doc="whether the guest can only read (virtiofsd 1.11 or later)")
 
 
 DEVICE_PROPERTIES = {
@@ -470,53 +492,59 @@ DEVICE_PROPERTIES = {
 
 @attrs.frozen
 class DeviceSpec:
-    """A PCI device of the host that becomes the guest's own (VFIO)."""
+    """A PCI device of the host that is passed through to the guest (VFIO)."""
 
     address: str | None = key(
         text(PCI_ADDRESS, 'a PCI address in lower case, such as "0000:41:00.0"'),
         default=None,
-        doc="the device, by where it is",
+        doc="the PCI address of the device; a device has either `address` or `resource`",
     )
     resource: str | None = key(
         text(r"[A-Za-z0-9.-]{1,253}/[A-Za-z0-9_.-]{1,63}", 'a resource of Kubernetes, such as "nvidia.com/GH100"'),
         default=None,
-        doc="the devices that a device plugin has put into the environment for this resource "
+        doc="the resource whose devices a device plugin has allocated to the container; it lists their addresses in the environment "
         "(`PCI_RESOURCE_NVIDIA_COM_GH100`, `PCIDEVICE_…`)",
     )
     count: int | None = key(
-        integer(1, 64), default=None, doc="how many of the resource's devices; without it, all that are left"
+        integer(1, 64),
+        default=None,
+        doc="how many of the resource's devices; without it all that other `[[device]]` tables leave",
     )
     iommu: IommuChoice = key(
         choice(*get_args(IommuChoice)),
         default="auto",
-        doc='how QEMU gets it: by its IOMMU group (`"legacy"`), by descriptors (`"iommufd"`, QEMU 9.0 or later), or by the '
-        'better way that works (`"auto"`)',
+        doc='how QEMU opens the device: by its IOMMU group (`"legacy"`), by iommufd (`"iommufd"`, QEMU 9.0 or later), or by one of '
+        'them that works, the same for all devices where possible (`"auto"`)',
     )
     properties: tuple[tuple[str, object], ...] = key(
         settings(DEVICE_PROPERTIES), default=(), doc="further properties of QEMU's `vfio-pci`"
     )
-    rom: bool = key(flag(), default=False, doc="whether the guest sees its option ROM, as booting from a NIC takes")
+    rom: bool = key(flag(), default=False, doc="whether the guest sees the option ROM, which booting from a NIC needs")
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield the keys that contradict others."""
         if (self.address is None) == (self.resource is None):
-            yield Problem("", "takes either an address or a resource, and one of them")
+            yield Problem("", "needs either an address or a resource, not both")
         if self.count is not None and self.resource is None:
-            yield Problem("count", "goes with a resource; an address is one device")
+            yield Problem("count", "needs a resource: an address names one device")
 
 
 @attrs.frozen
 class ConsoleSpec:
     """The guest's serial console."""
 
-    stdout: bool = key(flag(), default=True, doc="whether it appears on standard output, where `kubectl logs` finds it")
+    stdout: bool = key(
+        flag(), default=True, doc="whether its output goes to standard output, which `kubectl logs` shows"
+    )
     log: PurePosixPath | None = key(
-        path(), default=None, doc="the file it is written to; `console.log` in the state directory without it"
+        path(),
+        default=None,
+        doc="the file that its output is written to; without it `console.log` in the state directory",
     )
     log_size: int = key(
         size(MIB),
         default=4 * MIB,
-        doc="when the file would hold more it is moved aside to `….1`, in the place of the one before",
+        doc="the largest size of the file; when it is reached the file is renamed to `….1`, which replaces the previous one",
     )
 
 
@@ -527,7 +555,7 @@ class DisplaySpec:
     vnc: bool = key(
         flag(),
         default=False,
-        doc="whether it has one (VGA), shown by VNC to whoever connects to `vnc.sock` in the state directory",
+        doc="whether the guest has a VGA screen, with a VNC server on the socket `vnc.sock` in the state directory",
     )
 
 
@@ -538,49 +566,52 @@ class GuestSpec:
     agent: bool = key(
         flag(),
         default=True,
-        doc="whether there is a channel for QEMU's guest agent, which is asked to shut the guest down before its power button is "
-        "pressed, if it is there",
+        doc="whether there is a channel for QEMU's guest agent (`qemu-ga`); if the agent answers, it is asked to shut the guest down "
+        "before the ACPI power button is pressed",
     )
     clock: ClockBase = key(
         choice(*get_args(ClockBase)),
         default="utc",
-        doc='what the hardware clock shows; `"localtime"` (the time zone of the container) is for Windows',
+        doc='the time that the hardware clock shows; Windows expects `"localtime"` (in the time zone of the container)',
     )
     vsock: int | Literal["auto"] | None = key(
         either("auto", integer(3, (1 << 32) - 2), first=True),
         default=None,
-        doc='the context identifier of a vsock device, which no other guest of the node may have; `"auto"`: one that is free',
+        doc="the context identifier (CID) of the guest's vsock device, which no other guest of the host may have; "
+        '`"auto"`: a free one; without it there is no vsock device',
     )
     watchdog: WatchdogAction | None = key(
         choice(*get_args(WatchdogAction)),
         default=None,
-        doc="a watchdog (i6300esb), and what follows when the guest feeds it no more: it is reset, the instance ends, it gets an "
-        "NMI, or the log says so and no more",
+        doc='the action when the guest no longer resets its watchdog (i6300esb): `"reset"` resets the guest, `"exit"` ends the '
+        'instance, `"nmi"` sends the guest an NMI, `"none"` only logs it; without it there is no watchdog',
     )
 
 
 @attrs.frozen
 class CloudInitSpec:
-    """The data that cloud-init in the guest reads; an empty table is enough for a seed."""
+    """The data that cloud-init in the guest reads from a NoCloud seed; an empty table makes a seed with defaults."""
 
     user_data: PurePosixPath | str | None = key(
-        document(), default=None, doc="its user-data: `#cloud-config`, a script, MIME, …"
+        document(), default=None, doc="the user-data: `#cloud-config`, a script, MIME, …"
     )
     ssh_keys: tuple[PurePosixPath | str, ...] = key(
-        documents(), default=(), doc="public keys that may log in as the image's default user; a file may hold several"
+        documents(), default=(), doc="public SSH keys for the image's default user; a file may hold several"
     )
     hostname: str | None = key(
         text(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", "a host name"),
         default=None,
-        doc="the guest's host name; else the instance's name",
+        doc="the guest's host name; without it the instance's name",
     )
     meta_data: PurePosixPath | str | None = key(
-        document(), default=None, doc="its meta-data, YAML or JSON, in the place of ours with id, host name and keys"
+        document(),
+        default=None,
+        doc="the meta-data, YAML or JSON; it replaces the generated one with id, host name and keys",
     )
     network_config: PurePosixPath | str | None = key(
         document(),
         default=None,
-        doc="its network-config, YAML or JSON; else DHCP on each network, known by its MAC address",
+        doc="the network-config, YAML or JSON; without it DHCP on each network, which is matched by its MAC address",
     )
 
     def contradictions(self) -> Iterator[Problem]:
@@ -588,7 +619,7 @@ class CloudInitSpec:
         if self.meta_data is not None:
             for name, given in (("ssh_keys", self.ssh_keys), ("hostname", self.hostname)):
                 if given:
-                    yield Problem(name, "goes into cloud_init.meta_data when that is given")
+                    yield Problem(name, "contradicts cloud_init.meta_data, which must contain it")
 
 
 @attrs.frozen
@@ -598,18 +629,18 @@ class ShutdownSpec:
     grace: float = key(
         seconds(1, 3600),
         default=30.0,
-        doc="seconds the whole power-down may take; keep it 10 s below terminationGracePeriodSeconds, which network, shares and the "
-        "controller may take then",
+        doc="seconds that the whole power-down of the guest may take; keep it 10 s below terminationGracePeriodSeconds, for the teardown "
+        "of network, shares and cgroups that follows",
     )
     on_reboot: RebootAction = key(
         choice(*get_args(RebootAction)),
         default="reset",
-        doc='when the guest reboots: `"reset"` restarts it in place, `"exit"` ends the instance',
+        doc='what happens when the guest reboots: `"reset"` resets it, `"exit"` ends the instance',
     )
     poweroff_status: int = key(
         integer(0, 124),
         default=10,
-        doc="exit status when the guest shuts itself down; 0 makes it a success for `restartPolicy: OnFailure`",
+        doc="the runner's exit status when the guest shuts itself down; with 0, `restartPolicy: OnFailure` does not restart it",
     )
 
 
@@ -620,8 +651,8 @@ class EnvironmentSpec:
     allow: tuple[str, ...] = key(
         variables(),
         default=(),
-        doc="what `${NAME}` in a string of this document may name; without this table `$` means nothing, "
-        "with it `${` is written `$${`",
+        doc="the environment variables that `${NAME}` in a string of this document may name. With this table a literal `${` is written "
+        "`$${`; without it `$` has no special meaning",
     )
 
 
@@ -629,15 +660,17 @@ class EnvironmentSpec:
 class InstanceSpec:
     """The whole document."""
 
-    instance: IdentitySpec = key(table(IdentitySpec), default=IdentitySpec(), doc="who it is")
-    cpu: CpuSpec = key(table(CpuSpec), default=CpuSpec(), doc="vCPUs and the CPUs they own")
-    memory: MemorySpec = key(table(MemorySpec), default=MemorySpec(), doc="RAM")
-    boot: BootSpec = key(table(BootSpec), default=BootSpec(), doc="what it starts")
+    instance: IdentitySpec = key(table(IdentitySpec), default=IdentitySpec(), doc="the instance's identity")
+    cpu: CpuSpec = key(table(CpuSpec), default=CpuSpec(), doc="vCPUs and the CPUs that they run on")
+    memory: MemorySpec = key(table(MemorySpec), default=MemorySpec(), doc="the guest's RAM")
+    boot: BootSpec = key(table(BootSpec), default=BootSpec(), doc="how the guest boots")
     disk: tuple[DiskSpec, ...] = key(tables(DiskSpec), default=(), doc="virtio disks")
-    hotplug: HotplugSpec = key(table(HotplugSpec), default=HotplugSpec(), doc="what can change while it runs")
+    hotplug: HotplugSpec = key(
+        table(HotplugSpec), default=HotplugSpec(), doc="what can be attached while the guest runs"
+    )
     network: tuple[NetworkSpec, ...] = key(tables(NetworkSpec), default=(), doc="virtio network interfaces")
     descriptors: DescriptorsSpec = key(
-        table(DescriptorsSpec), default=DescriptorsSpec(), doc="what is handed to us already open"
+        table(DescriptorsSpec), default=DescriptorsSpec(), doc="descriptors that another program has opened"
     )
     share: tuple[ShareSpec, ...] = key(tables(ShareSpec), default=(), doc="directories shared by virtiofs")
     device: tuple[DeviceSpec, ...] = key(
@@ -647,17 +680,19 @@ class InstanceSpec:
     display: DisplaySpec = key(table(DisplaySpec), default=DisplaySpec(), doc="the screen")
     guest: GuestSpec = key(table(GuestSpec), default=GuestSpec(), doc="what else the machine has for the guest")
     cloud_init: CloudInitSpec | None = key(
-        table(CloudInitSpec), default=None, doc="what cloud-init in the guest is told"
+        table(CloudInitSpec), default=None, doc="the data for cloud-init in the guest"
     )
-    shutdown: ShutdownSpec = key(table(ShutdownSpec), default=ShutdownSpec(), doc="how it ends")
+    shutdown: ShutdownSpec = key(table(ShutdownSpec), default=ShutdownSpec(), doc="how the instance ends")
     environment: EnvironmentSpec = key(
-        table(EnvironmentSpec), default=EnvironmentSpec(), doc="what it may take from its environment"
+        table(EnvironmentSpec),
+        default=EnvironmentSpec(),
+        doc="the variables of the runner's environment that this document uses",
     )
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield the keys that contradict keys of other tables."""
         if self.boot.kernel is None and self.boot.firmware is None and not self.disk:
-            yield Problem("boot", "nothing to start", "name boot.kernel, or give it a [[disk]]")
+            yield Problem("boot", "there is nothing to boot", "set boot.kernel or boot.firmware, or add a [[disk]]")
         yield from _repeated("share", "tag", (share.tag for share in self.share))
         yield from _repeated("disk", "serial", (disk.serial for disk in self.disk))
         yield from _repeated("device", "address", (device.address for device in self.device))
@@ -666,7 +701,7 @@ class InstanceSpec:
         yield from _repeated_descriptors(self.disk, self.network)
         for index, disk in enumerate(self.disk):
             if (disk.fd is None) == (disk.path is None):
-                yield Problem(f"disk[{index}].path", "takes an absolute path, or else fd names a descriptor")
+                yield Problem(f"disk[{index}].path", "a disk needs either path or fd")
         writable = {disk.path for disk in self.disk if disk.writes and disk.fd is None}
         for index, disk in enumerate(self.disk):
             if disk.path in writable and any(other.path == disk.path for other in self.disk[:index]):
@@ -680,9 +715,7 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
     bridged = {each.interface or "eth0" for each in networks if each.mode == "bridge"}
     for index, network in enumerate(networks):
         if network.mode == "macvtap" and (network.interface or "eth0") in bridged:
-            yield Problem(
-                f"network[{index}].interface", 'has mode = "bridge" on it already; a link is one or the other'
-            )
+            yield Problem(f"network[{index}].interface", 'another network uses this interface with mode = "bridge"')
     subnets = [
         private_subnet(index, network) if network.mode == "private" else None for index, network in enumerate(networks)
     ]
@@ -697,7 +730,8 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
             and not (address in mine and mine[1] < address < mine.broadcast_address)
         ):
             yield Problem(
-                f"network[{index}].address", f"{address} is not a guest's address of {mine}; the first one is ours"
+                f"network[{index}].address",
+                f"{address} is not a guest's address of {mine}; the first one is the bridge's",
             )
 
 
@@ -715,7 +749,7 @@ def _repeated_descriptors(disks: tuple[DiskSpec, ...], networks: tuple[NetworkSp
 
 
 def private_subnet(index: int, network: NetworkSpec) -> ipaddress.IPv4Network:
-    """Return the subnet of the private *network*, which is ``network[index]``."""
+    """Return the subnet of the private *network* ``network[index]``: its own, or the *index*-th after 192.168.77.0/24."""
     first = ipaddress.IPv4Network("192.168.77.0/24")
     nth = int(first.network_address) + index * first.num_addresses
     return network.subnet or ipaddress.IPv4Network((nth, first.prefixlen))
@@ -733,9 +767,10 @@ NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 
 
 def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO_ENVIRONMENT) -> InstanceSpec:
-    """Parse and check a whole document; *source* is its name in errors.
+    """Parse and check a whole document, TOML or JSON; *source* is its name in errors.
 
-    It can use the variables of *environment* that it declares. Raises :exc:`~runner.errors.SpecError` with every problem found.
+    ``${NAME}`` in its strings is replaced from *environment* if the document declares NAME.
+    Raises :exc:`~runner.errors.SpecError` with every problem found.
     """
     problems: list[Problem] = []
     document = _with_environment(parse_document(source, data), environment, problems)
@@ -748,7 +783,7 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
 
 
 def declared_variables(source: str, data: bytes) -> tuple[str, ...]:
-    """Return the variables that a document declares; none if the table is wrong, which :func:`parse_instance` reports."""
+    """Return the environment variables that a document declares; none if the table is wrong (:func:`parse_instance` reports it)."""
     declared = structure(EnvironmentSpec, parse_document(source, data).get("environment", {}), "environment", [])
     return () if declared is None else declared.allow
 
@@ -778,7 +813,7 @@ def _with_environment(
 
 
 def reference() -> Iterator[tuple[str, str, str, str]]:
-    """Yield ``(key, what it takes, default, meaning)`` for every key of the schema, in document order."""
+    """Yield ``(key, allowed values, default, meaning)`` for every key of the schema, in document order."""
     for table_name, schema, _ in _tables():
         for inner in attrs.fields(schema):
             default = _shown(inner.name, inner.default)

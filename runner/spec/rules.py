@@ -1,11 +1,11 @@
-"""Parse TOML or JSON into checked values by a schema, and report every problem with its path.
+"""Rules for the keys of a TOML or JSON document, and the function that applies a schema of them.
 
-A schema is an attrs class whose attributes are made by :func:`key`. Each key carries a :class:`Rule` that turns a plain
-value into a checked one. :func:`structure` compares a document with such a class and reports *all* problems, not only
-the first, so that a document can be fixed at once.
+A schema is an attrs class whose attributes are made by :func:`key`. Each key has a :class:`Rule`, which turns a plain
+value into a checked one. :func:`structure` turns a table into an object of such a class and reports *all* problems, each
+with its path, so that a user can fix them at once.
 
-This is our own code and not pydantic or cattrs because PID 1 pays for every import: pydantic costs as much time to
-import as the whole runner (69 ms), and neither names the nearest known key.
+pydantic and cattrs are not used because PID 1 pays for every import: pydantic takes as long to import as the whole
+runner (69 ms), and neither suggests the nearest known key for a misspelled one.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ MIB = 1 << 20
 _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,12})(Ki|Mi|Gi|Ti)B?", re.ASCII)
 DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
-"""The names that descriptors may have."""
+"""Pattern of a descriptor's name; sd_listen_fds_with_names(3) allows more."""
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
-"""``$${``, which stands for ``${``, or ``${NAME}``."""
+"""Pattern of ``$${``, which stands for a literal ``${``, and of ``${NAME}``."""
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", re.ASCII)
 
 
 @attrs.frozen
 class Rule:
-    """What one key takes: *allowed* describes it in messages, *parse* checks and converts, or raises ``ValueError``."""
+    """The values that one key can have."""
 
     allowed: str
+    """A description of them for messages and the reference, as a noun phrase."""
     parse: Callable[[object], object]
+    """Checks a value and converts it; raises ``ValueError``."""
     schema: type | None = None
     """The attrs class of a table, or of each table of an array."""
     many: bool = False
@@ -60,7 +62,7 @@ def rule_of(attribute: attrs.Attribute[Any]) -> Rule:
 
 
 def found(value: object) -> str:
-    """Describe *value* and its type as it stands in the document, shortened."""
+    """Describe *value* of a document by type and content, shortened."""
     kinds = {
         str: "the string",
         bool: "the boolean",
@@ -85,7 +87,7 @@ def _wrong(value: object) -> NoReturn:
 
 
 def text(pattern: str | None = None, allowed: str = "a string") -> Rule:
-    """Take a string that matches *pattern* (whole); control characters are never taken."""
+    """Take a string without control characters, which matches *pattern* as a whole if one is given."""
 
     def parse(value: object) -> str:
         if not isinstance(value, str) or not value.isprintable():
@@ -145,7 +147,7 @@ def size(least: int) -> Rule:
 
 
 def either(word: str, rule: Rule, *, first: bool = False) -> Rule:
-    """Take *word* or what *rule* takes; *first*: the word is named before the rule where both are listed."""
+    """Take *word* or a value that *rule* takes; with *first* messages name the word before the rule."""
     listed = f'"{word}", or {rule.allowed}' if first else f'{rule.allowed}, or "{word}"'
     return Rule(listed, lambda given: word if given == word else rule.parse(given))
 
@@ -184,7 +186,7 @@ def path_or(*words: str) -> Rule:
 
 
 def document() -> Rule:
-    """Take a text of any number of lines, or the path of a file that holds one: what begins with a slash is a path."""
+    """Take a text of any number of lines, or the path of a file that holds one; a value that begins with a slash is a path."""
 
     def parse(value: object) -> PurePosixPath | str:
         if not isinstance(value, str) or not value or "\0" in value or not _encodable(value):
@@ -315,7 +317,7 @@ def subnet6() -> Rule:
 
 
 def descriptor_names() -> Rule:
-    """Take names of descriptors: sd_listen_fds_with_names(3) allows what is printable but a colon."""
+    """Take names of descriptors, separated by commas (:data:`DESCRIPTOR_NAME`)."""
 
     def parse(value: object) -> tuple[str, ...]:
         if not isinstance(value, str):
@@ -367,9 +369,9 @@ def format_size(number: int) -> str:
 
 
 def parse_document(source: str, data: bytes) -> dict[str, object]:
-    """Parse *data* as JSON when *source* ends in ``.json`` or the text begins with a brace, else as TOML.
+    """Parse *data* as JSON if *source* ends in ``.json`` or the text begins with a brace, else as TOML.
 
-    Raises :exc:`~runner.errors.SpecError` with line and column when it is neither.
+    Raises :exc:`~runner.errors.SpecError` with line and column.
     """
     try:
         content = data.decode("utf-8")
@@ -390,7 +392,7 @@ def _parse_json(source: str, content: str) -> dict[str, object]:
         result: dict[str, object] = {}
         for name, value in pairs:
             if name in result:
-                raise ValueError(f"the key {json.dumps(name)} stands twice in one table")
+                raise ValueError(f"the key {json.dumps(name)} is repeated in one table")
             result[name] = value
         return result
 
@@ -407,9 +409,10 @@ def _parse_json(source: str, content: str) -> dict[str, object]:
 
 
 def expanded(value: object, variables: Mapping[str, str], where: str, problems: list[Problem]) -> object:
-    """Return *value* with ``${NAME}`` in every string of it replaced from *variables*, and ``$${`` by ``${``.
+    """Replace ``${NAME}`` in every string of *value* from *variables*, and ``$${`` by ``${``; keys stay as they are.
 
-    Keys are left as they are. A name that is not in *variables* is a problem: a literal ``${`` is hardly ever meant.
+    A name that is not in *variables* is added to *problems*: a user rarely means a literal ``${``. *where* is the path
+    of *value*.
     """
 
     def replaced(match: re.Match[str]) -> str:
@@ -445,9 +448,9 @@ def expanded(value: object, variables: Mapping[str, str], where: str, problems: 
 def structure(schema: type[T], value: object, where: str, problems: list[Problem]) -> T | None:
     """Turn the table *value*, found at *where*, into a *schema* object; append every problem to *problems*.
 
-    Returns ``None`` when a key of this table is wrong or missing. A schema class may have a method
-    ``contradictions()`` that yields :class:`~runner.errors.Problem` values with paths relative to itself; it is
-    called only when every key of it is right on its own.
+    Return ``None`` if a key of this table is wrong or missing. A schema class may have a method ``contradictions()``,
+    which yields :class:`~runner.errors.Problem` values with paths relative to its table. It is called only if each key
+    on its own is right.
     """
     if not isinstance(value, Mapping):
         problems.append(Problem(where, f"must be a table, found {found(value)}"))

@@ -1,4 +1,4 @@
-"""A value of a JSON or YAML document with its path in it, so that every error names the place."""
+"""A value of a JSON or YAML document together with its path in the document, so that errors can name the path."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from runner.errors import Problem, SpecError
 
 @attrs.frozen
 class Value:
-    """One value of the document *source*, at *path* (``entries.uid[1]``), under *key* of its object.
-
-    A value that is not of the asked type raises :class:`SpecError` with the path.
-    """
+    """One value of a document. Its methods raise :class:`SpecError` with the path if it does not have the requested type."""
 
     value: Any
     source: str
+    """The name of the document in errors."""
     path: str = ""
+    """The path in the document, such as ``reservedMemory[1].limits``; empty for the document itself."""
     key: str = ""
+    """The key of the value in its object; empty for the document itself and for elements of lists."""
 
     @classmethod
     def of_json(cls, text: str, source: str) -> Self:
-        """Read the text of a document, which is an object."""
+        """Parse the JSON *text* of a document, which must be an object."""
         try:
             document = cls(json.loads(text), source)
         except ValueError as error:
@@ -35,23 +35,23 @@ class Value:
         return document
 
     def fail(self, message: str, remedy: str = "") -> NoReturn:
-        """Raise :class:`SpecError`: *message* says what is wrong with the value."""
+        """Raise :class:`SpecError` for this value; *message* is a verb phrase, such as ``must be a string``."""
         raise SpecError(self.source, [Problem(self.path, message, remedy)])
 
     def get(self, key: str, default: Mapping[str, Any] | None = None) -> Value:
-        """Return what the object has under *key*, or *default*."""
+        """Return the member *key* of this object, or *default* if it is missing or null."""
         if not isinstance(self.value, dict):
             self.fail(f"must be an object, found {self.value!r}")
-        # Go leaves an empty map out, or writes null.
+        # Go omits an empty map, or writes null for it.
         value = self.value.get(key)
         return Value(default if value is None else value, self.source, f"{self.path}.{key}".lstrip("."), key)
 
     def __bool__(self) -> bool:
-        """Tell whether there is a value."""
+        """Tell whether the value exists and is not null."""
         return self.value is not None
 
     def members(self) -> list[Value]:
-        """Return the values of an object, in its order."""
+        """Return the members of an object, in its order."""
         if not isinstance(self.value, dict):
             self.fail(f"must be an object, found {self.value!r}")
         return [self.get(key) for key in self.value]
@@ -64,36 +64,36 @@ class Value:
             yield Value(value, self.source, f"{self.path}[{index}]")
 
     def number(self) -> int:
-        """Take a whole number from 0."""
+        """Return the value as a whole number from 0."""
         if type(self.value) is not int or self.value < 0:
             self.fail(f"must be a whole number, found {self.value!r}")
         return self.value
 
     def numbers(self) -> tuple[int, ...]:
-        """Take a list of whole numbers."""
+        """Return the value as a list of whole numbers from 0."""
         return tuple(element.number() for element in self.elements())
 
     def decimal(self) -> int:
-        """Take the key for a NUMA node."""
+        """Return the key, which must be the number of a NUMA node in decimal digits."""
         if not self.key.isascii() or not self.key.isdigit() or int(self.key) > MAX_CPU:
             self.fail(f"{self.key!r} is no NUMA node")
         return int(self.key)
 
     def text(self) -> str:
-        """Take a string."""
+        """Return the value as a string."""
         if not isinstance(self.value, str):
-            quotes = f'write it in quotes: "{self.value}"' if isinstance(self.value, int | float) else ""
-            self.fail(f"must be a string, found {self.value!r}", quotes.lower())
+            remedy = f'write it in quotes: "{self.value}"' if isinstance(self.value, int | float) else ""
+            self.fail(f"must be a string, found {self.value!r}", remedy.lower())
         return self.value
 
     def flag(self) -> bool:
-        """Take a truth value."""
+        """Return the value as a boolean."""
         if not isinstance(self.value, bool):
             self.fail(f"must be true or false, found {self.value!r}")
         return self.value
 
     def cpu_set(self) -> CpuSet:
-        """Take a string of CPUs in the kernel's list format."""
+        """Return the value as CPUs; it is a string in the kernel's list format."""
         try:
             return CpuSet.parse(self.text())
         except ValueError as error:

@@ -1,8 +1,8 @@
-"""Parse YAML as Kubernetes takes it into plain values, and refuse what would be lost silently.
+"""The parser of YAML files for Kubernetes: pod manifests and kubelet configurations, as plain values.
 
-The dialect is YAML 1.1 as the kubelet's parser (``sigs.k8s.io/yaml``) reads it, without its surprises: a key that
-stands twice is an error, dates stay strings, ``1:30`` is a string and not 90. Aliases are accepted as long as the document
-stays small when they are written out.
+The dialect is YAML 1.1 as the kubelet's parser (``sigs.k8s.io/yaml``) reads it, with three differences: a repeated key
+is an error, a date stays a string, and so does ``1:30``, which YAML 1.1 reads as 90. Aliases are accepted as long as
+the document stays small when they are expanded.
 
 Only ``plan --node`` reads YAML: PyYAML costs tens of milliseconds and 2.6 MB, and PID 1 never imports this module.
 """
@@ -19,13 +19,13 @@ from runner.errors import Problem, SpecError
 from runner.spec.value import Value
 
 MAX_BYTES = 3 << 20
-"""The largest text accepted; etcd stores at most half of that for one object."""
+"""Size of the largest file accepted; etcd stores at most half of that for one object."""
 MAX_VALUES = 100_000
-"""The most values of one document, aliases written out."""
+"""Largest number of values in one document after aliases are expanded."""
 
 
 def parse_yaml(source: str, data: bytes) -> list[Value]:
-    """Parse the documents of one file, empty ones left out; *source* names it in errors.
+    """Parse the documents of one file, without empty ones; *source* is its name in errors.
 
     Keys become strings, as they are in JSON. Raises :class:`SpecError` with line and column.
     """
@@ -55,7 +55,7 @@ def _sentence(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader in Python: the same everywhere, and a deep document is an error instead of a crash."""
+    """PyYAML's loader in Python, not that in C: on a deeply nested document it raises an error instead of crashing."""
 
     def get_data(self) -> Any:
         node = self.get_node()
@@ -80,7 +80,7 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# The numbers of YAML 1.1 without base 60, which would match a time of day or an address.
+# The numbers of YAML 1.1 without base 60, whose pattern matches times of day and MAC addresses.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int",
     re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$"),
@@ -96,7 +96,7 @@ _Loader.add_implicit_resolver(
 
 
 def _check(root: yaml.Node) -> None:
-    """Refuse repeated keys, and a document that contains itself or is too big with every alias written out."""
+    """Refuse repeated keys, an alias that contains itself, and more than :data:`MAX_VALUES` values after expansion."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
@@ -115,7 +115,7 @@ def _check(root: yaml.Node) -> None:
         sizes[id(node)] = 1 + inner
         if inner >= MAX_VALUES:
             raise yaml.constructor.ConstructorError(
-                None, None, f"more than {MAX_VALUES} values, aliases written out", node.start_mark
+                None, None, f"more than {MAX_VALUES} values with aliases expanded", node.start_mark
             )
         return 1 + inner
 
@@ -128,6 +128,6 @@ def _check_keys(mapping: yaml.MappingNode) -> None:
         if isinstance(key, yaml.ScalarNode):
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                    None, None, f"the key {key.value!r} is repeated", key.start_mark
                 )
             seen.add(key.value)

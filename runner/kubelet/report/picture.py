@@ -42,13 +42,13 @@ class Owner:
 
 def owners_of(plan: NodePlan) -> tuple[Owner, ...]:
     """Return the owners of exclusive CPUs after *plan*: its pods as A, B, …, those of the state files as a, b, …."""
-    planned = {pod.manifest.pod.uid for pod in plan.pods}
+    planned = {pod.manifest.pod.pod_uid for pod in plan.pods}
     signs = itertools.chain(string.ascii_uppercase, itertools.repeat(MORE))
     owners = []
     for pod in plan.pods:
         several = sum(1 for container in pod.containers if container.cpus) > 1
         for container in pod.containers:
-            held = plan.after.cpus.assignments.get(pod.manifest.pod.uid, {}).get(container.container.name)
+            held = plan.after.cpus.assignments.get(pod.manifest.pod.pod_uid, {}).get(container.container.name)
             if held:
                 kind = container.container.kind
                 name = f"{pod.manifest.name}/{container.container.name}" if several else pod.manifest.name
@@ -56,15 +56,16 @@ def owners_of(plan: NodePlan) -> tuple[Owner, ...]:
                 owners.append(Owner(next(signs), name, held))
     signs = itertools.chain(string.ascii_lowercase, itertools.repeat(MORE))
     state = plan.after.cpus
-    for uid, containers in sorted(state.assignments.items()):
-        if uid not in planned:
+    for pod_uid, containers in sorted(state.assignments.items()):
+        if pod_uid not in planned:
             owners += [
-                Owner(next(signs), f"{uid}/{name}", cpus, planned=False) for name, cpus in sorted(containers.items())
+                Owner(next(signs), f"{pod_uid}/{name}", cpus, planned=False)
+                for name, cpus in sorted(containers.items())
             ]
-    for uid in sorted(state.pod_assignments.keys() - planned):
-        own = CpuSet(cpu for cpus in state.assignments.get(uid, {}).values() for cpu in cpus)
-        if shared := state.pod_assignments[uid] - own:
-            owners.append(Owner(next(signs), uid, shared, planned=False))
+    for pod_uid in sorted(state.pod_assignments.keys() - planned):
+        own = CpuSet(cpu for cpus in state.assignments.get(pod_uid, {}).values() for cpu in cpus)
+        if shared := state.pod_assignments[pod_uid] - own:
+            owners.append(Owner(next(signs), pod_uid, shared, planned=False))
     if state.unattributed:
         owners.append(Owner(next(signs), "unknown pods", state.unattributed, planned=False))
     return tuple(owners)

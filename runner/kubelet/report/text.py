@@ -99,11 +99,11 @@ def _reserved(plan: NodePlan) -> str:
 
 def _before(node: SimulatedNode) -> str:
     given = [
-        f"{uid}/{name} has {cpus}"
-        for uid, containers in sorted(node.cpus.assignments.items())
+        f"{pod_uid}/{name} has {cpus}"
+        for pod_uid, containers in sorted(node.cpus.assignments.items())
         for name, cpus in sorted(containers.items())
     ]
-    given += [f"{uid} has {cpus}" for uid, cpus in sorted(node.cpus.pod_assignments.items())]
+    given += [f"{pod_uid} has {cpus}" for pod_uid, cpus in sorted(node.cpus.pod_assignments.items())]
     given += [f"unknown pods have {node.cpus.unattributed}"] if node.cpus.unattributed else []
     return "; ".join(given) or "no container has exclusive CPUs"
 
@@ -326,10 +326,10 @@ def _state_json(node: SimulatedNode) -> dict[str, Any]:
         "shared_pool": str(node.shared_pool),
         "available": str(node.available),
         "exclusive": {
-            uid: {name: str(cpus) for name, cpus in sorted(containers.items())}
-            for uid, containers in sorted(node.cpus.assignments.items())
+            pod_uid: {name: str(cpus) for name, cpus in sorted(containers.items())}
+            for pod_uid, containers in sorted(node.cpus.assignments.items())
         },
-        "exclusive_pods": {uid: str(cpus) for uid, cpus in sorted(node.cpus.pod_assignments.items())},
+        "exclusive_pods": {pod_uid: str(cpus) for pod_uid, cpus in sorted(node.cpus.pod_assignments.items())},
         "memory_free": {
             str(numa_node): {resource: table.free for resource, table in sorted(memory.tables.items())}
             for numa_node, memory in sorted(node.memory.numa_nodes.items())
@@ -351,7 +351,7 @@ def _pod_json(pod: PodPlan) -> dict[str, Any]:
     admission = explanation.admission
     return {
         "name": pod.manifest.name,
-        "uid": pod.manifest.pod.uid,
+        "uid": pod.manifest.pod.pod_uid,
         "source": pod.manifest.source,
         "qos": pod.manifest.qos.value,
         "not_guaranteed_because": list(pod.manifest.why),

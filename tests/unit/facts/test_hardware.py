@@ -81,11 +81,11 @@ def test_impossible_values_are_reported() -> None:
     document["cpus"][5]["core"] = 6
     document["numa_nodes"][0]["distances"] = [10, 20]
     assert problems(document) == [
-        "host.json: cpus[1]: CPU 0 is there twice",
+        "host.json: cpus[1]: CPU 0 is repeated",
         "host.json: offline: CPU 7 cannot be both online and offline",
         "host.json: cpus[1].core: must be the lowest CPU of the core, 0, found 1",
         "host.json: cpus[2].numa_node: there is no NUMA node 4",
-        "host.json: cpus[3].core: core 2 lies also where CPU 2 is",
+        "host.json: cpus[3].core: core 2 is on another socket, die or NUMA node than its CPU 2",
         "host.json: cpus[5].core: must be the lowest CPU of the core, 5, found 6",
         "host.json: numa_nodes[0].distances: must hold one distance for each NUMA node, found 2 for 1 NUMA nodes",
     ]

@@ -154,7 +154,7 @@ def test_allocations_of_a_node_add_up_after_every_step(
         for one_pod, another in itertools.combinations(current.cpus.assignments.values(), 2):
             assert all(a.isdisjoint(b) for a in one_pod.values() for b in another.values())
         if admission.admitted:
-            running.append(asked.uid)
+            running.append(asked.pod_uid)
             assert set(admission.cpus) == {each.name for each in asked.containers if exclusive_cpus(asked, each)}
             assert set(admission.memory) == {each.name for each in asked.containers}
         for numa_node in current.memory.numa_nodes.values():

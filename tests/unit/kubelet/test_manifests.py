@@ -125,7 +125,7 @@ def test_a_kind_that_creates_pods_is_planned_as_one_pod() -> None:
         "spec": {"jobTemplate": {"spec": {"template": template}}},
     }
     manifests, skipped = read_all(deployment, cron, {"kind": "Service"}, {"kind": "List", "items": [pod({})]})
-    assert [(manifest.name, manifest.pod.uid) for manifest in manifests] == [
+    assert [(manifest.name, manifest.pod.pod_uid) for manifest in manifests] == [
         ("web", "web"),
         ("tick-", "tick-"),
         ("p", "p"),
@@ -138,7 +138,7 @@ def test_a_kind_that_creates_pods_is_planned_as_one_pod() -> None:
 
 def test_pods_of_one_name_are_numbered_and_a_running_one_keeps_its_uid() -> None:
     manifests, _ = read_all(pod({}), pod({}), pod({}, name="q"), pod({}) | {"metadata": {"name": "r", "uid": "1-2"}})
-    assert [(manifest.name, manifest.pod.uid) for manifest in manifests] == [
+    assert [(manifest.name, manifest.pod.pod_uid) for manifest in manifests] == [
         ("p", "p"),
         ("p#2", "p#2"),
         ("q", "q"),

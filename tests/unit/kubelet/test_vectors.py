@@ -181,7 +181,7 @@ def provider_hints(admission: Admission) -> list[Document] | None:
 def answer(admission: Admission) -> Document:
     found: Document = {
         "op": "admit",
-        "pod": admission.pod.uid,
+        "pod": admission.pod.pod_uid,
         "admit": admission.admitted,
         "cpus": {name: str(cpus) for name, cpus in admission.cpus.items()},
         "defaultCpuSet": str(admission.node.shared_pool),

@@ -99,7 +99,7 @@ def test_keys_host_name_and_networks() -> None:
         ),
         (
             f'ssh_keys = ["{KEY}"]\nmeta_data = "a: b"',
-            "cloud_init.ssh_keys: goes into cloud_init.meta_data when that is given",
+            "cloud_init.ssh_keys: contradicts cloud_init.meta_data, which must contain it",
         ),
         ('hostname = "a_b"', 'cloud_init.hostname: found the string "a_b"; it takes a host name'),
         ('user_data = ""', 'cloud_init.user_data: found the string ""'),

@@ -126,7 +126,7 @@ def test_a_disk_by_its_descriptor() -> None:
         "descriptors: nothing names the descriptor 'a' (the tap 't0'); name it, or hand it to somebody else",
     ]
     for text in ("[[disk]]\n", '[[disk]]\nfd = "disk"\npath = "/disk"\n'):
-        assert problems(text) == ["disk[0].path: takes an absolute path, or else fd names a descriptor"]
+        assert problems(text) == ["disk[0].path: a disk needs either path or fd"]
     text = '[[disk]]\nfd = "a"\n' + handed("a").removeprefix(KERNEL)
     assert problems(text) == ["network[0].fd: the descriptor 'a' is taken by disk[0].fd already"]
 

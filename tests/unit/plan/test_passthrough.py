@@ -505,9 +505,9 @@ def test_facts_of_devices_are_asked_for_by_address(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[[device]]\n", "device[0]: takes either an address or a resource, and one of them"),
-        (f'{ONE}resource = "a/b"\n', "device[0]: takes either an address or a resource, and one of them"),
-        (f"{ONE}count = 1\n", "device[0].count: goes with a resource; an address is one device"),
+        ("[[device]]\n", "device[0]: needs either an address or a resource, not both"),
+        (f'{ONE}resource = "a/b"\n', "device[0]: needs either an address or a resource, not both"),
+        (f"{ONE}count = 1\n", "device[0].count: needs a resource: an address names one device"),
         (ONE + ONE, f"device[1].address: '{GPU}' is taken by device[0] already"),
         (
             f"{ONE}properties = {{ x-nv-gpudirect-cliqe = 1 }}\n",

@@ -165,15 +165,15 @@ def test_json_and_toml_give_the_same_spec() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "boot: nothing to start; name boot.kernel, or give it a [[disk]]"),
+        ("", "boot: there is nothing to boot; set boot.kernel or boot.firmware, or add a [[disk]]"),
         (KERNEL + "[cpus]\n", "cpus: unknown key; did you mean 'cpu'?"),
         (
             '[[disk]]\npath = "/a"\nephemeral = true\nread_only = true\n',
-            "disk[0].read_only: goes with a disk that is kept; ephemeral = true never writes to path",
+            "disk[0].read_only: contradicts ephemeral = true, which never writes to path",
         ),
-        ('[[disk]]\npath = "/a"\nephemeral = true\ncache = "none"\n', "disk[0].cache: goes with a disk that is kept;"),
+        ('[[disk]]\npath = "/a"\nephemeral = true\ncache = "none"\n', "disk[0].cache: contradicts ephemeral = true:"),
         ('[[disk]]\npath = "/a"\nephemeral_size = "1GiB"\n', "disk[0].ephemeral_size: needs ephemeral = true"),
-        ('[[disk]]\npath = "/a"\nbacking = ["/b"]\n', 'disk[0].backing: goes with format = "qcow2";'),
+        ('[[disk]]\npath = "/a"\nbacking = ["/b"]\n', 'disk[0].backing: needs format = "qcow2":'),
         ('[[disk]]\npath = "/a"\nbacking = "/b"\n', 'disk[0].backing: found the string "/b"; it takes an array of'),
         ('[[disk]]\npath = "/a"\nbacking = ["b"]\n', 'disk[0].backing: found the string "b"; it takes an array of'),
         (
@@ -189,7 +189,10 @@ def test_json_and_toml_give_the_same_spec() -> None:
             KERNEL + "[cpu]\nfrequency = 2\n",
             "cpu.frequency: unknown key; known here: count, cpus, placement, controller, sweep, pinning, topology, accel, model",
         ),
-        (KERNEL + '[cpu]\ncount = "all"\ncpus = "1-2"\n', 'cpu.count: "all" and cpu.cpus contradict each other; say 2'),
+        (
+            KERNEL + '[cpu]\ncount = "all"\ncpus = "1-2"\n',
+            'cpu.count: "all" and cpu.cpus contradict each other; set it to 2',
+        ),
         (KERNEL + '[cpu]\ncount = "2"\n', 'cpu.count: found the string "2"; it takes an integer from 1 to 1024'),
         (KERNEL + "[cpu]\ncount = true\n", "cpu.count: found the boolean true; it takes an integer from 1 to 1024"),
         (KERNEL + "[cpu]\ncount = 0\n", "cpu.count: found the integer 0; it takes an integer from 1 to 1024"),
@@ -226,9 +229,9 @@ def test_json_and_toml_give_the_same_spec() -> None:
         (KERNEL + '[[network]]\nmac = "01:00:00:00:00:00"\n', "network[0].mac: found"),
         (
             KERNEL + '[[network]]\nmode="bridge"\nsubnet="10.0.0.0/24"\n',
-            'network[0].subnet: goes with mode = "private"',
+            'network[0].subnet: needs mode = "private"',
         ),
-        (KERNEL + '[[network]]\ninterface="eth1"\n', 'network[0].interface: goes with mode = "bridge"'),
+        (KERNEL + '[[network]]\ninterface="eth1"\n', 'network[0].interface: needs mode = "bridge"'),
         (
             KERNEL + '[[network]]\nsubnet="10.0.0.0/31"\n',
             'network[0].subnet: found the string "10.0.0.0/31", which has no room',
@@ -260,7 +263,7 @@ def test_every_mistake_is_named_with_its_path(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"boot": {"kernel": "/k", "kernel": "/l"}}', 'the key "kernel" stands twice'),
+        ('{"boot": {"kernel": "/k", "kernel": "/l"}}', 'the key "kernel" is repeated'),
         ('{"cpu": {"count": NaN}}', "NaN is not JSON"),
         ("[1]", "must be a table, found an array"),
         ('{"boot": ', "cannot parse the document as JSON"),
