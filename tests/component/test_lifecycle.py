@@ -509,7 +509,7 @@ async def test_sockets_that_cannot_be_removed_are_recorded(fake_host: FakeHost) 
             (state / name).mkdir()
         fake_host.stop.ask("test")
 
-    assert ended(await fake_host.run(fake_host.plan(), beside=interfere)).status is Status.STOPPED
+    assert ended(await fake_host.run(fake_host.plan(), meanwhile=interfere)).status is Status.STOPPED
     assert fake_host.faults.sentences == [
         "could not remove the socket 'control.sock': Is a directory",
         "could not remove the socket 'console.sock': Is a directory",

@@ -631,7 +631,7 @@ async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:
 
 
 async def test_a_stranger_is_refused_before_its_list_is_parsed(node: Node) -> None:
-    node.be(A)
+    node.become(A)
     async with controlled(node), connected(node.socket) as client:
         for wrong in ("x", "0-8191," * 9_000):
             assert (await client.refusal("registerCgroup", uuid=B, cpuset=wrong))["reason"] == "identity"
