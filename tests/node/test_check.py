@@ -1,4 +1,4 @@
-"""`instance-runner check` on a node of Kubernetes and in pods of every kind, and what `run` says to the same."""
+"""`instance-runner check` on a Kubernetes node and in pods of every kind, and `run` in the same pods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UID = "0f5c3c5e-8f2a-4b0e-9d1d-2f3b5a6c7d8e"
 PROJECT = Path(__file__).resolve().parents[2]
 BLOCK = "--block-signal=TERM,INT,HUP"
 CHECK = ("env", BLOCK, "python3", "-m", "runner", "check", "--json")
-PATIENCE = 4 * SECONDS
+TIMEOUT = 4 * SECONDS
 """Seconds for a program that starts five others, all on emulated CPUs."""
 SPEC = '[cpu]\nplacement = "{0}"\naccel = "tcg"\n[memory]\nsize = "64MiB"\n[boot]\nkernel = "/spec/kernel"\n'
 
@@ -31,9 +31,9 @@ def findings(report: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def checked_here(kubelet: Kubelet, *more: str) -> tuple[int, dict[str, Any]]:
-    """Run the check on the node, where every process is seen."""
+    """Run the check on the node, where every process is visible."""
     argv = [sys.executable, "-m", "runner", "check", "--json", "--kubelet-dir", str(kubelet.directory), *more]
-    done = subprocess.run(argv, cwd=PROJECT, check=False, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(argv, cwd=PROJECT, check=False, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
 
@@ -41,7 +41,7 @@ def checked_here(kubelet: Kubelet, *more: str) -> tuple[int, dict[str, Any]]:
 def checked_in(kubelet: Kubelet, pod: Pod) -> tuple[int, dict[str, Any]]:
     """Run *pod*, whose command is the check, to its end."""
     main = kubelet.run(pod)["main"]
-    status = main.wait(PATIENCE)
+    status = main.wait(TIMEOUT)
     assert main.output.startswith("{"), main.output
     return status, json.loads(main.output)
 
@@ -55,7 +55,7 @@ def core(numa: dict[int, CpuSet]) -> CpuSet:
 
 @contextlib.contextmanager
 def controller(kubelet: Kubelet, directory: Path) -> Iterator[Path]:
-    """Run the controller in a tree of its own until the block ends; yields its socket."""
+    """Run the controller in a tree of its own until the block ends, and yield its socket."""
     path = directory / "controller.sock"
     tree = Cgroup(ROOT / "stelia")
     command = "import sys; from runner.controller.main import main; sys.exit(main())"
@@ -87,10 +87,10 @@ def test_a_node_with_its_controller(kubelet: Kubelet, core: CpuSet, tmp_path: Pa
     assert f"exclusive '{core}'" in found["cpu-manager"]["found"]
     assert found["cores"]["found"] == f"pod {UID}: CPUs '{core}' are whole cores of one NUMA node"
     assert found["topology-manager"]["level"] == "unknown"
-    assert not {"own-cpus", "qemu", "mbind"} & found.keys(), "these are questions to a pod"
+    assert not {"own-cpus", "qemu", "mbind"} & found.keys(), "these checks are for a pod"
 
 
-def test_half_cores_and_what_runs_beside_the_pods(kubelet: Kubelet, core: CpuSet, tree: Cgroup) -> None:
+def test_half_cores_and_processes_outside_of_the_pods(kubelet: Kubelet, core: CpuSet, tree: Cgroup) -> None:
     kubelet.admit(Pod(UID, (Container(("true",), cpus=CpuSet([max(core)])),)))
     tree.delegate()
     neighbour = tree.child("neighbour")
@@ -108,7 +108,7 @@ def test_half_cores_and_what_runs_beside_the_pods(kubelet: Kubelet, core: CpuSet
 
 
 def test_a_guaranteed_pod_and_the_controller(kubelet: Kubelet, core: CpuSet, tmp_path: Path) -> None:
-    """It sees its own cgroup as the root, and is known by what the kubelet sets."""
+    """It sees its own cgroup as the root, and recognises its QoS class by what the kubelet sets."""
     with controller(kubelet, tmp_path) as path:
         mounts: tuple[Mount, ...] = ((path.parent, "/run/instance-cgroup-controller", "rw"),)
         status, report = checked_in(kubelet, Pod(UID, (Container(CHECK, cpus=core, mounts=mounts),)))
@@ -149,7 +149,7 @@ def test_run_refuses_what_check_calls_fatal(kubelet: Kubelet, tmp_path: Path) ->
     script += f"exec env {BLOCK} python3 -m runner run /spec/auto"
     container = Container(("sh", "-c", script), mounts=((tmp_path, "/spec", "ro"),))
     main = kubelet.run(Pod(UID, (container,), qos="burstable"))["main"]
-    assert main.wait(PATIENCE) == 30, main.output
+    assert main.wait(TIMEOUT) == 30, main.output
     sentence = "the pod is Burstable (its oom_score_adj is 900), so it shares its CPUs with other pods"
     assert [line.split()[:2] for line in main.lines if line.startswith("fatal")] == [["fatal", "own-cpus"]], main.output
     assert "check 3" in main.lines
