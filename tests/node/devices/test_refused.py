@@ -11,7 +11,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.devices.conftest import Spare, bound
-from tests.node.devices.test_passed import started
+from tests.node.devices.test_passthrough import started
 from tests.node.instances import NodeFixture, spec_text
 from tests.node.test_runner import RUNNER
 
