@@ -76,8 +76,11 @@ def run(tmp_path: Path) -> Iterator[Run]:
     yield start
     for container in containers:
         if container.process.poll() is None:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                subprocess.run([*PODMAN, "rm", "--force", container.name], check=True, capture_output=True)
+            for command in (
+                ("kill",),
+                ("rm", "--force"),
+            ):  # rm alone waits 10 s for a guest that ignores its power button
+                subprocess.run([*PODMAN, *command, container.name], check=False, capture_output=True)
             container.process.wait(SECONDS)
 
 

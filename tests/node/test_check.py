@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.cpuset import CpuSet
-from tests.node.cgroups import ROOT, SECONDS, Cgroup
+from tests.node.cgroups import SECONDS, Cgroup
+from tests.node.instances import SOCKETS, Controller
 from tests.node.standin_kubelet import Container, Kubelet, Mount, Pod
 
 UID = "0f5c3c5e-8f2a-4b0e-9d1d-2f3b5a6c7d8e"
@@ -53,32 +51,10 @@ def core(numa: dict[int, CpuSet]) -> CpuSet:
     return CpuSet.parse(Path(f"/sys/devices/system/cpu/cpu{last}/topology/core_cpus_list").read_text())
 
 
-@contextlib.contextmanager
-def controller(kubelet: Kubelet, directory: Path) -> Iterator[Path]:
-    """Run the controller in a tree of its own until the block ends, and yield its socket."""
-    path = directory / "controller.sock"
-    tree = Cgroup(ROOT / "stelia")
-    command = "import sys; from runner.controller.main import main; sys.exit(main())"
-    options = ("--root", str(tree.path), "--socket", str(path), "--kubelet-dir", str(kubelet.directory))
-    with subprocess.Popen([sys.executable, "-c", command, *options], cwd=PROJECT) as process:
-        try:
-            deadline = time.monotonic() + SECONDS
-            while not path.exists():
-                assert process.poll() is None
-                assert time.monotonic() < deadline, "the controller does not listen"
-                time.sleep(0.05)
-            yield path
-        finally:
-            process.kill()
-            process.wait()
-            tree.remove()
-
-
-def test_a_node_with_its_controller(kubelet: Kubelet, core: CpuSet, tmp_path: Path) -> None:
+def test_a_node_with_its_controller(kubelet: Kubelet, controller: Controller, core: CpuSet) -> None:
     sleep = Container(("sh", "-c", "echo up; exec sleep infinity"), cpus=core)
     kubelet.run(Pod(UID, (sleep,)))["main"].wait_for("up")
-    with controller(kubelet, tmp_path) as path:
-        status, report = checked_here(kubelet, "--socket", str(path))
+    status, report = checked_here(kubelet, "--socket", str(controller.socket))
     found = findings(report)
     assert (status, report["place"]) == (0, "node"), report
     assert report["verdict"] != "fatal"
@@ -107,11 +83,10 @@ def test_half_cores_and_processes_outside_of_the_pods(kubelet: Kubelet, core: Cp
     assert str(kubelet.default) in found["neighbours"]["remedy"]
 
 
-def test_a_guaranteed_pod_and_the_controller(kubelet: Kubelet, core: CpuSet, tmp_path: Path) -> None:
+def test_a_guaranteed_pod_and_the_controller(kubelet: Kubelet, controller: Controller, core: CpuSet) -> None:
     """It sees its own cgroup as the root, and recognises its QoS class by what the kubelet sets."""
-    with controller(kubelet, tmp_path) as path:
-        mounts: tuple[Mount, ...] = ((path.parent, "/run/instance-cgroup-controller", "rw"),)
-        status, report = checked_in(kubelet, Pod(UID, (Container(CHECK, cpus=core, mounts=mounts),)))
+    mounts: tuple[Mount, ...] = ((controller.directory, SOCKETS, "rw"),)
+    status, report = checked_in(kubelet, Pod(UID, (Container(CHECK, cpus=core, mounts=mounts),)))
     found = findings(report)
     assert (status, report["place"]) == (0, "pod"), report
     assert found["own-cpus"]["found"].startswith("the pod is Guaranteed (its oom_score_adj is -997)")
