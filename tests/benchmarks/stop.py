@@ -15,7 +15,7 @@ MARKS = (
     ("pressed", r"qmp event name=POWERDOWN"),
     ("off", r"qmp event name=SHUTDOWN .*'guest': True"),
     ("quit", r"qmp event name=SHUTDOWN .*'host-qmp-quit'"),
-    ("network", r"network: giving back"),
+    ("network", r"network: removing"),
     ("ended", r"ended outcome="),
 )
 
