@@ -1,4 +1,4 @@
-"""What the project claims in figures, measured beside its peers in the same run."""
+"""The project's figures, measured in the same run as those of its peers."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def main() -> int:
 
 
 def report(setup: BenchmarkSetup, parts: list[str], *, as_json: bool) -> bool:
-    """Measure *parts*, print what they found, and return whether all of them could be measured.
+    """Measure *parts*, print their figures, and return whether all of them could be measured.
 
-    A part that fails loses its own figures and no others.
+    When a part fails, only its own figures are missing.
     """
     whole = True
     host, before = facts(setup), os.getloadavg()[0]
@@ -91,7 +91,7 @@ def report(setup: BenchmarkSetup, parts: list[str], *, as_json: bool) -> bool:
 
 
 def facts(setup: BenchmarkSetup) -> dict[str, str]:
-    """Return what it is measured on."""
+    """Return the machine and the versions of the programs."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     model = next((line.split(": ")[1] for line in cpuinfo.splitlines() if line.startswith("model name")), "?")
     qemu = subprocess.run(("qemu-system-x86_64", "--version"), check=True, capture_output=True, text=True).stdout

@@ -1,7 +1,7 @@
-"""Measure how long it takes an instance to take its place: ``tests/node/run -- tests/benchmarks/bench_confine.py``.
+"""Measure how long an instance needs to enter its cgroups: ``tests/node/run -- tests/benchmarks/bench_confine.py``.
 
 From asking the controller until 4, 40 and 120 vCPU threads are confined, pinned and read back, by the runner's own code
-in a real pod on a real kernel, beside a loop of bare writes that does the same and checks nothing. Medians.
+in a real pod on a real kernel, compared with a loop of bare writes that checks nothing. Medians.
 """
 
 from __future__ import annotations

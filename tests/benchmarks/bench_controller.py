@@ -1,7 +1,7 @@
-"""Measure what the controller costs: ``python tests/benchmarks/bench_controller.py [--json] [--quick]``.
+"""Measure the cost of the controller: ``python tests/benchmarks/bench_controller.py [--json] [--quick]``.
 
 The hierarchy is made of ordinary files in a temporary directory, so that the figures are the controller's own and can
-be had anywhere; the kernel adds about a millisecond per cpuset it writes. Medians of repeated runs.
+be measured anywhere; the kernel adds about a millisecond per cpuset it writes. Medians of repeated runs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ async def latencies(repeat: int) -> Figures:
 
 
 async def build(node: Node) -> None:
-    """Build the tree, which the program itself cannot do out of ordinary directories."""
+    """Build the tree, because the program itself cannot make cgroups out of ordinary directories."""
     node.become(B)
     async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")

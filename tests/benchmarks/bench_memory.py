@@ -1,7 +1,7 @@
-"""How fast the guest's memory is taken: ``tests/benchmarks/run --only taking`` or ``tests/node/run -- tests/benchmarks/bench_memory.py``.
+"""How fast the guest's memory is preallocated: ``tests/benchmarks/run --only taking``, or this file for ``tests/node/run``.
 
-By one thread, by our threads near to each NUMA node's memory, all NUMA nodes at once, and by QEMU alone, which takes one
-after the other; and how long QEMU then takes to map what is there. Ordinary pages, and huge ones where they can be
+By one thread; by our threads, all NUMA nodes at once, each on the CPUs of its node; and by QEMU alone, one NUMA node
+after the other. Then how long QEMU needs to map preallocated memory. Ordinary pages, and huge ones where they can be
 reserved. Medians; ``MIB_OF_EACH`` is the memory of each NUMA node.
 """
 
@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import pytest
 
 from runner.cpuset import CpuSet
 from runner.instance.discover import PREALLOCATOR
@@ -33,7 +35,7 @@ Memory = Sequence[tuple[int, int]]
 
 
 def cpus_by_numa_node() -> dict[int, CpuSet]:
-    """Return NUMA node → those of its CPUs that we may use."""
+    """Return NUMA node → those of its CPUs that this process may use."""
     nodes = Path("/sys/devices/system/node").glob("node[0-9]*")
     usable = CpuSet(os.sched_getaffinity(0))
     found = {int(path.name[4:]): CpuSet.parse((path / "cpulist").read_text()) & usable for path in nodes}
@@ -41,23 +43,23 @@ def cpus_by_numa_node() -> dict[int, CpuSet]:
 
 
 def by_ours(memory: Memory, page: int, cpus: dict[int, CpuSet], threads: int | None) -> None:
-    """Take it with our program: *threads* for each NUMA node, or one for each CPU, near to it."""
-    words = [
+    """Preallocate it with our program: *threads* for each NUMA node, or one for each of its CPUs."""
+    ranges = [
         f"{fd}:{MIB_OF_EACH * MIB}:{page}:{node}:{cpus[node]}:{threads or min(16, len(cpus[node]))}"
         for fd, node in memory
     ]
-    argv = [sys.executable, "-IS", str(PREALLOCATOR), "10", *words]
+    argv = [sys.executable, "-IS", str(PREALLOCATOR), "10", *ranges]
     subprocess.run(argv, pass_fds=[fd for fd, _ in memory], check=True)
 
 
 def by_one_thread(memory: Memory, page: int, cpus: dict[int, CpuSet]) -> None:
-    """Take it with one thread for one NUMA node after the other."""
+    """Preallocate it with one thread, one NUMA node after the other."""
     for each in memory:
         by_ours([each], page, cpus, 1)
 
 
 def by_qemu(memory: Memory, threads: int) -> None:
-    """Take it, or map what is there, with QEMU's ``prealloc``."""
+    """Preallocate it, or map preallocated memory, with QEMU's ``prealloc``."""
     argv = [*QEMU, "-qmp", "stdio"]
     for fd, node in memory:
         where = f"mem-path=/proc/self/fd/{fd},share=on,host-nodes={node},policy=bind"
@@ -86,7 +88,7 @@ def seconds(act: Callable[[], None]) -> float:
 
 @contextlib.contextmanager
 def reserved(cpus: dict[int, CpuSet]) -> Iterator[bool]:
-    """Reserve huge pages for the block and give them back; whether there were enough."""
+    """Reserve huge pages for the block, give them back, and yield whether there were enough."""
     path = "/sys/devices/system/node/node{}/hugepages/hugepages-2048kB/{}_hugepages"
     before: dict[Path, str] = {}
     enough = True
@@ -138,7 +140,7 @@ def measure(page: int) -> Iterator[str]:
 
 
 def taking(setup: BenchmarkSetup) -> Iterator[Figure]:
-    """Yield the times of our way with ordinary pages, beside QEMU's."""
+    """Yield the times of our program with ordinary pages, and those of its peers."""
     taken = sampled(0, setup.rounds(ROUNDS, 1))
     size = f"{MIB_OF_EACH * len(cpus_by_numa_node())} MiB"
     yield Figure(f"taking {size}, s", taken[OURS], {way: taken[way] for way in ("one thread", PEER)})
@@ -158,6 +160,6 @@ def report() -> Iterator[str]:
             yield "huge pages could not be reserved"
 
 
-def test_how_fast_it_is(capsys: object) -> None:
-    with capsys.disabled():  # type: ignore[attr-defined]
+def test_how_fast_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
         print("", *report(), sep="\n")

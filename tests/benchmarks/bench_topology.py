@@ -1,9 +1,9 @@
-"""How long the decisions of `runner.kubelet` take, beside the kubelet's way of making them.
+"""How long the decisions of `runner.kubelet` take, compared with the kubelet's algorithm.
 
 Usage: python tests/benchmarks/bench_topology.py [--json]
 
 The plain enumeration runs on a size that it can finish, and what it would need for the big one is extrapolated from the
-number of permutations; the output says so.
+number of permutations, as the output shows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def contradictory(numa_nodes: int, resources: int) -> list[ProviderHints]:
 
 
 def enumerate_plainly(factors: list[list[Hint]], default: int) -> int:
-    """Go through all permutations as the kubelet does, with the least that must be done for each; give their number."""
+    """Go through all permutations as the kubelet does, with the least work for each, and return their number."""
     permutations = 0
     best: tuple[bool, int] | None = None
     for permutation in itertools.product(*factors):

@@ -1,4 +1,4 @@
-"""Process 1 of a pod that is no instance: it takes its place as one does, with a child of many threads instead of QEMU.
+"""Process 1 of a pod that enters its cgroups as an instance does, with a child of many threads instead of QEMU.
 
 Run by ``bench_confine.py``. Prints one JSON object a line: the milliseconds of one round.
 """
@@ -38,7 +38,7 @@ gate.wait()
 
 
 async def many_threads(host: Supervisor, stack: AsyncExitStack, count: int) -> tuple[Process, tuple[VcpuThread, ...]]:
-    """Start a process with *count* threads besides its first one, in the cgroup we are in, and return them."""
+    """Start a process with *count* threads besides its first one, in this process's cgroup, and return them."""
     command = Command("qemu", (sys.executable, "-I", "-S", "-c", THREADS, str(count)))
     process = host.processes.spawn(command)
     stack.push_async_callback(host.processes.stop, process, 2)
@@ -48,7 +48,7 @@ async def many_threads(host: Supervisor, stack: AsyncExitStack, count: int) -> t
 
 
 def bare(active: EnteredCgroups, process: Process, vcpus: tuple[VcpuThread, ...], pins: tuple[int, ...]) -> None:
-    """Do what must be done at least: the same writes and masks, with nothing checked and nothing read back."""
+    """Do the same writes and set the same masks, without any check."""
     os.write(active.cgroup_fds.float_procs.number, b"%d\n" % process.pid)
     for vcpu in vcpus:
         os.write(active.cgroup_fds.instance_threads.number, b"%d\n" % vcpu.tid)
@@ -57,7 +57,7 @@ def bare(active: EnteredCgroups, process: Process, vcpus: tuple[VcpuThread, ...]
 
 
 async def measure(socket: PurePosixPath, uid: str, cpus: CpuSet, count: int, *, is_bare: bool) -> dict[str, float]:
-    """Return the milliseconds of one round with *count* threads; where they are more than CPUs, they share."""
+    """Return the milliseconds of one round with *count* threads; if they are more than the CPUs, they share them."""
     placement = ControllerPlacement(cpus, tuple(islice(cycle(cpus), count)), socket, uid)
     async with (
         open_supervisor(StopRequest(), Faults()) as host,
@@ -68,7 +68,7 @@ async def measure(socket: PurePosixPath, uid: str, cpus: CpuSet, count: int, *, 
         begun = time.perf_counter()
         async with entered_cgroups(host, placement, anchors) as active, AsyncExitStack() as stack:
             entered = time.perf_counter()
-            stack.push_async_callback(host.processes.stop, process, 2)  # before its group is to be removed
+            stack.push_async_callback(host.processes.stop, process, 2)  # before its cgroup is removed
             if is_bare:
                 assert isinstance(active, EnteredCgroups)
                 bare(active, process, vcpus, placement.pins)
@@ -81,7 +81,7 @@ async def measure(socket: PurePosixPath, uid: str, cpus: CpuSet, count: int, *, 
 
 
 async def main() -> None:
-    """Measure as the command line says."""
+    """Measure what the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("socket", type=PurePosixPath)
     parser.add_argument("uid")

@@ -1,8 +1,7 @@
-"""What a disk of ours costs: requests a second in a Linux guest, beside the same QEMU started by hand.
+"""Requests a second to a disk in a Linux guest, compared with the same QEMU started by hand.
 
-The command line beside ours is what ``plan --show-argv`` prints: the same devices and options, paths in the place of
-descriptors. Its threads are put on the CPUs that the plan names, as a careful person would do by hand: where a thread
-may run matters more than all the rest.
+The command by hand is the output of ``plan --show-argv``: the same devices and options, with paths instead of
+descriptors. Its threads are pinned to the CPUs of the plan, because nothing matters more than the CPU of a thread.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def console_of(*argv: object, pin: int | None = None) -> str:
 
 
 def vcpu_of(pid: int) -> int:
-    """Return the thread of the vCPU below process *pid*, as soon as it is there."""
+    """Return the vCPU thread of a descendant of process *pid*, as soon as it exists."""
     while True:
         waiting = [pid]
         while waiting:
@@ -120,7 +119,7 @@ def disk(setup: BenchmarkSetup) -> Iterator[Figure]:
     by_hand = ("taskset", "--cpu-list", placement["float_cpus"], "sh", script)
     ours: dict[str, list[float]] = {}
     theirs: dict[str, list[float]] = {}
-    for _ in range(setup.rounds(2, 1)):  # by turns, so that both see the same weather
+    for _ in range(setup.rounds(2, 1)):  # alternately, so that both run under the same load
         for into, console in (
             (ours, console_of(*run)),
             (theirs, console_of(*by_hand, pin=placement["pins"][0])),

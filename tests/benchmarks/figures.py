@@ -1,4 +1,4 @@
-"""What was measured, and the one table that says it."""
+"""The measured figures, and their table."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 Samples = Sequence[float]
 
-HEAD = ("figure", "instance-runner", "min … max (rounds)", "beside it", "ratio", "goal", "met")
+HEAD = ("figure", "instance-runner", "min … max (rounds)", "peers", "ratio", "goal", "met")
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What the median should be; *name* says so when it is the figure of another program."""
+    """The limit of the median; *name* is the program whose figure it is, if it is another program's."""
 
     limit: float
     at_least: bool = False
@@ -87,7 +87,7 @@ def _short(value: float) -> str:
 
 
 def markdown(figures: Sequence[Figure]) -> Iterator[str]:
-    """Yield the table's lines, aligned for those who read it as it is."""
+    """Yield the table's lines, with aligned columns."""
     rows = [HEAD, *(figure.cells() for figure in figures)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     rows.insert(1, tuple("-" * width for width in widths))

@@ -1,8 +1,8 @@
-# A guest of 64 KiB without firmware or operating system, mapped as flash below 4 GiB: says "guest up" on the serial port
-# at its first instructions, sleeps, and powers off when the ACPI power button is pressed. With DEAF it is never told of
-# the button. It looks for the button 18 times a second.
+# A guest of 64 KiB without firmware or operating system, mapped as flash below 4 GiB: prints "guest up" on the serial port
+# at its first instructions, sleeps, and powers off when the ACPI power button is pressed. With NO_BUTTON it
+# ignores the button. It polls the button 18 times a second.
 #
-#   as --32 [--defsym DEAF=1] -o guest.o guest.S && ld -m elf_i386 -Ttext 0 --oformat binary -o guest.rom guest.o
+#   as --32 [--defsym NO_BUTTON=1] -o guest.o guest.S && ld -m elf_i386 -Ttext 0 --oformat binary -o guest.rom guest.o
 
 .set COM1, 0x3f8
 .set PM_BASE, 0x600          # where the power management registers of the ICH9 are put
@@ -53,7 +53,7 @@ real:
   mov $0x8000f844, %eax
   mov $0x80, %ebx
   call write_pci
-.ifndef DEAF
+.ifndef NO_BUTTON
   mov $PM1_ENABLE, %dx
   mov $POWER_BUTTON, %ax
   out %ax, %dx
@@ -83,7 +83,7 @@ real:
 
 sleep:
   hlt
-.ifndef DEAF
+.ifndef NO_BUTTON
   mov $PM1_STATUS, %dx
   in %dx, %ax
   test $POWER_BUTTON, %ax

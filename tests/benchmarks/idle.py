@@ -1,4 +1,4 @@
-"""What PID 1 costs while the guest runs and nothing happens."""
+"""Memory, wake-ups and system calls of PID 1 while the guest runs and nothing happens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.benchmarks.namespaced_init import (
 )
 
 SETTLED = 1.0
-"""Seconds after the guest's first word until the start is over for everybody."""
+"""Seconds from the guest's first output until the start of every process is over."""
 
 ATTACHED = 0.5
-"""Seconds of a trace that show its own beginning."""
+"""Seconds at the beginning of a trace that do not count, because strace still attaches."""
 
 NOT_OURS = ("qemu-system", "dnsmasq", "virtiofsd")
 
@@ -41,7 +41,7 @@ def memory(setup: BenchmarkSetup) -> Iterator[Figure]:
         for name, argv in contestants.items():
             with namespaced_init(*argv) as init:
                 init.until(UP)
-                init.listen(SETTLED)
+                init.read_for(SETTLED)
                 for what, amount in memory_of(init.pid).items():
                     samples.setdefault(f"{name} {what}", []).append(amount)
                 samples.setdefault(f"{name} threads", []).append(threads_of(init.pid))
@@ -70,9 +70,9 @@ def idle(setup: BenchmarkSetup) -> Iterator[Figure]:
         inits = {name: held.enter_context(namespaced_init(*argv)) for name, argv in contestants.items()}
         for init in inits.values():
             init.until(UP)
-            init.listen(SETTLED)
+            init.read_for(SETTLED)
         before = {name: switches_of(init.pid) for name, init in inits.items()}
-        inits["runner"].listen(window)
+        inits["runner"].read_for(window)
         woken = {name: [(switches_of(init.pid) - before[name]) * scale] for name, init in inits.items()}
         calls = {name: [_calls(setup, init, window) * scale] for name, init in inits.items()}
     yield Figure("idle: wake-ups of PID 1 in 10 s", woken["runner"], {"tini": woken["tini"]}, Goal(0))

@@ -1,4 +1,4 @@
-"""The instance that is measured, run by us and by a script that does as much without us."""
+"""The measured instance, run by instance-runner and by a shell script that starts the same processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.benchmarks.namespaced_init import BenchmarkError
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 UP = "guest up"
-"""What the guest says at its first instructions."""
+"""The output of the guest's first instructions."""
 
 GRACE = 3
 """Seconds an instance has to end."""
@@ -25,13 +25,13 @@ Argv = tuple[str | Path, ...]
 
 @dataclass(frozen=True)
 class BenchmarkSetup:
-    """What was made before the first measurement."""
+    """The directory, the CPUs and the options of all measurements."""
 
     directory: Path
     accel: str
     quick: bool
     cpu: int
-    """Given to the vCPU; everything else runs on *others*."""
+    """The CPU of the vCPU; everything else runs on *others*."""
     others: str
 
     @property
@@ -42,7 +42,7 @@ class BenchmarkSetup:
         return quick if self.quick else full
 
     def spec(self, name: str, *, network: bool = True, share: bool = True, guest: str = "guest") -> Path:
-        """Write an instance's document."""
+        """Write an instance's spec and return its path."""
         lines = [
             "[cpu]",
             f'accel = "{self.accel}"',
@@ -63,13 +63,13 @@ class BenchmarkSetup:
         return path
 
     def runner(self, spec: Path, *options: str) -> Argv:
-        """Return the documented entry point."""
+        """Return the command of instance-runner, as it is documented."""
         state = self.directory / f"{spec.stem}.state"
         blocked = ("env", "--block-signal=TERM,INT,HUP")
         return (*blocked, BIN / "instance-runner", "run", "--state-dir", state, *options, spec)
 
     def runner_by_phase(self, spec: Path) -> Argv:
-        """Return the same, begun by a driver that says when Python is up and when everything is imported."""
+        """Return the same through ``phased.py``, which prints when Python is up and when everything is imported."""
         env, block, _, *arguments = self.runner(spec, "--log-level", "debug")
         return (env, block, sys.executable, HERE / "phased.py", *arguments)
 
@@ -99,31 +99,31 @@ def linux_guest() -> Path:
 def _parts(by_hand: str) -> dict[str, str]:
     """Cut what ``plan --show-argv`` prints into the files of ``bare.sh``."""
     *lines, qemu = by_hand.replace("\\\n", "").splitlines()
-    words = shlex.split(qemu)
+    argv = shlex.split(qemu)
     console, monitor = ("-chardev", "stdio,id=console,mux=on,signal=off"), ("-mon", "chardev=console,mode=readline")
-    _replace(words, console, ("-chardev", "file,id=console,path=/proc/self/fd/7"))
-    _replace(words, monitor, ("-chardev", "stdio,id=qmp,signal=off", "-mon", "chardev=qmp,mode=control", "-S"))
+    _replace(argv, console, ("-chardev", "file,id=console,path=/proc/self/fd/7"))
+    _replace(argv, monitor, ("-chardev", "stdio,id=qmp,signal=off", "-mon", "chardev=qmp,mode=control", "-S"))
     sockets = re.findall(r"--socket-path=(\S+)", by_hand)
     return {
         "networks.sh": "".join(f"{line}\n" for line in lines if line.startswith("ip ")),
         "daemons.sh": "".join(f"rm -f {socket}\n" for socket in sockets)
         + "".join(f"{line}\n" for line in lines if line.endswith("&")),
         "sockets": "".join(f"{socket}\n" for socket in sockets),
-        "qemu.sh": f"exec {shlex.join(words)}\n",
+        "qemu.sh": f"exec {shlex.join(argv)}\n",
     }
 
 
-def _replace(words: list[str], old: tuple[str, str], new: tuple[str, ...]) -> None:
-    at = next((at for at in range(len(words)) if tuple(words[at : at + 2]) == old), None)
+def _replace(argv: list[str], old: tuple[str, str], new: tuple[str, ...]) -> None:
+    at = next((at for at in range(len(argv)) if tuple(argv[at : at + 2]) == old), None)
     if at is None:
         raise BenchmarkError(f"instance-runner plan --show-argv prints no {shlex.join(old)!r}")
-    words[at : at + 2] = new
+    argv[at : at + 2] = new
 
 
 def build(directory: Path) -> None:
     """Make the programs and guests."""
     (directory / "share").mkdir()
-    for name, options in (("guest", ()), ("deaf", ("--defsym", "DEAF=1"))):
+    for name, options in (("guest", ()), ("without-button", ("--defsym", "NO_BUTTON=1"))):
         code = directory / f"{name}.o"
         subprocess.run(("as", "--32", *options, "-o", code, HERE / "guest.S"), check=True)
         linked = ("-Ttext", "0", "--oformat", "binary", "-o", directory / f"{name}.rom", code)

@@ -1,4 +1,4 @@
-"""Processes as PID 1 of fresh namespaces, watched from outside."""
+"""Processes as PID 1 of fresh namespaces, observed from outside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Self
 
 UNSHARED = ("unshare", "--fork", "--kill-child", "--pid", "--mount", "--net", "--mount-proc", "--")
 STAMP = 'echo "mark exec $EPOCHREALTIME" >&2; exec "$@"'
-"""PID 1 begins as this shell, so that the clock starts at the exec of the program and not at the making of namespaces."""
+"""PID 1 starts as this shell, so that the time counts from the exec of the program, without the making of namespaces."""
 
 LOG_LINE = re.compile(r"(\d\d):(\d\d):(\d\d\.\d\d\d) \w+ +(.*)")
 DAY = 86400
@@ -51,7 +51,7 @@ class NamespacedInit:
         self.lines: list[Line] = []
         self.born = float(self.until("mark exec ").text.split()[-1])
         self.pid = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
-        """Of PID 1, as it is known out here."""
+        """The pid of PID 1 in our PID namespace."""
         self._pidfd = os.pidfd_open(self.pid)
 
     def __enter__(self) -> Self:
@@ -73,19 +73,19 @@ class NamespacedInit:
         def found() -> Line | None:
             return next((line for line in self.lines if text in line.text), None)
 
-        self._listen(lambda: found() is not None, timeout, f"never printed {text!r}")
+        self._read_until(lambda: found() is not None, timeout, f"never printed {text!r}")
         line = found()
         assert line is not None
         return line
 
-    def listen(self, seconds: float) -> None:
-        """Read what arrives meanwhile, so that no writer has to wait for us."""
+    def read_for(self, seconds: float) -> None:
+        """Read the output for some *seconds*, so that no writer has to wait."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            self._hear(left)
+            self._read_ready(left)
 
     def terminate(self) -> float:
-        """Send SIGTERM and return when."""
+        """Send SIGTERM and return the time."""
         moment = time.time()
         signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
         return moment
@@ -95,15 +95,15 @@ class NamespacedInit:
         signal.pidfd_send_signal(self._pidfd, signal.SIGSTOP)
 
     def exited(self, timeout: float = TIMEOUT) -> float:
-        """Return the moment PID 1, and so everything below it, is gone."""
+        """Wait until PID 1, and so everything below it, has ended, and return the time."""
         self._selector.register(self._pidfd, selectors.EVENT_READ)
         end = time.monotonic() + timeout
-        while self._pidfd not in self._hear(end - time.monotonic()):
+        while self._pidfd not in self._read_ready(end - time.monotonic()):
             if time.monotonic() > end:
                 raise BenchmarkError(f"did not end within {timeout:g} s:\n{self.transcript()}")
         moment = time.time()
         self._selector.unregister(self._pidfd)
-        while self._hear(0):
+        while self._read_ready(0):
             pass
         self._process.wait()
         return moment
@@ -116,9 +116,9 @@ class NamespacedInit:
         return "\n".join(f"    {line.text}" for line in self.lines)
 
     def marks(self, known: Sequence[tuple[str, str]]) -> dict[str, float]:
-        """Return when what was reached: ``mark NAME TIME`` lines, and *known* (name, text of a log line).
+        """Return mark → its time: of ``mark NAME TIME`` lines, and of *known* (name, pattern of a log line).
 
-        What is not found is left out. Of several the first counts.
+        Marks that are not found are left out; of several the first counts.
         """
         moments: dict[str, float] = {"exec": self.born}
         for line in self.lines:
@@ -135,15 +135,15 @@ class NamespacedInit:
         moment = midnight + int(match[1]) * 3600 + int(match[2]) * 60 + float(match[3])
         return moment if moment > self.born - DAY / 2 else moment + DAY
 
-    def _listen(self, happened: Callable[[], bool], timeout: float, otherwise: str) -> None:
+    def _read_until(self, happened: Callable[[], bool], timeout: float, otherwise: str) -> None:
         end = time.monotonic() + timeout
         while not happened():
             if time.monotonic() > end or not self._selector.get_map():
                 raise BenchmarkError(f"{otherwise}:\n{self.transcript()}")
-            self._hear(end - time.monotonic())
+            self._read_ready(end - time.monotonic())
 
-    def _hear(self, timeout: float) -> set[int]:
-        """Read what there is, and return the descriptors that had something to say."""
+    def _read_ready(self, timeout: float) -> set[int]:
+        """Read the available output, and return the descriptors that were ready."""
         ready = {key.fd for key, _ in self._selector.select(max(0, timeout))}
         moment = time.time()
         for fd in ready & self._rest.keys():
@@ -157,9 +157,9 @@ class NamespacedInit:
 
 @contextmanager
 def namespaced_init(*argv: str | Path, pass_fds: Sequence[int] = ()) -> Iterator[NamespacedInit]:
-    """Hold *argv* as PID 1 of fresh PID, mount and network namespaces; whatever is in them at the end is killed.
+    """Hold *argv* as PID 1 of fresh PID, mount and network namespaces; every process in them is killed at the end.
 
-    It is killed with this process too, however that ends.
+    It is also killed when this process ends.
     """
     process = subprocess.Popen(
         ("setpriv", "--pdeathsig", "KILL", "--", *UNSHARED, "bash", "-c", STAMP, "exec", *argv),

@@ -1,6 +1,6 @@
-"""Throughput from the guest to its router, beside the same QEMU started by hand with the same options in the same run.
+"""Throughput from the guest to its router, compared with the same QEMU started by hand in the same run.
 
-The hand is the script of ``instance-runner plan --show-argv``. What differs is who opens the tap and who pins the vCPUs.
+The script by hand is the output of ``instance-runner plan --show-argv``. It lets QEMU open the tap and pins no vCPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``instance-runner``, saying on standard error when Python was up and when everything was imported."""
+"""``instance-runner``, which prints on standard error when Python was up and when everything was imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast orphans are reaped, beside the small inits."""
+"""How fast orphans are reaped, compared with the small inits."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _once(setup: BenchmarkSetup, init_argv: Argv, orphans: int, *, ours: bool) -
         def answer() -> str:
             line = listening.readline()
             if not line:
-                init.listen(0.5)
-                raise BenchmarkError(f"the storm broke off:\n{init.transcript()}")
+                init.read_for(0.5)
+                raise BenchmarkError(f"the storm ended early:\n{init.transcript()}")
             return line.split()[-1]
 
         def seconds(order: bytes) -> float:

@@ -1,4 +1,4 @@
-"""From exec to the guest's first word."""
+"""From exec to the guest's first output."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PHASES = (
     ("interpreter", "interpreter", ""),
     ("imports", "imports", ""),
     ("command line, spec", "asked", r"start role=virtiofsd-version"),
-    ("survey, plan", "planned", r"start role=anchor"),
+    ("facts, plan", "planned", r"start role=anchor"),
     ("anchor, placement, network", "network", r"start role=dnsmasq"),
     ("dnsmasq, virtiofsd", "daemons", r"start role=qemu"),
     ("QEMU until it greets", "greeting", r"QEMU is up"),
     ("pin, receipt, cont", "cont", r"the guest runs"),
-    ("the guest's first word", "word", ""),
+    ("the guest's first output", "output", ""),
 )
-"""The phases: what they are called, the mark that ends each, and the log line that is the mark."""
+"""The phases: name, the mark that ends it, and the log line that is the mark."""
 
 BARE, TINI = "bare", "tini + bare"
 
@@ -44,13 +44,13 @@ def start(setup: BenchmarkSetup) -> Iterator[Figure]:
             moments, cpu = _once(contestants[name])
             if number < 0:
                 continue
-            totals[name].append((moments["word"] - moments["exec"]) * 1e3)
+            totals[name].append((moments["output"] - moments["exec"]) * 1e3)
             if name == "runner":
                 spent.append(cpu * 1e3)
             for phase, length in _lengths(moments):
                 phases[name].setdefault(phase, []).append(length)
     peers = {name: totals[name] for name in (BARE, TINI)}
-    yield Figure("start: exec → the guest's first word, ms", totals["runner"], peers)
+    yield Figure("start: exec → the guest's first output, ms", totals["runner"], peers)
     on_top = [ours - bare for ours, bare in zip(totals["runner"], totals[BARE], strict=True)]
     yield Figure("start: on top of the bare script, ms", on_top, goal=Goal(120))
     fastest = min(totals["runner"]) - min(totals[BARE])
@@ -63,17 +63,17 @@ def start(setup: BenchmarkSetup) -> Iterator[Figure]:
 
 
 def _once(argv: Argv) -> tuple[dict[str, float], float]:
-    """Start *argv*; return when what was reached, and the CPU time PID 1 took until the end."""
+    """Start *argv*; return the time of each mark, and the CPU seconds that PID 1 used."""
     with namespaced_init(*argv) as init:
-        word = init.until(UP)
+        output = init.until(UP)
         init.until("mark cont" if "bash" in argv else "the guest runs")
         cpu = cpu_of(init.pid)
         known = [(mark, text) for _, mark, text in PHASES if text]
-        return {**init.marks(known), "word": word.moment}, cpu
+        return {**init.marks(known), "output": output.moment}, cpu
 
 
 def _lengths(moments: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield each phase and its length in ms; where a mark is missing the next phase holds its time too."""
+    """Yield each phase and its length in ms; where a mark is missing, its time is part of the next phase."""
     reached = [("", "exec"), *((phase, mark) for phase, mark, _ in PHASES if mark in moments)]
     for (_, before), (phase, mark) in itertools.pairwise(reached):
         yield phase, (moments[mark] - moments[before]) * 1e3

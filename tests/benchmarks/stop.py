@@ -15,7 +15,7 @@ MARKS = (
     ("pressed", r"qmp event name=POWERDOWN"),
     ("off", r"qmp event name=SHUTDOWN .*'guest': True"),
     ("quit", r"qmp event name=SHUTDOWN .*'host-qmp-quit'"),
-    ("network", r"network: giving back"),
+    ("network", r"network: removing"),
     ("ended", r"ended outcome="),
 )
 
@@ -24,11 +24,12 @@ STOPPED, FORCED_OFF = 0, 13
 
 def stop(setup: BenchmarkSetup) -> Iterator[Figure]:
     samples: dict[str, list[float]] = {}
-    obedient, deaf = setup.spec("obedient"), setup.spec("deaf-guest", guest="deaf")
+    obedient = setup.spec("obedient")
+    disobedient = setup.spec("disobedient", guest="without-button")
     for _ in range(setup.rounds(7, 1)):
         with namespaced_init(*setup.runner(obedient, "--log-level", "debug")) as init:
             init.until(UP)
-            init.listen(SETTLED)
+            init.read_for(SETTLED)
             asked = init.terminate()
             exited = init.exited()
             _expect(init.status, STOPPED, init.transcript())
@@ -37,16 +38,16 @@ def stop(setup: BenchmarkSetup) -> Iterator[Figure]:
         spans = {"obedient": exited - asked - guest, "guest": guest, "pressed": reached["pressed"] - asked}
         stations = [name for name in ("off", "quit", "network", "ended", "exit") if name in reached]
         spans |= {there: reached[there] - reached[here] for here, there in itertools.pairwise(stations)}
-        with namespaced_init(*setup.runner(deaf)) as init:
+        with namespaced_init(*setup.runner(disobedient)) as init:
             init.until(UP)
-            init.listen(SETTLED)
+            init.read_for(SETTLED)
             asked = init.terminate()
-            spans["deaf"] = init.exited() - asked - GRACE
+            spans["disobedient"] = init.exited() - asked - GRACE
             _expect(init.status, FORCED_OFF, init.transcript())
         for name, span in spans.items():
             samples.setdefault(name, []).append(span * 1e3)
     limit = Goal(250)
-    yield Figure("stop: obedient guest, beyond its own time, ms", samples["obedient"], goal=limit)
+    yield Figure("stop: a guest that powers down, beyond its own time, ms", samples["obedient"], goal=limit)
     for name, title in (
         ("pressed", "SIGTERM → power button"),
         ("guest", "the guest's own time"),
@@ -57,7 +58,9 @@ def stop(setup: BenchmarkSetup) -> Iterator[Figure]:
     ):
         if name in samples:
             yield Figure(f"- {title}, ms", samples[name])
-    yield Figure("stop: deaf guest, beyond the grace period, ms", samples["deaf"], goal=limit)
+    yield Figure(
+        "stop: a guest that ignores the power button, beyond the grace period, ms", samples["disobedient"], goal=limit
+    )
 
 
 def _expect(status: int | None, wanted: int, transcript: str) -> None:

@@ -1,8 +1,8 @@
 /* A storm of orphans for the process that is PID 1 here, and a clock.
  *
- *   storm COUNT IN OUT      IN, OUT: descriptors of the conversation with whoever started PID 1
+ *   storm COUNT IN OUT      IN, OUT: descriptors for the commands and answers of the program that started PID 1
  *
- * Says "ready", then obeys single letters, answering each with one line:
+ * Prints "ready", then executes commands of one letter, and answers each with one line:
  *
  *   w   "made": COUNT orphans have died and wait for PID 1, which the caller has stopped before
  *   r   "reaped SECONDS": PID 1 was continued, and that long after it the last of them was gone

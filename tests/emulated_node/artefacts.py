@@ -61,16 +61,16 @@ def root() -> Artefact:
 
 
 def image_base() -> Artefact:
-    """Return the recipe of what our images are built on without a registry, a root file system as a tar archive.
+    """Return the recipe of the base of our images, which are built without a registry: a root file system as a tar archive.
 
-    The week is part of it, so that updates of the release arrive, and with them everything built on it.
+    The week is part of the recipe, so that updates of the release arrive, and everything based on it is built again.
     """
     tools = {"mmdebstrap": "mmdebstrap", "/usr/share/keyrings/debian-archive-keyring.gpg": "debian-archive-keyring"}
     return Artefact("base", "base.sh", {"week": time.strftime("%G-%V").encode()}, tools)
 
 
 def kustomize() -> Artefact:
-    """Return the recipe of the program that puts Kubernetes manifests together as ``kubectl apply -k`` does."""
+    """Return the recipe of kustomize, which builds Kubernetes manifests as ``kubectl apply -k`` does."""
     return Artefact("kustomize", "kustomize.sh", {}, tools={"mmdebstrap": "mmdebstrap"})
 
 
@@ -82,9 +82,9 @@ def rom() -> Artefact:
 
 
 def initrd(shape: Shape) -> bytes:
-    """Return what the kernel unpacks at boot: the replacement of the CPU table, then busybox and the first ``init``.
+    """Return the initramfs of the node: the replacement of the CPU table, then busybox and the first ``init``.
 
-    The table must stand first and uncompressed (``Documentation/admin-guide/acpi/initrd_table_override.rst``).
+    The table must come first and uncompressed (``Documentation/admin-guide/acpi/initrd_table_override.rst``).
     """
     tables = archive(
         [
@@ -99,7 +99,7 @@ def initrd(shape: Shape) -> bytes:
 
 
 def guest_initrd() -> bytes:
-    """Return the whole root of the Linux guest, which the node's kernel boots as well."""
+    """Return the initramfs of the Linux guest, which boots the node's kernel."""
     return busybox_root("guest-init", [])
 
 

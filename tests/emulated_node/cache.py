@@ -1,7 +1,7 @@
-"""What the emulated node is made of, built once and kept.
+"""The artefacts of the emulated node, built once and kept.
 
 An artefact is the output of a shell script and its input files. Its name in the cache holds the hash of both, so a
-changed recipe is another artefact and an unchanged one is found again. It is built in a directory of its own and
+changed recipe makes another artefact and an unchanged one is found again. It is built in a directory of its own and
 renamed into place when it is complete: an interrupted build leaves nothing that looks like a result.
 """
 
@@ -24,7 +24,7 @@ from typing import Self
 
 RECIPES = Path(__file__).with_name("recipes")
 KEPT_SECONDS = 14 * 24 * 3600
-"""An artefact of an older recipe goes when it was not used for so long (another branch may still want it)."""
+"""Seconds after its last use until an artefact of an older recipe is removed; another branch may still use it."""
 
 
 class EmulatedNodeError(Exception):
@@ -32,7 +32,7 @@ class EmulatedNodeError(Exception):
 
 
 def directory() -> Path:
-    """Return where artefacts are kept: ``$RUNNER_NODE_CACHE``, else below the user's cache directory."""
+    """Return the directory of artefacts: ``$RUNNER_NODE_CACHE``, else below the user's cache directory."""
     given = os.environ.get("RUNNER_NODE_CACHE")
     if given:
         return Path(given)
@@ -85,7 +85,7 @@ def fetch(artefact: Artefact) -> Path:
 
 
 def available(tool: str) -> bool:
-    """Tell whether a program, or a file named by its path, is there."""
+    """Return whether a program, or a file named by its path, exists."""
     return Path(tool).exists() if tool.startswith("/") else shutil.which(tool) is not None
 
 
@@ -111,7 +111,7 @@ def build(artefact: Artefact, path: Path) -> None:
 
 
 def follow(name: str, argv: list[str], log: Path, work: Path, environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run a long command in *work*, its output into *log* and, now and then, shown; return its status and last lines."""
+    """Run a long command in *work*, write its output to *log*, show some of it, and return its status and last lines."""
     last: deque[str] = deque(maxlen=20)
     with (
         log.open("w") as lines,
@@ -148,12 +148,12 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Tell the person in front of the screen what is happening."""
+    """Print one line about the progress to standard error."""
     print(f"node: {text}", file=sys.stderr, flush=True)
 
 
 class Progress:
-    """The last line of a long build, over and over in one place on a terminal, now and then in a log."""
+    """The last line of a long build, shown five times a second on a terminal and every 15 s in a log."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -170,7 +170,7 @@ class Progress:
             sys.stderr.flush()
 
     def show(self, line: str) -> None:
-        """Show *line* unless one was shown a moment ago."""
+        """Show *line* unless another one was shown shortly before."""
         self.lines += 1
         now = time.monotonic()
         if now - self.shown < (0.2 if self.terminal else 15):

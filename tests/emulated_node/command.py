@@ -22,16 +22,15 @@ from tests.emulated_node.shape import Shape
 RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
 SYSTEMD_TESTS, ARTICLE_TESTS, DEVICE_TESTS = ["tests/node/systemd"], ["tests/node/article"], ["tests/node/devices"]
-"""What needs systemd as PID 1, 128 CPUs, spare devices or our images as disks is a folder of its own: a node without it
-would skip it."""
+"""Tests that need systemd as PID 1, 128 CPUs, spare devices or our images as disks have their own folders."""
 IMAGE_TESTS = ["tests/node/images", "tests/node/containerd"]
 OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, *IMAGE_TESTS)
 TESTS = ["tests/node", *(f"--ignore={folder}" for folder in OWN_FOLDERS)]
 ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
 HANGING_SECONDS = 300
-"""A test that takes longer shows where it is."""
+"""Seconds after which a test's stack is shown."""
 BOOTS = 2
-"""Times a node is booted until it comes up: an emulated kernel of 16 CPUs dies in one boot of some dozens before its first word."""
+"""Attempts to boot a node: one emulated boot with 16 CPUs in a few dozen ends before the kernel prints anything."""
 NEVER_CAME_UP, NO_STATUS, NO_TESTS = 70, 71, 72
 """Exit statuses of ours, above pytest's (0-5): the emulated node failed, so the tests prove nothing."""
 
@@ -107,12 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def pytest_arguments(given: Sequence[str], default: Sequence[str]) -> list[str]:
     """Return pytest's arguments: the ones given, and the *default* ones if no file or folder is among them."""
-    named = any(not word.startswith("-") and (PROJECT / word.split("::")[0]).exists() for word in given)
+    named = any(not each.startswith("-") and (PROJECT / each.split("::")[0]).exists() for each in given)
     return ["-p", "no:cacheprovider", *given, *([] if named else default)]
 
 
 def environment() -> dict[str, str]:
-    """Return what of our environment concerns the tests."""
+    """Return the variables of our environment that concern the tests."""
     return {name: value for name, value in os.environ.items() if name.startswith("RUNNER_") and "CACHE" not in name}
 
 
@@ -149,13 +148,13 @@ def in_node(options: argparse.Namespace) -> int:
     }
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
     if not options.shell:
-        words = [
+        command = [
             *("python3", "-m", "pytest", "--junitxml=/results/junit.xml"),
             *("-o", f"faulthandler_timeout={HANGING_SECONDS}"),
             f"--color={'yes' if sys.stdout.isatty() else 'no'}",
             *options.pytest,
         ]
-        (run / "job").write_text(f"cd /project\n{exports}exec {shlex.join(words)}\n")
+        (run / "job").write_text(f"cd /project\n{exports}exec {shlex.join(command)}\n")
     if interactive:
         term = shlex.quote(os.environ.get("TERM", "linux"))
         (run / "shell").write_text(f"{exports}stty rows {lines} cols {columns}\nexport PS1='node:\\w# ' TERM={term}\n")
@@ -187,7 +186,7 @@ def in_node(options: argparse.Namespace) -> int:
 
 
 def new_run() -> Path:
-    """Return a fresh directory for a run's results, and forget all but the last few."""
+    """Return a fresh directory for a run's results, and remove all but the last few."""
     RUNS.mkdir(parents=True, exist_ok=True)
     run = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     run.mkdir()

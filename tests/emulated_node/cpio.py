@@ -1,6 +1,6 @@
 """Archives in the kernel's initramfs format (``Documentation/driver-api/early-userspace/buffer-format.rst``).
 
-Written here because ``cpio`` archives only what exists in a file system, and device nodes there need privilege.
+``cpio`` archives only files that exist, and making device nodes needs privilege.
 """
 
 from __future__ import annotations

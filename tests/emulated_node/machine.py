@@ -1,4 +1,4 @@
-"""The node as a QEMU process: started, listened to, and gone when the block ends."""
+"""The node as a QEMU process, which ends with the block that started it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ TRIAL_SECONDS = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a node reported: whether it came up, and the status of its job if it got that far."""
+    """The report of a node: the seconds until it was up, and the status of its job; ``None`` where it did not get so far."""
 
     up_after: float | None
     status: int | None
 
 
 def accelerator(chosen: str, kernel: Path) -> str:
-    """Return ``kvm`` or ``tcg``; *auto* takes KVM only where a bounded trial saw this very kernel run under it.
+    """Return ``kvm`` or ``tcg``; *auto* takes KVM only where a bounded trial has run this very kernel under it.
 
     A ``/dev/kvm`` that opens proves nothing: nested without hardware help, it may hang at the kernel's first
     instructions. The verdict is kept until the machine is booted again.
@@ -66,7 +66,7 @@ def accelerator(chosen: str, kernel: Path) -> str:
 
 
 def runs_under_kvm(kernel: Path) -> bool:
-    """Boot *kernel* once under KVM and tell whether its first program printed the word it was given."""
+    """Boot *kernel* once under KVM and return whether its first program printed the word it was given."""
     word = f"trial-{token_hex(8)}"
     with tempfile.TemporaryDirectory() as directory:
         initrd = Path(directory) / "initrd"
@@ -178,9 +178,9 @@ def arguments(
 
 @contextlib.contextmanager
 def running(argv: list[str], log: Path) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Run QEMU with a socket for the node's terminal and one for its events; whatever happens, it ends with the block.
+    """Run QEMU with a socket for the node's terminal and one for its events; it ends with the block.
 
-    ``setpriv --pdeathsig`` ends it as well when we are killed.
+    ``setpriv --pdeathsig`` ends it when this process is killed.
     """
     terminal, node_terminal = socket.socketpair()
     events, node_events = socket.socketpair()
@@ -208,7 +208,7 @@ def running(argv: list[str], log: Path) -> Iterator[tuple[socket.socket, socket.
 
 @contextlib.contextmanager
 def raw_terminal() -> Iterator[None]:
-    """Hand every key, Ctrl-C included, to the node's shell."""
+    """Have the terminal pass every key, Ctrl-C included, to the node's shell."""
     before = termios.tcgetattr(0)
     tty.setraw(0)
     try:
@@ -238,9 +238,9 @@ def boot(
     boot_seconds: float,
     job_seconds: float,
 ) -> Outcome:
-    """Boot the node, show what its job writes, and return what it reported when it was done.
+    """Boot the node, show the output of its job, and return its report.
 
-    *run* is the directory the node sees as ``/results``; ``job`` and ``shell`` in it say what to do (``node-job``).
+    *run* is the directory the node sees as ``/results``; the scripts ``job`` and ``shell`` in it are run (``node-job``).
     *disks* are read-only ones, by the serial numbers the node sees.
     """
     if shutil.which(QEMU) is None:
@@ -266,12 +266,12 @@ def boot(
             listener.take_keys()
         done = listener.wait_for("done", time.monotonic() + job_seconds if not interactive else float("inf"))
         if done is not None:
-            listener.wait_for("nothing more", time.monotonic() + 30)  # what is still on its way to the terminal
+            listener.wait_for("nothing more", time.monotonic() + 30)  # the rest of the terminal's output
     return Outcome(up_after, None if done is None else int(done))
 
 
 class Listener:
-    """The node's two voices: the terminal, shown as it comes, and the events, believed only with the boot's word."""
+    """The node's terminal, which is shown as it comes, and its events, which count only with the word of this boot."""
 
     def __init__(self, terminal: socket.socket, events: socket.socket, word: str) -> None:
         self.terminal, self.events, self.word = terminal, events, word
@@ -281,11 +281,11 @@ class Listener:
         self.selector.register(events, selectors.EVENT_READ)
 
     def take_keys(self) -> None:
-        """Send what is typed here to the node's terminal."""
+        """Send the keys typed here to the node's terminal."""
         self.selector.register(0, selectors.EVENT_READ)
 
     def wait_for(self, event: str, until: float) -> str | None:
-        """Return what followed *event*, or ``None`` when time is over or the node has ended."""
+        """Return the text after *event*, or ``None`` when the time is over or the node has ended."""
         prefix = f"{event} {self.word}"
         while True:
             for line in self.lines():
@@ -301,17 +301,17 @@ class Listener:
                 self.read(key.fd)
 
     def registered(self) -> list[selectors.SelectorKey]:
-        """Return what can still say something."""
+        """Return the descriptors that are still open."""
         return list(self.selector.get_map().values())
 
     def lines(self) -> Iterator[str]:
-        """Take the complete event lines received so far."""
+        """Yield and remove the complete event lines received so far."""
         while b"\n" in self.received:
             line, self.received = self.received.split(b"\n", 1)
             yield line.decode(errors="replace").strip()
 
     def read(self, fd: int) -> None:
-        """Take what one of the descriptors has."""
+        """Read from one of the descriptors: a key, output of the terminal, or an event."""
         if fd == 0:
             keys = os.read(0, 4096)
             if keys:

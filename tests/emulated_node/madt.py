@@ -1,8 +1,8 @@
 """The ACPI table that lists the CPUs, in the order of real multi-socket hosts.
 
 Linux numbers CPUs in the order of the MADT. QEMU lists siblings side by side (0 and 1 share a core); firmware of
-dual-socket servers lists the first threads of all cores, then the second ones. Affinity code that is right on one
-numbering only is wrong, so the node has the numbering of the hosts it stands for.
+dual-socket servers lists the first threads of all cores, then the second ones. Affinity code must be right for both, so
+the node has the numbering of those servers.
 
 ACPI specification 6.5, 5.2.12 (MADT); the entries besides the CPUs are those of QEMU's ``acpi_build_madt``
 (``hw/i386/acpi-common.c``).
@@ -17,7 +17,7 @@ from tests.emulated_node.shape import THREADS, Shape
 LOCAL_APIC, IO_APIC = 0xFEE00000, 0xFEC00000
 ACTIVE_HIGH_LEVEL = 0x000D
 OEM_REVISION = 2
-"""The kernel takes a replacement only from the same OEM with a higher revision; QEMU's is 1."""
+"""The kernel accepts a replacement only of the same OEM with a higher revision; QEMU's is 1."""
 
 
 def madt(shape: Shape) -> bytes:

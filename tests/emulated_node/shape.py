@@ -1,4 +1,4 @@
-"""The hardware of the node: how many CPUs, on how many NUMA nodes, numbered how."""
+"""The hardware of the node: its CPUs, their numbers, and its NUMA nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runner.cpuset import CpuSet
 from tests.emulated_node.cache import EmulatedNodeError
 
 THREADS = 2
-"""Siblings a core: what the hosts of GPU instances have."""
+"""Threads of a core, as on the hosts of GPU instances."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Spare PCI devices of the emulated node, behind an IOMMU, in the place of a real node's GPUs and their NICs."""
+"""Spare PCI devices of the emulated node, behind an IOMMU, instead of a real node's GPUs and their NICs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ FIRST_BUS, BUSES = 0x40, 0x20
 
 
 def iommu() -> tuple[str, ...]:
-    """Return the options for Intel's IOMMU, which must come before the devices it is for."""
+    """Return the options for Intel's IOMMU, which must precede its devices."""
     return ("-device", "intel-iommu,intremap=on,caching-mode=on,device-iotlb=on")
 
 
 def word_on(numa_node: int) -> bytes:
-    """Return what the first sector of a NUMA node's spare disk begins with."""
+    """Return the first bytes of a NUMA node's spare disk."""
     return f"SPARE-DISK-OF-NUMA-NODE-{numa_node}".encode()
 
 
 def spare_devices(run: Path, numa_nodes: int) -> Iterator[str]:
     """Yield the options for each NUMA node's devices, below a host bridge of its own; *run* holds the disks' files.
 
-    These are an NVMe disk, a NIC (e1000e) at a network with a DHCP server, and two NICs in one IOMMU group, because they
-    are functions of one device that does not keep them apart.
+    These are an NVMe disk, a NIC (e1000e) on a network with a DHCP server, and two NICs in one IOMMU group: functions of
+    one device without ACS.
     """
     for numa_node in range(numa_nodes):
         disk = run / f"spare{numa_node}.img"

@@ -16,22 +16,22 @@ PROJECT = Path(__file__).resolve().parents[2]
 IMAGES = ("gpu-instance", "controller")
 TOOLS = {"podman": "podman", "buildah": "buildah", "runc": "runc", "mkfs.erofs": "erofs-utils"}
 UNPACKED_SECONDS = 24 * 3600
-"""An image's root file system is kept for so long: every change of the code makes another."""
+"""Seconds that an image's root file system is kept: every change of the code makes another."""
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 
 
 def storage() -> list[str]:
-    """Return the options by which podman and buildah keep to a store of our own; it goes with the cache."""
+    """Return the options for podman and buildah that name a store of our own in the cache."""
     root = directory() / "images"
-    # What is mounted of a store is noted elsewhere, where a reboot forgets it.
+    # The mounts of a store are recorded in /run, which a reboot empties.
     return ["--root", str(root), "--runroot", f"/run/instance-runner-images-{crc32(bytes(root)):08x}"]
 
 
-def podman(*words: str) -> str:
-    """Call podman and return what it wrote."""
-    done = subprocess.run(["podman", *storage(), *words], stdout=subprocess.PIPE, text=True, check=False)
+def podman(*arguments: str) -> str:
+    """Call podman and return its output."""
+    done = subprocess.run(["podman", *storage(), *arguments], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        raise EmulatedNodeError(f"podman {words[0]} failed with status {done.returncode}")
+        raise EmulatedNodeError(f"podman {arguments[0]} failed with status {done.returncode}")
     return done.stdout.strip()
 
 
@@ -53,7 +53,7 @@ def built(name: str, base: str) -> str:
     started = time.monotonic()
     identity = directory() / f"{name}.id"
     identity.unlink(missing_ok=True)
-    # The certificates that this machine believes, which may be others than Debian's where a proxy looks into TLS.
+    # The certificates that this machine trusts; where a proxy intercepts TLS they are not Debian's.
     bundle = os.environ.get("SSL_CERT_FILE", CERTIFICATES)
     secret = ["--secret", f"id=ca,src={bundle}"] if Path(bundle).is_file() else []
     argv = [
@@ -73,7 +73,7 @@ def built(name: str, base: str) -> str:
 
 
 def root_file_system(name: str, image: str) -> Path:
-    """Return an erofs file with what is in *image*, for a node that has no image store."""
+    """Return an erofs file with the files of *image*, for a node that has no image store."""
     kept = directory()
     path = kept / f"{name}-{image[:16]}.erofs"
     with locked(kept / "images.lock", "images"):

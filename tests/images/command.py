@@ -23,35 +23,35 @@ from tests.images import built
 from tests.images.manifests import DIRECTORIES, put_together
 
 CALLED = {"gpu-instance": "gpu-instance", "controller": "instance-cgroup-controller"}
-"""The images' directories → what the manifests call them."""
+"""Directory of an image → its name in the manifests."""
 
 
-def tell_manifests(images: dict[str, str]) -> str:
-    """Leave what the manifests describe, and the images' configurations, in a file; return its path in the node."""
+def write_manifests(images: dict[str, str]) -> str:
+    """Write the manifests' objects and the images' configurations to a file, and return its path in the node."""
     configurations = {
         CALLED[name]: json.loads(built.podman("image", "inspect", "--format", "{{json .Config}}", image))
         for name, image in images.items()
     }
-    told = PROJECT / ".cache" / "images" / "manifests.json"
-    told.parent.mkdir(parents=True, exist_ok=True)
+    file = PROJECT / ".cache" / "images" / "manifests.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
     objects = {directory: put_together(directory) for directory in DIRECTORIES}
-    told.write_text(json.dumps({"objects": objects, "configurations": configurations}))
-    return f"/project/{told.relative_to(PROJECT)}"
+    file.write_text(json.dumps({"objects": objects, "configurations": configurations}))
+    return f"/project/{file.relative_to(PROJECT)}"
 
 
-def in_node(images: dict[str, str], *words: str) -> int:
-    """Run tests/node/run with *words*, the images as disks and the manifests; return its status."""
+def in_node(images: dict[str, str], *arguments: str) -> int:
+    """Run tests/node/run with *arguments*, the images as disks and the manifests; return its status."""
     disks = [f"--disk={name}={built.root_file_system(name, image)}" for name, image in images.items()]
     return subprocess.run(
-        ["tests/node/run", *disks, *words],
+        ["tests/node/run", *disks, *arguments],
         cwd=PROJECT,
-        env={**os.environ, "RUNNER_NODE_MANIFESTS": tell_manifests(images)},
+        env={**os.environ, "RUNNER_NODE_MANIFESTS": write_manifests(images)},
         check=False,
     ).returncode
 
 
 def main() -> int:
-    """Do what the command line says and return the status."""
+    """Run the steps that the command line selects and return the status."""
     parser = argparse.ArgumentParser(prog="tests/images/run", description=__doc__.splitlines()[0])
     steps = ("build", "here", "node", "containerd")
     parser.add_argument("--only", choices=steps, help="only this step, and the build before it")

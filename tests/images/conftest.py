@@ -18,13 +18,13 @@ PODMAN = ("podman", *storage(), "--runtime", "runc", "--cgroup-manager", "cgroup
 LIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=30000:30000")
 """Given, because without CAP_SYS_RESOURCE the runtime could not raise them to podman's defaults."""
 NO_KVM = ("--volume", "/dev/null:/dev/kvm")
-"""A /dev/kvm that opens may still start no guest (nested virtualisation); these guests are emulated everywhere."""
+"""These guests are always emulated, because a /dev/kvm that opens may still run no guest (nested virtualisation)."""
 SECONDS = 90
 
 
 @attrs.define
 class Container:
-    """A container while it runs, and what it has said."""
+    """A container, its process and its output."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -35,7 +35,7 @@ class Container:
         return self.log.read_text(errors="replace")
 
     def until(self, text: str) -> None:
-        """Wait until it says *text*; fail as soon as it has ended without."""
+        """Wait until it prints *text*; fail as soon as it has ended without."""
         end = time.monotonic() + SECONDS
         while text not in self.output:
             assert self.process.poll() is None or text in self.output, f"ended without {text!r}:\n{self.output}"
@@ -51,7 +51,7 @@ class Container:
         return self.process.wait(SECONDS)
 
     def execute(self, *command: str) -> str:
-        """Run a command in it and return what it wrote."""
+        """Run a command in it and return its output."""
         argv = [*PODMAN, "exec", self.name, *command]
         return subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=SECONDS).stdout
 
@@ -61,7 +61,7 @@ Run = Callable[..., Container]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """Start containers; none outlives its test."""
+    """Return a function that starts containers, which end with the test."""
     containers: list[Container] = []
 
     def start(image: str, *options: str, command: tuple[str, ...] = ()) -> Container:
@@ -76,8 +76,11 @@ def run(tmp_path: Path) -> Iterator[Run]:
     yield start
     for container in containers:
         if container.process.poll() is None:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                subprocess.run([*PODMAN, "rm", "--force", container.name], check=True, capture_output=True)
+            for command in (
+                ("kill",),
+                ("rm", "--force"),
+            ):  # rm alone waits 10 s for a guest that ignores its power button
+                subprocess.run([*PODMAN, *command, container.name], check=False, capture_output=True)
             container.process.wait(SECONDS)
 
 
@@ -100,7 +103,7 @@ def controller() -> str:
 
 @pytest.fixture(scope="session")
 def files() -> Callable[[str], contextlib.AbstractContextManager[Path]]:
-    """Mount an image and look into it."""
+    """Return a function that mounts an image for a block."""
 
     @contextlib.contextmanager
     def mounted(image: str) -> Iterator[Path]:

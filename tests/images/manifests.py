@@ -1,4 +1,4 @@
-"""The manifests: as they stand in their files, and as ``kubectl apply -k`` puts them together."""
+"""The manifests: as they are in their files, and as ``kubectl apply -k`` builds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"
 DIRECTORIES = sorted(str(path.parent.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("kustomization.yaml"))
 INSTANCES = [name for name in DIRECTORIES if name.split("/")[0] in {"instance", "job", "overlays"}]
-"""The directories of one instance each: what ``kubectl delete -k`` may take."""
+"""The directories of one instance each, which ``kubectl delete -k`` deletes."""
 Object = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""The images, run as a person without a cluster runs them: by podman, as PID 1, with a real Linux guest."""
+"""The images run without a cluster: by podman, as PID 1, with a real Linux guest."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.images.conftest import NO_KVM, PODMAN, Run
 
 Files = Callable[[str], AbstractContextManager[Path]]
 MEGABYTES = {"gpu_instance": 240, "controller": 130}
-"""What an image may weigh unpacked; 80 of it is Debian. images/README.md says what they are made of."""
+"""The largest unpacked size of each image; Debian takes 80 of it. images/README.md lists their parts."""
 NEEDED = ("NET_ADMIN", "SYS_NICE", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE")
-"""What a run takes: bridge and tap, pinning threads of another user, changing to it, ending it, the DHCP port."""
+"""The capabilities of a run: for bridge and tap, to pin threads of another user, to become and to end it, for the DHCP port."""
 NEEDED_FOR_SHARES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETFCAP", "SETPCAP", "SYS_CHROOT")
-"""What virtiofsd keeps for itself, whether a guest ever uses it or not, and what it takes to give up the rest."""
+"""The capabilities that virtiofsd keeps, and those that it needs to drop the others."""
 
 RUN = ("run", "/etc/instance/spec.toml")
 
@@ -101,7 +101,7 @@ def test_fewer_are_enough_without_shares(run: Run, gpu_instance: str, tmp_path: 
     assert "warning dnsmasq" not in container.output
 
 
-def test_a_wrong_spec_is_told_in_the_exit_status(run: Run, gpu_instance: str, tmp_path: Path) -> None:
+def test_a_wrong_spec_has_an_exit_status_of_its_own(run: Run, gpu_instance: str, tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
     spec.write_text("[cpu]\ncounts = 4\n")
     spec.chmod(0o644)
@@ -119,18 +119,16 @@ def test_uefi_starts_from_the_firmware_in_the_image(run: Run, gpu_instance: str,
 
 
 def test_a_server_with_secure_boot_a_screen_and_a_seed(run: Run, gpu_instance: str, tmp_path: Path) -> None:
-    """What the image has of OVMF and of QEMU is enough, with the few capabilities and a read-only root."""
+    """The image has the files of OVMF and QEMU that this needs; few capabilities and a read-only root are enough."""
     spec = tmp_path / "spec.toml"
     lines = ('[boot]\nfirmware = "uefi-secure"', "[display]\nvnc = true", "[cloud_init]", "[[network]]")
-    grace = "[shutdown]\ngrace = 5"  # its firmware hears no power button, and podman kills after 10 s
+    grace = "[shutdown]\ngrace = 5"  # its firmware may ignore the power button, and podman kills after 10 s
     spec.write_text("\n".join(('[memory]\nsize = "256MiB"', *lines, grace)))
     spec.chmod(0o644)
     container = run(gpu_instance, *least(*NEEDED), *at(spec), command=RUN)
     container.until("BdsDxe: ")
     assert "srw-------" in container.execute("ls", "-l", "/run/instance-runner/vnc.sock")
-    assert container.stop() in {0, 13}, (
-        container.output
-    )  # whether this firmware hears the power button is its own affair
+    assert container.stop() in {0, 13}, container.output
     assert "faults=0" in container.output
 
 
@@ -138,7 +136,7 @@ def test_the_controllers_image_runs_its_program(run: Run, controller: str) -> No
     container = run(controller, command=("--help",))
     assert container.wait() == 0, container.output
     assert "usage: instance-cgroup-controller" in container.output
-    # Without the node's cgroups and kubelet it says what is missing, in lines, and ends.
+    # Without the node's cgroups and kubelet it prints what is missing and ends.
     bare = run(controller)
     assert bare.wait() == 31, bare.output
     assert "Traceback" not in bare.output

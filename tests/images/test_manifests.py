@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid for every version we know, and consistent with the specs and our own planner."""
+"""The Kubernetes manifests: valid for every supported version, and consistent with the specs and our own planner."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from tests.images.test_images import NEEDED, NEEDED_FOR_SHARES
 NEEDED_FOR_DEVICES = ("SYS_RESOURCE", "CHOWN")
 """To lock all of the guest's memory, and to lend QEMU the node of an IOMMU group."""
 TAKEN = {"Pod", "Job", "PodDisruptionBudget", "ConfigMap", "Secret"}
-"""The kinds of which an instance consists; all that deleting it may take."""
+"""The kinds of an instance's objects, which are deleted with it."""
 
 
 @pytest.fixture(scope="module")
 def objects() -> dict[str, list[Object]]:
-    """Return what every directory makes, by its name."""
+    """Return directory → its objects."""
     if "RUNNER_KUSTOMIZE" not in os.environ:
         pytest.skip("kustomize is missing: tests/images/run fetches it and names it in RUNNER_KUSTOMIZE")
     return {name: put_together(name) for name in DIRECTORIES}
 
 
 def spec_of(objects: list[Object]) -> InstanceSpec:
-    """Return the spec, with what the pod's limits make of ``"all"`` and ``"limits"``."""
+    """Return the spec, with ``"all"`` and ``"limits"`` replaced by the pod's limits."""
     [text] = [found["data"]["spec.toml"] for found in objects if found["kind"] == "ConfigMap"]
     spec = parse_instance("spec.toml", text.encode(), dict.fromkeys(names_of(objects), "value"))
     limits = container_of(objects)["resources"]["limits"]
@@ -63,7 +63,7 @@ def container_of(objects: list[Object]) -> Object:
 
 
 def is_guaranteed(pod: Object) -> bool:
-    """Tell whether every container has limits of CPU and memory, and requests, if any, that are the same.
+    """Return whether every container has limits of CPU and memory, and requests, if any, that are the same.
 
     The API server makes missing requests of the limits (``SetDefaults_Pod``), and the kubelet computes the class
     (``pkg/apis/core/v1/helper/qos``).
@@ -89,8 +89,8 @@ def test_every_object_is_valid(name: str, minor: int, objects: dict[str, list[Ob
         assert kubernetes_validate.validate(found, version, strict=True) == version
 
 
-def test_deleting_an_instance_takes_nothing_of_another(objects: dict[str, list[Object]]) -> None:
-    """What ``kubectl delete -k`` of each would take: no Namespace, no claim, and nothing that two of them have."""
+def test_deleting_an_instance_deletes_nothing_of_another(objects: dict[str, list[Object]]) -> None:
+    """``kubectl delete -k`` deletes no Namespace, no claim, and no object of two instances."""
     taken = [
         (found["kind"], found["metadata"]["namespace"], found["metadata"]["name"])
         for name in INSTANCES
@@ -179,14 +179,14 @@ def test_a_changed_instance_does_not_change_what_the_running_one_reads(
 
 
 def kustomized_files(directory: Path) -> list[Path]:
-    """Return the files of which ConfigMaps and Secrets are made in *directory*."""
+    """Return the files from which *directory* makes ConfigMaps and Secrets."""
     kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
     generators = [*kustomization["configMapGenerator"], *kustomization.get("secretGenerator", [])]
     return [directory / file for generator in generators for file in generator["files"]]
 
 
-def test_cloud_init_is_what_cloud_init_reads(objects: dict[str, list[Object]]) -> None:
-    """Once somebody has put a key where the example has none, which is refused."""
+def test_the_documents_for_cloud_init_are_valid(objects: dict[str, list[Object]]) -> None:
+    """The example has no SSH key and is refused; with a key its documents are accepted."""
     [secret] = [found for found in objects["overlays/server"] if found["kind"] == "Secret"]
     spec = spec_of(objects["overlays/server"])
     assert spec.cloud_init is not None
@@ -201,7 +201,7 @@ def test_cloud_init_is_what_cloud_init_reads(objects: dict[str, list[Object]]) -
 
     [refusal] = refusals()
     assert refusal.startswith("cloud_init.ssh_keys[0] '/etc/cloud-init/authorized_keys' has no public key")
-    found["/etc/cloud-init/authorized_keys"] += b"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA== somebody\n"
+    found["/etc/cloud-init/authorized_keys"] += b"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA== user@example.com\n"
     assert refusals() == []
     assert isinstance(yaml.safe_load(found["/etc/cloud-init/user-data"]), dict)
 
@@ -219,7 +219,7 @@ def test_pod_and_spec_agree(name: str, objects: dict[str, list[Object]]) -> None
     [pod] = pod_specs(objects[name])
     spec, limits = spec_of(objects[name]), container_of(objects[name])["resources"]["limits"]
     assert is_guaranteed(pod)
-    # Without the controller's float, everything that is no vCPU needs CPUs of the pod: one whole core.
+    # Without the controller's float, all threads but the vCPUs need CPUs of the pod: one whole core.
     assert spec.cpu.count != "all"
     assert spec.memory.size != "limits"
     besides = 0 if spec.cpu.placement == "controller" else 2
@@ -273,7 +273,7 @@ def test_probes_reach_the_runner_and_not_the_guest(name: str, objects: dict[str,
 
 
 @pytest.mark.parametrize("name", INSTANCES)
-def test_the_pod_is_told_who_it_is(name: str, objects: dict[str, list[Object]]) -> None:
+def test_the_pod_has_its_identity_in_the_environment(name: str, objects: dict[str, list[Object]]) -> None:
     more = ["POD_IP"] if name == "overlays/probes" else []
     assert sorted(names_of(objects[name])) == sorted(["POD_UID", "POD_NAME", "POD_NAMESPACE", "NODE_NAME", *more])
 
@@ -326,7 +326,7 @@ def test_the_kubelet_of_the_example_admits_it(
 def test_the_controller_takes_no_whole_cpu(objects: dict[str, list[Object]]) -> None:
     [pod] = pod_specs(objects["controller"])
     assert not is_guaranteed(pod)
-    # nor a part of one: an instance takes whole CPUs, and what is left of the last one is nobody's
+    # Nor a part of one: instances take whole CPUs, and the rest of that one would be lost.
     resources = container_of(objects["controller"])["resources"]
     assert "cpu" not in {**resources["requests"], **resources["limits"]}
     assert parse_quantity(resources["requests"]["memory"]) > 0, "Burstable, not BestEffort"

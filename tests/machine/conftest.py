@@ -32,7 +32,7 @@ def start(tmp_path: Path, guest: GuestFiles) -> Iterator[ProgramStarter]:
 
 @pytest.fixture(scope="session", autouse=True)
 def adopted() -> None:
-    """Let what a run leaves behind become a child of the tests, where it is seen."""
+    """Make the processes that a run leaves behind children of this one, so that they are found."""
     become_subreaper()
 
 
@@ -42,13 +42,15 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
 
     def ours() -> set[str]:
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # what was killed with its PID 1, and only this process can reap
+            while os.waitpid(-1, os.WNOHANG)[
+                0
+            ]:  # processes that were killed with their PID 1: only this process can reap them
                 pass
-        # Only what can be ours: this machine may be busy with other things, whose links and mounts come and go.
+        # Only links and mounts that can be ours: others may come and go on this machine.
         links = (line.split(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines()[2:])
         found = {f"link {link}" for link in links if link.startswith(("vmbr", "vmtap"))}
         found |= {f"mount {line}" for line in Path("/proc/mounts").read_text().splitlines() if str(tmp_path) in line}
-        waiting = [os.getpid()]  # a subreaper: what is left behind anywhere below becomes a child of ours
+        waiting = [os.getpid()]  # a subreaper: orphans below it become its children
         while waiting:
             for thread in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
                 for child in map(int, thread.read_text().split()):

@@ -8,21 +8,23 @@ import pty
 import socket
 import subprocess
 from pathlib import Path
-from typing import Any
 
-from tests.support.program_runs import RUNNER, ProgramStarter, until
+import pytest
+
+from tests.support.program_runs import RUNNER, ProgramRun, ProgramStarter, until
 
 ECHO = bytes.fromhex("bafd03 ec a801 74fb b2f8 ec ee ebf2").ljust(510, b"\0") + b"\x55\xaa"
-"""A boot sector that says on the first serial port whatever it hears there."""
+"""A boot sector that writes every byte it receives on the first serial port back to it."""
 
 
-def echoing(start: ProgramStarter, tmp_path: Path, more: str = "") -> Any:
+def echoing(start: ProgramStarter, tmp_path: Path, more: str = "") -> ProgramRun:
     (tmp_path / "disk").write_bytes(ECHO + bytes(1 << 20))
     run = start(f'[[disk]]\npath = "{tmp_path}/disk"\n[shutdown]\ngrace = 1\n{more}', boot=False)
     run.until_runs()
     return run
 
 
+@pytest.mark.heart
 def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> None:
     run = echoing(start, tmp_path)
     ours, theirs = pty.openpty()
@@ -36,10 +38,10 @@ def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> N
         return text in seen
 
     try:
-        argv = [RUNNER, "console", "--state-dir", run.state, "--detach-key", "ctrl-a"]
+        argv: list[str | Path] = [RUNNER, "console", "--state-dir", run.state, "--detach-key", "ctrl-a"]
         with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs) as client:
             until(lambda: sees(b"attached; Ctrl-a detaches"), "the greeting")
-            # Before the boot sector is there the firmware may take what is typed.
+            # The firmware reads the keys that are typed before the boot sector runs.
             until(lambda: (os.write(ours, b"knock "), sees(b"knock knock"))[1], "an echo", 60)
             os.write(ours, b"\x01")
             until(lambda: sees(b"[detached]"), "the end")
@@ -56,16 +58,16 @@ def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> N
     with reading:
         assert reading.stdout is not None
         assert b"reading only" in reading.stdout.readline()
-        assert run.stop() == 13, "a boot sector knows no power button"
+        assert run.stop() == 13, "a boot sector does not react to the power button"
         rest = reading.stdout.read()
-    assert b"knock" in rest, "what was printed before it came"
+    assert b"knock" in rest, "a reader gets what was printed before it attached"
     assert b"[the instance has ended]" in rest
     assert reading.returncode == 0
     assert b"knock" in (run.state / "console.log").read_bytes()
 
 
 def test_the_screen_by_vnc(start: ProgramStarter, tmp_path: Path) -> None:
-    """Two viewers at once; QEMU's own word for it is RFB (RFC 6143)."""
+    """Connect two viewers, one after the other; the protocol is RFB (RFC 6143)."""
     run = echoing(start, tmp_path, "[display]\nvnc = true\n")
     assert (run.state / "vnc.sock").stat().st_mode & 0o777 == 0o600
     for _ in range(2):
@@ -75,7 +77,7 @@ def test_the_screen_by_vnc(start: ProgramStarter, tmp_path: Path) -> None:
             assert stream.read(12) == b"RFB 003.008\n"
             stream.write(b"RFB 003.008\n")
             stream.flush()
-            assert stream.read(2) == b"\x01\x01", "one kind of security: none, for the socket is root's"
+            assert stream.read(2) == b"\x01\x01", "one security type, None: only root can open the socket"
             stream.write(b"\x01")
             stream.flush()
             assert stream.read(4) == bytes(4)

@@ -18,7 +18,7 @@ EXAMPLE = (HERE.parents[1] / "examples" / "instances" / "block-disk-server.toml"
 
 
 def server(replaced: Mapping[str, str]) -> str:
-    """Return the example for this machine: other paths, and less time to end in."""
+    """Return the example with each text in *replaced* replaced by its value, and with an emulated CPU."""
     text = EXAMPLE
     for old, new in {"[cpu]\n": '[cpu]\naccel = "tcg"\n', **replaced}.items():
         assert text.count(old) == 1, old
@@ -29,13 +29,13 @@ def server(replaced: Mapping[str, str]) -> str:
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
     path = tmp_path / "key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "somebody", "-f", path], check=True)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "user@example.com", "-f", path], check=True)
     return path
 
 
 @pytest.fixture
 def initrd(tmp_path: Path) -> Path:
-    """Make what puts a writable layer over a Debian that is read-only, and then starts its systemd."""
+    """Make the initramfs that mounts a writable layer over a read-only Debian and then starts its systemd."""
     path = tmp_path / "initrd"
     entries = [Entry.directory(name) for name in ("bin", "dev")]
     entries.append(Entry.device("dev/console", 5, 1))
@@ -46,7 +46,7 @@ def initrd(tmp_path: Path) -> Path:
 
 
 def test_the_example_starts_by_uefi(start: ProgramStarter, tmp_path: Path, key: Path) -> None:
-    """As it stands but for the paths: a file in the place of the block device, which has nothing to boot."""
+    """Start the example with other paths; an empty file takes the place of the block device."""
     (tmp_path / "disk").write_bytes(bytes(1 << 20))
     text = server(
         {
@@ -77,8 +77,8 @@ def test_from_nothing_to_an_ssh_login(start: ProgramStarter, tmp_path: Path, key
             "/dev/vm-disk": str(fetch(artefacts.root())),
             'serial = "root"\n': "read_only = true\n",
             "/etc/instance/authorized_keys": f"{key}.pub",
-            # Linux takes the Rock Ridge names where it finds both; this is how Windows reads the seed. And what an
-            # image for clouds does at length after the login works is not what is tested.
+            # Linux prefers the Rock Ridge names; without them it reads the seed as Windows does. The modules that cloud-init
+            # runs after the login works are not tested: they take long.
             "ssh_genkeytypes:": "bootcmd: [[mkdir, /run/seed], [mount, -t, iso9660, -o, 'ro,norock', /dev/vdb, /run/seed]]\n"
             "cloud_config_modules: []\ncloud_final_modules: []\nssh_genkeytypes:",
         }
@@ -91,7 +91,7 @@ def test_from_nothing_to_an_ssh_login(start: ProgramStarter, tmp_path: Path, key
         argv = ("nsenter", f"--target={run.pid()}", "--net", *login, command)
         try:
             return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60).stdout
-        except subprocess.TimeoutExpired:  # sshd is there, and what it starts is not yet
+        except subprocess.TimeoutExpired:  # sshd accepts connections before it can start a session
             return ""
 
     def logged_in() -> str:

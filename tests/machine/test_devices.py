@@ -1,4 +1,4 @@
-"""Firmware finds room for the memory of GPUs where we put them: this machine's QEMU with devices as big, that need no host's."""
+"""Firmware places the memory regions of GPUs as planned: this machine's QEMU with emulated devices that are as large."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.machine import FilePlan, MachinePlan
 from runner.plan.passthrough import bar_window
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
-from tests.machine.test_shapes import ROM, Talk, planned
+from tests.machine.test_shapes import ROM, QmpConnection, planned
 from tests.support.program_runs import until
 
 GIB = 1 << 30
@@ -56,7 +56,7 @@ def with_gpus(machine: MachinePlan, firmware: Path | None) -> MachinePlan:
 
 
 def standing_in(argv: list[str]) -> Iterator[str]:
-    """Yield *argv* with a test device of QEMU's own in the place of each passed one."""
+    """Yield *argv* with QEMU's ``pci-testdev`` in the place of each passed-through device."""
     for word in argv:
         device, _, rest = word.partition(",")
         place = [item for item in rest.split(",") if item.startswith(("id=", "bus="))]
@@ -86,14 +86,14 @@ def test_firmware_places_every_region_on_its_numa_nodes_bridge(firmware: Path | 
         qemu = held.enter_context(subprocess.Popen(argv, pass_fds=descriptors.numbers(), stderr=subprocess.DEVNULL))
         held.callback(qemu.kill)
         qmp.close()
-        talk = Talk(ours, held)
+        monitor = QmpConnection(ours, held)
 
         def placed() -> list[tuple[int, int, int]]:
-            found = [region for bus in talk.ask("query-pci") for region in regions(bus)]
+            found = [region for bus in monitor.execute("query-pci") for region in regions(bus)]
             return found if len(found) == len(machine.passthrough.devices) else []
 
         found = sorted(until(placed, "firmware to place the regions", 120))
-        talk.ask("quit")
+        monitor.execute("quit")
     assert [bus // 96 for bus, _, _ in found] == [0, 0, 1, 1], "buses 64 to 159 are NUMA node 0's, 160 to 255 node 1's"
     assert all(address >= 4 * GIB and address % BARS == 0 for _, address, _ in found)
     assert max(address for _, address, _ in found) + BARS <= 1 << 40

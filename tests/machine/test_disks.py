@@ -32,7 +32,7 @@ extended write (INT 13h, AH=43h), says on the first serial port how that went, a
 
 
 def image(path: Path, content: bytes = b"", size: int = 16 * MIB) -> Path:
-    """Make a raw image that takes all of its room, so that it is no sparse one."""
+    """Make a raw image that is not sparse."""
     path.write_bytes(content.ljust(510, b"\0") + b"\x55\xaa" + b"\1" * (size - 512))
     return path
 
@@ -106,7 +106,7 @@ grace = 1
     ]
     assert {disk["size"] for disk in disks} == {16 * MIB}
 
-    # The thread that serves a disk is known as that, and not where vCPUs are.
+    # The thread that serves a disk has the role iothread and does not run on the vCPUs' CPUs.
     [iothread] = [thread for thread in receipt(run) if thread["role"] == "iothread"]
     [vcpu] = [thread for thread in receipt(run) if thread["role"] == "vcpu"]
     assert iothread["name"] == "IO disk0"
@@ -121,7 +121,7 @@ grace = 1
         inspected
     )
 
-    # QEMU has each file as it was decided: past the page cache what it writes, and only that.
+    # QEMU has opened each file as planned: those it writes to with O_DIRECT, all others without.
     [qemu] = run.descendants()["qemu-system-x86"]
     modes: dict[str, set[tuple[int, bool]]] = {}
     for entry in Path(f"/proc/{qemu}/fdinfo").iterdir():
@@ -134,7 +134,7 @@ grace = 1
     assert modes["base"] == modes["middle"] == modes["top"] == {(os.O_RDONLY, False)}
     assert modes["plain"] == {(os.O_RDWR, True)}
 
-    # What is locked is refused, to be written to; to be read beside us it is not.
+    # A second instance may not write to a disk in use; it may read one that both only read.
     other = start(f'[[disk]]\npath = "{tmp_path}/kept"\n')
     assert other.wait() == 30
     assert "is in use by another process" in other.log
@@ -147,7 +147,7 @@ grace = 1
     ]
     assert run.stop() == 13
     assert run.termination_log()["faults"] == []
-    assert {path: path.read_bytes() for path in before} == before, "what is ephemeral is written elsewhere"
+    assert {path: path.read_bytes() for path in before} == before, "the writes to ephemeral disks go to another file"
 
 
 def test_a_full_disk_is_a_write_error_in_the_guest_and_in_the_log(start: ProgramStarter, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ done
 
 @pytest.fixture
 def watcher(guest: GuestFiles, tmp_path: Path) -> Path:
-    """Make an initial RAM disk whose init tells which disks there are, again and again."""
+    """Make an initial RAM disk whose init prints the disks it sees whenever they change."""
     place = tmp_path / "initrd.d"
     place.mkdir()
     (place / "init").write_text(WATCHER)
@@ -200,6 +200,7 @@ def watcher(guest: GuestFiles, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.heart
 def test_disks_come_grow_and_go_while_a_linux_guest_runs(
     start: ProgramStarter, guest: GuestFiles, watcher: Path, tmp_path: Path
 ) -> None:
@@ -235,7 +236,7 @@ def test_disks_come_grow_and_go_while_a_linux_guest_runs(
     assert [thread for thread in receipt(run) if thread["role"] == "iothread"] == []
     [qemu] = run.descendants()["qemu-system-x86"]
     assert not any(os.readlink(entry) == str(later) for entry in Path(f"/proc/{qemu}/fd").iterdir())  # noqa: PTH115
-    # Its slot is free again, for what has the same serial number.
+    # Its slot is free again, and so is its serial number.
     assert asked(run, "disk", "attach", later, "serial=later", "read_only=true")["name"] == "disk0"
     refused = ctl(run, "cpus", 2)
     assert (refused.returncode, "cannot change the number of vCPUs" in refused.stderr) == (31, True)
@@ -245,15 +246,15 @@ def test_disks_come_grow_and_go_while_a_linux_guest_runs(
 
 @contextlib.contextmanager
 def connected(run: ProgramRun) -> Iterator[socket.socket]:
-    """Hold a connection to the control socket from out here, which is another PID namespace."""
+    """Hold a connection to the control socket from this process, which is in another PID namespace."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(30)
         connection.connect(str(run.state / "control.sock"))
         yield connection
 
 
-def test_who_asks_and_who_goes_away(start: ProgramStarter, tmp_path: Path) -> None:
-    """The guest is the BIOS, which never releases a disk."""
+def test_clients_of_the_control_socket_that_are_refused_or_disconnect(start: ProgramStarter, tmp_path: Path) -> None:
+    """The guest is a BIOS, which never releases a disk, so that a detach waits for ever."""
     base = image(tmp_path / "base", WRITER)
     disks = [image(tmp_path / f"later{number}") for number in range(3)]
     run = start(
@@ -278,7 +279,7 @@ def test_who_asks_and_who_goes_away(start: ProgramStarter, tmp_path: Path) -> No
     ).stdout
     assert "own PID namespace may ask" in output
 
-    # One asks and goes away, and what it asked for is done; another asks at the same time, and waits for its turn.
+    # Two clients ask at the same time, and both disks are attached. A third one disconnects at once after its request.
     enter: list[str | Path] = [*inside, RUNNER, "ctl", "--state-dir", run.state, "disk"]
     first = subprocess.Popen([*enter, "attach", disks[0]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     second = subprocess.Popen([*enter, "attach", disks[1]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -289,7 +290,7 @@ def test_who_asks_and_who_goes_away(start: ProgramStarter, tmp_path: Path) -> No
         f"s.sendall({question.encode() + chr(10).encode()!r})"
     )
     subprocess.run([*inside, sys.executable, "-c", vanishing], check=True)
-    # It waits for the guest in vain; meanwhile a look is answered, and who wants a change waits.
+    # The detach waits for the guest; meanwhile `list` is answered, and other requests to change disks are refused.
     assert len(asked(run, "disk", "list")) == 3
     refused = ctl(run, "disk", "attach", disks[2])
     assert "all 2 slots are taken" in refused.stderr

@@ -1,4 +1,4 @@
-"""UEFI with a variable store of the instance's own, by this machine's QEMU and OVMF; and firmware its user may not read."""
+"""UEFI with a variable store of the instance's own, by this machine's QEMU and OVMF; and firmware that QEMU's user cannot read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.support.program_runs import ProgramStarter
 DISK = '[[disk]]\npath = "{}/disk"\n[shutdown]\ngrace = 1\n'
 
 
-def empty_store(word: FirmwareBuild) -> Path:
-    return next(Path(store) for code, store in BUILDS[word] if Path(code).exists() and Path(store).exists())
+def empty_store(build: FirmwareBuild) -> Path:
+    return next(Path(store) for code, store in BUILDS[build] if Path(code).exists() and Path(store).exists())
 
 
-def test_the_store_is_made_once_and_belongs_to_one(start: ProgramStarter, tmp_path: Path) -> None:
+def test_the_store_is_made_once_and_one_instance_has_it(start: ProgramStarter, tmp_path: Path) -> None:
     (tmp_path / "disk").write_bytes(bytes(1 << 20))
     store, template = tmp_path / "store.fd", empty_store("uefi")
     text = f'[boot]\nfirmware = "uefi"\nfirmware_vars = "{store}"\n' + DISK.format(tmp_path)
@@ -30,7 +30,7 @@ def test_the_store_is_made_once_and_belongs_to_one(start: ProgramStarter, tmp_pa
     assert f"boot.firmware_vars: '{store}' is in use by another process" in second.log
     assert run.stop() in {0, 13}
     written = store.read_bytes()
-    assert written != template.read_bytes(), "OVMF remembers what it found at its first boot"
+    assert written != template.read_bytes(), "OVMF stores what it found at its first boot"
     assert sorted(path.name for path in tmp_path.glob("store*")) == ["store.fd"]
 
     third = start(text, boot=False)
@@ -49,7 +49,7 @@ def test_secure_boot_starts(start: ProgramStarter, tmp_path: Path) -> None:
 
 
 def test_firmware_that_qemus_user_may_not_read(start: ProgramStarter, tmp_path: Path) -> None:
-    """A copy in memory, which QEMU's fdsets want to be as read-only as the block device it becomes."""
+    """QEMU gets a copy in memory, opened read-only, because the block device that it becomes is read-only."""
     (tmp_path / "disk").write_bytes(bytes(1 << 20))
     code = next(Path(code) for code, _ in BUILDS["uefi"] if Path(code).exists())
     for path in (code, empty_store("uefi")):

@@ -27,8 +27,9 @@ def shared(root: Path) -> tuple[str, Path]:
     return SHARE.format(directory), directory
 
 
+@pytest.mark.heart
 def test_boot_dhcp_share_sigterm(start: ProgramStarter, tmp_path: Path) -> None:
-    """The main job; then nothing is left but the console's log."""
+    """Boot a guest with a network and a share, and stop it; only the console's log is left."""
     share, directory = shared(tmp_path)
     run = start("[[network]]\n" + share, "guest.word=xyzzy")
     run.until_done()
@@ -79,7 +80,9 @@ def test_the_capabilities_the_readme_names_are_enough(start: ProgramStarter, tmp
         inside=("setpriv", f"--bounding-set=-all,{bounding}", "--inh-caps=-all"),
     )
     run.until_done()
-    assert "CapBnd:\t00000000a88" in Path(f"/proc/{run.pid()}/status").read_text(), "no more than these"
+    assert "CapBnd:\t00000000a88" in Path(f"/proc/{run.pid()}/status").read_text(), (
+        "only the capabilities above are in the bounding set"
+    )
     assert "guest: address 192.168.77.2/24" in run.console
     assert (directory / "word").read_text() == "caps\n"
     assert run.stop() == 0
@@ -88,7 +91,7 @@ def test_the_capabilities_the_readme_names_are_enough(start: ProgramStarter, tmp
 
 @pytest.fixture
 def pod() -> Iterator[str]:
-    """Make a pod's network namespace as CNI plugins make it: a /32 address and a gateway off the link."""
+    """Make a pod's network namespace as CNI plugins do: a /32 address and a gateway outside of its subnet."""
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
@@ -111,7 +114,7 @@ def pod() -> Iterator[str]:
 
 
 def links(namespace: str) -> str:
-    """Return everything a namespace says of its links, addresses and routes, without what counts or varies by itself."""
+    """Return the links, IPv4 addresses and routes of a namespace, without counters."""
     result = ""
     for what in ("link", "address", "route"):
         result += subprocess.run(
@@ -130,7 +133,7 @@ def test_the_guest_takes_the_pods_place(start: ProgramStarter, pod: str, end: st
     assert "guest: pings 169.254.1.1" in run.console
     assert "inet 10.244.1.5" not in links(pod)
     if end == "sigkill":
-        # Nobody could give anything back; the next life of the container does.
+        # A killed runner gives nothing back; the next one in the same network namespace does.
         run.send(signal.SIGKILL)
         run.wait()
         assert links(pod) != before
@@ -163,11 +166,11 @@ def test_a_guest_that_reboots_goes_on_in_place(start: ProgramStarter) -> None:
     pid = run.descendants()["qemu-system-x86"]
     run.until("guest: done", lambda: run.console.partition("guest: done")[2])
     assert run.descendants()["qemu-system-x86"] == pid
-    # Asked to stop, the next reboot is its end: the guest went down.
+    # After the request to stop, a reboot counts as the guest's power-down.
     assert run.stop() == 0
 
 
-def test_a_deaf_guest_is_switched_off_in_time(start: ProgramStarter) -> None:
+def test_a_guest_that_ignores_the_power_button_is_switched_off_in_time(start: ProgramStarter) -> None:
     run = start("[shutdown]\ngrace = 3\n", "guest.deaf")
     run.until_done()
     assert run.stop() == 13
@@ -191,7 +194,7 @@ def test_disks(start: ProgramStarter, tmp_path: Path) -> None:
     assert "guest: disk vdb of 4096 sectors" in run.console
     assert "guest: disk vdc of 2048 sectors beginning with READ-ONLY" in run.console
 
-    # While this guest has them, no other gets them, except what is read-only to both.
+    # Another instance cannot have these disks now, except the one that both only read.
     second = start(text)
     assert second.wait() == 30
     assert f"disk[0].path: '{tmp_path / 'raw'}' is in use by another process" in second.log
@@ -212,11 +215,11 @@ def test_seabios_boots_the_first_disk(start: ProgramStarter, tmp_path: Path, for
     text = f'[[disk]]\npath = "{tmp_path}/disk"\nformat = "{form}"\n[[disk]]\npath = "{tmp_path}/other"\n[shutdown]\ngrace = 1\n'
     run = start(text, boot=False)
     run.until("DISK BOOTED", lambda: run.console)
-    assert run.stop() == 13, "a boot sector knows no power button"
+    assert run.stop() == 13, "a boot sector does not react to the power button"
 
 
 def test_an_image_that_takes_data_from_elsewhere_is_refused(start: ProgramStarter, tmp_path: Path) -> None:
-    """A backing file or an external data file is any file of the host, as far as the image's maker likes."""
+    """The maker of an image could name any file of the host as its backing file or external data file."""
     (tmp_path / "secret").write_bytes(bytes(1 << 20))
     backing = ("-b", tmp_path / "secret", "-F", "raw")
     data = ("-o", f"data_file={tmp_path}/outside,data_file_raw=on")
@@ -241,7 +244,7 @@ def test_uefi(start: ProgramStarter, tmp_path: Path) -> None:
     assert variables.stat().st_size > 0
 
 
-def test_two_vcpus_share_nothing_with_us_or_the_start_says_so(start: ProgramStarter) -> None:
+def test_more_vcpus_than_cpus_are_refused_and_as_many_share_them_with_a_warning(start: ProgramStarter) -> None:
     cpus = len(os.sched_getaffinity(0))
     run = start(f"[cpu]\ncount = {cpus + 1}\n")
     assert run.wait() == 30

@@ -1,4 +1,4 @@
-"""The smallest machine runs; and no machine needs more beside its RAM than was reckoned."""
+"""The smallest machine runs; and no machine has more overhead than was calculated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.plan.host_checks import ADDRESSES_THREAD, WORKERS
 from runner.plan.instance import plan_instance
 from runner.plan.memory import RUNNER, memory_overhead
 from runner.spec.instance import parse_instance
-from tests.machine.test_shapes import HOSTS, ROM, Talk
+from tests.machine.test_shapes import HOSTS, ROM, QmpConnection
 from tests.support.program_runs import ProgramStarter
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "instances" / "tiny.toml"
@@ -30,7 +30,7 @@ DEMO = "/usr/share/instance-runner/demo"
 
 
 def resident(pid: int) -> int:
-    """Return the bytes a process has beside shared memory, which the guest's RAM is, and those of its page tables."""
+    """Return the bytes that a process has without shared memory, which the guest's RAM is, but with its page tables."""
     status = Path(f"/proc/{pid}/status").read_text()
     return sum(
         int(size) * 1024 for _, size in re.findall(r"^(RssAnon|RssFile|VmPTE):\s+(\d+) kB", status, re.MULTILINE)
@@ -45,7 +45,7 @@ def test_the_smallest_machine_runs(start: ProgramStarter) -> None:
     assert run.stop() == 0, run.log
 
 
-def test_a_real_guest_and_its_servants_need_no_more_than_reckoned(start: ProgramStarter, tmp_path: Path) -> None:
+def test_a_real_guest_and_its_daemons_need_no_more_than_calculated(start: ProgramStarter, tmp_path: Path) -> None:
     (tmp_path / "share").mkdir()
     share = f'[[share]]\ntag = "share"\npath = "{tmp_path}/share"\n'
     run = start(f'[memory]\nsize = "512MiB"\nprealloc = true\n[[network]]\n{share}', "guest.word=xyzzy")
@@ -57,15 +57,15 @@ def test_a_real_guest_and_its_servants_need_no_more_than_reckoned(start: Program
     vcpus, size = spec.cpu.count, spec.memory.size
     assert vcpus != "all"
     assert size != "limits"
-    reckoned = memory_overhead(spec, vcpus, size, "tcg")
-    print(f"used {used >> 20} of the {reckoned >> 20} MiB reckoned")
-    assert reckoned / 4 < used <= reckoned
+    calculated = memory_overhead(spec, vcpus, size, "tcg")
+    print(f"used {used >> 20} of the {calculated >> 20} MiB calculated")
+    assert calculated / 4 < used <= calculated
     assert run.stop() == 0
 
 
 @pytest.mark.parametrize("more", ["", "disks", "locked", "disks locked"])
 @pytest.mark.parametrize("vcpus", [1, 16, 64])
-def test_qemu_needs_no_more_than_reckoned(vcpus: int, more: str, tmp_path: Path) -> None:
+def test_qemu_needs_no_more_than_calculated(vcpus: int, more: str, tmp_path: Path) -> None:
     hardware = Hardware.from_json((HOSTS / "epyc-7543-2s-nps1.json").read_text())
     text = f'[cpu]\ncount = {vcpus}\naccel = "tcg"\n[memory]\nsize = "127MiB"\nbind = false\n'
     text += "lock = true\n" if "locked" in more else ""
@@ -102,17 +102,17 @@ def test_qemu_needs_no_more_than_reckoned(vcpus: int, more: str, tmp_path: Path)
         )
         held.callback(qemu.kill)
         qmp.close()
-        talk = Talk(ours, held)
-        talk.ask("cont")
-        talk.ask("query-status")
+        monitor = QmpConnection(ours, held)
+        monitor.execute("cont")
+        monitor.execute("query-status")
         if machine.ram.locked:
             for pool in ("main-loop", *(disk.name for disk in machine.disks)):
-                assert talk.ask("qom-get", path=f"/objects/{pool}", property="thread-pool-max") == WORKERS
+                assert monitor.execute("qom-get", path=f"/objects/{pool}", property="thread-pool-max") == WORKERS
             addresses = re.search(r"^VmSize:\s+(\d+) kB", Path(f"/proc/{qemu.pid}/status").read_text(), re.MULTILINE)
             assert addresses is not None
             idle = WORKERS * (1 + len(machine.disks)) * ADDRESSES_THREAD  # workers that do not exist yet
             assert int(addresses[1]) * 1024 + idle <= machine.lockable
         used = resident(qemu.pid)
-        reckoned = memory_overhead(spec, machine.vcpus, machine.memory, "tcg") - RUNNER
-        print(json.dumps({"vcpus": vcpus, "more": more, "used": used >> 20, "reckoned": reckoned >> 20}))
-        assert reckoned / 8 < used <= reckoned
+        calculated = memory_overhead(spec, machine.vcpus, machine.memory, "tcg") - RUNNER
+        print(json.dumps({"vcpus": vcpus, "more": more, "used": used >> 20, "calculated": calculated >> 20}))
+        assert calculated / 8 < used <= calculated

@@ -1,4 +1,4 @@
-"""The example with two network interfaces, and what is handed over already open, with this machine's QEMU and a real guest."""
+"""The example with two network interfaces, and a disk as an inherited descriptor, with this machine's QEMU and a real guest."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ exec 3<>"$0"
 export LISTEN_FDS=1 LISTEN_FDNAMES=disk0 LISTEN_PID=$$
 exec "$@"
 """
-"""A pod with two interfaces, whose runtime hands on a disk (``--preserve-fds``)."""
+"""A pod with two interfaces, whose runtime lets the program inherit an open disk (``--preserve-fds``)."""
 
 
 def test_the_example_with_two_interfaces_and_a_disk_by_its_descriptor(start: ProgramStarter, tmp_path: Path) -> None:
     example = (PROJECT / "examples" / "instances" / "two-nics.toml").read_text()
     text, changed = re.subn(r"\[boot\]\n(\w+ = .*\n)+", "", example)
-    assert changed == 1, "the guest is the tests' own"
+    assert changed == 1, "the tests use their own guest"
     disk = tmp_path / "disk"
     disk.write_bytes(b"HANDED-OVER".ljust(4096, b"\0"))
     text = text[text.index("[cpu]") :]

@@ -1,4 +1,4 @@
-"""What an operator sees of a real guest: pages by a real HTTP client, a log that machines read, names from the environment."""
+"""What an operator sees of a real guest: probes and metrics over HTTP, a log in JSON, names from the environment."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ LOOPBACK = ("sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 SPEC = '[environment]\nallow = ["POD_NAME"]\n[instance]\nname = "${POD_NAME}"\n[[network]]\n'
 
 
-def test_an_instance_is_watched_from_outside(start: ProgramStarter) -> None:
-    who = {"POD_NAME": "web-1", "POD_NAMESPACE": "prod", "NODE_NAME": "n1"}
-    run = start(SPEC, "", "--log-format=json", "--http=:9441", inside=LOOPBACK, environment=who)
+def test_an_instance_shows_probes_metrics_and_a_log_in_json(start: ProgramStarter) -> None:
+    environment = {"POD_NAME": "web-1", "POD_NAMESPACE": "prod", "NODE_NAME": "n1"}
+    run = start(SPEC, "", "--log-format=json", "--http=:9441", inside=LOOPBACK, environment=environment)
 
-    def page(name: str, address: str = "127.0.0.1:9441") -> str:
+    def get(name: str, address: str = "127.0.0.1:9441") -> str:
         argv = ("nsenter", f"--target={run.pid()}", "--net", sys.executable, "-c", CLIENT, address, name)
         return subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
 
     run.until("the guest runs", lambda: run.log)
-    assert page("readyz") == "200 ok\n\n"
-    assert page("healthz", "[::1]:9441") == "200 running\n\n"
+    assert get("readyz") == "200 ok\n\n"
+    assert get("healthz", "[::1]:9441") == "200 running\n\n"
     assert (run.state / "ready").exists()
-    found = page("metrics")
+    found = get("metrics")
     assert 'instance_runner_info{instance="web-1",namespace="prod",pod="web-1",node="n1"' in found
     assert "\ninstance_runner_placement_holds 1\n" in found
-    # All of it on the one thread there is: none was started for a name, a connection or a page.
+    # No thread was started to resolve a name or to answer a request.
     assert len(os.listdir(f"/proc/{run.pid()}/task")) == 1  # noqa: PTH208
     run.until("guest: done", lambda: run.console)
     assert run.stop() == 0
@@ -53,8 +53,8 @@ def test_an_instance_is_watched_from_outside(start: ProgramStarter) -> None:
     assert b"\r\n" in (run.state / "console.log").read_bytes()
 
 
-def test_an_address_that_is_not_here_is_a_failed_start(start: ProgramStarter) -> None:
+def test_an_address_that_this_machine_does_not_have_is_a_failed_start(start: ProgramStarter) -> None:
     run = start("", "", "--http=192.0.2.1:9441", inside=LOOPBACK)
     assert run.wait() == 31
     assert "cannot listen at 192.0.2.1:9441" in run.log
-    assert until(lambda: run.termination_log()["outcome"], "its verdict") == "start_failed"
+    assert until(lambda: run.termination_log()["outcome"], "the termination log") == "start_failed"

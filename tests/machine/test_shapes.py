@@ -48,7 +48,7 @@ SHAPES = [
 def planned(host: str, cpus: str, more: str = "[guest]\nagent = false\n") -> MachinePlan:
     hardware = Hardware.from_json((HOSTS / f"{host}.json").read_text())
     count = len(CpuSet.parse(cpus))
-    # Bound to nothing: this machine has not the NUMA nodes of that one. tests/node binds.
+    # Not bound, because this machine does not have the NUMA nodes of *host*; tests/node tests the binding.
     text = f'[cpu]\ncount = {count}\ncpus = "{cpus}"\naccel = "tcg"\nmodel = "Skylake-Server"\n[memory]\nsize = "127MiB"\nbind = false\n'
     facts = HostFacts(
         allowed_cpus=hardware.online,
@@ -64,16 +64,16 @@ def planned(host: str, cpus: str, more: str = "[guest]\nagent = false\n") -> Mac
     return plan_instance("spec.toml", document, facts).machine
 
 
-class Talk:
-    """A conversation with a QEMU that has not begun."""
+class QmpConnection:
+    """A connection to the monitor of a QEMU that was just started."""
 
     def __init__(self, end: socket.socket, held: contextlib.ExitStack) -> None:
         end.settimeout(60)
         self._lines = held.enter_context(end.makefile("rwb"))
         self._lines.readline()
-        self.ask("qmp_capabilities")
+        self.execute("qmp_capabilities")
 
-    def ask(self, command: str, **arguments: str) -> Any:
+    def execute(self, command: str, **arguments: str) -> Any:
         self._lines.write(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
         self._lines.flush()
         while "return" not in (reply := json.loads(self._lines.readline())):
@@ -82,7 +82,7 @@ class Talk:
 
 
 @pytest.mark.parametrize(("host", "cpus"), SHAPES)
-def test_qemu_says_the_shape_back(host: str, cpus: str) -> None:
+def test_qemu_reports_the_planned_shape(host: str, cpus: str) -> None:
     machine = planned(host, cpus)
     topology = machine.topology
     with contextlib.ExitStack() as held:
@@ -96,11 +96,11 @@ def test_qemu_says_the_shape_back(host: str, cpus: str) -> None:
         qemu = held.enter_context(subprocess.Popen(argv, pass_fds=descriptors.numbers(), stderr=subprocess.PIPE))
         held.callback(qemu.kill)
         qmp.close()
-        talk = Talk(ours, held)
-        slots = [slot["props"] for slot in talk.ask("query-hotpluggable-cpus")]
-        vcpus = {vcpu["cpu-index"]: vcpu["props"] for vcpu in talk.ask("query-cpus-fast")}
-        backends = {backend["id"]: backend["size"] for backend in talk.ask("query-memdev")}
-        talk.ask("quit")
+        monitor = QmpConnection(ours, held)
+        slots = [slot["props"] for slot in monitor.execute("query-hotpluggable-cpus")]
+        vcpus = {vcpu["cpu-index"]: vcpu["props"] for vcpu in monitor.execute("query-cpus-fast")}
+        backends = {backend["id"]: backend["size"] for backend in monitor.execute("query-memdev")}
+        monitor.execute("quit")
         _, output = qemu.communicate(timeout=60)
         assert qemu.returncode == 0
         assert [line for line in output.splitlines() if b"TCG doesn't support" not in line] == []
@@ -119,7 +119,7 @@ def test_qemu_says_the_shape_back(host: str, cpus: str) -> None:
 @pytest.mark.parametrize(
     ("host", "cpus", "disks"), [("vm-8", "0-1", 26), ("xeon-8280l-8s", FIRST_CORES["xeon-8280l-8s"], 18)]
 )
-def test_the_root_bus_takes_what_the_plan_lets_it(host: str, cpus: str, disks: int) -> None:
+def test_the_root_bus_has_room_for_what_the_plan_allows(host: str, cpus: str, disks: int) -> None:
     more = '[guest]\nwatchdog = "reset"\n[hotplug]\ndisks = {}\n' + f'[[disk]]\npath = "{ROM}"\nread_only = true\n' * (
         disks - 2
     )
@@ -139,6 +139,6 @@ def test_the_root_bus_takes_what_the_plan_lets_it(host: str, cpus: str, disks: i
         qemu = held.enter_context(subprocess.Popen(argv, pass_fds=descriptors.numbers(), stderr=subprocess.DEVNULL))
         held.callback(qemu.kill)
         qmp.close()
-        buses = Talk(ours, held).ask("query-pci")
+        buses = QmpConnection(ours, held).execute("query-pci")
         [root] = [bus for bus in buses if bus["bus"] == 0]
-        assert {device["slot"] for device in root["devices"]} == set(range(32)), "not one is left"
+        assert {device["slot"] for device in root["devices"]} == set(range(32)), "no slot is left"

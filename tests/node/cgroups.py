@@ -1,6 +1,6 @@
-"""A small door to cgroup v2 for the tests of the node: what the kernel answers is returned, refusals by their names.
+"""The cgroup v2 file system for the tests of the node: what is read is returned, and errors by their names.
 
-It knows nothing of the project's own code, so that a test of the kernel's behaviour cannot share a fault with it.
+It does not use the project's own code for cgroups, so that a test of the kernel's behaviour cannot share its bugs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Cgroup:
         return child
 
     def delegate(self, *controllers: str) -> None:
-        """Hand controllers down to the children; without names, every one there is."""
+        """Enable controllers for the children; without names, every available one."""
         for controller in controllers or sorted(self.words("cgroup.controllers")):
             self.write("cgroup.subtree_control", f"+{controller}")
 
@@ -88,7 +88,7 @@ class Cgroup:
                 events.seek(0)
 
     def wait_gone(self) -> None:
-        """Wait until somebody else has removed it; the parent's watch tells, a watch of its own would not (kernfs)."""
+        """Wait until another process has removed it. The parent is watched: kernfs does not report the deletion itself."""
         libc = ctypes.CDLL(None, use_errno=True)
         fd = libc.inotify_init1(os.O_CLOEXEC)
         try:
@@ -135,7 +135,7 @@ gate.wait()
 
 
 class Task:
-    """A process that does nothing, with some threads besides its leader."""
+    """A process that sleeps, with some threads besides its leader."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -153,7 +153,7 @@ class Task:
 
 @contextlib.contextmanager
 def task(cgroup: Cgroup | None = None, threads: int = 0) -> Iterator[Task]:
-    """Start a task in *cgroup*, in the pod's manner: it enters before it executes what it is to be."""
+    """Start a task in *cgroup*: like a pod's process, it enters the cgroup before it executes its program."""
     argv = [sys.executable, "-I", "-S", "-c", THREADS, str(threads)]
     if cgroup is not None:
         argv = ["sh", "-c", 'echo 0 >"$0" && exec "$@"', str(cgroup.path / "cgroup.procs"), *argv]
@@ -167,7 +167,7 @@ def task(cgroup: Cgroup | None = None, threads: int = 0) -> Iterator[Task]:
 
 
 def cgroup_of(tid: int | str) -> str:
-    """Return a thread's cgroup as the kernel shows it to us."""
+    """Return a thread's cgroup, relative to the cgroup namespace of this process."""
     return Path(f"/proc/{tid}/cgroup").read_text().strip().removeprefix("0::")
 
 

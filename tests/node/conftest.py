@@ -1,4 +1,4 @@
-"""What the tests of the node stand on: a machine with root and cgroup v2, and a stand-in for its kubelet."""
+"""Fixtures of the tests of the node: a machine with root and cgroup v2, and a stand-in for its kubelet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup
-from tests.node.instances import ROM, Controller, World, controller_of, kubelet_of, pool
+from tests.node.instances import ROM, Controller, NodeFixture, controller_of, kubelet_of, pool
 from tests.node.standin_kubelet import Kubelet, Mount
 
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def tree() -> Iterator[Cgroup]:
-    """Return an empty cgroup below the root, with every controller; what a test makes in it goes with it."""
+    """Return an empty cgroup below the root, with every controller; it is removed with everything in it."""
     root = Cgroup(ROOT)
     root.delegate()
     tree = root.child(f"test-{os.getpid()}")
@@ -57,7 +57,7 @@ def pod(tree: Cgroup) -> Cgroup:
 
 @pytest.fixture
 def threaded(tree: Cgroup) -> Cgroup:
-    """Return the root of a threaded subtree: its children may become threaded, for it hands down only cpuset."""
+    """Return the root of a threaded subtree: its children may become threaded, because it enables only cpuset for them."""
     tree.delegate()
     root = tree.child("threaded")
     root.delegate("cpuset")
@@ -82,15 +82,15 @@ def kubelet(tmp_path: Path, numa: dict[int, CpuSet]) -> Iterator[Kubelet]:
 
 @pytest.fixture
 def controller(kubelet: Kubelet, tmp_path: Path) -> Iterator[Controller]:
-    """Return the node's controller, which answers; its tree goes with the test."""
+    """Return the node's controller, which answers; its tree is removed after the test."""
     with controller_of(kubelet, tmp_path) as controller:
         yield controller
 
 
 @pytest.fixture
-def world(kubelet: Kubelet, controller: Controller, tmp_path: Path) -> World:
-    """Return a node with both."""
-    return World(kubelet, controller, tmp_path)
+def node_fixture(kubelet: Kubelet, controller: Controller, tmp_path: Path) -> NodeFixture:
+    """Return a node with kubelet and controller."""
+    return NodeFixture(kubelet, controller, tmp_path)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def rom() -> Path:
 
 @pytest.fixture
 def reserve(numa: dict[int, CpuSet]) -> Iterator[Callable[[int, int], None]]:
-    """Return how to reserve huge pages on two NUMA nodes; they are given back."""
+    """Return a function that reserves huge pages on two NUMA nodes; they are given back after the test."""
     if len(numa) < 2 or not pool(0, "nr_hugepages").exists():
         pytest.skip("a machine with two NUMA nodes and huge pages of 2 MiB is missing")
     before = [pool(node, "nr_hugepages").read_text() for node in (0, 1)]

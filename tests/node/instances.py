@@ -1,4 +1,4 @@
-"""Real instances in real pods of the node: the program in a container, its controller on the node, what runs where."""
+"""Real instances in real pods of the node: the program in a container, the node's controller, and where their threads are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -32,6 +32,7 @@ from tests.node.standin_kubelet import (
     capabilities,
 )
 
+T = TypeVar("T")
 ROM = Path(os.environ.get("RUNNER_NODE_ROM", ""))
 TREE = Cgroup(ROOT / "stelia")
 FLOAT = Cgroup(TREE.path / "float")
@@ -42,8 +43,8 @@ CAPABILITIES = capabilities("NET_ADMIN SYS_NICE")
 """What an instance's container needs besides containerd's default ones."""
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
-    """Wait until *condition* gives something and return it."""
+def until(condition: Callable[[], T | None], what: str, seconds: float = SECONDS) -> T:
+    """Wait until *condition* returns something true and return that."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -53,7 +54,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> 
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread of the node as its kernel sees it."""
+    """A thread of the node, as the node's kernel reports it."""
 
     pid: int
     tid: int
@@ -113,7 +114,7 @@ class Controller:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and return when it answers."""
+        """Start it and wait until it answers."""
         self.directory.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -122,12 +123,13 @@ class Controller:
         until(self.answers, "the controller to answer")
 
     def answers(self) -> bool:
+        """Return whether the socket accepts connections; fail when the process has ended."""
         assert self.process is not None
         assert self.process.poll() is None, self.log.read_text()
         return self.listens()
 
     def listens(self) -> bool:
-        """Whether somebody accepts connections, whoever it is."""
+        """Return whether a process accepts connections on the socket, be it this one or another."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self.socket))
             return True
@@ -180,7 +182,7 @@ class Instance:
         return Cgroup(TREE.path / f"instance-{self.uid}")
 
     def up(self) -> None:
-        """Wait until its guest has said its word."""
+        """Wait until its guest has reported that it is up."""
         self.running.wait_for("ROM-GUEST-UP", 6 * SECONDS)
 
     def processes(self) -> dict[str, list[int]]:
@@ -207,7 +209,7 @@ class Instance:
         return found
 
     def is_placed(self) -> None:
-        """Check the article's process layout, by the node's own eyes."""
+        """Check the article's process layout, as the node's ``/proc`` shows it."""
         anchors = self.processes()["anchor"]
         assert len(anchors) == 2
         vcpus = self.vcpus()
@@ -274,11 +276,12 @@ def start_instance(
 ) -> Instance:
     """Start a pod with an instance in it.
 
-    *sockets* is the directory of the controller's socket; *environment_uid* is who the pod says it is.
+    *sockets* is the directory of the controller's socket; *environment_uid* is the pod UID in the environment, when it is
+    not the pod's own.
     """
     uid = uid_of(number)
     place = directory / uid
-    place.mkdir(exist_ok=True)  # the pod may have been here before
+    place.mkdir(exist_ok=True)  # the pod may have been started before
     (place / "rom").write_bytes(ROM.read_bytes())
     (place / "spec.toml").write_text(spec)
     mounts: list[Mount] = [(place, "/guest", "ro"), *more_mounts]
@@ -307,15 +310,15 @@ def start_instance(
 
 
 @dataclass(frozen=True)
-class World:
-    """A node with its kubelet and its controller."""
+class NodeFixture:
+    """A Kubernetes node: its kubelet and its controller."""
 
     kubelet: Kubelet
     controller: Controller
     directory: Path
 
     def start(self, number: int, cpus: str, *more: str, keys: str = "", **options: Any) -> Instance:
-        """Start an instance with placement ``controller`` and no privilege; *keys* stand under ``[cpu]``."""
+        """Start an instance with placement ``controller`` and no privilege; *keys* are added to ``[cpu]``."""
         wanted = CpuSet.parse(cpus)
         spec = spec_text(wanted, "[[network]]", *more).replace("[cpu]\n", f'[cpu]\nplacement = "controller"\n{keys}')
         return start_instance(
@@ -329,13 +332,13 @@ class World:
         )
 
     def settle(self) -> None:
-        """Wait until float is what the kubelet says."""
+        """Wait until float's CPUs are the kubelet's shared pool."""
         until(lambda: FLOAT.cpus() == self.kubelet.default, f"float to be {self.kubelet.default}")
 
 
 @contextlib.contextmanager
 def untouched(*groups: Cgroup) -> Iterator[None]:
-    """Check that while the block runs nobody writes to any file of *groups*, and nothing comes or goes in them."""
+    """Check that while the block runs no file of *groups* is written to, and none is created or deleted in them."""
     with inotify.watching() as queue:
         for group in groups:
             queue.watch(group.path, inotify.MODIFY | inotify.CREATE | inotify.DELETE)
@@ -348,7 +351,7 @@ def untouched(*groups: Cgroup) -> Iterator[None]:
 def kubelet_of(directory: Path, numa: Mapping[int, CpuSet]) -> Iterator[Kubelet]:
     """Hold a stand-in kubelet of this machine that reserves CPU 0; its pods end with the block.
 
-    Where systemd is PID 1, cgroups are its units, as the kubelet has it there.
+    Where systemd is PID 1, cgroups are its units, as with the kubelet's ``cgroupDriver: systemd``.
     """
     if (ROOT / "kubepods.slice").exists():
         pytest.skip("a machine without a kubelet is missing: kubepods.slice is there already")
@@ -359,7 +362,7 @@ def kubelet_of(directory: Path, numa: Mapping[int, CpuSet]) -> Iterator[Kubelet]
 
 @contextlib.contextmanager
 def controller_of(kubelet: Kubelet, directory: Path) -> Iterator[Controller]:
-    """Hold the node's controller, which answers; its log is shown when the test fails, its tree goes with the block."""
+    """Hold the node's controller, which answers; its log is shown when the test fails, its tree is removed at the end."""
     controller = Controller(kubelet, directory / "sockets")
     try:
         controller.start()

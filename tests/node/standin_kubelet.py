@@ -1,8 +1,8 @@
-"""A kubelet as far as its pods and their neighbours can tell: state files, cgroups, containers.
+"""A stand-in for the kubelet that does what pods and their neighbours observe: state files, cgroups, containers.
 
-It writes what the real one writes, where and in what order (``pkg/kubelet/cm`` of kubernetes/kubernetes), and starts
-containers with an OCI runtime as containerd does. It decides nothing: a test says which CPUs a container gets. Time
-is the test's as well: what the real one does every ten seconds happens when :meth:`Kubelet.reconcile` is called.
+It writes the same files as the real one, in the same order (``pkg/kubelet/cm`` of kubernetes/kubernetes), and starts
+containers with an OCI runtime as containerd does. It decides nothing: a test chooses the CPUs of a container. The work
+that the real one does every ten seconds is done when :meth:`Kubelet.reconcile` is called.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.node.cgroups import ROOT, SECONDS, Cgroup
 PROJECT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 PYCACHE = Path(tempfile.gettempdir()) / "pycache"
-"""Where every container keeps its compiled modules: the checkout is read-only, and compiling is most of a start here."""
+"""The directory of all containers' compiled modules: the checkout is read-only, and compiling is most of a start here."""
 
 
 def capabilities(names: str) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ DEFAULT_CAPABILITIES = capabilities("""
     CHOWN DAC_OVERRIDE FSETID FOWNER MKNOD NET_RAW SETGID SETUID SETFCAP SETPCAP NET_BIND_SERVICE SYS_CHROOT KILL
     AUDIT_WRITE
 """)
-"""What containerd gives a container that is not privileged (``oci.WithDefaultSpec``)."""
+"""Those of an unprivileged container of containerd (``oci.WithDefaultSpec``)."""
 ALL_CAPABILITIES = capabilities("""
     CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE
     NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN
@@ -51,24 +51,24 @@ ALL_CAPABILITIES = capabilities("""
 """)
 
 OOM_SCORE_ADJ = {"guaranteed": -997, "burstable": 900, "besteffort": 1000}
-"""What the kubelet sets (``qos/policy.go``); for Burstable it depends on the memory request."""
+"""The values that the kubelet sets (``qos/policy.go``); for Burstable it depends on the memory request."""
 
 Runtime = Literal["crun", "runc"]
 SANDBOX_RUNTIME: Runtime = "crun" if shutil.which("crun") else "runc"
-"""The faster one: a sandbox is only there to hold namespaces."""
+"""The faster one, because a sandbox only holds namespaces."""
 Mount = tuple[Path, str, Literal["ro", "rw"]]
 
 
 @dataclass(frozen=True)
 class Container:
-    """What a pod's manifest, and the kubelet's managers, say of one container."""
+    """One container as a pod's manifest and the kubelet's managers describe it."""
 
     command: tuple[str, ...]
     name: str = "main"
     image: Path | None = None
     """Its root file system; without one the node's own, with the checkout as ``/project`` where an image would have it."""
     reference: str = ""
-    """The image's name, by which a runtime knows it that has images."""
+    """The image's name, for a runtime that has images."""
     keeps_entry_point: bool = False
     """:attr:`command` is only what follows the image's own entry point."""
     cpus: CpuSet = field(default_factory=CpuSet)
@@ -79,7 +79,7 @@ class Container:
     hugepages: Mapping[str, int] = field(default_factory=dict)
     """Page size as the kernel writes it (``2MB``) → bytes."""
     privileged: bool = False
-    """Every capability, all devices, ``/sys`` writable, the host's cgroup namespace: containerd's meaning of it."""
+    """Every capability, all devices, ``/sys`` writable, the host's cgroup namespace, as in containerd."""
     capabilities: tuple[str, ...] = ()
     """Besides containerd's default ones."""
     drop_all: bool = False
@@ -103,7 +103,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Pod:
-    """What a manifest says of a pod."""
+    """A pod as its manifest describes it."""
 
     uid: str
     containers: tuple[Container, ...]
@@ -123,40 +123,40 @@ class Pod:
 
 
 class Running:
-    """A container that was started: its process as the runtime reports it, its output as it comes."""
+    """A container that was started: its first process, as the runtime reports it, and its output so far."""
 
     def __init__(self, name: str, runtime: Sequence[str], scope: Cgroup, process: subprocess.Popen[str]) -> None:
         self.id, self.runtime, self.scope, self.process = name, runtime, scope, process
         self.lines: list[str] = []
-        self.heard = threading.Condition()
+        self.changed = threading.Condition()
         self.ended = False
-        self.reader = threading.Thread(target=self.listen, name=f"output of {name}", daemon=True)
+        self.reader = threading.Thread(target=self.read_output, name=f"output of {name}", daemon=True)
         self.reader.start()
 
-    def listen(self) -> None:
-        """Take the output so that it never blocks the container."""
+    def read_output(self) -> None:
+        """Read the output as it comes, so that it never blocks the container."""
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:
-                with self.heard:
+                with self.changed:
                     self.lines.append(line.rstrip("\n"))
-                    self.heard.notify_all()
-        with self.heard:
+                    self.changed.notify_all()
+        with self.changed:
             self.ended = True
-            self.heard.notify_all()
+            self.changed.notify_all()
 
     @property
     def output(self) -> str:
-        """Return what it wrote so far."""
+        """Return its output so far."""
         return "\n".join(self.lines)
 
     def wait_for(self, text: str, seconds: float = SECONDS) -> str:
         """Return the first line that holds *text*, waiting for it."""
-        with self.heard:
-            found = self.heard.wait_for(
+        with self.changed:
+            found = self.changed.wait_for(
                 lambda: next((line for line in self.lines if text in line), None) or self.ended, seconds
             )
-            assert isinstance(found, str), f"{self.id} never said {text!r} but:\n{self.output}"
+            assert isinstance(found, str), f"{self.id} did not print {text!r} but:\n{self.output}"
             return found
 
     def wait(self, seconds: float = SECONDS) -> int:
@@ -170,11 +170,11 @@ class Running:
         """Return the host's pid of its first process."""
         return int(json.loads(self.command("state"))["pid"])
 
-    def command(self, *words: str) -> str:
-        """Call the runtime with a verb, its options and, after this container's name, the other words."""
-        split = next((at for at, word in enumerate(words[1:], 1) if not word.startswith("--")), len(words))
+    def command(self, *arguments: str) -> str:
+        """Call the runtime with a command, its options, this container's name, and the other arguments; return its output."""
+        split = next((at for at, each in enumerate(arguments[1:], 1) if not each.startswith("--")), len(arguments))
         done = subprocess.run(
-            [*self.runtime, *words[:split], self.id, *words[split:]],
+            [*self.runtime, *arguments[:split], self.id, *arguments[split:]],
             capture_output=True,
             text=True,
             check=False,
@@ -188,7 +188,7 @@ class Running:
         self.command("kill", name)
 
     def execute(self, *command: str) -> str:
-        """Run a command in it, as ``kubectl exec`` does, and return what it wrote."""
+        """Run a command in it, as ``kubectl exec`` does, and return its output."""
         return self.command("exec", *command)
 
     def update_cpus(self, cpus: CpuSet) -> None:
@@ -197,14 +197,14 @@ class Running:
 
 
 def runtime_argv(runtime: Runtime, *, systemd: bool) -> list[str]:
-    """Return how a runtime is called: it asks systemd for cgroups, or makes them itself."""
+    """Return the command of a runtime that asks systemd for cgroups, or makes them itself."""
     if systemd:
         return [runtime, "--systemd-cgroup"]
     return [runtime, "--cgroup-manager=cgroupfs"] if runtime == "crun" else [runtime]
 
 
 def unit_state(scope: Cgroup) -> str:
-    """Return what systemd says of the unit of this cgroup."""
+    """Return the state of this cgroup's systemd unit."""
     shown = subprocess.run(
         ["systemctl", "show", "--property=ActiveState", "--value", scope.path.name],
         capture_output=True,
@@ -215,9 +215,9 @@ def unit_state(scope: Cgroup) -> str:
 
 
 class Kubelet:
-    """The node agent: ``admit``, ``start``, ``stop`` a pod, ``reconcile`` every now and then.
+    """The node agent, which can admit, start and stop a pod, and reconcile.
 
-    With *systemd*, slices and scopes are systemd's units (the kubelet's ``cgroupDriver: systemd``).
+    With *systemd*, slices and scopes are systemd units (the kubelet's ``cgroupDriver: systemd``).
 
     A pod's entries in the state file appear before its containers exist and stay after they are gone, until the next
     :meth:`reconcile`: the real one removes them up to ten seconds late.
@@ -250,7 +250,7 @@ class Kubelet:
         self.directory.mkdir(parents=True)
         self.scratch.mkdir()
         PYCACHE.mkdir(exist_ok=True)
-        # what containers write, and their roots' upper layers, must not lie on the lower one
+        # The containers' files, and the upper layers of their roots, must not be on the lower layer.
         subprocess.run(["mount", "-t", "tmpfs", "containers", str(self.scratch)], check=True)
         Cgroup(ROOT).delegate()
         if self.systemd:
@@ -273,7 +273,7 @@ class Kubelet:
     # -- the state files
 
     def admit(self, pod: Pod) -> None:
-        """Give *pod* its CPUs: for each container first the pool without them is written, then the entry with them.
+        """Give *pod* its CPUs: for each container, write first the shared pool without them, then the entry with them.
 
         Between the two writes they are in neither set (``policy_static.go``: ``SetDefaultCPUSet``, ``SetCPUSet``).
         """
@@ -294,7 +294,7 @@ class Kubelet:
         self.pods[pod.uid] = pod
 
     def reconcile(self) -> None:
-        """Do what the real one does every ten seconds: forget pods that are gone, resize containers of the pool."""
+        """Do what the real one does every ten seconds: remove the entries of ended pods, resize containers of the pool."""
         for uid in [uid for uid in self.entries if uid not in self.running]:
             for cpus in self.entries.pop(uid).values():
                 self.default |= cpus
@@ -313,7 +313,7 @@ class Kubelet:
         replace(self.cpu_state, json.dumps(state, separators=(",", ":")))
 
     def write_memory_state(self) -> None:
-        """Write the Memory Manager's checkpoint; its checksum is left 0, which no reader but the kubelet minds."""
+        """Write the Memory Manager's checkpoint; its checksum is 0, because only the kubelet checks it."""
         total = 64 << 30
         reserved = {
             numa_node: sum(
@@ -358,7 +358,7 @@ class Kubelet:
         return self.start(pod)
 
     def resize_pool(self) -> None:
-        """Give the containers of the shared pool what the pool is now."""
+        """Give the containers of the shared pool its present CPUs."""
         for uid, containers in self.running.items():
             for container in self.pods[uid].containers:
                 if not container.cpus and containers[container.name].process.poll() is None:
@@ -374,7 +374,9 @@ class Kubelet:
                 path.mkdir()
                 Cgroup(path).delegate()
         running = self.running.setdefault(pod.uid, {})
-        sleep = 'ln -s "$(command -v sleep)" /run/pause; echo pause; exec /run/pause infinity'  # known by its name
+        sleep = (
+            'ln -s "$(command -v sleep)" /run/pause; echo pause; exec /run/pause infinity'  # its name is pause in /proc
+        )
         pause = Container(("sh", "-c", sleep), name="POD", cgroupfs="none")
         running["POD"] = self.start_container(pod, pause, None)
         running["POD"].wait_for("pause")
@@ -384,7 +386,7 @@ class Kubelet:
         return running
 
     def restart(self, uid: str, name: str = "main") -> Running:
-        """Start a container that has ended again in its pod, as ``restartPolicy: Always`` wants it."""
+        """Start a container that has ended again in its pod, as with ``restartPolicy: Always``."""
         [container] = [each for each in self.pods[uid].containers if each.name == name]
         ended = self.running[uid][name]
         ended.wait()
@@ -394,7 +396,7 @@ class Kubelet:
 
     def start_container(self, pod: Pod, container: Container, sandbox: int | None) -> Running:
         """Make a container's bundle and run it; *sandbox* is the process whose namespaces it joins."""
-        # 64 hexadecimal digits, as containerd's are: who reads a cgroup's path knows a container by them.
+        # 64 hexadecimal digits, as containerd's: readers of a cgroup's path recognise a container by them.
         name = hashlib.sha256(f"{pod.uid}/{container.name}".encode()).hexdigest()
         scope = Cgroup(ROOT / pod.cgroup_path / f"cri-containerd-{name}.scope")
         bundle = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.scratch))
@@ -448,7 +450,7 @@ class Kubelet:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a checkpoint as the kubelet does: a temporary file beside it, renamed over it (``util/store``)."""
+    """Write a checkpoint as the kubelet does: a temporary file in the same directory, renamed over it (``util/store``)."""
     fd, name = tempfile.mkstemp(prefix=f".{path.name}", dir=path.parent)
     with os.fdopen(fd, "w") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""What the design takes from the kernel's cgroup v2, each point seen on the kernel under test.
+"""The behaviour of cgroup v2 that the design relies on, observed on the kernel under test.
 
 References: ``Documentation/admin-guide/cgroup-v2.rst`` ("Threads", "Cpuset", "Delegation") of Linux 6.12.
 """
@@ -29,7 +29,7 @@ def instance(threaded: Cgroup, cpus: str, name: str = "instance") -> Cgroup:
 
 
 @pytest.mark.parametrize("controller", ["memory", "io", "hugetlb"])
-def test_no_threaded_child_while_a_domain_controller_is_handed_down(tree: Cgroup, controller: str) -> None:
+def test_no_threaded_child_while_a_domain_controller_is_enabled_for_children(tree: Cgroup, controller: str) -> None:
     if controller not in tree.words("cgroup.controllers"):
         pytest.skip(f"the {controller} controller is missing")
     tree.delegate(controller, "cpuset")
@@ -40,7 +40,7 @@ def test_no_threaded_child_while_a_domain_controller_is_handed_down(tree: Cgroup
     assert tree.refusal("cgroup.subtree_control", f"+{controller}") in {"EOPNOTSUPP", "EBUSY"}
 
 
-def test_threaded_controllers_may_be_handed_down(tree: Cgroup) -> None:
+def test_threaded_controllers_may_be_enabled_for_children(tree: Cgroup) -> None:
     tree.delegate("cpuset", "cpu", "pids")
     assert tree.child("child").refusal("cgroup.type", "threaded") == ""
     assert tree.read("cgroup.type") == "domain threaded"
@@ -57,13 +57,13 @@ def test_a_sibling_of_a_threaded_cgroup_is_invalid_until_its_type_is_written(thr
         assert made.refusal("cgroup.procs", other.pid) == ""
 
 
-def test_threaded_is_for_ever(threaded: Cgroup) -> None:
+def test_a_threaded_cgroup_cannot_become_a_domain_again(threaded: Cgroup) -> None:
     child = threaded.child("float", threaded=True)
     assert child.refusal("cgroup.type", "domain") == "EINVAL"
 
 
-def test_a_populated_cgroup_becomes_domain_threaded_without_a_word(tree: Cgroup) -> None:
-    """The trap of the delegated scheme: children made afterwards as ordinary domains are invalid."""
+def test_a_populated_cgroup_becomes_domain_threaded_without_an_error(tree: Cgroup) -> None:
+    """Children made afterwards as ordinary domains are invalid; the delegated placement has to heed that."""
     tree.delegate()
     scope = tree.child("scope")
     with task(scope):
@@ -72,7 +72,7 @@ def test_a_populated_cgroup_becomes_domain_threaded_without_a_word(tree: Cgroup)
         assert scope.child("child").read("cgroup.type") == "domain invalid"
 
 
-# -- who may come in, and how
+# -- how processes and threads are moved
 
 
 def test_procs_of_a_threaded_cgroup_takes_a_process_of_another_domain(pod: Cgroup, threaded: Cgroup) -> None:
@@ -95,7 +95,7 @@ def test_threads_move_within_their_domain(pod: Cgroup, threaded: Cgroup) -> None
         assert mask_of(vcpu) == CpuSet([1])
 
 
-def test_a_threaded_cgroup_does_not_tell_its_processes(threaded: Cgroup) -> None:
+def test_a_threaded_cgroup_does_not_list_its_processes(threaded: Cgroup) -> None:
     float_ = threaded.child("float", threaded=True)
     with task() as one:
         float_.write("cgroup.procs", one.pid)
@@ -117,7 +117,7 @@ def test_one_thread_brings_the_whole_process_back_to_the_pod(pod: Cgroup, thread
         inst.path.rmdir()
 
 
-def test_what_is_not_a_movable_thread_is_refused(threaded: Cgroup) -> None:
+def test_a_dead_process_and_a_kernel_thread_cannot_be_moved(threaded: Cgroup) -> None:
     float_ = threaded.child("float", threaded=True)
     with task() as short:
         pid = short.pid
@@ -147,7 +147,7 @@ print(open("/proc/self/cgroup").read().strip())
 def test_an_open_procs_file_is_a_permission_that_can_be_passed(
     pod: Cgroup, threaded: Cgroup, *, cgroup_namespace: bool
 ) -> None:
-    """The rights are the opener's: uid 1000 moves itself through a descriptor that root opened and sent."""
+    """The opener's rights count: user 1000 moves itself through a descriptor that root opened and sent."""
     float_ = threaded.child("float", threaded=True)
     ours, theirs = socket.socketpair()
     procs = float_.path / "cgroup.procs"
@@ -164,9 +164,9 @@ def test_an_open_procs_file_is_a_permission_that_can_be_passed(
         fd = os.open(procs, os.O_WRONLY)
         socket.send_fds(ours, [b"x"], [fd])
         os.close(fd)
-        said, _ = process.communicate(timeout=SECONDS)
+        output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0
-    assert said.strip().endswith("/threaded/float")
+    assert output.strip().endswith("/threaded/float")
 
 
 # -- cpusets
@@ -179,8 +179,8 @@ def test_an_empty_cpuset_inherits(threaded: Cgroup) -> None:
     assert float_.cpus() == CpuSet([1, 2])
 
 
-def test_a_cpuset_outside_its_parents_falls_back_without_a_word(threaded: Cgroup) -> None:
-    """Why every write is read back: the instance would run on the root's CPUs."""
+def test_a_cpuset_outside_its_parents_falls_back_without_an_error(threaded: Cgroup) -> None:
+    """This is why every write is read back: the instance would run on the root's CPUs."""
     threaded.write("cpuset.cpus", "0-1")
     inst = instance(threaded, "2-3")
     assert inst.read("cpuset.cpus") == "2-3"
@@ -189,7 +189,7 @@ def test_a_cpuset_outside_its_parents_falls_back_without_a_word(threaded: Cgroup
     assert inst.cpus() == CpuSet([2, 3])
 
 
-def test_overlapping_cpusets_are_accepted_without_a_word(threaded: Cgroup) -> None:
+def test_overlapping_cpusets_are_accepted_without_an_error(threaded: Cgroup) -> None:
     assert instance(threaded, "1-2", "one").cpus() & instance(threaded, "2-3", "two").cpus() == CpuSet([2])
 
 
@@ -209,7 +209,7 @@ def test_a_populated_cpuset_cannot_be_cleared(tree: Cgroup) -> None:
 # -- the end of a cgroup
 
 
-def test_what_is_populated_or_has_children_cannot_be_removed(threaded: Cgroup) -> None:
+def test_a_cgroup_that_is_populated_or_has_children_cannot_be_removed(threaded: Cgroup) -> None:
     float_ = threaded.child("float", threaded=True)
     assert refusal_of(threaded.path.rmdir) == "EBUSY"
     with task() as one:
@@ -239,7 +239,7 @@ def test_becoming_empty_can_be_waited_for(threaded: Cgroup) -> None:
 # -- masks
 
 
-def test_a_pinned_mask_is_kept_beside_the_cpuset(threaded: Cgroup) -> None:
+def test_a_pinned_mask_is_kept_next_to_the_cpuset(threaded: Cgroup) -> None:
     """Effective is mask ∩ cpuset, the cpuset where they are disjoint, and the mask comes back when the cpuset grows."""
     float_ = threaded.child("float", threaded=True, cpuset_cpus="0-3")
     with task(threads=1) as one:
@@ -263,7 +263,7 @@ def test_a_mask_outside_the_cpuset_is_refused_and_one_partly_outside_is_clipped(
         assert mask_of(one.pid) == CpuSet([1])
 
 
-def test_what_a_pinned_thread_starts_is_pinned_too(threaded: Cgroup) -> None:
+def test_a_child_of_a_pinned_thread_is_pinned_too(threaded: Cgroup) -> None:
     inst = instance(threaded, "1-2")
     code = "import os, subprocess, sys; os.sched_setaffinity(0, {2}); print(sys.stdin.readline() and '', flush=True); "
     code += "subprocess.run(['sh', '-c', 'cat /proc/self/cgroup; grep Cpus_allowed_list /proc/self/status'])"
@@ -300,7 +300,7 @@ def pages_by_numa_node(pid: int) -> dict[int, int]:
 def test_memory_stays_charged_and_placed_where_it_was_first_touched(
     tree: Cgroup, threaded: Cgroup, numa: dict[int, CpuSet]
 ) -> None:
-    """Why RAM is populated in the pod's cgroup, before the process is admitted to float."""
+    """This is why RAM is preallocated in the pod's cgroup, before the process is admitted to float."""
     if len(numa) == 1:
         pytest.skip("a second NUMA node is missing")
     scope = tree.child("numa.scope", cpuset_mems="1")
@@ -323,7 +323,7 @@ def test_memory_stays_charged_and_placed_where_it_was_first_touched(
 def test_narrowing_the_memory_nodes_of_a_populated_cgroup_moves_its_pages(
     tree: Cgroup, threaded: Cgroup, numa: dict[int, CpuSet]
 ) -> None:
-    """Why float's and the instances' memory nodes are never narrowed."""
+    """This is why float's and the instances' memory nodes are never narrowed."""
     if len(numa) == 1:
         pytest.skip("a second NUMA node is missing")
     scope = tree.child("numa.scope", cpuset_mems="1")
@@ -341,7 +341,7 @@ def test_narrowing_the_memory_nodes_of_a_populated_cgroup_moves_its_pages(
         process.kill()
 
 
-# -- notes in the margin
+# -- other behaviour
 
 
 def test_cgroups_take_extended_attributes(tree: Cgroup) -> None:
@@ -350,7 +350,7 @@ def test_cgroups_take_extended_attributes(tree: Cgroup) -> None:
 
 
 def test_a_process_can_be_born_in_another_cgroup_by_clone3_or_by_a_shell(tree: Cgroup) -> None:
-    """Python has no door to CLONE_INTO_CGROUP; a shell that enters and executes leads to the same place."""
+    """Python cannot use CLONE_INTO_CGROUP; a shell that enters the cgroup and then executes has the same effect."""
     scope = tree.child("scope")
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(scope.path, os.O_RDONLY | os.O_DIRECTORY)

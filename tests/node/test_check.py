@@ -1,27 +1,25 @@
-"""`instance-runner check` on a node of Kubernetes and in pods of every kind, and what `run` says to the same."""
+"""`instance-runner check` on a Kubernetes node and in pods of every kind, and `run` in the same pods."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.cpuset import CpuSet
-from tests.node.cgroups import ROOT, SECONDS, Cgroup
+from tests.node.cgroups import SECONDS, Cgroup
+from tests.node.instances import SOCKETS, Controller
 from tests.node.standin_kubelet import Container, Kubelet, Mount, Pod
 
 UID = "0f5c3c5e-8f2a-4b0e-9d1d-2f3b5a6c7d8e"
 PROJECT = Path(__file__).resolve().parents[2]
 BLOCK = "--block-signal=TERM,INT,HUP"
 CHECK = ("env", BLOCK, "python3", "-m", "runner", "check", "--json")
-PATIENCE = 4 * SECONDS
+TIMEOUT = 4 * SECONDS
 """Seconds for a program that starts five others, all on emulated CPUs."""
 SPEC = '[cpu]\nplacement = "{0}"\naccel = "tcg"\n[memory]\nsize = "64MiB"\n[boot]\nkernel = "/spec/kernel"\n'
 
@@ -31,9 +29,9 @@ def findings(report: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def checked_here(kubelet: Kubelet, *more: str) -> tuple[int, dict[str, Any]]:
-    """Run the check on the node, where every process is seen."""
+    """Run the check on the node, where every process is visible."""
     argv = [sys.executable, "-m", "runner", "check", "--json", "--kubelet-dir", str(kubelet.directory), *more]
-    done = subprocess.run(argv, cwd=PROJECT, check=False, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(argv, cwd=PROJECT, check=False, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
 
@@ -41,7 +39,7 @@ def checked_here(kubelet: Kubelet, *more: str) -> tuple[int, dict[str, Any]]:
 def checked_in(kubelet: Kubelet, pod: Pod) -> tuple[int, dict[str, Any]]:
     """Run *pod*, whose command is the check, to its end."""
     main = kubelet.run(pod)["main"]
-    status = main.wait(PATIENCE)
+    status = main.wait(TIMEOUT)
     assert main.output.startswith("{"), main.output
     return status, json.loads(main.output)
 
@@ -53,32 +51,10 @@ def core(numa: dict[int, CpuSet]) -> CpuSet:
     return CpuSet.parse(Path(f"/sys/devices/system/cpu/cpu{last}/topology/core_cpus_list").read_text())
 
 
-@contextlib.contextmanager
-def controller(kubelet: Kubelet, directory: Path) -> Iterator[Path]:
-    """Run the controller in a tree of its own until the block ends; yields its socket."""
-    path = directory / "controller.sock"
-    tree = Cgroup(ROOT / "stelia")
-    command = "import sys; from runner.controller.main import main; sys.exit(main())"
-    options = ("--root", str(tree.path), "--socket", str(path), "--kubelet-dir", str(kubelet.directory))
-    with subprocess.Popen([sys.executable, "-c", command, *options], cwd=PROJECT) as process:
-        try:
-            deadline = time.monotonic() + SECONDS
-            while not path.exists():
-                assert process.poll() is None
-                assert time.monotonic() < deadline, "the controller does not listen"
-                time.sleep(0.05)
-            yield path
-        finally:
-            process.kill()
-            process.wait()
-            tree.remove()
-
-
-def test_a_node_with_its_controller(kubelet: Kubelet, core: CpuSet, tmp_path: Path) -> None:
+def test_a_node_with_its_controller(kubelet: Kubelet, controller: Controller, core: CpuSet) -> None:
     sleep = Container(("sh", "-c", "echo up; exec sleep infinity"), cpus=core)
     kubelet.run(Pod(UID, (sleep,)))["main"].wait_for("up")
-    with controller(kubelet, tmp_path) as path:
-        status, report = checked_here(kubelet, "--socket", str(path))
+    status, report = checked_here(kubelet, "--socket", str(controller.socket))
     found = findings(report)
     assert (status, report["place"]) == (0, "node"), report
     assert report["verdict"] != "fatal"
@@ -87,10 +63,10 @@ def test_a_node_with_its_controller(kubelet: Kubelet, core: CpuSet, tmp_path: Pa
     assert f"exclusive '{core}'" in found["cpu-manager"]["found"]
     assert found["cores"]["found"] == f"pod {UID}: CPUs '{core}' are whole cores of one NUMA node"
     assert found["topology-manager"]["level"] == "unknown"
-    assert not {"own-cpus", "qemu", "mbind"} & found.keys(), "these are questions to a pod"
+    assert not {"own-cpus", "qemu", "mbind"} & found.keys(), "these checks are for a pod"
 
 
-def test_half_cores_and_what_runs_beside_the_pods(kubelet: Kubelet, core: CpuSet, tree: Cgroup) -> None:
+def test_half_cores_and_processes_outside_of_the_pods(kubelet: Kubelet, core: CpuSet, tree: Cgroup) -> None:
     kubelet.admit(Pod(UID, (Container(("true",), cpus=CpuSet([max(core)])),)))
     tree.delegate()
     neighbour = tree.child("neighbour")
@@ -107,11 +83,10 @@ def test_half_cores_and_what_runs_beside_the_pods(kubelet: Kubelet, core: CpuSet
     assert str(kubelet.default) in found["neighbours"]["remedy"]
 
 
-def test_a_guaranteed_pod_and_the_controller(kubelet: Kubelet, core: CpuSet, tmp_path: Path) -> None:
-    """It sees its own cgroup as the root, and is known by what the kubelet sets."""
-    with controller(kubelet, tmp_path) as path:
-        mounts: tuple[Mount, ...] = ((path.parent, "/run/instance-cgroup-controller", "rw"),)
-        status, report = checked_in(kubelet, Pod(UID, (Container(CHECK, cpus=core, mounts=mounts),)))
+def test_a_guaranteed_pod_and_the_controller(kubelet: Kubelet, controller: Controller, core: CpuSet) -> None:
+    """It sees its own cgroup as the root, and recognises its QoS class by what the kubelet sets."""
+    mounts: tuple[Mount, ...] = ((controller.directory, SOCKETS, "rw"),)
+    status, report = checked_in(kubelet, Pod(UID, (Container(CHECK, cpus=core, mounts=mounts),)))
     found = findings(report)
     assert (status, report["place"]) == (0, "pod"), report
     assert found["own-cpus"]["found"].startswith("the pod is Guaranteed (its oom_score_adj is -997)")
@@ -149,7 +124,7 @@ def test_run_refuses_what_check_calls_fatal(kubelet: Kubelet, tmp_path: Path) ->
     script += f"exec env {BLOCK} python3 -m runner run /spec/auto"
     container = Container(("sh", "-c", script), mounts=((tmp_path, "/spec", "ro"),))
     main = kubelet.run(Pod(UID, (container,), qos="burstable"))["main"]
-    assert main.wait(PATIENCE) == 30, main.output
+    assert main.wait(TIMEOUT) == 30, main.output
     sentence = "the pod is Burstable (its oom_score_adj is 900), so it shares its CPUs with other pods"
     assert [line.split()[:2] for line in main.lines if line.startswith("fatal")] == [["fatal", "own-cpus"]], main.output
     assert "check 3" in main.lines

@@ -1,7 +1,7 @@
-"""The controller on a real kernel: its tree, its peers known by the kernel, its death under running instances.
+"""The controller on a real kernel: its tree, its peers identified by the kernel, its death under running instances.
 
-Runs on any machine with root, cgroup v2 with cpuset and four CPUs; it brings its own pods, as bare as can be: a
-cgroup where the kubelet would have made one, and a process that is the init of its own PID namespace.
+Runs on any machine with root, cgroup v2 with cpuset and four CPUs. It makes minimal pods of its own: a cgroup where the
+kubelet would make one, and a process that is the init of its own PID namespace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOUNT = Cgroup(Path("/sys/fs/cgroup"))
 PROJECT = Path(__file__).resolve().parents[2]
 A, B = "3ceda12c-3ee9-40fa-9f42-61428fe654a6", "416de7c2-21de-472d-817c-fa9d4306cb7d"
 ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
-PATIENCE = 60.0
+TIMEOUT = 60.0
 """Seconds for anything that must happen; emulated CPUs are slow."""
 
 
@@ -51,7 +51,7 @@ import json, os, socket, subprocess, sys, threading, time
 fds, threads = [], []
 for line in sys.stdin:
     do, *arguments = json.loads(line)
-    told = None
+    result = None
     try:
         if do == "call":
             path, method, params = arguments
@@ -63,25 +63,25 @@ for line in sys.stdin:
                 fds += new
                 while not data.endswith(b"\\n"):
                     data += connection.recv(65536)
-            told = [json.loads(data), len(new)]
+            result = [json.loads(data), len(new)]
         elif do == "write":
-            told = os.write(fds[arguments[0]], b"%d\\n" % arguments[1])
+            result = os.write(fds[arguments[0]], b"%d\\n" % arguments[1])
         elif do == "anchor":
-            told = subprocess.Popen(["sleep", "infinity"]).pid
+            result = subprocess.Popen(["sleep", "infinity"]).pid
         elif do == "thread":
             thread = threading.Thread(target=time.sleep, args=(3600,), daemon=True)
             thread.start()
-            told = thread.native_id
+            result = thread.native_id
         elif do == "pin":
-            told = os.sched_setaffinity(arguments[0], arguments[1])
+            result = os.sched_setaffinity(arguments[0], arguments[1])
     except OSError as error:
-        told = error.strerror
-    print(json.dumps(told), flush=True)
+        result = error.strerror
+    print(json.dumps(result), flush=True)
 """
 
 
 class Pod:
-    """One pod with one container, whose first process does what it is told."""
+    """One pod with one container, whose first process executes the commands it receives."""
 
     def __init__(self, uid: str, cpus: CpuSet, *, prefix: tuple[str, ...] = ("unshare", "--pid", "--fork")) -> None:
         self.uid = uid
@@ -95,25 +95,25 @@ class Pod:
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-c", POD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.tell("nothing")  # it runs
+        self.execute("nothing")  # it runs
         self.pid = next(iter(children(self.process.pid)), self.process.pid)
         self.scope.admit(self.pid)
 
-    def tell(self, *words: object) -> object:
-        """Have the pod's process do something and return what came of it."""
+    def execute(self, *command: object) -> object:
+        """Have the pod's process execute a command and return its result."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(json.dumps(words), file=self.process.stdin, flush=True)
+        print(json.dumps(command), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         assert line, "the pod's process has ended"
-        told: object = json.loads(line)
-        return told
+        result: object = json.loads(line)
+        return result
 
     def call(self, path: Path, method: str, **params: str) -> tuple[dict[str, object], int]:
         """Call the controller and return the response and how many descriptors came with it."""
-        told = self.tell("call", str(path), method, params)
-        assert isinstance(told, list), told
-        return told[0], told[1]
+        received = self.execute("call", str(path), method, params)
+        assert isinstance(received, list), received
+        return received[0], received[1]
 
     def end(self) -> None:
         """Kill everything in it and remove its cgroups."""
@@ -131,13 +131,13 @@ def children(pid: int) -> list[int]:
 
 def until(condition: Callable[[], object]) -> None:
     """Wait until *condition* holds."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, f"waited {TIMEOUT} s"
         time.sleep(0.01)
 
 
-def place(pid: int, tid: int | None = None) -> str:
+def cgroup_of(pid: int, tid: int | None = None) -> str:
     """Return the cgroup of a process, or of one of its threads."""
     text = Path(f"/proc/{pid}/task/{tid or pid}/cgroup").read_text()
     return next(line[3:] for line in text.splitlines() if line.startswith("0::"))
@@ -149,7 +149,7 @@ def allowed(pid: int, tid: int) -> str:
 
 
 class Machine:
-    """The controller's surroundings: a kubelet's directory, the tree's root, and the controller itself."""
+    """The controller and its environment: a kubelet's directory, the tree's root, and pods."""
 
     def __init__(self, directory: Path) -> None:
         self.kubelet = directory / "kubelet"
@@ -165,7 +165,7 @@ class Machine:
         self.pods: list[Pod] = []
 
     @property
-    def floating(self) -> Cgroup:
+    def float_cgroup(self) -> Cgroup:
         return self.root.child("float")
 
     def instance(self, uid: str) -> Cgroup:
@@ -192,7 +192,7 @@ class Machine:
 
     @contextlib.contextmanager
     def controller(self, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Run the controller, ready when the block begins."""
+        """Run the controller; it answers when the block begins."""
         command = "import sys; from runner.controller.main import main; sys.exit(main())"
         with (
             self.log.open("ab") as log,
@@ -242,9 +242,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def result(answer: tuple[dict[str, object], int]) -> dict[str, object]:
-    told = answer[0].get("result")
-    assert isinstance(told, dict), answer
-    return told
+    found = answer[0].get("result")
+    assert isinstance(found, dict), answer
+    return found
 
 
 def reason(answer: tuple[dict[str, object], int]) -> object:
@@ -257,86 +257,86 @@ def test_the_tree_is_built_and_follows_the_kubelet(machine: Machine) -> None:
     with machine.controller() as process:
         assert machine.root.kind() == "domain threaded"
         assert machine.root.enabled() == {"cpuset"}
-        assert machine.floating.kind() == "threaded"
-        assert machine.floating.effective_cpus() == machine.shared
-        assert machine.floating.effective_mems() == machine.mems
+        assert machine.float_cgroup.kind() == "threaded"
+        assert machine.float_cgroup.effective_cpus() == machine.shared
+        assert machine.float_cgroup.effective_mems() == machine.mems
         foreign = machine.root.child("foreign")
         foreign.create()
         assert foreign.kind() == "domain invalid"
         shared = machine.put_state({B: machine.b})
-        until(lambda: machine.floating.effective_cpus() == shared)
+        until(lambda: machine.float_cgroup.effective_cpus() == shared)
         assert foreign.kind() == "domain invalid"
         process.terminate()
-        assert process.wait(PATIENCE) == 0
-    assert machine.floating.effective_cpus() == shared
+        assert process.wait(TIMEOUT) == 0
+    assert machine.float_cgroup.effective_cpus() == shared
 
 
 def test_half_built_trees_are_finished(machine: Machine) -> None:
     machine.root.create()
     machine.root.enable(["cpuset", "memory"])
     assert machine.root.enabled() == {"cpuset", "memory"}
-    machine.floating.create()
+    machine.float_cgroup.create()
     with machine.controller():
         assert machine.root.enabled() == {"cpuset"}
-        assert (machine.floating.kind(), machine.floating.effective_cpus()) == ("threaded", machine.shared)
+        assert (machine.float_cgroup.kind(), machine.float_cgroup.effective_cpus()) == ("threaded", machine.shared)
     machine.instance(A).create()
     assert machine.instance(A).kind() == "domain invalid"
     with machine.controller():
         assert (machine.instance(A).kind(), machine.instance(A).effective_cpus()) == ("threaded", machine.a)
 
 
-def test_an_instance_lives_by_its_descriptors_alone(machine: Machine) -> None:
+def test_an_instance_needs_nothing_but_its_descriptors(machine: Machine) -> None:
     """Register in the pod, enter float, confine and pin a thread, come back, deregister: no cgroupfs needed."""
     pod = machine.pod(A, machine.a, prefix=("unshare", "--pid", "--fork", "setpriv", "--reuid=1000", "--clear-groups"))
     machine.socket.parent.chmod(0o755)
     for parent in machine.socket.parents[:-1]:
         parent.chmod(parent.stat().st_mode | 0o011)
     with machine.controller():
-        pod.tell("anchor")
+        pod.execute("anchor")
         answer = pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a))
         assert result(answer) == {
             "cgroup_path": str(machine.instance(A).path),
-            "float_path": str(machine.floating.path),
+            "float_path": str(machine.float_cgroup.path),
             "cpuset": str(machine.a),
             "protocol": 1,
         }
         assert answer[1] == 4
         assert machine.instance(A).effective_cpus() == machine.a
-        assert pod.tell("write", 0, 0) == 2
-        assert place(pod.pid) == f"/{machine.root.name}/float"
+        assert pod.execute("write", 0, 0) == 2
+        assert cgroup_of(pod.pid) == f"/{machine.root.name}/float"
         assert len(pod.scope.processes()) == 1  # the anchor keeps it
-        inner = pod.tell("thread")
+        inner = pod.execute("thread")
         assert isinstance(inner, int)
-        assert pod.tell("write", 1, inner) == len(str(inner)) + 1
+        assert pod.execute("write", 1, inner) == len(str(inner)) + 1
         tid = next(iter(machine.instance(A).threads()))
-        assert place(pod.pid, tid) == f"/{machine.root.name}/instance-{A}"
+        assert cgroup_of(pod.pid, tid) == f"/{machine.root.name}/instance-{A}"
         assert allowed(pod.pid, tid) == str(machine.a)
         cpu = min(machine.a)
-        assert pod.tell("pin", inner, [cpu]) is None
+        assert pod.execute("pin", inner, [cpu]) is None
         assert allowed(pod.pid, tid) == str(cpu)
         assert allowed(pod.pid, pod.pid) == str(machine.shared)
-        # From float it is known by its anchor, and what is populated is not removed.
+        # From float it is identified by its anchor, and a populated cgroup is not removed.
         assert result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
         assert reason(pod.call(machine.socket, "deregisterCgroup", uuid=A)) == "host"
-        # One process written to the pod's group takes all its threads along.
-        assert pod.tell("write", 2, 0) == 2
-        assert place(pod.pid, tid) == f"/{pod.scope.path.relative_to(MOUNT.path)}"
+        # Writing one process to the pod's cgroup moves all of its threads.
+        assert pod.execute("write", 2, 0) == 2
+        assert cgroup_of(pod.pid, tid) == f"/{pod.scope.path.relative_to(MOUNT.path)}"
         assert result(pod.call(machine.socket, "deregisterCgroup", uuid=A)) == {"removed": True}
         assert result(pod.call(machine.socket, "deregisterCgroup", uuid=A)) == {"removed": False}
         assert not machine.instance(A).exists()
 
 
-def test_nobody_acts_for_another_pod(machine: Machine) -> None:
+def test_a_pod_cannot_act_for_another_pod(machine: Machine) -> None:
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
     with machine.controller():
         for pod in (a, b):
-            pod.tell("anchor")
+            pod.execute("anchor")
         result(a.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
         result(b.call(machine.socket, "registerCgroup", uuid=B, cpuset=str(machine.b)))
         for in_float in (False, True):
             if in_float:
-                b.tell("write", 0, 0)
-                assert place(b.pid).endswith("/float")
+                b.execute("write", 0, 0)
+                assert cgroup_of(b.pid).endswith("/float")
             for uuid in (A, "123"):
                 assert reason(b.call(machine.socket, "registerCgroup", uuid=uuid, cpuset=str(machine.a))) == "identity"
                 assert reason(b.call(machine.socket, "deregisterCgroup", uuid=uuid)) == "identity"
@@ -370,13 +370,13 @@ def test_a_shell_and_a_pod_in_the_hosts_namespace_are_refused(machine: Machine) 
 def test_the_controller_is_killed_under_a_running_instance(machine: Machine) -> None:
     pod = machine.pod(A, machine.a)
     with machine.controller() as process:
-        pod.tell("anchor")
+        pod.execute("anchor")
         result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
-        pod.tell("write", 0, 0)
-        pod.tell("write", 1, pod.tell("thread"))
+        pod.execute("write", 0, 0)
+        pod.execute("write", 1, pod.execute("thread"))
         process.kill()
     with inotify.watching() as queue:
-        for group in (machine.root, machine.floating, machine.instance(A)):
+        for group in (machine.root, machine.float_cgroup, machine.instance(A)):
             queue.watch(group.path, inotify.MODIFY | inotify.CREATE | inotify.DELETE)
         for _ in range(3):
             with machine.controller() as process:
@@ -384,44 +384,44 @@ def test_the_controller_is_killed_under_a_running_instance(machine: Machine) -> 
         with machine.controller():
             assert result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
         with pytest.raises(BlockingIOError):
-            os.read(queue._fd, 65536)  # nobody wrote to any file of the tree
-    assert machine.floating.effective_cpus() == machine.shared
+            os.read(queue._fd, 65536)  # no file of the tree was written to
+    assert machine.float_cgroup.effective_cpus() == machine.shared
     assert machine.instance(A).effective_cpus() == machine.a
     assert machine.instance(A).populated()
 
 
-def test_a_killed_runners_instance_goes_with_its_pod(machine: Machine) -> None:
+def test_the_instance_of_a_killed_runner_is_removed_with_its_pod(machine: Machine) -> None:
     pod = machine.pod(A, machine.a)
     with machine.controller():
-        pod.tell("anchor")
+        pod.execute("anchor")
         result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
-        pod.tell("write", 0, 0)
-        pod.tell("write", 1, pod.tell("thread"))
-        shared = machine.put_state({B: machine.b})  # the pod is gone, its threads are not yet
+        pod.execute("write", 0, 0)
+        pod.execute("write", 1, pod.execute("thread"))
+        shared = machine.put_state({B: machine.b})  # the pod's entry is gone, its threads are not
         time.sleep(0.5)
         assert machine.instance(A).populated()
         assert machine.instance(A).effective_cpus() == machine.a
-        assert machine.floating.effective_cpus() == shared - machine.a
+        assert machine.float_cgroup.effective_cpus() == shared - machine.a
         os.kill(pod.pid, signal.SIGKILL)
         until(lambda: not machine.instance(A).exists())
-        until(lambda: machine.floating.effective_cpus() == shared)
+        until(lambda: machine.float_cgroup.effective_cpus() == shared)
 
 
-def test_drift_is_put_right(machine: Machine) -> None:
+def test_drift_is_corrected(machine: Machine) -> None:
     pod = machine.pod(A, machine.a)
     with machine.controller():
         result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
         machine.instance(A).set_cpus(machine.all)
         until(lambda: machine.instance(A).effective_cpus() == machine.a)
-        machine.floating.set_cpus(machine.a)
-        until(lambda: machine.floating.effective_cpus() == machine.shared)
+        machine.float_cgroup.set_cpus(machine.a)
+        until(lambda: machine.float_cgroup.effective_cpus() == machine.shared)
         machine.root.set_cpus(machine.shared)
         until(lambda: machine.instance(A).effective_cpus() == machine.a)
         machine.root.write("cgroup.subtree_control", "-cpuset")
 
         def whole() -> bool:
             with contextlib.suppress(CgroupError):
-                return machine.instance(A).cpus() == machine.a and machine.floating.cpus() == machine.shared
+                return machine.instance(A).cpus() == machine.a and machine.float_cgroup.cpus() == machine.shared
             return False
 
         until(whole)

@@ -1,4 +1,4 @@
-"""Disks in a pod of the node: a block device, a shared base, one that comes later; what serves them is in float."""
+"""Disks in a pod of the node: a block device, a shared base, one attached later; the threads that serve them are in float."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from runner.cpuset import CpuSet
 from tests.node.instances import (
     DEVICES,
-    FLOAT,
     Controller,
     Instance,
     spec_text,
@@ -38,8 +37,8 @@ def device(tmp_path: Path) -> Iterator[str]:
     subprocess.run(["losetup", "--detach", name], check=True)
 
 
-def ctl(instance: Instance, *words: str) -> Any:
-    return json.loads(instance.running.execute(sys.executable, "-m", "runner", "ctl", "--json", *words))
+def ctl(instance: Instance, *arguments: str) -> Any:
+    return json.loads(instance.running.execute(sys.executable, "-m", "runner", "ctl", "--json", *arguments))
 
 
 def iothreads(instance: Instance) -> dict[str, tuple[str, str]]:
@@ -72,32 +71,31 @@ def test_disks_in_a_pod(
     )
     instance.up()
     instance.is_placed()
-    floating = (str(FLOAT), str(kubelet.default))
     assert {name: (Path(group).name, allowed) for name, (group, allowed) in iothreads(instance).items()} == {
-        "IO disk0": ("float", floating[1])
+        "IO disk0": ("float", str(kubelet.default))
     }
 
-    # The guest is told the sectors that the device has, and the device is used past the page cache without threads.
+    # The guest sees the device's sector size; QEMU bypasses the page cache and needs no worker threads.
     [qemu] = instance.processes()["qemu"]
     argv = Path(f"/proc/{qemu}/cmdline").read_text().split("\0")
     [block] = [json.loads(word) for word in argv if '"disk0-file"' in word and word.startswith('{"driver": "host')]
     assert (block["driver"], block["cache"], block["aio"]) == ("host_device", {"direct": True}, "native")
     assert any("logical_block_size=4096,physical_block_size=4096" in word for word in argv)
 
-    # From the node, which has no receipt, it is known by its name.
+    # On the node, where there is no receipt, it is recognised by its name.
     inspect = (sys.executable, "-m", "runner", "inspect", "--kubelet-dir", str(kubelet.directory), "--json")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPYCACHEPREFIX": str(PYCACHE)}
     seen = subprocess.run(inspect, check=False, capture_output=True, text=True, cwd=PROJECT, env=environment).stdout
     assert '"role": "iothread"' in seen, seen
 
-    # One more, with a thread that is born while the guest runs: it is in float, and the receipt says so.
+    # The thread of a disk that is attached while the guest runs is in float too, also in the receipt.
     assert ctl(instance, "disk", "attach", "/disks/later", "iothread=true", "serial=later")["name"] == "disk2"
     instance.is_placed()
     assert set(iothreads(instance)) == {"IO disk0", "IO disk2"}
-    assert {allowed for _, allowed in iothreads(instance).values()} == {floating[1]}
+    assert {allowed for _, allowed in iothreads(instance).values()} == {str(kubelet.default)}
     assert {thread.name for thread in threads_of(qemu)} >= {"IO disk0", "IO disk2"}
 
-    # The device has grown outside; the guest is told when somebody asks for it.
+    # The device has grown on the host; the guest sees it after `disk grow`.
     with (tmp_path / "device").open("r+b") as file:
         file.truncate(32 * MIB)
     subprocess.run(["losetup", "--set-capacity", device], check=True)

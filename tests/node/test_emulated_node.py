@@ -1,6 +1,6 @@
-"""The machine under test is what it claims to be: CPUs, NUMA nodes, cgroups, programs.
+"""The machine under test has the CPUs, NUMA nodes, cgroups and programs that the tests need.
 
-Where these fail, no other test of this folder says anything.
+Where these tests fail, the results of the others in this folder mean nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a machine has for its guest, with QEMU 10 on a real kernel: vsock's identifiers, watchdog, seed, variable store."""
+"""Devices of the guest with QEMU 10 on a real kernel: vsock and its identifiers, watchdog, seed, variable store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from runner.errors import HostError, explain
 from runner.kernel.character_devices import vhost_vsock
 from tests.node.cgroups import SECONDS
-from tests.node.test_runner import ROM, running, until
+from tests.node.instances import until
+from tests.node.test_runner import ROM, running
 
 SET_GUEST_CID = 0x4008AF60
 
@@ -28,12 +29,12 @@ def test_an_identifier_has_one_guest() -> None:
             assert (first, second) == (4242, 4243)
             fcntl.ioctl(fd, SET_GUEST_CID, struct.pack("Q", second))  # as QEMU does
     with vhost_vsock(4242, exact=True) as (_, again):
-        assert again == 4242, "it is free as soon as nobody has it"
+        assert again == 4242, "it is free again at once"
 
 
 @pytest.mark.parametrize("vsock", ["4242", '"auto"'])
 def test_a_machine_with_everything(tmp_path: Path, vsock: str) -> None:
-    """QEMU takes it all: the descriptors of vsock, seed and agent, as a user who may open none of their paths."""
+    """QEMU accepts the descriptors of vsock, seed and agent; its user may not open their paths."""
     (tmp_path / "user-data").write_text("#cloud-config\n")
     (tmp_path / "user-data").chmod(0o600)
     spec = tmp_path / "spec.toml"
@@ -42,7 +43,7 @@ def test_a_machine_with_everything(tmp_path: Path, vsock: str) -> None:
         f'watchdog = "exit"\nclock = "localtime"\n[cloud_init]\nuser_data = "{tmp_path}/user-data"\n[shutdown]\ngrace = 20\n'
     )
     with running(spec, tmp_path) as (pid, output, process):
-        until(lambda: "ROM-GUEST-UP" in output() or process.poll() is not None, "the guest's word")
+        until(lambda: "ROM-GUEST-UP" in output() or process.poll() is not None, "the guest to be up")
         cid = int(output().partition("the guest's vsock context identifier is ")[2].split()[0])
         fd = os.open("/dev/vhost-vsock", os.O_RDWR)
         try:

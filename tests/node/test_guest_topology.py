@@ -1,4 +1,4 @@
-"""What a real guest sees, and where its memory really is, against the plan: on a machine with two NUMA nodes."""
+"""The topology that a guest sees and the place of its memory are as planned, on a machine with two NUMA nodes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from runner.cpuset import CpuSet
+from tests.node.instances import until
 from tests.node.test_linux_guest import INITRD, KERNEL
-from tests.node.test_runner import ROM, RUNNER, running, until
+from tests.node.test_runner import ROM, RUNNER, running
 
 MIB = 1 << 20
 BOOTS_WITHIN = 480
@@ -60,7 +61,9 @@ def pages(pid: int) -> dict[str, tuple[str, dict[int, int]]]:
 
 
 @pytest.mark.timeout(BOOTS_WITHIN + 120)
-def test_the_guest_sees_what_was_planned_and_its_memory_is_there(tmp_path: Path, numa: dict[int, CpuSet]) -> None:
+def test_the_guest_sees_the_planned_topology_and_its_memory_is_on_the_planned_nodes(
+    tmp_path: Path, numa: dict[int, CpuSet]
+) -> None:
     if not Path(KERNEL).is_file() or not Path(INITRD).is_file():
         pytest.skip("the Linux guest is missing: tests/node/run builds it and names it in RUNNER_NODE_GUEST_KERNEL")
     kernel = tmp_path / "kernel"
@@ -75,7 +78,7 @@ def test_the_guest_sees_what_was_planned_and_its_memory_is_there(tmp_path: Path,
     topology = plan["machine"]["topology"]
     assert [topology[key] for key in ("sockets", "dies", "cores", "threads")] == [2, 1, 1, 2]
     with running(spec, tmp_path) as (pid, output, process):
-        until(lambda: "LINUX-GUEST-UP" in output() or process.poll() is not None, "the guest's word", BOOTS_WITHIN)
+        until(lambda: "LINUX-GUEST-UP" in output() or process.poll() is not None, "the guest to be up", BOOTS_WITHIN)
         assert process.poll() is None, output()
         facts = dict(re.findall(r"^((?:cpu/|node/|0000:)\S+):(.*?)\r?$", output(), re.MULTILINE))
         ranges = re.findall(r"SRAT: Node (\d+) PXM \d+ \[mem 0x([0-9a-f]+)-0x([0-9a-f]+)\]", output())
@@ -106,7 +109,7 @@ def test_a_refused_mbind_is_a_failed_start_with_a_remedy(tmp_path: Path, numa: d
     run = subprocess.run(
         [sys.executable, "-c", DENY_MBIND, *command], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    said = run.stdout.decode()
-    assert run.returncode == 31, said
-    assert "cannot bind memory to host NUMA nodes: Operation not permitted" in said
-    assert "--cap-add SYS_NICE, or set memory.bind = false" in said
+    output = run.stdout.decode()
+    assert run.returncode == 31, output
+    assert "cannot bind memory to host NUMA nodes: Operation not permitted" in output
+    assert "--cap-add SYS_NICE, or set memory.bind = false" in output

@@ -38,10 +38,10 @@ def exclusive(numa: dict[int, CpuSet]) -> CpuSet:
 
 @contextlib.contextmanager
 def kept_off(cpus: CpuSet) -> Iterator[None]:
-    """Keep what user space there is off *cpus*, as the operator of a node does (``CPUAffinity=`` of systemd)."""
+    """Keep user space off *cpus*, as the operator of a node does (``CPUAffinity=`` of systemd)."""
     before: dict[int, set[int]] = {}
     for path in Path("/proc").glob("[0-9]*/task/[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or it is the instance's and has no other CPUs
+        with contextlib.suppress(OSError):  # it has ended, or it is a vCPU thread, which has no other CPUs
             name, _, rest = (path / "stat").read_text().rpartition(")")
             mask = os.sched_getaffinity(int(path.name))
             if not int(rest.split()[6]) & PF_KTHREAD and not name.endswith("(pause") and mask & set(cpus):
@@ -117,7 +117,7 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
     assert [line.split()[:2] for line in lines if line.startswith("ok ")] == [["ok", rule] for rule in RULES]
     assert "only sleepers (anchors: 2, pod sandboxes: 1)" in shown.stdout
     assert f"64 MiB on NUMA node {max(numa)} of the guest's RAM" in shown.stdout
-    # The same from within, as far as that goes without rights and without a mount of the hierarchy.
+    # Inside the container, without privilege and without a mount of cgroupfs, most of the rules are unknown.
     report = json.loads(node.instance.running.execute(*INSPECT, "--json"))
     (inside,) = report["instances"]
     assert {verdict["rule"]: verdict["result"] for verdict in (*inside["verdicts"], *report["verdicts"])} == {
@@ -137,19 +137,19 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
     ]
 
 
-def test_who_else_may_run_on_an_exclusive_cpu_is_named(node: Node, exclusive: CpuSet) -> None:
+def test_a_thread_that_may_run_on_an_exclusive_cpu_is_named(node: Node, exclusive: CpuSet) -> None:
     with task(threads=2) as intruder:
         os.sched_setaffinity(intruder.tids[1], [min(exclusive)])
-        said = node.violation("exclusive")
-        assert f"other (thread {intruder.tids[1]}, " in said
-        assert f"may run on '{min(exclusive)}'" in said
+        message = node.violation("exclusive")
+        assert f"other (thread {intruder.tids[1]}, " in message
+        assert f"may run on '{min(exclusive)}'" in message
         shown = node.inspect("00000001-0000", "--json")
         assert shown.returncode == 3, shown.stderr
-        assert json.loads(shown.stdout)["instances"][0]["verdicts"][1]["reasons"] == [said]
+        assert json.loads(shown.stdout)["instances"][0]["verdicts"][1]["reasons"] == [message]
     with task(node.instance.running.scope) as shell:
-        said = node.violation("exclusive")
-        assert f"(thread {shell.pid}, " in said
-        assert f"in the cgroup '{node.instance.scope}' may run on '{exclusive}'" in said
+        message = node.violation("exclusive")
+        assert f"(thread {shell.pid}, " in message
+        assert f"in the cgroup '{node.instance.scope}' may run on '{exclusive}'" in message
     assert node.verdicts()["exclusive"][0] == "ok"
 
 
@@ -158,9 +158,9 @@ def test_vcpus_that_are_not_alone_in_their_cgroup(node: Node, exclusive: CpuSet)
     os.sched_setaffinity(tid, [min(exclusive)])
     assert node.violation("vcpus") == f"2 vCPU threads share CPU {min(exclusive)}"
     Cgroup(TREE.path / "float").write("cgroup.threads", tid)
-    said = node.violation("vcpus")
-    assert f"vcpu 1 (thread {tid}, 'CPU 1/TCG') may run on" in said
-    assert f"is in the cgroup '{TREE}/float' instead of '{node.instance.group}'" in said
+    message = node.violation("vcpus")
+    assert f"vcpu 1 (thread {tid}, 'CPU 1/TCG') may run on" in message
+    assert f"is in the cgroup '{TREE}/float' instead of '{node.instance.group}'" in message
 
 
 def test_memory_that_was_moved_and_a_charge_that_is_not_there(node: Node, numa: dict[int, CpuSet]) -> None:
@@ -169,29 +169,29 @@ def test_memory_that_was_moved_and_a_charge_that_is_not_there(node: Node, numa: 
     assert moved.returncode == 0
     assert f"64 MiB on NUMA node {min(numa)} of the guest's RAM" in node.violation("local")
     subprocess.run(["migratepages", str(qemu), str(min(numa)), str(max(numa))], check=True)
-    # An anchor elsewhere makes another group the pod's, which is charged for nothing.
+    # With its anchors in another cgroup, that one counts as the pod's, and it is charged for nothing.
     scope = node.instance.running.scope
     elsewhere = Cgroup(scope.path.parent).child("elsewhere", cpuset_cpus=scope.read("cpuset.cpus"))
     anchors = node.instance.processes()["anchor"]
     for anchor in anchors:
         elsewhere.write("cgroup.procs", anchor)
-    said = node.violation("charged")
-    assert f"64 MiB of the guest's RAM is mapped, but '{elsewhere}' is charged only" in said
+    message = node.violation("charged")
+    assert f"64 MiB of the guest's RAM is mapped, but '{elsewhere}' is charged only" in message
     for anchor in anchors:
         scope.write("cgroup.procs", anchor)
     assert node.verdicts()["charged"][0] == "ok"
     assert int(scope.read("memory.current")) >= 64 * MIB
 
 
-def test_float_follows_the_kubelet_or_is_found_beside_it(node: Node) -> None:
+def test_float_follows_the_kubelet_or_is_reported_as_different(node: Node) -> None:
     kubelet = node.kubelet
     first, second = list(kubelet.default - CpuSet([0]))[:2]
     kubelet.admit(Pod("416de7c2-21de-472d-817c-fa9d4306cb7d", (Container(("true",), cpus=CpuSet([first])),)))
-    assert node.verdicts()["kubelet"][0] == "ok", "the controller follows while we look"
+    assert node.verdicts()["kubelet"][0] == "ok", "the controller follows"
     node.controller.kill()
-    floating = kubelet.default
+    before = kubelet.default
     kubelet.admit(Pod("b41f38d8-2c21-4168-af77-6d0cc5482dcb", (Container(("true",), cpus=CpuSet([second])),)))
-    assert node.violation("kubelet") == f"float has '{floating}', but the kubelet's shared pool is '{kubelet.default}'"
+    assert node.violation("kubelet") == f"float has '{before}', but the kubelet's shared pool is '{kubelet.default}'"
     kubelet.cpu_state.unlink()
     assert node.verdicts()["kubelet"][0] == "unknown"
     [qemu] = node.instance.processes()["qemu"]

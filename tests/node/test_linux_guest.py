@@ -1,4 +1,4 @@
-"""The Linux guest: for the few questions that only a guest can answer. Emulated CPUs take a minute to boot it."""
+"""The Linux guest, for the few tests that need one. Emulated CPUs take a minute to boot it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guest's memory on a real kernel: its pages, where they lie, who is charged, and what happens when there are none."""
+"""The guest's memory on a real kernel: the size and NUMA node of its pages, their charge, and failures to get them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import Cgroup
-from tests.node.instances import Instance, World, pool, start_instance, until
+from tests.node.instances import Instance, NodeFixture, pool, start_instance, until
 from tests.node.standin_kubelet import MIB, PROJECT
 
 pytestmark = pytest.mark.usefixtures("rom")
@@ -32,8 +32,8 @@ def free() -> list[int]:
 
 
 @pytest.fixture
-def start(world: World) -> Start:
-    """Return how to start an instance with placement ``controller`` on both NUMA nodes, with these keys of [memory]."""
+def start(node_fixture: NodeFixture) -> Start:
+    """Return a function that starts an instance with placement ``controller`` on both NUMA nodes; it takes keys of [memory]."""
 
     def started(ram: str, *, count: str = '"all"', more: str = "", **options: Any) -> Instance:
         cpus = CpuSet.parse(BOTH_NODES)
@@ -41,12 +41,12 @@ def start(world: World) -> Start:
         spec += f'[boot]\nfirmware = "/guest/rom"\n[shutdown]\ngrace = 20\n{more}'
         defaults: dict[str, Any] = {"cgroupfs": "ro", "memory": 384 * MIB}
         return start_instance(
-            world.kubelet,
+            node_fixture.kubelet,
             1,
             cpus,
             spec=spec,
-            directory=world.directory,
-            sockets=world.controller.directory,
+            directory=node_fixture.directory,
+            sockets=node_fixture.controller.directory,
             **{**defaults, **options},
         )
 
@@ -60,16 +60,16 @@ def backends(pid: int) -> dict[str, str]:
 
 
 def test_huge_pages_are_the_pods_and_each_on_its_numa_node(start: Start, reserve: Callable[[int, int], None]) -> None:
-    """As many vCPUs as CPUs, as much memory as the limit; it is charged as such, and nothing of it is left at the end."""
+    """As many vCPUs as CPUs, as much memory as the limit; the pod is charged for huge pages, which are free again at the end."""
     reserve(40, 40)
-    # An odd page more than both NUMA nodes can have alike.
+    # One page more than can be divided between the NUMA nodes.
     instance = start('size = "limits"\nhugepages = "2MiB"', hugepages={"2MB": 128 * MIB + PAGE})
     instance.up()
     instance.is_placed()
     scope = Cgroup(instance.running.scope.path)
     assert int(scope.read("hugetlb.2MB.current")) == 128 * MIB
     assert int(scope.read("hugetlb.2MB.rsvd.current")) == 128 * MIB
-    assert int(scope.read("memory.current")) < 128 * MIB, "QEMU's own, not the guest's"
+    assert int(scope.read("memory.current")) < 128 * MIB, "QEMU's own memory, not the guest's"
     assert free() == [8, 8]
     [qemu] = instance.processes()["qemu"]
     for node, (_, line) in enumerate(sorted(backends(qemu).items())):
@@ -88,7 +88,7 @@ def test_huge_pages_are_the_pods_and_each_on_its_numa_node(start: Start, reserve
     assert free() == [40, 40]
 
 
-def test_ordinary_pages_follow_the_limit_as_well_and_can_be_locked(start: Start) -> None:
+def test_ordinary_pages_follow_the_limit_too_and_can_be_locked(start: Start) -> None:
     instance = start('size = "limits"\nlock = true', memory=512 * MIB)
     instance.up()
     [qemu] = instance.processes()["qemu"]
@@ -125,7 +125,7 @@ def test_ordinary_pages_follow_the_limit_as_well_and_can_be_locked(start: Start)
         ('size = "limits"\nhugepages = "2MiB"', {}, "leaves, and there is no limit; set limits.hugepages-2Mi"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_touched(
+def test_memory_that_does_not_fit_is_refused_before_anything_is_changed(
     start: Start, reserve: Callable[[int, int], None], memory: str, options: dict[str, Any], sentence: str
 ) -> None:
     reserve(80, 31)
@@ -151,7 +151,7 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(
         ),
     ],
 )
-def test_limits_that_cannot_be_seen_are_met_in_order(
+def test_limits_that_cannot_be_read_are_a_failed_start(
     start: Start, reserve: Callable[[int, int], None], memory: str, options: dict[str, Any], sentence: str
 ) -> None:
     reserve(40, 40)
@@ -164,18 +164,18 @@ def test_limits_that_cannot_be_seen_are_met_in_order(
 
 
 @pytest.mark.parametrize("ending", ["asked to stop", "killed"])
-def test_an_end_while_memory_is_taken(start: Start, ending: str) -> None:
+def test_an_end_while_memory_is_preallocated(start: Start, ending: str) -> None:
     instance = start('size = "192MiB"', memory=512 * MIB)
 
-    def taker() -> int | None:
+    def preallocator() -> int | None:
         for command in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 if b"/preallocate.py\0" in command.read_bytes() and b"\0-c\0" not in command.read_bytes():
                     return int(command.parent.name)
         return None
 
-    pid = until(taker, "the one who takes it")
-    os.kill(pid, signal.SIGSTOP)  # so that it does not end before we have done what we want to
+    pid = until(preallocator, "the preallocator")
+    os.kill(pid, signal.SIGSTOP)  # so that it does not end before the test has acted
     scope = Cgroup(instance.running.scope.path)
     assert str(pid) in scope.words("cgroup.procs"), "the pod is charged"
     if ending == "killed":

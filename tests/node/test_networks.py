@@ -1,4 +1,4 @@
-"""Networks of every kind at once by QEMU 10, and a tap that somebody else has opened."""
+"""Networks of every kind at once with QEMU 10, and a tap that another process has opened."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from runner.kernel import character_devices
-from tests.node.instances import World, members_of, uid_of
-from tests.node.test_runner import NAMESPACES, PROJECT, ROM, RUNNER, until
+from tests.node.instances import NodeFixture, members_of, uid_of, until
+from tests.node.test_runner import NAMESPACES, PROJECT, ROM, RUNNER
 
 UP_WITHIN = 120
 """Seconds, on a busy machine."""
@@ -37,7 +36,7 @@ ip address add 10.1.0.5/24 dev net1
 ip route add default via 10.1.0.1
 ip -n far address add 10.1.0.1/24 dev net1
 ip netns exec far dnsmasq -k -C /dev/null -p 0 -i net1 -z --dhcp-range=10.1.0.77,10.1.0.77 -l /run/leases --no-ping &
-while ip address show dev eth0 | grep -q tentative; do sleep 0.1; done # until the kernel has looked for another owner
+while ip address show dev eth0 | grep -q tentative; do sleep 0.1; done # until duplicate address detection is over
 ip -j address show dev eth0 >$1/before
 "${@:2}" &
 runner=$!
@@ -47,7 +46,7 @@ ip -j address show dev eth0 >$1/after
 ip link >$1/links
 exit $status
 """
-"""A pod with two interfaces; the network behind the second one gives addresses."""
+"""A pod with two interfaces; a DHCP server is in the network of the second one."""
 
 
 @pytest.fixture
@@ -74,9 +73,9 @@ def outcome(tmp_path: Path) -> Iterator[Callable[[Path], tuple[subprocess.Popen[
 def test_a_machine_with_a_network_of_every_kind(
     tmp_path: Path, outcome: Callable[[Path], tuple[subprocess.Popen[bytes], Callable[[], str]]]
 ) -> None:
-    """The example's two, a private one and passt, by QEMU 10 and with vhost-net; afterwards the pod is as it was.
+    """The example's two, a private one and passt, with QEMU 10 and vhost-net; at the end the pod is as before.
 
-    What a Linux guest sees of it is asked in tests/machine, where booting one takes seconds.
+    tests/machine tests what a Linux guest sees of them, because it boots one within seconds.
     """
     text, changed = re.subn(r"\[boot\]\n(\w+ = .*\n)+", f'[boot]\nfirmware = "{ROM}"\n', EXAMPLE.read_text())
     assert changed == 1
@@ -86,7 +85,7 @@ def test_a_machine_with_a_network_of_every_kind(
     spec.write_text(f'{text}{private}[[network]]\nmode = "passt"\n[shutdown]\ngrace = 20\n')
 
     process, output = outcome(spec)
-    until(lambda: "ROM-GUEST-UP" in output() or process.poll() is not None, "the guest's word", UP_WITHIN)
+    until(lambda: "ROM-GUEST-UP" in output() or process.poll() is not None, "the guest to be up", UP_WITHIN)
     assert process.poll() is None, output()
     [qemu] = re.findall(r"role=qemu argv=(.*)", output())
     assert qemu.count("vhostfds=") == 3
@@ -103,9 +102,9 @@ def test_a_machine_with_a_network_of_every_kind(
 
 
 @pytest.mark.usefixtures("rom")
-def test_a_tap_that_a_runtime_hands_on(world: World) -> None:
-    """Inherited through crun's ``--preserve-fds``: only QEMU has it, and nobody has it when the instance is gone."""
-    with character_devices.tap("handed0") as [tap]:
+def test_a_tap_inherited_from_the_runtime(node_fixture: NodeFixture) -> None:
+    """Inherited through crun's ``--preserve-fds``: only QEMU has it, and no process has it after the instance's end."""
+    with character_devices.tap("inherited0") as [tap]:
         environment = {
             "POD_UID": uid_of(1),
             "PYTHONPATH": os.pathsep.join(["/project", *filter(None, sys.path)]),
@@ -114,9 +113,9 @@ def test_a_tap_that_a_runtime_hands_on(world: World) -> None:
             "LISTEN_FDNAMES": "net0",
         }
         more = '[[network]]\nmode = "descriptor"\nfd = "net0"\n'
-        instance = world.start(1, "1", more, environment=environment, descriptors=(tap.number,))
+        instance = node_fixture.start(1, "1", more, environment=environment, descriptors=(tap.number,))
         instance.up()
-        assert "inherited descriptor name=net0 kind=the tap 'handed0'" in instance.running.output
+        assert "inherited descriptor name=net0 kind=the tap 'inherited0'" in instance.running.output
         holders: dict[str, int] = {}
         for pid in members_of(instance.running.pid):
             name = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -124,9 +123,7 @@ def test_a_tap_that_a_runtime_hands_on(world: World) -> None:
             holders[name] = holders.get(name, 0) + links.count("/dev/net/tun")
         tap.close()
         assert {name: count for name, count in holders.items() if count} == {"qemu-system-x86": 2}
-        assert Path("/sys/class/net/handed0").exists()
+        assert Path("/sys/class/net/inherited0").exists()
         assert instance.stop() == 0
         assert "ended outcome=stopped status=0 faults=0" in instance.running.output
-    deadline = time.monotonic() + 10
-    while Path("/sys/class/net/handed0").exists():
-        assert time.monotonic() < deadline, "somebody still holds the tap"
+    until(lambda: not Path("/sys/class/net/inherited0").exists(), "the last process to close the tap", 10)

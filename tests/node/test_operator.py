@@ -1,4 +1,4 @@
-"""An instance of the node's controller as Prometheus and the kubelet's probe see it, on a real kernel with cgroup v2."""
+"""Metrics and probes of an instance with placement ``controller``, on a real kernel with cgroup v2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from runner.cpuset import CpuSet
-from tests.node.instances import TREE, Instance, World, until
+from tests.node.instances import TREE, Instance, NodeFixture, until
 from tests.node.standin_kubelet import MIB
 
 pytestmark = pytest.mark.usefixtures("rom")
@@ -25,23 +25,23 @@ print(answer.status, answer.read().decode())
 """
 
 
-def page(instance: Instance, name: str) -> str:
+def get(instance: Instance, name: str) -> str:
     argv = ("nsenter", f"--target={instance.running.pid}", "--net", sys.executable, "-c", CLIENT, name)
     return subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def figures(instance: Instance) -> dict[str, float]:
-    lines = (line.rpartition(" ") for line in page(instance, "metrics").splitlines() if line.startswith("instance_"))
+def metrics(instance: Instance) -> dict[str, float]:
+    lines = (line.rpartition(" ") for line in get(instance, "metrics").splitlines() if line.startswith("instance_"))
     return {name.removeprefix("instance_runner_"): float(value) for name, _, value in lines}
 
 
-def test_what_the_pages_say_is_what_the_kernel_does(world: World) -> None:
-    who = {"POD_NAME": "web-1", "POD_NAMESPACE": "prod", "NODE_NAME": "n1"}
+def test_metrics_and_probes_show_what_the_kernel_does(node_fixture: NodeFixture) -> None:
+    names = {"POD_NAME": "web-1", "POD_NAMESPACE": "prod", "NODE_NAME": "n1"}
     arguments = ("--http=:9441", "--log-format=json")
-    instance = world.start(1, "2-3", arguments=arguments, more_environment=who, cgroupfs="ro")
+    instance = node_fixture.start(1, "2-3", arguments=arguments, more_environment=names, cgroupfs="ro")
     instance.up()
-    until(lambda: page(instance, "readyz") == "200 ok\n\n", "the instance to be ready")
-    found = figures(instance)
+    until(lambda: get(instance, "readyz") == "200 ok\n\n", "the instance to be ready")
+    found = metrics(instance)
     assert (found["placement_holds"], found["placement_strays"]) == (1, 0)
     assert 'info{instance="instance",namespace="prod",pod="web-1",node="n1",placement="controller"}' in found
     assert found['memory_charged_bytes{kind="memory"}'] >= 64 * MIB
@@ -49,15 +49,15 @@ def test_what_the_pages_say_is_what_the_kernel_does(world: World) -> None:
     for vcpu, cpu in enumerate((2, 3)):
         assert found[f'vcpu_involuntary_switches_total{{vcpu="{vcpu}",cpu="{cpu}"}}'] >= 0
         assert found[f'vcpu_steal_seconds_total{{vcpu="{vcpu}",cpu="{cpu}"}}'] >= 0
-    # What others start in the container is swept, and counted.
+    # Processes that others start in the container are moved to float, and counted.
     instance.running.execute("sh", "-c", "sleep 30 & sleep 1.5")
-    until(lambda: figures(instance)["swept_total"] >= 1, "the sweep to be counted")
-    # A vCPU that somebody moves is seen from the kernel, and named.
+    until(lambda: metrics(instance)["swept_total"] >= 1, "the sweep to be counted")
+    # A vCPU thread whose mask another process changes makes the instance unready.
     [victim] = [thread for thread in instance.vcpus() if thread.cpus == CpuSet([2])]
     os.sched_setaffinity(victim.tid, {3})
-    until(lambda: page(instance, "readyz").startswith("503 vcpu 0"), "the vCPU to be missed")
+    until(lambda: get(instance, "readyz").startswith("503 vcpu 0"), "the instance to be unready")
     os.sched_setaffinity(victim.tid, {2})
-    until(lambda: page(instance, "readyz") == "200 ok\n\n", "the vCPU to be back")
+    until(lambda: get(instance, "readyz") == "200 ok\n\n", "the instance to be ready again")
     assert instance.receipt()["pod"]["uid"] == instance.uid
     assert {thread.cgroup for thread in instance.vcpus()} == {f"{TREE}/instance-{instance.uid}"}
     assert instance.stop() == 0

@@ -12,7 +12,17 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup, cgroup_of
-from tests.node.instances import TREE, Controller, Instance, World, spec_text, start_instance, threads_of, until
+from tests.node.instances import (
+    TREE,
+    Controller,
+    Instance,
+    NodeFixture,
+    Thread,
+    spec_text,
+    start_instance,
+    threads_of,
+    until,
+)
 from tests.node.standin_kubelet import MIB, Kubelet, Runtime
 
 pytestmark = pytest.mark.usefixtures("rom")
@@ -21,9 +31,9 @@ BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
 
 
 @pytest.fixture
-def start(world: World) -> Start:
-    """Return how to start an instance with placement ``controller`` and no privilege."""
-    return world.start
+def start(node_fixture: NodeFixture) -> Start:
+    """Return a function that starts an instance with placement ``controller`` and no privilege."""
+    return node_fixture.start
 
 
 @BOTH
@@ -46,7 +56,7 @@ def test_an_instance_from_start_to_end(start: Start, kubelet: Kubelet, runtime: 
 
 
 def test_the_guests_memory_is_the_pods_and_on_its_numa_node(start: Start, kubelet: Kubelet) -> None:
-    """All of it, before the guest has touched any; it stays there when float and the neighbours change, and at the end."""
+    """All of it is charged before the guest runs, and it stays there while float and other instances change."""
     instance = start(1, "9-10", mems=CpuSet([1]), memory=384 * MIB)
     instance.up()
     scope = Cgroup(instance.running.scope.path)
@@ -86,7 +96,7 @@ def test_the_anchor_is_started_again_where_it_was(start: Start) -> None:
 
 
 def test_threads_that_the_kernel_starts_for_qemu_go_to_float(start: Start) -> None:
-    """Where the kernel makes them (before Linux 6.4 and 6.13) they come into the pod's group; here one is put there."""
+    """Older kernels (before Linux 6.4 and 6.13) start them in the pod's cgroup; here the test moves one there."""
     instance = start(1, "2-3")
     instance.running.wait_for("in float")
     kernel = next(
@@ -105,7 +115,7 @@ def test_threads_that_the_kernel_starts_for_qemu_go_to_float(start: Start) -> No
 
 
 def test_threads_that_a_vcpu_starts_go_back_to_float(start: Start, kubelet: Kubelet) -> None:
-    """They are born on its CPU; since Linux 6.14 the first vCPU that runs starts one for KVM. Here one is put there."""
+    """They start on its CPU; since Linux 6.14 the first vCPU that runs starts one for KVM. Here the test moves one there."""
     instance = start(1, "2-3")
     instance.up()
     [qemu] = instance.processes()["qemu"]
@@ -121,12 +131,12 @@ def test_threads_that_a_vcpu_starts_go_back_to_float(start: Start, kubelet: Kube
 
 
 @pytest.mark.parametrize("swept", [True, False])
-def test_what_is_executed_in_the_pod_is_kept_off_the_vcpus_cpus(start: Start, kubelet: Kubelet, swept: bool) -> None:  # noqa: FBT001
+def test_processes_executed_in_the_pod_are_kept_off_the_vcpus_cpus(start: Start, kubelet: Kubelet, swept: bool) -> None:  # noqa: FBT001
     instance = start(1, "2-3", keys="" if swept else "sweep = false\n")
     instance.up()
     instance.running.execute("sh", "-c", "sleep 1000 >/dev/null 2>&1 & sleep 1001 >/dev/null 2>&1 &")
 
-    def strays() -> list[Any]:
+    def strays() -> list[Thread]:
         return [
             thread
             for thread in instance.threads()
@@ -148,7 +158,7 @@ def test_what_is_executed_in_the_pod_is_kept_off_the_vcpus_cpus(start: Start, ku
     assert not instance.group.path.exists()
 
 
-def test_the_controller_may_be_away_while_the_instance_runs_and_when_it_ends(
+def test_the_controller_may_be_down_while_the_instance_runs_and_when_it_ends(
     start: Start, controller: Controller, kubelet: Kubelet
 ) -> None:
     instance = start(1, "2-3")
@@ -160,10 +170,10 @@ def test_the_controller_may_be_away_while_the_instance_runs_and_when_it_ends(
     assert instance.group.path.exists()
     kubelet.reconcile()
     controller.start()
-    until(lambda: not instance.group.path.exists(), "the controller to remove what is stale")
+    until(lambda: not instance.group.path.exists(), "the controller to remove the stale cgroup")
 
 
-def test_a_controller_that_comes_later_is_waited_for(start: Start, controller: Controller) -> None:
+def test_a_controller_that_starts_later_is_waited_for(start: Start, controller: Controller) -> None:
     controller.kill()
     instance = start(1, "2-3")
     instance.running.wait_for("waiting for the controller")
@@ -173,7 +183,7 @@ def test_a_controller_that_comes_later_is_waited_for(start: Start, controller: C
     assert instance.stop() == 0
 
 
-def test_a_refused_registration_is_a_failed_start_that_says_why(start: Start) -> None:
+def test_a_refused_registration_is_a_failed_start_with_its_reason(start: Start) -> None:
     instance = start(1, "2-3", environment_uid="0000000f-0000-4000-8000-00000000000f")
     assert instance.running.wait() == 31
     assert "cannot act for instance '0000000f-0000-4000-8000-00000000000f'" in instance.running.output
@@ -186,7 +196,7 @@ def test_a_refused_registration_is_a_failed_start_that_says_why(start: Start) ->
 
 @pytest.fixture
 def alone(kubelet: Kubelet, tmp_path: Path) -> Iterator[Callable[..., Instance]]:
-    """Return how to start an instance in a privileged container, without a controller."""
+    """Return a function that starts an instance in a privileged container, without a controller."""
 
     def started(count: int, cpus: str, keys: str, **options: Any) -> Instance:
         wanted = CpuSet.parse(cpus)
@@ -234,7 +244,7 @@ def test_delegated_divides_the_containers_own_cgroup(
     assert "ended outcome=stopped status=0 faults=0" in instance.running.output
 
 
-def test_delegated_where_it_cannot_be_is_refused(kubelet: Kubelet, tmp_path: Path) -> None:
+def test_delegated_without_a_writable_cgroup_is_refused(kubelet: Kubelet, tmp_path: Path) -> None:
     cpus = CpuSet([2, 3])
     spec = spec_text(cpus).replace("count = 2", 'count = 1\nplacement = "delegated"')
     instance = start_instance(kubelet, 1, cpus, spec=spec, directory=tmp_path, cgroupfs="ro")

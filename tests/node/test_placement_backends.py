@@ -1,4 +1,4 @@
-"""The placements swept on a real kernel: cancelled at every step, refused at every operation, and nothing is left."""
+"""The placements on a real kernel, cancelled at every step and failed at every operation: nothing is left."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ SLEEP = ("/usr/bin/sleep", "infinity")
 
 
 @attrs.frozen
-class World:
-    """This process as the init of a pod's container, as far as cgroups can tell."""
+class PlacementFixture:
+    """This process in the cgroup of a pod's container, as its init would be, and the placement under test."""
 
     scope: Cgroup
     placement: Placement
     faults: Faults = attrs.field(factory=Faults)
 
     def snapshot(self) -> dict[str, object]:
-        """Look at all that must be as before."""
+        """Return everything that must be the same before and after."""
         groups = [*self.scope.path.rglob("*/"), *TREE.path.glob("*/")]
         return {
             "own": cgroup_of(os.getpid()),
@@ -49,7 +49,7 @@ class World:
         }
 
     async def hold(self) -> bool:
-        """Hold the placement with a machine of one thread in it; returns whether it was reached."""
+        """Hold the placement with a machine of one thread in it, and return that this was reached."""
         placement = self.placement
         async with (
             open_supervisor(StopRequest(), self.faults) as host,
@@ -57,11 +57,11 @@ class World:
             entered_cgroups(host, placement, anchors) as active,
             host.processes.daemon(Command("qemu", SLEEP, entering=active.memory_cgroup_fd), 0) as machine,
         ):
-            FAULT_INJECTOR.end()  # the start is over; what follows is the test's own
+            FAULT_INJECTOR.end()  # the start is over; the assertions below must not fail
             assert active.cgroups is not None
             assert cgroup_of(os.getpid()) == active.cgroups.float_cgroup
             assert [cgroup_of(anchor.process.pid) for anchor in anchors] == [active.cgroups.pod] * 2
-            while host.procfs.name(machine.pid) != "sleep":  # it is born where it is told to before it is what it is
+            while host.procfs.name(machine.pid) != "sleep":  # it enters its cgroup before it executes its program
                 await trio.sleep(0.001)
             active.admit(machine.pid)
             assert cgroup_of(machine.pid) == active.cgroups.float_cgroup
@@ -73,7 +73,7 @@ class World:
 
 
 @pytest.fixture(params=["controller", "delegated"])
-def world(request: pytest.FixtureRequest, kubelet: Kubelet, tmp_path: Path) -> Iterator[World]:
+def placement_fixture(request: pytest.FixtureRequest, kubelet: Kubelet, tmp_path: Path) -> Iterator[PlacementFixture]:
     pod = Pod(UID, (Container(("none",), cpus=CPUS),))
     kubelet.admit(pod)
     path = ROOT
@@ -84,14 +84,14 @@ def world(request: pytest.FixtureRequest, kubelet: Kubelet, tmp_path: Path) -> I
             Cgroup(path).delegate()
     scope = Cgroup(path).child(f"cri-containerd-{'7' * 64}.scope", cpuset_cpus=CPUS)
     before = cgroup_of(os.getpid())
-    # The peer is believed, because it shares the controller's PID namespace; who may do what is tested elsewhere.
+    # This process shares the controller's PID namespace, which is refused without the option.
     controller = Controller(kubelet, tmp_path / "sockets", "--insecure-trust-peer")
     socket = PurePosixPath(controller.socket)
     try:
         if request.param == "controller":
             controller.start()
         scope.write("cgroup.procs", os.getpid())
-        yield World(
+        yield PlacementFixture(
             scope,
             ControllerPlacement(CPUS, (2, 3), socket, UID)
             if request.param == "controller"
@@ -104,16 +104,16 @@ def world(request: pytest.FixtureRequest, kubelet: Kubelet, tmp_path: Path) -> I
         kubelet.entries.clear()
 
 
-async def test_held_and_released(world: World) -> None:
-    before = world.snapshot()
-    assert await world.hold()
-    assert world.faults.sentences == []
-    assert world.snapshot() == before
+async def test_entered_and_left(placement_fixture: PlacementFixture) -> None:
+    before = placement_fixture.snapshot()
+    assert await placement_fixture.hold()
+    assert placement_fixture.faults.sentences == []
+    assert placement_fixture.snapshot() == before
 
 
-async def test_cancelled_at_every_step(world: World) -> None:
-    await world.hold()
-    before = world.snapshot()
+async def test_cancelled_at_every_step(placement_fixture: PlacementFixture) -> None:
+    await placement_fixture.hold()
+    before = placement_fixture.snapshot()
     steps = n = 1
     while n <= steps:
         with trio.CancelScope() as scope:
@@ -121,36 +121,36 @@ async def test_cancelled_at_every_step(world: World) -> None:
             trio.lowlevel.add_instrument(instrument)
             try:
                 with trio.fail_after(2 * SECONDS):
-                    if await world.hold():
+                    if await placement_fixture.hold():
                         steps = max(steps, instrument.steps)
             finally:
                 trio.lowlevel.remove_instrument(instrument)
         steps = max(steps, instrument.steps)
-        assert world.snapshot() == before, f"cancelled at step {n} of {steps}"
-        assert world.faults.sentences == [], f"cancelled at step {n} of {steps}"
+        assert placement_fixture.snapshot() == before, f"cancelled at step {n} of {steps}"
+        assert placement_fixture.faults.sentences == [], f"cancelled at step {n} of {steps}"
         n += 1
     assert steps > 15
 
 
-async def test_every_operation_fails_once(world: World) -> None:
-    """Whatever cannot be opened or made, the start is refused with a sentence, and what was there before is there."""
-    await world.hold()
-    before = world.snapshot()
+async def test_every_operation_fails_once(placement_fixture: PlacementFixture) -> None:
+    """When any file cannot be opened or made, the start fails with a message, and everything is as before."""
+    await placement_fixture.hold()
+    before = placement_fixture.snapshot()
     refused = n = 0
     FAULT_INJECTOR.count = 0
-    said: list[str] = []
+    messages: list[str] = []
     while FAULT_INJECTOR.count >= n:
         n += 1
-        world.faults.sentences.clear()
+        placement_fixture.faults.sentences.clear()
         FAULT_INJECTOR.begin(n)
         try:
             with trio.fail_after(2 * SECONDS):
-                await world.hold()
+                await placement_fixture.hold()
         except* RunnerError as group:
             refused += 1
-            said.append(f"{n}: {group.exceptions}")
+            messages.append(f"{n}: {group.exceptions}")
         finally:
             FAULT_INJECTOR.end()
-        assert world.faults.sentences == [], f"operation {n}"
-        assert world.snapshot() == before, f"operation {n}"
-    assert refused > 3, (said, world.faults.sentences)
+        assert placement_fixture.faults.sentences == [], f"operation {n}"
+        assert placement_fixture.snapshot() == before, f"operation {n}"
+    assert refused > 3, (messages, placement_fixture.faults.sentences)

@@ -1,4 +1,4 @@
-"""What others do to a running instance and to its controller: other pods, shells, broken state files, broken messages."""
+"""A running instance and its controller against other pods, shells, broken state files and broken messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.node.instances import (
     SOCKETS,
     TREE,
     Instance,
-    World,
+    NodeFixture,
     controller_of,
     kubelet_of,
     names,
@@ -36,42 +36,42 @@ from tests.support.frames import STATUS, frames
 
 pytestmark = pytest.mark.usefixtures("rom", "undisturbed")
 IDENTITY, CPUSET, INVALID_PARAMS = -32001, -32002, -32602
-"""Codes of refusals."""
+"""Error codes of JSON-RPC responses."""
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, numa: dict[int, CpuSet]) -> Iterator[World]:
-    """Return a node that all of these tests share, as they do with the one instance in it."""
+def node_fixture(tmp_path_factory: pytest.TempPathFactory, numa: dict[int, CpuSet]) -> Iterator[NodeFixture]:
+    """Return a node that all of these tests share, with the one instance on it."""
     directory = tmp_path_factory.mktemp("node")
     with kubelet_of(directory, numa) as kubelet, controller_of(kubelet, directory) as controller:
-        yield World(kubelet, controller, directory)
+        yield NodeFixture(kubelet, controller, directory)
 
 
 @pytest.fixture(scope="module")
-def instance(world: World) -> Instance:
-    """Return the instance that nothing here may disturb."""
-    instance = world.start(1, "2-3")
+def instance(node_fixture: NodeFixture) -> Instance:
+    """Return the instance that no test here may disturb."""
+    instance = node_fixture.start(1, "2-3")
     instance.up()
     return instance
 
 
 @pytest.fixture
-def undisturbed(world: World, instance: Instance) -> Iterator[None]:
-    """Check that the instance runs on as it was, with nothing written to its group, and the tree is what it should be."""
-    marks, descriptors = instance.marks(), world.controller.descriptors()
+def undisturbed(node_fixture: NodeFixture, instance: Instance) -> Iterator[None]:
+    """Check that the instance runs on unchanged, nothing is written to its cgroup, and the tree is as it should be."""
+    marks, descriptors = instance.marks(), node_fixture.controller.descriptors()
     try:
         with untouched(instance.group):
             yield
         assert instance.marks() == marks
-        world.settle()
+        node_fixture.settle()
         instance.is_placed()
         assert names(TREE) == ["float", instance.group.path.name]
-        until(lambda: world.controller.descriptors() == descriptors, f"{descriptors} descriptors again")
+        until(lambda: node_fixture.controller.descriptors() == descriptors, f"{descriptors} descriptors again")
     finally:
-        print(f"--- the instance\n{instance.running.output}\n--- controller\n{world.controller.log.read_text()}")
+        print(f"--- the instance\n{instance.running.output}\n--- controller\n{node_fixture.controller.log.read_text()}")
 
 
-# -- who speaks ------------------------------------------------------------------------------------------------------
+# -- the peer ---------------------------------------------------------------------------------------------------------
 
 ASK = """
 import contextlib, json, os, socket, sys
@@ -87,7 +87,7 @@ def connected():
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[1])
     return connection
-if sys.argv[2] == "of the dead":
+if sys.argv[2] == "of a dead process":
     # the connection of a child that has ended since
     ours, theirs = socket.socketpair()
     if not (child := os.fork()):
@@ -116,7 +116,7 @@ STRANGE = [
         "instance-" + uid_of(1),
     ),
 ]
-"""Names that are nobody's: beyond their group, in capitals, looking like another's."""
+"""Names of no pod: they lead out of their directory, have capitals, or look like another's."""
 
 
 def register(uid: str, cpus: CpuSet) -> Call:
@@ -127,71 +127,73 @@ def deregister(uid: str) -> Call:
     return "deregisterCgroup", {"uuid": uid}
 
 
-def pod_that_asks(world: World, *arguments: str) -> Running:
+def pod_that_asks(node_fixture: NodeFixture, *arguments: str) -> Running:
     """Start pod B, whose process 1 asks the controller."""
     command = (sys.executable, "-c", ASK, f"{SOCKETS}/controller.sock", *arguments)
-    main = Container(command, cpus=B_CPUS, mounts=((world.controller.directory, SOCKETS, "ro"),), cgroupfs="none")
-    return world.kubelet.run(Pod(B, (main,)))["main"]
+    main = Container(
+        command, cpus=B_CPUS, mounts=((node_fixture.controller.directory, SOCKETS, "ro"),), cgroupfs="none"
+    )
+    return node_fixture.kubelet.run(Pod(B, (main,)))["main"]
 
 
-def answers(world: World, *arguments: str) -> list[dict[str, Any]]:
-    """Return what pod B was answered, and end it."""
-    main = pod_that_asks(world, *arguments)
+def answers(node_fixture: NodeFixture, *arguments: str) -> list[dict[str, Any]]:
+    """Return the responses that pod B got, and end it."""
+    main = pod_that_asks(node_fixture, *arguments)
     status = main.wait()
-    world.kubelet.stop(B)
-    world.kubelet.reconcile()
+    node_fixture.kubelet.stop(B)
+    node_fixture.kubelet.reconcile()
     assert status == 0, main.output
     return [json.loads(line) for line in main.lines if line.startswith("{")]
 
 
-def test_a_pod_that_says_it_is_another_is_refused(world: World, instance: Instance) -> None:
+def test_a_pod_that_claims_to_be_another_is_refused(node_fixture: NodeFixture, instance: Instance) -> None:
     calls = [
         *(register(instance.uid, instance.cpus), register(instance.uid, B_CPUS), deregister(instance.uid)),
         *(call for name in STRANGE for call in (register(name, instance.cpus), deregister(name))),
         register(B, instance.cpus),
     ]
-    told = answers(world, json.dumps(calls))
-    assert [each["error"]["code"] for each in told[:3]] == [IDENTITY] * 3
-    assert all(each["error"]["message"].endswith(f"belongs to '{B}'") for each in told[:3])
-    assert len(told) == len(calls)
-    assert {each["error"]["code"] for each in told[3:-1]} <= {IDENTITY, INVALID_PARAMS}
-    assert told[-1]["error"]["code"] == CPUSET
-    assert [each["descriptors"] for each in told] == [0] * len(calls)
+    received = answers(node_fixture, json.dumps(calls))
+    assert [each["error"]["code"] for each in received[:3]] == [IDENTITY] * 3
+    assert all(each["error"]["message"].endswith(f"belongs to '{B}'") for each in received[:3])
+    assert len(received) == len(calls)
+    assert {each["error"]["code"] for each in received[3:-1]} <= {IDENTITY, INVALID_PARAMS}
+    assert received[-1]["error"]["code"] == CPUSET
+    assert [each["descriptors"] for each in received] == [0] * len(calls)
 
 
-def test_a_connection_of_the_dead_speaks_for_nobody(world: World, instance: Instance) -> None:
-    """A number that is free again may be anybody's next."""
-    [told] = answers(world, "of the dead", json.dumps(deregister(instance.uid)))
-    assert told["error"]["code"] == IDENTITY
+def test_a_connection_of_a_dead_process_is_refused(node_fixture: NodeFixture, instance: Instance) -> None:
+    """Its pid may be reused by any process."""
+    [received] = answers(node_fixture, "of a dead process", json.dumps(deregister(instance.uid)))
+    assert received["error"]["code"] == IDENTITY
 
 
 def test_a_shell_in_the_pod_may_not_end_its_instance(instance: Instance) -> None:
     calls = [deregister(instance.uid), register(instance.uid, instance.cpus)]
     output = instance.running.execute(sys.executable, "-c", ASK, f"{SOCKETS}/controller.sock", json.dumps(calls))
-    told = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert [each["error"]["code"] for each in told] == [IDENTITY] * 2
-    assert all("only process 1 may act for an instance" in each["error"]["message"] for each in told)
+    received = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert [each["error"]["code"] for each in received] == [IDENTITY] * 2
+    assert all("only process 1 may act for an instance" in each["error"]["message"] for each in received)
 
 
 @pytest.mark.parametrize("host_pid", [True, False])
-def test_a_pod_that_shares_its_processes_runs_no_instance(world: World, host_pid: bool) -> None:  # noqa: FBT001
-    """Not by itself, and the controller refuses one that was told not to mind."""
+def test_a_pod_that_shares_its_processes_runs_no_instance(node_fixture: NodeFixture, host_pid: bool) -> None:  # noqa: FBT001
+    """The runner refuses, and with ``--not-pid1`` the controller does."""
     reason = "its pod must not set shareProcessNamespace" if not host_pid else "an instance's pod must not set hostPID"
     for arguments, status, sentence in (((), 30, "PID 1"), (("--not-pid1",), 31, reason)):
-        other = world.start(3, "6-7", arguments=arguments, host_pid=host_pid, share_processes=not host_pid)
+        other = node_fixture.start(3, "6-7", arguments=arguments, host_pid=host_pid, share_processes=not host_pid)
         assert other.running.wait() == status, other.running.output
         assert sentence in other.running.output
-        world.kubelet.stop(other.uid)
-        world.kubelet.reconcile()
+        node_fixture.kubelet.stop(other.uid)
+        node_fixture.kubelet.reconcile()
 
 
 # -- the kubelet's file ----------------------------------------------------------------------------------------------
 
 
-def status(world: World) -> dict[str, Any]:
-    """Return what the controller says of itself, to a process of the node."""
+def status(node_fixture: NodeFixture) -> dict[str, Any]:
+    """Return the controller's status, which it gives to a process of the node."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(world.controller.socket))
+        connection.connect(str(node_fixture.controller.socket))
         connection.sendall(STATUS)
         with connection.makefile() as lines:
             found = json.loads(lines.readline())["result"]
@@ -199,8 +201,8 @@ def status(world: World) -> dict[str, Any]:
     return found
 
 
-def test_broken_state_files_freeze_decisions_and_nothing_else(world: World) -> None:
-    kubelet = world.kubelet
+def test_broken_state_files_freeze_decisions_and_nothing_else(node_fixture: NodeFixture) -> None:
+    kubelet = node_fixture.kubelet
     good = json.loads(kubelet.cpu_state.read_text())
     text = json.dumps(good)
     without = str(kubelet.default - CpuSet([6]))
@@ -221,29 +223,29 @@ def test_broken_state_files_freeze_decisions_and_nothing_else(world: World) -> N
                 kubelet.cpu_state.unlink()
             else:
                 replace(kubelet.cpu_state, content)
-            until(lambda: reason in (status(world)["frozen"] or ""), reason)  # noqa: B023 - called at once
+            until(lambda: reason in (status(node_fixture)["frozen"] or ""), reason)  # noqa: B023 - called at once
     kubelet.write_cpu_state()
-    until(lambda: status(world)["frozen"] is None, "the thaw")
-    # once it is right, float follows: a pod comes, in the newest shape with a false part for older kubelets
+    until(lambda: status(node_fixture)["frozen"] is None, "the controller to go on")
+    # Then float follows again: a pod is admitted, in the newest format with a wrong part for older kubelets.
     kubelet.admit(Pod(B, (Container(("true",), cpus=B_CPUS),)))
     newest = {**json.loads(kubelet.cpu_state.read_text()), "checksum": 1}
     replace(kubelet.cpu_state, json.dumps({**good, "data": json.dumps(newest), "dataChecksum": 7}))
-    world.settle()
+    node_fixture.settle()
     assert FLOAT.cpus().isdisjoint(B_CPUS)
     kubelet.reconcile()
-    world.settle()
+    node_fixture.settle()
 
 
-def test_a_registration_waits_for_a_file_that_is_being_put_right(world: World) -> None:
-    replace(world.kubelet.cpu_state, "{")
-    until(lambda: status(world)["frozen"], "the freeze")
-    kubelet = world.kubelet
+def test_a_registration_waits_for_a_broken_file_to_be_corrected(node_fixture: NodeFixture) -> None:
+    replace(node_fixture.kubelet.cpu_state, "{")
+    until(lambda: status(node_fixture)["frozen"], "the controller to freeze")
+    kubelet = node_fixture.kubelet
     kubelet.default -= B_CPUS
     kubelet.entries[B] = {"main": B_CPUS}
     main = Container(
         (sys.executable, "-c", ASK, f"{SOCKETS}/controller.sock", json.dumps([register(B, B_CPUS), deregister(B)])),
         cpus=B_CPUS,
-        mounts=((world.controller.directory, SOCKETS, "ro"),),
+        mounts=((node_fixture.controller.directory, SOCKETS, "ro"),),
         cgroupfs="none",
     )
     asking = kubelet.start(Pod(B, (main,)))["main"]
@@ -251,21 +253,21 @@ def test_a_registration_waits_for_a_file_that_is_being_put_right(world: World) -
     assert not TREE.path.joinpath(f"instance-{B}").exists()
     kubelet.write_cpu_state()
     assert asking.wait() == 0
-    told = [json.loads(line) for line in asking.lines if line.startswith("{")]
-    assert told[0]["result"]["cpuset"] == str(B_CPUS)
-    assert told[0]["descriptors"] == 4
-    assert told[1]["result"] == {"removed": True}
+    received = [json.loads(line) for line in asking.lines if line.startswith("{")]
+    assert received[0]["result"]["cpuset"] == str(B_CPUS)
+    assert received[0]["descriptors"] == 4
+    assert received[1]["result"] == {"removed": True}
     kubelet.stop(B)
     kubelet.memory[B] = {}
     kubelet.reconcile()
 
 
-def test_no_policy_and_a_thousand_states(world: World, instance: Instance) -> None:
+def test_no_policy_and_a_thousand_states(node_fixture: NodeFixture, instance: Instance) -> None:
     """Without a policy all but the instance's CPUs are float's; of a thousand states the last one counts."""
-    kubelet = world.kubelet
+    kubelet = node_fixture.kubelet
     everything = CpuSet(cpu for cpus in kubelet.numa.values() for cpu in cpus)
     kubelet.admit(Pod(B, (Container(("true",), cpus=B_CPUS),)))
-    world.settle()
+    node_fixture.settle()
     replace(kubelet.cpu_state, '{"policyName":"none","defaultCpuSet":"","checksum":1353318690}')
     until(lambda: FLOAT.cpus() == everything - instance.cpus, "float to be everything else")
     texts = []
@@ -275,27 +277,27 @@ def test_no_policy_and_a_thousand_states(world: World, instance: Instance) -> No
         kubelet.reconcile()
     for number in range(1000):
         replace(kubelet.cpu_state, texts[number % 2])
-    world.settle()
+    node_fixture.settle()
 
 
 # -- the socket ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def connected(world: World) -> Iterator[socket.socket]:
+def connected(node_fixture: NodeFixture) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(world.controller.socket))
+        connection.connect(str(node_fixture.controller.socket))
         yield connection
 
 
-def test_ten_thousand_broken_messages(world: World) -> None:
+def test_ten_thousand_broken_messages(node_fixture: NodeFixture) -> None:
     """Each answer is a response, none an internal error."""
     seed, wanted = time.time_ns(), 10_000
     print(f"seed {seed}")
     source = frames(seed)
-    with connected(world) as connection, connection.makefile("rb") as answered:
+    with connected(node_fixture) as connection, connection.makefile("rb") as answered:
         for _ in range(wanted // 100):
-            # a line after each hundred tells where the answers to them end
+            # The answer to a last line marks the end of the answers to each hundred.
             connection.sendall(
                 b"".join(next(source) for _ in range(100)) + b'{"jsonrpc":"2.0","method":"","id":"end"}\n'
             )
@@ -306,7 +308,7 @@ def test_ten_thousand_broken_messages(world: World) -> None:
                     assert ("result" in response) != ("error" in response)
                     assert "error" not in response or response["error"]["code"] != -32603
                 ended = not isinstance(answer, list) and answer["id"] == "end"
-    assert status(world)["faults"] == []
+    assert status(node_fixture)["faults"] == []
 
 
 def read_to_the_end(connection: socket.socket) -> bytes:
@@ -328,48 +330,48 @@ FLOODS: dict[str, Callable[[], Iterator[bytes]]] = {
 }
 
 
-def test_broken_clients_disturb_nobody(world: World) -> None:
+def test_broken_clients_disturb_no_other_client(node_fixture: NodeFixture) -> None:
     for name, flood in FLOODS.items():
-        with connected(world) as connection:
+        with connected(node_fixture) as connection:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 for part in flood():
                     connection.sendall(part)
                 connection.shutdown(socket.SHUT_WR)
             assert b'"result"' not in read_to_the_end(connection), name
     with contextlib.ExitStack() as stack:
-        deaf = stack.enter_context(connected(world))
-        deaf.setblocking(False)
+        unread = stack.enter_context(connected(node_fixture))
+        unread.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:  # until both directions are full
-                deaf.send(STATUS * 100)
-        for _ in range(64):  # more than one peer may have; they say half a word
+                unread.send(STATUS * 100)
+        for _ in range(64):  # more than one peer may have, each with an incomplete request
             with contextlib.suppress(BrokenPipeError):
-                stack.enter_context(connected(world)).send(STATUS[:10])
+                stack.enter_context(connected(node_fixture)).send(STATUS[:10])
         another = subprocess.run(
-            [sys.executable, "-c", ASK, str(world.controller.socket), '[["getStatus", {}]]'],
+            [sys.executable, "-c", ASK, str(node_fixture.controller.socket), '[["getStatus", {}]]'],
             stdout=subprocess.PIPE,
             check=True,
         )
         assert b'"result"' in another.stdout
-    until(lambda: "protocol" in status_or_nothing(world), "its answer to this process")
+    until(lambda: "protocol" in status_or_nothing(node_fixture), "its answer to this process")
     for _ in range(50):
-        with connected(world) as connection:
+        with connected(node_fixture) as connection:
             connection.sendall(STATUS * 3)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     read_end, write_end = os.pipe()
     for count in (1, 253):
-        with connected(world) as connection:
+        with connected(node_fixture) as connection:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [write_end] * count))]
             connection.sendmsg([STATUS], rights)
             assert b'"result"' in connection.recv(65536)
     os.close(write_end)
     assert select.select([read_end], [], [], 30)[0]
-    assert os.read(read_end, 1) == b"", "nobody has kept what was sent along"
+    assert os.read(read_end, 1) == b"", "no process has kept the descriptors that were sent"
     os.close(read_end)
 
 
-def status_or_nothing(world: World) -> dict[str, Any]:
-    """Return the status, or nothing while the controller has had enough of this process."""
+def status_or_nothing(node_fixture: NodeFixture) -> dict[str, Any]:
+    """Return the status, or nothing while the controller refuses connections of this process."""
     with contextlib.suppress(KeyError, OSError, ValueError):
-        return status(world)
+        return status(node_fixture)
     return {}

@@ -1,4 +1,4 @@
-"""The ROM guest under the QEMU of the machine under test: it runs, obeys, and ends in every way a guest can."""
+"""The ROM guest under the QEMU of the machine under test: it runs, reacts, and ends in every way a guest can."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Guest:
         return self.serial.readline().decode().strip()
 
     def event(self, name: str) -> dict[str, Any]:
-        """Return what QEMU said with the event of this name, waiting for it."""
+        """Wait for the event of this name and return its data."""
         while True:
             for event in self.events:
                 if event["event"] == name:
@@ -101,26 +101,26 @@ def test_every_vcpu_is_a_thread() -> None:
 
 
 @pytest.mark.parametrize(("key", "reason"), [("q", "guest-shutdown"), ("r", "guest-reset")])
-def test_it_ends_by_itself_when_told_to(key: str, reason: str) -> None:
+def test_a_key_makes_it_end_by_itself(key: str, reason: str) -> None:
     with guest() as rom:
         assert rom.line() == UP
         rom.press(key)
         assert rom.event("SHUTDOWN")["reason"] == reason
 
 
-def test_it_panics_when_told_to() -> None:
+def test_a_key_makes_it_panic() -> None:
     with guest() as rom:
         assert rom.line() == UP
         rom.press("p")
         assert rom.event("GUEST_PANICKED")["action"] == "pause", "what -no-shutdown makes of it"
 
 
-def test_it_can_be_deaf_to_the_power_button() -> None:
+def test_a_key_makes_it_ignore_the_power_button() -> None:
     with guest() as rom:
         assert rom.line() == UP
         rom.press("d")
         assert rom.line() == "ROM-GUEST-DEAF"
         rom.execute("system_powerdown")
         rom.press("d")
-        assert rom.line() == "ROM-GUEST-DEAF", "it is alive, and did not mention the button"
+        assert rom.line() == "ROM-GUEST-DEAF", "it runs, and did not react to the button"
         assert [event["event"] for event in rom.events] == ["POWERDOWN"]

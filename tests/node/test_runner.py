@@ -8,15 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import SECONDS
+from tests.node.instances import until
 
 ROM = os.environ.get("RUNNER_NODE_ROM", "")
 PROJECT = Path(__file__).parents[2]
@@ -29,14 +28,6 @@ RUNNER = (
     "-m",
     "runner",
 )
-
-
-def until(condition: Callable[[], Any], what: str, patience: float = SECONDS) -> Any:
-    deadline = time.monotonic() + patience
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"waited {patience} s for {what}"
-        time.sleep(0.05)
-    return result
 
 
 @pytest.fixture
@@ -54,7 +45,7 @@ def spec(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def running(spec: Path, directory: Path) -> Iterator[tuple[int, Callable[[], str], subprocess.Popen[bytes]]]:
-    """Run the runner as PID 1 until the block ends; yields its pid, its output and the process to wait for."""
+    """Run the runner as PID 1 until the block ends; yield its pid, its output so far and the process to wait for."""
     output = directory / "output"
     with output.open("wb") as log:
         argv = (*NAMESPACES, *RUNNER, "run", "--log-level", "debug", "--state-dir", directory / "state", spec)
@@ -68,11 +59,11 @@ def running(spec: Path, directory: Path) -> Iterator[tuple[int, Callable[[], str
         process.wait()
 
 
-def test_four_vcpus_on_two_numa_nodes_with_everything_beside_them(spec: Path, tmp_path: Path) -> None:
+def test_four_vcpus_on_two_numa_nodes_with_network_and_share(spec: Path, tmp_path: Path) -> None:
     with running(spec, tmp_path) as (pid, output, process):
         until(lambda: "the guest runs" in output() or process.poll() is not None, "the guest runs")
         assert process.poll() is None, output()
-        until(lambda: "ROM-GUEST-UP" in output(), "the guest's word")
+        until(lambda: "ROM-GUEST-UP" in output(), "the guest to be up")
         receipt = json.loads((tmp_path / "state" / "receipt.json").read_text())
         pins = {thread["vcpu"]: thread["allowed_cpus"] for thread in receipt["threads"] if thread["role"] == "vcpu"}
         assert pins == {0: "2", 1: "10", 2: "3", 3: "11"}, "whole cores: neighbours are siblings, n and n + 8"
@@ -81,7 +72,7 @@ def test_four_vcpus_on_two_numa_nodes_with_everything_beside_them(spec: Path, tm
         assert all(cpus.isdisjoint(CpuSet.parse("2-3,10-11")) for cpus in others)
         assert "QEMU is up" in output()
         assert "version=10." in output()
-        assert "--shared-dir=" in output(), "the virtiofsd in Rust was found by asking it"
+        assert "--shared-dir=" in output(), "virtiofsd was asked for its version, and it is the one in Rust"
         assert "vhost=on" in output()
         assert names
         os.kill(pid, signal.SIGTERM)

@@ -25,7 +25,7 @@ def state(kubelet: Kubelet) -> dict[str, Any]:
 
 
 def test_the_checksum_is_the_kubelets() -> None:
-    """The figures are of a file that kubelet 1.36 wrote."""
+    """The expected value is from a file of kubelet 1.36."""
     entries = {"p3": {"a": "3,11"}, "p2": {"a": "4-6,12-14"}}
     assert cpu_checksum("static", "0-2,7-10,15", entries) == 1529921768
 
@@ -57,7 +57,7 @@ def test_the_state_file_is_replaced_not_rewritten(kubelet: Kubelet) -> None:
     assert sorted(path.name for path in kubelet.directory.iterdir()) == ["cpu_manager_state", "memory_manager_state"]
 
 
-def test_reserved_cpus_are_never_given(kubelet: Kubelet) -> None:
+def test_reserved_cpus_are_never_allocated(kubelet: Kubelet) -> None:
     with pytest.raises(AssertionError, match="available"):
         kubelet.admit(Pod(UID, (Container(SLEEP, cpus=CpuSet([0, 1])),)))
 
@@ -190,20 +190,20 @@ def test_a_container_can_make_its_own_scope_the_threaded_root(kubelet: Kubelet, 
 
 
 @BOTH
-def test_what_is_executed_in_a_pod_lands_on_its_exclusive_cpus(kubelet: Kubelet, runtime: Runtime) -> None:
-    """`kubectl exec` and probes: the reason for the sweep."""
+def test_a_process_executed_in_a_pod_may_run_on_its_exclusive_cpus(kubelet: Kubelet, runtime: Runtime) -> None:
+    """`kubectl exec` and exec probes do so; this is the reason for the sweep."""
     pod = Pod(UID, (Container(SLEEP, cpus=CpuSet([2, 3])),), runtime=runtime)
     main = kubelet.run(pod)["main"]
     main.wait_for("up")
-    told = main.execute("sh", "-c", "grep Cpus_allowed_list /proc/self/status")
-    assert told.split()[-1] == "2-3"
+    output = main.execute("sh", "-c", "grep Cpus_allowed_list /proc/self/status")
+    assert output.split()[-1] == "2-3"
 
 
 @BOTH
 def test_a_pod_whose_cgroup_is_empty_can_still_be_killed_by_its_first_process(
     kubelet: Kubelet, tree: Cgroup, runtime: Runtime
 ) -> None:
-    """With a PID namespace of its own, the end of PID 1 is the end of all, wherever its cgroup is."""
+    """With a PID namespace of its own, the end of PID 1 ends every process, whatever its cgroup is."""
     tree.delegate("cpuset")
     elsewhere = tree.child("elsewhere")
     main = kubelet.run(Pod(UID, (Container(SLEEP, cpus=CpuSet([2])),), runtime=runtime))["main"]
@@ -215,7 +215,7 @@ def test_a_pod_whose_cgroup_is_empty_can_still_be_killed_by_its_first_process(
     elsewhere.wait_empty()
 
 
-def test_a_pod_of_either_memory_node_is_told_in_the_memory_state(kubelet: Kubelet) -> None:
+def test_the_numa_node_of_a_pods_memory_is_in_the_memory_state(kubelet: Kubelet) -> None:
     kubelet.admit(Pod(UID, (Container(SLEEP, cpus=CpuSet([2]), mems=CpuSet([0]), memory=1 << 30),)))
     loaded = json.loads(kubelet.memory_state.read_text())
     assert loaded["entries"] == {UID: {"main": [{"numaAffinity": [0], "type": "memory", "size": 1 << 30}]}}
@@ -223,7 +223,7 @@ def test_a_pod_of_either_memory_node_is_told_in_the_memory_state(kubelet: Kubele
 
 
 def test_the_checkout_is_importable_in_a_container(kubelet: Kubelet) -> None:
-    """As the program would be in its image."""
+    """It takes the place of the program in its image."""
     main = kubelet.run(Pod(UID, (Container(("python3", "-c", "import runner, trio; print(runner.__path__)")),)))["main"]
     assert main.wait() == 0, main.output
     assert "/project/runner" in main.output

@@ -1,4 +1,4 @@
-"""The article's host and its instance of 40 vCPUs: where every thread is, shown and checked.
+"""The article's host and its instance of 40 vCPUs: the placement of every thread, shown and checked.
 
 Run by ``tests/node/run --article``: it needs 128 CPUs on two NUMA nodes.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from runner.cpuset import CpuSet
-from tests.node.instances import FLOAT, Instance, Thread, World, members_of, threads_of
+from tests.node.instances import FLOAT, Instance, NodeFixture, Thread, members_of, threads_of
 
 pytestmark = [pytest.mark.usefixtures("rom"), pytest.mark.timeout(2400)]
 OTHERS = CpuSet.parse("0,21-64,85-127")
@@ -31,11 +31,13 @@ def row(thread: Thread) -> str:
     return f"{thread.tid:5}  {thread.name:<15}  {thread.cpus!s:<14}  {thread.running_on:10}  {group}"
 
 
-def test_the_articles_instance(world: World, numa: dict[int, CpuSet], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_articles_instance(
+    node_fixture: NodeFixture, numa: dict[int, CpuSet], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert numa == {0: CpuSet.parse("0-31,64-95"), 1: CpuSet.parse("32-63,96-127")}
-    share = world.directory / "share"
+    share = node_fixture.directory / "share"
     share.mkdir()
-    instance = world.start(
+    instance = node_fixture.start(
         1,
         "1-20,65-84",
         '[[share]]\ntag = "share"\npath = "/share"',

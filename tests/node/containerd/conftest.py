@@ -1,4 +1,4 @@
-"""A containerd that has our images, and pods of it as the manifests describe them."""
+"""A containerd with our images, and its pods as the manifests describe them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def containerd(manifests: Manifests, tmp_path_factory: pytest.TempPathFactory) -
             }
         )
         for name in references:
-            # As snapshotters for lazy pulling do it: what containerd takes for the unpacked layer is a mount. Unpacking
-            # 300 MB would take minutes here.
+            # A mount takes the place of the unpacked layer, as with snapshotters that pull lazily. Unpacking 300 MB would
+            # take minutes here.
             mount_image(of(name), containerd.unpacked(of(name)))
         yield containerd
     finally:
@@ -82,7 +82,7 @@ def cluster(manifests: Manifests, kubelet: KubeletOfContainerd, tmp_path: Path) 
 
 @pytest.fixture
 def reserved() -> Iterator[CpuSet]:
-    """Keep the node's own services on some CPUs, as an operator does, and return which these are."""
+    """Keep the node's own services on some CPUs, as an operator does, and return these CPUs."""
     cpus = CpuSet.parse("0-1,4-5")
 
     def allow(text: str) -> None:

@@ -1,8 +1,8 @@
 """The kubelet's side of the Container Runtime Interface: calls to containerd's socket, answers as dictionaries.
 
 Debian has no crictl, and a gRPC library would be a compiled dependency for a dozen calls. These calls need little of
-HTTP/2: a connection with one stream, headers that are spelt out, and the message, a protocol buffer. What a refusal
-says comes in compressed headers; containerd writes the same words into its log, which is shown instead.
+HTTP/2: a connection with one stream, literal headers, and the message, a protocol buffer. The message of a refusal comes
+in compressed headers; containerd writes the same text into its log, which is shown instead.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ LinuxContainerSecurityContext { Capability capabilities = 1; bool privileged = 2
   repeated string masked_paths = 13; repeated string readonly_paths = 14; SecurityProfile seccomp = 15 }
 Capability { repeated string add_capabilities = 1; repeated string drop_capabilities = 2 }
 """
-"""What is used here of ``runtime.v1`` (``api.proto`` of k8s.io/cri-api), in its words; ``int`` is any integer."""
+"""The part of ``runtime.v1`` (``api.proto`` of k8s.io/cri-api) that is used here; ``int`` is any integer."""
 
 FIELDS: dict[str, dict[str, tuple[int, str, bool]]] = {
     message: {
@@ -100,13 +100,13 @@ FIELDS: dict[str, dict[str, tuple[int, str, bool]]] = {
 """Message → its fields' names → number, type, and whether there may be several."""
 
 VARINT, LENGTH = 0, 2
-"""How a field follows its number: as an integer, or as so many bytes."""
+"""Wire types: an integer, or a length and as many bytes."""
 DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
 """HTTP/2's frames (RFC 9113)."""
 ACK = END_STREAM = 1
 END_HEADERS = 4
 WINDOW = 1 << 20
-"""So many bytes may come at once: no answer is that long."""
+"""Bytes that containerd may send without an update of the window; no answer is as long."""
 
 
 class RefusedError(Exception):
@@ -162,7 +162,7 @@ def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def decode(message: str, data: bytes) -> Message:
-    """Return what of a protocol buffer is known here; fields that are nothing, zero or false do not come."""
+    """Return the fields of a protocol buffer that :data:`API` declares; those that are empty, zero or false are absent."""
     known = {number: (name, kind, repeated) for name, (number, kind, repeated) in FIELDS[message].items()}
     out: Message = {}
     for number, found in fields(data):
@@ -192,7 +192,7 @@ def request(method: str, message: bytes) -> bytes:
         return bytes([len(value)]) + value.encode()
 
     service = "ImageService" if method.startswith("Image") else "RuntimeService"
-    # RFC 7541: POST and http by their numbers in the static table, then literals that nobody need remember.
+    # RFC 7541: POST and http by their numbers in the static table, then literals that are not indexed.
     headers = b"".join(
         (
             b"\x83\x86",
@@ -214,7 +214,7 @@ def request(method: str, message: bytes) -> bytes:
 
 
 def frames(connection: socket.socket) -> Iterator[tuple[int, int, bytes]]:
-    """Yield kind, flags and content of what comes, until there is no more."""
+    """Yield kind, flags and content of each received frame until the connection is closed."""
     with connection.makefile("rb") as stream:
         while header := stream.read(9):
             yield header[3], header[4], stream.read(int.from_bytes(header[:3], "big"))
@@ -222,13 +222,13 @@ def frames(connection: socket.socket) -> Iterator[tuple[int, int, bytes]]:
 
 @dataclass(frozen=True)
 class Cri:
-    """The door to a container runtime."""
+    """A client of a container runtime's socket."""
 
     socket: Path
     log: Path
 
     def __call__(self, method: str, *, seconds: float = SECONDS, **values: Any) -> Message:
-        """Call *method* with *values* and return the answer; it may take *seconds* to come."""
+        """Call *method* with *values* and return the answer, which must come within *seconds*."""
         reply = b""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(seconds)
@@ -243,5 +243,5 @@ class Cri:
                     break
         if not reply:  # not even the five bytes in front of an empty message
             lines = [line for line in self.log.read_text().splitlines() if "level=error" in line]
-            raise RefusedError(f"{method}: {lines[-1] if lines else 'without a word in the log'}")
+            raise RefusedError(f"{method}: {lines[-1] if lines else 'the log has no error'}")
         return decode(f"{method}Response", reply[5:])

@@ -1,4 +1,4 @@
-"""A containerd of our own beside whatever else the machine runs: Debian's program, the kubelet's settings, our images."""
+"""A containerd of our own, next to one that the machine may have: Debian's program, the kubelet's settings, our images."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ NETWORK = {
         }
     ],
 }
-"""Each pod's ``eth0`` is an end of a veth whose other end is in a bridge of the node's."""
+"""Each pod's ``eth0`` is one end of a veth; the other end is a port of a bridge of the node."""
 UNIT_PROPERTIES = ("Type=notify", "Delegate=yes", "KillMode=process", "Restart=always", "TasksMax=infinity")
-"""Those of Debian's ``containerd.service``: what it started stays when it ends."""
+"""Those of Debian's ``containerd.service``: the processes it started outlive it."""
 
 
 @dataclass(frozen=True)
 class Containerd:
-    """The daemon, a unit of systemd's, with everything it keeps in *directory*."""
+    """The daemon, a systemd unit, with all of its files in *directory*."""
 
     directory: Path
 
     @property
     def cri(self) -> Cri:
-        """Return the door for the kubelet."""
+        """Return the client of its socket."""
         return Cri(self.directory / "containerd.sock", self.directory / "log")
 
     def start(self) -> None:
@@ -75,11 +75,11 @@ class Containerd:
         (self.directory / "cni" / "10-pods.conflist").write_text(json.dumps(NETWORK))
         argv = ("/usr/bin/containerd", "--config", str(self.directory / "config.toml"))
         run_unit(UNIT, self.cri.log, UNIT_PROPERTIES, *argv)
-        # CNI reads its configuration by and by.
+        # containerd reads the configuration of CNI some time after its start.
         until(lambda: all(each.get("status") for each in self.conditions()), "containerd and its network")
 
     def conditions(self) -> list[dict[str, object]]:
-        """Return what it says of itself and of the network."""
+        """Return its own condition and that of the network."""
         conditions: list[dict[str, object]] = self.cri("Status")["status"]["conditions"]
         return conditions
 
@@ -92,7 +92,7 @@ class Containerd:
         subprocess.run(["systemctl", "stop", UNIT], check=True)
 
     def take(self, images: Mapping[str, Image]) -> None:
-        """Import *images* by their names; the kubelet's door knows them when this returns."""
+        """Import *images* by their names; the CRI has them when this returns."""
         archive = self.directory / "images.tar"
         archive.write_bytes(archive_of(images))
         argv = ["ctr", "--address", str(self.cri.socket), "--namespace", "k8s.io", "images", "import", str(archive)]
@@ -101,14 +101,14 @@ class Containerd:
             until(lambda: self.cri("ImageStatus", image={"image": name}), name)  # noqa: B023
 
     def unpacked(self, file: str) -> Path:
-        """Return the directory of the layer that has *file* at its top, where its files lie unpacked."""
+        """Return the directory of the unpacked layer that has *file* at its top."""
         snapshots = self.directory / "root" / "io.containerd.snapshotter.v1.overlayfs" / "snapshots"
         [found] = snapshots.glob(f"*/fs/{file}")
         return found.parent
 
 
 def run_unit(name: str, log: Path, properties: Sequence[str], *argv: str) -> None:
-    """Run a program as a unit of systemd's that writes to *log*."""
+    """Run a program as a systemd unit that writes to *log*."""
     properties = (*properties, f"StandardOutput=append:{log}", f"StandardError=append:{log}")
     options = (f"--unit={name}", *(f"--property={each}" for each in properties))
     subprocess.run(["systemd-run", "--quiet", *options, *argv], check=True)
@@ -142,7 +142,7 @@ def archive_of(images: Mapping[str, Image]) -> bytes:
 
 
 def pause_program() -> bytes:
-    """Return a static program for x86-64 that waits for signals and does nothing else."""
+    """Return a static program for x86-64 that only waits for signals."""
     code = b"\xb8\x22\0\0\0\x0f\x05\xeb\xf7"  # mov $SYS_pause, %eax; syscall; jmp to the start
     base, headers = 0x400000, 64 + 56
     size = headers + len(code)

@@ -1,7 +1,7 @@
-"""The stand-in kubelet with containerd for its runtime: pods are asked for through the CRI, as the real one does.
+"""The stand-in kubelet with containerd for its runtime: it starts pods through the CRI, as the real one does.
 
-What it asks for is what ``pkg/kubelet/kuberuntime`` makes of a manifest: labels, log files, the termination log, the
-paths of ``/proc`` and ``/sys`` that are hidden, the slice of the pod.
+Its requests are those that ``pkg/kubelet/kuberuntime`` makes of a manifest: labels, log files, the termination log, the
+masked paths of ``/proc`` and ``/sys``, the pod's slice.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.node.containerd.cri import Cri, Message
 from tests.node.standin_kubelet import OOM_SCORE_ADJ, PROJECT, PYCACHE, Container, Kubelet, Pod, Running
 
 POD_IP = "pod-ip"
-"""Stands for the pod's address in a container's command and environment until the pod has one."""
+"""A placeholder for the pod's address in a container's command and environment."""
 POD, CONTAINER, NODE = 0, 1, 2
-"""Whose a namespace is (``NamespaceMode``)."""
+"""The owner of a namespace (``NamespaceMode``)."""
 UNCONFINED = 1
 MASKED = [
     *("/proc/asound", "/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list"),
@@ -32,7 +32,7 @@ READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-tri
 
 
 class Contained(Running):
-    """A container that containerd runs; its log is followed until its first process is gone."""
+    """A container that containerd runs; its log is read until its first process has ended."""
 
     def __init__(self, cri: Cri, name: str, scope: Cgroup, log: Path) -> None:
         self.cri = cri
@@ -45,12 +45,12 @@ class Contained(Running):
         super().__init__(name, (), scope, process)
 
     def status(self) -> Message:
-        """Return what containerd says of it."""
+        """Return its status from containerd."""
         status: Message = self.cri("ContainerStatus", container_id=self.id)["status"]
         return status
 
     def stop(self, grace: float) -> None:
-        """Ask it to end, and kill it after *grace* seconds."""
+        """Stop it, and kill it after *grace* seconds."""
         self.cri("StopContainer", container_id=self.id, timeout=round(grace), seconds=grace + SECONDS)
 
     def wait(self, seconds: float = SECONDS) -> int:
@@ -70,7 +70,7 @@ class Contained(Running):
 
 
 class KubeletOfContainerd(Kubelet):
-    """The stand-in whose pods are containerd's."""
+    """The stand-in kubelet whose pods are run by containerd."""
 
     def __init__(self, directory: Path, numa: Mapping[int, CpuSet], *, reserved: CpuSet, cri: Cri) -> None:
         super().__init__(directory, numa, reserved=reserved, systemd=True)
@@ -120,7 +120,7 @@ class KubeletOfContainerd(Kubelet):
             container.stop(grace)
             statuses[name] = container.wait()
         sandbox = self.sandboxes.pop(uid, None)
-        if sandbox is not None:  # it came into being
+        if sandbox is not None:  # its creation succeeded
             self.cri("StopPodSandbox", pod_sandbox_id=sandbox)
             self.cri("RemovePodSandbox", pod_sandbox_id=sandbox)
         slice_ = self.pods[uid].cgroup_path
@@ -129,7 +129,7 @@ class KubeletOfContainerd(Kubelet):
         return statuses
 
     def sandbox(self, pod: Pod) -> Message:
-        """Return what the kubelet asks for before the first container (``kuberuntime_sandbox.go``)."""
+        """Return the request that the kubelet makes before the first container (``kuberuntime_sandbox.go``)."""
         name = f"pod-{pod.uid[:8]}"
         return {
             "metadata": {"name": name, "uid": pod.uid, "namespace": "default"},
@@ -148,8 +148,8 @@ class KubeletOfContainerd(Kubelet):
         }
 
     def config(self, pod: Pod, container: Container, address: str) -> Message:
-        """Return what the kubelet asks for as a container (``kuberuntime_container.go``)."""
-        words = [word.replace(POD_IP, address) for word in container.command]
+        """Return the request that the kubelet makes for a container (``kuberuntime_container.go``)."""
+        arguments = [word.replace(POD_IP, address) for word in container.command]
         log = self.termination_log(pod.uid, container.name)
         log.parent.mkdir(parents=True)
         log.touch()
@@ -160,7 +160,7 @@ class KubeletOfContainerd(Kubelet):
         return {
             "metadata": {"name": container.name},
             "image": {"image": container.reference},
-            **({"args": words} if container.keeps_entry_point else {"command": words}),
+            **({"args": arguments} if container.keeps_entry_point else {"command": arguments}),
             "envs": [{"key": key, "value": value.replace(POD_IP, address)} for key, value in environment.items()],
             "mounts": [
                 {"container_path": path, "host_path": str(source), "readonly": mode == "ro"}
@@ -196,7 +196,7 @@ class KubeletOfContainerd(Kubelet):
 
 
 def labels(pod: Pod) -> dict[str, str]:
-    """Return the labels by which the kubelet finds a pod's containers again (``kuberuntime/labels.go``)."""
+    """Return the labels by which the kubelet finds a pod's containers (``kuberuntime/labels.go``)."""
     return {
         "io.kubernetes.pod.name": f"pod-{pod.uid[:8]}",
         "io.kubernetes.pod.namespace": "default",
@@ -205,12 +205,12 @@ def labels(pod: Pod) -> dict[str, str]:
 
 
 def namespaces(pod: Pod) -> dict[str, int]:
-    """Return whose namespaces the pod's containers have."""
+    """Return the namespace modes of the pod's containers."""
     return {"network": POD, "pid": NODE if pod.host_pid else POD if pod.share_processes else CONTAINER, "ipc": POD}
 
 
 def inspect(kubelet: Path) -> subprocess.CompletedProcess[str]:
-    """Look at the node's instances from the node; *kubelet* is the directory of the kubelet's files."""
+    """Run ``inspect`` on the node; *kubelet* is the directory of the kubelet's files."""
     return subprocess.run(
         [sys.executable, "-m", "runner", "inspect", "--kubelet-dir", str(kubelet)],
         check=False,

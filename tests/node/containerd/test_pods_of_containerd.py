@@ -1,4 +1,4 @@
-"""The images as containerd runs them for a kubelet: unpacked by it, in its cgroups, with its network and its stop."""
+"""The images as containerd runs them for a kubelet: in its cgroups, with its network, ended by its stop."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ pytestmark = [pytest.mark.usefixtures("reserved"), pytest.mark.timeout(1200)]
 
 @pytest.fixture(autouse=True)
 def tree() -> Iterator[Cgroup]:
-    """Return the controller's tree, which goes after the pods of the test."""
+    """Return the controller's tree, which is removed after the pods of the test."""
     yield TREE
     TREE.remove()
 
 
 def interface(namespace: str) -> dict[str, Any]:
-    """Return what the pod's interface is, its IPv4 addresses, and whose port it is, as ``ip`` shows it there."""
+    """Return the IPv4 addresses of the pod's interface and the bridge it is a port of, as ``ip`` shows them there."""
     argv = ["nsenter", f"--net={namespace}", "ip", "-json", "address", "show", "dev", "eth0"]
     shown: list[dict[str, Any]] = json.loads(subprocess.run(argv, check=True, stdout=subprocess.PIPE).stdout)
     [found] = shown
@@ -68,13 +68,13 @@ def test_the_articles_layout_in_containerds_cgroups_until_its_stop(
     taken = interface(namespace)
     assert (taken["addresses"], bool(taken["master"])) == ([], True)
 
-    # What an exec leaves behind is swept to float.
+    # A process that an exec leaves behind is moved to float.
     running.execute("sh", "-c", "tail -f /dev/null >/dev/null 2>&1 &")
     [stray] = instance.processes()["tail"]
     until(lambda: cgroup_of(stray) == str(FLOAT), "the stray to be in float")
     instance.is_placed()
 
-    # An upgrade of containerd passes without a trace.
+    # An upgrade of containerd changes nothing.
     marks, members = instance.marks(), members_of(running.pid)
     containerd.restart()
     assert instance.marks() == marks

@@ -1,4 +1,4 @@
-"""Spare PCI devices of the node, bound to vfio-pci for a test and given back to their own drivers after it."""
+"""Spare PCI devices of the node, bound to vfio-pci for a test and to their own drivers after it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Spare:
 
     @property
     def nodes(self) -> dict[str, Path]:
-        """Return what each way opens."""
+        """Return the device node that QEMU opens, by VFIO backend."""
         [cdev] = (self.path / "vfio-dev").iterdir()
         return {"legacy": Path("/dev/vfio") / self.group, "iommufd": Path("/dev/vfio/devices") / cdev.name}
 
@@ -46,7 +46,7 @@ class Spare:
         return link.resolve().name if link.exists() else ""
 
     def bind(self, driver: str) -> None:
-        """Bind it to *driver*, or to whom it belongs if that is empty."""
+        """Bind it to *driver*, or to its own driver if that is empty."""
         (self.path / "driver_override").write_text(f"{driver}\n")
         if self.driver:
             (self.path / "driver/unbind").write_text(self.address)
@@ -54,7 +54,7 @@ class Spare:
         assert self.driver == driver or not driver
 
     def sector(self, number: int) -> bytes:
-        """Return a sector of the disk it is, which its own driver shows."""
+        """Return a sector of this device, an NVMe disk that its own driver has."""
         [name] = until(lambda: [path.name for path in self.path.glob("nvme/nvme*/nvme*n1")], "the disk")
         with (Path("/dev") / name).open("rb") as disk:
             return os.pread(disk.fileno(), 512, 512 * number).rstrip(b"\0\n")
@@ -62,7 +62,7 @@ class Spare:
 
 @contextlib.contextmanager
 def bound(*spares: Spare, driver: str = "vfio-pci") -> Iterator[None]:
-    """Have them bound to *driver* until the block ends; then they are their own drivers' again."""
+    """Bind them to *driver* until the block ends, and then to their own drivers."""
     for spare in spares:
         spare.bind(driver)
     try:

@@ -1,4 +1,4 @@
-"""Real devices that cannot be passed, and what is said about each: by ``plan``, ``check`` and in a pod without their nodes."""
+"""Real devices that cannot be passed through, and the message for each: of ``plan``, of ``check``, and in a pod without their nodes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.devices.conftest import Spare, bound
-from tests.node.devices.test_passed import started
-from tests.node.instances import World, spec_text
+from tests.node.devices.test_passthrough import started
+from tests.node.instances import NodeFixture, spec_text
 from tests.node.test_runner import RUNNER
 
 pytestmark = pytest.mark.usefixtures("rom")
-MEAN = ("setpriv", "--bounding-set=-sys_resource,-ipc_lock", "--inh-caps=-all", "prlimit", "--memlock=65536:65536")
+WITHOUT_RIGHTS_TO_LOCK = (
+    "setpriv",
+    "--bounding-set=-sys_resource,-ipc_lock",
+    "--inh-caps=-all",
+    "prlimit",
+    "--memlock=65536:65536",
+)
 
 
 def spec_of(directory: Path, rom: Path, *spares: Spare, more: str = "") -> Path:
@@ -46,12 +52,13 @@ def test_half_of_an_iommu_group(pair: tuple[Spare, Spare], rom: Path, tmp_path: 
     one, other = pair
     spec = spec_of(tmp_path, rom, one)
     with bound(one):
-        said = planned(spec)
+        message = planned(spec)
         assert (
-            f"{one.address} shares its IOMMU group {one.group} with {other.address}, which is bound to 'e1000e'" in said
+            f"{one.address} shares its IOMMU group {one.group} with {other.address}, which is bound to 'e1000e'"
+            in message
         )
     with bound(one, other):
-        assert f"device {one.address} (8086:10d3) by iommufd" in planned(spec), "the other one is out of reach"
+        assert f"device {one.address} (8086:10d3) by iommufd" in planned(spec), "iommufd does not need the other device"
         both = planned(spec_of(tmp_path, rom, one, other))
         assert f"device {other.address} (8086:10d3) by iommufd" in both
         by_group = planned(spec_of(tmp_path, rom, one, more='iommu = "legacy"\n'))
@@ -61,16 +68,20 @@ def test_half_of_an_iommu_group(pair: tuple[Spare, Spare], rom: Path, tmp_path: 
 def test_memory_that_may_not_be_locked(disks: dict[int, Spare], rom: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, rom, disks[0])
     with bound(disks[0]):
-        assert "device: 128 MiB may have to be locked, and RLIMIT_MEMLOCK is 64 KiB" in planned(spec, MEAN)
-        assert f"device {disks[0].address}" in planned(spec, MEAN[3:]), "with SYS_RESOURCE the limit is raised"
+        assert "device: 128 MiB may have to be locked, and RLIMIT_MEMLOCK is 64 KiB" in planned(
+            spec, WITHOUT_RIGHTS_TO_LOCK
+        )
+        assert f"device {disks[0].address}" in planned(spec, WITHOUT_RIGHTS_TO_LOCK[3:]), (
+            "with SYS_RESOURCE the limit is raised"
+        )
 
 
-def test_a_pod_without_the_nodes(world: World, disks: dict[int, Spare], numa: dict[int, CpuSet]) -> None:
+def test_a_pod_without_the_nodes(node_fixture: NodeFixture, disks: dict[int, Spare], numa: dict[int, CpuSet]) -> None:
     disk = disks[0]
     cpus = CpuSet([max(numa[0])])
     with (
         bound(disk),
-        started(world, 1, cpus, spec_text(cpus, f'[[device]]\naddress = "{disk.address}"\n'), ()) as instance,
+        started(node_fixture, 1, cpus, spec_text(cpus, f'[[device]]\naddress = "{disk.address}"\n'), ()) as instance,
     ):
         assert instance.running.wait() == 30
         assert (

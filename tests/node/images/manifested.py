@@ -1,6 +1,6 @@
 """From Kubernetes manifests to pods of the stand-in kubelet: what the API server, the kubelet and containerd make of them.
 
-``tests/images/run`` puts the manifests together and leaves them, with what the images' configurations say, in a file.
+``tests/images/run`` builds the manifests and writes them, with the images' configurations, to a file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.node.standin_kubelet import Container, Mount, Pod, Runtime, capabilit
 
 Object = dict[str, Any]
 DISKS = {"gpu-instance": "gpu-instance", "instance-cgroup-controller": "controller"}
-"""What the manifests call an image → the serial number of its disk."""
+"""Name of an image in the manifests → serial number of its disk."""
 VM_DEVICES = ("/dev/kvm", "/dev/net/tun", "/dev/vhost-net")
-"""What the resource ``squat.ai/vm`` stands for."""
+"""The devices that the resource ``squat.ai/vm`` gives."""
 
 
 @attrs.frozen
@@ -46,7 +46,7 @@ class Manifests:
 
 @attrs.define
 class Cluster:
-    """What a manifest leaves open: the images' files, the node's own paths, and a place for what a pod writes."""
+    """What the manifests do not name: the images' files, the node's own paths, and a directory for the pods' volumes."""
 
     manifests: Manifests
     images: dict[str, Path]
@@ -59,7 +59,7 @@ class Cluster:
     """Pods have an interface that a guest can take over."""
 
     def with_the_rom(self, directory: str) -> Cluster:
-        """Replace the demo guest in the spec of *directory*: Linux would take a minute here to say a word."""
+        """Replace the demo guest in the spec of *directory*, because Linux would take a minute to boot here."""
         manifests = copy.deepcopy(self.manifests)
         data: Object = manifests.of(directory, "ConfigMap")["data"]
         text, guests = re.subn(
@@ -99,7 +99,7 @@ class Cluster:
         cpus: CpuSet,
         mounts: tuple[Mount, ...],
     ) -> Container:
-        """Return one container as its runtime is told of it."""
+        """Return one container as its runtime gets it."""
         image = container["image"].partition(":")[0].rpartition("/")[2]
         fields = {
             "metadata.uid": uid,
@@ -114,7 +114,7 @@ class Cluster:
         }
         root = self.images.get(image)
         entry = container.get("command", self.manifests.configurations[image]["Entrypoint"] if root else None)
-        words = [*(entry or ()), *container.get("args", [])]
+        command = [*(entry or ()), *container.get("args", [])]
         context, limits = container["securityContext"], container["resources"]["limits"]
         added = " ".join(context.get("capabilities", {}).get("add", []))
         sources = {volume["name"]: self.source(directory, volume, uid) for volume in volumes}
@@ -123,7 +123,7 @@ class Cluster:
             for mount in container["volumeMounts"]
         ]
         return Container(
-            tuple(re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in words),
+            tuple(re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in command),
             name=container["name"],
             image=root,
             reference=container["image"],
@@ -141,7 +141,7 @@ class Cluster:
         )
 
     def source(self, directory: str, volume: Object, uid: str) -> Path:
-        """Return where the files of a volume are, made now if they are the pod's own."""
+        """Return the directory of a volume's files; it is made if it is the pod's own."""
         if "hostPath" in volume:
             path = Path(volume["hostPath"]["path"])
             path = self.host_paths.get(str(path), path)

@@ -25,7 +25,7 @@ LEFT_TO_THE_CONTROLLER = f"{1 << 1 | 1 << 19:016x}"
 
 @pytest.fixture(autouse=True)
 def tree() -> Iterator[Cgroup]:
-    """Return the controller's tree, which goes after the pods of the test."""
+    """Return the controller's tree, which is removed after the pods of the test."""
     yield TREE
     TREE.remove()
 
@@ -36,7 +36,7 @@ def status_of(pid: int) -> dict[str, str]:
 
 
 def get(container: Running, path: str, port: int = 9440) -> tuple[int, str]:
-    """Ask the HTTP server of a pod as the kubelet's probe does: at the pod's address."""
+    """Get *path* from the HTTP server of a pod, as the kubelet's probe does; return status and text."""
     code = (
         "import sys, urllib.request, urllib.error\n"
         f"try: found = urllib.request.urlopen('http://127.0.0.1:{port}' + sys.argv[1], timeout=5)\n"
@@ -68,7 +68,7 @@ def test_the_daemon_set_has_the_rights_it_needs_and_no_more(
 
 @BOTH
 @pytest.mark.parametrize("directory", ["instance", "job", "overlays/probes"])
-def test_an_instance_beside_the_daemon_set(
+def test_an_instance_with_the_daemon_set(
     cluster: Cluster, kubelet: Kubelet, guest: tuple[Mount, ...], runtime: Runtime, directory: str
 ) -> None:
     kind, cpus = {"job": ("Job", "9-10")}.get(directory, ("Pod", "2-3,10-11"))

@@ -1,4 +1,4 @@
-"""Instances where systemd is PID 1: the container is in a scope unit of systemd's, which lives as long as somebody is in it."""
+"""Instances where systemd is PID 1: the container is in a scope unit, which systemd ends as soon as it is empty."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from tests.node.cgroups import Cgroup
-from tests.node.instances import FLOAT, TREE, World, until, untouched
+from tests.node.instances import FLOAT, TREE, NodeFixture, until, untouched
 from tests.node.standin_kubelet import Runtime, unit_state
 
 pytestmark = pytest.mark.usefixtures("rom")
@@ -17,11 +17,11 @@ DIRTY = 40
 
 
 @pytest.mark.parametrize("runtime", ["crun", "runc"])
-def test_the_scope_survives_the_leaving_of_everything_but_the_anchor(world: World, runtime: Runtime) -> None:
-    """The unit is read anew meanwhile, and nothing changes."""
-    instance = world.start(1, "2-3", runtime=runtime)
+def test_the_scope_survives_when_all_but_the_anchors_leave(node_fixture: NodeFixture, runtime: Runtime) -> None:
+    """Nor does it end when systemd reads its units again."""
+    instance = node_fixture.start(1, "2-3", runtime=runtime)
     instance.up()
-    world.settle()
+    node_fixture.settle()
     instance.is_placed()
     marks = instance.marks()
     with untouched(FLOAT, instance.group):
@@ -37,9 +37,9 @@ def test_the_scope_survives_the_leaving_of_everything_but_the_anchor(world: Worl
     assert not instance.group.path.exists()
 
 
-def test_an_anchor_is_started_again_and_the_scope_lives(world: World) -> None:
-    """Systemd ends an empty scope quicker than a process can be started: while one is started, the other is there."""
-    instance = world.start(1, "2-3")
+def test_an_anchor_is_started_again_and_the_scope_lives(node_fixture: NodeFixture) -> None:
+    """Systemd ends an empty scope faster than a process can be started: while one is restarted, the other is there."""
+    instance = node_fixture.start(1, "2-3")
     instance.up()
     for _ in range(4):
         before = set(instance.processes()["anchor"])
@@ -51,13 +51,15 @@ def test_an_anchor_is_started_again_and_the_scope_lives(world: World) -> None:
     assert "faults=0" in instance.running.output
 
 
-def test_without_an_anchor_the_scope_dies_and_the_status_says_that_there_was_no_way_back(world: World) -> None:
-    """The guest does not notice; the runner can neither return nor say who it is, and the controller tidies up later."""
-    instance = world.start(1, "2-3", runtime="runc")
+def test_without_an_anchor_the_scope_ends_and_the_status_reports_that_it_could_not_return(
+    node_fixture: NodeFixture,
+) -> None:
+    """The guest runs on; the runner can neither return nor deregister, and the controller removes the cgroup later."""
+    instance = node_fixture.start(1, "2-3", runtime="runc")
     instance.up()
     runner, marks = instance.running.pid, instance.marks()
     anchors = instance.processes()["anchor"]
-    os.kill(runner, signal.SIGSTOP)  # it would start others, and systemd might or might not be quicker
+    os.kill(runner, signal.SIGSTOP)  # otherwise it would start others, perhaps before systemd has ended the scope
     for anchor in anchors:
         os.kill(anchor, signal.SIGKILL)
     instance.running.scope.wait_gone()
@@ -69,6 +71,6 @@ def test_without_an_anchor_the_scope_dies_and_the_status_says_that_there_was_no_
     assert instance.running.wait() == DIRTY
     assert "could not return to the pod's cgroup" in instance.running.output
     instance.stop()
-    world.kubelet.reconcile()
-    until(lambda: not instance.group.path.exists(), "the controller to remove what is stale")
-    world.settle()
+    node_fixture.kubelet.reconcile()
+    until(lambda: not instance.group.path.exists(), "the controller to remove the stale cgroup")
+    node_fixture.settle()

@@ -1,4 +1,4 @@
-"""Where systemd is PID 1, a container's cgroup is a scope unit, and an empty scope is a dead one.
+"""Where systemd is PID 1, a container's cgroup is a scope unit, and systemd ends an empty scope.
 
 Run by ``tests/node/run --systemd``.
 """
@@ -46,7 +46,7 @@ def test_a_container_is_a_scope_unit_on_its_cpus(kubelet: Kubelet, runtime: Runt
 
 
 @BOTH
-def test_the_scope_survives_the_leaving_of_pid_1_with_an_anchor(
+def test_with_an_anchor_the_scope_survives_when_pid_1_leaves(
     kubelet: Kubelet, threaded: Cgroup, runtime: Runtime
 ) -> None:
     main = kubelet.run(pod(runtime, "anchored"))["main"]
@@ -60,7 +60,7 @@ def test_the_scope_survives_the_leaving_of_pid_1_with_an_anchor(
 
 
 @BOTH
-def test_without_an_anchor_the_scope_dies_at_once(kubelet: Kubelet, threaded: Cgroup, runtime: Runtime) -> None:
+def test_without_an_anchor_the_scope_ends_at_once(kubelet: Kubelet, threaded: Cgroup, runtime: Runtime) -> None:
     main = kubelet.run(pod(runtime, "alone"))["main"]
     main.wait_for("up")
     threaded.child("float", threaded=True).write("cgroup.procs", main.pid)

@@ -1,4 +1,4 @@
-"""A real kubelet, standing alone, runs the manifests as static pods: what is where is its decision, and ours.
+"""A real kubelet without a cluster runs the manifests as static pods, and chooses their CPUs.
 
 ``tests/images/run --kubelet PATH`` gives the node its program as a disk.
 """
@@ -35,7 +35,7 @@ MEMORY_MANAGER_SINCE, ENDPOINT_IN_FILE_SINCE = 22, 27
 
 @dataclass(frozen=True)
 class RealKubelet:
-    """The kubelet's program, its files where it has them on every node, and containerd."""
+    """The kubelet's program, its files in their usual places, and containerd."""
 
     program: Path
     containerd: Containerd
@@ -149,9 +149,9 @@ def kubelet(containerd: Containerd) -> Iterator[RealKubelet]:
 
 
 def static(pod: Object, name: str, volumes: Path, data: Object, mounts: tuple[Mount, ...] = ()) -> Object:
-    """Return *pod* as a static one: it cannot refer to what only a cluster has.
+    """Return *pod* as a static one, which cannot refer to objects of a cluster.
 
-    A ConfigMap is a directory here, and there is no device plugin, thus neither a tap nor a network of the guest's.
+    A directory takes the place of a ConfigMap. There is no device plugin, so there is no tap and the guest has no network.
     """
     pod = copy.deepcopy(pod)
     pod |= {"apiVersion": "v1", "kind": "Pod", "metadata": {**pod["metadata"], "name": name, "namespace": "static"}}
@@ -182,7 +182,8 @@ def test_the_articles_layout_of_a_real_kubelet(
         cluster.manifests.of("controller", "DaemonSet")["spec"]["template"], "controller", cluster.scratch, {}
     )
     pod = static(cluster.manifests.of("instance", "Pod"), "instance", cluster.scratch, {"spec.toml": text}, guest)
-    everything = until(lambda: (kubelet.directory / "cpu_manager_state").exists() and kubelet.default, "a state", 240)
+    state = kubelet.directory / "cpu_manager_state"
+    everything = until(lambda: kubelet.default if state.exists() else None, "a state", 240)
     kubelet.manifests.joinpath("controller.json").write_text(json.dumps(daemon))
     controller = kubelet.container("controller")
     controller.wait_for("ready socket=", 2 * SECONDS)
@@ -193,7 +194,7 @@ def test_the_articles_layout_of_a_real_kubelet(
     cpus = CpuSet.parse(entries["instance"])
     assert len(cpus) == 4
     assert not cpus & CpuSet.parse("0,4")
-    instance = Instance(kubelet, uid, cpus, running)  # type: ignore[arg-type]
+    instance = Instance(kubelet, uid, cpus, running)  # type: ignore[arg-type]  # not the stand-in kubelet
     instance.up()
     until(lambda: FLOAT.cpus() == kubelet.default == everything - cpus, "float without the instance's CPUs")
     instance.is_placed()
@@ -202,7 +203,7 @@ def test_the_articles_layout_of_a_real_kubelet(
     assert looked.returncode == 0, looked.stdout + looked.stderr
     print(looked.stdout)
 
-    # A kubelet that comes again finds everything as it left it.
+    # The kubelet is restarted, and nothing changes.
     marks, members = instance.marks(), members_of(running.pid)
     subprocess.run(["systemctl", "restart", UNIT], check=True)
     until(lambda: kubelet.log.read_text().count("Starting kubelet main sync loop") == 2, "the kubelet to be back")
@@ -211,6 +212,6 @@ def test_the_articles_layout_of_a_real_kubelet(
     kubelet.manifests.joinpath("instance.json").unlink()
     running.wait_for("ended outcome=stopped status=0 faults=0", 2 * SECONDS)
     until(lambda: not instance.group.path.exists(), "the instance's cgroup to be gone")
-    until(lambda: kubelet.default == FLOAT.cpus() == everything, "its CPUs to be everybody's")
+    until(lambda: kubelet.default == FLOAT.cpus() == everything, "its CPUs to be in the shared pool")
     kubelet.manifests.joinpath("controller.json").unlink()
     until(lambda: not kubelet.containers("controller"), "the controller's end", 2 * SECONDS)

@@ -1,4 +1,4 @@
-"""PCI devices passed into guests, by both ways, in pods that have the devices' nodes and nothing more."""
+"""PCI devices passed through to guests, by both VFIO backends, in pods that have the devices' nodes and nothing more."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from runner.cpuset import CpuSet
 from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD
 from tests.emulated_node.spares import word_on
 from tests.node.devices.conftest import Spare, bound
-from tests.node.instances import Instance, World, pool, spec_text, start_instance, uid_of
+from tests.node.instances import Instance, NodeFixture, pool, spec_text, start_instance, uid_of
 from tests.node.standin_kubelet import PROJECT
 from tests.node.test_linux_guest import INITRD, KERNEL
 
 MIB = 1 << 20
 RAM = 192 * MIB
 """Of the Linux guest."""
-WAYS = ("legacy", "iommufd")
+VFIO_BACKENDS = ("legacy", "iommufd")
 BOOTS_WITHIN = 400
 """Seconds: an emulated guest on an emulated machine takes 40 of them, and several times that on a busy one."""
 
@@ -33,9 +33,12 @@ ENDS_WITHIN = 150
 """Seconds for the same guest to power itself down."""
 
 
-def nodes_of(way: str, *spares: Spare) -> tuple[str, ...]:
-    """Return the nodes that a device plugin of this way gives."""
-    return ({"legacy": "/dev/vfio/vfio", "iommufd": "/dev/iommu"}[way], *(str(spare.nodes[way]) for spare in spares))
+def nodes_of(backend: str, *spares: Spare) -> tuple[str, ...]:
+    """Return the device nodes that a device plugin for this VFIO backend gives."""
+    return (
+        {"legacy": "/dev/vfio/vfio", "iommufd": "/dev/iommu"}[backend],
+        *(str(spare.nodes[backend]) for spare in spares),
+    )
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def cpus(numa: dict[int, CpuSet]) -> dict[int, CpuSet]:
 
 @contextlib.contextmanager
 def started(
-    world: World,
+    node_fixture: NodeFixture,
     number: int,
     cpus: CpuSet,
     spec: str,
@@ -56,20 +59,20 @@ def started(
     *,
     hugepages: Mapping[str, int] | None = None,
 ) -> Iterator[Instance]:
-    """Hold an instance with these nodes in its pod, and what device plugins say in its environment.
+    """Hold an instance with these device nodes in its pod and the device plugins' variables in its environment.
 
-    It has ended when the block has: a device that is in use cannot be given back to its driver.
+    It ends with the block, because a device in use cannot be bound to another driver.
     """
-    said = {"POD_UID": uid_of(number), "PYTHONPATH": os.pathsep.join(["/project", *filter(None, sys.path)])}
+    defaults = {"POD_UID": uid_of(number), "PYTHONPATH": os.pathsep.join(["/project", *filter(None, sys.path)])}
     instance = start_instance(
-        world.kubelet,
+        node_fixture.kubelet,
         number,
         cpus,
         spec=spec.replace("[cpu]\n", '[cpu]\nplacement = "controller"\n'),
-        directory=world.directory,
-        sockets=world.controller.directory,
+        directory=node_fixture.directory,
+        sockets=node_fixture.controller.directory,
         devices=tuple(nodes),
-        environment={**said, **(environment or {})},
+        environment={**defaults, **(environment or {})},
         memory=640 * MIB,
         hugepages=hugepages or {},
     )
@@ -77,36 +80,36 @@ def started(
         yield instance
     finally:
         print(instance.running.output)
-        if instance.uid in world.kubelet.running:
-            world.kubelet.stop(instance.uid, grace=0)
-        world.kubelet.reconcile()
+        if instance.uid in node_fixture.kubelet.running:
+            node_fixture.kubelet.stop(instance.uid, grace=0)
+        node_fixture.kubelet.reconcile()
 
 
 @pytest.mark.usefixtures("rom")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", VFIO_BACKENDS)
 def test_a_device_goes_to_qemu_and_comes_back(
-    way: str, world: World, disks: dict[int, Spare], cpus: dict[int, CpuSet]
+    backend: str, node_fixture: NodeFixture, disks: dict[int, Spare], cpus: dict[int, CpuSet]
 ) -> None:
     disk = disks[1]
     more = f'[[device]]\naddress = "{disk.address}"\n'
-    with bound(disk), started(world, 1, cpus[1], spec_text(cpus[1], more), nodes_of(way, disk)) as instance:
+    with bound(disk), started(node_fixture, 1, cpus[1], spec_text(cpus[1], more), nodes_of(backend, disk)) as instance:
         instance.up()
         instance.is_placed()
         [qemu] = instance.processes()["qemu"]
         status = Path(f"/proc/{qemu}/status").read_text()
-        assert re.search(r"^Uid:\t65534\t", status, re.MULTILINE), "QEMU is nobody"
+        assert re.search(r"^Uid:\t65534\t", status, re.MULTILINE), "QEMU runs as the user nobody"
         held = {str(fd.readlink()) for fd in Path(f"/proc/{qemu}/fd").iterdir()}
-        assert str(disk.nodes[way]) in held
-        owner = Path(f"/proc/{instance.running.pid}/root{disk.nodes[way]}").stat().st_uid
-        assert owner == 0, "it was lent for as long as QEMU took to open it"
+        assert str(disk.nodes[backend]) in held
+        owner = Path(f"/proc/{instance.running.pid}/root{disk.nodes[backend]}").stat().st_uid
+        assert owner == 0, "QEMU owned it only while it opened it"
         with pytest.raises(OSError, match="busy"):
             os.close(os.open(disk.nodes["legacy"], os.O_RDWR))
         both = {*nodes_of("legacy", disk), *nodes_of("iommufd", disk)}
-        with started(world, 2, cpus[2], spec_text(cpus[2], more), both) as second:
+        with started(node_fixture, 2, cpus[2], spec_text(cpus[2], more), both) as second:
             assert second.running.wait() == 30
             assert f"{disk.address} is in use: somebody else has {disk.nodes['legacy']} open" in second.running.output
-        # By its own node nobody can tell before QEMU tries.
-        with started(world, 2, cpus[2], spec_text(cpus[2], more), nodes_of("iommufd", disk)) as second:
+        # With iommufd the device is only found to be in use when QEMU opens it.
+        with started(node_fixture, 2, cpus[2], spec_text(cpus[2], more), nodes_of("iommufd", disk)) as second:
             assert second.running.wait() == 31
             assert "another process has the device or one of its IOMMU group" in second.running.output
         assert instance.stop() == 0
@@ -117,13 +120,13 @@ def test_a_device_goes_to_qemu_and_comes_back(
 
 @pytest.mark.usefixtures("rom")
 def test_the_example_of_a_gpu_instance(
-    world: World, disks: dict[int, Spare], numa: dict[int, CpuSet], reserve: Callable[[int, int], None]
+    node_fixture: NodeFixture, disks: dict[int, Spare], numa: dict[int, CpuSet], reserve: Callable[[int, int], None]
 ) -> None:
-    """As it is but for its size: a small disk stands in for the GPU, a ROM for OVMF, and there is no pod network."""
+    """Start the example with less of everything: a small disk instead of the GPU, a ROM instead of OVMF, no pod network."""
     disk = disks[0]
     cpus = CpuSet(cpu for cpu in numa[0] if cpu != 0)
     spec = tomllib.loads((PROJECT / "examples/instances/gpu.toml").read_text())
-    place = world.directory / uid_of(1)
+    place = node_fixture.directory / uid_of(1)
     place.mkdir()
     (place / "disk").write_bytes(bytes(512))
     spec["cpu"] |= {"count": len(cpus), "accel": "tcg"}
@@ -136,13 +139,13 @@ def test_the_example_of_a_gpu_instance(
     reserve(RAM // (2 * MIB), 0)
     with bound(disk):
         nodes = (*nodes_of("iommufd", disk), "/dev/net/tun")
-        with started(world, 1, cpus, json.dumps(spec), nodes, given, hugepages={"2MB": RAM}) as instance:
+        with started(node_fixture, 1, cpus, json.dumps(spec), nodes, given, hugepages={"2MB": RAM}) as instance:
             instance.up()
             instance.is_placed()
             [qemu] = instance.processes()["qemu"]
             pinned = re.search(r"^VmPin:\s+(\d+) kB", Path(f"/proc/{qemu}/status").read_text(), re.MULTILINE)
             assert pinned is not None
-            assert int(pinned[1]) << 10 > RAM - MIB, "the device reaches all of it but holes below 1 MiB"
+            assert int(pinned[1]) << 10 > RAM - MIB, "all of it but holes below 1 MiB is pinned for the device"
             assert int(instance.running.scope.read("hugetlb.2MB.current")) == RAM
             assert pool(0, "free_hugepages").read_text() == "0\n"
             assert instance.stop() == 0
@@ -151,7 +154,7 @@ def test_the_example_of_a_gpu_instance(
 
 
 def linux_spec(cpus: CpuSet, *more: str) -> str:
-    """Return a spec whose guest is a Linux that says what devices it sees."""
+    """Return a spec whose guest is a Linux that prints the devices it sees."""
     return "\n".join(
         (
             f'[cpu]\ncount = {len(cpus)}\naccel = "tcg"\nmodel = "Skylake-Server"\n[memory]\nsize = "{RAM // MIB}MiB"',
@@ -163,40 +166,44 @@ def linux_spec(cpus: CpuSet, *more: str) -> str:
 
 
 @pytest.mark.timeout(BOOTS_WITHIN + 2 * ENDS_WITHIN)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", VFIO_BACKENDS)
 def test_a_guest_uses_its_devices_on_the_numa_node_they_are_on(
-    way: str, world: World, disks: dict[int, Spare], nics: dict[int, Spare], cpus: dict[int, CpuSet]
+    backend: str, node_fixture: NodeFixture, disks: dict[int, Spare], nics: dict[int, Spare], cpus: dict[int, CpuSet]
 ) -> None:
     if not Path(KERNEL).is_file() or not Path(INITRD).is_file():
         pytest.skip("the Linux guest is missing: tests/node/run builds it and names it in RUNNER_NODE_GUEST_KERNEL")
-    place = world.directory / uid_of(1)
+    place = node_fixture.directory / uid_of(1)
     place.mkdir()
     shutil.copy(KERNEL, place / "kernel")
     shutil.copy(INITRD, place / "initrd")
-    near, far = (1, 0) if way == "legacy" else (0, 1)
+    near, far = (1, 0) if backend == "legacy" else (0, 1)
     disk, nic = disks[near], nics[far]
     devices = (
-        f'[[device]]\nresource = "example.com/NVMe-disk"\ncount = 1\niommu = "{way}"\n'
+        f'[[device]]\nresource = "example.com/NVMe-disk"\ncount = 1\niommu = "{backend}"\n'
         f'[[device]]\naddress = "{nic.address}"\n'
     )
     environment = {"PCI_RESOURCE_EXAMPLE_COM_NVME-DISK": f"{disk.address},{disk.address},"}
     with (
         bound(disk, nic),
-        started(world, 1, cpus[1], linux_spec(cpus[1], devices), nodes_of(way, disk, nic), environment) as instance,
+        started(
+            node_fixture, 1, cpus[1], linux_spec(cpus[1], devices), nodes_of(backend, disk, nic), environment
+        ) as instance,
     ):
         up = instance.running.wait_for("LINUX-GUEST-UP", BOOTS_WITHIN)
-        said = instance.running.output
-        assert f"NVME-DISK numa_node={near} holds {word_on(near).decode()}" in said
-        assert f"PCI-DEVICE 0x1b36:0x0010 numa_node={near}" in said
-        assert f"PCI-DEVICE 0x8086:0x10d3 numa_node={far}" in said
-        assert "numa_nodes=0-1 addresses=10.0.2.15/24," in up, "the NIC has asked the network behind it for an address"
+        output = instance.running.output
+        assert f"NVME-DISK numa_node={near} holds {word_on(near).decode()}" in output
+        assert f"PCI-DEVICE 0x1b36:0x0010 numa_node={near}" in output
+        assert f"PCI-DEVICE 0x8086:0x10d3 numa_node={far}" in output
+        assert "numa_nodes=0-1 addresses=10.0.2.15/24," in up, (
+            "the NIC has an address from the DHCP server of its network"
+        )
         [qemu] = instance.processes()["qemu"]
-        # By group the kernel counts locked memory, by descriptor pinned memory; both are RAM and a little firmware.
+        # With legacy the kernel counts locked memory, with iommufd pinned memory; both are RAM and a little firmware.
         status = Path(f"/proc/{qemu}/status").read_text()
         locked = max(int(size) << 10 for size in re.findall(r"^Vm(?:Lck|Pin):\s+(\d+) kB", status, re.MULTILINE))
         assert 0 <= locked - RAM <= VFIO_MEMLOCK_OVERHEAD
-        assert int(instance.running.scope.read("memory.current")) > RAM, "the pod is charged for what was locked"
-        assert world.kubelet.stop(instance.uid, ENDS_WITHIN) == {"main": 0}
+        assert int(instance.running.scope.read("memory.current")) > RAM, "the pod is charged for the locked memory"
+        assert node_fixture.kubelet.stop(instance.uid, ENDS_WITHIN) == {"main": 0}
         assert "faults=0" in instance.running.output
     assert disk.sector(0) == word_on(near)
     assert disk.sector(8) == b"written by the guest"
