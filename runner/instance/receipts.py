@@ -13,6 +13,7 @@ import trio
 from runner.errors import HostError, PlacementError
 from runner.instance.cgroups.active import ActivePlacement
 from runner.instance.qemu import Qemu
+from runner.instance.state_directory import RECEIPT
 from runner.instance.supervisor import Supervisor
 from runner.instance.thread_placement import QemuThreads, read_threads, verified
 from runner.kernel import files
@@ -21,9 +22,6 @@ from runner.plan.instance import InstancePlan
 from runner.table import aligned
 
 log = logging.getLogger(__name__)
-
-RECEIPT = "receipt.json"
-"""In the state directory, while the guest runs."""
 
 VERIFIED_AGAIN = (0.1, 0.5, 1.0)
 """Seconds between readings of the threads after a change: a stray on the vCPUs' CPUs is swept meanwhile."""
