@@ -141,7 +141,10 @@ async def _placed_threads(
         log.info("placement: %s", line)
     receipts.publish()
     try:
-        async with supervisor.background_task(active.settle):
+        async with (
+            supervisor.background_task(active.settle),
+            supervisor.background_task(receipts.follow_restarts),
+        ):
             yield receipts
     finally:
         with supervisor.faults.recorded("remove the receipt"):
