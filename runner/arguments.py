@@ -1,4 +1,4 @@
-"""Argument types of both command lines."""
+"""What both command lines take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+LOG_FORMATS = ("text", "json")
+"""How log lines may be written."""
 
 
 def argument_type(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -31,7 +31,11 @@ async def try_programs(supervisor: Supervisor) -> list[Finding]:
         findings.append(programs.judge_program(check, name, package, await trial()))
 
     async def virtiofsd() -> None:
-        findings.append(programs.judge_virtiofsd(*await find_virtiofsd(supervisor.processes)))
+        try:
+            found, reason = await find_virtiofsd(supervisor.processes)
+        except HostError as error:
+            found, reason = None, explain(error)
+        findings.append(programs.judge_virtiofsd(found, reason))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(judged, programs.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, supervisor))

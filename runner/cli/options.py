@@ -11,6 +11,9 @@ from runner.errors import Status, UsageError
 
 STATUS_HELP = "exit statuses:\n" + "\n".join(f"  {status.value:3} {status.name.lower()}" for status in Status)
 
+TERMINATION_LOG = Path("/dev/termination-log")
+"""Where Kubernetes looks for the reason that a container ended (``terminationMessagePath``)."""
+
 
 def add_spec(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Add SPEC and ``--state-dir`` to *parser*; with *nargs* ``"?"`` SPEC may be left out."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import attrs
 import trio
 
-from runner.arguments import argument_type
+from runner.arguments import LOG_FORMATS, argument_type
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.methods import RpcMethods, Timeouts
 from runner.controller.metrics import respond
@@ -26,7 +26,7 @@ from runner.kernel.cgroup import Cgroup
 from runner.kernel.peers import Peers
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http
-from runner.protocol.logs import FORMATS, LogHandler
+from runner.protocol.logs import LogHandler
 from runner.protocol.unix_server import SocketLimits, UnixServer
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--procfs", type=Path, default=Path("/proc"), metavar="DIR", help="where procfs is mounted")
     add(
         "--log-format",
-        choices=FORMATS,
+        choices=LOG_FORMATS,
         default="text",
         help="the log on standard error: for people, or one JSON object a line",
     )

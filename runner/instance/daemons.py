@@ -107,6 +107,8 @@ async def _restart(supervisor: Supervisor, policy: Restart, child: RestartedChil
             child.process = supervisor.processes.spawn(child.command)
         except RunnerError as error:
             log.warning("%s", explain(error))
+        else:
+            supervisor.restarted.announce()
 
 
 @attrs.frozen

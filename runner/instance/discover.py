@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pwd
@@ -184,7 +185,10 @@ async def _vfio(spec: InstanceSpec, processes: Processes, roots: Roots, qemu: Pu
 
 
 async def find_virtiofsd(processes: Processes) -> tuple[Virtiofsd | None, str]:
-    """Return the virtiofsd that serves shares, and if there is none the places searched or the output not understood."""
+    """Return the virtiofsd that serves shares, and if there is none the places searched or the output not understood.
+
+    Raises :exc:`~runner.errors.HostError` when this host can start no program now, whichever is installed.
+    """
     path = find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)
     if path is None:
         return None, "not found in PATH, " + ", ".join(VIRTIOFSD_DIRECTORIES)
@@ -195,7 +199,10 @@ async def find_virtiofsd(processes: Processes) -> tuple[Virtiofsd | None, str]:
 
 
 async def _version_output(processes: Processes, role: str, path: PurePosixPath) -> tuple[str, str]:
-    """Return the output of a program that is run with ``--version``, and why it could not be run."""
+    """Return the output of a program that is run with ``--version``, and what is wrong with the program.
+
+    Raises :exc:`~runner.errors.HostError` when descriptors, processes or memory are short instead.
+    """
     command = Command(f"{role}-version", (str(path), "--version"), level=logging.DEBUG)
     try:
         async with processes.daemon(command, 0) as process:
@@ -203,7 +210,9 @@ async def _version_output(processes: Processes, role: str, path: PurePosixPath) 
                 await process.wait()
             return " ".join(process.last_lines), ""
     except HostError as error:
-        return "", str(error)
+        if getattr(error.__cause__, "errno", None) in {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}:
+            raise
+        return "", explain(error)
 
 
 # -- the pod and its cgroups -----------------------------------------------------------------------------------------

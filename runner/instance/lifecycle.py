@@ -21,7 +21,8 @@ from runner.instance.display import display_shown
 from runner.instance.memory import guest_memory
 from runner.instance.network import dhcp_served, networked
 from runner.instance.qemu import GuestEnd, Qemu, QemuEndpoints, guest_agent_channel, paused_qemu, started_within
-from runner.instance.receipts import RECEIPT, Receipts, query_threads, receipt_table
+from runner.instance.receipts import Receipts, query_threads, receipt_table
+from runner.instance.state_directory import READY, RECEIPT
 from runner.instance.supervisor import StopRequestedError, Supervisor, first_of
 from runner.instance.thread_placement import place_threads
 from runner.kernel import files
@@ -31,9 +32,6 @@ from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
-
-READY = "ready"
-"""A file in the state directory, there while the guest runs."""
 
 IMPORTED_AGAIN = 1.0
 """Seconds until the next attempt when descriptors or memory are short."""
@@ -143,7 +141,10 @@ async def _placed_threads(
         log.info("placement: %s", line)
     receipts.publish()
     try:
-        async with supervisor.background_task(active.settle):
+        async with (
+            supervisor.background_task(active.settle),
+            supervisor.background_task(receipts.follow_restarts),
+        ):
             yield receipts
     finally:
         with supervisor.faults.recorded("remove the receipt"):

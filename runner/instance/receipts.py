@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import attrs
 import trio
 
-from runner.errors import HostError, PlacementError
+from runner.errors import HostError, PlacementError, RunnerError, explain
 from runner.instance.cgroups.active import ActivePlacement
 from runner.instance.qemu import Qemu
+from runner.instance.state_directory import RECEIPT
 from runner.instance.supervisor import Supervisor
 from runner.instance.thread_placement import QemuThreads, read_threads, verified
 from runner.kernel import files
@@ -21,9 +22,6 @@ from runner.plan.instance import InstancePlan
 from runner.table import aligned
 
 log = logging.getLogger(__name__)
-
-RECEIPT = "receipt.json"
-"""In the state directory, while the guest runs."""
 
 VERIFIED_AGAIN = (0.1, 0.5, 1.0)
 """Seconds between readings of the threads after a change: a stray on the vCPUs' CPUs is swept meanwhile."""
@@ -87,6 +85,21 @@ class Receipts:
         Raises :exc:`~runner.errors.PlacementError` when a thread is still misplaced after 1.6 s.
         """
         self.threads = attrs.evolve(self.threads, iothreads=await self.machine.iothreads())
+        await self._publish_settled()
+
+    async def follow_restarts(self) -> None:
+        """Publish the receipt anew after each restart of a child; may be cancelled at any moment."""
+        happened = self.supervisor.restarted.next
+        while True:
+            await happened.wait()
+            happened = self.supervisor.restarted.next  # before the threads are read: one meanwhile is not missed
+            await trio.sleep(VERIFIED_AGAIN[0])  # the new process may still have to become its program
+            try:
+                await self._publish_settled()
+            except RunnerError as error:
+                log.warning("the receipt is that of before a restart: %s", explain(error))
+
+    async def _publish_settled(self) -> None:
         for pause in VERIFIED_AGAIN:
             with contextlib.suppress(PlacementError):
                 self._publish_verified()

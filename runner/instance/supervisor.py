@@ -87,6 +87,18 @@ class Counters:
     """Bytes that the guest has written to its console."""
 
 
+@attrs.define
+class RestartSignal:
+    """Wakes who waits for the next restart of a child: *next* is set by it, and replaced."""
+
+    next: trio.Event = attrs.field(factory=trio.Event)
+
+    def announce(self) -> None:
+        """Report that a child was started again."""
+        self.next.set()
+        self.next = trio.Event()
+
+
 Phase = Literal["starting", "running", "stopping"]
 
 
@@ -121,6 +133,7 @@ class Supervisor:
     faults: Faults
     procfs: Procfs
     counters: Counters = attrs.field(factory=Counters)
+    restarted: RestartSignal = attrs.field(factory=RestartSignal)
     guest_state: GuestState = attrs.field(factory=GuestState)
     inherited_fds: Mapping[str, InheritedFd] = attrs.field(factory=dict)
     """The descriptors that another process has opened for this instance, by name."""

@@ -264,6 +264,20 @@ def discard(path: PurePosixPath) -> None:
         raise HostError(f"cannot remove {str(path)!r}") from error
 
 
+def discard_left(path: PurePosixPath, names: Sequence[str]) -> None:
+    """Remove the files *names* that a killed process has left in the directory *path*; never raises.
+
+    Does nothing where others than this process's user may write, or while another process has claimed the directory.
+    """
+    with contextlib.suppress(OSError), closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+        found = os.fstat(fd)
+        if found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
+
+
 def remove_directory_if_empty(path: PurePosixPath) -> None:
     """Remove a directory unless it holds something."""
     try:

@@ -15,8 +15,6 @@ from typing import Protocol
 
 from runner.kernel.lines import LineFramer
 
-FORMATS = ("text", "json")
-
 LONGEST = 16 * 1024
 """Bytes of a console line in JSON; a longer one is split into several."""
 
@@ -85,7 +83,7 @@ def json_of_dropped(size: int) -> bytes:
 
 
 class LogHandler(logging.Handler):
-    """Writes log records in one of :data:`FORMATS` by *write*, which never waits."""
+    """Writes log records in one of :data:`~runner.arguments.LOG_FORMATS` by *write*, which never waits."""
 
     def __init__(self, write: Callable[[bytes], object], style: str) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ def mark(name: str) -> None:
 
 if __name__ == "__main__":
     mark("interpreter")
-    import runner.cli.run  # noqa: F401 - what the program imports once it has read `run`
+    import runner.cli.run_instance  # noqa: F401 - what the program imports once it has read `run`
     from runner.__main__ import entry
 
     mark("imports")

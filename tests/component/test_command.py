@@ -56,7 +56,7 @@ def test_a_command_is_imported_only_when_it_is_asked_for(command: str) -> None:
 def test_run_imports_nothing_that_only_other_commands_need() -> None:
     found = loaded("run", "/no/such/spec")
     shared = {name for name in found if name.startswith("runner.cli.")}
-    assert shared == {"runner.cli.commands", "runner.cli.options", "runner.cli.run"}
+    assert shared == {"runner.cli.commands", "runner.cli.options", "runner.cli.run", "runner.cli.run_instance"}
     others = (
         *("runner.check", "runner.inspect", "runner.controller", "runner.kubelet.node_plan", "runner.kubelet.report"),
         *("runner.plan.render", "importlib.metadata", "yaml"),
@@ -119,7 +119,7 @@ def test_an_output_that_cannot_be_written_leaves_the_status_of_run(
     output: Callable[[], int], environment: dict[str, str]
 ) -> None:
     script = (
-        "import sys, runner.__main__ as m, runner.cli.run as r\n"
+        "import sys, runner.__main__ as m, runner.cli.run_instance as r\n"
         "async def ended(*_, **__): return r.ExitReport(20, 'machine_died', 'QEMU crashed')\n"
         "r.run_as_init = ended; sys.argv = ['', 'run', 'runner/__init__.py']; m.entry()"
     )

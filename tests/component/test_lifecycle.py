@@ -514,3 +514,25 @@ async def test_sockets_that_cannot_be_removed_are_recorded(fake_host: FakeHost) 
         "could not remove the socket 'control.sock': Is a directory",
         "could not remove the socket 'console.sock': Is a directory",
     ]
+
+
+@pytest.mark.parametrize("role", ["anchor", "dnsmasq"])
+async def test_the_receipt_is_true_after_a_restart(fake_host: FakeHost, role: str) -> None:
+    def published() -> set[int]:
+        receipt = json.loads((fake_host.root / "state" / "receipt.json").read_text())
+        return {thread["tid"] for thread in receipt["threads"] if thread["role"] == role}
+
+    async def kill(host: Supervisor) -> None:
+        await wait_for(fake_host.guest_runs)
+        process = next(process for process in host.processes if process.role == role)
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        try:
+            await wait_for(lambda: published() == {each.pid for each in host.processes if each.role == role})
+        finally:
+            fake_host.stop.ask("test")
+
+    plan = fake_host.plan("[[network]]\n")
+    before = fake_host.snapshot()
+    assert ended(await fake_host.run(plan, beside=kill)).status is Status.STOPPED
+    assert fake_host.snapshot() == before

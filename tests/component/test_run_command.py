@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.kernel.files import closing
 from tests.support.fake_host import FakeHost
 
 RUN = (sys.executable, "-m", "runner", "run", "--not-pid1")
@@ -53,11 +55,11 @@ def test_too_few_descriptors_are_the_hosts_fault(fake_host: FakeHost, spec: Path
 
 NO_DESCRIPTOR_LEFT = """
 import resource, sys
-import runner.__main__, runner.cli.run, runner.instance.init
+import runner.__main__, runner.cli.run_instance, runner.instance.init
 async def ended(*_, **__):
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
     return runner.instance.init.ExitReport(20, "machine_died", "QEMU crashed")
-runner.instance.init.run_as_init = runner.cli.run.run_as_init = ended
+runner.cli.run_instance.run_as_init = ended
 runner.__main__.entry()
 """
 
@@ -68,3 +70,42 @@ def test_the_termination_log_needs_no_descriptor_at_the_end(tmp_path: Path) -> N
     argv = (sys.executable, "-c", NO_DESCRIPTOR_LEFT, "run", "--termination-log", path, "runner/__init__.py")
     assert subprocess.run(argv, check=False, timeout=60).returncode == 20
     assert json.loads(path.read_text())["detail"] == "QEMU crashed"
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """Return the state directory of a runner that was killed."""
+    directory = tmp_path / "state"
+    directory.mkdir(mode=0o700)
+    for name in ("ready", "receipt.json", "console.log"):
+        (directory / name).touch()
+    return directory
+
+
+WATCHED = """
+import sys, runner.__main__
+def watch(event, arguments):
+    if event == "os.remove":
+        print(arguments[0], *sorted({"trio", "runner.plan.instance"} & set(sys.modules)), flush=True)
+sys.addaudithook(watch)
+runner.__main__.entry()
+"""
+
+
+def test_what_a_killed_runner_has_left_is_gone_before_anything_else(left: Path) -> None:
+    argv = (sys.executable, "-c", WATCHED, "run", "--state-dir", left, "/no/such/spec")
+    ended = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "ready\nreceipt.json\n")
+    assert [each.name for each in left.iterdir()] == ["console.log"]
+
+
+@pytest.mark.parametrize("why", ["another runner runs", "others may write"])
+def test_what_is_not_ours_stays(left: Path, why: str) -> None:
+    with closing(os.open(left, os.O_RDONLY)) as fd:
+        if why == "another runner runs":
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        else:
+            left.chmod(0o770)
+        argv = (*RUN, "--state-dir", left, "/no/such/spec")
+        assert subprocess.run(argv, check=False, capture_output=True, timeout=60).returncode == 2
+    assert (left / "ready").exists()
