@@ -126,7 +126,7 @@ def test_a_resource_is_shared_out_among_those_who_ask_for_it() -> None:
         (
             '[[device]]\nresource = "nvidia.com/A16"\n',
             {"MDEV_PCI_RESOURCE_NVIDIA_COM_A16": "b2f0"},
-            "device[0].resource: MDEV_PCI_RESOURCE_NVIDIA_COM_A16 names mediated devices, which are not passed; take whole",
+            "device[0].resource: MDEV_PCI_RESOURCE_NVIDIA_COM_A16 names mediated devices, which cannot be passed through; use whole",
         ),
         (
             '[[device]]\nresource = "a/b"\n',
@@ -168,7 +168,7 @@ def test_a_resource_that_gives_nothing_is_refused(text: str, environment: Mappin
         ({"vfio": False, "driver": None}, f"device[0]: {GPU} (10de:2330) is bound to no driver; bind it: driverctl"),
         (
             {"group_node": DeviceNode(PurePosixPath("/dev/vfio/30"), "Device or resource busy", busy=True)},
-            f"device[0]: {GPU} is in use: somebody else has /dev/vfio/30 open; end the other instance",
+            f"device[0]: {GPU} is in use: another process has /dev/vfio/30 open; end the other instance",
         ),
     ],
 )
@@ -238,7 +238,7 @@ def test_the_way_is_the_one_that_works(
     facts = with_vfio(with_gpu(hgx, **gpu), **values)
     if why:
         [problem] = problems(text, facts)
-        assert problem.startswith(f"device[0].iommu: {GPU} cannot be handed to QEMU; ")
+        assert problem.startswith(f"device[0].iommu: {GPU} cannot be passed through; ")
         assert why in problem
         return
     passing = plan_of(text, facts).machine.passthrough
@@ -259,7 +259,7 @@ def test_gpus_that_are_told_of_each_other_go_by_groups(hgx: HostFacts) -> None:
     [device] = plan_of(text, hgx).machine.passthrough.devices
     assert (device.vfio_backend, device.properties) == ("legacy", (("x-nv-gpudirect-clique", 3),))
     told = plan_of(text + 'iommu = "iommufd"\n', hgx)
-    assert any("no device reaches the memory of another" in remark for remark in map(str, told.remarks))
+    assert any("no device can access another's memory" in remark for remark in map(str, told.remarks))
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_what_is_second_best_about_a_device_is_said(hgx: HostFacts) -> None:
         ),
         ({"link": attrs.evolve(link, speed="2.5 GT/s PCIe")}, "an idle GPU lowers its speed"),
         ({"link": attrs.evolve(link, width=0)}, "its PCI Express link is down"),
-        ({"numa_node": -1}, "the firmware does not say on which NUMA node"),
+        ({"numa_node": -1}, "the firmware does not report the NUMA node"),
         ({"numa_node": 1}, "is on the host's NUMA node 1, the vCPUs are on 0: every access goes farther"),
     ):
         remarks = plan_of(KERNEL + ONE, with_gpu(hgx, **values)).remarks
