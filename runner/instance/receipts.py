@@ -61,7 +61,7 @@ class Receipts:
         sweeps.
         """
         found = self._read_once()
-        strays = [each.thread for each in found.threads if found.rules.is_born_of_vcpu(each)]
+        strays = [each.thread for each in found.threads if found.rules.is_child_of_vcpu(each)]
         for thread in strays:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or it is reported as misplaced
                 self.active.release(thread.tid)

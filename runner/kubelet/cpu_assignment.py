@@ -1,7 +1,7 @@
-"""The kubelet's choice of CPUs among the free ones, packed or distributed, its known faults included.
+"""The kubelet's choice of CPUs among the free ones, packed or distributed, including its known bugs.
 
 Modelled on ``pkg/kubelet/cm/cpumanager/cpu_assignment.go`` and ``topology/topology.go`` of Kubernetes 1.33 to 1.36.3.
-Each function names the Go function whose decision it makes.
+Docstrings name the Go function that is modelled.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class CpuFacts:
 class CpuTopology:
     """The CPU Manager's view of the host (``topology.CPUTopology``).
 
-    The averages are integer divisions, as in the kubelet: on a host with unequal cores they describe no core.
+    The averages are integer divisions, as in the kubelet; on a host with unequal cores no core may have the average size.
     """
 
     cpus: tuple[CpuFacts, ...]
 
     @classmethod
     def of(cls, hardware: Hardware) -> Self:
-        """Discover the topology as ``topology.Discover`` does: a CPU without an L3 cache is in its socket's."""
+        """Build the topology as ``topology.Discover`` does: the uncore cache of a CPU without L3 cache is its socket's."""
         return cls(
             tuple(
                 CpuFacts(cpu.cpu, cpu.core, cpu.socket, cpu.numa_node, cpu.socket if cpu.l3 is None else cpu.l3)
@@ -134,8 +134,8 @@ def take_packed(
 ) -> CpuSet:
     """Take *count* of the *available* CPUs, whole NUMA nodes, sockets and cores first (``takeByTopologyNUMAPacked``).
 
-    *spread* takes single CPUs socket by socket without regard to cores (``distribute-cpus-across-cores``),
-    *prefer_uncore* keeps to as few L3 caches as it can (``prefer-align-cpus-by-uncorecache``).
+    *spread* takes single CPUs socket by socket and ignores cores (``distribute-cpus-across-cores``); *prefer_uncore* uses
+    as few L3 caches as possible (``prefer-align-cpus-by-uncorecache``).
     Raises :class:`AllocationError` in the kubelet's words if there are not enough.
     """
     if count < 1:
@@ -171,11 +171,11 @@ class _Packing:
         self.taken: set[int] = set()
         self.needed = count
         self.unchecked = Quirk.WHOLE_UNITS_UNCHECKED in quirks
-        # The bigger unit comes first; where each socket is one NUMA node, the NUMA node does.
+        # The bigger unit is taken first; if each socket is one NUMA node, the NUMA node counts as the bigger.
         self.numa_nodes_outside = len(topology.sockets) >= len(topology.numa_nodes)
 
-    # Orders: fewest free CPUs first, so that units which are partly taken are used up before others; ties by number.
-    # Only units with free CPUs appear.
+    # Orders: units with the fewest free CPUs first, so that partly taken units are used up before others; ties by number.
+    # Units without free CPUs are left out.
 
     @staticmethod
     def _ordered(cpus: Iterable[int], place_of: Mapping[int, int]) -> list[int]:
@@ -218,9 +218,9 @@ class _Packing:
         self.needed -= len(cpus)
 
     def _take_whole(self, order: list[int], units: Mapping[int, frozenset[int]], average: int | None) -> None:
-        """Take every unit of *order* that is completely free and not more than is needed.
+        """Take every unit of *order* that is completely free and has no more CPUs than are needed.
 
-        A unit is completely free if its free CPUs are as many as *average*, or as it has (``None``).
+        A unit counts as completely free if its number of free CPUs is *average*, or its own size (``None``).
         """
         whole = []
         for unit in order:
@@ -255,7 +255,7 @@ class _Packing:
         self._take_whole(self.cores(), self.topology.cores, self.topology.cpus_per_core)
 
     def take_uncores(self) -> None:
-        """``takeUncoreCache``: whole L3 caches while they fit, then one that can finish the request exactly."""
+        """Take whole L3 caches while they fit, then a part of one that satisfies the request exactly (``takeUncoreCache``)."""
         for uncore in self.uncores():
             if self.needed >= self.topology.cpus_per_uncore:
                 self._take_whole(self.uncores(), self.topology.uncores, None)
@@ -289,15 +289,15 @@ class _Packing:
 
 @attrs.define
 class _Slice:
-    """A Go slice as far as ``append`` is concerned: a length, and an array that other slices may share."""
+    """A Go slice, as ``append`` sees it: a length, and an array that other slices may share."""
 
     array: list[int]
     length: int
 
     def append(self, value: int, *, shared: bool) -> _Slice:
-        """Append as Go does: into the array if it has room (all slices that share it see it), else into one twice as big.
+        """Append as Go does: into the array if it has room, which changes all slices that share it, else into one twice as big.
 
-        Without *shared* every append makes a new array, as the kubelet intends.
+        Without *shared* every append creates a new array, as the kubelet intends.
         """
         if shared and self.length < len(self.array):
             self.array[self.length] = value
@@ -312,7 +312,7 @@ class _Slice:
 def _combinations(items: Sequence[int], size: int, *, shared: bool) -> Iterator[_Slice]:
     """Yield every combination of *size* of *items* in lexicographic order (``iterateCombinations``).
 
-    The kubelet builds them by appending down a recursion, so with *shared* what was yielded earlier may change later.
+    The kubelet builds them by ``append`` in a recursion, so with *shared* a combination may change after it was yielded.
     """
 
     def extend(prefix: _Slice, missing: int, start: int) -> Iterator[_Slice]:
@@ -339,11 +339,13 @@ def _imbalance(values: tuple[int, ...]) -> float:
 
 @attrs.define
 class _Choice:
-    """The best distribution so far over one number of NUMA nodes."""
+    """The best distribution found so far for one number of NUMA nodes."""
 
     balance: float = math.inf
+    """The imbalance of free CPUs that it leaves (:func:`_imbalance`)."""
     numa_nodes: _Slice | None = None
     remainder: Sequence[int] = ()
+    """The NUMA nodes from which the remaining CPUs are taken."""
 
 
 def take_distributed(
@@ -355,10 +357,10 @@ def take_distributed(
     spread: bool = False,
     quirks: frozenset[Quirk] = frozenset(Quirk),
 ) -> CpuSet:
-    """Take *count* CPUs evenly from as few NUMA nodes as hold them (``takeByTopologyNUMADistributed``).
+    """Take *count* CPUs evenly from as few NUMA nodes as possible (``takeByTopologyNUMADistributed``).
 
-    CPUs are counted in groups of *group* (a core's CPUs with ``full-pcpus-only``); a *count* that is no multiple of it
-    is packed. Raises :class:`AllocationError` in the kubelet's words, :class:`KubeletHangsError` where it would loop.
+    CPUs are taken in groups of *group* (a core's CPUs with ``full-pcpus-only``); a *count* that is no multiple of it is
+    packed. Raises :class:`AllocationError` in the kubelet's words, :class:`KubeletHangsError` if the kubelet would loop.
     """
     if count % group:
         return take_packed(topology, available, count, spread=spread, quirks=quirks)
@@ -406,9 +408,9 @@ class _Distribution:
         self.have = {numa_node: len(topology.numa_nodes[numa_node] & free) for numa_node in order}
 
     def best(self, size: int, share: int) -> _Choice:
-        """Choose *size* NUMA nodes to take *share* CPUs from each, and those of them to take the rest from.
+        """Choose *size* NUMA nodes, each of which gives *share* CPUs, and those of them that give the remaining CPUs.
 
-        The best choice is the one that leaves the free CPUs most evenly spread.
+        The best choice leaves the free CPUs most evenly spread over all NUMA nodes.
         """
         have, count, group = self.have, self.count, self.group
         best = _Choice()
@@ -419,7 +421,7 @@ class _Distribution:
             members = combination.values()
             if any(have[each] < share for each in members):
                 continue
-            # The sum in whole groups is never more than the sum, so it decides for both.
+            # The kubelet also compares the sum of CPUs; the sum in whole groups is never larger, so this check is enough.
             if sum(have[each] // group * group for each in members) < count:
                 continue
             after = have | {each: have[each] - share for each in members}
@@ -433,8 +435,8 @@ class _Distribution:
         return best
 
     def _best_remainder(self, members: Sequence[int], after: Mapping[int, int], rest: int) -> _Choice:
-        # The answer depends on the members' counts, and on the others' only by the sum of their squares. Where NUMA
-        # nodes are alike most combinations share it; on 16 of them this saves seconds.
+        # The result depends on the members' counts, and on the other counts only through the sum of squares. On a host
+        # with equal NUMA nodes most combinations have the same key; with 16 of them the cache saves seconds.
         key = rest, tuple(after[each] for each in members), sum(count * count for count in after.values())
         if key not in self.remainders:
             self.remainders[key] = self._search_remainder(members, after, rest)
@@ -451,19 +453,19 @@ class _Distribution:
                 takers = [members[place] for place in subset.values()]
                 if sum(after[each] // counted * counted for each in takers) < rest:
                     continue
-                balance = self._imbalance(self._handed_out(takers, after, rest))
+                balance = self._imbalance(self._left_after(takers, after, rest))
                 if balance < best:
                     best, best_subset = balance, subset
         return best, best_subset.values()
 
-    def _handed_out(self, takers: Sequence[int], after: Mapping[int, int], rest: int) -> dict[int, int]:
+    def _left_after(self, takers: Sequence[int], after: Mapping[int, int], rest: int) -> dict[int, int]:
         left = dict(after)
         for numa_node in self._rounds(takers, left, rest):
             left[numa_node] -= self.group
         return left
 
     def _rounds(self, takers: Sequence[int], left: Mapping[int, int], rest: int) -> Iterator[int]:
-        """Yield the NUMA node to take the next group from, in turns, until *rest* is taken; the caller updates *left*."""
+        """Yield the NUMA node of each next group, in turn, until *rest* CPUs are taken; the caller updates *left*."""
         while rest > 0:
             before = rest
             for numa_node in takers:
@@ -486,7 +488,7 @@ class _Distribution:
 
         def take(numa_node: int, count: int) -> None:
             here = CpuSet(gathered.free & self.topology.numa_nodes[numa_node])
-            # The kubelet drops the error too, and compares the sum in the end.
+            # The kubelet ignores the error too, and compares the sum at the end.
             with contextlib.suppress(AllocationError):
                 gathered.take(take_packed(self.topology, here, count, spread=self.spread, quirks=self.quirks))
             left[numa_node] = len(gathered.free & self.topology.numa_nodes[numa_node])

@@ -1,7 +1,7 @@
-"""The kubelet's CPU Manager with the static policy: which CPUs a container gets, and which hints it gives.
+"""The kubelet's CPU Manager with the static policy: its hints for a container, and the CPUs that it assigns.
 
-Modelled on ``pkg/kubelet/cm/cpumanager/policy_static.go`` of Kubernetes 1.33 to 1.36.3. Each function names the Go
-function whose decision it makes.
+Modelled on ``pkg/kubelet/cm/cpumanager/policy_static.go`` of Kubernetes 1.33 to 1.36.3. Docstrings name the Go function
+that is modelled.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from runner.kubelet.topology_manager import HintList, ProviderHints
 
 
 class SMTAlignmentError(AllocationError):
-    """A request that is not a number of whole cores, with ``full-pcpus-only``."""
+    """A request that cannot be satisfied with whole cores (``full-pcpus-only``)."""
 
     reason = "SMTAlignmentError"
 
 
 @attrs.frozen
 class CpuPolicyOptions:
-    """``cpuManagerPolicyOptions``; each stands for the option of its name with dashes.
+    """``cpuManagerPolicyOptions``; each attribute is the option of the same name with hyphens.
 
-    Feature gates, which may hide an option, are checked where the configuration file is read (``configuration.py``).
+    Feature gates, which may hide an option, are checked by :mod:`runner.kubelet.configuration`.
     """
 
     full_pcpus_only: bool = False
@@ -72,7 +72,7 @@ _EXCLUSIVE = (
 
 @attrs.frozen
 class CpuManager:
-    """The static policy as configured on one host (``staticPolicy``), which decides on a :class:`CpuState`."""
+    """The static policy as configured on one host (``staticPolicy``); its methods decide from a :class:`CpuState`."""
 
     topology: CpuTopology
     options: CpuPolicyOptions
@@ -107,7 +107,7 @@ class CpuManager:
         manager = cls(topology, options, reserved_cpus, quirks)
         reserved = reserved_cpus
         if not reserved_cpus:
-            # The kubelet drops the error and finds that the set is too small.
+            # The kubelet ignores the error; the check below finds that the set is too small.
             with contextlib.suppress(AllocationError):
                 reserved = manager.take(CpuSet(topology.all), count)
         if len(reserved) != count:
@@ -130,12 +130,12 @@ class CpuManager:
 
     @property
     def initial(self) -> CpuState:
-        """The state of an empty node: all CPUs are in the shared pool; with ``strict-cpu-reservation`` all but the reserved."""
+        """The state of an empty node: all CPUs are in the shared pool, without the reserved with ``strict-cpu-reservation``."""
         everything = CpuSet(self.topology.all)
         return CpuState("static", everything - self.reserved if self.options.strict_cpu_reservation else everything)
 
     def available(self, state: CpuState) -> CpuSet:
-        """Return what may be assigned exclusively (``GetAvailableCPUs``)."""
+        """Return the CPUs that can be assigned exclusively (``GetAvailableCPUs``)."""
         return state.shared_pool - self.reserved
 
     def validate(self, state: CpuState) -> None:
@@ -204,10 +204,10 @@ class CpuManager:
         return {"cpu": self.numa_hints(self.available(state), count, reusable)}
 
     def numa_hints(self, available: CpuSet, count: int, reusable: CpuSet = CpuSet()) -> HintList:  # noqa: B008  (immutable)
-        """Return every set of NUMA nodes that holds *count* CPUs (``generateCPUTopologyHints``).
+        """Return a hint for every set of NUMA nodes with *count* CPUs (``generateCPUTopologyHints``).
 
-        CPUs of *reusable* count wherever they are, and a set that does not hold them all gives no hint. Preferred are
-        sets as narrow as an empty host would allow, so that a busy one may have no preferred hint.
+        The sets must contain all *reusable* CPUs, which are counted in addition to *available*. A hint is preferred if an
+        empty host would need as many NUMA nodes, so a busy host may have no preferred hint.
         """
         numa_node_of = self.topology.numa_node_of
         places = Places(tuple(self.topology.numa_nodes))
@@ -231,7 +231,7 @@ class CpuManager:
         return len(sizes)
 
     def _aligned_to_sockets(self, places: Places, fewest: int) -> int:
-        """Return the masks that touch as many sockets as *fewest* NUMA nodes need (``isHintSocketAligned``)."""
+        """Return the family of masks on as many sockets as *fewest* NUMA nodes need (``isHintSocketAligned``)."""
         topology = self.topology
         per_socket = len(topology.numa_nodes) // len(topology.sockets)
         if per_socket == 0:
@@ -244,7 +244,7 @@ class CpuManager:
     # Assignment.
 
     def allocate(self, state: CpuState, pod: Pod, container: Container, affinity: int | None) -> CpuState:
-        """Give *container* its exclusive CPUs on the NUMA nodes of *affinity* if it can (``Allocate``).
+        """Assign exclusive CPUs to *container*, as many as possible on the NUMA nodes of *affinity* (``Allocate``).
 
         Raises :class:`AllocationError` in the kubelet's words.
         """
@@ -273,7 +273,7 @@ class CpuManager:
             raise SMTAlignmentError(
                 f"SMT Alignment Error: requested {count} cpus not multiple cpus per core = {per_core}"
             )
-        # The count leaves out the siblings of reserved CPUs; the choice that follows does not.
+        # This count excludes the siblings of reserved CPUs; the assignment that follows may take them.
         free = len(state.shared_pool - self.reserved_cores)
         if count > free:
             raise SMTAlignmentError(
@@ -282,7 +282,7 @@ class CpuManager:
             )
 
     def _choose(self, state: CpuState, count: int, affinity: int | None, reusable: CpuSet) -> CpuSet:
-        """Take what fits on the NUMA nodes of *affinity*, then the rest anywhere (``allocateCPUs``): two takes."""
+        """Take as many CPUs as possible on the NUMA nodes of *affinity*, then the remaining anywhere (``allocateCPUs``)."""
         pool = self.available(state) | reusable
         aligned = CpuSet()
         if affinity is not None:
@@ -309,12 +309,12 @@ class CpuManager:
 
 
 def exclusive_cpus(pod: Pod, container: Container) -> int:
-    """Return how many exclusive CPUs *container* asks for (``guaranteedCPUs``): 0 unless Guaranteed and integral."""
+    """Return the number of exclusive CPUs for *container* (``guaranteedCPUs``): 0 unless Guaranteed with whole CPUs."""
     if not pod.guaranteed or pod.pod_level_resources or container.millicpus % 1000:
         return 0
     return container.millicpus // 1000
 
 
 def exclusive_cpus_of_pod(pod: Pod) -> int:
-    """Return how many exclusive CPUs *pod* uses at its peak (``podGuaranteedCPUs``)."""
+    """Return the largest number of exclusive CPUs that *pod* uses at one time (``podGuaranteedCPUs``)."""
     return peak(pod, lambda container: exclusive_cpus(pod, container))

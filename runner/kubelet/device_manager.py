@@ -1,8 +1,7 @@
-"""The kubelet's Device Manager as far as NUMA nodes are concerned: the hints for device resources, and free devices.
+"""The kubelet's Device Manager: the hints for device resources, and the number of free devices on each NUMA node.
 
-Modelled on ``pkg/kubelet/cm/devicemanager/{manager,topology_hints}.go``. Devices are counted, not named: which one of
-several on the same NUMA nodes a container gets is the device plugin's choice. Where an affinity leaves several NUMA
-nodes to choose from, the lowest is counted as used first.
+Modelled on ``pkg/kubelet/cm/devicemanager/{manager,topology_hints}.go``. Devices are only counted: the device plugin
+chooses among those of one NUMA node. Where an affinity allows several NUMA nodes, the lowest is counted as used first.
 """
 
 from __future__ import annotations
@@ -23,17 +22,20 @@ Devices = Mapping[str, Mapping[int | None, int]]
 
 @attrs.frozen
 class DeviceState:
-    """Assigned devices: pod → container → devices; *reusable* are those that a pod's init containers had."""
+    """The state of the Device Manager."""
 
     assignments: Mapping[str, Mapping[str, Devices]] = attrs.field(factory=dict)
+    """Pod UID → container → its devices."""
     reusable: Mapping[str, Devices] = attrs.field(factory=dict)
+    """Pod UID → devices of its init containers that later containers may use again."""
 
 
 @attrs.frozen
 class DeviceManager:
-    """The devices that plugins registered on one host; *numa_nodes* are all of the host."""
+    """The devices that plugins have registered on one host."""
 
     numa_nodes: tuple[int, ...]
+    """All NUMA nodes of the host."""
     devices: Devices = attrs.field(factory=dict)
 
     def free(self, state: DeviceState, resource: str) -> Counter[int | None]:
@@ -67,7 +69,7 @@ class DeviceManager:
     def _hints(
         self, resource: str, count: int, free: Counter[int | None], reusable: Mapping[int | None, int]
     ) -> HintList | None:
-        """Return every set of NUMA nodes that holds *count* devices (``generateDeviceTopologyHints``)."""
+        """Return a hint for every set of NUMA nodes with *count* devices (``generateDeviceTopologyHints``)."""
         everything = self.devices[resource]
         if set(everything) == {None}:
             return None
@@ -145,7 +147,7 @@ class DeviceManager:
 
 
 def peak_devices(pod: Pod) -> dict[str, int]:
-    """Return the most devices of each resource that *pod* has at one time (``getPodDeviceRequest``)."""
+    """Return the largest number of devices of each resource that *pod* has at one time (``getPodDeviceRequest``)."""
     resources = dict.fromkeys(resource for container in pod.containers for resource in container.devices)
     return {resource: _peak_of(pod, resource) for resource in resources}
 

@@ -1,7 +1,7 @@
-"""The parser of pod manifests: pods as the kubelet decides about them, with their QoS class and the reasons for it.
+"""The parser of pod manifests, with the QoS class of each pod and the reasons for it.
 
-Pods are read, and kinds that create pods (Deployment, Job, …), each as one pod, whatever ``replicas`` says. Defaults of
-the API server are applied (requests from limits), and what it would refuse about resources is refused.
+It reads pods and the kinds that create pods (Deployment, Job, …), each as one pod regardless of ``replicas``. It applies
+the API server's defaults (requests from limits) and refuses ``resources`` that the API server would refuse.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
     ),
     "CronJob": ("spec", "jobTemplate", "spec", "template"),
 }
-"""Kind → where the pod's ``metadata`` and ``spec`` are."""
+"""Kind → the keys that lead to the object with the pod's ``metadata`` and ``spec``."""
 QOS_RESOURCES = ("cpu", MEMORY)
 """``supportedQoSComputeResources``."""
 
@@ -38,17 +38,17 @@ class QosClass(enum.Enum):
 
 @attrs.frozen
 class Manifest:
-    """A *pod* as its manifest describes it.
-
-    *why* holds the reasons why it is not Guaranteed, *notes* what else decides about its CPUs; both are sentences.
-    """
+    """A pod as its manifest describes it."""
 
     name: str
     source: str
+    """The name of the file."""
     pod: Pod
     qos: QosClass
     why: tuple[str, ...] = ()
+    """Sentences: why it is not Guaranteed."""
     notes: tuple[str, ...] = ()
+    """Sentences: other properties that decide about its CPUs."""
 
 
 @attrs.frozen
@@ -60,9 +60,9 @@ class _Resources:
 
 
 def parse_manifests(documents: Iterable[Value], *, pod_level_resources: bool) -> tuple[list[Manifest], list[str]]:
-    """Read the pods of *documents*, in their order; the second list names the documents without a pod.
+    """Parse the pods of *documents*, in their order; the second list has a sentence for each document without a pod.
 
-    The UID of a pod without ``metadata.uid`` is its name, that of the second pod of this name ``name#2``.
+    The UID of a pod without ``metadata.uid`` is its name; a second pod of the same name gets the UID ``name#2``.
     *pod_level_resources* is the feature gate, which decides what ``spec.resources`` does to the QoS class.
     """
     manifests: list[Manifest] = []
@@ -71,7 +71,7 @@ def parse_manifests(documents: Iterable[Value], *, pod_level_resources: bool) ->
     for document in _flattened(documents):
         kind = document.get("kind").text()
         if kind not in TEMPLATES:
-            skipped.append(f"{document.source}: a {kind} makes no pod that we know, and was left out")
+            skipped.append(f"{document.source}: a {kind} creates no pod and was left out")
             continue
         manifest = _manifest(document, kind, pod_level_resources=pod_level_resources)
         taken[manifest.pod.pod_uid] = taken.get(manifest.pod.pod_uid, 0) + 1
@@ -138,7 +138,7 @@ def _container(name: str, resources: _Resources, kind: ContainerKind) -> Contain
 
 
 def _exactly(requests: Mapping[str, Fraction]) -> dict[str, str]:
-    """Spell quantities in a way that loses nothing: thousandths of CPUs and whole bytes, rounded up."""
+    """Return *requests* as text in thousandths of CPUs and whole bytes, rounded up."""
     spelled = {}
     for resource, amount in requests.items():
         unit = 1000 if resource == "cpu" else 1
@@ -173,7 +173,10 @@ def _spelled(amount: Fraction) -> str:
 
 
 def _qos(parts: Mapping[str, _Resources]) -> tuple[QosClass, list[str]]:
-    """Return the QoS class of the containers *parts*, or of the pod as one part, and what breaks it (``ComputePodQOS``)."""
+    """Return the QoS class of a pod, and why it is not Guaranteed (``ComputePodQOS``).
+
+    *parts* are its containers by name, or the pod as a whole.
+    """
     why = []
     nothing = True
     for what, resources in parts.items():

@@ -1,13 +1,12 @@
 """The kubelet's Memory Manager with the ``Static`` policy: which NUMA nodes a container's memory is booked on.
 
-Modelled on ``pkg/kubelet/cm/memorymanager/policy_static.go`` of Kubernetes 1.33 to 1.36.3. It books:
-nothing here moves a page, the kubelet only writes ``cpuset.mems``. Amounts are bytes, masks are those of
-``numa_masks.py``.
+Modelled on ``pkg/kubelet/cm/memorymanager/policy_static.go`` of Kubernetes 1.33 to 1.36.3. To *book* is to count memory
+as reserved; the kubelet only writes ``cpuset.mems``. Amounts are bytes, masks are those of
+:mod:`runner.kubelet.numa_masks`.
 
-One fault of the kubelet, which is reproduced, shows only in what is booked: a merged affinity may be one NUMA node of a
-group, and the kubelet books on it alone. Released memory is then given back to the first NUMA node of the group that
-has any reserved, which may be another pod's. In the end some stays reserved for no pod, until the kubelet's state file
-is removed.
+One bug of the kubelet, which is reproduced, changes only the books: a merged affinity may be one NUMA node of a group,
+and the kubelet books on it alone. Memory that is released later is subtracted from the first NUMA node of the group with
+a reservation, which may be another pod's. Some memory then stays reserved for no pod until the state file is removed.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ def hugepages_resource(size: int) -> str:
 
 @attrs.frozen
 class MemoryManager:
-    """The ``Static`` policy as configured on one host (``staticPolicy``), which decides on a :class:`MemoryState`.
-
-    *reserved* is ``reservedMemory``: NUMA node → resource → bytes.
-    """
+    """The ``Static`` policy as configured on one host (``staticPolicy``); its methods decide from a :class:`MemoryState`."""
 
     hardware_memory: Mapping[int, int]
+    """NUMA node → bytes."""
     hugepages: Mapping[int, tuple[HugepagePool, ...]]
+    """By NUMA node."""
     reserved: Mapping[int, Mapping[str, int]]
+    """``reservedMemory``: NUMA node → resource → bytes."""
 
     @classmethod
     def configured(cls, hardware: Hardware, reserved: Mapping[int, Mapping[str, int]]) -> MemoryManager:
@@ -90,7 +89,7 @@ class MemoryManager:
     def validate(self, state: MemoryState) -> None:
         """Check a state read back from disk (``validateState``); :class:`KubeletConfigError` in the kubelet's words.
 
-        What is free on a NUMA node of a group depends on the order that pods came in; only the group's sum is compared.
+        The free memory of one NUMA node of a group depends on the order of pods, so only the sum of the group is compared.
         """
         expected = dict(self.initial.numa_nodes)
         for pod_uid in sorted({*state.assignments, *state.pod_assignments}):
@@ -136,9 +135,9 @@ class MemoryManager:
         return dict.fromkeys(requests, listed) if len(listed) else {}
 
     def numa_hints(self, state: MemoryState, pod: Pod, requests: Mapping[str, int]) -> HintList:
-        """Return every set of NUMA nodes that holds all *requests* (``calculateHints``), the same for each resource.
+        """Return a hint for every set of NUMA nodes that can satisfy all *requests* (``calculateHints``).
 
-        Preferred are sets as narrow as allocatable memory would allow, whatever is booked already.
+        The hints are the same for each resource. A hint is preferred if an empty host would need as many NUMA nodes.
         """
         places = Places(tuple(sorted(state.numa_nodes)))
         fitting = _groupable(state, places)
@@ -146,7 +145,7 @@ class MemoryManager:
         for resource, amount in requests.items():
             tables = [_table(state, each, resource) for each in places.numa_nodes]
             enough = reaching([table.free for table in tables], amount)
-            # What init containers leave counts on exactly the NUMA nodes that they were given.
+            # Memory of init containers can be used again only on exactly their set of NUMA nodes.
             enough |= family_of(
                 places.place(mask)
                 for mask, again in state.reusable_by(pod, resource).items()
@@ -177,7 +176,7 @@ class MemoryManager:
         for block in blocks:
             again = state.reusable_by(pod, block.resource).get(mask, 0)
             _book(booked, attrs.evolve(block, size=max(0, block.size - again)))
-        # An init container's blocks shrink by what the containers after it use again, so that the sum stays true.
+        # The blocks of an init container shrink by the bytes that later containers use again, so that the sum is right.
         given = {**_init_blocks_used_again(pod, container, containers, blocks), container.name: blocks}
         return attrs.evolve(
             state,
@@ -253,7 +252,7 @@ def _table(state: MemoryState, numa_node: int, resource: str) -> MemoryTable:
 
 
 def _outline(state: MemoryState, numa_node: int) -> object:
-    """Return what a restarted kubelet compares of one NUMA node (``areMachineStatesEqual``)."""
+    """Return the part of a NUMA node's state that a restarted kubelet compares (``areMachineStatesEqual``)."""
     memory = state.numa_nodes[numa_node]
     group = [state.numa_nodes[each] for each in memory.cells if each in state.numa_nodes]
     return (
@@ -273,7 +272,7 @@ def _outline(state: MemoryState, numa_node: int) -> object:
 
 
 def _groupable(state: MemoryState, places: Places) -> int:
-    """Return the family of what may be booked on as far as earlier groups of NUMA nodes go."""
+    """Return the family of masks that may be booked on without conflict with existing groups of NUMA nodes."""
     used = mask_of(numa_node for numa_node, memory in state.numa_nodes.items() if memory.assignments)
     alone = {1 << numa_node for numa_node, memory in state.numa_nodes.items() if len(memory.cells) == 1}
     groups = {mask_of(memory.cells) for memory in state.numa_nodes.values() if len(memory.cells) > 1}
@@ -299,7 +298,7 @@ def _best(hints: HintList, containing_mask: int = 0) -> Hint | None:
 
 
 def _book(numa_nodes: dict[int, NumaMemory], block: Block) -> None:
-    """Take *block* from its NUMA nodes in ascending order, from each what it has (``updateMachineState``)."""
+    """Reserve *block* on its NUMA nodes, in ascending order as much as is free on each (``updateMachineState``)."""
     missing = block.size
     for each in block.numa_nodes:
         memory = numa_nodes[each]
@@ -329,7 +328,7 @@ def _take_back(numa_nodes: dict[int, NumaMemory], block: Block) -> None:
 def _reusable_after(
     state: MemoryState, pod: Pod, container: Container, blocks: Iterable[Block]
 ) -> Mapping[str, Mapping[tuple[int, str], int]]:
-    """Return what *pod* may use again once *container* has its *blocks* (``updatePodReusableMemory``)."""
+    """Return the memory that *pod* may use again after *container* has got its *blocks* (``updatePodReusableMemory``)."""
     reusable = dict(state.reusable.get(pod.pod_uid, {}))
     for block in blocks:
         place = mask_of(block.numa_nodes), block.resource
@@ -343,7 +342,7 @@ def _reusable_after(
 def _init_blocks_used_again(
     pod: Pod, container: Container, containers: Mapping[str, tuple[Block, ...]], blocks: Iterable[Block]
 ) -> dict[str, tuple[Block, ...]]:
-    """Take what *blocks* use again from those of the init containers before (``updateInitContainersMemoryBlocks``)."""
+    """Shrink the blocks of earlier init containers by the bytes that *blocks* use again (``updateInitContainersMemoryBlocks``)."""
     shrunk = dict(containers)
     for used in blocks:
         left = used.size
@@ -363,7 +362,7 @@ def _init_blocks_used_again(
 
 
 def check_reservation(reserved: Mapping[int, Mapping[str, int]], node_allocatable: Mapping[str, int]) -> None:
-    """Check that what is reserved by NUMA node is what Node Allocatable reserves in all (``validateReservedMemory``).
+    """Check that the reservations of all NUMA nodes add up to that of Node Allocatable (``validateReservedMemory``).
 
     *node_allocatable* is kubeReserved, systemReserved and the hard eviction threshold together, in bytes by resource.
     Raises :class:`KubeletConfigError` in the kubelet's words.

@@ -2,9 +2,10 @@
 
 A *mask* is a set of NUMA nodes: bit *i* stands for NUMA node *i*, as in the kubelet's ``bitmask`` package.
 
-A *family* is a set of masks over *n* NUMA nodes in one integer of 2^n bits: bit *m* stands for the mask *m*. On 16 NUMA
-nodes that is 8 KiB for what the kubelet keeps as up to 65,535 hints, and intersecting two of them is one ``&``. Here,
-and only here, masks count NUMA nodes by place (0 … n-1) instead of by number; :class:`Places` translates.
+A *family* is a set of masks over *n* NUMA nodes, as one integer of 2^n bits: bit *m* stands for the mask *m*. For 16
+NUMA nodes it takes 8 KiB, where the kubelet keeps up to 65,535 hints, and the intersection of two families is one ``&``.
+In the masks of a family, bit *i* stands for the *i*-th NUMA node of the host (its *place*), which differs from its number
+if the numbers have gaps; :class:`Places` translates between the two.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import attrs
 from runner.errors import RefusedError
 
 MAX_PLACES = 20
-"""Largest number of NUMA nodes of a family. The kubelet, which enumerates all masks, would not finish with fewer."""
+"""Largest number of NUMA nodes of a family. The kubelet, which enumerates all combinations, does not finish even with fewer."""
 
 
 def mask_of(numa_nodes: Iterable[int]) -> int:
@@ -45,7 +46,7 @@ def _checked(numa_nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 @attrs.frozen
 class Places:
-    """The NUMA nodes that a family is about, ascending; the place of one is its index.
+    """The NUMA nodes of a family, ascending; the place of a NUMA node is its index.
 
     Raises :class:`RefusedError` for more than :data:`MAX_PLACES`.
     """
@@ -65,13 +66,13 @@ class Places:
         return places if self.gapless else mask_of(self.numa_nodes[place] for place in numa_nodes_of(places))
 
     def place(self, mask: int) -> int:
-        """Translate a mask of NUMA nodes into one of places; those that have none are left out."""
+        """Translate a mask of NUMA nodes into one of places, without NUMA nodes that have no place."""
         if self.gapless:
             return mask & (1 << len(self)) - 1
         return mask_of(place for place, numa_node in enumerate(self.numa_nodes) if mask >> numa_node & 1)
 
     def translated(self, family: int, to: Places) -> int:
-        """Translate a *family* over these places into one over *to*; NUMA nodes that are not in *to* are left out."""
+        """Translate a *family* over these places into one over *to*, without NUMA nodes that are not in *to*."""
         if self.gapless and to.gapless and len(self) <= len(to):
             return family
         return family_of(to.place(self.number(mask)) for mask in members(family))
@@ -110,7 +111,7 @@ def of_size(places: int, size: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def having(places: int, place: int) -> int:
-    """Return the family of all masks that *place* is in."""
+    """Return the family of all masks that contain *place*."""
     half = 1 << place
     family = ((1 << half) - 1) << half
     for doubled in range(place + 1, places):
@@ -127,7 +128,7 @@ def containing(places: int, mask: int) -> int:
 
 
 def within(places: int, mask: int) -> int:
-    """Return the family of all masks that *mask* contains."""
+    """Return the family of all subsets of *mask*."""
     family = everything(places)
     for place in range(places):
         if not mask >> place & 1:
@@ -136,10 +137,9 @@ def within(places: int, mask: int) -> int:
 
 
 def reaching(values: Sequence[int], needed: int) -> int:
-    """Return the family of all masks whose *values* (one for each place, none negative) add up to *needed*.
+    """Return the family of all masks whose *values* (one for each place, none negative) add up to at least *needed*.
 
-    Halves with the same values and the same need are computed once: on a host whose NUMA nodes are alike this takes n^2
-    steps instead of 2^n.
+    Partial results are kept, so that it takes n^2 steps instead of 2^n on a host with equal NUMA nodes.
     """
     known: dict[tuple[int, int], int] = {}
     sums = [0]
@@ -172,7 +172,7 @@ def touching(places: int, groups: Iterable[int], count: int) -> int:
 
 
 def narrowest(places: int, family: int) -> int:
-    """Return the part of *family* with the fewest members, the empty mask left out; 0 if nothing else is in it."""
+    """Return the masks of *family* with the fewest NUMA nodes, without the empty mask; 0 if there are no others."""
     for size in range(1, places + 1):
         part = family & of_size(places, size)
         if part:
@@ -190,15 +190,16 @@ def lowest(family: int) -> int:
 _FIELD = 8
 """Bytes of the field that holds the count of one mask."""
 _FEW = 8
-"""Up to so many pairs for each mask that there is, trying the pairs is quicker than counting."""
+"""With at most this many pairs for each of the 2^n masks, it is faster to try all pairs than to count."""
 
 
 def ands(places: int, one: int, other: int) -> int:
     """Return the family of all ``a & b`` with *a* of *one* and *b* of *other*.
 
-    The pairs, up to 4^n, are not tried: for each mask, count the masks of either family that contain it. The product
-    is the number of pairs whose AND contains the mask; less the pairs for each bigger mask, it is the number of pairs
-    whose AND is the mask. All additions of one step are one addition of two big integers.
+    Large families are not combined pair by pair (up to 4^n pairs). Instead count, for each mask, the members of either
+    family that contain it. The product of both counts is the number of pairs whose AND contains the mask. Subtracting
+    the pairs of all larger masks leaves the number of pairs whose AND is the mask. Each step adds all counts at once as
+    two big integers.
     """
     if one.bit_count() * other.bit_count() <= _FEW << places:
         others = members(other)
@@ -215,7 +216,7 @@ _FROM_DIGITS = bytes.maketrans(b"01", b"\x00\x01")
 
 
 def _counters(family: int, places: int) -> int:
-    """Spread *family* out: one field for each mask, 1 where it is a member."""
+    """Return an integer with one field of :data:`_FIELD` bytes for each mask: 1 if it is in *family*, else 0."""
     digits = f"{family:0{1 << places}b}"[::-1].encode()
     fields = bytearray(_FIELD << places)
     fields[::_FIELD] = digits.translate(_FROM_DIGITS)
@@ -233,7 +234,7 @@ def _fields_having(places: int) -> tuple[int, ...]:
     return tuple(_counters(having(places, place), places) * field for place in range(places))
 
 
-# Counts stay below 2^40 and no field ever becomes negative, so that nothing is carried into the next field.
+# Counts stay below 2^40 and never become negative, so no field carries into the next one.
 
 
 def _summed(counts: int, places: int) -> int:

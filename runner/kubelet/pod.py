@@ -1,4 +1,4 @@
-"""A pod as the kubelet's managers see it: its containers in their order, and the requests of each."""
+"""A pod as the kubelet's managers see it (its containers in their order with their requests), and Kubernetes quantities."""
 
 from __future__ import annotations
 
@@ -58,30 +58,34 @@ def format_bytes(amount: int) -> str:
 
 
 class ContainerKind(enum.Enum):
-    """How a container runs."""
+    """The kind of a container, which decides when it runs."""
 
     INIT = "init"
-    """Runs to its end before the next one starts."""
+    """An init container: it ends before the next container starts."""
     SIDECAR = "sidecar"
-    """A restartable init container: starts in its turn and runs on."""
+    """A restartable init container: it starts in its turn and runs until the pod ends."""
     APP = "app"
+    """A container of ``spec.containers``; all of a pod run together."""
 
 
 @attrs.frozen
 class Container:
-    """One container's requests: thousandths of a CPU, bytes of ``memory`` and each ``hugepages-<size>``, and devices."""
+    """The requests of one container."""
 
     name: str
     millicpus: int = 0
+    """Thousandths of a CPU."""
     memory: Mapping[str, int] = attrs.field(factory=dict)
+    """``memory`` and each ``hugepages-<size>`` → bytes."""
     kind: ContainerKind = ContainerKind.APP
     devices: Mapping[str, int] = attrs.field(factory=dict)
+    """Resource of a device plugin → number of devices."""
 
     @classmethod
     def requesting(cls, name: str, requests: Mapping[str, str], kind: ContainerKind = ContainerKind.APP) -> Self:
-        """Read ``resources.requests`` as a pod manifest spells them; ``ValueError`` for a malformed quantity.
+        """Parse the quantities of ``resources.requests``; ``ValueError`` for a malformed one.
 
-        Resources of other managers (devices) are left out. Fractions are rounded up as ``MilliValue`` and ``Value`` do.
+        Devices are left out. Fractions are rounded up as ``MilliValue`` and ``Value`` do.
         """
         memory = {
             resource: math.ceil(parse_quantity(amount))
@@ -93,16 +97,15 @@ class Container:
 
 @attrs.frozen
 class Pod:
-    """One pod: its containers in the order they are admitted, init containers and sidecars first.
-
-    *guaranteed* says whether its QoS class is Guaranteed: every container's limits of CPU and memory are its requests.
-    With *pod_level_resources* the static policies leave it alone (gate ``PodLevelResourceManagers`` off).
-    """
+    """One pod."""
 
     pod_uid: str
     containers: tuple[Container, ...]
+    """In the order in which they are admitted: init containers and sidecars first."""
     guaranteed: bool = True
+    """Whether its QoS class is Guaranteed: each container's limits of CPU and memory equal its requests."""
     pod_level_resources: bool = False
+    """Whether it has ``spec.resources``; the static policies then assign nothing (gate ``PodLevelResourceManagers`` off)."""
 
     @property
     def init_containers(self) -> tuple[Container, ...]:
@@ -111,9 +114,9 @@ class Pod:
 
 
 def peak(pod: Pod, asked: Callable[[Container], int]) -> int:
-    """Return the peak of what *pod* uses at one time, where a container uses what *asked* returns for it.
+    """Return the largest amount that *pod* uses at one time; *asked* returns the amount of one container.
 
-    Sidecars run beside every later init container and beside all the app containers together.
+    Sidecars run together with every later init container and with all app containers.
     """
     sidecars = most_at_start = apps = 0
     for container in pod.containers:

@@ -1,4 +1,4 @@
-"""Cgroup paths of pods' containers, parsed and built, and the names of the controller's own cgroups (pure).
+"""The cgroup paths of pods' containers, parsed and built, and the names of the controller's own cgroups.
 
 The kubelet names a pod's cgroup in two ways (``pkg/kubelet/cm``: ``cgroup_manager_linux.go``, ``helpers_linux.go``),
 by its ``cgroupDriver``:
@@ -12,8 +12,8 @@ QOS is ``burstable`` or ``besteffort``; a Guaranteed pod has none. Below systemd
 The kubelet's ``cgroupRoot`` may precede it (kind: ``/kubelet.slice/kubelet-kubepods.slice/…``). Static pods have
 UIDs of 32 hexadecimal digits. A container may have groups of its own below (CRI-O with crun: ``…/container``).
 
-A path is parsed from the left and the *first* match counts: a container that may create cgroups below its own can
-imitate another pod's path there, but not above itself.
+A path is parsed from the left and the *first* match counts: a container can create cgroups below its own whose path
+looks like another pod's, but it cannot change the path above its own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import re
 import attrs
 
 INSTANCE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
-"""The name of an instance: a pod's UID, or another name without characters that are special in a path."""
+"""Pattern of an instance's name: a pod's UID, or another name without characters that are special in a path."""
 
 FLOAT = "float"
-"""The controller's cgroup for everything without a CPU of its own."""
+"""The name of the controller's cgroup for all threads of instances but vCPUs."""
 _INSTANCE = "instance-"
 
 _UID = r"[0-9a-f]{8}(?:%s[0-9a-f]{4}){3}%s[0-9a-f]{12}|[0-9a-f]{32}"
@@ -55,13 +55,14 @@ _NO_KUBELET = re.compile(
 
 @attrs.frozen
 class ContainerCgroup:
-    """The cgroup of one container; the *owner* is a pod's UID, without a kubelet the container's ID."""
+    """The cgroup of one container."""
 
     owner: str
+    """The pod's UID; without a kubelet the container's id."""
     qos: str
     """``guaranteed``, ``burstable``, ``besteffort``, or empty without a kubelet."""
     path: str
-    """The container's own cgroup, not one that the container has created below."""
+    """The path of the container's own cgroup, without any cgroup that the container has created below it."""
 
 
 def parse_container(path: str) -> ContainerCgroup | None:
@@ -87,18 +88,18 @@ def parse_bare_container(path: str) -> ContainerCgroup | None:
 
 
 def instance_group(pod_uid: str) -> str:
-    """Return the name of the controller's cgroup for instance *pod_uid*; the inverse of :func:`instance_uid`."""
+    """Return the name of the controller's cgroup for the instance in pod *pod_uid*; the inverse of :func:`instance_uid`."""
     return f"{_INSTANCE}{pod_uid}"
 
 
 def instance_uid(group: str) -> str | None:
-    """Return the instance of the controller's cgroup called *group*, or ``None`` if the controller has none of that name."""
+    """Return the pod UID in the name *group* of a cgroup of the controller; ``None`` if it is not an instance's."""
     pod_uid = group.removeprefix(_INSTANCE)
     return pod_uid if pod_uid != group and INSTANCE_NAME.fullmatch(pod_uid) else None
 
 
 def pod_groups(pod_uid: str) -> tuple[str, ...]:
-    """Return the paths, relative to the hierarchy, at which the cgroup of pod *pod_uid* may be."""
+    """Return the possible paths of the cgroup of pod *pod_uid*, relative to the root of the hierarchy."""
     underscored = pod_uid.replace("-", "_")
     paths = []
     for qos in ("", "burstable", "besteffort"):
@@ -111,7 +112,7 @@ def pod_groups(pod_uid: str) -> tuple[str, ...]:
 
 
 def bare_groups(container: str) -> tuple[str, ...]:
-    """Return the paths at which docker or podman may have put *container* where there is no kubelet."""
+    """Return the possible paths of the cgroup of *container* (an id) under docker or podman, without a kubelet."""
     return (
         f"system.slice/docker-{container}.scope",
         f"docker/{container}",

@@ -1,4 +1,4 @@
-"""The UID of the pod that a process is in, from what the process can see of its own cgroup and mounts (pure)."""
+"""The UID of the pod that a process is in, derived from the process's own cgroup path and mounts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Collection, Iterable
 from runner.kubelet.pod_cgroups import parse_bare_container, parse_container
 
 _UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
-"""A pod's UID; in the name of a slice its hyphens are underscores, and a static pod's has none."""
+"""Pattern of a pod's UID; in the name of a slice it has underscores for hyphens, and a static pod's UID has no hyphens."""
 _CONTAINER_ID = r"[0-9a-f]{64}"
 
 
 def parse_pod_uid(cgroup: str, mounted: Iterable[str]) -> str | None:
-    """Return the UID of the pod whose container has the cgroup path *cgroup*, or ``None`` if neither source shows one.
+    """Return the UID of the pod of a container, or ``None`` if neither its cgroup path *cgroup* nor its mounts contain one.
 
     The kubelet names the pod's cgroup by its UID (:mod:`runner.kubelet.pod_cgroups`), and mounts ``/etc/hosts`` and the
-    termination log from ``/var/lib/kubelet/pods/UID``. *mounted* are the directories mounted in the container, as paths
-    in their own file systems.
+    termination log from ``/var/lib/kubelet/pods/UID``. *mounted* are the roots of the container's mounts, as paths in
+    their own file systems (field 4 of ``/proc/PID/mountinfo``).
     """
     container = parse_container(cgroup)
     if container is not None:
@@ -27,9 +27,10 @@ def parse_pod_uid(cgroup: str, mounted: Iterable[str]) -> str | None:
 
 
 def parse_container_uid(cgroup: str, mounted: Collection[str]) -> str | None:
-    """Return the pod's UID, or without a kubelet the container's id.
+    """Return the pod's UID, without a kubelet the container's id, or ``None`` if neither is found.
 
-    docker and podman keep ``/etc/hosts`` in a directory that is named by the container's id.
+    The arguments are those of :func:`parse_pod_uid`. docker and podman keep ``/etc/hosts`` in a directory whose name is
+    the container's id.
     """
     pod_uid = parse_pod_uid(cgroup, mounted)
     if pod_uid is not None:

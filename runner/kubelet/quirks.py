@@ -1,7 +1,7 @@
-"""What the kubelet's managers have in common: versions, known faults, and errors.
+"""The versions of the kubelet that are modelled, its known bugs, and the errors of its managers.
 
-The managers are modelled bug for bug; where the kubelet is at fault, the fault has a name in :class:`Quirk` and can be
-switched off to see what it does.
+The managers are modelled bug for bug. Each bug that changes a decision has a name in :class:`Quirk` and can be switched
+off, to compare decisions with and without it.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from runner.errors import RefusedError
 
 OLDEST_MINOR = 33
 NEWEST_MINOR = 36
-"""Minor versions of the kubelet (1.33 to 1.36) whose decisions are known."""
+"""The oldest and the newest minor version of the kubelet (1.33 to 1.36) that is modelled."""
 
 
 class Quirk(enum.Enum):
-    """A known fault of the kubelet that decides which CPUs a container gets."""
+    """A known bug of the kubelet that changes which CPUs a container gets; the value is its issue on GitHub, if there is one."""
 
     COMBINATIONS_OVERWRITTEN = "kubernetes#141238"
-    """``distribute-cpus-across-numa`` keeps the best combination of NUMA nodes by reference to a Go slice that the
-    search continues to write to, so that another combination than the best one may be used."""
+    """``distribute-cpus-across-numa`` keeps a reference to the Go slice with the best combination of NUMA nodes, and the
+    search overwrites this slice later, so another combination may be used."""
     LIVELOCK = "kubernetes#140730"
-    """``distribute-cpus-across-numa`` with ``full-pcpus-only`` counts what is left in CPUs, but hands it out in whole
-    cores: with only half cores left it never ends. The model raises :class:`KubeletHangsError` instead."""
+    """``distribute-cpus-across-numa`` with ``full-pcpus-only`` counts the remaining CPUs one by one, but takes whole
+    cores: if only half cores remain it never ends. The model raises :class:`KubeletHangsError` instead."""
     WHOLE_UNITS_UNCHECKED = "kubernetes#140495"
-    """A unit is whole when it has as many free CPUs as the *average* one; all its CPUs are taken then, the reserved or
-    assigned ones among them. It shows on hosts with unequal cores or sockets."""
+    """A core or socket counts as completely free if it has as many free CPUs as an *average* one has CPUs; then all its
+    CPUs are taken, including reserved and assigned ones. This happens on hosts with unequal cores or sockets."""
     EMPTY_MEMORY_HINTS = "an empty hint map reads as no preference"
-    """A memory request that fits nowhere gives no hints at all, which the Topology Manager takes for "anywhere": the
-    pod is rejected only after it was given CPUs, which stay taken until the next admission."""
+    """A memory request that fits nowhere results in no hints, which the Topology Manager reads as "no preference": the pod
+    is rejected only after CPUs were assigned to it, and they stay assigned until the next admission."""
 
 
 def quirks_of(minor: int) -> frozenset[Quirk]:
-    """Return the faults of kubelet 1.*minor*; :class:`RefusedError` for a version whose decisions are not known."""
+    """Return the bugs of kubelet 1.*minor*; :class:`RefusedError` for a version that is not modelled."""
     if not OLDEST_MINOR <= minor <= NEWEST_MINOR:
         raise RefusedError(
             f"cannot predict kubelet 1.{minor}: decisions are known from 1.{OLDEST_MINOR} to 1.{NEWEST_MINOR};"
@@ -43,9 +43,10 @@ def quirks_of(minor: int) -> frozenset[Quirk]:
 
 
 class AllocationError(Exception):
-    """The kubelet's own error when a container cannot have what it asks for; *reason* as in the pod's status."""
+    """The kubelet's error when a container's request cannot be satisfied; the text is the kubelet's own."""
 
     reason = "UnexpectedAdmissionError"
+    """``status.reason`` of the rejected pod."""
 
 
 class KubeletConfigError(RefusedError):
@@ -61,7 +62,7 @@ class KubeletCrashesError(Exception):
 
 
 def parse_bool(option: str, value: str) -> bool:
-    """Read the value of a policy option as Go's ``strconv.ParseBool`` does."""
+    """Parse the value of a policy option as Go's ``strconv.ParseBool`` does; :class:`KubeletConfigError` for others."""
     if value in {"1", "t", "T", "TRUE", "true", "True"}:
         return True
     if value in {"0", "f", "F", "FALSE", "false", "False"}:

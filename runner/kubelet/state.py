@@ -1,8 +1,8 @@
-"""What the kubelet's CPU Manager and Memory Manager remember of pods, as frozen values.
+"""The states of the kubelet's CPU Manager and Memory Manager, as frozen values.
 
-These are the types of ``pkg/kubelet/cm/{cpumanager,memorymanager}/state/state.go``. :mod:`runner.kubelet.state_files`
-reads them from the kubelet's files, :mod:`~runner.kubelet.cpu_manager` and :mod:`~runner.kubelet.memory_manager`
-decide on them. They are apart from the managers so that the controller, which only reads, does not import these.
+They are the types of ``pkg/kubelet/cm/{cpumanager,memorymanager}/state/state.go``. :mod:`runner.kubelet.state_files`
+parses them from the kubelet's files; :mod:`~runner.kubelet.cpu_manager` and :mod:`~runner.kubelet.memory_manager` change
+them. They have a module of their own so that the controller, which only reads them, does not import the managers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CpuState:
 
     policy: CpuPolicy
     shared_pool: CpuSet
-    """``defaultCpuSet``: where everything without exclusive CPUs runs."""
+    """``defaultCpuSet``: the CPUs of all containers without exclusive CPUs."""
     assignments: Mapping[str, Mapping[str, CpuSet]] = attrs.field(factory=dict)
     """Pod UID → container → exclusive CPUs."""
     pod_assignments: Mapping[str, CpuSet] = attrs.field(factory=dict)
@@ -36,10 +36,10 @@ class CpuState:
     unattributed: CpuSet = attrs.field(factory=CpuSet)
     """Exclusive CPUs of containers whose pod the file does not name (version 1)."""
     reusable: Mapping[str, CpuSet] = attrs.field(factory=dict)
-    """Pod UID → CPUs of its init containers that its later containers may use again; the file does not hold them."""
+    """Pod UID → CPUs of its init containers that its later containers may use again; not in the file."""
 
     def choices(self, pod_uid: str) -> tuple[CpuSet, ...]:
-        """Return the cpusets that a container of pod *pod_uid* may have, each once, in the order of their numbers."""
+        """Return the exclusive CPU sets of pod *pod_uid* (of its containers and of the pod), without repetition, sorted."""
         found = {*self.assignments.get(pod_uid, {}).values(), self.pod_assignments.get(pod_uid, CpuSet())}
         return tuple(sorted((cpus for cpus in found if cpus), key=list))
 
@@ -52,12 +52,12 @@ class CpuState:
         return {pod_uid: self.assigned_to(pod_uid) for pod_uid in sorted({*self.assignments, *self.pod_assignments})}
 
     def exclusive(self) -> CpuSet:
-        """Return all exclusive CPUs, those of containers without a known pod among them."""
+        """Return all exclusive CPUs, including those of unknown pods."""
         return _union([*self.assigned().values(), self.unattributed])
 
 
 def without_pod(pod_uid: str, assignments: Mapping[str, T]) -> dict[str, T]:
-    """Return *assignments* without those of pod *pod_uid*."""
+    """Return *assignments* (by pod UID) without those of pod *pod_uid*."""
     return {pod: given for pod, given in assignments.items() if pod != pod_uid}
 
 
@@ -67,7 +67,7 @@ def _union(sets: Iterable[CpuSet]) -> CpuSet:
 
 @attrs.frozen
 class MemoryTable:
-    """One resource on one NUMA node, in bytes (``state.MemoryTable``); free and reserved make up allocatable."""
+    """One resource on one NUMA node, in bytes (``state.MemoryTable``); *allocatable* is the sum of *reserved* and *free*."""
 
     total: int
     system_reserved: int
@@ -87,15 +87,15 @@ class MemoryTable:
 
 @attrs.frozen
 class NumaMemory:
-    """One NUMA node (``state.NUMANodeState``).
-
-    *cells* are the NUMA nodes it is grouped with, itself among them: while a container's memory spans several NUMA
-    nodes, these serve no container that spans others.
-    """
+    """The memory of one NUMA node (``state.NUMANodeState``)."""
 
     assignments: int
+    """The number of blocks that are booked on it."""
     tables: Mapping[str, MemoryTable]
+    """By resource: ``memory`` and each ``hugepages-<size>``."""
     cells: tuple[int, ...]
+    """The NUMA nodes of its group, including itself: while a container's memory spans several NUMA nodes, these are used
+    for no container that spans others."""
 
 
 @attrs.frozen
@@ -121,19 +121,16 @@ class MemoryState:
     Only these are booked for such a pod: those of its containers are parts of them.
     """
     reusable: Mapping[str, Mapping[tuple[int, str], int]] = attrs.field(factory=dict)
-    """UID of the pod that was admitted last → what its init containers booked: (mask, resource) → bytes.
-
-    The file does not hold them.
-    """
+    """UID of the pod that was admitted last → (mask, resource) → bytes that its init containers booked; not in the file."""
 
     def booked_for(self, pod_uid: str) -> Mapping[str, tuple[Block, ...]]:
-        """Return by container what is booked for pod *pod_uid*; under the empty name what is booked for the whole pod."""
+        """Return the blocks of pod *pod_uid* by container; blocks of the whole pod have the empty name."""
         if pod_uid in self.pod_assignments:
             return {"": self.pod_assignments[pod_uid]}
         return self.assignments.get(pod_uid, {})
 
     def reusable_by(self, pod: Pod, resource: str) -> dict[int, int]:
-        """Return by mask the bytes of *resource* that *pod* may use again there (``getPodReusableMemory``)."""
+        """Return the bytes of *resource* that *pod* may use again, by mask of NUMA nodes (``getPodReusableMemory``)."""
         places = self.reusable.get(pod.pod_uid, {})
         return {mask: amount for (mask, name), amount in places.items() if name == resource}
 

@@ -6,18 +6,16 @@
 v1    ``entries``: container ID → cpuset (Kubernetes 1.17 and before)
 v2    ``entries``: pod UID → container → cpuset
 v3    v2 and ``podEntries``: pod UID → ``{"cpuSet": cpuset}``, the CPUs of a pod as a whole
-v4    v2 or v3 for older kubelets to read, which may be out of date, and ``data``: a string that holds the JSON
-      document that counts
+v4    v2 or v3 for older kubelets, possibly out of date, and ``data``: a string with the current JSON document
 ====  =======================================================================================================
 
 ``memory_manager_state`` has the same history from v2 on; its ``podEntries`` hold ``memoryBlocks``.
 
-The checksums are not verified. Only the kubelet needs them: it refuses to start on a wrong one, and writes 0 where an
-older kubelet must accept the file. A reader never meets half of a file, because the kubelet replaces it by a rename.
+The checksums are not verified: the kubelet writes 0 where an older kubelet must accept the file. A reader never sees
+half of a file, because the kubelet replaces it by a rename.
 
-The kubelet writes the shared pool and the assignments one after the other. A reader may meet the file between the two,
-when some CPUs are in neither set: :func:`verify` finds this, and the file has to be read again
-(:func:`runner.kernel.kubelet_files.settled`).
+The kubelet writes the shared pool and the assignments one after the other. Between the two writes some CPUs are in
+neither set: :func:`verify` detects this, and the file has to be read again (:func:`runner.kernel.kubelet_files.settled`).
 
 Every malformed document raises :class:`SpecError`, with the path of the value where there is one.
 """
@@ -43,7 +41,7 @@ CPU_STATE = "cpu_manager_state"
 MEMORY_STATE = "memory_manager_state"
 
 _LONGEST = 300
-"""Characters of an error message: it quotes values, and a file may be 16 MiB of one string."""
+"""Largest number of characters of an error message, which quotes values: a file may be one string of 16 MiB."""
 _UINT64 = 2**64
 """Go keeps bytes as ``uint64``."""
 
@@ -54,9 +52,10 @@ Choice = TypeVar("Choice", bound=str)
 
 @attrs.frozen
 class KubeletFiles:
-    """Where the kubelet of this node keeps its state (its ``--root-dir``)."""
+    """The paths of the kubelet's state files."""
 
     directory: Path
+    """The kubelet's ``--root-dir``."""
 
     @property
     def cpu_state(self) -> Path:
@@ -70,7 +69,7 @@ class KubeletFiles:
 
 
 def parse_cpu_state(text: bytes, source: str = CPU_STATE) -> CpuState:
-    """Parse ``cpu_manager_state`` in any of its versions. *source* names it in :class:`SpecError`."""
+    """Parse ``cpu_manager_state`` in any of its versions; *source* is its name in :class:`SpecError`."""
     with _one_error(source):
         document = _document(text, source)
         entries = _members(_field(document, "entries"))
@@ -88,7 +87,7 @@ def parse_cpu_state(text: bytes, source: str = CPU_STATE) -> CpuState:
 
 
 def parse_memory_state(text: bytes, source: str = MEMORY_STATE) -> MemoryState:
-    """Parse ``memory_manager_state`` in any of its versions. *source* names it in :class:`SpecError`."""
+    """Parse ``memory_manager_state`` in any of its versions; *source* is its name in :class:`SpecError`."""
     with _one_error(source):
         document = _document(text, source)
         numa_nodes = {_numa_node(each): _numa_memory(each) for each in _members(_field(document, "machineState"))}
@@ -104,11 +103,11 @@ def parse_memory_state(text: bytes, source: str = MEMORY_STATE) -> MemoryState:
 
 
 def verify(state: CpuState, machine: OnlineCpus, reserved: CpuSet, source: str = CPU_STATE) -> None:
-    """Check that *state* names an owner for each CPU of *machine*, and only one; else raise :class:`SpecError`.
+    """Check that each online CPU of *machine* is in the shared pool or exclusive to one pod; else raise :class:`SpecError`.
 
-    *reserved* CPUs may be in no set (``strict-cpu-reservation`` takes them out of the shared pool). CPUs that are in
-    *state* although they are offline are no error: only the kubelet can remove them. Containers of one pod may share
-    CPUs: the main container takes over those of an init container that has ended.
+    *reserved* CPUs may be in neither (``strict-cpu-reservation`` removes them from the shared pool). Offline CPUs in
+    *state* are no error: only the kubelet can remove them. Containers of one pod may share CPUs, because the main
+    container takes over those of an init container that has ended.
     """
 
     def fail(reason: str) -> NoReturn:
@@ -154,7 +153,7 @@ def _short(text: str) -> str:
 
 
 def _document(text: bytes, source: str) -> Value:
-    """Return the JSON object that counts: the document, or the one in its string ``data``."""
+    """Return the current JSON object: the document, or the one in its string ``data`` (v4)."""
     document = _object(text, Value(None, source))
     if not _spellings(document, "data"):
         return document
@@ -173,7 +172,7 @@ def _object(text: bytes, at: Value) -> Value:
 
 
 def _pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build an object. Raise ``ValueError`` for what other readers of the same text would understand differently."""
+    """Build an object; ``ValueError`` for repeated keys and lone surrogates, which other JSON parsers read differently."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key appears twice in one object")
@@ -188,7 +187,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _spellings(struct: Value, name: str) -> list[str]:
-    """Return the keys of *struct* that Go takes for the field *name*: ``encoding/json`` ignores their case."""
+    """Return the keys of *struct* that Go reads as the field *name*: ``encoding/json`` ignores case."""
     return [member.key for member in _members(struct) if member.key.casefold() == name.casefold()]
 
 
@@ -202,7 +201,7 @@ def _field(struct: Value, name: str, default: object = None) -> Value:
 
 
 def _members(value: Value) -> list[Value]:
-    """Return the members of an object, none of null: Go writes it for an empty map."""
+    """Return the members of an object, or an empty list for null, which Go writes for an empty map."""
     return value.members() if value else []
 
 
@@ -228,7 +227,7 @@ def _bytes(value: Value) -> int:
 
 
 def _numa_node(member: Value) -> int:
-    """Return the number under which *member* stands, written as Go does: ``01`` would be a second key for node 1."""
+    """Return the key of *member*, a number as Go writes it: ``01`` would be a second key for NUMA node 1."""
     if not _NUMA_NODE.fullmatch(member.key) or int(member.key) > MAX_CPU:
         member.fail(f"{member.key!r} is no NUMA node")
     return int(member.key)

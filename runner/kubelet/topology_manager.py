@@ -1,10 +1,10 @@
-"""The kubelet's Topology Manager: hints, and how they are merged into the NUMA nodes of one container or pod.
+"""The kubelet's Topology Manager: it merges the hints of all resources into the NUMA nodes of one container or pod.
 
-Modelled on ``pkg/kubelet/cm/topologymanager`` of Kubernetes 1.33 to 1.36.3. The kubelet tries every permutation of the
-hints of every resource (255^4 of them for four resources on eight NUMA nodes). Its comparison of hints is a total
-preorder, so the result is found without trying them (:meth:`TopologyManager.merge`).
+Modelled on ``pkg/kubelet/cm/topologymanager`` of Kubernetes 1.33 to 1.36.3. The kubelet tries every combination of one
+hint of each resource (255^4 for four resources on eight NUMA nodes). Its comparison of hints is a total preorder, so
+:meth:`TopologyManager.merge` can find the same result without trying them.
 
-Masks and families are those of ``numa_masks.py``; a mask that is ``None`` stands for "no preference"
+Masks and families are those of :mod:`runner.kubelet.numa_masks`; the mask ``None`` stands for "no preference"
 (``NUMANodeAffinity: nil``).
 """
 
@@ -40,10 +40,12 @@ DEFAULT_MAX_NUMA_NODES = 8
 
 @attrs.frozen
 class Hint:
-    """NUMA nodes that hold a request (``TopologyHint``); *preferred* if an empty host would not need fewer."""
+    """A set of NUMA nodes that can satisfy a request (``TopologyHint``)."""
 
     mask: int | None
+    """``None`` for no preference."""
     preferred: bool
+    """Whether an empty host would need as many NUMA nodes."""
 
     @property
     def numa_nodes(self) -> tuple[int, ...] | None:
@@ -57,20 +59,19 @@ class Hint:
 
 @attrs.frozen
 class HintList:
-    """All hints for one resource: a family of masks over *places*, and which of them are *preferred*.
-
-    *nil* holds for each hint without a mask whether it is preferred. Iteration gives :class:`Hint` in the order of the
-    kubelet's own list.
-    """
+    """All hints for one resource. Iteration yields each as a :class:`Hint`, in the order of the kubelet's list."""
 
     places: Places = Places(())  # noqa: RUF009  (immutable)
     masks: int = 0
+    """The family of the masks of all hints, over *places*."""
     preferred: int = 0
+    """The family of the masks of preferred hints, a subset of *masks*."""
     nil: frozenset[bool] = frozenset()
+    """For each hint without a mask, whether it is preferred."""
 
     @classmethod
     def of(cls, hints: Iterable[Hint]) -> Self:
-        """Collect *hints*; a mask that *hints* hold both as preferred and as not preferred is preferred."""
+        """Collect *hints*; a mask that occurs both as preferred and as not preferred is preferred."""
         hints = list(hints)
         masks = {hint.mask for hint in hints if hint.mask is not None}
         places = Places(numa_nodes_of(functools.reduce(int.__or__, masks, 0)))
@@ -85,7 +86,7 @@ class HintList:
         return self.masks.bit_count() + len(self.nil)
 
     def __iter__(self) -> Iterator[Hint]:
-        """Give the hints by number of NUMA nodes, then lexicographically, as ``IterateBitMasks`` makes them."""
+        """Yield the hints by number of NUMA nodes, then lexicographically (``IterateBitMasks``)."""
         yield from (Hint(None, preferred) for preferred in sorted(self.nil))
         for size in range(len(self.places) + 1):
             for places in sorted(members(self.masks & of_size(len(self.places), size)), key=numa_nodes_of):
@@ -97,7 +98,7 @@ class HintList:
         return HintList(self.places, self.preferred, self.preferred, self.nil & {True})
 
     def over(self, places: Places) -> HintList:
-        """Return the same hints over other *places*, without the NUMA nodes that these do not have."""
+        """Return the same hints over other *places*, without NUMA nodes that are not in them."""
         masks = self.places.translated(self.masks, places)
         return HintList(places, masks, self.places.translated(self.preferred, places), self.nil)
 
@@ -105,10 +106,10 @@ class HintList:
 ANYWHERE = HintList(nil=frozenset({True}))
 """The hints of a provider without a preference."""
 NOWHERE = HintList(nil=frozenset({False}))
-"""The hints of a resource whose own list is empty: no NUMA nodes fit."""
+"""The hints of a resource whose list is empty: no NUMA nodes fit."""
 
 ProviderHints = Mapping[str, HintList | None] | None
-"""The answer of a hint provider: hints by resource; ``None`` and the empty mapping both mean "no preference"."""
+"""Resource → hints of one provider; ``None``, for one resource or all, and the empty mapping mean "no preference"."""
 
 
 def factors_of(providers: Iterable[ProviderHints]) -> list[HintList]:
@@ -147,26 +148,28 @@ class Scope(enum.Enum):
 
 @attrs.frozen
 class Merged:
-    """The result of a merge: *hint* becomes the affinity; *permutations* is how many the kubelet would have tried."""
+    """The result of a merge."""
 
     hint: Hint
+    """The merged hint, which becomes the affinity of the container or pod."""
     admitted: bool
+    """Whether the policy admits it."""
     permutations: int
+    """The number of combinations that the kubelet tries."""
 
 
 @attrs.frozen
 class TopologyManager:
-    """``topologymanager.Manager`` as configured on one host.
-
-    *numa_nodes* are all of the host, memory-only ones included. *distances* are rows as the kernel lists them, by
-    NUMA node, and are used only with *prefer_closest*.
-    """
+    """``topologymanager.Manager`` as configured on one host."""
 
     numa_nodes: tuple[int, ...]
+    """All NUMA nodes of the host, including those without CPUs."""
     policy: Policy = Policy.NONE
     scope: Scope = Scope.CONTAINER
     prefer_closest: bool = False
+    """The policy option ``prefer-closest-numa-nodes``."""
     distances: Mapping[int, Sequence[int]] = attrs.field(factory=dict)
+    """NUMA node → the row of the kernel's ``distance`` file; used only with *prefer_closest*."""
 
     @property
     def default(self) -> int:
@@ -174,11 +177,11 @@ class TopologyManager:
         return mask_of(self.numa_nodes)
 
     def merge(self, providers: Iterable[ProviderHints]) -> Merged:
-        """Merge the hints of all *providers* (``Policy.Merge``); not for policy ``none``, which asks no provider.
+        """Merge the hints of all *providers* (``Policy.Merge``); policy ``none`` does not merge.
 
-        The kubelet ANDs one hint of each resource for every permutation and keeps the best result. A result is
-        preferred only if all hints are preferred and equal, so preferred results are found by intersecting the lists.
-        Else the best of all ANDs that can be reached is wanted, and there are at most 2^n of those.
+        The kubelet ANDs one hint of each resource for every combination and keeps the best result. A result is preferred
+        only if all hints are preferred and equal, so intersecting the lists finds all preferred results. If there are
+        none, the best of all possible ANDs is chosen, of which there are at most 2^n for n NUMA nodes.
         """
         factors = factors_of(providers)
         permutations = math.prod(map(len, factors))
@@ -194,24 +197,24 @@ class TopologyManager:
         nothing = Hint(self.default, preferred=False)
         if not all(map(len, factors)):
             return nothing
-        # How wide the most demanding resource must be (`BestNonPreferredAffinityCount`), nodes we do not have included.
+        # The size of the narrowest mask of each resource (`BestNonPreferredAffinityCount`), unknown NUMA nodes included.
         demands = [_narrowest_count(factor) for factor in factors if factor.masks]
         factors = [factor.over(places) for factor in factors]
         winners = _agreed(factors, places)
         if winners:
             return Hint(places.number(self._narrowest(winners, places)), preferred=True)
         reachable = _reachable(factors, places)
-        # A result may be narrower than what any single resource can do with; the kubelet looks for one as wide as
-        # the most demanding resource needs, then below it, then above it.
-        wanted = max(demands, default=0)
-        for size in (*range(wanted, 0, -1), *range(wanted + 1, len(places) + 1)):
+        # An AND may be narrower than any resource needs. The kubelet prefers as many NUMA nodes as the most demanding
+        # resource needs, then fewer, then more.
+        needed = max(demands, default=0)
+        for size in (*range(needed, 0, -1), *range(needed + 1, len(places) + 1)):
             found = reachable & of_size(len(places), size)
             if found:
                 return Hint(places.number(self._narrowest(found, places)), preferred=False)
         return nothing
 
     def _narrowest(self, family: int, places: Places) -> int:
-        """Return the narrowest of *family* (``IsNarrowerThan``), the closest of these with ``prefer-closest``."""
+        """Return the narrowest mask of *family* (``IsNarrowerThan``); of several, with *prefer_closest*, the closest."""
         fewest = narrowest(len(places), family)
         if self.prefer_closest and fewest.bit_count() > 1:
             return min(members(fewest), key=lambda mask: (self._spread(places.number(mask)), mask))
@@ -233,7 +236,7 @@ class TopologyManager:
 
 
 def _single_numa_node(factor: HintList) -> HintList:
-    """Keep preferred hints of one NUMA node or none in particular (``filterSingleNumaHints``)."""
+    """Keep preferred hints of one NUMA node or without a mask (``filterSingleNumaHints``)."""
     kept = factor.preferred & of_size(len(factor.places), 1)
     return HintList(factor.places, kept, kept, factor.nil & {True})
 
@@ -243,12 +246,12 @@ def _narrowest_count(factor: HintList) -> int:
 
 
 def _agreed(factors: Iterable[HintList], places: Places) -> int:
-    """Return the family of all results of permutations of equal preferred hints, the empty one left out."""
+    """Return the family of the results of all combinations of equal preferred hints, without the empty mask."""
     all_of_them = (1 << len(places)) - 1
     selective = [factor.preferred for factor in factors if True not in factor.nil]
     if selective:
         return functools.reduce(int.__and__, selective) & ~1
-    # Every factor accepts any NUMA node: the result is the default, or what one of them prefers.
+    # Every factor accepts any NUMA node: the result is the default mask, or one that a factor prefers.
     return functools.reduce(int.__or__, (factor.preferred for factor in factors), 1 << all_of_them) & ~1
 
 

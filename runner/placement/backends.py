@@ -1,7 +1,7 @@
-"""The three back ends that keep a guest's vCPUs alone on their CPUs, as a closed union of frozen values.
+"""The three placement back ends, as a closed union: the ways to keep other threads off the CPUs of a guest's vCPUs.
 
-Code that must treat them differently uses ``match`` and ends with ``assert_never``, so that mypy names every place
-that a fourth one would have to change.
+Code that treats them differently uses ``match`` and ends with ``assert_never``, so that mypy reports every place that a
+fourth back end would change.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ Backend = Literal["controller", "delegated", "affinity"]
 
 @attrs.frozen
 class ControllerPlacement:
-    """The node's controller made float and the instance's cgroup; this process enters them by descriptors.
+    """The controller of the Kubernetes node creates the float and instance cgroups; this process enters them by descriptors.
 
-    Everything but the vCPUs runs on the node's shared CPUs, which the kubelet may change at any time.
+    All threads but the vCPUs run on the kubelet's shared pool, which can change at any time.
     """
 
     cpus: CpuSet
-    """The vCPUs' own CPUs: all exclusive CPUs of the container."""
+    """The CPUs of the vCPUs: all exclusive CPUs of the container."""
     pins: tuple[int, ...]
-    """The CPU of each vCPU, by vCPU index; as many as vCPUs, all different."""
+    """The CPU of each vCPU, by vCPU index; all different."""
     socket: PurePosixPath
     """The controller's Unix socket."""
     pod_uid: str
-    """The pod's UID, by which the controller knows this container."""
+    """The pod's UID, which names the instance cgroup; without a kubelet the container's id."""
     sweep: bool = False
-    """Processes that others start in the container are moved to float."""
+    """Whether processes that other programs start in the container are moved to float."""
 
     backend: ClassVar[Literal["controller"]] = "controller"
     shared: ClassVar[bool] = False
-    """No CPU is left for anything else, so everything else runs on the vCPUs' CPUs too."""
+    """Whether all other threads run on the CPUs of the vCPUs too, because there are no others."""
 
 
 @attrs.frozen
 class DelegatedPlacement:
-    """The same two cgroups, made by this process in the container's own cgroup."""
+    """This process creates the same two cgroups inside the container's own cgroup."""
 
     cpus: CpuSet
-    """The vCPUs' own CPUs."""
+    """The CPUs of the vCPUs."""
     pins: tuple[int, ...]
-    """The CPU of each vCPU, by vCPU index; as many as vCPUs, all different."""
+    """The CPU of each vCPU, by vCPU index; all different."""
     float_cpus: CpuSet
-    """The CPUs of everything else."""
+    """The CPUs of all other threads."""
     shared: bool
-    """No CPU is left for anything else, so everything else runs on the vCPUs' CPUs too."""
+    """Whether all other threads run on the CPUs of the vCPUs too, because there are no others."""
     sweep: bool = False
-    """Processes that others start in the container are moved to float."""
+    """Whether processes that other programs start in the container are moved to float."""
 
     backend: ClassVar[Literal["delegated"]] = "delegated"
 
 
 @attrs.frozen
 class AffinityPlacement:
-    """CPU masks alone: they do not keep other processes off the vCPUs' CPUs."""
+    """CPU masks alone (``sched_setaffinity``): they do not keep other pods' processes off the CPUs of the vCPUs."""
 
     cpus: CpuSet
-    """The vCPUs' own CPUs."""
+    """The CPUs of the vCPUs."""
     pins: tuple[int, ...]
-    """The CPU of each vCPU, by vCPU index; as many as vCPUs, all different."""
+    """The CPU of each vCPU, by vCPU index; all different."""
     float_cpus: CpuSet
-    """The CPUs of everything else."""
+    """The CPUs of all other threads."""
     shared: bool
-    """No CPU is left for anything else, so everything else runs on the vCPUs' CPUs too."""
+    """Whether all other threads run on the CPUs of the vCPUs too, because there are no others."""
 
     backend: ClassVar[Literal["affinity"]] = "affinity"
     sweep: ClassVar[bool] = False

@@ -1,8 +1,8 @@
 """The topology that the guest sees: ``-smp``, NUMA nodes, their memory and distances.
 
-Everything follows from the CPU that each vCPU is pinned to. QEMU numbers vCPUs by socket, then die, then core, then thread, all
-of them equally big, so it can only show what is regular. Where the instance's part of the host is not, the guest sees
-fewer levels, and never sees CPUs together that are apart.
+It is derived from the CPU that each vCPU is pinned to. QEMU numbers vCPUs by socket, then die, then core, then thread,
+and all units of one kind have the same size, so it can show only a regular topology. Where the CPUs of the instance are
+irregular, the guest sees fewer levels, but never a common cache or socket for CPUs that do not share one.
 """
 
 from __future__ import annotations
@@ -21,38 +21,43 @@ from runner.placement.pins import threads_per_core
 NEAREST_REMOTE = 11
 """The least distance to another NUMA node: Linux discards an ACPI SLIT with less (``slit_valid``)."""
 FARTHEST = 254
-"""255 means unreachable in an ACPI SLIT."""
+"""The largest distance; 255 means unreachable in an ACPI SLIT."""
 LOCAL = 10
+"""The distance of a NUMA node to itself."""
 
 
 @attrs.frozen
 class GuestNumaNode:
-    """One NUMA node of the guest; its number is its place in :attr:`GuestTopology.numa_nodes`."""
+    """One NUMA node of the guest; its number is its index in :attr:`GuestTopology.numa_nodes`."""
 
     vcpus: CpuSet
+    """The indexes of its vCPUs."""
     memory: int
     """Bytes."""
     host: int
     """The host's NUMA node that its vCPUs are pinned to; of a flat guest, the first of them."""
     bound: tuple[int, ...]
-    """The host's NUMA nodes that its memory comes from, the nearest first; empty where it may come from any."""
+    """The host's NUMA nodes that its memory is bound to, nearest first; empty if it may come from any."""
     distances: tuple[int, ...]
-    """To each NUMA node of the guest by number; 10 is local."""
+    """The distance to each NUMA node of the guest, by its number; 10 is local."""
 
 
 @attrs.frozen
 class GuestTopology:
-    """What the guest sees: *sockets* of *dies* (which share an L3 cache) of *cores* of *threads*, and NUMA nodes."""
+    """The topology that the guest sees."""
 
     sockets: int
     dies: int
+    """Dies in each socket; the CPUs of one die share an L3 cache."""
     cores: int
+    """Cores in each die."""
     threads: int
+    """Threads in each core."""
     numa_nodes: tuple[GuestNumaNode, ...]
 
     @property
     def vcpus(self) -> int:
-        """How many vCPUs there are."""
+        """The number of vCPUs."""
         return self.sockets * self.dies * self.cores * self.threads
 
 
@@ -61,12 +66,12 @@ def guest_topology(
 ) -> GuestTopology:
     """Return the topology of a guest whose vCPU *i* is pinned to CPU ``pins[i]`` of *hardware*.
 
-    Guest cores have threads where they are whole host cores, and the guest's CPU model can show *siblings*. Each of the
-    host's NUMA nodes that gives CPUs is one of the guest's, in the same order, with its part of *memory* bytes: in
-    proportion to its vCPUs, in whole pages of *page_size*, from itself, or from the nearest of the host's
-    *memory_nodes* where it has no memory (or not enough). Memory is bound to nothing where the host has it nowhere else:
-    that the pod may use one NUMA node only is not enough, because QEMU does not stay in the pod's cgroup.
-    Raises :class:`RefusedError` when there is not a page for each of them.
+    Guest cores have several threads if each is a whole host core and the guest's CPU model can show *siblings*. Each of
+    the host's NUMA nodes that vCPUs are pinned to becomes one of the guest's, in the same order. The *memory* bytes are
+    divided among them in proportion to their vCPUs, in whole pages of *page_size* bytes. Memory is bound to the host's
+    NUMA node itself, or to the nearest of *memory_nodes* if that has none (or not enough). It is not bound if that would
+    be all of the host's NUMA nodes with memory. *memory_nodes*, the pod's, may be fewer: QEMU leaves the pod's cgroup.
+    Raises :class:`RefusedError` if there are fewer pages than NUMA nodes.
     """
     numa_node_of = [hardware.by_cpu[cpu].numa_node for cpu in pins]
     hosts = sorted(set(numa_node_of))
@@ -91,26 +96,27 @@ def guest_topology(
 
 
 def flat(topology: GuestTopology) -> GuestTopology:
-    """Return a guest of as many cores in one socket and one NUMA node, with memory from where *topology* has it."""
+    """Return one socket and one NUMA node with a core for each vCPU of *topology*, and memory from the same host NUMA nodes."""
     numa_nodes = topology.numa_nodes
     everything = CpuSet(range(topology.vcpus))
     bound = [each.bound for each in numa_nodes]
-    # What may come from anywhere must not be forced to where the rest is bound.
+    # If one part may come from any NUMA node, binding the whole would restrict it.
     sources = tuple(dict.fromkeys(source for each in bound for source in each)) if all(bound) else ()
     one = GuestNumaNode(everything, sum(each.memory for each in numa_nodes), numa_nodes[0].host, sources, (LOCAL,))
     return GuestTopology(1, 1, topology.vcpus, 1, (one,))
 
 
 def unbound(topology: GuestTopology) -> GuestTopology:
-    """Return *topology* with memory from anywhere."""
+    """Return *topology* with memory that is bound to no NUMA node."""
     return attrs.evolve(topology, numa_nodes=tuple(attrs.evolve(each, bound=()) for each in topology.numa_nodes))
 
 
 def divided(memory: int, weights: Sequence[int], page_size: int) -> tuple[int, ...]:
-    """Divide *memory* bytes in proportion to *weights*, in whole pages: by largest remainders, and at least one for each.
+    """Divide *memory* bytes in proportion to *weights*, in whole pages, at least one for each part.
 
-    The rest that is no whole page goes to the last, so that every part begins at a page.
-    Raises :class:`RefusedError` when there are more parts than pages.
+    Pages left over after rounding down go to the parts with the largest remainders. The bytes that are less than a page
+    go to the last part, so that every part begins at a page boundary.
+    Raises :class:`RefusedError` if there are more parts than pages.
     """
     pages, rest = divmod(memory, page_size)
     if pages < len(weights):
@@ -133,9 +139,9 @@ def divided(memory: int, weights: Sequence[int], page_size: int) -> tuple[int, .
 
 
 def _sources(shares: Mapping[int, int], hardware: Hardware, memory_nodes: CpuSet) -> dict[int, tuple[int, ...]]:
-    """Return for each NUMA node of *shares* the NUMA nodes that its bytes come from, the nearest first.
+    """Return for each NUMA node of *shares* (NUMA node → bytes) the NUMA nodes that its bytes come from, nearest first.
 
-    Each takes from the nearest that has memory; only what does not fit there is taken from what the others left over.
+    Each takes first from the nearest NUMA node with memory, and the bytes that do not fit there from the next ones.
     """
     left = {node.id: node.memory for node in hardware.numa_nodes if node.memory and node.id in memory_nodes}
     sources: dict[int, list[int]] = {host: [] for host in shares}
@@ -164,10 +170,10 @@ def _distance(hardware: Hardware, here: int, there: int, sources: Mapping[int, S
 def _sizes(pins: Sequence[int], hardware: Hardware) -> tuple[int, int]:
     """Return the number of vCPUs of a guest socket and of a guest die.
 
-    A socket is what one host socket gives, if all give equally much; otherwise there is one. A die is what one L3
-    cache gives, if all give equally much. Otherwise the guest sees one L3 cache for all CPUs that a NUMA node
-    gives, or for the largest equal parts of them when NUMA nodes give unequally: a cache that spans NUMA nodes makes Linux
-    warn of a broken topology (``topology_sane``).
+    Guest sockets are the host sockets if as many vCPUs are pinned to each of them; otherwise there is one. Guest dies
+    are the host's L3 caches if as many vCPUs are pinned to each of them. Otherwise a die has the vCPUs of one NUMA node,
+    or, if these numbers differ, their greatest common divisor: Linux warns of a broken topology when a cache spans NUMA
+    nodes (``topology_sane``).
     """
     cpus = [hardware.by_cpu[cpu] for cpu in pins]
     sockets = list(_runs(cpu.socket for cpu in cpus))

@@ -1,7 +1,6 @@
-"""Which vCPU is pinned to which CPU, and which CPUs to take where no kubelet has chosen them.
+"""The CPU that each vCPU is pinned to, and the choice of CPUs where no kubelet has assigned them.
 
-A :class:`Pinning` cannot be built with fewer pins than vCPUs or with two vCPUs on one CPU: the pin of vCPU *i* is
-element *i* of one tuple, and the tuple is checked when it is made.
+Two vCPUs are never pinned to one CPU: :class:`Pinning` checks this when it is created.
 """
 
 from __future__ import annotations
@@ -28,22 +27,29 @@ class PinPolicy(enum.Enum):
 
 
 class PinFindingKind(enum.Enum):
-    """What can be wrong with a set of exclusive CPUs."""
+    """A property of a pinning that costs performance."""
 
     SIBLING_OF_ANOTHER = "sibling-of-another"
+    """The sibling of a CPU is exclusive to another pod."""
     HALF_CORE = "half-core"
+    """The sibling of a CPU is in the shared pool."""
     ACROSS_NUMA_NODES = "across-numa-nodes"
+    """The vCPUs are pinned to several NUMA nodes."""
     UNEQUAL_CORES = "unequal-cores"
+    """The vCPUs are pinned to cores of different kinds."""
     UNUSED_CPUS = "unused-cpus"
+    """An exclusive CPU has no vCPU."""
 
 
 @attrs.frozen
 class PinFinding:
-    """A property of a pinning that costs performance; *cpus* are the CPUs that have it."""
+    """A property of one pinning that costs performance."""
 
     kind: PinFindingKind
     cpus: CpuSet
+    """The CPUs that have it."""
     statement: str
+    """A clause that describes it."""
     remedy: str = ""
 
     @property
@@ -52,26 +58,24 @@ class PinFinding:
         return f"{self.statement}; {self.remedy}" if self.remedy else self.statement
 
 
-def _one_cpu_each(_placement: Pinning, _attribute: object, pins: tuple[int, ...]) -> None:
-    twice = [cpu for cpu, times in Counter(pins).items() if times > 1]
-    if twice:
-        raise ValueError(f"two vCPUs on CPU {min(twice)}")
+def _one_cpu_each(_pinning: Pinning, _attribute: object, pins: tuple[int, ...]) -> None:
+    repeated = [cpu for cpu, count in Counter(pins).items() if count > 1]
+    if repeated:
+        raise ValueError(f"two vCPUs on CPU {min(repeated)}")
     if not pins:
         raise ValueError("a placement of no vCPUs")
 
 
 @attrs.frozen
 class Pinning:
-    """The CPU of each vCPU: ``pins[i]`` is that of vCPU *i*.
-
-    *threads* is the number of threads a guest core may have so that guest siblings are host siblings: vCPUs
-    ``threads*k … threads*k+threads-1`` are one guest core. It is 1 where not every guest core would be a host core.
-    Raises ``ValueError`` for two vCPUs on one CPU.
-    """
+    """The CPU of each vCPU; ``ValueError`` for two vCPUs on one CPU."""
 
     pins: tuple[int, ...] = attrs.field(validator=_one_cpu_each)
+    """The CPU of each vCPU, by vCPU index."""
     policy: PinPolicy
     threads: int
+    """Threads of a guest core: vCPUs ``threads*k … threads*k+threads-1`` are pinned to one whole host core; 1 if that is not
+    so for all vCPUs."""
     findings: tuple[PinFinding, ...] = ()
 
     @property
@@ -90,8 +94,8 @@ def place(
 ) -> Pinning:
     """Pin *vcpus* vCPUs to the *exclusive* CPUs of *hardware*.
 
-    Without a *policy*, whole cores are packed by siblings, and anything else is linear. *others* are the exclusive CPUs
-    of other instances, so that findings distinguish them from the shared pool.
+    Without a *policy*, it is ``packed-siblings`` if *exclusive* consists of whole cores, else ``linear``. *others* are the
+    exclusive CPUs of other pods, so that findings distinguish them from the shared pool.
     Raises :class:`RefusedError` if there are fewer CPUs than vCPUs, or one of them is not an online CPU of the host.
     """
     if vcpus < 1:
@@ -112,15 +116,15 @@ def place(
 
 
 def _half_cores(cpus: CpuSet, hardware: Hardware) -> list[int]:
-    """Return the cores of which *cpus* are only a part."""
+    """Return the cores of which *cpus* contains some CPUs but not all."""
     cores = sorted({hardware.by_cpu[cpu].core for cpu in cpus})
     return [core for core in cores if not hardware.cores[core] <= cpus]
 
 
 def _by_siblings(cpus: CpuSet, hardware: Hardware) -> list[int]:
-    """Order *cpus* by NUMA node, then L3 cache, then core, so that neighbours in the guest are neighbours on the host.
+    """Order *cpus* by NUMA node, then L3 cache, then core, so that neighbouring vCPUs are on neighbouring CPUs.
 
-    Within a NUMA node the cores with the most CPUs come first: a guest core needs all of its threads.
+    Within a NUMA node the cores with the most CPUs come first, because a guest core is a whole host core.
     """
     size = Counter(hardware.by_cpu[cpu].core for cpu in cpus)
 
@@ -132,7 +136,7 @@ def _by_siblings(cpus: CpuSet, hardware: Hardware) -> list[int]:
 
 
 def threads_per_core(pins: Sequence[int], hardware: Hardware) -> int:
-    """Return how many consecutive vCPUs are exactly one core of *hardware*; 1 where that differs between cores."""
+    """Return the number of consecutive vCPUs that are pinned to one whole core; 1 if it is not the same for all cores."""
     first = hardware.siblings(pins[0])
     threads = len(first)
     if len(pins) % threads:
@@ -151,20 +155,20 @@ def _findings(
     missing = CpuSet(cpu for core in _half_cores(exclusive, hardware) for cpu in hardware.cores[core]) - exclusive
     taken = missing & (others or CpuSet())
     if len(taken):
-        ours = CpuSet(cpu for other in taken for cpu in hardware.siblings(other)) & exclusive
+        own = CpuSet(cpu for other in taken for cpu in hardware.siblings(other)) & exclusive
         yield PinFinding(
             PinFindingKind.SIBLING_OF_ANOTHER,
-            ours,
-            f"CPUs {ours} share their cores with CPUs {taken}, which are exclusive to another pod: each slows the other",
+            own,
+            f"CPUs {own} share their cores with CPUs {taken}, which are exclusive to another pod: each slows the other",
             "ask for whole cores, and set the kubelet's option full-pcpus-only",
         )
     shared = missing - taken
     if len(shared):
-        ours = CpuSet(cpu for other in shared for cpu in hardware.siblings(other)) & exclusive
+        own = CpuSet(cpu for other in shared for cpu in hardware.siblings(other)) & exclusive
         yield PinFinding(
             PinFindingKind.HALF_CORE,
-            ours,
-            f"CPUs {ours} are half cores: anybody may run on their siblings {shared}",
+            own,
+            f"CPUs {own} are half cores: any other pod may run on their siblings {shared}",
             "ask for whole cores, and set the kubelet's option full-pcpus-only",
         )
     numa_nodes = Counter(hardware.by_cpu[cpu].numa_node for cpu in cpus)
@@ -180,7 +184,9 @@ def _findings(
     if len(kinds) > 1:
         where = " and ".join(f"{kinds[each]} {each or 'other'}" for each in sorted(kinds, key=str))
         yield PinFinding(
-            PinFindingKind.UNEQUAL_CORES, cpus, f"the vCPUs lie on unequal cores ({where}), and the guest cannot tell"
+            PinFindingKind.UNEQUAL_CORES,
+            cpus,
+            f"the vCPUs lie on unequal cores ({where}), and the guest cannot distinguish them",
         )
     unused = exclusive - cpus
     if len(unused):
@@ -196,13 +202,19 @@ def _findings(
 
 
 def choose_cpus(hardware: Hardware, allowed: CpuSet, count: int) -> CpuSet:
-    """Choose *count* of the *allowed* CPUs for one instance, as a kubelet would.
+    """Choose *count* of the *allowed* CPUs for the vCPUs of one instance, without a kubelet.
 
-    In this order of weight: CPU 0's core is left to interrupts, timekeeping and the instance's daemons if there are
-    enough CPUs without it; equal cores on a host with unequal ones, the fast ones first; as few NUMA nodes as possible; as few
-    cores used in part as possible; NUMA nodes near each other, with the fewest CPUs to spare; few L3 caches. Several
-    NUMA nodes give evenly, whole cores at a time.
-    Raises :class:`RefusedError` if fewer are allowed (and online) than wanted.
+    Criteria, the most important first:
+
+    1. The core of CPU 0 is left to interrupts, timekeeping and daemons, if there are enough CPUs without it.
+    2. On a host with unequal cores all are of one kind, the fast kind if possible.
+    3. The CPUs are on as few NUMA nodes as possible.
+    4. As few cores as possible are used in part.
+    5. The NUMA nodes are near each other; of equally near ones, those with the fewest usable CPUs are used.
+    6. Few L3 caches are used.
+
+    From several NUMA nodes whole cores are taken in turn. Raises :class:`RefusedError` if fewer than *count* are allowed
+    and online.
     """
     usable = allowed & hardware.online
     if count < 1:
@@ -224,9 +236,9 @@ def choose_cpus(hardware: Hardware, allowed: CpuSet, count: int) -> CpuSet:
 
 
 def all_cpus(hardware: Hardware, usable: CpuSet, *, spare: bool) -> int:
-    """Return how many of the *usable* CPUs vCPUs may own: all, or with *spare* all but one core for everything else.
+    """Return how many of the *usable* CPUs can have a vCPU: all, or with *spare* all but one core for all other threads.
 
-    A whole core, because work on one sibling slows the vCPU on the other. Of a single core, one CPU is spared.
+    A whole core is spared because work on one sibling slows a vCPU on the other. Of a single core, one CPU is spared.
     """
     if not spare or len(usable) == 1:
         return len(usable)
@@ -236,10 +248,12 @@ def all_cpus(hardware: Hardware, usable: CpuSet, *, spare: bool) -> int:
 
 @attrs.frozen
 class _Units:
-    """The usable CPUs of one NUMA node by core, those with the fullest L3 caches first."""
+    """The usable CPUs of one NUMA node by core; cores whose L3 cache has the most usable cores come first."""
 
     whole: tuple[CpuSet, ...]
+    """The cores of which all CPUs are usable."""
     broken: tuple[CpuSet, ...]
+    """The usable CPUs of every other core."""
 
     @property
     def size(self) -> int:
@@ -265,10 +279,10 @@ def _units_by_numa_node(hardware: Hardware, pool: CpuSet) -> dict[int, _Units]:
 
 
 def _best_numa_nodes(hardware: Hardware, units: Mapping[int, _Units], count: int) -> tuple[int, ...]:
-    """Return the fewest NUMA nodes that hold *count* CPUs.
+    """Return the smallest set of NUMA nodes that has *count* CPUs.
 
-    Of several such sets, the one with the fewest cores used in part, then the nearest to each other, then the fewest CPUs
-    to spare.
+    Of several such sets, choose the one with the fewest cores used in part, then with the smallest sum of distances,
+    then with the fewest CPUs.
     """
     size = {numa_node: each.size for numa_node, each in units.items()}
     whole = {numa_node: Counter(map(len, each.whole)) for numa_node, each in units.items()}
@@ -291,9 +305,9 @@ def _best_numa_nodes(hardware: Hardware, units: Mapping[int, _Units], count: int
 
 
 def _broken_cores(whole: Mapping[int, int], halves: Iterable[int], count: int) -> int:
-    """Return how many cores are only partly used by *count* CPUs, taken as :func:`_evenly` takes them.
+    """Return how many cores are only partly used when :func:`_evenly` takes *count* CPUs.
 
-    *whole* holds the number of whole cores by size, *halves* the usable CPUs of each other core.
+    *whole* is the number of whole cores by their size in CPUs, *halves* the number of usable CPUs of each other core.
     """
     spare = False
     for size in sorted(whole, reverse=True):
@@ -312,7 +326,7 @@ def _broken_cores(whole: Mapping[int, int], halves: Iterable[int], count: int) -
 
 
 def _evenly(numa_nodes: Sequence[_Units], count: int) -> CpuSet:
-    """Take *count* CPUs: whole cores, biggest first, from the NUMA node that gave least so far; then as few halves as possible."""
+    """Take *count* CPUs: whole cores, the biggest first, each from the NUMA node with the fewest taken CPUs; then parts of cores."""
     left = [list(each.whole) for each in numa_nodes]
     halves = [unit for each in numa_nodes for unit in each.broken]
     given = [0] * len(left)

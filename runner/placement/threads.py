@@ -1,8 +1,9 @@
-"""Where the threads of an instance may be: one set of rules for the start, for ``/readyz`` and for ``inspect``.
+"""The rules for the CPUs and cgroups of an instance's threads, and the placement receipt.
 
-A thread is what the kernel shows of it (:class:`~runner.facts.threads.ThreadStatus`) with its role in the instance. The
-:class:`ThreadRules` of an instance say for each role in which cgroup and on which CPUs its threads may be; what breaks
-them is a :data:`Violation`. The :class:`Receipt` is what the kernel showed when nothing did.
+The start of an instance, ``/readyz`` and ``inspect`` use the same rules. An :class:`ObservedThread` is a thread as the
+kernel shows it (:class:`~runner.facts.threads.ThreadStatus`) with its role in the instance. The :class:`ThreadRules` define
+for each role the cgroup and the CPUs of its threads; a :data:`Violation` is a way to break them. The :class:`Receipt`
+lists all threads as the kernel showed them when the guest was started, without a violation.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ RECEIPT_VERSION = 1
 
 
 class Role(enum.StrEnum):
-    """What a thread does for an instance."""
+    """The purpose of a thread in an instance."""
 
     RUNNER = "runner"
-    """This program, PID 1 of the container, and programs that it runs for a moment."""
+    """This program, PID 1 of the container, and its short-lived children."""
     ANCHOR = "anchor"
     """``sleep infinity``, which keeps the pod's own cgroup populated."""
     DNSMASQ = "dnsmasq"
     VIRTIOFSD = "virtiofsd"
     PASST = "passt"
     EMULATOR = "emulator"
-    """A thread of QEMU's that is neither a vCPU nor an iothread."""
+    """A thread of QEMU that is neither a vCPU nor an iothread."""
     IOTHREAD = "iothread"
-    """A thread of QEMU's that serves a disk."""
+    """A thread of QEMU that serves a disk."""
     VCPU = "vcpu"
     SANDBOX = "sandbox"
-    """A pod's ``pause``, which sleeps until the pod ends."""
+    """The ``pause`` process of a pod, which sleeps until the pod ends."""
     OTHER = "other"
-    """Anything else."""
+    """Any other thread."""
 
     @classmethod
     def of_child(cls, name: str) -> Role:
-        """Return the role of the threads of the runner's child *name*; QEMU's vCPUs and iothreads are not told apart."""
+        """Return the role of the threads of the runner's child *name*; for ``qemu`` it is ``EMULATOR``, vCPUs included."""
         if name == "qemu":
             return cls.EMULATOR
         return cls(name) if name in {cls.ANCHOR, cls.DNSMASQ, cls.VIRTIOFSD, cls.PASST} else cls.RUNNER
@@ -57,10 +58,10 @@ class ObservedThread:
 
     role: Role
     vcpu: int | None
-    """The vCPU's index, where it is known."""
+    """The index of a vCPU thread, if it is known."""
     thread: ThreadStatus
     kernel: bool = False
-    """It is a kernel thread."""
+    """Whether it is a kernel thread."""
 
     @property
     def title(self) -> str:
@@ -71,7 +72,7 @@ class ObservedThread:
         return f"{self.title} (thread {self.thread.tid}, {self.thread.name!r})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values; CPU sets in the kernel's list format."""
+        """Return the thread as plain values, CPU sets in the kernel's list format."""
         return {
             "role": self.role.value,
             "vcpu": self.vcpu,
@@ -97,31 +98,31 @@ class MissingVcpu:
 
 @attrs.frozen
 class SharedCpu:
-    """A CPU to which several vCPU threads are pinned; reported where it is not known which of them belongs there."""
+    """A CPU to which several vCPU threads are pinned; reported only if their pins are not known."""
 
     cpu: int
     threads: int
-    """How many."""
+    """The number of these threads."""
 
 
 @attrs.frozen
 class MisplacedVcpu:
-    """A vCPU thread whose mask is not its one CPU."""
+    """A vCPU thread whose CPU mask is not its pin."""
 
     thread: ObservedThread
-    wanted: CpuSet
-    """The CPU it is pinned to; where the pin is not known, the CPUs of which it must have one."""
+    expected: CpuSet
+    """The CPU that it should be pinned to; if the pin is not known, the CPUs of which it should have exactly one."""
     pinned: bool
-    """*wanted* is the pin."""
+    """Whether the pin is known."""
 
 
 @attrs.frozen
 class Intruder:
-    """A thread that may run on the vCPUs' CPUs and is no vCPU's."""
+    """A thread that is no vCPU and may run on CPUs of vCPUs."""
 
     thread: ObservedThread
     cpus: CpuSet
-    """The vCPUs' CPUs that it may run on."""
+    """The CPUs of vCPUs that it may run on."""
 
 
 @attrs.frozen
@@ -129,15 +130,15 @@ class WrongCgroup:
     """A thread outside the cgroup of its role."""
 
     thread: ObservedThread
-    wanted: str
+    expected: str
 
 
 Violation = MissingVcpu | SharedCpu | MisplacedVcpu | Intruder | WrongCgroup
-"""What breaks the rules of an instance's threads."""
+"""A way in which the threads of an instance break its rules."""
 
 
 def sentences(violations: Iterable[Violation]) -> Iterator[str]:
-    """Yield a sentence for each of *violations*; the intruding threads of one process share one, which names the first."""
+    """Yield a sentence for each of *violations*, but only one for all intruders of a process, which names the first."""
     intruders: dict[int, list[Intruder]] = {}
     for violation in violations:
         match violation:
@@ -145,13 +146,13 @@ def sentences(violations: Iterable[Violation]) -> Iterator[str]:
                 yield f"vCPU {vcpu} has no thread"
             case SharedCpu(cpu, threads):
                 yield f"{threads} vCPU threads share CPU {cpu}"
-            case MisplacedVcpu(thread, wanted, pinned):
+            case MisplacedVcpu(thread, expected, pinned):
                 one_of = "" if pinned else "one CPU of "
-                yield f"{thread} may run on '{thread.thread.cpus}' instead of {one_of}'{wanted}'"
+                yield f"{thread} may run on '{thread.thread.cpus}' instead of {one_of}'{expected}'"
             case Intruder(thread):
                 intruders.setdefault(thread.thread.pid, []).append(violation)
-            case WrongCgroup(thread, wanted):
-                yield f"{thread} is in the cgroup '{thread.thread.cgroup}' instead of '{wanted}'"
+            case WrongCgroup(thread, expected):
+                yield f"{thread} is in the cgroup '{thread.thread.cgroup}' instead of '{expected}'"
             case _ as never:
                 assert_never(never)
     yield from map(_intrusion, intruders.values())
@@ -170,16 +171,16 @@ def _intrusion(of_process: Sequence[Intruder]) -> str:
 
 @attrs.frozen
 class CgroupPaths:
-    """The cgroups of an instance, as ``/proc/PID/cgroup`` shows them; one that is empty is not known, and not judged."""
+    """The paths of an instance's cgroups, as ``/proc/PID/cgroup`` shows them; an empty path is unknown and not checked."""
 
     pod: str
     float_cgroup: str
     instance: str
     ends: bool = False
-    """Only how the paths end counts: the reader may be in another cgroup namespace than the instance."""
+    """Whether only the ends of paths are compared, because the reader may be in another cgroup namespace."""
 
     def of(self, role: Role) -> str:
-        """Return the cgroup in which a thread of *role* belongs, empty where it may be in any."""
+        """Return the cgroup for threads of *role*, empty if they may be in any."""
         match role:
             case Role.ANCHOR:
                 return self.pod
@@ -192,81 +193,83 @@ class CgroupPaths:
             case _ as never:
                 assert_never(never)
 
-    def misses(self, each: ObservedThread) -> bool:
-        """Tell whether *each* is outside the cgroup in which it belongs."""
-        wanted, found = self.of(each.role), each.thread.cgroup
-        return bool(wanted) and (not found.endswith(wanted) if self.ends else found != wanted)
+    def misses(self, observed: ObservedThread) -> bool:
+        """Tell whether *observed* is outside the cgroup of its role."""
+        expected, found = self.of(observed.role), observed.thread.cgroup
+        return bool(expected) and (not found.endswith(expected) if self.ends else found != expected)
 
 
 @attrs.frozen
 class ThreadRules:
-    """On which CPUs and in which cgroups the threads of one instance may be."""
+    """The CPUs and cgroups that the threads of one instance may have."""
 
     cpus: CpuSet
-    """The vCPUs' own CPUs."""
+    """The CPUs of the vCPUs."""
     pins: tuple[int | None, ...]
-    """The CPU of each vCPU by its index; ``None``: any one of *cpus* that no other vCPU has."""
+    """The CPU of each vCPU by its index; ``None`` stands for any one of *cpus* that no other vCPU has."""
     shared: bool
-    """No CPU is left for anything else, so everything else runs on the vCPUs' CPUs too."""
+    """Whether all other threads run on the CPUs of the vCPUs too, because there are no others."""
     cgroups: CgroupPaths | None
-    """``None`` where the placement has no cgroups."""
+    """``None`` if the placement has no cgroups."""
 
     def violations(self, threads: Sequence[ObservedThread]) -> tuple[Violation, ...]:
-        """Return what breaks the rules, *threads* being all of the instance, and of others what may be an intruder."""
-        return (*self._of_vcpus(threads), *(found for each in threads for found in self._of_thread(each)))
+        """Return the violations by *threads*: all threads of the instance, and other threads that may be intruders."""
+        return (*self._of_vcpus(threads), *(found for observed in threads for found in self._of_thread(observed)))
 
     def _of_vcpus(self, threads: Sequence[ObservedThread]) -> Iterator[Violation]:
-        vcpus = [each for each in threads if each.role is Role.VCPU]
-        found = {each.vcpu for each in vcpus}
+        vcpus = [observed for observed in threads if observed.role is Role.VCPU]
+        found = {observed.vcpu for observed in vcpus}
         yield from (MissingVcpu(index) for index in range(len(self.pins)) if index not in found)
-        # Where the pins are known they differ, so that one of two threads on one CPU is not on its own.
-        alone = Counter(
-            min(each.thread.cpus) for each in vcpus if self._pin(each) is None and len(each.thread.cpus) == 1
+        # Known pins differ, so of two threads on one CPU one is a MisplacedVcpu anyway.
+        unknown_pins = Counter(
+            min(observed.thread.cpus)
+            for observed in vcpus
+            if self._pin(observed) is None and len(observed.thread.cpus) == 1
         )
-        yield from (SharedCpu(cpu, number) for cpu, number in alone.items() if number > 1)
+        yield from (SharedCpu(cpu, number) for cpu, number in unknown_pins.items() if number > 1)
 
-    def _pin(self, each: ObservedThread) -> int | None:
-        # An index beyond the pins is not one of the instance's: on the node it is only the name of a thread.
-        return self.pins[each.vcpu] if each.vcpu is not None and each.vcpu < len(self.pins) else None
+    def _pin(self, observed: ObservedThread) -> int | None:
+        # On the Kubernetes node the index comes from the thread's name, so it may be higher than any of the pins.
+        return self.pins[observed.vcpu] if observed.vcpu is not None and observed.vcpu < len(self.pins) else None
 
-    def _of_thread(self, each: ObservedThread) -> Iterator[Violation]:
-        if each.role is Role.VCPU:
-            yield from self._of_vcpu(each)
-        elif not self.shared and not self.exempts(each) and (taken := each.thread.cpus & self.cpus):
-            yield Intruder(each, taken)
-        if self.cgroups is not None and self.cgroups.misses(each):
-            yield WrongCgroup(each, self.cgroups.of(each.role))
+    def _of_thread(self, observed: ObservedThread) -> Iterator[Violation]:
+        if observed.role is Role.VCPU:
+            yield from self._of_vcpu(observed)
+        elif not self.shared and not self.exempts(observed) and (taken := observed.thread.cpus & self.cpus):
+            yield Intruder(observed, taken)
+        if self.cgroups is not None and self.cgroups.misses(observed):
+            yield WrongCgroup(observed, self.cgroups.of(observed.role))
 
-    def _of_vcpu(self, each: ObservedThread) -> Iterator[Violation]:
-        if (pin := self._pin(each)) is not None:
-            if each.thread.cpus != CpuSet([pin]):
-                yield MisplacedVcpu(each, CpuSet([pin]), pinned=True)
-        elif len(each.thread.cpus) != 1 or not each.thread.cpus <= self.cpus:
-            yield MisplacedVcpu(each, self.cpus, pinned=False)
+    def _of_vcpu(self, observed: ObservedThread) -> Iterator[Violation]:
+        if (pin := self._pin(observed)) is not None:
+            if observed.thread.cpus != CpuSet([pin]):
+                yield MisplacedVcpu(observed, CpuSet([pin]), pinned=True)
+        elif len(observed.thread.cpus) != 1 or not observed.thread.cpus <= self.cpus:
+            yield MisplacedVcpu(observed, self.cpus, pinned=False)
 
-    def exempts(self, each: ObservedThread) -> bool:
-        """Tell whether *each* may have the vCPUs' CPUs in its mask, because it does not compete for them.
+    def exempts(self, observed: ObservedThread) -> bool:
+        """Tell whether *observed* may have CPUs of vCPUs in its mask, because it does not compete for them.
 
-        These are pods' ``pause`` processes and, where the placement has cgroups, the anchors: they stay in a cgroup that
-        may have no other CPUs, and sleep until they are killed. And the kernel's own threads: those bound to one CPU
-        serve that CPU, and no cpuset keeps the others off it (``Documentation/admin-guide/kernel-parameters.rst``:
-        ``isolcpus=``, ``nohz_full=``). A kernel thread in a cgroup works for that cgroup's processes, such as
-        ``vhost-`` before Linux 6.4, and is not exempt.
+        Exempt are a pod's ``pause`` process and, if the placement has cgroups, the anchors: they stay in a cgroup that
+        may have no other CPUs, and sleep until they are killed. Exempt are also kernel threads in the root cgroup: those
+        bound to one CPU serve that CPU, and no cpuset keeps the others off it
+        (``Documentation/admin-guide/kernel-parameters.rst``: ``isolcpus=``, ``nohz_full=``). A kernel thread in another
+        cgroup works for that cgroup's processes, such as ``vhost-`` before Linux 6.4, and is not exempt.
         """
-        if each.kernel:
-            return each.thread.cgroup in {"", "/"}
-        return each.role is Role.SANDBOX or (each.role is Role.ANCHOR and self.cgroups is not None)
+        if observed.kernel:
+            return observed.thread.cgroup in {"", "/"}
+        return observed.role is Role.SANDBOX or (observed.role is Role.ANCHOR and self.cgroups is not None)
 
-    def is_born_of_vcpu(self, each: ObservedThread) -> bool:
-        """Tell whether a vCPU thread started *each*: a thread is born in the cgroup and with the mask of its parent.
+    def is_child_of_vcpu(self, observed: ObservedThread) -> bool:
+        """Tell whether a vCPU thread started *observed*: a thread inherits the cgroup and the mask of its parent.
 
         Since Linux 6.14 the first vCPU that runs starts KVM's ``kvm-nx-lpage-recovery``.
         """
-        if each.role is not Role.EMULATOR:
+        if observed.role is not Role.EMULATOR:
             return False
         if self.cgroups is not None:
-            return each.thread.cgroup == self.cgroups.instance
-        return not self.shared and len(each.thread.cpus) == 1 and each.thread.cpus <= self.cpus
+            return observed.thread.cgroup == self.cgroups.instance
+        return not self.shared and len(observed.thread.cpus) == 1 and observed.thread.cpus <= self.cpus
 
 
 def thread_rules(placement: Placement, cgroups: CgroupPaths | None) -> ThreadRules:
@@ -279,18 +282,18 @@ def thread_rules(placement: Placement, cgroups: CgroupPaths | None) -> ThreadRul
 
 @attrs.frozen
 class Receipt:
-    """What the kernel showed of every thread of an instance: ``receipt.json``."""
+    """Every thread of an instance as the kernel showed it when the guest was started: ``receipt.json``."""
 
     backend: Backend
     rules: ThreadRules
     threads: tuple[ObservedThread, ...]
 
     def violations(self) -> tuple[Violation, ...]:
-        """Return what breaks the rules."""
+        """Return the violations of its own rules."""
         return self.rules.violations(self.threads)
 
     def to_json(self) -> dict[str, object]:
-        """Return it as written to ``receipt.json``: CPU sets in the kernel's list format."""
+        """Return the content of ``receipt.json``, CPU sets in the kernel's list format."""
         runner = next(each.thread for each in self.threads if each.role is Role.RUNNER)
         cgroups = self.rules.cgroups
         return {
@@ -307,10 +310,10 @@ class Receipt:
 
 
 def parse_receipt(text: str, source: str) -> Receipt:
-    """Return the receipt in the JSON *text*; *source* names it in errors.
+    """Return the receipt in the JSON *text*; *source* is its name in errors.
 
-    The pins are the CPUs of the vCPU threads: a receipt is written when each has its own. Raises :class:`UsageError` for
-    anything else than a receipt.
+    The pins are the CPUs of the vCPU threads, because a receipt is written only if each thread is pinned to its own.
+    Raises :class:`UsageError` for any other text.
     """
     try:
         document = json.loads(text)

@@ -20,7 +20,7 @@ from runner.spec.instance import CloudInitSpec
 
 LABEL = "CIDATA"
 LARGEST = 1 << 20
-"""Bytes that each document may have."""
+"""Largest size of each document in bytes."""
 
 KINDS = (
     b"#cloud-config",
@@ -39,7 +39,7 @@ _KEY = re.compile(r"(?:.+ )?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[A-Za
 
 
 class Sealed:
-    """Bytes that may hold a secret: a plan shows only their number."""
+    """Bytes that may contain a secret; a plan shows only their number."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -59,7 +59,7 @@ class SeedPlan:
     """The documents of the seed."""
 
     instance_id: str
-    """A new one makes cloud-init run again as on a first boot; empty when the document meta_data holds it."""
+    """With a new one cloud-init runs as on a first boot; empty if the user's meta-data contains it."""
     user_data: Sealed
     meta_data: Sealed
     network_config: Sealed | None
@@ -71,7 +71,7 @@ class SeedPlan:
 
 
 def named_documents(cloud_init: CloudInitSpec) -> list[PurePosixPath]:
-    """Return the files that have to be read for :func:`plan_seed`."""
+    """Return the files whose content :func:`plan_seed` needs."""
     values = (cloud_init.user_data, cloud_init.meta_data, cloud_init.network_config, *cloud_init.ssh_keys)
     return [value for value in values if isinstance(value, PurePosixPath)]
 
@@ -84,10 +84,10 @@ def plan_seed(
     documents: Mapping[PurePosixPath, DocumentFact],
     problems: Problems,
 ) -> SeedPlan:
-    """Decide what the seed says; *macs* are those of the networks, in order, and *identity* never changes.
+    """Plan the documents of the seed; *identity* is the instance id, *macs* are those of the networks, in their order.
 
-    A network whose configuration is not given is configured by DHCP, which offers what was planned for it. It is matched
-    by its MAC address, because its name depends on the guest's distribution.
+    Without a network-config each network is configured by DHCP. It is matched by its MAC address, because the name of the
+    interface depends on the guest's distribution.
     """
 
     def read(where: str, value: str | PurePosixPath | None) -> bytes | None:
@@ -130,7 +130,7 @@ def _plain(value: object) -> bytes:
 
 
 def _by_dhcp(macs: Sequence[str]) -> dict[str, object]:
-    # The MAC address as DHCP's client identifier: dnsmasq knows the lease by it.
+    # dnsmasq identifies the lease by the MAC address, so it has to be DHCP's client identifier.
     known = {"dhcp4": True, "dhcp-identifier": "mac"}
     ethernets = {f"net{index}": {"match": {"macaddress": mac}, **known} for index, mac in enumerate(macs)}
     return {"version": 2, "ethernets": ethernets}
@@ -156,7 +156,7 @@ def _keys(where: str, value: str | PurePosixPath, content: bytes | None, problem
     named = f"{str(value)!r} has " if isinstance(value, PurePosixPath) else "is "
     if b"PRIVATE KEY" in content:
         problems.refuse(
-            f"cloud_init.{where}", f"{named}a private key, which nobody must see", "give the public one (….pub)"
+            f"cloud_init.{where}", f"{named}a private key, which must stay secret", "use the public one (….pub)"
         )
         return []
     text = content.decode(errors="replace")

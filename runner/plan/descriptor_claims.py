@@ -1,4 +1,4 @@
-"""Descriptors that another program opened and this one inherited: what each is used for, once."""
+"""The use of inherited descriptors: each is used for exactly one key of the spec."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ALLOWED = {
 
 
 def with_disks(spec: InstanceSpec, numbers: Mapping[str, int]) -> InstanceSpec:
-    """Return *spec* with the paths of the disks that were inherited as descriptors; *numbers* are those, by name.
+    """Return *spec* with a path for each disk that is an inherited descriptor; *numbers* are the descriptors by name.
 
-    A disk is opened again by its descriptor's magic link (proc_pid_fd(5)), because each use of it takes flags of its own:
-    the access mode of the inherited descriptor must allow that.
+    A disk is opened again through its descriptor's magic link (proc_pid_fd(5)), because each use needs other flags; the
+    access mode of the inherited descriptor must allow it.
     """
 
     def path(disk: DiskSpec) -> PurePosixPath | None:
@@ -39,9 +39,9 @@ def with_disks(spec: InstanceSpec, numbers: Mapping[str, int]) -> InstanceSpec:
 
 
 class Claims:
-    """The inherited descriptors, and the key of the spec that claims each; each can be claimed once.
+    """The inherited descriptors, each of which one key of the spec can claim.
 
-    A plan made beforehand (``instance-runner plan``) inherits none, because that would use them up. It believes the spec.
+    ``instance-runner plan`` inherits none; then every claim succeeds and returns ``None``.
     """
 
     def __init__(self, facts: HostFacts, problems: Problems) -> None:
@@ -50,7 +50,7 @@ class Claims:
         self._claimed: dict[str, str] = {}
 
     def claim(self, where: str, name: str, kinds: Collection[str], *, write: bool) -> DescriptorFact | None:
-        """Return what *name* is; refuse, at the path *where*, one that is missing, of another kind, or not writable."""
+        """Return the facts about *name*; add a problem at the path *where* if it is missing, of another kind or not writable."""
         if name in self._claimed:
             self._refuse(where, f"the descriptor {name!r} is taken by {self._claimed[name]} already")
         self._claimed[name] = where
@@ -59,7 +59,7 @@ class Claims:
         found = self._inherited.get(name)
         if found is None:
             known = ", ".join(map(repr, self._inherited)) or "none"
-            self._refuse(where, f"no descriptor {name!r} was handed to us", f"there are: {known}")
+            self._refuse(where, f"no descriptor {name!r} was inherited", f"there are: {known}")
             return None
         allowed = " or ".join(ALLOWED[kind] for kind in ALLOWED if kind in kinds)
         if found.kind not in kinds:
@@ -80,11 +80,11 @@ class Claims:
                 self.claim(f"disk[{index}].fd", disk.fd, {"file", "block"}, write=disk.writes)
 
     def refuse_unclaimed(self) -> None:
-        """Refuse inherited descriptors that no key of the spec names: they would stay open without a use."""
+        """Add a problem for each inherited descriptor that no key of the spec names: it would stay open without a use."""
         for name, found in (self._inherited or {}).items():
             if name not in self._claimed:
                 self._refuse(
                     "descriptors",
                     f"nothing names the descriptor {name!r} ({found.description})",
-                    "name it, or hand it to somebody else",
+                    "name it in a key fd, or do not pass it",
                 )

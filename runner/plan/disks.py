@@ -1,4 +1,4 @@
-"""Disks: which files QEMU gets for each, and how it uses them.
+"""The plan of the disks: the files of each, and how QEMU opens them.
 
 The same decisions are made for a disk the machine starts with and for one that is attached while it runs.
 
@@ -145,8 +145,8 @@ def _access(
         key = "cache" if disk.cache == "none" else "aio"
         problems.refuse(
             f"{where}.{key}",
-            f"{str(disk.file)!r} cannot be used past the page cache (O_DIRECT): its file system has no such thing",
-            'leave it out, or say cache = "writeback"',
+            f"{str(disk.file)!r} cannot be used past the page cache (O_DIRECT): its file system does not support it",
+            'leave it out, or set cache = "writeback"',
         )
     if disk.aio == "io_uring" and io_uring_error is not None:
         problems.refuse(f"{where}.aio", f"cannot use io_uring: {io_uring_error}", "leave it out")
@@ -194,7 +194,7 @@ def _layers(
                 format_ = "qcow2"
             case other:
                 given = "no format" if other is None else f"the format {other!r}"
-                remedy = "say it with `qemu-img rebase -u -F raw` (or qcow2)"
+                remedy = "set it with `qemu-img rebase -u -F raw` (or qcow2)"
                 problems.refuse(at, f"{needs} and gives {given} for it", remedy)
                 return
         path, fact = backing, files.get(backing, MISSING)

@@ -101,7 +101,7 @@ def choose_firmware(boot: BootSpec, facts: HostFacts, problems: Problems) -> Fir
         if not isinstance(boot.firmware, str):
             return Firmware(code, secure=secure)
         problems.remark(
-            "what the firmware is told to remember, such as the boot order, is forgotten at the end",
+            "the firmware's variables, such as the boot order, are lost at the end",
             "boot.firmware_vars keeps it",
         )
         return Firmware(code, ForgottenVariables(template), secure)

@@ -43,7 +43,7 @@ def plan_guest(guest: GuestSpec, identity: str, facts: HostFacts, problems: Prob
         if not facts.vhost_vsock:
             problems.refuse(
                 "guest.vsock",
-                "cannot use /dev/vhost-vsock: it is not here, or may not be written",
+                "cannot use /dev/vhost-vsock: it is missing or not writable",
                 "load the module vhost_vsock on the node and give the pod the device",
             )
         exact = guest.vsock != "auto"

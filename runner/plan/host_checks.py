@@ -1,4 +1,4 @@
-"""Checks of the host that both ``run`` and ``check`` make, so that they cannot differ."""
+"""Checks of the host that both ``run`` and ``check`` use, so that their answers cannot differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU_TIME = (
 """The remedy for :func:`too_little_time`."""
 
 ASKING_FOR_LESS = frozenset({"affinity", "delegated"})
-"""Placements that separate only what runs in the container: a spec that names one does without exclusive CPUs."""
+"""Placements that keep apart only the threads of the container; a spec that names one accepts CPUs that are not exclusive."""
 
 _GUARANTEED, _BEST_EFFORT = -997, 1000
 
@@ -56,10 +56,10 @@ def shared_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet) -> str | No
 
 
 def too_little_time(cpu_time: float | None, vcpus: int) -> str | None:
-    """Return why *vcpus* vCPUs cannot run all the time with *cpu_time* (see :class:`~runner.facts.host.HostFacts`)."""
+    """Return why *vcpus* vCPUs cannot run all the time; *cpu_time* is the limit as a number of CPUs, ``None`` without one."""
     if cpu_time is None or cpu_time >= vcpus:
         return None
-    return f"cpu.max lets {vcpus} vCPUs have the time of {cpu_time:g} CPUs, and stops them when that is used up"
+    return f"cpu.max gives {vcpus} vCPUs the time of {cpu_time:g} CPUs, and stops them when it is used up"
 
 
 def emulated(kvm: Kvm) -> str | None:
@@ -70,7 +70,7 @@ def emulated(kvm: Kvm) -> str | None:
 
 
 def kvm_unusable(kvm: Kvm) -> str | None:
-    """Return why a KVM that answers cannot be used; ``None`` if it can. Emulating instead would be slow without notice."""
+    """Return why KVM cannot create a virtual machine although it answers; ``None`` if it can."""
     return None if kvm.trial is None else f"/dev/kvm answers, but makes no virtual machine: {kvm.trial}"
 
 
@@ -79,7 +79,7 @@ KVM_UNUSABLE_REMEDY = 'see `dmesg | grep -i kvm` on the node, or set cpu.accel =
 
 
 def root_for_kvm(kvm: Kvm) -> str | None:
-    """Return why QEMU has to be root to use ``/dev/kvm``, which it opens itself: before 8.1 it takes no descriptor for it."""
+    """Return why QEMU has to run as root to open ``/dev/kvm``; ``None`` if it has not. Before 8.1 it takes no descriptor."""
     if kvm.admits_everyone or kvm.admits_group:
         return None
     return f"QEMU runs as root, because /dev/kvm (mode {kvm.mode & 0o777:o}) lets no group in"
@@ -95,13 +95,13 @@ def too_old(version: str) -> str | None:
 
 
 ADDRESSES, ADDRESSES_THREAD = 512 << 20, 80 << 20
-"""QEMU's addresses without the guest's RAM, and those of a thread (its heap may take 64 MiB, its stack 8): they count
-against ``RLIMIT_MEMLOCK``, used or not (``mm/mlock.c``, ``mlockall``; measured: 414 and at most 73 MiB)."""
+"""Bytes of QEMU's address space without the guest's RAM, and of each thread (a heap of 64 MiB, a stack of 8 MiB). They count
+against ``RLIMIT_MEMLOCK`` even if unused (``mm/mlock.c``, ``mlockall``; measured: 414 and at most 73 MiB)."""
 WORKERS = 4
-"""Threads that read and write for QEMU's main thread, and for each iothread, where memory is locked: else up to 64, each with
-a stack and a heap that count (``thread-pool-max``)."""
+"""Worker threads of QEMU's main thread and of each iothread if memory is locked (``thread-pool-max``); else there are up to
+64, whose stacks and heaps would count."""
 VFIO_MEMLOCK_OVERHEAD = 64 << 20
-"""Bytes that VFIO locks in addition to the guest's RAM, at most: firmware, option ROMs, video memory."""
+"""Upper bound of the bytes that VFIO locks in addition to the guest's RAM: firmware, option ROMs, video memory."""
 
 MEMLOCK = (
     "give it `LimitMEMLOCK=infinity` in the [Service] section of containerd.service, `docker run --ulimit memlock=-1`, "
@@ -111,19 +111,19 @@ MEMLOCK = (
 
 
 def locked_threads(spec: InstanceSpec, vcpus: int) -> int:
-    """Return how many threads QEMU has at most where its memory is locked, without those it always has."""
+    """Return the largest number of threads of QEMU with locked memory, without those that every QEMU has."""
     iothreads = sum(disk.iothread for disk in spec.disk)
     return vcpus + iothreads + WORKERS * (1 + iothreads)
 
 
 def bytes_to_lock(spec: InstanceSpec, vcpus: int, size: int, bars: int = 0) -> int:
-    """Return how many bytes QEMU may have to lock with *size* bytes of RAM, 0 if none; *bars* are the devices' regions.
+    """Return the bytes that QEMU may have to lock with *size* bytes of RAM and *bars* bytes of device regions; 0 if none.
 
-    VFIO counts on top of what ``mlockall(2)`` has counted, and that counts what QEMU maps of devices as well.
+    VFIO counts the RAM again after ``mlockall(2)``, which also counts the device regions that QEMU maps.
     """
     memory, needed = spec.memory, 0
     if memory.lock:
-        # Pages of hugetlb are never swapped, and yet their addresses are counted.
+        # hugetlb pages are never swapped, but they are counted too.
         needed += size + ADDRESSES + locked_threads(spec, vcpus) * ADDRESSES_THREAD
     if spec.device:
         needed += size + VFIO_MEMLOCK_OVERHEAD + (bars if memory.lock else 0)

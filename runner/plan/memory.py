@@ -1,7 +1,7 @@
-"""The guest's memory: which pages it consists of, the overhead of the instance, and why a host cannot give it.
+"""The plan of the guest's memory: its pages, the overhead of the instance, and the reasons why the host has too little.
 
-Numbers with "measured" are from QEMU 7.2 and 10.0 with q35 and no display; ``tests/machine/test_memory.py`` compares
-them with QEMU.
+Measured numbers are from QEMU 7.2 and 10.0 with q35 and no display; ``tests/machine/test_memory.py`` compares them with
+QEMU.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ VCPU = 4 * MIB
 DEVICE = 2 * MIB
 """A disk or a network interface with its queues: 0.8 MiB (measured). Disks that are attached later count, too."""
 ALL_DEVICES = 16
-"""Devices assumed for a resource of which the spec takes all that were given: most machines have no more."""
+"""Number of devices assumed for a resource of which the spec takes all; most machines have no more."""
 SCREEN = 24 * MIB
-"""A screen: 16 MiB of video memory (QEMU's ``VGA``), and the VNC server's copies of what viewers have seen."""
+"""A screen: 16 MiB of video memory (QEMU's ``VGA``), and the VNC server's copies of the screen for its viewers."""
 DAEMON = 8 * MIB
 """A dnsmasq (3 MiB) or a virtiofsd (5 MiB and its cache of names; measured)."""
 TRANSLATED = 128 * MIB
@@ -43,7 +43,7 @@ TRANSLATED = 128 * MIB
 PAGE_TABLES = 512
 """Page tables take 8 bytes for each page: with pages of 4 KiB, one part in 512 of the RAM. KubeVirt uses the same."""
 LOCKED, LOCKED_THREAD = 48 * MIB, 8 * MIB
-"""What locking adds, for QEMU and for each thread: whole stacks, heaps and libraries (measured: 21 and 8 MiB)."""
+"""Additional bytes with locked memory, for QEMU and for each thread: whole stacks, heaps, libraries (measured: 21, 8 MiB)."""
 
 
 @attrs.frozen
@@ -51,17 +51,17 @@ class RamPlan:
     """Where the guest's RAM comes from; :class:`~runner.placement.guest_topology.GuestTopology` says from which NUMA nodes."""
 
     page_size: int | None
-    """Bytes of a huge page; ``None``: the kernel decides."""
+    """Bytes of a huge page; ``None`` for ordinary pages."""
     preallocate: bool
-    """Every page is touched before QEMU leaves the pod's cgroup, which stays charged for it."""
+    """Whether every page is touched before QEMU leaves the pod's cgroup, which stays charged for it."""
     locked: bool
-    """QEMU locks all of its memory."""
+    """Whether QEMU locks all of its memory."""
     shared: bool
-    """Other processes can map it, such as virtiofsd; else only QEMU has it."""
+    """Whether other processes, such as virtiofsd, can map it."""
     overhead: int
-    """Bytes needed in addition to it, at most; see :func:`memory_overhead`."""
+    """Upper bound of the bytes needed in addition to it; see :func:`memory_overhead`."""
     preallocator: tuple[str, ...]
-    """The beginning of the argv of the program that touches shared pages; QEMU touches pages that are not shared itself."""
+    """The first words of the argv of the program that touches shared pages; QEMU itself touches pages that are not shared."""
 
 
 def memory_overhead(spec: InstanceSpec, vcpus: int, size: int, accel: Literal["kvm", "tcg"], copied: int = 0) -> int:
@@ -93,12 +93,12 @@ def memory_overhead(spec: InstanceSpec, vcpus: int, size: int, accel: Literal["k
 def plan_ram(
     spec: InstanceSpec, size: int, overhead: int, facts: HostFacts, problems: Problems, *, controller: bool
 ) -> RamPlan:
-    """Decide how *size* bytes of RAM are taken; *controller*: the vCPUs are placed by the node's controller."""
+    """Plan *size* bytes of RAM; *controller*: the placement back end is ``controller``."""
     memory = spec.memory
     problems.found += contradictions(spec, controller=controller)
     problems.found += too_little_memory(memory.page_size, size, overhead, facts.memory, facts.limits)
-    # The pod is charged only for pages touched while QEMU is in its cgroup; huge pages that are missing must be an error
-    # of the start; mlockall(2) and VFIO take all pages at once, which must be on their NUMA nodes by then.
+    # The pod is charged only for pages that are touched while QEMU is in its cgroup; missing huge pages must fail the
+    # start; mlockall(2) and VFIO touch all pages at once, which must be on their NUMA nodes by then.
     needed = controller or memory.hugepages is not None or memory.lock or bool(spec.device)
     return RamPlan(
         page_size=memory.page_size,
@@ -166,10 +166,10 @@ def too_little_memory(
 
 
 def too_few_pages(memory: MemorySpec, size: int, topology: GuestTopology | None, facts: HostFacts) -> Iterator[Problem]:
-    """Yield why *size* bytes cannot consist of the huge pages that *memory* asks for.
+    """Yield why there are too few of the huge pages that *memory* asks for, for *size* bytes of RAM.
 
-    They are to be free on the NUMA nodes that *topology* binds the RAM to, else on any of those that this process may
-    take memory from. Without a topology only the size is checked.
+    They must be free on the NUMA nodes that *topology* binds the RAM to, or, if unbound, on any that this process may use.
+    Without a topology only the size is checked.
     """
     page, limits = memory.page_size, facts.limits
     if page is None:

@@ -1,4 +1,4 @@
-"""The guest's network interfaces: what each consists of on the host, and what the guest sees of it."""
+"""The plan of the guest's network interfaces: the links and addresses of each on the host and in the guest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, NetworkSpec, private_subnet
 
 MOST_QUEUES = 8
-"""Pairs of queues without ``queues``: each costs a vhost thread, and 8 carry more than a NIC does."""
+"""Largest default of ``queues``: each pair costs a vhost thread, and 8 pairs carry more than a NIC."""
 
 PASST_MTU = 65520
 """Bytes; passt's own default (passt(1), ``--mtu``): packets of that size never leave the machine."""
@@ -28,7 +28,7 @@ DHCP_USERS = ("dnsmasq", "nobody")
 
 @attrs.frozen
 class Nic:
-    """What the guest sees of a network interface."""
+    """The properties of a network interface that the guest sees."""
 
     mac: str
     mtu: int
@@ -38,30 +38,30 @@ class Nic:
 
 @attrs.frozen
 class Ipv6Plan:
-    """The guest's IPv6 address on one bridge; it learns it by router advertisement and DHCPv6."""
+    """The guest's IPv6 address on one bridge, which it gets by router advertisement and DHCPv6."""
 
     guest: IPv6Interface
     host: IPv6Interface | None
-    """Our address on the bridge; ``None`` in the pod's network, where we have no address."""
+    """The bridge's address; ``None`` in the pod's network, where the bridge has none."""
     nameservers: tuple[IPv6Address, ...] = ()
 
 
 @attrs.frozen
 class BridgedPlan(Nic):
-    """A tap on a bridge of ours, on which dnsmasq gives the guest its address (modes ``private`` and ``bridge``)."""
+    """A tap on a bridge that this program creates; dnsmasq gives the guest its address there (modes ``private``, ``bridge``)."""
 
     bridge: str
     tap: str
     host: IPv4Interface
-    """Our address on the bridge, from which dnsmasq answers."""
+    """The bridge's address, from which dnsmasq answers."""
     guest: IPv4Interface
     gateway: IPv4Address | None
     routes: tuple[Route, ...]
-    """For the guest (RFC 3442); empty when mask and gateway are enough."""
+    """The guest's routes (RFC 3442); empty if its netmask and gateway are enough."""
     nameservers: tuple[IPv4Address, ...]
     search: tuple[str, ...]
     pod: Interface | None
-    """The interface that the guest takes over, as it was found (mode ``bridge``)."""
+    """The interface whose address the guest takes over, as it was before (mode ``bridge``); ``None`` with ``private``."""
     ipv6: Ipv6Plan | None
     vhost: bool
 
@@ -77,7 +77,7 @@ class MacvtapPlan(Nic):
 
 @attrs.frozen
 class PasstPlan(Nic):
-    """passt(1): the guest's frames become sockets of the pod."""
+    """passt(1), which translates between the guest's frames and sockets of the pod."""
 
     program: PurePosixPath
 
@@ -90,7 +90,7 @@ class InheritedFdPlan(Nic):
     fds: tuple[str, ...]
     vhost_fds: tuple[str, ...]
     vhost: bool
-    """Whether we open a vhost-net for each; never together with *vhost_fds*."""
+    """Whether this program opens /dev/vhost-net for each queue; never together with *vhost_fds*."""
 
 
 NetworkPlan = BridgedPlan | MacvtapPlan | PasstPlan | InheritedFdPlan
@@ -106,7 +106,7 @@ class DhcpPlan:
 
 
 def derived_mac(identity: str, index: int) -> str:
-    """Return a MAC address that stays the same as long as the instance keeps its name (or UUID).
+    """Return a MAC address that depends only on *identity*, the instance's name or UUID, and on the network's *index*.
 
     ``52:54:00`` is QEMU's customary locally administered prefix.
     """
@@ -115,7 +115,7 @@ def derived_mac(identity: str, index: int) -> str:
 
 
 def derived_subnet(identity: str, index: int) -> IPv6Network:
-    """Return a unique local subnet (RFC 4193, with 40 bits of a hash) that stays the same, as the MAC address does."""
+    """Return a unique local subnet (RFC 4193, with 40 bits of a hash) that depends only on *identity* and *index*."""
     digest = hashlib.sha256(f"{identity}/ipv6".encode()).digest()
     return IPv6Network((bytes((0xFD, *digest[:5], 0, index, *bytes(8))), 64))
 
@@ -123,12 +123,12 @@ def derived_subnet(identity: str, index: int) -> IPv6Network:
 def plan_networks(
     spec: InstanceSpec, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems
 ) -> Iterator[NetworkPlan]:
-    """Yield the plan of each network that can be made."""
+    """Yield the plan of each network; networks that cannot be created are added to *problems*."""
     return _NetworkPlanner(spec, vcpus, facts, claims, problems).networks()
 
 
 class _NetworkPlanner:
-    """What the decisions about all networks of one instance share; nothing of it changes but *claims* and *problems*."""
+    """The values that the decisions about all networks of one instance share; only *claims* and *problems* change."""
 
     def __init__(self, spec: InstanceSpec, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems) -> None:
         self._spec = spec
@@ -145,7 +145,7 @@ class _NetworkPlanner:
         if made is not None and not self._facts.tun:
             self._refuse(
                 f"network[{made}]",
-                "cannot use /dev/net/tun: it is not here, or may not be written",
+                "cannot use /dev/net/tun: it is missing or not writable",
                 "give the pod the device",
             )
         for index, network in enumerate(networks):
@@ -235,12 +235,12 @@ class _NetworkPlanner:
         for route in pod.multipath:
             self._refuse(
                 where,
-                f"{name!r} has the route {route} over several gateways, which neither a guest can be told nor an alias keeps",
+                f"{name!r} has the route {route} over several gateways, which DHCP cannot express and an alias cannot keep",
                 "give it one gateway",
             )
         for neighbour in pod.neighbours:
             self._remark(
-                f"{name!r} has the permanent neighbour {neighbour.address}: it comes back afterwards, but no guest can be told of it"
+                f"{name!r} has the permanent neighbour {neighbour.address}: it is restored afterwards, but the guest does not get it"
             )
         guest = pod.addresses[0]
         gateways = (route.gateway for route in pod.routes if route.destination.prefixlen == 0)
@@ -278,8 +278,8 @@ class _NetworkPlanner:
             )
             return None
         self._remark(
-            f"nobody advertises a router of {pod.name!r} to the guest: who answers by DHCPv6 only cannot, so the guest is told by other "
-            "means, or by the network's own router"
+            f"the guest gets the IPv6 address of {pod.name!r} by DHCPv6, which has no routes: its IPv6 gateway must come from a router "
+            "advertisement of the pod's network, or from the guest's own configuration"
         )
         return Ipv6Plan(pod.addresses6[0], None, self._facts.resolver.nameservers6)
 
@@ -323,9 +323,11 @@ class _NetworkPlanner:
         ):
             self._refuse(where, "names descriptors of different interfaces", "each queue is one of the same")
         if len(found) > 1 and (kind == "socket" or any(each is not None and not each.multi_queue for each in found)):
-            self._refuse(where, "names several, which takes a tap or macvtap opened with IFF_MULTI_QUEUE each time")
+            self._refuse(
+                where, "names several, which needs a tap or macvtap that was opened with IFF_MULTI_QUEUE each time"
+            )
         if kind == "socket" and network.vhost_fd:
-            self._refuse(f"network[{index}].vhost_fd", "a socket is not carried by vhost-net", "leave it out")
+            self._refuse(f"network[{index}].vhost_fd", "vhost-net cannot serve a socket", "leave it out")
         if first is not None and kind == "macvtap":
             if network.mac not in {None, first.mac}:
                 self._refuse(
@@ -356,7 +358,7 @@ def _kind(found: DescriptorFact | None) -> Literal["tap", "macvtap", "socket"]:
 
 
 def plan_dhcp(networks: Iterable[NetworkPlan], facts: HostFacts, problems: Problems) -> Iterator[DhcpPlan]:
-    """Yield the dnsmasq of each network on a bridge of ours."""
+    """Yield the dnsmasq of each network with a bridge that this program creates."""
     user = next((name for name in DHCP_USERS if name in facts.users), "root")
     for index, network in enumerate(networks):
         if not isinstance(network, BridgedPlan):

@@ -1,6 +1,6 @@
-"""PCI devices that are passed through: by which VFIO backend each, and where the guest sees it.
+"""The plan of PCI devices that are passed through: the VFIO backend of each, and its bus in the guest.
 
-Only a plan with devices imports this.
+Only a plan with devices imports this module.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
 
 PREFIXES = ("PCI_RESOURCE", "PCIDEVICE")
-"""Of KubeVirt's and NVIDIA's plugins, and of the SR-IOV plugin; ``_`` and the resource's name follow (``ResourceNameToEnvVar``)."""
+"""The beginning of a device plugin's variable, which ``_`` and the resource's name follow (``ResourceNameToEnvVar``): of
+KubeVirt's and NVIDIA's plugins, and of the SR-IOV plugin."""
 MEDIATED_PREFIX = "MDEV_PCI_RESOURCE"
 
 IOMMUFD_SINCE = (9, 0)
 """The first version of QEMU with iommufd."""
 CLIQUE = "x-nv-gpudirect-clique"
-"""The property by which GPUs learn that they can reach each other. Only a legacy container maps their memory for each other:
-iommufd takes no device memory (QEMU's ``backends/iommufd.c``, before Linux 6.19)."""
+"""The property that declares which GPUs can access each other's memory. Only a legacy VFIO container maps device memory:
+iommufd maps only RAM (QEMU's ``backends/iommufd.c``, before Linux 6.19)."""
 
 GIB = 1 << 30
 PORT_GRAIN = 1 << 20
@@ -74,7 +75,7 @@ def listed(resource: str, environment: Mapping[str, str]) -> tuple[str, ...]:
 
 @attrs.frozen
 class Asked:
-    """A device that the spec asks for: ``device[index]``."""
+    """One PCI device that ``device[index]`` of the spec asks for."""
 
     index: int
     address: str
@@ -82,7 +83,7 @@ class Asked:
 
 
 def asked_devices(devices: Sequence[DeviceSpec], environment: Mapping[str, str]) -> tuple[list[Asked], list[Problem]]:
-    """Return the devices that the spec asks for, and why the devices of a resource are not known."""
+    """Return the devices that the spec asks for, and the problems with resources whose devices are not known."""
     asked: list[Asked] = []
     problems: list[Problem] = []
     taken = {device.address for device in devices if device.address is not None}
@@ -100,7 +101,7 @@ def asked_devices(devices: Sequence[DeviceSpec], environment: Mapping[str, str])
 def _of_resource(
     device: DeviceSpec, environment: Mapping[str, str], taken: Collection[str]
 ) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
-    """Return the addresses that *device* gets, and why it gets none: message and remedy."""
+    """Return the addresses of the devices for *device*, and why it gets none, as message and remedy."""
     resource = device.resource or ""
     variables = resource_variables(resource)
     everything = listed(resource, environment)
@@ -108,7 +109,10 @@ def _of_resource(
         mediated = f"{MEDIATED_PREFIX}_{variables[0].removeprefix(PREFIXES[0] + '_')}"
         if environment.get(mediated):
             return (), [
-                (f"{mediated} names mediated devices, which are not passed", "take whole devices or SR-IOV functions")
+                (
+                    f"{mediated} names mediated devices, which cannot be passed through",
+                    "use whole devices or SR-IOV functions",
+                )
             ]
         why = f"no device is given for it: neither of {' and '.join(variables)} is in the environment"
         return (), [(why, f"ask for `{resource}` in the container's limits, or name the address")]
@@ -127,13 +131,13 @@ def _of_resource(
 def plan_passthrough(
     spec: InstanceSpec, topology: GuestTopology, facts: HostFacts, user: User, accel: Accel, problems: Problems
 ) -> PassthroughPlan:
-    """Decide about every device of *spec*; QEMU runs as *user*."""
+    """Plan every device of *spec*; QEMU runs as *user*."""
     planner = _DevicePlanner(spec, topology, facts, user, problems)
     return planner.plan(accel)
 
 
 class _DevicePlanner:
-    """What the decisions about all devices of one instance share; only *problems* changes."""
+    """The values that the decisions about all devices of one instance share; only *problems* changes."""
 
     def __init__(
         self, spec: InstanceSpec, topology: GuestTopology, facts: HostFacts, user: User, problems: Problems
@@ -162,7 +166,7 @@ class _DevicePlanner:
         return PassthroughPlan(tuple(plans), self._vfio.iommufd.path if used else None, self._window(plans, accel))
 
     def _preferred(self, facts: Sequence[PciFact]) -> tuple[VfioBackend, VfioBackend]:
-        """Return the backends in the order they are tried for ``iommu = "auto"``: with one for all, RAM is locked once."""
+        """Return the backends in the order of preference for ``iommu = "auto"``: with one for all devices, RAM is locked once."""
         named = {each.device.iommu for each in self._asked} - {"auto"}
         cliques = any(name == CLIQUE for each in self._asked for name, _ in each.device.properties)
         legacy = "legacy" in named or cliques
@@ -178,13 +182,13 @@ class _DevicePlanner:
         backend = next((backend for backend, error in errors.items() if error is None), None)
         if backend is None:
             why = "; ".join(f"not by {backend!r}: {error}" for backend, error in errors.items())
-            self._problems.refuse(f"{where}.iommu", f"{fact.address} cannot be handed to QEMU; {why}")
+            self._problems.refuse(f"{where}.iommu", f"{fact.address} cannot be passed through; {why}")
             return None
         group, node = fact.group_node, fact.device_node
         if CLIQUE in dict(asked.device.properties) and backend == "iommufd":
             self._problems.remark(
-                f"{fact.address} has {CLIQUE}, but by iommufd no device reaches the memory of another: the guest's drivers "
-                "find that out",
+                f"{fact.address} has {CLIQUE}, but with iommufd no device can access another's memory: the guest's drivers "
+                "detect that",
                 'use iommu = "legacy"',
             )
         guest = self._guest_numa_node(fact)
@@ -207,13 +211,13 @@ class _DevicePlanner:
         )
 
     def _guest_numa_node(self, fact: PciFact) -> int | None:
-        """Return the guest's NUMA node with the vCPUs that are on the device's; ``None`` for a guest of one NUMA node."""
+        """Return the guest's NUMA node that is the device's on the host; ``None`` if there is none or the guest has only one."""
         numa_nodes = self._topology.numa_nodes
         several = len(self._facts.hardware.numa_nodes) > 1
         if fact.numa_node < 0:
             if several:
                 self._problems.remark(
-                    f"the firmware does not say on which NUMA node {fact.address} is, and so the guest is not told"
+                    f"the firmware does not report the NUMA node of {fact.address}, so the guest does not see one either"
                 )
             return None
         near = next((number for number, each in enumerate(numa_nodes) if each.host == fact.numa_node), None)
@@ -255,9 +259,9 @@ class _DevicePlanner:
 
 
 def device_errors(address: str, fact: PciFact | None, passed: Iterable[str]) -> list[tuple[str, str]]:
-    """Return why the device at *address* cannot be passed by any backend, each with its remedy.
+    """Return why no backend can pass the device at *address* through, each reason with its remedy.
 
-    *passed* are the addresses of all devices that are to be passed.
+    *passed* are the addresses of all devices that are to be passed through.
     """
     if fact is None:
         return [(f"there is no PCI device {address} here", "`lspci -D` lists them")]
@@ -278,7 +282,7 @@ def device_errors(address: str, fact: PciFact | None, passed: Iterable[str]) -> 
     ]
     if fact.group_node is not None and fact.group_node.busy:
         node = fact.group_node.path
-        errors.append((f"{address} is in use: somebody else has {node} open", HOLDER.format(node)))
+        errors.append((f"{address} is in use: another process has {node} open", HOLDER.format(node)))
     return errors
 
 
@@ -298,7 +302,7 @@ def _node_error(node: DeviceNode | None, what: str) -> str | None:
 
 
 def backend_error(backend: VfioBackend, fact: PciFact, vfio: VfioFacts) -> str | None:
-    """Return why the device cannot be passed by *backend*; ``None`` if it can."""
+    """Return why *backend* cannot pass the device through; ``None`` if it can."""
     match backend:
         case "legacy":
             return legacy_error(fact, vfio)
@@ -309,14 +313,14 @@ def backend_error(backend: VfioBackend, fact: PciFact, vfio: VfioFacts) -> str |
 
 
 def legacy_error(fact: PciFact, vfio: VfioFacts) -> str | None:
-    """Return why the device cannot be passed by its IOMMU group; ``None`` if it can."""
+    """Return why the device cannot be passed through by its IOMMU group; ``None`` if it can."""
     return _node_error(vfio.container, "/dev/vfio/vfio") or _node_error(
         fact.group_node, "nodes of IOMMU groups (CONFIG_VFIO_GROUP)"
     )
 
 
 def iommufd_error(fact: PciFact, vfio: VfioFacts) -> str | None:
-    """Return why the device cannot be passed by iommufd; ``None`` if it can."""
+    """Return why the device cannot be passed through by iommufd; ``None`` if it can."""
     version = re.match(r"([0-9]+)\.([0-9]+)", vfio.qemu_version, re.ASCII)
     if version is None or (int(version[1]), int(version[2])) < IOMMUFD_SINCE:
         return f"QEMU {vfio.qemu_version or 'of unknown version'} is older than {'.'.join(map(str, IOMMUFD_SINCE))}"
@@ -326,10 +330,10 @@ def iommufd_error(fact: PciFact, vfio: VfioFacts) -> str | None:
 
 
 def device_remarks(fact: PciFact) -> Iterator[Remark]:
-    """Yield what is second best about a device that can be passed."""
+    """Yield remarks about a device that can be passed through."""
     if not fact.resets:
         yield Remark(
-            f"{fact.address} ({fact.name}) cannot be reset by itself: what one guest leaves in it, the next one finds",
+            f"{fact.address} ({fact.name}) cannot be reset by itself: the next guest sees the state that this one leaves in it",
             "see its reset_method in sysfs",
         )
     link = fact.link
@@ -350,10 +354,10 @@ def link_remark(link: PciLink) -> Remark:
 
 
 def bar_window(devices: Iterable[Iterable[Bar]]) -> int:
-    """Return the bytes of addresses, a power of two, that hold the high regions of *devices*, each behind a port of its own.
+    """Return the size of the address window for the high regions of *devices*, each behind its own port: a power of two.
 
-    A port's window begins at a multiple of its largest region and is a multiple of it, so ports sorted by that leave no
-    gaps; and regions, as firmware sorts them, leave none in it. The emulated devices' small ones come after them.
+    The window of a port begins at a multiple of its largest region, and its size is one too; sorted by this size, ports
+    leave no gaps, and neither do the regions in a port. The small regions of emulated devices follow.
     """
     total = 0
     for bars in devices:
@@ -368,7 +372,7 @@ def _up(value: int, grain: int) -> int:
 
 
 def top_of_addresses(memory: int, window: int, *, amd: bool) -> int:
-    """Return the address where *window* ends above *memory* bytes of RAM; OVMF puts it at a multiple of its size."""
+    """Return the end address of *window* above *memory* bytes of RAM; OVMF places it at a multiple of its size."""
     ram = 4 * GIB + max(0, memory - LOW_RAM)
     top = _up(ram, window) + window
     if amd and top > HYPERTRANSPORT:
@@ -377,11 +381,11 @@ def top_of_addresses(memory: int, window: int, *, amd: bool) -> int:
 
 
 def guest_address_bits(accel: Accel, model: str | None, host: int) -> int:
-    """Return how many bits a physical address of the guest has; 0 if that is not known."""
+    """Return the number of bits of a physical address in the guest; 0 if it is not known. *host* is that of the host."""
     if accel != "kvm":
         return EMULATED_BITS
-    told = re.search(r",phys-bits=([0-9]+)", model or "", re.ASCII)
-    if told is not None:
-        return int(told[1])
+    explicit = re.search(r",phys-bits=([0-9]+)", model or "", re.ASCII)
+    if explicit is not None:
+        return int(explicit[1])
     whole = model is None or re.match(r"(host|max)\b", model) or ",host-phys-bits=on" in model
     return host if whole else EMULATED_BITS

@@ -9,7 +9,7 @@ import attrs
 
 VfioBackend = Literal["legacy", "iommufd"]
 ROOT_BUS = "pcie.0"
-"""The guest's bus that everything is on which is on no NUMA node's bridge."""
+"""The guest's bus for all devices that are not on the bridge of a NUMA node."""
 
 
 @attrs.frozen
@@ -20,21 +20,21 @@ class DevicePlan:
     sysfs: PurePosixPath
     name: str
     driver: str
-    """The driver it is bound to, and must be bound to again when the guest has ended."""
+    """The driver it is bound to before the start and must be bound to after the end."""
     vfio_backend: VfioBackend
     group_node: PurePosixPath | None
-    """The node of its IOMMU group, which QEMU opens with ``legacy``. With ``iommufd`` it shows whether the device is free,
-    and is ``None`` where it is not here."""
+    """The device node of its IOMMU group, which QEMU opens with ``legacy``. With ``iommufd`` it only shows whether the device
+    is free, and is ``None`` if the container does not have it."""
     device_node: PurePosixPath | None
     """The node whose descriptor QEMU inherits; ``None`` with ``legacy``."""
     lent_to: int | None
-    """The user id that owns the group's node while QEMU opens it: QEMU takes only its path."""
+    """The user id that owns *group_node* while QEMU opens it (QEMU takes no descriptor for it); ``None``: no change."""
     bus: str
     """The guest's bus that its root port is on."""
     host_numa_node: int
-    """-1 where the firmware does not say it."""
+    """-1 where the firmware does not report it."""
     guest_numa_node: int | None
-    """``None`` where the guest has no NUMA node for it."""
+    """The guest's NUMA node of its bus; ``None`` if it is on the root bus."""
     memory: int
     """Bytes of all of its regions."""
     properties: tuple[tuple[str, object], ...]
@@ -47,6 +47,6 @@ class PassthroughPlan:
 
     devices: tuple[DevicePlan, ...] = ()
     iommufd: PurePosixPath | None = None
-    """``/dev/iommu``, if a device uses it."""
+    """``/dev/iommu``; ``None`` if no device uses it."""
     window: int | None = None
-    """Bytes of guest addresses above its RAM for the devices' regions; ``None``: QEMU's 32 GiB are enough."""
+    """Bytes of guest addresses above its RAM for the devices' regions; ``None`` if QEMU's 32 GiB are enough."""

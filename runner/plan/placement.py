@@ -1,4 +1,4 @@
-"""Which CPUs the vCPUs own, how they are kept apart from everything else, and what the guest sees of it."""
+"""The plan of the CPUs: the placement back end, the CPU of each vCPU, and the topology that the guest sees."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backen
 def plan_placement(
     cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostFacts, problems: Problems
 ) -> Placement | None:
-    """Decide which CPUs *vcpus* vCPUs own; ``None`` if that is not possible."""
+    """Decide the CPU of each of *vcpus* vCPUs; ``None`` if that is not possible."""
     _refuse_shared_cpus(cpu, vcpus, backend, facts, problems)
     allowed = facts.allowed_cpus
     if cpu.cpus is not None and not cpu.cpus <= allowed:
@@ -102,7 +102,7 @@ def _refuse_shared_cpus(cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostF
         if facts.pod is None or cpu.placement in ASKING_FOR_LESS:
             problems.remark(reason, remedy)
         else:
-            problems.refuse("cpu.placement", reason, f'{remedy}, or say "affinity" and do with less')
+            problems.refuse("cpu.placement", reason, f'{remedy}, or set it to "affinity" and accept shared CPUs')
 
 
 def _choose_pins(cpu: CpuSpec, vcpus: int, facts: HostFacts, problems: Problems) -> tuple[int, ...] | None:
@@ -121,9 +121,9 @@ def _choose_pins(cpu: CpuSpec, vcpus: int, facts: HostFacts, problems: Problems)
 def plan_topology(
     spec: InstanceSpec, pins: tuple[int, ...], memory: int, facts: HostFacts, problems: Problems, *, siblings: bool
 ) -> GuestTopology | None:
-    """Decide what the guest sees; *siblings*: its CPU model can report siblings.
+    """Decide the topology that the guest sees; *siblings*: its CPU model can report siblings.
 
-    Without KVM, QEMU's model ``max`` calls itself an AMD and reports none.
+    Without KVM, QEMU's model ``max`` reports an AMD CPU without siblings.
     """
     real = spec.cpu.topology == "host"
     try:

@@ -1,4 +1,4 @@
-"""What the functions of a plan collect on the way: why it cannot be made, and what is second best about it."""
+"""Problems, which make a plan impossible, and remarks, which do not; the functions of a plan collect them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runner.errors import Problem
 
 
 class Remark(NamedTuple):
-    """What is second best about a plan that can be made; *remedy* is empty if nothing can be done about it.
+    """A disadvantage of a plan that is possible; *remedy* is empty if there is none.
 
     A named tuple, because an attrs class costs PID 1 a quarter of a millisecond more.
     """

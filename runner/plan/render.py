@@ -159,7 +159,7 @@ def _network(network: NetworkPlan) -> str:
         case MacvtapPlan():
             return f"macvtap {network.link} over {network.over} {guest}" + vhost * network.vhost
         case InheritedFdPlan():
-            opened = f"{network.kind} handed to us as {', '.join(network.fds)} {guest}"
+            opened = f"{network.kind} inherited as {', '.join(network.fds)} {guest}"
             return opened + vhost * (network.vhost or bool(network.vhost_fds))
         case BridgedPlan():
             also = "" if network.ipv6 is None else f" and {network.ipv6.guest}"

@@ -94,7 +94,7 @@ def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
             yield shlex.join([*passt_argv(network, f"--socket=/tmp/passt{index}.sock")]) + " &"
             yield f"until [ -S /tmp/passt{index}.sock ]; do sleep 0.1; done"
         case InheritedFdPlan():
-            yield f"# network {index} was handed to the runner as {', '.join(network.fds)}; by hand its place is taken by nothing"
+            yield f"# network {index} is inherited by the runner as {', '.join(network.fds)}; here it is left unconnected"
         case other:
             assert_never(other)
 

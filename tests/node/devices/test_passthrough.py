@@ -107,7 +107,7 @@ def test_a_device_goes_to_qemu_and_comes_back(
         both = {*nodes_of("legacy", disk), *nodes_of("iommufd", disk)}
         with started(node_fixture, 2, cpus[2], spec_text(cpus[2], more), both) as second:
             assert second.running.wait() == 30
-            assert f"{disk.address} is in use: somebody else has {disk.nodes['legacy']} open" in second.running.output
+            assert f"{disk.address} is in use: another process has {disk.nodes['legacy']} open" in second.running.output
         # With iommufd the device is only found to be in use when QEMU opens it.
         with started(node_fixture, 2, cpus[2], spec_text(cpus[2], more), nodes_of("iommufd", disk)) as second:
             assert second.running.wait() == 31

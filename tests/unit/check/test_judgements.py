@@ -126,7 +126,7 @@ CASES: list[tuple[Finding, Level, str]] = [
     (own(None, SOME), UNKNOWN, "nothing here says whether they were given to others too"),
     (time(POD, None), OK, "no cpu.max"),
     (time(POD, 4.0), OK, "the time of 4 CPUs to 4"),
-    (time(POD, 3.5), FATAL, "lets 4 vCPUs have the time of 3.5 CPUs"),
+    (time(POD, 3.5), FATAL, "gives 4 vCPUs the time of 3.5 CPUs"),
     (time(POD, 3.5, less=True), WARNING, "3.5 CPUs"),
     (time(CONTAINER, 3.5), WARNING, "3.5 CPUs"),
     (time(POD, 4.0, throttled=9), WARNING, "9 times"),

@@ -133,7 +133,7 @@ def test_a_kind_that_creates_pods_is_planned_as_one_pod() -> None:
     assert manifests[0].notes == (
         "3 replicas, planned as one pod; name the file once for each that comes to this node",
     )
-    assert skipped == ["p.yaml: a Service makes no pod that we know, and was left out"]
+    assert skipped == ["p.yaml: a Service creates no pod and was left out"]
 
 
 def test_pods_of_one_name_are_numbered_and_a_running_one_keeps_its_uid() -> None:

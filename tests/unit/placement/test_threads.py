@@ -147,7 +147,7 @@ def test_kernel_threads_are_exempt_unless_they_are_in_a_cgroup() -> None:
     ],
 )
 def test_a_thread_starts_where_its_parent_is(rules: ThreadRules, thread: ObservedThread, *, born: bool) -> None:
-    assert rules.is_born_of_vcpu(thread) is born
+    assert rules.is_child_of_vcpu(thread) is born
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_keys_host_name_and_networks() -> None:
             'user_data = "# cloud-config\\n"',
             "cloud_init.user_data: begins with '# cloud-config', which cloud-init would ignore; its first",
         ),
-        ('ssh_keys = ["/id"]', "cloud_init.ssh_keys[0]: '/id' has a private key, which nobody must see"),
+        ('ssh_keys = ["/id"]', "cloud_init.ssh_keys[0]: '/id' has a private key, which must stay secret"),
         ('ssh_keys = ["ssh-rsa"]', "cloud_init.ssh_keys[0]: is 'ssh-rsa', which is no public key; one looks like"),
         ('ssh_keys = ["/user"]', "cloud_init.ssh_keys[0]: '/user' has 'echo hunter2', which is no public key"),
         (

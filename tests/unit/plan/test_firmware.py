@@ -53,7 +53,7 @@ def test_where_variables_are_kept(boot: str, code: PurePosixPath, variables: Var
     assert plan.machine.firmware.path == code
     assert plan.machine.firmware_vars == variables
     forgotten = variables is not None and variables.path is None
-    assert any("is forgotten at the end" in remark for remark in map(str, plan.remarks)) is forgotten
+    assert any("are lost at the end" in remark for remark in map(str, plan.remarks)) is forgotten
     script = pasteable(plan)
     assert ("cp -n" in script) is (variables is not None and variables.template is not None)
     if variables is not None:

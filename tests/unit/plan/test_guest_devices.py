@@ -28,5 +28,5 @@ def test_identifiers_with_a_meaning_of_their_own_are_refused(wrong: str) -> None
 def test_vsock_needs_its_device() -> None:
     [problem] = problems(KERNEL + "[guest]\nvsock = 7\n", attrs.evolve(FACTS, vhost_vsock=False))
     assert problem.startswith(
-        "guest.vsock: cannot use /dev/vhost-vsock: it is not here, or may not be written; load the module"
+        "guest.vsock: cannot use /dev/vhost-vsock: it is missing or not writable; load the module"
     )

@@ -53,8 +53,8 @@ def given(text: str, *names: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "names", "expected"),
     [
-        (handed("a"), (), "network[0].fd: no descriptor 'a' was handed to us; there are: none"),
-        (handed("a"), ("a", "b"), "descriptors: nothing names the descriptor 'b' (the tap 't0'); name it, or hand"),
+        (handed("a"), (), "network[0].fd: no descriptor 'a' was inherited; there are: none"),
+        (handed("a"), ("a", "b"), "descriptors: nothing names the descriptor 'b' (the tap 't0'); name it in a key"),
         (KERNEL, ("s",), "descriptors: nothing names the descriptor 's' (a connected stream socket)"),
         (
             handed("v"),
@@ -70,8 +70,12 @@ def given(text: str, *names: str) -> list[str]:
         (handed("false"), ("false",), "network[0].fd: the descriptor 'false' is the tap 't0', but came as 'vhost-net'"),
         (handed("read"), ("read",), "network[0].fd: the descriptor 'read' is open for reading only"),
         (handed("a,other"), ("a", "other"), "network[0].fd: names descriptors of different interfaces"),
-        (handed("a,single"), ("a", "single"), "network[0].fd: names several, which takes a tap or macvtap opened with"),
-        (handed("s", 'vhost_fd = "v"'), ("s", "v"), "network[0].vhost_fd: a socket is not carried by vhost-net"),
+        (
+            handed("a,single"),
+            ("a", "single"),
+            "network[0].fd: names several, which needs a tap or macvtap that was opened",
+        ),
+        (handed("s", 'vhost_fd = "v"'), ("s", "v"), "network[0].vhost_fd: vhost-net cannot serve a socket"),
         (
             handed("m", 'mac = "52:54:00:00:00:08"'),
             ("m",),
@@ -122,8 +126,8 @@ def test_a_disk_by_its_descriptor() -> None:
     )
     assert given('[[disk]]\nfd = "disk"\n[[disk]]\npath = "/disk"\n', "a") == [
         "disk[0].path: 'fd:disk' does not exist",
-        "disk[0].fd: no descriptor 'disk' was handed to us; there are: 'a'",
-        "descriptors: nothing names the descriptor 'a' (the tap 't0'); name it, or hand it to somebody else",
+        "disk[0].fd: no descriptor 'disk' was inherited; there are: 'a'",
+        "descriptors: nothing names the descriptor 'a' (the tap 't0'); name it in a key fd, or do not pass it",
     ]
     for text in ("[[disk]]\n", '[[disk]]\nfd = "disk"\npath = "/disk"\n'):
         assert problems(text) == ["disk[0].path: a disk needs either path or fd"]
@@ -155,7 +159,7 @@ def test_a_pods_ipv6_address_goes_with_the_other_when_asked() -> None:
     assert isinstance(unasked.networks[0], BridgedPlan)
     assert asked.networks[0].ipv6 == Ipv6Plan(IPv6Interface("fd00:10::5/64"), None)
     assert unasked.networks[0].ipv6 is None
-    assert any("nobody advertises a router of 'eth0'" in remark for remark in map(str, asked.remarks))
+    assert any("by DHCPv6, which has no routes" in remark for remark in map(str, asked.remarks))
     assert any("the guest does not get the IPv6 address of 'eth0'" in remark for remark in map(str, unasked.remarks))
 
 
@@ -220,7 +224,7 @@ def test_every_kind_is_printed_and_in_the_script() -> None:
     assert [
         word in line
         for word, line in zip(
-            ("fd", "macvtap vmtap1 over eth0", "passt", "tap handed to us as a, b", "net1"), shown, strict=True
+            ("fd", "macvtap vmtap1 over eth0", "passt", "tap inherited as a, b", "net1"), shown, strict=True
         )
     ] == [True] * 5
     assert json.loads(json.dumps(plan_json(plan)))["networks"][4]["ipv6"]["guest"] == "fd00:10::5/64"

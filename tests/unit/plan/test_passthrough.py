@@ -128,7 +128,7 @@ def test_a_resource_is_divided_among_the_devices_that_ask_for_it() -> None:
         (
             '[[device]]\nresource = "nvidia.com/A16"\n',
             {"MDEV_PCI_RESOURCE_NVIDIA_COM_A16": "b2f0"},
-            "device[0].resource: MDEV_PCI_RESOURCE_NVIDIA_COM_A16 names mediated devices, which are not passed; take whole",
+            "device[0].resource: MDEV_PCI_RESOURCE_NVIDIA_COM_A16 names mediated devices, which cannot be passed through; use whole",
         ),
         (
             '[[device]]\nresource = "a/b"\n',
@@ -170,7 +170,7 @@ def test_a_resource_that_gives_nothing_is_refused(text: str, environment: Mappin
         ({"vfio": False, "driver": None}, f"device[0]: {GPU} (10de:2330) is bound to no driver; bind it: driverctl"),
         (
             {"group_node": DeviceNode(PurePosixPath("/dev/vfio/30"), "Device or resource busy", busy=True)},
-            f"device[0]: {GPU} is in use: somebody else has /dev/vfio/30 open; end the other instance",
+            f"device[0]: {GPU} is in use: another process has /dev/vfio/30 open; end the other instance",
         ),
     ],
 )
@@ -240,7 +240,7 @@ def test_the_vfio_backend_is_one_that_works(
     facts = with_vfio(with_gpu(hgx, **gpu), **values)
     if why:
         [problem] = problems(text, facts)
-        assert problem.startswith(f"device[0].iommu: {GPU} cannot be handed to QEMU; ")
+        assert problem.startswith(f"device[0].iommu: {GPU} cannot be passed through; ")
         assert why in problem
         return
     passing = plan_of(text, facts).machine.passthrough
@@ -261,7 +261,7 @@ def test_gpus_with_a_peer_to_peer_clique_use_the_legacy_backend(hgx: HostFacts) 
     [device] = plan_of(text, hgx).machine.passthrough.devices
     assert (device.vfio_backend, device.properties) == ("legacy", (("x-nv-gpudirect-clique", 3),))
     plan = plan_of(text + 'iommu = "iommufd"\n', hgx)
-    assert any("no device reaches the memory of another" in remark for remark in map(str, plan.remarks))
+    assert any("no device can access another's memory" in remark for remark in map(str, plan.remarks))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_suboptimal_device_is_a_remark(hgx: HostFacts) -> None:
         ),
         ({"link": attrs.evolve(link, speed="2.5 GT/s PCIe")}, "an idle GPU lowers its speed"),
         ({"link": attrs.evolve(link, width=0)}, "its PCI Express link is down"),
-        ({"numa_node": -1}, "the firmware does not say on which NUMA node"),
+        ({"numa_node": -1}, "the firmware does not report the NUMA node"),
         ({"numa_node": 1}, "is on the host's NUMA node 1, the vCPUs are on 0: every access goes farther"),
     ):
         remarks = plan_of(KERNEL + ONE, with_gpu(hgx, **values)).remarks

@@ -354,7 +354,7 @@ def test_descriptors_are_all_passed_on() -> None:
         (
             '[[disk]]\npath = "/images/no-backing-format"\nformat = "qcow2"\nbacking = ["/images"]\n',
             {},
-            "disk[0].path: '/images/no-backing-format' takes data from '/images/golden/base' and gives no format for it; say it with",
+            "disk[0].path: '/images/no-backing-format' takes data from '/images/golden/base' and gives no format for it; set it with",
         ),
         (
             '[[disk]]\npath = "/images/lost"\nformat = "qcow2"\nbacking = ["/images"]\n',
@@ -365,7 +365,7 @@ def test_descriptors_are_all_passed_on() -> None:
         (
             '[[disk]]\npath = "/disk"\ncache = "none"\n',
             {},
-            "disk[0].cache: '/disk' cannot be used past the page cache (O_DIRECT): its file system has no such thing;",
+            "disk[0].cache: '/disk' cannot be used past the page cache (O_DIRECT): its file system does not support it;",
         ),
         (
             '[[disk]]\npath = "/raw"\naio = "io_uring"\n',
@@ -400,7 +400,7 @@ def test_descriptors_are_all_passed_on() -> None:
             "share[0].read_only: virtiofsd 7.2.22 cannot share read-only",
         ),
         (KERNEL + "[[network]]\n", {"dnsmasq": None}, "network[0]: cannot find the program 'dnsmasq' in PATH; install"),
-        (KERNEL + "[[network]]\n", {"tun": False}, "network[0]: cannot use /dev/net/tun: it is not here"),
+        (KERNEL + "[[network]]\n", {"tun": False}, "network[0]: cannot use /dev/net/tun: it is missing"),
         (KERNEL, {"qemu": None}, "cannot find the program 'qemu-system-x86_64' in PATH"),
         (
             KERNEL + '[memory]\nsize = "16GiB"\n',
@@ -670,7 +670,7 @@ def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_a_remark_elsewhe
     text = KERNEL + "[cpu]\ncount = 2\n"
     assert any("cpu.max" in remark for remark in map(str, plan_of(text, attrs.evolve(FACTS, cpu_time=1.5)).remarks))
     [problem] = problems(text, attrs.evolve(FACTS, cpu_time=1.5, pod=PodQos("guaranteed")))
-    assert problem.startswith("cpu.placement: cpu.max lets 2 vCPUs have the time of 1.5 CPUs")
+    assert problem.startswith("cpu.placement: cpu.max gives 2 vCPUs the time of 1.5 CPUs")
     assert not any("cpu.max" in remark for remark in map(str, plan_of(text, attrs.evolve(FACTS, cpu_time=2.0)).remarks))
 
 
