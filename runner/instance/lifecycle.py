@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 IMPORTED_AGAIN = 1.0
 """Seconds until the next attempt when descriptors or memory are short."""
 
-CAUSE_WITHIN = 0.2
-"""Seconds within which QEMU's death shows when a daemon has ended because of it."""
+CAUSE_WITHIN = 2.0
+"""Seconds within which QEMU's death shows when a daemon has ended because of it; 0.2 was too short on a loaded machine."""
 
 
 async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callable[[bytes], None]) -> GuestEnd:

@@ -534,5 +534,5 @@ async def test_the_receipt_is_true_after_a_restart(fake_host: FakeHost, role: st
 
     plan = fake_host.plan("[[network]]\n")
     before = fake_host.snapshot()
-    assert ended(await fake_host.run(plan, beside=kill)).status is Status.STOPPED
+    assert ended(await fake_host.run(plan, meanwhile=kill)).status is Status.STOPPED
     assert fake_host.snapshot() == before
