@@ -132,7 +132,7 @@ def observe_container(roots: Roots, receipt: Path) -> Observation:
     Raises :class:`UsageError` when there is no receipt, :class:`HostError` when /proc cannot be read.
     """
     try:
-        found = parse_receipt(receipt.read_text(), str(receipt))
+        found = parse_receipt(receipt.read_text(encoding="utf-8", errors="backslashreplace"), str(receipt))
     except OSError as error:
         raise UsageError(f"cannot read {str(receipt)!r}") from error
     roles = Roles.of(found)

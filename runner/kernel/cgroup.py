@@ -274,14 +274,6 @@ class Cgroup:
         self.write("cpuset.cpus", str(cpus))
         return self.effective_cpus()
 
-    def set_mems(self, nodes: CpuSet) -> None:
-        """Write ``cpuset.mems``.
-
-        Removing a node from a populated group migrates every page that its members have there, synchronously:
-        "Setting a non-empty value to cpuset.mems causes memory of tasks within the cgroup to be migrated".
-        """
-        self.write("cpuset.mems", str(nodes))
-
     # -- members -----------------------------------------------------------------------------------------------------
 
     def admit(self, pid: int) -> None:

@@ -330,7 +330,7 @@ def parse_receipt(text: str, source: str) -> Receipt:
             cgroups=_parse_cgroups(document.get("cgroups")),
         )
         return Receipt(document["backend"], rules, threads)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"cannot use {source}: it is no receipt of instance-runner's") from error
 
 

@@ -301,3 +301,12 @@ def test_the_interval_is_a_number_of_seconds(seconds: str) -> None:
     refused = subprocess.run((*INSPECT, f"--watch={seconds}"), check=False, capture_output=True, text=True)
     assert refused.returncode == 2
     assert f"{seconds!r} is not a number of seconds from 0.1 to 86400" in refused.stderr
+
+
+@pytest.mark.parametrize("content", [b'{"version": 1, "backend": "\xff"}', b"[" * 200_000], ids=["not UTF-8", "deep"])
+def test_a_file_that_is_no_receipt_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "receipt.json").write_bytes(content)
+    argv = (*INSPECT, "--state-dir", str(tmp_path))
+    ended = subprocess.run(argv, check=False, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert f"instance-runner: cannot use {tmp_path}/receipt.json: it " in ended.stderr
