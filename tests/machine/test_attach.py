@@ -25,6 +25,7 @@ def echoing(start: ProgramStarter, tmp_path: Path, more: str = "") -> Any:
 
 def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> None:
     run = echoing(start, tmp_path)
+    inside = ("nsenter", f"--target={run.pid()}", "--pid", "--mount")
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     seen = b""
@@ -36,7 +37,7 @@ def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> N
         return text in seen
 
     try:
-        argv = [RUNNER, "console", "--state-dir", run.state, "--detach-key", "ctrl-a"]
+        argv = [*inside, RUNNER, "console", "--state-dir", run.state, "--detach-key", "ctrl-a"]
         with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs) as client:
             until(lambda: sees(b"attached; Ctrl-a detaches"), "the greeting")
             # Before the boot sector is there the firmware may take what is typed.
@@ -48,7 +49,7 @@ def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> N
         os.close(ours)
         os.close(theirs)
     reading = subprocess.Popen(
-        [RUNNER, "console", "--read-only", "--state-dir", run.state],
+        [*inside, RUNNER, "console", "--read-only", "--state-dir", run.state],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
