@@ -1,14 +1,15 @@
 """The guest's serial console: shown on standard output, kept in a file, and shared among the clients attached to it.
 
-A client that may open ``console.sock`` in the state directory sends one line of JSON, ``{"write": true, "steal": false}``, and
-receives another, ``{"writes": true}``. Then both directions are the console's bytes. Up to :data:`MOST_CLIENTS` clients read;
-one writes.
+A client, which must be root in this PID namespace, opens ``console.sock`` in the state directory and sends one line of JSON,
+``{"write": true, "steal": false}``; it receives another, ``{"writes": true}``. Then both directions are the console's bytes.
+Up to :data:`MOST_CLIENTS` clients read; one writes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import select
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,10 +18,12 @@ from functools import partial
 import attrs
 import trio
 
+from runner.facts.roots import Roots
 from runner.instance.supervisor import Supervisor, first_of
 from runner.kernel.lines import LineFramer, OverlongError, pieces, receive_line
 from runner.kernel.log_file import LogFile, kept_log
 from runner.kernel.nonblocking_writer import NonBlockingWriter
+from runner.kernel.peers import PeerError, Peers, boot_time
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, connected_pair, listening
 from runner.plan.instance import ConsolePlan
 
@@ -96,15 +99,21 @@ class Console:
             while True:
                 connection = await accepted(accepting)
                 if len(connections.child_tasks) < MOST_CONNECTIONS:
-                    connections.start_soon(self._serve, connection)
+                    connections.start_soon(self._serve, connection, boot_time())
                 else:
                     connection.close()
 
-    async def _serve(self, connection: trio.socket.SocketType) -> None:
+    async def _serve(self, connection: trio.socket.SocketType, accepted_at: float) -> None:
         with connection, NonBlockingWriter(connection.fileno()) as output:
             framer = LineFramer(LONGEST_REQUEST)
             request = await _attach_request(connection, framer)
             if request is None:
+                return
+            if not _may_attach(connection, accepted_at):
+                log.warning("a console client is refused: it is not root in the instance's own PID namespace")
+                output.write(
+                    _line(error="only root in the instance's own PID namespace may attach; use `kubectl exec`")
+                )
                 return
             if len(self._clients) >= MOST_CLIENTS:
                 output.write(_line(error=f"{MOST_CLIENTS} are attached already"))
@@ -153,6 +162,16 @@ class Console:
         async with self._waiting:
             await trio.lowlevel.wait_writable(self._line)
         return True
+
+
+def _may_attach(connection: trio.socket.SocketType, accepted_at: float) -> bool:
+    """Tell whether the client is root, or this process's own user, in this process's PID namespace."""
+    peers = Peers(Roots().proc)
+    try:
+        peer = peers.identify(connection, accepted_at)
+    except PeerError:  # it has ended, or its PID namespace is not to be seen from here
+        return False
+    return peer.user_id in {0, os.geteuid()} and peer.pid_namespace == peers.own_namespace()
 
 
 async def _hung_up(connection: trio.socket.SocketType) -> bool:

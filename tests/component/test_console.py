@@ -23,6 +23,7 @@ from runner.instance.console import MOST_CONNECTIONS, REQUEST_WITHIN
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel.log_file import kept_log
+from runner.kernel.processes import Command
 from tests.support.fake_host import FakeHost
 
 PROJECT = str(Path(__file__).parents[2])
@@ -348,3 +349,35 @@ def test_without_an_instance_it_is_an_error(tmp_path: Path) -> None:
         f"cannot connect to '{tmp_path}/console.sock'; is an instance running, and this its --state-dir"
         in result.stderr
     )
+
+
+STRANGER = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as client:
+    client.connect(sys.argv[1])
+    client.sendall(b'{"write": true, "steal": true}\\n')
+    sys.stdout.write(client.recv(4096).decode())
+"""
+
+
+async def test_a_client_of_another_pid_namespace_is_refused(fake_host: FakeHost) -> None:
+    """As control.sock refuses it: a directory may be shared with another container of the pod."""
+    path = str(fake_host.root / "state" / "console.sock")
+    new = ("unshare", "--pid", "--fork", "--kill-child")
+    command = Command("stranger", (*new, sys.executable, "-S", "-c", STRANGER, path))
+    said: list[str] = []
+
+    async def beside(host: Supervisor) -> None:
+        try:
+            with trio.fail_after(30):
+                while not fake_host.guest_runs():
+                    await trio.sleep(0.005)
+                stranger = host.processes.spawn(command)
+                await stranger.wait()
+                said.extend(stranger.last_lines)
+        finally:
+            fake_host.stop.ask("test")
+
+    await fake_host.run(fake_host.plan(), beside=beside)
+    (line,) = said
+    assert "only root in the instance's own PID namespace may attach" in json.loads(line)["error"]

@@ -27,6 +27,7 @@ def echoing(start: ProgramStarter, tmp_path: Path, more: str = "") -> ProgramRun
 @pytest.mark.heart
 def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> None:
     run = echoing(start, tmp_path)
+    inside = ("nsenter", f"--target={run.pid()}", "--pid", "--mount")
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     seen = b""
@@ -38,7 +39,7 @@ def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> N
         return text in seen
 
     try:
-        argv: list[str | Path] = [RUNNER, "console", "--state-dir", run.state, "--detach-key", "ctrl-a"]
+        argv: list[str | Path] = [*inside, RUNNER, "console", "--state-dir", run.state, "--detach-key", "ctrl-a"]
         with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs) as client:
             until(lambda: sees(b"attached; Ctrl-a detaches"), "the greeting")
             # The firmware reads the keys that are typed before the boot sector runs.
@@ -50,7 +51,7 @@ def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> N
         os.close(ours)
         os.close(theirs)
     reading = subprocess.Popen(
-        [RUNNER, "console", "--read-only", "--state-dir", run.state],
+        [*inside, RUNNER, "console", "--read-only", "--state-dir", run.state],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
