@@ -1,8 +1,8 @@
-"""Whole-node admission: one kubelet on one host, and the pods it admits and removes in order.
+"""The admission of pods by the kubelet of one node, and its state between them.
 
 Modelled on ``pkg/kubelet/cm/topologymanager/scope_{none,container,pod}.go`` and ``container_manager_linux.go`` of
-Kubernetes 1.33 to 1.36.3. A :class:`SimulatedNode` is a value: admitting a pod returns the node as it is
-afterwards and leaves the first one unchanged, so that alternatives can be tried.
+Kubernetes 1.33 to 1.36.3. A :class:`SimulatedNode` is a value: admitting a pod returns a new node and does not change
+the old one, so that alternatives can be tried.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ NO_AFFINITY = Hint(None, preferred=False)
 
 @attrs.frozen
 class KubeletConfiguration:
-    """The part of ``KubeletConfiguration`` that decides where pods go; values as the file spells them.
-
-    *minor* is the kubelet's minor version. *reserved_millicpus* is kubeReserved and systemReserved CPU together, used
-    only without *reserved_cpus* (``reservedSystemCPUs``). *reserved_memory* (``reservedMemory``) holds bytes by
-    NUMA node and resource; it must add up to *node_allocatable_memory*, the bytes that kubeReserved, systemReserved and
-    the hard eviction threshold keep from pods, where that is known.
-    """
+    """The part of ``KubeletConfiguration`` that decides about placement; values as in the file."""
 
     minor: int = 36
+    """The kubelet's minor version."""
     cpu_manager_policy: str = "none"
     cpu_manager_policy_options: Mapping[str, str] = attrs.field(factory=dict)
     reserved_cpus: CpuSet = attrs.field(factory=CpuSet)
+    """``reservedSystemCPUs``."""
     reserved_millicpus: int = 0
+    """The CPUs of kubeReserved and systemReserved in thousandths; used only without *reserved_cpus*."""
     memory_manager_policy: str = "None"
     reserved_memory: Mapping[int, Mapping[str, int]] = attrs.field(factory=dict)
+    """``reservedMemory``: NUMA node → resource → bytes."""
     node_allocatable_memory: int | None = None
+    """The bytes that kubeReserved, systemReserved and the hard eviction threshold keep from pods; *reserved_memory* must add
+    up to it. ``None`` if it is not known."""
     topology_manager_policy: str = "none"
     topology_manager_scope: str = "container"
     topology_manager_policy_options: Mapping[str, str] = attrs.field(factory=dict)
@@ -73,7 +73,7 @@ class KubeletConfiguration:
 
 @attrs.frozen
 class Kubelet:
-    """The managers of one kubelet as they are after it started; ``None`` for a manager with policy none."""
+    """The managers of one kubelet after its start; ``None`` for a manager with policy none."""
 
     topology_manager: TopologyManager
     cpu_manager: CpuManager | None
@@ -90,12 +90,10 @@ class Kubelet:
         devices: Devices = MappingProxyType({}),
         quirks: frozenset[Quirk] | None = None,
     ) -> Self:
-        """Start the kubelet with *configuration* on *hardware*, with the *devices* that plugins will register.
+        """Start the kubelet with *configuration* on *hardware*; plugins will register *devices*.
 
-        *quirks* replaces those that its version is known for.
-
-        Raises :class:`KubeletConfigError` in the kubelet's words if it would not start, :class:`RefusedError` for
-        a version whose decisions are not known.
+        *quirks* replaces the known bugs of its version. Raises :class:`KubeletConfigError` in the kubelet's words if it
+        would not start, :class:`RefusedError` for a version that is not modelled.
         """
         known = quirks_of(configuration.minor) if quirks is None else quirks
         return cls(
@@ -115,10 +113,10 @@ class Kubelet:
         )
 
     def restored(self, cpus: CpuState, memory: MemoryState) -> SimulatedNode:
-        """Return the node as its state files describe it, which may be those of a kubelet that runs now.
+        """Return the node with the states of its state files, possibly those of a kubelet that is running.
 
-        Raises :class:`KubeletConfigError` in the kubelet's words for states that it would refuse to start from. CPUs
-        that are in no set may also mean that the file was read between two writes.
+        Raises :class:`KubeletConfigError` in the kubelet's words for states with which it would refuse to start. CPUs in
+        no set can also mean that the file was read between two writes.
         """
         empty = self.empty_node
         if self.cpu_manager:
@@ -130,7 +128,7 @@ class Kubelet:
         )
 
     def hints(self, node: SimulatedNode, pod: Pod, container: Container | None) -> dict[str, ProviderHints]:
-        """Ask each hint provider in the kubelet's order about *container*, or about the whole *pod*."""
+        """Return the hints of each provider, in the kubelet's order, for *container*, or for the whole *pod* (``None``)."""
         plugins = self.device_manager
         device = plugins.hints(node.devices, pod, container) if container else plugins.pod_hints(node.devices, pod)
         cpu: ProviderHints = None
@@ -212,43 +210,42 @@ def _memory_manager(hardware: Hardware, configuration: KubeletConfiguration) -> 
 
 
 class Outcome(enum.Enum):
-    """How an admission ends."""
+    """The outcome of an admission."""
 
     ADMITTED = "admitted"
     REJECTED = "rejected"
     HANGS = "hangs"
-    """The kubelet would never answer, and stop admitting pods; see :attr:`Quirk.LIVELOCK`."""
+    """The kubelet would never finish, and admit no other pod (:attr:`Quirk.LIVELOCK`)."""
     CRASHES = "crashes"
     """The kubelet would panic."""
 
 
 @attrs.frozen
 class Step:
-    """One merge: of the hints for *container*, or with scope ``pod`` (``None``) for all containers together.
-
-    *hints* are the answers of the hint providers ``device``, ``cpu``, ``memory`` in that order.
-    """
+    """One merge of hints by the Topology Manager."""
 
     container: str | None
+    """The container's name; ``None`` with scope ``pod``."""
     hints: Mapping[str, ProviderHints]
+    """The hints of the providers ``device``, ``cpu`` and ``memory``, in this order."""
     merged: Merged
 
 
 @attrs.frozen
 class Admission:
-    """The kubelet's answer to the start of *pod*, its reasons, and the *node* as it is afterwards.
-
-    *reason* and *message* are the pod's status as the kubelet writes it, empty when admitted. *affinity* holds the hint
-    of each container, as far as the admission went; with policy ``none`` it is empty.
-    """
+    """The admission of one pod."""
 
     pod: Pod
     outcome: Outcome
     reason: str
+    """``status.reason`` of the pod; empty if it is admitted."""
     message: str
+    """``status.message`` of the pod; empty if it is admitted."""
     steps: tuple[Step, ...]
     affinity: Mapping[str, Hint]
+    """The merged hint of each container that was considered; empty with policy ``none``."""
     node: SimulatedNode
+    """The node after the admission."""
 
     @property
     def admitted(self) -> bool:
@@ -273,12 +270,11 @@ class Admission:
 
 @attrs.frozen
 class SimulatedNode:
-    """The state of a kubelet's managers between two pods.
+    """The state of a kubelet's managers between two admissions.
 
-    *stale_cpus*, *stale_memory* and *stale_devices* are the UIDs of pods that are not active and may still hold
-    something. Each manager takes it back before it decides about the next pod, and when a pod ends
-    (``removeStaleState``). There is a set for each manager, because a pod that the CPU Manager rejects is not presented
-    to the Memory Manager.
+    *stale_cpus*, *stale_memory* and *stale_devices* are the UIDs of inactive pods that may still hold resources. Each
+    manager releases them before it decides about the next pod, and when a pod ends (``removeStaleState``). Each manager
+    has its own set, because a pod that the CPU Manager rejects never reaches the Memory Manager.
     """
 
     kubelet: Kubelet
@@ -296,40 +292,37 @@ class SimulatedNode:
 
     @property
     def available(self) -> CpuSet:
-        """What could be assigned exclusively."""
+        """The CPUs that can be assigned exclusively."""
         manager = self.kubelet.cpu_manager
         return manager.available(self.cpus) if manager else CpuSet()
 
     def without(self, *pod_uids: str) -> SimulatedNode:
-        """Return the node after the pods *pod_uids* ended; what stale pods held is taken back as well."""
+        """Return the node after the pods *pod_uids* have ended; the resources of stale pods are released as well."""
         return self.with_devices_back(*pod_uids).with_cpus_back(*pod_uids).with_memory_back(*pod_uids)
 
     def with_devices_back(self, *pod_uids: str) -> SimulatedNode:
-        """Let the Device Manager take back what stale pods and *pod_uids* hold."""
+        """Release the devices of stale pods and of *pod_uids*."""
         devices = self.devices
         for pod_uid in sorted(self.stale_devices.union(pod_uids)):
             devices = self.kubelet.device_manager.without(devices, pod_uid)
         return attrs.evolve(self, devices=devices, stale_devices=frozenset())
 
     def with_cpus_back(self, *pod_uids: str) -> SimulatedNode:
-        """Let the CPU Manager take back what stale pods and *pod_uids* hold."""
+        """Release the CPUs of stale pods and of *pod_uids*."""
         cpus = self.cpus
         for pod_uid in sorted(self.stale_cpus.union(pod_uids)):
             cpus = self.kubelet.cpu_manager.without(cpus, pod_uid) if self.kubelet.cpu_manager else cpus
         return attrs.evolve(self, cpus=cpus, stale_cpus=frozenset())
 
     def with_memory_back(self, *pod_uids: str) -> SimulatedNode:
-        """Let the Memory Manager take back what stale pods and *pod_uids* hold."""
+        """Release the memory of stale pods and of *pod_uids*."""
         memory = self.memory
         for pod_uid in sorted(self.stale_memory.union(pod_uids)):
             memory = self.kubelet.memory_manager.without(memory, pod_uid) if self.kubelet.memory_manager else memory
         return attrs.evolve(self, memory=memory, stale_memory=frozenset())
 
     def admit(self, pod: Pod) -> Admission:
-        """Ask the kubelet to start *pod* (``Manager.Admit``).
-
-        Never raises for what the kubelet would do: rejecting, hanging and crashing are outcomes.
-        """
+        """Return the admission of *pod* (``Manager.Admit``); rejecting, hanging and crashing are outcomes, not exceptions."""
         attempt = _Attempt(pod, self)
         outcome, reason, message = Outcome.ADMITTED, "", ""
         try:
@@ -391,7 +384,7 @@ class _Attempt:
         return merged.hint
 
     def _allocate(self, container: Container, affinity: Hint) -> None:
-        """Let each manager assign to *container*; when one fails, what those before it assigned stays assigned."""
+        """Let each manager assign resources to *container*; if one fails, those that others have assigned stay assigned."""
         kubelet, pod = self.node.kubelet, self.pod
         self.node = self.node.with_devices_back()
         devices = kubelet.device_manager.allocate(self.node.devices, pod, container, affinity.mask)

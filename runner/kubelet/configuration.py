@@ -28,7 +28,7 @@ from runner.spec.value import Value
 KIND = "KubeletConfiguration"
 API_VERSION = "kubelet.config.k8s.io/v1beta1"
 DEFAULT_EVICTION = "100Mi"
-"""``evictionHard["memory.available"]`` where the file has no ``evictionHard``."""
+"""``evictionHard["memory.available"]`` if the file has no ``evictionHard``."""
 
 STRING_KEYS = (
     "cpuManagerPolicy",
@@ -46,7 +46,7 @@ TABLE_KEYS = (
     "evictionHard",
     "featureGates",
 )
-"""Keys whose value is a table; all strings but those of ``featureGates``."""
+"""Keys whose value is a table of strings; of booleans for ``featureGates``."""
 OTHER_KEYS = ("reservedMemory", "mergeDefaultEvictionSettings", "systemReservedCgroup", "kubeReservedCgroup")
 SIMILAR_KEYS = (
     "cpuManagerReconcilePeriod",
@@ -57,7 +57,7 @@ SIMILAR_KEYS = (
     "evictionSoftGracePeriod",
     "memorySwap",
 )
-"""Keys that do not influence placement but are spelled like keys that do: they are not reported as misspelled."""
+"""Keys without influence on placement whose names resemble keys with influence: they are not reported as misspelled."""
 
 _ALPHA, _BETA, _STABLE = "Alpha", "Beta", ""
 _SINCE: Mapping[str, Mapping[str, tuple[tuple[int, str], ...]]] = {
@@ -107,8 +107,8 @@ def parse_kubelet_configuration(
 ) -> tuple[KubeletConfiguration, tuple[str, ...]]:
     """Parse the settings of *document* that decide about placement, for kubelet 1.*minor* on *hardware*.
 
-    The second element holds notes for the operator, as sentences. Keys that decide nothing are ignored. *document* comes
-    from :func:`configuration_among`. *hardware* gives the amount of a percentage, and the CPUs that can be reserved.
+    The second element holds notes for the operator, as sentences. Keys without influence on placement are ignored.
+    *document* comes from :func:`configuration_among`; *hardware* is needed for percentages of memory and reserved CPUs.
     """
     if document.get("apiVersion").value != API_VERSION:
         document.get("apiVersion").fail(f"must be {API_VERSION!r}, found {document.get('apiVersion').value!r}")
@@ -208,7 +208,7 @@ def _reserved(table: Value) -> dict[str, Fraction]:
 
 
 def _eviction(document: Value, hardware: Hardware) -> int:
-    """Return the bytes of free memory below which pods are evicted; they count as reserved (``hardEvictionReservation``)."""
+    """Return the bytes of free memory below which the kubelet evicts pods; they are reserved (``hardEvictionReservation``)."""
     thresholds = document.get("evictionHard")
     merged = bool(document.get("mergeDefaultEvictionSettings")) and document.get("mergeDefaultEvictionSettings").flag()
     default = "0" if thresholds.value and not merged else DEFAULT_EVICTION
@@ -286,9 +286,9 @@ def _notes(
 
 
 def changed(document: Value, settings: Mapping[str, str]) -> Value:
-    """Return *document* with other *settings* (``topologyManagerPolicy`` or ``cpuManagerPolicyOptions.full-pcpus-only``).
+    """Return *document* with changed *settings*, such as ``topologyManagerPolicy`` or ``cpuManagerPolicyOptions.full-pcpus-only``.
 
-    An empty string removes the key. Raises :class:`UsageError` for a key that cannot be set this way.
+    An empty value removes the key. Raises :class:`UsageError` for a key that cannot be set this way.
     """
     contents = copy.deepcopy(document.value)
     for path, value in settings.items():

@@ -1,7 +1,7 @@
-"""The reasons of the kubelet's decision about a pod, and what would be needed for another one.
+"""The reasons for the kubelet's decision about a pod, and the resources or policies with which it would fit.
 
-All of it is derived from the decisions themselves: the hints are those that were merged, the shortages are counted on
-the node as it was asked, and the alternatives are admissions by the same code under another policy.
+All of it comes from the simulation itself: the hints are those that were merged, the shortages are counted on the node
+before the admission, and the alternatives are admissions of the same pod under other policies.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Pod, format_bytes
 from runner.kubelet.topology_manager import Hint, HintList, Policy
 
 SHOWN = 4
-"""Sets of NUMA nodes named in a sentence before it says how many more there are."""
+"""Largest number of sets of NUMA nodes that a sentence lists."""
 
 
 @attrs.frozen
 class ResourceHints:
-    """The hints of one hint provider for one resource: *hints* is ``None`` for no preference.
-
-    *fits_nowhere* with no preference is :attr:`Quirk.EMPTY_MEMORY_HINTS` at work.
-    """
+    """The hints of one provider for one resource."""
 
     provider: str
+    """``device``, ``cpu`` or ``memory``."""
     resource: str
     hints: HintList | None
+    """``None`` for no preference."""
     fits_nowhere: bool = False
+    """Whether "no preference" results from :attr:`Quirk.EMPTY_MEMORY_HINTS`."""
 
     def __str__(self) -> str:
         if self.fits_nowhere:
@@ -53,21 +53,25 @@ class ResourceHints:
 
 @attrs.frozen
 class MergeExplanation:
-    """One merge: what each resource asked for (*asked*), which hint was *chosen*, and *why* in one sentence."""
+    """One merge of hints."""
 
     container: str | None
+    """The container's name; ``None`` with scope ``pod``."""
     asked: tuple[ResourceHints, ...]
+    """The hints of each resource."""
     chosen: Hint
     admitted: bool
     permutations: int
+    """The number of combinations that the kubelet tries."""
     why: str
+    """The reason in one sentence."""
 
 
 @attrs.frozen
 class Shortage:
-    """The amount of *resource* that is missing on as few NUMA nodes as the request needs on an empty host.
+    """The amount of one resource that is missing on as few NUMA nodes as the request needs on an empty host.
 
-    *wanted* and *free* are CPUs, bytes of memory, or devices; *numa_nodes* are those with the most free.
+    *wanted* (the request) and *free* are CPUs, bytes of memory, or devices; *numa_nodes* are those with the most free.
     """
 
     container: str | None
@@ -78,7 +82,7 @@ class Shortage:
 
     @property
     def missing(self) -> int:
-        """How much more would have to be free there."""
+        """The amount that would have to be free in addition."""
         return self.wanted - self.free
 
     def __str__(self) -> str:
@@ -98,7 +102,7 @@ class Shortage:
 
 @attrs.frozen
 class Alternative:
-    """The kubelet's answer on the same node with another Topology Manager *policy*."""
+    """The admission of the same pod on the same node with another Topology Manager *policy*."""
 
     policy: Policy
     outcome: Outcome
@@ -110,8 +114,7 @@ class Alternative:
 class Explanation:
     """An *admission* and its reasons.
 
-    *merges* are in the order they were made (none with policy ``none``). *shortages* and *alternatives* say what
-    would be needed to fit, and are empty when the pod is admitted.
+    *merges* are in their order (none with policy ``none``). *shortages* and *alternatives* are empty if the pod is admitted.
     """
 
     admission: Admission
@@ -121,7 +124,7 @@ class Explanation:
 
 
 def explain(node: SimulatedNode, pod: Pod) -> Explanation:
-    """Admit *pod* on *node* (:meth:`SimulatedNode.admit`) and explain the answer."""
+    """Admit *pod* on *node* (:meth:`SimulatedNode.admit`) and explain the decision."""
     admission = node.admit(pod)
     policy = node.kubelet.topology_manager.policy
     merges = tuple(_merge(step, pod, policy) for step in admission.steps)
@@ -186,7 +189,7 @@ def _alternatives(node: SimulatedNode, pod: Pod) -> Iterable[Alternative]:
 
 
 def _shortages(node: SimulatedNode, pod: Pod, admission: Admission) -> Iterable[Shortage]:
-    """Yield what is missing where the admission ended: for the last merge, or for the container that failed."""
+    """Yield the shortages for the last merge, or, with policy ``none``, for every container."""
     before = node.without()
     for container, cpus, memory, devices in _asked(pod, admission):
         plugins = before.kubelet.device_manager
@@ -228,7 +231,7 @@ def _asked(pod: Pod, admission: Admission) -> Iterable[tuple[str | None, int, Ma
 
 
 def _memory(pod: Pod, name: str | None) -> Mapping[str, int]:
-    """Return what the Memory Manager books for the container called *name*, or for the whole *pod*."""
+    """Return the bytes by resource that the Memory Manager books for container *name*, or for the whole *pod* (``None``)."""
     if not pod.guaranteed or pod.pod_level_resources:
         return {}
     if name is None:
@@ -247,7 +250,7 @@ def _shortage(
     if not whole:
         yield Shortage(container, resource, wanted, 0, ())
         return
-    # Most free first, then the biggest, ties by number.
+    # Sorted by free amount, then by total amount, both descending, then by number.
     nearest = sorted(free, key=lambda numa_node: (-free[numa_node], -whole[numa_node], numa_node))[:fewest]
     most = sum(free[numa_node] for numa_node in nearest)
     if most < wanted:

@@ -1,4 +1,4 @@
-"""The plan of a Kubernetes node: the kubelet's answers to pods in order, and the CPU of each vCPU of an instance."""
+"""The plan of a Kubernetes node: the kubelet's decision about each pod in order, and the CPUs of an instance's vCPUs."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ class States:
 
 @attrs.frozen
 class ContainerPlan:
-    """The resources of an admitted *container*; without exclusive *cpus* it runs in the shared pool.
-
-    *placement* is that of an instance in it with as many vCPUs; init containers and sidecars have none. *affinity* is
-    the Topology Manager's hint for the other managers, ``None`` with policy ``none``.
-    """
+    """The resources of one container of an admitted pod."""
 
     container: Container
     cpus: CpuSet
+    """Its exclusive CPUs; if empty it runs in the shared pool."""
     memory: tuple[Block, ...]
     devices: Devices
     affinity: Hint | None
+    """The Topology Manager's merged hint; ``None`` with policy ``none``."""
     placement: Pinning | None
+    """The pinning of an instance with as many vCPUs as *cpus*; ``None`` for init containers and sidecars."""
 
 
 @attrs.frozen
 class PodPlan:
-    """The kubelet's answer to one pod; *containers* are empty unless it is admitted."""
+    """The kubelet's decision about one pod; *containers* is empty unless it is admitted."""
 
     manifest: Manifest
     explanation: Explanation
@@ -62,7 +61,7 @@ class PodPlan:
 
 @attrs.frozen
 class WhatIf:
-    """The same pods with another configuration: *plan*, or why the kubelet would not start."""
+    """The same pods with another configuration: the *plan*, or the *refusal* of the kubelet to start."""
 
     name: str
     plan: NodePlan | None
@@ -71,7 +70,7 @@ class WhatIf:
 
 @attrs.frozen
 class Fit:
-    """The place of an instance of *vcpus*: *container* of *pod*, with *placement*, or none, because of *error*."""
+    """Whether an instance of *vcpus* fits: into *container* of *pod* with *placement*, or not, because of *error*."""
 
     vcpus: int
     pod: str = ""
@@ -82,7 +81,7 @@ class Fit:
 
 @attrs.frozen
 class NodePlan:
-    """A node *before* its pods, its answers to them, and the node *after* them, with what stale pods held taken back."""
+    """A node *before* its pods, the decisions about them, and the node *after* them without the resources of stale pods."""
 
     hardware: Hardware
     configuration: KubeletConfiguration
@@ -103,9 +102,9 @@ class NodePlan:
 def start_node(
     hardware: Hardware, configuration: KubeletConfiguration, devices: Devices, states: States
 ) -> SimulatedNode:
-    """Return the node as its state files describe it, which may be those of a kubelet that runs now.
+    """Return the node with the *states* of its state files, possibly those of a kubelet that is running.
 
-    What :func:`stale_pods` hold is taken back at the first admission.
+    The resources of :func:`stale_pods` are released at the first admission.
 
     Raises :class:`KubeletConfigError` in the kubelet's words if it would not start, as from state files of another
     policy or another machine.
@@ -128,20 +127,20 @@ def start_node(
 
 
 def stale_pods(states: States) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the UIDs of pods in *states* that are no longer active: of those with CPUs, and of those with memory.
+    """Return the UIDs of inactive pods in *states*: those with CPUs, and those with memory.
 
-    Before each admission both managers take back what pods hold that are not active (``removeStaleState``). The files
-    do not hold which pods are active, but together they show it: a pod with exclusive CPUs is Guaranteed, so that an active
-    one is in both. With both policies static,
+    Before each admission both managers release the resources of inactive pods (``removeStaleState``). The files do not
+    contain which pods are active, but an active pod with exclusive CPUs is Guaranteed, so it is in both files. With both
+    policies static,
 
     * a pod in ``cpu_manager_state`` alone was rejected after the CPU Manager had assigned its CPUs;
     * a pod in ``memory_manager_state`` alone has ended: the CPU Manager removes such a pod within
-      ``cpuManagerReconcilePeriod`` (10 s), the Memory Manager not before the next admission. It may also be an active
-      Guaranteed pod without exclusive CPUs, such as one with half a CPU. The files cannot tell these apart, so that
+      ``cpuManagerReconcilePeriod`` (10 s), the Memory Manager only at the next admission. It may also be an active
+      Guaranteed pod without exclusive CPUs, such as one with half a CPU. The files do not distinguish the two cases, so
       :func:`plan_node` adds a note.
 
-    With one file, or a manager of policy none, every pod counts as active. A pod that is in both files counts as active
-    too: it may have ended less than 10 s ago, or have been rejected after its first containers were given theirs.
+    With one file, or a manager of policy none, every pod counts as active. So does a pod in both files, although it may
+    have ended less than 10 s ago, or been rejected after its first containers had got their resources.
     """
     if not states.cpu or not states.memory or states.cpu.policy == "none" or states.memory.policy == "None":
         return frozenset(), frozenset()
@@ -157,9 +156,9 @@ def plan_node(
     manifests: Iterable[Manifest],
     notes: Iterable[str] = (),
 ) -> NodePlan:
-    """Ask the kubelet of the node *before* about each of *manifests* in turn. These pods are active: none is stale.
+    """Return the decisions of the kubelet of the node *before* about the pods of *manifests*, in their order.
 
-    No pod is presented to a kubelet that hangs or has crashed.
+    These pods count as active, not as stale. After a pod with which the kubelet hangs or crashes, no other is admitted.
     """
     pods: list[PodPlan] = []
     asked = tuple(manifests)
@@ -177,10 +176,10 @@ def plan_node(
 
 
 def fit_of(vcpus: int, cpus: CpuSet | None, plan: NodePlan, *, spare: bool = False) -> Fit:
-    """Tell whether an instance of *vcpus*, which requires *cpus* if given, fits into what the pods of *plan* get.
+    """Tell whether an instance of *vcpus*, on *cpus* if given, fits into a container of the pods of *plan*.
 
-    It runs in the container with the most exclusive CPUs. Zero *vcpus* are all of those; *spare* leaves some to the
-    other threads of the instance.
+    It is the container with the most exclusive CPUs. Zero *vcpus* stands for all of them, or with *spare* for all but
+    those for the instance's other threads (:func:`~runner.placement.pins.all_cpus`).
     """
     containers = [
         (container, pod.manifest.name) for pod in plan.pods for container in pod.containers if container.placement
@@ -227,7 +226,7 @@ def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[Contai
 
 
 def _of_states(before: SimulatedNode) -> Iterator[str]:
-    """Yield what cannot be known from the state files of the node *before*, and what is assumed."""
+    """Yield notes about assumptions where the state files of the node *before* are ambiguous."""
     if before.stale_memory:
         yield (
             f"{_pods(before.stale_memory)} in memory_manager_state and without CPUs in cpu_manager_state: taken as"
@@ -260,8 +259,8 @@ def _unknown_devices(node: SimulatedNode, pod: Pod) -> Iterator[str]:
     for resource in peak_devices(pod):
         if resource not in known:
             yield (
-                f"nothing is known of {resource!r} here, and it is planned as if any NUMA node would do;"
-                f" say what this host has: --device {resource}=COUNT@NUMA_NODE"
+                f"the devices of {resource!r} on this host are not known, so any NUMA node is assumed to fit;"
+                f" name them: --device {resource}=COUNT@NUMA_NODE"
             )
 
 

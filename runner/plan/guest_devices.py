@@ -20,20 +20,20 @@ class VsockPlan:
 
     cid: int
     exact: bool
-    """No other identifier will do; else the next free one is taken."""
+    """Whether only this identifier may be used; otherwise the next free one is used."""
 
 
 @attrs.frozen
 class GuestPlan:
-    """Devices that serve the guest. There is no balloon: memory that was asked for is never taken back."""
+    """Devices that serve the guest. There is no balloon: the guest's memory is never reclaimed."""
 
     agent: bool
-    """A virtio-serial port on which ``qemu-ga`` listens, if it is in the guest."""
+    """Whether there is a virtio-serial port for ``qemu-ga`` in the guest."""
     clock: ClockBase
     """The time that the hardware clock shows."""
     vsock: VsockPlan | None
     watchdog: WatchdogAction | None
-    """The action that follows when the guest stops feeding the watchdog; ``None``: there is no watchdog."""
+    """The action when the guest no longer resets the watchdog; ``None``: there is no watchdog."""
 
 
 def plan_guest(guest: GuestSpec, identity: str, facts: HostFacts, problems: Problems) -> GuestPlan:
@@ -52,6 +52,6 @@ def plan_guest(guest: GuestSpec, identity: str, facts: HostFacts, problems: Prob
 
 
 def derived_cid(identity: str) -> int:
-    """Return the first context identifier to try: mostly it is free, and so the same one after a restart."""
+    """Return the first context identifier to try, derived from *identity* so that it is mostly the same after a restart."""
     number = int.from_bytes(hashlib.sha256(f"{identity}/vsock".encode()).digest()[:4], "big")
     return FIRST_CID + number % (LAST_CID - FIRST_CID)

@@ -1,4 +1,4 @@
-"""QEMU's part of the plan: its user and accelerator, the files it reads, and the slots of the guest's root bus."""
+"""The plan of the machine: QEMU's user and accelerator, the files that it reads, and the slots of the guest's root bus."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FilePlan:
 
 @attrs.frozen
 class MachinePlan:
-    """Everything that QEMU's command line says."""
+    """Everything that QEMU's command line is made from."""
 
     program: PurePosixPath
     name: str
@@ -61,7 +61,7 @@ class MachinePlan:
     topology: GuestTopology
     ram: RamPlan
     lockable: int
-    """Bytes that it may have to lock, 0 if none."""
+    """Bytes that QEMU may have to lock, 0 if none."""
     accel: Accel
     cpu_model: str
     kernel: FilePlan | None
@@ -70,7 +70,7 @@ class MachinePlan:
     firmware: FilePlan | None
     firmware_vars: VariablesPlan | None
     secure_boot: bool
-    """The firmware runs in System Management Mode, and only there can its variables be written."""
+    """Whether the firmware runs in System Management Mode, where alone its variables can be written."""
     disks: tuple[DiskPlan, ...]
     slots: int
     """Root ports for disks that are attached later."""
@@ -78,9 +78,9 @@ class MachinePlan:
     shares: tuple[SharePlan, ...]
     guest: GuestPlan
     seed: SeedPlan | None
-    """cloud-init's."""
+    """The seed for cloud-init; ``None``: none."""
     vnc: bool
-    """It has a screen, and a VNC server that inherits its connections."""
+    """Whether it has a screen, and a VNC server that receives its connections from this program."""
     on_reboot: RebootAction
     passthrough: PassthroughPlan
 

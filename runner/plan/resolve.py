@@ -1,7 +1,7 @@
-"""The numbers that a spec may leave to the host: vCPUs (``cpu.count = "all"``) and RAM (``memory.size = "limits"``).
+"""The numbers that a spec may derive from the host: vCPUs (``cpu.count = "all"``) and RAM (``memory.size = "limits"``).
 
-Only these functions look at ``cpu.count`` and ``memory.size``; everything else takes the numbers. The RAM is resolved
-after the vCPUs are placed, because what the limits leave is divided among the NUMA nodes that the vCPUs are on.
+Only these functions read ``cpu.count`` and ``memory.size``; others take the numbers. The RAM is resolved after the vCPUs
+are placed, because it is divided among their NUMA nodes.
 """
 
 from __future__ import annotations

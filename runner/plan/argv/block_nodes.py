@@ -1,7 +1,7 @@
-"""A disk in QEMU's words: block nodes and a device, the same on its command line and over QMP (``qapi/block-core.json``).
+"""A disk as QEMU's block nodes and device, the same on the command line and over QMP (``qapi/block-core.json``).
 
-A node is made after those it stands on. Nothing that a header names is followed: what lies below an image is given as a
-node, or said to be nothing.
+A node comes after the nodes that it refers to. QEMU follows no path in an image's header: the backing file of an image is
+given as a node, or as ``null`` if there is none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from runner.plan.disks import DiskPlan, Layer
 
 Options = dict[str, object]
 FileName = Callable[[str], str]
-"""Returns how QEMU reaches the file of that name, such as ``disk0`` or ``disk0-base1``."""
+"""Returns the path by which QEMU opens the file of that name, such as ``disk0`` or ``disk0-base1``."""
 
 
 def block_nodes(disk: DiskPlan, file_name: FileName) -> Iterator[Options]:
@@ -33,7 +33,7 @@ def block_nodes(disk: DiskPlan, file_name: FileName) -> Iterator[Options]:
         return
     written: Options = {"read-only": False, "discard": room["discard"]}
     scratch = Layer(disk.path, "qcow2")
-    # What is lost with the instance anyhow need not be flushed.
+    # Data that is lost when the instance ends need not be flushed.
     yield _file(disk.name, scratch, file_name(disk.name), {**written, "cache": {"no-flush": True}, "aio": disk.aio})
     limit: Options = {"driver": "raw", "node-name": f"{disk.name}-limit", "file": f"{disk.name}-file"}
     yield {**limit, "size": disk.overlay.limit, **written, "auto-read-only": False}

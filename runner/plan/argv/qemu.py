@@ -36,7 +36,7 @@ FIRST_BRIDGE, LAST_BUS = 64, 256
 SEED = "seed.iso"
 
 WATCHDOG_ACTIONS: dict[WatchdogAction, str] = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
-"""``guest.watchdog`` → QEMU's action; its ``poweroff`` exits without an event, so it pauses and we end it."""
+"""``guest.watchdog`` → QEMU's action; its ``poweroff`` exits without an event, so QEMU pauses and this program ends it."""
 
 FIRST_CHASSIS = 128
 """The first chassis number of the root ports for disks; 0 to 255 are possible."""
@@ -87,7 +87,7 @@ class Endpoints(Protocol):
 
 @attrs.frozen
 class QemuFds:
-    """Endpoints as inherited descriptors: ``ram``, ``wires``, ``shares`` by index."""
+    """Endpoints as inherited descriptors; *ram*, *wires* and *shares* are by index."""
 
     qmp: int
     console: int
@@ -310,10 +310,10 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 
 
 def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int, ...]) -> list[str]:
-    """Return the argv of the program that takes all pages of the descriptors *ram*.
+    """Return the argv of the program that preallocates the memory of the descriptors *ram*.
 
-    It has a word for each of them: descriptor, bytes, bytes of a page (0: the kernel's own), the NUMA nodes it is bound
-    to, the CPUs that are near, and the number of threads (:mod:`runner.kernel.preallocate`).
+    It has a word for each of them: descriptor, bytes, bytes of a page (0 for ordinary pages), the NUMA nodes it is bound
+    to, the CPUs near it, and the number of threads (:mod:`runner.kernel.preallocate`).
     """
     words = (
         ":".join(
@@ -346,7 +346,7 @@ def _passed(passthrough: PassthroughPlan, endpoints: Endpoints, *, firmware: boo
     """
     if passthrough.window is not None:
         yield from ("-global", f"q35-pcihost.pci-hole64-size={passthrough.window}")
-        if firmware:  # OVMF does not ask QEMU, and has 32 GiB unless it is told
+        if firmware:  # OVMF ignores pci-hole64-size, and uses 32 GiB without this file
             yield from ("-fw_cfg", f"name=opt/ovmf/X-PciMmio64Mb,string={passthrough.window // MIB}")
     if passthrough.iommufd is not None:
         # Not "iommufd": each device has a property of that name, by which QEMU finds more than one object from the second on.

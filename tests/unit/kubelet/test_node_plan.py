@@ -130,7 +130,7 @@ def test_devices_are_counted_from_pod_to_pod() -> None:
 def test_unknown_devices_are_noted() -> None:
     plan = planned(EPYC, pod("one", 10, more={GPU: 1}), topologyManagerPolicy="single-numa-node")
     assert plan.fits
-    assert "nothing is known of 'nvidia.com/gpu' here" in plan.pods[0].notes[0]
+    assert "the devices of 'nvidia.com/gpu' on this host are not known" in plan.pods[0].notes[0]
 
 
 def test_a_pod_beyond_node_allocatable_is_noted() -> None:
