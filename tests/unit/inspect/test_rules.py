@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import pytest
 
@@ -35,11 +33,21 @@ UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 POD, FLOAT, MINE = "/kubepods.slice/pod.slice/main.scope", "/stelia/float", f"/stelia/instance-{UID}"
 
 
-def seen(role: str, tid: int, cpus: str, cgroup: str = FLOAT, vcpu: int | None = None, **more: Any) -> ObservedThread:
-    pid = more.pop("pid", tid)
-    name = more.pop("name", role)
-    status = ThreadStatus(pid, tid, name, cgroup, CpuSet.parse(cpus), CpuSet([0]), min(CpuSet.parse(cpus)))
-    return ObservedThread(Role(role), vcpu, status, **more)
+def seen(
+    role: str,
+    tid: int,
+    cpus: str,
+    cgroup: str = FLOAT,
+    vcpu: int | None = None,
+    *,
+    pid: int | None = None,
+    name: str | None = None,
+    kernel: bool = False,
+) -> ObservedThread:
+    status = ThreadStatus(
+        pid or tid, tid, name or role, cgroup, CpuSet.parse(cpus), CpuSet([0]), min(CpuSet.parse(cpus))
+    )
+    return ObservedThread(Role(role), vcpu, status, kernel)
 
 
 VCPU_0 = seen("vcpu", 11, "2", MINE, 0, pid=10, name="CPU 0/KVM")

@@ -148,7 +148,7 @@ def test_memory_that_does_not_fit_is_taken_from_the_other_numa_nodes() -> None:
         ("vm-8", "7", (1, 1, 1, 1)),
     ],
 )
-def test_shape(name: str, cpus: str, shape: tuple[int, int, int, int]) -> None:
+def test_the_shape_of_the_guest(name: str, cpus: str, shape: tuple[int, int, int, int]) -> None:
     assert smp(seen(host(name), cpus)) == shape
 
 

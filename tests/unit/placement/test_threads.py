@@ -165,7 +165,7 @@ def parsed(**more: object) -> Receipt:
     return parse_receipt(json.dumps({**RECEIPT.to_json(), **more}), "receipt.json")
 
 
-def test_a_receipt_is_what_was_written() -> None:
+def test_a_receipt_is_read_back_as_written() -> None:
     assert parsed() == RECEIPT
     affinity = Receipt("affinity", AFFINITY, THREADS)
     assert parse_receipt(json.dumps(affinity.to_json()), "receipt.json") == affinity

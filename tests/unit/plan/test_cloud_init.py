@@ -119,7 +119,7 @@ def test_an_invalid_table_is_refused(table: str, expected: str) -> None:
         b"\x1f\x8b\x08",
     ],
 )
-def test_every_kind_of_user_data_is_taken(content: bytes) -> None:
+def test_every_kind_of_user_data_is_accepted(content: bytes) -> None:
     facts = attrs.evolve(READ, documents={PurePosixPath("/a"): DocumentFact(content)})
     assert plan_of(f'{KERNEL}[cloud_init]\nuser_data = "/a"\n', facts).machine.seed is not None
 
