@@ -773,7 +773,7 @@ def test_a_plan_is_printed_as_text_and_json() -> None:
     }
     assert as_json["networks"][1]["pod"]["name"] == "eth0"
     assert as_json["shares"][0]["tag"] == "home"
-    assert not {"networks", "shares"} & as_json["machine"].keys(), "they stand in the document once"
+    assert not {"networks", "shares"} & as_json["machine"].keys(), "the document has each of them once"
     assert {"uuid", "passing"} <= as_json["machine"].keys(), "version 1 keeps its keys"
     assert as_json["patience"] == plan.start_timeout
     assert as_json["machine"]["ram"]["beside"] == plan.machine.ram.overhead
