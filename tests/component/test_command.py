@@ -33,7 +33,7 @@ def loaded(*argv: str) -> set[str]:
     return set(ended.stderr.rpartition("loaded ")[2].split())
 
 
-def test_the_version_is_looked_up_when_asked() -> None:
+def test_the_version_is_read_on_request() -> None:
     done = subprocess.run([*PROGRAM, "--version"], check=True, capture_output=True, text=True)
     assert done.stdout == f"instance-runner {metadata.version('instance-runner')}\n"
     assert "importlib.metadata" not in loaded("--help")
@@ -45,7 +45,7 @@ def test_every_command_is_a_module_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_a_command_is_imported_only_when_it_is_asked_for(command: str) -> None:
+def test_a_command_is_imported_only_on_use(command: str) -> None:
     commands = {f"runner.cli.{name}" for name in COMMANDS}
     found = loaded(*([command] if command else []), "--help")
     assert found & commands == ({f"runner.cli.{command}"} if command else set())

@@ -45,7 +45,7 @@ class Client:
         with trio.fail_after(20):
             while text not in self.seen:
                 data = await self.stream.receive_some(1 << 16)
-                assert data, f"hung up without {text!r}: {self.seen[-200:]!r}"
+                assert data, f"disconnected without {text!r}: {self.seen[-200:]!r}"
                 self.seen += data
 
 
@@ -95,12 +95,12 @@ async def test_one_client_writes_all_read_and_late_ones_get_the_history(fake_hos
                 await each.until(b"guest: runs")
                 await each.until(b"you typed one")
             await second.stream.send_all(b"not me")
-            async with attached(fake_host, STEAL) as thief:
-                assert b'"writes": true' in thief.seen
-                await thief.until(b"you typed one")
+            async with attached(fake_host, STEAL) as stealer:
+                assert b'"writes": true' in stealer.seen
+                await stealer.until(b"you typed one")
                 await first.until(b"another console writes now")
                 await first.stream.send_all(b"nor me")
-                await thief.stream.send_all(b"two")
+                await stealer.stream.send_all(b"two")
                 await first.until(b"you typed two")
         async with attached(fake_host, WRITE) as again:  # the writer has disconnected: its place is free
             assert b'"writes": true' in again.seen
@@ -122,12 +122,12 @@ async def test_a_writer_to_a_guest_that_does_not_read_can_be_replaced_and_can_ha
     async def act() -> None:
         async with attached(fake_host, WRITE) as first:
             await type_until_full(first)
-            async with attached(fake_host, STEAL) as thief:
-                assert b'"writes": true' in thief.seen
-                await type_until_full(thief)
+            async with attached(fake_host, STEAL) as stealer:
+                assert b'"writes": true' in stealer.seen
+                await type_until_full(stealer)
                 await first.until(b"another console writes now")
             with trio.fail_after(10):
-                while True:  # the thief has disconnected with unsent input: its place is free
+                while True:  # the stealer has disconnected with unsent input: its place is free
                     async with attached(fake_host, WRITE) as next_one:
                         if b'"writes": true' in next_one.seen:
                             return
@@ -149,7 +149,7 @@ async def test_a_slow_reader_delays_no_other_and_learns_what_it_missed(fake_host
             with trio.move_on_after(1):
                 while True:
                     seen += len(await slow.stream.receive_some(1 << 16))
-            assert much < seen < rounds * much, "what the socket and our own buffer hold, not everything"
+            assert much < seen < rounds * much, "only what the socket and our own buffer hold"
             await quick.stream.send_all(b"again")
             await slow.until(b"bytes of output were dropped: the reader was too slow]")
 
@@ -378,6 +378,6 @@ async def test_a_client_of_another_pid_namespace_is_refused(fake_host: FakeHost)
         finally:
             fake_host.stop.ask("test")
 
-    await fake_host.run(fake_host.plan(), beside=beside)
+    await fake_host.run(fake_host.plan(), meanwhile=beside)
     (line,) = said
     assert "only root in the instance's own PID namespace may attach" in json.loads(line)["error"]

@@ -77,9 +77,9 @@ async def test_descriptors_of_an_agent_are_identified_by_the_kernel(tmp_path: Pa
             (line("user", "socket"), [theirs.fileno()]),
         ]
         with agent(tmp_path / "agent", *messages) as path:
-            async with inherited_fds({}, path) as handed:
-                found = {name: probe_descriptor(each.descriptor.number) for name, each in handed.items()}
-                inherited = [os.get_inheritable(each.descriptor.number) for each in handed.values()]
+            async with inherited_fds({}, path) as received:
+                found = {name: probe_descriptor(each.descriptor.number) for name, each in received.items()}
+                inherited = [os.get_inheritable(each.descriptor.number) for each in received.values()]
         assert {name: (each.kind, each.size, each.writable) for name, each in found.items()} == {
             "disk0": ("file", 4096, True),
             "net0": ("tap", 0, True),
@@ -118,7 +118,7 @@ async def test_a_protocol_error_of_an_agent_is_reported_and_closes_its_descripto
     assert open_now() <= before
 
 
-async def test_an_agent_that_does_not_close_is_given_up(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+async def test_an_agent_that_does_not_close_times_out(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     del autojump_clock
     before = open_now()
     with (
@@ -160,8 +160,8 @@ from runner.kernel.inherited_fds import inherited_fds, probe_descriptor
 
 async def main():
     try:
-        async with inherited_fds(os.environ, None) as handed:
-            print({name: probe_descriptor(each.descriptor.number).kind for name, each in handed.items()})
+        async with inherited_fds(os.environ, None) as inherited:
+            print({name: probe_descriptor(each.descriptor.number).kind for name, each in inherited.items()})
     except RefusedError as error:
         print(error)
     print([number for number in (3, 4, 5) if os.path.exists(f"/proc/self/fd/{number}")])
@@ -206,12 +206,12 @@ async def test_qemu_inherits_the_descriptors_and_no_other_child_does(fake_host: 
     before = fake_host.snapshot()
     with contextlib.ExitStack() as held:
         [tap] = held.enter_context(character_devices.tap("vmtap9"))
-        handed = {"net0": InheritedFd(Descriptor(os.dup(tap.number)), None)}
+        inherited = {"net0": InheritedFd(Descriptor(os.dup(tap.number)), None)}
         network = InheritedFdPlan("52:54:00:00:00:01", 1500, 1, "tap", ("net0",), (), vhost=False)
         plan = attrs.evolve(plan, dhcp=(), machine=attrs.evolve(plan.machine, networks=(network,)))
-        result = await fake_host.run(plan, inherited_fds=handed)
+        result = await fake_host.run(plan, inherited_fds=inherited)
         assert isinstance(result, GuestEnd), explain(result)
-        assert handed["net0"].descriptor.number == -1
+        assert inherited["net0"].descriptor.number == -1
     [qemu] = fake_host.records("qemu", "start")
     named = next(word for word in qemu["argv"] if word.startswith("tap,"))
     assert int(named.rpartition("fd=")[2]) in qemu["fds"]

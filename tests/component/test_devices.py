@@ -94,7 +94,7 @@ assert read_lockable((24,)) is None
 with lockable(1 << 19):
     assert limit() == (1 << 20, 1 << 20), "as far as the hard limit allows"
 with lockable(1 << 12):
-    assert limit() == (1 << 16, 1 << 20), "enough is enough"
+    assert limit() == (1 << 16, 1 << 20), "a sufficient limit is kept"
 assert limit() == (1 << 16, 1 << 20)
 """
 

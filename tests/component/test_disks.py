@@ -80,7 +80,7 @@ def test_a_chain_is_found_as_the_headers_say(chain: DiskSpec, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("ephemeral", [False, True])
-def test_every_descriptor_that_cannot_be_had(chain: DiskSpec, tmp_path: Path, *, ephemeral: bool) -> None:
+def test_every_failed_open_is_refused_and_reversed(chain: DiskSpec, tmp_path: Path, *, ephemeral: bool) -> None:
     plan = planned(DiskSpec(path=chain.path, format="qcow2", backing=chain.backing, ephemeral=ephemeral))
     before = descriptors()
     failed = 0
@@ -164,7 +164,7 @@ def test_a_malformed_image_is_refused_with_a_message(tmp_path: Path, at: int, va
 
 
 @pytest.mark.parametrize("size", [MIB, 3 << 30, 2 << 40])
-def test_qemu_takes_our_overlays(tmp_path: Path, size: int) -> None:
+def test_qemu_accepts_our_overlays(tmp_path: Path, size: int) -> None:
     with overlay(PurePosixPath(tmp_path), size, 64 * MIB) as fd:
         assert list(tmp_path.iterdir()) == [], "it never has a name"
         path = f"/proc/{os.getpid()}/fd/{fd}"

@@ -51,7 +51,7 @@ async def test_descriptors_arrive_with_the_first_byte_and_are_closed_on_exec(end
 
 
 @pytest.mark.parametrize(("most", "count"), [(0, 1), (1, 2), (1, 200), (2, 3), (3, 4), (16, 17), (16, 253)])
-async def test_too_many_are_closed(ends: Ends, most: int, count: int) -> None:
+async def test_too_many_descriptors_are_closed(ends: Ends, most: int, count: int) -> None:
     left, right = ends
     owned: list[int] = []
     await send_with_fds(left, b"x", [0] * count)

@@ -57,7 +57,7 @@ async def test_a_connection_that_waits_too_long_is_closed() -> None:
             await stream.send_all(b"GET /")
         assert (await answer(port, b"GET /a HTTP/1.1\r\n\r\n")).endswith(b"this is /a\n")
         with trio.fail_after(2.5):  # long before its time was over
-            assert await slow[0].receive_some() == b"", "the oldest was sent away"
+            assert await slow[0].receive_some() == b"", "the oldest was disconnected"
         await slow[-1].send_all(b"b HTTP/1.1\r\n\r\n")
         assert b"this is /b" in b"".join([data async for data in slow[-1]])
         for stream in slow:

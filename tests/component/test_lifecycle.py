@@ -194,7 +194,7 @@ async def test_the_agent_is_asked_before_the_power_button(
     if agent == "answers":
         asked = [(record["command"], record["arguments"]) for record in fake_host.records("qemu", "agent")]
         assert asked == [("guest-sync-delimited", {"id": 1}), ("guest-shutdown", {"mode": "powerdown"})]
-    assert trio.current_time() - began < 3.6, "of the grace, the guest's share"
+    assert trio.current_time() - began < 3.6, "it ends within the guest's share of the grace"
     assert fake_host.faults.sentences == []
     assert fake_host.snapshot() == before
 
@@ -277,18 +277,18 @@ async def test_a_thread_in_the_wrong_place_is_a_failed_start(fake_host: FakeHost
     if plan.placement.shared:
         pytest.skip("needs two CPUs: everything shares the only one")
 
-    async def trespass(host: Supervisor) -> None:
+    async def move_onto_the_vcpus_cpu(host: Supervisor) -> None:
         await wait_for(lambda: "query-cpus-fast" in fake_host.commands() or fake_host.records("virtiofsd", "start"))
         [daemon] = [process for process in host.processes if process.role == "virtiofsd"]
         os.sched_setaffinity(daemon.pid, set(plan.placement.cpus))
 
-    result = await fake_host.run(plan, meanwhile=trespass)
+    result = await fake_host.run(plan, meanwhile=move_onto_the_vcpus_cpu)
     assert isinstance(result, PlacementError), result
     assert "virtiofsd (thread" in explain(result)
     assert "cont" not in fake_host.commands()
 
 
-async def test_asked_to_stop_while_qemu_starts(fake_host: FakeHost) -> None:
+async def test_a_stop_request_while_qemu_starts(fake_host: FakeHost) -> None:
     plan = fake_host.plan(fake_host.share(), qemu={"before_greeting": "hang"}, grace=1)
 
     async def stop(_host: Supervisor) -> None:
@@ -325,7 +325,7 @@ async def test_qemu_hangs_in_the_middle_of_the_start(fake_host: FakeHost, comman
     assert fake_host.snapshot() == before
 
 
-async def test_asked_to_stop_before_anything(fake_host: FakeHost) -> None:
+async def test_a_stop_request_before_the_start(fake_host: FakeHost) -> None:
     fake_host.stop.ask("SIGTERM")
     assert ended(await fake_host.run(fake_host.plan())).status is Status.STOPPED
     assert "cont" not in fake_host.commands()
@@ -346,7 +346,7 @@ async def test_the_death_of_virtiofsd_ends_the_instance(fake_host: FakeHost, whe
     result = ended(await fake_host.run(plan, meanwhile=kill))
     assert result.status is Status.SERVICE_DIED
     assert result.detail.startswith("virtiofsd was killed by SIG")
-    assert "system_powerdown" in fake_host.commands(), "the guest gets its chance to power down"
+    assert "system_powerdown" in fake_host.commands(), "the guest is asked to power down first"
     assert fake_host.faults.sentences == []
     assert fake_host.snapshot() == before
 

@@ -77,7 +77,7 @@ def test_links_are_changed(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
         )
         assert "UP" in shown("left")["flags"]
         rtnetlink.set_link(left, Change())
-        assert "UP" in shown("left")["flags"], "what is not named stays"
+        assert "UP" in shown("left")["flags"], "unnamed attributes are unchanged"
         rtnetlink.set_link(left, Change(up=False, master=0, alias=""))
         assert rtnetlink.link("left") == FoundLink(left.index, "left", "02:00:00:00:00:07", 1300, 0, "", "veth")
         assert "UP" not in shown("left")["flags"]
@@ -157,7 +157,7 @@ def test_errors_have_the_kernels_reason(rtnetlink: Rtnetlink, bridge: FoundLink)
         "cannot put the route 0.0.0.0/0 via 10.9.9.9 through 'bridge': Network is"
     )
     assert refused(rtnetlink.set_link, bridge, Change(mtu=10)).endswith(
-        "Invalid argument: mtu less than device minimum"  # in the kernel's own words
+        "Invalid argument: mtu less than device minimum"  # the kernel's extended acknowledgement
     )
 
 
@@ -263,6 +263,6 @@ def test_a_lost_answer_times_out_and_a_late_one_is_not_taken_for_another(
 
 def test_an_endless_answer_is_given_up(rtnetlink: Rtnetlink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWERED_WITHIN", 1)
-    with Rtnetlink() as impatient, pytest.raises(TimeoutError):
-        list(impatient._receive())
+    with Rtnetlink() as opened, pytest.raises(TimeoutError):
+        list(opened._receive())
     del rtnetlink

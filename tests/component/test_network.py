@@ -203,7 +203,7 @@ async def test_the_interface_is_restored_after_a_killed_runner(fake_host: FakeHo
     bridge = Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, link)
     with pytest.raises(HostError, match="cannot find the network interface 'vmtap0'"):
         build([bridge])
-    assert state_of("eth0") == before, "a build that fails half-way takes back what it did"
+    assert state_of("eth0") == before, "a failed build is reversed"
 
     ip("tuntap", "add", "vmtap0", "mode", "tap")
     build([bridge])
@@ -213,7 +213,7 @@ async def test_the_interface_is_restored_after_a_killed_runner(fake_host: FakeHo
     ip("link", "delete", "vmtap0")  # the runner is killed: its tap goes with its descriptor, the bridge stays
     assert state_of("eth0")["inet"] == []
 
-    assert read_eth0() == link, "planned from what it was"
+    assert read_eth0() == link, "the plan uses the recorded state"
     plan = bridged(fake_host, read_eth0())
     fake_host.stop.ask("test")
     result = await fake_host.run(plan)
@@ -312,7 +312,7 @@ async def test_dnsmasq_answers_only_its_guest(fake_host: FakeHost, pod: str) -> 
     del pod
     plan = bridged(fake_host, read_eth0())
 
-    async def stranger(host: Supervisor) -> None:
+    async def ask_as_another_host(host: Supervisor) -> None:
         with trio.fail_after(30):
             while "cont" not in fake_host.commands():
                 await trio.sleep(0.01)
@@ -345,7 +345,7 @@ async def test_dnsmasq_answers_only_its_guest(fake_host: FakeHost, pod: str) -> 
         assert await host.processes.spawn(Command("test", ("ip", "link", "delete", "port"))).wait() == 0
         fake_host.stop.ask("test")
 
-    result = await fake_host.run(plan, meanwhile=stranger)
+    result = await fake_host.run(plan, meanwhile=ask_as_another_host)
     assert isinstance(result, GuestEnd), result
 
 

@@ -202,11 +202,11 @@ def test_a_macvtap_by_its_descriptors(pod: str, sysfs: Path) -> None:
         found = [probe_descriptor(tap.number) for tap in taps]
         assert [(each.kind, each.interface, each.mac) for each in found] == 2 * [("macvtap", "vmtap0", MAC)]
         assert all(each.multi_queue for each in found)
-        assert set(Path("/dev").iterdir()) == nodes, "the node went when it was open"
+        assert set(Path("/dev").iterdir()) == nodes, "the node is removed once it is open"
     [shown] = json.loads(ip("-j", "link", "show", "vmtap0"))
     assert (shown["mtu"], shown["ifalias"], shown["link"]) == (1400, "instance-runner", pod)
     assert "UP" in shown["flags"]
-    assert network.add_macvtap(link), "what a runner that was killed has left is taken down"
+    assert network.add_macvtap(link), "the leftovers of a killed runner are removed"
     with pytest.raises(HostError, match="a link of that name exists and is not instance-runner's"):
         network.add_macvtap(attrs.evolve(link, mac="52:54:00:00:00:78"))
     network.remove_macvtap(link)
@@ -251,7 +251,7 @@ async def test_the_death_of_passt_ends_the_instance(fake_host: FakeHost) -> None
     assert fake_host.snapshot() == before
 
 
-def test_permanent_neighbours_and_ipv6_come_back(pod: str) -> None:
+def test_permanent_neighbours_and_ipv6_are_restored(pod: str) -> None:
     """They are recorded in the aliases of the interface and of the bridge, because one alias has at most 255 characters."""
     ip("address", "add", "10.0.0.5/24", "dev", pod)
     ip("address", "add", "fd00:1::5/64", "dev", pod, "nodad")
@@ -278,13 +278,13 @@ def test_permanent_neighbours_and_ipv6_come_back(pod: str) -> None:
         assert "fd00:1::5" not in state()[0]
         with pytest.raises(HostError):
             network.remove([refused])
-        assert network.read_interfaces([pod])[pod] == link, "another runner could put it right"
+        assert network.read_interfaces([pod])[pod] == link, "another runner could restore it"
     network.recover([bridge])
     assert state() == before
     assert network.read_interfaces([pod])[pod] == link
 
 
-def test_an_interface_that_cannot_be_understood(pod: str) -> None:
+def test_a_malformed_alias_is_an_error(pod: str) -> None:
     ip("link", "set", pod, "alias", "instance-runner was 02:00:00:00:00:01 1500 10.0.0.5/24 10.9.0.0/16,10.0.0.1,")
     with pytest.raises(HostError, match="is malformed; recreate the pod"):
         network.read_interfaces([pod])

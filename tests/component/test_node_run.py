@@ -22,7 +22,7 @@ def chardev(name):
 word = next(value for option, value in options if option == "-append").rsplit("node.word=", 1)[1]
 console = next(value for option, value in options if option == "-chardev" and value.startswith("file,"))
 results = os.path.dirname(console.rsplit("path=", 1)[1])
-open(f"{{results}}/console.log", "w").write("the last the kernel said\\n")
+open(f"{{results}}/console.log", "w").write("the kernel's last line\\n")
 events, terminal = chardev("events"), chardev("terminal")
 def send(event):
     events.sendall(f"{{event}}\\n".encode())
@@ -33,10 +33,10 @@ def report(tests, skipped=0):
 exec(os.environ["QEMU_DOES"])
 """
 CASES = {
-    "hangs": ("signal.pause()", command.NEVER_CAME_UP, "the last the kernel said"),
+    "hangs": ("signal.pause()", command.NEVER_CAME_UP, "the kernel's last line"),
     "dies at once": ("sys.exit('no such machine')", command.NEVER_CAME_UP, "no such machine"),
     "is another boot": ("send('up node-0'); signal.pause()", command.NEVER_CAME_UP, "never came up"),
-    "dies later": ("send(f'up {word}')", command.NO_STATUS, "the last the kernel said"),
+    "dies later": ("send(f'up {word}')", command.NO_STATUS, "the kernel's last line"),
     "hangs later": ("send(f'up {word}'); signal.pause()", command.NO_STATUS, "gave no status"),
     "ends as another": ("send(f'up {word}'); send('done node-0 0')", command.NO_STATUS, "gave no status"),
     "has no report": ("send(f'up {word}'); send(f'done {word} 0')", command.NO_TESTS, "no test was executed"),

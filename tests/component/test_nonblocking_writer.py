@@ -33,7 +33,7 @@ async def test_an_unread_pipe_fills_up_and_the_rest_is_counted() -> None:
     assert len(read) < 2 * BACKLOG
     dropped = 100 * 65536 - read.count(b"x")
     assert f"[{dropped} bytes of output were dropped: the reader was too slow]".encode() in read
-    assert os.get_blocking(writing), "the description we share with others is left as it was"
+    assert os.get_blocking(writing), "the shared file description is unchanged"
     os.close(reading)
     os.close(writing)
 

@@ -29,7 +29,7 @@ async def test_statuses() -> None:
         assert list(process.last_lines) == ["one", "two"]
 
 
-async def test_many_at_once_each_gets_its_own_status() -> None:
+async def test_each_of_many_children_gets_its_own_status() -> None:
     """Orphans end at the same instants; no status is lost and none reads 0 that is not."""
     async with open_processes() as processes:
         wrong: list[tuple[int, int]] = []
@@ -69,15 +69,15 @@ async def test_a_storm_of_orphans_does_not_delay_other_tasks() -> None:
 
 async def test_stop_sends_sigterm_first_and_sigkill_later() -> None:
     async with open_processes() as processes:
-        polite = processes.spawn(shell("trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done"))
-        deaf = processes.spawn(shell("trap '' TERM; echo ready; while :; do sleep 0.01; done"))
-        for process in (polite, deaf):
+        handling = processes.spawn(shell("trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done"))
+        ignoring = processes.spawn(shell("trap '' TERM; echo ready; while :; do sleep 0.01; done"))
+        for process in (handling, ignoring):
             while not process.last_lines:
                 await trio.sleep(0.005)
-        await processes.stop(polite, 5)
-        await processes.stop(deaf, 0.05)
-        assert (polite.returncode, deaf.returncode) == (5, -signal.SIGKILL)
-        await processes.stop(polite, 5)  # it is over; nothing happens
+        await processes.stop(handling, 5)
+        await processes.stop(ignoring, 0.05)
+        assert (handling.returncode, ignoring.returncode) == (5, -signal.SIGKILL)
+        await processes.stop(handling, 5)  # it has ended: stop has no effect
 
 
 async def test_a_stopped_process_gets_the_sigterm() -> None:

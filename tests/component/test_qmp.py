@@ -111,7 +111,7 @@ async def test_an_event_waiter_and_a_command_read_for_each_other(ends: tuple[Mon
 
 
 async def test_a_reply_may_overtake_the_end_of_its_sending(ends: tuple[Monitor, Peer]) -> None:
-    """Another task reads the reply while the command's own is still on its way back from sending."""
+    """Another task reads the reply while the command's own still returns from sending."""
     monitor, peer = ends
     async with trio.open_nursery() as nursery:
         nursery.start_soon(monitor.event)

@@ -81,7 +81,7 @@ def fault_injector(fake_host: FakeHost) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-async def test_cancelled_at_every_step(fake_host: FakeHost, spec: str) -> None:
+async def test_a_run_cancelled_at_any_step_leaves_nothing(fake_host: FakeHost, spec: str) -> None:
     plan = planned(fake_host, spec)
     before = fake_host.snapshot()
     steps = await cancelled_run(fake_host, plan, sys.maxsize)
@@ -98,7 +98,7 @@ async def test_cancelled_at_every_step(fake_host: FakeHost, spec: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.usefixtures("fault_injector")
-async def test_every_acquisition_fails_once(fake_host: FakeHost, spec: str) -> None:
+async def test_a_failure_of_any_acquisition_leaves_nothing(fake_host: FakeHost, spec: str) -> None:
     """Every operation that fails before `cont` is a refused start with the reason, and the start is reversed."""
     plan = planned(fake_host, spec)
     before = fake_host.snapshot()
@@ -130,7 +130,7 @@ async def test_every_acquisition_fails_once(fake_host: FakeHost, spec: str) -> N
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
 @pytest.mark.usefixtures("fault_injector")
-async def test_every_fork_fails_once(fake_host: FakeHost, number: int) -> None:
+async def test_a_failure_of_any_fork_leaves_nothing(fake_host: FakeHost, number: int) -> None:
     """A fork fails with EAGAIN at the pod's pids.max."""
     plan = fake_host.plan(fake_host.share(), qemu={"at_cont": "shutdown"}, grace=1)
     before = fake_host.snapshot()
@@ -145,7 +145,7 @@ async def test_every_fork_fails_once(fake_host: FakeHost, number: int) -> None:
         assert fake_host.snapshot() == before
 
 
-async def test_with_too_few_descriptors(fake_host: FakeHost) -> None:
+async def test_a_run_with_too_few_descriptors_leaves_nothing(fake_host: FakeHost) -> None:
     """The kernel's own limit, not the fault injector: EMFILE at the first descriptor beyond it."""
     plan = fake_host.plan(fake_host.share(), qemu={"at_cont": "shutdown"}, grace=1)
     before = fake_host.snapshot()

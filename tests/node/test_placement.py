@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -121,8 +122,8 @@ def test_threads_that_a_vcpu_starts_go_back_to_float(start: Start, kubelet: Kube
     [qemu] = instance.processes()["qemu"]
     [late] = [thread.tid for thread in threads_of(qemu) if thread.name == "IO mon_iothread"]
     instance.group.write("cgroup.threads", late)
-    os.sched_setaffinity(late, {2})
-    assert cgroup_of(late) == str(instance.group)
+    with contextlib.suppress(OSError):  # the sweep may have moved it already, and in float this CPU is refused
+        os.sched_setaffinity(late, {2})
     until(lambda: cgroup_of(late) == f"{TREE}/float", "the thread to be in float")
     until(lambda: os.sched_getaffinity(late) == set(kubelet.default), "the thread to be free")
     instance.is_placed()

@@ -129,7 +129,7 @@ def test_no_two_files_import_each_other() -> None:
 
 
 def reached(needs: dict[str, set[str]], start: str) -> set[str]:
-    """Return every file that *start* needs, directly or by way of others."""
+    """Return every file that *start* needs, directly or indirectly."""
     found: set[str] = set()
     left = list(needs[start])
     while left:
@@ -139,7 +139,7 @@ def reached(needs: dict[str, set[str]], start: str) -> set[str]:
     return found
 
 
-def test_no_class_name_stands_twice() -> None:
+def test_no_class_name_is_used_twice() -> None:
     places: dict[str, list[str]] = {}
     for name, path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -184,7 +184,7 @@ def test_init_files_are_empty(name: str, path: Path) -> None:
     assert path.read_text() == "", name
 
 
-def test_the_law_sees_an_offender(tmp_path: Path) -> None:
+def test_a_forbidden_import_is_found(tmp_path: Path) -> None:
     offender = tmp_path / "offender.py"
     offender.write_text(
         "import runner.plan.argv.qemu\nfrom runner.protocol import qmp\nfrom runner import spec\nimport os.path\n"

@@ -337,7 +337,7 @@ async def test_a_removed_cgroup_is_created_again(node: Node) -> None:
         await controller.until(lambda: "cpuset" in node.mount.enabled() and str(node.float_cgroup.cpus()) == SHARED)
 
 
-async def test_an_instance_goes_when_its_pod_and_its_threads_are_gone(node: Node) -> None:
+async def test_an_instance_is_removed_when_its_pod_and_its_threads_have_ended(node: Node) -> None:
     node.become(B)
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
@@ -565,7 +565,7 @@ async def test_without_a_kubelet_the_first_request_gets_the_cpus(node: Node) -> 
         refused = await client.refusal("registerCgroup", uuid="two", cpuset="7-8")
         assert (refused["reason"], refused["holder"]) == ("conflict", "one")
         node.instance("one").populate(False)
-        await client.result("registerCgroup", uuid="two", cpuset="7-8")  # an empty instance gives way
+        await client.result("registerCgroup", uuid="two", cpuset="7-8")  # an empty instance is removed for it
         assert str(node.float_cgroup.cpus()) == "0-6,9-19"
         assert node.root.children() == ("float", "instance-two")
         assert (await client.refusal("registerCgroup", uuid="three", cpuset="0-1"))["reason"] == "cpuset"

@@ -58,7 +58,7 @@ def perform(observed: Observed, action: Action) -> Observed:
             groups[name] = attrs.evolve(groups[name], kind="threaded")
         case Write(name, "cpuset.cpus", value):
             cpus = CpuSet.parse(value)
-            assert cpus, "nothing of ours is left without CPUs"
+            assert cpus, "no cgroup of the controller is left without CPUs"
             groups[name] = attrs.evolve(groups[name], cpus=cpus, effective=cpus)
         case Write(name, "cpuset.mems", value):
             groups[name] = attrs.evolve(groups[name], mems=CpuSet.parse(value))
@@ -155,13 +155,13 @@ def check_case(desired: Desired, observed: Observed) -> None:
 
 
 def test_every_small_tree_reaches_the_desired_state_in_one_pass() -> None:
-    all_states, worlds = list(states()), 0
+    all_states, cases = list(states()), 0
     for index, observed in enumerate(trees()):
         # Every tree meets a third of the states, every state a third of the trees.
         for desired in all_states[index % 3 :: 3]:
             check_case(desired, observed)
-            worlds += 1
-    assert worlds > 19_000
+            cases += 1
+    assert cases > 19_000
 
 
 def test_a_crash_after_any_action_does_not_change_the_final_state() -> None:

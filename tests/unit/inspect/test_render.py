@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
 
 import attrs
 
@@ -67,9 +67,10 @@ ok        kubelet    float has '0', the kubelet's shared pool
 INTRUDER = "emulator (thread 10, 'qemu-system-x86') in the cgroup '/stelia/float' may run on '4', which belong to vCPUs"
 
 
-def evolved(report: InspectionReport, tid: int, **changes: Any) -> InspectionReport:
+def changed(report: InspectionReport, change: Callable[[ThreadStatus], ThreadStatus]) -> InspectionReport:
+    """Return *report* with the emulator's thread changed."""
     threads = tuple(
-        attrs.evolve(each, thread=attrs.evolve(each.thread, **changes)) if each.thread.tid == tid else each
+        attrs.evolve(each, thread=change(each.thread)) if each.thread.tid == 10 else each
         for each in report.instances[0].observation.threads
     )
     instance = attrs.evolve(report.instances[0].observation, threads=threads)
@@ -134,8 +135,11 @@ def test_watching_without_a_terminal_prints_changes_only() -> None:
     assert first[0] == "+ 3ceda12c emulator 10 'qemu-system-x86' may run on '0' in '/stelia/float'"
     assert all(line.startswith("+ ") for line in first)
     assert formatter.text(REPORT) == ""
-    assert formatter.text(evolved(REPORT, 10, running_on=4)) == "", "where a thread ran last changes all the time"
-    assert formatter.text(evolved(REPORT, 10, cpus=CpuSet([0, 4]))).splitlines() == [
+    assert formatter.text(changed(REPORT, lambda thread: attrs.evolve(thread, running_on=4))) == "", (
+        "where a thread ran last changes all the time"
+    )
+    unpinned = changed(REPORT, lambda thread: attrs.evolve(thread, cpus=CpuSet([0, 4])))
+    assert formatter.text(unpinned).splitlines() == [
         "- 3ceda12c emulator 10 'qemu-system-x86' may run on '0' in '/stelia/float'",
         "- 3ceda12c exclusive ok",
         "+ 3ceda12c emulator 10 'qemu-system-x86' may run on '0,4' in '/stelia/float'",

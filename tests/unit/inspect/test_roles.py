@@ -57,5 +57,5 @@ def test_restarted_children_are_recognised_by_their_parent() -> None:
     assert role(77, 1, "sleep", is_sleep_infinity=True) == "anchor"
     assert role(78, 1, "dnsmasq") == "dnsmasq"
     assert role(79, 60, "sleep", is_sleep_infinity=True) is None
-    assert role(80, 1, "sleep") is None, "an orphan that will wake up"
+    assert role(80, 1, "sleep") is None, "an orphan that is no sleep infinity"
     assert role(81, 1, "sh") is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import pytest
 
@@ -35,11 +33,21 @@ UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 POD, FLOAT, MINE = "/kubepods.slice/pod.slice/main.scope", "/stelia/float", f"/stelia/instance-{UID}"
 
 
-def seen(role: str, tid: int, cpus: str, cgroup: str = FLOAT, vcpu: int | None = None, **more: Any) -> ObservedThread:
-    pid = more.pop("pid", tid)
-    name = more.pop("name", role)
-    status = ThreadStatus(pid, tid, name, cgroup, CpuSet.parse(cpus), CpuSet([0]), min(CpuSet.parse(cpus)))
-    return ObservedThread(Role(role), vcpu, status, **more)
+def seen(
+    role: str,
+    tid: int,
+    cpus: str,
+    cgroup: str = FLOAT,
+    vcpu: int | None = None,
+    *,
+    pid: int | None = None,
+    name: str | None = None,
+    kernel: bool = False,
+) -> ObservedThread:
+    status = ThreadStatus(
+        pid or tid, tid, name or role, cgroup, CpuSet.parse(cpus), CpuSet([0]), min(CpuSet.parse(cpus))
+    )
+    return ObservedThread(Role(role), vcpu, status, kernel)
 
 
 VCPU_0 = seen("vcpu", 11, "2", MINE, 0, pid=10, name="CPU 0/KVM")
@@ -98,12 +106,12 @@ def test_a_good_instance_passes_every_rule() -> None:
 
 
 def test_an_unknown_is_no_violation_and_one_violation_outweighs_it() -> None:
-    blind = attrs.evolve(GOOD, hidden="hidden", memory=Unknown("hidden"), charge=Unknown("hidden"))
-    report = judge(Observation("container", (blind,), Unknown("hidden")))
+    hidden = attrs.evolve(GOOD, hidden="hidden", memory=Unknown("hidden"), charge=Unknown("hidden"))
+    report = judge(Observation("container", (hidden,), Unknown("hidden")))
     assert [verdict.result for verdict in report.verdicts] == [RuleResult.OK, *[RuleResult.UNKNOWN] * 4]
     assert not report.violated
-    away = attrs.evolve(blind, memory=GuestMemory({1: 1}, {}))
-    assert judge(Observation("container", (away,), Unknown("hidden"))).violated
+    remote = attrs.evolve(hidden, memory=GuestMemory({1: 1}, {}))
+    assert judge(Observation("container", (remote,), Unknown("hidden"))).violated
 
 
 @pytest.mark.parametrize(
@@ -208,10 +216,10 @@ def test_another_instances_vcpu_is_an_intruder() -> None:
 
 
 def test_one_intruder_is_a_violation_even_if_some_threads_are_hidden() -> None:
-    blind = attrs.evolve(GOOD, hidden="others are hidden")
-    assert unknown(cpus_exclusive(blind)) == "others are hidden"
+    hidden = attrs.evolve(GOOD, hidden="others are hidden")
+    assert unknown(cpus_exclusive(hidden)) == "others are hidden"
     shell = (*GOOD.threads, seen("other", 50, "2-3", POD, name="sh"))
-    assert "'sh'" in violations(cpus_exclusive(attrs.evolve(blind, threads=shell)))
+    assert "'sh'" in violations(cpus_exclusive(attrs.evolve(hidden, threads=shell)))
 
 
 def test_without_threads_exclusivity_is_unknown() -> None:
@@ -273,8 +281,8 @@ def test_float_avoids_an_instance_that_outlives_its_pod_unless_no_other_cpu_is_l
 
 
 def test_an_instance_with_more_than_its_pods() -> None:
-    greedy = attrs.evolve(KUBELET, given={UID: CpuSet.parse("2")})
-    assert "has '2-3', but the kubelet gives its pod '2'" in violations(as_the_kubelet_says(greedy))
+    too_many = attrs.evolve(KUBELET, given={UID: CpuSet.parse("2")})
+    assert "has '2-3', but the kubelet gives its pod '2'" in violations(as_the_kubelet_says(too_many))
 
 
 def test_policy_none_gives_no_exclusive_cpus() -> None:

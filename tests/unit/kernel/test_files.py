@@ -11,7 +11,7 @@ from runner.facts.disk import DocumentFact
 from runner.kernel.files import append, copied, copy_new, filled_memory, opened, read_document
 
 
-def test_a_copy_is_made_once_and_nothing_is_left_of_one_that_fails(tmp_path: Path) -> None:
+def test_a_copy_is_made_once_and_a_failed_one_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "template").write_bytes(b"empty")
     source, path = PurePosixPath(tmp_path / "template"), PurePosixPath(tmp_path / "store")
     copy_new(source, path)

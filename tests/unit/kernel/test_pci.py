@@ -21,7 +21,7 @@ def changed(address: str, **values: object) -> list[Record]:
     return [{**record, **values} if record["address"] == address else record for record in HGX]
 
 
-def test_a_gpu_is_read_as_it_is(tmp_path: Path) -> None:
+def test_every_attribute_of_a_gpu_is_read(tmp_path: Path) -> None:
     found = read_pci_device(GPU, Roots.below(fake_pci_tree(tmp_path, HGX)))
     assert found is not None
     assert (found.name, found.driver, found.vfio, found.numa_node, found.group) == (

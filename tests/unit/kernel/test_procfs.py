@@ -43,7 +43,7 @@ def test_a_process_that_has_ended_gives_nothing(tmp_path: Path) -> None:
     assert Procfs(tmp_path).processes() == []
 
 
-def test_a_process_knows_its_parent_and_its_number_inside() -> None:
+def test_the_parent_and_the_inner_pid_of_a_process_are_read() -> None:
     procfs = Procfs()
     me = procfs.process(os.getpid())
     assert me is not None

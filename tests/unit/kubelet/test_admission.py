@@ -269,7 +269,7 @@ def test_a_kubelet_that_would_panic_is_reported() -> None:
     assert admission.node == empty
 
 
-def test_devices_draw_the_cpus_to_their_numa_node() -> None:
+def test_cpus_come_from_the_numa_node_of_the_devices() -> None:
     empty = node(host(2, 1, 4))
     admission = empty.admit(one("p", 2, 1, near=1))
     assert str(admission.cpus["c"]) == "4,12"

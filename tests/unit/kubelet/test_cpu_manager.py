@@ -115,7 +115,7 @@ def test_a_livelock_is_reported_and_a_fixed_kubelet_takes_whole_cores() -> None:
     )
 
 
-def test_a_taken_cpu_is_handed_out_again_where_cores_are_unequal() -> None:
+def test_an_assigned_cpu_is_assigned_again_where_cores_are_unequal() -> None:
     # A desktop: two cores with two CPUs, four with one. An average core has one CPU, so a core with one free CPU
     # counts as whole and is taken whole.
     cores = [0, 0, 2, 2, 4, 5, 6, 7]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
@@ -15,7 +14,7 @@ GIB = 1 << 30
 GPU = "nvidia.com/gpu"
 
 
-def node(policy: str, **changes: Any) -> SimulatedNode:
+def node(policy: str, scope: str = "container") -> SimulatedNode:
     """Start a kubelet on the host with two NUMA nodes of 64 CPUs and about 512 GiB, 192 of them in hugepages."""
     hardware = Hardware.from_json((HOSTS / "epyc-7543-2s-nps1.json").read_text())
     configuration = KubeletConfiguration(
@@ -24,7 +23,7 @@ def node(policy: str, **changes: Any) -> SimulatedNode:
         memory_manager_policy="Static",
         reserved_memory={0: {"memory": 4 * GIB}},
         topology_manager_policy=policy,
-        **changes,
+        topology_manager_scope=scope,
     )
     return Kubelet.configured(hardware, configuration, devices={GPU: {1: 2}}).empty_node
 
@@ -98,7 +97,7 @@ def test_devices_that_are_all_assigned() -> None:
 
 
 def test_memory_that_fits_nowhere() -> None:
-    explanation = explain(node("best-effort", topology_manager_scope="pod"), one("p", 10, memory=2000))
+    explanation = explain(node("best-effort", scope="pod"), one("p", 10, memory=2000))
     assert explanation.admission.reason == "UnexpectedAdmissionError"
     (merge,) = explanation.merges
     assert [str(each) for each in merge.asked] == [

@@ -83,13 +83,13 @@ def test_an_instance_s_pod() -> None:
         ),
     ],
 )
-def test_the_qos_class_and_what_breaks_it(resources: dict[str, Any], qos: QosClass, why: list[str]) -> None:
+def test_the_qos_class_and_its_reasons(resources: dict[str, Any], qos: QosClass, why: list[str]) -> None:
     manifest = read(pod({"resources": resources}))
     assert (manifest.qos, list(manifest.why)) == (qos, why)
     assert manifest.pod.guaranteed == (qos is QosClass.GUARANTEED)
 
 
-def test_one_container_takes_the_class_from_all() -> None:
+def test_one_container_decides_the_class_of_the_pod() -> None:
     manifest = read(pod(limits(cpu=2, memory="1Gi"), {}, initContainers=[{"name": "first"}]))
     assert manifest.qos is QosClass.BURSTABLE
     assert [reason.split()[1] for reason in manifest.why] == ["'first'", "'first'", "'c1'", "'c1'"]
@@ -167,7 +167,7 @@ def test_notes_for_the_operator() -> None:
 
 
 @pytest.mark.parametrize(("amount", "millicpus"), [("0.1", 100), (0.5, 500), ("1e3m", None), ("100u", 1), (3, 3000)])
-def test_quantities(amount: Any, millicpus: int | None) -> None:
+def test_quantities(amount: object, millicpus: int | None) -> None:
     if millicpus is None:
         with pytest.raises(SpecError, match="is not a quantity"):
             read(pod(limits(cpu=amount)))
@@ -259,7 +259,7 @@ NOISE = st.recursive(
 
 @given(NOISE, NOISE)
 @settings(max_examples=300, deadline=None)
-def test_noise_gives_a_spec_error_or_a_pod(document: Any, resources: Any) -> None:
+def test_noise_gives_a_spec_error_or_a_pod(document: object, resources: object) -> None:
     for each in (document, pod({"resources": resources}), {"kind": "Pod", "spec": document}):
         with contextlib.suppress(SpecError):
             parse_manifests([Value(each, "p.yaml")], pod_level_resources=True)

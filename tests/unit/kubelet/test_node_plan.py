@@ -176,7 +176,7 @@ def test_a_pod_that_runs_already_keeps_what_it_has() -> None:
     assert [(owner.sign, owner.planned) for owner in owners_of(plan)] == [("A", True)]
 
 
-def test_pods_that_have_ended_are_taken_back_as_by_the_kubelet() -> None:
+def test_ended_pods_are_removed_as_by_the_kubelet() -> None:
     """The Memory Manager keeps ended pods until the next admission; the CPU Manager removes them by itself."""
     full = planned(EPYC, pod("one", 40, "12Gi"), pod("two", 40, "12Gi"), **STATIC).after
     manager = full.kubelet.cpu_manager

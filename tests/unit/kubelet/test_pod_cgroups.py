@@ -137,7 +137,7 @@ def test_names_that_instances_have(name: str) -> None:
     assert INSTANCE_NAME.fullmatch(name)
 
 
-def test_only_well_formed_names_are_ours() -> None:
+def test_only_well_formed_names_are_instances() -> None:
     assert instance_uid(instance_group("a-1")) == "a-1"
     for name in ("instance-", "instance-A", "instance-a\n", "instance-a/b", "instance-..", "instances", "float", "x"):
         assert instance_uid(name) is None

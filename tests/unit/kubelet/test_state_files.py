@@ -402,10 +402,11 @@ def no_other_exception(text: bytes) -> None:
         shown.encode()  # can be logged
 
 
-# --- going on from the files ------------------------------------------------------------------------------------------
+# --- a node from the files --------------------------------------------------------------------------------------------
 
 
-def kubelet(**changes: Any) -> Kubelet:
+def kubelet(policy: str = "restricted", reserved: int = GIB) -> Kubelet:
+    """Start a kubelet with *reserved* bytes of memory for the system."""
     hardware = Hardware(
         tuple(Cpu(cpu, cpu, cpu // 4, cpu // 4 * 4, cpu // 4) for cpu in range(8)),
         tuple(NumaNode(node, 8 * GIB, (10, 20), (HugepagePool(GIB, 2, 2),)) for node in range(2)),
@@ -414,10 +415,10 @@ def kubelet(**changes: Any) -> Kubelet:
         cpu_manager_policy="static",
         reserved_cpus=CpuSet((0,)),
         memory_manager_policy="Static",
-        reserved_memory={0: {"memory": GIB}},
-        topology_manager_policy="restricted",
+        reserved_memory={0: {"memory": reserved}},
+        topology_manager_policy=policy,
     )
-    return Kubelet.configured(hardware, attrs.evolve(configuration, **changes))
+    return Kubelet.configured(hardware, configuration)
 
 
 POD = Pod("uid-1", (Container("vm", 3000, {"memory": 7 * GIB, "hugepages-1Gi": 3 * GIB}),))
@@ -425,8 +426,8 @@ POD = Pod("uid-1", (Container("vm", 3000, {"memory": 7 * GIB, "hugepages-1Gi": 3
 CPU_STATE = b'{"policyName":"static","defaultCpuSet":"0,4-7","entries":{"uid-1":{"vm":"1-3"}},"checksum":1}'
 
 
-def test_a_node_goes_on_where_its_state_files_stand() -> None:
-    running = kubelet(topology_manager_policy="best-effort")
+def test_a_node_continues_from_its_state_files() -> None:
+    running = kubelet(policy="best-effort")
     restored = running.restored(parse_cpu_state(CPU_STATE), parse_memory_state(MEMORY_STATE))
     admitted = running.empty_node.admit(POD)
     assert admitted.admitted
@@ -456,7 +457,7 @@ def test_states_of_another_machine_are_refused_with_the_kubelet_s_message() -> N
     cpus, memory = parse_cpu_state(CPU_STATE), parse_memory_state(MEMORY_STATE)
     with pytest.raises(KubeletConfigError, match="doesn't match with CPUs in state"):
         kubelet().restored(attrs.evolve(cpus, assignments={}), memory)
-    more_reserved = kubelet(reserved_memory={0: {"memory": 2 * GIB}})
+    more_reserved = kubelet(reserved=2 * GIB)
     with pytest.raises(KubeletConfigError, match="the expected machine state is different from the real one"):
         more_reserved.restored(cpus, memory)
     elsewhere = parse_memory_state(MEMORY_STATE.replace(b"[0, 1]", b"[0, 7]"))

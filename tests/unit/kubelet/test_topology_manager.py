@@ -111,7 +111,7 @@ def test_the_exact_merge_equals_the_enumeration(
     assert merged.admitted == (policy is Policy.BEST_EFFORT or merged.hint.preferred)
 
 
-def test_a_provider_without_opinion_takes_part_as_such() -> None:
+def test_a_provider_without_hints_takes_part_in_the_merge() -> None:
     hints = HintList.of([Hint(1, preferred=True)])
     assert factors_of([None, {}, {"a": None, "b": HintList(), "c": hints}]) == [
         ANYWHERE,

@@ -92,7 +92,7 @@ def test_one_numa_node_of_several_is_bound_and_the_only_one_is_not() -> None:
 
 def test_numa_nodes_that_the_pod_may_not_use_are_not_bound_to() -> None:
     (only,) = seen(EPYC, "1-20,65-84", mems="1").numa_nodes
-    assert only.bound == (1,), "QEMU leaves the pod, and with it what keeps its memory there"
+    assert only.bound == (1,), "QEMU leaves the pod's cgroup, and with it the cpuset.mems that binds its memory"
     first, second = seen(host("epyc-7543-2s-nps2"), "1,65,17,81", mems="0,2-3").numa_nodes
     assert (first.host, first.bound) == (0, (0,))
     assert (second.host, second.bound) == (1, (0,)), "the other half of its socket is nearest"
@@ -148,7 +148,7 @@ def test_memory_that_does_not_fit_is_taken_from_the_other_numa_nodes() -> None:
         ("vm-8", "7", (1, 1, 1, 1)),
     ],
 )
-def test_shape(name: str, cpus: str, shape: tuple[int, int, int, int]) -> None:
+def test_the_shape_of_the_guest(name: str, cpus: str, shape: tuple[int, int, int, int]) -> None:
     assert smp(seen(host(name), cpus)) == shape
 
 

@@ -135,7 +135,7 @@ def test_kernel_threads_are_exempt_unless_they_are_in_a_cgroup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "thread", "born"),
+    ("rules", "thread", "started_by_vcpu"),
     [
         (RULES, placed(Role.EMULATOR, 16, "2-3", cgroup="/stelia/instance-a"), True),
         (RULES, grouped(Role.EMULATOR, 16, "2"), False),
@@ -146,8 +146,10 @@ def test_kernel_threads_are_exempt_unless_they_are_in_a_cgroup() -> None:
         (attrs.evolve(AFFINITY, shared=True), placed(Role.EMULATOR, 16, "2"), False),
     ],
 )
-def test_a_thread_starts_where_its_parent_is(rules: ThreadRules, thread: ObservedThread, *, born: bool) -> None:
-    assert rules.is_child_of_vcpu(thread) is born
+def test_a_thread_starts_where_its_parent_is(
+    rules: ThreadRules, thread: ObservedThread, *, started_by_vcpu: bool
+) -> None:
+    assert rules.is_child_of_vcpu(thread) is started_by_vcpu
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def parsed(**more: object) -> Receipt:
     return parse_receipt(json.dumps({**RECEIPT.to_json(), **more}), "receipt.json")
 
 
-def test_a_receipt_is_what_was_written() -> None:
+def test_a_receipt_is_read_back_as_written() -> None:
     assert parsed() == RECEIPT
     affinity = Receipt("affinity", AFFINITY, THREADS)
     assert parse_receipt(json.dumps(affinity.to_json()), "receipt.json") == affinity

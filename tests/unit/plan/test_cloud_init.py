@@ -38,7 +38,7 @@ def test_an_empty_table_is_enough() -> None:
     found = seed("[cloud_init]\n")
     assert found.user_data.content == b"#cloud-config\n"
     assert json.loads(found.meta_data.content) == {"instance-id": "instance", "local-hostname": "instance"}
-    assert found.network_config is None, "without networks cloud-init finds out for itself"
+    assert found.network_config is None, "without networks cloud-init configures its default"
     assert plan_of(KERNEL).machine.seed is None
 
 
@@ -50,7 +50,7 @@ def test_the_instance_id_is_stable() -> None:
     assert in_pod.instance_id == "pod-uid"
     in_docker = plan_of(f"{KERNEL}[cloud_init]\n", attrs.evolve(READ, container_uid="0123abcd" * 8)).machine.seed
     assert in_docker is not None
-    assert in_docker.instance_id == "instance", "the container's id is another one each time"
+    assert in_docker.instance_id == "instance", "the container's id changes with each run"
     assert json.loads(seed("[cloud_init]\n", '[instance]\nname = "a_b"\n').meta_data.content)["local-hostname"] == "a-b"
 
 
@@ -119,7 +119,7 @@ def test_an_invalid_table_is_refused(table: str, expected: str) -> None:
         b"\x1f\x8b\x08",
     ],
 )
-def test_every_kind_of_user_data_is_taken(content: bytes) -> None:
+def test_every_kind_of_user_data_is_accepted(content: bytes) -> None:
     facts = attrs.evolve(READ, documents={PurePosixPath("/a"): DocumentFact(content)})
     assert plan_of(f'{KERNEL}[cloud_init]\nuser_data = "/a"\n', facts).machine.seed is not None
 

@@ -64,7 +64,7 @@ def test_block_nodes_are_created_after_the_nodes_below_them() -> None:
     for number, node in enumerate(nodes):
         below = {str(node[key]) for key in ("file", "backing") if node.get(key) is not None}
         assert below <= set(made[:number])
-    assert json.dumps(nodes).count("/images/") == 0, "paths are the descriptors' business"
+    assert json.dumps(nodes).count("/images/") == 0, "files are passed as descriptors, not as paths"
 
 
 def test_an_ephemeral_disk_needs_room_for_everything_the_guest_can_write() -> None:

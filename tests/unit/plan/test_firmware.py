@@ -47,7 +47,7 @@ FOUND = attrs.evolve(FACTS, files={**FACTS.files, **HERE})
         (f'firmware = "{CODE}"', CODE, None),
     ],
 )
-def test_where_variables_are_kept(boot: str, code: PurePosixPath, variables: VariablesPlan | None) -> None:
+def test_the_file_of_the_firmware_variables(boot: str, code: PurePosixPath, variables: VariablesPlan | None) -> None:
     plan = plan_of(f"[boot]\n{boot}\n{DISK}", FOUND)
     assert plan.machine.firmware is not None
     assert plan.machine.firmware.path == code

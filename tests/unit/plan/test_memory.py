@@ -72,7 +72,7 @@ def problems(text: str, facts: HostFacts = FACTS) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_huge_pages_are_divided_bound_and_taken_near_their_vcpus() -> None:
+def test_huge_pages_are_divided_bound_and_allocated_near_their_vcpus() -> None:
     plan = plan_of(ALL_CPUS + '[memory]\nsize = "5GiB"\nhugepages = "1GiB"\n')
     nodes = plan.machine.topology.numa_nodes
     assert [(each.memory, each.bound) for each in nodes] == [(3 * GIB, (0,)), (2 * GIB, (1,))]

@@ -42,7 +42,7 @@ DUAL = attrs.evolve(
 BRIDGE = KERNEL + '[[network]]\nmode = "bridge"\n'
 
 
-def handed(names: str, more: str = "") -> str:
+def fd_network(names: str, more: str = "") -> str:
     return f'{KERNEL}[[network]]\nmode = "descriptor"\nfd = "{names}"\n{more}'
 
 
@@ -53,31 +53,39 @@ def given(text: str, *names: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "names", "expected"),
     [
-        (handed("a"), (), "network[0].fd: no descriptor 'a' was inherited; there are: none"),
-        (handed("a"), ("a", "b"), "descriptors: nothing names the descriptor 'b' (the tap 't0'); name it in a key"),
+        (fd_network("a"), (), "network[0].fd: no descriptor 'a' was inherited; there are: none"),
+        (fd_network("a"), ("a", "b"), "descriptors: nothing names the descriptor 'b' (the tap 't0'); name it in a key"),
         (KERNEL, ("s",), "descriptors: nothing names the descriptor 's' (a connected stream socket)"),
         (
-            handed("v"),
+            fd_network("v"),
             ("v",),
             "network[0].fd: the descriptor 'v' is a vhost-net, it takes a tap or a macvtap or a stream",
         ),
-        (handed("null"), ("null",), "network[0].fd: the descriptor 'null' is the character device 1:3, it takes a tap"),
         (
-            handed("a", 'vhost_fd = "b"'),
+            fd_network("null"),
+            ("null",),
+            "network[0].fd: the descriptor 'null' is the character device 1:3, it takes a tap",
+        ),
+        (
+            fd_network("a", 'vhost_fd = "b"'),
             ("a", "b"),
             "network[0].vhost_fd: the descriptor 'b' is the tap 't0', it takes a vhost",
         ),
-        (handed("false"), ("false",), "network[0].fd: the descriptor 'false' is the tap 't0', but came as 'vhost-net'"),
-        (handed("read"), ("read",), "network[0].fd: the descriptor 'read' is open for reading only"),
-        (handed("a,other"), ("a", "other"), "network[0].fd: names descriptors of different interfaces"),
         (
-            handed("a,single"),
+            fd_network("false"),
+            ("false",),
+            "network[0].fd: the descriptor 'false' is the tap 't0', but came as 'vhost-net'",
+        ),
+        (fd_network("read"), ("read",), "network[0].fd: the descriptor 'read' is open for reading only"),
+        (fd_network("a,other"), ("a", "other"), "network[0].fd: names descriptors of different interfaces"),
+        (
+            fd_network("a,single"),
             ("a", "single"),
             "network[0].fd: names several, which needs a tap or macvtap that was opened",
         ),
-        (handed("s", 'vhost_fd = "v"'), ("s", "v"), "network[0].vhost_fd: vhost-net cannot serve a socket"),
+        (fd_network("s", 'vhost_fd = "v"'), ("s", "v"), "network[0].vhost_fd: vhost-net cannot serve a socket"),
         (
-            handed("m", 'mac = "52:54:00:00:00:08"'),
+            fd_network("m", 'mac = "52:54:00:00:00:08"'),
             ("m",),
             "network[0].mac: 52:54:00:00:00:08 is not that of the macvtap 'm0'",
         ),
@@ -90,7 +98,11 @@ def test_an_unsuitable_network_is_refused(text: str, names: tuple[str, ...], exp
 
 def test_an_inherited_tap_is_used_unchanged() -> None:
     facts = attrs.evolve(FACTS, descriptors={name: HANDED[name] for name in ("a", "b", "m", "s", "v")})
-    text = handed("a,b") + handed("m", 'vhost_fd = "v"\n').removeprefix(KERNEL) + handed("s").removeprefix(KERNEL)
+    text = (
+        fd_network("a,b")
+        + fd_network("m", 'vhost_fd = "v"\n').removeprefix(KERNEL)
+        + fd_network("s").removeprefix(KERNEL)
+    )
     taps, macvtap, socket = plan_of(text, facts).networks
     assert isinstance(taps, InheritedFdPlan)
     assert isinstance(macvtap, InheritedFdPlan)
@@ -131,12 +143,12 @@ def test_a_disk_by_its_descriptor() -> None:
     ]
     for text in ("[[disk]]\n", '[[disk]]\nfd = "disk"\npath = "/disk"\n'):
         assert problems(text) == ["disk[0].path: a disk needs either path or fd"]
-    text = '[[disk]]\nfd = "a"\n' + handed("a").removeprefix(KERNEL)
+    text = '[[disk]]\nfd = "a"\n' + fd_network("a").removeprefix(KERNEL)
     assert problems(text) == ["network[0].fd: the descriptor 'a' is taken by disk[0].fd already"]
 
 
 def test_a_plan_made_beforehand_trusts_the_spec_for_networks() -> None:
-    assert isinstance(plan_of(handed("a")).networks[0], InheritedFdPlan)
+    assert isinstance(plan_of(fd_network("a")).networks[0], InheritedFdPlan)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +158,13 @@ def test_queues(vcpus: int, more: str, queues: int) -> None:
     assert plan_of(f"{KERNEL}[cpu]\ncount = {vcpus}\n[[network]]\n{more}").networks[0].queues == queues
 
 
-def test_no_more_than_eight_queues_by_themselves() -> None:
+def test_at_most_eight_queues_by_default() -> None:
     from tests.unit.plan.test_plan import EPYC
 
     assert plan_of(f"{KERNEL}[cpu]\ncount = 40\n[[network]]\n", EPYC).networks[0].queues == 8
 
 
-def test_a_pods_ipv6_address_goes_with_the_other_when_asked() -> None:
+def test_a_guest_gets_the_pods_ipv6_address_only_on_request() -> None:
     facts = attrs.evolve(FACTS, interfaces={"eth0": DUAL})
     asked, unasked = plan_of(BRIDGE + "ipv6 = true\n", facts), plan_of(BRIDGE, facts)
     assert isinstance(asked.networks[0], BridgedPlan)

@@ -201,7 +201,7 @@ def test_a_group_is_passed_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("iommu", "values", "gpu", "way", "why"),
+    ("iommu", "values", "gpu", "backend", "reason"),
     [
         ("auto", {}, {}, "iommufd", ""),
         ("legacy", {}, {}, "legacy", ""),
@@ -234,26 +234,28 @@ def test_a_group_is_passed_whole_or_not_at_all(tmp_path: Path) -> None:
     ],
 )
 def test_the_vfio_backend_is_one_that_works(
-    hgx: HostFacts, iommu: str, values: dict[str, object], gpu: dict[str, object], way: str, why: str
+    hgx: HostFacts, iommu: str, values: dict[str, object], gpu: dict[str, object], backend: str, reason: str
 ) -> None:
     text = f'{KERNEL}{ONE}iommu = "{iommu}"\n'
     facts = with_vfio(with_gpu(hgx, **gpu), **values)
-    if why:
+    if reason:
         [problem] = problems(text, facts)
         assert problem.startswith(f"device[0].iommu: {GPU} cannot be passed through; ")
-        assert why in problem
+        assert reason in problem
         return
     passing = plan_of(text, facts).machine.passthrough
-    assert [device.vfio_backend for device in passing.devices] == [way]
-    assert (passing.iommufd is not None) == (way == "iommufd")
+    assert [device.vfio_backend for device in passing.devices] == [backend]
+    assert (passing.iommufd is not None) == (backend == "iommufd")
 
 
 def test_all_devices_have_one_vfio_backend_so_that_ram_is_locked_once(hgx: HostFacts) -> None:
     two = f'{KERNEL}{ONE}[[device]]\naddress = "{GPUS[1]}"\n'
-    ways = [device.vfio_backend for device in plan_of(two, with_gpu(hgx, device_node=None)).machine.passthrough.devices]
-    assert ways == ["legacy", "legacy"]
-    ways = [device.vfio_backend for device in plan_of(two + 'iommu = "legacy"\n', hgx).machine.passthrough.devices]
-    assert ways == ["legacy", "legacy"]
+    backends = [
+        device.vfio_backend for device in plan_of(two, with_gpu(hgx, device_node=None)).machine.passthrough.devices
+    ]
+    assert backends == ["legacy", "legacy"]
+    backends = [device.vfio_backend for device in plan_of(two + 'iommu = "legacy"\n', hgx).machine.passthrough.devices]
+    assert backends == ["legacy", "legacy"]
 
 
 def test_gpus_with_a_peer_to_peer_clique_use_the_legacy_backend(hgx: HostFacts) -> None:
@@ -374,7 +376,7 @@ def test_eight_gpus_are_on_the_guest_numa_nodes_of_their_host_numa_nodes(hgx: Ho
     assert plan_json(plan)["machine"]["passing"]["devices"][0]["address"] == GPU
 
 
-def test_the_same_by_groups_and_by_hand(hgx: HostFacts) -> None:
+def test_a_device_by_its_group_and_in_the_script(hgx: HostFacts) -> None:
     text = KERNEL + ON_BOTH + f'{ONE}iommu = "legacy"\nrom = true\nproperties = {{ x-no-mmap = true }}\n'
     plan = plan_of(text, hgx)
     argv = qemu_argv(plan.machine, QemuFds(10, 11, (12, 13), {"kernel": 20}))
@@ -482,7 +484,7 @@ def test_a_window_beyond_the_guests_addresses_is_refused(hgx: HostFacts) -> None
         assert plan_of(text, with_vfio(hgx, address_bits=enough)).machine.passthrough.window == 4096 * GIB
 
 
-def test_time_to_release_devices_is_taken_from_the_guests() -> None:
+def test_the_time_to_release_devices_shortens_the_guests() -> None:
     assert share_grace(30, 10).power_down == 27
     assert share_grace(30, 10, 1).power_down == 20
     assert share_grace(30, 10, 8).power_down == pytest.approx(15), "half of it is the guest's"
@@ -490,7 +492,9 @@ def test_time_to_release_devices_is_taken_from_the_guests() -> None:
     assert (long.forced, long.devices_back) == (19, 5)
     for grace, devices in ((1, 1), (8, 16), (30, 1), (600, 8)):
         plan = share_grace(grace, 10, devices)
-        assert plan.power_down + plan.forced + plan.devices_back == pytest.approx(grace), "what is waited for is in it"
+        assert plan.power_down + plan.forced + plan.devices_back == pytest.approx(grace), (
+            "the grace includes every wait"
+        )
         assert min(plan.quit, plan.devices_back) > 0
 
 

@@ -301,7 +301,7 @@ def test_virtiofsd_does_without_mknod_where_it_can(version: tuple[int, ...], add
     assert [word for word in argv if "modcaps" in word] == added
 
 
-def test_descriptors_are_all_passed_on() -> None:
+def test_all_descriptors_are_passed_on() -> None:
     descriptors = QemuFds(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (WireNumbers((6,)),), (7,), 9, (10, 99))
     assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert "vhost" not in descriptors.netdev(0)
@@ -736,7 +736,7 @@ def test_a_plain_pod_network_needs_no_route_list() -> None:
     assert not any("classless" in argument for argument in argv)
 
 
-def test_mac_addresses_stay_and_differ() -> None:
+def test_mac_addresses_are_stable_and_unique() -> None:
     assert derived_mac("a", 0) == derived_mac("a", 0)
     assert len({derived_mac(name, index) for name in "ab" for index in range(3)}) == 6
     assert derived_mac("a", 0).startswith("52:54:00:")
@@ -773,7 +773,7 @@ def test_a_plan_is_printed_as_text_and_json() -> None:
     }
     assert as_json["networks"][1]["pod"]["name"] == "eth0"
     assert as_json["shares"][0]["tag"] == "home"
-    assert not {"networks", "shares"} & as_json["machine"].keys(), "they stand in the document once"
+    assert not {"networks", "shares"} & as_json["machine"].keys(), "the document has each of them once"
     assert {"uuid", "passing"} <= as_json["machine"].keys(), "version 1 keeps its keys"
     assert as_json["patience"] == plan.start_timeout
     assert as_json["machine"]["ram"]["beside"] == plan.machine.ram.overhead

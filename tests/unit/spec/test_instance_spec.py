@@ -345,7 +345,7 @@ ENVIRONMENT = {"NODE_NAME": "n1", "POD_NAME": "web-1", "EMPTY": "", "OTHER": "se
 DECLARED = '[environment]\nallow = ["POD_NAME", "NODE_NAME", "EMPTY"]\n'
 
 
-def test_declared_variables_are_put_into_strings_and_nothing_else_is() -> None:
+def test_only_declared_variables_are_replaced_and_only_in_strings() -> None:
     text = """
 [instance]
 name = "${POD_NAME}"

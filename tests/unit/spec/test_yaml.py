@@ -49,7 +49,7 @@ def test_scalars_are_what_the_kubelet_reads(text: str, value: object) -> None:
     assert values(f"key: {text}\n") == [{"key": value}]
 
 
-def test_documents_of_one_file_know_their_number() -> None:
+def test_documents_of_one_file_are_numbered() -> None:
     documents = parse_yaml("f.yaml", b"a: 1\n---\n---\nb: {c: x}\n")
     assert [document.value for document in documents] == [{"a": 1}, {"b": {"c": "x"}}]
     with pytest.raises(SpecError) as caught:
