@@ -177,8 +177,7 @@ def _fit(spec: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]
     unset = [name for name in declared_variables(spec, data) if name not in os.environ]
     cpu = parse_instance(spec, data, {**os.environ, **dict.fromkeys(unset, PLACEHOLDER)}).cpu
     notes = (f"{spec}: {', '.join(unset)} are not set here, and taken as {PLACEHOLDER!r}",) if unset else ()
-    vcpus = 0 if cpu.count == "all" else cpu.count
-    return fit_of(vcpus, cpu.cpus, node, spare=cpu.placement != "controller"), notes
+    return fit_of(cpu.count, cpu.cpus, node, spare=cpu.placement != "controller"), notes
 
 
 def _bytes(path: str, what: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
+from typing import Literal
 
 import attrs
 
@@ -175,19 +176,19 @@ def plan_node(
     return NodePlan(hardware, configuration, before, tuple(pods), node.without(), (*notes, *_of_states(before)))
 
 
-def fit_of(vcpus: int, cpus: CpuSet | None, plan: NodePlan, *, spare: bool = False) -> Fit:
-    """Tell whether an instance of *vcpus*, on *cpus* if given, fits into a container of the pods of *plan*.
+def fit_of(count: int | Literal["all"], cpus: CpuSet | None, plan: NodePlan, *, spare: bool = False) -> Fit:
+    """Return whether an instance of *count* vCPUs, on *cpus* if given, fits into a container of the pods of *plan*.
 
-    It is the container with the most exclusive CPUs. Zero *vcpus* stands for all of them, or with *spare* for all but
+    It is the container with the most exclusive CPUs. ``"all"`` stands for all of them, or with *spare* for all but
     those for the instance's other threads (:func:`~runner.placement.pins.all_cpus`).
     """
     containers = [
         (container, pod.manifest.name) for pod in plan.pods for container in pod.containers if container.placement
     ]
     if not containers:
-        return Fit(vcpus, error="no container gets exclusive CPUs")
+        return Fit(0 if count == "all" else count, error="no container gets exclusive CPUs")
     best, pod = max(containers, key=lambda each: len(each[0].cpus))
-    vcpus = vcpus or all_cpus(plan.hardware, best.cpus, spare=spare)
+    vcpus = all_cpus(plan.hardware, best.cpus, spare=spare) if count == "all" else count
     fit = Fit(vcpus, pod, best.container.name)
     if vcpus > len(best.cpus):
         reason = f"it gets {len(best.cpus)} CPUs; ask for {vcpus} in the pod, or for fewer vCPUs"

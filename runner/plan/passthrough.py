@@ -346,10 +346,10 @@ def link_remark(link: PciLink) -> Remark:
     """Describe a link that is slower or narrower than it could be."""
     best = f"{link.best_speed} x{link.best_width}"
     if link.width == 0:
-        return Remark(f"its PCI Express link is down (its best is {best})", "look at its seat and power")
+        return Remark(f"its PCI Express link is down (its best is {best})", "look at its slot and power")
     return Remark(
         f"its PCI Express link is {link.speed} x{link.width}, its best is {best}",
-        "an idle GPU lowers its speed" if link.width == link.best_width else "look at its seat, riser and slot",
+        "an idle GPU lowers its speed" if link.width == link.best_width else "look at its riser and slot",
     )
 
 

@@ -50,7 +50,7 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     """Yield a description of what will be done, in its order, for an operator."""
     machine, placement = plan.machine, plan.placement
     yield f"instance {plan.name}: {machine.vcpus} vCPUs, {format_size(machine.memory)}, {machine.accel}, CPU model {machine.cpu_model}"
-    yield f"  1 anchor     {' '.join(plan.anchor)} stays in the pod's cgroup"
+    yield f"  1 anchors    two of '{' '.join(plan.anchor)}' stay in the pod's cgroup"
     rest = "the node's shared CPUs" if isinstance(placement, ControllerPlacement) else f"'{placement.float_cpus}'"
     rest += " (shared with the vCPUs: no other CPU is left)" if placement.shared else ""
     yield f"  2 placement  {placement.backend}: this program, dnsmasq, virtiofsd and QEMU's own threads on {rest}"

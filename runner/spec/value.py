@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import attrs
 
-from runner.cpuset import MAX_CPU, CpuSet
+from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
 
 
@@ -23,16 +22,6 @@ class Value:
     """The path in the document, such as ``reservedMemory[1].limits``; empty for the document itself."""
     key: str = ""
     """The key of the value in its object; empty for the document itself and for elements of lists."""
-
-    @classmethod
-    def of_json(cls, text: str, source: str) -> Self:
-        """Parse the JSON *text* of a document, which must be an object."""
-        try:
-            document = cls(json.loads(text), source)
-        except ValueError as error:
-            cls(None, source).fail(f"is not JSON: {error}")
-        document.members()
-        return document
 
     def fail(self, message: str, remedy: str = "") -> NoReturn:
         """Raise :class:`SpecError` for this value; *message* is a verb phrase, such as ``must be a string``."""
@@ -72,12 +61,6 @@ class Value:
     def numbers(self) -> tuple[int, ...]:
         """Return the value as a list of whole numbers from 0."""
         return tuple(element.number() for element in self.elements())
-
-    def decimal(self) -> int:
-        """Return the key, which must be the number of a NUMA node in decimal digits."""
-        if not self.key.isascii() or not self.key.isdigit() or int(self.key) > MAX_CPU:
-            self.fail(f"{self.key!r} is no NUMA node")
-        return int(self.key)
 
     def text(self) -> str:
         """Return the value as a string."""
