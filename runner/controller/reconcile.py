@@ -73,7 +73,7 @@ class Desired:
     shared_pool: CpuSet
     """What float should have, less what instances still hold."""
     choices: Mapping[str, tuple[CpuSet, ...]]
-    """Pod uid → the cpusets its containers may have."""
+    """Pod UID → the cpusets its containers may have."""
     complete: bool
     """*choices* names every pod there is, so that an empty instance that it does not name is stale."""
 
@@ -115,7 +115,7 @@ def desire(state: CpuState, machine: OnlineCpus, reserved: CpuSet) -> Desired:
         cpus=machine.present,
         mems=machine.memory_nodes,
         shared_pool=machine.online if state.policy == "none" else state.shared_pool or reserved,
-        choices={uid: state.choices(uid) for uid in state.assigned()},
+        choices={pod_uid: state.choices(pod_uid) for pod_uid in state.assigned()},
         complete=not state.unattributed,
     )
 
@@ -138,9 +138,9 @@ def reconcile(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]
 def holders(cpus: CpuSet, observed: Observed, *, but: str) -> Mapping[str, Group]:
     """Return the instances, *but* one, that hold any of *cpus*."""
     return {
-        uid: group
-        for uid, group in observed.instances().items()
-        if uid != but and not (group.cpus or group.effective).isdisjoint(cpus)
+        pod_uid: group
+        for pod_uid, group in observed.instances().items()
+        if pod_uid != but and not (group.cpus or group.effective).isdisjoint(cpus)
     }
 
 
@@ -149,14 +149,16 @@ def stale(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) ->
     if not desired.complete:
         return ()
     known = {*desired.choices, *grants}
-    return tuple(uid for uid, group in observed.instances().items() if uid not in known and not group.populated)
+    return tuple(
+        pod_uid for pod_uid, group in observed.instances().items() if pod_uid not in known and not group.populated
+    )
 
 
 def _actions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[Action]:
     yield from _root_actions(desired, observed)
     gone = stale(desired, observed, grants)
-    for uid in gone:
-        yield Remove(instance_group(uid))
+    for pod_uid in gone:
+        yield Remove(instance_group(pod_uid))
 
     groups = {name: group for name, group in observed.groups.items() if instance_uid(name) not in gone}
     targets = _targets(desired, groups, grants)
@@ -207,20 +209,20 @@ def _targets(desired: Desired, groups: Mapping[str, Group], grants: Mapping[str,
     """
     targets: dict[str, CpuSet] = {}
     orphaned, owned = CpuSet(), CpuSet()  # by instances whose pod is gone, and by all others
-    for uid, group in _instances(groups):
-        if uid not in grants and uid not in desired.choices:
+    for pod_uid, group in _instances(groups):
+        if pod_uid not in grants and pod_uid not in desired.choices:
             orphaned |= group.cpus
-    for uid, group in _instances(groups):
-        if uid in grants or uid not in desired.choices:
+    for pod_uid, group in _instances(groups):
+        if pod_uid in grants or pod_uid not in desired.choices:
             continue
-        target = _choose(group.cpus, desired.choices[uid])
+        target = _choose(group.cpus, desired.choices[pod_uid])
         if target.isdisjoint(orphaned):
-            targets[instance_group(uid)] = target
+            targets[instance_group(pod_uid)] = target
             owned |= target
         else:  # the kubelet has given away CPUs on which another instance's last threads still run; not yet
             owned |= group.cpus
-    for uid, cpus in sorted(grants.items()):
-        targets[instance_group(uid)] = cpus
+    for pod_uid, cpus in sorted(grants.items()):
+        targets[instance_group(pod_uid)] = cpus
         owned |= cpus
     # With the orphans on the whole shared pool, float joins them there, like every other pod of the node.
     floating = desired.shared_pool - owned - orphaned or desired.shared_pool - owned
@@ -229,7 +231,7 @@ def _targets(desired: Desired, groups: Mapping[str, Group], grants: Mapping[str,
 
 def _instances(groups: Mapping[str, Group]) -> list[tuple[str, Group]]:
     named = ((instance_uid(name), group) for name, group in sorted(groups.items()))
-    return [(uid, group) for uid, group in named if uid is not None]
+    return [(pod_uid, group) for pod_uid, group in named if pod_uid is not None]
 
 
 def _choose(current: CpuSet, choices: tuple[CpuSet, ...]) -> CpuSet:

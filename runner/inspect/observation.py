@@ -91,7 +91,7 @@ class KubeletObservation:
     instances: Mapping[str, CpuSet]
     """Instance → ``cpuset.cpus.effective`` of its cgroup."""
     given: Mapping[str, CpuSet] | None
-    """Pod uid → its exclusive CPUs; ``None`` under policy none."""
+    """Pod UID → its exclusive CPUs; ``None`` under policy none."""
 
 
 @attrs.frozen

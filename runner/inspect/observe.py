@@ -185,25 +185,25 @@ async def observe_node(roots: Roots, root: Cgroup, kubelet: Path, wanted: str = 
     read.
     """
     cpus = _instances(root)
-    chosen = [uid for uid in cpus if uid.startswith(wanted)]
+    chosen = [pod_uid for pod_uid in cpus if pod_uid.startswith(wanted)]
     if wanted and not chosen:
         there = ", ".join(cpus) or "none"
         raise UsageError(f"cannot find an instance whose uuid begins with {wanted!r} in {root.path}: there is {there}")
     table = _read_processes(roots)
     numa_node_of = _numa_node_of(roots)
     instances = []
-    for uid in chosen:
-        threads = _in_order(_roles_on_node(root.child(instance_group(uid)), table))
+    for pod_uid in chosen:
+        threads = _in_order(_roles_on_node(root.child(instance_group(pod_uid)), table))
         members = {each.thread.pid for each in threads}
         machines = [each.thread.pid for each in threads if each.role in {Role.VCPU, Role.EMULATOR}]
         instances.append(
             InstanceObservation(
-                name=uid,
+                name=pod_uid,
                 backend="controller",
-                rules=_rules_on_node(root, uid, cpus[uid], threads),
+                rules=_rules_on_node(root, pod_uid, cpus[pod_uid], threads),
                 numa_node_of=numa_node_of,
                 threads=threads,
-                others=table.others(members, cpus[uid]),
+                others=table.others(members, cpus[pod_uid]),
                 hidden=_hidden_by(table, members),
                 memory=_guest_memory(Procfs(roots.proc), machines[0] if machines else None),
                 charge=_charge(roots, threads),
@@ -212,14 +212,14 @@ async def observe_node(roots: Roots, root: Cgroup, kubelet: Path, wanted: str = 
     return Observation("node", tuple(instances), await _kubelet(roots, root, kubelet))
 
 
-def _rules_on_node(root: Cgroup, uid: str, cpus: CpuSet, threads: Iterable[ObservedThread]) -> ThreadRules:
+def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[ObservedThread]) -> ThreadRules:
     """Return where the *threads* of an instance of the controller's may be.
 
     It has as many vCPUs as CPUs, however many of them are seen; which vCPU has which CPU is written in its container alone.
     """
     vcpus = sum(each.role is Role.VCPU for each in threads)
     number = max(len(cpus), vcpus) if vcpus else 0
-    cgroups = CgroupPaths("", f"/{root.name}/{FLOAT}", f"/{root.name}/{instance_group(uid)}", ends=True)
+    cgroups = CgroupPaths("", f"/{root.name}/{FLOAT}", f"/{root.name}/{instance_group(pod_uid)}", ends=True)
     return ThreadRules(cpus, (None,) * number, shared=False, cgroups=cgroups)
 
 
@@ -231,10 +231,10 @@ def _instances(root: Cgroup) -> dict[str, CpuSet]:
         raise UsageError(f"cannot inspect the node's instances: {explain(error)}") from error
     found = {}
     for name in names:
-        uid = instance_uid(name)
-        if uid is not None:
+        pod_uid = instance_uid(name)
+        if pod_uid is not None:
             try:
-                found[uid] = root.child(name).effective_cpus()
+                found[pod_uid] = root.child(name).effective_cpus()
             except CgroupError:
                 continue
     return found

@@ -162,9 +162,11 @@ async def _take_sent(agent: PurePosixPath, take: Callable[[str, int, str | None]
             await connection.connect(str(agent))
         except OSError as error:
             raise RefusedError(f"cannot reach the agent {where} that hands over descriptors") from error
-        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid not in {0, os.geteuid()}:
-            raise RefusedError(f"cannot trust the agent {where}: it runs as user {uid}, neither root nor ours")
+        _, user_id, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if user_id not in {0, os.geteuid()}:
+            raise RefusedError(f"cannot trust the agent {where}: it runs as user {user_id}, neither root nor ours")
         await _take_from(connection, where, take)
 
 

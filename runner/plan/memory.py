@@ -142,7 +142,7 @@ def too_little_memory(
         if size + overhead > available:
             yield Problem(
                 "memory.size",
-                f"{format_size(size)} and the {format_size(overhead)} needed beside it (QEMU, page tables, this program) do "
+                f"{format_size(size)} and {format_size(overhead)} of overhead (QEMU, page tables, this program) do "
                 f"not fit into the {in_mib(available)} this pod may use",
                 f"at most {in_mib(max(0, available - overhead))} do, or raise limits.memory",
             )
@@ -159,7 +159,7 @@ def too_little_memory(
     if overhead > available:
         yield Problem(
             "memory.hugepages",
-            f"the {format_size(overhead)} needed beside the guest's huge pages (QEMU, this program) do not fit into the "
+            f"{format_size(overhead)} of overhead in ordinary pages (QEMU, this program) do not fit into the "
             f"{in_mib(available)} of memory this pod may use",
             "raise limits.memory",
         )

@@ -146,7 +146,7 @@ def _ram(machine: MachinePlan) -> str:
     when = "all taken before the guest runs" if ram.preallocate else "taken as the guest uses it"
     locked = ", locked" if ram.locked else ""
     private = "" if ram.shared else ", QEMU's alone"
-    return f"memory in {pages}{locked}{private}, {when}; at most {format_size(ram.overhead)} needed beside it"
+    return f"memory in {pages}{locked}{private}, {when}; at most {format_size(ram.overhead)} of overhead"
 
 
 def _network(network: NetworkPlan) -> str:

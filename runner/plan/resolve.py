@@ -66,7 +66,7 @@ def _size_by_limits(
     unit = (page or PAGE_SIZE) * numa_nodes
     size = max(0, limit - taken) // unit * unit
     if size < LEAST_MEMORY:
-        needed = f", of which {format_size(taken)} are needed beside the guest" if taken else ""
+        needed = f", of which {format_size(taken)} are overhead" if taken else ""
         problems.refuse(
             "memory.size",
             f"{name} is {in_mib(limit)}{needed}: what is left is less than the {format_size(LEAST_MEMORY)} that a guest "

@@ -182,7 +182,7 @@ def test_every_metric_of_the_controller_is_named() -> None:
 
 
 def test_the_figures_of_the_front_page_are_those_of_the_benchmark() -> None:
-    for _, ours, peer in table_rows(FRONT_PAGE, "| figure | here | beside it |"):
+    for _, ours, peer in table_rows(FRONT_PAGE, "| figure | here | peer |"):
         for figure in (ours, peer.partition(":")[0]):
             assert figure in FIGURES, figure
 

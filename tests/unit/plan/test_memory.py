@@ -168,13 +168,13 @@ def test_qemu_allocates_private_memory_itself() -> None:
         (
             ALL_CPUS + '[memory]\nsize = "2GiB"\nhugepages = "2MiB"\n',
             {"memory": 64 * MIB},
-            "memory.hugepages: the 136MiB needed beside the guest's huge pages (QEMU, this program) do not fit into the 64MiB",
+            "memory.hugepages: 136MiB of overhead in ordinary pages (QEMU, this program) do not fit into the 64MiB",
         ),
         (
             ALL_CPUS + '[memory]\nsize = "8GiB"\n',
             {},
             (
-                "memory.size: 8GiB and the 168MiB needed beside it (QEMU, page tables, this program) do not fit into the 8192MiB "
+                "memory.size: 8GiB and 168MiB of overhead (QEMU, page tables, this program) do not fit into the 8192MiB "
                 "this pod may use; at most 8024MiB do, or raise limits.memory"
             ),
         ),
@@ -213,7 +213,7 @@ def test_qemu_allocates_private_memory_itself() -> None:
             ALL_CPUS + '[memory]\nsize = "limits"\n',
             {"limits": MemoryLimits(memory=128 * MIB)},
             (
-                "memory.size: memory.max is 128MiB, of which 137MiB are needed beside the guest: what is left is less than the "
+                "memory.size: memory.max is 128MiB, of which 137MiB are overhead: what is left is less than the "
                 "32MiB that a guest has at least; raise limits.memory"
             ),
         ),
