@@ -9,6 +9,7 @@ from runner.check.finding import Check, Finding, Place
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.kernel.settings import PciDevice, Swap
+from runner.plan.host_checks import KEPT_MEMORY_STATE
 
 CGROUPS = Check(
     "cgroups",
@@ -141,7 +142,8 @@ def judge_hugepages(hardware: Hardware, cpus: CpuSet, asked: int | None) -> Find
         size, node_id = missing[0]
         return HUGEPAGES.warning(
             f"none of {_size(size)} is free on NUMA node {node_id} ({'; '.join(shown)})",
-            f"echo NUMBER > /sys/devices/system/node/node{node_id}/hugepages/hugepages-{size >> 10}kB/nr_hugepages",
+            f"echo NUMBER > /sys/devices/system/node/node{node_id}/hugepages/hugepages-{size >> 10}kB/nr_hugepages; "
+            f"{KEPT_MEMORY_STATE}",
         )
     return HUGEPAGES.ok("; ".join(shown))
 

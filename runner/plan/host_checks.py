@@ -103,6 +103,13 @@ WORKERS = 4
 VFIO_MEMLOCK_OVERHEAD = 64 << 20
 """Upper bound of the bytes that VFIO locks in addition to the guest's RAM: firmware, option ROMs, video memory."""
 
+KEPT_MEMORY_STATE = (
+    "a kubelet with the static Memory Manager then starts only without its old memory_manager_state: drain the node, stop "
+    "the kubelet, and remove that file"
+)
+"""What follows when the number of huge pages changes: the kubelet refuses a state file with another number
+(``pkg/kubelet/cm/memorymanager/policy_static.go``, ``validateState``)."""
+
 MEMLOCK = (
     "give it `LimitMEMLOCK=infinity` in the [Service] section of containerd.service, `docker run --ulimit memlock=-1`, "
     "or the capability SYS_RESOURCE, with which the limit is raised"

@@ -16,7 +16,7 @@ from runner.facts.hardware import hugetlb_name
 from runner.facts.host import HostFacts
 from runner.facts.memory import HugeFact, MemoryLimits
 from runner.placement.guest_topology import GuestTopology
-from runner.plan.host_checks import MEMLOCK, locked_threads, too_little_lockable
+from runner.plan.host_checks import KEPT_MEMORY_STATE, MEMLOCK, locked_threads, too_little_lockable
 from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, MemorySpec
 from runner.spec.rules import MIB, format_size
@@ -213,7 +213,7 @@ def too_few_pages(memory: MemorySpec, size: int, topology: GuestTopology | None,
         yield Problem(
             "memory.hugepages",
             f"{sum(wanted.values())} pages of {shown} are wanted on all NUMA nodes together, where {free} are free{others}",
-            "reserve more on the node (nr_hugepages)",
+            f"reserve more on the node (nr_hugepages); {KEPT_MEMORY_STATE}",
         )
 
 
@@ -224,7 +224,7 @@ def _shortage(sources: tuple[int, ...], pages: int, page: int, free: int, total:
         "memory.hugepages",
         f"{pages} pages of {format_size(page)} ({format_size(pages * page)}) are to come from {where}, where {free} "
         f"({in_mib(free * page)}) are free",
-        f"on the node: echo {total + pages - free} > {file}, or give the guest less",
+        f"give the guest less, or on the node: echo {total + pages - free} > {file}; {KEPT_MEMORY_STATE}",
     )
 
 

@@ -290,3 +290,7 @@ def test_json_has_every_finding_in_order() -> None:
     assert [finding["level"] for finding in plain["findings"]] == ["fatal", "ok", "warning", "unknown"]
     assert set(plain["findings"][0]) == {"check", "level", "found", "matters", "remedy"}
     assert CheckReport(POD, ()).verdict is OK
+
+
+def test_the_remedy_for_missing_huge_pages_names_the_state_file_that_a_kubelet_would_not_start_with() -> None:
+    assert "memory_manager_state" in hugepages("1", 3, 0).remedy
