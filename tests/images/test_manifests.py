@@ -220,16 +220,16 @@ def test_pod_and_spec_agree(name: str, objects: dict[str, list[Object]]) -> None
     spec, limits = spec_of(objects[name]), container_of(objects[name])["resources"]["limits"]
     assert is_guaranteed(pod)
     # Without the controller's float, all threads but the vCPUs need CPUs of the pod: one whole core.
-    assert spec.cpu.count != "all"
-    assert spec.memory.size != "limits"
     besides = 0 if spec.cpu.placement == "controller" else 2
-    assert parse_quantity(limits["cpu"]) == spec.cpu.count + besides
-    # Emulated, as in the node of the tests, it needs more.
+    cpus = int(parse_quantity(limits["cpu"]))
+    vcpus = cpus - besides if spec.cpu.count == "all" else spec.cpu.count
+    assert cpus == vcpus + besides > besides
     in_pages = int(parse_quantity(limits.get("hugepages-2Mi", "0")))
-    assert in_pages in ({spec.memory.size} if spec.memory.hugepages == "2MiB" else {0})
-    assert parse_quantity(limits["memory"]) >= spec.memory.size - in_pages + memory_overhead(
-        spec, spec.cpu.count, spec.memory.size, "tcg"
-    )
+    size = in_pages if spec.memory.size == "limits" else spec.memory.size
+    assert in_pages == (size if spec.memory.hugepages == "2MiB" else 0)
+    assert size > 0
+    # Emulated, as in the node of the tests, it needs more.
+    assert parse_quantity(limits["memory"]) >= size - in_pages + memory_overhead(spec, vcpus, size, "tcg")
     assert {each.resource for each in spec.device} == {name for name in limits if name.startswith("nvidia.com/")}
     assert pod["terminationGracePeriodSeconds"] >= spec.shutdown.grace + 5
     assert pod["restartPolicy"] in {"Never", "OnFailure"}
