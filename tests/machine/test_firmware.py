@@ -44,7 +44,7 @@ def test_secure_boot_starts(start: ProgramStarter, tmp_path: Path) -> None:
     empty_store("uefi-secure")
     run = start('[boot]\nfirmware = "uefi-secure"\n' + DISK.format(tmp_path), boot=False)
     run.until("BdsDxe", lambda: run.console)
-    assert "is forgotten at the end" in run.log
+    assert "are lost at the end" in run.log
     assert run.stop() in {0, 13}
 
 
