@@ -145,6 +145,8 @@ class HostFacts:
     """Why ``io_uring`` cannot be used; tried only if a disk names it."""
     cpu_vendor: str = ""
     """The vendor string of CPUID, such as ``GenuineIntel``; empty where the kernel does not report it."""
+    invariant_tsc: bool = False
+    """Whether the time stamp counter of the CPUs runs at the same rate in every state of the CPU."""
     tun: bool = True
     """Whether /dev/net/tun can be opened; tried only if the spec has networks."""
     vhost_net: bool = False

@@ -82,6 +82,7 @@ async def read_host_facts(
         hardware=read_hardware(roots.sys.parent),
         memory_nodes=procfs.memory_nodes(),
         cpu_vendor=procfs.cpu_vendor(),
+        invariant_tsc=procfs.has_invariant_tsc(),
         memory=min(procfs.memory_total(), limits.memory or 1 << 62),
         state_directory=state_directory,
         limits=limits,

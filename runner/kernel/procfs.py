@@ -199,6 +199,13 @@ class Procfs:
         bits = self._first_cpu().get("address sizes", "").partition(" ")[0]
         return int(bits) if bits.isdecimal() else 0
 
+    def has_invariant_tsc(self) -> bool:
+        """Tell whether the time stamp counter runs at the same rate in every state of the CPU (CPUID 0x80000007, EDX bit 8).
+
+        The kernel shows it as ``nonstop_tsc`` (``early_init_intel``, ``early_init_amd``).
+        """
+        return "nonstop_tsc" in self._first_cpu().get("flags", "").split()
+
     def _first_cpu(self) -> Mapping[str, str]:
         with (self.root / "cpuinfo").open(errors="replace") as cpus:  # the first will do: each takes the kernel a while
             return _fields("".join(itertools.takewhile(str.strip, cpus)))

@@ -21,7 +21,7 @@ from runner.plan.networks import NetworkPlan
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan
 from runner.plan.problems import Problems
 from runner.plan.shares import SharePlan
-from runner.spec.instance import BootSpec, InstanceSpec, RebootAction
+from runner.spec.instance import BootSpec, IdleChoice, InstanceSpec, RebootAction
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
@@ -30,6 +30,8 @@ Accel = Literal["kvm", "tcg"]
 
 TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
 """Their CPUs report siblings in CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
+
+DEDICATED = "kvm-hint-dedicated"
 
 QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
 
@@ -64,6 +66,7 @@ class MachinePlan:
     """Bytes that QEMU may have to lock, 0 if none."""
     accel: Accel
     cpu_model: str
+    idle: IdleChoice
     kernel: FilePlan | None
     initrd: FilePlan | None
     cmdline: str | None
@@ -123,13 +126,30 @@ def _qemu_user(asked: str, facts: HostFacts, problems: Problems) -> User:
     return found or ROOT
 
 
-def choose_cpu_model(asked: str | None, accel: Accel, topology: GuestTopology, vendor: str) -> str:
-    """Return QEMU's CPU model: the one *asked* for, or the one that shows the guest most of the host's CPU."""
-    if asked is not None:
-        return asked
+def choose_cpu_model(
+    asked: str | None, accel: Accel, topology: GuestTopology, facts: HostFacts, *, exclusive: bool
+) -> str:
+    """Return QEMU's CPU model: the one *asked* for, or the one that shows the guest most of the host's CPU.
+
+    A guest with *exclusive* CPUs is told so (KVM_HINTS_REALTIME in CPUID 0x40000001, Documentation/virt/kvm/x86/cpuid.rst):
+    it then spins for a lock instead of having its vCPU halted. A hint that *asked* contains is kept.
+    """
     if accel != "kvm":
-        return "max"
-    return "host,topoext=on" if topology.threads > 1 and vendor in TOPOEXT_VENDORS else "host"
+        return asked or "max"
+    model = asked or "host"
+    if asked is None and topology.threads > 1 and facts.cpu_vendor in TOPOEXT_VENDORS:
+        model += ",topoext=on"
+    if asked is None and facts.invariant_tsc:
+        model += ",invtsc=on"  # left out by QEMU unless asked for, because it forbids a migration
+    return f"{model},{DEDICATED}=on" if exclusive and DEDICATED not in model else model
+
+
+def choose_idle(asked: IdleChoice, accel: Accel, problems: Problems) -> IdleChoice:
+    """Decide who idles the CPUs; under TCG it is always the host."""
+    if asked == "guest" and accel != "kvm":
+        problems.remark('cpu.idle = "guest" has no effect without KVM', "leave it out")
+        return "host"
+    return asked
 
 
 def require_program(path: PurePosixPath | None, name: str, package: str, problems: Problems) -> PurePosixPath | None:

@@ -61,6 +61,7 @@ PlacementChoice = Literal["auto", "controller", "delegated", "affinity"]
 PinningChoice = Literal["auto", "packed-siblings", "linear"]
 TopologyChoice = Literal["host", "flat"]
 AccelChoice = Literal["auto", "kvm", "tcg"]
+IdleChoice = Literal["host", "guest"]
 HugePageSize = Literal["2MiB", "1GiB"]
 FirmwareBuild = Literal["uefi", "uefi-secure"]
 DiskFormat = Literal["raw", "qcow2"]
@@ -148,7 +149,16 @@ class CpuSpec:
     model: str | None = key(
         text(r"[A-Za-z0-9_.,=+-]{1,200}", "a QEMU CPU model"),
         default=None,
-        doc="QEMU's CPU model; without it `host` under KVM (on AMD with `topoext` if guest cores have two threads) and `max` under TCG",
+        doc="QEMU's CPU model; without it `host` under KVM (on AMD with `topoext` if guest cores have two threads, and with `invtsc` "
+        'if the host\'s time stamp counter is invariant) and `max` under TCG; with placement `"controller"` under KVM each model also '
+        "gets `kvm-hint-dedicated`, by which the guest learns that nothing else runs on its CPUs",
+    )
+    idle: IdleChoice = key(
+        choice(*get_args(IdleChoice)),
+        default="host",
+        doc='who idles a CPU that its vCPU does not need; `"host"`: the host\'s kernel, after an exit from the guest; `"guest"`: the guest '
+        "itself, by MWAIT and HLT that do not exit (KVM only): it wakes sooner, but its CPUs look busy all the time to the host, and "
+        "the sibling threads of their cores may become slower",
     )
 
     def contradictions(self) -> Iterator[Problem]:

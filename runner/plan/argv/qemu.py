@@ -287,6 +287,8 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     yield from ("-m", f"size={machine.memory // MIB}M")
     if machine.ram.locked:
         yield from ("-overcommit", "mem-lock=on")
+    if machine.idle == "guest":
+        yield from ("-overcommit", "cpu-pm=on")
     numa = list(enumerate(topology.numa_nodes))
     several = len(numa) > 1
     for number, each in numa:

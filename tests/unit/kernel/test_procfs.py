@@ -75,6 +75,14 @@ def test_the_vendor_of_the_cpus(tmp_path: Path, text: str, vendor: str) -> None:
     assert Procfs(tmp_path).cpu_vendor() == vendor
 
 
+@pytest.mark.parametrize(
+    ("flags", "invariant"), [("constant_tsc nonstop_tsc", True), ("constant_tsc", False), ("nonstop_tsc_s3", False)]
+)
+def test_an_invariant_time_stamp_counter_is_seen(tmp_path: Path, flags: str, *, invariant: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu vme {flags}\n\n")
+    assert Procfs(tmp_path).has_invariant_tsc() is invariant
+
+
 def test_memory_nodes_are_those_of_the_cpuset(tmp_path: Path) -> None:
     (tmp_path / "self").mkdir()
     (tmp_path / "self/status").write_text("Name:\tpython\nMems_allowed:\t00000005\nMems_allowed_list:\t0,2\n")

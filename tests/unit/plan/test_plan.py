@@ -610,6 +610,41 @@ def test_a_requested_placement_is_not_weakened(asked: str) -> None:
     assert str(remark).endswith("; no 'controller': because; mount it; no 'delegated': no")
 
 
+@pytest.mark.parametrize(
+    ("text", "invariant_tsc", "model"),
+    [
+        ("", False, "host,kvm-hint-dedicated=on"),
+        ("", True, "host,invtsc=on,kvm-hint-dedicated=on"),
+        ('model = "EPYC"\n', True, "EPYC,kvm-hint-dedicated=on"),
+        ('model = "EPYC,kvm-hint-dedicated=off"\n', False, "EPYC,kvm-hint-dedicated=off"),
+        ('accel = "tcg"\n', True, "max"),
+        ('accel = "tcg"\nmodel = "qemu64"\n', False, "qemu64"),
+        ('placement = "delegated"\n', True, "host,invtsc=on"),
+    ],
+)
+def test_a_guest_with_cpus_of_its_own_learns_it(text: str, model: str, *, invariant_tsc: bool) -> None:
+    facts = attrs.evolve(NODE, invariant_tsc=invariant_tsc)
+    count = 2 if "delegated" in text else 4
+    assert plan_of(f"{KERNEL}[cpu]\ncount = {count}\n{text}", facts).machine.cpu_model == model
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("", []),
+        ('idle = "guest"\n', ["cpu-pm=on"]),
+        ('idle = "guest"\n[memory]\nlock = true\n', ["mem-lock=on", "cpu-pm=on"]),
+        ('idle = "guest"\naccel = "tcg"\n', []),
+    ],
+)
+def test_the_guest_idles_its_cpus_where_it_is_asked_to(text: str, options: list[str]) -> None:
+    plan = plan_of(f"{KERNEL}[cpu]\n{text}", EPYC)
+    argv = [line for line in pasteable(plan).splitlines() if "-overcommit" in line]
+    assert [line.split()[1] for line in argv] == options
+    remark = 'cpu.idle = "guest" has no effect without KVM; leave it out'
+    assert (remark in map(str, plan.remarks)) is ("tcg" in text)
+
+
 def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
     plan = plan_of(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 4\n[memory]\nsize = "1GiB"\n', NODE)
     placement = plan.placement

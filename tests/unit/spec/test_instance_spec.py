@@ -30,6 +30,7 @@ pinning = "linear"
 topology = "flat"
 accel = "tcg"
 model = "EPYC,-svm"
+idle = "guest"
 [memory]
 size = "4GiB"
 bind = false
@@ -187,7 +188,7 @@ def test_json_and_toml_give_the_same_spec() -> None:
         (KERNEL + "[cpu]\ncounts = 2\n", "cpu.counts: unknown key; did you mean 'count'?"),
         (
             KERNEL + "[cpu]\nfrequency = 2\n",
-            "cpu.frequency: unknown key; known here: count, cpus, placement, controller, sweep, pinning, topology, accel, model",
+            "cpu.frequency: unknown key; known here: count, cpus, placement, controller, sweep, pinning, topology, accel, model, idle",
         ),
         (
             KERNEL + '[cpu]\ncount = "all"\ncpus = "1-2"\n',
