@@ -54,17 +54,13 @@ class ContainerIdentity:
     cgroup: str
 
 
-def identify_container(
-    peer: Peer, own: ContainerCgroup | None, processes: Iterable[ContainerProcess], pod_uid: str, own_namespace: int
-) -> ContainerIdentity:
-    """Return the container of instance *pod_uid* if *peer* is its init process. Raises :class:`RequestRefusedError` otherwise.
+def check_init_process(peer: Peer, own_namespace: int) -> None:
+    """Check that *peer* is the init process of a container. Raises :class:`RequestRefusedError` otherwise.
 
-    *own* is the container that the peer's own cgroup names, ``None`` if it is in none or has left it; *processes* are
-    those in the cgroups of the pod *pod_uid*. *own_namespace* is the controller's PID namespace.
-
-    Only the init process of a container may act: a shell in the container is in the same pod but must not tear its
-    instance down. A pod that shares its PID namespace with the host, or among its containers, has no init process of its
-    own, and the runtime could not end a process that has left the container's cgroup either.
+    *own_namespace* is the controller's PID namespace. Only the init process of a container may act: a shell in the
+    container is in the same pod but must not tear its instance down. A pod that shares its PID namespace with the host, or
+    among its containers, has no init process of its own, and the runtime could not end a process that has left the
+    container's cgroup either.
     """
     if peer.pid_namespace in (INIT_PID_NAMESPACE, own_namespace):
         raise RequestRefusedError(
@@ -80,6 +76,17 @@ def identify_container(
             "may act for an instance, and its pod must not set shareProcessNamespace",
             lasting=True,
         )
+
+
+def identify_container(
+    peer: Peer, own: ContainerCgroup | None, processes: Iterable[ContainerProcess], pod_uid: str, own_namespace: int
+) -> ContainerIdentity:
+    """Return the container of instance *pod_uid* if *peer* is its init process. Raises :class:`RequestRefusedError` otherwise.
+
+    *own* is the container that the peer's own cgroup names, ``None`` if it is in none or has left it; *processes* are some
+    of those in the cgroups of the pod *pod_uid*. *own_namespace* is the controller's PID namespace.
+    """
+    check_init_process(peer, own_namespace)
     found = None
     if own is not None:
         found = ContainerIdentity(own, peer.cgroup)

@@ -9,40 +9,57 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import attrs
 import trio
 
+from runner.controller.limits import Limits
 from runner.controller.metrics import ControllerCounters
+from runner.controller.pods import PodCgroups
 from runner.controller.reconcile import (
+    LIMITING,
+    PARENT,
+    ROOT,
     Action,
     Desired,
+    Evict,
     Observed,
     Remove,
+    Restrict,
     Write,
     desire,
     desire_without_kubelet,
+    evictions,
     reconcile,
     silent_fallbacks,
+    withheld,
 )
 from runner.controller.tree import Fault, Tree
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
+from runner.kernel.cgroup import Cgroup
 from runner.kernel.kubelet_files import Frozen, attempt, settled
 from runner.kernel.sysfs import read_online_cpus
-from runner.kubelet.pod_cgroups import FLOAT, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
 
 log = logging.getLogger(__name__)
 
-_OURS = frozenset({"cgroup.events", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"})
-"""Control files whose change may call for a pass; not among them are the runner's writes of its threads."""
+_FILES = (
+    *("cgroup.events", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"),
+    *("cpu.weight", "memory.high", "memory.max", "pids.max"),
+)
+"""Control files whose change may call for a pass; not among them are the runner's writes of its threads.
+
+They are watched one by one: a watch of the directory would report ``pids.events`` and ``memory.events`` too, which change
+whenever something in the group meets its limit, as often as it likes.
+"""
 
 _DIRECTORY = (
     inotify.CLOSE_WRITE
@@ -53,7 +70,10 @@ _DIRECTORY = (
     | inotify.MOVE_SELF
     | inotify.ONLYDIR
 )
-_GROUP = inotify.MODIFY | inotify.CREATE | inotify.DELETE | inotify.ONLYDIR
+_GROUP = inotify.CREATE | inotify.DELETE | inotify.ONLYDIR
+_PODS = inotify.DELETE | inotify.ONLYDIR
+_STRANGERS_NAMED = 8
+"""Threads whose processes are looked up for the log when an instance without a pod is emptied."""
 
 
 @attrs.frozen
@@ -66,6 +86,8 @@ class Intervals:
     """After so many without two equal ones, decisions are frozen."""
     resync: float = 30.0
     """A pass at least so often, whatever is or is not reported."""
+    eviction: float = 0.25
+    """The same while an instance whose pod has gone is not empty yet."""
     frozen: float = 5.0
     """The same while decisions are frozen: a directory that is not there yet cannot report anything."""
 
@@ -82,6 +104,8 @@ class ReconcileLoop:
     sys: Path
     reserved: CpuSet
     intervals: Intervals
+    limits: Limits
+    pods: PodCgroups
     counters: ControllerCounters = attrs.field(factory=ControllerCounters)
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
     """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
@@ -94,6 +118,12 @@ class ReconcileLoop:
     _disturbed: trio.Event = attrs.field(factory=trio.Event)
     _passed: trio.Event = attrs.field(factory=trio.Event)
     _watches: set[int] = attrs.field(factory=set)
+    _watched: dict[Path, int] = attrs.field(factory=dict)
+    """The watch of each control file."""
+    _pod_names: frozenset[str] = frozenset()
+    """The names of the pods' own cgroups, for the instances there are."""
+    _evicting: frozenset[str] = frozenset()
+    """The instances whose pods have gone and that were not empty after the last pass."""
     _left: dict[str, CpuSet] = attrs.field(factory=dict)
     """The cpusets as this program last saw or wrote them: a difference was made by another program."""
 
@@ -121,13 +151,23 @@ class ReconcileLoop:
     def desired(self, machine: OnlineCpus) -> Desired | Frozen:
         """Return what the tree should be."""
         if self.source is None:
-            return desire_without_kubelet(machine)
-        return self.state if isinstance(self.state, Frozen) else desire(self.state, machine, self.reserved)
+            return desire_without_kubelet(machine, self.limits)
+        return self.state if isinstance(self.state, Frozen) else desire(self.state, machine, self.reserved, self.limits)
 
     def observe(self) -> Observed:
         """Look at the tree; also what :attr:`observed` is from now on."""
-        self.observed = self.tree.observe()
+        observed = self.tree.observe()
+        known = () if isinstance(self.state, Frozen) else self.state.assigned()
+        candidates = {*observed.instances(), *observed.pods} - {*known}
+        self.observed = attrs.evolve(observed, gone=frozenset(filter(self.pods.gone, candidates)))
         return self.observed
+
+    def evict(self) -> Observed:
+        """Empty and remove the instances whose pods have gone, as far as that is done at once; return the tree after it."""
+        desired, observed = self.desired(self.machine()), self.observe()
+        if not isinstance(desired, Frozen) and evictions(desired, observed, {}):
+            self.pass_over({})
+        return self.observe()
 
     def pass_over(self, grants: Mapping[str, CpuSet]) -> tuple[Fault, ...]:
         """Bring the tree to what is desired, with an instance for each of *grants*; return what went wrong.
@@ -141,11 +181,17 @@ class ReconcileLoop:
             self.observe()
             self._count("frozen", started)
             return ()
-        observed = self.observe()
+        observed, faults = self._without_strangers(desired, machine, grants)
         actions = reconcile(desired, observed, grants)
-        faults = self.tree.apply(actions, machine.online)
-        failed = {fault.group for fault in faults}
-        self._tell([action for action in actions if action.group not in failed], observed, grants)
+        faults += self.tree.apply(actions, machine.online)
+        failed = {fault.group for fault in faults if not fault.unlimited}
+        unlimited = {fault.group for fault in faults if fault.unlimited}
+        done = [
+            action
+            for action in actions
+            if action.group not in failed and not (isinstance(action, Restrict) and action.group in unlimited)
+        ]
+        self._tell(done, observed, grants)
         after = self.observe() if actions else observed
         self._left = {name: group.cpus for name, group in after.groups.items()}
         faults += tuple(
@@ -153,12 +199,58 @@ class ReconcileLoop:
             for name, group in silent_fallbacks(after, machine.online).items()
             if name not in failed
         )
+        faults += tuple(self._missing_limits(desired, after))
+        self._report(faults)
+        self._evicting = _evicted(evictions(desired, after, grants))
+        outcome = "faulty" if any(not fault.unlimited for fault in faults) else "changed" if actions else "clean"
+        self._count(outcome, started)
+        return faults
+
+    def _without_strangers(
+        self, desired: Desired, machine: OnlineCpus, grants: Mapping[str, CpuSet]
+    ) -> tuple[Observed, tuple[Fault, ...]]:
+        """Move what is left in the instances whose pods have gone; return the tree after it, and what went wrong."""
+        observed = self.observe()
+        actions = evictions(desired, observed, grants)
+        if not actions:
+            return observed, ()
+        for pod_uid in _evicted(actions) - self._evicting:
+            threads = sorted(self.tree.group(instance_group(pod_uid)).threads())
+            log.warning(
+                "instance without a pod, its threads go to float uuid=%s threads=%d processes=%s",
+                pod_uid,
+                len(threads),
+                "; ".join(self.pods.describe(threads[:_STRANGERS_NAMED])),
+            )
+        faults = self.tree.apply(actions, machine.online)
+        return self.observe(), faults
+
+    def _missing_limits(self, desired: Desired, observed: Observed) -> Iterator[Fault]:
+        for name in LIMITING:
+            if name not in observed.offered:
+                yield Fault(
+                    PARENT,
+                    f"cannot limit what is in {self.tree.root.path} by the {name} controller: "
+                    f"{self.tree.root.parent.path} does not offer it",
+                    unlimited=True,
+                )
+        for file, value in withheld(desired, observed):
+            yield Fault(
+                ROOT,
+                f"cannot lower {self.tree.root.path / file} to {value}: more than that is in use; end instances, or "
+                f"give --{file.replace('.', '-')} a larger value",
+                unlimited=True,
+            )
+
+    def _report(self, faults: tuple[Fault, ...]) -> None:
+        """Log those of *faults* that are new, and keep all."""
         for fault in faults:
             if fault not in self.faults:
-                log.error("pass failed group=%r reason=%r", fault.group, fault.reason)
+                if fault.unlimited:
+                    log.warning("limit missing group=%r reason=%r", fault.group, fault.reason)
+                else:
+                    log.error("pass failed group=%r reason=%r", fault.group, fault.reason)
         self.faults = faults
-        self._count("faulty" if faults else "changed" if actions else "clean", started)
-        return faults
 
     def disturb(self) -> None:
         """Ask for a pass soon."""
@@ -200,8 +292,14 @@ class ReconcileLoop:
         while True:
             disturbed = self._disturbed = trio.Event()  # what happens from here on calls for another pass
             await self.once(queue)
-            with trio.move_on_after(self.intervals.frozen if self.frozen() else self.intervals.resync):
+            with trio.move_on_after(self._interval()):
                 await disturbed.wait()
+
+    def _interval(self) -> float:
+        """Return the seconds after which a pass is made, whatever is or is not reported."""
+        if self.frozen():
+            return self.intervals.frozen
+        return self.intervals.eviction if self._evicting else self.intervals.resync
 
     async def once(self, queue: inotify.Inotify) -> None:
         """Read, decide, apply; then wake the tasks in :meth:`next_pass`. A failure is logged, and the next pass tries again."""
@@ -211,7 +309,7 @@ class ReconcileLoop:
             if self.source is not None:
                 await self.settle(self.source)
             faults = self.pass_over({})
-            self.error = "; ".join(fault.reason for fault in faults)
+            self.error = "; ".join(fault.reason for fault in faults if not fault.unlimited)
         except HostError as error:
             self.error = explain(error)
             log.error("pass failed reason=%r", self.error)  # noqa: TRY400  # an expected error: the sentence is enough
@@ -231,8 +329,8 @@ class ReconcileLoop:
 
     def _matters(self, event: inotify.FileEvent) -> bool:
         if not event.name or event.mask & inotify.QUEUE_OVERFLOW:
-            return True  # a watched directory itself: gone, moved or made anew
-        ours = event.name in _OURS or event.name == FLOAT or instance_uid(event.name) is not None
+            return True  # a watched file has changed, or a watched directory itself is gone, moved or made anew
+        ours = event.name == FLOAT or instance_uid(event.name) is not None or event.name in self._pod_names
         files = self.source
         kubelets = files is not None and event.name in (files.cpu_state.name, files.memory_state.name)
         return ours or kubelets or event.name == self.tree.root.name
@@ -242,30 +340,50 @@ class ReconcileLoop:
             self._watch(queue, self.source.directory, _DIRECTORY)
 
     def _watch_tree(self, queue: inotify.Inotify) -> None:
-        groups = [self.tree.root.parent, self.tree.root]
-        groups += [self.tree.root.child(name) for name in (self.observed.groups if self.observed else ())]
-        for group in groups:
+        """Watch our groups, and what the pods' own cgroups are removed from, which reports the end of a pod."""
+        observed = self.observed
+        if observed is None:
+            return
+        self._watched = {path: watch for path, watch in self._watched.items() if watch in self._watches}
+        for group in (self.tree.root.parent, self.tree.root, *map(self.tree.group, observed.groups)):
             self._watch(queue, group.path, _GROUP)
+            self._watch_files(queue, group)
+        for pod_uid in observed.pods:
+            self._watch_files(queue, self.tree.pod(pod_uid))
+        pods = [path for pod_uid in observed.instances() for path in self.pods.existing(pod_uid)]
+        for parent in {path.parent for path in pods}:
+            self._watch(queue, parent, _PODS)
+        self._pod_names = frozenset(path.name for path in pods)
 
-    def _watch(self, queue: inotify.Inotify, path: Path, mask: int) -> None:
+    def _watch_files(self, queue: inotify.Inotify, group: Cgroup) -> None:
+        for path in map(group.path.joinpath, _FILES):
+            if self._watched.get(path) not in self._watches and path.exists():
+                watch = self._watch(queue, path, inotify.MODIFY)
+                if watch is not None:
+                    self._watched[path] = watch
+
+    def _watch(self, queue: inotify.Inotify, path: Path, mask: int) -> int | None:
         """Watch *path*; what changed there before the watch was new to us calls for another pass."""
         try:
             watch = queue.watch(path, mask)
         except HostError as error:
             if not isinstance(error.__cause__, FileNotFoundError):  # else: not there yet; the next pass tries again
                 log.warning("changes will be seen late reason=%r", explain(error))
-            return
+            return None
         if watch not in self._watches:
             self._watches.add(watch)
             self.disturb()
+        return watch
 
     def _tell(self, actions: list[Action], observed: Observed, grants: Mapping[str, CpuSet]) -> None:
         """Log *actions* as an operator would tell them, and count repairs and removals."""
         for action in actions:
             match action:
-                case Remove(group):
+                case Remove(group) if instance_uid(group) is not None:
                     self.counters.removed += 1
                     log.info("stale instance removed uuid=%s", instance_uid(group))
+                case Restrict(group, file, value) if group in (ROOT, PARENT):
+                    log.info("limit written file=%s value=%s", self.tree.group(group).path / file, value)
                 case Write(group, "cpuset.cpus", value):
                     left, found = self._left.get(group), observed.groups.get(group)
                     if left is not None and found is not None and found.cpus != left:
@@ -279,6 +397,10 @@ class ReconcileLoop:
     def _count(self, outcome: str, started: float) -> None:
         self.counters.passes[outcome] += 1
         self.counters.pass_seconds += time.perf_counter() - started
+
+
+def _evicted(actions: Iterable[Action]) -> frozenset[str]:
+    return frozenset(action.pod_uid for action in actions if isinstance(action, Evict))
 
 
 @contextlib.asynccontextmanager

@@ -10,20 +10,32 @@ import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import attrs
 import trio
 
 from runner.arguments import LOG_FORMATS, argument_type
+from runner.controller.limits import (
+    Limits,
+    default_memory,
+    default_memory_high,
+    default_processes,
+    parse_memory,
+    parse_processes,
+    parse_weight,
+)
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.methods import RpcMethods, Timeouts
 from runner.controller.metrics import respond
+from runner.controller.pods import PodCgroups
 from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
-from runner.errors import RunnerError, explain
+from runner.errors import RunnerError, UsageError, explain
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.peers import Peers
+from runner.kernel.procfs import Procfs
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http
 from runner.protocol.logs import LogHandler
@@ -32,6 +44,20 @@ from runner.protocol.unix_server import SocketLimits, UnixServer
 log = logging.getLogger(__name__)
 
 _STDERR = 2
+
+Default = Literal["default"]
+"""The value of a limit's option that was not given."""
+
+
+@attrs.frozen
+class LimitOptions:
+    """The limits of the command line, checked; ``None`` stands for no limit."""
+
+    memory_max: int | Default | None = "default"
+    memory_high: int | Default | None = "default"
+    pids_max: int | Default | None = "default"
+    pod_pids_max: int | None = Limits().pod_pids_max
+    pod_cpu_weight: int = Limits().pod_cpu_weight
 
 
 @attrs.frozen
@@ -46,6 +72,7 @@ class Options:
     reserved: CpuSet
     metrics: tuple[str, int] | None
     trusting: bool
+    limits: LimitOptions
     sys: Path
     proc: Path
 
@@ -70,12 +97,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def control(options: Options) -> None:
     """Hold everything until a signal asks to stop. Raises :class:`RunnerError`, bare or in an exception group."""
+    pods = PodCgroups(
+        Cgroup(options.cgroupfs), Procfs(options.proc), kubelet=options.kubelet is not None, trusting=options.trusting
+    )
     loop = ReconcileLoop(
         tree=Tree(Cgroup(options.root)),
         source=None if options.kubelet is None else KubeletFiles(options.kubelet),
         sys=options.sys,
         reserved=options.reserved,
         intervals=Intervals(),
+        limits=choose_limits(options.limits, pods),
+        pods=pods,
     )
     methods = RpcMethods(
         loop=loop,
@@ -100,6 +132,22 @@ async def control(options: Options) -> None:
                     number = await anext(signals)
                     log.info("stopping signal=%s", signal.Signals(number).name)
                     nursery.cancel_scope.cancel()
+
+
+def choose_limits(options: LimitOptions, pods: PodCgroups) -> Limits:
+    """Return the limits of the tree, by default those that fit this machine. Raises :class:`UsageError`."""
+    memory_max, memory_high, pids_max = options.memory_max, options.memory_high, options.pids_max
+    if memory_max == "default":
+        memory_max = default_memory(pods.procfs.memory_total(), pods.memory_limit())
+    if memory_high == "default":
+        memory_high = default_memory_high(memory_max)
+    if memory_max is not None and memory_high is not None and memory_high > memory_max:
+        raise UsageError(
+            f"cannot use --memory-high: its {memory_high} bytes are more than the {memory_max} of --memory-max; give less"
+        )
+    if pids_max == "default":
+        pids_max = default_processes(*(pods.procfs.setting(f"kernel/{name}") for name in ("pid_max", "threads-max")))
+    return Limits(memory_max, memory_high, pids_max, options.pod_pids_max, options.pod_cpu_weight)
 
 
 def _write_log(line: bytes) -> None:
@@ -163,6 +211,7 @@ def command_line() -> argparse.ArgumentParser:
         metavar="ADDRESS:PORT",
         help="serve /metrics, /healthz and /readyz here",
     )
+    _add_limits(parser.add_argument_group("limits of what instances run outside of their pods' cgroups"))
     add(
         "--insecure-trust-peer",
         action="store_true",
@@ -180,6 +229,47 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    defaults = LimitOptions()
+    add(
+        "--memory-max",
+        type=argument_type(parse_memory),
+        default=argparse.SUPPRESS,
+        metavar="SIZE",
+        help="memory.max of all together, such as 8G, or max (default: what the kubelet's pods may not have, at least an "
+        "eighth of the machine's)",
+    )
+    add(
+        "--memory-high",
+        type=argument_type(parse_memory),
+        default=argparse.SUPPRESS,
+        metavar="SIZE",
+        help="memory.high of all together (default: a sixteenth below --memory-max)",
+    )
+    add(
+        "--pids-max",
+        type=argument_type(parse_processes),
+        default=argparse.SUPPRESS,
+        metavar="COUNT",
+        help="processes and threads of all together, or max (default: half of what the kernel can have)",
+    )
+    add(
+        "--pod-pids-max",
+        type=argument_type(parse_processes),
+        default=defaults.pod_pids_max,
+        metavar="COUNT",
+        help="processes and threads of a pod in float, and of its instance's cgroup, or max",
+    )
+    add(
+        "--pod-cpu-weight",
+        type=argument_type(parse_weight),
+        default=defaults.pod_cpu_weight,
+        metavar="WEIGHT",
+        help="cpu.weight of a pod in float, the same for each",
+    )
+
+
 def _options(arguments: argparse.Namespace) -> Options:
     cpus: CpuSet | None = arguments.cpus
     return Options(
@@ -191,6 +281,13 @@ def _options(arguments: argparse.Namespace) -> Options:
         reserved=arguments.reserved_cpus,
         metrics=arguments.metrics,
         trusting=arguments.insecure_trust_peer,
+        limits=LimitOptions(
+            memory_max=getattr(arguments, "memory_max", "default"),
+            memory_high=getattr(arguments, "memory_high", "default"),
+            pids_max=getattr(arguments, "pids_max", "default"),
+            pod_pids_max=arguments.pod_pids_max,
+            pod_cpu_weight=arguments.pod_cpu_weight,
+        ),
         sys=arguments.sysfs,
         proc=arguments.procfs,
     )

@@ -3,13 +3,14 @@
 =================  ===================  ==========================================================================
 method             params               result
 =================  ===================  ==========================================================================
-registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset", "protocol"}``; with it travel
-                                        descriptors of float's ``cgroup.procs``, the instance's
-                                        ``cgroup.threads``, the pod's own ``cgroup.procs``, float's
-                                        ``cgroup.threads``, in this order; the kernel's threads in the pod's
-                                        group go to float
+registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset", "protocol"}``, where ``float_path``
+                                        is the pod's group in float; with it travel descriptors of that group's
+                                        ``cgroup.procs``, the instance's ``cgroup.threads``, the pod's own
+                                        ``cgroup.procs``, and ``cgroup.threads`` of the pod's group in float, in
+                                        this order; the kernel's threads in the pod's own group go to float
 deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if there was no such instance
-listInstances      none                 ``[{"uuid", "cgroup_path", "cpuset", "effective", "populated"}, …]``
+listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
+                                        "populated"}, …]``
 getStatus          none                 protocol, kubelet's policy, float, frozen reason, faults
 =================  ===================  ==========================================================================
 
@@ -20,8 +21,9 @@ getStatus          none                 protocol, kubelet's policy, float, froze
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
+from itertools import islice
+from weakref import WeakValueDictionary
 
 import attrs
 import trio
@@ -33,6 +35,7 @@ from runner.controller.identity import (
     RequestRefusedError,
     check_agreement,
     check_container,
+    check_init_process,
     identify_container,
 )
 from runner.controller.loop import ReconcileLoop
@@ -41,16 +44,12 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.kubelet_files import Frozen
-from runner.kernel.peers import PeerError, Peers
+from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kubelet.pod_cgroups import (
     FLOAT,
     INSTANCE_NAME,
-    ContainerCgroup,
-    bare_groups,
     instance_group,
-    parse_bare_container,
-    parse_container,
-    pod_groups,
+    pod_float_group,
 )
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
@@ -80,6 +79,11 @@ CODES = {
 
 _SHORTEST_WAIT = 0.25
 
+MOST_PROCESSES = 4096
+"""Processes of a pod that are looked at for a request; one that has more finds its anchor among the first, or not."""
+BETWEEN_CHECKPOINTS = 256
+"""Processes that are looked at, 0.02 ms each, before other requests have their turn."""
+
 
 @attrs.frozen
 class Timeouts:
@@ -105,6 +109,8 @@ class RpcMethods:
     own_cpus: CpuSet
     timeouts: Timeouts
     trusting: bool
+    _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
+    """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
 
     def admit(self, identify: Identify) -> int:
         """Return the peer's container, by its PID namespace, or the process itself if it is one of the node's own.
@@ -150,11 +156,20 @@ class RpcMethods:
     # -- registerCgroup ----------------------------------------------------------------------------------------------
 
     async def _register(self, identify: Identify, pod_uid: str, cpuset: object) -> RpcResult:
-        await trio.lowlevel.checkpoint()
-        self._caller(identify, pod_uid)  # first, because only a peer that may act is worth the time to parse its list
+        # First, because only a peer that may act is worth the time to parse its list.
+        caller = await self._caller(identify, pod_uid)
         asked = _cpuset(cpuset)
+        result = await self._registered(identify, caller, pod_uid, asked)
+        if caller is not None:
+            await self._float_kernel_threads(identify, self.mount.at(caller.cgroup), self.loop.tree.pod(pod_uid))
+        return result
+
+    async def _registered(
+        self, identify: Identify, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet
+    ) -> RpcResult:
+        await trio.lowlevel.checkpoint()
         try:
-            return self._register_once(identify, pod_uid, asked)
+            return self._register_once(identify, caller, pod_uid, asked)
         except RequestRefusedError as error:
             if error.lasting:
                 raise
@@ -165,18 +180,20 @@ class RpcMethods:
                 with trio.move_on_after(_SHORTEST_WAIT):
                     await self.loop.next_pass()
                 try:
-                    return self._register_once(identify, pod_uid, asked)
+                    return self._register_once(identify, caller, pod_uid, asked)
                 except RequestRefusedError as error:
                     if error.lasting:
                         raise
                     refused = error
         raise refused
 
-    def _register_once(self, identify: Identify, pod_uid: str, asked: CpuSet) -> RpcResult:
+    def _register_once(
+        self, identify: Identify, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet
+    ) -> RpcResult:
         """Register without waiting, so that nothing changes between the decision and its effect."""
-        caller = self._caller(identify, pod_uid)
+        self._check_alive(identify)
         self._check_cpus(caller, pod_uid, asked)
-        observed = self.loop.observe()
+        observed = self.loop.evict()
         for other, held in holders(asked, observed, but=pod_uid).items():
             if held.populated or self.loop.source is not None:
                 raise RequestRefusedError(
@@ -202,10 +219,11 @@ class RpcMethods:
             )
         group = self.loop.tree.group(instance_group(pod_uid))
         existed = group.exists()
+        needed = (ROOT, FLOAT, instance_group(pod_uid), pod_float_group(pod_uid))
         faults = [
             fault.reason
             for fault in self.loop.pass_over({pod_uid: asked})
-            if fault.group in (ROOT, FLOAT, instance_group(pod_uid))
+            if fault.group in needed and not fault.unlimited
         ]
         effective = group.effective_cpus() if not faults else CpuSet()
         if effective != asked:
@@ -216,36 +234,37 @@ class RpcMethods:
                 identity.HOST, f"cannot register instance {pod_uid!r} with CPUs '{asked}': {reason}", lasting=True
             )
         log.info("instance %s uuid=%s cpus=%s", "found" if existed else "registered", pod_uid, asked)
-        floating = self.loop.tree.floating
-        control_files = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
+        pod = self.loop.tree.pod(pod_uid)
+        control_files = [(pod, "cgroup.procs"), (group, "cgroup.threads")]
         if caller is not None:
-            own = self.mount.at(caller.cgroup)
-            control_files += [(own, "cgroup.procs"), (floating, "cgroup.threads")]
-            self._float_kernel_threads(own)
+            control_files += [(self.mount.at(caller.cgroup), "cgroup.procs"), (pod, "cgroup.threads")]
         return RpcResult(
             {
                 "cgroup_path": str(group.path),
-                "float_path": str(floating.path),
+                "float_path": str(pod.path),
                 "cpuset": str(effective),
                 "protocol": PROTOCOL,
             },
             tuple(control_files),
         )
 
-    def _float_kernel_threads(self, own: Cgroup) -> None:
+    async def _float_kernel_threads(self, identify: Identify, own: Cgroup, target: Cgroup) -> None:
         """Move the kernel's threads that work for the instance off its CPUs; its runner cannot even see them.
 
         QEMU starts in its pod's cgroup, to which its memory is charged, and the kernel puts the threads it starts for
         QEMU there too (``cgroup_attach_task_all``): ``vhost-`` before Linux 6.4, ``kvm-nx-lpage-recovery-`` before 6.13.
         The runner registers once more when QEMU is up.
         """
-        for pid in sorted(own.processes()):
-            if self.peers.is_kernel_thread(pid):
-                try:
-                    self.loop.tree.floating.admit(pid)
-                    log.info("kernel thread moved to float pid=%d", pid)
-                except CgroupError as error:
-                    log.warning("kernel thread stays on the instance's CPUs pid=%d reason=%r", pid, explain(error))
+        async with self._walk(self._peer(identify)):
+            for number, pid in enumerate(islice(own.each_process(), MOST_PROCESSES)):
+                if number % BETWEEN_CHECKPOINTS == 0:
+                    await trio.lowlevel.checkpoint()
+                if self.peers.is_kernel_thread(pid):
+                    try:
+                        target.admit(pid)
+                        log.info("kernel thread moved to float pid=%d", pid)
+                    except CgroupError as error:
+                        log.warning("kernel thread stays on the instance's CPUs pid=%d reason=%r", pid, explain(error))
 
     def _check_cpus(self, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet) -> None:
         online = self.loop.machine().online
@@ -290,8 +309,8 @@ class RpcMethods:
     # -- deregisterCgroup --------------------------------------------------------------------------------------------
 
     async def _deregister(self, identify: Identify, pod_uid: str) -> RpcResult:
-        await trio.lowlevel.checkpoint()
-        caller = self._caller(identify, pod_uid)
+        caller = await self._caller(identify, pod_uid)
+        self._check_alive(identify)
         group = self.loop.tree.group(instance_group(pod_uid))
         if not group.exists():
             return RpcResult({"removed": False})
@@ -328,6 +347,7 @@ class RpcMethods:
                 {
                     "uuid": pod_uid,
                     "cgroup_path": str(self.loop.tree.group(instance_group(pod_uid)).path),
+                    "float_path": str(self.loop.tree.pod(pod_uid).path),
                     "cpuset": str(group.cpus),
                     "effective": str(group.effective),
                     "populated": group.populated,
@@ -340,7 +360,7 @@ class RpcMethods:
     def _visible(self, identify: Identify) -> str | None:
         if self.trusting or (peer := identify()).pid_namespace == self.peers.own_namespace():
             return None
-        container = self._container(peer.cgroup)
+        container = self.loop.pods.container(peer.cgroup)
         return container.owner if container is not None else ""
 
     def _status(self) -> RpcResult:
@@ -365,43 +385,51 @@ class RpcMethods:
 
     # -- the caller --------------------------------------------------------------------------------------------------
 
-    def _caller(self, identify: Identify, pod_uid: str) -> ContainerIdentity | None:
-        """Return the peer's container, if it may act for *pod_uid*; ``None`` if every peer may and this one has none."""
+    async def _caller(self, identify: Identify, pod_uid: str) -> ContainerIdentity | None:
+        """Return the peer's container, if it may act for *pod_uid*; ``None`` if every peer may and this one has none.
+
+        It stays true as long as the peer lives (:meth:`_check_alive`): the init process of a container cannot leave its PID
+        namespace, and the path of a container's cgroup names its pod for good.
+        """
+        peer = self._peer(identify)
+        if peer is None:
+            await trio.lowlevel.checkpoint()
+            return None
+        own = self.loop.pods.container(peer.cgroup)
+        if self.trusting:
+            await trio.lowlevel.checkpoint()
+            return None if own is None else ContainerIdentity(own, peer.cgroup)
+        own_namespace = self.peers.own_namespace()
+        check_init_process(peer, own_namespace)  # first, because only for such a peer processes are looked at
+        witnesses = () if own is not None else await self._witnesses(peer, pod_uid)
+        return identify_container(peer, own, witnesses, pod_uid, own_namespace)
+
+    def _peer(self, identify: Identify) -> Peer | None:
+        """Return the peer; ``None`` if it cannot be identified and every peer may act."""
         try:
-            peer = identify()
+            return identify()
         except PeerError as error:
             if self.trusting:
                 return None
             raise RequestRefusedError(identity.IDENTITY, explain(error), lasting=True) from error
-        own = self._container(peer.cgroup)
-        if self.trusting:
-            return None if own is None else ContainerIdentity(own, peer.cgroup)
-        processes = () if own is not None else self._processes_of(pod_uid)
-        return identify_container(peer, own, processes, pod_uid, self.peers.own_namespace())
 
-    def _container(self, path: str) -> ContainerCgroup | None:
-        return parse_bare_container(path) if self.loop.source is None else parse_container(path)
+    def _check_alive(self, identify: Identify) -> None:
+        """Check that the process that connected lives still. Raises :class:`RequestRefusedError`."""
+        self._peer(identify)
 
-    def _processes_of(self, pod_uid: str) -> Iterator[ContainerProcess]:
-        """Yield the processes that are in the cgroups of *pod_uid*'s containers."""
-        places = bare_groups(pod_uid) if self.loop.source is None else pod_groups(pod_uid)
-        for place in places:
-            top = self.mount.path / place
-            if top.is_dir():
-                for directory in (top, *(path for path in top.rglob("*") if path.is_dir())):
-                    yield from self._members(directory)
+    async def _witnesses(self, peer: Peer, pod_uid: str) -> tuple[ContainerProcess, ...]:
+        """Return a process in the cgroups of *pod_uid*'s containers that is in the peer's PID namespace, if there is one."""
+        async with self._walk(peer):
+            for number, process in enumerate(islice(self.loop.pods.processes(pod_uid), MOST_PROCESSES)):
+                if number % BETWEEN_CHECKPOINTS == 0:
+                    await trio.lowlevel.checkpoint()
+                if self.peers.namespace(process.pid) == peer.pid_namespace:
+                    return (ContainerProcess(process.container, process.cgroup, peer.pid_namespace),)
+        return ()
 
-    def _members(self, directory: Path) -> Iterator[ContainerProcess]:
-        path = f"/{directory.relative_to(self.mount.path)}"
-        container = self._container(path)
-        if container is None:
-            return
-        try:
-            processes = Cgroup(directory).processes()
-        except CgroupError:  # removed meanwhile, or threaded: its threads are no anchor
-            return
-        for pid in sorted(processes):
-            yield ContainerProcess(container, path, self.peers.namespace(pid))
+    def _walk(self, peer: Peer | None) -> trio.Lock:
+        """Return the lock that the requests of the peer's container take to look at processes."""
+        return self._walks.setdefault(0 if peer is None else peer.pid_namespace, trio.Lock())
 
     def _refused(self, method: str, refusal: RequestRefusedError) -> RpcError:
         self.loop.counters.refusals[refusal.reason] += 1

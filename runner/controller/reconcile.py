@@ -3,10 +3,15 @@
 The actions are single operations on the kernel, in an order in which each may fail or the program may die after any
 of them: a second pass from what is then found ends in the same tree. Two rules have precedence:
 
-* Only our own groups are touched: the root, ``float`` and ``instance-<name>`` with a well-formed name.
+* Only our own groups are touched: the root, ``float``, and ``instance-<name>`` and ``float/<name>`` with a well-formed
+  name.
 * No action puts a CPU into two groups. Groups shrink before others grow, a stale instance is removed before its CPUs
   are given to another, and float does not get the CPUs of an instance that still runs although its pod is gone,
   unless float would have no others.
+
+A descriptor of a group can be passed on, so that threads of any pod may be in it, also after the end of the pod that it
+was made for. They are moved out (:func:`evictions`) before anything else is decided: what could not be moved yet is seen
+as an instance that still runs.
 
 ``cpuset.mems`` only grows. Taking a node from a populated group makes the kernel migrate its members' pages
 at once ("Cpuset Interface Files" of cgroup-v2.rst), seconds for a guest's memory; where guest memory lies is
@@ -19,14 +24,20 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
+from runner.controller.limits import NO_PROCESSES, Limits
 from runner.cpuset import CpuSet
 from runner.facts.hardware import OnlineCpus
 from runner.kernel.cgroup import THREADED_CONTROLLERS
-from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid, pod_float_group
 from runner.kubelet.state import CpuState
 
 ROOT = ""
 PARENT = ".."
+
+LIMITING = ("cpu", "memory", "pids")
+"""Controllers that limit what runs in the tree; it works without them."""
+_BELOW = ("cpu", "pids")
+"""Those that the root and float switch on for their children. Without cpuset in float, its children have float's CPUs."""
 
 
 @attrs.frozen
@@ -41,21 +52,46 @@ class Group:
     effective: CpuSet
     """``cpuset.cpus.effective``."""
     populated: bool
+    limits: Mapping[str, str] = attrs.field(factory=dict)
+    """Control file → value, for the limits that the kernel offers here."""
+
+
+@attrs.frozen
+class PodGroup:
+    """The group of a pod in float, as observed."""
+
+    kind: str
+    populated: bool
+    limits: Mapping[str, str] = attrs.field(factory=dict)
 
 
 @attrs.frozen
 class Observed:
     """The tree as it is."""
 
-    delegated: bool
-    """The cpuset controller is on in the parent's ``cgroup.subtree_control``."""
+    offered: frozenset[str]
+    """The controllers that the parent has."""
+    delegated: frozenset[str]
+    """Those that are on in the parent's ``cgroup.subtree_control``."""
     exists: bool
     enabled: frozenset[str] = frozenset()
     """The root's ``cgroup.subtree_control``."""
     cpus: CpuSet = attrs.field(factory=CpuSet)
     mems: CpuSet = attrs.field(factory=CpuSet)
     groups: Mapping[str, Group] = attrs.field(factory=dict)
-    """Our groups by name; others are not read."""
+    """Float and the instances' groups by name; others are not read."""
+    pods: Mapping[str, PodGroup] = attrs.field(factory=dict)
+    """Pod UID → its group in float."""
+    float_enabled: frozenset[str] = frozenset()
+    """float's ``cgroup.subtree_control``."""
+    limits: Mapping[str, str] = attrs.field(factory=dict)
+    """Control file → value, for the root's limits that the kernel offers."""
+    memory_used: int = 0
+    """Bytes that the root is charged for."""
+    memory_kept: int = 0
+    """Those of them that the kernel cannot take back by dropping page cache."""
+    gone: frozenset[str] = frozenset()
+    """The UIDs of pods that have a group here and no cgroup of their own any more."""
 
     def instances(self) -> Mapping[str, Group]:
         """Return the instances' groups by the instance's name."""
@@ -76,6 +112,7 @@ class Desired:
     """Pod UID → the cpusets its containers may have."""
     complete: bool
     """*choices* names every pod there is, so that an empty instance that it does not name is stale."""
+    limits: Limits = attrs.field(factory=Limits)
 
 
 @attrs.frozen
@@ -101,10 +138,31 @@ class Write:
     value: str
 
 
-Action = Make | Remove | Write
+@attrs.frozen
+class Restrict:
+    """Write a limit, or switch on the controller for one. The tree works without it, so that a failure stops nothing."""
+
+    group: str
+    file: str
+    value: str
 
 
-def desire(state: CpuState, machine: OnlineCpus, reserved: CpuSet) -> Desired:
+@attrs.frozen
+class Evict:
+    """Move the threads that are in the instance's group of pod *pod_uid* to the pod's group in float."""
+
+    pod_uid: str
+
+    @property
+    def group(self) -> str:
+        """The instance's group."""
+        return instance_group(self.pod_uid)
+
+
+Action = Make | Remove | Write | Restrict | Evict
+
+
+def desire(state: CpuState, machine: OnlineCpus, reserved: CpuSet, limits: Limits) -> Desired:
     """Return what the kubelet's *state* means for the tree on *machine*.
 
     Under policy ``none`` no pod has exclusive CPUs and float has all CPUs. When every CPU but the
@@ -117,13 +175,19 @@ def desire(state: CpuState, machine: OnlineCpus, reserved: CpuSet) -> Desired:
         shared_pool=machine.online if state.policy == "none" else state.shared_pool or reserved,
         choices={pod_uid: state.choices(pod_uid) for pod_uid in state.assigned()},
         complete=not state.unattributed,
+        limits=limits,
     )
 
 
-def desire_without_kubelet(machine: OnlineCpus) -> Desired:
+def desire_without_kubelet(machine: OnlineCpus, limits: Limits) -> Desired:
     """Return what *machine* wants where no kubelet shares out CPUs: all floats but what instances registered."""
     return Desired(
-        cpus=machine.present, mems=machine.memory_nodes, shared_pool=machine.online, choices={}, complete=False
+        cpus=machine.present,
+        mems=machine.memory_nodes,
+        shared_pool=machine.online,
+        choices={},
+        complete=False,
+        limits=limits,
     )
 
 
@@ -146,21 +210,47 @@ def holders(cpus: CpuSet, observed: Observed, *, but: str) -> Mapping[str, Group
 
 def stale(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> tuple[str, ...]:
     """Return the instances that are neither in the kubelet's state nor populated."""
-    if not desired.complete:
-        return ()
     known = {*desired.choices, *grants}
     return tuple(
-        pod_uid for pod_uid, group in observed.instances().items() if pod_uid not in known and not group.populated
+        pod_uid
+        for pod_uid, group in observed.instances().items()
+        if pod_uid not in known and not group.populated and (desired.complete or pod_uid in observed.gone)
     )
 
 
+def evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> tuple[Action, ...]:
+    """Return the actions that empty the instances whose pods have gone: strangers, or what a runtime has left behind.
+
+    An instance whose pod still has a cgroup is left alone, although the kubelet may have forgotten the pod: its guest is
+    being powered down. The instance's group and its CPUs are for the pass that follows.
+    """
+    return tuple(_evictions(desired, observed, grants))
+
+
+def _evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[Action]:
+    for pod_uid, instance in observed.instances().items():
+        if not instance.populated or pod_uid not in _without_pod(desired, observed, grants):
+            continue
+        if instance.limits.get("pids.max", NO_PROCESSES) != NO_PROCESSES:
+            yield Restrict(instance_group(pod_uid), "pids.max", NO_PROCESSES)
+        yield from _pod_group(pod_uid, observed)
+        yield Evict(pod_uid)
+
+
+def _without_pod(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> frozenset[str]:
+    """Return the pods that have gone and that no program names any more."""
+    return observed.gone - {*desired.choices, *grants}
+
+
 def _actions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[Action]:
+    yield from _parent_actions(observed)
     yield from _root_actions(desired, observed)
-    gone = stale(desired, observed, grants)
-    for pod_uid in gone:
+    yield from _root_limits(desired, observed)
+    removed = stale(desired, observed, grants)
+    for pod_uid in removed:
         yield Remove(instance_group(pod_uid))
 
-    groups = {name: group for name, group in observed.groups.items() if instance_uid(name) not in gone}
+    groups = {name: group for name, group in observed.groups.items() if instance_uid(name) not in removed}
     targets = _targets(desired, groups, grants)
     for name in targets:
         if name not in groups:
@@ -170,8 +260,17 @@ def _actions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
         mems = groups[name].mems if name in groups else CpuSet()
         if mems | desired.mems != mems:
             yield Write(name, "cpuset.mems", str(mems | desired.mems))
+    yield from _cpuset_actions(targets, groups)
+    for name in targets:
+        if name != FLOAT:
+            found = groups[name].limits if name in groups else {}
+            yield from _restrictions(name, desired.limits.of_instance(), found, observed)
+    if FLOAT in groups or FLOAT in targets:
+        yield from _float_actions(desired, observed, grants, frozenset(removed))
 
-    # Shrink first: CPUs that move between two groups are in neither for a moment, and never in both.
+
+def _cpuset_actions(targets: Mapping[str, CpuSet], groups: Mapping[str, Group]) -> Iterator[Action]:
+    """Give each group its CPUs. Shrink first: CPUs that move between two groups are in neither for a moment, never in both."""
     current = {name: group.cpus for name, group in groups.items()}
     for name, target in targets.items():
         before = current.get(name, CpuSet())
@@ -183,10 +282,82 @@ def _actions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
             yield Write(name, "cpuset.cpus", str(target))
 
 
+def _float_actions(
+    desired: Desired, observed: Observed, grants: Mapping[str, CpuSet], removed: frozenset[str]
+) -> Iterator[Action]:
+    """Build or repair the pods' groups in float: one for each instance, as long as there is the instance or a member.
+
+    A group is made by a registration only, which gives its descriptors away: one that is made again would have others.
+    """
+    if "cpuset" in observed.float_enabled:
+        yield Restrict(FLOAT, "cgroup.subtree_control", "-cpuset")
+    for name in _BELOW:
+        if name in observed.offered - observed.float_enabled:
+            yield Restrict(FLOAT, "cgroup.subtree_control", f"+{name}")
+    instances = {*observed.instances(), *grants} - removed
+    without_pod = _without_pod(desired, observed, grants)
+    for pod_uid in sorted({*observed.pods, *grants}):
+        group = observed.pods.get(pod_uid)
+        if group is not None and not group.populated and pod_uid not in instances:
+            yield Remove(pod_float_group(pod_uid))
+            continue
+        yield from _pod_group(pod_uid, observed)
+        wanted_limits = desired.limits.of_pod(gone=pod_uid in without_pod)
+        yield from _restrictions(
+            pod_float_group(pod_uid), wanted_limits, {} if group is None else group.limits, observed
+        )
+
+
+def _pod_group(pod_uid: str, observed: Observed) -> Iterator[Action]:
+    """Make the group in float of pod *pod_uid*, or finish it."""
+    group = observed.pods.get(pod_uid)
+    if group is None:
+        yield Make(pod_float_group(pod_uid))
+    if group is None or group.kind != "threaded":
+        yield Write(pod_float_group(pod_uid), "cgroup.type", "threaded")
+
+
+def _restrictions(
+    group: str, wanted: Mapping[str, str], found: Mapping[str, str], observed: Observed
+) -> Iterator[Restrict]:
+    for file, value in wanted.items():
+        if file.partition(".")[0] in observed.offered and found.get(file) != value:
+            yield Restrict(group, file, value)
+
+
+def _root_limits(desired: Desired, observed: Observed) -> Iterator[Restrict]:
+    held_back = {file for file, _ in withheld(desired, observed)}
+    for limit in _restrictions(ROOT, desired.limits.of_root(), observed.limits, observed):
+        if limit.file not in held_back:
+            yield limit
+
+
+def withheld(desired: Desired, observed: Observed) -> tuple[tuple[str, str], ...]:
+    """Return the root's memory limits, file and value, that are not written because more is in use.
+
+    Lowering ``memory.max`` below what is in use kills; lowering ``memory.high`` drops page cache, which is harmless, and
+    slows down the processes when there is not enough of it ("Memory Interface Files").
+    """
+    wanted = desired.limits.of_root()
+    in_use = {"memory.high": observed.memory_kept, "memory.max": observed.memory_used}
+    return tuple(
+        (file, wanted[file])
+        for file, used in in_use.items()
+        if wanted[file].isdecimal() and observed.limits.get(file) != wanted[file] and used > int(wanted[file])
+    )
+
+
+def _parent_actions(observed: Observed) -> Iterator[Action]:
+    """Switch on the controllers that the root needs, and never one off: the parent is not ours."""
+    if "cpuset" not in observed.delegated:
+        yield Write(PARENT, "cgroup.subtree_control", "+cpuset")
+    for name in LIMITING:
+        if name in observed.offered - observed.delegated:
+            yield Restrict(PARENT, "cgroup.subtree_control", f"+{name}")
+
+
 def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
     """Build or repair the root: threaded controllers only, and never fewer CPUs and memory nodes than it has."""
-    if not observed.delegated:
-        yield Write(PARENT, "cgroup.subtree_control", "+cpuset")
     if not observed.exists:
         yield Make(ROOT)
     cpus, mems = observed.cpus | desired.cpus, observed.mems | desired.mems
@@ -199,6 +370,9 @@ def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
         yield Write(ROOT, "cgroup.subtree_control", " ".join(f"-{name}" for name in unwanted))
     if "cpuset" not in observed.enabled:
         yield Write(ROOT, "cgroup.subtree_control", "+cpuset")
+    for name in _BELOW:
+        if name in observed.offered - observed.enabled:
+            yield Restrict(ROOT, "cgroup.subtree_control", f"+{name}")
 
 
 def _targets(desired: Desired, groups: Mapping[str, Group], grants: Mapping[str, CpuSet]) -> Mapping[str, CpuSet]:

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
+from typing import assert_never
 
 import attrs
 
-from runner.controller.reconcile import PARENT, ROOT, Action, Group, Make, Observed, Remove, Write
+from runner.controller.reconcile import (
+    PARENT,
+    ROOT,
+    Action,
+    Evict,
+    Group,
+    Make,
+    Observed,
+    PodGroup,
+    Remove,
+    Restrict,
+    Write,
+)
 from runner.cpuset import CpuSet
 from runner.errors import explain
 from runner.kernel.cgroup import Cgroup, CgroupError
-from runner.kubelet.pod_cgroups import FLOAT, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, INSTANCE_NAME, instance_uid
+
+MOVED_AT_ONCE = 256
+"""Threads that one action moves out of a group: 0.2 ms each, and no request is answered meanwhile."""
+
+_ROOT_LIMITS = ("memory.high", "memory.max", "pids.max")
+_INSTANCE_LIMITS = ("pids.max",)
+_POD_LIMITS = ("cpu.weight", "pids.max")
 
 
 @attrs.frozen
@@ -20,6 +41,8 @@ class Fault:
 
     group: str
     reason: str
+    unlimited: bool = False
+    """Whether only a limit is missing: the group can be used."""
 
 
 @attrs.frozen
@@ -33,48 +56,75 @@ class Tree:
         """The group of all threads without a CPU of their own."""
         return self.root.child(FLOAT)
 
+    def pod(self, pod_uid: str) -> Cgroup:
+        """Return the group in float of pod *pod_uid*."""
+        return self.floating.child(pod_uid)
+
     def group(self, name: str) -> Cgroup:
         """Return the group that the actions call *name*."""
-        if name == ROOT:
-            return self.root
-        return self.root.parent if name == PARENT else self.root.child(name)
+        match name.split("/"):
+            case [only] if only == ROOT:
+                return self.root
+            case [only] if only == PARENT:
+                return self.root.parent
+            case names:
+                return reduce(Cgroup.child, names, self.root)
 
     def observe(self) -> Observed:
         """Read the tree as it is. Raises :class:`CgroupError` where there is no cgroup v2 with cpuset at all.
 
         A group that vanishes while it is read is left out.
         """
-        if "cpuset" not in self.root.parent.controllers():
+        offered = self.root.parent.controllers()
+        if "cpuset" not in offered:
             raise CgroupError(
                 f"cannot use {self.root.parent.path}: it offers no cpuset controller; the kernel must have cpuset in "
                 "the version 2 hierarchy (systemd.unified_cgroup_hierarchy=1, no cgroup v1 cpuset mount)",
                 errno.EOPNOTSUPP,
             )
-        delegated = "cpuset" in self.root.parent.enabled()
+        delegated = self.root.parent.enabled()
         if not self.root.exists():
-            return Observed(delegated=delegated, exists=False)
+            return Observed(offered, delegated, exists=False)
         groups = {}
         for name in self.root.children():
             if name == FLOAT or instance_uid(name) is not None:
                 group = _observe(self.root.child(name))
                 if group is not None:
                     groups[name] = group
+        used, kept = self.root.memory_in_use() if "memory" in delegated else (0, 0)
         return Observed(
-            delegated=delegated,
+            offered,
+            delegated,
             exists=True,
             enabled=self.root.enabled(),
-            cpus=self.root.cpus() if delegated else CpuSet(),
-            mems=self.root.mems() if delegated else CpuSet(),
+            cpus=self.root.cpus() if "cpuset" in delegated else CpuSet(),
+            mems=self.root.mems() if "cpuset" in delegated else CpuSet(),
             groups=groups,
+            pods=dict(self._pods()) if FLOAT in groups else {},
+            float_enabled=self.floating.enabled() if FLOAT in groups else frozenset(),
+            limits=_limits(self.root, _ROOT_LIMITS),
+            memory_used=used,
+            memory_kept=kept,
         )
 
+    def _pods(self) -> Iterator[tuple[str, PodGroup]]:
+        for pod_uid in self.floating.children():
+            if INSTANCE_NAME.fullmatch(pod_uid):
+                group = self.pod(pod_uid)
+                try:
+                    yield pod_uid, PodGroup(group.kind(), group.populated(), _limits(group, _POD_LIMITS))
+                except CgroupError as error:
+                    if error.errno not in (errno.ENOENT, errno.ENODEV):
+                        raise
+
     def apply(self, actions: Iterable[Action], online: CpuSet) -> tuple[Fault, ...]:
-        """Apply *actions* in order; a failure is returned, and stops the actions on its own group only.
+        """Apply *actions* in order; a failure is returned, and stops the actions on its own group only, but for a limit.
 
         Where the kernel accepts a cpuset and silently runs something else, the read-back shows it: of the CPUs
         written, those *online* must be the ones in effect.
         """
         faults: dict[str, Fault] = {}
+        unlimited: list[Fault] = []
         for action in actions:
             if action.group in faults or ROOT in faults:
                 continue
@@ -82,26 +132,56 @@ class Tree:
                 reason = self._perform(action, online)
             except CgroupError as error:
                 reason = explain(error)
-            if reason:
+            if reason and isinstance(action, Restrict):
+                unlimited.append(Fault(action.group, reason, unlimited=True))
+            elif reason:
                 faults[action.group] = Fault(action.group, reason)
-        return tuple(faults.values())
+        return (*faults.values(), *unlimited)
 
     def _perform(self, action: Action, online: CpuSet) -> str:
         group = self.group(action.group)
         match action:
             case Make():
                 group.create()
-            case Remove():
-                if not group.remove():
+            case Remove(name):
+                # A pod's group in float that has been populated again is no fault: its CPUs are nobody else's.
+                if not group.remove() and instance_uid(name) is not None:
                     return f"cannot remove {group.path}: it has been populated again"
             case Write(_, "cpuset.cpus", value):
                 asked = CpuSet.parse(value) & online
                 effective = group.set_cpus(CpuSet.parse(value))
                 if effective != asked:
                     return f"cannot give {group.path} the CPUs {asked}: the kernel has put {effective} into effect"
-            case Write():
+            case Write() | Restrict():
                 group.write(action.file, action.value)
+            case Evict(pod_uid):
+                _move_threads(group, self.pod(pod_uid))
+            case _ as never:
+                assert_never(never)
         return ""
+
+
+def _move_threads(source: Cgroup, target: Cgroup) -> None:
+    """Move threads from *source* to *target* until none is left or :data:`MOVED_AT_ONCE` have been tried."""
+    left = MOVED_AT_ONCE
+    while left > 0:
+        # Never 0, a thread that cannot be named here: written, it would mean this program.
+        tids = sorted(source.threads() - {0})[:left]
+        if not tids:
+            return
+        left -= len(tids)
+        for tid in tids:
+            try:
+                target.confine(tid)
+            except CgroupError as error:
+                if error.errno != errno.ESRCH:  # else: it has ended
+                    raise
+
+
+def _limits(group: Cgroup, files: Iterable[str]) -> Mapping[str, str]:
+    """Return the content of those *files* that the kernel offers in *group*."""
+    found = {file: group.read_if_there(file) for file in files}
+    return {file: value for file, value in found.items() if value is not None}
 
 
 def _observe(group: Cgroup) -> Group | None:
@@ -111,12 +191,11 @@ def _observe(group: Cgroup) -> Group | None:
         if error.errno in (errno.ENOENT, errno.ENODEV):
             return None
         raise
+    limits = _limits(group, _INSTANCE_LIMITS) if group.name != FLOAT else {}
     try:
-        return Group(
-            kind=kind, cpus=group.cpus(), mems=group.mems(), effective=group.effective_cpus(), populated=populated
-        )
+        return Group(kind, group.cpus(), group.mems(), group.effective_cpus(), populated, limits)
     except CgroupError as error:
         if error.errno not in (errno.ENOENT, errno.ENODEV):
             raise
         # No cpuset files: the controller is switched off in the root (or the group is gone since a moment ago).
-        return Group(kind=kind, cpus=CpuSet(), mems=CpuSet(), effective=CpuSet(), populated=populated)
+        return Group(kind, CpuSet(), CpuSet(), CpuSet(), populated, limits)

@@ -34,7 +34,7 @@ from runner.kernel.kubelet_files import Frozen, settled
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peers
 from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_hardware, read_online_cpus
-from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid, parse_container
+from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid, parse_container, pod_float_group
 from runner.kubelet.state_files import KubeletFiles, parse_verified_cpu_state
 from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules, parse_receipt
 
@@ -219,7 +219,9 @@ def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[O
     """
     vcpus = sum(each.role is Role.VCPU for each in threads)
     number = max(len(cpus), vcpus) if vcpus else 0
-    cgroups = CgroupPaths("", f"/{root.name}/{FLOAT}", f"/{root.name}/{instance_group(pod_uid)}", ends=True)
+    # An instance that was registered with a controller of before has no cgroup of its own in float.
+    below = pod_float_group(pod_uid) if root.child(FLOAT).child(pod_uid).exists() else FLOAT
+    cgroups = CgroupPaths("", f"/{root.name}/{below}", f"/{root.name}/{instance_group(pod_uid)}", ends=True)
     return ThreadRules(cpus, (None,) * number, shared=False, cgroups=cgroups)
 
 

@@ -166,6 +166,15 @@ class Cgroup:
         except OSError as error:
             raise _refused("read", str(self.path / file), error) from error
 
+    def read_if_there(self, file: str) -> str | None:
+        """Return the content of *file* as :meth:`read` does, or ``None`` where its controller is off or the group is gone."""
+        try:
+            return self.read(file)
+        except CgroupError as error:
+            if error.errno in (errno.ENOENT, errno.ENODEV):
+                return None
+            raise
+
     def write(self, file: str, value: str) -> None:
         """Write *value* to control file *file*; the empty string clears it."""
         fd = self.open(file)
@@ -295,6 +304,15 @@ class Cgroup:
         """
         return frozenset(map(int, self.read("cgroup.procs").split()))
 
+    def each_process(self) -> Iterator[int]:
+        """Yield what :meth:`processes` returns, in the kernel's order, reading some hundreds at a time."""
+        path = self.path / "cgroup.procs"
+        try:
+            with path.open() as file:
+                yield from map(int, file)
+        except OSError as error:
+            raise _refused("read", str(path), error) from error
+
     def threads(self) -> frozenset[int]:
         """Return the threads in exactly this group; 0 is one that the reader's PID namespace cannot name."""
         return frozenset(map(int, self.read("cgroup.threads").split()))
@@ -311,6 +329,13 @@ class Cgroup:
         """Return the memory that the group is charged for (``memory.current``, ``hugetlb.*.current``)."""
         files = self.path.glob("hugetlb.*B.current")
         return MemoryCharge(int(self.read("memory.current")), sum(int(self.read(file.name)) for file in files))
+
+    def memory_in_use(self) -> tuple[int, int]:
+        """Return the bytes that the group is charged for, and those of them that are no page cache of files."""
+        used = int(self.read("memory.current"))
+        fields = dict(line.split() for line in self.read("memory.stat").splitlines())
+        cache = int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0))
+        return used, max(used - cache, 0)
 
     def _read_set(self, file: str) -> CpuSet:
         text = self.read(file)

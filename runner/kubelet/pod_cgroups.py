@@ -29,6 +29,9 @@ FLOAT = "float"
 """The name of the controller's cgroup for all threads of instances but vCPUs."""
 _INSTANCE = "instance-"
 
+KUBEPODS = ("kubepods.slice", "kubelet.slice/kubelet-kubepods.slice", "kubepods", "kubelet/kubepods")
+"""The possible paths of the cgroup of all pods, relative to the root of the hierarchy, without a ``cgroupRoot`` of its own."""
+
 _UID = r"[0-9a-f]{8}(?:%s[0-9a-f]{4}){3}%s[0-9a-f]{12}|[0-9a-f]{32}"
 _ID = r"[0-9A-Za-z_]{1,128}"
 _RUNTIMES = "cri-containerd|crio|docker|libpod"
@@ -98,6 +101,27 @@ def instance_uid(group: str) -> str | None:
     return pod_uid if pod_uid != group and INSTANCE_NAME.fullmatch(pod_uid) else None
 
 
+def pod_float_group(pod_uid: str) -> str:
+    """Return the path, below the controller's root, of the cgroup in float of pod *pod_uid*; the inverse of :func:`float_uid`."""
+    return f"{FLOAT}/{pod_uid}"
+
+
+def float_uid(group: str) -> str | None:
+    """Return the pod UID in the path *group* of a cgroup of the controller; ``None`` if it is not a pod's in float."""
+    above, _, pod_uid = group.partition("/")
+    return pod_uid if above == FLOAT and INSTANCE_NAME.fullmatch(pod_uid) else None
+
+
+def is_pod_uid(name: str) -> bool:
+    """Tell whether *name* is a UID that the kubelet gives pods, so that :func:`pod_groups` names their cgroups."""
+    return re.fullmatch(_UID % ("-", "-"), name, re.ASCII) is not None
+
+
+def is_container_id(name: str) -> bool:
+    """Tell whether *name* is an id that docker and podman give containers, for :func:`bare_groups`."""
+    return re.fullmatch(r"[0-9a-f]{64}", name, re.ASCII) is not None
+
+
 def pod_groups(pod_uid: str) -> tuple[str, ...]:
     """Return the possible paths of the cgroup of pod *pod_uid*, relative to the root of the hierarchy."""
     underscored = pod_uid.replace("-", "_")
@@ -113,9 +137,8 @@ def pod_groups(pod_uid: str) -> tuple[str, ...]:
 
 def bare_groups(container: str) -> tuple[str, ...]:
     """Return the possible paths of the cgroup of *container* (an id) under docker or podman, without a kubelet."""
-    return (
-        f"system.slice/docker-{container}.scope",
-        f"docker/{container}",
-        f"machine.slice/libpod-{container}.scope",
-        f"libpod_parent/libpod-{container}",
+    scopes = (
+        f"{above}.slice/{name}-{container}.scope" for above in ("system", "machine") for name in ("docker", "libpod")
     )
+    plain = (f"{above}/{name}{container}" for above in ("docker", "libpod_parent") for name in ("", "libpod-"))
+    return (*scopes, *plain)

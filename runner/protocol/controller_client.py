@@ -56,13 +56,13 @@ class CgroupFds:
     """
 
     float_procs: Descriptor
-    """``cgroup.procs`` of float."""
+    """``cgroup.procs`` of the pod's cgroup in float; from a controller that makes none, of float itself."""
     instance_threads: Descriptor
     """``cgroup.threads`` of the instance's cgroup."""
     pod_procs: Descriptor
     """``cgroup.procs`` of the pod's own cgroup."""
     float_threads: Descriptor
-    """``cgroup.threads`` of float."""
+    """``cgroup.threads`` of the same cgroup as :attr:`float_procs`."""
 
 
 @attrs.frozen
@@ -72,6 +72,9 @@ class Registration:
     instance: PurePosixPath
     """The instance's cgroup, in the controller's mount of the hierarchy."""
     float_cgroup: PurePosixPath
+    """The pod's cgroup in float, or float itself."""
+    float_below: PurePosixPath
+    """The same, below the instance's parent: ``float/<pod uid>`` or ``float``."""
     cpus: CpuSet
     """The CPUs of the instance's cgroup as the controller has read them back."""
     cgroup_fds: CgroupFds
@@ -91,6 +94,13 @@ async def register(path: PurePosixPath, pod_uid: str, cpus: CpuSet, pod: Cgroup,
     float_cgroup = PurePosixPath(_text(result, "float_path", str(instance.parent / "float")))
     cpuset = _text(result, "cpuset", str(cpus))
     try:
+        float_below = float_cgroup.relative_to(instance.parent)
+    except ValueError as error:
+        raise HostError(
+            f"cannot understand the controller: it names {str(instance)!r} and {str(float_cgroup)!r}, which have no parent "
+            "in common"
+        ) from error
+    try:
         granted = CpuSet.parse(cpuset)
     except ValueError as error:
         raise HostError(f"cannot understand the controller: it grants CPUs {cpuset!r}") from error
@@ -102,7 +112,7 @@ async def register(path: PurePosixPath, pod_uid: str, cpus: CpuSet, pod: Cgroup,
             cgroup_fds = open_cgroup_fds(Cgroup(Path(float_cgroup)), Cgroup(Path(instance)), pod, held)
         case several:
             raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 4")
-    return Registration(instance, float_cgroup, granted, cgroup_fds)
+    return Registration(instance, float_cgroup, float_below, granted, cgroup_fds)
 
 
 async def deregister(path: PurePosixPath, pod_uid: str) -> None:

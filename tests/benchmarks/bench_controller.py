@@ -23,9 +23,12 @@ sys.path.insert(0, str(PROJECT))
 
 import trio  # noqa: E402  # the project's root comes first
 
+from runner.controller.limits import Limits  # noqa: E402
 from runner.controller.loop import Intervals, ReconcileLoop  # noqa: E402
+from runner.controller.pods import PodCgroups  # noqa: E402
 from runner.controller.tree import Tree  # noqa: E402
 from runner.cpuset import CpuSet  # noqa: E402
+from runner.kernel.procfs import Procfs  # noqa: E402
 from runner.kubelet.state_files import KubeletFiles  # noqa: E402
 from tests.support.fake_cgroupfs import fake_cgroupfs, fake_sysfs  # noqa: E402
 from tests.support.fake_node import ENTRIES, SHARED, B, Node, connected, controlled  # noqa: E402
@@ -46,7 +49,8 @@ def reconcile_pass(count: int, repeat: int) -> Figures:
         document = {"policyName": "static", "defaultCpuSet": "0-7", "entries": entries, "checksum": 0}
         (kubelet / "cpu_manager_state").write_text(json.dumps(document))
         root = mount.child("stelia")
-        loop = ReconcileLoop(Tree(root), KubeletFiles(kubelet), sys_, CpuSet(), Intervals())
+        pods = PodCgroups(mount, Procfs(path), kubelet=True)
+        loop = ReconcileLoop(Tree(root), KubeletFiles(kubelet), sys_, CpuSet(), Intervals(), Limits(), pods)
         trio.run(loop.settle, KubeletFiles(kubelet))
         loop.pass_over({uid: CpuSet.parse(entry["instance"]) for uid, entry in entries.items()})
         times = []

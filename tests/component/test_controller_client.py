@@ -38,14 +38,15 @@ async def test_registers_gets_the_control_files_and_deregisters(node: Node) -> N
         held = ExitStack()
         registration = await register(PurePosixPath(node.socket), A, CPUS, node.scope(A), held)
         assert str(registration.instance) == str(node.instance(A).path)
-        assert str(registration.float_cgroup) == str(node.float_cgroup.path)
+        assert str(registration.float_cgroup) == str(node.pod(A).path)
+        assert str(registration.float_below) == f"float/{A}"
         assert registration.cpus == CPUS
         fds = registration.cgroup_fds
         for descriptor, group, file in (
-            (fds.float_procs, node.float_cgroup, "cgroup.procs"),
+            (fds.float_procs, node.pod(A), "cgroup.procs"),
             (fds.instance_threads, node.instance(A), "cgroup.threads"),
             (fds.pod_procs, node.scope(A), "cgroup.procs"),
-            (fds.float_threads, node.float_cgroup, "cgroup.threads"),
+            (fds.float_threads, node.pod(A), "cgroup.threads"),
         ):
             assert Path(f"/proc/self/fd/{descriptor.number}").readlink() == group.path / file
             assert not os.get_inheritable(descriptor.number)
@@ -169,6 +170,13 @@ async def test_a_controller_that_dies_before_it_answers_is_an_error(tmp_path: Pa
             await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 
+async def test_a_float_elsewhere_than_the_instance_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "controller.sock"
+    async with answering(path, sends(result(cgroup_path="/a/instance-1", float_path="/b/float"))):
+        with pytest.raises(HostError, match="which have no parent in common"):
+            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
+
+
 async def test_the_articles_controller_answers_with_a_path_alone(node: Node, tmp_path: Path) -> None:
     """Then float is a sibling of the path, and the cgroups are entered by their paths."""
     async with controlled(node):
@@ -179,6 +187,7 @@ async def test_the_articles_controller_answers_with_a_path_alone(node: Node, tmp
         async with answering(path, sends(result(cgroup_path=str(node.instance(A).path)))):
             registration = await register(PurePosixPath(path), A, CPUS, node.mount.at(scope_path(A)), held)
         assert str(registration.float_cgroup) == str(node.float_cgroup.path)
+        assert str(registration.float_below) == "float"
         assert registration.cpus == CPUS
         number = registration.cgroup_fds.float_procs.number
         assert Path(f"/proc/self/fd/{number}").readlink() == node.float_cgroup.path / "cgroup.procs"

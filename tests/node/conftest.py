@@ -11,6 +11,7 @@ import pytest
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup
 from tests.node.instances import ROM, Controller, NodeFixture, controller_of, kubelet_of, pool
+from tests.node.minimal_pods import Machine, machine_of
 from tests.node.standin_kubelet import Kubelet, Mount
 
 
@@ -62,6 +63,13 @@ def threaded(tree: Cgroup) -> Cgroup:
     root = tree.child("threaded")
     root.delegate("cpuset")
     return root
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    """Return a machine with a controller and minimal pods; they end with the test."""
+    with machine_of(tmp_path) as machine:
+        yield machine
 
 
 @pytest.fixture(scope="session")

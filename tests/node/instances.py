@@ -157,6 +157,8 @@ def gone(tree: Cgroup) -> bool:
     """Try to remove an empty tree."""
     with contextlib.suppress(OSError):
         for child in tree.children():
+            for pod in child.children():
+                pod.path.rmdir()
             child.path.rmdir()
         tree.path.rmdir()
     return not tree.path.exists()
@@ -180,6 +182,11 @@ class Instance:
     @property
     def group(self) -> Cgroup:
         return Cgroup(TREE.path / f"instance-{self.uid}")
+
+    @property
+    def float_group(self) -> Cgroup:
+        """Return the pod's cgroup in float."""
+        return Cgroup(FLOAT.path / self.uid)
 
     def up(self) -> None:
         """Wait until its guest has reported that it is up."""
@@ -218,7 +225,7 @@ class Instance:
         assert {thread.cgroup for anchor in anchors for thread in threads_of(anchor)} == {self.scope}
         mine = {thread.tid for thread in vcpus}
         others = [each for each in self.threads() if each.tid not in mine and each.pid not in anchors]
-        assert {each.cgroup for each in others} == {f"{TREE}/float"}
+        assert {each.cgroup for each in others} == {str(self.float_group)}
         assert {each.cpus for each in others} == {self.kubelet.default}
 
     def stop(self) -> int:

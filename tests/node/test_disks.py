@@ -72,7 +72,7 @@ def test_disks_in_a_pod(
     instance.up()
     instance.is_placed()
     assert {name: (Path(group).name, allowed) for name, (group, allowed) in iothreads(instance).items()} == {
-        "IO disk0": ("float", str(kubelet.default))
+        "IO disk0": (instance.uid, str(kubelet.default))
     }
 
     # The guest sees the device's sector size; QEMU bypasses the page cache and needs no worker threads.

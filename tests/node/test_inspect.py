@@ -110,7 +110,7 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
         assert ["vcpu", str(index), str(node.vcpu(index)), "CPU", f"{index}/TCG", str(cpu)] in [row[:6] for row in rows]
     roles = {row[0]: row for row in rows if row}
     for role in ("runner", "dnsmasq", "emulator"):
-        assert roles[role][-1] == f"{TREE}/float"
+        assert roles[role][-1] == str(node.instance.float_group)
         assert str(node.kubelet.default) in roles[role]
     assert roles["anchor"][-1] == node.instance.scope
     assert roles["vcpu"][-1] == str(node.instance.group)
@@ -157,10 +157,10 @@ def test_vcpus_that_are_not_alone_in_their_cgroup(node: Node, exclusive: CpuSet)
     tid = node.vcpu(1)
     os.sched_setaffinity(tid, [min(exclusive)])
     assert node.violation("vcpus") == f"2 vCPU threads share CPU {min(exclusive)}"
-    Cgroup(TREE.path / "float").write("cgroup.threads", tid)
+    node.instance.float_group.write("cgroup.threads", tid)
     message = node.violation("vcpus")
     assert f"vcpu 1 (thread {tid}, 'CPU 1/TCG') may run on" in message
-    assert f"is in the cgroup '{TREE}/float' instead of '{node.instance.group}'" in message
+    assert f"is in the cgroup '{node.instance.float_group}' instead of '{node.instance.group}'" in message
 
 
 def test_memory_that_was_moved_and_a_charge_that_is_not_there(node: Node, numa: dict[int, CpuSet]) -> None:

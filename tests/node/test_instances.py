@@ -312,6 +312,7 @@ def test_three_at_once_while_another_pod_starts_and_ends(fleet: Fleet) -> None:
             fleet.wait_removed(instance)
     assert FLOAT.cpus() == CpuSet(cpu for cpus in kubelet.numa.values() for cpu in cpus)
     assert FLOAT.read("cgroup.threads") == ""
+    assert names(FLOAT) == []
     assert names(TREE) == ["float"]
 
 

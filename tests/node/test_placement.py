@@ -14,6 +14,7 @@ import pytest
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup, cgroup_of
 from tests.node.instances import (
+    FLOAT,
     TREE,
     Controller,
     Instance,
@@ -47,13 +48,14 @@ def test_an_instance_from_start_to_end(start: Start, kubelet: Kubelet, runtime: 
     assert CpuSet.parse(receipt["float_cpus"]) == kubelet.default
     assert {name: path.rpartition("/")[2] for name, path in receipt["cgroups"].items()} == {
         "pod": "",
-        "floating": "float",
+        "floating": instance.uid,
         "instance": instance.group.path.name,
     }
     assert instance.stop() == 0
     assert "ended outcome=stopped status=0 faults=0" in instance.running.output
     assert not instance.group.path.exists(), "it was deregistered, with the entry still in the kubelet's state"
-    assert Cgroup(TREE.path / "float").read("cgroup.threads") == ""
+    assert FLOAT.read("cgroup.threads") == ""
+    assert not instance.float_group.path.exists()
 
 
 def test_the_guests_memory_is_the_pods_and_on_its_numa_node(start: Start, kubelet: Kubelet) -> None:
@@ -77,7 +79,7 @@ def test_the_guests_memory_is_the_pods_and_on_its_numa_node(start: Start, kubele
     instance.is_placed()
     assert neighbour.stop() == 0
     kubelet.reconcile()
-    until(lambda: Cgroup(TREE.path / "float").cpus() == kubelet.default, "float to grow")
+    until(lambda: FLOAT.cpus() == kubelet.default, "float to grow")
     assert pages() == {"N1": 64 * MIB // 4096}
     assert int(scope.read("memory.current")) >= 64 * MIB
     assert instance.stop() == 0
@@ -109,7 +111,7 @@ def test_threads_that_the_kernel_starts_for_qemu_go_to_float(start: Start) -> No
     assert cgroup_of(kernel) == instance.scope
     try:
         instance.up()
-        until(lambda: cgroup_of(kernel) == f"{TREE}/float", "the kernel's thread to be in float")
+        until(lambda: cgroup_of(kernel) == str(instance.float_group), "the kernel's thread to be in float")
     finally:
         Cgroup(ROOT).write("cgroup.procs", kernel)
     assert instance.stop() == 0
@@ -124,7 +126,7 @@ def test_threads_that_a_vcpu_starts_go_back_to_float(start: Start, kubelet: Kube
     instance.group.write("cgroup.threads", late)
     with contextlib.suppress(OSError):  # the sweep may have moved it already, and in float this CPU is refused
         os.sched_setaffinity(late, {2})
-    until(lambda: cgroup_of(late) == f"{TREE}/float", "the thread to be in float")
+    until(lambda: cgroup_of(late) == str(instance.float_group), "the thread to be in float")
     until(lambda: os.sched_getaffinity(late) == set(kubelet.default), "the thread to be free")
     instance.is_placed()
     assert "moved to float, as a vCPU had started it" in instance.running.wait_for("as a vCPU had started it")
@@ -146,7 +148,9 @@ def test_processes_executed_in_the_pod_are_kept_off_the_vcpus_cpus(start: Start,
 
     until(lambda: len(strays()) == 2, "the strays")
     if swept:
-        until(lambda: {thread.cgroup for thread in strays()} == {f"{TREE}/float"}, "the strays to be in float")
+        until(
+            lambda: {thread.cgroup for thread in strays()} == {str(instance.float_group)}, "the strays to be in float"
+        )
         assert {thread.cpus for thread in strays()} == {kubelet.default}
         instance.running.wait_for("moved to float, as it was started in the pod's cgroup")
     anchors = [

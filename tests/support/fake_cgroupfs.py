@@ -10,13 +10,27 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import attrs
+
+from runner.controller.limits import MOST_PROCESSES
 from runner.cpuset import CpuSet
 from runner.kernel.cgroup import THREADED_CONTROLLERS, Cgroup, CgroupError
 
-CPUSET_FILES = ("cpuset.cpus", "cpuset.mems", "cpuset.cpus.effective", "cpuset.mems.effective")
+FILES = {
+    "cpu": {"cpu.weight": "100"},
+    "cpuset": dict.fromkeys(("cpuset.cpus", "cpuset.mems", "cpuset.cpus.effective", "cpuset.mems.effective"), ""),
+    "memory": {
+        "memory.current": "0",
+        "memory.high": "max",
+        "memory.max": "max",
+        "memory.stat": "active_file 0\ninactive_file 0",
+    },
+    "pids": {"pids.max": "max"},
+}
+"""The files of each controller, as the kernel makes them."""
 
 
 class FakeCgroup(Cgroup):
@@ -48,7 +62,8 @@ class FakeCgroup(Cgroup):
                 parent = self.parent
                 if value != "threaded" or self.populated() or parent.enabled() - THREADED_CONTROLLERS:
                     raise self._error(file, value, errno.EOPNOTSUPP)
-                parent._put("cgroup.type", "domain threaded")
+                if parent.kind() != "threaded":
+                    parent._put("cgroup.type", "domain threaded")
                 self._put(file, value)
             case "cgroup.subtree_control":
                 self._enable(value)
@@ -60,12 +75,37 @@ class FakeCgroup(Cgroup):
                     raise self._error(file, value, errno.ERANGE)
                 self._put(file, str(asked))
                 self._update_effective()
+            case "cgroup.threads":
+                self._move_thread(value)
+            case "pids.max" if value != "max" and not 0 <= int(value) <= MOST_PROCESSES:
+                raise self._error(file, value, errno.EINVAL)
             case _:
                 self._put(file, value)
+
+    def remove_thread(self, tid: int) -> bool:
+        """Let the thread *tid* leave the cgroup, if it is there, which is empty after the last one."""
+        threads = self.threads()
+        if tid in threads:
+            self.put_threads(threads - {tid})
+        return tid in threads
+
+    def put_threads(self, tids: Collection[int]) -> None:
+        """Set the threads of the cgroup."""
+        self._put("cgroup.threads", "\n".join(map(str, sorted(tids))))
+        self.populate(bool(tids))
 
     def populate(self, populated: bool) -> None:  # noqa: FBT001
         """Set whether the cgroup has members."""
         self._put("cgroup.events", f"populated {populated:d}\nfrozen 0")
+
+    def _move_thread(self, value: str) -> None:
+        root = self
+        while root.kind() == "threaded":
+            root = root.parent
+        groups = [attrs.evolve(self, path=path.parent) for path in root.path.rglob("cgroup.threads")]
+        if not any(group.remove_thread(int(value)) for group in groups):
+            raise self._error("cgroup.threads", value, errno.ESRCH)
+        self.put_threads(self.threads() | {int(value)})
 
     def _enable(self, value: str) -> None:
         enabled = set(self.enabled())
@@ -81,13 +121,14 @@ class FakeCgroup(Cgroup):
 
     def _set_controllers(self, controllers: frozenset[str]) -> None:
         self._put("cgroup.controllers", " ".join(sorted(controllers)))
-        if "cpuset" in controllers and not (self.path / "cpuset.cpus").exists():
-            for file in CPUSET_FILES:
-                self._put(file, "")
+        for name, files in FILES.items():
+            for file, content in files.items():
+                if name not in controllers:
+                    (self.path / file).unlink(missing_ok=True)
+                elif not (self.path / file).exists():
+                    self._put(file, content)
+        if "cpuset" in controllers:
             self._update_effective()
-        if "cpuset" not in controllers:
-            for file in CPUSET_FILES:
-                (self.path / file).unlink(missing_ok=True)
 
     def _update_effective(self) -> None:
         """Compute the effective sets: those of the parent where the cgroup's own are empty or unavailable; then the children's."""

@@ -14,11 +14,14 @@ import attrs
 import trio
 
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
+from runner.controller.main import LimitOptions, choose_limits
 from runner.controller.methods import RpcMethods, Timeouts
+from runner.controller.pods import PodCgroups
 from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
 from runner.kernel.peers import Peers
+from runner.kernel.procfs import Procfs
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.unix_server import SocketLimits, UnixServer
 from tests.support.fake_cgroupfs import FakeCgroup, fake_cgroupfs, fake_sysfs, format_cpu_state, put_cpu_state
@@ -32,6 +35,7 @@ ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
 ENTRIES = {A: {"instance": "0-1,12-13"}, B: {"instance": "14-17"}, C: {"instance": "18-19"}}
 SHARED = "2-11"
 HOST_NAMESPACE = "pid-host"
+RAM = 64 << 30
 ANCHORS = {A: 701, B: 702, C: 703}
 
 
@@ -65,6 +69,10 @@ class Node:
                     group.write("cgroup.subtree_control", "+cpuset")
             group.write("cpuset.cpus", containers["instance"])
         node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)
+        (node.proc / "meminfo").write_text(f"MemTotal: {RAM >> 10} kB\n")
+        (node.proc / "sys/kernel").mkdir(parents=True)
+        (node.proc / "sys/kernel/pid_max").write_text("4194304\n")
+        (node.proc / "sys/kernel/threads-max").write_text("500000\n")
         (node.proc / "self").symlink_to(str(os.getpid()))
         return node
 
@@ -91,22 +99,42 @@ class Node:
     def instance(self, uid: str) -> FakeCgroup:
         return self.root.child(f"instance-{uid}")
 
+    def pod(self, uid: str) -> FakeCgroup:
+        """Return the cgroup of pod *uid* in float."""
+        return self.float_cgroup.child(uid)
+
+    def end_pod(self, uid: str) -> None:
+        """Remove the pod's own cgroups, as the kubelet does when its last container has ended."""
+        self.scope(uid).remove()
+        self.scope(uid).parent.remove()
+
     def scope(self, uid: str) -> FakeCgroup:
         return self.mount.at(scope_path(uid))
 
     def put_state(self, shared: str, entries: dict[str, dict[str, str]], *, policy: str = "static") -> None:
         put_cpu_state(self.kubelet, format_cpu_state(shared, entries, policy=policy))
 
-    def put_process(self, pid: int, cgroup: str, *, inner: int, namespace: str) -> None:
-        """Describe process *pid* in the fake ``/proc``, the only place where the controller reads processes."""
+    def put_process(
+        self, pid: int, cgroup: str, *, inner: int, namespace: str, name: str = "x", leader: int | None = None
+    ) -> None:
+        """Describe process *pid* in the fake ``/proc``, the only place where the controller reads processes.
+
+        With *leader* it is a thread of that process.
+        """
         directory = self.proc / str(pid)
         (directory / "ns").mkdir(parents=True, exist_ok=True)
         (self.path / namespace).touch()
         (directory / "ns" / "pid").unlink(missing_ok=True)
         (directory / "ns" / "pid").symlink_to(self.path / namespace)
         (directory / "stat").write_text(f"{pid} (a) b) S {' '.join(['1'] * 18)} 1 0\n")
-        (directory / "status").write_text(f"Name:\tx\nNSpid:\t{pid}\t{inner}\n")
+        (directory / "comm").write_text(f"{name}\n", newline="")
+        (directory / "status").write_text(f"Name:\tx\nTgid:\t{leader or pid}\nPPid:\t0\nNSpid:\t{pid}\t{inner}\n")
         (directory / "cgroup").write_text(f"1:name=systemd:/\n0::{cgroup}\n")
+
+    def set_parent(self, pid: int, parent: int) -> None:
+        """Make process *pid* a child of *parent*."""
+        status = self.proc / str(pid) / "status"
+        status.write_text(status.read_text().replace("PPid:\t0", f"PPid:\t{parent}"))
 
     def become(self, uid: str, *, cgroup: str | None = None, inner: int = 1, namespace: str | None = None) -> None:
         """Describe this process as the init of pod *uid*'s container; its anchor is in the pod's scope."""
@@ -219,14 +247,18 @@ async def controlled(
     limits: SocketLimits | None = None,
     timeouts: Timeouts | None = None,
     intervals: Intervals | None = None,
+    limit_options: LimitOptions | None = None,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node*; with *own_cpus* the node has no kubelet."""
+    pods = PodCgroups(node.mount, Procfs(node.proc), kubelet=not own_cpus, trusting=trusting)
     loop = ReconcileLoop(
         tree=Tree(node.root),
         source=None if own_cpus else KubeletFiles(node.kubelet),
         sys=node.path / "sys",
         reserved=CpuSet.parse(reserved),
         intervals=intervals or Intervals(pause=0.005, readings=10),
+        limits=choose_limits(limit_options or LimitOptions(), pods),
+        pods=pods,
     )
     methods = RpcMethods(
         loop=loop,

@@ -89,7 +89,7 @@ async def registered_cgroups(
                 raise PlacementError(
                     f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
                 )
-            named = CgroupPaths(pod, registration.float_cgroup.name, registration.instance.name)
+            named = CgroupPaths(pod, str(registration.float_below), registration.instance.name)
             async with entered_float(supervisor, placement, anchors, registration.cgroup_fds, named) as entered:
                 yield RegisteredCgroups(
                     entered.cgroups, entered.pod_cgroup_fd, entered.cgroup_fds, entered.confined, placement=placement

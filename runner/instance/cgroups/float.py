@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import PurePosixPath
 
 import attrs
 
@@ -35,8 +34,8 @@ async def entered_float(
     """Hold this process in float; everything that is in float at the end is moved to the pod's cgroup.
 
     What it forks is born in float, except for the anchors: one that must be started again enters the pod's cgroup.
-    *named* holds the names of float and of the instance's cgroup. Their paths, relative to the cgroup namespace of this
-    process, can only be read once it is inside.
+    *named* holds the paths of float and of the instance's cgroup below their common parent. Their full paths, relative to the
+    cgroup namespace of this process, can only be read once it is inside.
     """
     active, command = EnteredCgroups(named, None, cgroup_fds), anchors[0].command
     try:
@@ -68,9 +67,9 @@ def _read_paths(
     """Return the paths of the cgroups. Raises :exc:`~runner.errors.PlacementError` unless this process is in float."""
     own = supervisor.procfs.cgroup()
     taken = read_mask() & placement.cpus
-    if PurePosixPath(own).name != named.float_cgroup or (taken and not placement.shared):
+    if not own.endswith(f"/{named.float_cgroup}") or (taken and not placement.shared):
         raise PlacementError(
             f"cannot enter {named.float_cgroup!r}: this process is in {own!r} and may run on '{taken}' of the vCPUs' CPUs"
         )
     log.info("in float cgroup=%s cpus=%s", own, read_mask())
-    return CgroupPaths(named.pod, own, str(PurePosixPath(own).with_name(named.instance)))
+    return CgroupPaths(named.pod, own, own.removesuffix(named.float_cgroup) + named.instance)

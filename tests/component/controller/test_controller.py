@@ -56,7 +56,7 @@ async def test_the_articles_exchange(node: Node) -> None:
             "jsonrpc": "2.0",
             "result": {
                 "cgroup_path": str(node.root.path / "instance-123"),
-                "float_path": str(node.root.path / "float"),
+                "float_path": str(node.root.path / "float" / "123"),
                 "cpuset": "4-7",
                 "protocol": 1,
             },
@@ -67,7 +67,8 @@ async def test_the_articles_exchange(node: Node) -> None:
 async def test_builds_the_tree(node: Node) -> None:
     async with controlled(node):
         assert node.root.kind() == "domain threaded"
-        assert node.root.enabled() == {"cpuset"}
+        assert node.root.enabled() == {"cpu", "cpuset", "pids"}
+        assert node.float_cgroup.enabled() == {"cpu", "pids"}
         assert (str(node.root.cpus()), str(node.root.mems())) == ("0-19", "0-1")
         assert node.float_cgroup.kind() == "threaded"
         assert (str(node.float_cgroup.cpus()), str(node.float_cgroup.mems())) == (SHARED, "0-1")
@@ -100,10 +101,10 @@ async def test_the_answer_carries_four_descriptors_in_order(node: Node) -> None:
         assert json.loads(data)["result"]["cpuset"] == "14-17"
         try:
             assert list(map(opened, fds)) == [
-                str(node.float_cgroup.path / "cgroup.procs"),
+                str(node.pod(B).path / "cgroup.procs"),
                 str(node.instance(B).path / "cgroup.threads"),
                 str(node.scope(B).path / "cgroup.procs"),
-                str(node.float_cgroup.path / "cgroup.threads"),
+                str(node.pod(B).path / "cgroup.threads"),
             ]
             for fd in fds:
                 with pytest.raises(OSError, match="Bad file descriptor"):
@@ -121,7 +122,7 @@ async def test_the_answer_carries_four_descriptors_in_order(node: Node) -> None:
 
 async def test_the_kernels_threads_in_the_pods_group_go_to_float(node: Node) -> None:
     """QEMU starts there, and so do the kernel's threads for it, which its runner cannot see."""
-    async with controlled(node) as controller, connected(node.socket) as client:
+    async with controlled(node), connected(node.socket) as client:
         node.become(A)
         node.put_process(900, scope_path(A), inner=900, namespace=HOST_NAMESPACE)
         flags = " ".join(["1"] * 5 + [str(0x00208040)] + ["1"] * 12)
@@ -129,7 +130,7 @@ async def test_the_kernels_threads_in_the_pods_group_go_to_float(node: Node) -> 
         node.put_process(901, scope_path(A), inner=5, namespace=f"pid-{A}")
         (node.scope(A).path / "cgroup.procs").write_text(f"{ANCHORS[A]}\n900\n901\n")
         await client.result("registerCgroup", uuid=A, cpuset=ENTRIES[A]["instance"])
-        assert (controller.loop.tree.floating.path / "cgroup.procs").read_text() == "900\n"
+        assert (node.pod(A).path / "cgroup.procs").read_text() == "900\n"
 
 
 async def test_deregisters_from_float_with_the_anchor_as_witness(node: Node) -> None:
@@ -324,6 +325,7 @@ async def test_a_removed_cgroup_is_created_again(node: Node) -> None:
     node.become(B)
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert node.pod(B).remove()
         assert node.float_cgroup.remove()
         await controller.until(lambda: node.float_cgroup.exists() and str(node.float_cgroup.cpus()) == SHARED)
         assert node.float_cgroup.kind() == "threaded"
@@ -415,7 +417,7 @@ async def test_domain_controllers_in_the_root_are_switched_off(node: Node) -> No
     node.root.create()
     node.root.write("cgroup.subtree_control", "+memory +cpuset")
     async with controlled(node):
-        assert node.root.enabled() == {"cpuset"}
+        assert node.root.enabled() == {"cpu", "cpuset", "pids"}
         assert node.float_cgroup.kind() == "threaded"
 
 
@@ -602,6 +604,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
             {
                 "uuid": B,
                 "cgroup_path": str(node.instance(B).path),
+                "float_path": str(node.pod(B).path),
                 "cpuset": "14-17",
                 "effective": "14-17",
                 "populated": False,

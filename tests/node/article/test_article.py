@@ -26,8 +26,9 @@ def table(instance: Instance) -> Iterator[str]:
 
 
 def row(thread: Thread) -> str:
-    first, *_, last = thread.cgroup.strip("/").split("/")
-    group = f"/{first}/{last}" if len(last) < 20 else f"/{first}/{last[:17]}…"
+    first, *between, last = thread.cgroup.strip("/").split("/")
+    above = f"/{first}/float" if between == ["float"] else f"/{first}"
+    group = f"{above}/{last[:8] if between == ['float'] else last[:17]}…"
     return f"{thread.tid:5}  {thread.name:<15}  {thread.cpus!s:<14}  {thread.running_on:10}  {group}"
 
 

@@ -71,7 +71,7 @@ def test_the_articles_layout_in_containerds_cgroups_until_its_stop(
     # A process that an exec leaves behind is moved to float.
     running.execute("sh", "-c", "tail -f /dev/null >/dev/null 2>&1 &")
     [stray] = instance.processes()["tail"]
-    until(lambda: cgroup_of(stray) == str(FLOAT), "the stray to be in float")
+    until(lambda: cgroup_of(stray) == str(instance.float_group), "the stray to be in float")
     instance.is_placed()
 
     # An upgrade of containerd changes nothing.

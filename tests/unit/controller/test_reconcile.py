@@ -4,36 +4,48 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import attrs
 import pytest
 
+from runner.controller.limits import Limits
 from runner.controller.reconcile import (
     ROOT,
     Action,
     Desired,
+    Evict,
     Group,
     Make,
     Observed,
+    PodGroup,
     Remove,
+    Restrict,
     Write,
     desire,
     desire_without_kubelet,
+    evictions,
     holders,
     reconcile,
     silent_fallbacks,
     stale,
+    withheld,
 )
 from runner.cpuset import CpuSet
 from runner.facts.hardware import OnlineCpus
-from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, float_uid, instance_group, instance_uid
 from runner.kubelet.state import CpuState
+
+AnyGroup = TypeVar("AnyGroup", Group, PodGroup)
 
 ALL, NONE = CpuSet([0, 1, 2]), CpuSet()
 MEMS = CpuSet([0, 1])
 SETS = [CpuSet(cpus) for size in range(4) for cpus in itertools.combinations(ALL, size)]
 MACHINE = OnlineCpus(present=ALL, online=ALL, memory_nodes=MEMS)
-BUILT = Observed(delegated=True, exists=True, enabled=frozenset({"cpuset"}), cpus=ALL, mems=MEMS)
+CPUSET = frozenset({"cpuset"})
+LIMITS = Limits(memory_max=64 << 20, memory_high=60 << 20, pids_max=100, pod_pids_max=10, pod_cpu_weight=7)
+BUILT = Observed(CPUSET, CPUSET, exists=True, enabled=CPUSET, cpus=ALL, mems=MEMS)
+"""Of a kernel with cpuset alone; the limits have tests of their own."""
 
 
 def threaded(cpus: CpuSet, *, populated: bool = False, mems: CpuSet = MEMS) -> Group:
@@ -47,6 +59,8 @@ def perform(observed: Observed, action: Action) -> Observed:
     """Do to *observed* what the kernel would do to the tree."""
     if action.group in ("", ".."):
         return perform_on_root(observed, action)
+    if float_uid(action.group) is not None or isinstance(action, Evict):
+        return perform_in_float(observed, action)
     groups = dict(observed.groups)
     match action:
         case Make(name):
@@ -62,22 +76,55 @@ def perform(observed: Observed, action: Action) -> Observed:
             groups[name] = attrs.evolve(groups[name], cpus=cpus, effective=cpus)
         case Write(name, "cpuset.mems", value):
             groups[name] = attrs.evolve(groups[name], mems=CpuSet.parse(value))
+        case Restrict("float", "cgroup.subtree_control", word):
+            return attrs.evolve(observed, float_enabled=switched(observed.float_enabled, word))
+        case Restrict(name, "pids.max" as file, value) if "pids" in observed.enabled:
+            groups[name] = attrs.evolve(groups[name], limits={file: value})
         case _:
             raise AssertionError(action)
     return attrs.evolve(observed, groups=groups)
+
+
+def perform_in_float(observed: Observed, action: Action) -> Observed:
+    groups, pods = dict(observed.groups), dict(observed.pods)
+    uid = float_uid(action.group) or instance_uid(action.group)
+    assert uid is not None
+    match action:
+        case Make():
+            assert FLOAT in groups
+            pods[uid] = PodGroup("domain invalid", populated=False)
+        case Remove():
+            assert not pods.pop(uid).populated
+        case Write(_, "cgroup.type", "threaded"):
+            pods[uid] = attrs.evolve(pods[uid], kind="threaded")
+        case Restrict(_, file, value) if file.partition(".")[0] in observed.float_enabled:
+            pods[uid] = attrs.evolve(pods[uid], limits={**pods[uid].limits, file: value})
+        case Evict():
+            assert pods[uid].kind == "threaded"
+            pods[uid] = attrs.evolve(pods[uid], populated=True)
+            groups[action.group] = attrs.evolve(groups[action.group], populated=False)
+        case _:
+            raise AssertionError(action)
+    return attrs.evolve(observed, groups=groups, pods=pods)
+
+
+def switched(enabled: frozenset[str], words: str) -> frozenset[str]:
+    for word in words.split():
+        enabled = enabled | {word[1:]} if word[0] == "+" else enabled - {word[1:]}
+    return enabled
 
 
 def perform_on_root(observed: Observed, action: Action) -> Observed:
     match action:
         case Make(""):
             return attrs.evolve(observed, exists=True)
-        case Write("..", "cgroup.subtree_control", "+cpuset"):
-            return attrs.evolve(observed, delegated=True)
-        case Write("", "cgroup.subtree_control", words):
-            enabled = set(observed.enabled)
-            for word in words.split():
-                (enabled.add if word[0] == "+" else enabled.discard)(word[1:])
-            return attrs.evolve(observed, enabled=frozenset(enabled))
+        case Write("..", "cgroup.subtree_control", word) | Restrict("..", "cgroup.subtree_control", word):
+            assert word[1:] in observed.offered
+            return attrs.evolve(observed, delegated=switched(observed.delegated, word))
+        case Write("", "cgroup.subtree_control", words) | Restrict("", "cgroup.subtree_control", words):
+            return attrs.evolve(observed, enabled=switched(observed.enabled, words))
+        case Restrict("", file, value) if file.partition(".")[0] in observed.delegated:
+            return attrs.evolve(observed, limits={**observed.limits, file: value})
         case Write("", "cpuset.cpus", value):
             return attrs.evolve(observed, cpus=CpuSet.parse(value))
         case Write("", "cpuset.mems", value):
@@ -108,7 +155,7 @@ def states() -> Iterator[Desired]:
         cpus = {owner: CpuSet(cpu for cpu in ALL if owners[cpu] == owner) for owner in "fab"}
         if cpus["f"]:
             entries = {uid: {"vm": cpus[uid]} for uid in "ab" if cpus[uid]}
-            yield desire(CpuState("static", cpus["f"], entries), MACHINE, NONE)
+            yield desire(CpuState("static", cpus["f"], entries), MACHINE, NONE, LIMITS)
 
 
 def trees() -> Iterator[Observed]:
@@ -198,12 +245,12 @@ def _touching(observed: Observed, desired: Desired) -> bool:
 @pytest.mark.parametrize("enabled", [set(), {"cpuset"}, {"memory"}, {"cpuset", "hugetlb", "io"}, {"cpu", "cpuset"}])
 @pytest.mark.parametrize("cpus", [NONE, CpuSet([1]), ALL, ALL | CpuSet([7])])
 def test_the_root_is_finished_from_any_state(*, delegated: bool, exists: bool, enabled: set[str], cpus: CpuSet) -> None:
-    found = Observed(delegated=delegated, exists=exists)
+    found = Observed(CPUSET, CPUSET if delegated else frozenset(), exists=exists)
     if exists:
         found = attrs.evolve(found, enabled=frozenset(enabled), cpus=cpus, mems=NONE)
     desired = next(states())
     after = run(found, reconcile(desired, found, {}))
-    assert after.delegated
+    assert after.delegated == CPUSET
     assert after.exists
     assert after.enabled - {"cpu"} == {"cpuset"}
     assert after.cpus == ALL | found.cpus  # never less than it has
@@ -213,8 +260,8 @@ def test_the_root_is_finished_from_any_state(*, delegated: bool, exists: bool, e
 
 
 def test_builds_in_the_order_the_kernel_demands() -> None:
-    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
-    assert reconcile(desired, Observed(delegated=False, exists=False), {"a": CpuSet([1, 2])}) == (
+    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE, LIMITS)
+    assert reconcile(desired, Observed(CPUSET, frozenset(), exists=False), {"a": CpuSet([1, 2])}) == (
         Write("..", "cgroup.subtree_control", "+cpuset"),
         Make(ROOT),
         Write(ROOT, "cpuset.mems", "0-1"),
@@ -228,6 +275,8 @@ def test_builds_in_the_order_the_kernel_demands() -> None:
         Write("instance-a", "cpuset.mems", "0-1"),
         Write(FLOAT, "cpuset.cpus", "0"),
         Write("instance-a", "cpuset.cpus", "1-2"),
+        Make("float/a"),
+        Write("float/a", "cgroup.type", "threaded"),
     )
 
 
@@ -238,7 +287,7 @@ def test_memory_nodes_are_never_taken_away() -> None:
         mems=wide,
         groups={FLOAT: threaded(CpuSet([0]), mems=wide), "instance-a": threaded(CpuSet([1, 2]), mems=CpuSet([1]))},
     )
-    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE)
+    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE, LIMITS)
     assert reconcile(desired, observed, {}) == (Write("instance-a", "cpuset.mems", "0-1"),)
 
 
@@ -248,23 +297,23 @@ def test_memory_nodes_are_never_taken_away() -> None:
 )
 def test_the_container_of_an_instance_is_inferred_from_its_cpus(found: str, left: str) -> None:
     entries: Mapping[str, Mapping[str, CpuSet]] = {"a": {"vm": CpuSet([1]), "side": CpuSet([1, 2])}}
-    desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, NONE)
+    desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, NONE, LIMITS)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet.parse(found), populated=True)})
     assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == left
 
 
 def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]))})
-    named = desire(CpuState("static", CpuSet([0, 1, 2])), MACHINE, NONE)
-    unnamed = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, NONE)
+    named = desire(CpuState("static", CpuSet([0, 1, 2])), MACHINE, NONE, LIMITS)
+    unnamed = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, NONE, LIMITS)
     assert stale(named, observed, {}) == ("a",)
     assert stale(named, observed, {"a": CpuSet([1])}) == ()
     assert stale(unnamed, observed, {}) == ()
-    assert stale(desire_without_kubelet(MACHINE), observed, {}) == ()
+    assert stale(desire_without_kubelet(MACHINE, LIMITS), observed, {}) == ()
 
 
 def test_under_policy_none_only_running_instances_keep_cpus() -> None:
-    desired = desire(CpuState("none", NONE), MACHINE, NONE)
+    desired = desire(CpuState("none", NONE), MACHINE, NONE, LIMITS)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]), populated=True)})
     after = run(observed, reconcile(desired, observed, {}))
     assert str(after.groups[FLOAT].cpus) == "0,2"
@@ -272,24 +321,24 @@ def test_under_policy_none_only_running_instances_keep_cpus() -> None:
 
 
 def test_float_has_the_reserved_cpus_when_no_other_is_left() -> None:
-    desired = desire(CpuState("static", NONE, {"a": {"vm": CpuSet([1, 2])}}), MACHINE, CpuSet([0]))
+    desired = desire(CpuState("static", NONE, {"a": {"vm": CpuSet([1, 2])}}), MACHINE, CpuSet([0]), LIMITS)
     assert desired.shared_pool == CpuSet([0])
 
 
 def test_float_joins_an_orphan_only_where_it_has_no_other_cpu() -> None:
     orphan = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([0]), populated=True)})
     for shared, expected in (("0", "0"), ("0-1", "1")):
-        desired = desire(CpuState("static", CpuSet.parse(shared)), MACHINE, NONE)
+        desired = desire(CpuState("static", CpuSet.parse(shared)), MACHINE, NONE, LIMITS)
         assert str(run(orphan, reconcile(desired, orphan, {})).groups[FLOAT].cpus) == expected
 
 
 def test_float_keeps_its_cpus_when_no_cpu_is_left_for_it() -> None:
-    desired = desire(CpuState("static", NONE), MACHINE, NONE)
+    desired = desire(CpuState("static", NONE), MACHINE, NONE, LIMITS)
     assert reconcile(desired, attrs.evolve(BUILT, groups={FLOAT: threaded(CpuSet([1]))}), {}) == ()
 
 
 def test_without_a_kubelet_float_has_the_cpus_that_no_instance_holds() -> None:
-    desired = desire_without_kubelet(MACHINE)
+    desired = desire_without_kubelet(MACHINE, LIMITS)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]))})
     after = run(observed, reconcile(desired, observed, {"b": CpuSet([2])}))
     assert str(after.groups[FLOAT].cpus) == "0"
@@ -311,3 +360,178 @@ def test_a_silent_fallback_of_the_kernel_is_detected() -> None:
     assert set(silent_fallbacks(observed, ALL)) == {"instance-a"}
     offline = Group("threaded", CpuSet([1, 2]), MEMS, CpuSet([1]), populated=True)
     assert silent_fallbacks(attrs.evolve(BUILT, groups={"instance-a": offline}), CpuSet([0, 1])) == {}
+
+
+# -- limits and pods' groups in float --------------------------------------------------------------------------------
+
+EVERY = frozenset({"cpu", "cpuset", "hugetlb", "memory", "pids"})
+LIMITED = attrs.evolve(
+    BUILT,
+    offered=EVERY,
+    delegated=CPUSET | {"cpu", "memory", "pids"},
+    enabled=CPUSET | {"cpu", "pids"},
+    float_enabled=frozenset({"cpu", "pids"}),
+    limits=LIMITS.of_root(),
+)
+
+
+def one_pass(observed: Observed, desired: Desired, grants: Mapping[str, CpuSet]) -> Iterator[Observed]:
+    """Yield the tree after each action of a pass, the eviction first."""
+    for action in evictions(desired, observed, grants):
+        observed = perform(observed, action)
+        yield observed
+    for action in reconcile(desired, observed, grants):
+        observed = perform(observed, action)
+        yield observed
+
+
+def limited_trees() -> Iterator[Observed]:
+    """Yield trees with one pod, in every state of its two groups, of its own cgroup and of the limits."""
+    instances = [
+        None,
+        Group("domain invalid", NONE, NONE, ALL, populated=False),
+        *(
+            attrs.evolve(threaded(CpuSet([1]), populated=populated), limits=limits)
+            for populated in (False, True)
+            for limits in ({}, {"pids.max": "10"}, {"pids.max": "0"})
+        ),
+    ]
+    pods = [
+        None,
+        PodGroup("domain invalid", populated=False),
+        *(
+            PodGroup("threaded", populated, limits)
+            for populated in (False, True)
+            for limits in (LIMITS.of_pod(gone=False), LIMITS.of_pod(gone=True), {"pids.max": "max"})
+        ),
+    ]
+    enabled = [CPUSET, CPUSET | {"pids"}, LIMITED.enabled]
+    for instance, pod, on, gone in itertools.product(instances, pods, enabled, (False, True)):
+        below = on - CPUSET if "cpu" in on else frozenset()
+        yield attrs.evolve(
+            LIMITED,
+            enabled=on,
+            float_enabled=below,
+            groups={
+                FLOAT: threaded(CpuSet([0])),
+                **({} if instance is None else {"instance-a": with_limits_of(on, instance)}),
+            },
+            pods={} if pod is None else {"a": with_limits_of(below, pod)},
+            gone=frozenset("a" if gone else ""),
+        )
+
+
+def with_limits_of(controllers: frozenset[str], group: AnyGroup) -> AnyGroup:
+    limits = {file: value for file, value in group.limits.items() if file.partition(".")[0] in controllers}
+    return attrs.evolve(group, limits=limits)
+
+
+POD = desire(CpuState("static", CpuSet([0, 2]), {"a": {"vm": CpuSet([1])}}), MACHINE, NONE, LIMITS)
+NO_POD = desire(CpuState("static", ALL), MACHINE, NONE, LIMITS)
+UNNAMED = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, NONE, LIMITS)
+
+
+@pytest.mark.parametrize("desired", [POD, NO_POD, UNNAMED, desire_without_kubelet(MACHINE, LIMITS)])
+@pytest.mark.parametrize("grants", [{}, {"a": CpuSet([1])}])
+def test_a_crash_at_any_point_of_a_pass_ends_in_the_same_tree(desired: Desired, grants: Mapping[str, CpuSet]) -> None:
+    cases = 0
+    for observed in limited_trees():
+        steps = [observed, *one_pass(observed, desired, grants)]
+        # What could not be seen while a controller was off is seen, and a pod's empty group removed, in the next pass.
+        end = [steps[-1], *one_pass(steps[-1], desired, grants)][-1]
+        assert list(one_pass(end, desired, grants)) == []
+        for stopped in steps:
+            first = [stopped, *one_pass(stopped, desired, grants)][-1]
+            assert [first, *one_pass(first, desired, grants)][-1] == end
+        check_pod(observed, end, desired, grants)
+        cases += 1
+    assert cases == 384
+
+
+def check_pod(observed: Observed, end: Observed, desired: Desired, grants: Mapping[str, CpuSet]) -> None:
+    """Check what became of pod ``a``."""
+    before, instance, pod = observed.groups.get("instance-a"), end.groups.get("instance-a"), end.pods.get("a")
+    live = "a" in desired.choices or "a" in grants
+    assert end.float_enabled == {"cpu", "pids"}
+    if "a" in grants:
+        assert instance is not None
+        assert pod is not None
+    if observed.gone and not live:
+        assert instance is None, "its CPUs are free"
+        assert end.groups[FLOAT].cpus == desired.shared_pool
+    elif before is not None and before.populated:
+        assert instance is not None
+        assert instance.populated, "a pod that has a cgroup is left alone"
+    if pod is not None:
+        assert pod.kind == "threaded"
+        assert pod.limits == LIMITS.of_pod(gone=bool(observed.gone) and not live)
+        assert pod.populated or instance is not None
+
+
+def test_strangers_cannot_fork_before_they_are_moved() -> None:
+    full = attrs.evolve(threaded(CpuSet([1]), populated=True), limits={"pids.max": "10"})
+    observed = attrs.evolve(LIMITED, groups={FLOAT: threaded(CpuSet([0, 2])), "instance-a": full}, gone=frozenset("a"))
+    assert evictions(NO_POD, observed, {}) == (
+        Restrict("instance-a", "pids.max", "0"),
+        Make("float/a"),
+        Write("float/a", "cgroup.type", "threaded"),
+        Evict("a"),
+    )
+    for desired, grants in ((POD, {}), (NO_POD, {"a": CpuSet([1])})):
+        assert evictions(desired, observed, grants) == ()
+    assert evictions(NO_POD, attrs.evolve(observed, gone=frozenset()), {}) == ()
+
+
+def test_what_could_not_be_moved_keeps_its_cpus() -> None:
+    full = attrs.evolve(threaded(CpuSet([1]), populated=True), limits={"pids.max": "0"})
+    observed = attrs.evolve(LIMITED, groups={FLOAT: threaded(CpuSet([0, 2])), "instance-a": full}, gone=frozenset("a"))
+    assert not [action for action in reconcile(NO_POD, observed, {}) if isinstance(action, Write)]
+    assert reconcile(NO_POD, attrs.evolve(observed, groups={FLOAT: threaded(CpuSet([0, 2]))}), {}) == (
+        Write(FLOAT, "cpuset.cpus", "0-2"),
+    )
+
+
+def test_limits_are_written_where_the_kernel_offers_them() -> None:
+    for offered in (EVERY, CPUSET, CPUSET | {"memory"}, CPUSET | {"pids"}):
+        observed = Observed(offered, frozenset(), exists=False)
+        *_, end = one_pass(observed, POD, {"a": CpuSet([1])})
+        assert end.delegated == offered - {"hugetlb"}
+        assert end.enabled == end.delegated - {"memory"}
+        assert end.float_enabled == end.enabled - {"cpuset"}
+        assert set(end.limits) == {file for file in LIMITS.of_root() if file.partition(".")[0] in offered}
+        assert end.limits.items() <= LIMITS.of_root().items()
+        assert end.pods["a"].limits.items() <= LIMITS.of_pod(gone=False).items()
+        assert (
+            ("pids.max" in end.pods["a"].limits)
+            == ("pids" in offered)
+            == ("pids.max" in end.groups["instance-a"].limits)
+        )
+        assert list(one_pass(end, POD, {})) == []
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("used", "kept", "held_back"),
+    [
+        (10 * MIB, 10 * MIB, []),
+        (64 * MIB, 50 * MIB, []),
+        (65 * MIB, 60 * MIB, ["memory.max"]),  # the page cache that memory.high takes back makes room for it
+        (70 * MIB, 61 * MIB, ["memory.high", "memory.max"]),
+    ],
+)
+def test_no_memory_limit_is_lowered_below_what_is_in_use(used: int, kept: int, held_back: list[str]) -> None:
+    found = attrs.evolve(
+        LIMITED,
+        limits={**LIMITED.limits, "memory.max": "max", "memory.high": "max"},
+        memory_used=used,
+        memory_kept=kept,
+    )
+    observed = attrs.evolve(found, groups={FLOAT: threaded(ALL)})
+    assert [file for file, _ in withheld(NO_POD, observed)] == held_back
+    written = [action.file for action in reconcile(NO_POD, observed, {}) if isinstance(action, Restrict)]
+    assert sorted(written + held_back) == ["memory.high", "memory.max"]
+    assert (
+        withheld(NO_POD, attrs.evolve(observed, limits=LIMITED.limits)) == ()
+    )  # it is in force: the kernel keeps to it

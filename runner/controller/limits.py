@@ -1,0 +1,115 @@
+"""The limits of what runs in the controller's tree, which no pod's own limits hold for (pure).
+
+A process that has moved to float is no longer in its pod's cgroup. What it takes from then on is limited here: memory
+for all pods together, because a threaded cgroup cannot have a limit of its own ("Threads" of cgroup-v2.rst), processes
+for all together and for each pod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+MIB = 1 << 20
+LEAST_MEMORY = 1 << 30
+"""Bytes for the processes of some instances on a small machine, of which it may take half."""
+MOST_PROCESSES = 1 << 22
+"""``PID_MAX_LIMIT`` of ``include/linux/threads.h``: a larger ``pids.max`` is refused (``pids_max_write``)."""
+CPU_WEIGHTS = range(1, 10_001)
+"""The values of ``cpu.weight`` ("CPU Interface Files")."""
+
+NO_LIMIT = "max"
+NO_PROCESSES = "0"
+"""As ``pids.max``: nothing in the cgroup can fork. What is moved there is not refused ("PID")."""
+
+_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@attrs.frozen
+class Limits:
+    """The limits of the tree, as written to the kernel; ``None`` stands for no limit."""
+
+    memory_max: int | None = None
+    """Bytes of everything in the tree; beyond, the kernel kills a process in the tree."""
+    memory_high: int | None = None
+    """Bytes from which on the kernel reclaims, and slows down the processes that ask for more."""
+    pids_max: int | None = None
+    """Processes and threads in the tree."""
+    pod_pids_max: int | None = 2048
+    """Processes and threads of one pod in float, and as many in its instance's cgroup."""
+    pod_cpu_weight: int = 100
+    """The share of a pod in float's CPU time."""
+
+    def of_root(self) -> Mapping[str, str]:
+        """Return file → value for the root of the tree. ``memory.high`` comes first: what it reclaims need not be killed."""
+        return {
+            "memory.high": _written(self.memory_high),
+            "memory.max": _written(self.memory_max),
+            "pids.max": _written(self.pids_max),
+        }
+
+    def of_instance(self) -> Mapping[str, str]:
+        """Return file → value for an instance's cgroup."""
+        return {"pids.max": _written(self.pod_pids_max)}
+
+    def of_pod(self, *, gone: bool) -> Mapping[str, str]:
+        """Return file → value for a pod's cgroup in float; what is left of a pod that has *gone* must not fork."""
+        return {
+            "pids.max": NO_PROCESSES if gone else _written(self.pod_pids_max),
+            "cpu.weight": str(self.pod_cpu_weight),
+        }
+
+
+def default_memory(ram: int, pods: int | None) -> int:
+    """Return the default ``memory.max`` in bytes of a machine with *ram* bytes whose kubelet limits all *pods* to so much.
+
+    What the kubelet has reserved for the system is not promised to any pod. Beyond, a machine without a reservation gives
+    an eighth, and a small one 1 GiB or half.
+    """
+    reserved = 0 if pods is None else max(ram - pods, 0)
+    return max(reserved, ram // 8, min(LEAST_MEMORY, ram // 2)) // MIB * MIB
+
+
+def default_memory_high(memory_max: int | None) -> int | None:
+    """Return the default ``memory.high``: a sixteenth below *memory_max*."""
+    return None if memory_max is None else memory_max // 16 * 15 // MIB * MIB
+
+
+def default_processes(*most: str) -> int | None:
+    """Return the default ``pids.max``: half of the smallest of *most*, ``kernel.pid_max`` and ``kernel.threads-max``.
+
+    The other half is for the rest of the machine. ``None`` where the kernel names no number.
+    """
+    numbers = [int(text) for text in most if text.isdecimal()]
+    return min(numbers) // 2 if numbers else None
+
+
+def parse_memory(text: str) -> int | None:
+    """Return the bytes of *text*, such as ``512M`` or ``8G``, or ``None`` for ``max``. Raises :exc:`ValueError`."""
+    if text == NO_LIMIT:
+        return None
+    number, unit = text[:-1], _SUFFIXES.get(text[-1:])
+    if unit is None or not (number.isascii() and number.isdecimal()) or int(number) * unit < MIB:
+        raise ValueError("wanted: 'max', or at least 1M with the suffix K, M, G or T (powers of 1024), such as 8G")
+    return int(number) * unit // MIB * MIB
+
+
+def parse_processes(text: str) -> int | None:
+    """Return the number in *text*, or ``None`` for ``max``. Raises :exc:`ValueError`."""
+    if text == NO_LIMIT:
+        return None
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= MOST_PROCESSES:
+        raise ValueError(f"wanted: 'max', or a number from 1 to {MOST_PROCESSES}")
+    return int(text)
+
+
+def parse_weight(text: str) -> int:
+    """Return the ``cpu.weight`` in *text*. Raises :exc:`ValueError`."""
+    if not (text.isascii() and text.isdecimal()) or int(text) not in CPU_WEIGHTS:
+        raise ValueError(f"wanted: a number from {CPU_WEIGHTS[0]} to {CPU_WEIGHTS[-1]}")
+    return int(text)
+
+
+def _written(limit: int | None) -> str:
+    return NO_LIMIT if limit is None else str(limit)

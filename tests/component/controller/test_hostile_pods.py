@@ -1,0 +1,273 @@
+"""What a pod leaves in float and in an instance's cgroup, and what its requests may cost, over a fake cgroupfs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import trio
+
+from runner.controller.loop import Intervals
+from runner.controller.main import LimitOptions
+from runner.controller.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
+from runner.controller.tree import MOVED_AT_ONCE
+from tests.support.fake_node import (
+    ANCHORS,
+    ENTRIES,
+    HOST_NAMESPACE,
+    RAM,
+    SHARED,
+    A,
+    B,
+    C,
+    Client,
+    Controller,
+    Node,
+    connected,
+    controlled,
+    scope_path,
+)
+
+WITHOUT_B = {A: ENTRIES[A], C: ENTRIES[C]}
+OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node.new(tmp_path)
+
+
+def limits(node: Node) -> dict[str, str]:
+    return {file: node.root.read(file) for file in ("memory.high", "memory.max", "pids.max")}
+
+
+async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
+    node.become(B)
+    options = LimitOptions(pod_pids_max=40, pod_cpu_weight=300)
+    async with controlled(node, limit_options=options) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        pod = node.pod(B)
+        assert (pod.kind(), pod.read("pids.max"), pod.read("cpu.weight")) == ("threaded", "40", "300")
+        assert not (pod.path / "cpuset.cpus").exists(), "it has float's CPUs, whatever they are"
+        assert node.instance(B).read("pids.max") == "40"
+        for group, file in ((pod, "pids.max"), (pod, "cpu.weight"), (node.instance(B), "pids.max")):
+            before = group.read(file)
+            group.write(file, "77")
+            await controller.until(lambda group=group, file=file, before=before: group.read(file) == before)  # type: ignore[misc]
+        assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
+        assert not pod.exists()
+
+
+async def test_the_pods_group_stays_until_it_is_empty(node: Node) -> None:
+    node.become(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.pod(B).put_threads([900])
+        assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
+        assert node.pod(B).exists()
+        node.pod(B).put_threads([])
+        await controller.until(lambda: not node.pod(B).exists())
+
+
+async def test_all_together_are_limited_by_the_size_of_the_node(node: Node) -> None:
+    async with controlled(node):
+        assert limits(node) == {"memory.high": str(RAM // 128 * 15), "memory.max": str(RAM // 8), "pids.max": "250000"}
+    node.mount.child("kubepods.slice").write("memory.max", str(RAM // 4 * 3))  # the kubelet reserves a quarter
+    async with controlled(node):
+        assert limits(node)["memory.max"] == str(RAM // 4)
+    options = LimitOptions(memory_max=None, memory_high=1 << 30, pids_max=None)
+    async with controlled(node, limit_options=options):
+        assert limits(node) == {"memory.high": str(1 << 30), "memory.max": "max", "pids.max": "max"}
+
+
+async def test_memory_in_use_is_not_killed_by_a_new_limit(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    async with controlled(node, limit_options=LimitOptions(memory_max=None)):
+        assert limits(node)["memory.max"] == "max"
+    current, stat = (node.root.path / name for name in ("memory.current", "memory.stat"))
+    current.write_text(f"{9 << 30}\n")
+    async with controlled(node, limit_options=LimitOptions(memory_max=8 << 30)) as controller:
+        assert (limits(node)["memory.max"], limits(node)["memory.high"]) == ("max", "max")
+        assert "memory.max to 8589934592: more than that is in use; end instances, or give --memory-max" in caplog.text
+        assert controller.loop.error == "", "the node is ready"
+        warnings = len(caplog.records)
+        stat.write_text(f"active_file {3 << 30}\ninactive_file 0\n")  # a third of it is page cache
+        await controller.eventually(lambda: limits(node)["memory.high"] != "max")
+        assert limits(node)["memory.max"] == "max"
+        current.write_text(f"{7 << 30}\n")  # the kernel has dropped it
+        await controller.eventually(lambda: limits(node)["memory.max"] == str(8 << 30))
+        assert [record for record in caplog.records[warnings:] if record.levelno >= logging.WARNING] == []
+
+
+async def test_what_the_kernel_does_not_offer_is_reported_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node.become(B)
+    (node.mount.path / "cgroup.controllers").write_text("cpuset\n")
+    async with controlled(node) as controller, connected(node.socket) as client:
+        for _ in range(3):
+            await client.result("registerCgroup", uuid=B, cpuset="14-17")
+            controller.loop.disturb()
+            await controller.loop.next_pass()
+        assert controller.loop.error == ""
+        for name in ("cpu", "memory", "pids"):
+            assert caplog.text.count(f"by the {name} controller") == 1
+        status = await client.result("getStatus")
+        assert isinstance(status, dict)
+        assert len(status["faults"]) == 3
+
+
+# -- an instance whose pod has gone -----------------------------------------------------------------------------------
+
+
+async def registered_and_given_away(node: Node) -> None:
+    """Register B, whose groups then hold threads, also of a process of pod C."""
+    node.become(B)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+    node.instance(B).put_threads([801, 802])
+    node.put_process(801, "/stelia/float/x", inner=7, namespace="pid-c", name="evil\rname\x1b")
+    node.put_process(802, "/stelia/float/x", inner=7, namespace="pid-c", leader=801)
+    node.put_process(703, scope_path(C), inner=1, namespace="pid-c")
+    node.set_parent(801, 703)
+
+
+async def test_strangers_leave_the_cpus_of_a_pod_that_has_gone(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    await registered_and_given_away(node)
+    async with controlled(node) as controller:
+        node.put_state("2-11,14-17", WITHOUT_B)
+        await controller.eventually(lambda: not controller.loop.frozen() and B not in controller.loop.state.assigned())  # type: ignore[union-attr]
+        assert node.instance(B).threads() == {801, 802}, "its pod still exists: its guest is being powered down"
+        assert node.instance(B).read("pids.max") == "2048"
+        node.end_pod(B)
+        await controller.until(lambda: not node.instance(B).exists())  # woken by the removal
+        assert node.pod(B).threads() == {801, 802}
+        await controller.until(lambda: str(node.float_cgroup.cpus()) == "2-11,14-17")
+        assert node.pod(B).read("pids.max") == "0", "they cannot fork"
+        [warning] = [record.getMessage() for record in caplog.records if "without a pod" in record.getMessage()]
+        assert f"uuid={B} threads=2 processes=801 'evil\\rname\\x1b' of pod {C}" in warning
+        assert "\r" not in warning
+        node.pod(B).put_threads([])
+        await controller.until(lambda: not node.pod(B).exists())
+
+
+async def test_a_third_pod_registers_on_the_cpus_that_strangers_held(node: Node) -> None:
+    await registered_and_given_away(node)
+    node.put_state("2-11", {A: {"instance": "14-17"}, C: ENTRIES[C], "x": {"y": "0-1,12-13"}})
+    node.scope(A).write("cpuset.cpus", "14-17")
+    node.become(A)
+    timeouts = Timeouts(agreement=0.4)
+    async with controlled(node, timeouts=timeouts) as controller, connected(node.socket) as client:
+        assert (await client.refusal("registerCgroup", uuid=A, cpuset="14-17"))["holder"] == B
+        node.end_pod(B)
+        controller.loop._disturbed = trio.Event()  # no pass is made: the registration itself finds it
+        assert await client.result("registerCgroup", uuid=A, cpuset="14-17")
+        assert not node.instance(B).exists()
+
+
+async def test_more_strangers_than_one_pass_moves(node: Node) -> None:
+    """Passes follow one another until the cgroup is empty; until then its CPUs are nobody else's."""
+    await registered_and_given_away(node)
+    node.instance(B).put_threads(range(1000, 1000 + 2 * MOVED_AT_ONCE + 5))
+    node.put_state("2-11,14-17", WITHOUT_B)
+    node.end_pod(B)
+    async with controlled(node, intervals=OFTEN) as controller:
+        assert len(node.instance(B).threads()) == MOVED_AT_ONCE + 5
+        assert str(node.float_cgroup.cpus()) == SHARED
+        assert node.instance(B).read("pids.max") == "0"
+        await controller.until(lambda: not node.instance(B).exists())
+        assert len(node.pod(B).threads()) == 2 * MOVED_AT_ONCE + 5
+
+
+async def test_threads_that_cannot_be_named_or_end_meanwhile(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    await registered_and_given_away(node)
+    node.instance(B).put_threads([0, 801, 802])
+    node.put_state("2-11,14-17", WITHOUT_B)
+    node.end_pod(B)
+    moved = []
+    group = type(node.instance(B))
+    write = group.write
+
+    def ending(self: object, file: str, value: str) -> None:
+        if file == "cgroup.threads":
+            moved.append(value)
+            if value == "801":
+                node.instance(B).remove_thread(801)
+        write(self, file, value)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(group, "write", ending)
+    async with controlled(node):
+        assert moved[:2] == ["801", "802"]
+        assert "0" not in moved, "0 would be this program"
+        assert node.instance(B).threads() == {0}
+        assert node.pod(B).threads() == {802}
+
+
+@pytest.mark.parametrize("kubepods", [True, False])
+async def test_a_name_that_is_no_pods_or_an_unknown_cgroup_root_is_left_alone(node: Node, *, kubepods: bool) -> None:
+    name = B if not kubepods else "no-pod"
+    async with controlled(node, trusting=True), connected(node.socket) as client:
+        node.put_state(SHARED, {A: ENTRIES[A], name: ENTRIES[B], C: ENTRIES[C]})
+        await client.result("registerCgroup", uuid=name, cpuset="14-17")
+    node.instance(name).put_threads([801])
+    node.put_state("2-11,14-17", WITHOUT_B)
+    if not kubepods:
+        (node.mount.path / "kubepods.slice").rename(node.mount.path / "elsewhere.slice")
+    async with controlled(node):
+        assert node.instance(name).threads() == {801}
+        assert str(node.float_cgroup.cpus()) == SHARED
+
+
+# -- the cost of a request --------------------------------------------------------------------------------------------
+
+
+def put_processes(node: Node, uid: str, count: int) -> None:
+    """Put *count* processes of other PID namespaces into the pod *uid*, before its anchor."""
+    node.put_process(5000, scope_path(uid), inner=5, namespace="pid-other")
+    numbers = [*itertools.repeat("5000", count), str(ANCHORS[uid])]
+    (node.scope(uid).path / "cgroup.procs").write_text("\n".join(numbers) + "\n")
+
+
+async def turns_of_others(controller: Controller, clients: Sequence[Client]) -> int:
+    """Register B by each of *clients* at the same time; return how often another task has its turn until all is done."""
+    turns = 0
+
+    async def request(client: Client) -> None:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+    async with trio.open_nursery() as nursery:
+        for client in clients:
+            nursery.start_soon(request, client)
+        while controller.server.in_flight < len(clients):
+            await trio.lowlevel.checkpoint()
+        while controller.server.in_flight:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+    return turns
+
+
+async def test_requests_of_a_pod_with_many_processes_let_others_have_their_turn(node: Node) -> None:
+    """They look for the anchor, then for the kernel's threads; of one container, one request at a time."""
+    node.become(B, cgroup="/stelia/float/x")
+    steps = MOST_PROCESSES // 2 // BETWEEN_CHECKPOINTS
+    async with controlled(node) as controller, connected(node.socket) as one, connected(node.socket) as other:
+        put_processes(node, B, MOST_PROCESSES // 2)
+        assert 2 * steps <= await turns_of_others(controller, [one]) < 3 * steps
+        assert 4 * steps <= await turns_of_others(controller, [one, other])
+
+
+async def test_only_so_many_processes_are_looked_at(node: Node) -> None:
+    node.become(B, cgroup="/stelia/float/x")
+    async with controlled(node), connected(node.socket) as client:
+        put_processes(node, B, MOST_PROCESSES - 1)
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        put_processes(node, B, MOST_PROCESSES)
+        assert "keep the anchor running" in str((await client.refusal("deregisterCgroup", uuid=B))["message"])
+
+
+async def test_no_process_is_looked_at_for_a_peer_that_may_not_act(node: Node) -> None:
+    async with controlled(node), connected(node.socket) as client:
+        for inner, namespace in ((7, None), (1, HOST_NAMESPACE)):
+            node.become(B, cgroup="/stelia/float/x", inner=inner, namespace=namespace)
+            (node.scope(B).path / "cgroup.procs").write_text("unreadable\n")
+            assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-17"))["reason"] == "identity"

@@ -1,0 +1,275 @@
+"""A controller on a real kernel, and minimal pods: a cgroup where the kubelet would make one, and an init process in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from runner.cpuset import CpuSet
+from runner.kernel.cgroup import Cgroup
+
+MOUNT = Cgroup(Path("/sys/fs/cgroup"))
+PROJECT = Path(__file__).resolve().parents[2]
+A, B, C = (
+    "3ceda12c-3ee9-40fa-9f42-61428fe654a6",
+    "416de7c2-21de-472d-817c-fa9d4306cb7d",
+    "b41f38d8-2c21-4168-af77-6d0cc5482dcb",
+)
+ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
+TIMEOUT = 60.0
+"""Seconds for anything that must happen; emulated CPUs are slow."""
+
+
+def missing() -> str:
+    """Return what this machine lacks."""
+    if os.geteuid() != 0:
+        return "root privilege is missing"
+    if not (MOUNT.path / "cgroup.controllers").exists() or "cpuset" not in MOUNT.controllers():
+        return "cgroup v2 with cpuset is missing"
+    if len(MOUNT.effective_cpus()) < 4:
+        return "four CPUs are missing"
+    if (MOUNT.path / "kubepods.slice").exists():
+        return "a machine without a kubelet is missing: kubepods.slice is there already"
+    return ""
+
+
+POD = """
+import json, os, signal, socket, subprocess, sys, threading, time
+fds, threads = [], []
+for line in sys.stdin:
+    do, *arguments = json.loads(line)
+    result = None
+    try:
+        if do == "call":
+            path, method, params = arguments
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(path)
+                request = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
+                connection.sendall(json.dumps(request).encode() + b"\\n")
+                data, new, _, _ = socket.recv_fds(connection, 65536, 8)
+                fds += new
+                while not data.endswith(b"\\n"):
+                    data += connection.recv(65536)
+            result = [json.loads(data), len(new)]
+        elif do == "write":
+            result = os.write(fds[arguments[0]], b"%d\\n" % arguments[1])
+        elif do == "anchor":
+            result = subprocess.Popen(["sleep", "infinity"]).pid
+        elif do == "thread":
+            thread = threading.Thread(target=time.sleep, args=(3600,), daemon=True)
+            thread.start()
+            result = thread.native_id
+        elif do == "self":
+            result = os.getpid()
+        elif do == "listen":
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(arguments[0])
+            listener.listen()
+        elif do == "give":
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(arguments[0])
+                socket.send_fds(connection, [b"x"], fds)
+        elif do == "take":
+            fds += socket.recv_fds(listener.accept()[0], 1, 8)[1]
+        elif do == "fork":
+            result = 0
+            for _ in range(arguments[0]):
+                if os.fork() == 0:
+                    signal.pause()
+                result += 1
+        elif do == "touch":
+            code = f"b'x' * ({arguments[0]} << 20)"
+            result = subprocess.run([sys.executable, "-I", "-S", "-c", code]).returncode
+        elif do == "pin":
+            result = os.sched_setaffinity(arguments[0], arguments[1])
+    except OSError as error:
+        result = error.strerror if result is None else result
+    print(json.dumps(result), flush=True)
+"""
+
+
+class Pod:
+    """One pod with one container, whose first process executes the commands it receives."""
+
+    def __init__(self, uid: str, cpus: CpuSet, *, prefix: tuple[str, ...] = ("unshare", "--pid", "--fork")) -> None:
+        self.uid = uid
+        slice_ = MOUNT.child("kubepods.slice").child(f"kubepods-pod{uid.replace('-', '_')}.slice")
+        self.scope = slice_.child(f"cri-containerd-{ID}.scope")
+        for group in (slice_.parent, slice_, self.scope):
+            group.create()
+            if group != self.scope:
+                group.enable(["cpuset", "memory", "pids"])
+        self.scope.set_cpus(cpus)
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", POD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.execute("nothing")  # it runs
+        self.pid = next(iter(children(self.process.pid)), self.process.pid)
+        self.scope.admit(self.pid)
+
+    def execute(self, *command: object) -> object:
+        """Have the pod's process execute a command and return its result."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(command), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        assert line, "the pod's process has ended"
+        result: object = json.loads(line)
+        return result
+
+    def call(self, path: Path, method: str, **params: str) -> tuple[dict[str, object], int]:
+        """Call the controller and return the response and how many descriptors came with it."""
+        received = self.execute("call", str(path), method, params)
+        assert isinstance(received, list), received
+        return received[0], received[1]
+
+    def end(self) -> None:
+        """Kill everything in it and remove its cgroups."""
+        self.scope.write("cgroup.kill", "1")
+        for pid in (self.pid, self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+        until(lambda: self.scope.remove() and self.scope.parent.remove())
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until *condition* holds."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {TIMEOUT} s"
+        time.sleep(0.01)
+
+
+def cgroup_of(pid: int, tid: int | None = None) -> str:
+    """Return the cgroup of a process, or of one of its threads."""
+    text = Path(f"/proc/{pid}/task/{tid or pid}/cgroup").read_text()
+    return next(line[3:] for line in text.splitlines() if line.startswith("0::"))
+
+
+def allowed(pid: int, tid: int) -> str:
+    text = Path(f"/proc/{pid}/task/{tid}/status").read_text()
+    return next(line.split()[1] for line in text.splitlines() if line.startswith("Cpus_allowed_list:"))
+
+
+class Machine:
+    """The controller and its environment: a kubelet's directory, the tree's root, and pods."""
+
+    def __init__(self, directory: Path) -> None:
+        self.kubelet = directory / "kubelet"
+        self.kubelet.mkdir()
+        self.socket = directory / "controller.sock"
+        self.root = MOUNT.child(f"test-controller-{os.getpid()}")
+        self.all = MOUNT.effective_cpus()
+        self.mems = MOUNT.effective_mems()
+        first, second, third, *_ = sorted(self.all, reverse=True)
+        self.a, self.b = CpuSet([first, second]), CpuSet([third])
+        self.shared = self.all - self.a - self.b
+        self.log = directory / "controller.log"
+        self.pods: list[Pod] = []
+
+    @property
+    def float_cgroup(self) -> Cgroup:
+        return self.root.child("float")
+
+    def pod_float(self, uid: str) -> Cgroup:
+        """Return the cgroup of pod *uid* in float."""
+        return self.float_cgroup.child(uid)
+
+    def instance(self, uid: str) -> Cgroup:
+        return self.root.child(f"instance-{uid}")
+
+    def put_state(self, entries: dict[str, CpuSet]) -> CpuSet:
+        """Write the kubelet's state with *entries* and return the shared pool."""
+        shared = self.all
+        for cpus in entries.values():
+            shared -= cpus
+        document = {
+            "policyName": "static",
+            "defaultCpuSet": str(shared),
+            "entries": {uid: {"instance": str(cpus)} for uid, cpus in entries.items()},
+            "checksum": 0,
+        }
+        (self.kubelet / "new").write_text(json.dumps(document))
+        (self.kubelet / "new").rename(self.kubelet / "cpu_manager_state")
+        return shared
+
+    def pod(self, uid: str, cpus: CpuSet, **more: tuple[str, ...]) -> Pod:
+        self.pods.append(Pod(uid, cpus, **more))
+        return self.pods[-1]
+
+    @contextlib.contextmanager
+    def controller(self, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Run the controller; it answers when the block begins."""
+        command = "import sys; from runner.controller.main import main; sys.exit(main())"
+        with (
+            self.log.open("ab") as log,
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-c", command, "--root", str(self.root.path), "--socket", str(self.socket)),
+                    *("--kubelet-dir", str(self.kubelet), *more),
+                ],
+                cwd=PROJECT,
+                stderr=log,
+            ) as process,
+        ):
+            try:
+                until(lambda: self.answers() or process.poll() is not None)
+                assert process.poll() is None, self.log.read_text()
+                yield process
+            finally:
+                process.kill()
+
+    def answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.socket))
+            return True
+        return False
+
+    def end(self) -> None:
+        for pod in self.pods:
+            pod.end()
+        if self.root.exists():
+            until(lambda: all(self.pod_float(name).remove() for name in self.float_cgroup.children()))
+            until(lambda: all(self.root.child(name).remove() for name in self.root.children()))
+            until(self.root.remove)
+        with contextlib.suppress(FileNotFoundError):
+            (MOUNT.path / "kubepods.slice").rmdir()
+
+
+@contextlib.contextmanager
+def machine_of(directory: Path) -> Iterator[Machine]:
+    """Hold a machine with two pods in the kubelet's state; at the end print the controller's log and remove everything."""
+    MOUNT.enable(["cpuset", "memory", "pids"])
+    machine = Machine(directory)
+    machine.put_state({A: machine.a, B: machine.b})
+    try:
+        yield machine
+    finally:
+        if machine.log.exists():
+            print(machine.log.read_text())
+        machine.end()
+
+
+def result(answer: tuple[dict[str, object], int]) -> dict[str, object]:
+    found = answer[0].get("result")
+    assert isinstance(found, dict), answer
+    return found
+
+
+def reason(answer: tuple[dict[str, object], int]) -> object:
+    error = answer[0].get("error")
+    assert isinstance(error, dict), answer
+    return error["data"]["reason"]

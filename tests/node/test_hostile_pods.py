@@ -1,0 +1,147 @@
+"""Hostile pods on a real kernel: what they do with descriptors, processes and memory in float ends with them.
+
+Runs on any machine with root, cgroup v2 with cpuset and four CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.node.minimal_pods import A, B, C, Machine, Pod, allowed, cgroup_of, missing, result, until
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
+
+NO_DEVICE = "No such device"
+"""What a write to a file of a removed cgroup gives (ENODEV)."""
+
+
+def registered(machine: Machine, pod: Pod) -> None:
+    """Register *pod* and move its process to float."""
+    pod.execute("anchor")
+    result(pod.call(machine.socket, "registerCgroup", uuid=pod.uid, cpuset=str(pod.scope.cpus())))
+    assert pod.execute("write", 0, 0) == 2
+    assert cgroup_of(pod.pid) == f"/{machine.root.name}/float/{pod.uid}"
+
+
+def test_what_was_done_with_descriptors_of_another_pod_ends_with_that_pod(machine: Machine, tmp_path: Path) -> None:
+    """A gives its descriptors to B, which never registers; its threads hold A's CPUs when C has got them."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller() as process:
+        registered(machine, a)
+        a.execute("write", 1, a.execute("thread"))
+        path = str(tmp_path / "passed")
+        b.execute("listen", path)
+        a.execute("give", path)
+        b.execute("take")
+        assert b.execute("write", 0, 0) == 2
+        inner = [b.execute("thread") for _ in range(20)]
+        for tid in inner:
+            assert b.execute("write", 1, tid)
+        strangers = machine.instance(A).threads()
+        assert len(strangers) == 21
+
+        # The kubelet forgets a static pod while its guest is powering down: nothing is moved yet.
+        shared = machine.put_state({B: machine.b})
+        until(lambda: machine.float_cgroup.effective_cpus() == shared - machine.a)
+        assert machine.instance(A).threads() == strangers
+
+        process.kill()
+        process.wait()
+        a.end()
+        machine.pods.remove(a)
+        machine.put_state({B: machine.b, C: machine.a})
+    with machine.controller():
+        until(lambda: not machine.instance(A).exists())
+        left = machine.pod_float(A).threads()
+        assert len(left) == 21, "B's process and its threads"
+        for tid in left:
+            assert cgroup_of(b.pid, tid) == f"/{machine.root.name}/float/{A}"
+            assert allowed(b.pid, tid) == str(machine.all - machine.a - machine.b)
+        log = machine.log.read_text()
+        assert f"instance without a pod, its threads go to float uuid={A} threads=20" in log
+        assert f"processes={b.pid} 'python" in log
+        assert b.execute("write", 1, inner[0]) == NO_DEVICE, "the descriptor of a removed cgroup"
+        assert b.execute("fork", 1) == 0, "what is left of a pod that has gone cannot fork"
+
+        c = machine.pod(C, machine.a)
+        registered(machine, c)
+        assert machine.instance(C).effective_cpus() == machine.a
+        b.end()
+        machine.pods.remove(b)
+        until(lambda: not machine.pod_float(A).exists())
+
+
+def test_an_instance_is_emptied_when_its_pods_cgroup_is_removed(machine: Machine, tmp_path: Path) -> None:
+    """While the controller runs: the removal itself is reported. A fork bomb in the instance's cgroup is stopped first."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--pod-pids-max", "400"):
+        registered(machine, a)
+        path = str(tmp_path / "passed")
+        b.execute("listen", path)
+        a.execute("give", path)
+        b.execute("take")
+        b.execute("write", 0, 0)
+        b.execute("write", 1, b.execute("self"))  # what it forks from here on is born on A's CPUs
+        assert 300 < int(str(b.execute("fork", 1000))) < 400
+        machine.put_state({B: machine.b})
+        a.end()
+        machine.pods.remove(a)
+        until(lambda: not machine.instance(A).exists())
+        until(lambda: machine.float_cgroup.effective_cpus() == machine.all - machine.b)
+
+
+def test_processes_in_float_are_limited_for_each_pod(machine: Machine) -> None:
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--pod-pids-max", "40"):
+        registered(machine, a)
+        registered(machine, b)
+        assert 20 < int(str(a.execute("fork", 300))) < 40
+        assert int(machine.pod_float(A).read("pids.current")) == 40
+        assert int(str(b.execute("fork", 20))) == 20, "another pod has its own"
+        assert machine.pod_float(A).read("cpu.weight") == "100"
+
+
+def test_memory_in_float_is_limited_and_the_rest_of_the_node_lives(machine: Machine) -> None:
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--memory-max", "128M") as process:
+        registered(machine, a)
+        assert a.execute("touch", 400) == -9
+        events = dict(line.split() for line in machine.root.read("memory.events").splitlines())
+        assert int(events["oom_kill"]) == 1
+        assert b.execute("touch", 400) == 0, "in its own cgroup"
+        assert process.poll() is None
+        assert result(a.call(machine.socket, "getStatus"))["faults"] == []
+
+
+def test_a_pod_with_many_processes_does_not_delay_others(machine: Machine) -> None:
+    a = machine.pod(A, machine.a)
+    with machine.controller():
+        a.execute("anchor")
+        assert a.execute("fork", 2000) == 2000
+        done = threading.Event()
+
+        def register() -> None:
+            result(a.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
+            done.set()
+
+        request = json.dumps({"jsonrpc": "2.0", "method": "getStatus", "params": {}, "id": 1}).encode() + b"\n"
+        answered = 0
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(machine.socket))
+            connection.sendall(request)
+            connection.recv(65536)
+            thread = threading.Thread(target=register)
+            thread.start()
+            while not machine.instance(A).exists():  # it is registered; then its processes are looked at
+                pass
+            while not done.is_set():
+                connection.sendall(request)
+                connection.recv(65536)
+                answered += 1
+            thread.join()
+        assert answered > 2, "between any 256 of its processes"
