@@ -36,6 +36,7 @@ from runner.controller.identity import (
     identify_container,
 )
 from runner.controller.loop import ReconcileLoop
+from runner.controller.privileged_start import DeviceFilter
 from runner.controller.reconcile import ROOT, holders
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
@@ -53,7 +54,7 @@ from runner.kubelet.pod_cgroups import (
     pod_groups,
 )
 from runner.protocol.controller_client import BUSY
-from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
+from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, SERVER_ERROR, RpcError, RpcResult
 from runner.protocol.unix_server import Identify
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
 """Method → the names of its parameters, in the order in which they may be given without names."""
 
 CODES = {
-    identity.HOST: -32000,
+    identity.HOST: SERVER_ERROR,
     identity.IDENTITY: -32001,
     identity.CPUSET: -32002,
     identity.FROZEN: -32003,
@@ -105,6 +106,7 @@ class RpcMethods:
     own_cpus: CpuSet
     timeouts: Timeouts
     trusting: bool
+    device_filter: DeviceFilter
 
     def admit(self, identify: Identify) -> int:
         """Return the peer's container, by its PID namespace, or the process itself if it is one of the node's own.
@@ -207,6 +209,8 @@ class RpcMethods:
             for fault in self.loop.pass_over({pod_uid: asked})
             if fault.group in (ROOT, FLOAT, instance_group(pod_uid))
         ]
+        if self.device_filter.missing:  # asked after the pass, which makes a root that was removed
+            faults.append(self.device_filter.missing)
         effective = group.effective_cpus() if not faults else CpuSet()
         if effective != asked:
             if not existed:
@@ -358,7 +362,7 @@ class RpcMethods:
                 "policy": None if isinstance(state, Frozen) else state.policy,
                 "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
                 "frozen": self.loop.frozen() or None,
-                "faults": [fault.reason for fault in self.loop.faults],
+                "faults": [*filter(None, [self.device_filter.missing]), *(fault.reason for fault in self.loop.faults)],
                 "trusting": self.trusting,
             }
         )

@@ -15,6 +15,7 @@ import trio
 
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.methods import RpcMethods, Timeouts
+from runner.controller.privileged_start import DeviceFilter
 from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
@@ -64,8 +65,10 @@ class Node:
                 if not part.endswith(".scope"):
                     group.write("cgroup.subtree_control", "+cpuset")
             group.write("cpuset.cpus", containers["instance"])
-        node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)
+        for pid in (1, os.getpid()):
+            node.put_process(pid, "/", inner=1, namespace=HOST_NAMESPACE)
         (node.proc / "self").symlink_to(str(os.getpid()))
+        (node.proc / "devices").write_text("Character devices:\n  1 mem\n246 macvtap\n\nBlock devices:\n  8 sd\n")
         return node
 
     @property
@@ -101,9 +104,10 @@ class Node:
         """Describe process *pid* in the fake ``/proc``, the only place where the controller reads processes."""
         directory = self.proc / str(pid)
         (directory / "ns").mkdir(parents=True, exist_ok=True)
-        (self.path / namespace).touch()
-        (directory / "ns" / "pid").unlink(missing_ok=True)
-        (directory / "ns" / "pid").symlink_to(self.path / namespace)
+        for kind, file in (("pid", self.path / namespace), ("cgroup", self.path / "cgroup-host")):
+            file.touch()
+            (directory / "ns" / kind).unlink(missing_ok=True)
+            (directory / "ns" / kind).symlink_to(file)
         (directory / "stat").write_text(f"{pid} (a) b) S {' '.join(['1'] * 18)} 1 0\n")
         (directory / "status").write_text(f"Name:\tx\nNSpid:\t{pid}\t{inner}\n")
         (directory / "cgroup").write_text(f"1:name=systemd:/\n0::{cgroup}\n")
@@ -114,7 +118,6 @@ class Node:
         self.put_process(os.getpid(), cgroup or scope_path(uid), inner=inner, namespace=namespace)
         # The controller's own namespace stays the host's.
         (self.proc / "self").unlink()
-        self.put_process(1, "/", inner=1, namespace=HOST_NAMESPACE)
         (self.proc / "self").symlink_to("1")
         self.put_process(ANCHORS[uid], scope_path(uid), inner=2, namespace=namespace)
         (self.scope(uid).path / "cgroup.procs").write_text(f"{ANCHORS[uid]}\n")
@@ -194,6 +197,7 @@ class Controller:
     node: Node
     loop: ReconcileLoop
     server: UnixServer
+    device_filter: DeviceFilter
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds, which no event signals: request passes, and test it after each."""
@@ -219,8 +223,10 @@ async def controlled(
     limits: SocketLimits | None = None,
     timeouts: Timeouts | None = None,
     intervals: Intervals | None = None,
+    device_filter: DeviceFilter | None = None,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node*; with *own_cpus* the node has no kubelet."""
+    device_filter = device_filter or DeviceFilter(node.root.path)
     loop = ReconcileLoop(
         tree=Tree(node.root),
         source=None if own_cpus else KubeletFiles(node.kubelet),
@@ -235,6 +241,7 @@ async def controlled(
         own_cpus=CpuSet.parse(own_cpus),
         timeouts=timeouts or Timeouts(agreement=0.4, emptying=0.4),
         trusting=trusting,
+        device_filter=device_filter,
     )
     server = UnixServer(methods, limits or SocketLimits())
     with trio.fail_after(30):
@@ -244,6 +251,6 @@ async def controlled(
                     await trio.lowlevel.checkpoint()
                     nursery.start_soon(server.accept, listener)
                     try:
-                        yield Controller(node, loop, server)
+                        yield Controller(node, loop, server, device_filter)
                     finally:
                         nursery.cancel_scope.cancel()
