@@ -29,15 +29,17 @@ from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.methods import RpcMethods, Timeouts
 from runner.controller.metrics import respond
 from runner.controller.pods import PodCgroups
+from runner.controller.privileged_start import DeviceFilter, start_privileged
 from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
 from runner.errors import RunnerError, UsageError, explain
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.device_filter import DeviceRule
 from runner.kernel.peers import Peers
 from runner.kernel.procfs import Procfs
 from runner.kubelet.state_files import KubeletFiles
-from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http
+from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http, unavailable
 from runner.protocol.logs import LogHandler
 from runner.protocol.unix_server import SocketLimits, UnixServer
 
@@ -73,6 +75,8 @@ class Options:
     metrics: tuple[str, int] | None
     trusting: bool
     limits: LimitOptions
+    device_rules: tuple[DeviceRule, ...] | None
+    """Besides the default ones; ``None``: no device filter."""
     sys: Path
     proc: Path
 
@@ -84,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     root.addHandler(LogHandler(_write_log, arguments.log_format))
     root.setLevel(logging.DEBUG if arguments.debug else logging.INFO)
     try:
-        trio.run(control, _options(arguments))
+        options = _options(arguments)
+        trio.run(control, options, start_privileged(options.root, options.proc, options.device_rules))
     except RunnerError as error:
         return _failed(error)
     except BaseExceptionGroup as group:
@@ -95,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def control(options: Options) -> None:
+async def control(options: Options, device_filter: DeviceFilter) -> None:
     """Hold everything until a signal asks to stop. Raises :class:`RunnerError`, bare or in an exception group."""
     pods = PodCgroups(
         Cgroup(options.cgroupfs), Procfs(options.proc), kubelet=options.kubelet is not None, trusting=options.trusting
@@ -116,6 +121,7 @@ async def control(options: Options) -> None:
         own_cpus=options.cpus,
         timeouts=Timeouts(),
         trusting=options.trusting,
+        device_filter=device_filter,
     )
     if options.trusting:
         log.warning("INSECURE: any process that reaches the socket may register and remove any instance")
@@ -126,7 +132,9 @@ async def control(options: Options) -> None:
                     nursery.start_soon(UnixServer(methods, SocketLimits()).accept, listener)
                     if options.metrics is not None:
                         nursery.start_soon(
-                            serve_http, await open_http_listeners(*options.metrics), partial(respond_about, loop)
+                            serve_http,
+                            await open_http_listeners(*options.metrics),
+                            partial(respond_about, loop, device_filter),
                         )
                     log.info("ready socket=%s root=%s frozen=%r", options.socket, options.root, loop.frozen())
                     number = await anext(signals)
@@ -160,8 +168,11 @@ def _failed(error: RunnerError) -> int:
     return error.status
 
 
-def respond_about(loop: ReconcileLoop, target: str) -> HttpResponse:
-    """Return the response for the path *target* about the present state of *loop*."""
+def respond_about(loop: ReconcileLoop, device_filter: DeviceFilter, target: str) -> HttpResponse:
+    """Return the response for the path *target* about the present state of *loop* and of *device_filter*."""
+    missing = device_filter.missing
+    if missing and (target == "/readyz" or (target == "/healthz" and device_filter.lost)):
+        return unavailable(missing)
     return respond(target, loop.counters, loop.observed, loop.frozen(), loop.error)
 
 
@@ -174,8 +185,8 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="instance-cgroup-controller",
         description="Keeps the cgroups of this node's instances as the kubelet shares out the CPUs.",
-        epilog="It needs the node's PID and cgroup namespaces, the cgroup v2 hierarchy writable and the kubelet's directory\n"
-        "readable. SIGTERM ends it; instances do not notice.\n\n"
+        epilog="It needs the node's PID namespace, the cgroup v2 hierarchy writable, the kubelet's directory readable, and\n"
+        "SYS_ADMIN at its start, which it gives away. SIGTERM ends it; instances do not notice.\n\n"
         "examples:\n"
         "  instance-cgroup-controller --metrics :9440\n"
         "  instance-cgroup-controller --cpus 4-15    on a machine without a kubelet",
@@ -216,6 +227,20 @@ def command_line() -> argparse.ArgumentParser:
         "--insecure-trust-peer",
         action="store_true",
         help="for development only: believe every peer that it is the instance it names",
+    )
+    add(
+        "--allow-device",
+        type=argument_type(DeviceRule.parse),
+        action="append",
+        default=[],
+        metavar="RULE",
+        help="a device that processes of instances may use besides the ones that they need: kind, major:minor, access "
+        "(examples: 'c 195:* rw', 'b 8:16 r'); may be repeated",
+    )
+    add(
+        "--no-device-filter",
+        action="store_true",
+        help="for development only: leave the tree without a device filter",
     )
     add("--sysfs", type=Path, default=Path("/sys"), metavar="DIR", help="where sysfs is mounted")
     add("--procfs", type=Path, default=Path("/proc"), metavar="DIR", help="where procfs is mounted")
@@ -288,6 +313,7 @@ def _options(arguments: argparse.Namespace) -> Options:
             pod_pids_max=arguments.pod_pids_max,
             pod_cpu_weight=arguments.pod_cpu_weight,
         ),
+        device_rules=None if arguments.no_device_filter else tuple(arguments.allow_device),
         sys=arguments.sysfs,
         proc=arguments.procfs,
     )

@@ -39,6 +39,7 @@ from runner.controller.identity import (
     identify_container,
 )
 from runner.controller.loop import ReconcileLoop
+from runner.controller.privileged_start import DeviceFilter
 from runner.controller.reconcile import ROOT, holders
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
@@ -52,7 +53,7 @@ from runner.kubelet.pod_cgroups import (
     pod_float_group,
 )
 from runner.protocol.controller_client import BUSY
-from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
+from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, SERVER_ERROR, RpcError, RpcResult
 from runner.protocol.unix_server import Identify
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
 """Method → the names of its parameters, in the order in which they may be given without names."""
 
 CODES = {
-    identity.HOST: -32000,
+    identity.HOST: SERVER_ERROR,
     identity.IDENTITY: -32001,
     identity.CPUSET: -32002,
     identity.FROZEN: -32003,
@@ -109,6 +110,7 @@ class RpcMethods:
     own_cpus: CpuSet
     timeouts: Timeouts
     trusting: bool
+    device_filter: DeviceFilter
     _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
 
@@ -225,6 +227,8 @@ class RpcMethods:
             for fault in self.loop.pass_over({pod_uid: asked})
             if fault.group in needed and not fault.unlimited
         ]
+        if self.device_filter.missing:  # asked after the pass, which makes a root that was removed
+            faults.append(self.device_filter.missing)
         effective = group.effective_cpus() if not faults else CpuSet()
         if effective != asked:
             if not existed:
@@ -378,7 +382,7 @@ class RpcMethods:
                 "policy": None if isinstance(state, Frozen) else state.policy,
                 "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
                 "frozen": self.loop.frozen() or None,
-                "faults": [fault.reason for fault in self.loop.faults],
+                "faults": [*filter(None, [self.device_filter.missing]), *(fault.reason for fault in self.loop.faults)],
                 "trusting": self.trusting,
             }
         )

@@ -5,6 +5,8 @@
 /healthz   200 while the controller works; the text says whether its decisions are frozen
 /readyz    503 while its decisions are frozen, and after a pass that failed
 ========== ============================================================================
+
+Without the device filter :func:`runner.controller.main.respond_about` answers for the latter two.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -20,7 +20,16 @@ from runner.instance.daemons import FATAL, anchored, first_dead, shared
 from runner.instance.display import display_shown
 from runner.instance.memory import guest_memory
 from runner.instance.network import dhcp_served, networked
-from runner.instance.qemu import GuestEnd, Qemu, QemuEndpoints, guest_agent_channel, paused_qemu, started_within
+from runner.instance.qemu import (
+    GuestEnd,
+    OpenedFiles,
+    Qemu,
+    QemuEndpoints,
+    guest_agent_channel,
+    opened_files,
+    paused_qemu,
+    started_within,
+)
 from runner.instance.receipts import Receipts, query_threads, receipt_table
 from runner.instance.state_directory import READY, RECEIPT
 from runner.instance.supervisor import StopRequestedError, Supervisor, first_of
@@ -50,20 +59,24 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
         async with (
             _state(supervisor, plan) as directory,
             anchored(supervisor, plan.anchor) as anchors,
+            _opened(plan) as opened,
             entered_cgroups(supervisor, plan.placement, anchors) as active,
             guest_memory(supervisor, plan, active.pod_cgroup_fd) as ram,
-            networked(supervisor, plan.networks) as nic_backends,
+            networked(supervisor, plan.networks, active.in_pod_cgroup) as nic_backends,
             dhcp_served(supervisor, plan.dhcp),
             shared(supervisor, plan.shares, directory) as shares,
             console_shown(supervisor, plan.console, show, directory) as console,
-            _passthrough_held(supervisor, plan),
+            _passthrough_held(supervisor, plan, active.in_pod_cgroup),
             guest_agent_channel(plan.machine.guest) as agent,
             paused_qemu(
-                supervisor, plan, QemuEndpoints(ram, nic_backends, shares, console, agent), active.memory_cgroup_fd
+                supervisor,
+                plan,
+                QemuEndpoints(opened, ram, nic_backends, shares, console, agent),
+                active.memory_cgroup_fd,
             ) as machine,
             _placed_threads(supervisor, plan, active, machine) as receipts,
             display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
-            _controlled(supervisor, plan, directory, machine, receipts),
+            _controlled(supervisor, plan, active, directory, machine, receipts),
         ):
             await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
             log.info("the guest runs")
@@ -102,14 +115,23 @@ async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd) -> G
 
 
 @asynccontextmanager
-async def _passthrough_held(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[None]:
+async def _opened(plan: InstancePlan) -> AsyncIterator[OpenedFiles]:
+    """Hold the files and devices of :func:`opened_files`."""
+    with opened_files(plan.machine, plan.state_directory) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def _passthrough_held(
+    supervisor: Supervisor, plan: InstancePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
+) -> AsyncIterator[None]:
     """Hold the host's PCI devices that the guest gets; at the end, wait until each is as it was before."""
     if not plan.machine.passthrough.devices:
         yield
         return
     from runner.instance.passthrough import devices_returned  # here, because few guests have devices of their own
 
-    async with devices_returned(supervisor.faults, plan.machine.passthrough, plan.shutdown.devices_back):
+    async with devices_returned(supervisor.faults, plan.machine.passthrough, plan.shutdown.devices_back, in_pod_cgroup):
         yield
 
 
@@ -153,7 +175,12 @@ async def _placed_threads(
 
 @asynccontextmanager
 async def _controlled(
-    supervisor: Supervisor, plan: InstancePlan, directory: int, machine: Qemu, receipts: Receipts
+    supervisor: Supervisor,
+    plan: InstancePlan,
+    active: ActivePlacement,
+    directory: int,
+    machine: Qemu,
+    receipts: Receipts,
 ) -> AsyncIterator[None]:
     """Hold the control socket; what serves it is imported at the first connection."""
     with listening(directory, CONTROL_SOCKET, supervisor.faults.recorded) as listener:
@@ -168,7 +195,10 @@ async def _controlled(
                     log.warning("the control socket cannot be served yet: %s", explain(error))
                     await trio.sleep(IMPORTED_AGAIN)
                 else:
-                    await accept(listener, DiskHotplug(plan, machine.monitor, machine.disk_events, receipts.verify))
+                    disks = DiskHotplug(
+                        plan, machine.monitor, machine.disk_events, receipts.verify, active.in_pod_cgroup
+                    )
+                    await accept(listener, disks)
 
         async with supervisor.background_task(serve):
             yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from ipaddress import IPv6Interface
 
 import attrs
@@ -46,17 +46,21 @@ class NicBackend:
 
 
 @asynccontextmanager
-async def networked(supervisor: Supervisor, plans: Sequence[NetworkPlan]) -> AsyncIterator[tuple[NicBackend, ...]]:
-    """Hold every network of the guest, by descriptor."""
+async def networked(
+    supervisor: Supervisor, plans: Sequence[NetworkPlan], in_pod_cgroup: Callable[[], AbstractContextManager[None]]
+) -> AsyncIterator[tuple[NicBackend, ...]]:
+    """Hold every network of the guest, by descriptor; device nodes are made *in_pod_cgroup*."""
     bridged = [plan for plan in plans if isinstance(plan, BridgedPlan)]
     async with AsyncExitStack() as held:
-        nic_backends = [await held.enter_async_context(_nic_backend(supervisor, plan)) for plan in plans]
+        nic_backends = [await held.enter_async_context(_nic_backend(supervisor, plan, in_pod_cgroup)) for plan in plans]
         held.enter_context(_built(supervisor, [_bridge(plan) for plan in bridged]))
         yield tuple(nic_backends)
 
 
 @asynccontextmanager
-async def _nic_backend(supervisor: Supervisor, plan: NetworkPlan) -> AsyncIterator[NicBackend]:
+async def _nic_backend(
+    supervisor: Supervisor, plan: NetworkPlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
+) -> AsyncIterator[NicBackend]:
     with ExitStack() as held:
         if isinstance(plan, PasstPlan):
             async with _passt(supervisor, plan) as nic_backend:
@@ -66,7 +70,7 @@ async def _nic_backend(supervisor: Supervisor, plan: NetworkPlan) -> AsyncIterat
         if isinstance(plan, BridgedPlan):
             taps = held.enter_context(character_devices.tap(plan.tap, plan.queues))
         elif isinstance(plan, MacvtapPlan):
-            taps = held.enter_context(_macvtap(supervisor, plan))
+            taps = held.enter_context(_macvtap(supervisor, plan, in_pod_cgroup))
         else:
             taps = tuple(supervisor.inherited_fds[name].descriptor for name in plan.fds)
             vhosts = tuple(supervisor.inherited_fds[name].descriptor for name in plan.vhost_fds)
@@ -79,11 +83,13 @@ async def _nic_backend(supervisor: Supervisor, plan: NetworkPlan) -> AsyncIterat
 
 
 @contextmanager
-def _macvtap(supervisor: Supervisor, plan: MacvtapPlan) -> Iterator[tuple[files.Descriptor, ...]]:
+def _macvtap(
+    supervisor: Supervisor, plan: MacvtapPlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
+) -> Iterator[tuple[files.Descriptor, ...]]:
     link = network.Macvtap(plan.link, plan.over, plan.mac, plan.mtu)
     index = network.add_macvtap(link)
     try:
-        with character_devices.macvtap(plan.link, index, plan.queues) as taps:
+        with character_devices.macvtap(plan.link, index, plan.queues, making=in_pod_cgroup) as taps:
             yield taps
     finally:
         with supervisor.faults.recorded(f"remove the macvtap {plan.link!r}"):

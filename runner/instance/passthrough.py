@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path, PurePosixPath
 
 import trio
@@ -51,10 +51,16 @@ def _take_back(faults: Faults, node: PurePosixPath, owner: int) -> None:
 
 
 @asynccontextmanager
-async def devices_returned(faults: Faults, passthrough: PassthroughPlan, within: float) -> AsyncIterator[None]:
+async def devices_returned(
+    faults: Faults,
+    passthrough: PassthroughPlan,
+    within: float,
+    in_pod_cgroup: Callable[[], AbstractContextManager[None]],
+) -> AsyncIterator[None]:
     """Check at the end that every device is as it was: it answers, has its driver, and no process has it open.
 
-    All devices together get *within* seconds. One that has not come back by then is a recorded fault.
+    All devices together get *within* seconds. One that has not come back by then is a recorded fault. Nodes are opened
+    *in_pod_cgroup*, whose device filter lets them be.
     """
     try:
         yield
@@ -63,17 +69,19 @@ async def devices_returned(faults: Faults, passthrough: PassthroughPlan, within:
             deadline = trio.current_time() + within
             for device in passthrough.devices:
                 with faults.recorded(f"get the device {device.address} back"):
-                    await _returned(device, deadline)
+                    await _returned(device, deadline, in_pod_cgroup)
 
 
-async def _returned(device: DevicePlan, deadline: float) -> None:
-    while (reason := _why_not_returned(device)) is not None:
+async def _returned(
+    device: DevicePlan, deadline: float, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
+) -> None:
+    while (reason := _why_not_returned(device, in_pod_cgroup)) is not None:
         if trio.current_time() >= deadline:
             raise HostError(reason)
         await trio.sleep(CHECKED_EVERY)
 
 
-def _why_not_returned(device: DevicePlan) -> str | None:
+def _why_not_returned(device: DevicePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]) -> str | None:
     sysfs = Path(device.sysfs)
     if not sysfs.exists():
         return "it has gone from the bus"
@@ -83,7 +91,8 @@ def _why_not_returned(device: DevicePlan) -> str | None:
     if pci.is_silent(sysfs):
         return "it does not answer: its configuration space reads as nothing but ones"
     if device.group_node is not None:
-        node = vfio.probe_node(device.group_node)
+        with in_pod_cgroup():
+            node = vfio.probe_node(device.group_node)
         if node.error is not None:
             return f"{node.path}: {node.error}"
     return None

@@ -85,9 +85,55 @@ async def guest_agent_channel(guest: GuestPlan) -> AsyncIterator[GuestAgentChann
 
 
 @attrs.frozen
+class OpenedFiles:
+    """The files and devices that QEMU inherits, as :class:`~runner.plan.argv.qemu.QemuFds` names them."""
+
+    files: dict[str, int]
+    devices: dict[str, int]
+    vhost_vsock: tuple[int, int] | None
+    _held: ExitStack
+
+    def close(self) -> None:
+        """Close our copies; a second call does nothing."""
+        self._held.close()
+
+
+@contextmanager
+def opened_files(plan: MachinePlan, directory: PurePosixPath) -> Iterator[OpenedFiles]:
+    """Hold every file and device that QEMU inherits and that a path names, until its copies are there.
+
+    To be opened before this process enters float, whose device filter knows nothing of what this pod was given.
+    """
+    with ExitStack() as held:
+
+        def file(found: FilePlan) -> int:
+            return held.enter_context(files.copied(found.path) if found.copied else files.opened(found.path))
+
+        named = {"kernel": plan.kernel, "initrd": plan.initrd, "firmware": plan.firmware}
+        numbers = {name: file(found) for name, found in named.items() if found is not None}
+        if plan.firmware_vars is not None:
+            numbers["firmware-vars"] = held.enter_context(_variables(plan.firmware_vars))
+        if plan.seed is not None:
+            numbers["seed"] = held.enter_context(files.filled_memory("cloud-init seed", plan.seed.image()))
+        for disk in plan.disks:
+            numbers |= held.enter_context(disks.opened(disk, directory))
+        devices: dict[str, int] = {}
+        if plan.passthrough.devices:
+            from runner.instance.passthrough import opened_device_nodes  # here, because few guests have such devices
+
+            devices = held.enter_context(opened_device_nodes(plan.passthrough))
+        vsock = plan.guest.vsock
+        vhost_vsock_fd = None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact))
+        if vhost_vsock_fd is not None:
+            log.info("the guest's vsock context identifier is %d", vhost_vsock_fd[1])
+        yield OpenedFiles(numbers, devices, vhost_vsock_fd, held)
+
+
+@attrs.frozen
 class QemuEndpoints:
     """The descriptors that QEMU inherits; our copies are closed then, so that each peer sees the other's death."""
 
+    opened: OpenedFiles
     ram: Sequence[files.Descriptor]
     nic_backends: Sequence[NicBackend]
     shares: Shares
@@ -96,6 +142,7 @@ class QemuEndpoints:
 
     def close_our_copies(self) -> None:
         """Close our copies."""
+        self.opened.close()
         self.console.close()
         if self.agent.theirs is not None:
             self.agent.theirs.close()
@@ -313,7 +360,7 @@ async def paused_qemu(
             from runner.instance.passthrough import group_nodes_owned_by_qemu
 
             lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
-        process = _spawn(supervisor, plan.machine, plan.state_directory, theirs, endpoints, memory_cgroup_fd)
+        process = _spawn(supervisor, plan.machine, theirs, endpoints, memory_cgroup_fd)
         machine = Qemu(process, Monitor(ours), endpoints.agent.ours)
         try:
             theirs.close()
@@ -342,31 +389,12 @@ async def started_within(seconds: float, step: Callable[[], Awaitable[T]]) -> T:
 def _spawn(
     supervisor: Supervisor,
     plan: MachinePlan,
-    directory: PurePosixPath,
     qmp: Socket,
     endpoints: QemuEndpoints,
     memory_cgroup_fd: int | None,
 ) -> Process:
-    """Start QEMU with copies of all descriptors that it needs; those opened for it here are closed again."""
+    """Start QEMU with copies of all descriptors that it needs."""
     with ExitStack() as held:
-
-        def file(found: FilePlan) -> int:
-            return held.enter_context(files.copied(found.path) if found.copied else files.opened(found.path))
-
-        named = {"kernel": plan.kernel, "initrd": plan.initrd, "firmware": plan.firmware}
-        numbers = {name: file(found) for name, found in named.items() if found is not None}
-        if plan.firmware_vars is not None:
-            numbers["firmware-vars"] = held.enter_context(_variables(plan.firmware_vars))
-        if plan.seed is not None:
-            numbers["seed"] = held.enter_context(files.filled_memory("cloud-init seed", plan.seed.image()))
-        vsock = plan.guest.vsock
-        for disk in plan.disks:
-            numbers |= held.enter_context(disks.opened(disk, directory))
-        devices: dict[str, int] = {}
-        if plan.passthrough.devices:
-            from runner.instance.passthrough import opened_device_nodes
-
-            devices = held.enter_context(opened_device_nodes(plan.passthrough))
         if plan.lockable:
             from runner.kernel.memory import lockable  # here, because few guests have locked memory
 
@@ -375,15 +403,13 @@ def _spawn(
             qmp=qmp.fileno(),
             console=endpoints.console.fileno(),
             ram=tuple(each.number for each in endpoints.ram),
-            files=numbers,
+            files=endpoints.opened.files,
             wires=tuple(nic_backend.numbers() for nic_backend in endpoints.nic_backends),
             shares=tuple(connection.fileno() for connection in endpoints.shares.sockets),
-            devices=devices,
+            devices=endpoints.opened.devices,
             guest_agent_channel=None if endpoints.agent.theirs is None else endpoints.agent.theirs.fileno(),
-            vhost_vsock=None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact)),
+            vhost_vsock=endpoints.opened.vhost_vsock,
         )
-        if descriptors.vhost_vsock is not None:
-            log.info("the guest's vsock context identifier is %d", descriptors.vhost_vsock[1])
         command = Command("qemu", tuple(qemu_argv(plan, descriptors)), descriptors.numbers(), entering=memory_cgroup_fd)
         user = plan.user
         if user.user_id != 0:

@@ -7,8 +7,8 @@ import fcntl
 import os
 import stat
 import struct
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from runner.errors import HostError
@@ -100,13 +100,19 @@ def tap(name: str, queues: int = 1, device: Path = Path("/dev/net/tun")) -> Iter
 
 @contextmanager
 def macvtap(
-    name: str, index: int, queues: int, sysfs: Path = Path("/sys"), devices: Path = Path("/dev")
+    name: str,
+    index: int,
+    queues: int,
+    sysfs: Path = Path("/sys"),
+    devices: Path = Path("/dev"),
+    making: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[tuple[Descriptor, ...]]:
     """Hold a descriptor for each queue of the macvtap link *name*, whose index is *index*; the link outlives them.
 
     udev names its device node by an index that is not unique among network namespaces, and no container has the node. So a
     node is made by the numbers in this namespace's sysfs, in ``/dev``, which is never mounted ``nodev``, and removed once
-    it is open. Afterwards the descriptor is asked whether it is of *name*.
+    it is open. It is made within *making*, because the device filter that lets it be opened may let no node be made.
+    Afterwards the descriptor is asked whether it is of *name*.
     """
     numbers = sysfs / "class" / "net" / name / f"tap{index}" / "dev"
     try:
@@ -118,13 +124,14 @@ def macvtap(
     node = devices / f".instance-runner-{os.urandom(8).hex()}"
     with ExitStack() as held:
         try:
-            os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
-        except OSError as error:
-            raise HostError(f"cannot make a device node for the macvtap {name!r}; it takes CAP_MKNOD") from error
-        try:
+            try:
+                with making():
+                    os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
+            except OSError as error:
+                raise HostError(f"cannot make a device node for the macvtap {name!r}; it takes CAP_MKNOD") from error
             found = tuple(held.enter_context(owned(_opened_macvtap(node, name, major, queues))) for _ in range(queues))
         finally:
-            node.unlink()
+            node.unlink(missing_ok=True)
         yield found
 
 
@@ -135,7 +142,8 @@ def _opened_macvtap(node: Path, name: str, major: int, queues: int) -> int:
     except OSError as error:
         raise HostError(
             f"cannot open the macvtap {name!r}; let the container use the device, such as `--device-cgroup-rule 'c {major}:* rw'`, "
-            'or choose cpu.placement = "controller", whose float is outside the container\'s device filter'
+            'or choose cpu.placement = "controller" and restart the controller, which allows it if it starts after the kernel '
+            "has loaded macvtap"
         ) from error
     try:
         fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"", flags))

@@ -7,6 +7,7 @@ before anything else happens: no error and no cancellation leaves one open.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -26,14 +27,28 @@ class TruncatedFdsError(HostError):
     """The kernel could not install every descriptor that was sent: this process has too many open."""
 
 
+class TooManyFdsInFlightError(HostError):
+    """The kernel sends no descriptors for this user at the moment; nothing was sent."""
+
+
 async def send_with_fds(connection: trio.socket.SocketType, data: bytes, fds: Sequence[int] = ()) -> None:
     """Send all of *data*, and with its first byte *fds*, which stay the caller's.
 
-    Cancelled before the first byte, it has sent nothing. Raises ``OSError`` when the peer has hung up.
+    Cancelled before the first byte, it has sent nothing. Raises ``OSError`` when the peer has hung up, and
+    :exc:`TooManyFdsInFlightError` when more descriptors of this user were sent and not yet received, by whatever process,
+    than ``RLIMIT_NOFILE`` of this process says (``too_many_unix_fds``, ``net/unix``).
     """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     rest = memoryview(data)
-    rest = rest[await connection.sendmsg([rest], rights) :]
+    try:
+        rest = rest[await connection.sendmsg([rest], rights) :]
+    except OSError as error:
+        if error.errno != errno.ETOOMANYREFS:
+            raise
+        raise TooManyFdsInFlightError(
+            "cannot send descriptors: processes of this user have sent too many that were not received",
+            remedy="CAP_SYS_RESOURCE lifts that limit",
+        ) from error
     while rest:
         rest = rest[await connection.send(rest) :]
 

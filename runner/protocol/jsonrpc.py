@@ -24,6 +24,8 @@ INVALID_REQUEST = -32600
 METHOD_NOT_FOUND = -32601
 INVALID_PARAMS = -32602
 INTERNAL_ERROR = -32603
+SERVER_ERROR = -32000
+"""The first of the codes for errors that a server defines (-32000 to -32099)."""
 
 LONGEST_BATCH = 64
 """More requests in one batch are refused together: answers are larger than the shortest requests."""
@@ -55,6 +57,10 @@ class Reply:
 
     line: bytes
     control_files: tuple[tuple[Cgroup, str], ...] = ()
+
+    def replaced(self, error: RpcError) -> bytes:
+        """Return the line that answers the same request with *error* instead; there is one, for a batch has no descriptors."""
+        return _line(_failure(json.loads(self.line)["id"], error))
 
 
 Call = Callable[[str, "Mapping[str, object] | list[object]"], Awaitable[RpcResult]]

@@ -27,11 +27,23 @@ from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import OverlongError
 from runner.kernel.peers import Peer, Peers, boot_time
 from runner.kernel.sockets import accepted
-from runner.protocol.jsonrpc import INVALID_REQUEST, MessageFramer, Reply, RpcError, RpcResult, answer, format_error
+from runner.protocol.jsonrpc import (
+    INVALID_REQUEST,
+    SERVER_ERROR,
+    MessageFramer,
+    Reply,
+    RpcError,
+    RpcResult,
+    answer,
+    format_error,
+)
 
 log = logging.getLogger(__name__)
 
 _CHUNK = 64 * 1024
+
+UNSENT = "host"
+"""The reason in the error that a client gets whose request was done, but whose descriptors could not be sent."""
 
 Identify = Callable[[], Peer]
 """Returns the process that connected. Raises :exc:`~runner.kernel.peers.PeerError` once it has ended."""
@@ -190,11 +202,20 @@ class UnixServer:
                 return await self.service.call(client.identify, method, params)
 
         reply = await answer(message, call)
-        if reply is not None:
+        if reply is None:
+            return
+        try:
             await self._send(client.connection, reply)
+        except HostError as error:  # of a descriptor: nothing was sent yet
+            log.warning("request done, but its descriptors could not be sent reason=%r", explain(error))
+            refusal = RpcError(SERVER_ERROR, explain(error), {"reason": UNSENT})
+            await self._send(client.connection, Reply(reply.replaced(refusal)))
 
     async def _send(self, connection: trio.socket.SocketType, reply: Reply) -> None:
-        """Send *reply*, its descriptors with the first byte. Raises ``OSError`` also if the client does not read."""
+        """Send *reply*, its descriptors with the first byte.
+
+        Raises ``OSError`` also if the client does not read, and :exc:`HostError` if there are no descriptors to be had.
+        """
         with contextlib.ExitStack() as stack:
             fds = []
             for group, file in reply.control_files:

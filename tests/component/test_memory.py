@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 
 import attrs
@@ -158,6 +159,7 @@ async def test_a_disk_attached_later_brings_no_threads_where_memory_is_locked(
         ours, theirs = socket.socketpair()
         with ours:
             theirs.close()  # no QEMU is asked before it is refused
+            hotplug = DiskHotplug(plan, Monitor(ours), DiskEvents(), trio.lowlevel.checkpoint, nullcontext)
             with pytest.raises(RunnerError) as raised:
-                await DiskHotplug(plan, Monitor(ours), DiskEvents(), trio.lowlevel.checkpoint).attach(disk)
+                await hotplug.attach(disk)
             assert ("disk.iothread: must be false: with memory.lock" in explain(raised.value)) is lock

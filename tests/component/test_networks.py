@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -198,7 +199,16 @@ def test_a_macvtap_by_its_descriptors(pod: str, sysfs: Path) -> None:
     link = network.Macvtap("vmtap0", pod, MAC, 1400)
     index = network.add_macvtap(link)
     nodes = set(Path("/dev").iterdir())
-    with character_devices.macvtap("vmtap0", index, 2, sysfs) as taps:
+    made_within: list[set[Path]] = []
+
+    @contextlib.contextmanager
+    def making() -> Iterator[None]:
+        before = set(Path("/dev").iterdir())
+        yield
+        made_within.append(set(Path("/dev").iterdir()) - before)
+
+    with character_devices.macvtap("vmtap0", index, 2, sysfs, making=making) as taps:
+        assert [len(made) for made in made_within] == [1]
         found = [probe_descriptor(tap.number) for tap in taps]
         assert [(each.kind, each.interface, each.mac) for each in found] == 2 * [("macvtap", "vmtap0", MAC)]
         assert all(each.multi_queue for each in found)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,6 +17,7 @@ import trio
 import trio.testing
 
 from runner.controller.server import listening
+from runner.kernel.cgroup import Cgroup
 from runner.kernel.peers import Peers
 from runner.protocol.jsonrpc import RpcError, RpcResult
 from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
@@ -46,14 +51,69 @@ class Service:
 
 
 @asynccontextmanager
-async def served(path: Path, limits: SocketLimits) -> AsyncIterator[tuple[Service, UnixServer]]:
-    service = Service()
+async def served(
+    path: Path, limits: SocketLimits, service: Service | None = None
+) -> AsyncIterator[tuple[Service, UnixServer]]:
+    service = service or Service()
     server = UnixServer(service, limits)
     with trio.fail_after(30), listening(path) as listener:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(server.accept, listener)
             yield service, server
             nursery.cancel_scope.cancel()
+
+
+class GrantingService(Service):
+    """A service whose answers carry descriptors of two files."""
+
+    async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
+        result = await super().call(identify, method, params)
+        return RpcResult(result.value, ((Cgroup(Path("/dev")), "null"), (Cgroup(Path("/dev")), method)))
+
+
+async def answered_without_rights(path: Path) -> None:
+    """Print the answers of a :class:`GrantingService` while too many descriptors are in flight, and then."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    left, right = socket.socketpair()
+    socket.send_fds(left, [b"x"], [0] * 65)
+    async with served(path, SocketLimits(), GrantingService()), connected(path) as client:
+        print((await ask(client)).decode())
+        right.recv(1)
+        left.close()
+        right.close()
+        print((await ask(client)).decode(), flush=True)
+
+
+async def ask(client: Client, method: str = "zero") -> bytes:
+    await client.send(b'{"jsonrpc":"2.0","method":"%s","id":"mine"}\n' % method.encode())
+    return await client.line()
+
+
+def test_an_answer_whose_descriptors_the_kernel_does_not_send_is_an_error(tmp_path: Path) -> None:
+    """The process has no CAP_SYS_RESOURCE, and root's processes have more in flight than it may have open."""
+    code = (
+        "import sys, trio, logging, pathlib; logging.basicConfig(level=logging.WARNING)\n"
+        "from tests.component.test_unix_server import answered_without_rights\n"
+        "trio.run(answered_without_rights, pathlib.Path(sys.argv[1]))"
+    )
+    argv = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", code, str(tmp_path / "socket")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert (first["id"], first["error"]["code"], first["error"]["data"]) == ("mine", -32000, {"reason": "host"})
+    assert "cannot send descriptors: processes of this user have sent too many" in first["error"]["message"]
+    assert "CAP_SYS_RESOURCE" in first["error"]["message"]
+    assert "WARNING:runner.protocol.unix_server:request done, but its descriptors could not be sent" in done.stderr
+    assert (second["id"], second["result"]) == ("mine", "zero"), "the connection goes on"
+
+
+async def test_an_answer_whose_control_files_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    async with served(path, SocketLimits(), GrantingService()), connected(path) as client:
+        answer = json.loads(await ask(client, "nothing"))
+        assert (answer["id"], answer["error"]["data"]) == ("mine", {"reason": "host"})
+        assert "cannot open /dev/nothing" in answer["error"]["message"]
+        assert json.loads(await ask(client))["result"] == "zero"
 
 
 async def refused(client: Client) -> bool:

@@ -38,6 +38,7 @@ TREE = Cgroup(ROOT / "stelia")
 FLOAT = Cgroup(TREE.path / "float")
 SOCKETS = "/run/instance-cgroup-controller"
 ENTRY = ("env", "--block-signal=TERM,INT,HUP", sys.executable, "-m", "runner", "run")
+PROJECT_MANIFEST = PROJECT / "examples/kubernetes/controller/daemonset.yaml"
 DEVICES = tuple(path for path in ("/dev/net/tun", "/dev/vhost-net") if Path(path).exists())
 CAPABILITIES = capabilities("NET_ADMIN SYS_NICE")
 """What an instance's container needs besides containerd's default ones."""

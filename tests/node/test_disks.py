@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -27,14 +28,32 @@ pytestmark = pytest.mark.usefixtures("rom")
 MIB = 1 << 20
 
 
-@pytest.fixture
-def device(tmp_path: Path) -> Iterator[str]:
+@contextlib.contextmanager
+def block_device(file: Path) -> Iterator[str]:
     """Hold a block device of 4 KiB sectors."""
-    (tmp_path / "device").write_bytes(bytes(16 * MIB))
-    add = ["losetup", "--find", "--show", "--sector-size", "4096", str(tmp_path / "device")]
+    file.write_bytes(bytes(16 * MIB))
+    add = ["losetup", "--find", "--show", "--sector-size", "4096", str(file)]
     name = subprocess.run(add, check=True, capture_output=True, text=True).stdout.strip()
     yield name
     subprocess.run(["losetup", "--detach", name], check=True)
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[str]:
+    with block_device(tmp_path / "device") as name:
+        yield name
+
+
+@pytest.fixture
+def later_device(tmp_path: Path) -> Iterator[str]:
+    with block_device(tmp_path / "later-device") as name:
+        yield name
+
+
+OPENED_IN_FLOAT = """
+until grep -q /float /proc/self/cgroup; do sleep 0.1; done
+head -c 1 "$1" >/dev/null && echo opened "$1"
+"""
 
 
 def ctl(instance: Instance, *arguments: str) -> Any:
@@ -48,7 +67,12 @@ def iothreads(instance: Instance) -> dict[str, tuple[str, str]]:
 
 
 def test_disks_in_a_pod(
-    kubelet: Kubelet, controller: Controller, numa: dict[int, CpuSet], device: str, tmp_path: Path
+    kubelet: Kubelet,
+    controller: Controller,
+    numa: dict[int, CpuSet],
+    device: str,
+    later_device: str,
+    tmp_path: Path,
 ) -> None:
     disks = tmp_path / "disks"
     disks.mkdir()
@@ -66,7 +90,7 @@ def test_disks_in_a_pod(
         spec=spec,
         directory=tmp_path,
         sockets=controller.directory,
-        devices=(*DEVICES, device),
+        devices=(*DEVICES, device, later_device),
         more_mounts=[(disks, "/disks", "rw")],
     )
     instance.up()
@@ -94,6 +118,17 @@ def test_disks_in_a_pod(
     assert set(iothreads(instance)) == {"IO disk0", "IO disk2"}
     assert {allowed for _, allowed in iothreads(instance).values()} == {str(kubelet.default)}
     assert {thread.name for thread in threads_of(qemu)} >= {"IO disk0", "IO disk2"}
+
+    # A device that the pod was given is attached too, although in float, where this program is, no process opens it.
+    for path, expected in (("/dev/zero", "opened /dev/zero\n"), (device, "")):
+        assert instance.running.execute("sh", "-c", f"{OPENED_IN_FLOAT}true", "sh", path) == expected
+    assert ctl(instance, "disk", "attach", later_device)["name"] == "disk3"
+    instance.is_placed()
+    with (tmp_path / "later-device").open("r+b") as file:
+        file.truncate(24 * MIB)
+    subprocess.run(["losetup", "--set-capacity", later_device], check=True)
+    assert ctl(instance, "disk", "grow", "disk3")["size"] == 24 * MIB
+    instance.is_placed()
 
     # The device has grown on the host; the guest sees it after `disk grow`.
     with (tmp_path / "device").open("r+b") as file:

@@ -17,6 +17,7 @@ from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.main import LimitOptions, choose_limits
 from runner.controller.methods import RpcMethods, Timeouts
 from runner.controller.pods import PodCgroups
+from runner.controller.privileged_start import DeviceFilter
 from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
@@ -68,12 +69,14 @@ class Node:
                 if not part.endswith(".scope"):
                     group.write("cgroup.subtree_control", "+cpuset")
             group.write("cpuset.cpus", containers["instance"])
-        node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)
         (node.proc / "meminfo").write_text(f"MemTotal: {RAM >> 10} kB\n")
         (node.proc / "sys/kernel").mkdir(parents=True)
         (node.proc / "sys/kernel/pid_max").write_text("4194304\n")
         (node.proc / "sys/kernel/threads-max").write_text("500000\n")
+        for pid in (1, os.getpid()):
+            node.put_process(pid, "/", inner=1, namespace=HOST_NAMESPACE)
         (node.proc / "self").symlink_to(str(os.getpid()))
+        (node.proc / "devices").write_text("Character devices:\n  1 mem\n246 macvtap\n\nBlock devices:\n  8 sd\n")
         return node
 
     @property
@@ -123,9 +126,10 @@ class Node:
         """
         directory = self.proc / str(pid)
         (directory / "ns").mkdir(parents=True, exist_ok=True)
-        (self.path / namespace).touch()
-        (directory / "ns" / "pid").unlink(missing_ok=True)
-        (directory / "ns" / "pid").symlink_to(self.path / namespace)
+        for kind, file in (("pid", self.path / namespace), ("cgroup", self.path / "cgroup-host")):
+            file.touch()
+            (directory / "ns" / kind).unlink(missing_ok=True)
+            (directory / "ns" / kind).symlink_to(file)
         (directory / "stat").write_text(f"{pid} (a) b) S {' '.join(['1'] * 18)} 1 0\n")
         (directory / "comm").write_text(f"{name}\n", newline="")
         (directory / "status").write_text(f"Name:\tx\nTgid:\t{leader or pid}\nPPid:\t0\nNSpid:\t{pid}\t{inner}\n")
@@ -142,7 +146,6 @@ class Node:
         self.put_process(os.getpid(), cgroup or scope_path(uid), inner=inner, namespace=namespace)
         # The controller's own namespace stays the host's.
         (self.proc / "self").unlink()
-        self.put_process(1, "/", inner=1, namespace=HOST_NAMESPACE)
         (self.proc / "self").symlink_to("1")
         self.put_process(ANCHORS[uid], scope_path(uid), inner=2, namespace=namespace)
         (self.scope(uid).path / "cgroup.procs").write_text(f"{ANCHORS[uid]}\n")
@@ -222,6 +225,7 @@ class Controller:
     node: Node
     loop: ReconcileLoop
     server: UnixServer
+    device_filter: DeviceFilter
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds, which no event signals: request passes, and test it after each."""
@@ -248,9 +252,11 @@ async def controlled(
     timeouts: Timeouts | None = None,
     intervals: Intervals | None = None,
     limit_options: LimitOptions | None = None,
+    device_filter: DeviceFilter | None = None,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node*; with *own_cpus* the node has no kubelet."""
     pods = PodCgroups(node.mount, Procfs(node.proc), kubelet=not own_cpus, trusting=trusting)
+    device_filter = device_filter or DeviceFilter(node.root.path)
     loop = ReconcileLoop(
         tree=Tree(node.root),
         source=None if own_cpus else KubeletFiles(node.kubelet),
@@ -267,6 +273,7 @@ async def controlled(
         own_cpus=CpuSet.parse(own_cpus),
         timeouts=timeouts or Timeouts(agreement=0.4, emptying=0.4),
         trusting=trusting,
+        device_filter=device_filter,
     )
     server = UnixServer(methods, limits or SocketLimits())
     with trio.fail_after(30):
@@ -276,6 +283,6 @@ async def controlled(
                     await trio.lowlevel.checkpoint()
                     nursery.start_soon(server.accept, listener)
                     try:
-                        yield Controller(node, loop, server)
+                        yield Controller(node, loop, server, device_filter)
                     finally:
                         nursery.cancel_scope.cancel()

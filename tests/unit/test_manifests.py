@@ -8,6 +8,8 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
+from runner.controller.privileged_start import KEPT_CAPABILITIES
+from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE
 from runner.kubelet.pod import parse_quantity
 from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR
 from tests.images.manifests import DIRECTORIES, EXAMPLES, INSTANCES, Object, kustomization, pod_specs, resources
@@ -85,6 +87,21 @@ def test_the_controller_asks_for_no_cpu() -> None:
     asked: dict[str, dict[str, Any]] = container["resources"]
     assert asked["requests"].keys() | asked["limits"].keys() == {"memory"}
     assert parse_quantity(asked["requests"]["memory"]) > 0, "Burstable, not BestEffort"
+
+
+def test_the_controller_gets_what_it_keeps_and_what_it_starts_with() -> None:
+    """The image's entry point enters the cgroup namespace, attaches the device filter, and gives SYS_ADMIN away."""
+    [pod] = pod_specs(resources("controller"))
+    [container] = pod["containers"]
+    assert "command" not in container
+    names = {CAP_DAC_OVERRIDE: "DAC_OVERRIDE", CAP_SYS_PTRACE: "SYS_PTRACE", CAP_SYS_RESOURCE: "SYS_RESOURCE"}
+    context: dict[str, Any] = container["securityContext"]
+    assert context["capabilities"]["drop"] == ["ALL"]
+    assert set(context["capabilities"]["add"]) == {"SYS_ADMIN", *(names[number] for number in KEPT_CAPABILITIES)}
+    assert "privileged" not in context
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}, "which allows bpf(2) and setns(2) with SYS_ADMIN"
+    assert pod["hostPID"], "its /proc/1 is the node's"
+    assert {volume["hostPath"]["path"] for volume in pod["volumes"]} >= {"/sys/fs/cgroup"}
 
 
 @pytest.mark.parametrize("name", KUBELETS)

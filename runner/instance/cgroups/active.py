@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Protocol, assert_never
 
 from runner.instance.daemons import RestartedChild
@@ -43,6 +43,13 @@ class ActivePlacement(Protocol):
 
     def release(self, tid: int) -> None:
         """Move the thread *tid* alone back to float, with float's CPUs as its mask."""
+
+    def in_pod_cgroup(self) -> AbstractContextManager[None]:
+        """Hold this process in a cgroup with the pod's own device filter, if float has another one; no await in the block.
+
+        For the devices that the pod was given. A move takes 20 to 30 ms (measured). Raises
+        :exc:`~runner.errors.PlacementError` at the end if there is no way back to float.
+        """
 
     async def settle(self) -> None:
         """Have the controller move QEMU's kernel threads out of the pod's cgroup, which this process cannot do.

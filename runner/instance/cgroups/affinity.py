@@ -6,7 +6,7 @@ It cannot keep other processes off the vCPUs' CPUs, and every start says so.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import attrs
 
@@ -32,6 +32,9 @@ class FloatMask:
 
     def release(self, tid: int) -> None:
         pin(tid, read_mask())
+
+    def in_pod_cgroup(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def settle(self) -> None:
         pass

@@ -6,8 +6,8 @@ The pod's own cgroup keeps the anchors. Nothing else of the node runs on the vCP
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 
 import attrs
@@ -50,6 +50,18 @@ class RegisteredCgroups(EnteredCgroups):
     """Cgroups that the node's controller made."""
 
     placement: ControllerPlacement = attrs.field(kw_only=True)
+
+    @contextmanager
+    def in_pod_cgroup(self) -> Iterator[None]:
+        self.return_to_pod(0)
+        try:
+            yield
+        finally:
+            try:
+                self.admit(0)
+            except HostError as error:
+                log.error("this process is on the vCPUs' CPUs: %s", explain(error))  # noqa: TRY400  # raised below, too
+                raise PlacementError("cannot return to float: this process stays on the vCPUs' CPUs") from error
 
     async def settle(self) -> None:
         # The controller moves them at every registration.

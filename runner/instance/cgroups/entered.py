@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import attrs
 
 from runner.kernel.cgroup import write_control
@@ -34,6 +36,9 @@ class EnteredCgroups:
     def release(self, tid: int) -> None:
         write_control(self.cgroup_fds.float_threads.number, str(tid), f"{self.cgroups.float_cgroup}/cgroup.threads")
         pin(tid, read_mask())
+
+    def in_pod_cgroup(self) -> AbstractContextManager[None]:
+        return nullcontext()  # a cgroup below the pod's is under its device filter
 
     async def settle(self) -> None:
         pass  # QEMU's kernel threads were born in float with it

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,6 +17,7 @@ import attrs
 import trio
 
 from runner.errors import RefusedError, RunnerError, SpecError, explain
+from runner.facts.disk import LateDiskFacts
 from runner.instance.discover import read_disk_facts
 from runner.instance.disks import DiskEvents, opened
 from runner.kernel.files import probe_file
@@ -50,12 +52,18 @@ class DiskHotplug:
     """The disks of a running machine. One change is made at a time; a second one waits."""
 
     def __init__(
-        self, plan: InstancePlan, monitor: Monitor, events: DiskEvents, verify: Callable[[], Awaitable[None]]
+        self,
+        plan: InstancePlan,
+        monitor: Monitor,
+        events: DiskEvents,
+        verify: Callable[[], Awaitable[None]],
+        in_pod_cgroup: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._plan = plan
         self._monitor = monitor
         self._events = events
         self._verify = verify
+        self._in_pod_cgroup = in_pod_cgroup
         self._attached: dict[str, AttachedDisk] = {}
         self._changing = trio.Lock()
 
@@ -104,9 +112,11 @@ class DiskHotplug:
                     f"cannot attach another disk: all {self._plan.machine.slots} slots are taken; detach one, or start the "
                     "instance with more (hotplug.disks)"
                 )
-            plan = self._planned(f"disk{len(self._plan.machine.disks) + number}", disk)
-            self._events.forget(plan.name)
-            self._attached[plan.name] = AttachedDisk(plan, number, await self._create(plan, slot(number)))
+            with ExitStack() as held:
+                plan, numbers = self._opened(f"disk{len(self._plan.machine.disks) + number}", disk, held)
+                self._events.forget(plan.name)
+                undo = await self._create(plan, numbers, slot(number))
+            self._attached[plan.name] = AttachedDisk(plan, number, undo)
             misplaced: RunnerError | None = None
             try:
                 await self._verify()
@@ -118,9 +128,19 @@ class DiskHotplug:
             log.info("disk attached name=%s %s", plan.name, disk_words(plan))
             return self._described(plan, await self._sizes(), self._attached[plan.name])
 
-    def _planned(self, name: str, disk: DiskSpec) -> DiskPlan:
+    def _opened(self, name: str, disk: DiskSpec, held: ExitStack) -> tuple[DiskPlan, Mapping[str, int]]:
+        """Plan *disk* and open its files; if one is a block device, in the pod's cgroup, where the pod may open it."""
+        found = read_disk_facts(disk)
+        with ExitStack() as moved:
+            if any(file.kind == "block" for file in found.files.values()):
+                moved.enter_context(self._in_pod_cgroup())
+                found = read_disk_facts(disk)
+            plan = self._planned(name, disk, found)
+            return plan, held.enter_context(opened(plan, self._plan.state_directory))
+
+    def _planned(self, name: str, disk: DiskSpec, found: LateDiskFacts) -> DiskPlan:
         problems = Problems()
-        plan = plan_disk(name, disk, read_disk_facts(disk), "disk", problems)
+        plan = plan_disk(name, disk, found, "disk", problems)
         others = (*self._plan.machine.disks, *(each.plan for each in self._attached.values()))
         if disk.serial is not None and any(other.serial == disk.serial for other in others):
             problems.refuse("disk.serial", f"{disk.serial!r} is taken by another disk already")
@@ -132,21 +152,20 @@ class DiskHotplug:
             raise SpecError("ctl", problems.found)
         return plan
 
-    async def _create(self, plan: DiskPlan, bus: str) -> tuple[UndoCommand, ...]:
+    async def _create(self, plan: DiskPlan, numbers: Mapping[str, int], bus: str) -> tuple[UndoCommand, ...]:
         """Create the fdsets, nodes, iothread and device of *plan*; return the commands that undo it, in the order it was done."""
         execute = self._monitor.execute
         done: list[UndoCommand] = []
         failure: RunnerError | None = None
         try:
             names: dict[str, str] = {}
-            with opened(plan, self._plan.state_directory) as numbers:
-                for name, number in numbers.items():
-                    fdset = await self._add_fd(number, name)
-                    names[name] = f"/dev/fdset/{fdset}"
-                    done.append(("remove-fd", {"fdset-id": fdset}))
-                for node in block_nodes(plan, names.__getitem__):
-                    await execute("blockdev-add", node)
-                    done.append(("blockdev-del", {"node-name": node["node-name"]}))
+            for name, number in numbers.items():
+                fdset = await self._add_fd(number, name)
+                names[name] = f"/dev/fdset/{fdset}"
+                done.append(("remove-fd", {"fdset-id": fdset}))
+            for node in block_nodes(plan, names.__getitem__):
+                await execute("blockdev-add", node)
+                done.append(("blockdev-del", {"node-name": node["node-name"]}))
             if plan.iothread:
                 await execute("object-add", {"qom-type": "iothread", "id": plan.name})
                 done.append(("object-del", {"id": plan.name}))
@@ -218,7 +237,8 @@ class DiskHotplug:
             boot = next((disk for disk in self._plan.machine.disks if disk.name == name), None)
             disk = boot or self._find(name).plan
             before = (await self._sizes()).get(name, 0)
-            size = _target_size(disk, before, size)
+            with self._in_pod_cgroup() if disk.layers[0].block else nullcontext():
+                size = _target_size(disk, before, size)
             await self._monitor.execute("block_resize", {"node-name": name, "size": size})
             await self._verify()
             log.info("disk grown name=%s from=%s to=%s", name, format_size(before), format_size(size))

@@ -449,8 +449,8 @@ def virtiofsd_argv(share: SharePlan, listener: str) -> list[str]:
 
     ``sandbox=chroot`` needs CAP_SYS_CHROOT only, the default ``namespace`` needs CAP_SYS_ADMIN.
     ``--rlimit-nofile=0`` leaves the limit alone: raising it needs CAP_SYS_RESOURCE. ``--modcaps=-mknod`` (since 1.5)
-    lets the pod do without CAP_MKNOD, with which a process in float could open the node's devices; the guest then
-    cannot make device nodes in the share.
+    lets the pod do without CAP_MKNOD, with which its processes could make nodes of the host's devices; the guest then
+    cannot make device nodes in the share, as in float it never can.
     """
     if share.program.rust:
         argv = [str(share.program.path), listener, f"--shared-dir={share.path}", "--sandbox=chroot", "--cache=auto"]

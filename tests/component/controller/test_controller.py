@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
 from runner.controller.loop import Intervals
+from runner.controller.main import respond_about
 from runner.controller.methods import Timeouts
+from runner.controller.privileged_start import DeviceFilter
 from runner.kernel.kubelet_files import Frozen
 from tests.support.fake_node import (
     ANCHORS,
@@ -527,6 +530,35 @@ async def test_a_cpuset_the_kernel_does_not_grant_is_no_registration(node: Node)
         assert refused["reason"] == "host"
         assert "14-15,17" in str(refused["message"])
         assert not node.instance(B).exists()
+
+
+async def test_without_the_device_filter_nothing_is_registered(node: Node) -> None:
+    """Never attached, or attached to a root that was removed and made anew."""
+    node.become(B)
+    for device_filter, reason in (
+        (DeviceFilter(node.root.path, error="cannot attach it"), "cannot attach it"),
+        (
+            DeviceFilter(node.root.path, attached_to=1),
+            "was removed, and its device filter with it; restart the controller",
+        ),
+    ):
+        async with controlled(node, device_filter=device_filter) as controller, connected(node.socket) as client:
+            refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+            assert refused["reason"] == "host"
+            assert reason in str(refused["message"])
+            assert not node.instance(B).exists()
+            status = await client.result("getStatus")
+            assert isinstance(status, dict)
+            assert [reason in fault for fault in status["faults"]] == [True]
+            show = partial(respond_about, controller.loop, device_filter)
+            assert (show("/readyz").status, reason in show("/readyz").text) == (503, True)
+            # A controller that could attach it at its next start is started again by the kubelet.
+            assert (show("/healthz").status == 503) is device_filter.lost
+            assert show("/metrics").status == 200
+    kept = DeviceFilter(node.root.path, attached_to=node.root.path.stat().st_ino)
+    async with controlled(node, device_filter=kept) as controller, connected(node.socket) as client:
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert respond_about(controller.loop, kept, "/readyz").status == 200
 
 
 # -- starting again ---------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def command(node: Node, *more: str) -> list[str]:
         *(sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())"),
         *("--root", str(node.root.path), "--cgroupfs", str(node.mount.path), "--socket", str(node.socket)),
         *("--kubelet-dir", str(node.kubelet), "--sysfs", str(node.path / "sys"), "--procfs", str(node.proc)),
-        *more,
+        *("--no-device-filter", *more),
     ]
 
 
@@ -123,6 +123,45 @@ def test_without_cgroup_v2_it_logs_the_reason_and_waits(node: Node) -> None:
         assert process.wait(10) == 0
 
 
+def test_without_the_device_filter_it_runs_and_is_not_ready(built: Node) -> None:
+    """Over ordinary directories no kernel takes the program. It gives its capabilities away all the same."""
+    argv = [word for word in command(built) if word != "--no-device-filter"]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        logged = until(process, "ready")
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        process.terminate()
+        assert process.wait(10) == 0
+    assert f"cannot attach the device filter to {built.root.path}" in logged
+    assert "CONFIG_CGROUP_BPF" in logged
+    dac_override, sys_ptrace, sys_resource = 1, 19, 24  # include/uapi/linux/capability.h
+    kept = capabilities(status, "CapEff")
+    assert kept == capabilities(Path("/proc/self/status").read_text(), "CapEff") & {
+        dac_override,
+        sys_ptrace,
+        sys_resource,
+    }
+    assert (capabilities(status, "CapPrm"), capabilities(status, "CapInh")) == (kept, set())
+    assert "NoNewPrivs:\t1\n" in status
+
+
+def capabilities(status: str, name: str) -> set[int]:
+    """Return the numbers of a set of capabilities in a process's *status* (proc_pid_status(5))."""
+    [mask] = re.findall(rf"{name}:\t(\w+)", status)
+    return {number for number in range(64) if int(mask, 16) >> number & 1}
+
+
+def test_a_tree_that_is_to_have_no_device_filter_is_logged_as_a_warning(process: subprocess.Popen[str]) -> None:
+    assert "INSECURE: a process in float may make and open device nodes" in until(process, "ready")
+
+
+def test_a_cgroup_namespace_that_it_cannot_enter_ends_it(built: Node) -> None:
+    (built.proc / "1" / "ns" / "cgroup").unlink()
+    done = subprocess.run(command(built), capture_output=True, text=True, check=False, timeout=20)
+    assert done.returncode == 31
+    assert f"cannot enter the cgroup namespace of {built.proc / '1'}" in done.stderr
+    assert "it takes CAP_SYS_ADMIN and CAP_SYS_PTRACE: No such file" in done.stderr
+
+
 def test_trusting_is_logged_as_a_warning(built: Node) -> None:
     with subprocess.Popen(command(built, "--insecure-trust-peer"), stderr=subprocess.PIPE, text=True) as process:
         assert "INSECURE" in until(process, "ready")
@@ -138,6 +177,7 @@ def test_trusting_is_logged_as_a_warning(built: Node) -> None:
         (["--metrics", "9100"], "--metrics"),
         (["--metrics", "127.0.0.1:99999"], "--metrics"),
         (["--metrics", "localhost:9100"], "--metrics"),
+        (["--allow-device", "/dev/null"], "--allow-device"),
         (["--unknown"], "--unknown"),
     ],
 )
@@ -166,7 +206,7 @@ async def test_probes_and_metrics(node: Node) -> None:
         port = node.path / "http"  # HTTP over a Unix socket
         with listening(port) as listener:
             listeners = [trio.SocketListener(listener)]
-            nursery.start_soon(serve_http, listeners, partial(respond_about, controller.loop))
+            nursery.start_soon(serve_http, listeners, partial(respond_about, controller.loop, controller.device_filter))
             await check_responses(port, controller)
             nursery.cancel_scope.cancel()
 
@@ -205,7 +245,7 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
     before = controllers.read_text()
     controllers.write_text("memory\n")
     async with controlled(node) as controller:
-        show = partial(respond_about, controller.loop)
+        show = partial(respond_about, controller.loop, controller.device_filter)
         failed = show("/readyz")
         assert (failed.status, failed.text[:21]) == (503, "the last pass failed:")
         assert "offers no cpuset controller" in failed.text

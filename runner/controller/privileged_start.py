@@ -1,0 +1,84 @@
+"""What the controller does with the rights of root, and the end of these rights: before it reads anything that others write."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+
+from runner.errors import HostError, explain
+from runner.kernel.cgroup import Cgroup
+from runner.kernel.device_filter import DEFAULT_RULES, DeviceRule, attach_device_filter, cgroup_id, macvtap_rules
+from runner.kernel.privileges import (
+    CAP_DAC_OVERRIDE,
+    CAP_SYS_PTRACE,
+    CAP_SYS_RESOURCE,
+    enter_cgroup_namespace,
+    keep_capabilities,
+)
+
+log = logging.getLogger(__name__)
+
+KEPT_CAPABILITIES = (
+    CAP_DAC_OVERRIDE,  # to write in the hierarchy's root
+    CAP_SYS_PTRACE,  # to read the namespaces of other processes
+    CAP_SYS_RESOURCE,  # to send descriptors however many root's other processes have sent (net/unix/scm.c, too_many_unix_fds)
+)
+
+
+@attrs.frozen
+class DeviceFilter:
+    """The device filter of the tree *root*."""
+
+    root: Path
+    attached_to: int | None = None
+    """The id of the cgroup that it was attached to; ``None`` without one."""
+    error: str = ""
+    """Why it could not be attached; empty if it was, or if there is to be none."""
+
+    @property
+    def lost(self) -> bool:
+        """Tell whether the root that it was attached to has been removed, and with it the filter."""
+        return self.attached_to is not None and cgroup_id(self.root) != self.attached_to
+
+    @property
+    def missing(self) -> str:
+        """Why the tree has no device filter, and so takes no instance; empty if it has one, or is to have none."""
+        if self.lost:
+            return f"{self.root} was removed, and its device filter with it; restart the controller"
+        return self.error
+
+
+def start_privileged(root: Path, procfs: Path, rules: Sequence[DeviceRule] | None) -> DeviceFilter:
+    """Enter the node's cgroup namespace, attach the device filter to *root*, and give away the capabilities for both.
+
+    *rules* are added to the default ones; ``None``: there is to be no filter. An error in attaching it is part of the result,
+    because the instances that run are served all the same. Raises :class:`~runner.errors.HostError`.
+    """
+    enter_cgroup_namespace(procfs / "1")
+    if rules is None:
+        log.warning("INSECURE: a process in float may make and open device nodes as far as its capabilities allow")
+        found = DeviceFilter(root)
+    else:
+        found = _attached(root, procfs, rules)
+    keep_capabilities(KEPT_CAPABILITIES)
+    return found
+
+
+def _attached(root: Path, procfs: Path, rules: Sequence[DeviceRule]) -> DeviceFilter:
+    try:
+        macvtap = macvtap_rules(procfs)
+        Cgroup(root).create()
+        attached_to = attach_device_filter((*DEFAULT_RULES, *macvtap, *rules), root)
+    except HostError as error:
+        log.error("no instance can be registered reason=%r", explain(error))  # noqa: TRY400  # an expected error
+        return DeviceFilter(root, error=explain(error))
+    log.info(
+        "device filter attached cgroup=%s macvtap=%s more=%s",
+        root,
+        "allowed" if macvtap else "has no driver yet",
+        ", ".join(map(str, rules)) or "none",
+    )
+    return DeviceFilter(root, attached_to)

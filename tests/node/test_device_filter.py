@@ -1,0 +1,148 @@
+"""The device filter of the controller's tree on a real kernel: what a process in float may make and open, and for how long."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.node.instances import FLOAT, PROJECT_MANIFEST, TREE, Controller, gone, until
+from tests.node.standin_kubelet import Kubelet
+
+TRY = """
+import json, os, stat, sys
+def outcome(act):
+    try:
+        act()
+    except OSError as error:
+        return error.strerror
+    return "done"
+def make(kind, number):
+    os.mknod(f"/dev/made-{os.getpid()}", kind | 0o600, number)
+    os.unlink(f"/dev/made-{os.getpid()}")
+disk = os.stat(sys.argv[1]).st_rdev
+found = {"make a disk": outcome(lambda: make(stat.S_IFBLK, disk)),
+         "make a null": outcome(lambda: make(stat.S_IFCHR, os.makedev(1, 3))),
+         "read the disk": outcome(lambda: os.open(sys.argv[1], os.O_RDONLY)),
+         "write the disk": outcome(lambda: os.open(sys.argv[1], os.O_WRONLY))}
+for path in ("null", "urandom", "ptmx", "net/tun", "kmsg", "loop-control"):
+    found[path] = outcome(lambda: os.open(f"/dev/{path}", os.O_RDWR))
+print(json.dumps(found))
+"""
+REFUSED = "Operation not permitted"
+IN_FLOAT = {
+    **dict.fromkeys(("make a disk", "make a null", "read the disk", "write the disk", "kmsg", "loop-control"), REFUSED),
+    **dict.fromkeys(("null", "urandom", "ptmx", "net/tun"), "done"),
+}
+POWERLESS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[str]:
+    """Hold a block device."""
+    (tmp_path / "disk").write_bytes(bytes(1 << 20))
+    add = ["losetup", "--find", "--show", str(tmp_path / "disk")]
+    name = subprocess.run(add, check=True, capture_output=True, text=True).stdout.strip()
+    yield name
+    subprocess.run(["losetup", "--detach", name], check=True)
+
+
+def attempts(disk: str, *prefix: str, inside: bool = True) -> dict[str, str]:
+    """Return what happens to a process, in float or outside of the tree, that makes and opens devices."""
+    enter = ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(FLOAT.path / "cgroup.procs")) if inside else ()
+    argv = (*enter, *prefix, sys.executable, "-c", TRY, disk)
+    found: dict[str, str] = json.loads(subprocess.run(argv, check=True, stdout=subprocess.PIPE).stdout)
+    return found
+
+
+def status(controller: Controller) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(controller.socket))
+        connection.sendall(b'{"jsonrpc": "2.0", "method": "getStatus", "id": 1}\n')
+        with connection.makefile("rb") as answer:
+            result: dict[str, Any] = json.loads(answer.readline())["result"]
+            return result
+
+
+def test_a_process_in_float_makes_no_device_and_opens_no_disk(controller: Controller, disk: str) -> None:
+    assert set(attempts(disk, inside=False).values()) == {"done"}, "outside of the tree nothing changes"
+    assert attempts(disk) == IN_FLOAT, "whatever it may do"
+    assert attempts(disk, *POWERLESS) == IN_FLOAT, "and a node that is there does not help"
+    controller.kill()
+    assert attempts(disk) == IN_FLOAT, "the filter stays"
+
+
+def test_each_start_replaces_the_filter(controller: Controller, disk: str) -> None:
+    restarted(controller, "--allow-device", "b 7:* r", "--allow-device", "c 1:11 rw")
+    assert attempts(disk) == {**IN_FLOAT, "read the disk": "done", "kmsg": "done"}
+    assert status(controller)["faults"] == []
+    restarted(controller)
+    assert attempts(disk) == IN_FLOAT
+
+
+def restarted(controller: Controller, *more: str) -> None:
+    controller.kill()
+    argv = controller.argv
+    controller.argv = (*argv, *more)
+    controller.start()
+    controller.argv = argv
+
+
+def test_a_tree_that_was_made_anew_is_noticed(controller: Controller, disk: str) -> None:
+    assert controller.process is not None
+    controller.process.send_signal(signal.SIGSTOP)
+    until(lambda: gone(TREE), "the tree to be removed")
+    controller.process.send_signal(signal.SIGCONT)
+    until(FLOAT.path.exists, "the controller to make the tree again")
+    assert attempts(disk)["read the disk"] == "done"
+    assert any("was removed, and its device filter with it; restart" in fault for fault in status(controller)["faults"])
+    restarted(controller)
+    assert status(controller)["faults"] == []
+    assert attempts(disk) == IN_FLOAT
+
+
+def capabilities_of_the_daemon_set() -> list[str]:
+    """Return the capabilities that the manifest adds to none."""
+    text = PROJECT_MANIFEST.read_text()
+    assert "drop: [ALL]" in text
+    [added] = re.findall(r"add: \[(.*)\]", text)
+    return [f"+{name.strip().lower()}" for name in added.split(",")]
+
+
+@pytest.mark.parametrize("lacking", ["", "+sys_admin"])
+def test_the_capabilities_of_the_daemon_set_suffice_and_are_given_away(
+    kubelet: Kubelet, tmp_path: Path, disk: str, lacking: str
+) -> None:
+    given = ",".join(["-all", *(name for name in capabilities_of_the_daemon_set() if name != lacking)])
+    controller = Controller(kubelet, tmp_path / "sockets")
+    # With SYS_ADMIN it starts in a cgroup namespace of its own, as a container does; without, it could not leave that.
+    namespace = () if lacking else ("unshare", "--cgroup")
+    controller.argv = (*namespace, "setpriv", f"--bounding-set={given}", "--inh-caps=-all", *controller.argv)
+    try:
+        controller.start()
+        assert controller.process is not None
+        process = Path(f"/proc/{controller.process.pid}")
+        kept = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())
+        left = f"{1 << 1 | 1 << 19 | 1 << 24:016x}"
+        assert (kept["CapEff"], kept["CapPrm"], kept["CapInh"]) == (left, left, f"{0:016x}")
+        assert kept["NoNewPrivs"] == "1"
+        assert os.readlink(process / "ns" / "cgroup") == os.readlink("/proc/1/ns/cgroup")  # noqa: PTH115 - magic links
+        if lacking:
+            [fault] = status(controller)["faults"]
+            assert "cannot attach the device filter" in fault
+            assert "it takes CAP_SYS_ADMIN" in fault
+        else:
+            assert status(controller)["faults"] == []
+            assert attempts(disk) == IN_FLOAT
+    finally:
+        print(controller.log.read_text())
+        controller.end()
