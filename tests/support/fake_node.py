@@ -69,12 +69,12 @@ class Node:
                 if not part.endswith(".scope"):
                     group.write("cgroup.subtree_control", "+cpuset")
             group.write("cpuset.cpus", containers["instance"])
+        for pid in (1, os.getpid()):
+            node.put_process(pid, "/", inner=1, namespace=HOST_NAMESPACE)
         (node.proc / "meminfo").write_text(f"MemTotal: {RAM >> 10} kB\n")
         (node.proc / "sys/kernel").mkdir(parents=True)
         (node.proc / "sys/kernel/pid_max").write_text("4194304\n")
         (node.proc / "sys/kernel/threads-max").write_text("500000\n")
-        for pid in (1, os.getpid()):
-            node.put_process(pid, "/", inner=1, namespace=HOST_NAMESPACE)
         (node.proc / "self").symlink_to(str(os.getpid()))
         (node.proc / "devices").write_text("Character devices:\n  1 mem\n246 macvtap\n\nBlock devices:\n  8 sd\n")
         return node
