@@ -9,13 +9,12 @@ from typing import Literal
 import attrs
 
 from runner.cpuset import CpuSet
-from runner.facts.hardware import Hardware
+from runner.facts.hardware import Hardware, hugepages_resource
 from runner.kubelet.admission import UNSUPPORTED, Admission, Kubelet, KubeletConfiguration, Outcome, SimulatedNode
 from runner.kubelet.device_manager import Devices, peak_devices
 from runner.kubelet.explanation import Explanation, explain
 from runner.kubelet.general_filter import NodeAllocatable
 from runner.kubelet.manifests import OWN_RESOURCES, Manifest
-from runner.kubelet.memory_manager import hugepages_resource
 from runner.kubelet.pod import CPU, EPHEMERAL_STORAGE, MEMORY, Container, ContainerKind, Pod, format_bytes
 from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.state import Block, CpuState, MemoryState

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, hugepages_resource
 from runner.kubelet.memory_manager import (
     MemoryManager,
     check_reservation,
-    hugepages_resource,
     peak_memory,
 )
 from runner.kubelet.numa_masks import mask_of
