@@ -31,7 +31,12 @@ def test_the_kubelets_oom_score_adj_gives_the_qos_class(value: int, qos: str) ->
         (None, ALL, None),
         (PodQos("guaranteed"), SOME, None),
         (PodQos(), SOME, None),
-        (PodQos("guaranteed"), ALL, "the pod may use every CPU of the node ('0-7'), so none is its own"),
+        (
+            PodQos("guaranteed"),
+            ALL,
+            "the pod is Guaranteed, but may use every CPU of the node ('0-7'), so none is its own",
+        ),
+        (PodQos(), ALL, "the pod may use every CPU of the node ('0-7'), so none is its own"),
         (PodQos("burstable", "a word"), SOME, "the pod is Burstable (a word), so it shares its CPUs with other pods"),
         (PodQos("besteffort", "a word"), SOME, "the pod is BestEffort (a word), so it shares its CPUs with other pods"),
     ],
