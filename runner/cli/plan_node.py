@@ -42,6 +42,8 @@ from runner.spec.instance import declared_variables, parse_instance
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 
+PACKAGE = Path(__file__).parents[1]
+"""This package, in which a wheel has the examples (``pyproject.toml``)."""
 PLACEHOLDER = "unset"
 """The value of a variable that a spec declares and that is not set where only a plan is made."""
 WIDTH = 120
@@ -209,8 +211,11 @@ def _fit(spec: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]
 
 
 def _bytes(path: str, what: str) -> bytes:
+    """Read the file *path*, or the example of the documents that it names: an installed package has these as well."""
+    example = PACKAGE / path
+    named = path.startswith("examples/") and ".." not in example.parts and not Path(path).exists() and example.is_file()
     try:
-        return Path(path).read_bytes()
+        return (example if named else Path(path)).read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read the {what} {path!r}") from error
 
