@@ -46,7 +46,15 @@ def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="cpu_manager_state or memory_manager_state, or the kubelet's directory with both; a pod that is in only one "
-        "of the two files is taken as ended, and a note says so (repeatable)",
+        "of the two files is taken as ended, and a note says so; without --running also as running (repeatable)",
+    )
+    add(
+        "--running",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="all pods that are on the node, whose requests count: kubectl get pods -A -o yaml --field-selector "
+        "spec.nodeName=NAME (repeatable)",
     )
     add("--kubelet", metavar="VERSION", help="the kubelet's version (default: the newest that is known)")
     add(
@@ -89,7 +97,7 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
     """Raise :exc:`~runner.errors.UsageError` for arguments that do not go together, before any file is read."""
     given = [
         name
-        for name in ("pod", "state", "device", "what_if", "svg", "kubelet", "host", "sys")
+        for name in ("pod", "state", "running", "device", "what_if", "svg", "kubelet", "host", "sys")
         if getattr(arguments, name)
     ]
     options = ", ".join(f"--{name.replace('_', '-')}" for name in given)

@@ -21,9 +21,19 @@ from runner.facts.hardware import Hardware
 from runner.kernel.kubelet_files import read_state_file
 from runner.kernel.sysfs import read_hardware
 from runner.kubelet.configuration import changed, configuration_among, parse_kubelet_configuration
-from runner.kubelet.device_manager import Devices
+from runner.kubelet.device_manager import Devices, peak_devices
 from runner.kubelet.manifests import Manifest, parse_manifests
-from runner.kubelet.node_plan import Fit, NodePlan, States, WhatIf, fit_of, plan_node, start_node
+from runner.kubelet.node_plan import (
+    Fit,
+    KnownPods,
+    NodePlan,
+    States,
+    WhatIf,
+    fit_of,
+    plan_node,
+    start_node,
+    unclear_pods,
+)
 from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
 from runner.kubelet.report.svg import picture_svg
 from runner.kubelet.report.text import hardware_line, node_json, node_lines
@@ -32,13 +42,12 @@ from runner.spec.instance import declared_variables, parse_instance
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 
+PACKAGE = Path(__file__).parents[1]
+"""This package, in which a wheel has the examples (``pyproject.toml``)."""
 PLACEHOLDER = "unset"
 """The value of a variable that a spec declares and that is not set where only a plan is made."""
 WIDTH = 120
 """Columns of the output where it is no terminal."""
-
-POD_LEVEL_RESOURCES_SINCE = 34
-"""Minor version since which the feature gate ``PodLevelResources`` is on."""
 
 
 def record(arguments: argparse.Namespace) -> int:
@@ -59,14 +68,23 @@ def plan(arguments: argparse.Namespace) -> bool:
     document = configuration_among(parse_yaml(arguments.node, _bytes(arguments.node, "kubelet configuration")))
     devices = _devices(arguments.device, hardware)
     states = _states(arguments.state)
-    manifests, notes = _manifests(arguments.pod, document, minor)
-    if states.cpu and not states.memory:
-        notes.append(f"no {MEMORY_STATE} was given: no memory is taken as booked")
+    pods, on_node = _pods(arguments.pod), _pods(arguments.running)
+    notes = [] if states.memory or not states.cpu else [f"no {MEMORY_STATE} was given: no memory is taken as booked"]
 
     def planned(configured: Value) -> NodePlan:
         configuration, remarks = parse_kubelet_configuration(configured, hardware, minor)
-        before = start_node(hardware, configuration, devices, states)
-        return plan_node(hardware, configuration, before, manifests, (*remarks, *notes))
+        manifests, skipped = parse_manifests(pods, pod_level_resources=configuration.pod_level_resources)
+        if pods and not manifests:
+            raise UsageError(f"cannot plan: no pod is in {', '.join(map(repr, arguments.pod))}")
+        running = None
+        if arguments.running:
+            running, left_out = _running(on_node, pod_level_resources=configuration.pod_level_resources)
+            skipped += left_out
+        before = start_node(hardware, configuration, devices, states, running)
+        unclear = {} if arguments.running else unclear_pods(states)
+        known: KnownPods = "all" if arguments.running else "exclusive" if states != States() else "none"
+        node = plan_node(hardware, configuration, before, manifests, unclear=unclear, known=known)
+        return attrs.evolve(node, notes=(*remarks, *skipped, *notes, *node.notes))
 
     try:
         node = planned(document)
@@ -98,15 +116,27 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
     return Hardware.from_json(_text(arguments.host, "host record"), arguments.host)
 
 
-def _manifests(paths: Iterable[str], configuration: Value, minor: int) -> tuple[list[Manifest], list[str]]:
-    """Read all pods; those of one file come after those of the file before it."""
-    documents = [document for path in paths for document in parse_yaml(path, _bytes(path, "manifest"))]
-    gate = configuration.get("featureGates", {}).get("PodLevelResources")
-    on = gate.flag() if gate else minor >= POD_LEVEL_RESOURCES_SINCE
-    manifests, notes = parse_manifests(documents, pod_level_resources=on)
-    if paths and not manifests:
-        raise UsageError(f"cannot plan: no pod is in {', '.join(map(repr, paths))}")
-    return manifests, notes
+def _pods(paths: Iterable[str]) -> list[Value]:
+    """Read the documents of all files; those of one file come after those of the file before it."""
+    return [document for path in paths for document in parse_yaml(path, _bytes(path, "manifest"))]
+
+
+def _running(documents: Iterable[Value], *, pod_level_resources: bool) -> tuple[list[Manifest], list[str]]:
+    """Return the pods on the node that have not ended, and a sentence for each other document, or for their devices."""
+    manifests, notes = parse_manifests(documents, pod_level_resources=pod_level_resources)
+    nodes = sorted({manifest.node_name for manifest in manifests} - {""})
+    if len(nodes) > 1:
+        raise UsageError(
+            f"cannot use --running: its pods are on several nodes ({', '.join(nodes)}); list those of one:"
+            f" kubectl get pods -A --field-selector spec.nodeName={nodes[0]} -o yaml"
+        )
+    running = [manifest for manifest in manifests if not manifest.ended]
+    for resource in sorted({name for manifest in running for name in peak_devices(manifest.pod)}):
+        count = sum(peak_devices(manifest.pod).get(resource, 0) for manifest in running)
+        notes.append(
+            f"running pods hold {count} of {resource!r}, of unknown NUMA nodes: count only the others in --device"
+        )
+    return running, notes
 
 
 def _states(paths: Iterable[str]) -> States:
@@ -181,8 +211,11 @@ def _fit(spec: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]
 
 
 def _bytes(path: str, what: str) -> bytes:
+    """Read the file *path*, or the example of the documents that it names: an installed package has these as well."""
+    example = PACKAGE / path
+    named = path.startswith("examples/") and ".." not in example.parts and not Path(path).exists() and example.is_file()
     try:
-        return Path(path).read_bytes()
+        return (example if named else Path(path)).read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read the {what} {path!r}") from error
 

@@ -143,10 +143,11 @@ def check_agreement(asked: CpuSet, choices: Iterable[CpuSet], scope: CpuSet, pod
     if asked in choices and asked == scope:
         return
     recorded = " or ".join(f"'{cpus}'" for cpus in choices) or "nothing"
+    remedy = "" if choices else "; whole CPUs of a Guaranteed pod without spec.resources are exclusive, and no others"
     raise RequestRefusedError(
         CPUSET,
         f"cannot register instance {pod_uid!r} with CPUs '{asked}': the kubelet's state has {recorded}, the container's "
-        f"cpuset.cpus '{scope}'",
+        f"cpuset.cpus '{scope}'{remedy}",
         lasting=scope in choices,
         requested=str(asked),
         kubelet=" or ".join(map(str, choices)),

@@ -64,6 +64,23 @@ def hugetlb_name(page_size: int) -> str:
     )
 
 
+def hugepages_resource(page_size: int) -> str:
+    """Return the resource name of huge pages of *page_size* bytes in Kubernetes, such as ``hugepages-2Mi``."""
+    return next(
+        f"hugepages-{page_size >> shift}{unit}"
+        for shift, unit in ((30, "Gi"), (20, "Mi"), (10, "Ki"))
+        if page_size >> shift
+    )
+
+
+def huge_limit_variable(page_size: int) -> str:
+    """Return the environment variable with the container's limit of huge pages, such as ``LIMITS_HUGEPAGES_2MI``.
+
+    The pod sets it from the Downward API (``resourceFieldRef: limits.hugepages-2Mi``), in bytes.
+    """
+    return f"LIMITS_{hugepages_resource(page_size).upper().replace('-', '_')}"
+
+
 @attrs.frozen
 class NumaNode:
     """One NUMA node; it may have no CPUs (CXL memory) or no memory.

@@ -12,7 +12,8 @@ class HugeFact:
     """The limits of this process for huge pages of one size; :class:`~runner.facts.hardware.HugepagePool` counts free ones."""
 
     limit: int | None = None
-    """Bytes: the smallest ``hugetlb.<size>.max`` and ``.rsvd.max`` of its cgroups; ``None`` without a limit."""
+    """Bytes: the smallest of ``hugetlb.<size>.max`` and ``.rsvd.max`` of its cgroups that can be seen, and of the container's
+    limit as the Downward API gives it; ``None`` without any."""
     promised: int = 0
     """Free pages that are reserved for other processes, which have mapped but not yet touched them (``resv_hugepages``)."""
 

@@ -16,8 +16,9 @@ import attrs
 import trio
 
 from runner.cpuset import CpuSet
-from runner.errors import HostError, explain
+from runner.errors import HostError, RefusedError, explain
 from runner.facts.disk import DocumentFact, FileFact, LateDiskFacts
+from runner.facts.hardware import huge_limit_variable, hugepages_resource
 from runner.facts.host import HostFacts, Kvm, PodName, PodQos, User, Virtiofsd
 from runner.facts.memory import HugeFact, MemoryLimits
 from runner.facts.network import Interface, Resolver
@@ -135,12 +136,30 @@ def _memory_limits(spec: InstanceSpec, procfs: Procfs, roots: Roots, cgroup: str
     return MemoryLimits(
         memory=min(memory_limits(mount, cgroup), default=None),
         huge={
-            pool.size: HugeFact(min(huge_limits(mount, cgroup, pool.size), default=None), pool.promised)
+            pool.size: HugeFact(read_huge_limit(mount, cgroup, pool.size, os.environ), pool.promised)
             for pool in (read_huge_pools(roots.sys.parent) if spec.memory.hugepages else ())
         },
         lockable=lockable,
         may_lock=may_lock,
     )
+
+
+def read_huge_limit(mount: PurePosixPath, cgroup: str, page_size: int, environment: Mapping[str, str]) -> int | None:
+    """Return the limit in bytes of this container's huge pages of *page_size* bytes; ``None`` if none can be seen.
+
+    By default containerd sets no limit for a container, but the kubelet does for its pod (``disable_hugetlb_controller``
+    of the CRI plugin). The pod's cgroup is hidden in a cgroup namespace, and its limit is that of all containers
+    together. So the pod can give the container's own limit in an environment variable; there 0 is no limit.
+    """
+    found = list(huge_limits(mount, cgroup, page_size))
+    name = huge_limit_variable(page_size)
+    value = environment.get(name, "0")
+    if not (value.isascii() and value.isdecimal()) or int(value) % page_size:
+        raise RefusedError(
+            f"cannot use {name}={value!r}: it must be bytes, a multiple of the page size {page_size}",
+            remedy=f"set it with resourceFieldRef: limits.{hugepages_resource(page_size)}, without a divisor",
+        )
+    return min((*found, *filter(None, [int(value)])), default=None)
 
 
 def _io_uring_error(disks: Iterable[DiskSpec]) -> str | None:

@@ -1,8 +1,11 @@
 """The admission of pods by the kubelet of one node, and its state between them.
 
 Modelled on ``pkg/kubelet/cm/topologymanager/scope_{none,container,pod}.go`` and ``container_manager_linux.go`` of
-Kubernetes 1.33 to 1.36.3. A :class:`SimulatedNode` is a value: admitting a pod returns a new node and does not change
-the old one, so that alternatives can be tried.
+Kubernetes 1.33 to 1.36.3. The order of the handlers is that of ``pkg/kubelet/kubelet.go``, ``NewMainKubelet``: first the
+managers, then the general filter, then the check of the pod's features.
+
+A :class:`SimulatedNode` is a value: admitting a pod returns a new node and does not change the old one, so that
+alternatives can be tried.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from runner.facts.hardware import Hardware
 from runner.kubelet.cpu_assignment import CpuTopology
 from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions
 from runner.kubelet.device_manager import DeviceManager, Devices, DeviceState
+from runner.kubelet.general_filter import Insufficient, NodeAllocatable, PreemptionError, insufficient, preempted
 from runner.kubelet.memory_manager import MemoryManager, check_reservation
 from runner.kubelet.pod import MEMORY, Container, Pod
 from runner.kubelet.quirks import (
@@ -44,6 +48,8 @@ from runner.kubelet.topology_manager import (
 
 REJECTION = "TopologyAffinityError"
 REJECTION_MESSAGE = "Resources cannot be allocated with Topology locality"
+UNSUPPORTED = "PodLevelResourcesNotSupported"
+UNSUPPORTED_MESSAGE = "PodLevelResources feature gate is disabled"
 NO_AFFINITY = Hint(None, preferred=False)
 """The affinity that the managers get where the Topology Manager asked no provider for hints."""
 
@@ -69,6 +75,11 @@ class KubeletConfiguration:
     topology_manager_policy: str = "none"
     topology_manager_scope: str = "container"
     topology_manager_policy_options: Mapping[str, str] = attrs.field(factory=dict)
+    max_pods: int = 110
+    pods_per_core: int = 0
+    """Largest number of pods for each CPU; 0 for no such limit."""
+    pod_level_resources: bool = True
+    """The feature gate ``PodLevelResources``, on since 1.34."""
 
 
 @attrs.frozen
@@ -80,6 +91,7 @@ class Kubelet:
     memory_manager: MemoryManager | None
     quirks: frozenset[Quirk]
     device_manager: DeviceManager
+    pod_level_resources: bool
 
     @classmethod
     def configured(
@@ -102,6 +114,7 @@ class Kubelet:
             _memory_manager(hardware, configuration),
             known,
             DeviceManager(tuple(node.id for node in hardware.numa_nodes), devices),
+            configuration.pod_level_resources,
         )
 
     @property
@@ -246,6 +259,10 @@ class Admission:
     """The merged hint of each container that was considered; empty with policy ``none``."""
     node: SimulatedNode
     """The node after the admission."""
+    insufficient: tuple[Insufficient, ...] = ()
+    """The reasons of the general filter, if it rejects the pod; *reason* and *message* are those of the first."""
+    preempted: tuple[Pod, ...] = ()
+    """The pods that the kubelet ends to admit this critical one."""
 
     @property
     def admitted(self) -> bool:
@@ -284,6 +301,10 @@ class SimulatedNode:
     stale_cpus: frozenset[str] = frozenset()
     stale_memory: frozenset[str] = frozenset()
     stale_devices: frozenset[str] = frozenset()
+    active: Mapping[str, Pod] = attrs.field(factory=dict)
+    """The known admitted pods that have not ended, by UID; the general filter counts their requests."""
+    allocatable: NodeAllocatable | None = None
+    """What the general filter compares with; ``None`` for a node without it."""
 
     @property
     def shared_pool(self) -> CpuSet:
@@ -298,7 +319,8 @@ class SimulatedNode:
 
     def without(self, *pod_uids: str) -> SimulatedNode:
         """Return the node after the pods *pod_uids* have ended; the resources of stale pods are released as well."""
-        return self.with_devices_back(*pod_uids).with_cpus_back(*pod_uids).with_memory_back(*pod_uids)
+        node = self.with_devices_back(*pod_uids).with_cpus_back(*pod_uids).with_memory_back(*pod_uids)
+        return attrs.evolve(node, active={uid: pod for uid, pod in node.active.items() if uid not in pod_uids})
 
     def with_devices_back(self, *pod_uids: str) -> SimulatedNode:
         """Release the devices of stale pods and of *pod_uids*."""
@@ -322,35 +344,72 @@ class SimulatedNode:
         return attrs.evolve(self, memory=memory, stale_memory=frozenset())
 
     def admit(self, pod: Pod) -> Admission:
-        """Return the admission of *pod* (``Manager.Admit``); rejecting, hanging and crashing are outcomes, not exceptions."""
+        """Return the admission of *pod* (``canAdmitPod``); rejecting, hanging and crashing are outcomes, not exceptions."""
         attempt = _Attempt(pod, self)
-        outcome, reason, message = Outcome.ADMITTED, "", ""
+        rejection: _RejectedError | None = None
+        ended: tuple[Pod, ...] = ()
         try:
             attempt.run()
-        except _RejectedError:
-            outcome, reason, message = Outcome.REJECTED, REJECTION, REJECTION_MESSAGE
+            ended = self._filter(pod)
+            self._check_features(pod)
+        except _RejectedError as error:
+            rejection = error
         except AllocationError as error:
-            outcome, reason, message = Outcome.REJECTED, error.reason, str(error)
+            message = str(error)
             if error.reason == AllocationError.reason:
                 message = f"Allocate failed due to {error}, which is unexpected"
+            rejection = _RejectedError(error.reason, message)
         except KubeletHangsError as error:
             return Admission(pod, Outcome.HANGS, "", str(error), tuple(attempt.steps), attempt.affinity, self)
         except KubeletCrashesError as error:
             return Admission(pod, Outcome.CRASHES, "", str(error), tuple(attempt.steps), attempt.affinity, self)
-        after = attempt.node
-        if outcome is Outcome.REJECTED:
-            stale = {pod.pod_uid}
-            after = attrs.evolve(
-                after,
-                stale_cpus=after.stale_cpus | stale,
-                stale_memory=after.stale_memory | stale,
-                stale_devices=after.stale_devices | stale,
-            )
-        return Admission(pod, outcome, reason, message, tuple(attempt.steps), attempt.affinity, after)
+        steps, affinity = tuple(attempt.steps), attempt.affinity
+        if rejection:
+            after = attempt.node.ending(pod.pod_uid)
+            reason, message = rejection.reason, rejection.message
+            return Admission(pod, Outcome.REJECTED, reason, message, steps, affinity, after, rejection.insufficient)
+        after = attempt.node.ending(*(each.pod_uid for each in ended))
+        after = attrs.evolve(after, active={**after.active, pod.pod_uid: pod})
+        return Admission(pod, Outcome.ADMITTED, "", "", steps, affinity, after, preempted=ended)
+
+    def ending(self, *pod_uids: str) -> SimulatedNode:
+        """Return the node with the pods *pod_uids* inactive; they hold their resources until the next admission."""
+        return attrs.evolve(
+            self,
+            stale_cpus=self.stale_cpus.union(pod_uids),
+            stale_memory=self.stale_memory.union(pod_uids),
+            stale_devices=self.stale_devices.union(pod_uids),
+            active={uid: pod for uid, pod in self.active.items() if uid not in pod_uids},
+        )
+
+    def _filter(self, pod: Pod) -> tuple[Pod, ...]:
+        """Return the pods that end so that *pod* passes the general filter; raise :exc:`_RejectedError` if it does not."""
+        if self.allocatable is None:
+            return ()
+        others = tuple(other for uid, other in self.active.items() if uid != pod.pod_uid)
+        missing = insufficient(pod, others, self.allocatable)
+        if not missing:
+            return ()
+        if not pod.critical:
+            raise _RejectedError(missing[0].reason, str(missing[0]), missing)
+        try:
+            return preempted(pod, missing, others)
+        except PreemptionError as error:
+            message = f"Unexpected error while attempting to recover from admission failure: {error}"
+            raise _RejectedError(AllocationError.reason, message, missing) from error
+
+    def _check_features(self, pod: Pod) -> None:
+        """Raise :exc:`_RejectedError` for a pod with a feature that is off (``isPodLevelResourcesSupported``)."""
+        if pod.pod_level_resources and not self.kubelet.pod_level_resources:
+            raise _RejectedError(UNSUPPORTED, UNSUPPORTED_MESSAGE)
 
 
 class _RejectedError(Exception):
-    """The Topology Manager's policy does not admit the merged hint."""
+    """A handler of the kubelet does not admit the pod."""
+
+    def __init__(self, reason: str, message: str, missing: tuple[Insufficient, ...] = ()) -> None:
+        super().__init__(reason, message)
+        self.reason, self.message, self.insufficient = reason, message, missing
 
 
 class _Attempt:
@@ -380,7 +439,7 @@ class _Attempt:
         merged = kubelet.topology_manager.merge(hints.values())
         self.steps.append(Step(container.name if container else None, hints, merged))
         if not merged.admitted:
-            raise _RejectedError
+            raise _RejectedError(REJECTION, REJECTION_MESSAGE)
         return merged.hint
 
     def _allocate(self, container: Container, affinity: Hint) -> None:

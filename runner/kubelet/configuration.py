@@ -27,6 +27,10 @@ from runner.spec.value import Value
 
 KIND = "KubeletConfiguration"
 API_VERSION = "kubelet.config.k8s.io/v1beta1"
+DEFAULT_MAX_PODS = 110
+"""``maxPods`` if the file has none."""
+POD_LEVEL_RESOURCES_SINCE = 34
+"""Minor version since which the feature gate ``PodLevelResources`` is on."""
 DEFAULT_EVICTION = "100Mi"
 """``evictionHard["memory.available"]`` if the file has no ``evictionHard``."""
 
@@ -47,6 +51,8 @@ TABLE_KEYS = (
     "featureGates",
 )
 """Keys whose value is a table of strings; of booleans for ``featureGates``."""
+NUMBER_KEYS = ("maxPods", "podsPerCore")
+"""Keys whose value is a whole number."""
 OTHER_KEYS = ("reservedMemory", "mergeDefaultEvictionSettings", "systemReservedCgroup", "kubeReservedCgroup")
 SIMILAR_KEYS = (
     "cpuManagerReconcilePeriod",
@@ -139,6 +145,9 @@ def parse_kubelet_configuration(
         topology_manager_policy=words["topologyManagerPolicy"] or Policy.NONE.value,
         topology_manager_scope=words["topologyManagerScope"] or Scope.CONTAINER.value,
         topology_manager_policy_options=topology_options,
+        max_pods=_count(document, "maxPods", DEFAULT_MAX_PODS),
+        pods_per_core=_count(document, "podsPerCore", 0),
+        pod_level_resources=gates.get("PodLevelResources", minor >= POD_LEVEL_RESOURCES_SINCE),
     )
     return configuration, tuple(_notes(document, configuration, gates, millicpus))
 
@@ -146,6 +155,15 @@ def parse_kubelet_configuration(
 def _word(document: Value, key: str) -> str:
     value = document.get(key)
     return value.text() if value else ""
+
+
+def _count(document: Value, key: str, default: int) -> int:
+    value = document.get(key)
+    if type(value.value) is int and value.value < 0:
+        flag = {"maxPods": "--max-pods", "podsPerCore": "--pods-per-core"}[key]
+        raise KubeletConfigError(f"invalid configuration: {key} ({flag}) {value.value} must not be a negative number")
+    # The defaults take the place of 0 (defaults.go).
+    return (value.number() if value else 0) or default
 
 
 def _strings(table: Value) -> dict[str, str]:
@@ -268,7 +286,7 @@ def _reserved_memory(document: Value, hardware: Hardware) -> dict[int, dict[str,
 def _notes(
     document: Value, configuration: KubeletConfiguration, gates: Mapping[str, bool], millicpus: int
 ) -> Iterator[str]:
-    known = (*STRING_KEYS, *TABLE_KEYS, *OTHER_KEYS, *SIMILAR_KEYS)
+    known = (*STRING_KEYS, *TABLE_KEYS, *NUMBER_KEYS, *OTHER_KEYS, *SIMILAR_KEYS)
     for value in document.members():
         near = difflib.get_close_matches(value.key.lower(), [key.lower() for key in known], 1, 0.85)
         if near and value.key not in known:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 from runner.cpuset import CpuSet
-from runner.kubelet.admission import Admission, Outcome, SimulatedNode, Step
+from runner.kubelet.admission import UNSUPPORTED, Admission, Outcome, SimulatedNode, Step
 from runner.kubelet.cpu_manager import CpuManager, exclusive_cpus, exclusive_cpus_of_pod
 from runner.kubelet.device_manager import peak_devices
 from runner.kubelet.memory_manager import peak_memory
@@ -114,7 +114,8 @@ class Alternative:
 class Explanation:
     """An *admission* and its reasons.
 
-    *merges* are in their order (none with policy ``none``). *shortages* and *alternatives* are empty if the pod is admitted.
+    *merges* are in their order (none with policy ``none``). *shortages* and *alternatives* are empty if the managers admit
+    the pod: what the general filter compares does not depend on NUMA nodes and policies.
     """
 
     admission: Admission
@@ -128,7 +129,7 @@ def explain(node: SimulatedNode, pod: Pod) -> Explanation:
     admission = node.admit(pod)
     policy = node.kubelet.topology_manager.policy
     merges = tuple(_merge(step, pod, policy) for step in admission.steps)
-    if admission.admitted:
+    if admission.admitted or admission.insufficient or admission.reason == UNSUPPORTED:
         return Explanation(admission, merges)
     return Explanation(
         admission,

@@ -6,13 +6,24 @@ the API server's defaults (requests from limits) and refuses ``resources`` that 
 
 from __future__ import annotations
 
-import enum
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 
 import attrs
 
-from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Container, ContainerKind, Pod, read_quantity
+from runner.kubelet.pod import (
+    CPU,
+    EPHEMERAL_STORAGE,
+    HUGEPAGES_PREFIX,
+    MEMORY,
+    SYSTEM_CRITICAL_PRIORITY,
+    Container,
+    ContainerKind,
+    Pod,
+    QosClass,
+    read_quantity,
+)
 from runner.spec.value import Value
 
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
@@ -24,16 +35,22 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
     "CronJob": ("spec", "jobTemplate", "spec", "template"),
 }
 """Kind → the keys that lead to the object with the pod's ``metadata`` and ``spec``."""
-QOS_RESOURCES = ("cpu", MEMORY)
+QOS_RESOURCES = (CPU, MEMORY)
 """``supportedQoSComputeResources``."""
-
-
-class QosClass(enum.Enum):
-    """``status.qosClass`` of a pod."""
-
-    GUARANTEED = "Guaranteed"
-    BURSTABLE = "Burstable"
-    BEST_EFFORT = "BestEffort"
+PRIORITIES = {
+    "system-cluster-critical": SYSTEM_CRITICAL_PRIORITY,
+    "system-node-critical": SYSTEM_CRITICAL_PRIORITY + 1000,
+}
+"""The priority classes that every cluster has; others are below ``SystemCriticalPriority``."""
+OWN_RESOURCES = (
+    "for exclusive CPUs leave spec.resources out, and give every container whole CPUs and memory with requests equal to"
+    " limits"
+)
+"""The remedy for a pod whose pod-level resources keep it in the shared pool."""
+CONFIG_SOURCE, MIRROR = "kubernetes.io/config.source", "kubernetes.io/config.mirror"
+"""Annotations: where the kubelet has read a pod; on the API server's copy of a static pod, the static pod's UID."""
+ENDED = frozenset({"Succeeded", "Failed"})
+"""``status.phase`` of pods that the kubelet does not count."""
 
 
 @attrs.frozen
@@ -49,6 +66,10 @@ class Manifest:
     """Sentences: why it is not Guaranteed."""
     notes: tuple[str, ...] = ()
     """Sentences: other properties that decide about its CPUs."""
+    node_name: str = ""
+    """``spec.nodeName``; empty for a pod that is assigned to no node."""
+    ended: bool = False
+    """Whether all of its containers have ended."""
 
 
 @attrs.frozen
@@ -111,22 +132,91 @@ def _manifest(document: Value, kind: str, *, pod_level_resources: bool) -> Manif
             containers.append(_container(name_of, resources[name_of], ContainerKind.SIDECAR if sidecar else default))
     if not any(container.kind is ContainerKind.APP for container in containers):
         spec.get("containers").fail("must hold at least one container")
-    whole = _resources(spec.get("resources", {}))
-    together = bool(whole.requests or whole.limits)
-    if together and pod_level_resources:
+    whole = _pod_level(spec.get("resources", {}), containers, resources)
+    # An empty spec.resources counts as well (ComputePodQOS).
+    if spec.get("resources") and pod_level_resources:
         qos, why = _qos({"the pod": whole})
     else:
         qos, why = _qos({f"container {each!r}": resources[each] for each in resources})
-    pod = Pod(pod_uid, tuple(containers), guaranteed=qos is QosClass.GUARANTEED, pod_level_resources=together)
-    notes = _notes(document, spec, pod, resources)
-    return Manifest(name, document.source, pod, qos, tuple(why), tuple(notes))
+    overhead = {each.key: read_quantity(each) for each in spec.get("overhead", {}).members()}
+    annotations = document.get("metadata", {}).get("annotations", {})
+    pod = Pod(
+        pod_uid,
+        tuple(containers),
+        qos,
+        pod_level_resources=bool(whole.requests or whole.limits),
+        pod_level_requests=_rounded(whole.requests) if pod_level_resources else {},
+        overhead=_rounded(overhead),
+        priority=_priority(spec),
+        static=bool(annotations.get(MIRROR)) or _word(annotations.get(CONFIG_SOURCE)) not in {"", "api"},
+    )
+    return Manifest(
+        name,
+        document.source,
+        pod,
+        qos,
+        tuple(why),
+        tuple(_notes(document, spec, pod, resources)),
+        node_name=_word(spec.get("nodeName")),
+        ended=_word(document.get("status", {}).get("phase")) in ENDED,
+    )
+
+
+def _priority(spec: Value) -> int | None:
+    """Return ``spec.priority``, or that of a ``priorityClassName`` that every cluster has."""
+    value = spec.get("priority")
+    if value and type(value.value) is not int:
+        value.fail(f"must be a whole number, found {value.value!r}")
+    return value.value if value else PRIORITIES.get(_word(spec.get("priorityClassName")))
+
+
+def _word(value: Value) -> str:
+    return value.text() if value else ""
+
+
+def _pod_level(value: Value, containers: Iterable[Container], parts: Mapping[str, _Resources]) -> _Resources:
+    """Return ``spec.resources`` after the API server's defaults (``defaultHugePagePodLimits``, ``defaultPodRequests``).
+
+    *parts* are the resources of *containers*. A request that is missing is what the containers request together, and only
+    where they request nothing the limit.
+    """
+    own = _amounts(value, "requests")
+    limits = _amounts(value, "limits")
+    if not own and not limits:
+        return _Resources({}, {})
+    for name in (*own, *limits):
+        if not _is_pod_level(name):
+            value.fail(f"must be of cpu, memory and hugepages-SIZE for a whole pod, found {name!r}")
+    peaks = Pod("", tuple(containers)).requests
+    named = dict.fromkeys(name for part in parts.values() for name in part.requests if _is_pod_level(name))
+    requested = {name: Fraction(peaks[name], 1000 if name == CPU else 1) for name in named}
+    # A container's limit of huge pages is its request.
+    huge = {name: amount for name, amount in requested.items() if name.startswith(HUGEPAGES_PREFIX)}
+    limits = {name: amount for name, amount in huge.items() if name not in own} | limits
+    requests = limits | {name: requested[name] for name in requested.keys() - huge.keys() if limits} | own
+    for name, amount in requested.items():
+        if amount > requests.get(name, amount):
+            where = value.get("requests" if name in own else "limits").get(name)
+            where.fail(f"must not be below the {_spelled(amount)} that its containers request together")
+    for container, part in parts.items():
+        for name, amount in part.limits.items():
+            if amount > limits.get(name, amount):
+                where = value.get("limits").get(name)
+                where.fail(f"must not be below the limit of container {container!r}, {_spelled(amount)}")
+    _check_pairs(value, own, requests, limits)
+    return _Resources(requests, limits)
+
+
+def _is_pod_level(resource: str) -> bool:
+    """Tell whether ``spec.resources`` of a pod may name *resource* (``IsSupportedPodLevelResource``)."""
+    return resource in QOS_RESOURCES or resource.startswith(HUGEPAGES_PREFIX)
 
 
 def _identity(document: Value, kind: str) -> tuple[str, str]:
     """Return the name and the UID of the pod; a controller gives the pods that it creates other names and UIDs."""
     metadata = document.get("metadata", {})
     name = next((each.text() for each in map(metadata.get, ("name", "generateName")) if each), kind.lower())
-    pod_uid = metadata.get("uid")
+    pod_uid = metadata.get("annotations", {}).get(MIRROR) or metadata.get("uid")
     return name, pod_uid.text() if pod_uid and kind == "Pod" else name
 
 
@@ -134,16 +224,14 @@ def _container(name: str, resources: _Resources, kind: ContainerKind) -> Contain
     devices = {
         resource: int(amount) for resource, amount in resources.limits.items() if _is_device(resource) and amount
     }
-    return attrs.evolve(Container.requesting(name, _exactly(resources.requests), kind), devices=devices)
+    requests = _rounded(resources.requests)
+    memory = {key: amount for key, amount in requests.items() if key == MEMORY or key.startswith(HUGEPAGES_PREFIX)}
+    return Container(name, requests.get(CPU, 0), memory, kind, devices, requests.get(EPHEMERAL_STORAGE, 0))
 
 
-def _exactly(requests: Mapping[str, Fraction]) -> dict[str, str]:
-    """Return *requests* as text in thousandths of CPUs and whole bytes, rounded up."""
-    spelled = {}
-    for resource, amount in requests.items():
-        unit = 1000 if resource == "cpu" else 1
-        spelled[resource] = f"{-(-amount * unit // 1)}{'m' if unit > 1 else ''}"
-    return spelled
+def _rounded(amounts: Mapping[str, Fraction]) -> dict[str, int]:
+    """Return *amounts* in thousandths of CPUs and whole bytes, rounded up."""
+    return {resource: math.ceil(amount * 1000 if resource == CPU else amount) for resource, amount in amounts.items()}
 
 
 def _is_device(resource: str) -> bool:
@@ -151,13 +239,24 @@ def _is_device(resource: str) -> bool:
     return "/" in resource and not resource.split("/", maxsplit=1)[0].endswith("kubernetes.io")
 
 
+def _amounts(value: Value, key: str) -> dict[str, Fraction]:
+    return {each.key: read_quantity(each) for each in value.get(key, {}).members()}
+
+
 def _resources(value: Value) -> _Resources:
-    limits = {each.key: read_quantity(each) for each in value.get("limits", {}).members()}
-    own = {each.key: read_quantity(each) for each in value.get("requests", {}).members()}
+    limits, own = _amounts(value, "limits"), _amounts(value, "requests")
     requests = limits | own
+    _check_pairs(value, own, requests, limits)
+    return _Resources(requests, limits)
+
+
+def _check_pairs(
+    value: Value, own: Mapping[str, Fraction], requests: Mapping[str, Fraction], limits: Mapping[str, Fraction]
+) -> None:
+    """Refuse *requests*, of which *own* are in the manifest, that do not go with their *limits*."""
     for resource, amount in requests.items():
         limit = limits.get(resource)
-        where = value.get("requests" if resource in own else "limits").get(resource)
+        where = value.get("requests" if resource in own else "limits", {}).get(resource)
         if limit is not None and amount > limit:
             where.fail(f"must be less than or equal to the limit, {_spelled(limit)}")
         if _is_device(resource) or resource.startswith(HUGEPAGES_PREFIX):
@@ -165,7 +264,6 @@ def _resources(value: Value) -> _Resources:
                 where.fail("must have a limit that is the same")
             if amount % 1:
                 where.fail(f"must be a whole number, found {_spelled(amount)}")
-    return _Resources(requests, limits)
 
 
 def _spelled(amount: Fraction) -> str:
@@ -197,7 +295,11 @@ def _notes(document: Value, spec: Value, pod: Pod, resources: Mapping[str, _Reso
     if isinstance(replicas, int) and not isinstance(replicas, bool) and replicas != 1:
         yield f"{replicas} replicas, planned as one pod; name the file once for each that comes to this node"
     if pod.pod_level_resources:
-        yield "it has pod-level resources (spec.resources): the static CPU and Memory Managers leave it alone"
+        yield (
+            "it has pod-level resources (spec.resources): the static CPU and Memory Managers assign nothing to such a pod,"
+            " whatever its containers request (the feature gate PodLevelResourceManagers, alpha in 1.36, is off by"
+            f" default); {OWN_RESOURCES}"
+        )
     elif pod.guaranteed:
         for container in pod.containers:
             if container.millicpus % 1000:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from runner.facts.hardware import Hardware, HugepagePool
+from runner.facts.hardware import Hardware, HugepagePool, hugepages_resource
 from runner.kubelet.numa_masks import (
     Places,
     containing,
@@ -29,15 +29,10 @@ from runner.kubelet.numa_masks import (
     reaching,
     within,
 )
-from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Container, ContainerKind, Pod, format_bytes, peak
+from runner.kubelet.pod import MEMORY, Container, ContainerKind, Pod, format_bytes, peak
 from runner.kubelet.quirks import AllocationError, KubeletConfigError
 from runner.kubelet.state import Block, MemoryState, MemoryTable, NumaMemory, without_pod
 from runner.kubelet.topology_manager import Hint, HintList, ProviderHints
-
-
-def hugepages_resource(size: int) -> str:
-    """Return the resource name for hugepages of *size* bytes: ``hugepages-2Mi``."""
-    return f"{HUGEPAGES_PREFIX}{format_bytes(size)}"
 
 
 @attrs.frozen

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from fractions import Fraction
+from types import MappingProxyType
 from typing import Literal
 
 import attrs
 
 from runner.cpuset import CpuSet
-from runner.facts.hardware import Hardware
-from runner.kubelet.admission import Kubelet, KubeletConfiguration, Outcome, SimulatedNode
+from runner.facts.hardware import Hardware, hugepages_resource
+from runner.kubelet.admission import UNSUPPORTED, Admission, Kubelet, KubeletConfiguration, Outcome, SimulatedNode
 from runner.kubelet.device_manager import Devices, peak_devices
 from runner.kubelet.explanation import Explanation, explain
-from runner.kubelet.manifests import Manifest
-from runner.kubelet.memory_manager import hugepages_resource, peak_memory
-from runner.kubelet.pod import MEMORY, Container, ContainerKind, Pod, format_bytes, peak
+from runner.kubelet.general_filter import NodeAllocatable
+from runner.kubelet.manifests import OWN_RESOURCES, Manifest
+from runner.kubelet.pod import CPU, EPHEMERAL_STORAGE, MEMORY, Container, ContainerKind, Pod, format_bytes
 from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.state import Block, CpuState, MemoryState
 from runner.kubelet.topology_manager import Hint
 from runner.placement.pins import Pinning, all_cpus, place
+
+KnownPods = Literal["all", "exclusive", "none"]
+"""The pods on the node before that are known: all, those with exclusive CPUs or memory (the state files), or none."""
 
 
 @attrs.frozen
@@ -28,6 +31,16 @@ class States:
 
     cpu: CpuState | None = None
     memory: MemoryState | None = None
+
+    @property
+    def cpu_pods(self) -> frozenset[str]:
+        """The UIDs of the pods with CPUs."""
+        return frozenset({*self.cpu.assignments, *self.cpu.pod_assignments}) if self.cpu else frozenset()
+
+    @property
+    def memory_pods(self) -> frozenset[str]:
+        """The UIDs of the pods with memory."""
+        return frozenset({*self.memory.assignments, *self.memory.pod_assignments}) if self.memory else frozenset()
 
 
 @attrs.frozen
@@ -92,20 +105,43 @@ class NodePlan:
     notes: tuple[str, ...] = ()
     fit: Fit | None = None
     what_if: tuple[WhatIf, ...] = ()
+    known: KnownPods = "none"
+    unclear: frozenset[str] = frozenset()
+    """The UIDs of :func:`unclear_pods`, which *pods* takes as ended."""
+    if_live: NodePlan | None = None
+    """The same pods where the *unclear* ones are still active; ``None`` if the answers are the same."""
 
     @property
     def fits(self) -> bool:
-        """Whether every pod is admitted, and an instance fits its container."""
+        """Whether every pod is admitted, and an instance fits its container, also if the unclear pods are still active."""
         admitted = all(pod.explanation.admission.admitted for pod in self.pods)
-        return admitted and (self.fit is None or not self.fit.error)
+        return admitted and (self.fit is None or not self.fit.error) and (self.if_live is None or self.if_live.fits)
+
+    @property
+    def answers(self) -> tuple[object, ...]:
+        """What the kubelet does with each pod: two plans with the same answers differ for nobody."""
+        return tuple(
+            (
+                pod.explanation.admission.outcome,
+                pod.explanation.admission.reason,
+                pod.explanation.admission.message,
+                tuple((each.cpus, each.memory, each.devices) for each in pod.containers),
+            )
+            for pod in self.pods
+        )
 
 
 def start_node(
-    hardware: Hardware, configuration: KubeletConfiguration, devices: Devices, states: States
+    hardware: Hardware,
+    configuration: KubeletConfiguration,
+    devices: Devices,
+    states: States,
+    running: Iterable[Manifest] | None = None,
 ) -> SimulatedNode:
     """Return the node with the *states* of its state files, possibly those of a kubelet that is running.
 
-    The resources of :func:`stale_pods` are released at the first admission.
+    *running* are the active pods of the node, and all of them; ``None`` if they are not known. The resources of
+    :func:`stale_pods` are released at the first admission.
 
     Raises :class:`KubeletConfigError` in the kubelet's words if it would not start, as from state files of another
     policy or another machine.
@@ -123,8 +159,31 @@ def start_node(
                 " before restarting Kubelet"
             )
     node = kubelet.restored(states.cpu or empty.cpus, states.memory or empty.memory)
-    stale_cpus, stale_memory = stale_pods(states)
-    return attrs.evolve(node, stale_cpus=stale_cpus, stale_memory=stale_memory)
+    allocatable = node_allocatable(hardware, configuration)
+    if running is None:
+        stale_cpus, stale_memory = stale_pods(states)
+        active = _pods_of(states, (states.cpu_pods | states.memory_pods) - stale_cpus - stale_memory)
+    else:
+        active = {manifest.pod.pod_uid: manifest.pod for manifest in running}
+        stale_cpus, stale_memory = states.cpu_pods - active.keys(), states.memory_pods - active.keys()
+    return attrs.evolve(node, stale_cpus=stale_cpus, stale_memory=stale_memory, active=active, allocatable=allocatable)
+
+
+def _pods_of(states: States, pod_uids: Collection[str]) -> dict[str, Pod]:
+    """Return the pods *pod_uids* as *states* show them: one container with all CPUs and memory.
+
+    An app container has taken over what its init containers had. The fraction of a CPU of a pod without exclusive CPUs
+    is not in the files.
+    """
+    pods = {}
+    for pod_uid in sorted(pod_uids):
+        cpus = states.cpu.assigned_to(pod_uid) if states.cpu else CpuSet()
+        memory: dict[str, int] = {}
+        for blocks in states.memory.booked_for(pod_uid).values() if states.memory else ():
+            for block in blocks:
+                memory[block.resource] = memory.get(block.resource, 0) + block.size
+        pods[pod_uid] = Pod(pod_uid, (Container("", 1000 * len(cpus), memory),))
+    return pods
 
 
 def stale_pods(states: States) -> tuple[frozenset[str], frozenset[str]]:
@@ -135,19 +194,24 @@ def stale_pods(states: States) -> tuple[frozenset[str], frozenset[str]]:
     policies static,
 
     * a pod in ``cpu_manager_state`` alone was rejected after the CPU Manager had assigned its CPUs;
-    * a pod in ``memory_manager_state`` alone has ended: the CPU Manager removes such a pod within
-      ``cpuManagerReconcilePeriod`` (10 s), the Memory Manager only at the next admission. It may also be an active
-      Guaranteed pod without exclusive CPUs, such as one with half a CPU. The files do not distinguish the two cases, so
-      :func:`plan_node` adds a note.
+    * a pod in ``memory_manager_state`` alone has ended, or it is one of the :func:`unclear_pods`, which are planned for
+      both ways.
 
     With one file, or a manager of policy none, every pod counts as active. So does a pod in both files, although it may
     have ended less than 10 s ago, or been rejected after its first containers had got their resources.
     """
     if not states.cpu or not states.memory or states.cpu.policy == "none" or states.memory.policy == "None":
         return frozenset(), frozenset()
-    cpu_pods = frozenset({*states.cpu.assignments, *states.cpu.pod_assignments})
-    memory_pods = frozenset({*states.memory.assignments, *states.memory.pod_assignments})
-    return cpu_pods - memory_pods, memory_pods - cpu_pods
+    return states.cpu_pods - states.memory_pods, states.memory_pods - states.cpu_pods
+
+
+def unclear_pods(states: States) -> dict[str, Pod]:
+    """Return the pods that have ended or run without exclusive CPUs, by UID: the state files do not tell which.
+
+    They are in ``memory_manager_state`` alone. The CPU Manager removes an ended pod within ``cpuManagerReconcilePeriod``
+    (10 s), the Memory Manager only at the next admission; but a Guaranteed pod with half a CPU is never in the first file.
+    """
+    return _pods_of(states, stale_pods(states)[1])
 
 
 def plan_node(
@@ -155,25 +219,42 @@ def plan_node(
     configuration: KubeletConfiguration,
     before: SimulatedNode,
     manifests: Iterable[Manifest],
-    notes: Iterable[str] = (),
+    *,
+    unclear: Mapping[str, Pod] = MappingProxyType({}),
+    known: KnownPods = "none",
 ) -> NodePlan:
     """Return the decisions of the kubelet of the node *before* about the pods of *manifests*, in their order.
 
     These pods count as active, not as stale. After a pod with which the kubelet hangs or crashes, no other is admitted.
+    The *unclear* pods (:func:`unclear_pods`) are taken as ended, and in :attr:`NodePlan.if_live` as active.
     """
-    pods: list[PodPlan] = []
     asked = tuple(manifests)
-    active = {manifest.pod.pod_uid for manifest in asked}
-    node = before = attrs.evolve(
-        before, stale_cpus=before.stale_cpus - active, stale_memory=before.stale_memory - active
-    )
-    for manifest in asked:
+    named = {manifest.pod.pod_uid for manifest in asked}
+    before = attrs.evolve(before, stale_cpus=before.stale_cpus - named, stale_memory=before.stale_memory - named)
+    pods, after = _decided(hardware, configuration, before, asked)
+    unclear = {uid: pod for uid, pod in unclear.items() if uid in before.stale_memory}
+    plan = NodePlan(hardware, configuration, before, pods, after, known=known, unclear=frozenset(unclear))
+    if unclear:
+        active = {**before.active, **unclear}
+        live = attrs.evolve(before, stale_memory=before.stale_memory - unclear.keys(), active=active)
+        pods, after = _decided(hardware, configuration, live, asked)
+        other = attrs.evolve(plan, before=live, pods=pods, after=after)
+        plan = attrs.evolve(plan, if_live=None if other.answers == plan.answers else other)
+    return attrs.evolve(plan, notes=tuple(_of_states(plan)))
+
+
+def _decided(
+    hardware: Hardware, configuration: KubeletConfiguration, node: SimulatedNode, manifests: Iterable[Manifest]
+) -> tuple[tuple[PodPlan, ...], SimulatedNode]:
+    """Return the decisions about *manifests*, and the *node* after them without the resources of stale pods."""
+    pods: list[PodPlan] = []
+    for manifest in manifests:
         explanation = explain(node, manifest.pod)
         node = explanation.admission.node
         pods.append(_pod(manifest, explanation, hardware, configuration))
         if explanation.admission.outcome in {Outcome.HANGS, Outcome.CRASHES}:
             break
-    return NodePlan(hardware, configuration, before, tuple(pods), node.without(), (*notes, *_of_states(before)))
+    return tuple(pods), node.without()
 
 
 def fit_of(count: int | Literal["all"], cpus: CpuSet | None, plan: NodePlan, *, spare: bool = False) -> Fit:
@@ -186,7 +267,9 @@ def fit_of(count: int | Literal["all"], cpus: CpuSet | None, plan: NodePlan, *, 
         (container, pod.manifest.name) for pod in plan.pods for container in pod.containers if container.placement
     ]
     if not containers:
-        return Fit(0 if count == "all" else count, error="no container gets exclusive CPUs")
+        together = any(pod.manifest.pod.pod_level_resources for pod in plan.pods)
+        remedy = f"; {OWN_RESOURCES}" if together else ""
+        return Fit(0 if count == "all" else count, error=f"no container gets exclusive CPUs{remedy}")
     best, pod = max(containers, key=lambda each: len(each[0].cpus))
     vcpus = all_cpus(plan.hardware, best.cpus, spare=spare) if count == "all" else count
     fit = Fit(vcpus, pod, best.container.name)
@@ -205,8 +288,19 @@ def _pod(
 ) -> PodPlan:
     admission = explanation.admission
     containers = tuple(_containers(explanation, hardware)) if admission.admitted else ()
-    notes = (*manifest.notes, *_unknown_devices(admission.node, manifest.pod))
-    return PodPlan(manifest, explanation, containers, (*notes, *_too_big(manifest.pod, hardware, configuration)))
+    pod = manifest.pod
+    notes = (*manifest.notes, *_unknown_devices(admission.node, pod), *_too_big(pod, hardware, configuration))
+    return PodPlan(manifest, explanation, containers, (*notes, *_beyond_resources(pod, admission)))
+
+
+def _beyond_resources(pod: Pod, admission: Admission) -> Iterator[str]:
+    """Yield what the general filter does to *pod* besides comparing resources that are known."""
+    if admission.preempted:
+        yield f"it is critical, and the kubelet ends {', '.join(each.pod_uid for each in admission.preempted)} for it"
+    if pod.requests.get(EPHEMERAL_STORAGE):
+        yield "the node's ephemeral storage is not known here: it is taken as enough"
+    if admission.reason == UNSUPPORTED:
+        yield "an API server with this gate off, too, removes spec.resources before the kubelet sees the pod"
 
 
 def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[ContainerPlan]:
@@ -226,18 +320,28 @@ def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[Contai
         )
 
 
-def _of_states(before: SimulatedNode) -> Iterator[str]:
-    """Yield notes about assumptions where the state files of the node *before* are ambiguous."""
-    if before.stale_memory:
+def _of_states(plan: NodePlan) -> Iterator[str]:
+    """Yield notes about assumptions where the state files of the node before *plan* are ambiguous."""
+    before = plan.before
+    gone = before.stale_memory - plan.unclear
+    if plan.unclear:
+        same = "which changes an answer, see 'if live'" if plan.if_live else "with the same answers"
         yield (
-            f"{_pods(before.stale_memory)} in memory_manager_state and without CPUs in cpu_manager_state: taken as"
-            " ended, so that the kubelet takes the memory back before the next admission; it keeps the memory of a pod"
-            " that still runs without exclusive CPUs"
+            f"{_pods(plan.unclear)} in memory_manager_state and without CPUs in cpu_manager_state: ended, or still running"
+            " without exclusive CPUs, which the files do not tell; planned as ended, so that the kubelet takes the memory"
+            f" back before the next admission, and once more as still running, {same}; --running tells which"
+        )
+    if gone:
+        yield (
+            f"{_pods(gone)} in memory_manager_state and not among the running pods: the kubelet takes the memory back"
+            " before the next admission"
         )
     if before.stale_cpus:
+        why = "not among the running pods" if plan.known == "all" else "without memory in memory_manager_state"
+        taken = "" if plan.known == "all" else "taken as rejected, so that "
         yield (
-            f"{_pods(before.stale_cpus)} in cpu_manager_state and without memory in memory_manager_state: taken as"
-            " rejected, so that the kubelet takes the CPUs back before the next admission"
+            f"{_pods(before.stale_cpus)} in cpu_manager_state and {why}: {taken}the kubelet takes the CPUs back before the"
+            " next admission"
         )
     if before.cpus.pod_assignments:
         yield (
@@ -267,26 +371,41 @@ def _unknown_devices(node: SimulatedNode, pod: Pod) -> Iterator[str]:
 
 def _too_big(pod: Pod, hardware: Hardware, configuration: KubeletConfiguration) -> Iterator[str]:
     """Yield the requests of *pod* that exceed Node Allocatable: no scheduler binds it to such a node."""
-    millicpus = 1000 * len(hardware.cpus) - configuration.reserved_millicpus
-    asked = peak(pod, lambda container: container.millicpus)
-    if asked > millicpus:
-        yield _beyond("CPUs", str(Fraction(asked, 1000)), str(Fraction(millicpus, 1000)))
-    allocatable = allocatable_memory(hardware, configuration)
-    for resource, amount in peak_memory(pod).items():
-        if amount > allocatable.get(resource, 0):
-            yield _beyond(resource, format_bytes(amount), format_bytes(allocatable.get(resource, 0)))
+    allocatable = node_allocatable(hardware, configuration).resources
+    for resource, amount in pod.requests.items():
+        if resource != EPHEMERAL_STORAGE and amount > allocatable.get(resource, 0):
+            yield (
+                f"it asks for {format_amount(resource, amount)}, more than the node's allocatable"
+                f" {format_amount(resource, allocatable.get(resource, 0))}: no scheduler binds it to this node"
+            )
 
 
-def _beyond(what: str, asked: str, allocatable: str) -> str:
-    return f"it asks for {asked} {what}, more than the node's allocatable {allocatable}: no scheduler binds it to this node"
+def format_amount(resource: str, amount: int) -> str:
+    """Write *amount* of *resource*, thousandths of CPUs or bytes, for people: ``3.98 CPUs``, ``2Gi memory``."""
+    if resource == CPU:
+        number = f"{amount / 1000:.3f}".rstrip("0").rstrip(".")
+        return f"{number} CPU{'' if number == '1' else 's'}"
+    return f"{format_bytes(amount)} {resource}"
 
 
-def allocatable_memory(hardware: Hardware, configuration: KubeletConfiguration) -> Mapping[str, int]:
-    """Return the bytes by resource that the node has for pods (``status.allocatable``)."""
-    allocatable: dict[str, int] = {}
+def node_allocatable(hardware: Hardware, configuration: KubeletConfiguration) -> NodeAllocatable:
+    """Return what the node has for pods (``status.allocatable``, ``nodestatus.MachineInfo``).
+
+    Huge pages are taken from memory, whether they are used or not. Ephemeral storage is not known.
+    """
+    cpus = len(hardware.cpus)
+    limit = configuration.pods_per_core * cpus
+    pods = min(limit, configuration.max_pods) if limit else configuration.max_pods
+    resources = {CPU: max(0, 1000 * cpus - configuration.reserved_millicpus)}
+    return NodeAllocatable(resources | allocatable_memory(hardware, configuration), pods)
+
+
+def allocatable_memory(hardware: Hardware, configuration: KubeletConfiguration) -> dict[str, int]:
+    """Return the bytes by resource that the node has for pods."""
+    hugepages: dict[str, int] = {}
     for node in hardware.numa_nodes:
         for pool in node.hugepages:
             resource = hugepages_resource(pool.size)
-            allocatable[resource] = allocatable.get(resource, 0) + pool.size * pool.total
-    memory = sum(node.memory for node in hardware.numa_nodes) - sum(allocatable.values())
-    return allocatable | {MEMORY: max(0, memory - (configuration.node_allocatable_memory or 0))}
+            hugepages[resource] = hugepages.get(resource, 0) + pool.size * pool.total
+    memory = sum(node.memory for node in hardware.numa_nodes) - sum(hugepages.values())
+    return {MEMORY: max(0, memory - (configuration.node_allocatable_memory or 0))} | hugepages

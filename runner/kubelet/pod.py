@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -13,8 +14,12 @@ import attrs
 
 from runner.spec.value import Value
 
+CPU = "cpu"
 MEMORY = "memory"
+EPHEMERAL_STORAGE = "ephemeral-storage"
 HUGEPAGES_PREFIX = "hugepages-"
+SYSTEM_CRITICAL_PRIORITY = 2_000_000_000
+"""``spec.priority`` from which on a pod is critical (``scheduling.SystemCriticalPriority``)."""
 
 _SUFFIXES = (
     {"n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1000), "": Fraction(1)}
@@ -80,6 +85,8 @@ class Container:
     kind: ContainerKind = ContainerKind.APP
     devices: Mapping[str, int] = attrs.field(factory=dict)
     """Resource of a device plugin → number of devices."""
+    ephemeral_storage: int = 0
+    """Bytes."""
 
     @classmethod
     def requesting(cls, name: str, requests: Mapping[str, str], kind: ContainerKind = ContainerKind.APP) -> Self:
@@ -92,7 +99,22 @@ class Container:
             for resource, amount in requests.items()
             if resource == MEMORY or resource.startswith(HUGEPAGES_PREFIX)
         }
-        return cls(name, math.ceil(parse_quantity(requests.get("cpu", "0")) * 1000), memory, kind)
+        millicpus = math.ceil(parse_quantity(requests.get(CPU, "0")) * 1000)
+        storage = math.ceil(parse_quantity(requests.get(EPHEMERAL_STORAGE, "0")))
+        return cls(name, millicpus, memory, kind, ephemeral_storage=storage)
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """The requests without devices: thousandths of CPUs, and bytes."""
+        return {CPU: self.millicpus, **self.memory, EPHEMERAL_STORAGE: self.ephemeral_storage}
+
+
+class QosClass(enum.Enum):
+    """``status.qosClass`` of a pod."""
+
+    GUARANTEED = "Guaranteed"
+    BURSTABLE = "Burstable"
+    BEST_EFFORT = "BestEffort"
 
 
 @attrs.frozen
@@ -102,15 +124,47 @@ class Pod:
     pod_uid: str
     containers: tuple[Container, ...]
     """In the order in which they are admitted: init containers and sidecars first."""
-    guaranteed: bool = True
-    """Whether its QoS class is Guaranteed: each container's limits of CPU and memory equal its requests."""
+    qos: QosClass = QosClass.GUARANTEED
     pod_level_resources: bool = False
-    """Whether it has ``spec.resources``; the static policies then assign nothing (gate ``PodLevelResourceManagers`` off)."""
+    """Whether ``spec.resources`` names a resource; the static policies then assign nothing (gate ``PodLevelResourceManagers``
+    off)."""
+    pod_level_requests: Mapping[str, int] = attrs.field(factory=dict)
+    """``spec.resources.requests``, in the units of :attr:`Container.requests`; they count instead of the containers'."""
+    overhead: Mapping[str, int] = attrs.field(factory=dict)
+    """``spec.overhead`` of its RuntimeClass, in the same units."""
+    priority: int | None = None
+    """``spec.priority``."""
+    static: bool = False
+    """Whether the kubelet read it from a file or a URL, not from the API server."""
+
+    @property
+    def guaranteed(self) -> bool:
+        """Whether its QoS class is Guaranteed: limits of CPU and memory equal the requests."""
+        return self.qos is QosClass.GUARANTEED
+
+    @property
+    def critical(self) -> bool:
+        """Whether others make room for it (``types.IsCriticalPod``)."""
+        return self.static or (self.priority is not None and self.priority >= SYSTEM_CRITICAL_PRIORITY)
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """The requests of the pod as a whole, without devices (``PodRequests``); units as :attr:`Container.requests`."""
+        resources = dict.fromkeys(resource for container in self.containers for resource in container.requests)
+        total = {resource: peak(self, functools.partial(_requested, resource)) for resource in resources}
+        total.update(self.pod_level_requests)
+        for resource, amount in self.overhead.items():
+            total[resource] = total.get(resource, 0) + amount
+        return total
 
     @property
     def init_containers(self) -> tuple[Container, ...]:
         """Init containers and sidecars, in order."""
         return tuple(container for container in self.containers if container.kind is not ContainerKind.APP)
+
+
+def _requested(resource: str, container: Container) -> int:
+    return container.requests.get(resource, 0)
 
 
 def peak(pod: Pod, asked: Callable[[Container], int]) -> int:

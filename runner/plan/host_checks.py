@@ -10,10 +10,11 @@ QEMU_OLDEST = (7, 2)
 """The oldest QEMU that this program was tested with."""
 
 OWN_CPUS = (
-    "give every container of the pod whole CPUs and memory with requests equal to limits, "
-    "on a node whose kubelet has `cpuManagerPolicy: static`"
+    "give every container of the pod whole CPUs and memory with requests equal to limits, the pod itself no resources "
+    "(spec.resources), and the node's kubelet `cpuManagerPolicy: static`"
 )
-"""The remedy for :func:`shared_cpus`."""
+"""The remedy for :func:`shared_cpus`. A pod with pod-level resources can be Guaranteed and gets no exclusive CPUs, whatever
+its containers request (``policy_static.go``, ``Allocate``, with the gate ``PodLevelResourceManagers`` off)."""
 
 CPU_TIME = (
     "raise the limit (`limits.cpu`, `docker --cpus`, `cpu.max` of the groups above) to at least the number of vCPUs"
@@ -51,7 +52,8 @@ def shared_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet) -> str | No
         name = {"burstable": "Burstable", "besteffort": "BestEffort"}[pod.qos]
         return f"the pod is {name} ({pod.evidence}), so it shares its CPUs with other pods"
     if online and online <= allowed:
-        return f"the pod may use every CPU of the node ('{allowed}'), so none is its own"
+        guaranteed = "is Guaranteed, but " if pod.qos == "guaranteed" else ""
+        return f"the pod {guaranteed}may use every CPU of the node ('{allowed}'), so none is its own"
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import attrs
 
 from runner.errors import Problem
-from runner.facts.hardware import hugetlb_name
+from runner.facts.hardware import huge_limit_variable, hugepages_resource, hugetlb_name
 from runner.facts.host import HostFacts
 from runner.facts.memory import HugeFact, MemoryLimits
 from runner.placement.guest_topology import GuestTopology
@@ -149,12 +149,11 @@ def too_little_memory(
         return
     limit = limits.huge.get(page, HugeFact()).limit
     if limit is not None and size > limit:
-        name = format_size(page).removesuffix("B")
         yield Problem(
             "memory.size",
             f"{format_size(size)} in pages of {format_size(page)} do not fit into the {in_mib(limit)} of them this pod may "
-            f"use (hugetlb.{hugetlb_name(page)}.max)",
-            f"raise limits.hugepages-{name} in the pod",
+            f"use (hugetlb.{hugetlb_name(page)}.max, {huge_limit_variable(page)})",
+            f"raise limits.{hugepages_resource(page)} in the pod",
         )
     if overhead > available:
         yield Problem(

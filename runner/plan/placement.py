@@ -65,7 +65,7 @@ def plan_placement(
             "cpu.count",
             f"asks for {vcpus} vCPUs, but the container has {len(allowed)} CPUs ('{allowed}'), and under placement "
             '"controller" each belongs to a vCPU',
-            "give the container as many CPUs as vCPUs, and make its pod Guaranteed",
+            f"give the container as many CPUs as vCPUs; so that they are its own, {OWN_CPUS}",
         )
         return None
     pins = _choose_pins(cpu, vcpus, facts, problems)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from runner.facts.hardware import Hardware, hugetlb_name
+from runner.facts.hardware import Hardware, huge_limit_variable, hugepages_resource, hugetlb_name
 from runner.facts.host import HostFacts
 from runner.facts.memory import HugeFact, MemoryLimits
 from runner.placement.backends import Backend
@@ -50,17 +50,19 @@ def _size_by_limits(
     page = memory.page_size
     if page is None:
         limit, name, resource = limits.memory, "memory.max", "limits.memory"
+        source = ""
         # The overhead grows with the RAM, so that of the whole limit is a little more than is needed.
         taken = 0 if limit is None else overhead(limit)
     else:
         limit = limits.huge.get(page, HugeFact()).limit
         name, taken = f"hugetlb.{hugetlb_name(page)}.max", 0
-        resource = f"limits.hugepages-{format_size(page).removesuffix('B')}"
+        resource = f"limits.{hugepages_resource(page)}"
+        source = f" and {huge_limit_variable(page)} from it (Downward API, resourceFieldRef: {resource})"
     if limit is None:
         problems.refuse(
             "memory.size",
-            f'"limits" means what {name} of this cgroup leaves, and there is no limit',
-            f"set {resource} in the pod, or say how much",
+            f'"limits" means what {name} of this cgroup and those above leaves, and there is no limit',
+            f"set {resource} in the pod{source}, or say how much",
         )
         return LEAST_MEMORY
     unit = (page or PAGE_SIZE) * numa_nodes

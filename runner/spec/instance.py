@@ -183,8 +183,8 @@ class MemorySpec:
     size: int | Literal["limits"] = key(
         either("limits", size(LEAST_MEMORY)),
         default=512 * MIB,
-        doc='the size of the RAM; `"limits"`: as much as the limits of the container\'s cgroup allow (`hugetlb.<size>.max` with huge '
-        "pages, else `memory.max` without the overhead of QEMU and the daemons)",
+        doc='the size of the RAM; `"limits"`: as much as the limits of the container allow (`hugetlb.<size>.max` or '
+        "`LIMITS_HUGEPAGES_2MI` with huge pages, else `memory.max` without the overhead of QEMU and the daemons)",
     )
     bind: bool = key(
         flag(),

@@ -117,9 +117,62 @@ def test_memory_of_an_ended_pod_is_free_for_the_next_one(tmp_path: Path) -> None
     outcome = json.loads(plan(*NODE, "--state", str(tmp_path), *POD, "--json", status=3))["pods"][0]["outcome"]
     assert outcome == "rejected"  # one file alone does not show that they have ended
     (tmp_path / "cpu_manager_state").write_text('{"policyName":"static","defaultCpuSet":"0-127","checksum":0}')
-    found = json.loads(plan(*NODE, "--state", str(tmp_path), *POD, "--json"))
+    found = json.loads(plan(*NODE, "--state", str(tmp_path), *POD, "--json", status=3))
     assert (found["pods"][0]["outcome"], found["pods"][0]["containers"][0]["cpus"]) == ("admitted", "1-20,65-84")
     assert any(note.startswith("ended, ended-too are in memory_manager_state") for note in found["notes"])
+    # Both files do not show it either: they may run without exclusive CPUs, and then the answer is another one.
+    assert found["if_live"]["pods"][0]["outcome"] == "rejected"
+    (tmp_path / "running.json").write_text(json.dumps({"kind": "List", "items": [daemon(cpu="20m")]}))
+    running = ("--running", str(tmp_path / "running.json"))
+    found = json.loads(plan(*NODE, "--state", str(tmp_path), *running, *POD, "--json"))
+    assert (found["pods"][0]["outcome"], found["unclear_pods"], found["if_live"]) == ("admitted", [], None)
+
+
+def daemon(node_name: str = "n1", **requests: str) -> dict[str, object]:
+    """Return a pod as ``kubectl get pods -o yaml`` lists it."""
+    container = {"name": "main", "resources": {"requests": requests}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "daemon-x7k2p", "uid": f"uid-{node_name}"},
+        "spec": {"nodeName": node_name, "containers": [container]},
+        "status": {"phase": "Running"},
+    }
+
+
+def test_requests_of_running_pods_count(tmp_path: Path) -> None:
+    ended = daemon(cpu="126") | {"metadata": {"name": "job", "uid": "job"}, "status": {"phase": "Succeeded"}}
+    big = json.loads(json.dumps(daemon(cpu="20m")))
+    (tmp_path / "running.json").write_text(json.dumps({"kind": "List", "items": [big, ended]}))
+    pod = tmp_path / "pod.yaml"
+    pod.write_text((ROOT / POD[1]).read_text().replace('cpu: "40"', 'cpu: "126"'))
+    running = ("--running", str(tmp_path / "running.json"))
+    assert "exclusive CPUs 1-63,65-127" in plan(*NODE, "--pod", str(pod))
+    output = " ".join(plan(*NODE, *running, "--pod", str(pod), status=3).split())
+    assert "requested 0.02 CPUs by 1 pod" in output
+    assert (
+        "rejected: OutOfcpu: Node didn't have enough resource: cpu, requested: 126000, used: 20, capacity: 126000"
+        in output
+    )
+    big["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "1"}
+    (tmp_path / "running.json").write_text(json.dumps({"kind": "List", "items": [big]}))
+    assert "running pods hold 1 of 'nvidia.com/gpu', of unknown NUMA nodes" in plan(*NODE, *running, *POD)
+    (tmp_path / "running.json").write_text(json.dumps({"kind": "List", "items": [big, daemon("n2")]}))
+    refused = plan(*NODE, *running, *POD, status=2)
+    assert refused.startswith(
+        "cannot use --running: its pods are on several nodes (n1, n2); list those of one: kubectl"
+    )
+
+
+def test_a_gate_of_another_configuration_decides_about_pod_level_resources(tmp_path: Path) -> None:
+    pod = tmp_path / "pod.yaml"
+    resources = "  resources: {limits: {cpu: 40, memory: 4Gi, hugepages-2Mi: 80Gi}}\n  containers:\n    - name: vm\n"
+    pod.write_text("kind: Pod\nmetadata: {name: instance}\nspec:\n" + resources)
+    off = ("--what-if", "featureGates.PodLevelResources=false")
+    document = json.loads(plan(*NODE, "--pod", str(pod), *off, "--json"))
+    (now,), (then,) = document["pods"], document["what_if"][0]["pods"]
+    assert (now["qos"], now["outcome"], now["containers"][0]["cpus"]) == ("Guaranteed", "admitted", "")
+    assert (then["qos"], then["reason"]) == ("BestEffort", "PodLevelResourcesNotSupported")
 
 
 def memory_state(state: MemoryState) -> dict[str, object]:

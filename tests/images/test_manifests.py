@@ -274,7 +274,7 @@ def test_probes_reach_the_runner_and_not_the_guest(name: str, objects: dict[str,
 
 @pytest.mark.parametrize("name", INSTANCES)
 def test_the_pod_has_its_identity_in_the_environment(name: str, objects: dict[str, list[Object]]) -> None:
-    more = ["POD_IP"] if name == "overlays/probes" else []
+    more = {"overlays/probes": ["POD_IP"], "overlays/gpu": ["LIMITS_HUGEPAGES_2MI"]}.get(name, [])
     assert sorted(names_of(objects[name])) == sorted(["POD_UID", "POD_NAME", "POD_NAMESPACE", "NODE_NAME", *more])
 
 

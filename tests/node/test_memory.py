@@ -119,7 +119,7 @@ def test_ordinary_pages_follow_the_limit_too_and_can_be_locked(start: Start) -> 
         (
             'size = "128MiB"\nhugepages = "2MiB"',
             {"hugepages": {"2MB": 126 * MIB}, "mems": CpuSet([0])},
-            "memory.size: 128MiB in pages of 2MiB do not fit into the 126MiB of them this pod may use (hugetlb.2MB.max)",
+            "memory.size: 128MiB in pages of 2MiB do not fit into the 126MiB of them this pod may use (hugetlb.2MB.max, ",
         ),
         ('size = "320MiB"', {}, "do not fit into the 384MiB this pod may use"),
         ('size = "limits"\nhugepages = "2MiB"', {}, "leaves, and there is no limit; set limits.hugepages-2Mi"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 import kubernetes_validate  # type: ignore[import-untyped]
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from runner.controller.privileged_start import KEPT_CAPABILITIES
+from runner.facts.hardware import huge_limit_variable, hugepages_resource
 from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE
 from runner.kubelet.pod import parse_quantity
 from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR
@@ -22,6 +24,19 @@ def patch(directory: str) -> Object:
     """Return the pod's specification in the patch of an overlay."""
     found: Object = yaml.safe_load((EXAMPLES / directory / "pod.yaml").read_text())["spec"]
     return found
+
+
+def test_the_gpu_instance_is_told_its_limit_of_huge_pages() -> None:
+    spec = tomllib.loads((EXAMPLES / "overlays/gpu/spec.toml").read_text())["memory"]
+    assert spec == {"size": "limits", "hugepages": "2MiB"}
+    [container] = patch("overlays/gpu")["containers"]
+    [variable] = container["env"]
+    resource = hugepages_resource(2 << 20)
+    assert variable == {
+        "name": huge_limit_variable(2 << 20),
+        "valueFrom": {"resourceFieldRef": {"resource": f"limits.{resource}"}},
+    }
+    assert resource in container["resources"]["limits"]
 
 
 def test_no_instance_contains_a_namespace_or_a_disk() -> None:

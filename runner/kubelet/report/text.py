@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.kubelet.admission import Outcome, SimulatedNode
 from runner.kubelet.device_manager import Devices
 from runner.kubelet.explanation import Explanation
-from runner.kubelet.node_plan import ContainerPlan, Fit, NodePlan, PodPlan, WhatIf
-from runner.kubelet.pod import ContainerKind, format_bytes
+from runner.kubelet.general_filter import PODS, Insufficient, NodeAllocatable, total_requests
+from runner.kubelet.node_plan import ContainerPlan, Fit, NodePlan, PodPlan, WhatIf, format_amount
+from runner.kubelet.pod import CPU, ContainerKind, format_bytes
 from runner.kubelet.report.picture import approximate, picture_lines, reserved_of
 from runner.kubelet.state import Block
 from runner.kubelet.topology_manager import Hint
@@ -46,17 +47,23 @@ def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
     yield from _wrapped("host", hardware_line(plan.hardware), width)
     yield from _wrapped("kubelet", _kubelet(plan), width)
     yield from _wrapped("reserved", _reserved(plan), width)
+    yield from _wrapped("allocatable", _allocatable(plan.before.allocatable), width)
     yield from _wrapped("before", _before(plan.before), width)
+    yield from _wrapped("requested", _requested(plan), width)
     for note in plan.notes:
         yield from _wrapped("note", note, width)
     for pod in plan.pods:
         yield ""
         yield from _pod_lines(pod, width)
+    if plan.if_live:
+        yield ""
+        yield from _if_live(plan, plan.if_live, width)
     if plan.fit:
         yield ""
         yield from _wrapped("instance", _fit(plan.fit), width)
     yield ""
     yield from _wrapped("remains" if plan.pods else "free", _remains(plan), width)
+    yield from _wrapped("unrequested", _allocatable(_unrequested(plan.after)), width)
     if plan.what_if:
         yield ""
         yield from table_lines(plan, width)
@@ -97,6 +104,59 @@ def _reserved(plan: NodePlan) -> str:
     return ", ".join(listed) or "nothing"
 
 
+def _allocatable(allocatable: NodeAllocatable | None) -> str:
+    if allocatable is None:
+        return "not compared"
+    return f"{_amounts(allocatable.resources) or 'nothing'}, {_count(max(0, allocatable.pods), 'pod')}"
+
+
+def _amounts(amounts: Mapping[str, int]) -> str:
+    return ", ".join(
+        format_amount(resource, amount) if resource == CPU else f"{approximate(amount)} {resource}"
+        for resource, amount in amounts.items()
+        if amount > 0
+    )
+
+
+def _unrequested(node: SimulatedNode) -> NodeAllocatable | None:
+    return node.allocatable and node.allocatable.unrequested(node.active.values())
+
+
+def _requested(plan: NodePlan) -> str:
+    """Describe what is known of the pods that were on the node before."""
+    active = plan.before.active.values()
+    known = f"{_amounts(total_requests(active)) or 'nothing'} by {_count(len(active), 'pod')}"
+    match plan.known:
+        case "all":
+            return known
+        case "exclusive":
+            return f"{known} in the state files; other pods are in none, and their requests count as well: --running"
+        case "none":
+            return "nothing is known of other pods, whose requests count as well: --running"
+        case _:
+            assert_never(plan.known)
+
+
+def _if_live(plan: NodePlan, live: NodePlan, width: int) -> Iterator[str]:
+    """Yield the answers that differ if the unclear pods of *plan* are still running."""
+    yield from _wrapped("if live", f"{', '.join(sorted(plan.unclear))} running without exclusive CPUs:", width)
+    answers = {pod.manifest.pod.pod_uid: _answer(pod) for pod in plan.pods}
+    for pod in live.pods:
+        if answers.get(pod.manifest.pod.pod_uid) != _answer(pod):
+            yield from _wrapped("", f"{pod.manifest.name}: {_decision(pod)}", width)
+            for container in pod.containers:
+                yield from _container_lines(container, width)
+
+
+def _decision(pod: PodPlan) -> str:
+    admission = pod.explanation.admission
+    if admission.admitted:
+        return "admitted"
+    if admission.outcome is Outcome.REJECTED:
+        return f"rejected: {admission.reason}: {admission.message}"
+    return f"the kubelet {admission.outcome.value}: {admission.message}"
+
+
 def _before(node: SimulatedNode) -> str:
     given = [
         f"{pod_uid}/{name} has {cpus}"
@@ -121,14 +181,7 @@ def _remains(plan: NodePlan) -> str:
 
 def _pod_lines(pod: PodPlan, width: int) -> Iterator[str]:
     explanation = pod.explanation
-    admission = explanation.admission
-    if admission.admitted:
-        answer = "admitted"
-    elif admission.outcome is Outcome.REJECTED:
-        answer = f"rejected: {admission.reason}: {admission.message}"
-    else:
-        answer = f"the kubelet {admission.outcome.value}: {admission.message}"
-    yield from _wrapped("pod", f"{pod.manifest.name} ({pod.manifest.qos.value}): {answer}", width)
+    yield from _wrapped("pod", f"{pod.manifest.name} ({pod.manifest.qos.value}): {_decision(pod)}", width)
     for container in pod.containers:
         yield from _container_lines(container, width)
     for reason in pod.manifest.why:
@@ -149,12 +202,24 @@ def _why_lines(explanation: Explanation, width: int) -> Iterator[str]:
     for shortage in explanation.shortages:
         prefix = f"{shortage.container}: " if shortage.container and several else ""
         yield from _wrapped("  missing", f"{prefix}{shortage}", width)
+    for missing in explanation.admission.insufficient:
+        yield from _wrapped("  missing", _too_little_left(missing), width)
     for number, other in enumerate(explanation.alternatives):
         cpus = " and ".join(f"{name} {each}" for name, each in other.cpus.items())
         given = f"admitted, {cpus}" if cpus else other.outcome.value + (f": {other.reason}" if other.reason else "")
         yield from _wrapped(
             "" if number else "  otherwise", f"topologyManagerPolicy {other.policy.value}: {given}", width
         )
+
+
+def _too_little_left(missing: Insufficient) -> str:
+    if missing.resource == PODS:
+        return f"the node takes {_count(missing.capacity, 'pod')}, and has {missing.used}"
+    asked, used, capacity, more = (
+        format_amount(missing.resource, amount)
+        for amount in (missing.requested, missing.used, missing.capacity, missing.missing)
+    )
+    return f"{asked} requested; the node has {capacity} for pods, others request {used}, {more} too much"
 
 
 def _container_lines(container: ContainerPlan, width: int) -> Iterator[str]:
@@ -245,7 +310,11 @@ def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
     Where that is wider than *width*, each configuration has a block of rows instead.
     """
     heads = [*(pod.manifest.name for pod in plan.pods), "shared pool"]
-    rows = [(other.name, _answers(other, len(heads))) for other in (WhatIf("as it is", plan), *plan.what_if)]
+    rows = [
+        (each.name, _answers(each, len(heads)))
+        for other in (WhatIf("as it is", plan), *plan.what_if)
+        for each in _readings(other)
+    ]
     full = [answers for _, answers in rows if len(answers) == len(heads)]
     widths = [max(len(row[column]) for row in (heads, *full)) for column in range(len(heads))]
     first = max(len(name) for name, _ in rows)
@@ -261,6 +330,13 @@ def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
         else:
             for head, answer in zip(heads, answers, strict=True):
                 yield from _wrapped("", f"{head}: {answer}", width)
+
+
+def _readings(other: WhatIf) -> Iterator[WhatIf]:
+    """Yield *other*, and once more with its unclear pods still running if that changes an answer."""
+    yield other
+    if other.plan and other.plan.if_live:
+        yield WhatIf(f"{other.name}, if live", other.plan.if_live)
 
 
 def _answers(other: WhatIf, columns: int) -> list[str]:
@@ -304,8 +380,11 @@ def node_json(plan: NodePlan) -> dict[str, Any]:
             "reserved_cpus": str(reserved_of(plan)),
         },
         "notes": list(plan.notes),
+        "known_pods": plan.known,
         "before": _state_json(plan.before),
         "pods": [_pod_json(pod) for pod in plan.pods],
+        "unclear_pods": sorted(plan.unclear),
+        "if_live": _plan_json(plan.if_live),
         "instance": _fit_json(plan.fit) if plan.fit else None,
         "after": _state_json(plan.after),
         "what_if": [
@@ -314,10 +393,15 @@ def node_json(plan: NodePlan) -> dict[str, Any]:
                 "refusal": other.refusal or None,
                 "pods": [_pod_json(pod) for pod in other.plan.pods] if other.plan else [],
                 "after": _state_json(other.plan.after) if other.plan else None,
+                "if_live": _plan_json(other.plan.if_live) if other.plan else None,
             }
             for other in plan.what_if
         ],
     }
+
+
+def _plan_json(plan: NodePlan | None) -> dict[str, Any] | None:
+    return None if plan is None else {"pods": [_pod_json(pod) for pod in plan.pods], "after": _state_json(plan.after)}
 
 
 def _state_json(node: SimulatedNode) -> dict[str, Any]:
@@ -334,8 +418,15 @@ def _state_json(node: SimulatedNode) -> dict[str, Any]:
             str(numa_node): {resource: table.free for resource, table in sorted(memory.tables.items())}
             for numa_node, memory in sorted(node.memory.numa_nodes.items())
         },
+        "allocatable": _allocatable_json(node.allocatable),
+        "unrequested": _allocatable_json(_unrequested(node)),
         "devices_free": _devices_json({resource: plugins.free(node.devices, resource) for resource in plugins.devices}),
     }
+
+
+def _allocatable_json(allocatable: NodeAllocatable | None) -> dict[str, int] | None:
+    """Return *allocatable* in thousandths of CPUs, bytes, and pods."""
+    return None if allocatable is None else {**allocatable.resources, PODS: allocatable.pods}
 
 
 def _devices_json(devices: Devices) -> dict[str, dict[str, int]]:
@@ -382,6 +473,11 @@ def _pod_json(pod: PodPlan) -> dict[str, Any]:
             }
             for each in explanation.shortages
         ],
+        "insufficient": [
+            {"resource": each.resource, "requested": each.requested, "used": each.used, "capacity": each.capacity}
+            for each in admission.insufficient
+        ],
+        "preempted": [each.pod_uid for each in admission.preempted],
         "otherwise": [
             {
                 "topology_manager_policy": each.policy.value,

@@ -32,7 +32,10 @@ READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-tri
 
 
 class Contained(Running):
-    """A container that containerd runs; its log is read until its first process has ended."""
+    """A container that containerd runs; its log is read until its first process has ended, or until :meth:`close`.
+
+    One of the two has to be waited for: a ``tail`` that is forgotten is a ``ResourceWarning``, and fails the test.
+    """
 
     def __init__(self, cri: Cri, name: str, scope: Cgroup, log: Path) -> None:
         self.cri = cri
@@ -57,6 +60,12 @@ class Contained(Running):
         """Return its exit status."""
         super().wait(seconds)
         return int(self.status().get("exit_code", 0))
+
+    def close(self) -> None:
+        """End the reading of its log; the container is left as it is."""
+        self.process.terminate()
+        self.process.wait(SECONDS)
+        self.reader.join(SECONDS)
 
     def execute(self, *command: str) -> str:
         """Run a command in it, as an exec probe does, and return what it wrote."""

@@ -112,3 +112,5 @@ def test_agreement_in_every_small_case() -> None:
 def test_a_refusal_has_both_values() -> None:
     with pytest.raises(RequestRefusedError, match=r"'4-5'.*state has '4'.*cpuset.cpus '5'"):
         check_agreement(CpuSet([4, 5]), [CpuSet([4])], CpuSet([5]), "a")
+    with pytest.raises(RequestRefusedError, match=r"state has nothing, .*; whole CPUs of a Guaranteed pod without"):
+        check_agreement(CpuSet([4, 5]), [], CpuSet([4, 5]), "a")

@@ -133,6 +133,31 @@ def test_reserved_cpus_and_memory(keys: dict[str, Any], reserved: int) -> None:
     assert read(**keys).node_allocatable_memory == reserved
 
 
+def test_the_number_of_pods() -> None:
+    assert (read().max_pods, read().pods_per_core) == (110, 0)
+    limited = read(maxPods=250, podsPerCore=10)
+    assert (limited.max_pods, limited.pods_per_core) == (250, 10)
+    with pytest.raises(KubeletConfigError) as caught:
+        read(maxPods=-1)
+    assert str(caught.value) == "invalid configuration: maxPods (--max-pods) -1 must not be a negative number"
+    with pytest.raises(SpecError, match=r"podsPerCore: must be a whole number, found '10'"):
+        read(podsPerCore="10")
+    assert "did you mean 'maxPods'" in notes(maxpods=1)[0]
+
+
+def test_the_gate_of_pod_level_resources() -> None:
+    gates = {"PodLevelResources": False}
+    assert [
+        read(33).pod_level_resources,
+        read(34).pod_level_resources,
+        read(featureGates=gates).pod_level_resources,
+    ] == [
+        False,
+        True,
+        False,
+    ]
+
+
 def test_reservations_in_cpus_are_added_and_rounded_late() -> None:
     keys: dict[str, Any] = {
         "kubeReserved": {"cpu": "500m"},

@@ -14,7 +14,7 @@ from runner.facts.hardware import Hardware
 from runner.kubelet.cpu_assignment import CpuFacts, CpuTopology, take_distributed, take_packed
 from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions, exclusive_cpus_of_pod
 from runner.kubelet.numa_masks import mask_of
-from runner.kubelet.pod import Container, ContainerKind, Pod
+from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
 from runner.kubelet.quirks import NEWEST_MINOR, AllocationError, KubeletConfigError, KubeletHangsError, Quirk, quirks_of
 from runner.kubelet.state import CpuState
 from runner.kubelet.topology_manager import Hint, HintList
@@ -270,12 +270,16 @@ def test_the_cpus_of_init_containers_are_used_again_but_not_those_of_sidecars() 
 
 
 @pytest.mark.parametrize(
-    ("container", "guaranteed", "pod_level"),
-    [(Container("c", 1500), True, False), (Container("c", 2000), False, False), (Container("c", 2000), True, True)],
+    ("container", "qos", "pod_level"),
+    [
+        (Container("c", 1500), QosClass.GUARANTEED, False),
+        (Container("c", 2000), QosClass.BURSTABLE, False),
+        (Container("c", 2000), QosClass.GUARANTEED, True),
+    ],
 )
-def test_containers_without_exclusive_cpus(container: Container, *, guaranteed: bool, pod_level: bool) -> None:
+def test_containers_without_exclusive_cpus(container: Container, qos: QosClass, *, pod_level: bool) -> None:
     kubelet = manager("vm-8", "0")
-    pod = Pod("p", (container,), guaranteed, pod_level)
+    pod = Pod("p", (container,), qos, pod_level)
     assert kubelet.allocate(kubelet.initial, pod, container, None) == kubelet.initial
     assert kubelet.hints(kubelet.initial, pod, container) is None
     assert kubelet.pod_hints(kubelet.initial, pod) is None

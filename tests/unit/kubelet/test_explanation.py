@@ -6,7 +6,7 @@ from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.kubelet.admission import Kubelet, KubeletConfiguration, Outcome, SimulatedNode
 from runner.kubelet.explanation import explain
-from runner.kubelet.pod import Container, Pod
+from runner.kubelet.pod import Container, Pod, QosClass
 from runner.kubelet.topology_manager import Policy
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"
@@ -128,5 +128,5 @@ def test_policy_none_and_pods_without_preference() -> None:
     assert [str(each) for each in explanation.shortages] == [
         "cpu: 200 CPUs wanted; NUMA nodes 0,1 have most, 126 CPUs free, and 74 CPUs more would have to be"
     ]
-    shared = Pod("p", (Container("vm", 500),), guaranteed=False)
+    shared = Pod("p", (Container("vm", 500),), QosClass.BURSTABLE)
     assert explain(node("restricted"), shared).merges[0].why == "no resource has a preference"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from runner.errors import SpecError
 from runner.kubelet.cpu_manager import exclusive_cpus_of_pod
-from runner.kubelet.manifests import Manifest, QosClass, parse_manifests
-from runner.kubelet.pod import Container, ContainerKind, Pod
+from runner.kubelet.manifests import OWN_RESOURCES, Manifest, parse_manifests
+from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
 from runner.spec.value import Value
 
 GIB = 1 << 30
@@ -151,9 +151,83 @@ def test_pod_level_resources() -> None:
     with_gate, without = read(whole), read(whole, gate=False)
     assert (with_gate.qos, without.qos) == (QosClass.GUARANTEED, QosClass.BEST_EFFORT)
     assert with_gate.pod.pod_level_resources
-    assert with_gate.notes == (
-        "it has pod-level resources (spec.resources): the static CPU and Memory Managers leave it alone",
+    assert without.pod.pod_level_resources
+    assert (with_gate.pod.requests["cpu"], without.pod.requests["cpu"]) == (2000, 0)
+    (note,) = with_gate.notes
+    assert note.startswith(
+        "it has pod-level resources (spec.resources): the static CPU and Memory Managers assign nothing"
     )
+    assert note.endswith(OWN_RESOURCES)
+
+
+HALF = {"resources": {"requests": {"cpu": 1}, "limits": {"cpu": 2, "memory": "1Gi"}}}
+
+
+@pytest.mark.parametrize(
+    ("container", "resources", "requests", "qos"),
+    [
+        # Requests that are missing are what the containers request, and only else the limit (defaultPodRequests).
+        (HALF, {"limits": {"cpu": 2, "memory": "2Gi"}}, {"cpu": 1000, "memory": GIB}, QosClass.BURSTABLE),
+        ({}, {"limits": {"cpu": 2}, "requests": {"cpu": 1}}, {"cpu": 1000}, QosClass.BURSTABLE),
+        (
+            limits(cpu=2, memory="1Gi"),
+            {"limits": {"cpu": 2, "memory": "1Gi"}},
+            {"cpu": 2000, "memory": GIB},
+            QosClass.GUARANTEED,
+        ),
+        ({}, {"requests": {"cpu": 2, "memory": "1Gi"}}, {"cpu": 2000, "memory": GIB}, QosClass.BURSTABLE),
+        # Huge pages of a container are a limit of the pod (defaultHugePagePodLimits), and then a request.
+        (
+            limits(**{"hugepages-2Mi": "2Mi"}),
+            {"requests": {"cpu": 2}},
+            {"cpu": 2000, "hugepages-2Mi": 2 << 20},
+            QosClass.BURSTABLE,
+        ),
+        ({}, {"limits": {"hugepages-2Mi": "4Mi"}}, {"hugepages-2Mi": 4 << 20}, QosClass.BEST_EFFORT),
+    ],
+)
+def test_defaults_of_pod_level_resources(
+    container: dict[str, Any], resources: dict[str, Any], requests: dict[str, int], qos: QosClass
+) -> None:
+    manifest = read(pod(container, resources=resources))
+    assert (manifest.pod.pod_level_requests, manifest.qos) == (requests, qos)
+
+
+def test_empty_pod_level_resources_decide_about_the_qos_class_alone() -> None:
+    manifest = read(pod(limits(cpu=2, memory="1Gi"), resources={}))
+    assert (manifest.qos, manifest.pod.pod_level_resources) == (QosClass.BEST_EFFORT, False)
+    assert manifest.pod.requests["cpu"] == 2000
+    assert manifest.why == ("the pod has no limits.cpu", "the pod has no limits.memory")
+
+
+def test_what_the_general_filter_needs_to_know_of_a_pod() -> None:
+    plain = read(pod({}))
+    assert (plain.pod.priority, plain.pod.critical, plain.node_name, plain.ended) == (None, False, "", False)
+    document = pod(
+        {"resources": {"requests": {"cpu": "100m", "memory": "1Mi", "ephemeral-storage": "1Gi"}}},
+        overhead={"cpu": "250m", "memory": "120Mi"},
+        priorityClassName="system-node-critical",
+        nodeName="n1",
+    )
+    full = read(document | {"status": {"phase": "Succeeded"}})
+    assert full.pod.requests == {"cpu": 350, "memory": 121 << 20, "ephemeral-storage": GIB}
+    assert (full.pod.priority, full.pod.critical) == (2_000_001_000, True)
+    assert (full.node_name, full.ended) == ("n1", True)
+    assert read(pod({}, priority=1_000_000_000)).pod.critical is False
+
+
+@pytest.mark.parametrize(
+    ("annotations", "uid", "critical"),
+    [
+        ({"kubernetes.io/config.source": "file"}, "own", True),
+        ({"kubernetes.io/config.source": "api"}, "own", False),
+        # The API server's copy of a static pod; the kubelet knows the pod itself, by the hash of its manifest.
+        ({"kubernetes.io/config.source": "file", "kubernetes.io/config.mirror": "hash"}, "hash", True),
+    ],
+)
+def test_static_pods_are_critical(annotations: dict[str, str], uid: str, *, critical: bool) -> None:
+    manifest = read(pod({}) | {"metadata": {"name": "p", "uid": "own", "annotations": annotations}})
+    assert (manifest.pod.pod_uid, manifest.pod.static, manifest.pod.critical) == (uid, critical, critical)
 
 
 def test_notes_for_the_operator() -> None:
@@ -211,6 +285,23 @@ def test_quantities(amount: object, millicpus: int | None) -> None:
             pod(limits(**{"nvidia.com/gpu": "500m"})),
             "spec.containers[0].resources.limits.nvidia.com/gpu: must be a whole number, found 0.5",
         ),
+        (
+            pod({}, resources={"limits": {"nvidia.com/gpu": 1}}),
+            "spec.resources: must be of cpu, memory and hugepages-SIZE for a whole pod, found 'nvidia.com/gpu'",
+        ),
+        (
+            pod(limits(cpu=3), limits(cpu=3), resources={"requests": {"cpu": 5}}),
+            "spec.resources.requests.cpu: must not be below the 6 that its containers request together",
+        ),
+        (
+            pod(HALF, resources={"limits": {"cpu": 1}}),
+            "spec.resources.limits.cpu: must not be below the limit of container 'c0', 2",
+        ),
+        (
+            pod(limits(cpu=3), limits(cpu=3), resources={"limits": {"cpu": 5}}),
+            "spec.resources.limits.cpu: must be less than or equal to the limit, 5",
+        ),
+        (pod({}, priority="high"), "spec.priority: must be a whole number, found 'high'"),
     ],
 )
 def test_pods_that_the_api_server_would_refuse_are_refused(document: dict[str, Any], message: str) -> None:
@@ -238,6 +329,15 @@ KEYS = [
     "memory",
     "hugepages-2Mi",
     "a.b/c",
+    "overhead",
+    "priority",
+    "priorityClassName",
+    "nodeName",
+    "annotations",
+    "kubernetes.io/config.source",
+    "kubernetes.io/config.mirror",
+    "status",
+    "phase",
 ]
 NOISE = st.recursive(
     st.none()
@@ -260,6 +360,11 @@ NOISE = st.recursive(
 @given(NOISE, NOISE)
 @settings(max_examples=300, deadline=None)
 def test_noise_gives_a_spec_error_or_a_pod(document: object, resources: object) -> None:
-    for each in (document, pod({"resources": resources}), {"kind": "Pod", "spec": document}):
+    for each in (
+        document,
+        pod({"resources": resources}),
+        {"kind": "Pod", "spec": document},
+        pod({}) | {"metadata": document, "status": document},
+    ):
         with contextlib.suppress(SpecError):
             parse_manifests([Value(each, "p.yaml")], pod_level_resources=True)

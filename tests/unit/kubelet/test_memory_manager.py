@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
+from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, hugepages_resource
 from runner.kubelet.memory_manager import (
     MemoryManager,
     check_reservation,
-    hugepages_resource,
     peak_memory,
 )
 from runner.kubelet.numa_masks import mask_of
-from runner.kubelet.pod import Container, ContainerKind, Pod
+from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
 from runner.kubelet.quirks import AllocationError, KubeletConfigError
 from runner.kubelet.state import Block, MemoryState
 from runner.kubelet.topology_manager import Hint, HintList
@@ -190,7 +189,7 @@ def test_hints_for_booked_memory_are_regenerated() -> None:
 def test_only_guaranteed_pods_are_booked() -> None:
     kubelet = manager(8, 8)
     each = container("c", 2)
-    for pod in (Pod("p", (each,), guaranteed=False), Pod("p", (each,), pod_level_resources=True)):
+    for pod in (Pod("p", (each,), QosClass.BURSTABLE), Pod("p", (each,), pod_level_resources=True)):
         assert kubelet.hints(kubelet.initial, pod, each) is None
         assert kubelet.pod_hints(kubelet.initial, pod) is None
         assert kubelet.allocate(kubelet.initial, pod, each, ANY) == kubelet.initial

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -18,8 +18,19 @@ from runner.facts.hardware import Hardware
 from runner.kubelet.admission import KubeletConfiguration, Outcome
 from runner.kubelet.configuration import parse_kubelet_configuration
 from runner.kubelet.device_manager import Devices
-from runner.kubelet.manifests import parse_manifests
-from runner.kubelet.node_plan import NodePlan, States, WhatIf, fit_of, plan_node, stale_pods, start_node
+from runner.kubelet.manifests import OWN_RESOURCES, parse_manifests
+from runner.kubelet.node_plan import (
+    KnownPods,
+    NodePlan,
+    States,
+    WhatIf,
+    fit_of,
+    node_allocatable,
+    plan_node,
+    stale_pods,
+    start_node,
+    unclear_pods,
+)
 from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.report.picture import MORE, owners_of, picture_lines
 from runner.kubelet.report.svg import picture_svg
@@ -66,11 +77,17 @@ def planned(
     *pods: dict[str, Any],
     devices: Devices = NO_DEVICES,
     states: States = NO_STATES,
+    running: Sequence[dict[str, Any]] | None = None,
     **keys: Any,
 ) -> NodePlan:
     configured = configuration(hardware, **keys)
     manifests, _ = parse_manifests([Value(each, "p.yaml") for each in pods], pod_level_resources=True)
-    return plan_node(hardware, configured, start_node(hardware, configured, devices, states), manifests)
+    there, _ = parse_manifests([Value(each, "r.yaml") for each in running or ()], pod_level_resources=True)
+    before = start_node(hardware, configured, devices, states, None if running is None else there)
+    unclear = unclear_pods(states) if running is None else {}
+    known: KnownPods = "exclusive" if states != NO_STATES else "none"
+    known = known if running is None else "all"
+    return plan_node(hardware, configured, before, manifests, unclear=unclear, known=known)
 
 
 def shown(plan: NodePlan, width: int = 120) -> str:
@@ -90,7 +107,9 @@ def test_a_small_node_in_full() -> None:
 host        1 socket, 8 cores, 8 CPUs, 1 NUMA node, 15.7Gi memory
 kubelet     1.36: CPU Manager static, Memory Manager None, Topology Manager restricted (scope container)
 reserved    CPUs 0
+allocatable 7 CPUs, 15.6Gi memory, 110 pods
 before      uid-1/vm has 1-2
+requested   2 CPUs by 1 pod in the state files; other pods are in none, and their requests count as well: --running
 
 pod         new (Guaranteed): admitted
   gets      vm: exclusive CPUs 3-5; affinity {0} preferred
@@ -107,6 +126,7 @@ pod         big (Guaranteed): rejected: TopologyAffinityError: Resources cannot 
             topologyManagerPolicy single-numa-node: rejected: TopologyAffinityError
 
 remains     shared pool 0,6-7; 2 CPUs of it can still be given, at most 2 on one NUMA node
+unrequested 2 CPUs, 14.6Gi memory, 108 pods
 
 NUMA node 0 (socket 0): 2 of 8 CPUs free, memory 15.7Gi
         0-7  #aaAAA..
@@ -137,9 +157,9 @@ def test_a_pod_beyond_node_allocatable_is_noted() -> None:
     plan = planned(EPYC, pod("huge", 128, "60Gi", more={"hugepages-2Mi": "300Gi"}), topologyManagerPolicy="none")
     beyond = "no scheduler binds it to this node"
     assert plan.pods[0].notes == (
-        f"it asks for 128 CPUs, more than the node's allocatable 127: {beyond}",
-        f"it asks for 60Gi memory, more than the node's allocatable 39558Mi: {beyond}",
-        f"it asks for 300Gi hugepages-2Mi, more than the node's allocatable 221696Mi: {beyond}",
+        f"it asks for 128 CPUs, more than the node's allocatable 127 CPUs: {beyond}",
+        f"it asks for 60Gi memory, more than the node's allocatable 39558Mi memory: {beyond}",
+        f"it asks for 300Gi hugepages-2Mi, more than the node's allocatable 221696Mi hugepages-2Mi: {beyond}",
     )
 
 
@@ -188,7 +208,9 @@ def test_ended_pods_are_removed_as_by_the_kubelet() -> None:
     assert [each.explanation.admission.admitted for each in plan.pods] == [True]
     assert plan.after.memory.assignments.keys() == {"new"}
     (note,) = plan.notes
-    assert note.startswith("one, two are in memory_manager_state and without CPUs in cpu_manager_state: taken as ended")
+    assert note.startswith(
+        "one, two are in memory_manager_state and without CPUs in cpu_manager_state: ended, or still"
+    )
     # One file alone does not show which pods have ended.
     assert stale_pods(States(memory=full.memory)) == stale_pods(States(cpu=cpus)) == (frozenset(), frozenset())
     held = planned(EPYC, pod("new", 40, "12Gi"), states=States(memory=full.memory), **STATIC)
@@ -196,6 +218,137 @@ def test_ended_pods_are_removed_as_by_the_kubelet() -> None:
     # A pod that is planned is active: it keeps what it has.
     again = planned(EPYC, pod("one", 40, "12Gi"), states=files, **STATIC)
     assert again.before.stale_memory == {"two"}
+
+
+def half_a_cpu(hardware: Hardware, memory: str) -> States:
+    """Return the state files of a node on which pod ``half`` runs with half a CPU."""
+    after = planned(hardware, pod("half", "500m", memory), **STATIC).after
+    return States(after.cpus, after.memory)
+
+
+def test_a_pod_without_exclusive_cpus_is_planned_as_ended_and_as_running() -> None:
+    states = half_a_cpu(EPYC, "12Gi")
+    assert unclear_pods(states).keys() == {"half"}
+    small = planned(EPYC, pod("new", 4, "2Gi"), states=states, **STATIC)
+    assert (small.unclear, small.if_live, small.fits) == (frozenset({"half"}), None, True)
+    (note,) = small.notes
+    assert "and once more as still running, with the same answers; --running tells which" in note
+    assert "if live" not in shown(small)
+    large = planned(EPYC, pod("new", 4, "30Gi"), states=states, **STATIC)
+    assert large.if_live
+    assert large.pods[0].explanation.admission.admitted
+    assert not large.if_live.pods[0].explanation.admission.admitted
+    assert not large.fits
+    assert "which changes an answer, see 'if live'" in large.notes[0]
+    output = " ".join(shown(large).split())
+    assert (
+        "if live half running without exclusive CPUs: new: rejected: UnexpectedAdmissionError: Allocate failed"
+        in output
+    )
+    document = node_json(attrs.evolve(large, what_if=(WhatIf("other", large),)))
+    assert document["unclear_pods"] == ["half"]
+    assert (
+        document["if_live"]["pods"][0]["outcome"]
+        == document["what_if"][0]["if_live"]["pods"][0]["outcome"]
+        == "rejected"
+    )
+    assert node_json(small)["if_live"] is None
+    compared = shown(attrs.evolve(large, what_if=(WhatIf("other", large),)), 200)
+    assert re.search(r"^other, if live +UnexpectedAdmissionError", compared, re.MULTILINE)
+
+
+def test_the_list_of_running_pods_tells_which_have_ended() -> None:
+    states = half_a_cpu(EPYC, "12Gi")
+    gone = planned(EPYC, pod("new", 4, "30Gi"), states=states, running=[], **STATIC)
+    assert (gone.fits, gone.unclear, gone.if_live) == (True, frozenset(), None)
+    (note,) = gone.notes
+    assert note.startswith(
+        "half is in memory_manager_state and not among the running pods: the kubelet takes the memory"
+    )
+    there = planned(EPYC, pod("new", 4, "30Gi"), states=states, running=[pod("half", "500m", "12Gi")], **STATIC)
+    assert (there.fits, there.unclear, there.notes) == (False, frozenset(), ())
+    assert "requested   0.5 CPUs, 12Gi memory by 1 pod\n" in shown(there)
+    rejected = planned(host("vm-8"), running=[], states=States(cpu=parse_cpu_state(CPU_STATE)))
+    (note,) = rejected.notes
+    assert note.startswith(
+        "uid-1 is in cpu_manager_state and not among the running pods: the kubelet takes the CPUs back"
+    )
+
+
+def test_requests_of_running_pods_count_and_those_of_no_others_are_known() -> None:
+    daemon = {"kind": "Pod", "metadata": {"name": "d"}, "spec": {"containers": [{"name": "d"}]}}
+    daemon["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "20m"}}  # type: ignore[index]  # nested dicts
+    unknown = planned(host("vm-8"), pod("new", 7))
+    assert unknown.fits
+    assert "requested   nothing is known of other pods, whose requests count as well: --running\n" in shown(unknown)
+    plan = planned(host("vm-8"), pod("new", 7), running=[daemon])
+    assert not plan.fits
+    output = " ".join(shown(plan).split())
+    assert (
+        "new (Guaranteed): rejected: OutOfcpu: Node didn't have enough resource: cpu, requested: 7000, used: 20,"
+        " capacity: 7000" in output
+    )
+    assert (
+        "missing 7 CPUs requested; the node has 7 CPUs for pods, others request 0.02 CPUs, 0.02 CPUs too much" in output
+    )
+    assert "otherwise" not in output
+    assert "unrequested 6.98 CPUs, 15.6Gi memory, 109 pods" in output
+    document = node_json(plan)
+    assert document["known_pods"] == "all"
+    assert document["pods"][0]["insufficient"] == [{"resource": "cpu", "requested": 7000, "used": 20, "capacity": 7000}]
+    assert (document["before"]["allocatable"]["cpu"], document["before"]["unrequested"]["cpu"]) == (7000, 6980)
+    full = planned(host("vm-8"), pod("new", 1), running=[daemon], maxPods=1)
+    assert "missing the node takes 1 pod, and has 1" in " ".join(shown(full).split())
+
+
+def test_node_allocatable() -> None:
+    """``nodestatus.MachineInfo``: huge pages are taken from memory, whether they are used or not."""
+    reserved = {"cpu": "1500m", "memory": "1Gi"}
+    found = node_allocatable(
+        EPYC, configuration(EPYC, systemReserved=reserved, evictionHard={"memory.available": "1Gi"})
+    )
+    huge = 216_5 * (1 << 30) // 10
+    memory = sum(each.memory for each in EPYC.numa_nodes)
+    assert found.resources == {
+        "cpu": 126_500,
+        "memory": memory - huge - (2 << 30),
+        "hugepages-2Mi": huge,
+        "hugepages-1Gi": 0,
+    }
+    assert [
+        node_allocatable(EPYC, configuration(EPYC, **keys)).pods
+        for keys in ({}, {"maxPods": 250}, {"podsPerCore": 1}, {"maxPods": 250, "podsPerCore": 1}, {"maxPods": 0})
+    ] == [110, 250, 110, 128, 110]
+    assert (
+        node_allocatable(EPYC, configuration(EPYC, systemReserved={"cpu": "1", "memory": "300Gi"})).resources["memory"]
+        == 0
+    )
+
+
+def test_notes_about_critical_pods_and_unknown_storage() -> None:
+    critical = pod("new", 7)
+    critical["spec"]["priorityClassName"] = "system-node-critical"
+    critical["spec"]["containers"][0]["resources"]["requests"] = {"ephemeral-storage": "1Gi"}
+    plan = planned(host("vm-8"), pod("first", "1500m"), critical)
+    assert plan.fits
+    assert plan.pods[1].notes == (
+        "it is critical, and the kubelet ends first for it",
+        "the node's ephemeral storage is not known here: it is taken as enough",
+    )
+    assert node_json(plan)["pods"][1]["preempted"] == ["first"]
+
+
+def test_pod_level_resources_leave_an_instance_without_cpus() -> None:
+    whole = pod("whole", 4)
+    whole["spec"]["resources"] = {"limits": {"cpu": 4, "memory": "1Gi"}}
+    plan = planned(host("vm-8"), whole)
+    assert plan.pods[0].manifest.pod.guaranteed
+    assert plan.pods[0].explanation.admission.admitted
+    assert not plan.pods[0].cpus
+    assert fit_of(4, None, plan).error == f"no container gets exclusive CPUs; {OWN_RESOURCES}"
+    off = planned(host("vm-8"), whole, featureGates={"PodLevelResources": False})
+    assert off.pods[0].explanation.admission.reason == "PodLevelResourcesNotSupported"
+    assert off.pods[0].notes[-1].startswith("an API server with this gate off, too, removes spec.resources")
 
 
 def test_a_pod_that_was_rejected_after_its_cpus_gives_them_back() -> None:
@@ -363,7 +516,7 @@ def test_json_is_plain_and_the_same_every_time() -> None:
     assert first["containers"][0]["placement"]["pins"][:4] == [1, 65, 2, 66]
     assert (second["outcome"], second["reason"], second["containers"]) == ("rejected", "TopologyAffinityError", [])
     assert second["missing"][0]["wanted"] == 400
-    assert document["what_if"][0] == {"name": "x=y", "refusal": "no", "pods": [], "after": None}
+    assert document["what_if"][0] == {"name": "x=y", "refusal": "no", "pods": [], "after": None, "if_live": None}
     assert document["after"]["shared_pool"] == "0,21-64,85-127"
 
 

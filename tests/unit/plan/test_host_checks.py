@@ -6,9 +6,10 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.cpuset import CpuSet
+from runner.errors import RefusedError
 from runner.facts.host import PodQos
-from runner.instance.discover import read_pod
-from runner.kernel.files import cpu_limits
+from runner.instance.discover import read_huge_limit, read_pod
+from runner.kernel.files import cpu_limits, memory_limits
 from runner.kernel.procfs import Procfs
 from runner.plan.host_checks import qos_of_oom_score_adj, shared_cpus, too_little_time, too_old
 
@@ -30,7 +31,12 @@ def test_the_kubelets_oom_score_adj_gives_the_qos_class(value: int, qos: str) ->
         (None, ALL, None),
         (PodQos("guaranteed"), SOME, None),
         (PodQos(), SOME, None),
-        (PodQos("guaranteed"), ALL, "the pod may use every CPU of the node ('0-7'), so none is its own"),
+        (
+            PodQos("guaranteed"),
+            ALL,
+            "the pod is Guaranteed, but may use every CPU of the node ('0-7'), so none is its own",
+        ),
+        (PodQos(), ALL, "the pod may use every CPU of the node ('0-7'), so none is its own"),
         (PodQos("burstable", "a word"), SOME, "the pod is Burstable (a word), so it shares its CPUs with other pods"),
         (PodQos("besteffort", "a word"), SOME, "the pod is BestEffort (a word), so it shares its CPUs with other pods"),
     ],
@@ -82,3 +88,57 @@ def test_cpu_time_is_limited_by_every_group_above(tmp_path: Path) -> None:
         if text is not None:
             (tmp_path / path / "cpu.max").write_text(text)
     assert list(cpu_limits(PurePosixPath(tmp_path), "/a/b/c")) == [2.0, 1.5]
+
+
+MIB = 1 << 20
+NO_ENVIRONMENT: Mapping[str, str] = {}
+
+
+def written(root: Path, files: Mapping[str, str]) -> PurePosixPath:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(f"{text}\n")
+    return PurePosixPath(root)
+
+
+@pytest.mark.parametrize(
+    ("container", "pod", "variable", "limit"),
+    [
+        ("max", str(80 * MIB), None, 80),  # containerd's default: the pod has a limit, its container has none
+        ("max", str(80 * MIB), str(60 * MIB), 60),  # the pod's limit is that of all containers together
+        (str(60 * MIB), str(80 * MIB), str(80 * MIB), 60),
+        ("max", "max", str(80 * MIB), 80),
+        ("max", "max", "0", None),  # how the Downward API gives a limit that the container does not have
+        ("max", "max", None, None),
+    ],
+)
+def test_the_limit_of_huge_pages_is_the_containers_the_pods_or_the_downward_apis(
+    tmp_path: Path, container: str, pod: str, variable: str | None, limit: int | None
+) -> None:
+    environment = {} if variable is None else {"LIMITS_HUGEPAGES_2MI": variable, "LIMITS_HUGEPAGES_1GI": "0"}
+    files = {
+        "kubepods/hugetlb.2MB.max": "max",
+        "kubepods/pod/hugetlb.2MB.max": pod,
+        "kubepods/pod/hugetlb.2MB.rsvd.max": "max",
+        "kubepods/pod/container/hugetlb.2MB.max": container,
+    }
+    found = read_huge_limit(written(tmp_path, files), "/kubepods/pod/container", 2 * MIB, environment)
+    assert found == (None if limit is None else limit * MIB)
+
+
+def test_in_a_cgroup_namespace_only_the_downward_api_tells_the_limit_of_huge_pages(tmp_path: Path) -> None:
+    root = written(tmp_path, {"hugetlb.2MB.max": "max", "memory.max": str(2 << 30)})
+    assert read_huge_limit(root, "/", 2 * MIB, NO_ENVIRONMENT) is None
+    assert read_huge_limit(root, "/", 2 * MIB, {"LIMITS_HUGEPAGES_2MI": str(80 << 30)}) == 80 << 30
+    # Ordinary memory needs no variable: every container runtime sets memory.max of the container itself.
+    assert list(memory_limits(root, "/")) == [2 << 30]
+
+
+@pytest.mark.parametrize("value", ["", "80Gi", "-1", "81920", "٤"])
+def test_a_limit_of_huge_pages_that_the_downward_api_would_not_give_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        read_huge_limit(PurePosixPath(tmp_path), "/", 2 * MIB, {"LIMITS_HUGEPAGES_2MI": value})
+    assert str(caught.value) == (
+        f"cannot use LIMITS_HUGEPAGES_2MI={value!r}: it must be bytes, a multiple of the page size 2097152; set it with"
+        " resourceFieldRef: limits.hugepages-2Mi, without a divisor"
+    )

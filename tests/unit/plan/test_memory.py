@@ -163,8 +163,8 @@ def test_qemu_allocates_private_memory_itself() -> None:
             ALL_CPUS + '[memory]\nsize = "2GiB"\nhugepages = "2MiB"\n',
             {"limits": MemoryLimits(huge={2 * MIB: HugeFact(limit=GIB)})},
             (
-                "memory.size: 2GiB in pages of 2MiB do not fit into the 1024MiB of them this pod may use (hugetlb.2MB.max); "
-                "raise limits.hugepages-2Mi in the pod"
+                "memory.size: 2GiB in pages of 2MiB do not fit into the 1024MiB of them this pod may use (hugetlb.2MB.max, "
+                "LIMITS_HUGEPAGES_2MI); raise limits.hugepages-2Mi in the pod"
             ),
         ),
         (
@@ -201,14 +201,15 @@ def test_qemu_allocates_private_memory_itself() -> None:
         (
             ALL_CPUS + '[memory]\nsize = "limits"\n',
             {"limits": MemoryLimits()},
-            'memory.size: "limits" means what memory.max of this cgroup leaves, and there is no limit; set limits.memory',
+            'memory.size: "limits" means what memory.max of this cgroup and those above leaves, and there is no limit; set limits.memory',
         ),
         (
             ALL_CPUS + '[memory]\nsize = "limits"\nhugepages = "2MiB"\n',
             {},
             (
-                'memory.size: "limits" means what hugetlb.2MB.max of this cgroup leaves, and there is no limit; set '
-                "limits.hugepages-2Mi in the pod, or say how much"
+                'memory.size: "limits" means what hugetlb.2MB.max of this cgroup and those above leaves, and there is no '
+                "limit; set limits.hugepages-2Mi in the pod and LIMITS_HUGEPAGES_2MI from it (Downward API, "
+                "resourceFieldRef: limits.hugepages-2Mi), or say how much"
             ),
         ),
         (

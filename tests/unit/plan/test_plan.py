@@ -19,6 +19,7 @@ from runner.facts.network import Interface, Resolver, Route
 from runner.placement.backends import AffinityPlacement, ControllerPlacement
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv
+from runner.plan.host_checks import OWN_CPUS
 from runner.plan.instance import InstancePlan, plan_instance, share_grace
 from runner.plan.networks import BridgedPlan, PasstPlan, derived_mac
 from runner.plan.render import plan_json, plan_lines
@@ -659,6 +660,8 @@ def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
     assert any("the node's shared CPUs" in line for line in plan_lines(plan))
     [problem] = problems(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 3\n', NODE)
     assert problem.startswith("cpu.count: asks for 3 vCPUs, but the container has 4 CPUs ('2-3,10-11')")
+    assert problem.endswith(f"; so that they are its own, {OWN_CPUS}")
+    assert "the pod itself no resources (spec.resources)" in problem
     [problem] = problems(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 5\n', NODE)
     assert problem.startswith("cpu.count: asks for 5 vCPUs, but this process may use 4 CPUs ('2-3,10-11')")
 

@@ -10,7 +10,8 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class RealKubelet:
     program: Path
     containerd: Containerd
     directory: Path = Path("/var/lib/kubelet")
+    followed: list[Contained] = field(default_factory=list)
+    """The containers whose logs are read; no other part of the test waits for their readers."""
 
     @property
     def minor(self) -> int:
@@ -115,7 +118,19 @@ class RealKubelet:
         scope = Cgroup(ROOT / "kubepods.slice" / slice_ / f"cri-containerd-{found['id']}.scope")
         assert scope.path.is_dir()
         status = self.containerd.cri("ContainerStatus", container_id=found["id"])["status"]
-        return Contained(self.containerd.cri, found["id"], scope, Path(status["log_path"]))
+        self.followed.append(Contained(self.containerd.cri, found["id"], scope, Path(status["log_path"])))
+        return self.followed[-1]
+
+    def close_logs(self) -> None:
+        """End the reading of all logs, also of containers that a failed test has left."""
+        with ExitStack() as cleanup:
+            for each in self.followed:
+                cleanup.callback(each.close)
+
+    def show_logs(self) -> None:
+        """Print the last part of the kubelet's log, and of containerd's."""
+        print(f"--- kubelet\n{self.log.read_text()[-30000:]}")
+        print(f"--- containerd\n{self.containerd.cri.log.read_text()[-10000:]}")
 
     def containers(self, name: str) -> list[dict[str, Any]]:
         """Return the running containers of this name."""
@@ -137,15 +152,14 @@ def kubelet(containerd: Containerd) -> Iterator[RealKubelet]:
     program.write_bytes(device.read_bytes())
     program.chmod(0o755)
     kubelet = RealKubelet(program, containerd)
-    try:
+    with ExitStack() as cleanup:  # in the order of the lines from the last: each runs, even if one before it fails
+        cleanup.callback(TREE.remove)
+        cleanup.callback(kubelet.close_logs)
+        cleanup.callback(Cgroup(ROOT / "kubepods.slice").remove)
+        cleanup.callback(kubelet.show_logs)
+        cleanup.callback(subprocess.run, ["systemctl", "stop", UNIT], check=True)
         kubelet.start()
         yield kubelet
-    finally:
-        subprocess.run(["systemctl", "stop", UNIT], check=True)
-        print(f"--- kubelet\n{kubelet.log.read_text()[-30000:]}")
-        print(f"--- containerd\n{containerd.cri.log.read_text()[-10000:]}")
-        Cgroup(ROOT / "kubepods.slice").remove()
-        TREE.remove()
 
 
 def static(pod: Object, name: str, volumes: Path, data: Object, mounts: tuple[Mount, ...] = ()) -> Object:
