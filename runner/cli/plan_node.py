@@ -16,6 +16,8 @@ from pathlib import Path
 
 import attrs
 
+from runner.cli.manifests import manifest_notes, read_manifests
+from runner.cli.options import read_spec, source_of
 from runner.errors import HostError, RefusedError, UsageError
 from runner.facts.hardware import Hardware
 from runner.kernel.kubelet_files import read_state_file
@@ -28,12 +30,10 @@ from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
 from runner.kubelet.report.svg import picture_svg
 from runner.kubelet.report.text import hardware_line, node_json, node_lines
 from runner.kubelet.state_files import CPU_STATE, MEMORY_STATE, parse_cpu_state, parse_memory_state
-from runner.spec.instance import declared_variables, parse_instance
+from runner.spec.instance import PLACEHOLDER, parse_elsewhere
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 
-PLACEHOLDER = "unset"
-"""The value of a variable that a spec declares and that is not set where only a plan is made."""
 WIDTH = 120
 """Columns of the output where it is no terminal."""
 
@@ -78,7 +78,7 @@ def plan(arguments: argparse.Namespace) -> bool:
             others.append(WhatIf(name, planned(changed(document, _settings(name)))))
         except KubeletConfigError as error:
             others.append(WhatIf(name, None, str(error)))
-    fit, unset = _fit(arguments.spec, node)
+    fit, unset = _fit(next(iter(arguments.spec), None), node)
     node = attrs.evolve(node, what_if=tuple(others), fit=fit, notes=(*node.notes, *unset))
     if arguments.svg:
         _write(arguments.svg, picture_svg(node))
@@ -100,10 +100,11 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
 
 def _manifests(paths: Iterable[str], configuration: Value, minor: int) -> tuple[list[Manifest], list[str]]:
     """Read all pods; those of one file come after those of the file before it."""
-    documents = [document for path in paths for document in parse_yaml(path, _bytes(path, "manifest"))]
+    documents = read_manifests(paths)
     gate = configuration.get("featureGates", {}).get("PodLevelResources")
     on = gate.flag() if gate else minor >= POD_LEVEL_RESOURCES_SINCE
     manifests, notes = parse_manifests(documents, pod_level_resources=on)
+    notes += manifest_notes(paths, documents)
     if paths and not manifests:
         raise UsageError(f"cannot plan: no pod is in {', '.join(map(repr, paths))}")
     return manifests, notes
@@ -169,15 +170,16 @@ def _settings(text: str) -> Mapping[str, str]:
     return settings
 
 
-def _fit(spec: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]:
+def _fit(path: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]:
     """Return how the spec fits, and what is assumed for it: its variables are the pod's, which is not here."""
-    if spec is None:
+    if path is None:
         return None, ()
-    data = sys.stdin.buffer.read() if spec == "-" else _bytes(spec, "spec")
-    unset = [name for name in declared_variables(spec, data) if name not in os.environ]
-    cpu = parse_instance(spec, data, {**os.environ, **dict.fromkeys(unset, PLACEHOLDER)}).cpu
-    notes = (f"{spec}: {', '.join(unset)} are not set here, and taken as {PLACEHOLDER!r}",) if unset else ()
-    return fit_of(cpu.count, cpu.cpus, node, spare=cpu.placement != "controller"), notes
+    source = source_of(path)
+    spec, unset = parse_elsewhere(source, read_spec(path), os.environ)
+    if spec is None:
+        raise UsageError(f"cannot plan with {source}: it needs the values of {', '.join(unset)}; set these variables")
+    notes = (f"{source}: {', '.join(unset)} are not set here, and taken as {PLACEHOLDER!r}",) if unset else ()
+    return fit_of(spec.cpu.count, spec.cpu.cpus, node, spare=spec.cpu.placement != "controller"), notes
 
 
 def _bytes(path: str, what: str) -> bytes:

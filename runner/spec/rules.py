@@ -15,7 +15,7 @@ import ipaddress
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -29,12 +29,26 @@ T = TypeVar("T")
 MIB = 1 << 20
 _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,12})(Ki|Mi|Gi|Ti)B?", re.ASCII)
+_SIZE_ELSEWHERE = r"(?i:([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([KMGT]?)i?B?)"
+"""Pattern of a size as QEMU, Kubernetes or people write it; compiled only for a wrong one."""
+LARGEST_DOCUMENT = MIB
+"""Bytes; a ConfigMap holds no more (``MaxSecretSize`` in ``pkg/apis/core/validation``)."""
+DEEPEST = 16
+"""Levels of tables and arrays in a document; a spec has five."""
 DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
 """Pattern of a descriptor's name; sd_listen_fds_with_names(3) allows more."""
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
 """Pattern of ``$${``, which stands for a literal ``${``, and of ``${NAME}``."""
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", re.ASCII)
+
+
+class WrongValueError(ValueError):
+    """A value that a rule does not take; *suggestion* is the nearest that it takes, as a document has it, or empty."""
+
+    def __init__(self, message: str, suggestion: str = "") -> None:
+        super().__init__(message)
+        self.suggestion = suggestion
 
 
 @attrs.frozen
@@ -82,16 +96,31 @@ def found(value: object) -> str:
     return f"{kind} {text if len(text) <= 60 else text[:57] + '…'}"  # noqa: PLR2004 - a line has to end somewhere
 
 
-def _wrong(value: object) -> NoReturn:
-    raise ValueError(f"found {found(value)}")
+def _wrong(value: object, suggestion: str = "") -> NoReturn:
+    raise WrongValueError(f"found {found(value)}", suggestion)
 
 
-def text(pattern: str | None = None, allowed: str = "a string") -> Rule:
+def _refuse_unprintable(value: str) -> None:
+    unprintable = next((each for each in value if not each.isprintable()), None)
+    if unprintable is not None:
+        raise WrongValueError(f"found {found(value)} with the character {unprintable!r}")
+
+
+def _nearest(value: object, words: Iterable[str]) -> str:
+    """Return the word that *value* is probably meant to be, in quotes; empty if there is none, or it has other digits."""
+    if not isinstance(value, str):
+        return ""
+    alike = [word for word in words if re.findall("[0-9]+", word) == re.findall("[0-9]+", value)]
+    return next((f'"{word}"' for word in difflib.get_close_matches(value, alike, 1)), "")
+
+
+def text(pattern: str | None = None, allowed: str = "a string of one line without control characters") -> Rule:
     """Take a string without control characters, which matches *pattern* as a whole if one is given."""
 
     def parse(value: object) -> str:
-        if not isinstance(value, str) or not value.isprintable():
+        if not isinstance(value, str):
             _wrong(value)
+        _refuse_unprintable(value)
         if pattern is not None and re.fullmatch(pattern, value, re.ASCII) is None:
             _wrong(value)
         return value
@@ -125,8 +154,7 @@ def choice(*words: str) -> Rule:
     def parse(value: object) -> str:
         if isinstance(value, str) and value in words:
             return value
-        near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) else []
-        raise ValueError(f"found {found(value)}" + (f", did you mean {near[0]!r}?" if near else ""))
+        _wrong(value, _nearest(value, words))
 
     return Rule("one of " + ", ".join(f'"{word}"' for word in words), parse)
 
@@ -137,19 +165,42 @@ def size(least: int) -> Rule:
     def parse(value: object) -> int:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None:
-            _wrong(value)
+            _wrong(value, _nearest_size(value, least))
         result = int(match[1]) * _UNITS[match[2]]
         if result < least or result % MIB:
-            _wrong(value)
+            _wrong(value, _nearest_size(value, least))
         return result
 
     return Rule(f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"', parse)
 
 
+def _nearest_size(value: object, least: int) -> str:
+    """Return the size that *value* is probably meant to be, as a document has it; empty if it is no size.
+
+    A number without a unit is in bytes, or in MiB if it is smaller than one. ``2G`` and ``2GB`` mean 2 GiB to QEMU.
+    """
+    written = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    match = re.fullmatch(_SIZE_ELSEWHERE, written, re.ASCII)
+    if match is None:
+        return ""
+    number = float(match[1])
+    unit = _UNITS[f"{match[2].upper()}i"] if match[2] else 1 if number >= MIB else MIB
+    return f'"{format_size(max(least, round(number * unit / MIB) * MIB))}"'
+
+
 def either(word: str, rule: Rule, *, first: bool = False) -> Rule:
     """Take *word* or a value that *rule* takes; with *first* messages name the word before the rule."""
-    listed = f'"{word}", or {rule.allowed}' if first else f'{rule.allowed}, or "{word}"'
-    return Rule(listed, lambda given: word if given == word else rule.parse(given))
+
+    def parse(value: object) -> object:
+        if value == word:
+            return word
+        try:
+            return rule.parse(value)
+        except WrongValueError as error:
+            error.suggestion = _nearest(value, [word]) or error.suggestion
+            raise
+
+    return Rule(f'"{word}", or {rule.allowed}' if first else f'{rule.allowed}, or "{word}"', parse)
 
 
 def seconds(least: float, most: float) -> Rule:
@@ -167,8 +218,9 @@ def path() -> Rule:
     """Take an absolute path; relative ones are refused, because PID 1's working directory is arbitrary."""
 
     def parse(value: object) -> PurePosixPath:
-        if not isinstance(value, str) or "\0" in value or not value.startswith("/") or not _encodable(value):
+        if not isinstance(value, str) or not value.startswith("/"):
             _wrong(value)
+        _refuse_unprintable(value)
         return PurePosixPath(value)
 
     return Rule("an absolute path", parse)
@@ -180,6 +232,8 @@ def path_or(*words: str) -> Rule:
     def parse(value: object) -> PurePosixPath | str:
         if isinstance(value, str) and value in words:
             return value
+        if isinstance(value, str) and not value.startswith("/"):
+            _wrong(value, _nearest(value, words))
         return cast("PurePosixPath", path().parse(value))
 
     return Rule("an absolute path, or " + " or ".join(f'"{word}"' for word in words), parse)
@@ -274,8 +328,7 @@ def settings(known: Mapping[str, Rule]) -> Rule:
         for name, setting in value.items():
             rule = known.get(name)
             if rule is None:
-                near = difflib.get_close_matches(name, known, 1)
-                raise ValueError(f"found the unknown {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+                raise WrongValueError(f"found the unknown {name!r}", _nearest(name, known))
             try:
                 pairs.append((name, rule.parse(setting)))
             except ValueError as error:
@@ -373,18 +426,60 @@ def parse_document(source: str, data: bytes) -> dict[str, object]:
 
     Raises :exc:`~runner.errors.SpecError` with line and column.
     """
+    if len(data) > LARGEST_DOCUMENT:
+        _refuse(source, f"cannot parse the document: it has more than {format_size(LARGEST_DOCUMENT)}")
+    content = _decoded(source, data)
+    is_json = source.endswith(".json") or content.lstrip().startswith("{")
     try:
-        content = data.decode("utf-8")
+        document = _parse_json(source, content) if is_json else _parse_toml(source, content)
+        too_deep = _is_deeper(document, DEEPEST)
+    except RecursionError:
+        too_deep, document = True, {}
+    if too_deep:
+        _refuse(source, f"cannot parse the document: it has more than {DEEPEST} levels of tables and arrays")
+    return document
+
+
+def _refuse(source: str, message: str, remedy: str = "") -> NoReturn:
+    raise SpecError(source, [Problem("", message, remedy)]) from None
+
+
+def _decoded(source: str, data: bytes) -> str:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        _refuse(source, "cannot decode the document: it is UTF-16", "save it as UTF-8")
+    if data.startswith(b"\xef\xbb\xbf"):
+        _refuse(source, "cannot parse the document: it begins with a byte-order mark", "save it as UTF-8 without one")
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SpecError(
-            source, [Problem("", f"cannot decode the document: it is not UTF-8 at byte {error.start}")]
-        ) from None
-    if source.endswith(".json") or content.lstrip().startswith("{"):
-        return _parse_json(source, content)
+        _refuse(source, f"cannot decode the document: it is not UTF-8 at byte {error.start}")
+
+
+def _is_deeper(document: object, most: int) -> bool:
+    """Tell whether *document* has more than *most* levels; without recursion, because dotted keys of TOML have no limit."""
+    level = [document]
+    for _ in range(most):
+        level = [
+            each
+            for value in level
+            if isinstance(value, dict | list)
+            for each in (value.values() if isinstance(value, dict) else value)
+        ]
+    return any(isinstance(value, dict | list) for value in level)
+
+
+def _parse_toml(source: str, content: str) -> dict[str, object]:
     try:
         return tomllib.loads(content)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of thousands of digits
-        raise SpecError(source, [Problem("", f"cannot parse the document as TOML: {error}")]) from None
+    except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
+        first = next((line for line in content.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
+        if not re.match(r"---|[\w.\"'/-]+:(\s|$)", first):
+            _refuse(source, f"cannot parse the document as TOML: {error}")
+    if re.search(r"^apiVersion:", content, re.MULTILINE):
+        reason, remedy = "it is a manifest of Kubernetes", "name a spec, or give the manifest to plan --node by --pod"
+    else:
+        reason, remedy = f"{first[:40]!r} is YAML", "write TOML, such as [cpu] and below it count = 4, or JSON"
+    _refuse(source, f"cannot parse the document as TOML: {reason}", remedy)
 
 
 def _parse_json(source: str, content: str) -> dict[str, object]:
@@ -401,10 +496,10 @@ def _parse_json(source: str, content: str) -> dict[str, object]:
 
     try:
         document = json.loads(content, object_pairs_hook=unique, parse_constant=constant)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(source, [Problem("", f"cannot parse the document as JSON: {error}")]) from None
+    except ValueError as error:
+        _refuse(source, f"cannot parse the document as JSON: {error}")
     if not isinstance(document, dict):
-        raise SpecError(source, [Problem("", f"the document must be a table, found {found(document)}")])
+        _refuse(source, f"the document must be a table, found {found(document)}")
     return document
 
 
@@ -443,6 +538,19 @@ def expanded(value: object, variables: Mapping[str, str], where: str, problems: 
             return [expanded(each, variables, f"{where}[{index}]", problems) for index, each in enumerate(value)]
         case _:
             return value
+
+
+def references(value: object, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the path and the name of each ``${NAME}`` in the strings of *value*, whose path is *where*."""
+    match value:
+        case str():
+            yield from ((where, each[1]) for each in re.finditer(_REFERENCE, value) if each[1])
+        case dict():
+            for name, each in value.items():
+                yield from references(each, f"{where}.{name}" if where else name)
+        case list():
+            for index, each in enumerate(value):
+                yield from references(each, f"{where}[{index}]")
 
 
 def structure(schema: type[T], value: object, where: str, problems: list[Problem]) -> T | None:
@@ -488,7 +596,9 @@ def _value(rule: Rule, value: object, here: str, problems: list[Problem]) -> obj
         try:
             return rule.parse(value)
         except ValueError as error:
-            problems.append(Problem(here, str(error), f"it takes {rule.allowed}"))
+            meant = error.suggestion if isinstance(error, WrongValueError) else ""
+            question = f"did you mean {meant}? It takes" if meant else "it takes"
+            problems.append(Problem(here, str(error), f"{question} {rule.allowed}"))
             return None
     if not rule.many:
         return structure(rule.schema, value, here, problems)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from runner.cpuset import CpuSet
+from runner.errors import printable
 from runner.facts.hardware import Hardware
 from runner.kubelet.admission import Outcome, SimulatedNode
 from runner.kubelet.device_manager import Devices
@@ -66,7 +67,7 @@ def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
 
 def _wrapped(label: str, text: str, width: int) -> Iterator[str]:
     yield from textwrap.wrap(
-        text,
+        printable(text),
         max(width, 60),
         initial_indent=f"{label:<12}",
         subsequent_indent=INDENT,
@@ -244,8 +245,8 @@ def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
 
     Where that is wider than *width*, each configuration has a block of rows instead.
     """
-    heads = [*(pod.manifest.name for pod in plan.pods), "shared pool"]
-    rows = [(other.name, _answers(other, len(heads))) for other in (WhatIf("as it is", plan), *plan.what_if)]
+    heads = [*(printable(pod.manifest.name) for pod in plan.pods), "shared pool"]
+    rows = [(printable(other.name), _answers(other, len(heads))) for other in (WhatIf("as it is", plan), *plan.what_if)]
     full = [answers for _, answers in rows if len(answers) == len(heads)]
     widths = [max(len(row[column]) for row in (heads, *full)) for column in range(len(heads))]
     first = max(len(name) for name, _ in rows)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
-from runner.spec.instance import parse_instance, private_subnet, reference
+from runner.spec.instance import parse_elsewhere, parse_instance, private_subnet, reference
 from runner.spec.rules import format_size
 
 KERNEL = '[boot]\nkernel = "/k"\n'
@@ -199,21 +199,67 @@ def test_json_and_toml_give_the_same_spec() -> None:
         (KERNEL + "[cpu]\ncount = 1.5\n", "cpu.count: found the number 1.5; it takes an integer from 1 to 1024"),
         (
             KERNEL + '[cpu]\naccel = "kwm"\n',
-            'cpu.accel: found the string "kwm", did you mean \'kvm\'?; it takes one of "auto", "kvm", "tcg"',
+            'cpu.accel: found the string "kwm"; did you mean "kvm"? It takes one of "auto", "kvm", "tcg"',
         ),
         (KERNEL + '[cpu]\ncpus = "3-1"\n', "cpu.cpus: range '3-1' in '3-1' runs backwards; it takes CPUs"),
         (KERNEL + '[cpu]\ncount = 3\ncpus = "1-2"\n', "cpu.cpus: '1-2' are 2 CPUs, but cpu.count asks for 3 vCPUs"),
-        (
-            KERNEL + '[memory]\nsize = "512M"\n',
-            'memory.size: found the string "512M"; it takes a size in whole MiB, at least 32MiB',
+        *(
+            (
+                f"{KERNEL}[memory]\nsize = {written}\n",
+                f'memory.size: found the {kind} {written}; did you mean "{meant}"? It takes a size in whole MiB, at least 32MiB',
+            )
+            for written, kind, meant in (
+                ('"512M"', "string", "512MiB"),
+                ('"2G"', "string", "2GiB"),
+                ('"2GB"', "string", "2GiB"),
+                ('"2 gib"', "string", "2GiB"),
+                ('"1.5GiB"', "string", "1536MiB"),
+                ('"8MiB"', "string", "32MiB"),
+                ('"33000KiB"', "string", "32MiB"),
+                ('"2048"', "string", "2GiB"),
+                ("536870912", "integer", "512MiB"),
+                ("4096", "integer", "4GiB"),
+                ('"limit"', "string", "limits"),
+            )
         ),
-        (KERNEL + '[memory]\nsize = "8MiB"\n', 'memory.size: found the string "8MiB"; it takes a size'),
-        (KERNEL + '[memory]\nsize = "33000KiB"\n', 'memory.size: found the string "33000KiB"; it takes a size'),
-        (KERNEL + "[memory]\nsize = 536870912\n", "memory.size: found the integer 536870912; it takes a size"),
+        (KERNEL + '[memory]\nsize = "much"\n', 'memory.size: found the string "much"; it takes a size'),
+        (KERNEL + "[memory]\nsize = true\n", "memory.size: found the boolean true; it takes a size"),
+        *(
+            (
+                f'{KERNEL}[memory]\nhugepages = "{written}"\n',
+                f'memory.hugepages: found the string "{written}"; {question} one of "2MiB", "1GiB"',
+            )
+            for written, question in (
+                ("512KiB", "it takes"),
+                ("2M", 'did you mean "2MiB"? It takes'),
+                ("1GB", 'did you mean "1GiB"? It takes'),
+            )
+        ),
+        (
+            '[boot]\nfirmware = "uefy"\n',
+            'boot.firmware: found the string "uefy"; did you mean "uefi"? It takes an absolute',
+        ),
+        (
+            '[[disk]]\npath = "/a"\nfd = "a"\n',
+            "disk[0].fd: path and fd are both given; leave one of them out",
+        ),
+        ("[[disk]]\n", "disk[0].path: is missing; a disk needs a path, or the fd that it is inherited as"),
+        (
+            KERNEL + '[[share]]\ntag = "t"\npath = "/a\\u001b[31m"\n',
+            "share[0].path: found the string \"/a\\u001b[31m\" with the character '\\x1b'; it takes an absolute path",
+        ),
+        (KERNEL + '"\\u202eb\\n" = 1\n', "boot.\\u202eb\\n: unknown key"),
+        (
+            KERNEL.replace("/k", "${HOME}/k"),
+            'boot.kernel: found the string "${HOME}/k"; add [environment] allow = ["HOME"], without',
+        ),
         ('[boot]\ninitrd = "/i"\n[[disk]]\npath = "/d"\n', "boot.initrd: needs boot.kernel"),
         ('[boot]\ncmdline = "x"\n[[disk]]\npath = "/d"\n', "boot.cmdline: needs boot.kernel"),
         ('[boot]\nkernel = "k"\n', 'boot.kernel: found the string "k"; it takes an absolute path'),
-        ('[boot]\nkernel = "/k"\ncmdline = "a\\nb"\n', 'boot.cmdline: found the string "a\\nb"; it takes a string'),
+        (
+            '[boot]\nkernel = "/k"\ncmdline = "a\\nb"\n',
+            "boot.cmdline: found the string \"a\\nb\" with the character '\\n'; it takes a string of one line",
+        ),
         (KERNEL + '[[share]]\npath = "/a"\n', "share[0].tag: is missing; it takes up to 35 letters"),
         (KERNEL + '[[share]]\npath = "/a"\ntag = "a,b"\n', 'share[0].tag: found the string "a,b"'),
         (
@@ -254,6 +300,20 @@ def test_json_and_toml_give_the_same_spec() -> None:
         ),
         ("[boot\n", "cannot parse the document as TOML"),
         ("\x00", "cannot parse the document as TOML"),
+        (
+            "# four vCPUs\ncpu:\n  count: 4\n",
+            "cannot parse the document as TOML: 'cpu:' is YAML; write TOML, such as [cpu] and below it count = 4, or JSON",
+        ),
+        ("---\ncpu: {}\n", "cannot parse the document as TOML: '---' is YAML"),
+        (
+            "kind: Pod\napiVersion: v1\n",
+            "cannot parse the document as TOML: it is a manifest of Kubernetes; name a spec, or",
+        ),
+        ("a = " + "[" * 20 + "]" * 20, "cannot parse the document: it has more than 16 levels of tables and arrays"),
+        ("a = " + "[" * 5000, "cannot parse the document: it has more than 16 levels of tables and arrays"),
+        (".".join("a" * 2000) + " = 1", "cannot parse the document: it has more than 16 levels of tables and arrays"),
+        ("\ufeff[cpu]\n", "cannot parse the document: it begins with a byte-order mark; save it as UTF-8 without one"),
+        ("#" * (1 << 20) + "\n", "cannot parse the document: it has more than 1MiB"),
     ],
 )
 def test_every_mistake_is_named_with_its_path(text: str, expected: str) -> None:
@@ -267,7 +327,7 @@ def test_every_mistake_is_named_with_its_path(text: str, expected: str) -> None:
         ('{"cpu": {"count": NaN}}', "NaN is not JSON"),
         ("[1]", "must be a table, found an array"),
         ('{"boot": ', "cannot parse the document as JSON"),
-        ("[" * 100_000, "cannot parse the document as JSON"),
+        ("[" * 100_000, "it has more than 16 levels of tables and arrays"),
         ('{"cpu": {"count": null}}', "cpu.count: found null"),
     ],
 )
@@ -289,6 +349,16 @@ def test_all_problems_are_reported_at_once() -> None:
 def test_a_document_that_is_not_text() -> None:
     with pytest.raises(SpecError, match="not UTF-8 at byte 1"):
         parse_instance("spec.toml", b"a\xff")
+    with pytest.raises(SpecError, match="it is UTF-16; save it as UTF-8"):
+        parse_instance("spec.toml", KERNEL.encode("utf-16"))
+
+
+def test_a_value_in_its_error_may_not_act_on_a_terminal() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_instance("\x1b[2Jspec.toml", b'[boot]\nkernel = "\\u202e\\u0085\\u001b]0;x\\u0007"\n')
+    assert str(caught.value) == (
+        '\\x1b[2Jspec.toml: boot.kernel: found the string "\\u202e\\x85\\u001b]0;x\\u0007"; it takes an absolute path'
+    )
 
 
 def test_private_networks_get_subnets_of_their_own() -> None:
@@ -392,13 +462,15 @@ def test_a_declared_variable_that_is_not_set_is_refused() -> None:
 
 
 def test_values_from_the_environment_are_checked_like_all_others() -> None:
-    with pytest.raises(SpecError, match=r"instance.name: found the string \"a b\""):
+    with pytest.raises(
+        SpecError, match=r"instance.name: found the string \"a b\", which comes from \$\{EMPTY\}; it takes"
+    ):
         parse_instance(
             "spec.toml",
             f'{KERNEL}[instance]\nname = "${{EMPTY}}"\n{DECLARED}'.encode(),
             {**ENVIRONMENT, "EMPTY": "a b"},
         )
-    with pytest.raises(SpecError, match=r"cpu.count: found the string \"4\""):  # in strings only
+    with pytest.raises(SpecError, match=r"cpu.count: found the string \"4\", which comes from"):  # in strings only
         parse_instance(
             "spec.toml", f'{KERNEL}[cpu]\ncount = "${{EMPTY}}"\n{DECLARED}'.encode(), {**ENVIRONMENT, "EMPTY": "4"}
         )
@@ -406,3 +478,15 @@ def test_values_from_the_environment_are_checked_like_all_others() -> None:
         'environment.allow: found the string "A-B"'
     )
     assert "twice" in problems(f'{KERNEL}[environment]\nallow = ["A", "A"]\n')[0]
+
+
+def test_a_document_is_checked_where_its_variables_are_not_set() -> None:
+    text = KERNEL + '[environment]\nallow = ["POD_UID", "POD_NAME"]\n[instance]\nname = "${POD_NAME}"\n'
+    spec, unset = parse_elsewhere("spec.toml", text.encode(), {"POD_NAME": "web-1"})
+    assert spec is not None
+    assert (spec.instance.name, unset) == ("web-1", ("POD_UID",))
+    uuid = text + 'uuid = "${POD_UID}"\n'
+    assert parse_elsewhere("spec.toml", uuid.encode(), {}) == (None, ("POD_UID", "POD_NAME"))
+    with pytest.raises(SpecError) as caught:
+        parse_elsewhere("spec.toml", (uuid + "[cpu]\ncount = 0\n").encode(), {})
+    assert [problem.path for problem in caught.value.problems] == ["cpu.count"]
