@@ -40,7 +40,11 @@ DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
 """Pattern of ``$${``, which stands for a literal ``${``, and of ``${NAME}``."""
-_MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", re.ASCII)
+_MAC = r"[0-9a-f][02468ace](:[0-9a-f]{2}){5}"
+"""Pattern of a unicast MAC address: the lowest bit of the first byte is 0."""
+_PLAIN = r"[^\u0000-\u001f\u007f]*"
+"""Pattern of a string without control characters."""
+_ADDRESS = r"[0-9]{1,3}(\.[0-9]{1,3}){3}"
 
 
 class WrongValueError(ValueError):
@@ -59,6 +63,8 @@ class Rule:
     """A description of them for messages and the reference, as a noun phrase."""
     parse: Callable[[object], object]
     """Checks a value and converts it; raises ``ValueError``."""
+    json: Mapping[str, Any] = attrs.field(factory=dict)
+    """The same in JSON Schema, as far as that can express it; empty for tables."""
     schema: type | None = None
     """The attrs class of a table, or of each table of an array."""
     many: bool = False
@@ -114,6 +120,11 @@ def _nearest(value: object, words: Iterable[str]) -> str:
     return next((f'"{word}"' for word in difflib.get_close_matches(value, alike, 1)), "")
 
 
+def matching(pattern: str) -> Mapping[str, Any]:
+    """Return the JSON Schema of a string that matches *pattern* as a whole."""
+    return {"type": "string", "pattern": f"^(?:{pattern})$"}
+
+
 def text(pattern: str | None = None, allowed: str = "a string of one line without control characters") -> Rule:
     """Take a string without control characters, which matches *pattern* as a whole if one is given."""
 
@@ -125,7 +136,7 @@ def text(pattern: str | None = None, allowed: str = "a string of one line withou
             _wrong(value)
         return value
 
-    return Rule(allowed, parse)
+    return Rule(allowed, parse, matching(pattern or _PLAIN))
 
 
 def integer(least: int, most: int) -> Rule:
@@ -136,7 +147,7 @@ def integer(least: int, most: int) -> Rule:
             _wrong(value)
         return value
 
-    return Rule(f"an integer from {least} to {most}", parse)
+    return Rule(f"an integer from {least} to {most}", parse, {"type": "integer", "minimum": least, "maximum": most})
 
 
 def flag() -> Rule:
@@ -145,7 +156,7 @@ def flag() -> Rule:
     def parse(value: object) -> bool:
         return value if isinstance(value, bool) else _wrong(value)
 
-    return Rule("true or false", parse)
+    return Rule("true or false", parse, {"type": "boolean"})
 
 
 def choice(*words: str) -> Rule:
@@ -156,7 +167,7 @@ def choice(*words: str) -> Rule:
             return value
         _wrong(value, _nearest(value, words))
 
-    return Rule("one of " + ", ".join(f'"{word}"' for word in words), parse)
+    return Rule("one of " + ", ".join(f'"{word}"' for word in words), parse, {"enum": [*words]})
 
 
 def size(least: int) -> Rule:
@@ -171,7 +182,8 @@ def size(least: int) -> Rule:
             _wrong(value, _nearest_size(value, least))
         return result
 
-    return Rule(f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"', parse)
+    allowed = f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"'
+    return Rule(allowed, parse, matching(_SIZE.pattern))
 
 
 def _nearest_size(value: object, least: int) -> str:
@@ -200,7 +212,8 @@ def either(word: str, rule: Rule, *, first: bool = False) -> Rule:
             error.suggestion = _nearest(value, [word]) or error.suggestion
             raise
 
-    return Rule(f'"{word}", or {rule.allowed}' if first else f'{rule.allowed}, or "{word}"', parse)
+    allowed = f'"{word}", or {rule.allowed}' if first else f'{rule.allowed}, or "{word}"'
+    return Rule(allowed, parse, {"anyOf": [{"enum": [word]}, rule.json]})
 
 
 def seconds(least: float, most: float) -> Rule:
@@ -211,7 +224,8 @@ def seconds(least: float, most: float) -> Rule:
             _wrong(value)
         return float(value)
 
-    return Rule(f"a number of seconds from {least:g} to {most:g}", parse)
+    bounds = {"type": "number", "minimum": least, "maximum": most}
+    return Rule(f"a number of seconds from {least:g} to {most:g}", parse, bounds)
 
 
 def path() -> Rule:
@@ -223,7 +237,7 @@ def path() -> Rule:
         _refuse_unprintable(value)
         return PurePosixPath(value)
 
-    return Rule("an absolute path", parse)
+    return Rule("an absolute path", parse, matching(f"/{_PLAIN}"))
 
 
 def path_or(*words: str) -> Rule:
@@ -236,7 +250,8 @@ def path_or(*words: str) -> Rule:
             _wrong(value, _nearest(value, words))
         return cast("PurePosixPath", path().parse(value))
 
-    return Rule("an absolute path, or " + " or ".join(f'"{word}"' for word in words), parse)
+    allowed = "an absolute path, or " + " or ".join(f'"{word}"' for word in words)
+    return Rule(allowed, parse, {"anyOf": [{"enum": [*words]}, path().json]})
 
 
 def document() -> Rule:
@@ -247,7 +262,7 @@ def document() -> Rule:
             _wrong(value)
         return PurePosixPath(value) if value.startswith("/") else value
 
-    return Rule("a text, or the absolute path of a file that holds it", parse)
+    return Rule("a text, or the absolute path of a file that holds it", parse, {"type": "string", "minLength": 1})
 
 
 def documents() -> Rule:
@@ -258,7 +273,8 @@ def documents() -> Rule:
             _wrong(value)
         return tuple(map(document().parse, value))
 
-    return Rule("an array of texts, or of absolute paths of files that hold them", parse)
+    allowed = "an array of texts, or of absolute paths of files that hold them"
+    return Rule(allowed, parse, {"type": "array", "items": document().json})
 
 
 def paths() -> Rule:
@@ -268,7 +284,7 @@ def paths() -> Rule:
     def parse(value: object) -> tuple[object, ...]:
         return tuple(map(one.parse, value)) if isinstance(value, list) else _wrong(value)
 
-    return Rule("an array of absolute paths", parse)
+    return Rule("an array of absolute paths", parse, {"type": "array", "items": one.json})
 
 
 def _encodable(value: str) -> bool:
@@ -287,18 +303,19 @@ def cpu_set() -> Rule:
             _wrong(value)
         return CpuSet.parse(value)
 
-    return Rule('CPUs in the kernel\'s list format, such as "1-20,65-84"', parse)
+    listed = matching(r"\s*[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*\s*")
+    return Rule('CPUs in the kernel\'s list format, such as "1-20,65-84"', parse, listed)
 
 
 def mac() -> Rule:
     """Take a unicast MAC address in lower case."""
 
     def parse(value: object) -> str:
-        if not isinstance(value, str) or _MAC.fullmatch(value) is None or int(value[:2], 16) & 1:
+        if not isinstance(value, str) or re.fullmatch(_MAC, value) is None:
             _wrong(value)
         return value
 
-    return Rule('a unicast MAC address in lower case, such as "52:54:00:12:34:56"', parse)
+    return Rule('a unicast MAC address in lower case, such as "52:54:00:12:34:56"', parse, matching(_MAC))
 
 
 def subnet() -> Rule:
@@ -315,7 +332,8 @@ def subnet() -> Rule:
             raise ValueError(f"found {found(value)}, which has no room for a gateway and a guest")
         return network
 
-    return Rule('an IPv4 subnet of at least four addresses, such as "192.168.77.0/24"', parse)
+    allowed = 'an IPv4 subnet of at least four addresses, such as "192.168.77.0/24"'
+    return Rule(allowed, parse, matching(f"{_ADDRESS}/(0*[12]?[0-9]|0*30|{_ADDRESS})"))
 
 
 def settings(known: Mapping[str, Rule]) -> Rule:
@@ -335,7 +353,9 @@ def settings(known: Mapping[str, Rule]) -> Rule:
                 raise ValueError(f"{name}: {error}, where it takes {rule.allowed}") from None
         return tuple(pairs)
 
-    return Rule("a table of " + ", ".join(known), parse)
+    properties = {name: rule.json for name, rule in known.items()}
+    table_of = {"type": "object", "properties": properties, "additionalProperties": False}
+    return Rule("a table of " + ", ".join(known), parse, table_of)
 
 
 def address() -> Rule:
@@ -349,7 +369,7 @@ def address() -> Rule:
         except ValueError as error:
             raise ValueError(f"found {found(value)} ({error})") from None
 
-    return Rule('an IPv4 address, such as "192.168.77.10"', parse)
+    return Rule('an IPv4 address, such as "192.168.77.10"', parse, matching(_ADDRESS))
 
 
 def subnet6() -> Rule:
@@ -366,7 +386,7 @@ def subnet6() -> Rule:
             _wrong(value)
         return network
 
-    return Rule('an IPv6 subnet of 64 bits, such as "fd12:3456:789a:1::/64"', parse)
+    return Rule('an IPv6 subnet of 64 bits, such as "fd12:3456:789a:1::/64"', parse, matching("[0-9a-fA-F:.]+/0*64"))
 
 
 def descriptor_names() -> Rule:
@@ -380,7 +400,8 @@ def descriptor_names() -> Rule:
             _wrong(value)
         return names
 
-    return Rule('names of descriptors, such as "net0" or "net0,net1"', parse)
+    listed = matching(f"{DESCRIPTOR_NAME}(,{DESCRIPTOR_NAME})*")
+    return Rule('names of descriptors, such as "net0" or "net0,net1"', parse, listed)
 
 
 def variables() -> Rule:
@@ -396,17 +417,18 @@ def variables() -> Rule:
                 raise ValueError(f"found {found(name)} twice")
         return tuple(value)
 
-    return Rule('an array of names of environment variables, such as ["NODE_NAME"]', parse)
+    listed = {"type": "array", "items": matching(_VARIABLE), "uniqueItems": True}
+    return Rule('an array of names of environment variables, such as ["NODE_NAME"]', parse, listed)
 
 
 def table(schema: type) -> Rule:
     """Take a table that follows *schema*."""
-    return Rule("a table", _never, schema)
+    return Rule("a table", _never, schema=schema)
 
 
 def tables(schema: type) -> Rule:
     """Take an array of tables that follow *schema*."""
-    return Rule("an array of tables", _never, schema, many=True)
+    return Rule("an array of tables", _never, schema=schema, many=True)
 
 
 def _never(value: object) -> NoReturn:
