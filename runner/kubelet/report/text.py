@@ -45,7 +45,7 @@ def _count(number: int, what: str) -> str:
 def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
     """Yield the whole plan for an operator: the node, each pod's answer and why, what remains, the picture."""
     yield from _wrapped("host", hardware_line(plan.hardware), width)
-    yield from _wrapped("kubelet", _kubelet(plan), width)
+    yield from _wrapped("kubelet", kubelet_line(plan), width)
     yield from _wrapped("reserved", _reserved(plan), width)
     yield from _wrapped("before", _before(plan.before), width)
     for note in plan.notes:
@@ -76,7 +76,8 @@ def _wrapped(label: str, text: str, width: int) -> Iterator[str]:
     )
 
 
-def _kubelet(plan: NodePlan) -> str:
+def kubelet_line(plan: NodePlan) -> str:
+    """Describe the version and the policies of the kubelet of *plan* in one line."""
     configuration = plan.configuration
     options = {**configuration.cpu_manager_policy_options, **configuration.topology_manager_policy_options}
     listed = "".join(f", {name}={value}" for name, value in sorted(options.items()))
