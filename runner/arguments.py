@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,6 +11,23 @@ T = TypeVar("T")
 
 LOG_FORMATS = ("text", "json")
 """How log lines may be written."""
+
+
+class _Version(argparse.Action):
+    """Prints the version; importing what reads it takes as long as a whole parser, so that it is done only here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        sys.stdout.write(f"{parser.prog} {metadata.version('instance-runner')}\n")
+        parser.exit()
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """Add ``--version`` to *parser*."""
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="show program's version number and exit"
+    )
 
 
 def argument_type(parse: Callable[[str], T]) -> Callable[[str], T]:

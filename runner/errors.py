@@ -97,7 +97,7 @@ class Problem:
     @property
     def statement(self) -> str:
         """The path and the message, without the remedy."""
-        return f"{self.path}: {self.message}" if self.path else self.message
+        return printable(f"{self.path}: {self.message}" if self.path else self.message)
 
     def __str__(self) -> str:
         return f"{self.statement}; {self.remedy}" if self.remedy else self.statement
@@ -114,7 +114,7 @@ class SpecError(RunnerError):
         super().__init__(source, self.problems)
 
     def __str__(self) -> str:
-        return "\n".join(f"{self.source}: {problem}" for problem in self.problems)
+        return "\n".join(printable(f"{self.source}: {problem}") for problem in self.problems)
 
 
 class RefusedError(RunnerError):
@@ -129,6 +129,17 @@ class HostError(RunnerError):
 
 class PlacementError(RunnerError):
     """A thread is not where it was put, or cannot be put there."""
+
+
+def printable(text: str) -> str:
+    r"""Return *text* with each character that is not printable escaped as in Python, such as ``\x1b`` and ``\u202e``.
+
+    Names and values of documents are shown to operators: control characters and bidirectional marks (Unicode's categories Cc
+    and Cf) could change what a terminal shows (Unicode Technical Report 36, 2.10).
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def explain(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from runner.check.context import CheckedHost
 from runner.check.finding import Level
 from runner.check.host_reader import check_host
 from runner.check.report import report_json, report_lines
-from runner.cli.options import absolute_path, add_spec, read_spec
+from runner.cli.options import absolute_path, add_spec, read_spec, source_of
 from runner.errors import Status
 
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the findings; return ``FINDINGS`` if one of them keeps an instance from starting."""
-    document = None if arguments.spec is None else (arguments.spec, read_spec(arguments.spec))
+    document = None if arguments.spec is None else (source_of(arguments.spec), read_spec(arguments.spec))
     host = CheckedHost(Path("/"), arguments.kubelet_dir, arguments.socket, arguments.state_dir, dict(os.environ))
     report = trio.run(check_host, host, document)
     if arguments.json:

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Collection
 from importlib import import_module
 
+from runner.arguments import add_version
 from runner.cli.options import STATUS_HELP
 
 COMMANDS = {
@@ -18,6 +19,7 @@ COMMANDS = {
     "inspect": "say where every thread of a running instance is, and judge it",
     "check": "say whether this node, pod or machine is fit for instances, and what fixes it; changes nothing",
     "ctl": "ask a running instance, from inside its container: its state, disks that come, go and grow",
+    "schema": "print the JSON Schema of a spec, for editors and other tools",
     "completion": "print what makes a shell complete this command and the controller's",
     "manual": "print a manual page, in the language of man",
     "console": "attach this terminal to the serial console of the instance in this container",
@@ -40,20 +42,10 @@ def program_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.Argu
         "  env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
+    add_version(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, purpose in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name in complete:
             import_module(f"runner.cli.{name}").add_arguments(command)
     return parser
-
-
-class _Version(argparse.Action):
-    """Prints the version; importing what reads it takes as long as the rest of this parser, so that it is done only here."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib import metadata
-
-        print(parser.prog, metadata.version("instance-runner"))
-        parser.exit()

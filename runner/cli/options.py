@@ -6,22 +6,28 @@ import argparse
 import os
 import sys
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from runner.errors import Status, UsageError
 
 STATUS_HELP = "exit statuses:\n" + "\n".join(f"  {status.value:3} {status.name.lower()}" for status in Status)
 
+DEFAULT_SPEC = "/etc/instance/spec.toml"
+"""The spec of ``run`` and ``plan`` where none is named: where the manifests mount it."""
+
 TERMINATION_LOG = Path("/dev/termination-log")
 """Where Kubernetes looks for the reason that a container ended (``terminationMessagePath``)."""
 
 
-def add_spec(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """Add SPEC and ``--state-dir`` to *parser*; with *nargs* ``"?"`` SPEC may be left out."""
+def add_spec(parser: argparse.ArgumentParser, nargs: Literal["?", "*"], default: str | None = None) -> None:
+    """Add SPEC and ``--state-dir`` to *parser*; *nargs* says how many SPECs, *default* is the one where none is named."""
     parser.add_argument(
         "spec",
         metavar="SPEC",
         nargs=nargs,
-        help="the instance's document, TOML or JSON; but for run, - is standard input",
+        default=default,
+        help="the instance's document, TOML or JSON; but for run, - is standard input"
+        + (" (default: %(default)s)" if default else ""),
     )
     add_state_dir(parser)
 
@@ -47,11 +53,14 @@ def read_spec_file(path: str) -> bytes:
 
     Raises :exc:`~runner.errors.UsageError`.
     """
+    from runner.spec.rules import LARGEST_DOCUMENT  # here, because most commands read no spec
+
     file = Path(path)
     try:
         if file.exists() and not file.is_file():
             raise UsageError(f"cannot read the spec {path!r}: it is not a file")
-        return file.read_bytes()
+        with file.open("rb") as spec:
+            return spec.read(LARGEST_DOCUMENT + 1)  # a larger one is refused unparsed
     except OSError as error:
         raise UsageError(f"cannot read the spec {path!r}") from error
 
@@ -60,7 +69,14 @@ def read_spec(path: str) -> bytes:
     """Return the bytes of the spec at *path*, or of standard input for ``-``. Raises :exc:`~runner.errors.UsageError`."""
     if path != "-":
         return read_spec_file(path)
+    from runner.spec.rules import LARGEST_DOCUMENT
+
     try:
-        return sys.stdin.buffer.read()
+        return sys.stdin.buffer.read(LARGEST_DOCUMENT + 1)
     except OSError as error:
-        raise UsageError("cannot read the spec '-'") from error
+        raise UsageError("cannot read the spec from standard input") from error
+
+
+def source_of(path: str) -> str:
+    """Return the name of the spec at *path* in messages."""
+    return "standard input" if path == "-" else path

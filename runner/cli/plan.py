@@ -8,11 +8,14 @@ from pathlib import Path
 
 import trio
 
-from runner.cli.options import add_spec, read_spec
-from runner.errors import Status, UsageError
+from runner.cli.options import DEFAULT_SPEC, add_spec, read_spec, source_of
+from runner.errors import Status, UsageError, printable
 from runner.instance.init import plan_here
 from runner.plan.argv.qemu import pasteable
 from runner.plan.render import plan_json, plan_lines
+
+NODE_OPTIONS = ("pod", "state", "running", "device", "what_if", "svg", "kubelet", "host", "sys")
+"""The options that need ``--node``; ``--sys`` also goes with ``--record``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  instance-runner plan spec.toml --show-argv > by-hand.sh\n"
+        "  instance-runner plan --document-only specs/*.toml\n"
         "  instance-runner plan --record host.json\n"
         "  instance-runner plan --node kubelet.yaml --host host.json --pod pod.yaml --svg node.svg\n"
         "  instance-runner plan --node kubelet.yaml --pod pod.yaml --state /var/lib/kubelet \\\n"
         "    --what-if topologyManagerPolicy=restricted --what-if cpuManagerPolicyOptions.full-pcpus-only=true\n"
     )
-    add_spec(parser, nargs="?")
+    add_spec(parser, nargs="*")
+    parser.add_argument(
+        "--document-only",
+        action="store_true",
+        help="check any number of SPECs without a host, as on a laptop or in CI",
+    )
     parser.add_argument("--json", action="store_true", help="the plan as JSON")
     parser.add_argument("--show-argv", action="store_true", help="the machine of SPEC as a shell script to paste")
     _add_node_arguments(parser)
@@ -39,7 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("a Kubernetes node").add_argument
     add("--node", metavar="FILE", help="the kubelet's configuration (KubeletConfiguration, YAML)")
-    add("--pod", metavar="FILE", action="append", default=[], help="manifests, in the order the pods come (repeatable)")
+    add(
+        "--pod",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="manifests, in the order the pods come; a directory, or - for standard input (repeatable)",
+    )
     add(
         "--state",
         metavar="PATH",
@@ -76,6 +91,11 @@ def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the plan, or write the host to ``--record``; return ``FINDINGS`` if the pods do not fit the node."""
+    if arguments.document_only:
+        from runner.cli import documents
+
+        _refuse_without_document(arguments)
+        return documents.check(arguments.spec)
     _refuse_contradictions(arguments)
     if arguments.record or arguments.node:
         from runner.cli import plan_node
@@ -83,23 +103,35 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.record:
             return plan_node.record(arguments)
         return 0 if plan_node.plan(arguments) else Status.FINDINGS
-    plan = trio.run(plan_here, arguments.spec, read_spec(arguments.spec), arguments.state_dir)
+    spec = arguments.spec[0] if arguments.spec else DEFAULT_SPEC
+    plan = trio.run(plan_here, source_of(spec), read_spec(spec), arguments.state_dir)
+    if plan.machine.seed is not None:
+        from runner.cli import documents
+
+        documents.refuse_broken_seed(source_of(spec), plan.machine.seed)
     if arguments.show_argv:
         print(pasteable(plan), end="")
     elif arguments.json:
         print(json.dumps(plan_json(plan), indent=1))
     else:
-        print("\n".join(plan_lines(plan)))
+        print("\n".join(map(printable, plan_lines(plan))))
     return 0
+
+
+def _refuse_without_document(arguments: argparse.Namespace) -> None:
+    """Raise :exc:`~runner.errors.UsageError` for what ``--document-only`` does not take."""
+    others = (*NODE_OPTIONS, "record", "node", "json", "show_argv")
+    if any(getattr(arguments, name) for name in others):
+        raise UsageError("cannot use other options with --document-only: it takes SPECs alone")
+    if not arguments.spec:
+        raise UsageError("cannot check nothing: name SPECs with --document-only")
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
     """Raise :exc:`~runner.errors.UsageError` for arguments that do not go together, before any file is read."""
-    given = [
-        name
-        for name in ("pod", "state", "running", "device", "what_if", "svg", "kubelet", "host", "sys")
-        if getattr(arguments, name)
-    ]
+    given = [name for name in NODE_OPTIONS if getattr(arguments, name)]
+    if len(arguments.spec) > 1:
+        raise UsageError("cannot plan several instances at once: name one SPEC, or check them by --document-only")
     options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
     if arguments.record:
         others = [name for name in ("spec", "node", "show_argv", "json") if getattr(arguments, name)]
@@ -110,9 +142,9 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
             raise UsageError(
                 "cannot show the command line of a machine on another node; leave --show-argv or --node out"
             )
+        if [*arguments.spec, *arguments.pod].count("-") > 1:
+            raise UsageError("cannot read standard input twice: name a file for the SPEC or for --pod")
     elif given:
         raise UsageError(f"cannot use {options} alone: name the kubelet's configuration with --node")
-    elif arguments.spec is None:
-        raise UsageError("cannot plan nothing: name a SPEC, or a kubelet's configuration with --node")
     elif arguments.json and arguments.show_argv:
         raise UsageError("cannot give both --json and --show-argv; leave one out")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import attrs
 
+from runner.cli.manifests import manifest_notes, read_manifests
+from runner.cli.options import read_spec, source_of
 from runner.errors import HostError, RefusedError, UsageError
 from runner.facts.hardware import Hardware
 from runner.kernel.kubelet_files import read_state_file
@@ -38,14 +40,12 @@ from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
 from runner.kubelet.report.svg import picture_svg
 from runner.kubelet.report.text import hardware_line, node_json, node_lines
 from runner.kubelet.state_files import CPU_STATE, MEMORY_STATE, parse_cpu_state, parse_memory_state
-from runner.spec.instance import declared_variables, parse_instance
+from runner.spec.instance import PLACEHOLDER, parse_elsewhere
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 
 PACKAGE = Path(__file__).parents[1]
 """This package, in which a wheel has the examples (``pyproject.toml``)."""
-PLACEHOLDER = "unset"
-"""The value of a variable that a spec declares and that is not set where only a plan is made."""
 WIDTH = 120
 """Columns of the output where it is no terminal."""
 
@@ -68,7 +68,7 @@ def plan(arguments: argparse.Namespace) -> bool:
     document = configuration_among(parse_yaml(arguments.node, _bytes(arguments.node, "kubelet configuration")))
     devices = _devices(arguments.device, hardware)
     states = _states(arguments.state)
-    pods, on_node = _pods(arguments.pod), _pods(arguments.running)
+    pods, on_node = read_manifests(arguments.pod), read_manifests(arguments.running)
     notes = [] if states.memory or not states.cpu else [f"no {MEMORY_STATE} was given: no memory is taken as booked"]
 
     def planned(configured: Value) -> NodePlan:
@@ -76,6 +76,7 @@ def plan(arguments: argparse.Namespace) -> bool:
         manifests, skipped = parse_manifests(pods, pod_level_resources=configuration.pod_level_resources)
         if pods and not manifests:
             raise UsageError(f"cannot plan: no pod is in {', '.join(map(repr, arguments.pod))}")
+        skipped += manifest_notes(arguments.pod, pods)
         running = None
         if arguments.running:
             running, left_out = _running(on_node, pod_level_resources=configuration.pod_level_resources)
@@ -96,7 +97,7 @@ def plan(arguments: argparse.Namespace) -> bool:
             others.append(WhatIf(name, planned(changed(document, _settings(name)))))
         except KubeletConfigError as error:
             others.append(WhatIf(name, None, str(error)))
-    fit, unset = _fit(arguments.spec, node)
+    fit, unset = _fit(next(iter(arguments.spec), None), node)
     node = attrs.evolve(node, what_if=tuple(others), fit=fit, notes=(*node.notes, *unset))
     if arguments.svg:
         _write(arguments.svg, picture_svg(node))
@@ -114,11 +115,6 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
     if arguments.host is None:
         return read_hardware(arguments.sys or Path("/"))
     return Hardware.from_json(_text(arguments.host, "host record"), arguments.host)
-
-
-def _pods(paths: Iterable[str]) -> list[Value]:
-    """Read the documents of all files; those of one file come after those of the file before it."""
-    return [document for path in paths for document in parse_yaml(path, _bytes(path, "manifest"))]
 
 
 def _running(documents: Iterable[Value], *, pod_level_resources: bool) -> tuple[list[Manifest], list[str]]:
@@ -199,15 +195,16 @@ def _settings(text: str) -> Mapping[str, str]:
     return settings
 
 
-def _fit(spec: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]:
+def _fit(path: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]:
     """Return how the spec fits, and what is assumed for it: its variables are the pod's, which is not here."""
-    if spec is None:
+    if path is None:
         return None, ()
-    data = sys.stdin.buffer.read() if spec == "-" else _bytes(spec, "spec")
-    unset = [name for name in declared_variables(spec, data) if name not in os.environ]
-    cpu = parse_instance(spec, data, {**os.environ, **dict.fromkeys(unset, PLACEHOLDER)}).cpu
-    notes = (f"{spec}: {', '.join(unset)} are not set here, and taken as {PLACEHOLDER!r}",) if unset else ()
-    return fit_of(cpu.count, cpu.cpus, node, spare=cpu.placement != "controller"), notes
+    source = source_of(path)
+    spec, unset = parse_elsewhere(source, read_spec(path), os.environ)
+    if spec is None:
+        raise UsageError(f"cannot plan with {source}: it needs the values of {', '.join(unset)}; set these variables")
+    notes = (f"{source}: {', '.join(unset)} are not set here, and taken as {PLACEHOLDER!r}",) if unset else ()
+    return fit_of(spec.cpu.count, spec.cpu.cpus, node, spare=spec.cpu.placement != "controller"), notes
 
 
 def _bytes(path: str, what: str) -> bytes:

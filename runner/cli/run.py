@@ -7,7 +7,7 @@ import os
 from pathlib import Path, PurePosixPath
 
 from runner.arguments import LOG_FORMATS, argument_type
-from runner.cli.options import STATUS_HELP, TERMINATION_LOG, add_spec
+from runner.cli.options import DEFAULT_SPEC, STATUS_HELP, TERMINATION_LOG, add_spec
 from runner.instance.state_directory import discard_signs
 
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{STATUS_HELP}\n\n"
         "example: env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml --http :9441"
     )
-    add_spec(parser)
+    add_spec(parser, nargs="?", default=DEFAULT_SPEC)
     add = parser.add_argument
     add("--not-pid1", action="store_true", help="run although this is not PID 1 (development): become a subreaper")
     add(

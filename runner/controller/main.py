@@ -15,7 +15,7 @@ from typing import Literal
 import attrs
 import trio
 
-from runner.arguments import LOG_FORMATS, argument_type
+from runner.arguments import LOG_FORMATS, add_version, argument_type
 from runner.controller.limits import (
     Limits,
     default_memory,
@@ -192,6 +192,7 @@ def command_line() -> argparse.ArgumentParser:
         "  instance-cgroup-controller --cpus 4-15    on a machine without a kubelet",
         formatter_class=_Formatter,
     )
+    add_version(parser)
     add = parser.add_argument
     add("--root", type=Path, default=Path("/sys/fs/cgroup/stelia"), metavar="DIR", help="the tree's own cgroup")
     add("--cgroupfs", type=Path, default=Path("/sys/fs/cgroup"), metavar="DIR", help="where cgroup v2 is mounted")

@@ -38,8 +38,12 @@ class FileFact:
     """Bytes of a file; the capacity of a block device."""
     error: str | None = None
     """Why it cannot be opened for reading, or for reading and writing where the spec needs that (``strerror``)."""
+    read_error: str | None = None
+    """Why it cannot even be opened for reading (``strerror``); ``None`` if it can."""
     everyone_reads: bool = True
     """Whether its mode lets any user read it."""
+    starts: bool = True
+    """Whether it begins as a kernel that QEMU starts; probed only for ``boot.kernel``."""
     image: ImageFact | None = None
     """The disk image in it. This field and those below are set only for files that the spec names as disks."""
     direct: bool = False

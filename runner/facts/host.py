@@ -143,6 +143,10 @@ class HostFacts:
     kvm: Kvm = Kvm("not found")
     io_uring_error: str | None = "it was not looked for"
     """Why ``io_uring`` cannot be used; tried only if a disk names it."""
+    cpu_models: frozenset[str] = frozenset()
+    """QEMU's CPU models; read only if the spec names one of its own, empty if QEMU did not list them."""
+    console_log_error: str | None = None
+    """Why the file that the spec names for the console's output cannot be written; ``None`` if it can."""
     cpu_vendor: str = ""
     """The vendor string of CPUID, such as ``GenuineIntel``; empty where the kernel does not report it."""
     invariant_tsc: bool = False

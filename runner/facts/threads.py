@@ -23,6 +23,11 @@ class ThreadStatus:
     running_on: int
     """The CPU that it ran on last."""
 
+    @property
+    def has_run_there(self) -> bool:
+        """Whether it ran last on a CPU that it may use: one that has slept since it was moved names the CPU it came from."""
+        return self.running_on in self.cpus
+
 
 @attrs.frozen
 class ProcessStatus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -29,10 +30,12 @@ from runner.kernel.files import (
     cpu_limits,
     find_program,
     huge_limits,
+    memory,
     memory_limits,
     probe_file,
     read_document,
     read_text,
+    why_not_appended,
 )
 from runner.kernel.network import read_interfaces
 from runner.kernel.processes import Command, Processes
@@ -42,7 +45,7 @@ from runner.kernel.sysfs import read_hardware, read_huge_pools
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import qos_of_oom_score_adj
-from runner.plan.machine import QEMU_USERS
+from runner.plan.machine import EVERY_QEMUS_MODELS, QEMU_USERS, model_name, parse_cpu_models
 from runner.plan.networks import DHCP_USERS
 from runner.spec.instance import DiskSpec, InstanceSpec
 
@@ -84,6 +87,8 @@ async def read_host_facts(
         memory_nodes=procfs.memory_nodes(),
         cpu_vendor=procfs.cpu_vendor(),
         invariant_tsc=procfs.has_invariant_tsc(),
+        cpu_models=await _cpu_models(spec.cpu.model, processes, qemu),
+        console_log_error=None if spec.console.log is None else why_not_appended(spec.console.log),
         memory=min(procfs.memory_total(), limits.memory or 1 << 62),
         state_directory=state_directory,
         limits=limits,
@@ -235,6 +240,21 @@ async def _version_output(processes: Processes, role: str, path: PurePosixPath) 
         return "", explain(error)
 
 
+async def _cpu_models(asked: str | None, processes: Processes, qemu: PurePosixPath | None) -> frozenset[str]:
+    """Return QEMU's CPU models if one is *asked* for that not every QEMU has; empty if they cannot be read."""
+    if asked is None or qemu is None or model_name(asked) in EVERY_QEMUS_MODELS:
+        return frozenset()
+    with memory("cpu-models", 0) as listing:
+        # In a file, because the lines of a child's output are logged, and too many of them dropped.
+        script = f'exec "$0" -cpu help >/proc/self/fd/{listing}'
+        command = Command("qemu-cpu-help", ("/bin/sh", "-c", script, str(qemu)), (listing,), level=logging.DEBUG)
+        with contextlib.suppress(HostError):  # then the start finds out
+            async with processes.daemon(command, 0) as process:
+                with trio.move_on_after(ANSWERS_WITHIN):
+                    await process.wait()
+        return parse_cpu_models(os.pread(listing, 1 << 20, 0).decode(errors="replace"))
+
+
 # -- the pod and its cgroups -----------------------------------------------------------------------------------------
 
 
@@ -320,9 +340,11 @@ def _delegation_error(roots: Roots, cgroup: str) -> str | None:
 
 
 def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
-    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware, *candidates(spec.boot)):
+    for path in (spec.boot.initrd, spec.boot.firmware, *candidates(spec.boot)):
         if isinstance(path, PurePosixPath):
             yield path, probe_file(path)
+    if spec.boot.kernel is not None:
+        yield spec.boot.kernel, probe_file(spec.boot.kernel, kernel=True)
     if (variables := spec.boot.firmware_vars) is not None:
         yield variables, probe_file(variables, write=True, image=True)
         yield variables.parent, probe_file(variables.parent)

@@ -35,11 +35,12 @@ async def query_threads(machine: Qemu, plan: InstancePlan) -> QemuThreads:
 
 
 def receipt_table(receipt: Receipt) -> Iterator[str]:
-    """Yield *receipt* as the lines of a table for people."""
+    """Yield *receipt* as the lines of a table for people; a vCPU has not run yet where it is pinned, so that it is on no CPU."""
     rows = [("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON")]
     for each in receipt.threads:
         thread = each.thread
-        rows.append((each.title, str(thread.tid), thread.name, str(thread.cpus), str(thread.running_on)))
+        running_on = str(thread.running_on) if thread.has_run_there else "-"
+        rows.append((each.title, str(thread.tid), thread.name, str(thread.cpus), running_on))
     return aligned(rows)
 
 

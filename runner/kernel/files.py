@@ -18,12 +18,14 @@ from runner.facts.disk import MISSING, DocumentFact, FileFact, FileKind
 from runner.facts.hardware import hugetlb_name
 
 _BLKSSZGET, _BLKPBSZGET = 0x1268, 0x127B  # include/uapi/linux/fs.h
+_MULTIBOOT_WITHIN = 8192
+"""Bytes at the beginning of a file, among which a multiboot header lies on a multiple of four (Multiboot 0.6.96, 3.1)."""
 
 
-def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:
+def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False, kernel: bool = False) -> FileFact:
     """Return the type of *path*, whether it opens for reading (or reading and *write*-ing), and the *image* it holds.
 
-    Never raises: an error is part of the result.
+    With *kernel* its first bytes are examined. Never raises: an error is part of the result.
     """
     try:
         found = os.stat(path)  # noqa: PTH116 - a pure path
@@ -37,10 +39,43 @@ def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False)
     try:
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
         with closing(fd):
-            fact = FileFact(kind, os.lseek(fd, 0, os.SEEK_END), None, everyone_reads)
+            fact = FileFact(
+                kind,
+                os.lseek(fd, 0, os.SEEK_END),
+                everyone_reads=everyone_reads,
+                starts=not kernel or _starts_as_kernel(os.pread(fd, _MULTIBOOT_WITHIN, 0)),
+            )
             return _with_image(fact, path, fd, found, write=write) if image else fact
     except OSError as error:
-        return FileFact(kind, found.st_size, error.strerror, everyone_reads)
+        read_error = probe_file(path).error if write else error.strerror
+        return FileFact(kind, found.st_size, error.strerror, read_error, everyone_reads)
+
+
+def _starts_as_kernel(head: bytes) -> bool:
+    """Tell whether a file that begins with *head* is a kernel for QEMU: a bzImage, an ELF or a multiboot image.
+
+    ``Documentation/arch/x86/boot.rst``, "HdrS"; QEMU's ``hw/i386/x86-common.c`` (``x86_load_linux``) and ``multiboot.c``.
+    """
+    if head[0x202:0x206] == b"HdrS" or head.startswith(b"\x7fELF"):
+        return True
+    return any(head[at : at + 4] == b"\x02\xb0\xad\x1b" for at in range(0, len(head), 4))
+
+
+def why_not_appended(path: PurePosixPath) -> str | None:
+    """Return why :func:`append` would fail for *path*, or ``None``; creates nothing."""
+    try:
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            return os.strerror(errno.ELOOP) if stat.S_ISLNK(found.st_mode) else None
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW))
+    except FileNotFoundError:
+        if not os.path.isdir(path.parent):  # noqa: PTH112
+            return f"there is no directory {str(path.parent)!r}"
+        may_create = os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True)
+        return None if may_create else f"this process may not create a file in {str(path.parent)!r}"
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def _with_image(fact: FileFact, path: PurePosixPath, fd: int, found: os.stat_result, *, write: bool) -> FileFact:
@@ -49,9 +84,8 @@ def _with_image(fact: FileFact, path: PurePosixPath, fd: int, found: os.stat_res
     return FileFact(
         fact.kind,
         fact.size,
-        None,
-        fact.everyone_reads,
-        read_image(path, fd, fact.size, write=write),
+        everyone_reads=fact.everyone_reads,
+        image=read_image(path, fd, fact.size, write=write),
         direct=_reads_directly(path),
         sparse=fact.kind == "file" and found.st_blocks * 512 < found.st_size,
         sectors=_sectors(fd) if fact.kind == "block" else (512, 512),

@@ -101,11 +101,11 @@ def plan_seed(
 
     user_data = read("user_data", cloud_init.user_data)
     if user_data is not None:
-        _check_user_data(user_data, problems)
+        check_user_data(user_data, problems)
     keys = [
         key
         for index, value in enumerate(cloud_init.ssh_keys)
-        for key in _keys(f"ssh_keys[{index}]", value, read(f"ssh_keys[{index}]", value), problems)
+        for key in read_keys(f"ssh_keys[{index}]", value, read(f"ssh_keys[{index}]", value), problems)
     ]
     meta_data = read("meta_data", cloud_init.meta_data)
     network_config = read("network_config", cloud_init.network_config)
@@ -136,7 +136,8 @@ def _by_dhcp(macs: Sequence[str]) -> dict[str, object]:
     return {"version": 2, "ethernets": ethernets}
 
 
-def _check_user_data(content: bytes, problems: Problems) -> None:
+def check_user_data(content: bytes, problems: Problems) -> None:
+    """Refuse user-data of no kind that cloud-init knows."""
     if content.startswith(KINDS):
         return
     first = content.partition(b"\n")[0][:40].decode(errors="replace")
@@ -150,7 +151,8 @@ def _check_user_data(content: bytes, problems: Problems) -> None:
     )
 
 
-def _keys(where: str, value: str | PurePosixPath, content: bytes | None, problems: Problems) -> list[str]:
+def read_keys(where: str, value: str | PurePosixPath, content: bytes | None, problems: Problems) -> list[str]:
+    """Return the public keys in *content*, which the spec gives as *value* for the key *where*; refuse anything else."""
     if content is None:
         return []
     named = f"{str(value)!r} has " if isinstance(value, PurePosixPath) else "is "

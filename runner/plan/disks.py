@@ -208,7 +208,7 @@ def _errors(name: str, format_: DiskFormat, fact: FileFact, *, writes: bool) -> 
     if fact.kind not in {"file", "block"}:
         yield f"{name} {fact.words}, not a file or block device", ""
     if fact.error is not None:
-        yield f"cannot open {name}: {fact.error}", "set read_only = true if the guest shall not write" * writes
+        yield f"cannot open {name}: {fact.error}", _open_remedy(fact, writes=writes)
     if image is None:
         return
     if image.format != format_:
@@ -219,6 +219,15 @@ def _errors(name: str, format_: DiskFormat, fact: FileFact, *, writes: bool) -> 
         yield f"{name} is in use by another process (QEMU's image lock)", "stop it first"
     if image.format == "raw" and (fact.size == 0 or fact.size % 512):
         yield f"{name} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector", ""
+
+
+def _open_remedy(fact: FileFact, *, writes: bool) -> str:
+    """Return the remedy for a file or block device that cannot be opened."""
+    if writes and fact.read_error is None:
+        return "set read_only = true if the guest shall not write"
+    if fact.kind == "block":
+        return "let this process use the device: volumeDevices in the pod, docker run --device"
+    return "let the user of this process read it" + " and write it" * writes
 
 
 def disk_words(disk: DiskPlan) -> str:

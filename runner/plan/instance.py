@@ -29,6 +29,7 @@ from runner.plan.machine import (
     choose_cpu_model,
     choose_idle,
     plan_file,
+    refuse_unknown_cpu_model,
     require_program,
     too_few_slots,
 )
@@ -39,7 +40,7 @@ from runner.plan.placement import choose_backend, plan_placement, plan_topology
 from runner.plan.problems import Problems, Remark
 from runner.plan.resolve import resolve_memory, resolve_vcpus
 from runner.plan.shares import SharePlan, plan_shares
-from runner.spec.instance import ConsoleSpec, InstanceSpec
+from runner.spec.instance import InstanceSpec
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
@@ -128,11 +129,12 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     pins = () if placement is None else placement.pins
 
     accel, user = choose_accelerator(spec, facts, problems)
+    refuse_unknown_cpu_model(spec.cpu.model, facts, problems)
     copied = bytes_copied(spec.boot, user, facts)
     overhead = partial(memory_overhead, spec, vcpus, accel=accel, copied=copied)
     size = resolve_memory(spec, pins, overhead, facts, problems)
     controller = isinstance(placement, ControllerPlacement)
-    ram = plan_ram(spec, size, overhead(size), facts, problems, controller=controller)
+    ram = plan_ram(spec, size, overhead, facts, problems, controller=controller)
     siblings = accel == "kvm" or spec.cpu.model is not None
     topology = plan_topology(spec, pins, size, facts, problems, siblings=siblings) if pins else None
     problems.found += too_few_pages(spec.memory, size, topology, facts)
@@ -155,8 +157,9 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     firmware = plan_file("boot.firmware", chosen.code, user, facts, problems)
     guest = plan_guest(spec.guest, spec.instance.uuid or spec.instance.name, facts, problems)
     seed = _seed(spec, networks, facts, problems)
+    console_log = _console_log(spec.console.log, facts, problems)
     if placement is None or topology is None or qemu is None or sleep is None:
-        raise SpecError(source, problems.found)
+        raise SpecError(source, problems.explained(spec.environment))
 
     machine = MachinePlan(
         program=qemu,
@@ -189,7 +192,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     )
     problems.found += too_few_slots(machine)
     if problems.found:
-        raise SpecError(source, problems.found)
+        raise SpecError(source, problems.explained(spec.environment))
     return InstancePlan(
         name=spec.instance.name,
         pod=facts.pod_name,
@@ -197,7 +200,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         anchor=(str(sleep), "infinity"),
         placement=placement,
         dhcp=dhcp,
-        console=_console(spec.console, facts),
+        console=ConsolePlan(spec.console.stdout, console_log, spec.console.log_size),
         machine=machine,
         shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status, len(passthrough.devices)),
         start_timeout=GREETING_TIMEOUT + (size / SLOWEST_PREALLOCATION if ram.preallocate else 0),
@@ -205,8 +208,14 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     )
 
 
-def _console(console: ConsoleSpec, facts: HostFacts) -> ConsolePlan:
-    return ConsolePlan(console.stdout, console.log or facts.state_directory / "console.log", console.log_size)
+def _console_log(log: PurePosixPath | None, facts: HostFacts, problems: Problems) -> PurePosixPath:
+    if facts.console_log_error is not None:
+        problems.refuse(
+            "console.log",
+            f"cannot write {str(log)!r}: {facts.console_log_error}",
+            "name a file that this process may write",
+        )
+    return log or facts.state_directory / "console.log"
 
 
 def _passthrough(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
@@ -32,6 +33,8 @@ TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
 """Their CPUs report siblings in CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
 
 DEDICATED = "kvm-hint-dedicated"
+EVERY_QEMUS_MODELS = frozenset({"host", "max"})
+"""CPU models for which QEMU need not be asked; ``host`` needs KVM."""
 
 QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
 
@@ -108,7 +111,7 @@ def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems)
     if root is None:
         return "kvm", user if kvm.admits_everyone else attrs.evolve(user, groups=(kvm.group_id,))
     remedy = "chmod it to 660 with a group"
-    if spec.instance.user not in {"auto", "root"}:
+    if spec.instance.user not in {"auto", "root"} and spec.instance.user in facts.users:
         problems.refuse("instance.user", f"{user.name!r} cannot use /dev/kvm (mode {kvm.mode & 0o777:o})", remedy)
     problems.remark(root, remedy)
     return "kvm", ROOT
@@ -121,9 +124,34 @@ def _qemu_user(asked: str, facts: HostFacts, problems: Problems) -> User:
         found = facts.users.get(asked)
         if found is None:
             problems.refuse("instance.user", f"user {asked!r} does not exist here", "name one from /etc/passwd")
-    if found is None:
+    if found is None and asked == "auto":
         problems.remark(f"QEMU runs as root, because none of the users {', '.join(QEMU_USERS)} exists here")
     return found or ROOT
+
+
+def model_name(model: str) -> str:
+    """Return the name in a CPU *model* with its properties: ``EPYC`` in ``EPYC,-svm``."""
+    return model.partition(",")[0].removesuffix("-x86_64-cpu")
+
+
+def parse_cpu_models(output: str) -> frozenset[str]:
+    """Parse the names of CPU models in the *output* of ``-cpu help``, which QEMU before 9 puts after ``x86``."""
+    listed, _, _ = output.partition("Recognized CPUID flags")
+    words = (line.removeprefix("x86 ").split() for line in listed.splitlines()[1:])
+    return frozenset(each[0] for each in words if each)
+
+
+def refuse_unknown_cpu_model(asked: str | None, facts: HostFacts, problems: Problems) -> None:
+    """Refuse a CPU model that the QEMU of this host does not list."""
+    if asked is None or not facts.cpu_models or model_name(asked) in facts.cpu_models:
+        return
+    near = difflib.get_close_matches(model_name(asked), sorted(facts.cpu_models), 1)
+    known = "`qemu-system-x86_64 -cpu help` lists them"
+    problems.refuse(
+        "cpu.model",
+        f"{facts.qemu} has no CPU model {model_name(asked)!r}",
+        f"did you mean {near[0]!r}? {known}" if near else known,
+    )
 
 
 def choose_cpu_model(
@@ -172,6 +200,12 @@ def plan_file(
         problems.refuse(where, f"{str(path)!r} {fact.words}, not a file")
     elif fact.error is not None:
         problems.refuse(where, f"cannot read {str(path)!r}: {fact.error}")
+    elif not fact.starts:
+        problems.refuse(
+            where,
+            f"{str(path)!r} is no kernel that QEMU can start: it is no bzImage (no 'HdrS' at byte 0x202), ELF or multiboot image",
+            "name a kernel for x86-64, such as /boot/vmlinuz-…",
+        )
     return FilePlan(path, copied=_is_copied(fact, user))
 
 

@@ -6,7 +6,7 @@ QEMU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import attrs
@@ -18,7 +18,7 @@ from runner.facts.memory import HugeFact, MemoryLimits
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.host_checks import KEPT_MEMORY_STATE, MEMLOCK, locked_threads, too_little_lockable
 from runner.plan.problems import Problems
-from runner.spec.instance import InstanceSpec, MemorySpec
+from runner.spec.instance import LEAST_MEMORY, InstanceSpec, MemorySpec
 from runner.spec.rules import MIB, format_size
 
 PAGE_SIZE = 2 << 20
@@ -91,9 +91,15 @@ def memory_overhead(spec: InstanceSpec, vcpus: int, size: int, accel: Literal["k
 
 
 def plan_ram(
-    spec: InstanceSpec, size: int, overhead: int, facts: HostFacts, problems: Problems, *, controller: bool
+    spec: InstanceSpec,
+    size: int,
+    overhead: Callable[[int], int],
+    facts: HostFacts,
+    problems: Problems,
+    *,
+    controller: bool,
 ) -> RamPlan:
-    """Plan *size* bytes of RAM; *controller*: the placement back end is ``controller``."""
+    """Plan *size* bytes of RAM; *overhead* returns that of so many bytes, *controller*: the back end is ``controller``."""
     memory = spec.memory
     problems.found += contradictions(spec, controller=controller)
     problems.found += too_little_memory(memory.page_size, size, overhead, facts.memory, facts.limits)
@@ -105,7 +111,7 @@ def plan_ram(
         preallocate=memory.prealloc or needed,
         locked=memory.lock,
         shared=memory.shared,
-        overhead=overhead,
+        overhead=overhead(size),
         preallocator=facts.preallocator,
     )
 
@@ -132,19 +138,21 @@ def contradictions(spec: InstanceSpec, *, controller: bool) -> Iterator[Problem]
 
 
 def too_little_memory(
-    page: int | None, size: int, overhead: int, available: int, limits: MemoryLimits
+    page: int | None, size: int, overhead: Callable[[int], int], available: int, limits: MemoryLimits
 ) -> Iterator[Problem]:
-    """Yield why *size* bytes of RAM in pages of *page* bytes, and the *overhead*, do not fit.
+    """Yield why *size* bytes of RAM in pages of *page* bytes, and the *overhead* of so many bytes, do not fit.
 
     *available* is what this pod may use of the machine's memory, *limits* are those of its cgroups.
     """
     if page is None:
-        if size + overhead > available:
+        if size + overhead(size) > available:
+            # The overhead grows with the RAM, so that of all that is available is a little more than is needed.
+            fits = available - overhead(min(size, available))
             yield Problem(
                 "memory.size",
-                f"{format_size(size)} and {format_size(overhead)} of overhead (QEMU, page tables, this program) do "
+                f"{format_size(size)} and {format_size(overhead(size))} of overhead (QEMU, page tables, this program) do "
                 f"not fit into the {in_mib(available)} this pod may use",
-                f"at most {in_mib(max(0, available - overhead))} do, or raise limits.memory",
+                f"at most {in_mib(fits)} do, or raise limits.memory" if fits >= LEAST_MEMORY else "raise limits.memory",
             )
         return
     limit = limits.huge.get(page, HugeFact()).limit
@@ -155,10 +163,10 @@ def too_little_memory(
             f"use (hugetlb.{hugetlb_name(page)}.max, {huge_limit_variable(page)})",
             f"raise limits.{hugepages_resource(page)} in the pod",
         )
-    if overhead > available:
+    if overhead(size) > available:
         yield Problem(
             "memory.hugepages",
-            f"{format_size(overhead)} of overhead in ordinary pages (QEMU, this program) do not fit into the "
+            f"{format_size(overhead(size))} of overhead in ordinary pages (QEMU, this program) do not fit into the "
             f"{in_mib(available)} of memory this pod may use",
             "raise limits.memory",
         )
@@ -179,12 +187,8 @@ def too_few_pages(memory: MemorySpec, size: int, topology: GuestTopology | None,
         others = " and ".join(map(format_size, known)) or "none at all"
         yield Problem("memory.hugepages", f"this host has no huge pages of {shown}", f"it knows {others}")
         return
-    if size % page:
-        yield Problem(
-            "memory.size",
-            f"{format_size(size)} is not a multiple of the huge pages' {shown}",
-            f"{format_size(size // page * page + page)} is",
-        )
+    if parts := [*parts_of_pages(page, size)]:
+        yield from parts
         return
     if topology is None:
         return
@@ -213,6 +217,16 @@ def too_few_pages(memory: MemorySpec, size: int, topology: GuestTopology | None,
             "memory.hugepages",
             f"{sum(wanted.values())} pages of {shown} are wanted on all NUMA nodes together, where {free} are free{others}",
             f"reserve more on the node (nr_hugepages); {KEPT_MEMORY_STATE}",
+        )
+
+
+def parts_of_pages(page: int, size: int) -> Iterator[Problem]:
+    """Yield why *size* bytes of RAM cannot consist of huge pages of *page* bytes."""
+    if size % page:
+        yield Problem(
+            "memory.size",
+            f"{format_size(size)} is not a multiple of the huge pages' {format_size(page)}",
+            f"{format_size(size // page * page + page)} is",
         )
 
 

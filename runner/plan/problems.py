@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import attrs
+
 from runner.errors import Problem
+from runner.spec.instance import EnvironmentSpec, declaring
 
 
 class Remark(NamedTuple):
@@ -30,6 +35,13 @@ class Problems:
     def refuse(self, path: str, message: str, remedy: str = "") -> None:
         """Add a problem with the value at *path*."""
         self.found.append(Problem(path, message, remedy))
+
+    def explained(self, environment: EnvironmentSpec) -> Iterator[Problem]:
+        """Yield the problems found; one whose value has a ``${NAME}`` says that the document declares no variables."""
+        for problem in self.found:
+            names = () if environment.allow else tuple(re.findall(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", problem.message))
+            remedy = "; ".join(filter(None, (declaring(names) if names else "", problem.remedy)))
+            yield attrs.evolve(problem, remedy=remedy)
 
     def remark(self, message: str, remedy: str = "") -> None:
         """Add a remark."""

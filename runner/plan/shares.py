@@ -43,21 +43,22 @@ def plan_shares(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> Ite
                 f"virtiofsd {version} cannot share read-only, 1.11 can",
                 "mount the directory read-only in the pod instead",
             )
-        if not share.read_only:
-            _refuse_our_files_inside(share, spec, problems)
+        refuse_our_files_inside(share, spec, problems)
         yield SharePlan(program, share.tag, share.path, share.read_only)
 
 
 def _require_directory(where: str, path: PurePosixPath, facts: HostFacts, problems: Problems) -> None:
     fact = facts.files.get(path, MISSING)
     if fact.kind == "missing":
-        problems.refuse(where, f"{str(path)!r} does not exist")
+        problems.refuse(where, f"{str(path)!r} does not exist", "make the directory, or mount it into the container")
     elif fact.kind != "directory":
         problems.refuse(where, f"{str(path)!r} {fact.words}, not a directory")
 
 
-def _refuse_our_files_inside(share: ShareSpec, spec: InstanceSpec, problems: Problems) -> None:
-    """Refuse files in *share* that this process writes: the guest could put a link to any file in their place."""
+def refuse_our_files_inside(share: ShareSpec, spec: InstanceSpec, problems: Problems) -> None:
+    """Refuse files in a writable *share* that this process writes: the guest could put a link to any file in their place."""
+    if share.read_only:
+        return
     for where, path in (("console.log", spec.console.log), ("boot.firmware_vars", spec.boot.firmware_vars)):
         if path is not None and within(path, [share.path]):
             problems.refuse(

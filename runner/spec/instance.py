@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -37,6 +37,7 @@ from runner.spec.rules import (
     path,
     path_or,
     paths,
+    references,
     rule_of,
     seconds,
     settings,
@@ -533,8 +534,10 @@ class DeviceSpec:
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield the keys that contradict others."""
-        if (self.address is None) == (self.resource is None):
-            yield Problem("", "needs either an address or a resource, not both")
+        if self.address is None and self.resource is None:
+            yield Problem("address", "is missing", "a device needs an address, or a resource")
+        if self.address is not None and self.resource is not None:
+            yield Problem("resource", "address and resource are both given", "leave one of them out")
         if self.count is not None and self.resource is None:
             yield Problem("count", "needs a resource: an address names one device")
 
@@ -710,8 +713,12 @@ class InstanceSpec:
         yield from _networks(self.network)
         yield from _repeated_descriptors(self.disk, self.network)
         for index, disk in enumerate(self.disk):
-            if (disk.fd is None) == (disk.path is None):
-                yield Problem(f"disk[{index}].path", "a disk needs either path or fd")
+            if disk.path is None and disk.fd is None:
+                yield Problem(
+                    f"disk[{index}].path", "is missing", "a disk needs a path, or the fd that it is inherited as"
+                )
+            if disk.path is not None and disk.fd is not None:
+                yield Problem(f"disk[{index}].fd", "path and fd are both given", "leave one of them out")
         writable = {disk.path for disk in self.disk if disk.writes and disk.fd is None}
         for index, disk in enumerate(self.disk):
             if disk.path in writable and any(other.path == disk.path for other in self.disk[:index]):
@@ -775,6 +782,9 @@ def _repeated(table_name: str, name: str, values: Iterable[Hashable]) -> Iterato
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 """The environment for a document that uses none."""
 
+PLACEHOLDER = "unset"
+"""The value of a variable that a document declares and that is not set where it is only checked."""
+
 
 def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO_ENVIRONMENT) -> InstanceSpec:
     """Parse and check a whole document, TOML or JSON; *source* is its name in errors.
@@ -783,16 +793,63 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
     Raises :exc:`~runner.errors.SpecError` with every problem found.
     """
     problems: list[Problem] = []
-    document = _with_environment(parse_document(source, data), environment, problems)
+    written = parse_document(source, data)
+    document = _with_environment(written, environment, problems)
     if problems:  # a string with an unresolved variable would only cause further problems
         raise SpecError(source, problems)
     spec = structure(InstanceSpec, document, "", problems)
     if spec is None or problems:
-        raise SpecError(source, problems)
+        raise SpecError(source, (_with_variables(problem, written) for problem in problems))
     return spec
 
 
-def declared_variables(source: str, data: bytes) -> tuple[str, ...]:
+def parse_elsewhere(
+    source: str, data: bytes, environment: Mapping[str, str]
+) -> tuple[InstanceSpec | None, tuple[str, ...]]:
+    """Parse a document where some variables that it declares are not set; return it and their names.
+
+    They are taken as :data:`PLACEHOLDER`. Where that is no value for a key, the key is not judged, and there is no spec.
+    Raises :exc:`~runner.errors.SpecError` with every other problem.
+    """
+    unset = tuple(name for name in _declared_variables(source, data) if name not in environment)
+    try:
+        return parse_instance(source, data, {**environment, **dict.fromkeys(unset, PLACEHOLDER)}), unset
+    except SpecError as error:
+        written = parse_document(source, data)
+        left = [problem for problem in error.problems if not set(unset).intersection(_variables_of(problem, written))]
+        if left:
+            raise SpecError(source, left) from None
+        return None, unset
+
+
+def _variables_of(problem: Problem, written: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the names in each ``${NAME}`` of the value that *problem* is about, in the document as it is *written*."""
+    path = problem.path
+    if "." not in path:  # a whole table
+        return ()
+    named = (
+        name for where, name in references(written, "") if where == path or where.startswith((f"{path}[", f"{path}."))
+    )
+    return tuple(dict.fromkeys(named))
+
+
+def _with_variables(problem: Problem, written: Mapping[str, object]) -> Problem:
+    """Return *problem*, with the variables of its value: it comes from them, or they lack a declaration."""
+    names = _variables_of(problem, written)
+    if not names:
+        return problem
+    if "environment" in written:
+        listed = " and ".join(f"${{{name}}}" for name in names)
+        return attrs.evolve(problem, message=f"{problem.message}, which comes from {listed}")
+    return attrs.evolve(problem, remedy=f"{declaring(names)}; {problem.remedy}")
+
+
+def declaring(names: Sequence[str]) -> str:
+    """Return the remedy for a document that uses the variables *names* without declaring any."""
+    return f"add [environment] allow = {json.dumps(names)}, without which ${{{names[0]}}} has no special meaning"
+
+
+def _declared_variables(source: str, data: bytes) -> tuple[str, ...]:
     """Return the environment variables that a document declares; none if the table is wrong (:func:`parse_instance` reports it)."""
     declared = structure(EnvironmentSpec, parse_document(source, data).get("environment", {}), "environment", [])
     return () if declared is None else declared.allow

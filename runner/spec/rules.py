@@ -15,7 +15,7 @@ import ipaddress
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -29,12 +29,30 @@ T = TypeVar("T")
 MIB = 1 << 20
 _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,12})(Ki|Mi|Gi|Ti)B?", re.ASCII)
+_SIZE_ELSEWHERE = r"(?i:([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([KMGT]?)i?B?)"
+"""Pattern of a size as QEMU, Kubernetes or people write it; compiled only for a wrong one."""
+LARGEST_DOCUMENT = MIB
+"""Bytes; a ConfigMap holds no more (``MaxSecretSize`` in ``pkg/apis/core/validation``)."""
+DEEPEST = 16
+"""Levels of tables and arrays in a document; a spec has five."""
 DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
 """Pattern of a descriptor's name; sd_listen_fds_with_names(3) allows more."""
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
 """Pattern of ``$${``, which stands for a literal ``${``, and of ``${NAME}``."""
-_MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", re.ASCII)
+_MAC = r"[0-9a-f][02468ace](:[0-9a-f]{2}){5}"
+"""Pattern of a unicast MAC address: the lowest bit of the first byte is 0."""
+_PLAIN = r"[^\u0000-\u001f\u007f]*"
+"""Pattern of a string without control characters."""
+_ADDRESS = r"[0-9]{1,3}(\.[0-9]{1,3}){3}"
+
+
+class WrongValueError(ValueError):
+    """A value that a rule does not take; *suggestion* is the nearest that it takes, as a document has it, or empty."""
+
+    def __init__(self, message: str, suggestion: str = "") -> None:
+        super().__init__(message)
+        self.suggestion = suggestion
 
 
 @attrs.frozen
@@ -45,6 +63,8 @@ class Rule:
     """A description of them for messages and the reference, as a noun phrase."""
     parse: Callable[[object], object]
     """Checks a value and converts it; raises ``ValueError``."""
+    json: Mapping[str, Any] = attrs.field(factory=dict)
+    """The same in JSON Schema, as far as that can express it; empty for tables."""
     schema: type | None = None
     """The attrs class of a table, or of each table of an array."""
     many: bool = False
@@ -82,21 +102,41 @@ def found(value: object) -> str:
     return f"{kind} {text if len(text) <= 60 else text[:57] + '…'}"  # noqa: PLR2004 - a line has to end somewhere
 
 
-def _wrong(value: object) -> NoReturn:
-    raise ValueError(f"found {found(value)}")
+def _wrong(value: object, suggestion: str = "") -> NoReturn:
+    raise WrongValueError(f"found {found(value)}", suggestion)
 
 
-def text(pattern: str | None = None, allowed: str = "a string") -> Rule:
+def _refuse_unprintable(value: str) -> None:
+    unprintable = next((each for each in value if not each.isprintable()), None)
+    if unprintable is not None:
+        raise WrongValueError(f"found {found(value)} with the character {unprintable!r}")
+
+
+def _nearest(value: object, words: Iterable[str]) -> str:
+    """Return the word that *value* is probably meant to be, in quotes; empty if there is none, or it has other digits."""
+    if not isinstance(value, str):
+        return ""
+    alike = [word for word in words if re.findall("[0-9]+", word) == re.findall("[0-9]+", value)]
+    return next((f'"{word}"' for word in difflib.get_close_matches(value, alike, 1)), "")
+
+
+def matching(pattern: str) -> Mapping[str, Any]:
+    """Return the JSON Schema of a string that matches *pattern* as a whole."""
+    return {"type": "string", "pattern": f"^(?:{pattern})$"}
+
+
+def text(pattern: str | None = None, allowed: str = "a string of one line without control characters") -> Rule:
     """Take a string without control characters, which matches *pattern* as a whole if one is given."""
 
     def parse(value: object) -> str:
-        if not isinstance(value, str) or not value.isprintable():
+        if not isinstance(value, str):
             _wrong(value)
+        _refuse_unprintable(value)
         if pattern is not None and re.fullmatch(pattern, value, re.ASCII) is None:
             _wrong(value)
         return value
 
-    return Rule(allowed, parse)
+    return Rule(allowed, parse, matching(pattern or _PLAIN))
 
 
 def integer(least: int, most: int) -> Rule:
@@ -107,7 +147,7 @@ def integer(least: int, most: int) -> Rule:
             _wrong(value)
         return value
 
-    return Rule(f"an integer from {least} to {most}", parse)
+    return Rule(f"an integer from {least} to {most}", parse, {"type": "integer", "minimum": least, "maximum": most})
 
 
 def flag() -> Rule:
@@ -116,7 +156,7 @@ def flag() -> Rule:
     def parse(value: object) -> bool:
         return value if isinstance(value, bool) else _wrong(value)
 
-    return Rule("true or false", parse)
+    return Rule("true or false", parse, {"type": "boolean"})
 
 
 def choice(*words: str) -> Rule:
@@ -125,10 +165,9 @@ def choice(*words: str) -> Rule:
     def parse(value: object) -> str:
         if isinstance(value, str) and value in words:
             return value
-        near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) else []
-        raise ValueError(f"found {found(value)}" + (f", did you mean {near[0]!r}?" if near else ""))
+        _wrong(value, _nearest(value, words))
 
-    return Rule("one of " + ", ".join(f'"{word}"' for word in words), parse)
+    return Rule("one of " + ", ".join(f'"{word}"' for word in words), parse, {"enum": [*words]})
 
 
 def size(least: int) -> Rule:
@@ -137,19 +176,44 @@ def size(least: int) -> Rule:
     def parse(value: object) -> int:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None:
-            _wrong(value)
+            _wrong(value, _nearest_size(value, least))
         result = int(match[1]) * _UNITS[match[2]]
         if result < least or result % MIB:
-            _wrong(value)
+            _wrong(value, _nearest_size(value, least))
         return result
 
-    return Rule(f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"', parse)
+    allowed = f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"'
+    return Rule(allowed, parse, matching(_SIZE.pattern))
+
+
+def _nearest_size(value: object, least: int) -> str:
+    """Return the size that *value* is probably meant to be, as a document has it; empty if it is no size.
+
+    A number without a unit is in bytes, or in MiB if it is smaller than one. ``2G`` and ``2GB`` mean 2 GiB to QEMU.
+    """
+    written = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    match = re.fullmatch(_SIZE_ELSEWHERE, written, re.ASCII)
+    if match is None:
+        return ""
+    number = float(match[1])
+    unit = _UNITS[f"{match[2].upper()}i"] if match[2] else 1 if number >= MIB else MIB
+    return f'"{format_size(max(least, round(number * unit / MIB) * MIB))}"'
 
 
 def either(word: str, rule: Rule, *, first: bool = False) -> Rule:
     """Take *word* or a value that *rule* takes; with *first* messages name the word before the rule."""
-    listed = f'"{word}", or {rule.allowed}' if first else f'{rule.allowed}, or "{word}"'
-    return Rule(listed, lambda given: word if given == word else rule.parse(given))
+
+    def parse(value: object) -> object:
+        if value == word:
+            return word
+        try:
+            return rule.parse(value)
+        except WrongValueError as error:
+            error.suggestion = _nearest(value, [word]) or error.suggestion
+            raise
+
+    allowed = f'"{word}", or {rule.allowed}' if first else f'{rule.allowed}, or "{word}"'
+    return Rule(allowed, parse, {"anyOf": [{"enum": [word]}, rule.json]})
 
 
 def seconds(least: float, most: float) -> Rule:
@@ -160,18 +224,20 @@ def seconds(least: float, most: float) -> Rule:
             _wrong(value)
         return float(value)
 
-    return Rule(f"a number of seconds from {least:g} to {most:g}", parse)
+    bounds = {"type": "number", "minimum": least, "maximum": most}
+    return Rule(f"a number of seconds from {least:g} to {most:g}", parse, bounds)
 
 
 def path() -> Rule:
     """Take an absolute path; relative ones are refused, because PID 1's working directory is arbitrary."""
 
     def parse(value: object) -> PurePosixPath:
-        if not isinstance(value, str) or "\0" in value or not value.startswith("/") or not _encodable(value):
+        if not isinstance(value, str) or not value.startswith("/"):
             _wrong(value)
+        _refuse_unprintable(value)
         return PurePosixPath(value)
 
-    return Rule("an absolute path", parse)
+    return Rule("an absolute path", parse, matching(f"/{_PLAIN}"))
 
 
 def path_or(*words: str) -> Rule:
@@ -180,9 +246,12 @@ def path_or(*words: str) -> Rule:
     def parse(value: object) -> PurePosixPath | str:
         if isinstance(value, str) and value in words:
             return value
+        if isinstance(value, str) and not value.startswith("/"):
+            _wrong(value, _nearest(value, words))
         return cast("PurePosixPath", path().parse(value))
 
-    return Rule("an absolute path, or " + " or ".join(f'"{word}"' for word in words), parse)
+    allowed = "an absolute path, or " + " or ".join(f'"{word}"' for word in words)
+    return Rule(allowed, parse, {"anyOf": [{"enum": [*words]}, path().json]})
 
 
 def document() -> Rule:
@@ -193,7 +262,7 @@ def document() -> Rule:
             _wrong(value)
         return PurePosixPath(value) if value.startswith("/") else value
 
-    return Rule("a text, or the absolute path of a file that holds it", parse)
+    return Rule("a text, or the absolute path of a file that holds it", parse, {"type": "string", "minLength": 1})
 
 
 def documents() -> Rule:
@@ -204,7 +273,8 @@ def documents() -> Rule:
             _wrong(value)
         return tuple(map(document().parse, value))
 
-    return Rule("an array of texts, or of absolute paths of files that hold them", parse)
+    allowed = "an array of texts, or of absolute paths of files that hold them"
+    return Rule(allowed, parse, {"type": "array", "items": document().json})
 
 
 def paths() -> Rule:
@@ -214,7 +284,7 @@ def paths() -> Rule:
     def parse(value: object) -> tuple[object, ...]:
         return tuple(map(one.parse, value)) if isinstance(value, list) else _wrong(value)
 
-    return Rule("an array of absolute paths", parse)
+    return Rule("an array of absolute paths", parse, {"type": "array", "items": one.json})
 
 
 def _encodable(value: str) -> bool:
@@ -233,18 +303,19 @@ def cpu_set() -> Rule:
             _wrong(value)
         return CpuSet.parse(value)
 
-    return Rule('CPUs in the kernel\'s list format, such as "1-20,65-84"', parse)
+    listed = matching(r"\s*[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*\s*")
+    return Rule('CPUs in the kernel\'s list format, such as "1-20,65-84"', parse, listed)
 
 
 def mac() -> Rule:
     """Take a unicast MAC address in lower case."""
 
     def parse(value: object) -> str:
-        if not isinstance(value, str) or _MAC.fullmatch(value) is None or int(value[:2], 16) & 1:
+        if not isinstance(value, str) or re.fullmatch(_MAC, value) is None:
             _wrong(value)
         return value
 
-    return Rule('a unicast MAC address in lower case, such as "52:54:00:12:34:56"', parse)
+    return Rule('a unicast MAC address in lower case, such as "52:54:00:12:34:56"', parse, matching(_MAC))
 
 
 def subnet() -> Rule:
@@ -261,7 +332,8 @@ def subnet() -> Rule:
             raise ValueError(f"found {found(value)}, which has no room for a gateway and a guest")
         return network
 
-    return Rule('an IPv4 subnet of at least four addresses, such as "192.168.77.0/24"', parse)
+    allowed = 'an IPv4 subnet of at least four addresses, such as "192.168.77.0/24"'
+    return Rule(allowed, parse, matching(f"{_ADDRESS}/(0*[12]?[0-9]|0*30|{_ADDRESS})"))
 
 
 def settings(known: Mapping[str, Rule]) -> Rule:
@@ -274,15 +346,16 @@ def settings(known: Mapping[str, Rule]) -> Rule:
         for name, setting in value.items():
             rule = known.get(name)
             if rule is None:
-                near = difflib.get_close_matches(name, known, 1)
-                raise ValueError(f"found the unknown {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+                raise WrongValueError(f"found the unknown {name!r}", _nearest(name, known))
             try:
                 pairs.append((name, rule.parse(setting)))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}, where it takes {rule.allowed}") from None
         return tuple(pairs)
 
-    return Rule("a table of " + ", ".join(known), parse)
+    properties = {name: rule.json for name, rule in known.items()}
+    table_of = {"type": "object", "properties": properties, "additionalProperties": False}
+    return Rule("a table of " + ", ".join(known), parse, table_of)
 
 
 def address() -> Rule:
@@ -296,7 +369,7 @@ def address() -> Rule:
         except ValueError as error:
             raise ValueError(f"found {found(value)} ({error})") from None
 
-    return Rule('an IPv4 address, such as "192.168.77.10"', parse)
+    return Rule('an IPv4 address, such as "192.168.77.10"', parse, matching(_ADDRESS))
 
 
 def subnet6() -> Rule:
@@ -313,7 +386,7 @@ def subnet6() -> Rule:
             _wrong(value)
         return network
 
-    return Rule('an IPv6 subnet of 64 bits, such as "fd12:3456:789a:1::/64"', parse)
+    return Rule('an IPv6 subnet of 64 bits, such as "fd12:3456:789a:1::/64"', parse, matching("[0-9a-fA-F:.]+/0*64"))
 
 
 def descriptor_names() -> Rule:
@@ -327,7 +400,8 @@ def descriptor_names() -> Rule:
             _wrong(value)
         return names
 
-    return Rule('names of descriptors, such as "net0" or "net0,net1"', parse)
+    listed = matching(f"{DESCRIPTOR_NAME}(,{DESCRIPTOR_NAME})*")
+    return Rule('names of descriptors, such as "net0" or "net0,net1"', parse, listed)
 
 
 def variables() -> Rule:
@@ -343,17 +417,18 @@ def variables() -> Rule:
                 raise ValueError(f"found {found(name)} twice")
         return tuple(value)
 
-    return Rule('an array of names of environment variables, such as ["NODE_NAME"]', parse)
+    listed = {"type": "array", "items": matching(_VARIABLE), "uniqueItems": True}
+    return Rule('an array of names of environment variables, such as ["NODE_NAME"]', parse, listed)
 
 
 def table(schema: type) -> Rule:
     """Take a table that follows *schema*."""
-    return Rule("a table", _never, schema)
+    return Rule("a table", _never, schema=schema)
 
 
 def tables(schema: type) -> Rule:
     """Take an array of tables that follow *schema*."""
-    return Rule("an array of tables", _never, schema, many=True)
+    return Rule("an array of tables", _never, schema=schema, many=True)
 
 
 def _never(value: object) -> NoReturn:
@@ -373,18 +448,60 @@ def parse_document(source: str, data: bytes) -> dict[str, object]:
 
     Raises :exc:`~runner.errors.SpecError` with line and column.
     """
+    if len(data) > LARGEST_DOCUMENT:
+        _refuse(source, f"cannot parse the document: it has more than {format_size(LARGEST_DOCUMENT)}")
+    content = _decoded(source, data)
+    is_json = source.endswith(".json") or content.lstrip().startswith("{")
     try:
-        content = data.decode("utf-8")
+        document = _parse_json(source, content) if is_json else _parse_toml(source, content)
+        too_deep = _is_deeper(document, DEEPEST)
+    except RecursionError:
+        too_deep, document = True, {}
+    if too_deep:
+        _refuse(source, f"cannot parse the document: it has more than {DEEPEST} levels of tables and arrays")
+    return document
+
+
+def _refuse(source: str, message: str, remedy: str = "") -> NoReturn:
+    raise SpecError(source, [Problem("", message, remedy)]) from None
+
+
+def _decoded(source: str, data: bytes) -> str:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        _refuse(source, "cannot decode the document: it is UTF-16", "save it as UTF-8")
+    if data.startswith(b"\xef\xbb\xbf"):
+        _refuse(source, "cannot parse the document: it begins with a byte-order mark", "save it as UTF-8 without one")
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SpecError(
-            source, [Problem("", f"cannot decode the document: it is not UTF-8 at byte {error.start}")]
-        ) from None
-    if source.endswith(".json") or content.lstrip().startswith("{"):
-        return _parse_json(source, content)
+        _refuse(source, f"cannot decode the document: it is not UTF-8 at byte {error.start}")
+
+
+def _is_deeper(document: object, most: int) -> bool:
+    """Tell whether *document* has more than *most* levels; without recursion, because dotted keys of TOML have no limit."""
+    level = [document]
+    for _ in range(most):
+        level = [
+            each
+            for value in level
+            if isinstance(value, dict | list)
+            for each in (value.values() if isinstance(value, dict) else value)
+        ]
+    return any(isinstance(value, dict | list) for value in level)
+
+
+def _parse_toml(source: str, content: str) -> dict[str, object]:
     try:
         return tomllib.loads(content)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of thousands of digits
-        raise SpecError(source, [Problem("", f"cannot parse the document as TOML: {error}")]) from None
+    except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
+        first = next((line for line in content.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
+        if not re.match(r"---|[\w.\"'/-]+:(\s|$)", first):
+            _refuse(source, f"cannot parse the document as TOML: {error}")
+    if re.search(r"^apiVersion:", content, re.MULTILINE):
+        reason, remedy = "it is a manifest of Kubernetes", "name a spec, or give the manifest to plan --node by --pod"
+    else:
+        reason, remedy = f"{first[:40]!r} is YAML", "write TOML, such as [cpu] and below it count = 4, or JSON"
+    _refuse(source, f"cannot parse the document as TOML: {reason}", remedy)
 
 
 def _parse_json(source: str, content: str) -> dict[str, object]:
@@ -401,10 +518,10 @@ def _parse_json(source: str, content: str) -> dict[str, object]:
 
     try:
         document = json.loads(content, object_pairs_hook=unique, parse_constant=constant)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(source, [Problem("", f"cannot parse the document as JSON: {error}")]) from None
+    except ValueError as error:
+        _refuse(source, f"cannot parse the document as JSON: {error}")
     if not isinstance(document, dict):
-        raise SpecError(source, [Problem("", f"the document must be a table, found {found(document)}")])
+        _refuse(source, f"the document must be a table, found {found(document)}")
     return document
 
 
@@ -443,6 +560,19 @@ def expanded(value: object, variables: Mapping[str, str], where: str, problems: 
             return [expanded(each, variables, f"{where}[{index}]", problems) for index, each in enumerate(value)]
         case _:
             return value
+
+
+def references(value: object, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the path and the name of each ``${NAME}`` in the strings of *value*, whose path is *where*."""
+    match value:
+        case str():
+            yield from ((where, each[1]) for each in re.finditer(_REFERENCE, value) if each[1])
+        case dict():
+            for name, each in value.items():
+                yield from references(each, f"{where}.{name}" if where else name)
+        case list():
+            for index, each in enumerate(value):
+                yield from references(each, f"{where}[{index}]")
 
 
 def structure(schema: type[T], value: object, where: str, problems: list[Problem]) -> T | None:
@@ -488,7 +618,9 @@ def _value(rule: Rule, value: object, here: str, problems: list[Problem]) -> obj
         try:
             return rule.parse(value)
         except ValueError as error:
-            problems.append(Problem(here, str(error), f"it takes {rule.allowed}"))
+            meant = error.suggestion if isinstance(error, WrongValueError) else ""
+            question = f"did you mean {meant}? It takes" if meant else "it takes"
+            problems.append(Problem(here, str(error), f"{question} {rule.allowed}"))
             return None
     if not rule.many:
         return structure(rule.schema, value, here, problems)

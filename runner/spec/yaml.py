@@ -4,7 +4,7 @@ The dialect is YAML 1.1 as the kubelet's parser (``sigs.k8s.io/yaml``) reads it,
 is an error, a date stays a string, and so does ``1:30``, which YAML 1.1 reads as 90. Aliases are accepted as long as
 the document stays small when they are expanded.
 
-Only ``plan --node`` reads YAML: PyYAML costs tens of milliseconds and 2.6 MB, and PID 1 never imports this module.
+Only ``plan`` reads YAML: PyYAML costs tens of milliseconds and 2.6 MB, and PID 1 never imports this module.
 """
 
 from __future__ import annotations

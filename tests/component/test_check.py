@@ -21,6 +21,7 @@ from runner.check.host_reader import ask_controller, check_host
 from runner.errors import Status
 from runner.facts.hardware import Hardware
 from tests.support.fake_cgroupfs import fake_cgroupfs, format_cpu_state
+from tests.support.fake_kernel import FAKE_KERNEL
 from tests.support.fake_node import Node, controlled
 from tests.unit.kernel.test_sysfs import write, write_sysfs
 
@@ -423,7 +424,7 @@ def test_an_impossible_spec_is_fatal(tmp_path: Path) -> None:
 
 def test_a_spec_that_fits_is_reported_as_fitting(tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
-    (tmp_path / "kernel").write_bytes(b"kernel")
+    (tmp_path / "kernel").write_bytes(FAKE_KERNEL)
     spec.write_text(f'[cpu]\nplacement = "affinity"\n[boot]\nkernel = "{tmp_path}/kernel"\n')
     found = json.loads(command("--json", spec).stdout)["findings"]
     about = {each["found"]: each["level"] for each in found if each["check"] == "spec"}

@@ -36,6 +36,9 @@ def loaded(*argv: str) -> set[str]:
 def test_the_version_is_read_on_request() -> None:
     done = subprocess.run([*PROGRAM, "--version"], check=True, capture_output=True, text=True)
     assert done.stdout == f"instance-runner {metadata.version('instance-runner')}\n"
+    controller = "from runner.controller.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", controller, "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout == f"instance-cgroup-controller {metadata.version('instance-runner')}\n"
     assert "importlib.metadata" not in loaded("--help")
 
 

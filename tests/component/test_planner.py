@@ -223,9 +223,70 @@ def test_the_pod_s_variables_need_not_be_set_to_plan_for_it() -> None:
         count=40
     )
     document = json.loads(plan(*NODE, *POD, "--json", "-", text=text))
-    assert document["notes"][-1] == "-: NAME_OF_POD are not set here, and taken as 'unset'"
+    assert document["notes"][-1] == "standard input: NAME_OF_POD are not set here, and taken as 'unset'"
     undeclared = plan(*NODE, *POD, "-", status=30, text=text.replace('"NAME_OF_POD", ', ""))
     assert "${NAME_OF_POD} is not declared" in undeclared
+    needed = text.replace("[instance]", '[instance]\nuuid = "${NAME_OF_POD}"')
+    assert "it needs the values of NAME_OF_POD; set these variables" in plan(*NODE, *POD, "-", status=2, text=needed)
+
+
+MANIFEST = (ROOT / "examples/plan/pod.yaml").read_text()
+
+
+def notes_for(*arguments: str, text: str | None = None) -> list[str]:
+    notes: list[str] = json.loads(plan(*NODE, "--json", *arguments, text=text))["notes"]
+    return [note for note in notes if not note.startswith("reservedSystemCPUs")]
+
+
+def test_manifests_come_from_standard_input() -> None:
+    assert plan(*NODE, "--pod", "-", text=MANIFEST) == plan(*NODE, *POD)
+
+
+def test_the_manifests_of_a_directory_are_planned_by_name(tmp_path: Path) -> None:
+    for name, pod in (("b.yaml", "second"), ("a.yml", "first"), ("spec.toml", "")):
+        (tmp_path / name).write_text(MANIFEST.replace("name: instance\n", f"name: {pod}\n"))
+    pods = json.loads(plan(*NODE, "--json", "--pod", str(tmp_path), status=0))["pods"]
+    assert [pod["name"] for pod in pods] == ["first", "second"]
+    assert notes_for("--pod", str(tmp_path)) == []
+    (tmp_path / "kustomization.yaml").write_text("resources: [a.yml]\n")
+    [note] = notes_for("--pod", str(tmp_path))
+    assert note == (
+        f"{tmp_path}: its kustomization was not applied; that is done by"
+        f" `kubectl kustomize {tmp_path} | instance-runner plan --node … --pod -`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "note"),
+    [
+        (
+            "image: ",
+            "imagePullPolicy: Always #",
+            "spec.containers[0] has no image, so that the API server refuses this pod; a patch",
+        ),
+        (
+            "limits:",
+            "limit:",
+            "spec.containers[0].resources.limit is an unknown key, which is ignored here and refused by kubectl; did you mean 'limits'?",
+        ),
+        (
+            "resources:",
+            "resource:",
+            "spec.containers[0].resource is an unknown key, which is ignored here and refused by kubectl; did",
+        ),
+        (
+            'cpu: "40"',
+            'cpus: "40"',
+            "spec.containers[0].resources.limits.cpus is no resource, and the API server refuses it; did you",
+        ),
+    ],
+)
+def test_a_mistake_that_would_change_the_plan_is_a_note(old: str, new: str, note: str) -> None:
+    assert old in MANIFEST
+    listed = "apiVersion: v1\nkind: List\nitems:\n- " + MANIFEST.replace(old, new).replace("\n", "\n  ")
+    for text in (MANIFEST.replace(old, new), listed):
+        [found] = notes_for("--pod", "-", text=text)
+        assert found.removeprefix("standard input: ").removeprefix("items[0].").startswith(note)
 
 
 def test_a_recorded_host_is_this_host(tmp_path: Path) -> None:
@@ -272,7 +333,11 @@ def on_a_terminal(environment: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [
-        ((), 2, "cannot plan nothing: name a SPEC, or a kubelet's configuration with --node"),
+        ((), 2, "cannot read the spec '/etc/instance/spec.toml': No such file or directory"),
+        (("a", "b"), 2, "cannot plan several instances at once: name one SPEC, or check them by --document-only"),
+        (("--document-only",), 2, "cannot check nothing: name SPECs with --document-only"),
+        (("--document-only", "a", "--json"), 2, "cannot use other options with --document-only: it takes SPECs alone"),
+        ((*NODE, "-", "--pod", "-"), 2, "cannot read standard input twice: name a file for the SPEC or for --pod"),
         (POD, 2, "cannot use --pod alone: name the kubelet's configuration with --node"),
         (
             ("spec.toml", "--what-if", "a=b", "--svg", "x", "--kubelet", "1.36", "--sys", "/x"),

@@ -13,6 +13,7 @@ import pytest
 
 from runner.kernel.files import closing
 from tests.support.fake_host import FakeHost
+from tests.support.fake_kernel import FAKE_KERNEL
 
 RUN = (sys.executable, "-m", "runner", "run", "--not-pid1")
 
@@ -21,7 +22,7 @@ RUN = (sys.executable, "-m", "runner", "run", "--not-pid1")
 def spec(fake_host: FakeHost) -> Path:
     """Return the spec of an instance that can be planned here."""
     kernel = fake_host.root / "kernel"
-    kernel.write_bytes(b"kernel")
+    kernel.write_bytes(FAKE_KERNEL)
     path = fake_host.root / "spec.toml"
     path.write_text(
         f'[instance]\nuser = "root"\n[cpu]\naccel = "tcg"\nplacement = "affinity"\n[boot]\nkernel = "{kernel}"\n'

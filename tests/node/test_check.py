@@ -14,6 +14,7 @@ from runner.cpuset import CpuSet
 from tests.node.cgroups import SECONDS, Cgroup
 from tests.node.instances import SOCKETS, Controller
 from tests.node.standin_kubelet import Container, Kubelet, Mount, Pod
+from tests.support.fake_kernel import FAKE_KERNEL
 
 UID = "0f5c3c5e-8f2a-4b0e-9d1d-2f3b5a6c7d8e"
 PROJECT = Path(__file__).resolve().parents[2]
@@ -117,7 +118,7 @@ def test_a_pod_without_cpus_of_its_own_and_with_the_hosts_processes(kubelet: Kub
 
 
 def test_run_refuses_what_check_calls_fatal(kubelet: Kubelet, tmp_path: Path) -> None:
-    (tmp_path / "kernel").write_bytes(b"kernel")
+    (tmp_path / "kernel").write_bytes(FAKE_KERNEL)
     (tmp_path / "auto").write_text(SPEC.format("auto"))
     (tmp_path / "less").write_text(SPEC.format("affinity"))
     script = f"env {BLOCK} python3 -m runner check /spec/auto; echo check $?; python3 -m runner plan /spec/less; echo plan $?; "

@@ -69,7 +69,7 @@ ONE_DOOR = {
     "subprocess": {"kernel.processes"},
     "socket": {"kernel", "protocol", "controller"},
     "yaml": {"spec.yaml"},
-    "runner.spec.yaml": {"cli.plan_node"},
+    "runner.spec.yaml": {"cli.plan_node", "cli.documents", "cli.manifests"},
     "runner.cli.plan_node": {"cli.plan"},
 }
 """Module → the only modules (or rooms) of ours that may import it."""

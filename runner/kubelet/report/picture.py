@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import attrs
 
 from runner.cpuset import CpuSet
+from runner.errors import printable
 from runner.facts.hardware import Hardware
 from runner.kubelet.node_plan import NodePlan
 from runner.kubelet.pod import ContainerKind
@@ -53,19 +54,19 @@ def owners_of(plan: NodePlan) -> tuple[Owner, ...]:
                 kind = container.container.kind
                 name = f"{pod.manifest.name}/{container.container.name}" if several else pod.manifest.name
                 name += "" if kind is ContainerKind.APP else f" ({kind.value})"
-                owners.append(Owner(next(signs), name, held))
+                owners.append(Owner(next(signs), printable(name), held))
     signs = itertools.chain(string.ascii_lowercase, itertools.repeat(MORE))
     state = plan.after.cpus
     for pod_uid, containers in sorted(state.assignments.items()):
         if pod_uid not in planned:
             owners += [
-                Owner(next(signs), f"{pod_uid}/{name}", cpus, planned=False)
+                Owner(next(signs), printable(f"{pod_uid}/{name}"), cpus, planned=False)
                 for name, cpus in sorted(containers.items())
             ]
     for pod_uid in sorted(state.pod_assignments.keys() - planned):
         own = CpuSet(cpu for cpus in state.assignments.get(pod_uid, {}).values() for cpu in cpus)
         if shared := state.pod_assignments[pod_uid] - own:
-            owners.append(Owner(next(signs), pod_uid, shared, planned=False))
+            owners.append(Owner(next(signs), printable(pod_uid), shared, planned=False))
     if state.unattributed:
         owners.append(Owner(next(signs), "unknown pods", state.unattributed, planned=False))
     return tuple(owners)
@@ -94,16 +95,22 @@ def approximate(amount: int) -> str:
 
 def memory_of(plan: NodePlan, numa_node: int) -> Iterator[str]:
     """Yield for each resource that the Memory Manager knows on *numa_node* how much of it is free."""
-    state = plan.after.memory.numa_nodes.get(numa_node)
-    if state is None:
+    if numa_node not in plan.after.memory.numa_nodes:
         yield f"memory {approximate(next(node.memory for node in plan.hardware.numa_nodes if node.id == numa_node))}"
-        return
-    for resource, table in sorted(state.tables.items(), key=lambda item: (item[0] != "memory", item[0])):
-        if table.total:
-            yield _free(resource, table)
+    for resource, table in tables_of(plan, numa_node):
+        yield free_words(resource, table)
 
 
-def _free(resource: str, table: MemoryTable) -> str:
+def tables_of(plan: NodePlan, numa_node: int) -> list[tuple[str, MemoryTable]]:
+    """Return the resources that the Memory Manager knows on *numa_node*, with their tables, memory first."""
+    state = plan.after.memory.numa_nodes.get(numa_node)
+    tables = {} if state is None else state.tables
+    ordered = sorted(tables.items(), key=lambda item: (item[0] != "memory", item[0]))
+    return [(resource, table) for resource, table in ordered if table.total]
+
+
+def free_words(resource: str, table: MemoryTable) -> str:
+    """Return how much of *resource* is free."""
     return f"{resource} {approximate(table.free)} of {approximate(table.allocatable)} free"
 
 
@@ -124,11 +131,16 @@ def title_of(numa_node: int, hardware: Hardware) -> str:
 
 def facts_of(plan: NodePlan, numa_node: int) -> list[str]:
     """Return what *numa_node* has and how much of it is free, one string for each resource."""
+    return [cpus_words(plan, numa_node), *memory_of(plan, numa_node), *devices_of(plan, numa_node)]
+
+
+def cpus_words(plan: NodePlan, numa_node: int) -> str:
+    """Return how many CPUs *numa_node* has, and how many of them are free."""
     cpus = plan.hardware.cpus_of_numa_node[numa_node]
     free = f"{len(plan.after.available & cpus)} of {len(cpus)} CPUs free" if cpus else "no CPUs"
     if cpus and plan.after.kubelet.cpu_manager is None:
         free = f"{len(cpus)} CPUs"
-    return [free, *memory_of(plan, numa_node), *devices_of(plan, numa_node)]
+    return free
 
 
 def joined(facts: Iterable[str], columns: int) -> list[str]:
@@ -192,14 +204,15 @@ def _rows(
                 cpus += [cpu for cpu in members if cpu is not None]
                 cells.append("".join(" " if cpu is None else signs.get(cpu, SHARED) for cpu in members))
             if cpus:
-                yield f"{_label(cpus):>{LABEL - 2}}  {_painted(' '.join(cells).rstrip(), paints)}"
+                yield f"{row_label(cpus):>{LABEL - 2}}  {_painted(' '.join(cells).rstrip(), paints)}"
 
 
 LABEL = 13
 """Columns before the cores: the CPUs of a row, such as ``1008-1023``."""
 
 
-def _label(cpus: Sequence[int]) -> str:
+def row_label(cpus: Sequence[int]) -> str:
+    """Return the CPUs of a row in short: as a range, or with two dots if there are others between them."""
     spelled = str(CpuSet(cpus))
     return spelled if "," not in spelled else f"{min(cpus)}..{max(cpus)}"
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 from runner.cpuset import CpuSet
+from runner.errors import printable
 from runner.facts.hardware import Hardware
 from runner.kubelet.admission import Outcome, SimulatedNode
 from runner.kubelet.device_manager import Devices
@@ -45,7 +46,7 @@ def _count(number: int, what: str) -> str:
 def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
     """Yield the whole plan for an operator: the node, each pod's answer and why, what remains, the picture."""
     yield from _wrapped("host", hardware_line(plan.hardware), width)
-    yield from _wrapped("kubelet", _kubelet(plan), width)
+    yield from _wrapped("kubelet", kubelet_line(plan), width)
     yield from _wrapped("reserved", _reserved(plan), width)
     yield from _wrapped("allocatable", _allocatable(plan.before.allocatable), width)
     yield from _wrapped("before", _before(plan.before), width)
@@ -73,7 +74,7 @@ def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
 
 def _wrapped(label: str, text: str, width: int) -> Iterator[str]:
     yield from textwrap.wrap(
-        text,
+        printable(text),
         max(width, 60),
         initial_indent=f"{label:<12}",
         subsequent_indent=INDENT,
@@ -82,7 +83,8 @@ def _wrapped(label: str, text: str, width: int) -> Iterator[str]:
     )
 
 
-def _kubelet(plan: NodePlan) -> str:
+def kubelet_line(plan: NodePlan) -> str:
+    """Describe the version and the policies of the kubelet of *plan* in one line."""
     configuration = plan.configuration
     options = {**configuration.cpu_manager_policy_options, **configuration.topology_manager_policy_options}
     listed = "".join(f", {name}={value}" for name, value in sorted(options.items()))
@@ -309,9 +311,9 @@ def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
 
     Where that is wider than *width*, each configuration has a block of rows instead.
     """
-    heads = [*(pod.manifest.name for pod in plan.pods), "shared pool"]
+    heads = [*(printable(pod.manifest.name) for pod in plan.pods), "shared pool"]
     rows = [
-        (each.name, _answers(each, len(heads)))
+        (printable(each.name), _answers(each, len(heads)))
         for other in (WhatIf("as it is", plan), *plan.what_if)
         for each in _readings(other)
     ]

@@ -2,13 +2,26 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
 
 from runner.errors import HostError, explain
 from runner.facts.disk import DocumentFact
-from runner.kernel.files import append, copied, copy_new, filled_memory, opened, read_document
+from runner.kernel.files import (
+    append,
+    copied,
+    copy_new,
+    filled_memory,
+    opened,
+    probe_file,
+    read_document,
+    why_not_appended,
+)
+from tests.support.fake_kernel import FAKE_KERNEL
 
 
 def test_a_copy_is_made_once_and_a_failed_one_leaves_nothing(tmp_path: Path) -> None:
@@ -64,3 +77,57 @@ def test_large_files_and_fifos_are_refused_without_blocking(tmp_path: Path) -> N
     assert read_document(PurePosixPath(tmp_path / "fifo"), 10) == DocumentFact(error="it is not a file")
     assert read_document(PurePosixPath(tmp_path), 10) == DocumentFact(error="it is not a file")
     assert read_document(PurePosixPath(tmp_path / "none"), 10) == DocumentFact(error="No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("head", "starts"),
+    [
+        (FAKE_KERNEL, True),
+        (b"\x7fELF", True),
+        (bytes(4096) + b"\x02\xb0\xad\x1b", True),
+        (bytes(4097) + b"\x02\xb0\xad\x1b", False),
+        (b"\x1f\x8b gzip, as of arm64", False),
+        (b"", False),
+    ],
+)
+def test_a_kernel_is_known_by_its_first_bytes(tmp_path: Path, head: bytes, *, starts: bool) -> None:
+    (tmp_path / "k").write_bytes(head)
+    assert probe_file(PurePosixPath(tmp_path / "k"), kernel=True).starts is starts
+    assert probe_file(PurePosixPath(tmp_path / "k")).starts
+
+
+@pytest.fixture
+def another_user() -> Iterator[Path]:
+    """Be a user without privileges, and yield a directory that this user may search but not write."""
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(0o755)
+    (directory / "secret").write_bytes(bytes(512))
+    (directory / "secret").chmod(0o600)
+    (directory / "read-only").write_bytes(bytes(512))
+    os.seteuid(65534)
+    yield directory
+    os.seteuid(0)
+    shutil.rmtree(directory)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_file_that_only_its_writer_may_not_open_is_distinguished(another_user: Path) -> None:
+    secret = probe_file(PurePosixPath(another_user / "secret"), write=True)
+    assert (secret.error, secret.read_error) == ("Permission denied", "Permission denied")
+    read_only = probe_file(PurePosixPath(another_user / "read-only"), write=True)
+    assert (read_only.error, read_only.read_error) == ("Permission denied", None)
+    denied = why_not_appended(PurePosixPath(another_user / "log"))
+    assert denied == f"this process may not create a file in '{another_user}'"
+    assert why_not_appended(PurePosixPath(another_user / "secret")) == "Permission denied"
+
+
+def test_a_log_that_could_be_written_is_not_created(tmp_path: Path) -> None:
+    log = PurePosixPath(tmp_path / "log")
+    assert why_not_appended(log) is None
+    assert not (tmp_path / "log").exists()
+    assert why_not_appended(log / "log") == f"there is no directory '{log}'"
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    assert why_not_appended(PurePosixPath(tmp_path / "link")) == "Too many levels of symbolic links"
+    (tmp_path / "log").write_bytes(b"before")
+    assert why_not_appended(log) is None
+    assert why_not_appended(PurePosixPath("/dev/null")) is None

@@ -181,6 +181,22 @@ def test_qemu_allocates_private_memory_itself() -> None:
             ),
         ),
         (
+            ALL_CPUS + '[memory]\nsize = "900TiB"\n',
+            {},
+            (
+                "memory.size: 900TiB and 3686536MiB of overhead (QEMU, page tables, this program) do not fit into the 8192MiB "
+                "this pod may use; at most 8024MiB do, or raise limits.memory"
+            ),
+        ),
+        (
+            ALL_CPUS + '[memory]\nsize = "1GiB"\n',
+            {"memory": 140 * MIB},
+            (
+                "memory.size: 1GiB and 140MiB of overhead (QEMU, page tables, this program) do not fit into the 140MiB "
+                "this pod may use; raise limits.memory"
+            ),
+        ),
+        (
             ALL_CPUS + '[memory]\nsize = "1GiB"\nlock = true\n',
             {"limits": MemoryLimits(lockable=8 * MIB)},
             (

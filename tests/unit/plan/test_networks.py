@@ -141,8 +141,11 @@ def test_a_disk_by_its_descriptor() -> None:
         "disk[0].fd: no descriptor 'disk' was inherited; there are: 'a'",
         "descriptors: nothing names the descriptor 'a' (the tap 't0'); name it in a key fd, or do not pass it",
     ]
-    for text in ("[[disk]]\n", '[[disk]]\nfd = "disk"\npath = "/disk"\n'):
-        assert problems(text) == ["disk[0].path: a disk needs either path or fd"]
+    assert problems("[[disk]]\n") == [
+        "disk[0].path: is missing; a disk needs a path, or the fd that it is inherited as"
+    ]
+    both = problems('[[disk]]\nfd = "disk"\npath = "/disk"\n')
+    assert both == ["disk[0].fd: path and fd are both given; leave one of them out"]
     text = '[[disk]]\nfd = "a"\n' + fd_network("a").removeprefix(KERNEL)
     assert problems(text) == ["network[0].fd: the descriptor 'a' is taken by disk[0].fd already"]
 

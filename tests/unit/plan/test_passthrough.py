@@ -509,13 +509,13 @@ def test_facts_of_devices_are_asked_for_by_address(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[[device]]\n", "device[0]: needs either an address or a resource, not both"),
-        (f'{ONE}resource = "a/b"\n', "device[0]: needs either an address or a resource, not both"),
+        ("[[device]]\n", "device[0].address: is missing; a device needs an address, or a resource"),
+        (f'{ONE}resource = "a/b"\n', "device[0].resource: address and resource are both given; leave one of them out"),
         (f"{ONE}count = 1\n", "device[0].count: needs a resource: an address names one device"),
         (ONE + ONE, f"device[1].address: '{GPU}' is taken by device[0] already"),
         (
             f"{ONE}properties = {{ x-nv-gpudirect-cliqe = 1 }}\n",
-            "device[0].properties: found the unknown 'x-nv-gpudirect-cliqe', did you mean 'x-nv-gpudirect-clique'?; it takes",
+            "device[0].properties: found the unknown 'x-nv-gpudirect-cliqe'; did you mean \"x-nv-gpudirect-clique\"? It takes",
         ),
         (
             f"{ONE}properties = {{ x-nv-gpudirect-clique = 16 }}\n",

@@ -21,6 +21,7 @@ from runner.plan.argv.networks import WireNumbers, dnsmasq_argv
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv
 from runner.plan.host_checks import OWN_CPUS
 from runner.plan.instance import InstancePlan, plan_instance, share_grace
+from runner.plan.machine import parse_cpu_models
 from runner.plan.networks import BridgedPlan, PasstPlan, derived_mac
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
@@ -88,6 +89,9 @@ FACTS = HostFacts(
         PurePosixPath("/locked"): FileFact("file", GIB, image=ImageFact("raw", locked=True)),
         PurePosixPath("/short"): FileFact("file", 700, image=ImageFact("raw")),
         PurePosixPath("/readonly"): FileFact("file", GIB, "Read-only file system"),
+        PurePosixPath("/secret"): FileFact("file", GIB, "Permission denied", "Permission denied"),
+        PurePosixPath("/dev/secret"): FileFact("block", 0, "Operation not permitted", "Operation not permitted"),
+        PurePosixPath("/text"): FileFact("file", 100, starts=False),
         PurePosixPath("/srv"): FileFact("directory"),
         PurePosixPath("/dev/null"): FileFact("character"),
     },
@@ -319,6 +323,46 @@ def test_all_descriptors_are_passed_on() -> None:
         ),
         ('[boot]\nkernel = "/srv"\n', {}, "boot.kernel: '/srv' is a directory, not a file"),
         ('[boot]\nkernel = "/boot/unreadable"\n', {}, "boot.kernel: cannot read '/boot/unreadable': Permission denied"),
+        (
+            '[boot]\nkernel = "/text"\n',
+            {},
+            "boot.kernel: '/text' is no kernel that QEMU can start: it is no bzImage (no 'HdrS' at byte 0x202), ELF or multiboot",
+        ),
+        (
+            '[boot]\nkernel = "/${HOME}/k"\n',
+            {},
+            "boot.kernel: '/${HOME}/k' does not exist; add [environment] allow = [\"HOME\"], without which ${HOME} has no",
+        ),
+        (
+            KERNEL + '[cpu]\nmodel = "EPIC,-svm"\n',
+            {"cpu_models": frozenset({"EPYC", "Haswell"})},
+            "cpu.model: /usr/bin/qemu-system-x86_64 has no CPU model 'EPIC'; did you mean 'EPYC'? `qemu-system-x86_64 -cpu help`",
+        ),
+        (
+            KERNEL + '[console]\nlog = "/none/log"\n',
+            {"console_log_error": "there is no directory '/none'"},
+            "console.log: cannot write '/none/log': there is no directory '/none'; name a file that this process may write",
+        ),
+        (
+            KERNEL + '[instance]\nuser = "nobdy"\n',
+            {"kvm": Kvm(None, group_id=0, mode=0o600)},
+            "instance.user: user 'nobdy' does not exist here; name one from /etc/passwd",
+        ),
+        (
+            KERNEL + '[[share]]\ntag = "t"\npath = "/none"\n',
+            {},
+            "share[0].path: '/none' does not exist; make the directory, or mount it into the container",
+        ),
+        (
+            '[[disk]]\npath = "/secret"\n',
+            {},
+            "disk[0].path: cannot open '/secret': Permission denied; let the user of this process read it and write it",
+        ),
+        (
+            '[[disk]]\npath = "/dev/secret"\n',
+            {},
+            "disk[0].path: cannot open '/dev/secret': Operation not permitted; let this process use the device: volumeDevices",
+        ),
         ('[[disk]]\npath = "/none"\n', {}, "disk[0].path: '/none' does not exist"),
         (
             '[[disk]]\npath = "/dev/null"\n',
@@ -734,6 +778,19 @@ def test_running_as_root_is_always_a_remark() -> None:
     assert problems(KERNEL + '[instance]\nuser = "nobody"\n', locked) == [
         "instance.user: 'nobody' cannot use /dev/kvm (mode 600); chmod it to 660 with a group"
     ]
+
+
+@pytest.mark.parametrize("model", ["EPYC,-svm", "EPYC-x86_64-cpu", "host"])
+def test_a_cpu_model_that_qemu_lists_is_accepted(model: str) -> None:
+    facts = attrs.evolve(FACTS, cpu_models=frozenset({"EPYC", "host"}))
+    assert plan_of(f'{KERNEL}[cpu]\nmodel = "{model}"\n', facts).machine.cpu_model == model
+
+
+def test_the_names_of_cpu_models_are_read_from_every_qemus_list() -> None:
+    old = "Available CPUs:\nx86 EPYC                  (alias of EPYC-v4)\nx86 EPYC-v1\n\nRecognized CPUID flags:\n  3dnow abm\n"
+    new = "Available CPUs:\n  EPYC                  (alias of EPYC-v4)\n  EPYC-v1\n\nRecognized CPUID flags:\n  3dnow abm\n"
+    assert parse_cpu_models(old) == parse_cpu_models(new) == {"EPYC", "EPYC-v1"}
+    assert parse_cpu_models("") == set()
 
 
 def test_a_kernel_qemu_may_not_read_is_copied() -> None:

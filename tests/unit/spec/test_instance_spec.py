@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
-from runner.spec.instance import parse_instance, private_subnet, reference
+from runner.spec.instance import parse_elsewhere, parse_instance, private_subnet, reference
 from runner.spec.rules import format_size
 
 KERNEL = '[boot]\nkernel = "/k"\n'
@@ -163,100 +163,161 @@ def test_json_and_toml_give_the_same_spec() -> None:
     assert parse_instance("-", as_json.encode()) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", "boot: there is nothing to boot; set boot.kernel or boot.firmware, or add a [[disk]]"),
-        (KERNEL + "[cpus]\n", "cpus: unknown key; did you mean 'cpu'?"),
+MISTAKES = [
+    ("", "boot: there is nothing to boot; set boot.kernel or boot.firmware, or add a [[disk]]"),
+    (KERNEL + "[cpus]\n", "cpus: unknown key; did you mean 'cpu'?"),
+    (
+        '[[disk]]\npath = "/a"\nephemeral = true\nread_only = true\n',
+        "disk[0].read_only: contradicts ephemeral = true, which never writes to path",
+    ),
+    ('[[disk]]\npath = "/a"\nephemeral = true\ncache = "none"\n', "disk[0].cache: contradicts ephemeral = true:"),
+    ('[[disk]]\npath = "/a"\nephemeral_size = "1GiB"\n', "disk[0].ephemeral_size: needs ephemeral = true"),
+    ('[[disk]]\npath = "/a"\nbacking = ["/b"]\n', 'disk[0].backing: needs format = "qcow2":'),
+    ('[[disk]]\npath = "/a"\nbacking = "/b"\n', 'disk[0].backing: found the string "/b"; it takes an array of'),
+    ('[[disk]]\npath = "/a"\nbacking = ["b"]\n', 'disk[0].backing: found the string "b"; it takes an array of'),
+    (
+        '[[disk]]\npath = "/a"\naio = "native"\ncache = "writeback"\n',
+        'disk[0].aio: "native" needs cache = "none", not "writeback"',
+    ),
+    (
+        '[[disk]]\npath = "/a"\ndetect_zeroes = "unmap"\ndiscard = false\n',
+        'disk[0].detect_zeroes: "unmap" needs discard = true',
+    ),
+    (KERNEL + "[cpu]\ncounts = 2\n", "cpu.counts: unknown key; did you mean 'count'?"),
+    (
+        KERNEL + "[cpu]\nfrequency = 2\n",
+        "cpu.frequency: unknown key; known here: count, cpus, placement, controller, sweep, pinning, topology, accel, model, idle",
+    ),
+    (
+        KERNEL + '[cpu]\ncount = "all"\ncpus = "1-2"\n',
+        'cpu.count: "all" and cpu.cpus contradict each other; set it to 2',
+    ),
+    (KERNEL + '[cpu]\ncount = "2"\n', 'cpu.count: found the string "2"; it takes an integer from 1 to 1024'),
+    (KERNEL + "[cpu]\ncount = true\n", "cpu.count: found the boolean true; it takes an integer from 1 to 1024"),
+    (KERNEL + "[cpu]\ncount = 0\n", "cpu.count: found the integer 0; it takes an integer from 1 to 1024"),
+    (KERNEL + "[cpu]\ncount = 1.5\n", "cpu.count: found the number 1.5; it takes an integer from 1 to 1024"),
+    (
+        KERNEL + '[cpu]\naccel = "kwm"\n',
+        'cpu.accel: found the string "kwm"; did you mean "kvm"? It takes one of "auto", "kvm", "tcg"',
+    ),
+    (KERNEL + '[cpu]\ncpus = "3-1"\n', "cpu.cpus: range '3-1' in '3-1' runs backwards; it takes CPUs"),
+    (KERNEL + '[cpu]\ncount = 3\ncpus = "1-2"\n', "cpu.cpus: '1-2' are 2 CPUs, but cpu.count asks for 3 vCPUs"),
+    *(
         (
-            '[[disk]]\npath = "/a"\nephemeral = true\nread_only = true\n',
-            "disk[0].read_only: contradicts ephemeral = true, which never writes to path",
-        ),
-        ('[[disk]]\npath = "/a"\nephemeral = true\ncache = "none"\n', "disk[0].cache: contradicts ephemeral = true:"),
-        ('[[disk]]\npath = "/a"\nephemeral_size = "1GiB"\n', "disk[0].ephemeral_size: needs ephemeral = true"),
-        ('[[disk]]\npath = "/a"\nbacking = ["/b"]\n', 'disk[0].backing: needs format = "qcow2":'),
-        ('[[disk]]\npath = "/a"\nbacking = "/b"\n', 'disk[0].backing: found the string "/b"; it takes an array of'),
-        ('[[disk]]\npath = "/a"\nbacking = ["b"]\n', 'disk[0].backing: found the string "b"; it takes an array of'),
+            f"{KERNEL}[memory]\nsize = {written}\n",
+            f'memory.size: found the {kind} {written}; did you mean "{meant}"? It takes a size in whole MiB, at least 32MiB',
+        )
+        for written, kind, meant in (
+            ('"512M"', "string", "512MiB"),
+            ('"2G"', "string", "2GiB"),
+            ('"2GB"', "string", "2GiB"),
+            ('"2 gib"', "string", "2GiB"),
+            ('"1.5GiB"', "string", "1536MiB"),
+            ('"8MiB"', "string", "32MiB"),
+            ('"33000KiB"', "string", "32MiB"),
+            ('"2048"', "string", "2GiB"),
+            ("536870912", "integer", "512MiB"),
+            ("4096", "integer", "4GiB"),
+            ('"limit"', "string", "limits"),
+        )
+    ),
+    (KERNEL + '[memory]\nsize = "much"\n', 'memory.size: found the string "much"; it takes a size'),
+    (KERNEL + "[memory]\nsize = true\n", "memory.size: found the boolean true; it takes a size"),
+    *(
         (
-            '[[disk]]\npath = "/a"\naio = "native"\ncache = "writeback"\n',
-            'disk[0].aio: "native" needs cache = "none", not "writeback"',
-        ),
-        (
-            '[[disk]]\npath = "/a"\ndetect_zeroes = "unmap"\ndiscard = false\n',
-            'disk[0].detect_zeroes: "unmap" needs discard = true',
-        ),
-        (KERNEL + "[cpu]\ncounts = 2\n", "cpu.counts: unknown key; did you mean 'count'?"),
-        (
-            KERNEL + "[cpu]\nfrequency = 2\n",
-            "cpu.frequency: unknown key; known here: count, cpus, placement, controller, sweep, pinning, topology, accel, model, idle",
-        ),
-        (
-            KERNEL + '[cpu]\ncount = "all"\ncpus = "1-2"\n',
-            'cpu.count: "all" and cpu.cpus contradict each other; set it to 2',
-        ),
-        (KERNEL + '[cpu]\ncount = "2"\n', 'cpu.count: found the string "2"; it takes an integer from 1 to 1024'),
-        (KERNEL + "[cpu]\ncount = true\n", "cpu.count: found the boolean true; it takes an integer from 1 to 1024"),
-        (KERNEL + "[cpu]\ncount = 0\n", "cpu.count: found the integer 0; it takes an integer from 1 to 1024"),
-        (KERNEL + "[cpu]\ncount = 1.5\n", "cpu.count: found the number 1.5; it takes an integer from 1 to 1024"),
-        (
-            KERNEL + '[cpu]\naccel = "kwm"\n',
-            'cpu.accel: found the string "kwm", did you mean \'kvm\'?; it takes one of "auto", "kvm", "tcg"',
-        ),
-        (KERNEL + '[cpu]\ncpus = "3-1"\n', "cpu.cpus: range '3-1' in '3-1' runs backwards; it takes CPUs"),
-        (KERNEL + '[cpu]\ncount = 3\ncpus = "1-2"\n', "cpu.cpus: '1-2' are 2 CPUs, but cpu.count asks for 3 vCPUs"),
-        (
-            KERNEL + '[memory]\nsize = "512M"\n',
-            'memory.size: found the string "512M"; it takes a size in whole MiB, at least 32MiB',
-        ),
-        (KERNEL + '[memory]\nsize = "8MiB"\n', 'memory.size: found the string "8MiB"; it takes a size'),
-        (KERNEL + '[memory]\nsize = "33000KiB"\n', 'memory.size: found the string "33000KiB"; it takes a size'),
-        (KERNEL + "[memory]\nsize = 536870912\n", "memory.size: found the integer 536870912; it takes a size"),
-        ('[boot]\ninitrd = "/i"\n[[disk]]\npath = "/d"\n', "boot.initrd: needs boot.kernel"),
-        ('[boot]\ncmdline = "x"\n[[disk]]\npath = "/d"\n', "boot.cmdline: needs boot.kernel"),
-        ('[boot]\nkernel = "k"\n', 'boot.kernel: found the string "k"; it takes an absolute path'),
-        ('[boot]\nkernel = "/k"\ncmdline = "a\\nb"\n', 'boot.cmdline: found the string "a\\nb"; it takes a string'),
-        (KERNEL + '[[share]]\npath = "/a"\n', "share[0].tag: is missing; it takes up to 35 letters"),
-        (KERNEL + '[[share]]\npath = "/a"\ntag = "a,b"\n', 'share[0].tag: found the string "a,b"'),
-        (
-            KERNEL + '[[share]]\npath="/a"\ntag="t"\n[[share]]\npath="/b"\ntag="t"\n',
-            "share[1].tag: 't' is taken by share[0] already",
-        ),
-        (KERNEL + '[share]\npath = "/a"\n', "share: must be an array of tables ([[share]]), found a table"),
-        ("boot = 3\n", "boot: must be a table, found the integer 3"),
-        (
-            KERNEL + '[[disk]]\npath="/d"\n[[disk]]\npath="/d"\n',
-            "disk[1].path: '/d' is given twice and one of them is writable",
-        ),
-        (KERNEL + '[[network]]\nmac = "01:00:00:00:00:00"\n', "network[0].mac: found"),
-        (
-            KERNEL + '[[network]]\nmode="bridge"\nsubnet="10.0.0.0/24"\n',
-            'network[0].subnet: needs mode = "private"',
-        ),
-        (KERNEL + '[[network]]\ninterface="eth1"\n', 'network[0].interface: needs mode = "bridge"'),
-        (
-            KERNEL + '[[network]]\nsubnet="10.0.0.0/31"\n',
-            'network[0].subnet: found the string "10.0.0.0/31", which has no room',
-        ),
-        (
-            KERNEL + '[[network]]\nsubnet="10.0.0.1/24"\n',
-            'network[0].subnet: found the string "10.0.0.1/24" (10.0.0.1/24 has host bits set)',
-        ),
-        (
-            KERNEL + '[[network]]\nmode="bridge"\n[[network]]\nmode="bridge"\n',
-            "network[1].interface: 'eth0' is taken by network[0] already",
-        ),
-        (
-            KERNEL + '[[network]]\nsubnet="192.168.78.0/25"\n[[network]]\n',
-            "network[1].subnet: 192.168.78.0/24 overlaps 192.168.78.0/25 of network[0]",
-        ),
-        (
-            KERNEL + "[shutdown]\ngrace = 0\n",
-            "shutdown.grace: found the integer 0; it takes a number of seconds from 1 to 3600",
-        ),
-        ("[boot\n", "cannot parse the document as TOML"),
-        ("\x00", "cannot parse the document as TOML"),
-    ],
-)
+            f'{KERNEL}[memory]\nhugepages = "{written}"\n',
+            f'memory.hugepages: found the string "{written}"; {question} one of "2MiB", "1GiB"',
+        )
+        for written, question in (
+            ("512KiB", "it takes"),
+            ("2M", 'did you mean "2MiB"? It takes'),
+            ("1GB", 'did you mean "1GiB"? It takes'),
+        )
+    ),
+    (
+        '[boot]\nfirmware = "uefy"\n',
+        'boot.firmware: found the string "uefy"; did you mean "uefi"? It takes an absolute',
+    ),
+    (
+        '[[disk]]\npath = "/a"\nfd = "a"\n',
+        "disk[0].fd: path and fd are both given; leave one of them out",
+    ),
+    ("[[disk]]\n", "disk[0].path: is missing; a disk needs a path, or the fd that it is inherited as"),
+    (
+        KERNEL + '[[share]]\ntag = "t"\npath = "/a\\u001b[31m"\n',
+        "share[0].path: found the string \"/a\\u001b[31m\" with the character '\\x1b'; it takes an absolute path",
+    ),
+    (KERNEL + '"\\u202eb\\n" = 1\n', "boot.\\u202eb\\n: unknown key"),
+    (
+        KERNEL.replace("/k", "${HOME}/k"),
+        'boot.kernel: found the string "${HOME}/k"; add [environment] allow = ["HOME"], without',
+    ),
+    ('[boot]\ninitrd = "/i"\n[[disk]]\npath = "/d"\n', "boot.initrd: needs boot.kernel"),
+    ('[boot]\ncmdline = "x"\n[[disk]]\npath = "/d"\n', "boot.cmdline: needs boot.kernel"),
+    ('[boot]\nkernel = "k"\n', 'boot.kernel: found the string "k"; it takes an absolute path'),
+    (
+        '[boot]\nkernel = "/k"\ncmdline = "a\\nb"\n',
+        "boot.cmdline: found the string \"a\\nb\" with the character '\\n'; it takes a string of one line",
+    ),
+    (KERNEL + '[[share]]\npath = "/a"\n', "share[0].tag: is missing; it takes up to 35 letters"),
+    (KERNEL + '[[share]]\npath = "/a"\ntag = "a,b"\n', 'share[0].tag: found the string "a,b"'),
+    (
+        KERNEL + '[[share]]\npath="/a"\ntag="t"\n[[share]]\npath="/b"\ntag="t"\n',
+        "share[1].tag: 't' is taken by share[0] already",
+    ),
+    (KERNEL + '[share]\npath = "/a"\n', "share: must be an array of tables ([[share]]), found a table"),
+    ("boot = 3\n", "boot: must be a table, found the integer 3"),
+    (
+        KERNEL + '[[disk]]\npath="/d"\n[[disk]]\npath="/d"\n',
+        "disk[1].path: '/d' is given twice and one of them is writable",
+    ),
+    (KERNEL + '[[network]]\nmac = "01:00:00:00:00:00"\n', "network[0].mac: found"),
+    (
+        KERNEL + '[[network]]\nmode="bridge"\nsubnet="10.0.0.0/24"\n',
+        'network[0].subnet: needs mode = "private"',
+    ),
+    (KERNEL + '[[network]]\ninterface="eth1"\n', 'network[0].interface: needs mode = "bridge"'),
+    (
+        KERNEL + '[[network]]\nsubnet="10.0.0.0/31"\n',
+        'network[0].subnet: found the string "10.0.0.0/31", which has no room',
+    ),
+    (
+        KERNEL + '[[network]]\nsubnet="10.0.0.1/24"\n',
+        'network[0].subnet: found the string "10.0.0.1/24" (10.0.0.1/24 has host bits set)',
+    ),
+    (
+        KERNEL + '[[network]]\nmode="bridge"\n[[network]]\nmode="bridge"\n',
+        "network[1].interface: 'eth0' is taken by network[0] already",
+    ),
+    (
+        KERNEL + '[[network]]\nsubnet="192.168.78.0/25"\n[[network]]\n',
+        "network[1].subnet: 192.168.78.0/24 overlaps 192.168.78.0/25 of network[0]",
+    ),
+    (
+        KERNEL + "[shutdown]\ngrace = 0\n",
+        "shutdown.grace: found the integer 0; it takes a number of seconds from 1 to 3600",
+    ),
+    ("[boot\n", "cannot parse the document as TOML"),
+    ("\x00", "cannot parse the document as TOML"),
+    (
+        "# four vCPUs\ncpu:\n  count: 4\n",
+        "cannot parse the document as TOML: 'cpu:' is YAML; write TOML, such as [cpu] and below it count = 4, or JSON",
+    ),
+    ("---\ncpu: {}\n", "cannot parse the document as TOML: '---' is YAML"),
+    (
+        "kind: Pod\napiVersion: v1\n",
+        "cannot parse the document as TOML: it is a manifest of Kubernetes; name a spec, or",
+    ),
+    ("a = " + "[" * 20 + "]" * 20, "cannot parse the document: it has more than 16 levels of tables and arrays"),
+    ("a = " + "[" * 5000, "cannot parse the document: it has more than 16 levels of tables and arrays"),
+    (".".join("a" * 2000) + " = 1", "cannot parse the document: it has more than 16 levels of tables and arrays"),
+    ("\ufeff[cpu]\n", "cannot parse the document: it begins with a byte-order mark; save it as UTF-8 without one"),
+    ("#" * (1 << 20) + "\n", "cannot parse the document: it has more than 1MiB"),
+]
+"""Documents with one mistake each, and the beginning of its message."""
+
+
+@pytest.mark.parametrize(("text", "expected"), MISTAKES)
 def test_every_mistake_is_named_with_its_path(text: str, expected: str) -> None:
     assert [problem[: len(expected)] for problem in problems(text)] == [expected]
 
@@ -268,7 +329,7 @@ def test_every_mistake_is_named_with_its_path(text: str, expected: str) -> None:
         ('{"cpu": {"count": NaN}}', "NaN is not JSON"),
         ("[1]", "must be a table, found an array"),
         ('{"boot": ', "cannot parse the document as JSON"),
-        ("[" * 100_000, "cannot parse the document as JSON"),
+        ("[" * 100_000, "it has more than 16 levels of tables and arrays"),
         ('{"cpu": {"count": null}}', "cpu.count: found null"),
     ],
 )
@@ -290,6 +351,16 @@ def test_all_problems_are_reported_at_once() -> None:
 def test_a_document_that_is_not_text() -> None:
     with pytest.raises(SpecError, match="not UTF-8 at byte 1"):
         parse_instance("spec.toml", b"a\xff")
+    with pytest.raises(SpecError, match="it is UTF-16; save it as UTF-8"):
+        parse_instance("spec.toml", KERNEL.encode("utf-16"))
+
+
+def test_a_value_in_its_error_may_not_act_on_a_terminal() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_instance("\x1b[2Jspec.toml", b'[boot]\nkernel = "\\u202e\\u0085\\u001b]0;x\\u0007"\n')
+    assert str(caught.value) == (
+        '\\x1b[2Jspec.toml: boot.kernel: found the string "\\u202e\\x85\\u001b]0;x\\u0007"; it takes an absolute path'
+    )
 
 
 def test_private_networks_get_subnets_of_their_own() -> None:
@@ -393,13 +464,15 @@ def test_a_declared_variable_that_is_not_set_is_refused() -> None:
 
 
 def test_values_from_the_environment_are_checked_like_all_others() -> None:
-    with pytest.raises(SpecError, match=r"instance.name: found the string \"a b\""):
+    with pytest.raises(
+        SpecError, match=r"instance.name: found the string \"a b\", which comes from \$\{EMPTY\}; it takes"
+    ):
         parse_instance(
             "spec.toml",
             f'{KERNEL}[instance]\nname = "${{EMPTY}}"\n{DECLARED}'.encode(),
             {**ENVIRONMENT, "EMPTY": "a b"},
         )
-    with pytest.raises(SpecError, match=r"cpu.count: found the string \"4\""):  # in strings only
+    with pytest.raises(SpecError, match=r"cpu.count: found the string \"4\", which comes from"):  # in strings only
         parse_instance(
             "spec.toml", f'{KERNEL}[cpu]\ncount = "${{EMPTY}}"\n{DECLARED}'.encode(), {**ENVIRONMENT, "EMPTY": "4"}
         )
@@ -407,3 +480,15 @@ def test_values_from_the_environment_are_checked_like_all_others() -> None:
         'environment.allow: found the string "A-B"'
     )
     assert "twice" in problems(f'{KERNEL}[environment]\nallow = ["A", "A"]\n')[0]
+
+
+def test_a_document_is_checked_where_its_variables_are_not_set() -> None:
+    text = KERNEL + '[environment]\nallow = ["POD_UID", "POD_NAME"]\n[instance]\nname = "${POD_NAME}"\n'
+    spec, unset = parse_elsewhere("spec.toml", text.encode(), {"POD_NAME": "web-1"})
+    assert spec is not None
+    assert (spec.instance.name, unset) == ("web-1", ("POD_UID",))
+    uuid = text + 'uuid = "${POD_UID}"\n'
+    assert parse_elsewhere("spec.toml", uuid.encode(), {}) == (None, ("POD_UID", "POD_NAME"))
+    with pytest.raises(SpecError) as caught:
+        parse_elsewhere("spec.toml", (uuid + "[cpu]\ncount = 0\n").encode(), {})
+    assert [problem.path for problem in caught.value.problems] == ["cpu.count"]

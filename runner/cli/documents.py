@@ -1,0 +1,85 @@
+"""The check of specs without a host (``plan --document-only``), and of the YAML that a spec contains.
+
+Only ``plan`` imports it: PID 1 does not pay for YAML, and cloud-init in the guest ignores a document that is none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+
+from runner.cli.options import read_spec, source_of
+from runner.errors import Problem, SpecError, Status, printable
+from runner.plan.cloud_init import SeedPlan
+from runner.plan.document import document_problems
+from runner.spec.instance import CloudInitSpec, InstanceSpec, parse_elsewhere
+from runner.spec.yaml import parse_yaml
+
+CLOUD_CONFIG = b"#cloud-config"
+
+
+def check(paths: Iterable[str]) -> int:
+    """Print a line for each document that is right, and every problem of the others; return the exit status."""
+    status = 0
+    for path in paths:
+        source = source_of(path)
+        try:
+            spec, unset = _checked(source, read_spec(path))
+        except SpecError as error:
+            sys.stdout.flush()
+            print("\n".join(f"instance-runner: {line}" for line in str(error).splitlines()), file=sys.stderr)
+            status = Status.REFUSED
+            continue
+        about = "right" if spec is None else f"right, {_summary(spec)}"
+        unknown = f"; without the values of {', '.join(unset)}, which are not set here" if unset else ""
+        print(printable(f"{source}: {about}{unknown}"))
+    return status
+
+
+def _checked(source: str, data: bytes) -> tuple[InstanceSpec | None, tuple[str, ...]]:
+    spec, unset = parse_elsewhere(source, data, os.environ)
+    if spec is not None:
+        problems = document_problems(spec)
+        if spec.cloud_init is not None:
+            problems += yaml_problems(_texts(spec.cloud_init))
+        if problems:
+            raise SpecError(source, problems)
+    return spec, unset
+
+
+def _summary(spec: InstanceSpec) -> str:
+    from runner.spec.rules import format_size
+
+    count = "all CPUs" if spec.cpu.count == "all" else f"{spec.cpu.count} vCPU{'s' * (spec.cpu.count > 1)}"
+    return f"{count}, {'memory by limits' if spec.memory.size == 'limits' else format_size(spec.memory.size)}"
+
+
+def _texts(cloud_init: CloudInitSpec) -> dict[str, bytes]:
+    """Return the documents that the spec contains, by key; those in files are not here."""
+    given = {name: getattr(cloud_init, name) for name in ("user_data", "meta_data", "network_config")}
+    return {name: value.encode() for name, value in given.items() if isinstance(value, str)}
+
+
+def refuse_broken_seed(source: str, seed: SeedPlan) -> None:
+    """Raise :exc:`~runner.errors.SpecError` if cloud-init could not read the documents of *seed*."""
+    given = {"user_data": seed.user_data, "meta_data": seed.meta_data, "network_config": seed.network_config}
+    problems = [*yaml_problems({name: sealed.content for name, sealed in given.items() if sealed is not None})]
+    if problems:
+        raise SpecError(source, problems)
+
+
+def yaml_problems(documents: Mapping[str, bytes]) -> Iterator[Problem]:
+    """Yield why *documents*, by their keys in ``[cloud_init]``, are not YAML with a mapping; user-data may be of another kind."""
+    for name, content in documents.items():
+        if name == "user_data" and not content.startswith(CLOUD_CONFIG):
+            continue
+        where = f"cloud_init.{name}"
+        try:
+            values = parse_yaml(where, content)
+        except SpecError as error:
+            yield from (Problem(where, each.message, "cloud-init would ignore it") for each in error.problems)
+            continue
+        empty = not values and name == "user_data"
+        if not empty and (len(values) != 1 or not isinstance(values[0].value, dict)):
+            yield Problem(where, "must be one mapping in YAML or JSON", "write keys with values, such as `version: 2`")

@@ -1,0 +1,51 @@
+"""The manifests of ``plan --node``: from files, directories and standard input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from runner.cli.options import source_of
+from runner.errors import UsageError
+from runner.kubelet.manifest_mistakes import mistakes_of
+from runner.spec.value import Value
+from runner.spec.yaml import MAX_BYTES, parse_yaml
+
+KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
+"""``RecognizedKustomizationFileNames`` of kustomize."""
+
+
+def read_manifests(paths: Iterable[str]) -> list[Value]:
+    """Return the documents in all *paths*, in their order; a directory has those of its files, by name."""
+    return [
+        document for path in paths for file in _files(path) for document in parse_yaml(source_of(file), _read(file))
+    ]
+
+
+def manifest_notes(paths: Iterable[str], documents: Iterable[Value]) -> Iterator[str]:
+    """Yield a sentence for each mistake in *documents*, and for each kustomization among *paths*, which is not applied."""
+    for path in paths:
+        if any((Path(path) / name).is_file() for name in KUSTOMIZATIONS):
+            yield (
+                f"{path}: its kustomization was not applied; that is done by"
+                f" `kubectl kustomize {path} | instance-runner plan --node … --pod -`"
+            )
+    yield from mistakes_of(documents)
+
+
+def _files(path: str) -> list[str]:
+    """Return *path*, or the files of this directory that ``kubectl apply -f`` reads, without kustomizations."""
+    if not Path(path).is_dir():
+        return [path]
+    files = (each for each in sorted(Path(path).iterdir()) if each.suffix in {".json", ".yaml", ".yml"})
+    return [str(each) for each in files if each.name not in KUSTOMIZATIONS]
+
+
+def _read(file: str) -> bytes:
+    try:
+        if file == "-":
+            return sys.stdin.buffer.read(MAX_BYTES + 1)  # a larger one is refused unparsed
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read the manifest {file!r}") from error

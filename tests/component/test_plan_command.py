@@ -1,0 +1,180 @@
+"""The command line of ``plan`` for one instance, and for documents without a host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_kernel import FAKE_KERNEL
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples/instances").glob("*.toml"))
+
+
+def plan(*arguments: str | Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "runner", "plan", *arguments], check=False, capture_output=True, text=True, input=text
+    )
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    """Return a spec that can be planned here; tests append to it."""
+    (tmp_path / "kernel").write_bytes(FAKE_KERNEL)
+    path = tmp_path / "spec.toml"
+    path.write_text(f'[boot]\nkernel = "{tmp_path}/kernel"\n')
+    return path
+
+
+def test_every_example_is_right_without_its_target() -> None:
+    done = plan("--document-only", *EXAMPLES)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"{ROOT}/examples/instances/{line}"
+        for line in (
+            "block-disk-server.toml: right, 1 vCPU, 1GiB",
+            "gpu.toml: right, 20 vCPUs, 80GiB",
+            "tiny.toml: right, 1 vCPU, 128MiB",
+            "two-nics.toml: right, 2 vCPUs, 512MiB",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[cpu]\ncount = 0\n", "cpu.count: found the integer 0; it takes"),
+        (
+            '[memory]\nsize = "3GiB"\nhugepages = "2MiB"\nprealloc = false\n',
+            "memory.prealloc: must not be false: huge pages",
+        ),
+        (
+            '[memory]\nsize = "1025MiB"\nhugepages = "2MiB"\n',
+            "memory.size: 1025MiB is not a multiple of the huge pages' 2MiB",
+        ),
+        (
+            '[console]\nlog = "/srv/a/log"\n[[share]]\ntag = "t"\npath = "/srv"\n',
+            "console.log: '/srv/a/log' lies in the share 't'",
+        ),
+        (
+            '[cloud_init]\nuser_data = "runcmd: []"\n',
+            "cloud_init.user_data: begins with 'runcmd: []', which cloud-init",
+        ),
+        ('[cloud_init]\nssh_keys = ["secret"]\n', "cloud_init.ssh_keys[0]: is 'secret', which is no public key"),
+        (
+            '[cloud_init]\nnetwork_config = "version: 2: 3"\n',
+            "cloud_init.network_config: cannot parse the document as YAML: line 1, column 11: mapping values are not allowed",
+        ),
+        (
+            '[cloud_init]\nmeta_data = "web-1"\n',
+            "cloud_init.meta_data: must be one mapping in YAML or JSON; write keys",
+        ),
+        (
+            '[cloud_init]\nuser_data = "#cloud-config\\n- a"\n',
+            "cloud_init.user_data: must be one mapping in YAML or JSON",
+        ),
+    ],
+)
+def test_a_wrong_document_is_refused_without_its_target_and_the_others_are_judged(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text(f'[boot]\nkernel = "/k"\n{text}')
+    done = plan("--document-only", wrong, EXAMPLES[2])
+    assert done.returncode == 30
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"instance-runner: {wrong}: {problem}"), line
+    assert done.stdout == f"{EXAMPLES[2]}: right, 1 vCPU, 128MiB\n"
+
+
+def test_what_depends_on_variables_that_are_not_set_is_left_open() -> None:
+    document = '[boot]\nkernel = "/k"\n[environment]\nallow = ["NO_SUCH_UID"]\n[instance]\nuuid = "${NO_SUCH_UID}"\n'
+    done = plan("--document-only", "-", text=document)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "standard input: right; without the values of NO_SUCH_UID, which are not set here\n",
+    ), done.stderr
+
+
+def test_every_line_of_an_error_has_the_program_s_name_and_none_acts_on_the_terminal(tmp_path: Path) -> None:
+    name = "\x1b[2Jwrong.toml"
+    (tmp_path / name).write_text('[cpu]\ncount = 0\n"\\u001b[31m\\n\\u202e" = 1\n[memory]\nsize = 0\n')
+    for options in ((), ("--document-only",)):
+        done = plan(*options, tmp_path / name)
+        lines = done.stderr.splitlines()
+        assert (done.returncode, len(lines)) == (30, 3)
+        assert all(line.startswith(f"instance-runner: {tmp_path}/\\x1b[2Jwrong.toml: ") for line in lines)
+        assert all(line.isprintable() for line in lines)
+
+
+def test_standard_input_is_named_in_errors() -> None:
+    done = plan("-", text="[cpu]\ncounts = 1\n")
+    assert done.stderr == "instance-runner: standard input: cpu.counts: unknown key; did you mean 'count'?\n"
+
+
+def test_a_large_document_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    large = tmp_path / "large.toml"
+    with large.open("wb") as file:
+        file.truncate(1 << 40)  # a hole: whoever reads all of it needs a TiB of memory
+    done = plan(large)
+    assert (done.returncode, done.stderr) == (
+        30,
+        f"instance-runner: {large}: cannot parse the document: it has more than 1MiB\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (
+            '[console]\nlog = "/none/log"\n',
+            "console.log: cannot write '/none/log': there is no directory '/none'; name a",
+        ),
+        (
+            '[cloud_init]\nnetwork_config = "a: b: c"\n',
+            "cloud_init.network_config: cannot parse the document as YAML: line",
+        ),
+        (
+            '[cpu]\nmodel = "EPIC"\n',
+            "has no CPU model 'EPIC'; did you mean 'EPYC'? `qemu-system-x86_64 -cpu help` lists",
+        ),
+    ],
+)
+def test_what_run_would_refuse_later_is_refused(spec: Path, more: str, sentence: str) -> None:
+    assert plan(spec).returncode == 0
+    spec.write_text(spec.read_text() + more)
+    done = plan(spec)
+    assert done.returncode == 30
+    assert sentence in done.stderr
+
+
+def test_a_kernel_that_is_none_is_refused(spec: Path) -> None:
+    (spec.parent / "kernel").write_bytes(b"\x1f\x8b of another architecture")
+    done = plan(spec)
+    assert done.returncode == 30
+    assert f"boot.kernel: '{spec.parent}/kernel' is no kernel that QEMU can start: it is no bzImage" in done.stderr
+
+
+@pytest.mark.parametrize("model", ["EPYC", "EPYC-v1,-svm", "max,-avx", "qemu64-x86_64-cpu"])
+def test_the_cpu_models_of_the_installed_qemu_are_known(spec: Path, model: str) -> None:
+    spec.write_text(spec.read_text() + f'[cpu]\nmodel = "{model}"\n')
+    done = plan(spec)
+    assert done.returncode == 0, done.stderr
+    assert f"CPU model {model}\n" in done.stdout
+
+
+def test_the_models_of_every_qemu_cost_no_process(spec: Path, tmp_path: Path) -> None:
+    log, qemu = tmp_path / "log", tmp_path / "bin" / "qemu-system-x86_64"
+    qemu.parent.mkdir()
+    qemu.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    qemu.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{qemu.parent}:{os.environ['PATH']}"}
+    for model in ("max,-avx", "EPYC"):
+        spec.write_text(f'[boot]\nkernel = "{spec.parent}/kernel"\n[cpu]\nmodel = "{model}"\n')
+        subprocess.run([sys.executable, "-m", "runner", "plan", spec], check=True, capture_output=True, env=environment)
+        assert log.exists() == (model == "EPYC")
+    assert log.read_text() == "-cpu help\n"

@@ -1,0 +1,19 @@
+"""The table that a start logs."""
+
+from __future__ import annotations
+
+from runner.cpuset import CpuSet
+from runner.facts.threads import ThreadStatus
+from runner.instance.receipts import receipt_table
+from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules
+
+
+def placed(role: Role, tid: int, cpus: str, running_on: int) -> ObservedThread:
+    thread = ThreadStatus(10, tid, "sleep", "/", CpuSet.parse(cpus), CpuSet([0]), running_on)
+    return ObservedThread(role, None, thread)
+
+
+def test_a_thread_that_has_not_run_since_it_was_moved_runs_on_no_cpu() -> None:
+    threads = (placed(Role.ANCHOR, 11, "0-1", 1), placed(Role.ANCHOR, 12, "0-1", 2))
+    rules = ThreadRules(CpuSet([3]), (), shared=False, cgroups=None)
+    assert [line.split()[-1] for line in receipt_table(Receipt("affinity", rules, threads))] == ["RUNNING_ON", "1", "-"]
