@@ -118,6 +118,20 @@ async def test_what_the_kernel_does_not_offer_is_reported_once(node: Node, caplo
         assert len(status["faults"]) == 3
 
 
+async def test_a_limit_that_the_kernel_refuses_stops_nothing(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node.become(B)
+    options = LimitOptions(pod_pids_max=1 << 23, pids_max=1 << 23)
+    async with controlled(node, limit_options=options) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert str(node.instance(B).cpus()) == "14-17"
+        assert node.pod(B).read("cpu.weight") == "100"
+        controller.loop.disturb()
+        await controller.loop.next_pass()
+        assert controller.loop.error == ""
+        for group in (node.root, node.instance(B), node.pod(B)):
+            assert caplog.text.count(f"to {group.path / 'pids.max'}") == 1
+
+
 # -- an instance whose pod has gone -----------------------------------------------------------------------------------
 
 

@@ -123,6 +123,16 @@ def test_without_cgroup_v2_it_logs_the_reason_and_waits(node: Node) -> None:
         assert process.wait(10) == 0
 
 
+def test_a_high_limit_above_the_highest_is_an_error_before_anything_is_touched(node: Node) -> None:
+    left = subprocess.run(
+        command(node, "--memory-max=1G", "--memory-high=2G"), capture_output=True, text=True, check=False
+    )
+    assert left.returncode == 2
+    assert "cannot use --memory-high: its 2147483648 bytes are more than the 1073741824 of --memory-max" in left.stderr
+    assert "Traceback" not in left.stderr
+    assert not node.root.exists()
+
+
 def test_trusting_is_logged_as_a_warning(built: Node) -> None:
     with subprocess.Popen(command(built, "--insecure-trust-peer"), stderr=subprocess.PIPE, text=True) as process:
         assert "INSECURE" in until(process, "ready")
@@ -138,6 +148,11 @@ def test_trusting_is_logged_as_a_warning(built: Node) -> None:
         (["--metrics", "9100"], "--metrics"),
         (["--metrics", "127.0.0.1:99999"], "--metrics"),
         (["--metrics", "localhost:9100"], "--metrics"),
+        (["--memory-max", "8GiB"], "--memory-max"),
+        (["--memory-high", "0M"], "--memory-high"),
+        (["--pids-max", "0"], "--pids-max"),
+        (["--pod-pids-max", "-1"], "--pod-pids-max"),
+        (["--pod-cpu-weight", "10001"], "--pod-cpu-weight"),
         (["--unknown"], "--unknown"),
     ],
 )
