@@ -49,16 +49,13 @@ class Limits:
             "pids.max": _written(self.pids_max),
         }
 
-    def of_instance(self) -> Mapping[str, str]:
-        """Return file → value for an instance's cgroup."""
-        return {"pids.max": _written(self.pod_pids_max)}
+    def of_instance(self, *, gone: bool) -> Mapping[str, str]:
+        """Return file → value for an instance's cgroup; what is left in that of a pod that has *gone* must not fork."""
+        return {"pids.max": NO_PROCESSES if gone else _written(self.pod_pids_max)}
 
     def of_pod(self, *, gone: bool) -> Mapping[str, str]:
-        """Return file → value for a pod's cgroup in float; what is left of a pod that has *gone* must not fork."""
-        return {
-            "pids.max": NO_PROCESSES if gone else _written(self.pod_pids_max),
-            "cpu.weight": str(self.pod_cpu_weight),
-        }
+        """Return file → value for a pod's cgroup in float."""
+        return {**self.of_instance(gone=gone), "cpu.weight": str(self.pod_cpu_weight)}
 
 
 def default_memory(ram: int, pods: int | None) -> int:

@@ -165,8 +165,9 @@ class ReconcileLoop:
     def evict(self) -> Observed:
         """Empty and remove the instances whose pods have gone, as far as that is done at once; return the tree after it."""
         desired, observed = self.desired(self.machine()), self.observe()
-        if not isinstance(desired, Frozen) and evictions(desired, observed, {}):
-            self.pass_over({})
+        if isinstance(desired, Frozen) or not evictions(desired, observed, {}):
+            return observed
+        self.pass_over({})
         return self.observe()
 
     def pass_over(self, grants: Mapping[str, CpuSet]) -> tuple[Fault, ...]:

@@ -10,8 +10,9 @@ of them: a second pass from what is then found ends in the same tree. Two rules 
   unless float would have no others.
 
 A descriptor of a group can be passed on, so that threads of any pod may be in it, also after the end of the pod that it
-was made for. They are moved out (:func:`evictions`) before anything else is decided: what could not be moved yet is seen
-as an instance that still runs.
+was made for. Before anything else is decided, such a group gets float's CPUs and what is in it is moved out
+(:func:`evictions`). The CPUs come first, because a process that holds a descriptor can put threads into the group as fast
+as they are moved out, so that it may never be empty; where even that fails, it is an instance that still runs.
 
 ``cpuset.mems`` only grows. Taking a node from a populated group makes the kernel migrate its members' pages
 at once ("Cpuset Interface Files" of cgroup-v2.rst), seconds for a guest's memory; where guest memory lies is
@@ -200,11 +201,13 @@ def reconcile(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]
 
 
 def holders(cpus: CpuSet, observed: Observed, *, but: str) -> Mapping[str, Group]:
-    """Return the instances, *but* one, that hold any of *cpus*."""
+    """Return the instances, *but* one, that hold any of *cpus*; one that only shares float's holds none."""
     return {
         pod_uid: group
         for pod_uid, group in observed.instances().items()
-        if pod_uid != but and not (group.cpus or group.effective).isdisjoint(cpus)
+        if pod_uid != but
+        and not (group.cpus or group.effective).isdisjoint(cpus)
+        and not (pod_uid in observed.gone and _shares_floats(group, observed.groups))
     }
 
 
@@ -228,9 +231,12 @@ def evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]
 
 
 def _evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[Action]:
+    floating = observed.groups[FLOAT].cpus if FLOAT in observed.groups else CpuSet()
     for pod_uid, instance in observed.instances().items():
         if not instance.populated or pod_uid not in _without_pod(desired, observed, grants):
             continue
+        if floating and not _shares_floats(instance, observed.groups):
+            yield Write(instance_group(pod_uid), "cpuset.cpus", str(floating))
         if instance.limits.get("pids.max", NO_PROCESSES) != NO_PROCESSES:
             yield Restrict(instance_group(pod_uid), "pids.max", NO_PROCESSES)
         yield from _pod_group(pod_uid, observed)
@@ -251,7 +257,8 @@ def _actions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
         yield Remove(instance_group(pod_uid))
 
     groups = {name: group for name, group in observed.groups.items() if instance_uid(name) not in removed}
-    targets = _targets(desired, groups, grants)
+    without_pod = _without_pod(desired, observed, grants)
+    targets = _targets(desired, groups, grants, without_pod)
     for name in targets:
         if name not in groups:
             yield Make(name)
@@ -264,7 +271,8 @@ def _actions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
     for name in targets:
         if name != FLOAT:
             found = groups[name].limits if name in groups else {}
-            yield from _restrictions(name, desired.limits.of_instance(), found, observed)
+            wanted = desired.limits.of_instance(gone=instance_uid(name) in without_pod)
+            yield from _restrictions(name, wanted, found, observed)
     if FLOAT in groups or FLOAT in targets:
         yield from _float_actions(desired, observed, grants, frozenset(removed))
 
@@ -375,16 +383,27 @@ def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
             yield Restrict(ROOT, "cgroup.subtree_control", f"+{name}")
 
 
-def _targets(desired: Desired, groups: Mapping[str, Group], grants: Mapping[str, CpuSet]) -> Mapping[str, CpuSet]:
+def _shares_floats(group: Group, groups: Mapping[str, Group]) -> bool:
+    """Tell whether *group* has CPUs of float's and no others, as :func:`evictions` leaves it."""
+    return FLOAT in groups and bool(group.cpus) and group.cpus <= groups[FLOAT].cpus
+
+
+def _targets(
+    desired: Desired, groups: Mapping[str, Group], grants: Mapping[str, CpuSet], without_pod: frozenset[str]
+) -> Mapping[str, CpuSet]:
     """Return the CPUs that each of our groups should have; float comes first, then the instances in order.
 
     An instance whose pod the kubelet no longer names still has live threads, or it would be stale: it is left alone
-    until they end, and no other instance gets its CPUs meanwhile. Without any CPU to float on, float is left as it is.
+    until they end, and no other instance gets its CPUs meanwhile. Without any CPU to float on, float is left as it is. What
+    is in the instance of one of the pods *without_pod* has float's CPUs, and follows float until it has been moved.
     """
     targets: dict[str, CpuSet] = {}
     orphaned, owned = CpuSet(), CpuSet()  # by instances whose pod is gone, and by all others
+    following = []
     for pod_uid, group in _instances(groups):
-        if pod_uid not in grants and pod_uid not in desired.choices:
+        if pod_uid in without_pod and _shares_floats(group, groups):
+            following.append(instance_group(pod_uid))
+        elif pod_uid not in grants and pod_uid not in desired.choices:
             orphaned |= group.cpus
     for pod_uid, group in _instances(groups):
         if pod_uid in grants or pod_uid not in desired.choices:
@@ -400,7 +419,7 @@ def _targets(desired: Desired, groups: Mapping[str, Group], grants: Mapping[str,
         owned |= cpus
     # With the orphans on the whole shared pool, float joins them there, like every other pod of the node.
     floating = desired.shared_pool - owned - orphaned or desired.shared_pool - owned
-    return {FLOAT: floating, **targets} if floating else targets
+    return {FLOAT: floating, **dict.fromkeys(following, floating), **targets} if floating else targets
 
 
 def _instances(groups: Mapping[str, Group]) -> list[tuple[str, Group]]:

@@ -79,6 +79,14 @@ for line in sys.stdin:
                 socket.send_fds(connection, [b"x"], fds)
         elif do == "take":
             fds += socket.recv_fds(listener.accept()[0], 1, 8)[1]
+        elif do == "push":
+            def push(fd, tid):
+                while True:
+                    try:
+                        os.write(fd, b"%d\\n" % tid)
+                    except OSError:
+                        return
+            threading.Thread(target=push, args=(fds[arguments[0]], arguments[1]), daemon=True).start()
         elif do == "fork":
             result = 0
             for _ in range(arguments[0]):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from runner.controller.loop import Intervals
 from runner.controller.main import LimitOptions
@@ -117,6 +118,20 @@ async def test_what_the_kernel_does_not_offer_is_reported_once(node: Node, caplo
         assert len(status["faults"]) == 3
 
 
+async def test_a_limit_that_the_kernel_refuses_stops_nothing(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node.become(B)
+    options = LimitOptions(pod_pids_max=1 << 23, pids_max=1 << 23)
+    async with controlled(node, limit_options=options) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert str(node.instance(B).cpus()) == "14-17"
+        assert node.pod(B).read("cpu.weight") == "100"
+        controller.loop.disturb()
+        await controller.loop.next_pass()
+        assert controller.loop.error == ""
+        for group in (node.root, node.instance(B), node.pod(B)):
+            assert caplog.text.count(f"to {group.path / 'pids.max'}") == 1
+
+
 # -- an instance whose pod has gone -----------------------------------------------------------------------------------
 
 
@@ -139,6 +154,7 @@ async def test_strangers_leave_the_cpus_of_a_pod_that_has_gone(node: Node, caplo
         await controller.eventually(lambda: not controller.loop.frozen() and B not in controller.loop.state.assigned())  # type: ignore[union-attr]
         assert node.instance(B).threads() == {801, 802}, "its pod still exists: its guest is being powered down"
         assert node.instance(B).read("pids.max") == "2048"
+        await trio.testing.wait_all_tasks_blocked(0.05)  # no pass is made any more, until something is reported
         node.end_pod(B)
         await controller.until(lambda: not node.instance(B).exists())  # woken by the removal
         assert node.pod(B).threads() == {801, 802}
@@ -166,14 +182,14 @@ async def test_a_third_pod_registers_on_the_cpus_that_strangers_held(node: Node)
 
 
 async def test_more_strangers_than_one_pass_moves(node: Node) -> None:
-    """Passes follow one another until the cgroup is empty; until then its CPUs are nobody else's."""
+    """Passes follow one another until the cgroup is empty; it has float's CPUs from the first one on."""
     await registered_and_given_away(node)
     node.instance(B).put_threads(range(1000, 1000 + 2 * MOVED_AT_ONCE + 5))
     node.put_state("2-11,14-17", WITHOUT_B)
     node.end_pod(B)
     async with controlled(node, intervals=OFTEN) as controller:
         assert len(node.instance(B).threads()) == MOVED_AT_ONCE + 5
-        assert str(node.float_cgroup.cpus()) == SHARED
+        assert str(node.float_cgroup.cpus()) == str(node.instance(B).cpus()) == "2-11,14-17", "their CPUs are free"
         assert node.instance(B).read("pids.max") == "0"
         await controller.until(lambda: not node.instance(B).exists())
         assert len(node.pod(B).threads()) == 2 * MOVED_AT_ONCE + 5

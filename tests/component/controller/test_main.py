@@ -162,6 +162,16 @@ def test_a_cgroup_namespace_that_it_cannot_enter_ends_it(built: Node) -> None:
     assert "it takes CAP_SYS_ADMIN and CAP_SYS_PTRACE: No such file" in done.stderr
 
 
+def test_a_high_limit_above_the_highest_is_an_error_before_anything_is_touched(node: Node) -> None:
+    left = subprocess.run(
+        command(node, "--memory-max=1G", "--memory-high=2G"), capture_output=True, text=True, check=False
+    )
+    assert left.returncode == 2
+    assert "cannot use --memory-high: its 2147483648 bytes are more than the 1073741824 of --memory-max" in left.stderr
+    assert "Traceback" not in left.stderr
+    assert not node.root.exists()
+
+
 def test_trusting_is_logged_as_a_warning(built: Node) -> None:
     with subprocess.Popen(command(built, "--insecure-trust-peer"), stderr=subprocess.PIPE, text=True) as process:
         assert "INSECURE" in until(process, "ready")
@@ -178,6 +188,11 @@ def test_trusting_is_logged_as_a_warning(built: Node) -> None:
         (["--metrics", "127.0.0.1:99999"], "--metrics"),
         (["--metrics", "localhost:9100"], "--metrics"),
         (["--allow-device", "/dev/null"], "--allow-device"),
+        (["--memory-max", "8GiB"], "--memory-max"),
+        (["--memory-high", "0M"], "--memory-high"),
+        (["--pids-max", "0"], "--pids-max"),
+        (["--pod-pids-max", "-1"], "--pod-pids-max"),
+        (["--pod-cpu-weight", "10001"], "--pod-cpu-weight"),
         (["--unknown"], "--unknown"),
     ],
 )

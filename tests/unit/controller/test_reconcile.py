@@ -472,6 +472,7 @@ def test_strangers_cannot_fork_before_they_are_moved() -> None:
     full = attrs.evolve(threaded(CpuSet([1]), populated=True), limits={"pids.max": "10"})
     observed = attrs.evolve(LIMITED, groups={FLOAT: threaded(CpuSet([0, 2])), "instance-a": full}, gone=frozenset("a"))
     assert evictions(NO_POD, observed, {}) == (
+        Write("instance-a", "cpuset.cpus", "0,2"),
         Restrict("instance-a", "pids.max", "0"),
         Make("float/a"),
         Write("float/a", "cgroup.type", "threaded"),
@@ -480,6 +481,35 @@ def test_strangers_cannot_fork_before_they_are_moved() -> None:
     for desired, grants in ((POD, {}), (NO_POD, {"a": CpuSet([1])})):
         assert evictions(desired, observed, grants) == ()
     assert evictions(NO_POD, attrs.evolve(observed, gone=frozenset()), {}) == ()
+
+
+def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
+    """They have float's CPUs from the first action on, also while float grows and shrinks; their old ones are free."""
+
+    def refilled(observed: Observed, desired: Desired, grants: Mapping[str, CpuSet]) -> Observed:
+        actions = evictions(desired, observed, grants)
+        assert isinstance(actions[0], Write) or observed.groups["instance-a"].cpus <= observed.groups[FLOAT].cpus
+        observed = run(observed, (action for action in actions if not isinstance(action, Evict)))
+        assert "a" not in holders(CpuSet([1]), observed, but="b")
+        for action in reconcile(desired, observed, grants):
+            observed = perform(observed, action)
+            crossing = overlaps(observed) - {(FLOAT, "instance-a")}
+            assert not crossing, "nobody else shares a CPU with them"
+        return observed
+
+    c = desire(CpuState("static", CpuSet([0]), {"b": {"vm": CpuSet([1, 2])}}), MACHINE, NONE, LIMITS)
+    for cpus, desired, grants in itertools.product(
+        (CpuSet([1]), NONE), (NO_POD, c, desire_without_kubelet(MACHINE, LIMITS)), ({}, {"b": CpuSet([1, 2])})
+    ):
+        found = attrs.evolve(threaded(cpus, populated=True), limits={"pids.max": "10"})
+        groups = {FLOAT: threaded(CpuSet([0, 2])), "instance-a": found}
+        observed = attrs.evolve(LIMITED, groups=groups, gone=frozenset("a"))
+        for state, granted in ((desired, grants), (NO_POD, {}), (c, {})):
+            observed = refilled(observed, state, granted)
+            assert observed.groups["instance-a"].cpus == observed.groups[FLOAT].cpus
+            assert observed.groups["instance-a"].limits == {"pids.max": "0"}
+            held = CpuSet() if "instance-b" not in observed.groups else observed.groups["instance-b"].cpus
+            assert observed.groups[FLOAT].cpus == state.shared_pool - held
 
 
 def test_what_could_not_be_moved_keeps_its_cpus() -> None:

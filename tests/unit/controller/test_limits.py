@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from runner.controller.limits import (
+    MOST_PROCESSES,
+    Limits,
+    default_memory,
+    default_memory_high,
+    default_processes,
+    parse_memory,
+    parse_processes,
+    parse_weight,
+)
+
+MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("ram", "pods", "expected"),
+    [
+        (GIB, None, GIB // 2),
+        (2 * GIB, None, GIB),
+        (4 * GIB, 4 * GIB, GIB),  # a kubelet that reserves nothing
+        (16 * GIB, None, 2 * GIB),
+        (16 * GIB, 12 * GIB, 4 * GIB),
+        (TIB, TIB - 2 * GIB, 128 * GIB),
+        (TIB, TIB * 3 // 4, 256 * GIB),
+        (8 * GIB + 12345, 6 * GIB, 2 * GIB),  # as the kernel rounds to pages, it is a whole number of MiB
+        (8 * GIB, 9 * GIB, GIB),  # a limit of a machine that has shrunk
+    ],
+)
+def test_the_default_of_memory_fits_the_machine(ram: int, pods: int | None, expected: int) -> None:
+    assert default_memory(ram, pods) == expected
+    high = default_memory_high(expected)
+    assert high is not None
+    assert expected * 14 // 16 < high < expected
+    assert high % MIB == 0
+    assert default_memory_high(None) is None
+
+
+def test_the_default_of_processes_is_half_of_what_the_kernel_can_have() -> None:
+    assert default_processes("4194304", "15793") == 7896
+    assert default_processes("32768", "8000000") == 16384
+    assert default_processes("", "1000") == 500
+    assert default_processes("", "") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("max", None), ("1M", MIB), ("512M", 512 * MIB), ("8G", 8 * GIB), ("1T", TIB), ("2049K", 2 * MIB)],
+)
+def test_sizes(text: str, expected: int | None) -> None:
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "M", "0M", "1023K", "8", "8GiB", "-1G", "1.5G", "٣G", "8g", "8 G"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 8G"):
+        parse_memory(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "4194305", "max ", "1e3", "٣"])
+def test_wrong_numbers_of_processes(text: str) -> None:
+    with pytest.raises(ValueError, match=f"from 1 to {MOST_PROCESSES}"):
+        parse_processes(text)
+
+
+def test_numbers() -> None:
+    assert (parse_processes("max"), parse_processes("1"), parse_processes("4194304")) == (None, 1, MOST_PROCESSES)
+    assert (parse_weight("1"), parse_weight("10000")) == (1, 10_000)
+    for text in ("0", "10001", "max", ""):
+        with pytest.raises(ValueError, match="from 1 to 10000"):
+            parse_weight(text)
+
+
+def test_what_is_left_of_a_pod_that_has_gone_cannot_fork() -> None:
+    limits = Limits(pod_pids_max=None, pod_cpu_weight=3)
+    assert limits.of_pod(gone=False) == {"pids.max": "max", "cpu.weight": "3"}
+    assert limits.of_pod(gone=True)["pids.max"] == limits.of_instance(gone=True)["pids.max"] == "0"
