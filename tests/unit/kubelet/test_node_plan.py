@@ -18,8 +18,9 @@ from runner.facts.hardware import Hardware
 from runner.kubelet.admission import KubeletConfiguration, Outcome
 from runner.kubelet.configuration import parse_kubelet_configuration
 from runner.kubelet.device_manager import Devices
-from runner.kubelet.manifests import OWN_RESOURCES, parse_manifests
+from runner.kubelet.manifests import parse_manifests
 from runner.kubelet.node_plan import (
+    OWN_RESOURCES,
     KnownPods,
     NodePlan,
     States,
@@ -336,6 +337,10 @@ def test_notes_about_critical_pods_and_unknown_storage() -> None:
         "the node's ephemeral storage is not known here: it is taken as enough",
     )
     assert node_json(plan)["pods"][1]["preempted"] == ["first"]
+    assert plan.notes == (
+        "the pods that the kubelet ends for a critical one can be others, which are not known here: --running",
+    )
+    assert planned(host("vm-8"), pod("first", "1500m"), critical, running=[]).notes == ()
 
 
 def test_pod_level_resources_leave_an_instance_without_cpus() -> None:
@@ -345,6 +350,7 @@ def test_pod_level_resources_leave_an_instance_without_cpus() -> None:
     assert plan.pods[0].manifest.pod.guaranteed
     assert plan.pods[0].explanation.admission.admitted
     assert not plan.pods[0].cpus
+    assert plan.pods[0].notes[-1].endswith(OWN_RESOURCES)
     assert fit_of(4, None, plan).error == f"no container gets exclusive CPUs; {OWN_RESOURCES}"
     off = planned(host("vm-8"), whole, featureGates={"PodLevelResources": False})
     assert off.pods[0].explanation.admission.reason == "PodLevelResourcesNotSupported"
