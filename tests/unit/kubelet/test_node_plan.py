@@ -110,7 +110,7 @@ kubelet     1.36: CPU Manager static, Memory Manager None, Topology Manager rest
 reserved    CPUs 0
 allocatable 7 CPUs, 15.6Gi memory, 110 pods
 before      uid-1/vm has 1-2
-requested   2 CPUs by 1 pod in the state files; other pods are in none, and their requests count as well: --running
+requested   2 CPUs by 1 pod of the state files; other pods are in none, and their requests count as well: --running
 
 pod         new (Guaranteed): admitted
   gets      vm: exclusive CPUs 3-5; affinity {0} preferred
@@ -298,6 +298,9 @@ def test_requests_of_running_pods_count_and_those_of_no_others_are_known() -> No
     assert document["known_pods"] == "all"
     assert document["pods"][0]["insufficient"] == [{"resource": "cpu", "requested": 7000, "used": 20, "capacity": 7000}]
     assert (document["before"]["allocatable"]["cpu"], document["before"]["unrequested"]["cpu"]) == (7000, 6980)
+    assert "requested   nothing by any pod\n" in shown(planned(host("vm-8"), running=[]))
+    daemon["spec"]["containers"][0]["resources"] = {"requests": {"memory": "50Mi"}}  # type: ignore[index]  # nested dicts
+    assert "requested   50Mi memory by 1 pod\n" in shown(planned(host("vm-8"), running=[daemon]))
     full = planned(host("vm-8"), pod("new", 1), running=[daemon], maxPods=1)
     assert "missing the node takes 1 pod, and has 1" in " ".join(shown(full).split())
 
