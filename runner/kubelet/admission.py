@@ -91,7 +91,9 @@ class Kubelet:
     memory_manager: MemoryManager | None
     quirks: frozenset[Quirk]
     device_manager: DeviceManager
+    minor: int
     pod_level_resources: bool
+    """The feature gate ``PodLevelResources``."""
 
     @classmethod
     def configured(
@@ -114,8 +116,17 @@ class Kubelet:
             _memory_manager(hardware, configuration),
             known,
             DeviceManager(tuple(node.id for node in hardware.numa_nodes), devices),
+            configuration.minor,
             configuration.pod_level_resources,
         )
+
+    def seen_by_managers(self, pod: Pod) -> Pod:
+        """Return *pod* as the static policies see it (``policy_static.go`` of both managers, ``Allocate``).
+
+        1.33 takes no notice of pod-level resources, 1.34 and 1.35 only where their gate is on.
+        """
+        noticed = self.minor >= 36 or (self.minor >= 34 and self.pod_level_resources)  # noqa: PLR2004 - versions
+        return pod if noticed else attrs.evolve(pod, pod_level_resources=False)
 
     @property
     def empty_node(self) -> SimulatedNode:
@@ -345,7 +356,7 @@ class SimulatedNode:
 
     def admit(self, pod: Pod) -> Admission:
         """Return the admission of *pod* (``canAdmitPod``); rejecting, hanging and crashing are outcomes, not exceptions."""
-        attempt = _Attempt(pod, self)
+        attempt = _Attempt(self.kubelet.seen_by_managers(pod), self)
         rejection: _RejectedError | None = None
         ended: tuple[Pod, ...] = ()
         try:
@@ -399,8 +410,9 @@ class SimulatedNode:
             raise _RejectedError(AllocationError.reason, message, missing) from error
 
     def _check_features(self, pod: Pod) -> None:
-        """Raise :exc:`_RejectedError` for a pod with a feature that is off (``isPodLevelResourcesSupported``)."""
-        if pod.pod_level_resources and not self.kubelet.pod_level_resources:
+        """Raise :exc:`_RejectedError` for a pod with a feature that is off (``isPodLevelResourcesSupported``, since 1.34)."""
+        supported = self.kubelet.pod_level_resources or self.kubelet.minor < 34  # noqa: PLR2004 - a version
+        if pod.pod_level_resources and not supported:
             raise _RejectedError(UNSUPPORTED, UNSUPPORTED_MESSAGE)
 
 

@@ -127,6 +127,7 @@ class Explanation:
 def explain(node: SimulatedNode, pod: Pod) -> Explanation:
     """Admit *pod* on *node* (:meth:`SimulatedNode.admit`) and explain the decision."""
     admission = node.admit(pod)
+    pod = node.kubelet.seen_by_managers(pod)
     policy = node.kubelet.topology_manager.policy
     merges = tuple(_merge(step, pod, policy) for step in admission.steps)
     if admission.admitted or admission.insufficient or admission.reason == UNSUPPORTED:

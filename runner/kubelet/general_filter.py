@@ -3,7 +3,7 @@
 It is the scheduler's own check, repeated by the kubelet: ``pkg/kubelet/lifecycle/predicate.go`` with ``Fits`` of
 ``pkg/scheduler/framework/plugins/noderesources/fit.go``. It comes *after* the managers (``NewMainKubelet`` appends its
 handler after theirs), so a pod that it rejects holds exclusive CPUs until the next admission. A critical pod is not
-rejected if others can be preempted for it (``pkg/kubelet/preemption/preemption.go``).
+rejected if others can be preempted for it (``pkg/kubelet/preemption/preemption.go``). 1.33 to 1.36 do the same but for DRA.
 
 Amounts are thousandths of CPUs, and bytes. Devices are left out: the Device Manager, which comes first, has found them
 free. So are node affinity, host ports and taints.
@@ -135,7 +135,7 @@ def _request(pod: Pod, resource: str) -> int:
     """
     if resource == PODS:
         return 1
-    own = pod.pod_level_requests if pod.pod_level_resources else attrs.evolve(pod, overhead={}).requests
+    own = pod.pod_level_requests or attrs.evolve(pod, overhead={}).requests
     amount = own.get(resource, 0)
     return amount + pod.overhead.get(resource, 0) if amount else 0
 

@@ -42,11 +42,6 @@ PRIORITIES = {
     "system-node-critical": SYSTEM_CRITICAL_PRIORITY + 1000,
 }
 """The priority classes that every cluster has; others are below ``SystemCriticalPriority``."""
-OWN_RESOURCES = (
-    "for exclusive CPUs leave spec.resources out, and give every container whole CPUs and memory with requests equal to"
-    " limits"
-)
-"""The remedy for a pod whose pod-level resources keep it in the shared pool."""
 CONFIG_SOURCE, MIRROR = "kubernetes.io/config.source", "kubernetes.io/config.mirror"
 """Annotations: where the kubelet has read a pod; on the API server's copy of a static pod, the static pod's UID."""
 ENDED = frozenset({"Succeeded", "Failed"})
@@ -294,13 +289,7 @@ def _notes(document: Value, spec: Value, pod: Pod, resources: Mapping[str, _Reso
     replicas = document.get("spec", {}).get("replicas").value if document.get("kind").value != "Pod" else None
     if isinstance(replicas, int) and not isinstance(replicas, bool) and replicas != 1:
         yield f"{replicas} replicas, planned as one pod; name the file once for each that comes to this node"
-    if pod.pod_level_resources:
-        yield (
-            "it has pod-level resources (spec.resources): the static CPU and Memory Managers assign nothing to such a pod,"
-            " whatever its containers request (the feature gate PodLevelResourceManagers, alpha in 1.36, is off by"
-            f" default); {OWN_RESOURCES}"
-        )
-    elif pod.guaranteed:
+    if pod.guaranteed and not pod.pod_level_resources:
         for container in pod.containers:
             if container.millicpus % 1000:
                 yield (

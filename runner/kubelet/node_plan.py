@@ -14,13 +14,18 @@ from runner.kubelet.admission import UNSUPPORTED, Admission, Kubelet, KubeletCon
 from runner.kubelet.device_manager import Devices, peak_devices
 from runner.kubelet.explanation import Explanation, explain
 from runner.kubelet.general_filter import NodeAllocatable
-from runner.kubelet.manifests import OWN_RESOURCES, Manifest
+from runner.kubelet.manifests import Manifest
 from runner.kubelet.pod import CPU, EPHEMERAL_STORAGE, MEMORY, Container, ContainerKind, Pod, format_bytes
 from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.state import Block, CpuState, MemoryState
 from runner.kubelet.topology_manager import Hint
 from runner.placement.pins import Pinning, all_cpus, place
 
+OWN_RESOURCES = (
+    "for exclusive CPUs leave spec.resources out, and give every container whole CPUs and memory with requests equal to"
+    " limits"
+)
+"""The remedy for a pod whose pod-level resources keep it in the shared pool."""
 KnownPods = Literal["all", "exclusive", "none"]
 """The pods on the node before that are known: all, those with exclusive CPUs or memory (the state files), or none."""
 
@@ -290,11 +295,17 @@ def _pod(
     containers = tuple(_containers(explanation, hardware)) if admission.admitted else ()
     pod = manifest.pod
     notes = (*manifest.notes, *_unknown_devices(admission.node, pod), *_too_big(pod, hardware, configuration))
-    return PodPlan(manifest, explanation, containers, (*notes, *_beyond_resources(pod, admission)))
+    return PodPlan(manifest, explanation, containers, (*notes, *_of_other_kinds(pod, admission)))
 
 
-def _beyond_resources(pod: Pod, admission: Admission) -> Iterator[str]:
-    """Yield what the general filter does to *pod* besides comparing resources that are known."""
+def _of_other_kinds(pod: Pod, admission: Admission) -> Iterator[str]:
+    """Yield what else decides about *pod* than the managers and the resources that are compared."""
+    if admission.node.kubelet.seen_by_managers(pod).pod_level_resources:
+        yield (
+            "it has pod-level resources (spec.resources): the static CPU and Memory Managers assign nothing to such a pod,"
+            " whatever its containers request (the feature gate PodLevelResourceManagers, alpha in 1.36, is off by"
+            f" default); {OWN_RESOURCES}"
+        )
     if admission.preempted:
         yield f"it is critical, and the kubelet ends {', '.join(each.pod_uid for each in admission.preempted)} for it"
     if pod.requests.get(EPHEMERAL_STORAGE):
@@ -343,6 +354,12 @@ def _of_states(plan: NodePlan) -> Iterator[str]:
             f"{_pods(before.stale_cpus)} in cpu_manager_state and {why}: {taken}the kubelet takes the CPUs back before the"
             " next admission"
         )
+    if plan.known != "all" and any(
+        pod.manifest.pod.critical and (admission.preempted or admission.insufficient)
+        for pod in plan.pods
+        for admission in [pod.explanation.admission]
+    ):
+        yield "the pods that the kubelet ends for a critical one can be others, which are not known here: --running"
     if before.cpus.pod_assignments:
         yield (
             f"{_pods(before.cpus.pod_assignments)} in cpu_manager_state with CPUs of the pod as a whole"

@@ -126,8 +126,8 @@ class Pod:
     """In the order in which they are admitted: init containers and sidecars first."""
     qos: QosClass = QosClass.GUARANTEED
     pod_level_resources: bool = False
-    """Whether ``spec.resources`` names a resource; the static policies then assign nothing (gate ``PodLevelResourceManagers``
-    off)."""
+    """Whether ``spec.resources`` names a resource; the static policies then assign nothing, unless the kubelet is an older
+    one (:meth:`~runner.kubelet.admission.Kubelet.seen_by_managers`). The gate ``PodLevelResourceManagers`` is off."""
     pod_level_requests: Mapping[str, int] = attrs.field(factory=dict)
     """``spec.resources.requests``, in the units of :attr:`Container.requests`; they count instead of the containers'."""
     overhead: Mapping[str, int] = attrs.field(factory=dict)

@@ -22,6 +22,7 @@ from runner.kubelet.topology_manager import Hint
 from runner.placement.pins import Pinning
 
 INDENT = " " * 12
+GIB = 1 << 30
 
 
 def hardware_line(hardware: Hardware) -> str:
@@ -114,7 +115,7 @@ def _allocatable(allocatable: NodeAllocatable | None) -> str:
 
 def _amounts(amounts: Mapping[str, int]) -> str:
     return ", ".join(
-        format_amount(resource, amount) if resource == CPU else f"{approximate(amount)} {resource}"
+        f"{approximate(amount)} {resource}" if resource != CPU and amount >= GIB else format_amount(resource, amount)
         for resource, amount in amounts.items()
         if amount > 0
     )
@@ -127,12 +128,12 @@ def _unrequested(node: SimulatedNode) -> NodeAllocatable | None:
 def _requested(plan: NodePlan) -> str:
     """Describe what is known of the pods that were on the node before."""
     active = plan.before.active.values()
-    known = f"{_amounts(total_requests(active)) or 'nothing'} by {_count(len(active), 'pod')}"
+    known = f"{_amounts(total_requests(active)) or 'nothing'} by {_count(len(active), 'pod') if active else 'any pod'}"
     match plan.known:
         case "all":
             return known
         case "exclusive":
-            return f"{known} in the state files; other pods are in none, and their requests count as well: --running"
+            return f"{known} of the state files; other pods are in none, and their requests count as well: --running"
         case "none":
             return "nothing is known of other pods, whose requests count as well: --running"
         case _:

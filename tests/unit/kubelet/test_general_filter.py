@@ -193,10 +193,10 @@ def test_what_ending_a_pod_gives_back_is_its_pod_level_request_and_its_overhead(
 # --- in the admission -------------------------------------------------------------------------------------------------
 
 
-def node(allocatable: Mapping[str, int], pods: int = 110, *, gate: bool = True) -> SimulatedNode:
+def node(allocatable: Mapping[str, int], pods: int = 110, *, minor: int = 36, gate: bool = True) -> SimulatedNode:
     """Return a node of 8 CPUs, one of them reserved."""
     configuration = KubeletConfiguration(
-        cpu_manager_policy="static", reserved_cpus=CpuSet([0]), pod_level_resources=gate
+        minor=minor, cpu_manager_policy="static", reserved_cpus=CpuSet([0]), pod_level_resources=gate
     )
     empty = Kubelet.configured(VM_8, configuration).empty_node
     return attrs.evolve(empty, allocatable=NodeAllocatable(allocatable, pods))
@@ -257,14 +257,24 @@ def test_a_critical_pod_takes_the_place_of_others() -> None:
     assert admission.node.stale_cpus == {"daemon"}
 
 
-def test_pods_with_pod_level_resources_are_rejected_where_their_gate_is_off() -> None:
+@pytest.mark.parametrize(
+    ("minor", "gate", "cpus", "reason"),
+    [
+        (36, True, "", ""),
+        (36, False, "", "PodLevelResourcesNotSupported"),
+        (35, True, "", ""),
+        # The pod is rejected after the managers have assigned CPUs by its container's request.
+        (34, False, "1-2", "PodLevelResourcesNotSupported"),
+        # 1.33 takes no notice of them but for requests and QoS class.
+        (33, True, "1-2", ""),
+        (33, False, "1-2", ""),
+    ],
+)
+def test_pod_level_resources_in_each_version(minor: int, cpus: str, reason: str, *, gate: bool) -> None:
     whole_pod = instance("vm", 2, pod_level_resources=True)
-    assert node({CPU: 7000, MEMORY: 1 << 30}).admit(whole_pod).admitted
-    refused = node({CPU: 7000, MEMORY: 1 << 30}, gate=False).admit(whole_pod)
-    assert (refused.reason, refused.message) == (
-        "PodLevelResourcesNotSupported",
-        "PodLevelResources feature gate is disabled",
-    )
+    admission = node({CPU: 7000, MEMORY: 1 << 30}, minor=minor, gate=gate).admit(whole_pod)
+    assert (str(admission.cpus.get("vm", "")), admission.reason) == (cpus, reason)
+    assert admission.message == ("PodLevelResources feature gate is disabled" if reason else "")
 
 
 AMOUNTS = st.integers(0, 6)

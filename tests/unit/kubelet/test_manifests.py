@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runner.errors import SpecError
 from runner.kubelet.cpu_manager import exclusive_cpus_of_pod
-from runner.kubelet.manifests import OWN_RESOURCES, Manifest, parse_manifests
+from runner.kubelet.manifests import Manifest, parse_manifests
 from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
 from runner.spec.value import Value
 
@@ -153,11 +153,7 @@ def test_pod_level_resources() -> None:
     assert with_gate.pod.pod_level_resources
     assert without.pod.pod_level_resources
     assert (with_gate.pod.requests["cpu"], without.pod.requests["cpu"]) == (2000, 0)
-    (note,) = with_gate.notes
-    assert note.startswith(
-        "it has pod-level resources (spec.resources): the static CPU and Memory Managers assign nothing"
-    )
-    assert note.endswith(OWN_RESOURCES)
+    assert with_gate.notes == ()
 
 
 HALF = {"resources": {"requests": {"cpu": 1}, "limits": {"cpu": 2, "memory": "1Gi"}}}

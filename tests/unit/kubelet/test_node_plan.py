@@ -18,8 +18,9 @@ from runner.facts.hardware import Hardware
 from runner.kubelet.admission import KubeletConfiguration, Outcome
 from runner.kubelet.configuration import parse_kubelet_configuration
 from runner.kubelet.device_manager import Devices
-from runner.kubelet.manifests import OWN_RESOURCES, parse_manifests
+from runner.kubelet.manifests import parse_manifests
 from runner.kubelet.node_plan import (
+    OWN_RESOURCES,
     KnownPods,
     NodePlan,
     States,
@@ -109,7 +110,7 @@ kubelet     1.36: CPU Manager static, Memory Manager None, Topology Manager rest
 reserved    CPUs 0
 allocatable 7 CPUs, 15.6Gi memory, 110 pods
 before      uid-1/vm has 1-2
-requested   2 CPUs by 1 pod in the state files; other pods are in none, and their requests count as well: --running
+requested   2 CPUs by 1 pod of the state files; other pods are in none, and their requests count as well: --running
 
 pod         new (Guaranteed): admitted
   gets      vm: exclusive CPUs 3-5; affinity {0} preferred
@@ -297,6 +298,9 @@ def test_requests_of_running_pods_count_and_those_of_no_others_are_known() -> No
     assert document["known_pods"] == "all"
     assert document["pods"][0]["insufficient"] == [{"resource": "cpu", "requested": 7000, "used": 20, "capacity": 7000}]
     assert (document["before"]["allocatable"]["cpu"], document["before"]["unrequested"]["cpu"]) == (7000, 6980)
+    assert "requested   nothing by any pod\n" in shown(planned(host("vm-8"), running=[]))
+    daemon["spec"]["containers"][0]["resources"] = {"requests": {"memory": "50Mi"}}  # type: ignore[index]  # nested dicts
+    assert "requested   50Mi memory by 1 pod\n" in shown(planned(host("vm-8"), running=[daemon]))
     full = planned(host("vm-8"), pod("new", 1), running=[daemon], maxPods=1)
     assert "missing the node takes 1 pod, and has 1" in " ".join(shown(full).split())
 
@@ -336,6 +340,10 @@ def test_notes_about_critical_pods_and_unknown_storage() -> None:
         "the node's ephemeral storage is not known here: it is taken as enough",
     )
     assert node_json(plan)["pods"][1]["preempted"] == ["first"]
+    assert plan.notes == (
+        "the pods that the kubelet ends for a critical one can be others, which are not known here: --running",
+    )
+    assert planned(host("vm-8"), pod("first", "1500m"), critical, running=[]).notes == ()
 
 
 def test_pod_level_resources_leave_an_instance_without_cpus() -> None:
@@ -345,6 +353,7 @@ def test_pod_level_resources_leave_an_instance_without_cpus() -> None:
     assert plan.pods[0].manifest.pod.guaranteed
     assert plan.pods[0].explanation.admission.admitted
     assert not plan.pods[0].cpus
+    assert plan.pods[0].notes[-1].endswith(OWN_RESOURCES)
     assert fit_of(4, None, plan).error == f"no container gets exclusive CPUs; {OWN_RESOURCES}"
     off = planned(host("vm-8"), whole, featureGates={"PodLevelResources": False})
     assert off.pods[0].explanation.admission.reason == "PodLevelResourcesNotSupported"
