@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  instance-runner check\n"
         "  instance-runner check /etc/instance/spec.toml --json"
     )
-    add_spec(parser, nargs="?")
+    add_spec(parser, nargs="?", otherwise="default: the host alone is checked")
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
     parser.add_argument(
         "--kubelet-dir",

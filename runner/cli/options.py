@@ -19,15 +19,20 @@ TERMINATION_LOG = Path("/dev/termination-log")
 """Where Kubernetes looks for the reason that a container ended (``terminationMessagePath``)."""
 
 
-def add_spec(parser: argparse.ArgumentParser, nargs: Literal["?", "*"], default: str | None = None) -> None:
-    """Add SPEC and ``--state-dir`` to *parser*; *nargs* says how many SPECs, *default* is the one where none is named."""
+def add_spec(
+    parser: argparse.ArgumentParser, nargs: Literal["?", "*"], default: str | None = None, otherwise: str = ""
+) -> None:
+    """Add SPEC and ``--state-dir`` to *parser*; *nargs* says how many SPECs.
+
+    *default* is the one where none is named; without it *otherwise* is a clause that says what happens then.
+    """
     parser.add_argument(
         "spec",
         metavar="SPEC",
         nargs=nargs,
         default=default,
         help="the instance's document, TOML or JSON; but for run, - is standard input"
-        + (" (default: %(default)s)" if default else ""),
+        f" ({'default: %(default)s' if default else otherwise})",
     )
     add_state_dir(parser)
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  instance-runner plan --node kubelet.yaml --pod pod.yaml --state /var/lib/kubelet \\\n"
         "    --what-if topologyManagerPolicy=restricted --what-if cpuManagerPolicyOptions.full-pcpus-only=true\n"
     )
-    add_spec(parser, nargs="*")
+    add_spec(parser, nargs="*", otherwise=f"default: {DEFAULT_SPEC}, and none with --node")
     parser.add_argument(
         "--document-only",
         action="store_true",

@@ -88,7 +88,7 @@ async def read_host_facts(
         cpu_vendor=procfs.cpu_vendor(),
         invariant_tsc=procfs.has_invariant_tsc(),
         cpu_models=await _cpu_models(spec.cpu.model, processes, qemu),
-        console_log_error=None if spec.console.log is None else why_not_appended(spec.console.log),
+        console_log_error=_console_log_error(spec.console.log, state_directory),
         memory=min(procfs.memory_total(), limits.memory or 1 << 62),
         state_directory=state_directory,
         limits=limits,
@@ -174,6 +174,13 @@ def _io_uring_error(disks: Iterable[DiskSpec]) -> str | None:
 
     reason = try_io_uring()
     return None if reason is None else reason.strerror
+
+
+def _console_log_error(log: PurePosixPath | None, state_directory: PurePosixPath) -> str | None:
+    """Return why *log* cannot be written; the state directory itself is made at the start."""
+    if log is None or os.path.realpath(log.parent) == os.path.realpath(state_directory):
+        return None
+    return why_not_appended(log)
 
 
 def _users(names: Iterable[str]) -> Iterator[tuple[str, User]]:

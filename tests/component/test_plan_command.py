@@ -44,6 +44,13 @@ def test_every_example_is_right_without_its_target() -> None:
     ]
 
 
+def test_the_specs_of_all_manifests_are_right_without_their_target() -> None:
+    specs = sorted((ROOT / "examples/kubernetes").rglob("*.toml"))
+    done = plan("--document-only", *specs)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == len(specs) > 4
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -150,6 +157,13 @@ def test_what_run_would_refuse_later_is_refused(spec: Path, more: str, sentence:
     done = plan(spec)
     assert done.returncode == 30
     assert sentence in done.stderr
+
+
+def test_a_console_log_in_the_state_directory_is_made_with_it(spec: Path, tmp_path: Path) -> None:
+    spec.write_text(spec.read_text() + f'[console]\nlog = "{tmp_path}/state/guest.log"\n')
+    assert plan(spec, "--state-dir", tmp_path / "state").returncode == 0
+    done = plan(spec, "--state-dir", tmp_path / "another")
+    assert f"there is no directory '{tmp_path}/state'" in done.stderr
 
 
 def test_a_kernel_that_is_none_is_refused(spec: Path) -> None:

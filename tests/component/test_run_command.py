@@ -110,3 +110,9 @@ def test_what_is_not_ours_stays(left: Path, why: str) -> None:
         argv = (*RUN, "--state-dir", left, "/no/such/spec")
         assert subprocess.run(argv, check=False, capture_output=True, timeout=60).returncode == 2
     assert (left / "ready").exists()
+
+
+def test_the_default_spec_is_where_the_manifests_put_it(fake_host: FakeHost) -> None:
+    done = run(fake_host, "--state-dir", fake_host.root / "state")
+    assert done.returncode == 2
+    assert "cannot read the spec '/etc/instance/spec.toml': No such file or directory\n" in done.stderr

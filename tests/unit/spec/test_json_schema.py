@@ -145,27 +145,24 @@ format = "${FORMAT}"
     assert errors(tomllib.loads(text.replace("[cpu]", "[cpu]\nsweep = '${KEY}'")))
 
 
-WORDS = st.sampled_from(
-    [
-        "auto",
-        "controller",
-        "raw",
-        "qcow2",
-        "none",
-        "native",
-        "passt",
-        "private",
-        "bridge",
-        "descriptor",
-        "2MiB",
-        "64MiB",
-        "/a",
-        "a",
-    ]
-)
-VALUES = st.one_of(st.booleans(), st.integers(0, 70), WORDS, st.lists(WORDS, max_size=2))
+def candidates(table: str, key: str, schema: dict[str, Any]) -> list[Any]:
+    """Return values that are probably right: the words and booleans of *schema*, and those in the full example."""
+    tables = tomllib.loads(FULL)[table]
+    found = [each[key] for each in (tables if isinstance(tables, list) else [tables]) if key in each]
+    words = [word for choice in (schema, *schema.get("anyOf", ())) for word in choice.get("enum", ())]
+    booleans = [False, True] if schema.get("type") == "boolean" else []
+    return [*found, *words, *booleans, *([schema["default"]] if "default" in schema else [])]
+
+
 TABLES = {
-    name: st.dictionaries(st.sampled_from([*(schema.get("items", schema)["properties"])]), VALUES, max_size=3)
+    name: st.fixed_dictionaries(
+        {},
+        optional={
+            key: st.sampled_from(values)
+            for key, of_key in schema.get("items", schema)["properties"].items()
+            if (values := candidates(name, key, of_key))
+        },
+    )
     for name, schema in SCHEMA["properties"].items()
     if name != "environment"
 }
