@@ -68,6 +68,11 @@ EFFECTS = {
 ONE_DOOR = {
     "subprocess": {"kernel.processes"},
     "socket": {"kernel", "protocol", "controller"},
+    "h11": {"protocol.http"},
+    "prometheus_client": {"protocol.exposition", "controller.metrics", "instance.metrics"},
+    "runner.instance.metrics": {"instance.probes"},
+    "pycdlib": {"plan.cloud_init"},
+    "shtab": {"cli.completion"},
     "yaml": {"spec.yaml"},
     "runner.spec.yaml": {"cli.plan_node"},
     "runner.cli.plan_node": {"cli.plan"},
