@@ -12,6 +12,7 @@ from runner.cli.options import add_spec, read_spec
 from runner.errors import Status, UsageError
 from runner.instance.init import plan_here
 from runner.plan.argv.qemu import pasteable
+from runner.plan.cloud_init import SeedPlan
 from runner.plan.render import plan_json, plan_lines
 
 
@@ -77,12 +78,20 @@ def main(arguments: argparse.Namespace) -> int:
         return 0 if plan_node.plan(arguments) else Status.FINDINGS
     plan = trio.run(plan_here, arguments.spec, read_spec(arguments.spec), arguments.state_dir)
     if arguments.show_argv:
-        print(pasteable(plan), end="")
+        print(pasteable(plan, _seed_image(plan.machine.seed)), end="")
     elif arguments.json:
         print(json.dumps(plan_json(plan), indent=1))
     else:
         print("\n".join(plan_lines(plan)))
     return 0
+
+
+def _seed_image(seed: SeedPlan | None) -> bytes | None:
+    if seed is None:
+        return None
+    from runner.instance.seed import seed_image  # here, because most plans need no image
+
+    return seed_image(seed)
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:

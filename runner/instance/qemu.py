@@ -358,7 +358,9 @@ def _spawn(
         if plan.firmware_vars is not None:
             numbers["firmware-vars"] = held.enter_context(_variables(plan.firmware_vars))
         if plan.seed is not None:
-            numbers["seed"] = held.enter_context(files.filled_memory("cloud-init seed", plan.seed.image()))
+            from runner.instance.seed import seed_image
+
+            numbers["seed"] = held.enter_context(files.filled_memory("cloud-init seed", seed_image(plan.seed)))
         vsock = plan.guest.vsock
         for disk in plan.disks:
             numbers |= held.enter_context(disks.opened(disk, directory))

@@ -71,7 +71,7 @@ ONE_DOOR = {
     "h11": {"protocol.http"},
     "prometheus_client": {"protocol.exposition", "controller.metrics", "instance.metrics"},
     "runner.instance.metrics": {"instance.probes"},
-    "pycdlib": {"plan.cloud_init"},
+    "pycdlib": {"instance.seed"},
     "shtab": {"cli.completion"},
     "yaml": {"spec.yaml"},
     "runner.spec.yaml": {"cli.plan_node"},

@@ -793,7 +793,7 @@ def test_the_remedy_of_a_problem_and_of_a_remark_is_a_field() -> None:
 
 
 def test_script_to_paste_names_paths_and_no_descriptor() -> None:
-    text = pasteable(plan_of(MACHINES["everything"]))
+    text = pasteable(plan_of(MACHINES["everything"]), None)
     assert "/proc/self/fd" not in text
     assert "fd=" not in text
     assert "-kernel /boot/private" in text
