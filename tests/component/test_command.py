@@ -21,7 +21,7 @@ PLAN = (
     "import atexit, sys, runner.__main__ as m, runner.cli.plan as p; p.main = lambda _: {}; "
     "sys.argv = ['', 'plan', 'spec']; {}; m.entry()"
 )
-ON_DEMAND = ("h11", "prometheus_client", "pycdlib", "shtab")
+ON_DEMAND = ("argcomplete", "h11", "prometheus_client", "pycdlib")
 """Libraries that PID 1 imports when a request or a spec needs them."""
 CLI = Path(__file__).parents[2] / "runner/cli"
 

@@ -158,7 +158,11 @@ def test_the_table_of_rooms_is_the_law_of_imports() -> None:
     assert set(re.findall(r"`([a-z]+)`", listed.pop("facts"))) == MAY_IMPORT["facts"]
     assert len(listed) > 5
     for room, imports in listed.items():
-        assert set(re.findall(r"`([a-z]+)`", imports)) == MAY_IMPORT[room] - GROUND - {"table", "arguments"}, room
+        assert set(re.findall(r"`([a-z]+)`", imports)) == MAY_IMPORT[room] - GROUND - {
+            "table",
+            "arguments",
+            "completion",
+        }, room
 
 
 def test_the_protocol_of_the_controller_is_as_shown() -> None:
