@@ -111,7 +111,10 @@ def test_man_accepts_a_manual_page(page: str) -> None:
     assert f"{name.upper()}({section})" in done.stdout.splitlines()[0]
     keys = {name.rpartition(".")[2] for name, *_ in reference()}
     wanted = {
-        "1": {*(f"instance-runner {command}" for command in COMMANDS), "--log-format {text,json}", "13 forced_off"},
+        "1": {
+            *(str(parser.prog) for parser in parsers(program_parser()) if not commands_of(parser)),
+            *("--log-format {text,json}", "13 forced_off", "instance-runner ctl disk grow disk1 20GiB"),
+        },
         "5": keys | {"[[disk]]", "default: 30"},
         "8": {"--metrics ADDRESS:PORT", "(default: /sys/fs/cgroup/stelia)"},
     }
