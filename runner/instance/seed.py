@@ -1,7 +1,4 @@
-"""The CD image of a cloud-init seed, written by pycdlib; imported for instances that have one.
-
-The import takes 70 ms and 10 MB.
-"""
+"""The CD image of a cloud-init seed, written by pycdlib; imported for instances that have one."""
 
 from __future__ import annotations
 
