@@ -17,6 +17,8 @@ from runner.errors import RunnerError, Status, explain, printable
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that *argv* names and return its exit status."""
     _prepare_standard_streams()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow on the command line
+        import_module("runner.completion").complete(program_parser(os.environ["COMP_LINE"].split()))
     words = sys.argv[1:] if argv is None else argv
     command = next((word for word in words if not word.startswith("-")), "")
     status: int = Status.STOPPED  # also of a command that stops printing because its reader has gone

@@ -61,7 +61,7 @@ def spec_page(version: str, see_also: Sequence[str]) -> str:
 
 
 def _head(name: str, section: int, version: str, purpose: str) -> Iterator[str]:
-    yield f'.TH {name.upper()} {section} "" "instance-runner {version}"'
+    yield f'.TH {_text(name.upper())} {section} "" "instance-runner {version}" "Instance Runner"'
     yield ".SH NAME"
     yield f"{_text(name)} \\- {_text(purpose)}"
 
@@ -75,11 +75,11 @@ def _command(parser: argparse.ArgumentParser, section: int, version: str, see_al
     purpose = (parser.description or "").rstrip(".")
     yield from _head(parser.prog, section, version, purpose)
     yield ".SH SYNOPSIS"
-    commands = commands_of(parser)
-    if not commands:
-        yield from _usage(parser)
-    for each in commands.values():
-        yield from _usage(each)
+    commands = [*_below(parser)]
+    leaves = [each for each, _ in commands if not commands_of(each)] or [parser]
+    for index, each in enumerate(leaves):
+        yield from (".br",) if index else ()
+        yield _usage(each)
     yield ".SH DESCRIPTION"
     yield f"{_text(purpose)}."
     if not commands:
@@ -87,25 +87,37 @@ def _command(parser: argparse.ArgumentParser, section: int, version: str, see_al
         yield from _options(parser)
     else:
         yield ".SH COMMANDS"
-        for name, each in commands.items():
-            yield f".SS {_text(name)}"
-            yield _text(_sentence(about(parser, name)))
+        for each, purpose in commands:
+            yield f".SS {_text(each.prog.removeprefix(parser.prog).strip())}"
+            yield _text(_sentence(purpose))
             if each.description:
                 yield _text(each.description)
             yield from _options(each)
-            yield from _as_it_is(each.epilog)
+            if each.epilog:
+                yield ".PP"
+                yield from _as_it_is(each.epilog)
     yield ".SH NOTES"
-    yield from _as_it_is(parser.epilog)
+    yield from _as_it_is(parser.epilog or "")
     yield from _foot(see_also)
 
 
-def _usage(parser: argparse.ArgumentParser) -> Iterator[str]:
-    yield f"\\fB{_text(parser.prog)}\\fR {_text(' '.join(parser.format_usage().split()[1 + len(parser.prog.split()) :]))}"
-    yield ".br"
+def _below(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentParser, str]]:
+    """Yield the parsers of all commands below *parser*, each with its one line of help."""
+    for name, each in commands_of(parser).items():
+        yield each, about(parser, name)
+        yield from _below(each)
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    return (
+        f"\\fB{_text(parser.prog)}\\fR {_text(' '.join(parser.format_usage().split()[1 + len(parser.prog.split()) :]))}"
+    )
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in actions_of(parser):
+        if action.dest == "help" or action.nargs == argparse.PARSER:  # the commands have sections of their own
+            continue
         value = action.metavar or ("{" + ",".join(action.choices) + "}" if action.choices else action.dest.upper())
         takes = "" if action.nargs == 0 else f" \\fI{_text(str(value))}\\fR"
         yield ".TP"
@@ -114,15 +126,13 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
         default = action.default
         text = help_of(action, parser)
         shown = action.option_strings and action.nargs != 0 and default and "default" not in text
-        yield _text(text + (f" (default: {default})" if shown else ""))
+        yield _text(text + (f" (default: {default})" if shown else "")) or ".br"
 
 
-def _as_it_is(text: str | None) -> Iterator[str]:
-    if text:
-        yield ".PP"
-        yield ".nf"
-        yield from map(_text, text.strip().splitlines())
-        yield ".fi"
+def _as_it_is(text: str) -> Iterator[str]:
+    yield ".nf"
+    yield from map(_text, text.strip().splitlines())
+    yield ".fi"
 
 
 def _spec(version: str, see_also: Sequence[str]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from runner.cli.options import DEFAULT_SPEC, add_spec, read_spec, source_of
 from runner.errors import Status, UsageError, printable
 from runner.instance.init import plan_here
 from runner.plan.argv.qemu import pasteable
+from runner.plan.cloud_init import SeedPlan
 from runner.plan.render import plan_json, plan_lines
 
 NODE_OPTIONS = ("pod", "state", "running", "device", "what_if", "svg", "kubelet", "host", "sys")
@@ -110,7 +111,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         documents.refuse_broken_seed(source_of(spec), plan.machine.seed)
     if arguments.show_argv:
-        print(pasteable(plan), end="")
+        print(pasteable(plan, _seed_image(plan.machine.seed)), end="")
     elif arguments.json:
         print(json.dumps(plan_json(plan), indent=1))
     else:
@@ -125,6 +126,14 @@ def _refuse_without_document(arguments: argparse.Namespace) -> None:
         raise UsageError("cannot use other options with --document-only: it takes SPECs alone")
     if not arguments.spec:
         raise UsageError("cannot check nothing: name SPECs with --document-only")
+
+
+def _seed_image(seed: SeedPlan | None) -> bytes | None:
+    if seed is None:
+        return None
+    from runner.instance.seed import seed_image  # here, because most plans need no image
+
+    return seed_image(seed)
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:

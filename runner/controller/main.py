@@ -83,7 +83,12 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT and return the exit status; the tree stays as it is."""
-    arguments = command_line().parse_args(argv)
+    parser = command_line()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow on the command line
+        from runner.completion import complete
+
+        complete(parser)
+    arguments = parser.parse_args(argv)
     root = logging.getLogger()
     root.addHandler(LogHandler(_write_log, arguments.log_format))
     root.setLevel(logging.DEBUG if arguments.debug else logging.INFO)

@@ -12,13 +12,15 @@ Without the device filter :func:`runner.controller.main.respond_about` answers f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 import attrs
+from prometheus_client.metrics_core import Metric
 
 from runner.controller.reconcile import Observed
 from runner.kubelet.pod_cgroups import FLOAT
-from runner.protocol.http import Exposition, HttpResponse, labels, not_found, ok, unavailable
+from runner.protocol.exposition import Samples, counter, gauge, metrics_response
+from runner.protocol.http import HttpResponse, not_found, ok, unavailable
 
 
 @attrs.define
@@ -38,30 +40,32 @@ class ControllerCounters:
     """Refused requests by reason."""
 
 
-def format_metrics(counters: ControllerCounters, observed: Observed | None, frozen: str) -> str:
-    """Return everything in the text exposition format; *observed* is the tree after the last pass."""
+def controller_metrics(counters: ControllerCounters, observed: Observed | None, frozen: str) -> Iterator[Metric]:
+    """Yield every metric; *observed* is the tree after the last pass."""
     instances = observed.instances() if observed else {}
     floating = observed.groups.get(FLOAT) if observed else None
-    metrics = Exposition("instance_cgroup_controller")
-    metrics.add("instances", "gauge", "Instances in the tree.", {"": len(instances)})
-    metrics.add(
-        "instance_cpus", "gauge", "CPUs that instances hold.", {"": sum(len(g.cpus) for g in instances.values())}
-    )
-    metrics.add("float_cpus", "gauge", "CPUs that float runs on.", {"": len(floating.effective) if floating else 0})
-    metrics.add("frozen", "gauge", "1 while the kubelet's state cannot be used.", {"": bool(frozen)})
-    metrics.add("reconcile_passes_total", "counter", "Passes by outcome.", _labelled("outcome", counters.passes))
-    metrics.add("reconcile_seconds_total", "counter", "Time spent in passes.", {"": counters.pass_seconds})
-    metrics.add(
-        "drift_repaired_total", "counter", "Cpusets found changed by others and put right.", {"": counters.repairs}
-    )
-    metrics.add("stale_removed_total", "counter", "Stale instances removed.", {"": counters.removed})
-    metrics.add("requests_total", "counter", "Requests by method.", _labelled("method", counters.requests))
-    metrics.add("refusals_total", "counter", "Refused requests by reason.", _labelled("reason", counters.refusals))
-    return metrics.text()
+    cpus = sum(len(group.cpus) for group in instances.values())
+    yield _gauge("instances", "Instances in the tree.", len(instances))
+    yield _gauge("instance_cpus", "CPUs that instances hold.", cpus)
+    yield _gauge("float_cpus", "CPUs that float runs on.", len(floating.effective) if floating else 0)
+    yield _gauge("frozen", "1 while the kubelet's state cannot be used.", bool(frozen))
+    yield _counter("reconcile_passes_total", "Passes by outcome.", counters.passes, "outcome")
+    yield _counter("reconcile_seconds_total", "Time spent in passes.", counters.pass_seconds)
+    yield _counter("drift_repaired_total", "Cpusets found changed by others and put right.", counters.repairs)
+    yield _counter("stale_removed_total", "Stale instances removed.", counters.removed)
+    yield _counter("requests_total", "Requests by method.", counters.requests, "method")
+    yield _counter("refusals_total", "Refused requests by reason.", counters.refusals, "reason")
 
 
-def _labelled(label: str, counter: Mapping[str, int]) -> dict[str, float]:
-    return {labels(**{label: value}): count for value, count in sorted(counter.items())}
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return gauge(f"instance_cgroup_controller_{name}", text, [((), value)])
+
+
+def _counter(name: str, text: str, value: float | Counter[str], *labels: str) -> Metric:
+    samples: Samples = (
+        [((each,), count) for each, count in sorted(value.items())] if isinstance(value, Counter) else [((), value)]
+    )
+    return counter(f"instance_cgroup_controller_{name}", text, samples, labels)
 
 
 def respond(
@@ -69,7 +73,7 @@ def respond(
 ) -> HttpResponse:
     """Return the response for the path *target*; *reason* is why the last pass failed, empty if it did not."""
     if target == "/metrics":
-        return HttpResponse(ok().status, format_metrics(counters, observed, frozen))
+        return metrics_response(controller_metrics(counters, observed, frozen))
     if target == "/healthz":
         return ok(f"frozen: {frozen}" if frozen else "ok")
     if target == "/readyz":

@@ -10,31 +10,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import get_args
 
 import attrs
 import trio
 
 from runner.errors import HostError, explain
-from runner.facts.roots import Roots
-from runner.instance.supervisor import Phase, Supervisor
-from runner.kernel.cgroup import Cgroup
+from runner.instance.supervisor import Supervisor
 from runner.placement.threads import Receipt, sentences
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan
-from runner.protocol.http import (
-    Exposition,
-    HttpResponse,
-    labels,
-    not_found,
-    ok,
-    open_http_listeners,
-    serve_http,
-    unavailable,
-)
+from runner.protocol.http import HttpResponse, not_found, ok, open_http_listeners, serve_http, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +43,7 @@ class Probes:
         """Return the response to a request for *target*."""
         try:
             if target == "/metrics":
-                return HttpResponse(ok().status, self._metrics())
+                return self._metrics()
             if target == "/healthz":
                 return ok(self.supervisor.guest_state.phase)
             if target == "/readyz":
@@ -80,71 +68,11 @@ class Probes:
             self._receipt, self._read_at = read(), now
         return self._receipt
 
-    def _metrics(self) -> str:
-        exposition, receipt = Exposition("instance_runner"), self._now()
-        self._add_state(exposition)
-        self._add_counters(exposition)
-        if receipt is not None:
-            strays = len(receipt.violations())
-            charged = self._charged(receipt)
-            exposition.add("placement_holds", "gauge", "1 while every thread is in its place.", {"": not strays})
-            exposition.add("placement_strays", "gauge", "Threads that are not in their places.", {"": strays})
-            self._add_vcpus(exposition, receipt)
-            exposition.add("memory_charged_bytes", "gauge", "What the pod's cgroup is charged for.", charged)
-        return exposition.text()
+    def _metrics(self) -> HttpResponse:
+        from runner.instance.metrics import instance_metrics  # here, because not everything that is probed is scraped
+        from runner.protocol.exposition import metrics_response
 
-    def _add_state(self, exposition: Exposition) -> None:
-        plan, pod, state = self.plan, self.plan.pod, self.supervisor.guest_state
-        identity = labels(
-            instance=plan.name, namespace=pod.namespace, pod=pod.name, node=pod.node, placement=plan.placement.backend
-        )
-        phases = {labels(state=phase): state.phase == phase for phase in get_args(Phase)}
-        uptime = {} if state.since is None else {"": trio.current_time() - state.since}
-        exposition.add("info", "gauge", "The instance's names and placement.", {identity: 1})
-        exposition.add("guest_state", "gauge", "1 for the state that the guest is in.", phases)
-        exposition.add("guest_uptime_seconds", "gauge", "How long the guest has run.", uptime)
-
-    def _add_counters(self, exposition: Exposition) -> None:
-        counters, orphans, faults = self.supervisor.counters, self.supervisor.processes.orphans, self.supervisor.faults
-        restarts = {labels(role=role): count for role, count in sorted(counters.restarts.items())}
-        add = exposition.add
-        add(
-            "console_bytes_total", "counter", "Bytes that the guest has written to its console.", {"": counters.console}
-        )
-        add("child_restarts_total", "counter", "Children that ended and were started again.", restarts)
-        add("orphans_reaped_total", "counter", "Orphans of other processes that were reaped.", {"": orphans})
-        add("swept_total", "counter", "Threads of others moved off the vCPUs' CPUs.", {"": counters.swept})
-        add("release_faults_total", "counter", "What could not be released.", {"": len(faults.sentences)})
-
-    def _add_vcpus(self, exposition: Exposition, receipt: Receipt) -> None:
-        ran: dict[str, float] = {}
-        waited: dict[str, float] = {}
-        involuntary: dict[str, float] = {}
-        stolen: dict[str, float] = {}
-        steal = self.supervisor.procfs.steal()
-        for each in receipt.threads:
-            if each.vcpu is None or (times := self.supervisor.procfs.times(each.thread.pid, each.thread.tid)) is None:
-                continue
-            vcpu = labels(vcpu=each.vcpu, cpu=each.thread.cpus)
-            involuntary[vcpu] = times.involuntary
-            if times.ran is not None and times.waited is not None:
-                ran[vcpu], waited[vcpu] = times.ran, times.waited
-            if (cpu := self.plan.placement.pins[each.vcpu]) in steal:
-                stolen[vcpu] = steal[cpu]
-        add = exposition.add
-        add("vcpu_cpu_seconds_total", "counter", "Time the vCPU has run.", ran)
-        add("vcpu_run_delay_seconds_total", "counter", "Time it waited for its CPU; the guest sees it stolen.", waited)
-        add("vcpu_involuntary_switches_total", "counter", "Times something else took its CPU.", involuntary)
-        add("vcpu_steal_seconds_total", "counter", "Time a hypervisor below this host took from its CPU.", stolen)
-
-    def _charged(self, receipt: Receipt) -> Mapping[str, float]:
-        cgroups = receipt.rules.cgroups
-        path = self.supervisor.procfs.cgroup() if cgroups is None else cgroups.pod
-        try:
-            charge = Cgroup(Roots().cgroup).at(path).charge()
-        except (HostError, ValueError):  # no cgroup v2 is mounted here, or not the pod's
-            return {}
-        return {labels(kind="memory"): charge.memory, labels(kind="hugetlb"): charge.hugetlb}
+        return metrics_response(instance_metrics(self.supervisor, self.plan, self._now()))
 
 
 @asynccontextmanager

@@ -114,7 +114,9 @@ def opened_files(plan: MachinePlan, directory: PurePosixPath) -> Iterator[Opened
         if plan.firmware_vars is not None:
             numbers["firmware-vars"] = held.enter_context(_variables(plan.firmware_vars))
         if plan.seed is not None:
-            numbers["seed"] = held.enter_context(files.filled_memory("cloud-init seed", plan.seed.image()))
+            from runner.instance.seed import seed_image  # here, because few instances have a seed
+
+            numbers["seed"] = held.enter_context(files.filled_memory("cloud-init seed", seed_image(plan.seed)))
         for disk in plan.disks:
             numbers |= held.enter_context(disks.opened(disk, directory))
         devices: dict[str, int] = {}

@@ -14,7 +14,6 @@ from pathlib import PurePosixPath
 import attrs
 
 from runner.facts.disk import DocumentFact
-from runner.plan.iso9660 import image
 from runner.plan.problems import Problems
 from runner.spec.instance import CloudInitSpec
 
@@ -63,11 +62,6 @@ class SeedPlan:
     user_data: Sealed
     meta_data: Sealed
     network_config: Sealed | None
-
-    def image(self) -> bytes:
-        """Return the seed as a disk image."""
-        files = {"meta-data": self.meta_data, "user-data": self.user_data, "network-config": self.network_config}
-        return image(LABEL, {name: found.content for name, found in files.items() if found is not None})
 
 
 def named_documents(cloud_init: CloudInitSpec) -> list[PurePosixPath]:

@@ -1,6 +1,7 @@
-"""A minimal HTTP server for probes and metrics: ``GET``, one request a connection, everything bounded.
+"""An HTTP server for probes and metrics on h11: ``GET``, one request a connection, everything bounded.
 
-A web framework would cost threads and memory for a server that a kubelet and a Prometheus ask a few times a minute.
+h11 parses requests and writes responses; the connections, their number and their time are bounded here. Imported only where
+the command line asks for it.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ import contextlib
 import http
 import ipaddress
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
+import h11
 import trio
 
 from runner.errors import HostError
-from runner.kernel.lines import LineFramer, OverlongError, receive_line
 
 log = logging.getLogger(__name__)
 
 _LONGEST_HEAD = 8 * 1024
-"""Bytes of a request, its empty line included."""
-_END_OF_HEAD = b"\r\n\r\n"
+"""Bytes of a request before its body."""
+_CHUNK = 4 * 1024
 _CONNECTION_WITHIN = 5.0
 """Seconds a connection may last."""
 _CONNECTIONS = 64
@@ -34,6 +35,7 @@ class HttpResponse:
 
     status: http.HTTPStatus
     text: str
+    content_type: str = "text/plain; charset=utf-8"
 
 
 def ok(text: str = "ok") -> HttpResponse:
@@ -49,40 +51,6 @@ def unavailable(reason: str) -> HttpResponse:
 def not_found(known: Sequence[str]) -> HttpResponse:
     """Return the response for a path that is none of *known*."""
     return HttpResponse(http.HTTPStatus.NOT_FOUND, f"{', '.join(known)}\n")
-
-
-class Exposition:
-    """Metrics in Prometheus' text exposition format 0.0.4, each named with *prefix*."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._lines: list[str] = []
-
-    def add(self, name: str, kind: str, text: str, values: Mapping[str, float]) -> None:
-        """Add a metric: *kind* is ``gauge`` or ``counter``, *values* are by their labels (see :func:`labels`)."""
-        full = f"{self._prefix}_{name}"
-        self._lines.append(f"# HELP {full} {text}")
-        self._lines.append(f"# TYPE {full} {kind}")
-        self._lines.extend(f"{full}{labelled} {_number(value)}" for labelled, value in values.items())
-
-    def text(self) -> str:
-        """Return all metrics that were added."""
-        return "\n".join(self._lines) + "\n"
-
-
-def _number(value: float) -> str:
-    # Not `:g`, which rounds a counter of bytes to six digits.
-    return str(int(value)) if value == int(value) else repr(float(value))
-
-
-def labels(**values: object) -> str:
-    """Return a set of labels in the exposition format, ``{vcpu="0"}``."""
-    written = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in values.items())
-    return f"{{{written}}}" if written else ""
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -105,28 +73,6 @@ async def open_http_listeners(host: str, port: int) -> list[trio.SocketListener]
         return await trio.open_tcp_listeners(port, host=host or None)
     except OSError as error:
         raise HostError(f"cannot listen at {host}:{port}") from error
-
-
-def requested(head: bytes) -> str | HttpResponse:
-    """Return the path that the request *head* asks for, or the response to a request that is not served here."""
-    words = head.partition(b"\r\n")[0].split(b" ")
-    if len(words) != 3 or not words[2].startswith(b"HTTP/1."):  # noqa: PLR2004  # METHOD TARGET VERSION
-        return HttpResponse(http.HTTPStatus.BAD_REQUEST, "not HTTP/1\n")
-    if words[0] != b"GET":
-        return HttpResponse(http.HTTPStatus.METHOD_NOT_ALLOWED, "GET only\n")
-    return words[1].partition(b"?")[0].decode("ascii", "replace")
-
-
-def format_response(response: HttpResponse) -> bytes:
-    """Return *response* encoded as HTTP/1.1."""
-    body = response.text.encode()
-    head = (
-        f"HTTP/1.1 {response.status.value} {response.status.phrase}\r\n"
-        "Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
-        f"Content-Length: {len(body)}\r\n"
-        "Connection: close\r\n\r\n"
-    )
-    return head.encode("ascii") + body
 
 
 Respond = Callable[[str], HttpResponse]
@@ -157,22 +103,35 @@ async def serve_http(listeners: Sequence[trio.SocketListener], respond: Respond)
 
 
 async def _converse(stream: trio.SocketStream, respond: Respond) -> None:
+    connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_LONGEST_HEAD)
     try:
-        framer = LineFramer(_LONGEST_HEAD - len(_END_OF_HEAD))
-        head = await receive_line(stream.receive_some, framer, _END_OF_HEAD)
-    except OverlongError:
-        response = HttpResponse(http.HTTPStatus.BAD_REQUEST, "too long\n")
+        while (event := connection.next_event()) is h11.NEED_DATA:
+            connection.receive_data(await stream.receive_some(_CHUNK))
+    except h11.RemoteProtocolError as error:
+        response = HttpResponse(http.HTTPStatus(error.error_status_hint), f"{error}\n")
     else:
-        if head is None:
-            return
-        found = requested(head)
-        response = found if isinstance(found, HttpResponse) else _response(respond, found)
-    await stream.send_all(format_response(response))
+        if not isinstance(event, h11.Request):
+            return  # the peer hung up
+        response = _response(event, respond)
+    await stream.send_all(_encoded(connection, response))
 
 
-def _response(respond: Respond, target: str) -> HttpResponse:
+def _response(request: h11.Request, respond: Respond) -> HttpResponse:
+    if request.method != b"GET":
+        return HttpResponse(http.HTTPStatus.METHOD_NOT_ALLOWED, "GET only\n")
+    path = request.target.partition(b"?")[0].decode("ascii")
     try:
-        return respond(target)
+        return respond(path)
     except Exception as error:
-        log.exception("this is a bug: the response to %r could not be made", target)
+        log.exception("this is a bug: the response to %r could not be made", path)
         return HttpResponse(http.HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}\n")
+
+
+def _encoded(connection: h11.Connection, response: HttpResponse) -> bytes:
+    body = response.text.encode()
+    headers = [("Content-Type", response.content_type), ("Content-Length", str(len(body))), ("Connection", "close")]
+    if response.status is http.HTTPStatus.METHOD_NOT_ALLOWED:
+        headers.append(("Allow", "GET"))  # RFC 9110, 15.5.6
+    head = h11.Response(status_code=response.status, reason=response.status.phrase, headers=headers)
+    events = (head, h11.Data(data=body), h11.EndOfMessage())
+    return b"".join(connection.send(event) or b"" for event in events)

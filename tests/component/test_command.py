@@ -21,6 +21,8 @@ PLAN = (
     "import atexit, sys, runner.__main__ as m, runner.cli.plan as p; p.main = lambda _: {}; "
     "sys.argv = ['', 'plan', 'spec']; {}; m.entry()"
 )
+ON_DEMAND = ("argcomplete", "h11", "prometheus_client", "pycdlib")
+"""Libraries that PID 1 imports when a request or a spec needs them."""
 CLI = Path(__file__).parents[2] / "runner/cli"
 
 
@@ -62,9 +64,13 @@ def test_run_imports_nothing_that_only_other_commands_need() -> None:
     assert shared == {"runner.cli.commands", "runner.cli.options", "runner.cli.run", "runner.cli.run_instance"}
     others = (
         *("runner.check", "runner.inspect", "runner.controller", "runner.kubelet.node_plan", "runner.kubelet.report"),
-        *("runner.plan.render", "importlib.metadata", "yaml"),
+        *("runner.plan.render", "importlib.metadata", "yaml", *ON_DEMAND),
     )
     assert {name for name in found if name.startswith(others)} == set()
+
+
+def test_probes_alone_do_not_import_what_writes_metrics() -> None:
+    assert loaded("run", "--http=:0", "/no/such/spec") & {*ON_DEMAND} == {"h11"}
 
 
 def test_an_error_has_its_sentence_and_status() -> None:

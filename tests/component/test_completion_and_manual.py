@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import shlex
+import os
 import shutil
 import subprocess
 import sys
@@ -22,12 +22,31 @@ PROGRAM = (sys.executable, "-m", "runner")
 COMMANDS = [*commands_of(program_parser())]
 PAGES = ("instance-runner.1", "instance-runner-spec.5", "instance-cgroup-controller.8")
 
-BASH = 'source {script}; cd {here}; COMP_WORDS=({words}); COMP_CWORD={last}; {function}; printf "%s\\n" "${{COMPREPLY[@]}}"'
-ZSH = (
-    "source {script}; [[ $_comps[{program}] == *{function}* ]] || exit 1; cd {here}; "
-    "setopt ksharrays; COMP_WORDS=({words}); COMP_CWORD={last}; compgen -F {function}"
+BASH = (
+    'source "$1"; cd "$2"; complete -p "${3%% *}" >/dev/null || exit 1; COMP_LINE=$3 COMP_POINT=${#3} COMP_TYPE=9; '
+    '_python_argcomplete "${3%% *}"; printf "%s\\n" "${COMPREPLY[@]}"'
 )
-FISH = "source {script}; cd {here}; complete -C {line}; true"
+"""Runs the function that the script registers, with the variables that bash sets for it."""
+FISH = "source $argv[1]; cd $argv[2]; complete -C $argv[3]; true"
+ZSH = r"""
+zmodload zsh/zpty
+zpty inner zsh -f -i
+zpty -w inner "PROMPT= RPS1=; setopt no_beep; source ${(q)1}; cd ${(q)2}"
+zpty -w inner 'mark () { echo -E - $'"'"'\0'"'"' }; compprefuncs=(mark); comppostfuncs=(mark exit)
+compadd () {
+  if [[ ${@[1,(i)(-|--)]} == *-(O|A|D)\ * ]]; then builtin compadd "$@"; return; fi
+  typeset -a hits
+  builtin compadd -A hits "$@"
+  print -rl -- $hits
+}
+bindkey "^I" complete-word
+print READ""Y'
+zpty -r -m inner seen '*READY*'
+zpty -w -n inner "$3"$'\t'
+zpty -r -m inner seen $'*\0*\0*'
+print -r -- "${${seen#*$'\0'}%$'\0'*}"
+"""
+"""Types into an interactive zsh, whose ``compadd`` prints what it is given."""
 
 
 @functools.cache
@@ -46,49 +65,38 @@ def shell(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        (["instance-runner", ""], {*COMMANDS}),
-        (["instance-runner", "in"], {"inspect"}),
-        (["instance-runner", "run", "--log-f"], {"--log-format"}),
-        (["instance-runner", "run", "--log-format", ""], {"text", "json"}),
-        (["instance-runner", "run", "--log-format", "j"], {"json"}),
-        (["instance-runner", "run", "--http", ""], set()),
-        (["instance-runner", "run", "--not-pid1", "s"], {"spec file.toml"}),
-        (["instance-runner", "plan", "--svg", "s"], {"spec file.toml"}),
-        (["instance-runner", "completion", "f"], {"fish"}),
-        (["instance-cgroup-controller", "--met"], {"--metrics"}),
-        (["instance-cgroup-controller", "--log-format", "t"], {"text"}),
+        ("instance-runner ", {*COMMANDS}),
+        ("instance-runner in", {"inspect"}),
+        ("instance-runner run --log-f", {"--log-format"}),
+        ("instance-runner run --log-format ", {"text", "json"}),
+        ("instance-runner run --log-format j", {"json"}),
+        ("instance-runner run --log-format=j", {"json"}),
+        ("instance-runner run --http ", set()),
+        ("instance-runner run --not-pid1 s", {"spec file.toml"}),
+        ("instance-runner plan --svg s", {"spec file.toml"}),
+        ("instance-runner ctl ", {*commands_of(commands_of(program_parser())["ctl"])}),
+        ("instance-runner ctl disk ", {"list", "attach", "detach", "grow"}),
+        ("instance-runner ctl --json disk d", {"detach"}),
+        ("instance-runner ctl disk attach s", {"spec file.toml"}),
+        ("instance-runner completion f", {"fish"}),
+        ("instance-cgroup-controller --met", {"--metrics"}),
+        ("instance-cgroup-controller --log-format t", {"text"}),
     ],
 )
-def test_a_shell_completes(shell: str, typed: list[str], offered: set[str], tmp_path: Path) -> None:
+def test_a_shell_completes(shell: str, typed: str, offered: set[str], tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
     (here / "spec file.toml").touch()
     script = tmp_path / "script"
     script.write_text(output_of("completion", shell))
-    text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell].format(
-        script=script,
-        here=here,
-        words=" ".join(shlex.quote(word) for word in typed),
-        last=len(typed) - 1,
-        line=shlex.quote(" ".join(typed)),
-        program=typed[0],
-        function="_" + typed[0].replace("-", "_"),
-    )
-    plain = {"bash": ("--norc",), "zsh": ("-f",), "fish": ("--no-config",)}[shell]
-    done = subprocess.run([shell, *plain, "-c", text], capture_output=True, text=True, check=True)
-    found = {line.partition("\t")[0].replace("\\ ", " ") for line in done.stdout.splitlines() if line}
-    if shell == "zsh":  # zsh itself filters the completions by their beginning
-        found = {word for word in found if word.startswith(typed[-1])}
-    assert (found - {"-h", "--help", "--version"}, done.stderr) == (offered, "")
-
-
-def test_a_value_after_an_equals_sign_is_completed(tmp_path: Path) -> None:
-    """Bash splits it into three words."""
-    script = tmp_path / "script"
-    script.write_text(output_of("completion", "bash"))
-    words = "instance-runner run --log-format = j"
-    text = BASH.format(script=script, here=tmp_path, words=words, last=4, function="_instance_runner")
-    assert subprocess.run(["bash", "-c", text], check=True, stdout=subprocess.PIPE, text=True).stdout == "json\n"
+    text = tmp_path / "test"
+    text.write_text({"bash": BASH, "zsh": ZSH, "fish": FISH}[shell])
+    plain = {"bash": "--norc", "zsh": "-f", "fish": "--no-config"}[shell]
+    programs = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    argv = (shell, plain, text, script, here, typed)
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, env=programs)
+    found = {line.partition("\t")[0].replace("\\ ", " ").strip() for line in done.stdout.splitlines()} - {""}
+    assert ({word.removeprefix("--log-format=") for word in found}, done.stderr) == (offered, "")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -103,7 +111,10 @@ def test_man_accepts_a_manual_page(page: str) -> None:
     assert f"{name.upper()}({section})" in done.stdout.splitlines()[0]
     keys = {name.rpartition(".")[2] for name, *_ in reference()}
     wanted = {
-        "1": {*(f"instance-runner {command}" for command in COMMANDS), "--log-format {text,json}", "13 forced_off"},
+        "1": {
+            *(str(parser.prog) for parser in parsers(program_parser()) if not commands_of(parser)),
+            *("--log-format {text,json}", "13 forced_off", "instance-runner ctl disk grow disk1 20GiB"),
+        },
         "5": keys | {"[[disk]]", "default: 30"},
         "8": {"--metrics ADDRESS:PORT", "(default: /sys/fs/cgroup/stelia)"},
     }

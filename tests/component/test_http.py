@@ -9,7 +9,11 @@ import pytest
 import trio
 
 from runner.errors import HostError
-from runner.protocol.http import Exposition, HttpResponse, labels, ok, open_http_listeners, parse_address, serve_http
+from runner.protocol.exposition import counter, gauge, metrics_response
+from runner.protocol.http import HttpResponse, ok, open_http_listeners, parse_address, serve_http
+from tests.support.exposition import families, figures
+
+A = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 def show(target: str) -> HttpResponse:
@@ -46,7 +50,11 @@ async def test_a_client_as_the_kubelets_gets_its_response() -> None:
     async with served() as port:
         head, _, body = (await answer(port, "\r\n".join(lines).encode())).decode().partition("\r\n\r\n")
     assert head.splitlines()[0] == "HTTP/1.1 200 OK"
-    assert {"Connection: close", f"Content-Length: {len(body)}"} <= set(head.splitlines())
+    assert set(head.splitlines()[1:]) == {
+        "Content-Type: text/plain; charset=utf-8",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    }
     assert body == "this is /readyz\n"
 
 
@@ -55,26 +63,77 @@ async def test_a_connection_that_waits_too_long_is_closed() -> None:
         slow = [await trio.open_tcp_stream("127.0.0.1", port) for _ in range(64)]
         for stream in slow:
             await stream.send_all(b"GET /")
-        assert (await answer(port, b"GET /a HTTP/1.1\r\n\r\n")).endswith(b"this is /a\n")
+        assert (await answer(port, A)).endswith(b"this is /a\n")
         with trio.fail_after(2.5):  # long before its time was over
             assert await slow[0].receive_some() == b"", "the oldest was disconnected"
-        await slow[-1].send_all(b"b HTTP/1.1\r\n\r\n")
+        await slow[-1].send_all(b"b HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"this is /b" in b"".join([data async for data in slow[-1]])
         for stream in slow:
             await stream.aclose()
 
 
-async def test_a_request_without_end_is_not_read_to_its_end() -> None:
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /" + b"x" * (8192 - 4), 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 8192, 431),
+        (b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 2000, 431),
+        (b"\x16\x03\x01 TLS\r\n\r\n", 400),
+        (b"GET /a\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\nHost: x\r\nX : y\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"GET /a\x00 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"DELETE /a HTTP/1.1\r\nHost: x\r\n\r\n", 405),
+    ],
+)
+async def test_a_request_that_is_too_long_or_invalid_is_refused(request_bytes: bytes, status: int) -> None:
     async with served() as port:
-        assert b" 400 " in await answer(port, b"GET /" + b"x" * (8192 - 5))
-        assert b" 400 " in await answer(port, b"\x16\x03\x01 TLS\r\n\r\n")
-        assert b" 405 " in await answer(port, b"DELETE /a HTTP/1.1\r\n\r\n")
+        response = await answer(port, request_bytes)
+        assert response.startswith(b"HTTP/1.1 %d " % status)
+        assert (b"\r\nAllow: GET\r\n" in response) == (status == 405)
+        assert b" 200 " in await answer(port, A)
+
+
+async def test_a_request_without_end_is_not_read_to_its_end() -> None:
+    async with served() as port, await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(b"GET /")
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.send_all(bytes(64 << 20))
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /a?b=c HTTP/1.0\r\n\r\n",
+        b"GET /a HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\n\r\n",
+        b"GET /a HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nbody",
+        A + A,
+    ],
+)
+async def test_a_connection_is_closed_after_one_response(request_bytes: bytes) -> None:
+    """Whatever follows the request, such as its body, is not read."""
+    async with served() as port:
+        response = await answer(port, request_bytes)
+    assert response.count(b"HTTP/1.1 ") == 1
+    assert response.endswith(b"\r\n\r\nthis is /a\n")
+
+
+async def test_a_client_that_hangs_up_early_ends_nothing() -> None:
+    async with served() as port:
+        for begun in (b"", b"GET /", b"GET /a HTTP/1.1\r\nHost:"):
+            async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+                await stream.send_all(begun)
+                await stream.send_eof()
+                assert b" 200 " not in b"".join([data async for data in stream])
+        assert b" 200 " in await answer(port, A)
 
 
 async def test_a_response_that_cannot_be_made_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with served() as port:
-        assert b" 500 " in await answer(port, b"GET /bug HTTP/1.1\r\n\r\n")
-        assert b" 200 " in await answer(port, b"GET /a HTTP/1.1\r\n\r\n")
+        assert b" 500 " in await answer(port, b"GET /bug HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in await answer(port, A)
     assert "the response to '/bug' could not be made" in caplog.text
 
 
@@ -92,9 +151,22 @@ def test_addresses() -> None:
             parse_address(wrong)
 
 
-def test_numbers_are_exact_and_labels_are_escaped() -> None:
-    exposition = Exposition("x")
-    exposition.add("bytes_total", "counter", "Bytes.", {labels(name='a"b\\c\n'): 12345678901, "": 0.25})
-    assert exposition.text() == (
-        '# HELP x_bytes_total Bytes.\n# TYPE x_bytes_total counter\nx_bytes_total{name="a\\"b\\\\c\\n"} 12345678901\nx_bytes_total 0.25\n'
+def test_the_library_reads_what_it_wrote() -> None:
+    value = 'a"b\\c\n'
+    response = metrics_response(
+        [
+            counter("x_bytes_total", "Bytes.", [((value, 1), 12345678901)], ("name", "vcpu")),
+            gauge("x_seconds", "Seconds.", [((), 0.25)]),
+            counter("x_never_total", "Nothing yet.", [], ("name",)),
+        ]
     )
+    assert response.content_type == "text/plain; version=0.0.4; charset=utf-8"
+    read = families(response.text, "x_")
+    assert {name: (metric.type, metric.documentation) for name, metric in read.items()} == {
+        "bytes": ("counter", "Bytes."),
+        "seconds": ("gauge", "Seconds."),
+        "never": ("counter", "Nothing yet."),
+    }
+    [sample] = read["bytes"].samples
+    assert (sample.labels, sample.value) == ({"name": value, "vcpu": "1"}, 12345678901)
+    assert figures(response.text, "x_")["seconds"] == 0.25

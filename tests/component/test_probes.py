@@ -21,6 +21,7 @@ from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor, open_supervisor
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan
+from tests.support.exposition import families, figures
 from tests.support.fake_host import FakeHost
 
 Ask = Callable[[str], Awaitable[tuple[int, str]]]
@@ -59,11 +60,6 @@ async def run_and_inspect(
     return ended
 
 
-def figures(text: str) -> dict[str, float]:
-    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-    return {name.removeprefix("instance_runner_"): float(value) for name, _, value in lines}
-
-
 async def a_vcpu_starts_a_thread(host: Supervisor, get: Ask, cpu: CpuSet) -> None:
     """Without cgroups no task moves misplaced threads: the probe itself moves the thread back."""
     [qemu] = [process for process in host.processes if process.role == "qemu"]
@@ -87,13 +83,18 @@ async def test_probes_and_metrics_while_the_guest_runs(fake_host: FakeHost) -> N
         assert (await get("/else"))[0] == 404
         status, text = await get("/metrics")
         assert status == 200
-        found, vcpu = figures(text), f'{{vcpu="0",cpu="{cpu}"}}'
+        found, vcpu = figures(text), f'{{cpu="{cpu}",vcpu="0"}}'
         assert (
-            f'info{{instance="instance",namespace="prod",pod="web-1",node="a \\"node\\"",placement="{plan.placement.backend}"}}'
+            f'info{{instance="instance",namespace="prod",node="a "node"",placement="{plan.placement.backend}",pod="web-1"}}'
             in found
         )
         assert (found["placement_holds"], found["placement_strays"]) == (1, 0)
         assert (found['guest_state{state="running"}'], found['guest_state{state="starting"}']) == (1, 0)
+        types = {name: metric.type for name, metric in families(text, "instance_runner_").items()}
+        assert {types[name] for name in ("info", "guest_state", "guest_uptime_seconds", "placement_holds")} == {"gauge"}
+        assert {types[name] for name in ("console_bytes", "child_restarts", "vcpu_steal_seconds", "swept")} == {
+            "counter"
+        }
         assert found["console_bytes_total"] == len("guest: runs\r\n")
         assert found[f"vcpu_cpu_seconds_total{vcpu}"] > 0
         assert found[f"vcpu_run_delay_seconds_total{vcpu}"] >= 0

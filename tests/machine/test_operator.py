@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+from tests.support.exposition import figures
 from tests.support.program_runs import ProgramStarter, until
 
 CLIENT = """
@@ -33,9 +34,9 @@ def test_an_instance_shows_probes_metrics_and_a_log_in_json(start: ProgramStarte
     assert get("readyz") == "200 ok\n\n"
     assert get("healthz", "[::1]:9441") == "200 running\n\n"
     assert (run.state / "ready").exists()
-    found = get("metrics")
-    assert 'instance_runner_info{instance="web-1",namespace="prod",pod="web-1",node="n1"' in found
-    assert "\ninstance_runner_placement_holds 1\n" in found
+    found = figures(get("metrics").partition(" ")[2])
+    assert 'info{instance="web-1",namespace="prod",node="n1",placement="affinity",pod="web-1"}' in found
+    assert found["placement_holds"] == 1
     # No thread was started to resolve a name or to answer a request.
     assert len(os.listdir(f"/proc/{run.pid()}/task")) == 1  # noqa: PTH208
     run.until("guest: done", lambda: run.console)

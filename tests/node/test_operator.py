@@ -12,6 +12,7 @@ import pytest
 from runner.cpuset import CpuSet
 from tests.node.instances import TREE, Instance, NodeFixture, until
 from tests.node.standin_kubelet import MIB
+from tests.support.exposition import figures
 
 pytestmark = pytest.mark.usefixtures("rom")
 
@@ -31,8 +32,7 @@ def get(instance: Instance, name: str) -> str:
 
 
 def metrics(instance: Instance) -> dict[str, float]:
-    lines = (line.rpartition(" ") for line in get(instance, "metrics").splitlines() if line.startswith("instance_"))
-    return {name.removeprefix("instance_runner_"): float(value) for name, _, value in lines}
+    return figures(get(instance, "metrics").partition(" ")[2])
 
 
 def test_metrics_and_probes_show_what_the_kernel_does(node_fixture: NodeFixture) -> None:
@@ -43,12 +43,12 @@ def test_metrics_and_probes_show_what_the_kernel_does(node_fixture: NodeFixture)
     until(lambda: get(instance, "readyz") == "200 ok\n\n", "the instance to be ready")
     found = metrics(instance)
     assert (found["placement_holds"], found["placement_strays"]) == (1, 0)
-    assert 'info{instance="instance",namespace="prod",pod="web-1",node="n1",placement="controller"}' in found
+    assert 'info{instance="instance",namespace="prod",node="n1",placement="controller",pod="web-1"}' in found
     assert found['memory_charged_bytes{kind="memory"}'] >= 64 * MIB
     assert found['memory_charged_bytes{kind="hugetlb"}'] == 0
     for vcpu, cpu in enumerate((2, 3)):
-        assert found[f'vcpu_involuntary_switches_total{{vcpu="{vcpu}",cpu="{cpu}"}}'] >= 0
-        assert found[f'vcpu_steal_seconds_total{{vcpu="{vcpu}",cpu="{cpu}"}}'] >= 0
+        assert found[f'vcpu_involuntary_switches_total{{cpu="{cpu}",vcpu="{vcpu}"}}'] >= 0
+        assert found[f'vcpu_steal_seconds_total{{cpu="{cpu}",vcpu="{vcpu}"}}'] >= 0
     # Processes that others start in the container are moved to float, and counted.
     instance.running.execute("sh", "-c", "sleep 30 & sleep 1.5")
     until(lambda: metrics(instance)["swept_total"] >= 1, "the sweep to be counted")

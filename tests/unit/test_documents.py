@@ -18,12 +18,13 @@ from runner.cli.commands import program_parser
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
 from runner.controller.methods import CODES, MOST_PROCESSES
-from runner.controller.metrics import ControllerCounters, format_metrics
+from runner.controller.metrics import ControllerCounters, controller_metrics
 from runner.errors import SpecError, Status
 from runner.inspect.render import HEAD
-from runner.instance import probes
+from runner.instance import metrics
 from runner.instance.daemons import DEATHS
 from runner.placement.threads import Role
+from runner.protocol.exposition import metrics_response
 from runner.protocol.unix_server import SocketLimits
 from runner.spec.instance import parse_instance, reference
 from runner.table import aligned
@@ -157,7 +158,11 @@ def test_the_table_of_rooms_is_the_law_of_imports() -> None:
     assert set(re.findall(r"`([a-z]+)`", listed.pop("facts"))) == MAY_IMPORT["facts"]
     assert len(listed) > 5
     for room, imports in listed.items():
-        assert set(re.findall(r"`([a-z]+)`", imports)) == MAY_IMPORT[room] - GROUND - {"table", "arguments"}, room
+        assert set(re.findall(r"`([a-z]+)`", imports)) == MAY_IMPORT[room] - GROUND - {
+            "table",
+            "arguments",
+            "completion",
+        }, room
 
 
 def test_the_protocol_of_the_controller_is_as_shown() -> None:
@@ -176,7 +181,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
 
 
 def test_every_metric_of_the_controller_is_named() -> None:
-    text = format_metrics(ControllerCounters(), None, "")
+    text = metrics_response(controller_metrics(ControllerCounters(), None, "")).text
     names = set(re.findall(r"^# TYPE instance_cgroup_controller_(\w+)", text, re.MULTILINE))
     assert len(names) > 5
     assert [name for name in sorted(names) if f"`{name}`" not in CONTROLLER] == []
@@ -189,8 +194,9 @@ def test_the_figures_of_the_front_page_are_those_of_the_benchmark() -> None:
 
 
 def test_every_metric_of_an_instance_is_named() -> None:
-    source = Path(probes.__file__).read_text()
-    names = set(re.findall(r'add\(\s*"(?:vcpu_)?([a-z_]+)", "(?:gauge|counter)"', source)) - {"info"}
+    source = Path(metrics.__file__).read_text()
+    names = set(re.findall(r'_(?:gauge|counter)\("([a-z_]+)"', source)) - {"info"}
+    names |= {f"{name}_total" for name in re.findall(r'^        \("([a-z_]+)", "', source, re.MULTILINE)}
     assert len(names) > 10
     assert [name for name in sorted(names) if f"`{name}`" not in KUBERNETES] == []
 

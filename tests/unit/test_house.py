@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cpuset": set(),
     "table": set(),
     "arguments": set(),
+    "completion": set(),
     "facts": GROUND,
     "spec": FACTS,
     "placement": FACTS | {"spec"},
@@ -27,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernel": FACTS,
     "protocol": FACTS | {"kernel"},
     "instance": PURE_ROOMS | {"table", "kernel", "protocol"},
-    "controller": FACTS | {"arguments", "kubelet", "kernel", "protocol"},
+    "controller": FACTS | {"arguments", "completion", "kubelet", "kernel", "protocol"},
     "inspect": FACTS | {"table", "placement", "kubelet", "kernel", "protocol"},
     "check": PURE_ROOMS | {"kernel", "protocol", "instance", "inspect"},
 }
@@ -68,6 +69,11 @@ EFFECTS = {
 ONE_DOOR = {
     "subprocess": {"kernel.processes"},
     "socket": {"kernel", "protocol", "controller"},
+    "h11": {"protocol.http"},
+    "prometheus_client": {"protocol.exposition", "controller.metrics", "instance.metrics"},
+    "runner.instance.metrics": {"instance.probes"},
+    "pycdlib": {"instance.seed"},
+    "argcomplete": {"completion", "cli.completion"},
     "yaml": {"spec.yaml"},
     "runner.spec.yaml": {"cli.plan_node", "cli.documents", "cli.manifests"},
     "runner.cli.plan_node": {"cli.plan"},

@@ -491,33 +491,34 @@ _FLAGS = frozenset(
 """Options that begin a line of the script; a value may begin with a dash, too."""
 
 
-def _made_first(plan: InstancePlan) -> Iterator[str]:
+def _made_first(plan: InstancePlan, seed: bytes | None) -> Iterator[str]:
     """Yield the commands that make the files that this program keeps in memory, or makes when they are missing."""
     machine, directory = plan.machine, shlex.quote(str(plan.state_directory))
-    if machine.guest.agent or machine.vnc or machine.seed is not None or machine.firmware_vars is not None:
+    if machine.guest.agent or machine.vnc or seed is not None or machine.firmware_vars is not None:
         yield f"mkdir -p {directory}"
     if machine.firmware_vars is not None and machine.firmware_vars.template is not None:
         yield shlex.join(("cp", "-n", str(machine.firmware_vars.template), str(_variables_path(plan))))
-    if machine.seed is not None:
+    if seed is not None:
         import base64  # here, because no instance needs them
         import zlib
 
         packer = zlib.compressobj(wbits=31)  # gzip
-        packed = base64.b64encode(packer.compress(machine.seed.image()) + packer.flush()).decode()
+        packed = base64.b64encode(packer.compress(seed) + packer.flush()).decode()
         yield f"base64 -d <<'END' | gzip -d >{shlex.quote(str(plan.state_directory / SEED))}"
         yield from (packed[start : start + 100] for start in range(0, len(packed), 100))
         yield "END"
 
 
-def pasteable(plan: InstancePlan) -> str:
+def pasteable(plan: InstancePlan, seed: bytes | None) -> str:
     """Return a shell script that runs the same machine by hand: same devices, paths instead of descriptors, not pinned.
 
-    It needs no ``instance-runner``; it must be run as root when there are networks or shares.
+    *seed* is the image of the plan's cloud-init seed, ``None`` for a plan without one. The script needs no
+    ``instance-runner``; it must be run as root when there are networks or shares.
     """
     lines = [
         "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
     ]
-    lines += _made_first(plan)
+    lines += _made_first(plan, seed)
     overlays = [(disk, disk.overlay) for disk in plan.machine.disks if disk.overlay is not None]
     if plan.shares or overlays:
         lines.append(f"mkdir -p {shlex.quote(str(plan.state_directory))}")

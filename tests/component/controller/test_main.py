@@ -19,7 +19,10 @@ import trio
 from runner.controller.main import main, respond_about
 from runner.controller.server import listening
 from runner.protocol.http import serve_http
+from tests.support.exposition import families, figures
 from tests.support.fake_node import B, Controller, Node, connected, controlled
+
+PREFIX = "instance_cgroup_controller_"
 
 
 @pytest.fixture
@@ -231,28 +234,36 @@ async def check_responses(port: Path, controller: Controller) -> None:
     head, _, body = answer.partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 200 OK\r\n")
     assert f"Content-Length: {len(body)}" in head
-    for line in (
-        "instances 1",
-        "instance_cpus 4",
-        "float_cpus 10",
-        "frozen 0",
-        'requests_total{method="registerCgroup"} 2',
-        'refusals_total{reason="identity"} 1',
-    ):
-        assert f"instance_cgroup_controller_{line}\n" in body
-    sample = re.compile(r'(# (HELP|TYPE) \w+ .+|\w+(\{\w+="\w+"\})? [0-9.e+-]+)')
-    assert all(sample.fullmatch(line) for line in body.splitlines())
+    assert "Content-Type: text/plain; version=0.0.4; charset=utf-8" in head
+    found = figures(body, PREFIX)
+    expected = {
+        "instances": 1,
+        "instance_cpus": 4,
+        "float_cpus": 10,
+        "frozen": 0,
+        'requests_total{method="registerCgroup"}': 2,
+        'refusals_total{reason="identity"}': 1,
+    }
+    assert {name: found[name] for name in expected} == expected
+    types = {name: metric.type for name, metric in families(body, PREFIX).items()}
+    assert {name for name, kind in types.items() if kind == "gauge"} == {
+        "instances",
+        "instance_cpus",
+        "float_cpus",
+        "frozen",
+    }
+    assert set(types.values()) == {"gauge", "counter"}
     assert (await get(port, b"GET /healthz HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\nok\n")
-    assert b" 200 " in await get(port, b"GET /readyz?x=1 HTTP/1.1\r\n\r\n")
-    assert b" 404 " in await get(port, b"GET / HTTP/1.1\r\n\r\n")
-    assert b" 405 " in await get(port, b"POST /metrics HTTP/1.1\r\n\r\n")
+    assert b" 200 " in await get(port, b"GET /readyz?x=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b" 404 " in await get(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b" 405 " in await get(port, b"POST /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b" 400 " in await get(port, b"nonsense\r\n\r\n")
-    assert b" 400 " in await get(port, b"GET /" + b"x" * (8192 - 5))
+    assert b" 431 " in await get(port, b"GET /" + b"x" * (8192 - 4))
     (controller.node.kubelet / "cpu_manager_state").write_bytes(b"{")
     await controller.until(lambda: bool(controller.loop.frozen()))
-    assert b"frozen: cannot use" in await get(port, b"GET /healthz HTTP/1.1\r\n\r\n")
-    assert b" 503 " in await get(port, b"GET /readyz HTTP/1.1\r\n\r\n")
-    assert b"controller_frozen 1\n" in await get(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert b"frozen: cannot use" in await get(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b" 503 " in await get(port, b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b"controller_frozen 1.0\n" in await get(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
 async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:

@@ -62,7 +62,7 @@ def test_the_daemon_set_has_the_rights_it_needs_and_no_more(
     assert Cgroup(tree.path / "float").cpus() == kubelet.default
     assert get(controller, "/healthz")[0] == 200
     assert get(controller, "/readyz")[0] == 200
-    assert "instance_cgroup_controller_instances 0" in get(controller, "/metrics")[1]
+    assert "instance_cgroup_controller_instances 0.0" in get(controller, "/metrics")[1]
     assert kubelet.stop(CONTROLLER, grace=5) == {"controller": 0}, controller.output
 
 

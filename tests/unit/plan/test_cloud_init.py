@@ -9,9 +9,9 @@ import attrs
 import pytest
 
 from runner.facts.disk import DocumentFact
+from runner.instance.seed import seed_image
 from runner.plan.argv.qemu import pasteable
-from runner.plan.cloud_init import SeedPlan
-from runner.plan.iso9660 import SECTOR, image
+from runner.plan.cloud_init import LARGEST, Sealed, SeedPlan
 from runner.plan.render import plan_json, plan_lines
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
 
@@ -132,26 +132,39 @@ def test_user_data_is_never_printed() -> None:
     assert json.loads(json.dumps(plan_json(plan)))["machine"]["seed"]["user_data"] == "23 bytes, not shown"
 
 
+def read_back(image: Path) -> dict[str, bytes]:
+    """Return the files of *image* by their Rock Ridge names, as isoinfo reads them."""
+    listed = subprocess.run(["isoinfo", "-R", "-f", "-i", image], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return {
+        name.removeprefix("/"): subprocess.run(
+            ["isoinfo", "-R", "-x", name, "-i", image], check=True, stdout=subprocess.PIPE
+        ).stdout
+        for name in listed.splitlines()
+    }
+
+
 def test_the_script_to_paste_makes_the_same_seed(tmp_path: Path) -> None:
     facts = attrs.evolve(READ, state_directory=PurePosixPath(tmp_path))
     plan = plan_of(f'{KERNEL}[cloud_init]\nuser_data = "/user"\n', facts)
-    script = pasteable(plan).partition("/usr/bin/qemu")[0]
+    found = plan.machine.seed
+    assert found is not None
+    script = pasteable(plan, seed_image(found)).partition("/usr/bin/qemu")[0]
     subprocess.run(["sh", "-e"], input=script, text=True, check=True)
-    assert plan.machine.seed is not None
-    assert (tmp_path / "seed.iso").read_bytes() == plan.machine.seed.image()
+    expected = {"user-data": found.user_data.content, "meta-data": found.meta_data.content}
+    assert read_back(tmp_path / "seed.iso") == expected
 
 
 def test_the_image_is_a_cd_with_that_label(tmp_path: Path) -> None:
-    """Its files are read by a kernel, in tests/machine/test_cloud_init.py."""
-    found = image("CIDATA", {"user-data": b"x" * SECTOR, "meta-data": b"", "network-config": b"y"})
-    assert len(found) == 27 * SECTOR
-    assert found == image("CIDATA", {"user-data": b"x" * SECTOR, "meta-data": b"", "network-config": b"y"})
-    (tmp_path / "seed").write_bytes(found)
+    """A kernel reads its files in tests/machine/test_cloud_init.py."""
+    documents = {"user-data": b"x" * LARGEST, "meta-data": b"", "network-config": b"y"}
+    sealed = {name: Sealed(content) for name, content in documents.items()}
+    path = tmp_path / "seed"
+    path.write_bytes(seed_image(SeedPlan("", sealed["user-data"], sealed["meta-data"], sealed["network-config"])))
+    assert path.stat().st_size % 512 == 0, "QEMU's block size"
+    assert read_back(path) == documents
+    joliet = subprocess.run(["isoinfo", "-J", "-f", "-i", path], check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert {*joliet.splitlines()} == {f"/{name}" for name in documents}
     blkid = shutil.which("blkid", path="/usr/sbin:/sbin:/usr/bin:/bin")
     assert blkid is not None
-    probed = subprocess.run(
-        [blkid, "-p", "-o", "export", tmp_path / "seed"], check=True, capture_output=True, text=True
-    )
-    assert {"LABEL=CIDATA", "TYPE=iso9660", "VERSION=Joliet\\ Extension"} <= set(probed.stdout.splitlines())
-    with pytest.raises(ValueError, match="40 files do not fit into one directory"):
-        image("X", {f"file-with-a-name-{number}": b"" for number in range(40)})
+    probed = subprocess.run([blkid, "-p", "-o", "export", path], check=True, capture_output=True, text=True).stdout
+    assert {"LABEL=CIDATA", "TYPE=iso9660", "VERSION=Joliet\\ Extension"} <= set(probed.splitlines())

@@ -54,7 +54,7 @@ def test_the_file_of_the_firmware_variables(boot: str, code: PurePosixPath, vari
     assert plan.machine.firmware_vars == variables
     forgotten = variables is not None and variables.path is None
     assert any("are lost at the end" in remark for remark in map(str, plan.remarks)) is forgotten
-    script = pasteable(plan)
+    script = pasteable(plan, None)
     assert ("cp -n" in script) is (variables is not None and variables.template is not None)
     if variables is not None:
         assert any("firmware variables" in line for line in plan_lines(plan))

@@ -243,6 +243,6 @@ def test_every_kind_is_printed_and_in_the_script() -> None:
         )
     ] == [True] * 5
     assert json.loads(json.dumps(plan_json(plan)))["networks"][4]["ipv6"]["guest"] == "fd00:10::5/64"
-    script = pasteable(plan)
+    script = pasteable(plan, None)
     for word in ("type macvtap mode bridge", "/usr/bin/passt", "exec 20<>", "multi_queue", "vectors=6"):
         assert word in script

@@ -382,9 +382,9 @@ def test_a_device_by_its_group_and_in_the_script(hgx: HostFacts) -> None:
     argv = qemu_argv(plan.machine, QemuFds(10, 11, (12, 13), {"kernel": 20}))
     assert f"vfio-pci,id=device0,bus=port0,host={GPU},x-no-mmap=on" in argv
     assert not any("iommufd" in word for word in argv)
-    assert f"host={GPU}" in pasteable(plan)
-    assert "iommufd" not in pasteable(plan)
-    assert "-object iommufd,id=iommufd0" in pasteable(plan_of(KERNEL + ONE, hgx))
+    assert f"host={GPU}" in pasteable(plan, None)
+    assert "iommufd" not in pasteable(plan, None)
+    assert "-object iommufd,id=iommufd0" in pasteable(plan_of(KERNEL + ONE, hgx), None)
 
 
 def test_ovmf_gets_the_size_of_the_window(hgx: HostFacts) -> None:

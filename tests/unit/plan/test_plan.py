@@ -684,7 +684,7 @@ def test_a_guest_with_cpus_of_its_own_learns_it(text: str, model: str, *, invari
 )
 def test_the_guest_idles_its_cpus_where_it_is_asked_to(text: str, options: list[str]) -> None:
     plan = plan_of(f"{KERNEL}[cpu]\n{text}", EPYC)
-    argv = [line for line in pasteable(plan).splitlines() if "-overcommit" in line]
+    argv = [line for line in pasteable(plan, None).splitlines() if "-overcommit" in line]
     assert [line.split()[1] for line in argv] == options
     remark = 'cpu.idle = "guest" has no effect without KVM; leave it out'
     assert (remark in map(str, plan.remarks)) is ("tcg" in text)
@@ -888,7 +888,7 @@ def test_the_remedy_of_a_problem_and_of_a_remark_is_a_field() -> None:
 
 
 def test_script_to_paste_names_paths_and_no_descriptor() -> None:
-    text = pasteable(plan_of(MACHINES["everything"]))
+    text = pasteable(plan_of(MACHINES["everything"]), None)
     assert "/proc/self/fd" not in text
     assert "fd=" not in text
     assert "-kernel /boot/private" in text

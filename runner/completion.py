@@ -1,0 +1,23 @@
+"""The programs' side of completion in a shell, which asks a program itself what may follow: see argcomplete."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+import argcomplete
+from argcomplete.completers import BaseCompleter, FilesCompleter
+
+FILES = frozenset({"DIR", "FILE", "PATH", "ROOT", "SPEC"})
+"""Metavars of arguments that are files."""
+
+
+class _Files(BaseCompleter):
+    def __call__(self, *, prefix: str, action: argparse.Action, **_: Any) -> Iterable[str]:
+        return FilesCompleter()(prefix) if str(action.metavar) in FILES else ()
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Write what may follow on the command line in ``COMP_LINE``, and exit."""
+    argcomplete.autocomplete(parser, always_complete_options=False, default_completer=_Files())

@@ -1,0 +1,94 @@
+"""The metrics of an instance; imported at the first request for them, with the library that writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+import trio
+from prometheus_client.metrics_core import Metric
+
+from runner.errors import HostError
+from runner.facts.roots import Roots
+from runner.instance.supervisor import Phase, Supervisor
+from runner.kernel.cgroup import Cgroup
+from runner.placement.threads import Receipt
+from runner.plan.instance import InstancePlan
+from runner.protocol.exposition import Samples, counter, gauge
+
+
+def instance_metrics(supervisor: Supervisor, plan: InstancePlan, receipt: Receipt | None) -> Iterator[Metric]:
+    """Yield the metrics of the instance of *plan*; those of threads and memory only with *receipt*, while the guest runs."""
+    yield from _state(supervisor, plan)
+    yield from _counters(supervisor)
+    if receipt is not None:
+        strays = len(receipt.violations())
+        yield _gauge("placement_holds", "1 while every thread is in its place.", [((), not strays)])
+        yield _gauge("placement_strays", "Threads that are not in their places.", [((), strays)])
+        yield from _vcpus(supervisor, plan, receipt)
+        charged = _charged(supervisor, receipt)
+        yield _gauge("memory_charged_bytes", "What the pod's cgroup is charged for.", charged, "kind")
+
+
+def _gauge(name: str, text: str, samples: Samples, *labels: str) -> Metric:
+    return gauge(f"instance_runner_{name}", text, samples, labels)
+
+
+def _counter(name: str, text: str, samples: Samples, *labels: str) -> Metric:
+    return counter(f"instance_runner_{name}", text, samples, labels)
+
+
+def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
+    pod, state = plan.pod, supervisor.guest_state
+    identity = {"instance": plan.name, "namespace": pod.namespace, "pod": pod.name, "node": pod.node}
+    identity["placement"] = plan.placement.backend
+    yield _gauge("info", "The instance's names and placement.", [(tuple(identity.values()), 1)], *identity)
+    phases = [((phase,), state.phase == phase) for phase in get_args(Phase)]
+    yield _gauge("guest_state", "1 for the state that the guest is in.", phases, "state")
+    uptime = [] if state.since is None else [((), trio.current_time() - state.since)]
+    yield _gauge("guest_uptime_seconds", "How long the guest has run.", uptime)
+
+
+def _counters(supervisor: Supervisor) -> Iterator[Metric]:
+    counters, orphans, faults = supervisor.counters, supervisor.processes.orphans, supervisor.faults
+    restarts = [((role,), count) for role, count in sorted(counters.restarts.items())]
+    console = [((), counters.console)]
+    yield _counter("console_bytes_total", "Bytes that the guest has written to its console.", console)
+    yield _counter("child_restarts_total", "Children that ended and were started again.", restarts, "role")
+    yield _counter("orphans_reaped_total", "Orphans of other processes that were reaped.", [((), orphans)])
+    yield _counter("swept_total", "Threads of others moved off the vCPUs' CPUs.", [((), counters.swept)])
+    yield _counter("release_faults_total", "What could not be released.", [((), len(faults.sentences))])
+
+
+def _vcpus(supervisor: Supervisor, plan: InstancePlan, receipt: Receipt) -> Iterator[Metric]:
+    ran: dict[tuple[object, ...], float] = {}
+    waited: dict[tuple[object, ...], float] = {}
+    involuntary: dict[tuple[object, ...], float] = {}
+    stolen: dict[tuple[object, ...], float] = {}
+    steal = supervisor.procfs.steal()
+    for each in receipt.threads:
+        if each.vcpu is None or (times := supervisor.procfs.times(each.thread.pid, each.thread.tid)) is None:
+            continue
+        vcpu = (each.vcpu, each.thread.cpus)
+        involuntary[vcpu] = times.involuntary
+        if times.ran is not None and times.waited is not None:
+            ran[vcpu], waited[vcpu] = times.ran, times.waited
+        if (cpu := plan.placement.pins[each.vcpu]) in steal:
+            stolen[vcpu] = steal[cpu]
+    for name, text, values in (
+        ("cpu_seconds", "Time the vCPU has run.", ran),
+        ("run_delay_seconds", "Time it waited for its CPU; the guest sees it stolen.", waited),
+        ("involuntary_switches", "Times something else took its CPU.", involuntary),
+        ("steal_seconds", "Time a hypervisor below this host took from its CPU.", stolen),
+    ):
+        yield _counter(f"vcpu_{name}_total", text, values.items(), "vcpu", "cpu")
+
+
+def _charged(supervisor: Supervisor, receipt: Receipt) -> Samples:
+    cgroups = receipt.rules.cgroups
+    path = supervisor.procfs.cgroup() if cgroups is None else cgroups.pod
+    try:
+        charge = Cgroup(Roots().cgroup).at(path).charge()
+    except (HostError, ValueError):  # no cgroup v2 is mounted here, or not the pod's
+        return ()
+    return ((("memory",), charge.memory), (("hugetlb",), charge.hugetlb))
