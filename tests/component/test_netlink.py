@@ -141,6 +141,18 @@ def test_routes(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     assert json.loads(ip("-j", "route", "show", "default"))[0]["gateway"] == "10.1.2.2"
 
 
+def test_metrics_that_pyroute2_does_not_know_are_restored(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
+    rtnetlink.set_link(bridge, Change(up=True))
+    wanted = ("10.6.0.0/16", "mtu", "lock", "1300", "fastopen_no_cookie", "1")  # RTAX_FASTOPEN_NO_COOKIE: Linux 4.15
+    ip("route", "add", *wanted, "dev", "bridge")
+    before = ip("-d", "-j", "route", "show", "dev", "bridge", "10.6.0.0/16")
+    assert "fastopen_no_cookie" in before
+    [route] = [each for each in rtnetlink.routes(bridge) if str(each) == "10.6.0.0/16"]
+    ip("route", "delete", "10.6.0.0/16", "dev", "bridge")
+    rtnetlink.replace_route(bridge, route)
+    assert ip("-d", "-j", "route", "show", "dev", "bridge", "10.6.0.0/16") == before
+
+
 def test_errors_have_the_kernels_reason(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     assert refused(rtnetlink.add_bridge, "bridge", 1500) == "cannot make the bridge 'bridge': File exists"
     gone = attrs.evolve(bridge, index=1 << 20, name="gone")
@@ -264,5 +276,5 @@ def test_a_lost_answer_times_out_and_a_late_one_is_not_taken_for_another(
 def test_an_endless_answer_is_given_up(rtnetlink: Rtnetlink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWERED_WITHIN", 1)
     with Rtnetlink() as opened, pytest.raises(TimeoutError):
-        list(opened._receive())
+        list(opened._receive(module._LinkMessage))
     del rtnetlink

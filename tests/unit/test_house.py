@@ -68,6 +68,7 @@ EFFECTS = {
 ONE_DOOR = {
     "subprocess": {"kernel.processes"},
     "socket": {"kernel", "protocol", "controller"},
+    "pyroute2": {"kernel.netlink"},
     "yaml": {"spec.yaml"},
     "runner.spec.yaml": {"cli.plan_node"},
     "runner.cli.plan_node": {"cli.plan"},
