@@ -25,6 +25,7 @@ from runner.kernel.packages import without_init
 with without_init("pyroute2"):
     from pyroute2 import netlink
     from pyroute2.netlink import rtnl
+    from pyroute2.netlink.exceptions import NetlinkDecodeError
     from pyroute2.netlink.rtnl import ifaddrmsg, ndmsg, rtmsg
 
 ANSWERED_WITHIN = 5
@@ -409,8 +410,12 @@ _WITHOUT_STATISTICS = ("IFLA_EXT_MASK", _RTEXT_FILTER_SKIP_STATS)
 
 
 def _decoded(layout: Callable[..., _Message], datagram: bytes, offset: int) -> _Message:
+    """Return the message at *offset*. Raises ``OSError`` when pyroute2 cannot decode it."""
     message = layout(datagram, offset=offset)
-    message.decode()
+    try:
+        message.decode()
+    except (NetlinkDecodeError, struct.error) as error:
+        raise OSError(errno.EBADMSG, "the answer is malformed") from error
     return message
 
 

@@ -273,6 +273,12 @@ def test_a_lost_answer_times_out_and_a_late_one_is_not_taken_for_another(
     rtnetlink.add_bridge("bridge", 1500)  # its answer is the fourth: the second is late, the third is not the kernel's
 
 
+def test_a_malformed_answer_is_an_error_like_others(rtnetlink: Rtnetlink, fake_kernel: FakeKernel) -> None:
+    """A release records errors of the host; another exception would end it."""
+    fake_kernel((message(16, 1, b"\0\0"), 0))
+    assert "cannot read the network interfaces: the answer is malformed" in refused(rtnetlink.links)
+
+
 def test_an_endless_answer_is_given_up(rtnetlink: Rtnetlink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWERED_WITHIN", 1)
     with Rtnetlink() as opened, pytest.raises(TimeoutError):
