@@ -18,7 +18,7 @@ COMMANDS = {
     "plan": "say what run would do here, or what a Kubernetes node would do with a pod; touches nothing",
     "inspect": "say where every thread of a running instance is, and judge it",
     "check": "say whether this node, pod or machine is fit for instances, and what fixes it; changes nothing",
-    "ctl": "ask a running instance, from inside its container: its state, disks that come, go and grow",
+    "ctl": "ask a running instance, from inside its container: its state, disks that come, go and grow, QMP",
     "schema": "print the JSON Schema of a spec, for editors and other tools",
     "completion": "print what makes a shell complete this command and the controller's",
     "manual": "print a manual page, in the language of man",

@@ -6,7 +6,7 @@ import argparse
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import trio
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  instance-runner ctl disk attach /dev/data format=raw serial=data iothread=true\n"
         "  instance-runner ctl disk grow disk1 20GiB\n"
         "  instance-runner ctl disk detach disk1\n"
+        "  instance-runner ctl qmp query-status\n"
     )
     add_state_dir(parser)
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
@@ -40,7 +41,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cpus.add_argument("count", type=int, metavar="COUNT")
     cpus.set_defaults(method="cpu.set")
+    _add_qmp(
+        topics.add_parser(
+            "qmp",
+            help="QMP commands to its QEMU, as far as they only show",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     _add_disk(topics.add_parser("disk", help="its disks", epilog="example: instance-runner ctl disk list"))
+
+
+def _add_qmp(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "examples:\n"
+        "  instance-runner ctl qmp query-commands             the commands that can be executed\n"
+        "  instance-runner ctl qmp qom-list path=/machine\n"
+        '  instance-runner ctl qmp qom-get \'{"path": "/machine", "property": "type"}\'\n'
+        "  instance-runner ctl qmp --shell                    a prompt, with history and completion\n"
+    )
+    parser.add_argument("--shell", action="store_true", help="read commands from a prompt, or from standard input")
+    parser.add_argument(
+        "words", metavar="COMMAND", nargs="*", help="a QMP command, and its arguments as KEY=VALUE or a JSON object"
+    )
+    parser.set_defaults(method="qmp")
 
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +99,11 @@ def _add_disk(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Send the request and print the answer."""
+    if arguments.method == "qmp":
+        from runner.cli.qmp import run  # here, because no other command needs asyncio
+
+        run(Path(arguments.state_dir), arguments.words, shell=arguments.shell)
+        return 0
     given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count")}
     params = {name: value if name == "count" else str(value) for name, value in given.items() if value is not None}
     answer = trio.run(control, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})

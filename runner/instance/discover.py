@@ -37,7 +37,6 @@ from runner.kernel.files import (
     read_text,
     why_not_appended,
 )
-from runner.kernel.network import read_interfaces
 from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_mask
@@ -395,7 +394,11 @@ def _disk_files(disk: DiskSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
 
 def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:
     names = sorted({each.interface or "eth0" for each in spec.network if each.mode in {"bridge", "macvtap"}})
-    return read_interfaces(names) if names else {}
+    if not names:
+        return {}
+    from runner.kernel.network import read_interfaces  # here, because not every instance pays for pyroute2
+
+    return read_interfaces(names)
 
 
 def _ipv6_error(procfs: Procfs) -> str | None:

@@ -6,7 +6,7 @@ The order of the lines in :func:`run_instance` is the order of the start, and up
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
@@ -36,11 +36,14 @@ from runner.instance.supervisor import StopRequestedError, Supervisor, first_of
 from runner.instance.thread_placement import place_threads
 from runner.kernel import files
 from runner.kernel.processes import Process
-from runner.kernel.sockets import CONTROL_SOCKET, listening
+from runner.kernel.sockets import CONTROL_SOCKET, QMP_SOCKET, Socket, listening
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 log = logging.getLogger(__name__)
+
+Serve = Callable[[Socket], Awaitable[None]]
+"""Serves the clients of a listening socket until cancelled."""
 
 IMPORTED_AGAIN = 1.0
 """Seconds until the next attempt when descriptors or memory are short."""
@@ -182,26 +185,40 @@ async def _controlled(
     machine: Qemu,
     receipts: Receipts,
 ) -> AsyncIterator[None]:
-    """Hold the control socket; what serves it is imported at the first connection."""
-    with listening(directory, CONTROL_SOCKET, supervisor.faults.recorded) as listener:
+    """Hold the control socket and the operators' QMP socket; what serves each is imported at its first connection."""
 
-        async def serve() -> None:
-            while True:
-                await trio.lowlevel.wait_readable(listener)
-                try:
-                    from runner.instance.control.hotplug import DiskHotplug
-                    from runner.instance.control.server import accept
-                except (ImportError, OSError, MemoryError) as error:  # no reason to end a guest that runs
-                    log.warning("the control socket cannot be served yet: %s", explain(error))
-                    await trio.sleep(IMPORTED_AGAIN)
-                else:
-                    disks = DiskHotplug(
-                        plan, machine.monitor, machine.disk_events, receipts.verify, active.in_pod_cgroup
-                    )
-                    await accept(listener, disks)
+    def control_server() -> Serve:
+        from runner.instance.control.hotplug import DiskHotplug
+        from runner.instance.control.server import accept
 
-        async with supervisor.background_task(serve):
+        disks = DiskHotplug(plan, machine.monitor, machine.disk_events, receipts.verify, active.in_pod_cgroup)
+        return lambda listener: accept(listener, disks)
+
+    def qmp_server() -> Serve:
+        from runner.instance.control.qmp import accept
+
+        return lambda listener: accept(listener, machine.monitor)
+
+    recorded = supervisor.faults.recorded
+    with listening(directory, CONTROL_SOCKET, recorded) as control, listening(directory, QMP_SOCKET, recorded) as qmp:
+        async with (
+            supervisor.background_task(partial(_served, control, control_server)),
+            supervisor.background_task(partial(_served, qmp, qmp_server)),
+        ):
             yield
+
+
+async def _served(listener: Socket, load: Callable[[], Serve]) -> None:
+    """Serve the clients that connect to *listener*, until cancelled, by what *load* imports at the first connection."""
+    while True:
+        await trio.lowlevel.wait_readable(listener)
+        try:
+            serve = load()
+        except (ImportError, OSError, MemoryError) as error:  # no reason to end a guest that runs
+            log.warning("the control socket cannot be served yet: %s", explain(error))
+            await trio.sleep(IMPORTED_AGAIN)
+        else:
+            await serve(listener)
 
 
 @contextmanager

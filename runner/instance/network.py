@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from ipaddress import IPv6Interface
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
 from runner.instance.daemons import STOPPED_WITHIN, restarted_child
 from runner.instance.supervisor import Supervisor
-from runner.kernel import character_devices, files, network
+from runner.kernel import character_devices, files
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, connected_pair
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv, passt_argv
 from runner.plan.networks import BridgedPlan, DhcpPlan, MacvtapPlan, NetworkPlan, PasstPlan
+
+if TYPE_CHECKING:
+    from runner.kernel.network import Bridge
 
 
 @attrs.frozen
@@ -53,7 +57,7 @@ async def networked(
     bridged = [plan for plan in plans if isinstance(plan, BridgedPlan)]
     async with AsyncExitStack() as held:
         nic_backends = [await held.enter_async_context(_nic_backend(supervisor, plan, in_pod_cgroup)) for plan in plans]
-        held.enter_context(_built(supervisor, [_bridge(plan) for plan in bridged]))
+        held.enter_context(_built(supervisor, bridged))
         yield tuple(nic_backends)
 
 
@@ -86,6 +90,8 @@ async def _nic_backend(
 def _macvtap(
     supervisor: Supervisor, plan: MacvtapPlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[tuple[files.Descriptor, ...]]:
+    from runner.kernel import network  # here, because not every instance pays for pyroute2
+
     link = network.Macvtap(plan.link, plan.over, plan.mac, plan.mtu)
     index = network.add_macvtap(link)
     try:
@@ -111,11 +117,14 @@ async def _passt(supervisor: Supervisor, plan: PasstPlan) -> AsyncIterator[NicBa
 
 
 @contextmanager
-def _built(supervisor: Supervisor, bridges: Sequence[network.Bridge]) -> Iterator[None]:
-    """Hold *bridges*; their taps exist already."""
-    if not bridges:
+def _built(supervisor: Supervisor, plans: Sequence[BridgedPlan]) -> Iterator[None]:
+    """Hold the bridges of *plans*; their taps exist already."""
+    if not plans:
         yield
         return
+    from runner.kernel import network  # here, because not every instance pays for pyroute2
+
+    bridges = [_bridge(plan) for plan in plans]
     network.recover(bridges)
     try:
         # Inside, because a build that fails may leave something behind; removing what is not there does no harm.
@@ -128,9 +137,11 @@ def _built(supervisor: Supervisor, bridges: Sequence[network.Bridge]) -> Iterato
             network.remove(bridges)
 
 
-def _bridge(plan: BridgedPlan) -> network.Bridge:
+def _bridge(plan: BridgedPlan) -> Bridge:
+    from runner.kernel.network import Bridge
+
     address6: IPv6Interface | None = None if plan.ipv6 is None else plan.ipv6.host
-    return network.Bridge(
+    return Bridge(
         plan.bridge, plan.tap, plan.host, plan.mtu, plan.mac, plan.pod, address6, takes_ipv6=plan.ipv6 is not None
     )
 

@@ -22,7 +22,7 @@ Socket = socket.socket
 
 _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 
-CONSOLE_SOCKET, CONTROL_SOCKET = "console.sock", "control.sock"
+CONSOLE_SOCKET, CONTROL_SOCKET, QMP_SOCKET = "console.sock", "control.sock", "qmp.sock"
 """The names of the sockets that a runner listens on, in its state directory, while the guest runs."""
 
 

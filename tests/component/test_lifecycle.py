@@ -504,13 +504,18 @@ async def test_sockets_that_cannot_be_removed_are_recorded(fake_host: FakeHost) 
 
     async def interfere(_host: Supervisor) -> None:
         await wait_for(fake_host.guest_runs)
-        for name in ("console.sock", "control.sock"):  # a file system that turns read-only refuses in the same place
+        for name in (
+            "console.sock",
+            "control.sock",
+            "qmp.sock",
+        ):  # a file system that turns read-only refuses in the same place
             (state / name).unlink()
             (state / name).mkdir()
         fake_host.stop.ask("test")
 
     assert ended(await fake_host.run(fake_host.plan(), meanwhile=interfere)).status is Status.STOPPED
     assert fake_host.faults.sentences == [
+        "could not remove the socket 'qmp.sock': Is a directory",
         "could not remove the socket 'control.sock': Is a directory",
         "could not remove the socket 'console.sock': Is a directory",
     ]

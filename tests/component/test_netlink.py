@@ -141,6 +141,18 @@ def test_routes(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     assert json.loads(ip("-j", "route", "show", "default"))[0]["gateway"] == "10.1.2.2"
 
 
+def test_metrics_that_pyroute2_does_not_know_are_restored(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
+    rtnetlink.set_link(bridge, Change(up=True))
+    wanted = ("10.6.0.0/16", "mtu", "lock", "1300", "fastopen_no_cookie", "1")  # RTAX_FASTOPEN_NO_COOKIE: Linux 4.15
+    ip("route", "add", *wanted, "dev", "bridge")
+    before = ip("-d", "-j", "route", "show", "dev", "bridge", "10.6.0.0/16")
+    assert "fastopen_no_cookie" in before
+    [route] = [each for each in rtnetlink.routes(bridge) if str(each) == "10.6.0.0/16"]
+    ip("route", "delete", "10.6.0.0/16", "dev", "bridge")
+    rtnetlink.replace_route(bridge, route)
+    assert ip("-d", "-j", "route", "show", "dev", "bridge", "10.6.0.0/16") == before
+
+
 def test_errors_have_the_kernels_reason(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     assert refused(rtnetlink.add_bridge, "bridge", 1500) == "cannot make the bridge 'bridge': File exists"
     gone = attrs.evolve(bridge, index=1 << 20, name="gone")
@@ -261,8 +273,14 @@ def test_a_lost_answer_times_out_and_a_late_one_is_not_taken_for_another(
     rtnetlink.add_bridge("bridge", 1500)  # its answer is the fourth: the second is late, the third is not the kernel's
 
 
+def test_a_malformed_answer_is_an_error_like_others(rtnetlink: Rtnetlink, fake_kernel: FakeKernel) -> None:
+    """A release records errors of the host; another exception would end it."""
+    fake_kernel((message(16, 1, b"\0\0"), 0))
+    assert "cannot read the network interfaces: the answer is malformed" in refused(rtnetlink.links)
+
+
 def test_an_endless_answer_is_given_up(rtnetlink: Rtnetlink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWERED_WITHIN", 1)
     with Rtnetlink() as opened, pytest.raises(TimeoutError):
-        list(opened._receive())
+        list(opened._receive(module._LinkMessage))
     del rtnetlink

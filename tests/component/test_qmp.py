@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import trio
+from qemu.qmp.models import ErrorResponse
 
 from runner.protocol.qmp import BadReplyError, ExecInterruptedError, ExecuteError, Monitor, VcpuThread
 from tests.support.sweep import CancelAtStep
@@ -179,8 +180,8 @@ async def test_a_refusal_keeps_the_sent_and_received_messages(ends: tuple[Monito
         await monitor.execute("x")
     assert caught.value.kind == "CommandNotFound"
     assert caught.value.sent == {"execute": "x", "id": "1"}
-    assert isinstance(caught.value.received, dict)
-    assert caught.value.received["error"]["class"] == "CommandNotFound"
+    assert isinstance(caught.value.received, ErrorResponse)
+    assert caught.value.received.error.desc == "The command x has not been found"
     peer.send(**{"return": 1, "id": "2"})
     assert await monitor.execute("y") == 1
 

@@ -143,7 +143,7 @@ grace = 1
     assert sharing.stop() == 13
 
     assert sorted(path.name for path in run.state.iterdir()) == [
-        *("console.log", "console.sock", "control.sock", "ready", "receipt.json")
+        *("console.log", "console.sock", "control.sock", "qmp.sock", "ready", "receipt.json")
     ]
     assert run.stop() == 13
     assert run.termination_log()["faults"] == []

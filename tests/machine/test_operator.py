@@ -54,6 +54,31 @@ def test_an_instance_shows_probes_metrics_and_a_log_in_json(start: ProgramStarte
     assert b"\r\n" in (run.state / "console.log").read_bytes()
 
 
+def test_an_operators_qmp_shows_and_changes_nothing(start: ProgramStarter) -> None:
+    run = start("")
+    run.until("the guest runs", lambda: run.log)
+
+    def qmp(*words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+        enter = ("nsenter", f"--target={run.pid()}", "--mount", "--pid")
+        argv = (*enter, sys.executable, "-m", "runner", "ctl", f"--state-dir={run.state}", "qmp", *words)
+        return subprocess.run(argv, input=typed, capture_output=True, text=True, check=False, timeout=60)
+
+    assert json.loads(qmp("query-status").stdout)["status"] == "running"
+    assert json.loads(qmp("qom-get", "path=/machine", "property=type").stdout).startswith("pc-q35")
+    refused = qmp("stop")
+    assert (refused.returncode, "PID 1 alone lets the guest run" in refused.stderr) == (30, True)
+    names = {each["name"] for each in json.loads(qmp("query-commands").stdout)}
+    assert {"query-block", "inject-nmi"} <= names
+    assert {"cont", "device_add", "human-monitor-command"} & names == set()
+    shell = qmp("--shell", typed="qom-list path=/nowhere\nannounce-self initial=1 max=1 rounds=1 step=1\nquery-name\n")
+    assert shell.returncode == 0, shell.stderr
+    assert "cannot execute 'qom-list': Device '/nowhere' not found" in shell.stdout
+    assert shell.stdout.rstrip().endswith('"name": "instance"\n}'), shell.stdout
+    run.until("guest: done", lambda: run.console)
+    assert run.stop() == 0
+    assert "qmp refused command='stop' pid=" in run.log
+
+
 def test_an_address_that_this_machine_does_not_have_is_a_failed_start(start: ProgramStarter) -> None:
     run = start("", "", "--http=192.0.2.1:9441", inside=LOOPBACK)
     assert run.wait() == 31

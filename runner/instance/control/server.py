@@ -49,7 +49,7 @@ class ControlMethods:
 
     def admit(self, identify: Identify) -> int:
         """Return the number of the client's process. Raises :exc:`RpcError` unless it is root's, in our PID namespace."""
-        return self._check(identify).pid
+        return allowed_peer(self.peers, identify).pid
 
     def busy(self, reason: str) -> RpcError:
         """Return the error for a client that is over a limit."""
@@ -57,24 +57,26 @@ class ControlMethods:
 
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         """Do what the client asks for. Raises :exc:`RpcError`."""
-        self._check(identify)  # each time: it may have ended and given its connection away
+        allowed_peer(self.peers, identify)  # each time: it may have ended and given its connection away
         return RpcResult(await _call(self.disks, method, params))
 
-    def _check(self, identify: Identify) -> Peer:
-        try:
-            peer = identify()
-        except PeerError as error:
-            raise RpcError(
-                NOT_ALLOWED,
-                "cannot see the client: its PID namespace is not the instance's; ask from inside its container",
-            ) from error
-        if peer.user_id != 0 or peer.pid_namespace != self.peers.own_namespace():
-            raise RpcError(
-                NOT_ALLOWED,
-                f"cannot serve process {peer.pid} of user {peer.user_id}: only root in the instance's own PID namespace may ask; "
-                "use `kubectl exec`",
-            )
-        return peer
+
+def allowed_peer(peers: Peers, identify: Identify) -> Peer:
+    """Return the client. Raises :exc:`RpcError` unless it is root's, in our PID namespace."""
+    try:
+        peer = identify()
+    except PeerError as error:
+        raise RpcError(
+            NOT_ALLOWED,
+            "cannot see the client: its PID namespace is not the instance's; ask from inside its container",
+        ) from error
+    if peer.user_id != 0 or peer.pid_namespace != peers.own_namespace():
+        raise RpcError(
+            NOT_ALLOWED,
+            f"cannot serve process {peer.pid} of user {peer.user_id}: only root in the instance's own PID namespace may ask; "
+            "use `kubectl exec`",
+        )
+    return peer
 
 
 async def _call(disks: DiskHotplug, method: str, params: Mapping[str, object] | list[object]) -> object:

@@ -179,9 +179,23 @@ send(
 )
 reboot_is_shutdown = "reboot=shutdown" in values["-action"]
 
-for line in qmp.makefile("rb"):
-    request = json.loads(line)
-    command, number = request["execute"], request["id"]
+
+def requests():
+    """Yield each request; like QEMU, need no line end after it."""
+    text = ""
+    while data := qmp.recv(1 << 16):
+        text = (text + data.decode()).lstrip()
+        while text:
+            try:
+                request, end = json.JSONDecoder().raw_decode(text)
+            except ValueError:  # the rest is to come
+                break
+            text = text[end:].lstrip()
+            yield request
+
+
+for request in requests():
+    command, number = request["execute"], {"id": request["id"]} if "id" in request else {}
     record("command", command=command)
     if behaviour["noise"]:
         event("NOISE", text="x" * (1 << 20))
@@ -192,6 +206,13 @@ for line in qmp.makefile("rb"):
     if command == "query-cpus-fast":
         reply = [{"cpu-index": index, "thread-id": tid, "qom-path": "/", "props": {}} for index, tid in enumerate(tids)]
         reply.reverse()
+    if command == "query-commands":
+        reply = [{"name": name} for name in ("query-status", "quit", "query-commands", "device_add")]
+    if command == "query-balloon":
+        send(error={"class": "DeviceNotActive", "desc": "No balloon device has been activated"}, **number)
+        continue
+    if command == "announce-self":
+        event("ANNOUNCED", text="of the fake")
     if command == "set-action":
         reboot_is_shutdown = request["arguments"]["reboot"] == "shutdown"
     if command == "quit" and behaviour["at_quit"] is None:
@@ -200,7 +221,7 @@ for line in qmp.makefile("rb"):
         continue
     if command == "system_powerdown" and behaviour["at_powerdown"] == "no reply":
         continue
-    send(**{"return": reply, "id": number})
+    send(**{"return": reply}, **number)
     if command == "quit":
         event("SHUTDOWN", guest=False, reason="host-qmp-quit")
         os._exit(0)

@@ -1,0 +1,104 @@
+"""A QMP monitor for operators: any QMP client may use it, within :mod:`runner.instance.control.qmp_rules`.
+
+It is ``qmp.sock`` in the state directory, for root in the instance's own PID namespace only, like ``control.sock``. QEMU itself
+has one monitor, which PID 1 holds: a client's command is sent on it after it was checked, and the log names who asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+import attrs
+import trio
+
+from runner.errors import RefusedError, explain
+from runner.facts.roots import Roots
+from runner.instance.control.qmp_rules import refusal
+from runner.instance.control.server import allowed_peer
+from runner.kernel.peers import Peers, boot_time
+from runner.kernel.sockets import Socket, accepted
+from runner.protocol.jsonrpc import RpcError
+from runner.protocol.qmp import Monitor
+from runner.protocol.qmp_server import QmpSession, turn_away
+from runner.protocol.unix_server import Identify
+
+log = logging.getLogger(__name__)
+
+MOST_CLIENTS = 4
+"""Sessions at once: each is a person or a script."""
+
+
+async def accept(listener: Socket, monitor: Monitor) -> None:
+    """Serve the clients that connect to *listener* from *monitor*, until cancelled."""
+    await OperatorMonitor(monitor, Peers(Roots().proc)).accept(listener)
+
+
+@attrs.frozen
+class OperatorMonitor:
+    """Serves QMP clients from *monitor*."""
+
+    monitor: Monitor
+    peers: Peers
+
+    async def accept(self, listener: Socket) -> None:
+        """Serve the clients that connect to *listener*, until cancelled; one that fails takes no other with it."""
+        waiting = trio.socket.from_stdlib_socket(listener)
+        places = trio.CapacityLimiter(MOST_CLIENTS)
+        async with trio.open_nursery() as nursery:
+            while True:
+                nursery.start_soon(self._serve, await accepted(waiting), boot_time(), places)
+
+    async def _serve(
+        self, connection: trio.socket.SocketType, accepted_at: float, places: trio.CapacityLimiter
+    ) -> None:
+        """Serve one client; never raises but for cancellation."""
+        with connection:
+            try:
+                await trio.lowlevel.checkpoint()
+                identify = partial(self.peers.identify, connection, accepted_at)
+                await self._admitted(connection, identify, places)
+            except OSError as error:
+                log.debug("qmp connection lost reason=%r", explain(error))
+            except Exception:
+                log.exception("qmp connection ended by a fault of this program")
+
+    async def _admitted(
+        self, connection: trio.socket.SocketType, identify: Identify, places: trio.CapacityLimiter
+    ) -> None:
+        """Serve the client if it may ask and there is a place for it. Raises ``OSError`` when the connection fails."""
+        try:
+            allowed_peer(self.peers, identify)
+            places.acquire_on_behalf_of_nowait(connection)
+        except RpcError as error:
+            await turn_away(connection, error.message)
+            return
+        except trio.WouldBlock:
+            await turn_away(connection, f"cannot take more: {MOST_CLIENTS} clients are connected; wait for one to go")
+            return
+        try:
+            await self._session(connection, identify).serve()
+        finally:
+            places.release_on_behalf_of(connection)
+
+    def _session(self, connection: trio.socket.SocketType, identify: Identify) -> QmpSession:
+        greeting = self.monitor.greeting["QMP"]
+        version = greeting["version"] if isinstance(greeting, dict) else {}
+        return QmpSession(connection, version, partial(self._execute, identify), self.monitor.event_copies)
+
+    async def _execute(self, identify: Identify, command: str, arguments: Mapping[str, object] | None) -> object:
+        """Execute *command* for the client, if it may. Raises :exc:`~runner.errors.RunnerError`."""
+        try:
+            peer = allowed_peer(self.peers, identify)  # each time: it may have ended and given its connection away
+        except RpcError as error:
+            raise RefusedError(error.message) from error
+        reason = refusal(command)
+        if reason is not None:
+            log.warning("qmp refused command=%.80r pid=%d user=%d", command, peer.pid, peer.user_id)
+            raise RefusedError(f"cannot execute {command!r} here: {reason}")
+        log.info("qmp executes command=%r pid=%d user=%d", command, peer.pid, peer.user_id)
+        result = await self.monitor.execute(command, arguments)
+        if command == "query-commands" and isinstance(result, list):
+            return [each for each in result if refusal(str(each.get("name"))) is None]
+        return result

@@ -1,0 +1,185 @@
+"""The server's side of the QEMU Machine Protocol: one session on one connection (``docs/interop/qmp-spec.rst``).
+
+A session greets, expects ``qmp_capabilities``, and then answers commands one after another, in order, and sends events. It
+offers no capabilities: out-of-band commands would overtake others. A client need not end its messages with a line end, and
+``qemu.qmp`` does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+
+import trio
+
+from runner.errors import RunnerError, explain
+from runner.kernel.fd_passing import send_with_fds
+from runner.kernel.packages import without_init
+from runner.protocol.qmp import ExecuteError
+
+with without_init("qemu.qmp"):
+    from qemu.qmp.error import ProtocolError
+    from qemu.qmp.message import Message
+
+LONGEST_REQUEST = 64 * 1024
+"""Bytes of one message of the client's."""
+
+KEPT_EVENTS = 1000
+"""Events kept for a client that does not read; the newest are dropped."""
+
+Execute = Callable[[str, "Mapping[str, object] | None"], Awaitable[object]]
+"""Executes a command and returns what it returns; raises :exc:`~runner.errors.RunnerError` to refuse it."""
+
+EventCopies = Callable[[Callable[[Message], None]], AbstractContextManager[None]]
+"""Calls a function with a copy of each event while the block runs, as :meth:`~runner.protocol.qmp.Monitor.event_copies`."""
+
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|["{}]', re.DOTALL)  # a lone quotation mark begins a string that has not ended
+_SPACE = b" \t\r\n"
+
+
+class BadRequestError(Exception):
+    """The client has sent what is no QMP message; what follows it cannot be found."""
+
+
+class _CommandError(Exception):
+    """A command that is answered with an error of class *kind*."""
+
+    def __init__(self, description: str, kind: str = "GenericError") -> None:
+        super().__init__(description)
+        self.kind = kind
+
+
+class ObjectFramer:
+    """Cuts a stream of bytes into JSON objects, whatever stands between them; holds at most *longest* bytes."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take *data*, which the client has sent."""
+        self._buffer += data
+
+    def next_object(self) -> bytes | None:
+        """Return the next object, or ``None`` if more data is needed. Raises :exc:`BadRequestError`."""
+        self._buffer = self._buffer.lstrip(_SPACE)
+        if self._buffer[:1] not in {b"", b"{"}:
+            raise BadRequestError(f"JSON parse error, no object: {self._buffer[:80]!r}")
+        depth = 0
+        for token in _TOKEN.finditer(self._buffer):
+            if token[0] == b'"':
+                break
+            depth += {b"{": 1, b"}": -1}.get(token[0], 0)
+            if depth == 0:
+                found, self._buffer = self._buffer[: token.end()], self._buffer[token.end() :]
+                return found
+        if len(self._buffer) > self._longest:
+            raise BadRequestError(f"a message may have {self._longest} bytes")
+        return None
+
+
+class QmpSession:
+    """The conversation with one client on *connection*, which stays the caller's to close."""
+
+    def __init__(
+        self,
+        connection: trio.socket.SocketType,
+        version: object,
+        execute: Execute,
+        event_copies: EventCopies,
+    ) -> None:
+        self._connection = connection
+        self._version = version
+        self._execute = execute
+        self._event_copies = event_copies
+        self._sending = trio.Lock()
+        self._negotiated = trio.Event()
+
+    async def serve(self) -> None:
+        """Serve the client until it hangs up, or has sent what is no QMP."""
+        with suppress(OSError):
+            await self._send({"QMP": {"version": self._version, "capabilities": []}})
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._send_events)
+            with suppress(OSError):
+                try:
+                    await self._answer_all()
+                except BadRequestError as error:
+                    await self._send(_error(str(error)))
+            nursery.cancel_scope.cancel()
+
+    async def _answer_all(self) -> None:
+        framer = ObjectFramer(LONGEST_REQUEST)
+        while data := await self._connection.recv(LONGEST_REQUEST):
+            framer.feed(data)
+            while (text := framer.next_object()) is not None:
+                await self._send(await self._answer(_parsed(text)))
+
+    async def _answer(self, request: Message) -> dict[str, object]:
+        number = {"id": request["id"]} if "id" in request else {}
+        try:
+            return {"return": await self._result(request), **number}
+        except _CommandError as error:
+            return {**_error(str(error), error.kind), **number}
+
+    async def _result(self, request: Message) -> object:
+        command, arguments = request.get("execute"), request.get("arguments")
+        if not isinstance(command, str):
+            raise _CommandError("QMP input lacks member 'execute'")
+        if arguments is not None and not isinstance(arguments, dict):
+            raise _CommandError("QMP input member 'arguments' must be an object")
+        if (command == "qmp_capabilities") is self._negotiated.is_set():
+            raise _CommandError(_OUT_OF_TURN[self._negotiated.is_set()], "CommandNotFound")
+        if not self._negotiated.is_set():
+            self._negotiated.set()
+            return {}
+        try:
+            return await self._execute(command, arguments)
+        except ExecuteError as error:  # as QEMU has put it
+            raise _CommandError(error.description, error.kind) from error
+        except RunnerError as error:
+            raise _CommandError(explain(error)) from error
+
+    async def _send_events(self) -> None:
+        await self._negotiated.wait()
+        put, take = trio.open_memory_channel[Message](KEPT_EVENTS)
+
+        def keep(event: Message) -> None:
+            with suppress(trio.WouldBlock):
+                put.send_nowait(event)
+
+        with suppress(OSError), self._event_copies(keep):
+            async for event in take:
+                await self._send(event)
+
+    async def _send(self, message: Mapping[str, object]) -> None:
+        async with self._sending:
+            await _send(self._connection, message)
+
+
+async def turn_away(connection: trio.socket.SocketType, reason: str) -> None:
+    """Send an error with *reason* in place of a greeting. Raises ``OSError`` when the client has hung up."""
+    await _send(connection, _error(reason))
+
+
+async def _send(connection: trio.socket.SocketType, message: Mapping[str, object]) -> None:
+    await send_with_fds(connection, bytes(Message(message)) + b"\r\n")
+
+
+_OUT_OF_TURN = (
+    "Expecting capabilities negotiation with 'qmp_capabilities'",
+    "Capabilities negotiation is already complete, command ignored",
+)
+"""What QEMU answers to a command before the negotiation, and to another negotiation (``monitor/qmp.c``)."""
+
+
+def _parsed(text: bytes) -> Message:
+    try:
+        return Message(text)
+    except (ProtocolError, ValueError, RecursionError) as error:
+        raise BadRequestError(f"JSON parse error in {text[:80]!r}") from error
+
+
+def _error(description: str, kind: str = "GenericError") -> dict[str, object]:
+    return {"error": {"class": kind, "desc": description}}
