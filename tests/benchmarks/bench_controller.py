@@ -106,6 +106,7 @@ def idle(seconds: float) -> Figures:
             [
                 *(sys.executable, "-c", command, "--root", node.root.path, "--cgroupfs", node.mount.path),
                 *("--socket", node.socket, "--kubelet-dir", node.kubelet, "--sysfs", node.path / "sys"),
+                *("--procfs", node.proc),
             ],
             cwd=PROJECT,
             stderr=subprocess.PIPE,
