@@ -225,15 +225,16 @@ def evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]
     """Return the actions that empty the instances whose pods have gone: strangers, or what a runtime has left behind.
 
     An instance whose pod still has a cgroup is left alone, although the kubelet may have forgotten the pod: its guest is
-    being powered down. The instance's group and its CPUs are for the pass that follows.
+    being powered down. An emptied group is removed by the pass that follows (:func:`reconcile`).
     """
     return tuple(_evictions(desired, observed, grants))
 
 
 def _evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[Action]:
     floating = observed.groups[FLOAT].cpus if FLOAT in observed.groups else CpuSet()
+    without_pod = _without_pod(desired, observed, grants)
     for pod_uid, instance in observed.instances().items():
-        if not instance.populated or pod_uid not in _without_pod(desired, observed, grants):
+        if pod_uid not in without_pod or not instance.populated:
             continue
         if floating and not _shares_floats(instance, observed.groups):
             yield Write(instance_group(pod_uid), "cpuset.cpus", str(floating))

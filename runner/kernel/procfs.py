@@ -245,7 +245,10 @@ class Procfs:
 
     def memory_total(self) -> int:
         """Return the machine's RAM in bytes (``MemTotal``)."""
-        return int(_fields(_read(self.root / "meminfo"))["MemTotal"].split()[0]) << 10
+        try:
+            return int(_fields(_read(self.root / "meminfo"))["MemTotal"].split()[0]) << 10
+        except OSError as error:
+            raise HostError(f"cannot read the machine's memory in {self.root}") from error
 
 
 def _read(path: Path) -> str:

@@ -107,6 +107,7 @@ def idle(seconds: float) -> Figures:
                 *(sys.executable, "-c", command, "--root", node.root.path, "--cgroupfs", node.mount.path),
                 *("--socket", node.socket, "--kubelet-dir", node.kubelet, "--sysfs", node.path / "sys"),
                 "--no-device-filter",
+                *("--procfs", node.proc),
             ],
             cwd=PROJECT,
             stderr=subprocess.PIPE,

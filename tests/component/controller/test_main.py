@@ -175,6 +175,14 @@ def test_a_high_limit_above_the_highest_is_an_error_before_anything_is_touched(n
     assert not node.root.exists()
 
 
+def test_a_procfs_that_is_none_is_an_error_before_anything_is_touched(node: Node) -> None:
+    left = subprocess.run(command(node, f"--procfs={node.path}"), capture_output=True, text=True, check=False)
+    assert left.returncode == 31
+    assert f"cannot read the machine's memory in {node.path}" in left.stderr
+    assert "Traceback" not in left.stderr
+    assert not node.root.exists()
+
+
 def test_trusting_is_logged_as_a_warning(built: Node) -> None:
     with subprocess.Popen(command(built, "--insecure-trust-peer"), stderr=subprocess.PIPE, text=True) as process:
         assert "INSECURE" in until(process, "ready")

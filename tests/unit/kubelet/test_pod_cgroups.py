@@ -5,10 +5,14 @@ import pytest
 from runner.kubelet.pod_cgroups import (
     INSTANCE_NAME,
     bare_groups,
+    float_uid,
     instance_group,
     instance_uid,
+    is_container_id,
+    is_pod_uid,
     parse_bare_container,
     parse_container,
+    pod_float_group,
     pod_groups,
 )
 
@@ -141,3 +145,26 @@ def test_only_well_formed_names_are_instances() -> None:
     assert instance_uid(instance_group("a-1")) == "a-1"
     for name in ("instance-", "instance-A", "instance-a\n", "instance-a/b", "instance-..", "instances", "float", "x"):
         assert instance_uid(name) is None
+    assert float_uid(pod_float_group("a-1")) == "a-1"
+    for name in ("float", "float/", "float/A", "float/a/b", "float/..", "floats/a", "instance-a/a", "x/a", "/a"):
+        assert float_uid(name) is None
+
+
+def test_the_names_of_pods_and_containers_are_told_from_others() -> None:
+    """Only for these the end of a pod is known from the absence of its cgroup."""
+    for name, pod, container in ((UID, True, False), (STATIC, True, False), (ID, False, True), ("123", False, False)):
+        assert (is_pod_uid(name), is_container_id(name)) == (pod, container)
+    for name in (f"{UID}\n", UID.upper(), U, UID[:-1], f"x{UID}", ""):
+        assert not is_pod_uid(name)
+    for name in (f"{ID}\n", ID.upper(), ID[1:], ""):
+        assert not is_container_id(name)
+
+
+@pytest.mark.parametrize("above", ["system.slice", "machine.slice", "docker", "libpod_parent"])
+@pytest.mark.parametrize("runtime", ["docker", "libpod"])
+def test_every_path_that_names_a_container_is_looked_for_when_it_may_have_gone(above: str, runtime: str) -> None:
+    """One that was not looked for would be taken for the end of its container."""
+    names = [f"{runtime}-{ID}.scope"] if above.endswith(".slice") else [ID, f"libpod-{ID}"]
+    for name in names:
+        assert parse_bare_container(f"/{above}/{name}") is not None
+        assert f"{above}/{name}" in bare_groups(ID)
