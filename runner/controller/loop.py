@@ -38,6 +38,7 @@ from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, instance_uid
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ _DIRECTORY = (
 _GROUP = inotify.MODIFY | inotify.CREATE | inotify.DELETE | inotify.ONLYDIR
 
 
-@attrs.frozen
+@frozen
 class Intervals:
     """How often to look."""
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import attrs
 import trio
 
 from runner.arguments import LOG_FORMATS, argument_type
@@ -28,13 +27,14 @@ from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http
 from runner.protocol.logs import LogHandler
 from runner.protocol.unix_server import SocketLimits, UnixServer
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
 _STDERR = 2
 
 
-@attrs.frozen
+@frozen
 class Options:
     """The command line, checked."""
 

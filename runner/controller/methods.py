@@ -23,7 +23,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import attrs
 import trio
 
 from runner.controller import identity
@@ -55,6 +54,7 @@ from runner.kubelet.pod_cgroups import (
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
 from runner.protocol.unix_server import Identify
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ CODES = {
 _SHORTEST_WAIT = 0.25
 
 
-@attrs.frozen
+@frozen
 class Timeouts:
     """Seconds to wait for the kubelet and for threads to end."""
 
@@ -91,7 +91,7 @@ class Timeouts:
     """For the last thread of an instance that is being deregistered to end."""
 
 
-@attrs.frozen
+@frozen
 class RpcMethods:
     """Serves requests about the cgroups that *loop* reconciles, in the hierarchy mounted at *mount*.
 

@@ -24,12 +24,13 @@ from runner.facts.hardware import OnlineCpus
 from runner.kernel.cgroup import THREADED_CONTROLLERS
 from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
 from runner.kubelet.state import CpuState
+from runner.values import frozen
 
 ROOT = ""
 PARENT = ".."
 
 
-@attrs.frozen
+@frozen
 class Group:
     """A group of ours below the root, as observed."""
 
@@ -43,7 +44,7 @@ class Group:
     populated: bool
 
 
-@attrs.frozen
+@frozen
 class Observed:
     """The tree as it is."""
 
@@ -62,7 +63,7 @@ class Observed:
         return dict(_instances(self.groups))
 
 
-@attrs.frozen
+@frozen
 class Desired:
     """The tree as it should be."""
 
@@ -78,21 +79,21 @@ class Desired:
     """*choices* names every pod there is, so that an empty instance that it does not name is stale."""
 
 
-@attrs.frozen
+@frozen
 class Make:
     """Create a group."""
 
     group: str
 
 
-@attrs.frozen
+@frozen
 class Remove:
     """Remove a group, if it is still empty."""
 
     group: str
 
 
-@attrs.frozen
+@frozen
 class Write:
     """Write *value* to *file* of a group."""
 

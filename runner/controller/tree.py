@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable
 
-import attrs
-
 from runner.controller.reconcile import PARENT, ROOT, Action, Group, Make, Observed, Remove, Write
 from runner.cpuset import CpuSet
 from runner.errors import explain
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kubelet.pod_cgroups import FLOAT, instance_uid
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class Fault:
     """An action without the effect it should have: its group, and the reason."""
 
@@ -22,7 +21,7 @@ class Fault:
     reason: str
 
 
-@attrs.frozen
+@frozen
 class Tree:
     """The controller's part of the hierarchy, below the group *root*."""
 

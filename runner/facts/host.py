@@ -16,12 +16,13 @@ from runner.facts.disk import DocumentFact, FileFact
 from runner.facts.hardware import Hardware
 from runner.facts.memory import MemoryLimits
 from runner.facts.network import Interface, Resolver
+from runner.values import frozen
 
 if TYPE_CHECKING:  # few guests have PCI devices, and the classes of their facts cost PID 1 two milliseconds
     from runner.facts.pci import VfioFacts
 
 
-@attrs.frozen
+@frozen
 class User:
     """A user that a child process runs as."""
 
@@ -35,7 +36,7 @@ class User:
 ROOT = User("root", 0, 0)
 
 
-@attrs.frozen
+@frozen
 class Virtiofsd:
     """The installed virtiofsd: the one in C of QEMU up to 7.2, or its successor in Rust."""
 
@@ -61,7 +62,7 @@ class Virtiofsd:
         return self.rust and self.version >= (1, 11)
 
 
-@attrs.frozen
+@frozen
 class Kvm:
     """The state of ``/dev/kvm``."""
 
@@ -87,7 +88,7 @@ class Kvm:
         return self.mode & bits == bits and self.group_id != 0
 
 
-@attrs.frozen
+@frozen
 class PodQos:
     """The QoS class of the Kubernetes pod that this process is in."""
 
@@ -97,7 +98,7 @@ class PodQos:
     """The file or setting that shows it, as a clause of a message."""
 
 
-@attrs.frozen
+@frozen
 class PodName:
     """The names of the pod that its manifest puts into the environment (Downward API); empty where it does not."""
 
@@ -112,7 +113,7 @@ class PodName:
         return {"name": self.name, "namespace": self.namespace, "node": self.node, "uid": self.pod_uid}
 
 
-@attrs.frozen
+@frozen
 class HostFacts:
     """Everything that a plan needs to know about the host and the pod."""
 

@@ -6,7 +6,7 @@ import re
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network, ip_address
 from typing import Self
 
-import attrs
+from runner.values import frozen
 
 IpAddress = IPv4Address | IPv6Address
 IpInterface = IPv4Interface | IPv6Interface
@@ -15,7 +15,7 @@ IpNetwork = IPv4Network | IPv6Network
 _DOMAIN = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
-@attrs.frozen
+@frozen
 class Route:
     """A route of the main table through one interface."""
 
@@ -34,7 +34,7 @@ class Route:
         return str(self.destination) if self.gateway is None else f"{self.destination} via {self.gateway}"
 
 
-@attrs.frozen
+@frozen
 class PermanentNeighbour:
     """A permanent entry of an interface's neighbour table; the kernel drops it when the MAC address changes."""
 
@@ -42,7 +42,7 @@ class PermanentNeighbour:
     mac: str
 
 
-@attrs.frozen
+@frozen
 class Interface:
     """A network interface with everything that is needed to restore it.
 
@@ -66,7 +66,7 @@ class Interface:
     """The destinations of multipath routes through this interface; such routes can be neither moved nor restored."""
 
 
-@attrs.frozen
+@frozen
 class Resolver:
     """The name servers and search domains of ``/etc/resolv.conf`` that a guest can use as well."""
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from ipaddress import IPv6Interface
 
-import attrs
 import trio
 
 from runner.instance.daemons import STOPPED_WITHIN, restarted_child
@@ -16,9 +15,10 @@ from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, connected_pair
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv, passt_argv
 from runner.plan.networks import BridgedPlan, DhcpPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class NicBackend:
     """The host's side of one guest interface; our copies are closed once QEMU has its own."""
 

@@ -30,6 +30,7 @@ from runner.plan.host_checks import too_old
 from runner.plan.instance import InstancePlan, ShutdownPlan
 from runner.plan.machine import FilePlan, MachinePlan
 from runner.protocol.qmp import Monitor, QmpError, QmpEvent, VcpuThread
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ REMEDIES = (
 """The remedy, by the error that QEMU prints when it does not start."""
 
 
-@attrs.frozen
+@frozen
 class GuestAgentChannel:
     """Both ends of the guest agent's channel, if it has one."""
 
@@ -84,7 +85,7 @@ async def guest_agent_channel(guest: GuestPlan) -> AsyncIterator[GuestAgentChann
         yield GuestAgentChannel(ours, theirs)
 
 
-@attrs.frozen
+@frozen
 class QemuEndpoints:
     """The descriptors that QEMU inherits; our copies are closed then, so that each peer sees the other's death."""
 
@@ -107,7 +108,7 @@ class QemuEndpoints:
             connection.close()
 
 
-@attrs.frozen
+@frozen
 class GuestEnd:
     """Why the guest no longer runs."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Iterator, Sequence
 
-import attrs
-
 from runner.cpuset import CpuSet
 from runner.errors import PlacementError
 from runner.instance.cgroups.active import ActivePlacement
@@ -16,9 +14,10 @@ from runner.kernel.scheduler import pin
 from runner.placement.backends import Placement
 from runner.placement.threads import ObservedThread, Receipt, Role, sentences, thread_rules
 from runner.protocol.qmp import VcpuThread
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class QemuThreads:
     """QEMU, and what it says its threads are."""
 

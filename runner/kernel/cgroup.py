@@ -24,6 +24,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.memory import MemoryCharge
+from runner.values import frozen
 
 THREADED_CONTROLLERS = frozenset({"cpu", "cpuset", "perf_event", "pids"})
 """Controllers a threaded subtree may use; any other is a *domain* controller ("Threads": "threaded controllers")."""
@@ -79,7 +80,7 @@ def write_control(fd: int, value: str, name: str) -> None:
         raise _refused(f"write {value!r} to", name, error) from error
 
 
-@attrs.frozen
+@frozen
 class Cgroup:
     """One group, identified by the *path* of its directory; it holds no descriptor and no state.
 

@@ -20,6 +20,7 @@ import attrs
 
 from runner.errors import HostError
 from runner.facts.network import IpAddress, IpInterface, IpNetwork, PermanentNeighbour, Route
+from runner.values import frozen
 
 ANSWERED_WITHIN = 5
 """Seconds after which an answer counts as lost: the kernel answers before ``sendto`` returns."""
@@ -84,7 +85,7 @@ _DUMP_TRIES = 10
 """A dump is repeated when something changed in the middle of it; ten times in a row are not coincidence."""
 
 
-@attrs.frozen
+@frozen
 class FoundLink:
     """A network interface as the kernel describes it."""
 
@@ -100,7 +101,7 @@ class FoundLink:
     """``bridge``, ``veth``, ``tun`` (which a tap is too), …; empty for hardware."""
 
 
-@attrs.frozen
+@frozen
 class Change:
     """A change of a link; ``None`` leaves the property as it is."""
 

@@ -27,6 +27,7 @@ import trio
 
 from runner.errors import HostError
 from runner.kernel.lines import LINES_PER_STEP, LineFramer
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def stop_bound(within: float) -> float:
     return within + KILLED_WITHIN + 1
 
 
-@attrs.frozen
+@frozen
 class Command:
     """A program to start: *fds* keep their numbers in the child; without *user_id* it runs as this process does."""
 

@@ -13,6 +13,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.threads import ProcessStatus, ThreadStatus
+from runner.values import frozen
 
 _VANISHED = (FileNotFoundError, ProcessLookupError)
 _PF_KTHREAD = 0x00200000
@@ -23,7 +24,7 @@ _BOUND = re.compile(r" bind(?:=[a-z|]+)?:([0-9,-]+)", re.ASCII)
 _MAPPED_FILE = re.compile(r" file=(\S+)")
 
 
-@attrs.frozen
+@frozen
 class ThreadTimes:
     """The CPU time of a thread."""
 
@@ -35,7 +36,7 @@ class ThreadTimes:
     """Number of involuntary context switches."""
 
 
-@attrs.frozen
+@frozen
 class MappedMemory:
     """A mapping of a file or of huge pages (``numa_maps``)."""
 
@@ -49,7 +50,7 @@ class MappedMemory:
     """The NUMA nodes it is bound to (``MPOL_BIND``); empty without a binding."""
 
 
-@attrs.frozen
+@frozen
 class Procfs:
     """A procfs mounted at *root*.
 

@@ -41,6 +41,7 @@ from runner.kubelet.topology_manager import (
     Scope,
     TopologyManager,
 )
+from runner.values import frozen
 
 REJECTION = "TopologyAffinityError"
 REJECTION_MESSAGE = "Resources cannot be allocated with Topology locality"
@@ -48,7 +49,7 @@ NO_AFFINITY = Hint(None, preferred=False)
 """The affinity that the managers get where the Topology Manager asked no provider for hints."""
 
 
-@attrs.frozen
+@frozen
 class KubeletConfiguration:
     """The part of ``KubeletConfiguration`` that decides about placement; values as in the file."""
 
@@ -71,7 +72,7 @@ class KubeletConfiguration:
     topology_manager_policy_options: Mapping[str, str] = attrs.field(factory=dict)
 
 
-@attrs.frozen
+@frozen
 class Kubelet:
     """The managers of one kubelet after its start; ``None`` for a manager with policy none."""
 
@@ -220,7 +221,7 @@ class Outcome(enum.Enum):
     """The kubelet would panic."""
 
 
-@attrs.frozen
+@frozen
 class Step:
     """One merge of hints by the Topology Manager."""
 
@@ -231,7 +232,7 @@ class Step:
     merged: Merged
 
 
-@attrs.frozen
+@frozen
 class Admission:
     """The admission of one pod."""
 
@@ -268,7 +269,7 @@ class Admission:
         return self.node.memory.assignments.get(self.pod.pod_uid, {})
 
 
-@attrs.frozen
+@frozen
 class SimulatedNode:
     """The state of a kubelet's managers between two admissions.
 

@@ -14,6 +14,7 @@ import attrs
 
 from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Container, ContainerKind, Pod, read_quantity
 from runner.spec.value import Value
+from runner.values import frozen
 
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
     "Pod": (),
@@ -36,7 +37,7 @@ class QosClass(enum.Enum):
     BEST_EFFORT = "BestEffort"
 
 
-@attrs.frozen
+@frozen
 class Manifest:
     """A pod as its manifest describes it."""
 
@@ -51,7 +52,7 @@ class Manifest:
     """Sentences: other properties that decide about its CPUs."""
 
 
-@attrs.frozen
+@frozen
 class _Resources:
     """The ``resources`` of one container, or of a whole pod, after the API server's defaults."""
 

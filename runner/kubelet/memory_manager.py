@@ -33,6 +33,7 @@ from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Container, ContainerKin
 from runner.kubelet.quirks import AllocationError, KubeletConfigError
 from runner.kubelet.state import Block, MemoryState, MemoryTable, NumaMemory, without_pod
 from runner.kubelet.topology_manager import Hint, HintList, ProviderHints
+from runner.values import frozen
 
 
 def hugepages_resource(size: int) -> str:
@@ -40,7 +41,7 @@ def hugepages_resource(size: int) -> str:
     return f"{HUGEPAGES_PREFIX}{format_bytes(size)}"
 
 
-@attrs.frozen
+@frozen
 class MemoryManager:
     """The ``Static`` policy as configured on one host (``staticPolicy``); its methods decide from a :class:`MemoryState`."""
 

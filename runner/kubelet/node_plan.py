@@ -20,9 +20,10 @@ from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.state import Block, CpuState, MemoryState
 from runner.kubelet.topology_manager import Hint
 from runner.placement.pins import Pinning, all_cpus, place
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class States:
     """The contents of the kubelet's state files, ``None`` for one that was not given."""
 
@@ -30,7 +31,7 @@ class States:
     memory: MemoryState | None = None
 
 
-@attrs.frozen
+@frozen
 class ContainerPlan:
     """The resources of one container of an admitted pod."""
 
@@ -45,7 +46,7 @@ class ContainerPlan:
     """The pinning of an instance with as many vCPUs as *cpus*; ``None`` for init containers and sidecars."""
 
 
-@attrs.frozen
+@frozen
 class PodPlan:
     """The kubelet's decision about one pod; *containers* is empty unless it is admitted."""
 
@@ -60,7 +61,7 @@ class PodPlan:
         return CpuSet(cpu for container in self.containers for cpu in container.cpus)
 
 
-@attrs.frozen
+@frozen
 class WhatIf:
     """The same pods with another configuration: the *plan*, or the *refusal* of the kubelet to start."""
 
@@ -69,7 +70,7 @@ class WhatIf:
     refusal: str = ""
 
 
-@attrs.frozen
+@frozen
 class Fit:
     """Whether an instance of *vcpus* fits: into *container* of *pod* with *placement*, or not, because of *error*."""
 
@@ -80,7 +81,7 @@ class Fit:
     error: str = ""
 
 
-@attrs.frozen
+@frozen
 class NodePlan:
     """A node *before* its pods, the decisions about them, and the node *after* them without the resources of stale pods."""
 

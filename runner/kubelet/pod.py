@@ -12,6 +12,7 @@ from typing import Self
 import attrs
 
 from runner.spec.value import Value
+from runner.values import frozen
 
 MEMORY = "memory"
 HUGEPAGES_PREFIX = "hugepages-"
@@ -68,7 +69,7 @@ class ContainerKind(enum.Enum):
     """A container of ``spec.containers``; all of a pod run together."""
 
 
-@attrs.frozen
+@frozen
 class Container:
     """The requests of one container."""
 
@@ -95,7 +96,7 @@ class Container:
         return cls(name, math.ceil(parse_quantity(requests.get("cpu", "0")) * 1000), memory, kind)
 
 
-@attrs.frozen
+@frozen
 class Pod:
     """One pod."""
 

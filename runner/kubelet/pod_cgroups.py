@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 
-import attrs
+from runner.values import frozen
 
 INSTANCE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 """Pattern of an instance's name: a pod's UID, or another name without characters that are special in a path."""
@@ -53,7 +53,7 @@ _NO_KUBELET = re.compile(
 )
 
 
-@attrs.frozen
+@frozen
 class ContainerCgroup:
     """The cgroup of one container."""
 

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-import attrs
-
 from runner.errors import SpecError
 from runner.facts.host import HostFacts, PodName, User
 from runner.placement.backends import ControllerPlacement, Placement
@@ -39,6 +37,7 @@ from runner.plan.problems import Problems, Remark
 from runner.plan.resolve import resolve_memory, resolve_vcpus
 from runner.plan.shares import SharePlan, plan_shares
 from runner.spec.instance import ConsoleSpec, InstanceSpec
+from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
@@ -56,7 +55,7 @@ DEVICES_BACK = 5.0
 """Seconds after QEMU's end within which its devices are free again: the kernel has reset them by then."""
 
 
-@attrs.frozen
+@frozen
 class ConsolePlan:
     """The outputs of the serial console."""
 
@@ -66,7 +65,7 @@ class ConsolePlan:
     """Bytes after which the log is renamed and a new one is begun."""
 
 
-@attrs.frozen
+@frozen
 class ShutdownPlan:
     """The seconds of each step of a power-down, in their order; their sum is the grace period."""
 
@@ -86,7 +85,7 @@ class ShutdownPlan:
         return self.quit + self.terminate
 
 
-@attrs.frozen
+@frozen
 class InstancePlan:
     """Everything that will be done for one instance."""
 

@@ -22,6 +22,7 @@ from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan
 from runner.plan.problems import Problems
 from runner.plan.shares import SharePlan
 from runner.spec.instance import BootSpec, InstanceSpec, RebootAction
+from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
@@ -39,7 +40,7 @@ SLOTS_OF_EVERY_GUEST = 2
 """pvpanic and the source of random numbers."""
 
 
-@attrs.frozen
+@frozen
 class FilePlan:
     """A file QEMU reads; *copied* into memory first when QEMU's user may not read it."""
 
@@ -47,7 +48,7 @@ class FilePlan:
     copied: bool
 
 
-@attrs.frozen
+@frozen
 class MachinePlan:
     """Everything that QEMU's command line is made from."""
 

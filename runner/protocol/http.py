@@ -11,11 +11,11 @@ import ipaddress
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-import attrs
 import trio
 
 from runner.errors import HostError
 from runner.kernel.lines import LineFramer, OverlongError, receive_line
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _CONNECTIONS = 64
 """Connections at a time; one more takes the place of the oldest, so that slow ones cannot keep a probe out."""
 
 
-@attrs.frozen
+@frozen
 class HttpResponse:
     """The status and the text of one response."""
 

@@ -26,12 +26,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import attrs
 import trio
 
 from runner.errors import HostError
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import LineFramer, OverlongError
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class ExecuteError(QmpError):
 Message = dict[str, Any]
 
 
-@attrs.frozen
+@frozen
 class QmpEvent:
     """A message that QEMU sends without a request (``qapi/*.json``)."""
 
@@ -83,7 +83,7 @@ class QmpEvent:
     data: Mapping[str, object]
 
 
-@attrs.frozen
+@frozen
 class VcpuThread:
     """The thread of one vCPU, as ``query-cpus-fast`` returns it."""
 

@@ -28,6 +28,7 @@ from runner.kernel.lines import OverlongError
 from runner.kernel.peers import Peer, Peers, boot_time
 from runner.kernel.sockets import accepted
 from runner.protocol.jsonrpc import INVALID_REQUEST, MessageFramer, Reply, RpcError, RpcResult, answer, format_error
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ Identify = Callable[[], Peer]
 """Returns the process that connected. Raises :exc:`~runner.kernel.peers.PeerError` once it has ended."""
 
 
-@attrs.frozen
+@frozen
 class SocketLimits:
     """What clients may take of a server."""
 
@@ -83,7 +84,7 @@ class _Client:
     working: bool = False
 
 
-@attrs.frozen
+@frozen
 class UnixServer:
     """Carries messages between clients and *service*."""
 

@@ -23,6 +23,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
+from runner.values import frozen
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ _REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", re.ASCII)
 
 
-@attrs.frozen
+@frozen
 class Rule:
     """The values that one key can have."""
 

@@ -8,9 +8,10 @@ from runner.kernel.cgroup import write_control
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import CgroupFds
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class EnteredCgroups:
     """Cgroups that threads are moved between by *cgroup_fds*."""
 

@@ -7,8 +7,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-import attrs
-
 from runner.cpuset import CpuSet
 from runner.kubelet.node_plan import NodePlan
 from runner.kubelet.report.picture import (
@@ -22,6 +20,7 @@ from runner.kubelet.report.picture import (
     title_of,
 )
 from runner.kubelet.report.text import hardware_line
+from runner.values import frozen
 
 CELL_WIDTH, CELL_HEIGHT = 27, 17
 CORE_GAP, CACHE_GAP, ROW_GAP = 2, 8, 7
@@ -48,7 +47,7 @@ FILLS = (
 """Fill and ink of each pod in turn: colours that differ for the colour-blind too (after Okabe and Ito)."""
 
 
-@attrs.frozen
+@frozen
 class _CellStyle:
     """The colours of a CPU's cell, and its *owner*, which the tooltip names."""
 
@@ -57,7 +56,7 @@ class _CellStyle:
     owner: str
 
 
-@attrs.frozen
+@frozen
 class _Box:
     """A part of the drawing, in pixels, with its upper left corner at the origin."""
 

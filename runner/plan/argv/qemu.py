@@ -27,6 +27,7 @@ from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from runner.plan.shares import SharePlan
 from runner.spec.instance import WatchdogAction
 from runner.spec.rules import MIB
+from runner.values import frozen
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 """QEMU's seccomp sandbox."""
@@ -85,7 +86,7 @@ class Endpoints(Protocol):
         """Return the properties of ``vfio-pci`` that say which *device* it is."""
 
 
-@attrs.frozen
+@frozen
 class QemuFds:
     """Endpoints as inherited descriptors; *ram*, *wires* and *shares* are by index."""
 
@@ -152,7 +153,7 @@ class QemuFds:
         return f"host={device.address}" if number is None else f"fd={number},iommufd=iommufd0"
 
 
-@attrs.frozen
+@frozen
 class Paths:
     """Endpoints as paths and a terminal, for a person who runs the command."""
 
