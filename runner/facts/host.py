@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Mapping
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Self
 
@@ -15,11 +16,13 @@ from runner.facts.descriptor import DescriptorFact
 from runner.facts.disk import DocumentFact, FileFact
 from runner.facts.hardware import Hardware
 from runner.facts.memory import MemoryLimits
-from runner.facts.network import Interface, Resolver
 from runner.values import frozen
 
-if TYPE_CHECKING:  # few guests have PCI devices, and the classes of their facts cost PID 1 two milliseconds
+if TYPE_CHECKING:  # few guests have PCI devices, some have no network, and PID 1 pays for what it imports
+    from runner.facts.network import Interface
     from runner.facts.pci import VfioFacts
+
+_DOMAIN = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
 @frozen
@@ -111,6 +114,37 @@ class PodName:
     def to_json(self) -> dict[str, str]:
         """Return the names under their keys in the placement receipt."""
         return {"name": self.name, "namespace": self.namespace, "node": self.node, "uid": self.pod_uid}
+
+
+@frozen
+class Resolver:
+    """The name servers and search domains of ``/etc/resolv.conf`` that a guest can use as well."""
+
+    nameservers: tuple[IPv4Address, ...] = ()
+    search: tuple[str, ...] = ()
+    nameservers6: tuple[IPv6Address, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse ``resolv.conf(5)`` without loopback and link-local servers, which a guest cannot reach."""
+        nameservers: list[IPv4Address | IPv6Address] = []
+        search: tuple[str, ...] = ()
+        for line in text.splitlines():
+            word, *rest = line.split() or [""]
+            if word == "nameserver" and rest:
+                try:
+                    address = ip_address(rest[0])
+                except ValueError:
+                    continue
+                if not address.is_loopback and not address.is_link_local:
+                    nameservers.append(address)
+            elif word in {"search", "domain"}:
+                search = tuple(name for name in rest if _DOMAIN.fullmatch(name) and name != ".")
+        return cls(
+            tuple(each for each in nameservers if isinstance(each, IPv4Address)),
+            search,
+            tuple(each for each in nameservers if isinstance(each, IPv6Address)),
+        )
 
 
 @frozen

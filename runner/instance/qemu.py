@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 import trio
@@ -17,7 +17,6 @@ from runner.errors import HostError, Status, explain
 from runner.instance import disks
 from runner.instance.daemons import FATAL, Shares
 from runner.instance.memory import MBIND_REMEDY
-from runner.instance.network import NicBackend
 from runner.instance.supervisor import Supervisor, first_of
 from runner.kernel import files
 from runner.kernel.character_devices import vhost_vsock
@@ -31,6 +30,9 @@ from runner.plan.instance import InstancePlan, ShutdownPlan
 from runner.plan.machine import FilePlan, MachinePlan
 from runner.protocol.qmp import Monitor, QmpError, QmpEvent, VcpuThread
 from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.instance.network import NicBackend  # some guests have no network, and PID 1 pays for what it imports
 
 log = logging.getLogger(__name__)
 
@@ -301,12 +303,17 @@ def _meaning(event: QmpEvent) -> GuestEnd | None:
 
 @asynccontextmanager
 async def paused_qemu(
-    supervisor: Supervisor, plan: InstancePlan, endpoints: QemuEndpoints, memory_cgroup_fd: int | None
+    supervisor: Supervisor,
+    plan: InstancePlan,
+    endpoints: QemuEndpoints,
+    memory_cgroup_fd: int | None,
+    meanwhile: Callable[[], None],
 ) -> AsyncIterator[Qemu]:
     """Hold a QEMU that has greeted, and whose guest has not run yet.
 
     It is started in the cgroup of *memory_cgroup_fd* (a descriptor of its ``cgroup.procs``; ``None``: this process's) and
     has all of its memory when it greets, if the plan says so: a page stays charged to the cgroup that touched it first.
+    *meanwhile* is called once it has been started: it takes 50 ms to greet.
     """
     with connected_pair("QMP") as (ours, theirs), ExitStack() as lent:
         if plan.machine.passthrough.devices:
@@ -319,6 +326,7 @@ async def paused_qemu(
         try:
             theirs.close()
             endpoints.close_our_copies()
+            meanwhile()
             version = await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.greeted))
             lent.close()
             log.info("QEMU is up pid=%d version=%s", process.pid, version)

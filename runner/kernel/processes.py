@@ -15,7 +15,6 @@ import contextlib
 import logging
 import math
 import os
-import shlex
 import signal
 import subprocess
 from collections import deque
@@ -234,7 +233,10 @@ class Processes:
 
         Raises :exc:`~runner.errors.HostError` when it cannot be started.
         """
-        log.debug("start role=%s argv=%s", command.role, shlex.join(command.argv))
+        if log.isEnabledFor(logging.DEBUG):
+            import shlex  # here, because the log seldom has it
+
+            log.debug("start role=%s argv=%s", command.role, shlex.join(command.argv))
         wrapper = () if command.entering is None else ("/bin/sh", "-c", _ENTER, command.role)
         try:
             with _pipe() as (output, theirs):

@@ -30,7 +30,6 @@ from runner.plan.machine import (
     too_few_slots,
 )
 from runner.plan.memory import memory_overhead, not_lockable, plan_ram, too_few_pages
-from runner.plan.networks import DhcpPlan, NetworkPlan, plan_dhcp, plan_networks
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.plan.placement import choose_backend, plan_placement, plan_topology
 from runner.plan.problems import Problems, Remark
@@ -41,6 +40,7 @@ from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
+    from runner.plan.networks import DhcpPlan, NetworkPlan
 
 GREETING_TIMEOUT = 60.0
 """Seconds QEMU may take to greet: it takes 0.1 s."""
@@ -139,11 +139,10 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     problems.found += not_lockable(spec, lockable, facts.limits, root=user.user_id == 0)
 
     claims = Claims(facts, problems)
-    networks = tuple(plan_networks(spec, vcpus, facts, claims, problems))
+    networks, dhcp = _networks(spec, vcpus, facts, claims, problems)
     shares = tuple(plan_shares(spec, facts, problems))
     disks = plan_disks(spec.disk, facts, problems)
     qemu = require_program(facts.qemu, "qemu-system-x86_64", "qemu-system-x86", problems)
-    dhcp = tuple(plan_dhcp(networks, facts, problems))
     claims.claim_disks(spec.disk)
     claims.refuse_unclaimed()
     sleep = require_program(facts.sleep, "sleep", "coreutils", problems)
@@ -200,6 +199,17 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         start_timeout=GREETING_TIMEOUT + (size / SLOWEST_PREALLOCATION if ram.preallocate else 0),
         remarks=tuple(problems.remarks),
     )
+
+
+def _networks(
+    spec: InstanceSpec, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems
+) -> tuple[tuple[NetworkPlan, ...], tuple[DhcpPlan, ...]]:
+    if not spec.network:
+        return (), ()
+    from runner.plan.networks import plan_dhcp, plan_networks  # here, because some guests have no network
+
+    networks = tuple(plan_networks(spec, vcpus, facts, claims, problems))
+    return networks, tuple(plan_dhcp(networks, facts, problems))
 
 
 def _console(console: ConsoleSpec, facts: HostFacts) -> ConsolePlan:

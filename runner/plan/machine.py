@@ -17,7 +17,6 @@ from runner.plan.firmware import VariablesPlan
 from runner.plan.guest_devices import GuestPlan
 from runner.plan.host_checks import KVM_UNUSABLE_REMEDY, emulated, kvm_unusable, root_for_kvm
 from runner.plan.memory import RamPlan
-from runner.plan.networks import NetworkPlan
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan
 from runner.plan.problems import Problems
 from runner.plan.shares import SharePlan
@@ -26,6 +25,7 @@ from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
+    from runner.plan.networks import NetworkPlan
 
 Accel = Literal["kvm", "tcg"]
 

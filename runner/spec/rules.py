@@ -10,12 +10,11 @@ runner (69 ms), and neither suggests the nearest known key for a misspelled one.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -87,6 +86,13 @@ def _wrong(value: object) -> NoReturn:
     raise ValueError(f"found {found(value)}")
 
 
+def _nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return the one of *known* that is most like *word*, if one is."""
+    import difflib  # here, because only a document with a mistake needs it
+
+    return difflib.get_close_matches(word, list(known), 1, cutoff)
+
+
 def text(pattern: str | None = None, allowed: str = "a string") -> Rule:
     """Take a string without control characters, which matches *pattern* as a whole if one is given."""
 
@@ -126,7 +132,7 @@ def choice(*words: str) -> Rule:
     def parse(value: object) -> str:
         if isinstance(value, str) and value in words:
             return value
-        near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) else []
+        near = _nearest(value, words) if isinstance(value, str) else []
         raise ValueError(f"found {found(value)}" + (f", did you mean {near[0]!r}?" if near else ""))
 
     return Rule("one of " + ", ".join(f'"{word}"' for word in words), parse)
@@ -275,7 +281,7 @@ def settings(known: Mapping[str, Rule]) -> Rule:
         for name, setting in value.items():
             rule = known.get(name)
             if rule is None:
-                near = difflib.get_close_matches(name, known, 1)
+                near = _nearest(name, known)
                 raise ValueError(f"found the unknown {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
             try:
                 pairs.append((name, rule.parse(setting)))
@@ -479,7 +485,7 @@ def structure(schema: type[T], value: object, where: str, problems: list[Problem
 
 
 def _unknown(name: str, attributes: Mapping[str, object], where: str) -> Problem:
-    near = difflib.get_close_matches(name, attributes, 1, 0.5)
+    near = _nearest(name, attributes, 0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(attributes)}"
     return Problem(f"{where}.{name}" if where else name, "unknown key", hint)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
-from runner.placement.threads import CgroupPaths
+
+if TYPE_CHECKING:
+    from runner.placement.threads import CgroupPaths  # a back end without cgroups needs it only once QEMU runs
 
 
 class ActivePlacement(Protocol):
