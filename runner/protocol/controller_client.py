@@ -53,7 +53,8 @@ class ControllerAbsentError(HostError):
 class CgroupFds:
     """Descriptors of four control files, open for writing, by which processes and threads change their cgroup.
 
-    Their order is that of the controller's message.
+    Their order is that of the controller's message. ``cgroup.threads`` is open for reading as well, but for controllers
+    before this one.
     """
 
     float_procs: Descriptor

@@ -43,6 +43,12 @@ class ActivePlacement(Protocol):
     def confine(self, tid: int) -> None:
         """Move the thread *tid* alone into the instance's cgroup."""
 
+    def members(self) -> Sequence[frozenset[int]]:
+        """Return the threads of float and those of the instance's cgroup, as the kernel lists them.
+
+        Empty if the placement has no cgroups, or the controller is too old for its descriptors to be read.
+        """
+
     def release(self, tid: int) -> None:
         """Move the thread *tid* alone back to float, with float's CPUs as its mask."""
 

@@ -29,6 +29,9 @@ class FloatMask:
     def confine(self, tid: int) -> None:
         pass
 
+    def members(self) -> Sequence[frozenset[int]]:
+        return ()
+
     def release(self, tid: int) -> None:
         pin(tid, read_mask())
 
