@@ -29,7 +29,7 @@ class CpuSet:
 
     def __init__(self, cpus: Iterable[int] = ()) -> None:
         self._cpus = frozenset(cpus)
-        if any(not 0 <= cpu <= MAX_CPU for cpu in self._cpus):
+        if self._cpus and (min(self._cpus) < 0 or max(self._cpus) > MAX_CPU):
             raise ValueError(f"CPU numbers go from 0 to {MAX_CPU}, found {min(self._cpus)} to {max(self._cpus)}")
 
     @classmethod

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-import attrs
+from runner.values import frozen
 
 
 class Status(enum.IntEnum):
@@ -82,7 +82,7 @@ class UsageError(RunnerError):
     status = Status.USAGE
 
 
-@attrs.frozen
+@frozen
 class Problem:
     """One error of a document.
 

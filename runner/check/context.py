@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-import attrs
-
 from runner.check.finding import Place
 from runner.check.programs import KubeletState, shared_pool_of
 from runner.cpuset import CpuSet
@@ -14,9 +12,10 @@ from runner.facts.hardware import Hardware
 from runner.facts.host import PodQos
 from runner.facts.roots import Roots
 from runner.plan.host_checks import ASKING_FOR_LESS
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class CheckedHost:
     """Where the checks read, and what the command line says."""
 
@@ -34,7 +33,7 @@ class CheckedHost:
         return Roots.below(self.root)
 
 
-@attrs.frozen
+@frozen
 class CheckContext:
     """Facts that several judgements need, read once; where a spec was given, those of its instance."""
 

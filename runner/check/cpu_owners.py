@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import attrs
-
 from runner.check.finding import Check, Finding, Place
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
@@ -13,6 +11,7 @@ from runner.facts.host import PodQos
 from runner.kernel.settings import Interrupt
 from runner.placement.pins import place
 from runner.plan.host_checks import CPU_TIME, OWN_CPUS, shared_cpus, too_little_time
+from runner.values import frozen
 
 OWN = Check("own-cpus", "a pod that asks for 20 CPUs has 20 CPUs only if the kubelet gives them to no other pod")
 CORES = Check("cores", "threads of one core slow each other, and memory of another NUMA node is slower by half")
@@ -33,7 +32,7 @@ UNIFY = 'remove "hostPID" and "shareProcessNamespace" from the pod\'s manifest'
 BLOCKING = 'ENTRYPOINT ["env", "--block-signal=TERM,INT,HUP", "instance-runner"]'
 
 
-@attrs.frozen
+@frozen
 class Init:
     """Process 1 of this PID namespace, which may be this process."""
 
@@ -43,7 +42,7 @@ class Init:
     handles_sigterm: bool
 
 
-@attrs.frozen
+@frozen
 class CpuNeighbour:
     """A populated cgroup that belongs neither to the kubelet nor to the controller, and the CPUs its members may use."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-import attrs
+from runner.values import frozen
 
 
 class Level(enum.Enum):
@@ -19,7 +19,7 @@ class Level(enum.Enum):
     """``run`` refuses to start here, or the controller refuses its instances."""
 
 
-@attrs.frozen
+@frozen
 class Finding:
     """One result of a check; *remedy* is a command, or the line of a file or manifest, that fixes it."""
 
@@ -30,7 +30,7 @@ class Finding:
     remedy: str = ""
 
 
-@attrs.frozen
+@frozen
 class Check:
     """One question: its *name* for machines, and why the answer *matters*."""
 
@@ -80,7 +80,7 @@ def place_of(*, in_initial_pid_namespace: bool, has_kubelet: bool, in_pod: bool)
     return Place.MACHINE if in_initial_pid_namespace else Place.CONTAINER
 
 
-@attrs.frozen
+@frozen
 class CheckReport:
     """All findings, in the order of the checks."""
 

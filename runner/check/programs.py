@@ -6,14 +6,13 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-import attrs
-
 from runner.check.finding import Check, Finding, Place
 from runner.cpuset import CpuSet
 from runner.facts.host import Virtiofsd
 from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.state import CpuState
 from runner.plan.host_checks import too_old
+from runner.values import frozen
 
 QEMU = Check("qemu", "it runs the virtual machine")
 VIRTIOFSD = Check("virtiofsd", "each [[share]] is served by one")
@@ -39,7 +38,7 @@ STATIC = (
 )
 
 
-@attrs.frozen
+@frozen
 class Program:
     """A program that was looked for and tried: its first lines of *output*, or the *error* that makes it unusable."""
 

@@ -20,6 +20,7 @@ from runner.cli.options import add_state_dir
 from runner.errors import HostError, UsageError
 from runner.kernel.lines import LineFramer, OverlongError
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, connected
+from runner.values import frozen
 
 TYPED_AHEAD = 1 << 16
 """Bytes kept while the guest does not read; input beyond them is dropped, and the terminal's bell rings."""
@@ -59,7 +60,7 @@ def parse_key(text: str) -> bytes:
     raise UsageError(f"cannot detach with {text!r}: it is no key like ctrl-] or ctrl-a; name one with --detach-key")
 
 
-@attrs.frozen
+@frozen
 class AttachRequest:
     """The request of a terminal that attaches: whether it wants to write, and to take that over from another."""
 

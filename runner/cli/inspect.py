@@ -21,6 +21,7 @@ from runner.inspect.observe import observe_container, observe_node
 from runner.inspect.render import report_json, report_lines, state_lines
 from runner.inspect.rules import InspectionReport, judge
 from runner.kernel.cgroup import Cgroup
+from runner.values import frozen
 
 _CLEAR = "\x1b[H\x1b[2J"
 """Cursor home, erase the screen (ECMA-48)."""
@@ -85,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
     return formatter.status
 
 
-@attrs.frozen
+@frozen
 class InspectionTarget:
     """Where instances are looked for."""
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import attrs
-
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peer
 from runner.kubelet.pod_cgroups import ContainerCgroup
+from runner.values import frozen
 
 IDENTITY = "identity"
 CPUSET = "cpuset"
@@ -37,7 +36,7 @@ class RequestRefusedError(RefusedError):
         self.values = values
 
 
-@attrs.frozen
+@frozen
 class ContainerProcess:
     """A process found in a container's cgroup: the *container*, the exact *cgroup*, and its PID namespace."""
 
@@ -46,7 +45,7 @@ class ContainerProcess:
     pid_namespace: int | None
 
 
-@attrs.frozen
+@frozen
 class ContainerIdentity:
     """The container of a peer, and the *cgroup* to which its processes return."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import attrs
+from runner.values import frozen
 
 MIB = 1 << 20
 LEAST_MEMORY = 1 << 30
@@ -26,7 +26,7 @@ NO_PROCESSES = "0"
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-@attrs.frozen
+@frozen
 class Limits:
     """The limits of the tree, as written to the kernel; ``None`` stands for no limit."""
 

@@ -48,6 +48,7 @@ from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ _STRANGERS_NAMED = 8
 """Threads whose processes are looked up for the log when an instance without a pod is emptied."""
 
 
-@attrs.frozen
+@frozen
 class Intervals:
     """How often to look."""
 

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import attrs
 import trio
 
 from runner.arguments import LOG_FORMATS, add_version, argument_type
@@ -42,6 +41,7 @@ from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http, unavailable
 from runner.protocol.logs import LogHandler
 from runner.protocol.unix_server import SocketLimits, UnixServer
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ Default = Literal["default"]
 """The value of a limit's option that was not given."""
 
 
-@attrs.frozen
+@frozen
 class LimitOptions:
     """The limits of the command line, checked; ``None`` stands for no limit."""
 
@@ -62,7 +62,7 @@ class LimitOptions:
     pod_cpu_weight: int = Limits().pod_cpu_weight
 
 
-@attrs.frozen
+@frozen
 class Options:
     """The command line, checked."""
 

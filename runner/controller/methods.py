@@ -55,6 +55,7 @@ from runner.kubelet.pod_cgroups import (
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, SERVER_ERROR, RpcError, RpcResult
 from runner.protocol.unix_server import Identify
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ BETWEEN_CHECKPOINTS = 64
 """Processes that are looked at, 0.02 ms each, before other requests have their turn."""
 
 
-@attrs.frozen
+@frozen
 class Timeouts:
     """Seconds to wait for the kubelet and for threads to end."""
 
@@ -96,7 +97,7 @@ class Timeouts:
     """For the last thread of an instance that is being deregistered to end."""
 
 
-@attrs.frozen
+@frozen
 class RpcMethods:
     """Serves requests about the cgroups that *loop* reconciles, in the hierarchy mounted at *mount*.
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-import attrs
-
 from runner.errors import HostError
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.procfs import Procfs
@@ -22,6 +20,7 @@ from runner.kubelet.pod_cgroups import (
     parse_container,
     pod_groups,
 )
+from runner.values import frozen
 
 _MOST_GROUPS = 256
 """Cgroups of one pod that are looked into; a privileged container can make any number."""
@@ -29,7 +28,7 @@ _MOST_ANCESTORS = 8
 """Ancestors of a process that are looked at to find its pod."""
 
 
-@attrs.frozen
+@frozen
 class MemberProcess:
     """A process in the *cgroup* of a *container*."""
 
@@ -38,7 +37,7 @@ class MemberProcess:
     pid: int
 
 
-@attrs.frozen
+@frozen
 class PodCgroups:
     """The pods' cgroups in the hierarchy mounted at *mount*, and their processes in *procfs*.
 

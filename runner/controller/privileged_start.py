@@ -6,8 +6,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import attrs
-
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DEFAULT_RULES, DeviceRule, attach_device_filter, cgroup_id, macvtap_rules
@@ -18,6 +16,7 @@ from runner.kernel.privileges import (
     enter_cgroup_namespace,
     keep_capabilities,
 )
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ KEPT_CAPABILITIES = (
 )
 
 
-@attrs.frozen
+@frozen
 class DeviceFilter:
     """The device filter of the tree *root*."""
 

@@ -31,6 +31,7 @@ from runner.facts.hardware import OnlineCpus
 from runner.kernel.cgroup import THREADED_CONTROLLERS
 from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid, pod_float_group
 from runner.kubelet.state import CpuState
+from runner.values import frozen
 
 ROOT = ""
 PARENT = ".."
@@ -41,7 +42,7 @@ _BELOW = ("cpu", "pids")
 """Those that the root and float switch on for their children. Without cpuset in float, its children have float's CPUs."""
 
 
-@attrs.frozen
+@frozen
 class Group:
     """A group of ours below the root, as observed."""
 
@@ -57,7 +58,7 @@ class Group:
     """Control file → value, for the limits that the kernel offers here."""
 
 
-@attrs.frozen
+@frozen
 class PodGroup:
     """The group of a pod in float, as observed."""
 
@@ -66,7 +67,7 @@ class PodGroup:
     limits: Mapping[str, str] = attrs.field(factory=dict)
 
 
-@attrs.frozen
+@frozen
 class Observed:
     """The tree as it is."""
 
@@ -99,7 +100,7 @@ class Observed:
         return dict(_instances(self.groups))
 
 
-@attrs.frozen
+@frozen
 class Desired:
     """The tree as it should be."""
 
@@ -116,21 +117,21 @@ class Desired:
     limits: Limits = attrs.field(factory=Limits)
 
 
-@attrs.frozen
+@frozen
 class Make:
     """Create a group."""
 
     group: str
 
 
-@attrs.frozen
+@frozen
 class Remove:
     """Remove a group, if it is still empty."""
 
     group: str
 
 
-@attrs.frozen
+@frozen
 class Write:
     """Write *value* to *file* of a group."""
 
@@ -139,7 +140,7 @@ class Write:
     value: str
 
 
-@attrs.frozen
+@frozen
 class Restrict:
     """Write a limit, or switch on the controller for one. The tree works without it, so that a failure stops nothing."""
 
@@ -148,7 +149,7 @@ class Restrict:
     value: str
 
 
-@attrs.frozen
+@frozen
 class Evict:
     """Move the threads that are in the instance's group of pod *pod_uid* to the pod's group in float."""
 

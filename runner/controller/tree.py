@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from typing import assert_never
 
-import attrs
-
 from runner.controller.reconcile import (
     PARENT,
     ROOT,
@@ -26,6 +24,7 @@ from runner.cpuset import CpuSet
 from runner.errors import explain
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kubelet.pod_cgroups import FLOAT, INSTANCE_NAME, instance_uid
+from runner.values import frozen
 
 MOVED_AT_ONCE = 256
 """Threads that one action moves out of a group: 0.2 ms each, and no request is answered meanwhile."""
@@ -35,7 +34,7 @@ _INSTANCE_LIMITS = ("pids.max",)
 _POD_LIMITS = ("cpu.weight", "pids.max")
 
 
-@attrs.frozen
+@frozen
 class Fault:
     """An action without the effect it should have: its group, and the reason."""
 
@@ -45,7 +44,7 @@ class Fault:
     """Whether only a limit is missing: the group can be used."""
 
 
-@attrs.frozen
+@frozen
 class Tree:
     """The controller's part of the hierarchy, below the group *root*."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-import attrs
+from runner.values import frozen
 
 DescriptorKind = Literal["tap", "macvtap", "vhost-net", "socket", "file", "block", "other"]
 
 
-@attrs.frozen
+@frozen
 class DescriptorFact:
     """A descriptor that another program opened."""
 

@@ -8,10 +8,12 @@ from typing import Literal, Protocol, assert_never
 
 import attrs
 
+from runner.values import frozen
+
 FileKind = Literal["file", "directory", "block", "character", "other", "missing"]
 
 
-@attrs.frozen
+@frozen
 class ImageFact:
     """A disk image, as its first bytes describe it."""
 
@@ -29,7 +31,7 @@ class ImageFact:
     """Why the image cannot be used at all, as a verb phrase: encryption, damage, an external data file."""
 
 
-@attrs.frozen
+@frozen
 class FileFact:
     """A path that the spec names."""
 
@@ -75,7 +77,7 @@ class FileFact:
 MISSING = FileFact("missing")
 
 
-@attrs.frozen
+@frozen
 class DocumentFact:
     """The content of a small file that the spec names."""
 
@@ -96,7 +98,7 @@ class DiskFacts(Protocol):
         """Why ``io_uring`` cannot be used; ``None`` if it can."""
 
 
-@attrs.frozen
+@frozen
 class LateDiskFacts:
     """The facts about a disk that is attached while the guest runs."""
 

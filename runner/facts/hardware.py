@@ -16,6 +16,7 @@ import attrs
 
 from runner.cpuset import MAX_CPU, CpuSet
 from runner.errors import Problem, SpecError
+from runner.values import frozen
 
 FORMAT = 1
 """Version of the recorded form, incremented when an older reader would misunderstand it."""
@@ -24,7 +25,7 @@ KINDS = ("performance", "efficiency")
 """The values of :attr:`Cpu.kind` on a host with unequal cores."""
 
 
-@attrs.frozen
+@frozen
 class Cpu:
     """One online logical CPU, and the units of hardware that it belongs to."""
 
@@ -48,7 +49,7 @@ class Cpu:
     """One of :data:`KINDS`; ``None`` on a host with equal cores."""
 
 
-@attrs.frozen
+@frozen
 class HugepagePool:
     """The hugepages of one size on one NUMA node; *size* in bytes, *total* and *free* in pages."""
 
@@ -81,7 +82,7 @@ def huge_limit_variable(page_size: int) -> str:
     return f"LIMITS_{hugepages_resource(page_size).upper().replace('-', '_')}"
 
 
-@attrs.frozen
+@frozen
 class NumaNode:
     """One NUMA node; it may have no CPUs (CXL memory) or no memory.
 
@@ -221,7 +222,7 @@ class Hardware:
                 )
 
 
-@attrs.frozen
+@frozen
 class OnlineCpus:
     """The CPUs and memory nodes of the host now; hotplug changes both while the host runs."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Mapping
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Self
 
@@ -15,13 +16,16 @@ from runner.facts.descriptor import DescriptorFact
 from runner.facts.disk import DocumentFact, FileFact
 from runner.facts.hardware import Hardware
 from runner.facts.memory import MemoryLimits
-from runner.facts.network import Interface, Resolver
+from runner.values import frozen
 
-if TYPE_CHECKING:  # few guests have PCI devices, and the classes of their facts cost PID 1 two milliseconds
+if TYPE_CHECKING:  # few guests have PCI devices, some have no network, and PID 1 pays for what it imports
+    from runner.facts.network import Interface
     from runner.facts.pci import VfioFacts
 
+_DOMAIN = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
-@attrs.frozen
+
+@frozen
 class User:
     """A user that a child process runs as."""
 
@@ -35,7 +39,7 @@ class User:
 ROOT = User("root", 0, 0)
 
 
-@attrs.frozen
+@frozen
 class Virtiofsd:
     """The installed virtiofsd: the one in C of QEMU up to 7.2, or its successor in Rust."""
 
@@ -61,7 +65,7 @@ class Virtiofsd:
         return self.rust and self.version >= (1, 11)
 
 
-@attrs.frozen
+@frozen
 class Kvm:
     """The state of ``/dev/kvm``."""
 
@@ -87,7 +91,7 @@ class Kvm:
         return self.mode & bits == bits and self.group_id != 0
 
 
-@attrs.frozen
+@frozen
 class PodQos:
     """The QoS class of the Kubernetes pod that this process is in."""
 
@@ -97,7 +101,7 @@ class PodQos:
     """The file or setting that shows it, as a clause of a message."""
 
 
-@attrs.frozen
+@frozen
 class PodName:
     """The names of the pod that its manifest puts into the environment (Downward API); empty where it does not."""
 
@@ -112,7 +116,38 @@ class PodName:
         return {"name": self.name, "namespace": self.namespace, "node": self.node, "uid": self.pod_uid}
 
 
-@attrs.frozen
+@frozen
+class Resolver:
+    """The name servers and search domains of ``/etc/resolv.conf`` that a guest can use as well."""
+
+    nameservers: tuple[IPv4Address, ...] = ()
+    search: tuple[str, ...] = ()
+    nameservers6: tuple[IPv6Address, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse ``resolv.conf(5)`` without loopback and link-local servers, which a guest cannot reach."""
+        nameservers: list[IPv4Address | IPv6Address] = []
+        search: tuple[str, ...] = ()
+        for line in text.splitlines():
+            word, *rest = line.split() or [""]
+            if word == "nameserver" and rest:
+                try:
+                    address = ip_address(rest[0])
+                except ValueError:
+                    continue
+                if not address.is_loopback and not address.is_link_local:
+                    nameservers.append(address)
+            elif word in {"search", "domain"}:
+                search = tuple(name for name in rest if _DOMAIN.fullmatch(name) and name != ".")
+        return cls(
+            tuple(each for each in nameservers if isinstance(each, IPv4Address)),
+            search,
+            tuple(each for each in nameservers if isinstance(each, IPv6Address)),
+        )
+
+
+@frozen
 class HostFacts:
     """Everything that a plan needs to know about the host and the pod."""
 

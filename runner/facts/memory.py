@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import attrs
 
+from runner.values import frozen
 
-@attrs.frozen
+
+@frozen
 class HugeFact:
     """The limits of this process for huge pages of one size; :class:`~runner.facts.hardware.HugepagePool` counts free ones."""
 
@@ -18,7 +20,7 @@ class HugeFact:
     """Free pages that are reserved for other processes, which have mapped but not yet touched them (``resv_hugepages``)."""
 
 
-@attrs.frozen
+@frozen
 class MemoryCharge:
     """The memory that a cgroup is charged for, in bytes."""
 
@@ -28,7 +30,7 @@ class MemoryCharge:
     """The sum of ``hugetlb.*.current``."""
 
 
-@attrs.frozen
+@frozen
 class MemoryLimits:
     """The limits of this process's memory."""
 

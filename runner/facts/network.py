@@ -1,21 +1,17 @@
-"""Network interfaces, with everything that is needed to restore them, and name servers, as they were read."""
+"""Network interfaces, with everything that is needed to restore them, as they were read."""
 
 from __future__ import annotations
 
-import re
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network, ip_address
-from typing import Self
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 
-import attrs
+from runner.values import frozen
 
 IpAddress = IPv4Address | IPv6Address
 IpInterface = IPv4Interface | IPv6Interface
 IpNetwork = IPv4Network | IPv6Network
 
-_DOMAIN = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
-
-@attrs.frozen
+@frozen
 class Route:
     """A route of the main table through one interface."""
 
@@ -34,7 +30,7 @@ class Route:
         return str(self.destination) if self.gateway is None else f"{self.destination} via {self.gateway}"
 
 
-@attrs.frozen
+@frozen
 class PermanentNeighbour:
     """A permanent entry of an interface's neighbour table; the kernel drops it when the MAC address changes."""
 
@@ -42,7 +38,7 @@ class PermanentNeighbour:
     mac: str
 
 
-@attrs.frozen
+@frozen
 class Interface:
     """A network interface with everything that is needed to restore it.
 
@@ -64,34 +60,3 @@ class Interface:
     neighbours: tuple[PermanentNeighbour, ...] = ()
     multipath: tuple[IpNetwork, ...] = ()
     """The destinations of multipath routes through this interface; such routes can be neither moved nor restored."""
-
-
-@attrs.frozen
-class Resolver:
-    """The name servers and search domains of ``/etc/resolv.conf`` that a guest can use as well."""
-
-    nameservers: tuple[IPv4Address, ...] = ()
-    search: tuple[str, ...] = ()
-    nameservers6: tuple[IPv6Address, ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Parse ``resolv.conf(5)`` without loopback and link-local servers, which a guest cannot reach."""
-        nameservers: list[IpAddress] = []
-        search: tuple[str, ...] = ()
-        for line in text.splitlines():
-            word, *rest = line.split() or [""]
-            if word == "nameserver" and rest:
-                try:
-                    address = ip_address(rest[0])
-                except ValueError:
-                    continue
-                if not address.is_loopback and not address.is_link_local:
-                    nameservers.append(address)
-            elif word in {"search", "domain"}:
-                search = tuple(name for name in rest if _DOMAIN.fullmatch(name) and name != ".")
-        return cls(
-            tuple(each for each in nameservers if isinstance(each, IPv4Address)),
-            search,
-            tuple(each for each in nameservers if isinstance(each, IPv6Address)),
-        )

@@ -7,8 +7,10 @@ from pathlib import PurePosixPath
 
 import attrs
 
+from runner.values import frozen
 
-@attrs.frozen
+
+@frozen
 class DeviceNode:
     """A device node in ``/dev``."""
 
@@ -21,7 +23,7 @@ class DeviceNode:
     """Whether its mode lets any user read and write it."""
 
 
-@attrs.frozen
+@frozen
 class GroupMember:
     """Another device of an IOMMU group."""
 
@@ -32,7 +34,7 @@ class GroupMember:
     """Whether it is a PCI bridge."""
 
 
-@attrs.frozen
+@frozen
 class Bar:
     """A region of a device's memory that the guest sees (base address register)."""
 
@@ -42,7 +44,7 @@ class Bar:
     """Whether it may be mapped above 4 GiB behind a bridge: it is 64-bit and prefetchable."""
 
 
-@attrs.frozen
+@frozen
 class PciLink:
     """The current and the highest speed and width of a PCI Express link."""
 
@@ -54,7 +56,7 @@ class PciLink:
     best_width: int
 
 
-@attrs.frozen
+@frozen
 class PciFact:
     """A PCI device."""
 
@@ -87,7 +89,7 @@ class PciFact:
     """``/dev/vfio/devices/vfioN`` for iommufd; ``None`` where the kernel does not create it."""
 
 
-@attrs.frozen
+@frozen
 class VfioFacts:
     """Everything that a plan with PCI devices needs to know; read only if the spec has devices."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-import attrs
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class Roots:
     """The mount points of one machine; other roots than the defaults read another machine's or a recorded tree."""
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import attrs
-
 from runner.cpuset import CpuSet
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class ThreadStatus:
     """One thread, as ``/proc/PID/task/TID`` showed it at one moment."""
 
@@ -29,7 +28,7 @@ class ThreadStatus:
         return self.running_on in self.cpus
 
 
-@attrs.frozen
+@frozen
 class ProcessStatus:
     """One process, as ``/proc/PID`` showed it at one moment."""
 

@@ -11,19 +11,20 @@ from runner.cpuset import CpuSet
 from runner.facts.memory import MemoryCharge
 from runner.placement.backends import Backend
 from runner.placement.threads import ObservedThread, Role, ThreadRules
+from runner.values import frozen
 
 Viewpoint = Literal["container", "node"]
 """From where instances are observed."""
 
 
-@attrs.frozen
+@frozen
 class Unknown:
     """What could not be observed; *reason* says why, and from where it can be."""
 
     reason: str
 
 
-@attrs.frozen
+@frozen
 class PodCharge:
     """The memory that a pod's cgroup is charged for."""
 
@@ -31,7 +32,7 @@ class PodCharge:
     amount: MemoryCharge
 
 
-@attrs.frozen
+@frozen
 class GuestMemory:
     """The guest's RAM as far as QEMU has mapped it: NUMA node → bytes, in small pages and in hugetlb pages."""
 
@@ -43,7 +44,7 @@ class GuestMemory:
     """Bytes of it on other NUMA nodes than they are bound to."""
 
 
-@attrs.frozen
+@frozen
 class InstanceObservation:
     """One instance."""
 
@@ -79,7 +80,7 @@ class InstanceObservation:
         return tuple(each for each in self.threads if each.role is Role.VCPU)
 
 
-@attrs.frozen
+@frozen
 class KubeletObservation:
     """The CPUs that the kubelet has assigned, and those of the cgroups below the controller's root."""
 
@@ -94,7 +95,7 @@ class KubeletObservation:
     """Pod UID → its exclusive CPUs; ``None`` under policy none."""
 
 
-@attrs.frozen
+@frozen
 class Observation:
     """Everything that was observed."""
 

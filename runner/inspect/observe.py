@@ -37,6 +37,7 @@ from runner.kernel.sysfs import read_hardware, read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid, parse_container, pod_float_group
 from runner.kubelet.state_files import KubeletFiles, parse_verified_cpu_state
 from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules, parse_receipt
+from runner.values import frozen
 
 FOLLOWS_WITHIN = 1.0
 """Seconds the controller may take from the kubelet's file to float; only then does a difference count."""
@@ -63,7 +64,7 @@ def _numa_node_of(roots: Roots) -> Mapping[int, int]:
     return {cpu.cpu: cpu.numa_node for cpu in hardware.cpus}
 
 
-@attrs.frozen
+@frozen
 class _ObservedProcess:
     """A process with its threads."""
 
@@ -75,7 +76,7 @@ class _ObservedProcess:
     """It is ``sleep infinity``, which is what anchors are."""
 
 
-@attrs.frozen
+@frozen
 class _ProcessTable:
     """Every process that can be seen, but the reader's own."""
 

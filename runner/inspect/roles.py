@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import attrs
-
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.placement.threads import ObservedThread, Receipt, Role
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class Roles:
     """The roles of processes, and of QEMU's threads. Since the receipt was written, a number may have been given away."""
 

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import assert_never
 
-import attrs
-
 from runner.cpuset import CpuSet
 from runner.inspect.observation import (
     GuestMemory,
@@ -35,6 +33,7 @@ from runner.placement.threads import (
     WrongCgroup,
     sentences,
 )
+from runner.values import frozen
 
 
 class RuleResult(enum.Enum):
@@ -45,7 +44,7 @@ class RuleResult(enum.Enum):
     UNKNOWN = "unknown"
 
 
-@attrs.frozen
+@frozen
 class RuleVerdict:
     """A rule, how it was judged, and the sentences that say why."""
 
@@ -54,7 +53,7 @@ class RuleVerdict:
     reasons: tuple[str, ...]
 
 
-@attrs.frozen
+@frozen
 class JudgedInstance:
     """An instance with the verdict of each rule about it."""
 
@@ -62,7 +61,7 @@ class JudgedInstance:
     verdicts: tuple[RuleVerdict, ...]
 
 
-@attrs.frozen
+@frozen
 class InspectionReport:
     """An observation with all verdicts."""
 

@@ -16,6 +16,7 @@ from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, listening_pair
 from runner.plan.argv.qemu import virtiofsd_argv
 from runner.plan.shares import SharePlan
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ STOPPED_WITHIN = 2.0
 """Seconds that a daemon may take to end after SIGTERM."""
 
 
-@attrs.frozen
+@frozen
 class Restart:
     """Start it again: at first after *first* seconds, then after twice as long each time, up to *longest*."""
 
@@ -33,7 +34,7 @@ class Restart:
     """Seconds of life after which earlier deaths no longer count."""
 
 
-@attrs.frozen
+@frozen
 class EndInstance:
     """The guest cannot live without it: power down and exit with *status*."""
 
@@ -111,7 +112,7 @@ async def _restart(supervisor: Supervisor, policy: Restart, child: RestartedChil
             supervisor.restarted.announce()
 
 
-@attrs.frozen
+@frozen
 class Shares:
     """The virtiofsd of each share, and the connection to it that QEMU gets."""
 

@@ -20,9 +20,8 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, RefusedError, explain
 from runner.facts.disk import DocumentFact, FileFact, LateDiskFacts
 from runner.facts.hardware import huge_limit_variable, hugepages_resource
-from runner.facts.host import HostFacts, Kvm, PodName, PodQos, User, Virtiofsd
+from runner.facts.host import HostFacts, Kvm, PodName, PodQos, Resolver, User, Virtiofsd
 from runner.facts.memory import HugeFact, MemoryLimits
-from runner.facts.network import Interface, Resolver
 from runner.facts.roots import Roots
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.character_devices import may_open, probe_kvm, try_kvm
@@ -45,11 +44,11 @@ from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import qos_of_oom_score_adj
 from runner.plan.machine import EVERY_QEMUS_MODELS, QEMU_USERS, model_name, parse_cpu_models
-from runner.plan.networks import DHCP_USERS
 from runner.spec.instance import DiskSpec, InstanceSpec
 
 if TYPE_CHECKING:
     from runner.facts.descriptor import DescriptorFact
+    from runner.facts.network import Interface
     from runner.facts.pci import VfioFacts
     from runner.kernel.inherited_fds import InheritedFd
 
@@ -99,7 +98,7 @@ async def read_host_facts(
         virtiofsd_error=virtiofsd_error,
         files=dict(_files(spec)),
         documents=dict(_documents(spec)),
-        users=dict(_users((spec.instance.user, *QEMU_USERS, *DHCP_USERS))),
+        users=dict(_users(spec)),
         io_uring_error=_io_uring_error(spec.disk),
         kvm=_kvm(spec, roots.dev / "kvm"),
         tun=not spec.network or may_open(roots.dev / "net/tun"),
@@ -182,7 +181,12 @@ def _console_log_error(log: PurePosixPath | None, state_directory: PurePosixPath
     return why_not_appended(log)
 
 
-def _users(names: Iterable[str]) -> Iterator[tuple[str, User]]:
+def _users(spec: InstanceSpec) -> Iterator[tuple[str, User]]:
+    names: tuple[str, ...] = (spec.instance.user, *QEMU_USERS)
+    if spec.network:
+        from runner.plan.networks import DHCP_USERS  # here, because some guests have no network
+
+        names += DHCP_USERS
     for name in names:
         try:
             entry = pwd.getpwnam(name)
@@ -267,8 +271,9 @@ async def _cpu_models(asked: str | None, processes: Processes, qemu: PurePosixPa
 def _with_pod(facts: HostFacts, spec: InstanceSpec, procfs: Procfs, roots: Roots, cgroup: str) -> HostFacts:
     placement = spec.cpu.placement
     pod = read_pod(procfs, os.environ)
-    container_uid = _container_uid(procfs, cgroup) if placement in {"auto", "controller"} else None
-    controller_error, controller_remedy = _controller_error(spec.cpu.controller, container_uid)
+    container_uid, controller_error, controller_remedy = None, None, ""
+    if placement in {"auto", "controller"}:
+        container_uid, controller_error, controller_remedy = _controller(spec.cpu.controller, procfs, cgroup)
     return attrs.evolve(
         facts,
         pod=pod,
@@ -290,7 +295,7 @@ def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> PodQos | None:
     """
     cgroup = procfs.cgroup()
     if "kubepods" in cgroup:
-        from runner.kubelet.pod_cgroups import parse_container  # here, because its patterns take 4 ms to compile
+        from runner.kubelet.pod_cgroups import parse_container  # here, because outside of a pod nothing needs it
 
         container = parse_container(cgroup)
         if container is not None:
@@ -307,13 +312,6 @@ def read_pod_name(environment: Mapping[str, str]) -> PodName:
     return PodName(*(environment.get(name, "") for name in names))
 
 
-def _container_uid(procfs: Procfs, cgroup: str) -> str | None:
-    """Return what the controller knows this container by: from the Downward API, else from its cgroup and mounts."""
-    from runner.kubelet.pod_uid import parse_container_uid  # here, because its patterns take 4 ms to compile
-
-    return os.environ.get("POD_UID") or parse_container_uid(cgroup, procfs.mounted_roots())
-
-
 def _pod_uid(procfs: Procfs, cgroup: str) -> str | None:
     """Return the pod's UID, and never a container's id: that is another one after each restart."""
     from runner.kubelet.pod_uid import parse_pod_uid
@@ -321,16 +319,26 @@ def _pod_uid(procfs: Procfs, cgroup: str) -> str | None:
     return os.environ.get("POD_UID") or parse_pod_uid(cgroup, procfs.mounted_roots())
 
 
-def _controller_error(socket: PurePosixPath, container_uid: str | None) -> tuple[str | None, str]:
-    """Return why the controller cannot be asked, and the remedy; a controller that does not answer may be starting."""
-    set_pod_uid = "set the environment variable POD_UID from the Downward API (fieldRef: metadata.uid)"
-    if probe_file(socket.parent).kind != "directory":
-        return f"its socket's directory {str(socket.parent)!r} is not here", "mount it from the node"
-    if container_uid is None:
-        return "the pod's UID is not to be seen here", set_pod_uid
-    from runner.kubelet.pod_uid import is_container_uid  # where there is a UID, this is imported already
+def _controller(socket: PurePosixPath, procfs: Procfs, cgroup: str) -> tuple[str | None, str | None, str]:
+    """Return what the controller knows this container by, why the controller cannot be asked, and the remedy.
 
-    return (None, "") if is_container_uid(container_uid) else (f"{container_uid!r} is no pod's UID", set_pod_uid)
+    The first comes from the Downward API, else from the container's cgroup and mounts. A controller that does not answer
+    may be starting.
+    """
+    if probe_file(socket.parent).kind != "directory":
+        return None, f"its socket's directory {str(socket.parent)!r} is not here", "mount it from the node"
+    from runner.kubelet.pod_uid import (  # here, because some pods have no controller
+        is_container_uid,
+        parse_container_uid,
+    )
+
+    set_pod_uid = "set the environment variable POD_UID from the Downward API (fieldRef: metadata.uid)"
+    container_uid = os.environ.get("POD_UID") or parse_container_uid(cgroup, procfs.mounted_roots())
+    if container_uid is None:
+        return None, "the pod's UID is not to be seen here", set_pod_uid
+    if not is_container_uid(container_uid):
+        return container_uid, f"{container_uid!r} is no pod's UID", set_pod_uid
+    return container_uid, None, ""
 
 
 def _delegation_error(roots: Roots, cgroup: str) -> str | None:
@@ -396,7 +404,7 @@ def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:
     names = sorted({each.interface or "eth0" for each in spec.network if each.mode in {"bridge", "macvtap"}})
     if not names:
         return {}
-    from runner.kernel.network import read_interfaces  # here, because not every instance pays for pyroute2
+    from runner.kernel.network import read_interfaces  # here, because some guests have no network
 
     return read_interfaces(names)
 

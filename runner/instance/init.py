@@ -24,6 +24,7 @@ from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ _MISTAKES = {None, errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTSOCK}
 """Errors of a system call that say nothing of the host."""
 
 
-@attrs.frozen
+@frozen
 class ExitReport:
     """How the instance ended: what the exit status and the termination log are made of."""
 
@@ -54,7 +55,7 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-@attrs.frozen
+@frozen
 class Streams:
     """Where this process writes its output, and answers requests."""
 

@@ -9,7 +9,9 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -19,7 +21,6 @@ from runner.instance.console import console_shown
 from runner.instance.daemons import FATAL, anchored, first_dead, shared
 from runner.instance.display import display_shown
 from runner.instance.memory import guest_memory
-from runner.instance.network import dhcp_served, networked
 from runner.instance.qemu import (
     GuestEnd,
     OpenedFiles,
@@ -30,15 +31,17 @@ from runner.instance.qemu import (
     paused_qemu,
     started_within,
 )
-from runner.instance.receipts import Receipts, query_threads, receipt_table
 from runner.instance.state_directory import READY, RECEIPT
 from runner.instance.supervisor import StopRequestedError, Supervisor, first_of
-from runner.instance.thread_placement import place_threads
 from runner.kernel import files
 from runner.kernel.processes import Process
 from runner.kernel.sockets import CONTROL_SOCKET, QMP_SOCKET, Socket, listening
-from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan, ShutdownPlan
+
+if TYPE_CHECKING:
+    from runner.instance.network import NicBackend
+    from runner.instance.receipts import Receipts
+    from runner.placement.threads import Receipt
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +68,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             _opened(plan) as opened,
             entered_cgroups(supervisor, plan.placement, anchors) as active,
             guest_memory(supervisor, plan, active.pod_cgroup_fd) as ram,
-            networked(supervisor, plan.networks, active.in_pod_cgroup) as nic_backends,
-            dhcp_served(supervisor, plan.dhcp),
+            _networked(supervisor, plan, active.in_pod_cgroup) as nic_backends,
             shared(supervisor, plan.shares, directory) as shares,
             console_shown(supervisor, plan.console, show, directory) as console,
             _passthrough_held(supervisor, plan, active.in_pod_cgroup),
@@ -76,6 +78,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
                 plan,
                 QemuEndpoints(opened, ram, nic_backends, shares, console, agent),
                 active.memory_cgroup_fd,
+                _import_next_steps,
             ) as machine,
             _placed_threads(supervisor, plan, active, machine) as receipts,
             display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
@@ -125,6 +128,23 @@ async def _opened(plan: InstancePlan) -> AsyncIterator[OpenedFiles]:
 
 
 @asynccontextmanager
+async def _networked(
+    supervisor: Supervisor, plan: InstancePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
+) -> AsyncIterator[tuple[NicBackend, ...]]:
+    """Hold every network of the guest, and a dnsmasq on each that has one; device nodes are made *in_pod_cgroup*."""
+    if not plan.networks:
+        yield ()
+        return
+    from runner.instance.network import dhcp_served, networked  # here, because some guests have no network
+
+    async with (
+        networked(supervisor, plan.networks, in_pod_cgroup) as nic_backends,
+        dhcp_served(supervisor, plan.dhcp),
+    ):
+        yield nic_backends
+
+
+@asynccontextmanager
 async def _passthrough_held(
     supervisor: Supervisor, plan: InstancePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
 ) -> AsyncIterator[None]:
@@ -152,11 +172,20 @@ async def _state(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[in
                 files.remove_directory_if_empty(plan.state_directory)
 
 
+def _import_next_steps() -> None:
+    """Import what :func:`_placed_threads` needs."""
+    import_module("runner.instance.receipts")
+
+
 @asynccontextmanager
 async def _placed_threads(
     supervisor: Supervisor, plan: InstancePlan, active: ActivePlacement, machine: Qemu
 ) -> AsyncIterator[Receipts]:
     """Hold the vCPU threads on their CPUs, and the receipt that proves it in the state directory."""
+    # Here, because it was imported while QEMU started.
+    from runner.instance.receipts import Receipts, query_threads, receipt_table
+    from runner.instance.thread_placement import place_threads
+
     threads = await started_within(
         plan.start_timeout, lambda: supervisor.unless_stopped(partial(query_threads, machine, plan))
     )

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asyncc
 from ipaddress import IPv6Interface
 from typing import TYPE_CHECKING
 
-import attrs
 import trio
 
 from runner.instance.daemons import STOPPED_WITHIN, restarted_child
@@ -17,12 +16,13 @@ from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, connected_pair
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv, passt_argv
 from runner.plan.networks import BridgedPlan, DhcpPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.kernel.network import Bridge
 
 
-@attrs.frozen
+@frozen
 class NicBackend:
     """The host's side of one guest interface; our copies are closed once QEMU has its own."""
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 import trio
@@ -17,7 +17,6 @@ from runner.errors import HostError, Status, explain
 from runner.instance import disks
 from runner.instance.daemons import FATAL, Shares
 from runner.instance.memory import MBIND_REMEDY
-from runner.instance.network import NicBackend
 from runner.instance.supervisor import Supervisor, first_of
 from runner.kernel import files
 from runner.kernel.character_devices import vhost_vsock
@@ -30,6 +29,10 @@ from runner.plan.host_checks import too_old
 from runner.plan.instance import InstancePlan, ShutdownPlan
 from runner.plan.machine import FilePlan, MachinePlan
 from runner.protocol.qmp import Monitor, QmpError, QmpEvent, VcpuThread
+from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.instance.network import NicBackend  # some guests have no network, and PID 1 pays for what it imports
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ REMEDIES = (
 """The remedy, by the error that QEMU prints when it does not start."""
 
 
-@attrs.frozen
+@frozen
 class GuestAgentChannel:
     """Both ends of the guest agent's channel, if it has one."""
 
@@ -84,7 +87,7 @@ async def guest_agent_channel(guest: GuestPlan) -> AsyncIterator[GuestAgentChann
         yield GuestAgentChannel(ours, theirs)
 
 
-@attrs.frozen
+@frozen
 class OpenedFiles:
     """The files and devices that QEMU inherits, as :class:`~runner.plan.argv.qemu.QemuFds` names them."""
 
@@ -131,7 +134,7 @@ def opened_files(plan: MachinePlan, directory: PurePosixPath) -> Iterator[Opened
         yield OpenedFiles(numbers, devices, vhost_vsock_fd, held)
 
 
-@attrs.frozen
+@frozen
 class QemuEndpoints:
     """The descriptors that QEMU inherits; our copies are closed then, so that each peer sees the other's death."""
 
@@ -156,7 +159,7 @@ class QemuEndpoints:
             connection.close()
 
 
-@attrs.frozen
+@frozen
 class GuestEnd:
     """Why the guest no longer runs."""
 
@@ -349,12 +352,17 @@ def _meaning(event: QmpEvent) -> GuestEnd | None:
 
 @asynccontextmanager
 async def paused_qemu(
-    supervisor: Supervisor, plan: InstancePlan, endpoints: QemuEndpoints, memory_cgroup_fd: int | None
+    supervisor: Supervisor,
+    plan: InstancePlan,
+    endpoints: QemuEndpoints,
+    memory_cgroup_fd: int | None,
+    meanwhile: Callable[[], None],
 ) -> AsyncIterator[Qemu]:
     """Hold a QEMU that has greeted, and whose guest has not run yet.
 
     It is started in the cgroup of *memory_cgroup_fd* (a descriptor of its ``cgroup.procs``; ``None``: this process's) and
     has all of its memory when it greets, if the plan says so: a page stays charged to the cgroup that touched it first.
+    *meanwhile* is called once it has been started: it takes 50 ms to greet.
     """
     with connected_pair("QMP") as (ours, theirs), ExitStack() as lent:
         if plan.machine.passthrough.devices:
@@ -367,6 +375,7 @@ async def paused_qemu(
         try:
             theirs.close()
             endpoints.close_our_copies()
+            meanwhile()
             version = await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.greeted))
             lent.close()
             log.info("QEMU is up pid=%d version=%s", process.pid, version)

@@ -71,7 +71,7 @@ class Receipts:
         return self._read_once() if strays else found
 
     def _read_once(self) -> Receipt:
-        threads = read_threads(self.supervisor.processes, self.supervisor.procfs, self.threads)
+        threads = read_threads(self.supervisor.processes, self.supervisor.procfs, self.active, self.threads)
         return attrs.evolve(self.receipt, threads=threads)
 
     def publish(self) -> None:

@@ -15,10 +15,11 @@ import trio
 from runner.errors import RunnerError, explain
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
-from runner.placement.threads import Receipt
+from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any, and PID 1 pays for what it imports
+    from runner.placement.threads import Receipt
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class GuestState:
             self.phase, self.read = "stopping", None
 
 
-@attrs.frozen
+@frozen
 class Supervisor:
     """The handles that every part of an instance needs."""
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import PlacementError
+from runner.facts.threads import ThreadStatus
 from runner.instance.cgroups.active import ActivePlacement
 from runner.kernel.processes import Process, Processes
 from runner.kernel.procfs import Procfs
-from runner.kernel.scheduler import pin
+from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import Placement
 from runner.placement.threads import ObservedThread, Receipt, Role, sentences, thread_rules
 from runner.protocol.qmp import VcpuThread
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class QemuThreads:
     """QEMU, and what it says its threads are."""
 
@@ -26,16 +28,18 @@ class QemuThreads:
     vcpus: Sequence[VcpuThread]
     iothreads: Container[int] = ()
     """Their tids."""
+    indices: Mapping[int, int] = attrs.field(init=False)
+    """tid → index of the vCPU."""
 
-    def observed(self, procfs: Procfs) -> Iterator[ObservedThread]:
-        """Yield every thread that QEMU has now, as the kernel shows it."""
-        index = {vcpu.tid: vcpu.index for vcpu in self.vcpus}
-        for thread in procfs.threads(self.process.pid):
-            if thread.tid in index:
-                yield ObservedThread(Role.VCPU, index[thread.tid], thread)
-            else:
-                role = Role.IOTHREAD if thread.tid in self.iothreads else Role.EMULATOR
-                yield ObservedThread(role, None, thread)
+    @indices.default
+    def _indices(self) -> dict[int, int]:
+        return {vcpu.tid: vcpu.index for vcpu in self.vcpus}
+
+    def role(self, tid: int) -> tuple[Role, int | None]:
+        """Return the role of QEMU's thread *tid*, and its index if it is a vCPU."""
+        if (index := self.indices.get(tid)) is not None:
+            return Role.VCPU, index
+        return Role.IOTHREAD if tid in self.iothreads else Role.EMULATOR, None
 
 
 def place_threads(
@@ -57,7 +61,7 @@ def place_threads(
     for vcpu, cpu in zip(vcpus, placement.pins, strict=True):
         pin(vcpu.tid, CpuSet([cpu]))
     rules = thread_rules(placement, active.cgroups)
-    return verified(Receipt(placement.backend, rules, read_threads(processes, procfs, qemu)))
+    return verified(Receipt(placement.backend, rules, read_threads(processes, procfs, active, qemu)))
 
 
 def verified(receipt: Receipt) -> Receipt:
@@ -67,18 +71,63 @@ def verified(receipt: Receipt) -> Receipt:
     return receipt
 
 
-def read_threads(processes: Processes, procfs: Procfs, qemu: QemuThreads) -> tuple[ObservedThread, ...]:
+def read_threads(
+    processes: Processes, procfs: Procfs, active: ActivePlacement, qemu: QemuThreads
+) -> tuple[ObservedThread, ...]:
     """Return every thread that this process and its children have now, as the kernel shows it."""
-    return tuple(_threads(processes, procfs, qemu))
+    return tuple(_threads(processes, ThreadReader(procfs, active.members()), qemu))
 
 
-def _threads(processes: Processes, procfs: Procfs, qemu: QemuThreads) -> Iterator[ObservedThread]:
-    for thread in procfs.threads(os.getpid()):
+def _threads(processes: Processes, reader: ThreadReader, qemu: QemuThreads) -> Iterator[ObservedThread]:
+    for thread in reader.threads(os.getpid()):
         yield ObservedThread(Role.RUNNER, None, thread)
     for process in processes:
         if process is qemu.process:
-            yield from qemu.observed(procfs)
+            for thread in reader.threads(process.pid):
+                yield ObservedThread(*qemu.role(thread.tid), thread)
         else:
             role = Role.of_child(process.role)
-            for thread in procfs.threads(process.pid):
+            for thread in reader.threads(process.pid):
                 yield ObservedThread(role, None, thread)
+
+
+@attrs.define(eq=False)
+class ThreadReader:
+    """Reads threads of this container, most of them by what the kernel says of a whole cgroup.
+
+    A thread's own files in /proc take the kernel and this process ten times as long as its line in ``cgroup.threads``
+    and ``sched_getaffinity(2)``, which say the same. Of each group one thread is read in full: it tells the group's path,
+    and the memory nodes, which the kernel sets alike for all threads of a cpuset (``cpuset_update_tasks_nodemask``).
+    """
+
+    procfs: Procfs
+    groups: Sequence[frozenset[int]]
+    """The threads of each cgroup; a thread that is in none of them is read in full."""
+    _known: dict[int, ThreadStatus] = attrs.field(factory=dict, init=False)
+    """Group, by its index → the thread of it that was read in full."""
+
+    def threads(self, pid: int) -> Iterator[ThreadStatus]:
+        """Yield the threads that *pid* has now; one that ends meanwhile is left out."""
+        for tid in self.procfs.thread_ids(pid):
+            if (thread := self._read(pid, tid)) is not None:
+                yield thread
+
+    def _read(self, pid: int, tid: int) -> ThreadStatus | None:
+        group = next((index for index, members in enumerate(self.groups) if tid in members), None)
+        if group is not None and (known := self._known.get(group)) is not None:
+            return self._read_briefly(pid, tid, known)
+        thread = self.procfs.thread(pid, tid)
+        if group is not None and thread is not None:
+            self._known[group] = thread
+        return thread
+
+    def _read_briefly(self, pid: int, tid: int, known: ThreadStatus) -> ThreadStatus | None:
+        found = self.procfs.name_and_last_cpu(pid, tid)
+        if found is None:
+            return None
+        try:
+            cpus = read_mask(tid)
+        except ProcessLookupError:
+            return None
+        name, last_cpu = found
+        return ThreadStatus(pid, tid, name, known.cgroup, cpus, known.mems, last_cpu)

@@ -24,6 +24,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.memory import MemoryCharge
+from runner.values import frozen
 
 THREADED_CONTROLLERS = frozenset({"cpu", "cpuset", "perf_event", "pids"})
 """Controllers a threaded subtree may use; any other is a *domain* controller ("Threads": "threaded controllers")."""
@@ -79,7 +80,25 @@ def write_control(fd: int, value: str, name: str) -> None:
         raise _refused(f"write {value!r} to", name, error) from error
 
 
-@attrs.frozen
+def read_members(fd: int, name: str) -> frozenset[int]:
+    """Return the threads in the group whose ``cgroup.threads`` is open as *fd*; *name* is its path in an error.
+
+    The kernel asks no more than that *fd* was opened for reading, wherever the group lies, and gives the numbers of the
+    reader's PID namespace, 0 for a thread that it cannot name (``kernel/cgroup/cgroup.c``, ``cgroup_procs_show``). Reading
+    from offset 0 begins anew.
+
+    Raises :class:`CgroupError`, with ``EBADF`` for a descriptor that was opened for writing alone.
+    """
+    content = b""
+    try:
+        while piece := os.pread(fd, 1 << 16, len(content)):
+            content += piece
+    except OSError as error:
+        raise _refused("read", name, error) from error
+    return frozenset(map(int, content.split()))
+
+
+@frozen
 class Cgroup:
     """One group, identified by the *path* of its directory; it holds no descriptor and no state.
 
@@ -187,10 +206,12 @@ class Cgroup:
         """Open control file *file* for writing and return the descriptor, which the caller closes or passes on.
 
         Without ``O_CREAT`` a misspelt name fails, and no file is ever created in an ordinary directory that is not a
-        group.
+        group. ``cgroup.threads`` can also be read by it (:func:`read_members`), which shows who has moved a thread where
+        it is.
         """
+        mode = os.O_RDWR if file == "cgroup.threads" else os.O_WRONLY
         try:
-            return os.open(self.path / file, os.O_WRONLY | os.O_CLOEXEC)
+            return os.open(self.path / file, mode | os.O_CLOEXEC)
         except OSError as error:
             raise _refused("open", str(self.path / file), error) from error
 

@@ -17,9 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, Self, get_args
 
-import attrs
-
 from runner.errors import HostError
+from runner.values import frozen
 
 DeviceKind = Literal["b", "c"]
 """Block and character devices, as mknod(1) and the OCI runtime specification write them."""
@@ -34,7 +33,7 @@ _LARGEST_MAJOR, _LARGEST_MINOR = (1 << 12) - 1, (1 << 20) - 1
 """``MINORBITS`` of ``include/linux/kdev_t.h``."""
 
 
-@attrs.frozen
+@frozen
 class DeviceRule:
     """Devices that may be used, and how: *access* has letters of ``rwm``; ``None`` stands for every number."""
 

@@ -32,6 +32,7 @@ from runner.facts.descriptor import DescriptorFact, DescriptorKind
 from runner.kernel.fd_passing import TooManyFdsError, TruncatedFdsError, receive_with_fds
 from runner.kernel.files import Descriptor, owned
 from runner.kernel.lines import LineFramer
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ _IFF_TAP, _IFF_MULTI_QUEUE, _IFF_NO_PI = 0x0002, 0x0100, 0x1000
 _IFREQ = struct.Struct("16sH22x")
 
 
-@attrs.frozen
+@frozen
 class InheritedFd:
     """A descriptor that another program has opened; its user may close it, else the end of :func:`inherited_fds` does."""
 

@@ -13,10 +13,10 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-import attrs
 import trio
 
 from runner.errors import HostError
+from runner.values import frozen
 
 MODIFY = 0x00000002
 CLOSE_WRITE = 0x00000008
@@ -33,7 +33,7 @@ _EVENT = struct.Struct("iIII")  # struct inotify_event: wd, mask, cookie, len; t
 _BUFFER = 64 * 1024
 
 
-@attrs.frozen
+@frozen
 class FileEvent:
     """An event of *name* in the watched directory *watch*, or of the directory itself where *name* is empty.
 
@@ -45,7 +45,7 @@ class FileEvent:
     name: str
 
 
-@attrs.frozen
+@frozen
 class Inotify:
     """An open inotify queue; made by :func:`watching`."""
 

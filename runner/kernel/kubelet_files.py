@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import attrs
 import trio
 
 from runner.errors import HostError, RunnerError, SpecError, explain
 from runner.kernel.files import closing
+from runner.values import frozen
 
 _LARGEST = 16 * 1024 * 1024
 """Bytes. A file larger than this is not the kubelet's."""
@@ -27,7 +27,7 @@ _LARGEST = 16 * 1024 * 1024
 T = TypeVar("T")
 
 
-@attrs.frozen
+@frozen
 class Frozen:
     """There is no state to act on: what runs is left as it is."""
 

@@ -21,6 +21,7 @@ import attrs
 from runner.errors import HostError
 from runner.facts.network import IpAddress, IpInterface, IpNetwork, PermanentNeighbour, Route
 from runner.kernel.packages import without_init
+from runner.values import frozen
 
 with without_init("pyroute2"):
     from pyroute2 import netlink
@@ -108,7 +109,7 @@ class _RouteMessage(rtmsg.rtmsg_base, netlink.nlmsg):
     nla_map = tuple((name, "binary" if name == "RTA_METRICS" else kind) for name, kind in rtmsg.rtmsg_base.nla_map)
 
 
-@attrs.frozen
+@frozen
 class _Request:
     """What is asked of the kernel: a message without its header."""
 
@@ -126,7 +127,7 @@ class _Request:
         return message.data
 
 
-@attrs.frozen
+@frozen
 class FoundLink:
     """A network interface as the kernel describes it."""
 
@@ -142,7 +143,7 @@ class FoundLink:
     """``bridge``, ``veth``, ``tun`` (which a tap is too), …; empty for hardware."""
 
 
-@attrs.frozen
+@frozen
 class Change:
     """A change of a link; ``None`` leaves the property as it is."""
 

@@ -15,11 +15,10 @@ import os
 from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
 
-import attrs
-
 from runner.errors import HostError
 from runner.facts.network import Interface, IpAddress, IpInterface, PermanentNeighbour, Route
 from runner.kernel.netlink import Change, FoundLink, Rtnetlink
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ _RTPROT_KERNEL, _RTPROT_RA = 2, 9
 _NEIGHBOUR_WORDS = 2
 
 
-@attrs.frozen
+@frozen
 class Macvtap:
     """A macvtap to create over the link *over*."""
 
@@ -40,7 +39,7 @@ class Macvtap:
     mtu: int
 
 
-@attrs.frozen
+@frozen
 class Bridge:
     """A bridge to build: *tap* becomes a port of it, and so does *pod* when the guest takes that interface's place."""
 

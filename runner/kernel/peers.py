@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import attrs
 import trio
 
 from runner.errors import HostError
+from runner.values import frozen
 
 SO_PEERPIDFD = 77
 """``include/uapi/asm-generic/socket.h``; Python 3.11 has no name for it."""
@@ -41,7 +41,7 @@ class PeerError(HostError):
     """The peer has ended, or its PID namespace is not visible."""
 
 
-@attrs.frozen
+@frozen
 class Peer:
     """A process as the kernel describes it at one moment of its life."""
 
@@ -63,7 +63,7 @@ def boot_time() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-@attrs.frozen
+@frozen
 class Peers:
     """The processes of the procfs *proc*, which must be mounted for the reader's own PID namespace."""
 

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import math
 import os
-import shlex
 import signal
 import subprocess
 from collections import deque
@@ -27,6 +26,7 @@ import trio
 
 from runner.errors import HostError
 from runner.kernel.lines import LINES_PER_STEP, LineFramer
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def stop_bound(within: float) -> float:
     return within + KILLED_WITHIN + 1
 
 
-@attrs.frozen
+@frozen
 class Command:
     """A program to start: *fds* keep their numbers in the child; without *user_id* it runs as this process does."""
 
@@ -233,7 +233,10 @@ class Processes:
 
         Raises :exc:`~runner.errors.HostError` when it cannot be started.
         """
-        log.debug("start role=%s argv=%s", command.role, shlex.join(command.argv))
+        if log.isEnabledFor(logging.DEBUG):
+            import shlex  # here, because the log seldom has it
+
+            log.debug("start role=%s argv=%s", command.role, shlex.join(command.argv))
         wrapper = () if command.entering is None else ("/bin/sh", "-c", _ENTER, command.role)
         try:
             with _pipe() as (output, theirs):

@@ -13,6 +13,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.threads import ProcessStatus, ThreadStatus
+from runner.values import frozen
 
 _VANISHED = (FileNotFoundError, ProcessLookupError)
 _PF_KTHREAD = 0x00200000
@@ -23,7 +24,7 @@ _BOUND = re.compile(r" bind(?:=[a-z|]+)?:([0-9,-]+)", re.ASCII)
 _MAPPED_FILE = re.compile(r" file=(\S+)")
 
 
-@attrs.frozen
+@frozen
 class ThreadTimes:
     """The CPU time of a thread."""
 
@@ -35,7 +36,7 @@ class ThreadTimes:
     """Number of involuntary context switches."""
 
 
-@attrs.frozen
+@frozen
 class MappedMemory:
     """A mapping of a file or of huge pages (``numa_maps``)."""
 
@@ -49,7 +50,7 @@ class MappedMemory:
     """The NUMA nodes it is bound to (``MPOL_BIND``); empty without a binding."""
 
 
-@attrs.frozen
+@frozen
 class Procfs:
     """A procfs mounted at *root*.
 
@@ -117,7 +118,7 @@ class Procfs:
     def thread_ids(self, pid: int) -> list[int]:
         """Return the threads of *pid* in the order of their numbers; empty when it is gone."""
         try:
-            return sorted(int(entry.name) for entry in (self.root / str(pid) / "task").iterdir())
+            return sorted(map(int, os.listdir(f"{self.root}/{pid}/task")))  # noqa: PTH208 - hundreds of names, no paths
         except _VANISHED:
             return []
         except OSError as error:
@@ -151,6 +152,24 @@ class Procfs:
             return None
         except OSError as error:
             raise HostError(f"cannot read thread {tid} of process {pid}") from error
+
+    def name_and_last_cpu(self, pid: int, tid: int) -> tuple[str, int] | None:
+        """Return the name of one thread and the CPU it ran on last, or ``None`` like :meth:`thread`.
+
+        One file instead of three, whose text need not be taken apart whole.
+        """
+        try:
+            text = _read(f"{self.root}/{pid}/task/{tid}/stat")
+        except _VANISHED:
+            return None
+        except OSError as error:
+            raise HostError(f"cannot read thread {tid} of process {pid}") from error
+        stat = _stat(text)
+        if stat[0] in "ZX":
+            return None
+        name = text[text.index("(") + 1 : text.rindex(")")]
+        # As `status` escapes it (fs/proc/array.c, proc_task_name).
+        return name.replace("\\", "\\\\").replace("\n", "\\n"), int(stat[36])
 
     def times(self, pid: int, tid: int) -> ThreadTimes | None:
         """Return the CPU time of one thread, or ``None`` when it is gone.
@@ -251,9 +270,17 @@ class Procfs:
             raise HostError(f"cannot read the machine's memory in {self.root}") from error
 
 
-def _read(path: Path) -> str:
+def _read(path: Path | str) -> str:
+    # By system calls: of a thread's files, Python's own objects take longer than the kernel.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    content = b""
+    try:
+        while piece := os.read(fd, 1 << 16):
+            content += piece
+    finally:
+        os.close(fd)
     # Escapes, because a thread's name (comm) may hold any bytes; not as text, which would make "\r" a line end.
-    return path.read_bytes().decode(errors="backslashreplace")
+    return content.decode(errors="backslashreplace")
 
 
 def _lines(text: str) -> list[str]:

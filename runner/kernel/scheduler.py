@@ -22,8 +22,8 @@ def pin(tid: int, cpus: CpuSet) -> None:
     """
     try:
         os.sched_setaffinity(tid, cpus)
-        found = read_mask(tid)
+        found = os.sched_getaffinity(tid)
     except OSError as error:
         raise PlacementError(f"cannot pin thread {tid} to CPUs '{cpus}'") from error
-    if found != cpus:
-        raise PlacementError(f"cannot pin thread {tid} to CPUs '{cpus}': the kernel gave it '{found}'")
+    if found != set(cpus):
+        raise PlacementError(f"cannot pin thread {tid} to CPUs '{cpus}': the kernel gave it '{CpuSet(found)}'")

@@ -12,13 +12,12 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-import attrs
-
 from runner.cpuset import CpuSet
 from runner.kernel.files import read_text
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class CgroupMounts:
     """The mount points of cgroups."""
 
@@ -28,7 +27,7 @@ class CgroupMounts:
     """Controller of version 1 → its mount point."""
 
 
-@attrs.frozen
+@frozen
 class Swap:
     """A swap device or file; *size* in bytes."""
 
@@ -36,7 +35,7 @@ class Swap:
     size: int
 
 
-@attrs.frozen
+@frozen
 class Interrupt:
     """An interrupt with a handler, and the CPUs it is delivered to."""
 
@@ -45,7 +44,7 @@ class Interrupt:
     cpus: CpuSet
 
 
-@attrs.frozen
+@frozen
 class PciDevice:
     """A PCI device; *numa_node* is -1 where the firmware does not say."""
 

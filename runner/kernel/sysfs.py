@@ -15,6 +15,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, OnlineCpus
+from runner.values import frozen
 
 KIB = 1024
 LOCAL_DISTANCE = 10
@@ -130,7 +131,7 @@ def _hugepages(path: Path) -> tuple[HugepagePool, ...]:
     return tuple(sorted(pools, key=lambda pool: pool.size))
 
 
-@attrs.frozen
+@frozen
 class HugePool:
     """The huge pages of one size on the whole machine; *promised* are free and reserved for a mapping that has them not yet."""
 

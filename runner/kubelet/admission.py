@@ -45,6 +45,7 @@ from runner.kubelet.topology_manager import (
     Scope,
     TopologyManager,
 )
+from runner.values import frozen
 
 REJECTION = "TopologyAffinityError"
 REJECTION_MESSAGE = "Resources cannot be allocated with Topology locality"
@@ -54,7 +55,7 @@ NO_AFFINITY = Hint(None, preferred=False)
 """The affinity that the managers get where the Topology Manager asked no provider for hints."""
 
 
-@attrs.frozen
+@frozen
 class KubeletConfiguration:
     """The part of ``KubeletConfiguration`` that decides about placement; values as in the file."""
 
@@ -82,7 +83,7 @@ class KubeletConfiguration:
     """The feature gate ``PodLevelResources``, on since 1.34."""
 
 
-@attrs.frozen
+@frozen
 class Kubelet:
     """The managers of one kubelet after its start; ``None`` for a manager with policy none."""
 
@@ -244,7 +245,7 @@ class Outcome(enum.Enum):
     """The kubelet would panic."""
 
 
-@attrs.frozen
+@frozen
 class Step:
     """One merge of hints by the Topology Manager."""
 
@@ -255,7 +256,7 @@ class Step:
     merged: Merged
 
 
-@attrs.frozen
+@frozen
 class Admission:
     """The admission of one pod."""
 
@@ -296,7 +297,7 @@ class Admission:
         return self.node.memory.assignments.get(self.pod.pod_uid, {})
 
 
-@attrs.frozen
+@frozen
 class SimulatedNode:
     """The state of a kubelet's managers between two admissions.
 

@@ -20,9 +20,10 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.kubelet.quirks import AllocationError, KubeletHangsError, Quirk
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class CpuFacts:
     """One CPU as the CPU Manager knows it (``topology.CPUInfo``)."""
 

@@ -20,6 +20,7 @@ from runner.kubelet.pod import Container, ContainerKind, Pod, peak
 from runner.kubelet.quirks import AllocationError, KubeletConfigError, Quirk, parse_bool
 from runner.kubelet.state import CpuState, without_pod
 from runner.kubelet.topology_manager import HintList, ProviderHints
+from runner.values import frozen
 
 
 class SMTAlignmentError(AllocationError):
@@ -28,7 +29,7 @@ class SMTAlignmentError(AllocationError):
     reason = "SMTAlignmentError"
 
 
-@attrs.frozen
+@frozen
 class CpuPolicyOptions:
     """``cpuManagerPolicyOptions``; each attribute is the option of the same name with hyphens.
 
@@ -70,7 +71,7 @@ _EXCLUSIVE = (
 )
 
 
-@attrs.frozen
+@frozen
 class CpuManager:
     """The static policy as configured on one host (``staticPolicy``); its methods decide from a :class:`CpuState`."""
 

@@ -15,12 +15,13 @@ from runner.kubelet.numa_masks import Places, containing, mask_of, of_size, reac
 from runner.kubelet.pod import Container, ContainerKind, Pod, peak
 from runner.kubelet.quirks import AllocationError
 from runner.kubelet.topology_manager import HintList, ProviderHints
+from runner.values import frozen
 
 Devices = Mapping[str, Mapping[int | None, int]]
 """Resource → NUMA node (``None`` where the plugin names none) → number of devices."""
 
 
-@attrs.frozen
+@frozen
 class DeviceState:
     """The state of the Device Manager."""
 
@@ -30,7 +31,7 @@ class DeviceState:
     """Pod UID → devices of its init containers that later containers may use again."""
 
 
-@attrs.frozen
+@frozen
 class DeviceManager:
     """The devices that plugins have registered on one host."""
 

@@ -19,12 +19,13 @@ from runner.kubelet.memory_manager import peak_memory
 from runner.kubelet.numa_masks import numa_nodes_of
 from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Pod, format_bytes
 from runner.kubelet.topology_manager import Hint, HintList, Policy
+from runner.values import frozen
 
 SHOWN = 4
 """Largest number of sets of NUMA nodes that a sentence lists."""
 
 
-@attrs.frozen
+@frozen
 class ResourceHints:
     """The hints of one provider for one resource."""
 
@@ -51,7 +52,7 @@ class ResourceHints:
         )
 
 
-@attrs.frozen
+@frozen
 class MergeExplanation:
     """One merge of hints."""
 
@@ -67,7 +68,7 @@ class MergeExplanation:
     """The reason in one sentence."""
 
 
-@attrs.frozen
+@frozen
 class Shortage:
     """The amount of one resource that is missing on as few NUMA nodes as the request needs on an empty host.
 
@@ -100,7 +101,7 @@ class Shortage:
         )
 
 
-@attrs.frozen
+@frozen
 class Alternative:
     """The admission of the same pod on the same node with another Topology Manager *policy*."""
 
@@ -110,7 +111,7 @@ class Alternative:
     cpus: Mapping[str, CpuSet]
 
 
-@attrs.frozen
+@frozen
 class Explanation:
     """An *admission* and its reasons.
 

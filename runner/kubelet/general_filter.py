@@ -16,11 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from runner.kubelet.pod import CPU, EPHEMERAL_STORAGE, MEMORY, Pod, QosClass
+from runner.values import frozen
 
 PODS = "pods"
 
 
-@attrs.frozen
+@frozen
 class NodeAllocatable:
     """The part of the node's capacity that is for pods (``status.allocatable``)."""
 
@@ -37,7 +38,7 @@ class NodeAllocatable:
         return NodeAllocatable(left, self.pods - len(others))
 
 
-@attrs.frozen
+@frozen
 class Insufficient:
     """A resource of which a pod requests more than other pods leave (``InsufficientResourceError``)."""
 

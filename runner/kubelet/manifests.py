@@ -25,6 +25,7 @@ from runner.kubelet.pod import (
     read_quantity,
 )
 from runner.spec.value import Value
+from runner.values import frozen
 
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
     "Pod": (),
@@ -48,7 +49,7 @@ ENDED = frozenset({"Succeeded", "Failed"})
 """``status.phase`` of pods that the kubelet does not count."""
 
 
-@attrs.frozen
+@frozen
 class Manifest:
     """A pod as its manifest describes it."""
 
@@ -67,7 +68,7 @@ class Manifest:
     """Whether all of its containers have ended."""
 
 
-@attrs.frozen
+@frozen
 class _Resources:
     """The ``resources`` of one container, or of a whole pod, after the API server's defaults."""
 

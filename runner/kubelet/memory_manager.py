@@ -33,9 +33,10 @@ from runner.kubelet.pod import MEMORY, Container, ContainerKind, Pod, format_byt
 from runner.kubelet.quirks import AllocationError, KubeletConfigError
 from runner.kubelet.state import Block, MemoryState, MemoryTable, NumaMemory, without_pod
 from runner.kubelet.topology_manager import Hint, HintList, ProviderHints
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class MemoryManager:
     """The ``Static`` policy as configured on one host (``staticPolicy``); its methods decide from a :class:`MemoryState`."""
 

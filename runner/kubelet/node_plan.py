@@ -20,6 +20,7 @@ from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.state import Block, CpuState, MemoryState
 from runner.kubelet.topology_manager import Hint
 from runner.placement.pins import Pinning, all_cpus, place
+from runner.values import frozen
 
 OWN_RESOURCES = (
     "for exclusive CPUs leave spec.resources out, and give every container whole CPUs and memory with requests equal to"
@@ -30,7 +31,7 @@ KnownPods = Literal["all", "exclusive", "none"]
 """The pods on the node before that are known: all, those with exclusive CPUs or memory (the state files), or none."""
 
 
-@attrs.frozen
+@frozen
 class States:
     """The contents of the kubelet's state files, ``None`` for one that was not given."""
 
@@ -48,7 +49,7 @@ class States:
         return frozenset({*self.memory.assignments, *self.memory.pod_assignments}) if self.memory else frozenset()
 
 
-@attrs.frozen
+@frozen
 class ContainerPlan:
     """The resources of one container of an admitted pod."""
 
@@ -63,7 +64,7 @@ class ContainerPlan:
     """The pinning of an instance with as many vCPUs as *cpus*; ``None`` for init containers and sidecars."""
 
 
-@attrs.frozen
+@frozen
 class PodPlan:
     """The kubelet's decision about one pod; *containers* is empty unless it is admitted."""
 
@@ -78,7 +79,7 @@ class PodPlan:
         return CpuSet(cpu for container in self.containers for cpu in container.cpus)
 
 
-@attrs.frozen
+@frozen
 class WhatIf:
     """The same pods with another configuration: the *plan*, or the *refusal* of the kubelet to start."""
 
@@ -87,7 +88,7 @@ class WhatIf:
     refusal: str = ""
 
 
-@attrs.frozen
+@frozen
 class Fit:
     """Whether an instance of *vcpus* fits: into *container* of *pod* with *placement*, or not, because of *error*."""
 
@@ -98,7 +99,7 @@ class Fit:
     error: str = ""
 
 
-@attrs.frozen
+@frozen
 class NodePlan:
     """A node *before* its pods, the decisions about them, and the node *after* them without the resources of stale pods."""
 

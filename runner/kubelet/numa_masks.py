@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from runner.errors import RefusedError
+from runner.values import frozen
 
 MAX_PLACES = 20
 """Largest number of NUMA nodes of a family. The kubelet, which enumerates all combinations, does not finish even with fewer."""
@@ -44,7 +45,7 @@ def _checked(numa_nodes: tuple[int, ...]) -> tuple[int, ...]:
     return numa_nodes
 
 
-@attrs.frozen
+@frozen
 class Places:
     """The NUMA nodes of a family, ascending; the place of a NUMA node is its index.
 

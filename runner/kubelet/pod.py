@@ -13,6 +13,7 @@ from typing import Self
 import attrs
 
 from runner.spec.value import Value
+from runner.values import frozen
 
 CPU = "cpu"
 MEMORY = "memory"
@@ -73,7 +74,7 @@ class ContainerKind(enum.Enum):
     """A container of ``spec.containers``; all of a pod run together."""
 
 
-@attrs.frozen
+@frozen
 class Container:
     """The requests of one container."""
 
@@ -117,7 +118,7 @@ class QosClass(enum.Enum):
     BEST_EFFORT = "BestEffort"
 
 
-@attrs.frozen
+@frozen
 class Pod:
     """One pod."""
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 
-import attrs
+from runner.values import frozen
 
 INSTANCE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 """Pattern of an instance's name: a pod's UID, or another name without characters that are special in a path."""
@@ -34,29 +34,28 @@ KUBEPODS = ("kubepods.slice", "kubelet.slice/kubelet-kubepods.slice", "kubepods"
 
 _UID = r"[0-9a-f]{8}(?:%s[0-9a-f]{4}){3}%s[0-9a-f]{12}|[0-9a-f]{32}"
 _ID = r"[0-9A-Za-z_]{1,128}"
+_FLAGS = re.ASCII | re.DOTALL
 _RUNTIMES = "cri-containerd|crio|docker|libpod"
 
-_SYSTEMD = re.compile(
+# Not compiled here, which takes 4 ms: only what meets such a path compiles them, and `re` keeps them.
+_SYSTEMD = (
     r"(?P<pod>(?:/[^/]+\.slice)*?/(?P<root>(?:[^/]+-)?)kubepods\.slice"
     r"(?:/(?P=root)kubepods-(?P<qos>burstable|besteffort)\.slice)?"
     rf"/(?P=root)kubepods(?(qos)-(?P=qos))-pod(?P<uid>{_UID % ('_', '_')})\.slice)"
-    rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})\.scope(?P<below>/.*)?",
-    re.ASCII | re.DOTALL,
+    rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})\.scope(?P<below>/.*)?"
 )
-_CGROUPFS = re.compile(
+_CGROUPFS = (
     r"(?P<pod>(?:/kubelet)?/kubepods(?:/(?P<qos>burstable|besteffort))?"
     rf"/pod(?P<uid>{_UID % ('-', '-')}))"
-    rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})(?P<below>/.*)?",
-    re.ASCII | re.DOTALL,
+    rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})(?P<below>/.*)?"
 )
-_NO_KUBELET = re.compile(
+_NO_KUBELET = (
     r"(?P<pod>)/(?:(?:system|machine)\.slice/(?P<runtime>docker|libpod)-(?P<id>[0-9a-f]{64})\.scope"
-    r"|(?:docker|libpod_parent)/(?:libpod-)?(?P<bare>[0-9a-f]{64}))(?P<below>/.*)?",
-    re.ASCII | re.DOTALL,
+    r"|(?:docker|libpod_parent)/(?:libpod-)?(?P<bare>[0-9a-f]{64}))(?P<below>/.*)?"
 )
 
 
-@attrs.frozen
+@frozen
 class ContainerCgroup:
     """The cgroup of one container."""
 
@@ -70,7 +69,7 @@ class ContainerCgroup:
 
 def parse_container(path: str) -> ContainerCgroup | None:
     """Return the container of *path* (as in ``/proc/PID/cgroup``), or ``None`` if it belongs to no pod."""
-    match = _SYSTEMD.fullmatch(path) or _CGROUPFS.fullmatch(path)
+    match = re.fullmatch(_SYSTEMD, path, _FLAGS) or re.fullmatch(_CGROUPFS, path, _FLAGS)
     if match is None:
         return None
     below = match["below"] or ""
@@ -83,7 +82,7 @@ def parse_container(path: str) -> ContainerCgroup | None:
 
 def parse_bare_container(path: str) -> ContainerCgroup | None:
     """Return the container of *path* on a machine without a kubelet, where docker or podman starts containers."""
-    match = _NO_KUBELET.fullmatch(path)
+    match = re.fullmatch(_NO_KUBELET, path, _FLAGS)
     if match is None:
         return None
     below = match["below"] or ""

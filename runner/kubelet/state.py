@@ -16,13 +16,14 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.kubelet.numa_masks import numa_nodes_of
 from runner.kubelet.pod import Pod
+from runner.values import frozen
 
 CpuPolicy = Literal["static", "none"]
 MemoryPolicy = Literal["Static", "None"]
 T = TypeVar("T")
 
 
-@attrs.frozen
+@frozen
 class CpuState:
     """The state of the CPU Manager (``cpu_manager_state``); under policy ``none`` it is empty."""
 
@@ -65,7 +66,7 @@ def _union(sets: Iterable[CpuSet]) -> CpuSet:
     return functools.reduce(CpuSet.__or__, sets, CpuSet())
 
 
-@attrs.frozen
+@frozen
 class MemoryTable:
     """One resource on one NUMA node, in bytes (``state.MemoryTable``); *allocatable* is the sum of *reserved* and *free*."""
 
@@ -85,7 +86,7 @@ class MemoryTable:
         return attrs.evolve(self, reserved=self.reserved + amount, free=self.free - amount)
 
 
-@attrs.frozen
+@frozen
 class NumaMemory:
     """The memory of one NUMA node (``state.NUMANodeState``)."""
 
@@ -98,7 +99,7 @@ class NumaMemory:
     for no container that spans others."""
 
 
-@attrs.frozen
+@frozen
 class Block:
     """*size* bytes of *resource* booked on *numa_nodes* together (``state.Block``)."""
 
@@ -107,7 +108,7 @@ class Block:
     size: int
 
 
-@attrs.frozen
+@frozen
 class MemoryState:
     """The state of the Memory Manager (``memory_manager_state``); under policy ``None`` it is empty."""
 

@@ -36,6 +36,7 @@ from runner.errors import Problem, SpecError
 from runner.facts.hardware import OnlineCpus
 from runner.kubelet.state import Block, CpuState, MemoryState, MemoryTable, NumaMemory
 from runner.spec.value import Value
+from runner.values import frozen
 
 CPU_STATE = "cpu_manager_state"
 MEMORY_STATE = "memory_manager_state"
@@ -50,7 +51,7 @@ _NUMA_NODE = re.compile(r"0|[1-9][0-9]{0,3}", re.ASCII)
 Choice = TypeVar("Choice", bound=str)
 
 
-@attrs.frozen
+@frozen
 class KubeletFiles:
     """The paths of the kubelet's state files."""
 

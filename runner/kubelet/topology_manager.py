@@ -30,6 +30,7 @@ from runner.kubelet.numa_masks import (
     of_size,
 )
 from runner.kubelet.quirks import KubeletCrashesError
+from runner.values import frozen
 
 DEFAULT_MAX_NUMA_NODES = 8
 """``defaultMaxAllowableNUMANodes``: with more NUMA nodes the kubelet starts only with policy ``none`` or the option."""
@@ -38,7 +39,7 @@ DEFAULT_MAX_NUMA_NODES = 8
 # --- hints ------------------------------------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@frozen
 class Hint:
     """A set of NUMA nodes that can satisfy a request (``TopologyHint``)."""
 
@@ -57,11 +58,11 @@ class Hint:
         return f"{where} preferred" if self.preferred else where
 
 
-@attrs.frozen
+@frozen
 class HintList:
     """All hints for one resource. Iteration yields each as a :class:`Hint`, in the order of the kubelet's list."""
 
-    places: Places = Places(())  # noqa: RUF009  (immutable)
+    places: Places = Places(())
     masks: int = 0
     """The family of the masks of all hints, over *places*."""
     preferred: int = 0
@@ -146,7 +147,7 @@ class Scope(enum.Enum):
     POD = "pod"
 
 
-@attrs.frozen
+@frozen
 class Merged:
     """The result of a merge."""
 
@@ -158,7 +159,7 @@ class Merged:
     """The number of combinations that the kubelet tries."""
 
 
-@attrs.frozen
+@frozen
 class TopologyManager:
     """``topologymanager.Manager`` as configured on one host."""
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import ClassVar, Literal
 
-import attrs
-
 from runner.cpuset import CpuSet
+from runner.values import frozen
 
 Backend = Literal["controller", "delegated", "affinity"]
 
 
-@attrs.frozen
+@frozen
 class ControllerPlacement:
     """The controller of the Kubernetes node creates the float and instance cgroups; this process enters them by descriptors.
 
@@ -39,7 +38,7 @@ class ControllerPlacement:
     """Whether all other threads run on the CPUs of the vCPUs too, because there are no others."""
 
 
-@attrs.frozen
+@frozen
 class DelegatedPlacement:
     """This process creates the same two cgroups inside the container's own cgroup."""
 
@@ -57,7 +56,7 @@ class DelegatedPlacement:
     backend: ClassVar[Literal["delegated"]] = "delegated"
 
 
-@attrs.frozen
+@frozen
 class AffinityPlacement:
     """CPU masks alone (``sched_setaffinity``): they do not keep other pods' processes off the CPUs of the vCPUs."""
 

@@ -17,6 +17,7 @@ from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.facts.hardware import Hardware
 from runner.placement.pins import threads_per_core
+from runner.values import frozen
 
 NEAREST_REMOTE = 11
 """The least distance to another NUMA node: Linux discards an ACPI SLIT with less (``slit_valid``)."""
@@ -26,7 +27,7 @@ LOCAL = 10
 """The distance of a NUMA node to itself."""
 
 
-@attrs.frozen
+@frozen
 class GuestNumaNode:
     """One NUMA node of the guest; its number is its index in :attr:`GuestTopology.numa_nodes`."""
 
@@ -42,7 +43,7 @@ class GuestNumaNode:
     """The distance to each NUMA node of the guest, by its number; 10 is local."""
 
 
-@attrs.frozen
+@frozen
 class GuestTopology:
     """The topology that the guest sees."""
 

@@ -15,6 +15,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.facts.hardware import Hardware
+from runner.values import frozen
 
 
 class PinPolicy(enum.Enum):
@@ -41,7 +42,7 @@ class PinFindingKind(enum.Enum):
     """An exclusive CPU has no vCPU."""
 
 
-@attrs.frozen
+@frozen
 class PinFinding:
     """A property of one pinning that costs performance."""
 
@@ -66,7 +67,7 @@ def _one_cpu_each(_pinning: Pinning, _attribute: object, pins: tuple[int, ...]) 
         raise ValueError("a placement of no vCPUs")
 
 
-@attrs.frozen
+@frozen
 class Pinning:
     """The CPU of each vCPU; ``ValueError`` for two vCPUs on one CPU."""
 
@@ -246,7 +247,7 @@ def all_cpus(hardware: Hardware, usable: CpuSet, *, spare: bool) -> int:
     return len(usable) - (len(core) if len(core) < len(usable) else 1)
 
 
-@attrs.frozen
+@frozen
 class _Units:
     """The usable CPUs of one NUMA node by core; cores whose L3 cache has the most usable cores come first."""
 

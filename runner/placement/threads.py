@@ -14,12 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, assert_never, get_args
 
-import attrs
-
 from runner.cpuset import CpuSet
 from runner.errors import UsageError
 from runner.facts.threads import ThreadStatus
 from runner.placement.backends import Backend, Placement
+from runner.values import frozen
 
 RECEIPT_VERSION = 1
 
@@ -52,7 +51,7 @@ class Role(enum.StrEnum):
         return cls(name) if name in {cls.ANCHOR, cls.DNSMASQ, cls.VIRTIOFSD, cls.PASST} else cls.RUNNER
 
 
-@attrs.frozen
+@frozen
 class ObservedThread:
     """One thread and its role."""
 
@@ -89,14 +88,14 @@ class ObservedThread:
 # -- violations ------------------------------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@frozen
 class MissingVcpu:
     """A vCPU without a thread."""
 
     vcpu: int
 
 
-@attrs.frozen
+@frozen
 class SharedCpu:
     """A CPU to which several vCPU threads are pinned; reported only if their pins are not known."""
 
@@ -105,7 +104,7 @@ class SharedCpu:
     """The number of these threads."""
 
 
-@attrs.frozen
+@frozen
 class MisplacedVcpu:
     """A vCPU thread whose CPU mask is not its pin."""
 
@@ -116,7 +115,7 @@ class MisplacedVcpu:
     """Whether the pin is known."""
 
 
-@attrs.frozen
+@frozen
 class Intruder:
     """A thread that is no vCPU and may run on CPUs of vCPUs."""
 
@@ -125,7 +124,7 @@ class Intruder:
     """The CPUs of vCPUs that it may run on."""
 
 
-@attrs.frozen
+@frozen
 class WrongCgroup:
     """A thread outside the cgroup of its role."""
 
@@ -169,7 +168,7 @@ def _intrusion(of_process: Sequence[Intruder]) -> str:
 # -- rules -----------------------------------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@frozen
 class CgroupPaths:
     """The paths of an instance's cgroups, as ``/proc/PID/cgroup`` shows them; an empty path is unknown and not checked."""
 
@@ -199,7 +198,7 @@ class CgroupPaths:
         return bool(expected) and (not found.endswith(expected) if self.ends else found != expected)
 
 
-@attrs.frozen
+@frozen
 class ThreadRules:
     """The CPUs and cgroups that the threads of one instance may have."""
 
@@ -280,7 +279,7 @@ def thread_rules(placement: Placement, cgroups: CgroupPaths | None) -> ThreadRul
 # -- the receipt -----------------------------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@frozen
 class Receipt:
     """Every thread of an instance as the kernel showed it when the guest was started: ``receipt.json``."""
 

@@ -11,11 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-import attrs
-
 from runner.facts.disk import DocumentFact
 from runner.plan.problems import Problems
 from runner.spec.instance import CloudInitSpec
+from runner.values import frozen
 
 LABEL = "CIDATA"
 LARGEST = 1 << 20
@@ -53,7 +52,7 @@ class Sealed:
         return f"{len(self.content)} bytes, not shown"
 
 
-@attrs.frozen
+@frozen
 class SeedPlan:
     """The documents of the seed."""
 

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Literal
 
-import attrs
-
 from runner.facts.disk import MISSING, DiskFacts, FileFact, LateDiskFacts
 from runner.facts.host import HostFacts
 from runner.plan.problems import Problems
 from runner.spec.instance import DetectZeroes, DiskFormat, DiskSpec
 from runner.spec.rules import format_size
+from runner.values import frozen
 
 LONGEST_CHAIN = 16
 """Files in one chain of backing files."""
@@ -28,7 +27,7 @@ LONGEST_CHAIN = 16
 Aio = Literal["native", "io_uring", "threads"]
 
 
-@attrs.frozen
+@frozen
 class Layer:
     """A file or block device that holds data of a disk."""
 
@@ -38,7 +37,7 @@ class Layer:
     """A block device."""
 
 
-@attrs.frozen
+@frozen
 class Overlay:
     """The unnamed file that holds the writes to an ephemeral disk."""
 
@@ -48,7 +47,7 @@ class Overlay:
     """Bytes the file may have; a write beyond them is an I/O error in the guest."""
 
 
-@attrs.frozen
+@frozen
 class DiskPlan:
     """One virtio disk."""
 

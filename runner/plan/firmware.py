@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-import attrs
-
 from runner.facts.disk import MISSING
 from runner.facts.host import HostFacts
 from runner.plan.problems import Problems
 from runner.spec.instance import BootSpec, FirmwareBuild
+from runner.values import frozen
 
 OVMF = PurePosixPath("/usr/share/OVMF")
 EDK2 = PurePosixPath("/usr/share/edk2/ovmf")
@@ -30,7 +29,7 @@ BUILDS: dict[FirmwareBuild, tuple[tuple[PurePosixPath, PurePosixPath], ...]] = {
 """The paths of a firmware and its empty variable store (with Microsoft's keys for the secure one) on Debian, Ubuntu, Fedora."""
 
 
-@attrs.frozen
+@frozen
 class KeptVariables:
     """A file that keeps the firmware's variables."""
 
@@ -39,7 +38,7 @@ class KeptVariables:
     """The file that a new store is a copy of; ``None``: the store exists."""
 
 
-@attrs.frozen
+@frozen
 class ForgottenVariables:
     """A copy of *template* in memory: what the firmware remembers ends with QEMU."""
 

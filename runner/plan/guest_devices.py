@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 
-import attrs
-
 from runner.facts.host import HostFacts
 from runner.plan.problems import Problems
 from runner.spec.instance import ClockBase, GuestSpec, WatchdogAction
+from runner.values import frozen
 
 FIRST_CID, LAST_CID = 3, (1 << 32) - 2
 """Context identifiers of guests (``include/uapi/linux/vm_sockets.h``): 0 to 2 and 2**32 - 1 have meanings of their own."""
 
 
-@attrs.frozen
+@frozen
 class VsockPlan:
     """A vsock device; the node's kernel has one guest of each context identifier."""
 
@@ -23,7 +22,7 @@ class VsockPlan:
     """Whether only this identifier may be used; otherwise the next free one is used."""
 
 
-@attrs.frozen
+@frozen
 class GuestPlan:
     """Devices that serve the guest. There is no balloon: the guest's memory is never reclaimed."""
 

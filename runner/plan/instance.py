@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-import attrs
-
 from runner.errors import SpecError
 from runner.facts.host import HostFacts, PodName, User
 from runner.placement.backends import ControllerPlacement, Placement
@@ -34,16 +32,17 @@ from runner.plan.machine import (
     too_few_slots,
 )
 from runner.plan.memory import memory_overhead, not_lockable, plan_ram, too_few_pages
-from runner.plan.networks import DhcpPlan, NetworkPlan, plan_dhcp, plan_networks
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.plan.placement import choose_backend, plan_placement, plan_topology
 from runner.plan.problems import Problems, Remark
 from runner.plan.resolve import resolve_memory, resolve_vcpus
 from runner.plan.shares import SharePlan, plan_shares
 from runner.spec.instance import InstanceSpec
+from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
+    from runner.plan.networks import DhcpPlan, NetworkPlan
 
 GREETING_TIMEOUT = 60.0
 """Seconds QEMU may take to greet: it takes 0.1 s."""
@@ -58,7 +57,7 @@ DEVICES_BACK = 5.0
 """Seconds after QEMU's end within which its devices are free again: the kernel has reset them by then."""
 
 
-@attrs.frozen
+@frozen
 class ConsolePlan:
     """The outputs of the serial console."""
 
@@ -68,7 +67,7 @@ class ConsolePlan:
     """Bytes after which the log is renamed and a new one is begun."""
 
 
-@attrs.frozen
+@frozen
 class ShutdownPlan:
     """The seconds of each step of a power-down, in their order; their sum is the grace period."""
 
@@ -88,7 +87,7 @@ class ShutdownPlan:
         return self.quit + self.terminate
 
 
-@attrs.frozen
+@frozen
 class InstancePlan:
     """Everything that will be done for one instance."""
 
@@ -143,11 +142,10 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     problems.found += not_lockable(spec, lockable, facts.limits, root=user.user_id == 0)
 
     claims = Claims(facts, problems)
-    networks = tuple(plan_networks(spec, vcpus, facts, claims, problems))
+    networks, dhcp = _networks(spec, vcpus, facts, claims, problems)
     shares = tuple(plan_shares(spec, facts, problems))
     disks = plan_disks(spec.disk, facts, problems)
     qemu = require_program(facts.qemu, "qemu-system-x86_64", "qemu-system-x86", problems)
-    dhcp = tuple(plan_dhcp(networks, facts, problems))
     claims.claim_disks(spec.disk)
     claims.refuse_unclaimed()
     sleep = require_program(facts.sleep, "sleep", "coreutils", problems)
@@ -216,6 +214,17 @@ def _console_log(log: PurePosixPath | None, facts: HostFacts, problems: Problems
             "name a file that this process may write",
         )
     return log or facts.state_directory / "console.log"
+
+
+def _networks(
+    spec: InstanceSpec, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems
+) -> tuple[tuple[NetworkPlan, ...], tuple[DhcpPlan, ...]]:
+    if not spec.network:
+        return (), ()
+    from runner.plan.networks import plan_dhcp, plan_networks  # here, because some guests have no network
+
+    networks = tuple(plan_networks(spec, vcpus, facts, claims, problems))
+    return networks, tuple(plan_dhcp(networks, facts, problems))
 
 
 def _passthrough(

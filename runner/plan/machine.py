@@ -18,14 +18,15 @@ from runner.plan.firmware import VariablesPlan
 from runner.plan.guest_devices import GuestPlan
 from runner.plan.host_checks import KVM_UNUSABLE_REMEDY, emulated, kvm_unusable, root_for_kvm
 from runner.plan.memory import RamPlan
-from runner.plan.networks import NetworkPlan
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan
 from runner.plan.problems import Problems
 from runner.plan.shares import SharePlan
 from runner.spec.instance import BootSpec, IdleChoice, InstanceSpec, RebootAction
+from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
+    from runner.plan.networks import NetworkPlan
 
 Accel = Literal["kvm", "tcg"]
 
@@ -44,7 +45,7 @@ SLOTS_OF_EVERY_GUEST = 2
 """pvpanic and the source of random numbers."""
 
 
-@attrs.frozen
+@frozen
 class FilePlan:
     """A file QEMU reads; *copied* into memory first when QEMU's user may not read it."""
 
@@ -52,7 +53,7 @@ class FilePlan:
     copied: bool
 
 
-@attrs.frozen
+@frozen
 class MachinePlan:
     """Everything that QEMU's command line is made from."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-import attrs
-
 from runner.errors import Problem
 from runner.facts.hardware import huge_limit_variable, hugepages_resource, hugetlb_name
 from runner.facts.host import HostFacts
@@ -20,6 +18,7 @@ from runner.plan.host_checks import KEPT_MEMORY_STATE, MEMLOCK, locked_threads, 
 from runner.plan.problems import Problems
 from runner.spec.instance import LEAST_MEMORY, InstanceSpec, MemorySpec
 from runner.spec.rules import MIB, format_size
+from runner.values import frozen
 
 PAGE_SIZE = 2 << 20
 """Bytes; NUMA nodes of the guest begin at a multiple of it, so that its RAM can be huge pages from end to end."""
@@ -46,7 +45,7 @@ LOCKED, LOCKED_THREAD = 48 * MIB, 8 * MIB
 """Additional bytes with locked memory, for QEMU and for each thread: whole stacks, heaps, libraries (measured: 21, 8 MiB)."""
 
 
-@attrs.frozen
+@frozen
 class RamPlan:
     """Where the guest's RAM comes from; :class:`~runner.placement.guest_topology.GuestTopology` says from which NUMA nodes."""
 

@@ -8,14 +8,13 @@ from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface, IP
 from pathlib import PurePosixPath
 from typing import Literal, assert_never
 
-import attrs
-
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.host import HostFacts
 from runner.facts.network import Interface, Route
 from runner.plan.descriptor_claims import Claims
 from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, NetworkSpec, private_subnet
+from runner.values import frozen
 
 MOST_QUEUES = 8
 """Largest default of ``queues``: each pair costs a vhost thread, and 8 pairs carry more than a NIC."""
@@ -26,7 +25,7 @@ PASST_MTU = 65520
 DHCP_USERS = ("dnsmasq", "nobody")
 
 
-@attrs.frozen
+@frozen
 class Nic:
     """The properties of a network interface that the guest sees."""
 
@@ -36,7 +35,7 @@ class Nic:
     """Pairs of receive and transmit queues."""
 
 
-@attrs.frozen
+@frozen
 class Ipv6Plan:
     """The guest's IPv6 address on one bridge, which it gets by router advertisement and DHCPv6."""
 
@@ -46,7 +45,7 @@ class Ipv6Plan:
     nameservers: tuple[IPv6Address, ...] = ()
 
 
-@attrs.frozen
+@frozen
 class BridgedPlan(Nic):
     """A tap on a bridge that this program creates; dnsmasq gives the guest its address there (modes ``private``, ``bridge``)."""
 
@@ -66,7 +65,7 @@ class BridgedPlan(Nic):
     vhost: bool
 
 
-@attrs.frozen
+@frozen
 class MacvtapPlan(Nic):
     """A link over another one, with its own MAC address (``Documentation/networking/``, ``drivers/net/macvtap.c``)."""
 
@@ -75,14 +74,14 @@ class MacvtapPlan(Nic):
     vhost: bool
 
 
-@attrs.frozen
+@frozen
 class PasstPlan(Nic):
     """passt(1), which translates between the guest's frames and sockets of the pod."""
 
     program: PurePosixPath
 
 
-@attrs.frozen
+@frozen
 class InheritedFdPlan(Nic):
     """Descriptors that another program opened, by name."""
 
@@ -96,7 +95,7 @@ class InheritedFdPlan(Nic):
 NetworkPlan = BridgedPlan | MacvtapPlan | PasstPlan | InheritedFdPlan
 
 
-@attrs.frozen
+@frozen
 class DhcpPlan:
     """dnsmasq on one bridge."""
 

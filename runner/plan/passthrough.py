@@ -9,8 +9,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import assert_never
 
-import attrs
-
 from runner.errors import Problem
 from runner.facts.host import HostFacts, User
 from runner.facts.pci import Bar, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
@@ -20,6 +18,7 @@ from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, 
 from runner.plan.problems import Problems, Remark
 from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
+from runner.values import frozen
 
 PREFIXES = ("PCI_RESOURCE", "PCIDEVICE")
 """The beginning of a device plugin's variable, which ``_`` and the resource's name follow (``ResourceNameToEnvVar``): of
@@ -73,7 +72,7 @@ def listed(resource: str, environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-@attrs.frozen
+@frozen
 class Asked:
     """One PCI device that ``device[index]`` of the spec asks for."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Literal
 
-import attrs
+from runner.values import frozen
 
 VfioBackend = Literal["legacy", "iommufd"]
 ROOT_BUS = "pcie.0"
 """The guest's bus for all devices that are not on the bridge of a NUMA node."""
 
 
-@attrs.frozen
+@frozen
 class DevicePlan:
     """One PCI device of the host."""
 
@@ -41,7 +41,7 @@ class DevicePlan:
     rom: bool
 
 
-@attrs.frozen
+@frozen
 class PassthroughPlan:
     """All PCI devices that are passed through, and what they share."""
 

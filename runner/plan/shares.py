@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-import attrs
-
 from runner.facts.disk import MISSING
 from runner.facts.host import HostFacts, Virtiofsd
 from runner.plan.disks import within
 from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, ShareSpec
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class SharePlan:
     """virtiofsd for one directory."""
 

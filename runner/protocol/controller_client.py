@@ -25,6 +25,7 @@ from runner.kernel.fd_passing import receive_with_fds, send_with_fds
 from runner.kernel.files import Descriptor
 from runner.kernel.lines import LineFramer, OverlongError, receive_line
 from runner.kernel.sockets import reachable
+from runner.values import frozen
 
 LONGEST_RESPONSE = 1 << 16
 """Bytes of a response, without its line end."""
@@ -48,11 +49,12 @@ class ControllerAbsentError(HostError):
     """No process answers at the controller's socket, or it is busy; it may come back."""
 
 
-@attrs.frozen
+@frozen
 class CgroupFds:
     """Descriptors of four control files, open for writing, by which processes and threads change their cgroup.
 
-    Their order is that of the controller's message.
+    Their order is that of the controller's message. ``cgroup.threads`` is open for reading as well, but for controllers
+    before this one.
     """
 
     float_procs: Descriptor
@@ -65,7 +67,7 @@ class CgroupFds:
     """``cgroup.threads`` of the same cgroup as :attr:`float_procs`."""
 
 
-@attrs.frozen
+@frozen
 class Registration:
     """The answer to ``registerCgroup``."""
 
@@ -139,7 +141,7 @@ def open_cgroup_fds(float_cgroup: Cgroup, instance: Cgroup, pod: Cgroup, held: E
     return CgroupFds(*received.descriptors)
 
 
-@attrs.frozen
+@frozen
 class _ReceivedFds:
     """Descriptors that were received; *held* closes them."""
 

@@ -12,11 +12,11 @@ import ipaddress
 import logging
 from collections.abc import Callable, Sequence
 
-import attrs
 import h11
 import trio
 
 from runner.errors import HostError
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _CONNECTIONS = 64
 """Connections at a time; one more takes the place of the oldest, so that slow ones cannot keep a probe out."""
 
 
-@attrs.frozen
+@frozen
 class HttpResponse:
     """The status and the text of one response."""
 

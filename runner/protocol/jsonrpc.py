@@ -11,11 +11,11 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
-import attrs
 import trio
 
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.lines import LineFramer, OverlongError
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RpcError(Exception):
         self.data = data
 
 
-@attrs.frozen
+@frozen
 class RpcResult:
     """The result of a method: a JSON value, and control files whose open descriptors travel with it, in order."""
 
@@ -51,7 +51,7 @@ class RpcResult:
     control_files: tuple[tuple[Cgroup, str], ...] = ()
 
 
-@attrs.frozen
+@frozen
 class Reply:
     """An encoded response: a line, and the control files to open and send with its first byte."""
 

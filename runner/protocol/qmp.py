@@ -26,13 +26,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import attrs
 import trio
 
 from runner.errors import HostError
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import LineFramer, OverlongError
 from runner.kernel.packages import without_init
+from runner.values import frozen
 
 with without_init("qemu.qmp"):  # which imports asyncio: 12 ms and 1.6 MB instead of 1 ms
     from qemu.qmp.error import ProtocolError
@@ -78,7 +78,7 @@ class ExecuteError(QmpError):
         super().__init__(f"cannot execute {sent['execute']!r}: {self.description}", sent=sent, received=received)
 
 
-@attrs.frozen
+@frozen
 class QmpEvent:
     """A message that QEMU sends without a request (``qapi/*.json``)."""
 
@@ -86,7 +86,7 @@ class QmpEvent:
     data: Mapping[str, object]
 
 
-@attrs.frozen
+@frozen
 class VcpuThread:
     """The thread of one vCPU, as ``query-cpus-fast`` returns it."""
 

@@ -37,6 +37,7 @@ from runner.protocol.jsonrpc import (
     answer,
     format_error,
 )
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ Identify = Callable[[], Peer]
 """Returns the process that connected. Raises :exc:`~runner.kernel.peers.PeerError` once it has ended."""
 
 
-@attrs.frozen
+@frozen
 class SocketLimits:
     """What clients may take of a server."""
 
@@ -95,7 +96,7 @@ class _Client:
     working: bool = False
 
 
-@attrs.frozen
+@frozen
 class UnixServer:
     """Carries messages between clients and *service*."""
 

@@ -50,6 +50,7 @@ from runner.spec.rules import (
     text,
     variables,
 )
+from runner.values import frozen
 
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 WORD_ALLOWED = "up to 63 letters, digits, '.', '_' and '-', the first a letter or digit"
@@ -76,7 +77,7 @@ WatchdogAction = Literal["reset", "exit", "nmi", "none"]
 RebootAction = Literal["reset", "exit"]
 
 
-@attrs.frozen
+@frozen
 class IdentitySpec:
     """The instance's names."""
 
@@ -97,7 +98,7 @@ class IdentitySpec:
     )
 
 
-@attrs.frozen
+@frozen
 class CpuSpec:
     """The vCPUs and the CPUs that they run on."""
 
@@ -177,7 +178,7 @@ class CpuSpec:
             )
 
 
-@attrs.frozen
+@frozen
 class MemorySpec:
     """The guest's RAM."""
 
@@ -217,7 +218,7 @@ class MemorySpec:
         return None if self.hugepages is None else {"2MiB": 2 * MIB, "1GiB": 1024 * MIB}[self.hugepages]
 
 
-@attrs.frozen
+@frozen
 class BootSpec:
     """How the guest boots: a kernel that QEMU starts directly, or a disk that firmware boots."""
 
@@ -251,7 +252,7 @@ class BootSpec:
             yield Problem("firmware_vars", "needs boot.firmware")
 
 
-@attrs.frozen
+@frozen
 class DiskSpec:
     """A virtio disk; firmware tries to boot the disks in their order."""
 
@@ -348,7 +349,7 @@ class DiskSpec:
             yield Problem("detect_zeroes", '"unmap" needs discard = true')
 
 
-@attrs.frozen
+@frozen
 class HotplugSpec:
     """What can change while the guest runs."""
 
@@ -359,7 +360,7 @@ class HotplugSpec:
     )
 
 
-@attrs.frozen
+@frozen
 class NetworkSpec:
     """A virtio network interface."""
 
@@ -462,7 +463,7 @@ NETWORK_KEYS: dict[str, tuple[NetworkMode, ...]] = {
 """Key → the modes that can have it."""
 
 
-@attrs.frozen
+@frozen
 class DescriptorsSpec:
     """Descriptors that another program opened for this one."""
 
@@ -474,7 +475,7 @@ class DescriptorsSpec:
     )
 
 
-@attrs.frozen
+@frozen
 class ShareSpec:
     """A directory shared with the guest by virtiofs."""
 
@@ -501,7 +502,7 @@ DEVICE_PROPERTIES = {
 """The properties of QEMU's ``vfio-pci`` that a document may set: every QEMU from 7.2 to 10 has these."""
 
 
-@attrs.frozen
+@frozen
 class DeviceSpec:
     """A PCI device of the host that is passed through to the guest (VFIO)."""
 
@@ -542,7 +543,7 @@ class DeviceSpec:
             yield Problem("count", "needs a resource: an address names one device")
 
 
-@attrs.frozen
+@frozen
 class ConsoleSpec:
     """The guest's serial console."""
 
@@ -561,7 +562,7 @@ class ConsoleSpec:
     )
 
 
-@attrs.frozen
+@frozen
 class DisplaySpec:
     """The guest's screen."""
 
@@ -572,7 +573,7 @@ class DisplaySpec:
     )
 
 
-@attrs.frozen
+@frozen
 class GuestSpec:
     """Devices that serve the guest."""
 
@@ -601,7 +602,7 @@ class GuestSpec:
     )
 
 
-@attrs.frozen
+@frozen
 class CloudInitSpec:
     """The data that cloud-init in the guest reads from a NoCloud seed; an empty table makes a seed with defaults."""
 
@@ -635,7 +636,7 @@ class CloudInitSpec:
                     yield Problem(name, "contradicts cloud_init.meta_data, which must contain it")
 
 
-@attrs.frozen
+@frozen
 class ShutdownSpec:
     """How the instance ends."""
 
@@ -657,7 +658,7 @@ class ShutdownSpec:
     )
 
 
-@attrs.frozen
+@frozen
 class EnvironmentSpec:
     """The variables of the runner's environment that the document may use."""
 
@@ -669,7 +670,7 @@ class EnvironmentSpec:
     )
 
 
-@attrs.frozen
+@frozen
 class InstanceSpec:
     """The whole document."""
 

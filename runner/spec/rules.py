@@ -10,7 +10,6 @@ runner (69 ms), and neither suggests the nearest known key for a misspelled one.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import json
 import re
@@ -23,6 +22,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
+from runner.values import frozen
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class WrongValueError(ValueError):
         self.suggestion = suggestion
 
 
-@attrs.frozen
+@frozen
 class Rule:
     """The values that one key can have."""
 
@@ -116,6 +116,8 @@ def _nearest(value: object, words: Iterable[str]) -> str:
     """Return the word that *value* is probably meant to be, in quotes; empty if there is none, or it has other digits."""
     if not isinstance(value, str):
         return ""
+    import difflib  # here, because only a document with a mistake needs it
+
     alike = [word for word in words if re.findall("[0-9]+", word) == re.findall("[0-9]+", value)]
     return next((f'"{word}"' for word in difflib.get_close_matches(value, alike, 1)), "")
 
@@ -608,6 +610,8 @@ def structure(schema: type[T], value: object, where: str, problems: list[Problem
 
 
 def _unknown(name: str, attributes: Mapping[str, object], where: str) -> Problem:
+    import difflib  # here, because only a document with a mistake needs it
+
     near = difflib.get_close_matches(name, attributes, 1, 0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(attributes)}"
     return Problem(f"{where}.{name}" if where else name, "unknown key", hint)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-import attrs
-
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class Value:
     """One value of a document. Its methods raise :class:`SpecError` with the path if it does not have the requested type."""
 

@@ -22,8 +22,8 @@ import trio
 
 from runner.errors import HostError, Status, explain
 from runner.facts.disk import FileFact
-from runner.facts.host import HostFacts
-from runner.facts.network import Interface, Resolver
+from runner.facts.host import HostFacts, Resolver
+from runner.facts.network import Interface
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel.network import Bridge, build, read_interfaces, recover, remove

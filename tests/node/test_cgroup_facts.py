@@ -169,6 +169,29 @@ def test_an_open_procs_file_is_a_permission_that_can_be_passed(
     assert output.strip().endswith("/threaded/float")
 
 
+LISTED = """
+import os, sys
+os.setgroups([])
+os.setresgid(1000, 1000, 1000)
+os.setresuid(1000, 1000, 1000)
+print(*sorted(map(int, os.pread(int(sys.argv[1]), 4096, 0).split())))
+"""
+
+
+def test_an_open_threads_file_lists_its_group_to_any_holder(pod: Cgroup, threaded: Cgroup) -> None:
+    """The runner reads its threads' cgroups by it: user 1000, in the pod's cgroup and a cgroup namespace of its own."""
+    inst = instance(threaded, "1")
+    with task(threaded.child("float", threaded=True), threads=4) as qemu:
+        for vcpu in qemu.tids[1:3]:
+            inst.write("cgroup.threads", vcpu)
+        fd = os.open(inst.path / "cgroup.threads", os.O_RDWR)
+        enter = 'echo 0 >"$0" && exec unshare --cgroup "$@"'
+        argv = ("sh", "-c", enter, str(pod.path / "cgroup.procs"), sys.executable, "-I", "-S", "-c", LISTED, str(fd))
+        done = subprocess.run(argv, pass_fds=[fd], check=True, capture_output=True, text=True, timeout=SECONDS)
+        os.close(fd)
+        assert done.stdout.split() == [str(tid) for tid in sorted(qemu.tids[1:3])]
+
+
 # -- cpusets
 
 

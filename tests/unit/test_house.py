@@ -11,12 +11,13 @@ import pytest
 import runner.errors
 
 PACKAGE = Path(runner.errors.__file__).parent
-GROUND = {"errors", "cpuset"}
+GROUND = {"errors", "cpuset", "values"}
 FACTS = GROUND | {"facts"}
 PURE_ROOMS = FACTS | {"spec", "placement", "kubelet", "plan"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "cpuset": set(),
+    "values": set(),
+    "errors": {"values"},
+    "cpuset": {"values"},
     "table": set(),
     "arguments": set(),
     "completion": set(),
@@ -38,7 +39,7 @@ EVERYTHING = {"__main__", "cli"}
 
 
 PURE = (
-    {"errors", "cpuset", "table", "arguments", "facts", "spec", "placement", "kubelet", "plan"}
+    {"values", "errors", "cpuset", "table", "arguments", "facts", "spec", "placement", "kubelet", "plan"}
     | {f"cli.{module}" for module in ("completion", "manual", "parsers", "spec_table")}
     | {f"inspect.{module}" for module in ("roles", "render", "rules", "observation")}
     | {

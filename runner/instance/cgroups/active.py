@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
-from runner.placement.threads import CgroupPaths
+
+if TYPE_CHECKING:
+    from runner.placement.threads import CgroupPaths  # a back end without cgroups needs it only once QEMU runs
 
 
 class ActivePlacement(Protocol):
@@ -40,6 +42,12 @@ class ActivePlacement(Protocol):
 
     def confine(self, tid: int) -> None:
         """Move the thread *tid* alone into the instance's cgroup."""
+
+    def members(self) -> Sequence[frozenset[int]]:
+        """Return the threads of float and those of the instance's cgroup, as the kernel lists them.
+
+        Empty if the placement has no cgroups, or the controller is too old for its descriptors to be read.
+        """
 
     def release(self, tid: int) -> None:
         """Move the thread *tid* alone back to float, with float's CPUs as its mask."""

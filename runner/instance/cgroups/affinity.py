@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import attrs
-
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Faults
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import AffinityPlacement
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class FloatMask:
     """Float without cgroups: there is nothing to move a thread into, and a child inherits the mask of this process."""
 
@@ -29,6 +28,9 @@ class FloatMask:
 
     def confine(self, tid: int) -> None:
         pass
+
+    def members(self) -> Sequence[frozenset[int]]:
+        return ()
 
     def release(self, tid: int) -> None:
         pin(tid, read_mask())

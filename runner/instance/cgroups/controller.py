@@ -29,6 +29,7 @@ from runner.protocol.controller_client import (
     deregister,
     register,
 )
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ SETTLED_AGAIN = 5.0
 """Seconds between two attempts to have the controller move the kernel's threads."""
 
 
-@attrs.frozen
+@frozen
 class RegisteredCgroups(EnteredCgroups):
     """Cgroups that the node's controller made."""
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import attrs
 
-from runner.kernel.cgroup import write_control
+from runner.kernel.cgroup import CgroupError, read_members, write_control
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import CgroupFds
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class EnteredCgroups:
     """Cgroups that threads are moved between by *cgroup_fds*."""
 
@@ -32,6 +35,18 @@ class EnteredCgroups:
     def confine(self, tid: int) -> None:
         write_control(self.cgroup_fds.instance_threads.number, str(tid), f"{self.cgroups.instance}/cgroup.threads")
         self.confined.add(tid)
+
+    def members(self) -> Sequence[frozenset[int]]:
+        groups = (
+            (self.cgroup_fds.float_threads, self.cgroups.float_cgroup),
+            (self.cgroup_fds.instance_threads, self.cgroups.instance),
+        )
+        try:
+            return [read_members(fd.number, f"{path}/cgroup.threads") for fd, path in groups]
+        except CgroupError as error:
+            if error.errno == errno.EBADF:  # an older controller opened them for writing alone
+                return ()
+            raise
 
     def release(self, tid: int) -> None:
         write_control(self.cgroup_fds.float_threads.number, str(tid), f"{self.cgroups.float_cgroup}/cgroup.threads")

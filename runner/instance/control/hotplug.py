@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import PurePosixPath
 from typing import Any
 
-import attrs
 import trio
 
 from runner.errors import RefusedError, RunnerError, SpecError, explain
@@ -28,6 +27,7 @@ from runner.plan.problems import Problems
 from runner.protocol.qmp import BadReplyError, ExecuteError, Monitor
 from runner.spec.instance import DiskSpec
 from runner.spec.rules import format_size
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ UndoCommand = tuple[str, dict[str, object]]
 """A QMP command, with its arguments, that undoes another one."""
 
 
-@attrs.frozen
+@frozen
 class AttachedDisk:
     """A disk that was attached while the guest runs."""
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 
-import attrs
 import trio
 
 from runner.errors import RefusedError, explain
@@ -23,6 +22,7 @@ from runner.protocol.jsonrpc import RpcError
 from runner.protocol.qmp import Monitor
 from runner.protocol.qmp_server import QmpSession, turn_away
 from runner.protocol.unix_server import Identify
+from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ async def accept(listener: Socket, monitor: Monitor) -> None:
     await OperatorMonitor(monitor, Peers(Roots().proc)).accept(listener)
 
 
-@attrs.frozen
+@frozen
 class OperatorMonitor:
     """Serves QMP clients from *monitor*."""
 

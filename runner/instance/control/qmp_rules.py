@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-import attrs
+from runner.values import frozen
 
 _SHOWING = re.compile(
     r"(x-)?query-[a-z0-9-]+"
@@ -19,7 +19,7 @@ _HARMLESS = frozenset({"announce-self", "inject-nmi", "send-key"})
 """Commands that change nothing but what the guest, or the network around it, gets to see."""
 
 
-@attrs.frozen
+@frozen
 class _Refusal:
     commands: re.Pattern[str]
     reason: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NoReturn
 
-import attrs
 import trio
 
 from runner.errors import Problem, RunnerError, SpecError, explain
@@ -23,6 +22,7 @@ from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
 from runner.spec.instance import DiskSpec
 from runner.spec.rules import size as size_rule
 from runner.spec.rules import structure
+from runner.values import frozen
 
 REFUSED = -32000
 """The error code for a request that is understood and cannot be done."""
@@ -40,7 +40,7 @@ async def accept(listener: Socket, disks: DiskHotplug) -> None:
     await UnixServer(methods, LIMITS).accept(trio.socket.from_stdlib_socket(listener))
 
 
-@attrs.frozen
+@frozen
 class ControlMethods:
     """Serves requests about a running machine."""
 

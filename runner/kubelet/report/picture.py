@@ -6,14 +6,13 @@ import itertools
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import attrs
-
 from runner.cpuset import CpuSet
 from runner.errors import printable
 from runner.facts.hardware import Hardware
 from runner.kubelet.node_plan import NodePlan
 from runner.kubelet.pod import ContainerKind
 from runner.kubelet.state import MemoryTable
+from runner.values import frozen
 
 RESERVED, SHARED = "#", "."
 """Signs of reserved CPUs, which no pod gets, and of CPUs in the shared pool."""
@@ -28,7 +27,7 @@ COLOURS = (2, 6, 3, 5, 4, 1)
 """Terminal colours in turn: green, cyan, yellow, magenta, blue, red."""
 
 
-@attrs.frozen
+@frozen
 class Owner:
     """The exclusive CPUs of one container or pod.
 

@@ -11,8 +11,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-import attrs
-
 from runner.cpuset import CpuSet
 from runner.errors import printable
 from runner.kubelet.node_plan import NodePlan, PodPlan
@@ -33,6 +31,7 @@ from runner.kubelet.report.picture import (
 )
 from runner.kubelet.report.text import hardware_line, kubelet_line
 from runner.kubelet.state import MemoryTable
+from runner.values import frozen
 
 MOST_NUMBERED = 256
 """CPUs of the largest node whose cells have numbers: two boxes beside each other still fit a screen."""
@@ -88,7 +87,7 @@ DARK = {
 }
 
 
-@attrs.frozen
+@frozen
 class _Cells:
     """The sizes of the drawing of CPUs, in pixels, and how many cores stand in a row."""
 
@@ -106,7 +105,7 @@ NUMBERED = _Cells(width=27, height=17, core_gap=2, cache_gap=8, row_gap=7, cores
 COMPACT = _Cells(width=8, height=8, core_gap=1, cache_gap=5, row_gap=6, cores_in_row=32, label=70)
 
 
-@attrs.frozen
+@frozen
 class _Style:
     """The class of a CPU's cell, and its *owner*, which the tooltip names."""
 
@@ -114,7 +113,7 @@ class _Style:
     owner: str
 
 
-@attrs.frozen
+@frozen
 class _Box:
     """A part of the drawing, in pixels, with its upper left corner at the origin."""
 

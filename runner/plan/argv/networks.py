@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from ipaddress import ip_network
 from typing import assert_never
 
-import attrs
-
 from runner.facts.network import Route
 from runner.plan.networks import (
     BridgedPlan,
@@ -20,9 +18,10 @@ from runner.plan.networks import (
     Nic,
     PasstPlan,
 )
+from runner.values import frozen
 
 
-@attrs.frozen
+@frozen
 class WireNumbers:
     """The descriptors of one network as QEMU inherits them: a tap (and a vhost-net) for each queue, or a stream socket."""
 

@@ -7,17 +7,15 @@ person runs the command in a terminal (:class:`Paths`). The rest of its command 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
 from runner.cpuset import CpuSet
 from runner.placement.backends import Placement
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
-from runner.plan.argv.networks import WireNumbers, dnsmasq_argv, netdev_by_hand, network_by_hand, nic_device
 from runner.plan.disks import DiskPlan
 from runner.plan.host_checks import WORKERS
 from runner.plan.instance import InstancePlan
@@ -27,6 +25,10 @@ from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from runner.plan.shares import SharePlan
 from runner.spec.instance import WatchdogAction
 from runner.spec.rules import MIB
+from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.plan.argv.networks import WireNumbers
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 """QEMU's seccomp sandbox."""
@@ -85,7 +87,7 @@ class Endpoints(Protocol):
         """Return the properties of ``vfio-pci`` that say which *device* it is."""
 
 
-@attrs.frozen
+@frozen
 class QemuFds:
     """Endpoints as inherited descriptors; *ram*, *wires* and *shares* are by index."""
 
@@ -152,7 +154,7 @@ class QemuFds:
         return f"host={device.address}" if number is None else f"fd={number},iommufd=iommufd0"
 
 
-@attrs.frozen
+@frozen
 class Paths:
     """Endpoints as paths and a terminal, for a person who runs the command."""
 
@@ -184,6 +186,8 @@ class Paths:
         return [], str(paths[name])
 
     def netdev(self, index: int) -> str:
+        from runner.plan.argv.networks import netdev_by_hand
+
         return netdev_by_hand(index, self.plan.networks[index])
 
     def share(self, index: int) -> str:
@@ -265,10 +269,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     yield from ("-device", "pvpanic-pci")
     yield from _boot(machine, endpoints)
     yield from _disks(machine, endpoints)
-    for index, network in enumerate(machine.networks):
-        kind, _, properties = endpoints.netdev(index).partition(",")
-        yield from ("-netdev", f"{kind},id=net{index},{properties}")
-        yield from ("-device", nic_device(index, network))
+    yield from _networks(machine, endpoints)
     for index, share in enumerate(machine.shares):
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
@@ -388,6 +389,17 @@ def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
         yield from ("-device", "virtio-blk-pci,drive=seed,serial=cidata")
 
 
+def _networks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
+    if not machine.networks:
+        return
+    from runner.plan.argv.networks import nic_device  # here, because some guests have no network
+
+    for index, network in enumerate(machine.networks):
+        kind, _, properties = endpoints.netdev(index).partition(",")
+        yield from ("-netdev", f"{kind},id=net{index},{properties}")
+        yield from ("-device", nic_device(index, network))
+
+
 def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     """Yield disks. Nodes are JSON: ``key=value`` cannot express that an image has no backing file.
 
@@ -493,6 +505,8 @@ _FLAGS = frozenset(
 
 def _made_first(plan: InstancePlan, seed: bytes | None) -> Iterator[str]:
     """Yield the commands that make the files that this program keeps in memory, or makes when they are missing."""
+    import shlex
+
     machine, directory = plan.machine, shlex.quote(str(plan.state_directory))
     if machine.guest.agent or machine.vnc or seed is not None or machine.firmware_vars is not None:
         yield f"mkdir -p {directory}"
@@ -515,6 +529,10 @@ def pasteable(plan: InstancePlan, seed: bytes | None) -> str:
     *seed* is the image of the plan's cloud-init seed, ``None`` for a plan without one. The script needs no
     ``instance-runner``; it must be run as root when there are networks or shares.
     """
+    import shlex  # here, because no instance needs them
+
+    from runner.plan.argv.networks import dnsmasq_argv, network_by_hand
+
     lines = [
         "# The same machine by hand: paths instead of descriptors, console and monitor on the terminal (Ctrl-A c), not pinned."
     ]

@@ -109,9 +109,11 @@ async def test_the_answer_carries_four_descriptors_in_order(node: Node) -> None:
                 str(node.scope(B).path / "cgroup.procs"),
                 str(node.pod(B).path / "cgroup.threads"),
             ]
-            for fd in fds:
+            for fd in (fds[0], fds[2]):
                 with pytest.raises(OSError, match="Bad file descriptor"):
                     os.read(fd, 1)  # for writing only
+            for fd in (fds[1], fds[3]):
+                assert os.pread(fd, 100, 0).split() == []  # it lists the group's threads
         finally:
             for fd in fds:
                 os.close(fd)

@@ -7,8 +7,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from runner.facts.host import Virtiofsd
-from runner.facts.network import Resolver
+from runner.facts.host import Resolver, Virtiofsd
 
 PATH = PurePosixPath("/usr/libexec/virtiofsd")
 

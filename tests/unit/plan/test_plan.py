@@ -14,8 +14,8 @@ from runner.cpuset import CpuSet
 from runner.errors import SpecError
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.hardware import Cpu, Hardware, NumaNode
-from runner.facts.host import HostFacts, Kvm, PodQos, User, Virtiofsd
-from runner.facts.network import Interface, Resolver, Route
+from runner.facts.host import HostFacts, Kvm, PodQos, Resolver, User, Virtiofsd
+from runner.facts.network import Interface, Route
 from runner.placement.backends import AffinityPlacement, ControllerPlacement
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv

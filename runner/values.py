@@ -1,0 +1,41 @@
+"""Frozen values: ``attrs.frozen``, whose classes share one comparison, one hash and one ``repr``.
+
+attrs compiles those for each class when it is imported: 0.23 of the 0.40 ms that a class takes, and PID 1 imports a
+hundred classes before its guest runs (``tests/benchmarks/README.md``). attrs leaves out what a class already has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attrs import frozen  # mypy knows attrs' own decorator
+else:
+    import attrs
+
+    def frozen(cls: type) -> type:
+        """Return *cls* as ``attrs.frozen`` makes it, with the methods below unless it has its own."""
+        for name, method in (("__eq__", _equal), ("__hash__", _hash), ("__repr__", _repr)):
+            if name not in cls.__dict__:
+                setattr(cls, name, method)
+        return attrs.frozen(cls)
+
+
+__all__ = ["frozen"]
+
+
+def _values(value: Any) -> tuple[Any, ...]:
+    return tuple(getattr(value, field.name) for field in value.__attrs_attrs__)
+
+
+def _equal(self: Any, other: object) -> bool:
+    return _values(self) == _values(other) if other.__class__ is self.__class__ else NotImplemented
+
+
+def _hash(self: Any) -> int:
+    return hash((self.__class__, _values(self)))
+
+
+def _repr(self: Any) -> str:
+    shown = (f"{field.name}={getattr(self, field.name)!r}" for field in self.__attrs_attrs__ if field.repr)
+    return f"{self.__class__.__qualname__.rpartition('>.')[2]}({', '.join(shown)})"

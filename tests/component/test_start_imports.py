@@ -1,0 +1,75 @@
+"""What PID 1 imports before it starts QEMU: its start waits for each of these modules, and they stay in its memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WATCHED = """
+import sys, runner.__main__
+def watch(event, arguments):
+    if event == "subprocess.Popen" and any("qemu-system" in str(word) for word in arguments[1]):
+        sys.stderr.write("loaded " + " ".join(sys.modules) + "\\n")
+sys.addaudithook(watch)
+runner.__main__.entry()
+"""
+
+MINIMAL = """
+[cpu]
+accel = "tcg"
+placement = "affinity"
+[memory]
+size = "32MiB"
+"""
+
+OURS = """
+__main__ arguments cpuset errors values
+cli cli.commands cli.options cli.run cli.run_instance
+facts facts.descriptor facts.disk facts.hardware facts.host facts.memory facts.roots facts.threads
+instance instance.cgroups instance.cgroups.active instance.cgroups.affinity instance.console instance.daemons
+instance.discover instance.disks instance.display instance.init instance.lifecycle instance.memory instance.qemu
+instance.state_directory instance.supervisor
+kernel kernel.cgroup kernel.character_devices kernel.fd_passing kernel.files kernel.lines kernel.log_file
+kernel.nonblocking_writer kernel.peers kernel.processes kernel.procfs kernel.scheduler kernel.sockets kernel.sysfs
+placement placement.backends placement.guest_topology placement.pins
+plan plan.argv plan.argv.block_nodes plan.argv.qemu plan.descriptor_claims plan.disks plan.firmware plan.guest_devices
+plan.host_checks plan.instance plan.machine plan.memory plan.passthrough_plan plan.placement plan.problems plan.resolve
+plan.shares
+protocol protocol.logs protocol.qmp
+spec spec.instance spec.rules
+"""
+"""Modules of this project; one more is imported where a document, a pod or a command needs it."""
+
+OTHERS = "argparse encodings gettext json tomllib datetime mmap pwd fcntl"
+"""Modules beyond those that ``import trio`` loads, without their submodules and accelerators."""
+
+
+def loaded_by(*argv: str | Path, path: str = os.environ["PATH"]) -> set[str]:
+    """Return the modules that Python, run with *argv*, says are loaded."""
+    ended = subprocess.run(
+        (sys.executable, *argv),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PATH": path},
+    )
+    loaded = [line for line in ended.stderr.splitlines() if line.startswith("loaded ")]
+    assert loaded, ended.stderr
+    return set(loaded[0].split()[1:])
+
+
+def test_only_what_a_minimal_document_needs_is_imported_before_qemu_starts(tmp_path: Path) -> None:
+    program = tmp_path / "qemu-system-x86_64"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    spec = tmp_path / "spec.toml"
+    spec.write_text(f'{MINIMAL}[boot]\nfirmware = "{program}"\n')
+    argv = ("-c", WATCHED, "run", "--not-pid1", "--state-dir", tmp_path / "state", spec)
+    found = loaded_by(*argv, path=f"{tmp_path}:{os.environ['PATH']}")
+    assert {name.removeprefix("runner.") for name in found if name.startswith("runner.")} == set(OURS.split())
+    trio = loaded_by("-c", "import sys, trio; sys.stderr.write('loaded ' + ' '.join(sys.modules) + '\\n')")
+    others = {name.partition(".")[0].removeprefix("_") for name in found - trio} - {"runner", "main__"}
+    assert others <= set(OTHERS.split())
