@@ -56,6 +56,7 @@ async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
         assert node.instance(B).read("pids.max") == "40"
         for group, file in ((pod, "pids.max"), (pod, "cpu.weight"), (node.instance(B), "pids.max")):
             before = group.read(file)
+            await trio.testing.wait_all_tasks_blocked(0.05)
             group.write(file, "77")
             await controller.until(lambda group=group, file=file, before=before: group.read(file) == before)  # type: ignore[misc]
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
@@ -69,6 +70,7 @@ async def test_the_pods_group_stays_until_it_is_empty(node: Node) -> None:
         node.pod(B).put_threads([900])
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
         assert node.pod(B).exists()
+        await trio.testing.wait_all_tasks_blocked(0.05)  # no pass is made any more, until something is reported
         node.pod(B).put_threads([])
         await controller.until(lambda: not node.pod(B).exists())
 
