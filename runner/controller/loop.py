@@ -38,6 +38,7 @@ from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, instance_uid
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
+from runner.protocol.rate_limit import LogRateLimit
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class ReconcileLoop:
     reserved: CpuSet
     intervals: Intervals
     counters: ControllerCounters = attrs.field(factory=ControllerCounters)
+    log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
+    """For what a pod can cause without end: requests, whether refused or not, and passes."""
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
     """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
     observed: Observed | None = None
@@ -154,8 +157,8 @@ class ReconcileLoop:
             if name not in failed
         )
         for fault in faults:
-            if fault not in self.faults:
-                log.error("pass failed group=%r reason=%r", fault.group, fault.reason)
+            if fault not in self.faults and (more := self.log_limit.due("fault", fault.group)) is not None:
+                log.error("pass failed%s group=%r reason=%r", more, fault.group, fault.reason)
         self.faults = faults
         self._count("faulty" if faults else "changed" if actions else "clean", started)
         return faults
@@ -214,7 +217,8 @@ class ReconcileLoop:
             self.error = "; ".join(fault.reason for fault in faults)
         except HostError as error:
             self.error = explain(error)
-            log.error("pass failed reason=%r", self.error)  # noqa: TRY400  # an expected error: the sentence is enough
+            if (more := self.log_limit.due("pass failed")) is not None:
+                log.error("pass failed%s reason=%r", more, self.error)  # noqa: TRY400  # the sentence is enough
             self.counters.passes["faulty"] += 1
         self._watch_tree(queue)
         passed, self._passed = self._passed, trio.Event()
@@ -252,8 +256,9 @@ class ReconcileLoop:
         try:
             watch = queue.watch(path, mask)
         except HostError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):  # else: not there yet; the next pass tries again
-                log.warning("changes will be seen late reason=%r", explain(error))
+            missing = isinstance(error.__cause__, FileNotFoundError)  # not there yet; the next pass tries again
+            if not missing and (more := self.log_limit.due("not watched")) is not None:
+                log.warning("changes will be seen late%s reason=%r", more, explain(error))
             return
         if watch not in self._watches:
             self._watches.add(watch)
@@ -271,8 +276,10 @@ class ReconcileLoop:
                     if left is not None and found is not None and found.cpus != left:
                         self.counters.repairs += 1
                         log.warning("cpuset changed by others group=%s found=%s", group, found.cpus)
-                    if instance_uid(group) not in grants:
-                        log.info("cpuset written group=%s cpus=%s", group or self.tree.root.name, value)
+                    # Without a kubelet each registration changes float.
+                    more = "" if self.source is not None else self.log_limit.due("written", group)
+                    if instance_uid(group) not in grants and more is not None:
+                        log.info("cpuset written%s group=%s cpus=%s", more, group or self.tree.root.name, value)
                 case _:
                     log.debug("action %r", action)
 
@@ -293,3 +300,4 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
                 yield
             finally:
                 nursery.cancel_scope.cancel()
+                loop.log_limit.log_left_out()

@@ -16,7 +16,7 @@ DEFAULTS = {
     "minor": 2,  # of its version, 7.2.0
     "vcpus": None,  # how many vCPU threads are reported; None: as many as -smp gives
     "tid": None,  # None | "gone" (a thread that does not exist) | "same" (one thread for all)
-    "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage"
+    "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage" | "storm" (events)
     "at_powerdown": "shutdown",  # also: None (the guest ignores it), "reset", "panic", "exit", "no reply"
     "at_quit": "exit",  # also: None (hangs)
     "at_sigterm": "exit",  # also: None (ignores it)
@@ -137,6 +137,18 @@ def do(what):
         qmp.shutdown(socket.SHUT_RDWR)
     elif what == "garbage":
         qmp.sendall(b"\x00\xff this is not QMP\n")
+    elif what == "storm":
+        storm()
+
+
+def storm():
+    """Send events as fast as a hostile guest can cause them, with what it may make QEMU say in them."""
+    for number in range(500):
+        event("RESET", guest=True, reason=f"guest-reset {number}\nforged")
+        event("WATCHDOG", action=f"none {number}\rforged")
+        event("VSERPORT_CHANGE", id="agent", open=number % 2 == 0)
+        event("BLOCK_IO_ERROR", **{"node-name": f"disk{number}", "operation": "write", "reason": "\x1b[2J"})
+    event("SHUTDOWN", guest=True, reason="guest-shutdown")
 
 
 def serve_agent(line):
