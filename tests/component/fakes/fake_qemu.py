@@ -23,6 +23,8 @@ DEFAULTS = {
     "deaf_to": None,  # a command that is never answered
     "console": None,  # None (reads nothing) | "echo"; also a number: writes so many bytes for each input
     "agent": None,  # None (no agent) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing) | "old"
+    "unplugs": True,  # the guest releases a disk that is to be detached
+    "fills": None,  # a directory whose file system is full as soon as the guest has a new disk
     "noise": False,  # events and foreign replies between request and reply
     "records_owners_of": (),  # files whose owners it records when it starts
     "daemonize": False,  # leaves a grandchild that keeps the output open
@@ -190,6 +192,74 @@ send(
     }
 )
 reboot_is_shutdown = "reboot=shutdown" in values["-action"]
+hotplugged = {"add-fd": [], "blockdev-add": [], "object-add": [], "device_add": []}
+"""What was added and not taken back, by the command that adds it."""
+iothreads = {}
+sizes = {}
+
+
+def iothread(name):
+    iothreads[name] = threading.get_native_id()
+    started.wait()
+    stop.wait()
+
+
+started = threading.Barrier(2)
+
+
+def fill(directory):
+    with open(f"{directory}/filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def change(command, arguments):
+    """Add or take back a part of a disk, as QEMU does; return the reply."""
+    adding = {"remove-fd": "add-fd", "blockdev-del": "blockdev-add", "object-del": "object-add"}.get(command)
+    if command == "add-fd":
+        arguments["fdset-id"] = max(hotplugged["add-fd"], default=0) + 1
+    name = next(arguments[key] for key in ("fdset-id", "node-name", "id") if key in arguments)
+    if adding is not None:
+        hotplugged[adding].remove(name)
+        iothreads.pop(name, None)
+        return {}
+    if command == "device_del":
+        if behaviour["unplugs"]:
+            hotplugged["device_add"].remove(name)
+            event("DEVICE_DELETED", device=name, path="/")
+        return {}
+    hotplugged[command].append(name)
+    if command == "device_add" and behaviour["fills"]:
+        fill(behaviour["fills"])
+    if command == "object-add":
+        threading.Thread(target=iothread, args=(name,), daemon=True).start()
+        started.wait()
+    if command == "blockdev-add":
+        sizes[name] = 1 << 20
+    return {"fdset-id": name} if command == "add-fd" else {}
+
+
+def answer(command, arguments):
+    """Return the reply to a command about disks or threads."""
+    if command == "query-cpus-fast":
+        return [{"cpu-index": at, "thread-id": tid, "qom-path": "/", "props": {}} for at, tid in enumerate(tids)][::-1]
+    if command == "query-iothreads":
+        return [{"id": name, "thread-id": tid} for name, tid in iothreads.items()]
+    if command == "query-status":
+        return {"status": "running", "running": True}
+    if command == "query-named-block-nodes":
+        return [{"node-name": name, "image": {"virtual-size": sizes[name]}} for name in hotplugged["blockdev-add"]]
+    if command == "block_resize":
+        sizes[arguments["node-name"]] = arguments["size"]
+    elif command in {*hotplugged, "remove-fd", "blockdev-del", "object-del", "device_del"}:
+        reply = change(command, arguments)
+        record("hotplug", **hotplugged)
+        return reply
+    return {}
+
 
 for line in qmp.makefile("rb"):
     request = json.loads(line)
@@ -200,10 +270,7 @@ for line in qmp.makefile("rb"):
         send(**{"return": {}, "id": "unknown"})
         send(**{"return": {}})
         send(error={"class": "GenericError", "desc": "of no command"}, id=["list"])
-    reply = {}
-    if command == "query-cpus-fast":
-        reply = [{"cpu-index": index, "thread-id": tid, "qom-path": "/", "props": {}} for index, tid in enumerate(tids)]
-        reply.reverse()
+    reply = answer(command, request.get("arguments", {}))
     if command == "set-action":
         reboot_is_shutdown = request["arguments"]["reboot"] == "shutdown"
     if command == "quit" and behaviour["at_quit"] is None:
