@@ -219,8 +219,9 @@ async def controlled(
     limits: SocketLimits | None = None,
     timeouts: Timeouts | None = None,
     intervals: Intervals | None = None,
+    limit: float = 30,
 ) -> AsyncIterator[Controller]:
-    """Run a controller on *node*; with *own_cpus* the node has no kubelet."""
+    """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet."""
     loop = ReconcileLoop(
         tree=Tree(node.root),
         source=None if own_cpus else KubeletFiles(node.kubelet),
@@ -237,7 +238,7 @@ async def controlled(
         trusting=trusting,
     )
     server = UnixServer(methods, limits or SocketLimits())
-    with trio.fail_after(30):
+    with trio.fail_after(limit):
         async with running_loop(loop):
             with listening(node.socket) as listener:
                 async with trio.open_nursery() as nursery:

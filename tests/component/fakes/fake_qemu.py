@@ -25,6 +25,7 @@ DEFAULTS = {
     "agent": None,  # None (no agent) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing) | "old"
     "unplugs": True,  # the guest releases a disk that is to be detached
     "fills": None,  # a directory whose file system is full as soon as the guest has a new disk
+    "hostile": None,  # a phase and what it does then: see `misbehave`
     "noise": False,  # events and foreign replies between request and reply
     "records_owners_of": (),  # files whose owners it records when it starts
     "daemonize": False,  # leaves a grandchild that keeps the output open
@@ -175,6 +176,45 @@ def serve_agent(line):
             event("SHUTDOWN", guest=True, reason="guest-shutdown")
 
 
+def without_end(data):
+    while True:
+        qmp.sendall(data)
+
+
+MISBEHAVIOUR = {
+    "exit": lambda _: os._exit(3),
+    "abort": lambda _: os.abort(),
+    "hang up": lambda _: qmp.shutdown(socket.SHUT_RDWR),
+    "hang up and ignore SIGTERM": lambda _: (signal.signal(signal.SIGTERM, signal.SIG_IGN), qmp.shutdown(2)),
+    "deaf": lambda _: None,
+    "stop reading": lambda _: threading.Event().wait(),
+    "garbage": lambda _: qmp.sendall(b"\x00\xff\n\r this is not QMP\n"),
+    "half a line": lambda _: (qmp.sendall(b'{"return": {}, "i'), qmp.shutdown(socket.SHUT_RDWR)),
+    "a line without end": lambda _: without_end(b"x" * (1 << 16)),
+    "a million brackets": lambda _: qmp.sendall(b"[" * 1_000_000 + b"\n"),
+    "no object": lambda _: qmp.sendall(b'[1, "a", null]\n'),
+    "events without end": lambda _: without_end(b'{"event": "RTC_CHANGE", "data": {"offset": 1}}\n' * 1000),
+    "one event of 3 MiB": lambda _: event("X", text="x" * (3 << 20)),
+    "a foreign reply": lambda number: send(**{"return": {}, "id": f"{number}0"}),
+    "a reply without return": lambda number: send(id=number),
+    "a reply of another type": lambda number: send(**{"return": 7, "id": number}),
+    "an error that is none": lambda number: send(error="no", id=number),
+    "an error with a forged line": lambda number: send(error={"class": "X", "desc": "a\n\x1b[2Jb"}, id=number),
+    "output without end": lambda _: [os.write(2, b"qemu: \x1b]0;x\x07\r\n" * 100) for _ in iter(int, 1)],
+    "two greetings": lambda _: send(QMP=None),
+}
+
+
+def misbehave(phase, number):
+    """Do what an attacker does in this *phase*, and return whether it was to be done."""
+    if behaviour["hostile"] is None or behaviour["hostile"][0] != phase:
+        return False
+    record("hostile", phase=phase)
+    MISBEHAVIOUR[behaviour["hostile"][1]](number)
+    return True
+
+
+misbehave("greeting", "")
 before = behaviour["before_greeting"]
 if before == "garbage":
     qmp.sendall(b"SSH-2.0-OpenSSH\r\n")
@@ -265,6 +305,8 @@ for line in qmp.makefile("rb"):
     request = json.loads(line)
     command, number = request["execute"], request["id"]
     record("command", command=command)
+    if misbehave(command, number):
+        continue
     if behaviour["noise"]:
         event("NOISE", text="x" * (1 << 20))
         send(**{"return": {}, "id": "unknown"})
@@ -291,6 +333,8 @@ for line in qmp.makefile("rb"):
             event("VSERPORT_CHANGE", id="other", open=False)
             event("VSERPORT_CHANGE", id="agent", open=True)
         do(behaviour["at_cont"])
+        if behaviour["hostile"] is not None:
+            threading.Timer(0.05, misbehave, ("the guest runs", "")).start()
     if command == "system_powerdown":
         event("POWERDOWN")
         do(behaviour["at_powerdown"])
