@@ -16,7 +16,8 @@ DEFAULTS = {
     "minor": 2,  # of its version, 7.2.0
     "vcpus": None,  # how many vCPU threads are reported; None: as many as -smp gives
     "tid": None,  # None | "gone" (a thread that does not exist) | "same" (one thread for all)
-    "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage" | "storm" (events)
+    "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage" | "storm" (events) |
+    # "ask to stop" (the runner, by SIGTERM)
     "at_powerdown": "shutdown",  # also: None (the guest ignores it), "reset", "panic", "exit", "no reply"
     "at_quit": "exit",  # also: None (hangs)
     "at_sigterm": "exit",  # also: None (ignores it)
@@ -332,6 +333,8 @@ for line in qmp.makefile("rb"):
             threading.Thread(target=serve_agent, args=(agent,), daemon=True).start()
             event("VSERPORT_CHANGE", id="other", open=False)
             event("VSERPORT_CHANGE", id="agent", open=True)
+        if behaviour["at_cont"] == "ask to stop":
+            os.kill(os.getppid(), signal.SIGTERM)
         do(behaviour["at_cont"])
         if behaviour["hostile"] is not None:
             threading.Timer(0.05, misbehave, ("the guest runs", "")).start()
