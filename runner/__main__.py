@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from runner.cli.commands import program_parser
-from runner.errors import RunnerError, Status, explain, printable
+from runner.errors import RunnerError, Status, escaped, explain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def _run_command(command: str, words: Sequence[str]) -> int:
 
 
 def _print_error(message: str) -> None:
-    lines = "\n".join(f"instance-runner: {printable(line)}" for line in message.split("\n"))
+    lines = "\n".join(f"instance-runner: {escaped(line)}" for line in message.split("\n"))
     with contextlib.suppress(OSError):  # the exit status reports it, too
         print(lines, file=sys.stderr, flush=True)
 

@@ -97,7 +97,7 @@ class Problem:
     @property
     def statement(self) -> str:
         """The path and the message, without the remedy."""
-        return printable(f"{self.path}: {self.message}" if self.path else self.message)
+        return escaped(f"{self.path}: {self.message}" if self.path else self.message)
 
     def __str__(self) -> str:
         return f"{self.statement}; {self.remedy}" if self.remedy else self.statement
@@ -114,7 +114,7 @@ class SpecError(RunnerError):
         super().__init__(source, self.problems)
 
     def __str__(self) -> str:
-        return "\n".join(printable(f"{self.source}: {problem}") for problem in self.problems)
+        return "\n".join(escaped(f"{self.source}: {problem}") for problem in self.problems)
 
 
 class RefusedError(RunnerError):
@@ -131,27 +131,27 @@ class PlacementError(RunnerError):
     """A thread is not where it was put, or cannot be put there."""
 
 
-def printable(text: str) -> str:
-    r"""Return *text* with each character that is not printable escaped as in Python, such as ``\x1b`` and ``\u202e``.
-
-    Names and values of documents are shown to operators: control characters and bidirectional marks (Unicode's categories Cc
-    and Cf) could change what a terminal shows (Unicode Technical Report 36, 2.10).
-    """
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-
-
 def explain(error: BaseException) -> str:
-    """Return *error* with its chain of causes in one line.
+    """Return *error* with its chain of causes in one line; a :exc:`SpecError` has one for each problem.
 
-    An ``OSError`` contributes its reason only: the sentence before it has named the object already.
+    An ``OSError`` contributes its reason only: the sentence before it has named the object already. The words of a guest or
+    another program in it can neither begin a line of their own nor control a terminal.
     """
     parts = []
     cause: BaseException | None = error
     while cause is not None:
-        parts.append(
-            cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause) or type(cause).__name__
-        )
+        text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause) or type(cause).__name__
+        parts.append(text if isinstance(cause, SpecError) else escaped(text))
         cause = cause.__cause__
     return ": ".join(parts)
+
+
+def escaped(text: str) -> str:
+    r"""Return *text* with a backslash sequence such as ``\n`` for each character that is not printable.
+
+    Those are line and paragraph separators, control characters and so terminal escapes, marks of the direction of text
+    (Unicode's category Cf), and halves of surrogate pairs, which cannot be encoded; :meth:`str.isprintable` lists them.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -8,11 +8,17 @@ from collections.abc import Generator
 
 import pytest
 
+from tests.support.soak import FACTOR, SEED
+
 EVERYTHING_REQUIRED = os.environ.get("RUNNER_REQUIRE") == "all"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what it runs in the background; the programs under test would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> list[str]:
+    return [f"soak: RUNNER_SOAK={FACTOR} RUNNER_SEED={SEED}"] if FACTOR else []
 
 
 @pytest.hookimpl(wrapper=True)

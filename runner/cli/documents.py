@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 from runner.cli.options import read_spec, source_of
-from runner.errors import Problem, SpecError, Status, printable
+from runner.errors import Problem, SpecError, Status, escaped
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.document import document_problems
 from runner.spec.instance import CloudInitSpec, InstanceSpec, parse_elsewhere
@@ -33,7 +33,7 @@ def check(paths: Iterable[str]) -> int:
             continue
         about = "right" if spec is None else f"right, {_summary(spec)}"
         unknown = f"; without the values of {', '.join(unset)}, which are not set here" if unset else ""
-        print(printable(f"{source}: {about}{unknown}"))
+        print(escaped(f"{source}: {about}{unknown}"))
     return status
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import trio
 
 from runner.cli.options import DEFAULT_SPEC, add_spec, read_spec, source_of
-from runner.errors import Status, UsageError, printable
+from runner.errors import Status, UsageError
 from runner.instance.init import plan_here
 from runner.plan.argv.qemu import pasteable
 from runner.plan.cloud_init import SeedPlan
@@ -115,7 +115,7 @@ def main(arguments: argparse.Namespace) -> int:
     elif arguments.json:
         print(json.dumps(plan_json(plan), indent=1))
     else:
-        print("\n".join(map(printable, plan_lines(plan))))
+        print("\n".join(map(escaped, plan_lines(plan))))
     return 0
 
 

@@ -56,13 +56,11 @@ def _run(arguments: argparse.Namespace, state_directory: PurePosixPath, streams:
         return trio.run(partial(run_as_init, arguments.spec, data, state_directory, streams, pid1=pid1))
     except RunnerError as error:
         return ExitReport(error.status, error.status.name.lower(), explain(error))
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is ours
+    except Exception as error:
         report = failed_system_call(error)
         if report is not None:
             return report
-        import traceback
-
-        log.error("this is a bug of instance-runner:\n%s", "".join(traceback.format_exception(error)))  # noqa: TRY400
+        log.exception("this is a bug of instance-runner:")
         return ExitReport(Status.BUG, "bug", f"{type(error).__name__}: {error}")
 
 

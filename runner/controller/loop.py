@@ -48,6 +48,7 @@ from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
+from runner.protocol.rate_limit import LogRateLimit
 from runner.values import frozen
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ class ReconcileLoop:
     limits: Limits
     pods: PodCgroups
     counters: ControllerCounters = attrs.field(factory=ControllerCounters)
+    log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
+    """For what a pod can cause without end: requests, whether refused or not, and passes."""
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
     """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
     observed: Observed | None = None
@@ -247,11 +250,12 @@ class ReconcileLoop:
     def _report(self, faults: tuple[Fault, ...]) -> None:
         """Log those of *faults* that are new, and keep all."""
         for fault in faults:
-            if fault not in self.faults:
-                if fault.unlimited:
-                    log.warning("limit missing group=%r reason=%r", fault.group, fault.reason)
-                else:
-                    log.error("pass failed group=%r reason=%r", fault.group, fault.reason)
+            if fault in self.faults or (more := self.log_limit.due("fault", fault.group)) is None:
+                continue
+            if fault.unlimited:
+                log.warning("limit missing%s group=%r reason=%r", more, fault.group, fault.reason)
+            else:
+                log.error("pass failed%s group=%r reason=%r", more, fault.group, fault.reason)
         self.faults = faults
 
     def disturb(self) -> None:
@@ -314,7 +318,8 @@ class ReconcileLoop:
             self.error = "; ".join(fault.reason for fault in faults if not fault.unlimited)
         except HostError as error:
             self.error = explain(error)
-            log.error("pass failed reason=%r", self.error)  # noqa: TRY400  # an expected error: the sentence is enough
+            if (more := self.log_limit.due("pass failed")) is not None:
+                log.error("pass failed%s reason=%r", more, self.error)  # noqa: TRY400  # the sentence is enough
             self.counters.passes["faulty"] += 1
         self._watch_tree(queue)
         passed, self._passed = self._passed, trio.Event()
@@ -369,8 +374,9 @@ class ReconcileLoop:
         try:
             watch = queue.watch(path, mask)
         except HostError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):  # else: not there yet; the next pass tries again
-                log.warning("changes will be seen late reason=%r", explain(error))
+            missing = isinstance(error.__cause__, FileNotFoundError)  # not there yet; the next pass tries again
+            if not missing and (more := self.log_limit.due("not watched")) is not None:
+                log.warning("changes will be seen late%s reason=%r", more, explain(error))
             return None
         if watch not in self._watches:
             self._watches.add(watch)
@@ -391,8 +397,10 @@ class ReconcileLoop:
                     if left is not None and found is not None and found.cpus != left:
                         self.counters.repairs += 1
                         log.warning("cpuset changed by others group=%s found=%s", group, found.cpus)
-                    if instance_uid(group) not in grants:
-                        log.info("cpuset written group=%s cpus=%s", group or self.tree.root.name, value)
+                    # Without a kubelet each registration changes float.
+                    more = "" if self.source is not None else self.log_limit.due("written", group)
+                    if instance_uid(group) not in grants and more is not None:
+                        log.info("cpuset written%s group=%s cpus=%s", more, group or self.tree.root.name, value)
                 case _:
                     log.debug("action %r", action)
 
@@ -417,3 +425,4 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
                 yield
             finally:
                 nursery.cancel_scope.cancel()
+                loop.log_limit.log_left_out()

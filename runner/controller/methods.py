@@ -127,6 +127,9 @@ class RpcMethods:
                 return 0
             self.loop.counters.refusals[identity.IDENTITY] += 1
             raise RpcError(CODES[identity.IDENTITY], explain(error), {"reason": identity.IDENTITY}) from error
+        return self._key(peer)
+
+    def _key(self, peer: Peer) -> int:
         return peer.pid if peer.pid_namespace == self.peers.own_namespace() else peer.pid_namespace
 
     def busy(self, reason: str) -> RpcError:
@@ -152,9 +155,10 @@ class RpcMethods:
                 case _:
                     return self._status()
         except HostError as error:
-            raise self._refused(method, RequestRefusedError(identity.HOST, explain(error), lasting=True)) from error
+            refusal = RequestRefusedError(identity.HOST, explain(error), lasting=True)
+            raise self._refused(identify, method, refusal) from error
         except RequestRefusedError as error:
-            raise self._refused(method, error) from error
+            raise self._refused(identify, method, error) from error
 
     # -- registerCgroup ----------------------------------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class RpcMethods:
         asked = _cpuset(cpuset)
         result = await self._registered(identify, caller, pod_uid, asked)
         if caller is not None:
-            await self._float_kernel_threads(identify, self.mount.at(caller.cgroup), self.loop.tree.pod(pod_uid))
+            await self._float_kernel_threads(identify, self.mount.at(caller.cgroup), pod_uid)
         return result
 
     async def _registered(
@@ -208,7 +212,8 @@ class RpcMethods:
                     holder=other,
                 )
             # Without a kubelet nothing reports the end of an instance; an empty one yields to another that wants its CPUs.
-            log.info("empty instance gives way uuid=%s to=%s", other, pod_uid)
+            if (more := self.loop.log_limit.due("gives way", pod_uid)) is not None:
+                log.info("empty instance gives way%s uuid=%s to=%s", more, other, pod_uid)
             self.loop.tree.group(instance_group(other)).remove()
         mine = observed.instances().get(pod_uid)
         if mine is not None and mine.populated and mine.cpus != asked:
@@ -238,7 +243,9 @@ class RpcMethods:
             raise RequestRefusedError(
                 identity.HOST, f"cannot register instance {pod_uid!r} with CPUs '{asked}': {reason}", lasting=True
             )
-        log.info("instance %s uuid=%s cpus=%s", "found" if existed else "registered", pod_uid, asked)
+        what = "found" if existed else "registered"
+        if (more := self.loop.log_limit.due(what, pod_uid)) is not None:
+            log.info("instance %s%s uuid=%s cpus=%s", what, more, pod_uid, asked)
         pod = self.loop.tree.pod(pod_uid)
         control_files = [(pod, "cgroup.procs"), (group, "cgroup.threads")]
         if caller is not None:
@@ -253,7 +260,7 @@ class RpcMethods:
             tuple(control_files),
         )
 
-    async def _float_kernel_threads(self, identify: Identify, own: Cgroup, target: Cgroup) -> None:
+    async def _float_kernel_threads(self, identify: Identify, own: Cgroup, pod_uid: str) -> None:
         """Move the kernel's threads that work for the instance off its CPUs; its runner cannot even see them.
 
         QEMU starts in its pod's cgroup, to which its memory is charged, and the kernel puts the threads it starts for
@@ -266,10 +273,13 @@ class RpcMethods:
                     await trio.lowlevel.checkpoint()
                 if self.peers.is_kernel_thread(pid):
                     try:
-                        target.admit(pid)
-                        log.info("kernel thread moved to float pid=%d", pid)
+                        self.loop.tree.pod(pod_uid).admit(pid)
+                        if (more := self.loop.log_limit.due("kernel thread moved", pod_uid)) is not None:
+                            log.info("kernel thread moved to float%s pid=%d", more, pid)
                     except CgroupError as error:
-                        log.warning("kernel thread stays on the instance's CPUs pid=%d reason=%r", pid, explain(error))
+                        if (more := self.loop.log_limit.due("kernel thread stays", pod_uid)) is not None:
+                            why = explain(error)
+                            log.warning("kernel thread stays on the instance's CPUs%s pid=%d reason=%r", more, pid, why)
 
     def _check_cpus(self, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet) -> None:
         online = self.loop.machine().online
@@ -338,7 +348,8 @@ class RpcMethods:
                 "them to the pod's cgroup",
                 lasting=True,
             )
-        log.info("instance deregistered uuid=%s", pod_uid)
+        if (more := self.loop.log_limit.due("deregistered", pod_uid)) is not None:
+            log.info("instance deregistered%s uuid=%s", more, pod_uid)
         self.loop.pass_over({})
         return RpcResult({"removed": True})
 
@@ -436,9 +447,15 @@ class RpcMethods:
         """Return the lock that the requests of the peer's container take to look at processes."""
         return self._walks.setdefault(0 if peer is None else peer.pid_namespace, trio.Lock())
 
-    def _refused(self, method: str, refusal: RequestRefusedError) -> RpcError:
+    def _refused(self, identify: Identify, method: str, refusal: RequestRefusedError) -> RpcError:
         self.loop.counters.refusals[refusal.reason] += 1
-        log.warning("request refused method=%s reason=%s why=%r", method, refusal.reason, str(refusal))
+        try:
+            key = self._key(identify())
+        except PeerError:  # it has ended
+            key = 0
+        if (more := self.loop.log_limit.due(f"refused: {refusal.reason}", key)) is not None:
+            why = str(refusal)
+            log.warning("request refused%s method=%s reason=%s why=%r", more, method, refusal.reason, why)
         return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values})
 
 

@@ -26,6 +26,7 @@ from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import PeerError, Peers, boot_time
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, connected_pair, listening
 from runner.plan.instance import ConsolePlan
+from runner.protocol.rate_limit import LogRateLimit
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +61,12 @@ class Console:
     *show* receives the guest's output in pieces of few lines, and an empty piece at its end.
     """
 
-    def __init__(self, line: Socket, show: Callable[[bytes], None], log_file: LogFile) -> None:
+    def __init__(self, line: Socket, show: Callable[[bytes], None], log_file: LogFile, log_limit: LogRateLimit) -> None:
         line.setblocking(False)
         self._line = line
         self._show = show
         self._log_file = log_file
+        self._log_limit = log_limit
         self._replay = bytearray()
         self._clients: list[ConsoleClient] = []
         self._writer: ConsoleClient | None = None
@@ -110,7 +112,10 @@ class Console:
             if request is None:
                 return
             if not _may_attach(connection, accepted_at):
-                log.warning("a console client is refused: it is not root in the instance's own PID namespace")
+                if (more := self._log_limit.due("console client refused")) is not None:
+                    log.warning(
+                        "a console client is refused: it is not root in the instance's own PID namespace%s", more
+                    )
                 output.write(
                     _line(error="only root in the instance's own PID namespace may attach; use `kubectl exec`")
                 )
@@ -152,7 +157,7 @@ class Console:
                 try:
                     data = data[self._line.send(data) :]
                 except BlockingIOError:
-                    if not await first_of(self._wait_for_room, partial(_hung_up, connection)):
+                    if not await first_of(self._wait_for_room, partial(self._hung_up, connection)):
                         return
                 except OSError:  # QEMU has ended: no input can be passed on, but its last output is still to be read
                     break
@@ -163,6 +168,18 @@ class Console:
             await trio.lowlevel.wait_writable(self._line)
         return True
 
+    async def _hung_up(self, connection: trio.socket.SocketType) -> bool:
+        """Wait until the client has hung up, even if input of it is unread; return ``False``, as it needs no more service."""
+        try:
+            with select.epoll() as end:  # trio's own waits for input too
+                end.register(connection.fileno(), select.EPOLLRDHUP)
+                await trio.lowlevel.wait_readable(end.fileno())
+        except OSError as error:  # there is no descriptor, and the rest of this program needs them more
+            if (more := self._log_limit.due("console client detached")) is not None:
+                reason = error.strerror
+                log.warning("a console client is detached, as the guest reads nothing%s: %s", more, reason)
+        return False
+
 
 def _may_attach(connection: trio.socket.SocketType, accepted_at: float) -> bool:
     """Tell whether the client is root, or this process's own user, in this process's PID namespace."""
@@ -172,17 +189,6 @@ def _may_attach(connection: trio.socket.SocketType, accepted_at: float) -> bool:
     except PeerError:  # it has ended, or its PID namespace is not to be seen from here
         return False
     return peer.user_id in {0, os.geteuid()} and peer.pid_namespace == peers.own_namespace()
-
-
-async def _hung_up(connection: trio.socket.SocketType) -> bool:
-    """Wait until the client has hung up, even if input of it is unread; return ``False``, as it needs no more service."""
-    try:
-        with select.epoll() as end:  # trio's own waits for input too
-            end.register(connection.fileno(), select.EPOLLRDHUP)
-            await trio.lowlevel.wait_readable(end.fileno())
-    except OSError as error:  # there is no descriptor, and the rest of this program needs them more
-        log.warning("a console client is detached, as the guest reads nothing: %s", error.strerror)
-    return False
 
 
 async def _attach_request(connection: trio.socket.SocketType, framer: LineFramer) -> dict[str, object] | None:
@@ -231,7 +237,7 @@ async def console_shown(
         kept_log(plan.log, plan.log_size) as log_file,
         listening(directory, CONSOLE_SOCKET, supervisor.faults.recorded) as listener,
     ):
-        console = Console(ours, count_and_show, log_file)
+        console = Console(ours, count_and_show, log_file, supervisor.log_limit)
         async with (
             supervisor.background_task(partial(console.accept, listener)),
             supervisor.background_task(console.read_guest),

@@ -12,11 +12,9 @@ import trio
 from runner.kernel import files
 from runner.plan.disks import DiskPlan
 from runner.protocol.qmp import QmpEvent
+from runner.protocol.rate_limit import LogRateLimit
 
 log = logging.getLogger(__name__)
-
-REPORTED_EVERY = 60.0
-"""Seconds between two log lines about errors of the same kind on the same disk: a guest can cause thousands a second."""
 
 
 @contextmanager
@@ -40,20 +38,16 @@ def opened(disk: DiskPlan, directory: PurePosixPath) -> Iterator[dict[str, int]]
 class DiskEvents:
     """QEMU's events about disks: what was unplugged, and errors, which are logged."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_limit: LogRateLimit) -> None:
         self._unplugged: dict[str, trio.Event] = {}
-        self._reported: dict[str, float] = {}
-        self._unreported: dict[str, int] = {}
+        self._log_limit = log_limit
 
     def handle(self, event: QmpEvent) -> None:
         """Handle *event*, which may be about something else."""
         if event.name == "DEVICE_DELETED" and "device" in event.data:
             self.unplugged(str(event.data["device"])).set()
         elif event.name == "BLOCK_IO_ERROR":
-            data = event.data
-            self._report(
-                f"the disk {data.get('node-name')} has failed to {data.get('operation')}: {data.get('reason')}"
-            )
+            self._report(event.data.get("node-name"), event.data.get("operation"), event.data.get("reason"))
 
     def unplugged(self, device: str) -> trio.Event:
         """Return an event that is set when the guest has released *device*."""
@@ -63,11 +57,7 @@ class DiskEvents:
         """Forget that a *device* of this name was unplugged before."""
         self._unplugged.pop(device, None)
 
-    def _report(self, sentence: str) -> None:
-        now = trio.current_time()
-        if now - self._reported.get(sentence, -REPORTED_EVERY) < REPORTED_EVERY:
-            self._unreported[sentence] = self._unreported.get(sentence, 0) + 1
-            return
-        self._reported[sentence] = now
-        again = self._unreported.pop(sentence, 0)
-        log.error("%s%s; the guest got the error", sentence, f" ({again} more since the last report)" if again else "")
+    def _report(self, disk: object, operation: object, reason: object) -> None:
+        kind = "disk write" if operation == "write" else "disk read"
+        if (more := self._log_limit.due(kind, str(disk))) is not None:
+            log.error("the disk %s has failed to %s: %s%s; the guest got the error", disk, operation, reason, more)

@@ -14,6 +14,7 @@ from runner.instance.qemu import Qemu
 from runner.instance.supervisor import Supervisor
 from runner.kernel.sockets import Socket, accepted, listening
 from runner.protocol.qmp import QmpError
+from runner.protocol.rate_limit import LogRateLimit
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +28,11 @@ async def display_shown(supervisor: Supervisor, machine: Qemu, directory: int, *
         yield
         return
     with listening(directory, SOCKET, supervisor.faults.recorded) as listener:
-        async with supervisor.background_task(partial(_pass_on, listener, machine)):
+        async with supervisor.background_task(partial(_pass_on, listener, machine, supervisor.log_limit)):
             yield
 
 
-async def _pass_on(listener: Socket, machine: Qemu) -> None:
+async def _pass_on(listener: Socket, machine: Qemu, log_limit: LogRateLimit) -> None:
     """Pass one viewer after another to QEMU: so there is at most one connection that QEMU has not accepted yet."""
     accepting = trio.socket.from_stdlib_socket(listener)
     while True:
@@ -39,4 +40,5 @@ async def _pass_on(listener: Socket, machine: Qemu) -> None:
             try:
                 await machine.show(viewer.fileno())
             except QmpError as error:
-                log.warning("a VNC viewer was turned away: %s", explain(error))
+                if (more := log_limit.due("VNC viewer")) is not None:
+                    log.warning("a VNC viewer was turned away%s: %s", more, explain(error))

@@ -195,7 +195,14 @@ def failed_system_call(error: BaseException) -> ExitReport | None:
     return _refused(host)
 
 
-def _os_error(error: BaseException) -> OSError | None:
+def _os_error(error: BaseException | None) -> OSError | None:
+    if isinstance(
+        error, trio.TrioInternalError
+    ):  # a call of the event loop itself; what else failed is its consequence
+        cause = error.__cause__
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        return _os_error(cause)
     if isinstance(error, BaseExceptionGroup):
         found = [_os_error(each) for each in error.exceptions]
         return None if None in found else found[0]

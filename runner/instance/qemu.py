@@ -29,6 +29,7 @@ from runner.plan.host_checks import too_old
 from runner.plan.instance import InstancePlan, ShutdownPlan
 from runner.plan.machine import FilePlan, MachinePlan
 from runner.protocol.qmp import Monitor, QmpError, QmpEvent, VcpuThread
+from runner.protocol.rate_limit import LogRateLimit
 from runner.values import frozen
 
 if TYPE_CHECKING:
@@ -181,9 +182,10 @@ _HUNG = GuestEnd(Status.GUEST_HUNG, "the guest hung: it fed its watchdog no more
 class Qemu:
     """One QEMU that has greeted."""
 
-    def __init__(self, process: Process, monitor: Monitor, agent: Socket | None) -> None:
+    def __init__(self, process: Process, monitor: Monitor, agent: Socket | None, log_limit: LogRateLimit) -> None:
         self.process = process
-        self.disk_events = disks.DiskEvents()
+        self.disk_events = disks.DiskEvents(log_limit)
+        self._log_limit = log_limit
         self._monitor = monitor
         self._agent = agent
         self._agent_listens = False
@@ -244,9 +246,9 @@ class Qemu:
             # Remembered, because QEMU sends it once, and the task that receives it may be cancelled at that moment.
             while self._end is None:
                 event = await self._monitor.event()
+                self._log(event)
                 if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
                     self._agent_listens = event.data.get("open") is True
-                    log.info("the guest agent %s", "is there" if self._agent_listens else "has gone")
                 self.disk_events.handle(event)
                 self._end = _meaning(event)
         except QmpError as error:
@@ -254,6 +256,20 @@ class Qemu:
                 return await self._exited()
             return GuestEnd(Status.MACHINE_DIED, f"QEMU can no longer be controlled: {explain(error)}")
         return self._end
+
+    def _log(self, event: QmpEvent) -> None:
+        """Log what the guest did, which it may do without end."""
+        match event.name:
+            case "VSERPORT_CHANGE" if event.data.get("id") == "agent":
+                what = "is there" if event.data.get("open") is True else "has gone"
+                if (more := self._log_limit.due("guest agent", what)) is not None:
+                    log.info("the guest agent %s%s", what, more)
+            case "WATCHDOG":
+                if (more := self._log_limit.due("watchdog")) is not None:
+                    log.warning("the guest's watchdog was not fed%s action=%s", more, event.data.get("action"))
+            case "RESET":
+                if (more := self._log_limit.due("reset")) is not None:
+                    log.info("the guest was reset%s reason=%s", more, event.data.get("reason"))
 
     async def _exited(self) -> GuestEnd:
         await self.process.wait()
@@ -342,11 +358,8 @@ def _meaning(event: QmpEvent) -> GuestEnd | None:
         )
     if event.name == "GUEST_PANICKED":
         return _REASONS["guest-panic"]
-    if event.name == "WATCHDOG":
-        log.warning("the guest's watchdog was not fed action=%s", event.data.get("action"))
-        return _HUNG if event.data.get("action") == "pause" else None
-    if event.name == "RESET":
-        log.info("the guest was reset reason=%s", event.data.get("reason"))
+    if event.name == "WATCHDOG" and event.data.get("action") == "pause":
+        return _HUNG
     return None
 
 
@@ -371,7 +384,7 @@ async def paused_qemu(
 
             lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
         process = _spawn(supervisor, plan.machine, theirs, endpoints, memory_cgroup_fd)
-        machine = Qemu(process, Monitor(ours), endpoints.agent.ours)
+        machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.log_limit)
         try:
             theirs.close()
             endpoints.close_our_copies()

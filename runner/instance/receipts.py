@@ -67,7 +67,8 @@ class Receipts:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or it is reported as misplaced
                 self.active.release(thread.tid)
                 self.supervisor.counters.swept += 1
-                log.info("moved to float, as a vCPU had started it tid=%d name=%s", thread.tid, thread.name)
+                if (more := self.supervisor.log_limit.due("thread of a vCPU")) is not None:
+                    log.info("moved to float, as a vCPU had started it%s tid=%d name=%s", more, thread.tid, thread.name)
         return self._read_once() if strays else found
 
     def _read_once(self) -> Receipt:

@@ -15,6 +15,7 @@ import trio
 from runner.errors import RunnerError, explain
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
+from runner.protocol.rate_limit import LogRateLimit
 from runner.values import frozen
 
 if TYPE_CHECKING:
@@ -39,11 +40,13 @@ class StopRequest:
     def __init__(self) -> None:
         self._event = trio.Event()
         self.reason = ""
+        self.log_limit = LogRateLimit()
 
     def ask(self, reason: str) -> None:
         """Ask to stop."""
         if self._event.is_set():
-            log.info("asked to stop again reason=%s", reason)
+            if (more := self.log_limit.due("asked to stop again")) is not None:
+                log.info("asked to stop again%s reason=%s", more, reason)
             return
         log.info("asked to stop reason=%s", reason)
         self.reason = reason
@@ -138,6 +141,8 @@ class Supervisor:
     guest_state: GuestState = attrs.field(factory=GuestState)
     inherited_fds: Mapping[str, InheritedFd] = attrs.field(factory=dict)
     """The descriptors that another process has opened for this instance, by name."""
+    log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
+    """For messages that the guest, or a client of a socket, can cause without end."""
 
     @asynccontextmanager
     async def background_task(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
@@ -180,7 +185,12 @@ class Supervisor:
 async def open_supervisor(stop: StopRequest, faults: Faults, prefix: tuple[str, ...] = ()) -> AsyncIterator[Supervisor]:
     """Hold the reaper and the nursery of background tasks. *prefix* goes before every child's argv."""
     async with open_processes(prefix) as processes, trio.open_nursery() as nursery:
-        yield Supervisor(processes, nursery, stop, faults, Procfs())
+        supervisor = Supervisor(processes, nursery, stop, faults, Procfs())
+        try:
+            yield supervisor
+        finally:
+            supervisor.log_limit.log_left_out()
+            stop.log_limit.log_left_out()
         nursery.cancel_scope.cancel()
 
 

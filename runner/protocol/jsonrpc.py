@@ -7,7 +7,6 @@ holds nothing but ``{`` or ``[`` opens it, the matching bracket alone at the beg
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
@@ -16,8 +15,6 @@ import trio
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.lines import LineFramer, OverlongError
 from runner.values import frozen
-
-log = logging.getLogger(__name__)
 
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600
@@ -138,8 +135,7 @@ class MessageFramer:
 async def answer(message: bytes, call: Call) -> Reply | None:
     """Answer one message, a batch included; return ``None`` if it gets no response (notifications).
 
-    Requests of a batch are done one after another, and their results come without descriptors. A method that fails
-    in an unforeseen way is an internal error of this program, logged with its traceback.
+    Requests of a batch are done one after another, and their results come without descriptors.
     """
     await trio.lowlevel.checkpoint()  # a client that sends without end takes turns with the others
     try:
@@ -186,9 +182,6 @@ async def _respond(request: object, call: Call) -> _Response | None:
         result = await call(method, params)
     except RpcError as error:
         response = _failure(identifier, error), ()
-    except Exception:
-        log.exception("method failed method=%r", method)
-        response = _failure(identifier, RpcError(INTERNAL_ERROR, "Internal error")), ()
     else:
         response = {"jsonrpc": "2.0", "result": result.value, "id": identifier}, result.control_files
     return response if isinstance(request, dict) and "id" in request else None

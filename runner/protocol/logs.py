@@ -2,6 +2,9 @@
 
 A log message ends in its fields, ``QEMU is up pid=7 version=10.0.2``. In text it is written as it stands; in JSON the fields
 are found by the message's template and written apart, so that no call names them twice.
+
+Messages hold words of guests, pods and other programs. A message is one line, in which every character that is not printable
+is escaped: none can forge a line or control the terminal of its reader. Only a traceback has lines of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from runner.errors import escaped
 from runner.kernel.lines import LineFramer
 
 LONGEST = 16 * 1024
@@ -25,10 +29,11 @@ _FIELD = rf" (\w+)=({_CONVERSION})[a-z]*"
 
 
 def text_lines(record: logging.LogRecord) -> bytes:
-    """Return *record* for people: time (UTC), level and message, for each line of the message."""
+    """Return *record* for people: time (UTC), level and message; the lines of a traceback are indented below it."""
     moment = time.strftime("%H:%M:%S", time.gmtime(record.created))
     head = f"{moment}.{record.msecs:03.0f} {record.levelname.lower():7} "
-    return "".join(f"{head}{line}\n" for line in _message(record).splitlines()).encode(errors="backslashreplace")
+    lines = [record.getMessage(), *(f"  {line}" for line in _traceback(record))]
+    return "".join(f"{head}{escaped(line)}\n" for line in lines).encode()
 
 
 def json_line(record: logging.LogRecord) -> bytes:
@@ -39,29 +44,28 @@ def json_line(record: logging.LogRecord) -> bytes:
         stream="event",
         level=record.levelname.lower(),
         logger=record.name,
-        message=message,
+        message="\n".join(map(escaped, (message, *_traceback(record)))),
         fields=fields,
     )
 
 
-def _message(record: logging.LogRecord) -> str:
-    message = record.getMessage()
-    if record.exc_info:
-        import traceback
+def _traceback(record: logging.LogRecord) -> list[str]:
+    if not record.exc_info:
+        return []
+    import traceback
 
-        message += "\n" + "".join(traceback.format_exception(record.exc_info[1]))
-    return message
+    return "".join(traceback.format_exception(record.exc_info[1])).splitlines()
 
 
 def _split_fields(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
     template, arguments = str(record.msg), record.args
     found = re.search(_FIELDS, template, re.ASCII)
     if found is None or not isinstance(arguments, tuple):
-        return _message(record), {}
+        return record.getMessage(), {}
     pairs = re.findall(_FIELD, found[1], re.ASCII)
     before, after = arguments[: -len(pairs)], arguments[-len(pairs) :]
     fields: dict[str, object] = {
-        name: value if isinstance(value, int | float) and conversion == "%d" else str(value)
+        name: value if isinstance(value, int | float) and conversion == "%d" else escaped(str(value))
         for (name, conversion), value in zip(pairs, after, strict=True)
     }
     text = template[: found.start()]

@@ -28,6 +28,7 @@ from runner.kernel.lines import OverlongError
 from runner.kernel.peers import Peer, Peers, boot_time
 from runner.kernel.sockets import accepted
 from runner.protocol.jsonrpc import (
+    INTERNAL_ERROR,
     INVALID_REQUEST,
     SERVER_ERROR,
     MessageFramer,
@@ -37,6 +38,7 @@ from runner.protocol.jsonrpc import (
     answer,
     format_error,
 )
+from runner.protocol.rate_limit import LogRateLimit
 from runner.values import frozen
 
 log = logging.getLogger(__name__)
@@ -107,6 +109,7 @@ class UnixServer:
     _in_flight: Counter[int] = attrs.field(factory=Counter)
     _refused: list[trio.CancelScope] = attrs.field(factory=list)
     """Of the clients that were refused and have not gone, the first refused first."""
+    _log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
 
     @property
     def connections(self) -> int:
@@ -120,17 +123,22 @@ class UnixServer:
 
     async def accept(self, listener: trio.socket.SocketType) -> None:
         """Accept connections until cancelled; one that fails takes no other with it."""
-        async with trio.open_nursery() as nursery:
-            while True:
-                nursery.start_soon(self._serve, await accepted(listener), boot_time())
+        try:
+            async with trio.open_nursery() as nursery:
+                while True:
+                    nursery.start_soon(self._serve, await accepted(listener), boot_time())
+        finally:
+            self._log_limit.log_left_out()
 
     async def _serve(self, connection: trio.socket.SocketType, accepted_at: float) -> None:
         """Serve one client; never raises but for cancellation."""
+        key: int | None = None
         with connection:
             try:
                 await trio.lowlevel.checkpoint()
                 identify = partial(self.service.peers.identify, connection, accepted_at)
-                client = _Client(connection, identify, self.service.admit(identify))
+                key = self.service.admit(identify)
+                client = _Client(connection, identify, key)
                 with self._admitted(client), client.scope:
                     await self._exchange(client)
             except RpcError as error:
@@ -138,9 +146,11 @@ class UnixServer:
             except OSError as error:
                 log.debug("connection lost reason=%r", explain(error))
             except HostError as error:
-                log.warning("connection ended reason=%r", explain(error))
+                if (more := self._log_limit.due("connection ended", key)) is not None:
+                    log.warning("connection ended%s reason=%r", more, explain(error))
             except Exception:
-                log.exception("connection ended by a fault of this program")
+                if (more := self._log_limit.due("bug", key)) is not None:
+                    log.exception("connection ended by a fault of this program%s", more)
 
     async def _refuse(self, connection: trio.socket.SocketType, error: RpcError) -> None:
         """Send *error* and wait for the client to send or go: hung up on at once, it might fail to send and never read.
@@ -200,7 +210,14 @@ class UnixServer:
     async def _answer(self, client: _Client, message: bytes) -> None:
         async def call(method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
             with self._working(client):
-                return await self.service.call(client.identify, method, params)
+                try:
+                    return await self.service.call(client.identify, method, params)
+                except RpcError:
+                    raise
+                except Exception as error:
+                    if (more := self._log_limit.due("method failed", client.key)) is not None:
+                        log.exception("method failed%s method=%r", more, method)
+                    raise RpcError(INTERNAL_ERROR, "Internal error") from error
 
         reply = await answer(message, call)
         if reply is None:

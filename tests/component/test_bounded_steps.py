@@ -19,6 +19,7 @@ from runner.kernel.processes import LINES_PER_SECOND, Command, open_processes
 from runner.protocol.jsonrpc import MessageFramer
 from runner.protocol.logs import JsonConsole
 from runner.protocol.qmp import Monitor
+from runner.protocol.rate_limit import LogRateLimit
 
 
 class StepMeter(trio.abc.Instrument):
@@ -120,7 +121,7 @@ async def test_a_console_full_of_lines_in_json(meter: StepMeter, tmp_path: Path,
 
     ours, theirs = socket.socketpair()
     with ours, kept_log(tmp_path / "log", 1 << 20) as log_file:  # type: ignore[arg-type] # a path is a pure path
-        console = Console(ours, show, log_file)
+        console = Console(ours, show, log_file, LogRateLimit())
         trio.lowlevel.add_instrument(meter)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(console.read_guest)

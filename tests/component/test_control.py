@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
-from collections.abc import Awaitable, Callable
-from pathlib import PurePosixPath
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path, PurePosixPath
 
 import pytest
 import trio
@@ -89,3 +91,96 @@ async def test_no_descriptor_is_attached_later(fake_host: FakeHost) -> None:
     await while_a_guest_runs(fake_host, plan, act)
     assert ["disk.fd: descriptors are handed over" in refusal for refusal in refusals] == [True, True, False]
     assert "disk.path: is missing" in refusals[2]
+
+
+@contextlib.contextmanager
+def small_state_directory(plan: InstancePlan) -> Iterator[Path]:
+    """Mount a file system of 256 KiB where *plan* has its state."""
+    directory = Path(plan.state_directory)
+    directory.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,mode=0700", "soak", directory], check=True)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
+def fill(directory: Path) -> None:
+    with (directory / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+NOTHING: dict[str, list[object]] = {"add-fd": [], "blockdev-add": [], "object-add": [], "device_add": []}
+
+
+def held(fake_host: FakeHost) -> dict[str, list[object]]:
+    """Return what the fake QEMU has of disks that were attached."""
+    last = fake_host.records("qemu", "hotplug")[-1]
+    return {command: last[command] for command in NOTHING}
+
+
+@pytest.mark.parametrize("unplugs", [True, False])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_a_full_state_directory_refuses_a_disk_with_the_reason_and_nothing_stays(
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, when: str, *, unplugs: bool
+) -> None:
+    """A disk that the guest does not release stays only if the directory became full when the guest had it."""
+    monkeypatch.setattr("runner.instance.control.hotplug.RELEASED_WITHIN", 0.2)
+    fills = str(fake_host.root / "state") if when == "meanwhile" else None
+    plan = fake_host.plan("[hotplug]\ndisks = 2\n", qemu={"unplugs": unplugs, "fills": fills}, grace=2)
+    (fake_host.root / "disk").write_bytes(bytes(1 << 20))
+    params = {"path": str(fake_host.root / "disk"), "iothread": True}
+    stays = when == "meanwhile" and not unplugs
+
+    async def act() -> None:
+        receipt = directory / "receipt.json"
+        before = receipt.read_bytes()
+        if when == "before":
+            fill(directory)
+        with pytest.raises(RunnerError, match=r"receipt\.json': No space left on device") as refused:
+            await control(plan.state_directory, "disk.attach", params)
+        assert ("the disk is still attached" in explain(refused.value)) is stays
+        assert held(fake_host)["device_add"] == (["disk0"] if stays else [])
+        assert held(fake_host) == NOTHING or stays
+        listed = await control(plan.state_directory, "disk.list", {})
+        assert isinstance(listed, list)
+        assert [each["name"] for each in listed] == (["disk0"] if stays else [])
+        assert receipt.read_bytes() == before or when == "meanwhile"
+        (directory / "filler").unlink()
+        if when == "before":
+            assert await control(plan.state_directory, "disk.attach", params)
+
+    with small_state_directory(plan) as directory:
+        try:
+            await while_a_guest_runs(fake_host, plan, act)
+        finally:
+            for each in directory.iterdir():
+                each.unlink()
+
+
+async def test_a_disk_that_was_detached_is_said_to_be_so_though_the_receipt_cannot_be_written(
+    fake_host: FakeHost,
+) -> None:
+    plan = fake_host.plan("[hotplug]\ndisks = 1\n", grace=2)
+    (fake_host.root / "disk").write_bytes(bytes(1 << 20))
+
+    async def act() -> None:
+        await control(plan.state_directory, "disk.attach", {"path": str(fake_host.root / "disk")})
+        fill(directory)
+        for method, params, done in (
+            ("disk.grow", {"name": "disk0", "size": "2MiB"}, "the disk 'disk0' has 2MiB, but cannot write"),
+            ("disk.detach", {"name": "disk0"}, "the disk 'disk0' is detached, but cannot write"),
+        ):
+            with pytest.raises(RunnerError, match=done):
+                await control(plan.state_directory, method, params)
+        assert held(fake_host) == NOTHING
+        assert await control(plan.state_directory, "disk.list", {}) == []
+        (directory / "filler").unlink()
+
+    with small_state_directory(plan) as directory:
+        try:
+            await while_a_guest_runs(fake_host, plan, act)
+        finally:
+            for each in directory.iterdir():
+                each.unlink()

@@ -22,6 +22,7 @@ from runner.placement.backends import ControllerPlacement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import CgroupFds
 from runner.protocol.qmp import Monitor
+from runner.protocol.rate_limit import LogRateLimit
 from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost
 
@@ -86,7 +87,7 @@ async def test_a_disk_that_is_a_device_is_opened_in_the_pods_cgroup(fake_host: F
     ours, theirs = socket.socketpair()
     with ours:
         theirs.close()  # no QEMU is asked
-        hotplug = DiskHotplug(plan, Monitor(ours), DiskEvents(), trio.lowlevel.checkpoint, in_pod_cgroup)
+        hotplug = DiskHotplug(plan, Monitor(ours), DiskEvents(LogRateLimit()), trio.lowlevel.checkpoint, in_pod_cgroup)
         with pytest.raises(RunnerError, match="hung up"):
             await hotplug.attach(DiskSpec(path=PurePosixPath(tmp_path / "file")))
         assert entered == []

@@ -14,12 +14,13 @@ from trio.testing import MockClock
 
 from runner.errors import HostError, explain
 from runner.instance.discover import read_disk_facts
-from runner.instance.disks import REPORTED_EVERY, DiskEvents, opened
+from runner.instance.disks import DiskEvents, opened
 from runner.kernel import files
 from runner.kernel.disk_images import overlay
 from runner.plan.disks import DiskPlan, plan_disk
 from runner.plan.problems import Problems
 from runner.protocol.qmp import QmpEvent
+from runner.protocol.rate_limit import REPORTED_EVERY, LogRateLimit
 from runner.spec.instance import DiskSpec
 from tests.support.sweep import FAULT_INJECTOR
 
@@ -193,7 +194,7 @@ def test_features_of_a_file_system_are_probed(tmp_path: Path) -> None:
 
 async def test_errors_are_logged_once_and_counted(caplog: pytest.LogCaptureFixture, autojump_clock: MockClock) -> None:
     del autojump_clock  # it is the clock
-    news = DiskEvents()
+    news = DiskEvents(LogRateLimit())
     failed = {"node-name": "disk0", "operation": "write", "reason": "Input/output error"}
     for _ in range(1000):
         news.handle(QmpEvent("BLOCK_IO_ERROR", failed))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import pytest
@@ -20,6 +21,8 @@ from runner.errors import PlacementError, RunnerError, Status, explain
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.placement.backends import AffinityPlacement
+from runner.protocol.logs import text_lines
+from runner.protocol.rate_limit import MOST_PEERS
 from tests.support.fake_host import FakeHost
 
 CPUS = len(os.sched_getaffinity(0))
@@ -39,6 +42,15 @@ def ended(result: GuestEnd | RunnerError) -> GuestEnd:
 def refused(result: GuestEnd | RunnerError) -> str:
     assert isinstance(result, RunnerError), result
     return explain(result)
+
+
+def is_left_out(record: logging.LogRecord) -> TypeGuard[LeftOut]:
+    """Tell whether *record* has a kind, a peer and the number of messages that were left out."""
+    return record.name == "runner.protocol.rate_limit"
+
+
+class LeftOut(logging.LogRecord):
+    args: tuple[str, object, int]
 
 
 async def test_a_whole_run_from_start_to_end(fake_host: FakeHost) -> None:
@@ -115,6 +127,22 @@ async def test_each_end_has_its_status(fake_host: FakeHost, at_cont: str, status
     assert (result.status, result.detail[: len(detail)]) == (status, detail)
     assert fake_host.faults.sentences == []
     assert fake_host.snapshot() == before
+
+
+async def test_a_guest_can_neither_flood_the_log_nor_forge_a_line_of_it(
+    fake_host: FakeHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = fake_host.plan(qemu={"at_cont": "storm"})
+    assert ended(await fake_host.run(plan)).status is Status.GUEST_SHUTDOWN
+    lines = [text_lines(record).decode() for record in caplog.records]
+    assert all(line.endswith("\n") and line[:-1].isprintable() for line in lines)
+    for words, most in [("was reset", 1), ("was not fed", 1), ("the guest agent", 2), ("has failed to", MOST_PEERS)]:
+        assert 1 <= sum(words in line and "left out" not in line for line in lines) <= most, words
+    left = {str(record.args[0]): record.args[2] for record in caplog.records if is_left_out(record)}
+    assert left["reset"] == left["watchdog"] == 499
+    assert left["guest agent"] == 249
+    counts = [record.args[2] for record in caplog.records if is_left_out(record) and record.args[0] == "disk write"]
+    assert sum(counts) + sum("has failed to" in line for line in lines) == 500
 
 
 async def test_a_reboot_ends_the_instance_only_when_asked(fake_host: FakeHost) -> None:

@@ -23,6 +23,7 @@ from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.protocol.qmp import Monitor
+from runner.protocol.rate_limit import LogRateLimit
 from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost
 
@@ -159,7 +160,9 @@ async def test_a_disk_attached_later_brings_no_threads_where_memory_is_locked(
         ours, theirs = socket.socketpair()
         with ours:
             theirs.close()  # no QEMU is asked before it is refused
-            hotplug = DiskHotplug(plan, Monitor(ours), DiskEvents(), trio.lowlevel.checkpoint, nullcontext)
+            hotplug = DiskHotplug(
+                plan, Monitor(ours), DiskEvents(LogRateLimit()), trio.lowlevel.checkpoint, nullcontext
+            )
             with pytest.raises(RunnerError) as raised:
                 await hotplug.attach(disk)
             assert ("disk.iothread: must be false: with memory.lock" in explain(raised.value)) is lock

@@ -32,12 +32,12 @@ instance instance.cgroups instance.cgroups.active instance.cgroups.affinity inst
 instance.discover instance.disks instance.display instance.init instance.lifecycle instance.memory instance.qemu
 instance.state_directory instance.supervisor
 kernel kernel.cgroup kernel.character_devices kernel.fd_passing kernel.files kernel.lines kernel.log_file
-kernel.nonblocking_writer kernel.peers kernel.processes kernel.procfs kernel.scheduler kernel.sockets kernel.sysfs
+kernel.nonblocking_writer kernel.packages kernel.peers kernel.processes kernel.procfs kernel.scheduler kernel.sockets kernel.sysfs
 placement placement.backends placement.guest_topology placement.pins
 plan plan.argv plan.argv.block_nodes plan.argv.qemu plan.descriptor_claims plan.disks plan.firmware plan.guest_devices
 plan.host_checks plan.instance plan.machine plan.memory plan.passthrough_plan plan.placement plan.problems plan.resolve
 plan.shares
-protocol protocol.logs protocol.qmp
+protocol protocol.logs protocol.qmp protocol.rate_limit
 spec spec.instance spec.rules
 """
 """Modules of this project; one more is imported where a document, a pod or a command needs it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import socket
@@ -13,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import attrs
+import pytest
 import trio
 import trio.testing
 
@@ -28,7 +30,7 @@ BUSY = -32005
 
 @attrs.define
 class Service:
-    """A service with the peer key that the test sets; ``wait`` waits for its event, any other method answers at once."""
+    """A service with the peer key that the test sets: ``wait`` waits for its event, ``fail`` has a bug, others answer at once."""
 
     peers: Peers = attrs.field(factory=lambda: Peers(Path("/proc")))
     key: int = 1
@@ -47,6 +49,8 @@ class Service:
         self.calls += 1
         if method == "wait":
             await self.finished.wait()
+        if method.startswith("fail"):
+            raise ZeroDivisionError(method)
         return RpcResult(method)
 
 
@@ -152,6 +156,25 @@ async def test_a_new_peer_replaces_the_oldest_idle_connection_of_the_peer_with_m
             assert [await disconnected(each) for each in (busy, third, last)] == [False, True, False]
         service.finished.set()
         assert json.loads(await busy.line())["result"] == "wait"
+
+
+async def test_a_bug_is_an_internal_error_and_reported_once_to_each_peer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "socket"
+    async with served(path, SocketLimits()) as (service, _):
+        for service.key in (1, 2):
+            async with connected(path) as client:
+                for number in range(100):
+                    request = {"jsonrpc": "2.0", "method": f"fail {number}", "id": number}
+                    await client.send(json.dumps(request).encode() + b"\n")
+                    assert json.loads(await client.line())["error"]["code"] == -32603
+    failed = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [record.args[1] for record in failed if isinstance(record.args, tuple)] == ["fail 0"] * 2
+    assert all(record.exc_info for record in failed)
+    rest = [record.getMessage() for record in caplog.records if record.name == "runner.protocol.rate_limit"]
+    assert rest == [f"left out of this log kind=method failed peer={key} count=99" for key in (1, 2)]
 
 
 async def test_a_peer_replaces_no_connection_of_a_peer_with_as_few(tmp_path: Path) -> None:

@@ -253,8 +253,9 @@ async def controlled(
     intervals: Intervals | None = None,
     limit_options: LimitOptions | None = None,
     device_filter: DeviceFilter | None = None,
+    limit: float = 30,
 ) -> AsyncIterator[Controller]:
-    """Run a controller on *node*; with *own_cpus* the node has no kubelet."""
+    """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet."""
     pods = PodCgroups(node.mount, Procfs(node.proc), kubelet=not own_cpus, trusting=trusting)
     device_filter = device_filter or DeviceFilter(node.root.path)
     loop = ReconcileLoop(
@@ -276,7 +277,7 @@ async def controlled(
         device_filter=device_filter,
     )
     server = UnixServer(methods, limits or SocketLimits())
-    with trio.fail_after(30):
+    with trio.fail_after(limit):
         async with running_loop(loop):
             with listening(node.socket) as listener:
                 async with trio.open_nursery() as nursery:

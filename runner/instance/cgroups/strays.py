@@ -16,6 +16,7 @@ from runner.instance.supervisor import Counters
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.processes import Processes
 from runner.kernel.procfs import Procfs
+from runner.protocol.rate_limit import LogRateLimit
 
 log = logging.getLogger(__name__)
 
@@ -39,46 +40,56 @@ async def sweep(processes: Processes, procfs: Procfs, counters: Counters, active
     born in the cgroup of its parent, and since Linux 6.14 the first vCPU that runs starts KVM's
     ``kvm-nx-lpage-recovery``.
     """
-    reported: set[str] = set()
-    while True:
-        try:
-            for pid in processes_of_others(processes, procfs):
-                with _tolerated(reported, f"process {pid}"):
-                    _sweep_process(procfs, counters, active, pid)
-            for pid in [process.pid for process in processes if process.role == "qemu"] if active.confined else ():
-                for tid in set(procfs.thread_ids(pid)) - active.confined:
-                    with _tolerated(reported, f"thread {tid} of QEMU"):
-                        _sweep_thread(procfs, counters, active, tid)
-        except HostError as error:  # of /proc itself: descriptors or memory are short, and may be there again
-            log.debug("nothing could be looked for: %s", explain(error))
-        await trio.sleep(SWEPT_EVERY)
+    limit = LogRateLimit()
+    try:
+        while True:
+            try:
+                _sweep_once(processes, procfs, counters, active, limit)
+            except HostError as error:  # of /proc itself: descriptors or memory are short, and may be there again
+                log.debug("nothing could be looked for: %s", explain(error))
+            await trio.sleep(SWEPT_EVERY)
+    finally:
+        limit.log_left_out()
 
 
-def _sweep_process(procfs: Procfs, counters: Counters, active: EnteredCgroups, pid: int) -> None:
+def _sweep_once(
+    processes: Processes, procfs: Procfs, counters: Counters, active: EnteredCgroups, limit: LogRateLimit
+) -> None:
+    for pid in processes_of_others(processes, procfs):
+        with _tolerated(limit, f"process {pid}"):
+            _sweep_process(procfs, counters, active, pid, limit)
+    for pid in [process.pid for process in processes if process.role == "qemu"] if active.confined else ():
+        for tid in set(procfs.thread_ids(pid)) - active.confined:
+            with _tolerated(limit, f"thread {tid} of QEMU"):
+                _sweep_thread(procfs, counters, active, tid, limit)
+
+
+def _sweep_process(procfs: Procfs, counters: Counters, active: EnteredCgroups, pid: int, limit: LogRateLimit) -> None:
     first = next(procfs.threads(pid), None)  # a zombie has none
     if first is not None and first.cgroup not in {active.cgroups.float_cgroup, active.cgroups.instance}:
         active.admit(pid)
         counters.swept += 1
-        log.info("moved to float, as it was started in the pod's cgroup pid=%d name=%s", pid, first.name)
+        if (more := limit.due("process")) is not None:
+            log.info("moved to float, as it was started in the pod's cgroup%s pid=%d name=%s", more, pid, first.name)
 
 
-def _sweep_thread(procfs: Procfs, counters: Counters, active: EnteredCgroups, tid: int) -> None:
+def _sweep_thread(procfs: Procfs, counters: Counters, active: EnteredCgroups, tid: int, limit: LogRateLimit) -> None:
     if procfs.cgroup(tid) == active.cgroups.instance:
         name = procfs.name(tid)
         active.release(tid)
         counters.swept += 1
-        log.info("moved to float, as a vCPU had started it tid=%d name=%s", tid, name)
+        if (more := limit.due("thread")) is not None:
+            log.info("moved to float, as a vCPU had started it%s tid=%d name=%s", more, tid, name)
 
 
 @contextmanager
-def _tolerated(reported: set[str], what: str) -> Iterator[None]:
-    """Log once that *what* could not be moved, unless it has ended meanwhile."""
+def _tolerated(limit: LogRateLimit, what: str) -> Iterator[None]:
+    """Log that *what* could not be moved, unless it has ended meanwhile."""
     try:
         yield
     except (CgroupError, PlacementError) as error:
         cause = error.errno if isinstance(error, CgroupError) else getattr(error.__cause__, "errno", None)
-        if cause not in {errno.ESRCH, errno.ENOENT} and what not in reported:
-            reported.add(what)
-            log.warning("%s is on the vCPUs' CPUs: %s", what, explain(error))
+        if cause not in {errno.ESRCH, errno.ENOENT} and (more := limit.due("stays", what)) is not None:
+            log.warning("%s is on the vCPUs' CPUs%s: %s", what, more, explain(error))
     except HostError:
         pass

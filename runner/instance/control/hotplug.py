@@ -1,8 +1,10 @@
 """Disks that are attached, detached and grown while the guest runs; each change is followed by a check of every thread.
 
-An attachment is all or nothing: one that fails is undone. The guest itself must release a disk that is detached, and may not:
-then it keeps the disk, and detaching it again goes on from there. A disk that was detached or grown stays so even if a thread
-is found out of its place afterwards, which is reported as an error.
+An attachment is all or nothing: one that fails is undone. What can fail does so before the guest gets the disk, because only
+the guest can release it, and may not: the threads are verified and the receipt is written before the device is added, and once
+more after it. A guest that does not release a disk keeps it, and detaching it again goes on from there. A disk that was detached
+or grown stays so even if a thread is found out of its place afterwards, or the receipt cannot be written, which is reported as
+an error that says so.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 
-from runner.errors import RefusedError, RunnerError, SpecError, explain
+from runner.errors import HostError, RefusedError, RunnerError, SpecError, explain
 from runner.facts.disk import LateDiskFacts
 from runner.instance.discover import read_disk_facts
 from runner.instance.disks import DiskEvents, opened
@@ -117,16 +119,25 @@ class DiskHotplug:
                 self._events.forget(plan.name)
                 undo = await self._create(plan, numbers, slot(number))
             self._attached[plan.name] = AttachedDisk(plan, number, undo)
-            misplaced: RunnerError | None = None
+            failure: RunnerError | None = None
             try:
                 await self._verify()
             except RunnerError as error:
-                misplaced = error
-            if misplaced is not None:
-                await self._detach(self._attached[plan.name])
-                raise misplaced
+                failure = error
+            if failure is not None:
+                await self._take_back(self._attached[plan.name], failure)
             log.info("disk attached name=%s %s", plan.name, disk_words(plan))
             return self._described(plan, await self._sizes(), self._attached[plan.name])
+
+    async def _take_back(self, attached: AttachedDisk, failure: RunnerError) -> NoReturn:
+        """Detach a disk that the guest has already, and raise *failure*, or with it why the disk stays."""
+        try:
+            await self._detach(attached)
+            await self._verify()  # the receipt may name a thread that has ended with the disk
+        except RunnerError as error:
+            if attached.plan.name in self._attached:
+                raise HostError(f"{explain(failure)}; and the disk is still attached: {explain(error)}") from None
+        raise failure
 
     def _opened(self, name: str, disk: DiskSpec, held: ExitStack) -> tuple[DiskPlan, Mapping[str, int]]:
         """Plan *disk* and open its files; if one is a block device, in the pod's cgroup, where the pod may open it."""
@@ -169,6 +180,7 @@ class DiskHotplug:
             if plan.iothread:
                 await execute("object-add", {"qom-type": "iothread", "id": plan.name})
                 done.append(("object-del", {"id": plan.name}))
+            await self._verify()
             await execute("device_add", disk_device(plan, bus=bus))
         except RunnerError as error:
             failure = error
@@ -194,8 +206,7 @@ class DiskHotplug:
     async def detach(self, name: str) -> None:
         """Detach the disk *name*; the guest may refuse to release it.
 
-        Raises :exc:`~runner.errors.RunnerError`; the disk is still attached then, unless it is a
-        :exc:`~runner.errors.PlacementError`.
+        Raises :exc:`~runner.errors.RunnerError`; the disk is still attached then, unless the error says otherwise.
         """
         async with self._changing:
             if any(disk.name == name for disk in self._plan.machine.disks):
@@ -203,7 +214,7 @@ class DiskHotplug:
                     f"cannot detach {name!r}: the machine was started with it; what `disk attach` has added can be detached"
                 )
             await self._detach(self._find(name))
-            await self._verify()
+            await self._verify_after(f"the disk {name!r} is detached")
             log.info("disk detached name=%s", name)
 
     async def _detach(self, attached: AttachedDisk) -> None:
@@ -229,8 +240,7 @@ class DiskHotplug:
     async def grow(self, name: str, size: int | None) -> dict[str, object]:
         """Grow the disk *name* to *size* bytes, or to all of its block device, and return it as :meth:`listed` does.
 
-        Raises :exc:`~runner.errors.RunnerError`; nothing has changed then, unless it is a
-        :exc:`~runner.errors.PlacementError`.
+        Raises :exc:`~runner.errors.RunnerError`; nothing has changed then, unless the error says otherwise.
         """
         async with self._changing:
             attached = self._attached.get(name)
@@ -240,9 +250,16 @@ class DiskHotplug:
             with self._in_pod_cgroup() if disk.layers[0].block else nullcontext():
                 size = _target_size(disk, before, size)
             await self._monitor.execute("block_resize", {"node-name": name, "size": size})
-            await self._verify()
+            await self._verify_after(f"the disk {name!r} has {format_size(size)}")
             log.info("disk grown name=%s from=%s to=%s", name, format_size(before), format_size(size))
             return self._described(disk, await self._sizes(), attached)
+
+    async def _verify_after(self, done: str) -> None:
+        """Verify every thread. Raises :exc:`~runner.errors.HostError`, which says what was *done*."""
+        try:
+            await self._verify()
+        except RunnerError as error:
+            raise HostError(f"{done}, but {explain(error)}") from None
 
     def _find(self, name: str) -> AttachedDisk:
         if name not in self._attached:

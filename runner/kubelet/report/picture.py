@@ -7,7 +7,7 @@ import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from runner.cpuset import CpuSet
-from runner.errors import printable
+from runner.errors import escaped
 from runner.facts.hardware import Hardware
 from runner.kubelet.node_plan import NodePlan
 from runner.kubelet.pod import ContainerKind
@@ -53,19 +53,19 @@ def owners_of(plan: NodePlan) -> tuple[Owner, ...]:
                 kind = container.container.kind
                 name = f"{pod.manifest.name}/{container.container.name}" if several else pod.manifest.name
                 name += "" if kind is ContainerKind.APP else f" ({kind.value})"
-                owners.append(Owner(next(signs), printable(name), held))
+                owners.append(Owner(next(signs), escaped(name), held))
     signs = itertools.chain(string.ascii_lowercase, itertools.repeat(MORE))
     state = plan.after.cpus
     for pod_uid, containers in sorted(state.assignments.items()):
         if pod_uid not in planned:
             owners += [
-                Owner(next(signs), printable(f"{pod_uid}/{name}"), cpus, planned=False)
+                Owner(next(signs), escaped(f"{pod_uid}/{name}"), cpus, planned=False)
                 for name, cpus in sorted(containers.items())
             ]
     for pod_uid in sorted(state.pod_assignments.keys() - planned):
         own = CpuSet(cpu for cpus in state.assignments.get(pod_uid, {}).values() for cpu in cpus)
         if shared := state.pod_assignments[pod_uid] - own:
-            owners.append(Owner(next(signs), printable(pod_uid), shared, planned=False))
+            owners.append(Owner(next(signs), escaped(pod_uid), shared, planned=False))
     if state.unattributed:
         owners.append(Owner(next(signs), "unknown pods", state.unattributed, planned=False))
     return tuple(owners)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from runner.cpuset import CpuSet
-from runner.errors import printable
+from runner.errors import escaped
 from runner.kubelet.node_plan import NodePlan, PodPlan
 from runner.kubelet.report.picture import (
     Owner,
@@ -301,7 +301,7 @@ def _legend(plan: NodePlan, styled: Iterable[tuple[Owner, _Style]], width: int) 
             if name == REJECTED
             else f'<rect x="0" y="{y}" width="{2 * SWATCH}" height="{SWATCH}" class="{name} edge"/>'
         )
-        for line in _broken(printable(words), int((width - 2 * SWATCH - 8) / LETTER)):
+        for line in _broken(escaped(words), int((width - 2 * SWATCH - 8) / LETTER)):
             drawing.append(_text(2 * SWATCH + 8, y + 10, line, 11))
             y += LINE
         y += 4
@@ -344,4 +344,4 @@ def _text(x: int, y: int, words: str, size: int, name: str = "ink", *, bold: boo
 
 def _escaped(words: str) -> str:
     """Return *words* for XML, which cannot contain control characters at all (XML 1.0, 2.2)."""
-    return escape(printable(words))
+    return escape(escaped(words))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 from runner.cpuset import CpuSet
-from runner.errors import printable
+from runner.errors import escaped
 from runner.facts.hardware import Hardware
 from runner.kubelet.admission import Outcome, SimulatedNode
 from runner.kubelet.device_manager import Devices
@@ -75,7 +75,7 @@ def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
 
 def _wrapped(label: str, text: str, width: int) -> Iterator[str]:
     yield from textwrap.wrap(
-        printable(text),
+        escaped(text),
         max(width, 60),
         initial_indent=f"{label:<12}",
         subsequent_indent=INDENT,
@@ -312,9 +312,9 @@ def table_lines(plan: NodePlan, width: int) -> Iterator[str]:
 
     Where that is wider than *width*, each configuration has a block of rows instead.
     """
-    heads = [*(printable(pod.manifest.name) for pod in plan.pods), "shared pool"]
+    heads = [*(escaped(pod.manifest.name) for pod in plan.pods), "shared pool"]
     rows = [
-        (printable(each.name), _answers(each, len(heads)))
+        (escaped(each.name), _answers(each, len(heads)))
         for other in (WhatIf("as it is", plan), *plan.what_if)
         for each in _readings(other)
     ]

@@ -674,3 +674,22 @@ async def test_a_stranger_is_refused_before_its_list_is_parsed(node: Node) -> No
             assert (await client.refusal("registerCgroup", uuid=B, cpuset=wrong))["reason"] == "identity"
         refused = await client.refusal("registerCgroup", uuid=A, cpuset="0-8191," * 9_000)
         assert "20000 characters" in str(refused["message"])
+
+
+async def test_a_pod_can_neither_flood_the_log_nor_keep_another_out_of_it(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with controlled(node), connected(node.socket) as client:
+        for pod in (A, B):
+            node.become(pod)
+            for _ in range(50):
+                await client.refusal("registerCgroup", uuid=C, cpuset="18-19")
+        for _ in range(50):
+            await client.result("registerCgroup", uuid=B, cpuset="14-17")
+            await client.result("deregisterCgroup", uuid=B)
+    lines = [record.getMessage() for record in caplog.records]
+    for words in ("request refused", "instance registered", "instance deregistered"):
+        assert sum(line.startswith(words) for line in lines) == (2 if words == "request refused" else 1), words
+    left = [record.args[2] for record in caplog.records if "left out of this log" in str(record.msg) and record.args]  # type: ignore[index] # a tuple
+    assert left == [49] * 4

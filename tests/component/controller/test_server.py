@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import json
+import math
 import os
 import socket
 import struct
@@ -20,6 +21,7 @@ from runner.errors import HostError
 from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_node import B, Client, Node, connected, controlled
 from tests.support.frames import STATUS, frames
+from tests.support.soak import SEED, times
 
 
 @pytest.fixture
@@ -238,10 +240,11 @@ async def test_unexpected_descriptors_are_closed(node: Node, count: int) -> None
         os.close(read_end)
 
 
-async def test_ten_thousand_broken_messages(node: Node) -> None:
+@pytest.mark.soak
+async def test_broken_messages(node: Node) -> None:
     """Every answer is a well-formed response, no group appears, no internal error, and the controller goes on."""
-    seed, wanted = 20260, 10_000
-    async with controlled(node) as controller, contextlib.AsyncExitStack() as stack:
+    seed, wanted = SEED, times(20_000)
+    async with controlled(node, limit=math.inf) as controller, contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(connected(node.socket))
         source = frames(seed)
         before = node.snapshot()

@@ -16,13 +16,17 @@ DEFAULTS = {
     "minor": 2,  # of its version, 7.2.0
     "vcpus": None,  # how many vCPU threads are reported; None: as many as -smp gives
     "tid": None,  # None | "gone" (a thread that does not exist) | "same" (one thread for all)
-    "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage"
+    "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage" | "storm" (events) |
+    # "ask to stop" (the runner, by SIGTERM)
     "at_powerdown": "shutdown",  # also: None (the guest ignores it), "reset", "panic", "exit", "no reply"
     "at_quit": "exit",  # also: None (hangs)
     "at_sigterm": "exit",  # also: None (ignores it)
     "deaf_to": None,  # a command that is never answered
     "console": None,  # None (reads nothing) | "echo"; also a number: writes so many bytes for each input
     "agent": None,  # None (no agent) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing) | "old"
+    "unplugs": True,  # the guest releases a disk that is to be detached
+    "fills": None,  # a directory whose file system is full as soon as the guest has a new disk
+    "hostile": None,  # a phase and what it does then: see `misbehave`
     "noise": False,  # events and foreign replies between request and reply
     "records_owners_of": (),  # files whose owners it records when it starts
     "daemonize": False,  # leaves a grandchild that keeps the output open
@@ -137,6 +141,18 @@ def do(what):
         qmp.shutdown(socket.SHUT_RDWR)
     elif what == "garbage":
         qmp.sendall(b"\x00\xff this is not QMP\n")
+    elif what == "storm":
+        storm()
+
+
+def storm():
+    """Send events as fast as a hostile guest can cause them, with what it may make QEMU say in them."""
+    for number in range(500):
+        event("RESET", guest=True, reason=f"guest-reset {number}\nforged")
+        event("WATCHDOG", action=f"none {number}\rforged")
+        event("VSERPORT_CHANGE", id="agent", open=number % 2 == 0)
+        event("BLOCK_IO_ERROR", **{"node-name": f"disk{number}", "operation": "write", "reason": "\x1b[2J"})
+    event("SHUTDOWN", guest=True, reason="guest-shutdown")
 
 
 def serve_agent(line):
@@ -161,6 +177,45 @@ def serve_agent(line):
             event("SHUTDOWN", guest=True, reason="guest-shutdown")
 
 
+def without_end(data):
+    while True:
+        qmp.sendall(data)
+
+
+MISBEHAVIOUR = {
+    "exit": lambda _: os._exit(3),
+    "abort": lambda _: os.abort(),
+    "hang up": lambda _: qmp.shutdown(socket.SHUT_RDWR),
+    "hang up and ignore SIGTERM": lambda _: (signal.signal(signal.SIGTERM, signal.SIG_IGN), qmp.shutdown(2)),
+    "deaf": lambda _: None,
+    "stop reading": lambda _: threading.Event().wait(),
+    "garbage": lambda _: qmp.sendall(b"\x00\xff\n\r this is not QMP\n"),
+    "half a line": lambda _: (qmp.sendall(b'{"return": {}, "i'), qmp.shutdown(socket.SHUT_RDWR)),
+    "a line without end": lambda _: without_end(b"x" * (1 << 16)),
+    "a million brackets": lambda _: qmp.sendall(b"[" * 1_000_000 + b"\n"),
+    "no object": lambda _: qmp.sendall(b'[1, "a", null]\n'),
+    "events without end": lambda _: without_end(b'{"event": "RTC_CHANGE", "data": {"offset": 1}}\n' * 1000),
+    "one event of 3 MiB": lambda _: event("X", text="x" * (3 << 20)),
+    "a foreign reply": lambda number: send(**{"return": {}, "id": f"{number}0"}),
+    "a reply without return": lambda number: send(id=number),
+    "a reply of another type": lambda number: send(**{"return": 7, "id": number}),
+    "an error that is none": lambda number: send(error="no", id=number),
+    "an error with a forged line": lambda number: send(error={"class": "X", "desc": "a\n\x1b[2Jb"}, id=number),
+    "output without end": lambda _: [os.write(2, b"qemu: \x1b]0;x\x07\r\n" * 100) for _ in iter(int, 1)],
+    "two greetings": lambda _: send(QMP=None),
+}
+
+
+def misbehave(phase, number):
+    """Do what an attacker does in this *phase*, and return whether it was to be done."""
+    if behaviour["hostile"] is None or behaviour["hostile"][0] != phase:
+        return False
+    record("hostile", phase=phase)
+    MISBEHAVIOUR[behaviour["hostile"][1]](number)
+    return True
+
+
+misbehave("greeting", "")
 before = behaviour["before_greeting"]
 if before == "garbage":
     qmp.sendall(b"SSH-2.0-OpenSSH\r\n")
@@ -178,6 +233,73 @@ send(
     }
 )
 reboot_is_shutdown = "reboot=shutdown" in values["-action"]
+hotplugged = {"add-fd": [], "blockdev-add": [], "object-add": [], "device_add": []}
+"""What was added and not taken back, by the command that adds it."""
+iothreads = {}
+sizes = {}
+
+
+def iothread(name):
+    iothreads[name] = threading.get_native_id()
+    started.wait()
+    stop.wait()
+
+
+started = threading.Barrier(2)
+
+
+def fill(directory):
+    with open(f"{directory}/filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def change(command, arguments):
+    """Add or take back a part of a disk, as QEMU does; return the reply."""
+    adding = {"remove-fd": "add-fd", "blockdev-del": "blockdev-add", "object-del": "object-add"}.get(command)
+    if command == "add-fd":
+        arguments["fdset-id"] = max(hotplugged["add-fd"], default=0) + 1
+    name = next(arguments[key] for key in ("fdset-id", "node-name", "id") if key in arguments)
+    if adding is not None:
+        hotplugged[adding].remove(name)
+        iothreads.pop(name, None)
+        return {}
+    if command == "device_del":
+        if behaviour["unplugs"]:
+            hotplugged["device_add"].remove(name)
+            event("DEVICE_DELETED", device=name, path="/")
+        return {}
+    hotplugged[command].append(name)
+    if command == "device_add" and behaviour["fills"]:
+        fill(behaviour["fills"])
+    if command == "object-add":
+        threading.Thread(target=iothread, args=(name,), daemon=True).start()
+        started.wait()
+    if command == "blockdev-add":
+        sizes[name] = 1 << 20
+    return {"fdset-id": name} if command == "add-fd" else {}
+
+
+def answer(command, arguments):
+    """Return the reply to a command about disks or threads."""
+    if command == "query-cpus-fast":
+        return [{"cpu-index": at, "thread-id": tid, "qom-path": "/", "props": {}} for at, tid in enumerate(tids)][::-1]
+    if command == "query-iothreads":
+        return [{"id": name, "thread-id": tid} for name, tid in iothreads.items()]
+    if command == "query-status":
+        return {"status": "running", "running": True}
+    if command == "query-named-block-nodes":
+        return [{"node-name": name, "image": {"virtual-size": sizes[name]}} for name in hotplugged["blockdev-add"]]
+    if command == "block_resize":
+        sizes[arguments["node-name"]] = arguments["size"]
+    elif command in {*hotplugged, "remove-fd", "blockdev-del", "object-del", "device_del"}:
+        reply = change(command, arguments)
+        record("hotplug", **hotplugged)
+        return reply
+    return {}
 
 
 def requests():
@@ -197,15 +319,14 @@ def requests():
 for request in requests():
     command, number = request["execute"], {"id": request["id"]} if "id" in request else {}
     record("command", command=command)
+    if misbehave(command, number):
+        continue
     if behaviour["noise"]:
         event("NOISE", text="x" * (1 << 20))
         send(**{"return": {}, "id": "unknown"})
         send(**{"return": {}})
         send(error={"class": "GenericError", "desc": "of no command"}, id=["list"])
-    reply = {}
-    if command == "query-cpus-fast":
-        reply = [{"cpu-index": index, "thread-id": tid, "qom-path": "/", "props": {}} for index, tid in enumerate(tids)]
-        reply.reverse()
+    reply = answer(command, request.get("arguments", {}))
     if command == "query-commands":
         reply = [{"name": name} for name in ("query-status", "quit", "query-commands", "device_add")]
     if command == "query-balloon":
@@ -232,7 +353,11 @@ for request in requests():
             threading.Thread(target=serve_agent, args=(agent,), daemon=True).start()
             event("VSERPORT_CHANGE", id="other", open=False)
             event("VSERPORT_CHANGE", id="agent", open=True)
+        if behaviour["at_cont"] == "ask to stop":
+            os.kill(os.getppid(), signal.SIGTERM)
         do(behaviour["at_cont"])
+        if behaviour["hostile"] is not None:
+            threading.Timer(0.05, misbehave, ("the guest runs", "")).start()
     if command == "system_powerdown":
         event("POWERDOWN")
         do(behaviour["at_powerdown"])

@@ -7,6 +7,7 @@ import os
 
 import attrs
 import pytest
+import trio
 
 from runner.errors import Status
 from runner.instance import console, daemons
@@ -42,6 +43,21 @@ def test_system_calls_that_fail_are_the_hosts_fault() -> None:
     report = failed_system_call(of_tasks)
     assert report is not None
     assert report.detail == "cannot run the instance: Too many open files"
+
+
+def of_the_event_loop(cause: BaseException) -> trio.TrioInternalError:
+    error = trio.TrioInternalError("internal error in Trio - please file a bug!")
+    error.__cause__ = cause
+    return error
+
+
+def test_a_system_call_of_the_event_loop_is_the_hosts_fault_too() -> None:
+    consequences = ExceptionGroup("", [ExceptionGroup("", [failure(errno.EIO)]), AssertionError()])
+    for cause in (failure(errno.EIO), consequences):
+        report = failed_system_call(of_the_event_loop(cause))
+        assert report is not None
+        assert report.detail == "cannot run the instance: Input/output error"
+    assert failed_system_call(of_the_event_loop(AssertionError())) is None
 
 
 @pytest.mark.parametrize(

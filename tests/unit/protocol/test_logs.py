@@ -17,10 +17,53 @@ def record(template: str, *arguments: object, level: int = logging.INFO) -> logg
     return made
 
 
-def test_text_has_the_time_the_level_and_every_line() -> None:
-    assert text_lines(record("up pid=%d\nand more", 7)) == (
-        b"22:13:20.250 info    up pid=7\n22:13:20.250 info    and more\n"
-    )
+def test_text_has_the_time_and_the_level() -> None:
+    assert text_lines(record("up pid=%d", 7)) == b"22:13:20.250 info    up pid=7\n"
+
+
+HOSTILE = [
+    "\n22:13:20.250 info    the guest runs",
+    "\r22:13:20.250 info    the guest runs",
+    "\x1b]0;title\x07\x1b[2J",
+    "\x9b2J",
+    "\x0b\x0c\x1c\x1d\x1e\x85",
+    "\u2028line\u2029paragraph",
+    "\u202etxt.exe\u2066\u200f",
+    "\x00\x7f\ufeff\u00ad",
+    "\udcff",
+]
+"""What a guest or a pod may call itself, answer or print."""
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize(
+    "template", ["%s", "a name=%s", "a name=%r", "the disk %s has failed to %s%s; and so on pid=%d"]
+)
+def test_words_of_others_forge_no_line_and_control_no_terminal(template: str, text: str) -> None:
+    made = record(template, *[text] * template.count("%s"), *[text] * template.count("%r"), *[7] * template.count("%d"))
+    line = text_lines(made).decode()
+    assert line.endswith("\n")
+    assert line[:-1].isprintable()
+    document = json.loads(json_line(made))
+    for shown in (document["message"], *document["fields"].values()):
+        assert isinstance(shown, int) or shown.isprintable()
+
+
+def test_what_is_printable_stays_as_it_is() -> None:
+    assert text_lines(record("%s", "größer als 3 … 東京 ✓")).decode().endswith(" größer als 3 … 東京 ✓\n")
+
+
+def test_a_traceback_forges_no_line() -> None:
+    for text in HOSTILE:
+        made = record("this is a bug")
+        try:
+            raise KeyError from ValueError(text)  # noqa: TRY301
+        except KeyError:
+            made.exc_info = sys.exc_info()
+        lines = text_lines(made).decode().split("\n")
+        assert lines[-1] == ""
+        assert all(line.isprintable() and line.startswith("22:13:20.250 info      ") for line in lines[1:-1])
+        assert all(line.isprintable() for line in json.loads(json_line(made))["message"].split("\n"))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +76,7 @@ def test_text_has_the_time_the_level_and_every_line() -> None:
         (record("%s", "what a child=7"), "what a child=7", {}),
         (record("%s is at 5%%", "it"), "it is at 5%", {}),
         (record("at 5%% pid=%d", 3), "at 5%", {"pid": 3}),
-        (record("two\nlines"), "two\nlines", {}),
+        (record("two\nlines"), "two\\nlines", {}),
     ],
 )  # fmt: skip
 def test_json_has_one_object_with_the_fields_apart(
@@ -59,7 +102,7 @@ def test_a_traceback_is_part_of_the_message() -> None:
     except KeyError:
         made.exc_info = sys.exc_info()
     assert "KeyError: 'that'" in json.loads(json_line(made))["message"]
-    assert b"info    KeyError: 'that'" in text_lines(made)
+    assert b"info      KeyError: 'that'" in text_lines(made)
 
 
 class Output:
