@@ -9,7 +9,7 @@ from pathlib import Path
 import trio
 
 from runner.cli.options import DEFAULT_SPEC, add_spec, read_spec, source_of
-from runner.errors import Status, UsageError
+from runner.errors import Status, UsageError, escaped
 from runner.instance.init import plan_here
 from runner.plan.argv.qemu import pasteable
 from runner.plan.cloud_init import SeedPlan

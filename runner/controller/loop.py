@@ -250,11 +250,11 @@ class ReconcileLoop:
     def _report(self, faults: tuple[Fault, ...]) -> None:
         """Log those of *faults* that are new, and keep all."""
         for fault in faults:
-            if fault in self.faults or (more := self.log_limit.due("fault", fault.group)) is None:
+            if fault in self.faults:
                 continue
-            if fault.unlimited:
-                log.warning("limit missing%s group=%r reason=%r", more, fault.group, fault.reason)
-            else:
+            if fault.unlimited:  # by the kernel or this program's options, not by what a pod does
+                log.warning("limit missing group=%r reason=%r", fault.group, fault.reason)
+            elif (more := self.log_limit.due("fault", fault.group)) is not None:
                 log.error("pass failed%s group=%r reason=%r", more, fault.group, fault.reason)
         self.faults = faults
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
@@ -146,6 +145,8 @@ def refuse_unknown_cpu_model(asked: str | None, facts: HostFacts, problems: Prob
     """Refuse a CPU model that the QEMU of this host does not list."""
     if asked is None or not facts.cpu_models or model_name(asked) in facts.cpu_models:
         return
+    import difflib  # here, because only a document with a mistake needs it
+
     near = difflib.get_close_matches(model_name(asked), sorted(facts.cpu_models), 1)
     known = "`qemu-system-x86_64 -cpu help` lists them"
     problems.refuse(

@@ -42,7 +42,7 @@ spec spec.instance spec.rules
 """
 """Modules of this project; one more is imported where a document, a pod or a command needs it."""
 
-OTHERS = "argparse encodings gettext json tomllib datetime mmap pwd fcntl"
+OTHERS = "argparse encodings gettext importlib json tomllib datetime mmap pwd fcntl qemu"
 """Modules beyond those that ``import trio`` loads, without their submodules and accelerators."""
 
 
