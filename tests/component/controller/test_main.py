@@ -178,7 +178,16 @@ def test_a_high_limit_above_the_highest_is_an_error_before_anything_is_touched(n
 def test_a_procfs_that_is_none_is_an_error_before_anything_is_touched(node: Node) -> None:
     left = subprocess.run(command(node, f"--procfs={node.path}"), capture_output=True, text=True, check=False)
     assert left.returncode == 31
-    assert f"cannot read the machine's memory in {node.path}" in left.stderr
+    assert f"cannot enter the cgroup namespace of {node.path}/1" in left.stderr
+    assert "Traceback" not in left.stderr
+    assert not node.root.exists()
+
+
+def test_a_procfs_without_the_machines_memory_is_an_error_before_anything_is_touched(node: Node) -> None:
+    (node.proc / "meminfo").unlink()
+    left = subprocess.run(command(node), capture_output=True, text=True, check=False)
+    assert left.returncode == 31
+    assert f"cannot read the machine's memory in {node.proc}" in left.stderr
     assert "Traceback" not in left.stderr
     assert not node.root.exists()
 
