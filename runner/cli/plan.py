@@ -70,7 +70,7 @@ def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="all pods that are on the node, whose requests count: kubectl get pods -A -o yaml --field-selector "
-        "spec.nodeName=NAME (repeatable)",
+        "spec.nodeName=NAME; a directory, or - for standard input (repeatable)",
     )
     add("--kubelet", metavar="VERSION", help="the kubelet's version (default: the newest that is known)")
     add(
@@ -126,6 +126,8 @@ def _refuse_without_document(arguments: argparse.Namespace) -> None:
         raise UsageError("cannot use other options with --document-only: it takes SPECs alone")
     if not arguments.spec:
         raise UsageError("cannot check nothing: name SPECs with --document-only")
+    if arguments.spec.count("-") > 1:
+        raise UsageError("cannot read standard input twice: name a file for a SPEC")
 
 
 def _seed_image(seed: SeedPlan | None) -> bytes | None:
@@ -151,8 +153,8 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
             raise UsageError(
                 "cannot show the command line of a machine on another node; leave --show-argv or --node out"
             )
-        if [*arguments.spec, *arguments.pod].count("-") > 1:
-            raise UsageError("cannot read standard input twice: name a file for the SPEC or for --pod")
+        if [*arguments.spec, *arguments.pod, *arguments.running].count("-") > 1:
+            raise UsageError("cannot read standard input twice: name a file for the SPEC, for --pod or for --running")
     elif given:
         raise UsageError(f"cannot use {options} alone: name the kubelet's configuration with --node")
     elif arguments.json and arguments.show_argv:

@@ -119,7 +119,7 @@ def parse_words(words: Sequence[str]) -> tuple[str, dict[str, object] | None]:
 def _parsed_object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"cannot understand {text!r}: it is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise UsageError(f"cannot understand {text!r}: arguments are a JSON object")
@@ -129,7 +129,7 @@ def _parsed_object(text: str) -> dict[str, object]:
 def _parsed_value(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

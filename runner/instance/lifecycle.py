@@ -244,7 +244,7 @@ async def _served(listener: Socket, load: Callable[[], Serve]) -> None:
         try:
             serve = load()
         except (ImportError, OSError, MemoryError) as error:  # no reason to end a guest that runs
-            log.warning("the control socket cannot be served yet: %s", explain(error))
+            log.warning("a socket for ctl cannot be served yet: %s", explain(error))
             await trio.sleep(IMPORTED_AGAIN)
         else:
             await serve(listener)

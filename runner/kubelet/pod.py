@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
-import math
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Self
 
 import attrs
 
@@ -88,21 +86,6 @@ class Container:
     """Resource of a device plugin → number of devices."""
     ephemeral_storage: int = 0
     """Bytes."""
-
-    @classmethod
-    def requesting(cls, name: str, requests: Mapping[str, str], kind: ContainerKind = ContainerKind.APP) -> Self:
-        """Parse the quantities of ``resources.requests``; ``ValueError`` for a malformed one.
-
-        Devices are left out. Fractions are rounded up as ``MilliValue`` and ``Value`` do.
-        """
-        memory = {
-            resource: math.ceil(parse_quantity(amount))
-            for resource, amount in requests.items()
-            if resource == MEMORY or resource.startswith(HUGEPAGES_PREFIX)
-        }
-        millicpus = math.ceil(parse_quantity(requests.get(CPU, "0")) * 1000)
-        storage = math.ceil(parse_quantity(requests.get(EPHEMERAL_STORAGE, "0")))
-        return cls(name, millicpus, memory, kind, ephemeral_storage=storage)
 
     @property
     def requests(self) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""An HTTP server for probes and metrics on h11: ``GET``, one request a connection, everything bounded.
+"""An HTTP server for probes and metrics on h11: ``GET`` and ``HEAD``, one request a connection, everything bounded.
 
 h11 parses requests and writes responses; the connections, their number and their time are bounded here. Imported only where
 the command line asks for it.
@@ -6,7 +6,6 @@ the command line asks for it.
 
 from __future__ import annotations
 
-import contextlib
 import http
 import ipaddress
 import logging
@@ -82,7 +81,7 @@ Respond = Callable[[str], HttpResponse]
 async def serve_http(listeners: Sequence[trio.SocketListener], respond: Respond) -> None:
     """Answer every request on *listeners* with the response of *respond*, until cancelled.
 
-    If *respond* fails, the answer is 500 and the log has the traceback: no request ends this program.
+    If *respond* fails, the answer is 500. The log has the traceback of every fault: no request ends this program.
     """
     open_since: dict[trio.CancelScope, None] = {}  # the oldest first
 
@@ -92,10 +91,14 @@ async def serve_http(listeners: Sequence[trio.SocketListener], respond: Respond)
             del open_since[oldest]
             oldest.cancel()
         async with stream:
-            with trio.move_on_after(_CONNECTION_WITHIN) as scope, contextlib.suppress(trio.BrokenResourceError):
+            with trio.move_on_after(_CONNECTION_WITHIN) as scope:
                 open_since[scope] = None
                 try:
                     await _converse(stream, respond)
+                except trio.BrokenResourceError:
+                    pass  # the peer hung up
+                except Exception:
+                    log.exception("HTTP connection ended by a fault of this program")
                 finally:
                     open_since.pop(scope, None)
 
@@ -104,6 +107,7 @@ async def serve_http(listeners: Sequence[trio.SocketListener], respond: Respond)
 
 async def _converse(stream: trio.SocketStream, respond: Respond) -> None:
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_LONGEST_HEAD)
+    with_body = True
     try:
         while (event := connection.next_event()) is h11.NEED_DATA:
             connection.receive_data(await stream.receive_some(_CHUNK))
@@ -113,12 +117,13 @@ async def _converse(stream: trio.SocketStream, respond: Respond) -> None:
         if not isinstance(event, h11.Request):
             return  # the peer hung up
         response = _response(event, respond)
-    await stream.send_all(_encoded(connection, response))
+        with_body = event.method != b"HEAD"
+    await stream.send_all(_encoded(connection, response, with_body=with_body))
 
 
 def _response(request: h11.Request, respond: Respond) -> HttpResponse:
-    if request.method != b"GET":
-        return HttpResponse(http.HTTPStatus.METHOD_NOT_ALLOWED, "GET only\n")
+    if request.method not in {b"GET", b"HEAD"}:
+        return HttpResponse(http.HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD only\n")
     path = request.target.partition(b"?")[0].decode("ascii")
     try:
         return respond(path)
@@ -127,11 +132,11 @@ def _response(request: h11.Request, respond: Respond) -> HttpResponse:
         return HttpResponse(http.HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}\n")
 
 
-def _encoded(connection: h11.Connection, response: HttpResponse) -> bytes:
+def _encoded(connection: h11.Connection, response: HttpResponse, *, with_body: bool) -> bytes:
     body = response.text.encode()
     headers = [("Content-Type", response.content_type), ("Content-Length", str(len(body))), ("Connection", "close")]
     if response.status is http.HTTPStatus.METHOD_NOT_ALLOWED:
-        headers.append(("Allow", "GET"))  # RFC 9110, 15.5.6
+        headers.append(("Allow", "GET, HEAD"))  # RFC 9110, 15.5.6
     head = h11.Response(status_code=response.status, reason=response.status.phrase, headers=headers)
-    events = (head, h11.Data(data=body), h11.EndOfMessage())
-    return b"".join(connection.send(event) or b"" for event in events)
+    data = (h11.Data(data=body),) if with_body else ()  # RFC 9110, 9.3.2: a response to HEAD has the headers alone
+    return b"".join(connection.send(event) or b"" for event in (head, *data, h11.EndOfMessage()))

@@ -7,6 +7,7 @@ offers no capabilities: out-of-band commands would overtake others. A client nee
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -25,6 +26,9 @@ with without_init("qemu.qmp"):
 LONGEST_REQUEST = 64 * 1024
 """Bytes of one message of the client's."""
 
+DEEPEST_REQUEST = 100
+"""Objects and arrays inside one another in a message; Python's parser and QEMU's give up at about 1000."""
+
 KEPT_EVENTS = 1000
 """Events kept for a client that does not read; the newest are dropped."""
 
@@ -34,7 +38,9 @@ Execute = Callable[[str, "Mapping[str, object] | None"], Awaitable[object]]
 EventCopies = Callable[[Callable[[Message], None]], AbstractContextManager[None]]
 """Calls a function with a copy of each event while the block runs, as :meth:`~runner.protocol.qmp.Monitor.event_copies`."""
 
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|["{}]', re.DOTALL)  # a lone quotation mark begins a string that has not ended
+_TOKEN = re.compile(
+    rb'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL
+)  # a lone quotation mark begins a string that has not ended
 _SPACE = b" \t\r\n"
 
 
@@ -70,7 +76,9 @@ class ObjectFramer:
         for token in _TOKEN.finditer(self._buffer):
             if token[0] == b'"':
                 break
-            depth += {b"{": 1, b"}": -1}.get(token[0], 0)
+            depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(token[0], 0)
+            if depth > DEEPEST_REQUEST:
+                raise BadRequestError(f"a message may be nested {DEEPEST_REQUEST} deep")
             if depth == 0:
                 found, self._buffer = self._buffer[: token.end()], self._buffer[token.end() :]
                 return found
@@ -129,6 +137,8 @@ class QmpSession:
             raise _CommandError("QMP input lacks member 'execute'")
         if arguments is not None and not isinstance(arguments, dict):
             raise _CommandError("QMP input member 'arguments' must be an object")
+        if not _is_json(arguments):
+            raise _CommandError("QMP input member 'arguments' has a number or a character that JSON does not have")
         if (command == "qmp_capabilities") is self._negotiated.is_set():
             raise _CommandError(_OUT_OF_TURN[self._negotiated.is_set()], "CommandNotFound")
         if not self._negotiated.is_set():
@@ -179,6 +189,15 @@ def _parsed(text: bytes) -> Message:
         return Message(text)
     except (ProtocolError, ValueError, RecursionError) as error:
         raise BadRequestError(f"JSON parse error in {text[:80]!r}") from error
+
+
+def _is_json(value: object) -> bool:
+    """Tell whether QEMU's parser takes *value*: it answers NaN, Infinity and half a surrogate pair by an error without an id."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True
 
 
 def _error(description: str, kind: str = "GenericError") -> dict[str, object]:

@@ -72,6 +72,24 @@ async def test_a_connection_that_waits_too_long_is_closed() -> None:
             await stream.aclose()
 
 
+async def test_a_response_to_head_has_no_body() -> None:
+    async with served() as port:
+        got = await answer(port, A)
+        assert await answer(port, A.replace(b"GET", b"HEAD")) == got.removesuffix(b"this is /a\n") != got
+        assert await answer(port, A) == got
+
+
+async def test_a_fault_in_one_connection_ends_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served() as port:
+        with monkeypatch.context() as patched:
+            patched.setattr("runner.protocol.http._response", lambda _event, _respond: 1 / 0)
+            assert await answer(port, A) == b""
+        assert b" 200 " in await answer(port, A)
+    assert "HTTP connection ended by a fault of this program" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
@@ -92,7 +110,7 @@ async def test_a_request_that_is_too_long_or_invalid_is_refused(request_bytes: b
     async with served() as port:
         response = await answer(port, request_bytes)
         assert response.startswith(b"HTTP/1.1 %d " % status)
-        assert (b"\r\nAllow: GET\r\n" in response) == (status == 405)
+        assert (b"\r\nAllow: GET, HEAD\r\n" in response) == (status == 405)
         assert b" 200 " in await answer(port, A)
 
 

@@ -330,6 +330,9 @@ def on_a_terminal(environment: dict[str, str]) -> str:
     return output.decode()
 
 
+TWICE = "cannot read standard input twice: name a file for the SPEC, for --pod or for --running"
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [
@@ -337,7 +340,9 @@ def on_a_terminal(environment: dict[str, str]) -> str:
         (("a", "b"), 2, "cannot plan several instances at once: name one SPEC, or check them by --document-only"),
         (("--document-only",), 2, "cannot check nothing: name SPECs with --document-only"),
         (("--document-only", "a", "--json"), 2, "cannot use other options with --document-only: it takes SPECs alone"),
-        ((*NODE, "-", "--pod", "-"), 2, "cannot read standard input twice: name a file for the SPEC or for --pod"),
+        ((*NODE, "-", "--pod", "-"), 2, TWICE),
+        ((*NODE, "--pod", "-", "--running", "-"), 2, TWICE),
+        (("--document-only", "-", "-"), 2, "cannot read standard input twice: name a file for a SPEC"),
         (POD, 2, "cannot use --pod alone: name the kubelet's configuration with --node"),
         (
             ("spec.toml", "--what-if", "a=b", "--svg", "x", "--kubelet", "1.36", "--sys", "/x"),

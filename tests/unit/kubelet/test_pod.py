@@ -38,11 +38,6 @@ def test_bytes_are_written_and_parsed_back(amount: int) -> None:
     assert parse_quantity(format_bytes(amount)) == amount
 
 
-def test_a_container_is_read_from_its_requests() -> None:
-    requests = {"cpu": "0.0005", "memory": "1Gi", "hugepages-1Gi": "2Gi", "nvidia.com/gpu": "1"}
-    assert Container.requesting("c", requests) == Container("c", 1, {"memory": 1 << 30, "hugepages-1Gi": 2 << 30})
-
-
 def test_the_peak_of_a_pod() -> None:
     init, sidecar, app = ContainerKind.INIT, ContainerKind.SIDECAR, ContainerKind.APP
 

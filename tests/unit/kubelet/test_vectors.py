@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -143,12 +144,17 @@ def kubelet(case: Document, topology: CpuTopology, quirks: frozenset[Quirk]) -> 
     )
 
 
+def container(name: str, requests: Document, kind: ContainerKind) -> Container:
+    """Build a container without devices; fractions are rounded up as ``MilliValue`` and ``Value`` do."""
+    amounts = {resource: parse_quantity(amount) for resource, amount in requests.items()}
+    memory = {name: math.ceil(amount) for name, amount in amounts.items() if name.startswith(("memory", "hugepages-"))}
+    return Container(name, math.ceil(amounts.get("cpu", 0) * 1000), memory, kind)
+
+
 def pod(step: Document) -> Pod:
     """Build the pod of a step; init containers come first, whatever the order they are listed in."""
     containers = [
-        Container.requesting(
-            each["name"], each["requests"], ContainerKind.INIT if each.get("init") else ContainerKind.APP
-        )
+        container(each["name"], each["requests"], ContainerKind.INIT if each.get("init") else ContainerKind.APP)
         for each in step["containers"]
     ]
     return Pod(step["pod"], tuple(sorted(containers, key=lambda each: each.kind is ContainerKind.APP)))
