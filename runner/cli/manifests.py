@@ -1,4 +1,4 @@
-"""The manifests of ``plan --node``: from files, directories and standard input."""
+"""The files of ``plan --node``, examples among them; manifests also from directories and standard input."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from runner.kubelet.manifest_mistakes import mistakes_of
 from runner.spec.value import Value
 from runner.spec.yaml import MAX_BYTES, parse_yaml
 
+PACKAGE = Path(__file__).parents[1]
+"""This package, in which a wheel has the examples (``pyproject.toml``)."""
 KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
 """``RecognizedKustomizationFileNames`` of kustomize."""
 
@@ -42,10 +44,20 @@ def _files(path: str) -> list[str]:
     return [str(each) for each in files if each.name not in KUSTOMIZATIONS]
 
 
-def _read(file: str) -> bytes:
+def read_named(path: str, what: str) -> bytes:
+    """Read the file *path*, or the example of the documents that it names: an installed package has these as well."""
+    example = PACKAGE / path
+    named = path.startswith("examples/") and ".." not in example.parts and not Path(path).exists() and example.is_file()
     try:
-        if file == "-":
-            return sys.stdin.buffer.read(MAX_BYTES + 1)  # a larger one is refused unparsed
-        return Path(file).read_bytes()
+        return (example if named else Path(path)).read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read the manifest {file!r}") from error
+        raise UsageError(f"cannot read the {what} {path!r}") from error
+
+
+def _read(file: str) -> bytes:
+    if file != "-":
+        return read_named(file, "manifest")
+    try:
+        return sys.stdin.buffer.read(MAX_BYTES + 1)  # a larger one is refused unparsed
+    except OSError as error:
+        raise UsageError("cannot read the manifest '-'") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attrs
 
-from runner.cli.manifests import manifest_notes, read_manifests
+from runner.cli.manifests import manifest_notes, read_manifests, read_named
 from runner.cli.options import read_spec, source_of
 from runner.errors import HostError, RefusedError, UsageError
 from runner.facts.hardware import Hardware
@@ -44,8 +44,6 @@ from runner.spec.instance import PLACEHOLDER, parse_elsewhere
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 
-PACKAGE = Path(__file__).parents[1]
-"""This package, in which a wheel has the examples (``pyproject.toml``)."""
 WIDTH = 120
 """Columns of the output where it is no terminal."""
 
@@ -65,7 +63,7 @@ def plan(arguments: argparse.Namespace) -> bool:
     """Print the plan for a node (``--node``) and tell whether everything fits."""
     hardware = _hardware(arguments)
     minor = _minor(arguments.kubelet)
-    document = configuration_among(parse_yaml(arguments.node, _bytes(arguments.node, "kubelet configuration")))
+    document = configuration_among(parse_yaml(arguments.node, read_named(arguments.node, "kubelet configuration")))
     devices = _devices(arguments.device, hardware)
     states = _states(arguments.state)
     pods, on_node = read_manifests(arguments.pod), read_manifests(arguments.running)
@@ -207,19 +205,9 @@ def _fit(path: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]
     return fit_of(spec.cpu.count, spec.cpu.cpus, node, spare=spec.cpu.placement != "controller"), notes
 
 
-def _bytes(path: str, what: str) -> bytes:
-    """Read the file *path*, or the example of the documents that it names: an installed package has these as well."""
-    example = PACKAGE / path
-    named = path.startswith("examples/") and ".." not in example.parts and not Path(path).exists() and example.is_file()
-    try:
-        return (example if named else Path(path)).read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read the {what} {path!r}") from error
-
-
 def _text(path: str, what: str) -> str:
     try:
-        return _bytes(path, what).decode()
+        return read_named(path, what).decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"cannot read the {what} {path!r}: it is not UTF-8 at byte {error.start}") from None
 

@@ -118,6 +118,7 @@ class RpcMethods:
     def admit(self, identify: Identify) -> int:
         """Return the peer's container, by its PID namespace, or the process itself if it is one of the node's own.
 
+        All peers of namespaces that were made inside of containers count as one: none of them may act for an instance.
         Raises :class:`RpcError` for a peer that is not visible from here.
         """
         try:
@@ -130,7 +131,10 @@ class RpcMethods:
         return self._key(peer)
 
     def _key(self, peer: Peer) -> int:
-        return peer.pid if peer.pid_namespace == self.peers.own_namespace() else peer.pid_namespace
+        own_namespace = self.peers.own_namespace()
+        if peer.nested:
+            return own_namespace
+        return peer.pid if peer.pid_namespace == own_namespace else peer.pid_namespace
 
     def busy(self, reason: str) -> RpcError:
         """Return the error for a peer that is over a limit, and count it."""

@@ -52,6 +52,8 @@ class Peer:
     the init of a namespace that was made inside the container has another one. *pid* in the reader's own namespace."""
     pid_namespace: int
     """The inode of its PID namespace."""
+    nested: bool
+    """Whether that namespace was made inside of a container, which may make any number of them."""
     user_id: int
     """Its user when it connected."""
     cgroup: str
@@ -84,10 +86,12 @@ class Peers:
         with self._held(connection, pid) as alive, self._directory(pid) as directory:
             try:
                 started = _start_time(_read(directory, "stat"))
+                numbers = _pids(_read(directory, "status"))
                 peer = Peer(
                     pid=pid,
-                    inner_pid=_inner_pid(_read(directory, "status")),
+                    inner_pid=numbers[:2][-1],
                     pid_namespace=os.stat("ns/pid", dir_fd=directory).st_ino,
+                    nested=len(numbers) > 2,
                     user_id=user_id,
                     cgroup=_unified(_read(directory, "cgroup")),
                 )
@@ -164,9 +168,9 @@ def _start_time(stat: str) -> float:
     return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def _inner_pid(status: str) -> int:
+def _pids(status: str) -> list[int]:
     # proc_pid_status(5): NSpid lists the number in each namespace, from the reader's to the innermost.
-    return int(_after("NSpid:", status).split()[:2][-1])
+    return [int(number) for number in _after("NSpid:", status).split()]
 
 
 def _unified(cgroup: str) -> str:

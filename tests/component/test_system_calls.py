@@ -18,6 +18,7 @@ import attrs
 import pytest
 
 from tests.support.fake_host import FakeHost, descendants, link_names
+from tests.support.fake_kernel import FAKE_KERNEL
 from tests.support.program_runs import until
 from tests.support.soak import FACTOR
 
@@ -101,7 +102,7 @@ class Place:
 @pytest.fixture
 def place(fake_host: FakeHost) -> Place:
     kernel = fake_host.root / "kernel"
-    kernel.write_bytes(b"kernel")
+    kernel.write_bytes(FAKE_KERNEL)
     spec = fake_host.root / "spec.toml"
     spec.write_text(
         f'[instance]\nuser = "root"\n[cpu]\naccel = "tcg"\nplacement = "affinity"\n[boot]\nkernel = "{kernel}"\n'

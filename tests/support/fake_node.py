@@ -140,6 +140,14 @@ class Node:
         status = self.proc / str(pid) / "status"
         status.write_text(status.read_text().replace("PPid:\t0", f"PPid:\t{parent}"))
 
+    def nest(self, pid: int, namespace: str) -> None:
+        """Put process *pid* into a PID namespace below the one it is in, as its init."""
+        status = self.proc / str(pid) / "status"
+        status.write_text(f"{status.read_text().rstrip()}\t1\n")
+        (self.path / namespace).touch()
+        (self.proc / str(pid) / "ns" / "pid").unlink()
+        (self.proc / str(pid) / "ns" / "pid").symlink_to(self.path / namespace)
+
     def become(self, uid: str, *, cgroup: str | None = None, inner: int = 1, namespace: str | None = None) -> None:
         """Describe this process as the init of pod *uid*'s container; its anchor is in the pod's scope."""
         namespace = namespace or f"pid-{uid}"

@@ -65,7 +65,7 @@ def test_identifies_a_process(listener: socket.socket, peers: Peers) -> None:
 def test_identifies_the_init_of_another_pid_namespace(listener: socket.socket, peers: Peers) -> None:
     process, connection, accepted_at = connect(listener, "unshare", "--pid", "--fork", "--kill-child")
     peer = identify_and_end(peers, process, connection, accepted_at)
-    assert peer.inner_pid == 1
+    assert (peer.inner_pid, peer.nested) == (1, False)
     assert peer.pid != process.pid  # it is unshare's child
     assert peer.pid_namespace not in (peers.own_namespace(), INIT_PID_NAMESPACE)
 
@@ -127,3 +127,4 @@ def test_the_init_of_a_namespace_inside_a_container_is_not_the_containers(
     process, connection, accepted_at = connect(listener, *new, *new)
     peer = identify_and_end(peers, process, connection, accepted_at)
     assert peer.inner_pid > 1  # the inner unshare is the container's init
+    assert peer.nested

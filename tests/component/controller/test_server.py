@@ -207,6 +207,19 @@ async def test_connections_have_a_limit(node: Node) -> None:
         assert error_code(await one_too_many.line()) == -32005
 
 
+async def test_a_container_gets_no_more_connections_by_namespaces_of_its_own(node: Node) -> None:
+    limits = SocketLimits(connections=4, connections_per_peer=2)
+    async with controlled(node, limits=limits), contextlib.AsyncExitStack() as stack:
+        for number in range(3):
+            node.become(B, inner=7)
+            node.nest(os.getpid(), f"nested-{number}")
+            client = await stack.enter_async_context(connected(node.socket))
+            await client.send(STATUS)
+            assert error_code(await client.line()) == (None if number < 2 else -32005)
+        node.become(B)
+        await works(node)
+
+
 async def test_requests_in_flight_have_a_limit(node: Node) -> None:
     node.become(B)
     node.scope(B).write("cpuset.cpus", "2-11")  # a registration waits for it

@@ -25,7 +25,7 @@ PAUSE_A = ContainerProcess(ContainerCgroup("a", "guaranteed", "/kubepods/poda/0"
 
 
 def peer(namespace: int = POD_A, inner: int = 1, cgroup: str = A.path) -> Peer:
-    return Peer(pid=4711, inner_pid=inner, pid_namespace=namespace, user_id=1000, cgroup=cgroup)
+    return Peer(pid=4711, inner_pid=inner, pid_namespace=namespace, nested=False, user_id=1000, cgroup=cgroup)
 
 
 def test_the_init_of_a_pod_is_its_container() -> None:
