@@ -38,9 +38,8 @@ Execute = Callable[[str, "Mapping[str, object] | None"], Awaitable[object]]
 EventCopies = Callable[[Callable[[Message], None]], AbstractContextManager[None]]
 """Calls a function with a copy of each event while the block runs, as :meth:`~runner.protocol.qmp.Monitor.event_copies`."""
 
-_TOKEN = re.compile(
-    rb'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL
-)  # a lone quotation mark begins a string that has not ended
+# A lone quotation mark begins a string that has not ended.
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)
 _SPACE = b" \t\r\n"
 
 
