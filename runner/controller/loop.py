@@ -52,7 +52,7 @@ from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_v
 log = logging.getLogger(__name__)
 
 _FILES = (
-    *("cgroup.events", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"),
+    *("cgroup.events", "cgroup.max.descendants", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"),
     *("cpu.weight", "memory.high", "memory.max", "pids.max"),
 )
 """Control files whose change may call for a pass; not among them are the runner's writes of its threads.

@@ -91,7 +91,7 @@ class Peers:
                     pid=pid,
                     inner_pid=numbers[:2][-1],
                     pid_namespace=os.stat("ns/pid", dir_fd=directory).st_ino,
-                    nested=len(numbers) > 2,
+                    nested=bool(numbers[2:]),
                     user_id=user_id,
                     cgroup=_unified(_read(directory, "cgroup")),
                 )
