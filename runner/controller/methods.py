@@ -358,7 +358,7 @@ class RpcMethods:
     # -- listInstances, getStatus ------------------------------------------------------------------------------------
 
     def _list(self, identify: Identify) -> RpcResult:
-        """List every instance to the node's own processes, and to a container only its own."""
+        """List every instance to the node's own processes, and to a container only its own; none to one that is in float."""
         mine = self._visible(identify)
         return RpcResult(
             [
