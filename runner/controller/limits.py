@@ -20,6 +20,9 @@ CPU_WEIGHTS = range(1, 10_001)
 """The values of ``cpu.weight`` ("CPU Interface Files")."""
 
 NO_LIMIT = "max"
+NO_GROUPS = {"cgroup.max.descendants": "0"}
+"""Below the group nothing can be made. A pod that may make user namespaces mounts the hierarchy from its group on, and makes
+groups there ("Delegation"); with one below it, a group cannot be removed."""
 NO_PROCESSES = "0"
 """As ``pids.max``: nothing in the cgroup can fork. What is moved there is not refused ("PID")."""
 
@@ -51,7 +54,7 @@ class Limits:
 
     def of_instance(self, *, gone: bool) -> Mapping[str, str]:
         """Return file → value for an instance's cgroup; what is left in that of a pod that has *gone* must not fork."""
-        return {"pids.max": NO_PROCESSES if gone else _written(self.pod_pids_max)}
+        return {**NO_GROUPS, "pids.max": NO_PROCESSES if gone else _written(self.pod_pids_max)}
 
     def of_pod(self, *, gone: bool) -> Mapping[str, str]:
         """Return file → value for a pod's cgroup in float."""

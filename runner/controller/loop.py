@@ -54,7 +54,7 @@ from runner.values import frozen
 log = logging.getLogger(__name__)
 
 _FILES = (
-    *("cgroup.events", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"),
+    *("cgroup.events", "cgroup.max.descendants", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"),
     *("cpu.weight", "memory.high", "memory.max", "pids.max"),
 )
 """Control files whose change may call for a pass; not among them are the runner's writes of its threads.

@@ -81,6 +81,8 @@ CODES = {
 
 _SHORTEST_WAIT = 0.25
 
+MOST_WAITING = 32
+"""Registrations that wait for the kubelet at a time: half of the connections, so that these do not take all of them."""
 MOST_PROCESSES = 4096
 """Processes of a pod that are looked at for a request; one that has more finds its anchor among the first, or not."""
 BETWEEN_CHECKPOINTS = 64
@@ -114,6 +116,7 @@ class RpcMethods:
     device_filter: DeviceFilter
     _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
+    _waits: trio.Semaphore = attrs.field(factory=lambda: trio.Semaphore(MOST_WAITING))
 
     def admit(self, identify: Identify) -> int:
         """Return the peer's container, by its PID namespace, or the process itself if it is one of the node's own.
@@ -185,18 +188,25 @@ class RpcMethods:
             if error.lasting:
                 raise
             refused = error
-        with trio.move_on_after(self.timeouts.agreement):
-            while True:
-                # No event reports that the scope's cpuset has changed: read it again soon in any case.
-                with trio.move_on_after(_SHORTEST_WAIT):
-                    await self.loop.next_pass()
-                try:
-                    return self._register_once(identify, caller, pod_uid, asked)
-                except RequestRefusedError as error:
-                    if error.lasting:
-                        raise
-                    refused = error
-        raise refused
+        try:
+            self._waits.acquire_nowait()
+        except trio.WouldBlock:
+            raise self.busy(f"{MOST_WAITING} registrations wait for the kubelet") from refused
+        try:
+            with trio.move_on_after(self.timeouts.agreement):
+                while True:
+                    # No event reports that the scope's cpuset has changed: read it again soon in any case.
+                    with trio.move_on_after(_SHORTEST_WAIT):
+                        await self.loop.next_pass()
+                    try:
+                        return self._register_once(identify, caller, pod_uid, asked)
+                    except RequestRefusedError as error:
+                        if error.lasting:
+                            raise
+                        refused = error
+            raise refused
+        finally:
+            self._waits.release()
 
     def _register_once(
         self, identify: Identify, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet
@@ -360,7 +370,7 @@ class RpcMethods:
     # -- listInstances, getStatus ------------------------------------------------------------------------------------
 
     def _list(self, identify: Identify) -> RpcResult:
-        """List every instance to the node's own processes, and to a container only its own."""
+        """List every instance to the node's own processes, and to a container only its own; none to one that is in float."""
         mine = self._visible(identify)
         return RpcResult(
             [

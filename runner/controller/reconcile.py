@@ -4,7 +4,7 @@ The actions are single operations on the kernel, in an order in which each may f
 of them: a second pass from what is then found ends in the same tree. Two rules have precedence:
 
 * Only our own groups are touched: the root, ``float``, and ``instance-<name>`` and ``float/<name>`` with a well-formed
-  name.
+  name; and what a pod has made below the latter two, when they are removed.
 * No action puts a CPU into two groups. Groups shrink before others grow, a stale instance is removed before its CPUs
   are given to another, and float does not get the CPUs of an instance that still runs although its pod is gone,
   unless float would have no others.
@@ -54,6 +54,7 @@ class Group:
     effective: CpuSet
     """``cpuset.cpus.effective``."""
     populated: bool
+    """Whether it cannot be removed: it has a live member, or a group below it that a pod has made."""
     limits: Mapping[str, str] = attrs.field(factory=dict)
     """Control file → value, for the limits that the kernel offers here."""
 
@@ -151,7 +152,10 @@ class Restrict:
 
 @frozen
 class Evict:
-    """Move the threads that are in the instance's group of pod *pod_uid* to the pod's group in float."""
+    """Move the threads that are in the instance's group of pod *pod_uid* to the pod's group in float.
+
+    The groups that the pod has made below the instance's are emptied in the same way, and removed.
+    """
 
     pod_uid: str
 
@@ -331,7 +335,7 @@ def _restrictions(
     group: str, wanted: Mapping[str, str], found: Mapping[str, str], observed: Observed
 ) -> Iterator[Restrict]:
     for file, value in wanted.items():
-        if file.partition(".")[0] in observed.offered and found.get(file) != value:
+        if file.partition(".")[0] in {"cgroup", *observed.offered} and found.get(file) != value:
             yield Restrict(group, file, value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
@@ -28,10 +29,12 @@ from runner.values import frozen
 
 MOVED_AT_ONCE = 256
 """Threads that one action moves out of a group: 0.2 ms each, and no request is answered meanwhile."""
+REMOVED_AT_ONCE = 256
+"""Groups that one action removes below a group of ours, where a pod has made them."""
 
 _ROOT_LIMITS = ("memory.high", "memory.max", "pids.max")
-_INSTANCE_LIMITS = ("pids.max",)
-_POD_LIMITS = ("cpu.weight", "pids.max")
+_INSTANCE_LIMITS = ("cgroup.max.descendants", "pids.max")
+_POD_LIMITS = (*_INSTANCE_LIMITS, "cpu.weight")
 
 
 @frozen
@@ -144,7 +147,7 @@ class Tree:
                 group.create()
             case Remove(name):
                 # A pod's group in float that has been populated again is no fault: its CPUs are nobody else's.
-                if not group.remove() and instance_uid(name) is not None:
+                if not _removed(group) and instance_uid(name) is not None:
                     return f"cannot remove {group.path}: it has been populated again"
             case Write(_, "cpuset.cpus", value):
                 asked = CpuSet.parse(value) & online
@@ -155,9 +158,22 @@ class Tree:
                 group.write(action.file, action.value)
             case Evict(pod_uid):
                 _move_threads(group, self.pod(pod_uid))
+                for below in reversed(group.below(REMOVED_AT_ONCE)):
+                    with contextlib.suppress(CgroupError):  # one that cannot have threads yet, or is gone
+                        _move_threads(below, self.pod(pod_uid))
+                    below.remove()
             case _ as never:
                 assert_never(never)
         return ""
+
+
+def _removed(group: Cgroup) -> bool:
+    """Remove *group*, with the groups below it that a pod has made, and return whether it is gone."""
+    if group.remove():
+        return True
+    for below in reversed(group.below(REMOVED_AT_ONCE)):
+        below.remove()
+    return group.remove()
 
 
 def _move_threads(source: Cgroup, target: Cgroup) -> None:
@@ -185,7 +201,8 @@ def _limits(group: Cgroup, files: Iterable[str]) -> Mapping[str, str]:
 
 def _observe(group: Cgroup) -> Group | None:
     try:
-        kind, populated = group.kind(), group.populated()
+        kind = group.kind()
+        populated = group.populated() or (group.name != FLOAT and bool(group.children()))
     except CgroupError as error:
         if error.errno in (errno.ENOENT, errno.ENODEV):
             return None

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Self
 
@@ -175,6 +176,10 @@ class Cgroup:
                 return tuple(sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False)))
         except OSError as error:
             raise _refused("list", str(self.path), error) from error
+
+    def below(self, most: int) -> list[Self]:
+        """Return up to *most* of the groups below this one, each before those below it."""
+        return [attrs.evolve(self, path=Path(path)) for path, _, _ in islice(os.walk(self.path), 1, most + 1)]
 
     # -- control files ("Interface Files") ---------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class SocketLimits:
     message: int = 64 * 1024
     """Bytes of one message."""
     connections: int = 64
-    """Open connections. Beyond, one takes the place of the oldest idle one of the peer that has most, if that is fairer."""
+    """Open connections. Beyond, one takes the place of the oldest idle one of the peer that has most and an idle one, if that is fairer."""
     connections_per_peer: int = 16
     """Open connections of one peer."""
     in_flight: int = 5
@@ -96,6 +96,10 @@ class _Client:
     key: int
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     working: bool = False
+
+
+def _idle(client: _Client) -> bool:
+    return not client.working
 
 
 @frozen
@@ -260,11 +264,11 @@ class UnixServer:
                 self._forget(client)
 
     def _hang_up_on_the_greediest(self, count: int) -> bool:
-        """Make room for a peer that has *count* connections, if another has more even when it loses one."""
-        most = max(self._clients.values(), key=len, default=[])
-        idle = next((client for client in most if not client.working), None)
-        if idle is None or len(most) <= count + 1:
+        """Make room for a peer that has *count* connections, if one with an idle one has more even when it loses that."""
+        most = max((each for each in self._clients.values() if any(map(_idle, each))), key=len, default=[])
+        if len(most) <= count + 1:
             return False
+        idle = next(filter(_idle, most))
         self._forget(idle)
         idle.scope.cancel()
         return True

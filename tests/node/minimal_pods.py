@@ -96,6 +96,12 @@ for line in sys.stdin:
         elif do == "touch":
             code = f"b'x' * ({arguments[0]} << 20)"
             result = subprocess.run([sys.executable, "-I", "-S", "-c", code]).returncode
+        elif do == "run":
+            argv, *passed = arguments
+            ran = subprocess.run(argv, stdout=-1, stderr=-2, text=True, pass_fds=[fds[number] for number in passed])
+            result = [ran.returncode, ran.stdout]
+        elif do == "fd":
+            result = fds[arguments[0]]
         elif do == "pin":
             result = os.sched_setaffinity(arguments[0], arguments[1])
     except OSError as error:

@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -170,3 +171,30 @@ def test_a_pod_with_many_processes_does_not_delay_others(machine: Machine) -> No
                 answered += 1
             thread.join()
         assert answered > 4, "after every few of its processes"
+
+
+def test_what_a_pod_does_with_a_mount_of_its_cgroup_ends_with_the_pod(machine: Machine, tmp_path: Path) -> None:
+    """In a user namespace a pod mounts the hierarchy from its group on, whose files belong to root, as which it runs.
+
+    Under ``nsdelegate`` the limits of the root of a cgroup namespace are closed to it, but not to a process of another one.
+    """
+    a = machine.pod(A, machine.a)
+    with machine.controller():
+        registered(machine, a)
+        fd, mount = a.execute("fd", 2), tmp_path / "mount"
+        mount.mkdir()
+        script = f"""
+            mount -t cgroup2 none {mount} || exit 2
+            mkdir {mount}/x && exit 3
+            echo 0 >&{fd} || exit 4
+            unshare --cgroup sh -c 'echo 1 >{mount}/cgroup.max.descendants && mkdir {mount}/y' || exit 5
+        """
+        namespaces = ("unshare", "--user", "--map-root-user", "--cgroup", "--mount")
+        assert a.execute("run", [*namespaces, "sh", "-c", script], 2) == [0, ANY]
+        assert machine.pod_float(A).children() == ("y",)
+        until(lambda: machine.pod_float(A).read("cgroup.max.descendants") == "0")
+        assert machine.instance(A).read("cgroup.max.descendants") == "0"
+        machine.put_state({B: machine.b})
+        a.end()
+        machine.pods.remove(a)
+        until(lambda: not machine.instance(A).exists() and not machine.pod_float(A).exists())

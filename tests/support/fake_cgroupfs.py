@@ -39,10 +39,13 @@ class FakeCgroup(Cgroup):
     def create(self) -> None:
         if self.exists():
             return
+        if self.parent.read_if_there("cgroup.max.descendants") == "0":
+            raise self._error("cgroup.max.descendants", self.name, errno.EAGAIN)
         super().create()
         beneath = (self.parent.path / "cgroup.type").exists() and "threaded" in self.parent.kind()
         self._put("cgroup.type", "domain invalid" if beneath else "domain")
         self._put("cgroup.events", "populated 0\nfrozen 0")
+        self._put("cgroup.max.descendants", "max")
         for file in ("cgroup.procs", "cgroup.threads", "cgroup.subtree_control"):
             self._put(file, "")
         self._set_controllers(self.parent.enabled())

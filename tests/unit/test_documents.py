@@ -17,7 +17,7 @@ from runner.check.finding import Check, Level
 from runner.cli.commands import program_parser
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
-from runner.controller.methods import CODES, MOST_PROCESSES
+from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING
 from runner.controller.metrics import ControllerCounters, controller_metrics
 from runner.errors import SpecError, Status
 from runner.inspect.render import HEAD
@@ -175,6 +175,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
         f"{limits.message >> 10} KiB",
         f"{limits.connections}, {limits.connections_per_peer}",
         f"{limits.in_flight}",
+        f"{MOST_WAITING}",
         f"{MOST_PROCESSES}",
         f"{limits.first_byte:g} s, {limits.idle:g} s",
     ]

@@ -14,7 +14,8 @@ import trio.testing
 from runner.controller.loop import Intervals
 from runner.controller.main import LimitOptions
 from runner.controller.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
-from runner.controller.tree import MOVED_AT_ONCE
+from runner.controller.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE
+from runner.kernel.cgroup import CgroupError
 from tests.support.fake_node import (
     ANCHORS,
     ENTRIES,
@@ -219,6 +220,56 @@ async def test_threads_that_cannot_be_named_or_end_meanwhile(node: Node, monkeyp
         assert "0" not in moved, "0 would be this program"
         assert node.instance(B).threads() == {0}
         assert node.pod(B).threads() == {802}
+
+
+@pytest.mark.parametrize("threads", [[], [801, 802]])
+async def test_groups_that_a_pod_has_made_keep_no_cpus(node: Node, threads: list[int]) -> None:
+    """With a group below it, one without any member cannot be removed."""
+    node.become(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        for group in (node.instance(B), node.pod(B)):
+            with pytest.raises(CgroupError, match=r"max\.descendants"):
+                group.child("x").create()
+            group.write("cgroup.max.descendants", "max")  # as a pod can that mounts the hierarchy
+            below = group.child("x").child("y")
+            for each in (below.parent, below):
+                each.create()
+                each.write("cgroup.type", "threaded")
+            await controller.until(lambda group=group: group.read("cgroup.max.descendants") == "0")  # type: ignore[misc]
+        below = node.instance(B).child("x").child("y")
+        below.put_threads(threads)
+        node.instance(B).populate(bool(threads))
+        node.become(C)
+        node.put_state("2-11", {A: ENTRIES[A], C: {"instance": "14-17"}, "x": {"y": "18-19"}})
+        node.scope(C).write("cpuset.cpus", "14-17")
+        node.end_pod(B)
+    async with controlled(node, intervals=OFTEN) as controller, connected(node.socket) as client:
+        assert await client.result("registerCgroup", uuid=C, cpuset="14-17")
+        if threads:
+            assert node.pod(B).threads() == set(threads)
+            for group in (node.instance(B), node.pod(B)):
+                group.populate(False)  # the kernel's, once what is in it has ended
+        await controller.until(lambda: not node.instance(B).exists())
+        assert controller.loop.error == ""
+        await controller.until(lambda: not node.pod(B).exists())
+
+
+async def test_more_groups_than_one_pass_removes(node: Node) -> None:
+    """The CPUs are float's from the first pass on."""
+    node.become(B)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+    node.instance(B).write("cgroup.max.descendants", "max")
+    for number in range(REMOVED_AT_ONCE + 5):
+        node.instance(B).child(f"x{number}").create()
+    node.put_state("2-11,14-17", WITHOUT_B)
+    node.end_pod(B)
+    async with controlled(node, intervals=OFTEN) as controller:
+        assert len(node.instance(B).children()) == 5
+        assert str(node.float_cgroup.cpus()) == str(node.instance(B).cpus()) == "2-11,14-17"
+        assert controller.loop.error == ""
+        await controller.until(lambda: not node.instance(B).exists())
 
 
 @pytest.mark.parametrize("kubepods", [True, False])

@@ -15,6 +15,7 @@ import pytest
 import trio
 import trio.testing
 
+from runner.controller import methods
 from runner.controller.methods import Timeouts
 from runner.controller.server import listening
 from runner.errors import HostError
@@ -235,6 +236,28 @@ async def test_requests_in_flight_have_a_limit(node: Node) -> None:
         node.scope(B).write("cpuset.cpus", "14-17")
         assert [error_code(await client.line()) for client in waiting] == [None] * 5
         assert await sixth.result("getStatus")
+
+
+async def test_registrations_that_wait_leave_connections_to_others(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two containers, each with as many requests as it may have, all of which wait for the kubelet."""
+    monkeypatch.setattr(methods, "MOST_WAITING", 6)
+    node.scope(B).write("cpuset.cpus", "2-11")
+    request = {"jsonrpc": "2.0", "method": "registerCgroup", "params": {"uuid": B, "cpuset": "14-17"}, "id": 1}
+    limits, timeouts = SocketLimits(connections=10), Timeouts(agreement=20)
+    async with (
+        controlled(node, limits=limits, timeouts=timeouts) as controller,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        clients = []
+        for number in range(limits.connections):
+            node.become(B, namespace=f"pid-{number // limits.in_flight}")
+            clients.append(await stack.enter_async_context(connected(node.socket)))
+            await clients[-1].send(json.dumps(request).encode() + b"\n")
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        assert error_code(await clients[-1].line()) == -32005
+        assert controller.server.in_flight == 6
+        node.become(B)
+        await works(node)
 
 
 @pytest.mark.parametrize("count", [1, 253])

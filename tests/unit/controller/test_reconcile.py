@@ -78,8 +78,8 @@ def perform(observed: Observed, action: Action) -> Observed:
             groups[name] = attrs.evolve(groups[name], mems=CpuSet.parse(value))
         case Restrict("float", "cgroup.subtree_control", word):
             return attrs.evolve(observed, float_enabled=switched(observed.float_enabled, word))
-        case Restrict(name, "pids.max" as file, value) if "pids" in observed.enabled:
-            groups[name] = attrs.evolve(groups[name], limits={file: value})
+        case Restrict(name, "pids.max" | "cgroup.max.descendants" as file, value) if offers(observed.enabled, file):
+            groups[name] = attrs.evolve(groups[name], limits={**groups[name].limits, file: value})
         case _:
             raise AssertionError(action)
     return attrs.evolve(observed, groups=groups)
@@ -97,7 +97,7 @@ def perform_in_float(observed: Observed, action: Action) -> Observed:
             assert not pods.pop(uid).populated
         case Write(_, "cgroup.type", "threaded"):
             pods[uid] = attrs.evolve(pods[uid], kind="threaded")
-        case Restrict(_, file, value) if file.partition(".")[0] in observed.float_enabled:
+        case Restrict(_, file, value) if offers(observed.float_enabled, file):
             pods[uid] = attrs.evolve(pods[uid], limits={**pods[uid].limits, file: value})
         case Evict():
             assert pods[uid].kind == "threaded"
@@ -106,6 +106,11 @@ def perform_in_float(observed: Observed, action: Action) -> Observed:
         case _:
             raise AssertionError(action)
     return attrs.evolve(observed, groups=groups, pods=pods)
+
+
+def offers(controllers: frozenset[str], file: str) -> bool:
+    """Tell whether the children of a group with *controllers* have *file*."""
+    return file.partition(".")[0] in {"cgroup", *controllers}
 
 
 def switched(enabled: frozenset[str], words: str) -> frozenset[str]:
@@ -275,8 +280,10 @@ def test_builds_in_the_order_the_kernel_demands() -> None:
         Write("instance-a", "cpuset.mems", "0-1"),
         Write(FLOAT, "cpuset.cpus", "0"),
         Write("instance-a", "cpuset.cpus", "1-2"),
+        Restrict("instance-a", "cgroup.max.descendants", "0"),
         Make("float/a"),
         Write("float/a", "cgroup.type", "threaded"),
+        Restrict("float/a", "cgroup.max.descendants", "0"),
     )
 
 
@@ -288,7 +295,10 @@ def test_memory_nodes_are_never_taken_away() -> None:
         groups={FLOAT: threaded(CpuSet([0]), mems=wide), "instance-a": threaded(CpuSet([1, 2]), mems=CpuSet([1]))},
     )
     desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE, LIMITS)
-    assert reconcile(desired, observed, {}) == (Write("instance-a", "cpuset.mems", "0-1"),)
+    assert reconcile(desired, observed, {}) == (
+        Write("instance-a", "cpuset.mems", "0-1"),
+        Restrict("instance-a", "cgroup.max.descendants", "0"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -422,7 +432,7 @@ def limited_trees() -> Iterator[Observed]:
 
 
 def with_limits_of(controllers: frozenset[str], group: AnyGroup) -> AnyGroup:
-    limits = {file: value for file, value in group.limits.items() if file.partition(".")[0] in controllers}
+    limits = {file: value for file, value in group.limits.items() if offers(controllers, file)}
     return attrs.evolve(group, limits=limits)
 
 
@@ -462,6 +472,8 @@ def check_pod(observed: Observed, end: Observed, desired: Desired, grants: Mappi
     elif before is not None and before.populated:
         assert instance is not None
         assert instance.populated, "a pod that has a cgroup is left alone"
+    if instance is not None and live:
+        assert instance.limits["cgroup.max.descendants"] == "0"
     if pod is not None:
         assert pod.kind == "threaded"
         assert pod.limits == LIMITS.of_pod(gone=bool(observed.gone) and not live)
@@ -507,7 +519,7 @@ def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
         for state, granted in ((desired, grants), (NO_POD, {}), (c, {})):
             observed = refilled(observed, state, granted)
             assert observed.groups["instance-a"].cpus == observed.groups[FLOAT].cpus
-            assert observed.groups["instance-a"].limits == {"pids.max": "0"}
+            assert observed.groups["instance-a"].limits["pids.max"] == "0"
             held = CpuSet() if "instance-b" not in observed.groups else observed.groups["instance-b"].cpus
             assert observed.groups[FLOAT].cpus == state.shared_pool - held
 
