@@ -17,12 +17,21 @@ NOT_IN_THE_NODE = ("flake8", "flake8-async", "kubernetes-validate", "mypy", "ruf
 """Development tools that no test in the node imports."""
 
 
-def kernel() -> Artefact:
-    """Return the recipe of the node's kernel, a bzImage."""
+KERNELS = {
+    "6.1": "bookworm bookworm-updates",
+    "6.12": "trixie trixie-updates",
+    "newest": "trixie-backports",
+}
+"""Debian suites by the kernel that they have; 6.1 knows no remote cpuset partitions (they came with 6.7)."""
+KERNEL = "6.12"
+
+
+def kernel(version: str = KERNEL) -> Artefact:
+    """Return the recipe of the node's kernel, a bzImage; *version* is a key of KERNELS."""
     return Artefact(
         "kernel",
         "kernel.sh",
-        {"kernel.config": (RECIPES / "kernel.config").read_bytes()},
+        {"kernel.config": (RECIPES / "kernel.config").read_bytes(), "suites": KERNELS[version].encode()},
         tools={
             "apt-get": "apt",
             "bc": "bc",

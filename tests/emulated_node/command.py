@@ -58,6 +58,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with an IOMMU and spare PCI devices on every NUMA node; default tests: tests/node/devices",
     )
+    out.add_argument(
+        "--kernel",
+        choices=artefacts.KERNELS,
+        default=artefacts.KERNEL,
+        help="Debian's kernel of this version, built with the node's configuration (default %(default)s)",
+    )
     out.add_argument("--shell", action="store_true", help="no tests: an interactive shell in the node")
     out.add_argument("--keep", action="store_true", help="after the tests, a shell in the node that ran them")
     out.add_argument("--here", action="store_true", help="run on this machine (root, cgroup v2): no node is booted")
@@ -132,7 +138,8 @@ def in_node(options: argparse.Namespace) -> int:
     run = new_run() if options.results is None else options.results.resolve()
     run.mkdir(parents=True, exist_ok=True)
     shutil.copy(fetch(artefacts.rom()), run / "rom")
-    shutil.copy(fetch(artefacts.kernel()), run / "kernel")
+    kernel = fetch(artefacts.kernel(options.kernel))
+    shutil.copy(kernel, run / "kernel")
     (run / "guest-initrd").write_bytes(artefacts.guest_initrd())
     columns, lines = terminal_size()
     variables = {
@@ -163,6 +170,7 @@ def in_node(options: argparse.Namespace) -> int:
             shape,
             options.accel,
             run,
+            kernel=kernel,
             disks=dict(options.disk),
             interactive=interactive,
             systemd=options.systemd,

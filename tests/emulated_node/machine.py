@@ -231,6 +231,7 @@ def boot(
     accel: str,
     run: Path,
     *,
+    kernel: Path,
     disks: Mapping[str, Path],
     interactive: bool,
     systemd: bool,
@@ -245,7 +246,7 @@ def boot(
     """
     if shutil.which(QEMU) is None:
         raise EmulatedNodeError(f"cannot boot the node: no {QEMU}; apt-get install qemu-system-x86")
-    kernel, image = cache.fetch(artefacts.kernel()), cache.fetch(artefacts.root())
+    image = cache.fetch(artefacts.root())
     accel = accelerator(accel, kernel)
     (run / "initrd").write_bytes(artefacts.initrd(shape))
     word = f"node-{token_hex(8)}"

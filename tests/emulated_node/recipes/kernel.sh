@@ -1,12 +1,11 @@
 #!/bin/bash
-# The node's kernel, from Debian's source package: prints its progress, leaves `bzImage` in $OUT.
+# The node's kernel, from the newest Debian source package of the suites named in `suites`: prints its progress, leaves
+# `bzImage` in $OUT.
 #
 # The source comes through an apt of its own (sources, lists and cache in the work directory), so that the host's
 # release does not matter and its apt is not touched.
 set -euo pipefail
 
-release=trixie
-version=6.12
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 
 mkdir -p apt/etc/apt/{apt.conf.d,preferences.d} apt/var/lib/{dpkg,apt/lists/partial} apt/var/cache/apt/archives/partial
@@ -17,13 +16,14 @@ Dir::Etc::SourceList "$PWD/apt/sources.list";
 APT::Sandbox::User "root";
 Acquire::Languages "none";
 EOF
-for suite in $release $release-updates; do
+for suite in $(<suites); do
   echo "deb [signed-by=$keyring] http://deb.debian.org/debian $suite main"
 done >apt/sources.list
 export APT_CONFIG=$PWD/apt.conf
 
-echo "downloading linux-source-$version of $release"
 apt-get -qq update
+version=$(apt-cache search --names-only '^linux-source-[0-9.]+$' | sed -E 's/^linux-source-([0-9.]+) .*/\1/' | sort -V | tail -n 1)
+echo "downloading linux-source-$version"
 apt-get -qq download "linux-source-$version"
 echo "unpacking $(ls linux-source-*.deb)"
 dpkg-deb --fsys-tarfile linux-source-*.deb | tar -x --to-stdout "./usr/src/linux-source-$version.tar.xz" |
@@ -33,10 +33,15 @@ cd "linux-source-$version"
 make -s tinyconfig
 scripts/kconfig/merge_config.sh -m .config ../kernel.config >/dev/null
 make -s olddefconfig
-# kconfig drops what has an unmet dependency without a word
+# kconfig drops what has an unmet dependency without a word; what this version does not know at all is left out
 grep -E '^(CONFIG_[A-Z0-9_]+=|# CONFIG_[A-Z0-9_]+ is not set)' ../kernel.config | while IFS= read -r line; do
   grep -qxF -- "$line" .config && continue
   if [[ $line == *' is not set' ]] && ! grep -q "${line:2:-11}=" .config; then continue; fi
+  name=${line#'# '} name=${name%%[= ]*}
+  if ! grep -rqE --include='Kconfig*' "^(menu)?config ${name#CONFIG_}\$" .; then
+    echo "linux $version has no $name"
+    continue
+  fi
   echo "kernel.config: '$line' does not hold in $version" >&2
   exit 1
 done
