@@ -42,8 +42,9 @@ spec spec.instance spec.rules
 """
 """Modules of this project; one more is imported where a document, a pod or a command needs it."""
 
-OTHERS = "argparse encodings gettext importlib json tomllib datetime mmap pwd fcntl qemu"
-"""Modules beyond those that ``import trio`` loads, without their submodules and accelerators."""
+OTHERS = "argparse encodings gettext importlib ipaddress json tomllib datetime mmap pwd fcntl qemu"
+"""Modules beyond those that ``import trio`` loads, without their submodules and accelerators; with Python 3.11 trio loads
+ipaddress, too."""
 
 
 def loaded_by(*argv: str | Path, path: str = os.environ["PATH"]) -> set[str]:
