@@ -66,10 +66,11 @@ def fetch(artefact: Artefact) -> Path:
     cache = directory()
     cache.mkdir(parents=True, exist_ok=True)
     path = cache / f"{artefact.name}-{artefact.key}"
+    if path.exists():  # without the lock, which another recipe of this name may hold for minutes
+        os.utime(path)
+        return path
     with locked(cache / f"{artefact.name}.lock", artefact.name):
-        if path.exists():
-            os.utime(path)
-        else:
+        if not path.exists():
             missing = sorted({package for tool, package in artefact.tools.items() if not available(tool)})
             if missing:
                 raise EmulatedNodeError(
