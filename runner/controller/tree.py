@@ -24,7 +24,7 @@ from runner.controller.reconcile import (
 from runner.cpuset import CpuSet
 from runner.errors import explain
 from runner.kernel.cgroup import Cgroup, CgroupError
-from runner.kubelet.pod_cgroups import FLOAT, INSTANCE_NAME, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, INSTANCE_NAME, float_uid, instance_uid
 from runner.values import frozen
 
 MOVED_AT_ONCE = 256
@@ -45,6 +45,11 @@ class Fault:
     reason: str
     unlimited: bool = False
     """Whether only a limit is missing: the group can be used."""
+
+    @property
+    def pod_uid(self) -> str | None:
+        """The UID of the pod whose group it is, or ``None``."""
+        return instance_uid(self.group) or float_uid(self.group)
 
 
 @frozen

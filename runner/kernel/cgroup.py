@@ -212,9 +212,9 @@ class Cgroup:
 
         Without ``O_CREAT`` a misspelt name fails, and no file is ever created in an ordinary directory that is not a
         group. ``cgroup.threads`` can also be read by it (:func:`read_members`), which shows who has moved a thread where
-        it is.
+        it is; ``cgroup.events`` can be read only.
         """
-        mode = os.O_RDWR if file == "cgroup.threads" else os.O_WRONLY
+        mode = {"cgroup.threads": os.O_RDWR, "cgroup.events": os.O_RDONLY}.get(file, os.O_WRONLY)
         try:
             return os.open(self.path / file, mode | os.O_CLOEXEC)
         except OSError as error:

@@ -34,7 +34,7 @@ from tests.support.fake_node import (
 )
 
 WITHOUT_B = {A: ENTRIES[A], C: ENTRIES[C]}
-OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02)
+OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02, least=0.01)
 
 
 @pytest.fixture

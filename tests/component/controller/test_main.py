@@ -264,6 +264,7 @@ async def check_responses(port: Path, controller: Controller) -> None:
         "instances",
         "instance_cpus",
         "float_cpus",
+        "handover_cpus",
         "frozen",
     }
     assert set(types.values()) == {"gauge", "counter"}
