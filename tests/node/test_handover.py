@@ -47,6 +47,25 @@ def waits_for(newcomer: Instance, old: Instance) -> None:
     assert not newcomer.group.path.exists()
 
 
+def test_the_kernel_reports_the_end_by_an_open_descriptor(tree: Cgroup) -> None:
+    """Nothing else wakes the one that waits; a group that has been removed is empty."""
+    group = tree.child("group")
+    events = os.open(group.path / "cgroup.events", os.O_RDONLY)
+    with contextlib.closing(os.fdopen(events)), task(group) as process:
+
+        async def kill_it_meanwhile() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(emptied, events)
+                await trio.testing.wait_all_tasks_blocked(0.1)
+                assert nursery.child_tasks, "it waits"
+                os.kill(process.pid, signal.SIGKILL)
+
+        trio.run(kill_it_meanwhile)
+        assert not group.populated()
+        group.path.rmdir()
+        trio.run(emptied, events)
+
+
 def test_a_newcomer_waits_for_a_deaf_guest_while_the_controller_is_replaced(node_fixture: NodeFixture) -> None:
     node, kubelet = node_fixture, node_fixture.kubelet
     old = node.start(1, CPUS)
@@ -104,22 +123,3 @@ def test_the_old_one_is_killed_the_newcomer_leaves_and_a_third_one_comes(node_fi
         fourth.up()
         fourth.is_placed()
     assert not second.group.path.exists()
-
-
-def test_the_kernel_reports_the_end_by_an_open_descriptor(tree: Cgroup) -> None:
-    """Nothing else wakes the one that waits; a group that has been removed is empty."""
-    group = tree.child("group")
-    events = os.open(group.path / "cgroup.events", os.O_RDONLY)
-    with contextlib.closing(os.fdopen(events)), task(group) as process:
-
-        async def kill_it_meanwhile() -> None:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(emptied, events)
-                await trio.testing.wait_all_tasks_blocked(0.1)
-                assert nursery.child_tasks, "it waits"
-                os.kill(process.pid, signal.SIGKILL)
-
-        trio.run(kill_it_meanwhile)
-        assert not group.populated()
-        group.path.rmdir()
-        trio.run(emptied, events)
