@@ -29,7 +29,7 @@ class RequestRefusedError(RefusedError):
     The cause of a refusal that is not *lasting* may pass within seconds: the request is tried again.
     """
 
-    def __init__(self, reason: str, sentence: str, *, lasting: bool, **values: str) -> None:
+    def __init__(self, reason: str, sentence: str, *, lasting: bool, **values: str | float) -> None:
         super().__init__(sentence)
         self.reason = reason
         self.lasting = lasting

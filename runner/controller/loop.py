@@ -16,6 +16,7 @@ from pathlib import Path
 import attrs
 import trio
 
+from runner.controller.handover import Handover, handovers
 from runner.controller.limits import Limits
 from runner.controller.metrics import ControllerCounters
 from runner.controller.pods import PodCgroups
@@ -35,6 +36,7 @@ from runner.controller.reconcile import (
     evictions,
     reconcile,
     silent_fallbacks,
+    stale,
     withheld,
 )
 from runner.controller.tree import Fault, Tree
@@ -42,7 +44,6 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
-from runner.kernel.cgroup import Cgroup
 from runner.kernel.kubelet_files import Frozen, attempt, settled
 from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
@@ -92,6 +93,8 @@ class Intervals:
     """The same while an instance whose pod has gone is not empty yet."""
     frozen: float = 5.0
     """The same while decisions are frozen: a directory that is not there yet cannot report anything."""
+    least: float = 0.1
+    """From one pass to the next, whatever is reported: a pod can empty and fill its cgroup without end."""
 
 
 @attrs.define(eq=False)
@@ -124,6 +127,8 @@ class ReconcileLoop:
     _watches: set[int] = attrs.field(factory=set)
     _watched: dict[Path, int] = attrs.field(factory=dict)
     """The watch of each control file."""
+    _followed: list[Path] = attrs.field(factory=list)
+    """The files of :meth:`following`."""
     _pod_names: frozenset[str] = frozenset()
     """The names of the pods' own cgroups, for the instances there are."""
     _evicting: frozenset[str] = frozenset()
@@ -166,10 +171,19 @@ class ReconcileLoop:
         self.observed = attrs.evolve(observed, gone=frozenset(filter(self.pods.gone, candidates)))
         return self.observed
 
+    def handovers(self) -> tuple[Handover, ...]:
+        """Return the CPUs that change hands, in the tree as it was observed last."""
+        if self.observed is None or isinstance(self.state, Frozen):
+            return ()
+        return tuple(handovers(self.state, self.observed))
+
     def evict(self) -> Observed:
-        """Empty and remove the instances whose pods have gone, as far as that is done at once; return the tree after it."""
+        """Remove the instances that have ended, and empty those whose pods have gone, as far as that is done at once.
+
+        Return the tree after it.
+        """
         desired, observed = self.desired(self.machine()), self.observe()
-        if isinstance(desired, Frozen) or not evictions(desired, observed, {}):
+        if isinstance(desired, Frozen) or not (evictions(desired, observed, {}) or stale(desired, observed, {})):
             return observed
         self.pass_over({})
         return self.observe()
@@ -266,6 +280,21 @@ class ReconcileLoop:
         """Wait until the next pass is done."""
         await self._passed.wait()
 
+    @contextlib.contextmanager
+    def following(self, files: Iterable[Path]) -> Iterator[None]:
+        """Make a pass after each change of *files* as well, and one at once, which begins to watch them.
+
+        A file stays watched until it is removed, which does no harm.
+        """
+        files = tuple(files)
+        self._followed += files
+        self.disturb()
+        try:
+            yield
+        finally:
+            for file in files:
+                self._followed.remove(file)
+
     async def settle(self, source: KubeletFiles) -> None:
         """Read the kubelet's state until it is settled or has to be frozen."""
         before = self.state
@@ -298,8 +327,10 @@ class ReconcileLoop:
         while True:
             disturbed = self._disturbed = trio.Event()  # what happens from here on calls for another pass
             await self.once(queue)
+            earliest = trio.current_time() + self.intervals.least
             with trio.move_on_after(self._interval()):
                 await disturbed.wait()
+            await trio.sleep_until(earliest)
 
     def _interval(self) -> float:
         """Return the seconds after which a pass is made, whatever is or is not reported."""
@@ -348,22 +379,23 @@ class ReconcileLoop:
 
     def _watch_tree(self, queue: inotify.Inotify) -> None:
         """Watch our groups, and what the pods' own cgroups are removed from, which reports the end of a pod."""
+        self._watched = {path: watch for path, watch in self._watched.items() if watch in self._watches}
+        self._watch_files(queue, self._followed)
         observed = self.observed
         if observed is None:
             return
-        self._watched = {path: watch for path, watch in self._watched.items() if watch in self._watches}
         for group in (self.tree.root.parent, self.tree.root, *map(self.tree.group, observed.groups)):
             self._watch(queue, group.path, _GROUP)
-            self._watch_files(queue, group)
+            self._watch_files(queue, map(group.path.joinpath, _FILES))
         for pod_uid in observed.pods:
-            self._watch_files(queue, self.tree.pod(pod_uid))
+            self._watch_files(queue, map(self.tree.pod(pod_uid).path.joinpath, _FILES))
         pods = [path for pod_uid in observed.instances() for path in self.pods.existing(pod_uid)]
         for parent in {path.parent for path in pods}:
             self._watch(queue, parent, _PODS)
         self._pod_names = frozenset(path.name for path in pods)
 
-    def _watch_files(self, queue: inotify.Inotify, group: Cgroup) -> None:
-        for path in map(group.path.joinpath, _FILES):
+    def _watch_files(self, queue: inotify.Inotify, paths: Iterable[Path]) -> None:
+        for path in paths:
             if self._watched.get(path) not in self._watches and path.exists():
                 watch = self._watch(queue, path, inotify.MODIFY)
                 if watch is not None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -74,6 +75,7 @@ class Options:
     reserved: CpuSet
     metrics: tuple[str, int] | None
     trusting: bool
+    handover: float
     limits: LimitOptions
     device_rules: tuple[DeviceRule, ...] | None
     """Besides the default ones; ``None``: no device filter."""
@@ -124,7 +126,7 @@ async def control(options: Options, device_filter: DeviceFilter) -> None:
         mount=Cgroup(options.cgroupfs),
         peers=Peers(options.proc),
         own_cpus=options.cpus,
-        timeouts=Timeouts(),
+        timeouts=Timeouts(handover=options.handover),
         trusting=options.trusting,
         device_filter=device_filter,
     )
@@ -178,7 +180,7 @@ def respond_about(loop: ReconcileLoop, device_filter: DeviceFilter, target: str)
     missing = device_filter.missing
     if missing and (target == "/readyz" or (target == "/healthz" and device_filter.lost)):
         return unavailable(missing)
-    return respond(target, loop.counters, loop.observed, loop.frozen(), loop.error)
+    return respond(target, loop.counters, loop.observed, loop.handovers(), loop.frozen(), loop.error)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -227,6 +229,14 @@ def command_line() -> argparse.ArgumentParser:
         type=argument_type(parse_address),
         metavar="ADDRESS:PORT",
         help="serve /metrics, /healthz and /readyz here",
+    )
+    add(
+        "--handover",
+        type=argument_type(_seconds),
+        default=Timeouts().handover,
+        metavar="SECONDS",
+        help="how long an instance waits for the end of another that still runs on its CPUs, after the kubelet has taken them "
+        "from that one's pod; at least the longest grace of a pod here",
     )
     _add_limits(parser.add_argument_group("limits of what instances run outside of their pods' cgroups"))
     add(
@@ -312,6 +322,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         reserved=arguments.reserved_cpus,
         metrics=arguments.metrics,
         trusting=arguments.insecure_trust_peer,
+        handover=arguments.handover,
         limits=LimitOptions(
             memory_max=getattr(arguments, "memory_max", "default"),
             memory_high=getattr(arguments, "memory_high", "default"),
@@ -330,6 +341,12 @@ def _some_cpus(text: str) -> CpuSet:
     if not cpus:
         raise ValueError("the list is empty")
     return cpus
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}", text, re.ASCII):
+        raise ValueError(f"{text!r} is not a number of seconds such as 600")
+    return float(text)
 
 
 def _leaves(error: BaseExceptionGroup[RunnerError] | RunnerError) -> Iterator[RunnerError]:

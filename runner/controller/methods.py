@@ -10,12 +10,17 @@ registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset"
                                         this order; the kernel's threads in the pod's own group go to float
 deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if there was no such instance
 listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
-                                        "populated"}, …]``
-getStatus          none                 protocol, kubelet's policy, float, frozen reason, faults
+                                        "populated", "awaited_by"}, …]``
+getStatus          none                 protocol, kubelet's policy, float, frozen reason, CPUs that change hands, faults
 =================  ===================  ==========================================================================
 
 ``uuid`` is the uid of the instance's pod. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
 ``data: {"reason": …, …}``.
+
+The CPUs of an instance that is still being powered down may already be another's in the kubelet's state. Then ``conflict``
+is answered at once, with ``data: {"within": seconds, "holder": its pod's uid, …}``, and a descriptor of the ``cgroup.events``
+of that instance. The kernel reports its end through it (:mod:`runner.kernel.cgroup_events`), and the runner asks again. So a
+wait of minutes takes no connection of the controller's, and goes on while the controller is replaced.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import attrs
 import trio
 
 from runner.controller import identity
+from runner.controller.handover import HandoverPendingError, pending_handovers
 from runner.controller.identity import (
     ContainerIdentity,
     ContainerProcess,
@@ -79,8 +85,6 @@ CODES = {
 }
 """Reason of a refusal → code of the error."""
 
-_SHORTEST_WAIT = 0.25
-
 MOST_WAITING = 32
 """Registrations that wait for the kubelet at a time: half of the connections, so that these do not take all of them."""
 MOST_PROCESSES = 4096
@@ -91,12 +95,14 @@ BETWEEN_CHECKPOINTS = 64
 
 @frozen
 class Timeouts:
-    """Seconds to wait for the kubelet and for threads to end."""
+    """Seconds to wait for the kubelet, for threads to end, and for an instance to end."""
 
     agreement: float = 12.0
     """For the kubelet's state and the container's cpuset to agree: its reconcile period is 10 s."""
     emptying: float = 2.0
     """For the last thread of an instance that is being deregistered to end."""
+    handover: float = 600.0
+    """For an instance to end whose CPUs the kubelet has given to another: ten times the grace of our example pod."""
 
 
 @frozen
@@ -160,7 +166,9 @@ class RpcMethods:
                 case "listInstances":
                     return self._list(identify)
                 case _:
-                    return self._status()
+                    return self._status(identify)
+        except HandoverPendingError as error:
+            raise self._pending(error) from error
         except HostError as error:
             refusal = RequestRefusedError(identity.HOST, explain(error), lasting=True)
             raise self._refused(identify, method, refusal) from error
@@ -192,19 +200,18 @@ class RpcMethods:
             self._waits.acquire_nowait()
         except trio.WouldBlock:
             raise self.busy(f"{MOST_WAITING} registrations wait for the kubelet") from refused
+        deadline = trio.current_time() + self.timeouts.agreement
+        container = () if caller is None else (self.mount.at(caller.container.path).path / "cpuset.cpus",)
         try:
-            with trio.move_on_after(self.timeouts.agreement):
+            with self.loop.following(container):
                 while True:
-                    # No event reports that the scope's cpuset has changed: read it again soon in any case.
-                    with trio.move_on_after(_SHORTEST_WAIT):
+                    with trio.move_on_at(deadline) as timeout:
                         await self.loop.next_pass()
                     try:
                         return self._register_once(identify, caller, pod_uid, asked)
-                    except RequestRefusedError as error:
-                        if error.lasting:
+                    except RequestRefusedError as again:
+                        if again.lasting or timeout.cancelled_caught:
                             raise
-                        refused = error
-            raise refused
         finally:
             self._waits.release()
 
@@ -214,31 +221,7 @@ class RpcMethods:
         """Register without waiting, so that nothing changes between the decision and its effect."""
         self._check_alive(identify)
         self._check_cpus(caller, pod_uid, asked)
-        observed = self.loop.evict()
-        for other, held in holders(asked, observed, but=pod_uid).items():
-            if held.populated or self.loop.source is not None:
-                raise RequestRefusedError(
-                    identity.CONFLICT,
-                    f"cannot register instance {pod_uid!r} with CPUs '{asked}': instance {other!r} still holds "
-                    f"'{held.cpus or held.effective}'; end it first",
-                    lasting=False,
-                    requested=str(asked),
-                    holder=other,
-                )
-            # Without a kubelet nothing reports the end of an instance; an empty one yields to another that wants its CPUs.
-            if (more := self.loop.log_limit.due("gives way", pod_uid)) is not None:
-                log.info("empty instance gives way%s uuid=%s to=%s", more, other, pod_uid)
-            self.loop.tree.group(instance_group(other)).remove()
-        mine = observed.instances().get(pod_uid)
-        if mine is not None and mine.populated and mine.cpus != asked:
-            raise RequestRefusedError(
-                identity.CONFLICT,
-                f"cannot register instance {pod_uid!r} with CPUs '{asked}': its vCPUs run on '{mine.cpus}'; another container "
-                "of the pod has registered them, and a pod has one instance",
-                lasting=False,
-                requested=str(asked),
-                holder=pod_uid,
-            )
+        self._check_holders(pod_uid, asked)
         group = self.loop.tree.group(instance_group(pod_uid))
         existed = group.exists()
         needed = (ROOT, FLOAT, instance_group(pod_uid), pod_float_group(pod_uid))
@@ -273,6 +256,36 @@ class RpcMethods:
             },
             tuple(control_files),
         )
+
+    def _check_holders(self, pod_uid: str, asked: CpuSet) -> None:
+        """Check that no other instance has any of the CPUs *asked* for. Raises :class:`RequestRefusedError`."""
+        observed = self.loop.evict()
+        if self.loop.source is not None and (pending := tuple(pending_handovers(pod_uid, asked, observed))):
+            raise HandoverPendingError(pod_uid, asked, pending, self.timeouts.handover)
+        for other, held in holders(asked, observed, but=pod_uid).items():
+            if held.populated or self.loop.source is not None:
+                raise RequestRefusedError(
+                    identity.CONFLICT,
+                    f"cannot register instance {pod_uid!r} with CPUs '{asked}': instance {other!r} still holds "
+                    f"'{held.cpus or held.effective}'; end it first",
+                    lasting=False,
+                    requested=str(asked),
+                    holder=other,
+                )
+            # Without a kubelet nothing reports the end of an instance; an empty one yields to another that wants its CPUs.
+            if (more := self.loop.log_limit.due("gives way", pod_uid)) is not None:
+                log.info("empty instance gives way%s uuid=%s to=%s", more, other, pod_uid)
+            self.loop.tree.group(instance_group(other)).remove()
+        mine = observed.instances().get(pod_uid)
+        if mine is not None and mine.populated and mine.cpus != asked:
+            raise RequestRefusedError(
+                identity.CONFLICT,
+                f"cannot register instance {pod_uid!r} with CPUs '{asked}': its vCPUs run on '{mine.cpus}'; another container "
+                "of the pod has registered them, and a pod has one instance",
+                lasting=False,
+                requested=str(asked),
+                holder=pod_uid,
+            )
 
     async def _float_kernel_threads(self, identify: Identify, own: Cgroup, pod_uid: str) -> None:
         """Move the kernel's threads that work for the instance off its CPUs; its runner cannot even see them.
@@ -347,14 +360,10 @@ class RpcMethods:
             check_container(
                 caller, self.mount.at(caller.container.path).effective_cpus(), group.effective_cpus(), pod_uid
             )
+        with trio.move_on_after(self.timeouts.emptying):
+            while not group.remove():
+                await self.loop.next_pass()  # a change of its cgroup.events starts one
         if not group.remove():
-            with trio.move_on_after(self.timeouts.emptying):
-                while True:
-                    with trio.move_on_after(_SHORTEST_WAIT):
-                        await self.loop.next_pass()  # a change of its cgroup.events starts one
-                    if group.remove():
-                        break
-        if group.exists():
             threads = " ".join(map(str, sorted(group.threads())[:8]))
             raise RequestRefusedError(
                 identity.HOST,
@@ -372,6 +381,8 @@ class RpcMethods:
     def _list(self, identify: Identify) -> RpcResult:
         """List every instance to the node's own processes, and to a container only its own; none to one that is in float."""
         mine = self._visible(identify)
+        observed = self.loop.observe()
+        pending = self.loop.handovers()
         return RpcResult(
             [
                 {
@@ -381,8 +392,13 @@ class RpcMethods:
                     "cpuset": str(group.cpus),
                     "effective": str(group.effective),
                     "populated": group.populated,
+                    "awaited_by": [
+                        each.pod_uid
+                        for each in pending
+                        if each.holder == pod_uid and (mine is None or each.pod_uid == mine)
+                    ],
                 }
-                for pod_uid, group in sorted(self.loop.observe().instances().items())
+                for pod_uid, group in sorted(observed.instances().items())
                 if mine is None or pod_uid == mine
             ]
         )
@@ -393,7 +409,9 @@ class RpcMethods:
         container = self.loop.pods.container(peer.cgroup)
         return container.owner if container is not None else ""
 
-    def _status(self) -> RpcResult:
+    def _status(self, identify: Identify) -> RpcResult:
+        """Return the controller's state; of other pods a container learns no more than how many instances there are."""
+        mine = self._visible(identify)
         observed = self.loop.observe()
         floating = observed.groups.get(FLOAT)
         state = self.loop.state
@@ -408,7 +426,15 @@ class RpcMethods:
                 "policy": None if isinstance(state, Frozen) else state.policy,
                 "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
                 "frozen": self.loop.frozen() or None,
-                "faults": [*filter(None, [self.device_filter.missing]), *(fault.reason for fault in self.loop.faults)],
+                "handovers": [
+                    {"uuid": each.pod_uid, "holder": each.holder, "cpuset": str(each.cpus)}
+                    for each in self.loop.handovers()
+                    if mine is None or each.pod_uid == mine
+                ],
+                "faults": [
+                    *filter(None, [self.device_filter.missing]),
+                    *(fault.reason for fault in self.loop.faults if mine is None or fault.pod_uid in (None, mine)),
+                ],
                 "trusting": self.trusting,
             }
         )
@@ -460,6 +486,20 @@ class RpcMethods:
     def _walk(self, peer: Peer | None) -> trio.Lock:
         """Return the lock that the requests of the peer's container take to look at processes."""
         return self._walks.setdefault(0 if peer is None else peer.pid_namespace, trio.Lock())
+
+    def _pending(self, refusal: HandoverPendingError) -> RpcError:
+        """Return the error with which a runner gets the descriptor that reports the end that it waits for."""
+        for each in refusal.pending:
+            if (more := self.loop.log_limit.due("waits", each.pod_uid)) is not None:
+                log.info(
+                    "instance waits for the end of another%s uuid=%s cpus=%s holder=%s",
+                    more,
+                    each.pod_uid,
+                    each.cpus,
+                    each.holder,
+                )
+        events = (self.loop.tree.group(instance_group(refusal.holder)), "cgroup.events")
+        return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values}, (events,))
 
     def _refused(self, identify: Identify, method: str, refusal: RequestRefusedError) -> RpcError:
         self.loop.counters.refusals[refusal.reason] += 1

@@ -12,11 +12,12 @@ Without the device filter :func:`runner.controller.main.respond_about` answers f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 from prometheus_client.metrics_core import Metric
 
+from runner.controller.handover import Handover
 from runner.controller.reconcile import Observed
 from runner.kubelet.pod_cgroups import FLOAT
 from runner.protocol.exposition import Samples, counter, gauge, metrics_response
@@ -40,7 +41,9 @@ class ControllerCounters:
     """Refused requests by reason."""
 
 
-def controller_metrics(counters: ControllerCounters, observed: Observed | None, frozen: str) -> Iterator[Metric]:
+def controller_metrics(
+    counters: ControllerCounters, observed: Observed | None, handovers: Iterable[Handover], frozen: str
+) -> Iterator[Metric]:
     """Yield every metric; *observed* is the tree after the last pass."""
     instances = observed.instances() if observed else {}
     floating = observed.groups.get(FLOAT) if observed else None
@@ -48,6 +51,8 @@ def controller_metrics(counters: ControllerCounters, observed: Observed | None, 
     yield _gauge("instances", "Instances in the tree.", len(instances))
     yield _gauge("instance_cpus", "CPUs that instances hold.", cpus)
     yield _gauge("float_cpus", "CPUs that float runs on.", len(floating.effective) if floating else 0)
+    changing = {cpu for each in handovers for cpu in each.cpus}
+    yield _gauge("handover_cpus", "CPUs of pods on which another pod's instance still runs.", len(changing))
     yield _gauge("frozen", "1 while the kubelet's state cannot be used.", bool(frozen))
     yield _counter("reconcile_passes_total", "Passes by outcome.", counters.passes, "outcome")
     yield _counter("reconcile_seconds_total", "Time spent in passes.", counters.pass_seconds)
@@ -69,11 +74,16 @@ def _counter(name: str, text: str, value: float | Counter[str], *labels: str) ->
 
 
 def respond(
-    target: str, counters: ControllerCounters, observed: Observed | None, frozen: str, reason: str
+    target: str,
+    counters: ControllerCounters,
+    observed: Observed | None,
+    handovers: Iterable[Handover],
+    frozen: str,
+    reason: str,
 ) -> HttpResponse:
     """Return the response for the path *target*; *reason* is why the last pass failed, empty if it did not."""
     if target == "/metrics":
-        return metrics_response(controller_metrics(counters, observed, frozen))
+        return metrics_response(controller_metrics(counters, observed, handovers, frozen))
     if target == "/healthz":
         return ok(f"frozen: {frozen}" if frozen else "ok")
     if target == "/readyz":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,9 +59,14 @@ def start_privileged(root: Path, procfs: Path, rules: Sequence[DeviceRule] | Non
     """Enter the node's cgroup namespace, attach the device filter to *root*, and give away the capabilities for both.
 
     *rules* are added to the default ones; ``None``: there is to be no filter. An error in attaching it is part of the result,
-    because the instances that run are served all the same. Raises :class:`~runner.errors.HostError`.
+    because the instances that run are served all the same. Raises :class:`~runner.errors.HostError`, also if another
+    controller has the tree *root*: then nothing of it has been changed.
     """
     enter_cgroup_namespace(procfs / "1")
+    if rules is not None:
+        with contextlib.suppress(HostError):  # attaching the filter reports it
+            Cgroup(root).create()
+    _claim(root)
     if rules is None:
         log.warning("INSECURE: a process in float may make and open device nodes as far as its capabilities allow")
         found = DeviceFilter(root)
@@ -66,6 +74,24 @@ def start_privileged(root: Path, procfs: Path, rules: Sequence[DeviceRule] | Non
         found = _attached(root, procfs, rules)
     keep_capabilities(KEPT_CAPABILITIES)
     return found
+
+
+def _claim(root: Path) -> None:
+    """Lock the directory *root*, if it is there, until this process ends: its descriptor stays open.
+
+    Not the directory of the socket, which pods can open, and so could lock. Raises :class:`~runner.errors.HostError`.
+    """
+    try:
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if isinstance(error, BlockingIOError):
+            raise HostError(f"cannot control {root}: another controller does; end it first") from None
+        raise HostError(f"cannot lock {root}") from error
 
 
 def _attached(root: Path, procfs: Path, rules: Sequence[DeviceRule]) -> DeviceFilter:

@@ -24,7 +24,7 @@ from runner.controller.reconcile import (
 from runner.cpuset import CpuSet
 from runner.errors import explain
 from runner.kernel.cgroup import Cgroup, CgroupError
-from runner.kubelet.pod_cgroups import FLOAT, INSTANCE_NAME, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, INSTANCE_NAME, float_uid, instance_uid
 from runner.values import frozen
 
 MOVED_AT_ONCE = 256
@@ -45,6 +45,11 @@ class Fault:
     reason: str
     unlimited: bool = False
     """Whether only a limit is missing: the group can be used."""
+
+    @property
+    def pod_uid(self) -> str | None:
+        """The UID of the pod whose group it is, or ``None``."""
+        return instance_uid(self.group) or float_uid(self.group)
 
 
 @frozen
@@ -177,20 +182,25 @@ def _removed(group: Cgroup) -> bool:
 
 
 def _move_threads(source: Cgroup, target: Cgroup) -> None:
-    """Move threads from *source* to *target* until none is left or :data:`MOVED_AT_ONCE` have been tried."""
-    left = MOVED_AT_ONCE
-    while left > 0:
-        # Never 0, a thread that cannot be named here: written, it would mean this program.
-        tids = sorted(source.threads() - {0})[:left]
-        if not tids:
+    """Move threads from *source* to *target* until none is left or :data:`MOVED_AT_ONCE` have been tried.
+
+    A number that was read earlier may be another thread's when it is written, so each is read just before. What is left is
+    harmless: within those microseconds the thread has ended, and its number has gone to a new one (``idr_alloc_cyclic`` of
+    ``kernel/pid.c`` gives a number again after all others). A new thread of a container that is not in this tree cannot be
+    moved (EOPNOTSUPP). One of another instance is in float still, because its runner confines a vCPU's thread milliseconds
+    later, after asking QEMU for it, and reads back where it is; *target* has float's CPUs too.
+    """
+    passed = {0}  # never 0, a thread that cannot be named here: written, it would mean this program
+    for _ in range(MOVED_AT_ONCE):
+        tid = next((tid for tid in source.each_thread() if tid not in passed), None)
+        if tid is None:
             return
-        left -= len(tids)
-        for tid in tids:
-            try:
-                target.confine(tid)
-            except CgroupError as error:
-                if error.errno != errno.ESRCH:  # else: it has ended
-                    raise
+        try:
+            target.confine(tid)
+        except CgroupError as error:
+            if error.errno != errno.ESRCH:
+                raise
+            passed.add(tid)  # it has ended
 
 
 def _limits(group: Cgroup, files: Iterable[str]) -> Mapping[str, str]:

@@ -212,9 +212,9 @@ class Cgroup:
 
         Without ``O_CREAT`` a misspelt name fails, and no file is ever created in an ordinary directory that is not a
         group. ``cgroup.threads`` can also be read by it (:func:`read_members`), which shows who has moved a thread where
-        it is.
+        it is; ``cgroup.events`` can be read only.
         """
-        mode = os.O_RDWR if file == "cgroup.threads" else os.O_WRONLY
+        mode = {"cgroup.threads": os.O_RDWR, "cgroup.events": os.O_RDONLY}.get(file, os.O_WRONLY)
         try:
             return os.open(self.path / file, mode | os.O_CLOEXEC)
         except OSError as error:
@@ -332,12 +332,11 @@ class Cgroup:
 
     def each_process(self) -> Iterator[int]:
         """Yield what :meth:`processes` returns, in the kernel's order, reading some hundreds at a time."""
-        path = self.path / "cgroup.procs"
-        try:
-            with path.open() as file:
-                yield from map(int, file)
-        except OSError as error:
-            raise _refused("read", str(path), error) from error
+        return self._each("cgroup.procs")
+
+    def each_thread(self) -> Iterator[int]:
+        """Yield what :meth:`threads` returns, as :meth:`each_process` does."""
+        return self._each("cgroup.threads")
 
     def threads(self) -> frozenset[int]:
         """Return the threads in exactly this group; 0 is one that the reader's PID namespace cannot name."""
@@ -362,6 +361,14 @@ class Cgroup:
         fields = dict(line.split() for line in self.read("memory.stat").splitlines())
         cache = int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0))
         return used, max(used - cache, 0)
+
+    def _each(self, file: str) -> Iterator[int]:
+        path = self.path / file
+        try:
+            with path.open() as lines:
+                yield from map(int, lines)
+        except OSError as error:
+            raise _refused("read", str(path), error) from error
 
     def _read_set(self, file: str) -> CpuSet:
         text = self.read(file)

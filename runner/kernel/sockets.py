@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import socket
 import stat
 from collections.abc import Callable, Iterator
@@ -103,6 +104,17 @@ async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
             log.warning("cannot accept a connection reason=%r", error.strerror)
             # Any other error is one client's, which went before it was accepted (accept(2)).
             await trio.sleep(1 if error.errno in _OUT_OF_RESOURCES else 0)
+
+
+async def hung_up(connection: trio.socket.SocketType) -> None:
+    """Wait until the peer has closed *connection*, although bytes of it are unread; not while it only sends no more.
+
+    ``EPOLLHUP`` is reported without being asked for (``unix_poll`` of ``net/unix/af_unix.c``). Raises ``OSError`` where
+    there is no descriptor to be had.
+    """
+    with select.epoll() as end:
+        end.register(connection.fileno(), 0)
+        await trio.lowlevel.wait_readable(end.fileno())
 
 
 def _remove_stale(path: str) -> None:

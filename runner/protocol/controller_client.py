@@ -38,11 +38,24 @@ BUSY = -32005
 
 
 class ControllerError(HostError):
-    """The controller refused; *code* is its JSON-RPC error code."""
+    """The controller refused; *code* is its JSON-RPC error code, *data* what came with it."""
 
-    def __init__(self, sentence: str, code: int) -> None:
+    def __init__(self, sentence: str, code: int, data: Mapping[str, object] | None = None) -> None:
         super().__init__(sentence)
         self.code = code
+        self.data = data or {}
+
+
+class CpusHeldError(ControllerError):
+    """Another instance still runs on the CPUs, which are this one's now: wait for its end at most *within* seconds.
+
+    *cgroup_events* is that of its cgroup (:func:`runner.kernel.cgroup_events.emptied`).
+    """
+
+    def __init__(self, refusal: ControllerError, within: float, cgroup_events: Descriptor) -> None:
+        super().__init__(str(refusal), refusal.code, refusal.data)
+        self.within = within
+        self.cgroup_events = cgroup_events
 
 
 class ControllerAbsentError(HostError):
@@ -87,11 +100,17 @@ async def register(path: PurePosixPath, pod_uid: str, cpus: CpuSet, pod: Cgroup,
 
     *pod* is the cgroup of this process. If the controller sends no descriptors, the cgroups are opened by their paths;
     if it names the instance's cgroup alone, float is its sibling. May take 12 s, for which the controller waits for the
-    kubelet. Raises :class:`ControllerError`, :class:`ControllerAbsentError`, or
+    kubelet. Raises :class:`CpusHeldError`, :class:`ControllerError`, :class:`ControllerAbsentError`, or
     :exc:`~runner.errors.HostError` for a response that is not understood.
     """
     received = _ReceivedFds(held)
-    result = await _call(path, "registerCgroup", {"uuid": pod_uid, "cpuset": str(cpus)}, received)
+    try:
+        result = await _call(path, "registerCgroup", {"uuid": pod_uid, "cpuset": str(cpus)}, received)
+    except ControllerError as error:
+        match error.data.get("within"), received.descriptors:
+            case int() | float() as within, [cgroup_events]:
+                raise CpusHeldError(error, within, cgroup_events) from None
+        raise
     instance = PurePosixPath(_text(result, "cgroup_path"))
     float_cgroup = PurePosixPath(_text(result, "float_path", str(instance.parent / "float")))
     cpuset = _text(result, "cpuset", str(cpus))
@@ -204,8 +223,11 @@ def _result(method: str, response: bytes, server: str) -> object:
     except (ValueError, RecursionError) as error:
         raise HostError(f"cannot understand {server}: it answered {method!r} with {response[:200]!r}") from error
     match document:
-        case {"error": {"code": int(code), "message": str(message)}}:
-            raise ControllerAbsentError(message) if code == BUSY else ControllerError(message, code)
+        case {"error": {"code": int(code), "message": str(message)} as error}:
+            if code == BUSY:
+                raise ControllerAbsentError(message)
+            data = error.get("data")
+            raise ControllerError(message, code, data if isinstance(data, dict) else None)
         case {"result": result}:
             return result
     raise HostError(f"cannot understand {server}: it answered {method!r} with {response[:200]!r}")

@@ -31,13 +31,20 @@ _BRACKETS = {b"{": b"}", b"[": b"]"}
 
 
 class RpcError(Exception):
-    """A request that is answered with an error of *code*, *message* and *data*."""
+    """A request that is answered with an error of *code*, *message* and *data*, with which *control_files* travel."""
 
-    def __init__(self, code: int, message: str, data: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        code: int,
+        message: str,
+        data: Mapping[str, object] | None = None,
+        control_files: tuple[tuple[Cgroup, str], ...] = (),
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.data = data
+        self.control_files = control_files
 
 
 @frozen
@@ -181,7 +188,7 @@ async def _respond(request: object, call: Call) -> _Response | None:
     try:
         result = await call(method, params)
     except RpcError as error:
-        response = _failure(identifier, error), ()
+        response = _failure(identifier, error), error.control_files
     else:
         response = {"jsonrpc": "2.0", "result": result.value, "id": identifier}, result.control_files
     return response if isinstance(request, dict) and "id" in request else None

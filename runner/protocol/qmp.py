@@ -20,10 +20,11 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import trio
@@ -42,12 +43,17 @@ with without_init("qemu.qmp"):  # which imports asyncio: 12 ms and 1.6 MB instea
 log = logging.getLogger(__name__)
 
 LONGEST_LINE = 4 << 20
-"""Bytes; the longest reply there is, to ``query-qmp-schema``, has about 250 KiB."""
+"""Bytes; the longest reply that this program asks for, to ``query-qmp-schema``, has about 250 KiB.
+
+A longer reply fails its command alone: operators may ask for others."""
 
 KEPT_EVENTS = 1000
 """Events kept until a task asks for them; a guest can make QEMU send them without end."""
 
 _HUNG_UP = "cannot talk to QEMU: it hung up"
+
+_REPLY = re.compile(rb'\s*\{\s*"(?:return|error|id)"')
+"""How a reply begins; an event begins with ``timestamp`` or ``event``."""
 
 
 class QmpError(HostError):
@@ -113,6 +119,10 @@ class Monitor:
         self._greeting: Message | None = None
         self._event_copies: list[Callable[[Message], None]] = []
         self._expected: dict[str, Message | None] = {}
+        self._unanswered: deque[str] = deque()
+        """The numbers of the commands that were sent, also of those that no task waits for, in the order of their replies."""
+        self._skipping = False
+        """Whether what comes next belongs to an overlong line."""
         self._events: deque[QmpEvent] = deque(maxlen=KEPT_EVENTS)
         self._numbers = itertools.count(1)
         self._sending = trio.Lock()
@@ -135,11 +145,18 @@ class Monitor:
         return text
 
     async def execute(
-        self, command: str, arguments: Mapping[str, object] | None = None, *, fds: Sequence[int] = ()
+        self,
+        command: str,
+        arguments: Mapping[str, object] | None = None,
+        *,
+        fds: Sequence[int] = (),
+        wanted: trio.CancelScope | None = None,
     ) -> object:
         """Execute *command* and return what it returns; the descriptors *fds* go with it and stay the caller's.
 
-        Raises :exc:`ExecuteError` when QEMU refuses it, another :exc:`QmpError` when the conversation is over.
+        Once *wanted* is cancelled the reply is not waited for any longer; the command has been sent whole by then, so that
+        the conversation goes on. Raises :exc:`ExecuteError` when QEMU refuses it, another :exc:`QmpError` when the
+        conversation, or the wait, is over.
         """
         number = str(next(self._numbers))
         request: dict[str, object] = {"execute": command, "id": number}
@@ -149,11 +166,15 @@ class Monitor:
         self._expected[number] = None
         try:
             await self._send(request, fds)
-            await self._until(lambda: self._expected[number] is not None)
+            with wanted or trio.CancelScope():
+                await self._until(lambda: self._expected[number] is not None)
             reply = self._expected[number]
         finally:
             del self._expected[number]
-        assert reply is not None  # noqa: S101 - waited for
+        if reply is None:
+            raise ExecInterruptedError(
+                f"cannot wait for the reply to {command!r}: it is not wanted any more", sent=request
+            )
         if "error" in reply:
             try:
                 refusal = ExecuteError(request, ErrorResponse(reply))
@@ -216,6 +237,7 @@ class Monitor:
                 raise self._failure
             await trio.lowlevel.checkpoint_if_cancelled()
             try:
+                self._unanswered.append(str(request["id"]))
                 await send_with_fds(self._socket, json.dumps(request).encode() + b"\n", fds)
             except (trio.ClosedResourceError, OSError) as error:
                 raise self._fail(ExecInterruptedError(_HUNG_UP, sent=request)) from error
@@ -253,7 +275,26 @@ class Monitor:
                 if line.strip():
                     self._take_in(line)
         except OverlongError:
-            self._fail(BadReplyError(f"cannot understand QEMU: it sent a line of more than {LONGEST_LINE} bytes"))
+            self._take_in_overlong(self._lines.take_rest())
+
+    def _take_in_overlong(self, data: bytes) -> None:
+        """Fail the command whose reply is longer than may be held, and drop that line.
+
+        QEMU executes commands, and replies, in their order ("Issuing Commands" of ``docs/interop/qmp-spec.rst``).
+        """
+        sentence = f"it sent a line of more than {LONGEST_LINE} bytes"
+        if not self._unanswered or not _REPLY.match(data[:100]):
+            self._fail(BadReplyError(f"cannot understand QEMU: {sentence}"))
+            return
+        error = {"class": "GenericError", "desc": f"{sentence}; ask for less"}
+        self._take_in_message(Message({"error": error, "id": self._unanswered[0]}))
+        self._skip(data)
+
+    def _skip(self, data: bytes) -> None:
+        """Drop what belongs to the overlong line; the rest is taken in."""
+        _, end, rest = data.partition(b"\n")
+        self._skipping = not end
+        self._lines.feed(rest)
 
     async def _receive(self) -> None:
         try:
@@ -265,7 +306,10 @@ class Monitor:
             unfinished = self._lines.take_rest()
             where = f" in the middle of {unfinished[:80]!r}" if unfinished else ""
             self._fail(ExecInterruptedError(f"{_HUNG_UP}{where}", received=unfinished or None))
-        self._lines.feed(data)
+        if self._skipping:
+            self._skip(data)
+        else:
+            self._lines.feed(data)
 
     def _take_in(self, line: bytes) -> None:
         try:
@@ -273,6 +317,12 @@ class Monitor:
         except (ProtocolError, ValueError, RecursionError):  # what Python's parser raises is not always wrapped
             self._fail(BadReplyError(f"cannot understand QEMU: it sent {line[:80]!r}", received=line))
             return
+        self._take_in_message(message)
+
+    def _take_in_message(self, message: Message) -> None:
+        if "return" in message or "error" in message:
+            with suppress(ValueError):
+                self._unanswered.remove(str(message.get("id")))
         if "event" in message:
             data = message.get("data")
             event = QmpEvent(str(message["event"]), data if isinstance(data, dict) else {})

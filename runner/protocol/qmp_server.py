@@ -17,6 +17,7 @@ import trio
 from runner.errors import RunnerError, explain
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.packages import without_init
+from runner.kernel.sockets import hung_up
 from runner.protocol.qmp import ExecuteError
 
 with without_init("qemu.qmp"):
@@ -32,8 +33,10 @@ DEEPEST_REQUEST = 100
 KEPT_EVENTS = 1000
 """Events kept for a client that does not read; the newest are dropped."""
 
-Execute = Callable[[str, "Mapping[str, object] | None"], Awaitable[object]]
-"""Executes a command and returns what it returns; raises :exc:`~runner.errors.RunnerError` to refuse it."""
+Execute = Callable[[str, "Mapping[str, object] | None", trio.CancelScope], Awaitable[object]]
+"""Executes a command and returns what it returns; raises :exc:`~runner.errors.RunnerError` to refuse it.
+
+Once the scope is cancelled the client has gone, and what the command returns is not wanted any more."""
 
 EventCopies = Callable[[Callable[[Message], None]], AbstractContextManager[None]]
 """Calls a function with a copy of each event while the block runs, as :meth:`~runner.protocol.qmp.Monitor.event_copies`."""
@@ -102,6 +105,8 @@ class QmpSession:
         self._event_copies = event_copies
         self._sending = trio.Lock()
         self._negotiated = trio.Event()
+        self._gone = False
+        self._wanted = trio.CancelScope()
 
     async def serve(self) -> None:
         """Serve the client until it hangs up, or has sent what is no QMP."""
@@ -109,12 +114,20 @@ class QmpSession:
             await self._send({"QMP": {"version": self._version, "capabilities": []}})
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._send_events)
+            nursery.start_soon(self._notice_the_end)
             with suppress(OSError):
                 try:
                     await self._answer_all()
                 except BadRequestError as error:
                     await self._send(_error(str(error)))
             nursery.cancel_scope.cancel()
+
+    async def _notice_the_end(self) -> None:
+        """Give up waiting for QEMU's reply once the client has hung up; it would keep the client's place for as long."""
+        with suppress(OSError):
+            await hung_up(self._connection)
+            self._gone = True
+            self._wanted.cancel()
 
     async def _answer_all(self) -> None:
         framer = ObjectFramer(LONGEST_REQUEST)
@@ -143,8 +156,11 @@ class QmpSession:
         if not self._negotiated.is_set():
             self._negotiated.set()
             return {}
+        self._wanted = trio.CancelScope()
+        if self._gone:  # what it has sent before is executed all the same
+            self._wanted.cancel()
         try:
-            return await self._execute(command, arguments)
+            return await self._execute(command, arguments, self._wanted)
         except ExecuteError as error:  # as QEMU has put it
             raise _CommandError(error.description, error.kind) from error
         except RunnerError as error:

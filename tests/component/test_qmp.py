@@ -13,7 +13,15 @@ import pytest
 import trio
 from qemu.qmp.models import ErrorResponse
 
-from runner.protocol.qmp import BadReplyError, ExecInterruptedError, ExecuteError, Monitor, VcpuThread
+from runner.protocol.qmp import (
+    LONGEST_LINE,
+    BadReplyError,
+    ExecInterruptedError,
+    ExecuteError,
+    Monitor,
+    VcpuThread,
+)
+from runner.protocol.qmp_server import QmpSession
 from tests.support.sweep import CancelAtStep
 
 GREETING = {"QMP": {"version": {"qemu": {"major": 10, "minor": 0, "micro": 2}, "package": ""}, "capabilities": []}}
@@ -245,6 +253,82 @@ async def test_a_line_without_end(ends: tuple[Monitor, Peer]) -> None:
         await monitor.event()
     monitor.close()
     flooding.join()
+
+
+def send_overlong(peer: Peer, number: object, after: bytes) -> threading.Thread:
+    """Send a reply to command *number* that is longer than may be held, and *after* behind it."""
+
+    def send() -> None:
+        peer.end.sendall(b'{"return": "')
+        for _ in range(LONGEST_LINE // (1 << 16) + 3):
+            peer.end.sendall(b"x" * (1 << 16))
+        peer.end.sendall(b'", "id": "%s"}\r\n' % str(number).encode() + after)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    return sending
+
+
+async def test_an_overlong_reply_fails_its_command_alone(ends: tuple[Monitor, Peer]) -> None:
+    """Also when a command before it was abandoned, whose reply comes first, and with another line behind it."""
+    monitor, peer = ends
+    with trio.move_on_after(0.01):
+        await monitor.execute("abandoned")
+    results: list[object] = []
+
+    async def other() -> None:
+        results.append(await monitor.execute("query-status"))
+
+    async with trio.open_nursery() as nursery:
+
+        async def overlong() -> None:
+            with pytest.raises(
+                ExecuteError, match=r"cannot execute 'query-all': it sent a line of more than 4194304 bytes"
+            ):
+                await monitor.execute("query-all")
+
+        nursery.start_soon(overlong)
+        await settle()
+        nursery.start_soon(other)
+        await settle()
+        first, second, third = (peer.received()["id"] for _ in range(3))
+        peer.send(**{"return": {}, "id": first})
+        event = b'{"event": "RESUME", "timestamp": {}}\r\n'
+        sending = send_overlong(peer, second, event + json.dumps({"return": "b", "id": third}).encode() + b"\r\n")
+    sending.join()
+    assert results == ["b"]
+    assert (await monitor.event()).name == "RESUME"
+
+
+async def test_a_client_that_hangs_up_does_not_wait_for_qemu(ends: tuple[Monitor, Peer]) -> None:
+    """One that only sends no more gets its replies; after one that has gone, the monitor goes on."""
+    monitor, peer = ends
+
+    async def execute(command: str, arguments: object, wanted: trio.CancelScope) -> object:
+        assert arguments is None
+        return await monitor.execute(command, wanted=wanted)
+
+    for leaves in (False, True):
+        ours, theirs = socket.socketpair()
+        with trio.fail_after(20), trio.socket.from_stdlib_socket(ours) as connection, theirs:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(QmpSession(connection, {}, execute, monitor.event_copies).serve)
+                theirs.sendall(b'{"execute": "qmp_capabilities"} {"execute": "query-status"}')
+                await settle()
+                number = peer.received()["id"]
+                if leaves:
+                    theirs.close()
+                else:
+                    theirs.shutdown(socket.SHUT_WR)
+                    await settle()
+                    peer.send(**{"return": "running", "id": number})
+            if not leaves:
+                assert b'{"return":"running"}' in theirs.recv(4096)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.execute, "stop")
+        await settle()
+        peer.send(**{"return": "late", "id": number})
+        peer.send(**{"return": {}, "id": peer.received()["id"]})
 
 
 async def test_a_command_cancelled_half_sent_ends_the_connection(ends: tuple[Monitor, Peer]) -> None:

@@ -296,12 +296,19 @@ class Kubelet:
     def reconcile(self) -> None:
         """Do what the real one does every ten seconds: remove the entries of ended pods, resize containers of the pool."""
         for uid in [uid for uid in self.entries if uid not in self.running]:
-            for cpus in self.entries.pop(uid).values():
-                self.default |= cpus
-                self.write_cpu_state()
-            self.memory.pop(uid)
-            self.write_memory_state()
+            self.take_back(uid)
         self.resize_pool()
+
+    def take_back(self, uid: str) -> None:
+        """Remove the entries of a pod, and give its CPUs back to the pool (``removeStaleState``).
+
+        The real one does so even while the containers of the pod run, if it was static or its deletion was forced.
+        """
+        for cpus in self.entries.pop(uid).values():
+            self.default |= cpus
+            self.write_cpu_state()
+        self.memory.pop(uid)
+        self.write_memory_state()
 
     def write_cpu_state(self) -> None:
         """Write the CPU Manager's checkpoint, version 2."""

@@ -46,8 +46,9 @@ class FakeCgroup(Cgroup):
         self._put("cgroup.type", "domain invalid" if beneath else "domain")
         self._put("cgroup.events", "populated 0\nfrozen 0")
         self._put("cgroup.max.descendants", "max")
-        for file in ("cgroup.procs", "cgroup.threads", "cgroup.subtree_control"):
-            self._put(file, "")
+        self._put("cgroup.subtree_control", "")
+        for file in ("cgroup.procs", "cgroup.threads"):
+            (self.path / file).touch()
         self._set_controllers(self.parent.enabled())
 
     def remove(self) -> bool:
@@ -94,7 +95,7 @@ class FakeCgroup(Cgroup):
 
     def put_threads(self, tids: Collection[int]) -> None:
         """Set the threads of the cgroup."""
-        self._put("cgroup.threads", "\n".join(map(str, sorted(tids))))
+        (self.path / "cgroup.threads").write_text("".join(f"{tid}\n" for tid in sorted(tids)))
         self.populate(bool(tids))
 
     def populate(self, populated: bool) -> None:  # noqa: FBT001

@@ -271,7 +271,7 @@ async def controlled(
         source=None if own_cpus else KubeletFiles(node.kubelet),
         sys=node.path / "sys",
         reserved=CpuSet.parse(reserved),
-        intervals=intervals or Intervals(pause=0.005, readings=10),
+        intervals=intervals or Intervals(pause=0.005, readings=10, least=0.01),
         limits=choose_limits(limit_options or LimitOptions(), pods),
         pods=pods,
     )

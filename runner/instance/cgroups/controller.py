@@ -6,6 +6,7 @@ The pod's own cgroup keeps the anchors. Nothing else of the node runs on the vCP
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
     ControllerAbsentError,
     ControllerError,
+    CpusHeldError,
     Registration,
     deregister,
     register,
@@ -38,6 +40,9 @@ REGISTERED_WITHIN = 30.0
 
 ASKED_EVERY = 0.25
 """Seconds between two attempts to reach a controller that is not there."""
+
+ASKED_AGAIN = 10.0
+"""Seconds after which it is asked again while another instance holds the CPUs, whose end is reported at once."""
 
 DEREGISTERED_WITHIN = 5.0
 """Seconds; the controller gives the last thread 2 s to go, and removes by itself what dead instances leave."""
@@ -94,7 +99,7 @@ async def registered_cgroups(
             # Before the request: if the controller dies or this start is stopped, it may have registered us or not.
             held.push_async_callback(_deregister, supervisor.faults, placement)
             try:
-                registration = await _registration(supervisor, placement, pod, descriptors)
+                registration = await registration_of(supervisor, placement, pod, descriptors)
             except ControllerError:
                 held.pop_all()  # it refused, so there is nothing to take back
                 raise
@@ -120,9 +125,39 @@ async def _deregister(faults: Faults, placement: ControllerPlacement) -> None:
         log.warning("the controller does not answer; it will remove the instance's cgroup later")
 
 
-async def _registration(
+async def registration_of(
     supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack
 ) -> Registration:
+    """Register, waiting for the end of an instance whose CPUs the kubelet has given to this one."""
+    deadline, waits_for = math.inf, ""
+    while True:
+        with ExitStack() as descriptors:
+            try:
+                registration = await _answer(supervisor, placement, pod, descriptors)
+            except CpusHeldError as error:
+                deadline = min(deadline, trio.current_time() + error.within)
+                if trio.current_time() >= deadline:
+                    raise ControllerError(f"waited {error.within:g} s: {error}", error.code) from None
+                if waits_for != str(error):
+                    waits_for = str(error)
+                    log.warning("waiting for up to %g s: %s", deadline - trio.current_time(), waits_for)
+                await _wait_for_end(supervisor, error, deadline)
+            else:
+                held.push(descriptors.pop_all())
+                return registration
+
+
+async def _wait_for_end(supervisor: Supervisor, error: CpusHeldError, deadline: float) -> None:
+    """Wait until the instance that holds the CPUs has ended, or until it is time to ask the controller again."""
+    from runner.kernel.cgroup_events import emptied  # few starts wait
+
+    now = trio.current_time()
+    with trio.move_on_at(min(deadline, now + ASKED_AGAIN)):
+        await supervisor.unless_stopped(partial(emptied, error.cgroup_events.number))
+    await supervisor.unless_stopped(partial(trio.sleep_until, now + ASKED_EVERY))
+
+
+async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack) -> Registration:
     """Register, waiting for a controller that is not there yet."""
     waiting = False
     with trio.move_on_after(REGISTERED_WITHIN):

@@ -87,7 +87,9 @@ class OperatorMonitor:
         version = greeting["version"] if isinstance(greeting, dict) else {}
         return QmpSession(connection, version, partial(self._execute, identify), self.monitor.event_copies)
 
-    async def _execute(self, identify: Identify, command: str, arguments: Mapping[str, object] | None) -> object:
+    async def _execute(
+        self, identify: Identify, command: str, arguments: Mapping[str, object] | None, wanted: trio.CancelScope
+    ) -> object:
         """Execute *command* for the client, if it may. Raises :exc:`~runner.errors.RunnerError`."""
         try:
             peer = allowed_peer(self.peers, identify)  # each time: it may have ended and given its connection away
@@ -98,7 +100,7 @@ class OperatorMonitor:
             log.warning("qmp refused command=%.80r pid=%d user=%d", command, peer.pid, peer.user_id)
             raise RefusedError(f"cannot execute {command!r} here: {reason}")
         log.info("qmp executes command=%r pid=%d user=%d", command, peer.pid, peer.user_id)
-        result = await self.monitor.execute(command, arguments)
+        result = await self.monitor.execute(command, arguments, wanted=wanted)
         if command == "query-commands" and isinstance(result, list):
             return [each for each in result if refusal(str(each.get("name"))) is None]
         return result

@@ -481,7 +481,7 @@ async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:
 async def test_a_kubelet_directory_that_is_created_late_or_replaced_is_followed(node: Node) -> None:
     aside = node.path / "aside"
     node.kubelet.rename(aside)
-    intervals = Intervals(pause=0.005, readings=10, frozen=0.1)
+    intervals = Intervals(pause=0.005, readings=10, frozen=0.1, least=0.01)
     async with controlled(node, intervals=intervals) as controller:
         assert controller.loop.frozen()
         aside.rename(node.kubelet)
@@ -642,6 +642,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
                 "cpuset": "14-17",
                 "effective": "14-17",
                 "populated": False,
+                "awaited_by": [],
             }
         ]
         node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,8 +15,11 @@ import trio.testing
 from runner.controller.loop import Intervals
 from runner.controller.main import LimitOptions
 from runner.controller.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
-from runner.controller.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE
+from runner.controller.reconcile import Evict
+from runner.controller.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
+from runner.cpuset import CpuSet
 from runner.kernel.cgroup import CgroupError
+from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import (
     ANCHORS,
     ENTRIES,
@@ -34,7 +38,7 @@ from tests.support.fake_node import (
 )
 
 WITHOUT_B = {A: ENTRIES[A], C: ENTRIES[C]}
-OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02)
+OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02, least=0.01)
 
 
 @pytest.fixture
@@ -340,3 +344,61 @@ async def test_no_process_is_looked_at_for_a_peer_that_may_not_act(node: Node) -
             node.become(B, cgroup="/stelia/float/x", inner=inner, namespace=namespace)
             (node.scope(B).path / "cgroup.procs").write_text("unreadable\n")
             assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-17"))["reason"] == "identity"
+
+
+class NumbersGivenAgain(FakeCgroup):
+    """A cgroup of a hierarchy in which thread 1001 of B ends when 1000 is moved; its number goes to a thread of A's."""
+
+    def confine(self, tid: int) -> None:
+        super().confine(tid)
+        root = self.parent.parent
+        if tid == 1000 and root.child(f"instance-{B}").remove_thread(1001):
+            root.child(f"instance-{A}").put_threads([1001])
+
+
+async def test_a_number_that_is_given_again_while_threads_are_moved_is_not_written(node: Node) -> None:
+    async with controlled(node), connected(node.socket) as client:
+        for pod in (A, B):
+            node.become(pod)
+            await client.result("registerCgroup", uuid=pod, cpuset=ENTRIES[pod]["instance"])
+    node.instance(B).put_threads(range(1000, 1005))
+    tree = Tree(NumbersGivenAgain(node.root.path))
+    assert tree.apply([Evict(B)], CpuSet(range(20))) == ()
+    assert node.instance(A).threads() == {1001}
+    assert node.instance(B).threads() == set()
+    assert node.pod(B).threads() == {1000, 1002, 1003, 1004}
+
+
+async def test_a_pod_that_fills_and_empties_its_cgroup_does_not_keep_the_controller_busy(node: Node) -> None:
+    intervals = Intervals(pause=0.001, readings=10)
+    async with controlled(node, intervals=intervals) as controller, connected(node.socket) as client:
+        node.become(B)
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        before, started = controller.loop.counters.passes.total(), trio.current_time()
+        for number in range(300):
+            node.instance(B).populate(bool(number % 2))
+            await trio.sleep(0.002)
+        passes = controller.loop.counters.passes.total() - before
+        assert passes <= (trio.current_time() - started) / intervals.least + 1
+        # The pass of a registration is its own, and does not wait for those.
+        node.instance(B).populate(False)
+        pending = controller.loop.counters.passes.total()
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert controller.loop.counters.passes.total() - pending >= 1
+
+
+async def test_a_container_sees_no_faults_of_other_pods(node: Node) -> None:
+    async with controlled(node) as controller, connected(node.socket) as client:
+        node.become(B)
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        (node.instance(B).path / "cpuset.cpus.effective").write_text("0\n")
+        await controller.eventually(lambda: bool(controller.loop.faults))
+        for pod, seen in ((A, 0), (B, 1)):
+            node.become(pod)
+            status = await client.result("getStatus")
+            assert isinstance(status, dict)
+            assert [f"instance-{B}" in fault for fault in status["faults"]] == [True] * seen
+        node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)
+        status = await client.result("getStatus")
+        assert isinstance(status, dict)
+        assert [f"instance-{B}" in fault for fault in status["faults"]] == [True]

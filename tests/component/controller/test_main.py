@@ -114,7 +114,8 @@ def test_a_second_controller_refuses_to_start(built: Node, process: subprocess.P
     until(process, "ready")
     second = subprocess.run(command(built), capture_output=True, text=True, check=False, timeout=20)
     assert second.returncode == 31
-    assert "another controller answers there" in second.stderr
+    assert f"cannot control {built.root.path}: another controller does; end it first" in second.stderr
+    assert "INSECURE" not in second.stderr, "it has changed nothing, and not the device filter"
     assert "Traceback" not in second.stderr
 
 
@@ -264,6 +265,7 @@ async def check_responses(port: Path, controller: Controller) -> None:
         "instances",
         "instance_cpus",
         "float_cpus",
+        "handover_cpus",
         "frozen",
     }
     assert set(types.values()) == {"gauge", "counter"}
