@@ -10,8 +10,9 @@ registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset"
                                         this order; the kernel's threads in the pod's own group go to float
 deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if there was no such instance
 listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
-                                        "populated"}, …]``
-getStatus          none                 protocol, kubelet's policy, float, frozen reason, faults
+                                        "populated", "without_seccomp"}, …]``
+getStatus          none                 protocol, kubelet's policy, float, frozen reason, faults, memory_ends,
+                                        without_seccomp
 =================  ===================  ==========================================================================
 
 ``uuid`` is the uid of the instance's pod. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
@@ -79,6 +80,11 @@ CODES = {
 }
 """Reason of a refusal → code of the error."""
 
+SECCOMP_REMEDY = (
+    "give the pod seccompProfile: RuntimeDefault, or the node's kubelet seccompDefault: true, or set user.max_user_namespaces "
+    "to 0 on the node"
+)
+
 _SHORTEST_WAIT = 0.25
 
 MOST_WAITING = 32
@@ -114,6 +120,8 @@ class RpcMethods:
     timeouts: Timeouts
     trusting: bool
     device_filter: DeviceFilter
+    require_seccomp: bool = False
+    """Whether a pod that may write the files of its groups is refused, and not only named in the log."""
     _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
     _waits: trio.Semaphore = attrs.field(factory=lambda: trio.Semaphore(MOST_WAITING))
@@ -160,7 +168,7 @@ class RpcMethods:
                 case "listInstances":
                     return self._list(identify)
                 case _:
-                    return self._status()
+                    return self._status(identify)
         except HostError as error:
             refusal = RequestRefusedError(identity.HOST, explain(error), lasting=True)
             raise self._refused(identify, method, refusal) from error
@@ -173,6 +181,7 @@ class RpcMethods:
         # First, because only a peer that may act is worth the time to parse its list.
         caller = await self._caller(identify, pod_uid)
         asked = _cpuset(cpuset)
+        self._check_seccomp(identify, pod_uid)
         result = await self._registered(identify, caller, pod_uid, asked)
         if caller is not None:
             await self._float_kernel_threads(identify, self.mount.at(caller.cgroup), pod_uid)
@@ -295,6 +304,23 @@ class RpcMethods:
                             why = explain(error)
                             log.warning("kernel thread stays on the instance's CPUs%s pid=%d reason=%r", more, pid, why)
 
+    def _check_seccomp(self, identify: Identify, pod_uid: str) -> None:
+        """Check, or only say, that the peer cannot be root of a user namespace, as which it may mount its groups.
+
+        Raises :class:`RequestRefusedError` if that is required.
+        """
+        peer = self._peer(identify)
+        if peer is None or not self.loop.pods.procfs.may_make_root(peer.pid):
+            return
+        sentence = (
+            "its process runs without a seccomp profile and may make user namespaces, in which it can write the limits and "
+            f"CPUs of its cgroups; {SECCOMP_REMEDY}"
+        )
+        if self.require_seccomp:
+            raise RequestRefusedError(identity.HOST, f"cannot register instance {pod_uid!r}: {sentence}", lasting=True)
+        if (more := self.loop.log_limit.due("without seccomp", pod_uid)) is not None:
+            log.warning("instance without seccomp%s uuid=%s why=%r", more, pod_uid, sentence)
+
     def _check_cpus(self, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet) -> None:
         online = self.loop.machine().online
         if not asked <= online:
@@ -371,7 +397,7 @@ class RpcMethods:
 
     def _list(self, identify: Identify) -> RpcResult:
         """List every instance to the node's own processes, and to a container only its own; none to one that is in float."""
-        mine = self._visible(identify)
+        mine, without_seccomp = self._visible(identify), self.loop.without_seccomp()
         return RpcResult(
             [
                 {
@@ -381,6 +407,7 @@ class RpcMethods:
                     "cpuset": str(group.cpus),
                     "effective": str(group.effective),
                     "populated": group.populated,
+                    "without_seccomp": pod_uid in without_seccomp,
                 }
                 for pod_uid, group in sorted(self.loop.observe().instances().items())
                 if mine is None or pod_uid == mine
@@ -393,10 +420,11 @@ class RpcMethods:
         container = self.loop.pods.container(peer.cgroup)
         return container.owner if container is not None else ""
 
-    def _status(self) -> RpcResult:
+    def _status(self, identify: Identify) -> RpcResult:
         observed = self.loop.observe()
         floating = observed.groups.get(FLOAT)
         state = self.loop.state
+        mine = self._visible(identify)
         return RpcResult(
             {
                 "protocol": PROTOCOL,
@@ -409,6 +437,10 @@ class RpcMethods:
                 "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
                 "frozen": self.loop.frozen() or None,
                 "faults": [*filter(None, [self.device_filter.missing]), *(fault.reason for fault in self.loop.faults)],
+                "memory_ends": [
+                    attrs.asdict(end) for end in self.loop.counters.memory_ends if mine in (None, end.pod_uid)
+                ],
+                "without_seccomp": sorted(each for each in self.loop.without_seccomp() if mine in (None, each)),
                 "trusting": self.trusting,
             }
         )

@@ -182,7 +182,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
 
 
 def test_every_metric_of_the_controller_is_named() -> None:
-    text = metrics_response(controller_metrics(ControllerCounters(), None, "")).text
+    text = metrics_response(controller_metrics(ControllerCounters(), None, "", 0)).text
     names = set(re.findall(r"^# TYPE instance_cgroup_controller_(\w+)", text, re.MULTILINE))
     assert len(names) > 5
     assert [name for name in sorted(names) if f"`{name}`" not in CONTROLLER] == []
