@@ -15,10 +15,16 @@ VHOST_NET = Check("vhost-net", "without it QEMU copies every packet itself")
 MEMLOCK = Check("memlock", "VFIO locks all guest RAM in memory, and so does memory.lock")
 MBIND = Check("mbind", "guest RAM is bound to NUMA nodes with it")
 
+SECCOMP = Check("seccomp", "as root of a user namespace a process can write the limits and the CPUs of its cgroups")
+
 MODULES = {TUN: "tun", VHOST_NET: "vhost_net"}
 """Check → the kernel's module that makes the device node."""
 
 GIVE = "give the container the device: `--device {0}`, or a device plugin's resource in the pod's manifest"
+ADD_SECCOMP = (
+    "seccompProfile: RuntimeDefault in the pod's manifest, or seccompDefault: true in the kubelet's configuration; or set "
+    "user.max_user_namespaces to 0 on the node"
+)
 ALLOW_MBIND = "add the capability SYS_NICE: the default seccomp profiles of Docker and containerd then allow mbind"
 
 
@@ -53,6 +59,13 @@ def judge_memlock(limit: int | None, needed: int | None) -> Finding:
     if reason is not None:
         return MEMLOCK.warning(reason, MEMLOCK_REMEDY)
     return MEMLOCK.ok("there is no limit" if limit is None else f"{limit >> 20} MiB may be locked")
+
+
+def judge_seccomp(*, may_make_root: bool) -> Finding:
+    """Judge whether the container's processes are kept from being root of a user namespace."""
+    if may_make_root:
+        return SECCOMP.warning("no seccomp profile, and user namespaces may be made", ADD_SECCOMP)
+    return SECCOMP.ok("a seccomp profile, a sysctl or a user namespace is in the way of becoming root of one")
 
 
 def judge_mbind(error: OSError | None, numa_nodes: int) -> Finding:

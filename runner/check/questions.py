@@ -210,6 +210,8 @@ def _device_questions(context: CheckContext) -> Iterator[tuple[Check, Question]]
     if context.place is not Place.NODE:  # a pod has rights of its own
         yield device_rights.MEMLOCK, _memlock
         yield device_rights.MBIND, _mbind
+    if context.place is Place.POD:
+        yield device_rights.SECCOMP, _seccomp
 
 
 def _device(check: Check, name: str, host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
@@ -219,6 +221,10 @@ def _device(check: Check, name: str, host: CheckedHost, context: CheckContext) -
 
 def _memlock(_: CheckedHost, context: CheckContext) -> Iterator[Finding]:
     yield device_rights.judge_memlock(read_lockable(Procfs().capabilities()), context.lockable)
+
+
+def _seccomp(host: CheckedHost, _: CheckContext) -> Iterator[Finding]:
+    yield device_rights.judge_seccomp(may_make_root=Procfs(host.roots.proc).may_make_root())
 
 
 def _mbind(_: CheckedHost, context: CheckContext) -> Iterator[Finding]:

@@ -14,6 +14,8 @@ from runner.values import frozen
 MIB = 1 << 20
 LEAST_MEMORY = 1 << 30
 """Bytes for the processes of some instances on a small machine, of which it may take half."""
+INSTANCE_MEMORY = 256 << 20
+"""Bytes of an instance besides the guest's memory: PID 1, QEMU and some daemons, 138 to 266 MiB as ``plan`` counts them."""
 MOST_PROCESSES = 1 << 22
 """``PID_MAX_LIMIT`` of ``include/linux/threads.h``: a larger ``pids.max`` is refused (``pids_max_write``)."""
 CPU_WEIGHTS = range(1, 10_001)
@@ -41,6 +43,8 @@ class Limits:
     """Processes and threads in the tree."""
     pod_pids_max: int | None = 2048
     """Processes and threads of one pod in float, and as many in its instance's cgroup."""
+    pod_memory_min: int | None = None
+    """Bytes; a pod that holds less of the tree's memory is not ended when it is short. ``None``: none is, whatever it holds."""
     pod_cpu_weight: int = 100
     """The share of a pod in float's CPU time."""
 
@@ -72,8 +76,17 @@ def default_memory(ram: int, pods: int | None) -> int:
 
 
 def default_memory_high(memory_max: int | None) -> int | None:
-    """Return the default ``memory.high``: a sixteenth below *memory_max*."""
-    return None if memory_max is None else memory_max // 16 * 15 // MIB * MIB
+    """Return the default ``memory.high``: a quarter below *memory_max*, which is the time that the memory guard has.
+
+    The kernel makes a thread wait in proportion to the square of the excess, and then take 64 pages ("memory.high",
+    ``calculate_high_delay`` of ``mm/memcontrol.c``). Thousands of threads of a pod pass a sixteenth in a tenth of a second.
+    """
+    return None if memory_max is None else memory_max // 4 * 3 // MIB * MIB
+
+
+def default_pod_memory(memory_high: int | None) -> int | None:
+    """Return the default of what a pod may hold in any case: a sixteenth of *memory_high*, at least what an instance needs."""
+    return None if memory_high is None else max(memory_high // 16 // MIB * MIB, INSTANCE_MEMORY)
 
 
 def default_processes(*most: str) -> int | None:

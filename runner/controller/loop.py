@@ -18,7 +18,7 @@ import trio
 
 from runner.controller.handover import Handover, handovers
 from runner.controller.limits import Limits
-from runner.controller.metrics import ControllerCounters
+from runner.controller.metrics import ControllerCounters, LoopStatus
 from runner.controller.pods import PodCgroups
 from runner.controller.reconcile import (
     LIMITING,
@@ -44,6 +44,7 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
+from runner.kernel.cgroup import CgroupError
 from runner.kernel.kubelet_files import Frozen, attempt, settled
 from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
@@ -75,6 +76,8 @@ _DIRECTORY = (
 )
 _GROUP = inotify.CREATE | inotify.DELETE | inotify.ONLYDIR
 _PODS = inotify.DELETE | inotify.ONLYDIR
+_MOST_JUDGED = 4
+"""Threads of a pod whose seccomp mode is read: those with the lowest numbers, which mostly are its PID 1's."""
 _STRANGERS_NAMED = 8
 """Threads whose processes are looked up for the log when an instance without a pod is emptied."""
 
@@ -139,6 +142,24 @@ class ReconcileLoop:
     def machine(self) -> OnlineCpus:
         """Read the machine."""
         return read_online_cpus(self.sys)
+
+    def status(self) -> LoopStatus:
+        """Return what the pages show."""
+        return LoopStatus(
+            self.counters, self.observed, self.handovers(), self.without_seccomp, self.frozen(), self.error
+        )
+
+    def without_seccomp(self) -> frozenset[str]:
+        """Return the pods that may write the files of their groups in the tree, as far as their first processes there show."""
+        pods = {} if self.observed is None else self.observed.pods
+        return frozenset(pod_uid for pod_uid in pods if self._may_make_root(pod_uid))
+
+    def _may_make_root(self, pod_uid: str) -> bool:
+        try:
+            threads = sorted(self.tree.pod(pod_uid).threads())
+        except CgroupError:  # it has been removed
+            return False
+        return any(map(self.pods.procfs.may_make_root, threads[:_MOST_JUDGED]))
 
     def frozen(self) -> str:
         """Return why decisions are frozen, or nothing."""

@@ -20,12 +20,14 @@ from runner.controller.limits import (
     Limits,
     default_memory,
     default_memory_high,
+    default_pod_memory,
     default_processes,
     parse_memory,
     parse_processes,
     parse_weight,
 )
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
+from runner.controller.memory_guard import MemoryGuard
 from runner.controller.methods import RpcMethods, Timeouts
 from runner.controller.metrics import respond
 from runner.controller.pods import PodCgroups
@@ -59,6 +61,7 @@ class LimitOptions:
     memory_max: int | Default | None = "default"
     memory_high: int | Default | None = "default"
     pids_max: int | Default | None = "default"
+    pod_memory_min: int | Default | None = "default"
     pod_pids_max: int | None = Limits().pod_pids_max
     pod_cpu_weight: int = Limits().pod_cpu_weight
 
@@ -79,6 +82,7 @@ class Options:
     limits: LimitOptions
     device_rules: tuple[DeviceRule, ...] | None
     """Besides the default ones; ``None``: no device filter."""
+    require_seccomp: bool
     sys: Path
     proc: Path
 
@@ -129,6 +133,7 @@ async def control(options: Options, device_filter: DeviceFilter) -> None:
         timeouts=Timeouts(handover=options.handover),
         trusting=options.trusting,
         device_filter=device_filter,
+        require_seccomp=options.require_seccomp,
     )
     if options.trusting:
         log.warning("INSECURE: any process that reaches the socket may register and remove any instance")
@@ -137,6 +142,9 @@ async def control(options: Options, device_filter: DeviceFilter) -> None:
             with listening(options.socket) as listener:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(UnixServer(methods, SocketLimits()).accept, listener)
+                    if loop.limits.pod_memory_min is not None:
+                        least = loop.limits.pod_memory_min
+                        nursery.start_soon(MemoryGuard(loop.tree, pods, least, loop.counters, loop.log_limit).run)
                     if options.metrics is not None:
                         nursery.start_soon(
                             serve_http,
@@ -162,7 +170,10 @@ def choose_limits(options: LimitOptions, pods: PodCgroups) -> Limits:
         )
     if pids_max == "default":
         pids_max = default_processes(*(pods.procfs.setting(f"kernel/{name}") for name in ("pid_max", "threads-max")))
-    return Limits(memory_max, memory_high, pids_max, options.pod_pids_max, options.pod_cpu_weight)
+    pod_memory_min = options.pod_memory_min
+    if pod_memory_min == "default":
+        pod_memory_min = default_pod_memory(memory_high)
+    return Limits(memory_max, memory_high, pids_max, options.pod_pids_max, pod_memory_min, options.pod_cpu_weight)
 
 
 def _write_log(line: bytes) -> None:
@@ -180,7 +191,7 @@ def respond_about(loop: ReconcileLoop, device_filter: DeviceFilter, target: str)
     missing = device_filter.missing
     if missing and (target == "/readyz" or (target == "/healthz" and device_filter.lost)):
         return unavailable(missing)
-    return respond(target, loop.counters, loop.observed, loop.handovers(), loop.frozen(), loop.error)
+    return respond(target, loop.status())
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -254,6 +265,11 @@ def command_line() -> argparse.ArgumentParser:
         "(examples: 'c 195:* rw', 'b 8:16 r'); may be repeated",
     )
     add(
+        "--require-seccomp",
+        action="store_true",
+        help="refuse an instance whose process runs without a seccomp profile and could write the files of its cgroups",
+    )
+    add(
         "--no-device-filter",
         action="store_true",
         help="for development only: leave the tree without a device filter",
@@ -286,7 +302,15 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=argument_type(parse_memory),
         default=argparse.SUPPRESS,
         metavar="SIZE",
-        help="memory.high of all together (default: a sixteenth below --memory-max)",
+        help="memory.high of all together (default: a quarter below --memory-max)",
+    )
+    add(
+        "--pod-memory-min",
+        type=argument_type(parse_memory),
+        default=argparse.SUPPRESS,
+        metavar="SIZE",
+        help="while more than --memory-high is in use, the pod that holds most of it is ended, but none that holds less than "
+        "this; max: none at all (default: a sixteenth of --memory-high, at least 256M)",
     )
     add(
         "--pids-max",
@@ -327,9 +351,11 @@ def _options(arguments: argparse.Namespace) -> Options:
             memory_max=getattr(arguments, "memory_max", "default"),
             memory_high=getattr(arguments, "memory_high", "default"),
             pids_max=getattr(arguments, "pids_max", "default"),
+            pod_memory_min=getattr(arguments, "pod_memory_min", "default"),
             pod_pids_max=arguments.pod_pids_max,
             pod_cpu_weight=arguments.pod_cpu_weight,
         ),
+        require_seccomp=arguments.require_seccomp,
         device_rules=None if arguments.no_device_filter else tuple(arguments.allow_device),
         sys=arguments.sysfs,
         proc=arguments.procfs,

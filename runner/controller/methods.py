@@ -10,8 +10,9 @@ registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset"
                                         this order; the kernel's threads in the pod's own group go to float
 deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if there was no such instance
 listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
-                                        "populated", "awaited_by"}, …]``
-getStatus          none                 protocol, kubelet's policy, float, frozen reason, CPUs that change hands, faults
+                                        "populated", "awaited_by", "without_seccomp"}, …]``
+getStatus          none                 protocol, kubelet's policy, float, frozen reason, CPUs that change hands, faults,
+                                        memory_ends, without_seccomp
 =================  ===================  ==========================================================================
 
 ``uuid`` is the uid of the instance's pod. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
@@ -85,6 +86,11 @@ CODES = {
 }
 """Reason of a refusal → code of the error."""
 
+SECCOMP_REMEDY = (
+    "give the pod seccompProfile: RuntimeDefault, or the node's kubelet seccompDefault: true, or set user.max_user_namespaces "
+    "to 0 on the node"
+)
+
 MOST_WAITING = 32
 """Registrations that wait for the kubelet at a time: half of the connections, so that these do not take all of them."""
 MOST_PROCESSES = 4096
@@ -120,6 +126,8 @@ class RpcMethods:
     timeouts: Timeouts
     trusting: bool
     device_filter: DeviceFilter
+    require_seccomp: bool = False
+    """Whether a pod that may write the files of its groups is refused, and not only named in the log."""
     _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
     _waits: trio.Semaphore = attrs.field(factory=lambda: trio.Semaphore(MOST_WAITING))
@@ -181,6 +189,7 @@ class RpcMethods:
         # First, because only a peer that may act is worth the time to parse its list.
         caller = await self._caller(identify, pod_uid)
         asked = _cpuset(cpuset)
+        self._check_seccomp(identify, pod_uid)
         result = await self._registered(identify, caller, pod_uid, asked)
         if caller is not None:
             await self._float_kernel_threads(identify, self.mount.at(caller.cgroup), pod_uid)
@@ -308,6 +317,23 @@ class RpcMethods:
                             why = explain(error)
                             log.warning("kernel thread stays on the instance's CPUs%s pid=%d reason=%r", more, pid, why)
 
+    def _check_seccomp(self, identify: Identify, pod_uid: str) -> None:
+        """Check, or only say, that the peer cannot be root of a user namespace, as which it may mount its groups.
+
+        Raises :class:`RequestRefusedError` if that is required.
+        """
+        peer = self._peer(identify)
+        if peer is None or not self.loop.pods.procfs.may_make_root(peer.pid):
+            return
+        sentence = (
+            "its process runs without a seccomp profile and may make user namespaces, in which it can write the limits and "
+            f"CPUs of its cgroups; {SECCOMP_REMEDY}"
+        )
+        if self.require_seccomp:
+            raise RequestRefusedError(identity.HOST, f"cannot register instance {pod_uid!r}: {sentence}", lasting=True)
+        if (more := self.loop.log_limit.due("without seccomp", pod_uid)) is not None:
+            log.warning("instance without seccomp%s uuid=%s why=%r", more, pod_uid, sentence)
+
     def _check_cpus(self, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet) -> None:
         online = self.loop.machine().online
         if not asked <= online:
@@ -380,7 +406,7 @@ class RpcMethods:
 
     def _list(self, identify: Identify) -> RpcResult:
         """List every instance to the node's own processes, and to a container only its own; none to one that is in float."""
-        mine = self._visible(identify)
+        mine, without_seccomp = self._visible(identify), self.loop.without_seccomp()
         observed = self.loop.observe()
         pending = self.loop.handovers()
         return RpcResult(
@@ -397,6 +423,7 @@ class RpcMethods:
                         for each in pending
                         if each.holder == pod_uid and (mine is None or each.pod_uid == mine)
                     ],
+                    "without_seccomp": pod_uid in without_seccomp,
                 }
                 for pod_uid, group in sorted(observed.instances().items())
                 if mine is None or pod_uid == mine
@@ -435,6 +462,10 @@ class RpcMethods:
                     *filter(None, [self.device_filter.missing]),
                     *(fault.reason for fault in self.loop.faults if mine is None or fault.pod_uid in (None, mine)),
                 ],
+                "memory_ends": [
+                    attrs.asdict(end) for end in self.loop.counters.memory_ends if mine in (None, end.pod_uid)
+                ],
+                "without_seccomp": sorted(each for each in self.loop.without_seccomp() if mine in (None, each)),
                 "trusting": self.trusting,
             }
         )

@@ -11,8 +11,8 @@ Without the device filter :func:`runner.controller.main.respond_about` answers f
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
 
 import attrs
 from prometheus_client.metrics_core import Metric
@@ -22,6 +22,18 @@ from runner.controller.reconcile import Observed
 from runner.kubelet.pod_cgroups import FLOAT
 from runner.protocol.exposition import Samples, counter, gauge, metrics_response
 from runner.protocol.http import HttpResponse, not_found, ok, unavailable
+from runner.values import frozen
+
+_LAST_ENDS = 16
+
+
+@frozen
+class MemoryEnd:
+    """The end of processes of a pod because it held *held* bytes of the memory of float, more than any other."""
+
+    pod_uid: str
+    held: int
+    processes: int
 
 
 @attrs.define
@@ -39,26 +51,47 @@ class ControllerCounters:
     """Requests by method."""
     refusals: Counter[str] = attrs.field(factory=Counter)
     """Refused requests by reason."""
+    memory_ended: int = 0
+    """Processes ended by the memory guard."""
+    memory_ends: deque[MemoryEnd] = attrs.field(factory=lambda: deque(maxlen=_LAST_ENDS))
+    """The last times it did so."""
 
 
-def controller_metrics(
-    counters: ControllerCounters, observed: Observed | None, handovers: Iterable[Handover], frozen: str
-) -> Iterator[Metric]:
-    """Yield every metric; *observed* is the tree after the last pass."""
+@frozen
+class LoopStatus:
+    """What the pages show: the tree after the last pass, and what was found with it."""
+
+    counters: ControllerCounters
+    observed: Observed | None
+    handovers: Collection[Handover]
+    without_seccomp: Callable[[], Collection[str]]
+    """Reads which pods may write the files of their groups."""
+    frozen: str
+    """Why decisions are frozen; empty if they are not."""
+    failed: str
+    """Why the last pass failed; empty if it did not."""
+
+
+def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
+    """Yield every metric."""
+    counters, observed = status.counters, status.observed
     instances = observed.instances() if observed else {}
     floating = observed.groups.get(FLOAT) if observed else None
     cpus = sum(len(group.cpus) for group in instances.values())
     yield _gauge("instances", "Instances in the tree.", len(instances))
     yield _gauge("instance_cpus", "CPUs that instances hold.", cpus)
     yield _gauge("float_cpus", "CPUs that float runs on.", len(floating.effective) if floating else 0)
-    changing = {cpu for each in handovers for cpu in each.cpus}
+    changing = {cpu for each in status.handovers for cpu in each.cpus}
     yield _gauge("handover_cpus", "CPUs of pods on which another pod's instance still runs.", len(changing))
-    yield _gauge("frozen", "1 while the kubelet's state cannot be used.", bool(frozen))
+    without_seccomp = len(status.without_seccomp())
+    yield _gauge("pods_without_seccomp", "Pods that may write the files of their groups.", without_seccomp)
+    yield _gauge("frozen", "1 while the kubelet's state cannot be used.", bool(status.frozen))
     yield _counter("reconcile_passes_total", "Passes by outcome.", counters.passes, "outcome")
     yield _counter("reconcile_seconds_total", "Time spent in passes.", counters.pass_seconds)
     yield _counter("drift_repaired_total", "Cpusets found changed by others and put right.", counters.repairs)
     yield _counter("stale_removed_total", "Stale instances removed.", counters.removed)
     yield _counter("requests_total", "Requests by method.", counters.requests, "method")
+    yield _counter("memory_ended_total", "Processes ended because memory was short.", counters.memory_ended)
     yield _counter("refusals_total", "Refused requests by reason.", counters.refusals, "reason")
 
 
@@ -73,21 +106,16 @@ def _counter(name: str, text: str, value: float | Counter[str], *labels: str) ->
     return counter(f"instance_cgroup_controller_{name}", text, samples, labels)
 
 
-def respond(
-    target: str,
-    counters: ControllerCounters,
-    observed: Observed | None,
-    handovers: Iterable[Handover],
-    frozen: str,
-    reason: str,
-) -> HttpResponse:
-    """Return the response for the path *target*; *reason* is why the last pass failed, empty if it did not."""
+def respond(target: str, status: LoopStatus) -> HttpResponse:
+    """Return the response for the path *target*."""
     if target == "/metrics":
-        return metrics_response(controller_metrics(counters, observed, handovers, frozen))
+        return metrics_response(controller_metrics(status))
     if target == "/healthz":
-        return ok(f"frozen: {frozen}" if frozen else "ok")
+        return ok(f"frozen: {status.frozen}" if status.frozen else "ok")
     if target == "/readyz":
-        if frozen or reason:
-            return unavailable(f"frozen: {frozen}" if frozen else f"the last pass failed: {reason}")
+        if status.frozen or status.failed:
+            return unavailable(
+                f"frozen: {status.frozen}" if status.frozen else f"the last pass failed: {status.failed}"
+            )
         return ok()
     return not_found(("/metrics", "/healthz", "/readyz"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Self
@@ -357,10 +357,12 @@ class Cgroup:
 
     def memory_in_use(self) -> tuple[int, int]:
         """Return the bytes that the group is charged for, and those of them that are no page cache of files."""
-        used = int(self.read("memory.current"))
-        fields = dict(line.split() for line in self.read("memory.stat").splitlines())
-        cache = int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0))
-        return used, max(used - cache, 0)
+        used, stat = int(self.read("memory.current")), self.memory_stat()
+        return used, max(used - stat.get("active_file", 0) - stat.get("inactive_file", 0), 0)
+
+    def memory_stat(self) -> Mapping[str, int]:
+        """Return ``memory.stat``: what the group and those below it are charged for, mostly in bytes."""
+        return {name: int(value) for name, value in map(str.split, self.read("memory.stat").splitlines())}
 
     def _each(self, file: str) -> Iterator[int]:
         path = self.path / file

@@ -37,6 +37,19 @@ class ThreadTimes:
 
 
 @frozen
+class ProcessMemory:
+    """Resident memory of a process in bytes (``Documentation/filesystems/proc.rst``, "Contents of the status fields")."""
+
+    anonymous: int
+    """Private memory (``RssAnon``)."""
+    shared: int
+    """Mapped memory of tmpfs and memfds (``RssShmem``); what is open and not mapped is not in it."""
+    tables: int
+    """Page tables (``VmPTE``)."""
+    threads: int
+
+
+@frozen
 class MappedMemory:
     """A mapping of a file or of huge pages (``numa_maps``)."""
 
@@ -83,6 +96,23 @@ class Procfs:
             name=status["Name"],
             kernel=bool(int(stat[6]) & _PF_KTHREAD),
         )
+
+    def memory(self, pid: int) -> ProcessMemory | None:
+        """Return the memory of process *pid*, or ``None`` when it has none (any more).
+
+        Its first thread may have ended before the others, and shows nothing then.
+        """
+        try:
+            status = _fields(_read(self.root / str(pid) / "status"))
+            if "RssAnon" not in status:
+                others = (_fields(_read(self.root / f"{pid}/task/{tid}/status")) for tid in self.thread_ids(pid))
+                status = next((each for each in others if "RssAnon" in each), {})
+            if "RssAnon" not in status:
+                return None
+            anonymous, shared, tables = (int(status[key].split()[0]) << 10 for key in ("RssAnon", "RssShmem", "VmPTE"))
+            return ProcessMemory(anonymous, shared, tables, int(status["Threads"]))
+        except (OSError, HostError):
+            return None
 
     def arguments(self, pid: int) -> tuple[str, ...]:
         """Return the command line of *pid*, empty when it is gone.
@@ -228,6 +258,22 @@ class Procfs:
     def _first_cpu(self) -> Mapping[str, str]:
         with (self.root / "cpuinfo").open(errors="replace") as cpus:  # the first will do: each takes the kernel a while
             return _fields("".join(itertools.takewhile(str.strip, cpus)))
+
+    def may_make_root(self, pid: int | str = "self") -> bool:
+        """Tell whether nothing known here keeps the machine's root in process *pid* from being root of a user namespace.
+
+        That is a seccomp profile, whose rules cannot be read (``Seccomp`` of proc_pid_status(5)), the sysctls
+        ``user.max_user_namespaces`` (namespaces(7)) and Debian's ``kernel.unprivileged_userns_clone``, or a user namespace in
+        which root is another user of the machine (user_namespaces(7)). ``False`` when the process is gone.
+        """
+        try:
+            if self.status(pid).get("Seccomp", "0") != "0":
+                return False
+            first = _read(f"{self.root}/{pid}/uid_map").split()[:2]
+        except (HostError, OSError):
+            return False
+        allowed = self.setting("user/max_user_namespaces") != "0"
+        return allowed and self.setting("kernel/unprivileged_userns_clone") != "0" and first == ["0", "0"]
 
     def capabilities(self) -> frozenset[int]:
         """Return the numbers of this process's effective capabilities (``CapEff``)."""

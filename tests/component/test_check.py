@@ -59,6 +59,8 @@ def epyc(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file, content in {
         "proc/self/status": status,
         "proc/self/cgroup": "0::/",
+        "proc/self/uid_map": "         0          0 4294967295",
+        "proc/sys/user/max_user_namespaces": 15000,
         "proc/self/oom_score_adj": 0,
         "proc/self/mountinfo": "35 24 0:30 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate",
         "proc/1/status": status,
@@ -106,14 +108,16 @@ def node(epyc: Path, tmp_path: Path) -> Path:
     return root
 
 
+POD_STATUS = "Name:\tcheck\nPid:\t1\nSigBlk:\t0000000000004000\nSigCgt:\t0\nCpus_allowed_list:\t1-2,65-66\nMems_allowed_list:\t0-1"
+
+
 @pytest.fixture
 def pod(epyc: Path, tmp_path: Path) -> Path:
     """Return that machine as seen from the container of a Guaranteed pod that runs this program."""
     root = tmp_path / "pod"
     subprocess.run(["cp", "--archive", "--link", str(epyc), str(root)], check=True)
-    status = "Name:\tcheck\nPid:\t1\nSigBlk:\t0000000000004000\nSigCgt:\t0\nCpus_allowed_list:\t1-2,65-66\nMems_allowed_list:\t0-1"
-    change(root, "proc/self/status", status)
-    change(root, "proc/1/status", status)
+    change(root, "proc/self/status", f"{POD_STATUS}\nSeccomp:\t2")
+    change(root, "proc/1/status", POD_STATUS)
     change(root, "proc/self/oom_score_adj", -997)
     name_namespace(root, OTHER_NAMESPACE)
     change(root, "sys/fs/cgroup/cpu.max", "400000 100000")
@@ -178,6 +182,7 @@ async def test_a_guaranteed_pod_on_it(pod: Path) -> None:
         "interrupts": "ok",
         "pid-namespace": "ok",
         "signals": "ok",
+        "seccomp": "ok",
         "controller": "warning",
     }
 
@@ -273,6 +278,7 @@ async def test_every_misconfiguration_of_a_pod_is_found(pod: Path) -> None:
         [
             ("proc/self/oom_score_adj", "900", "own-cpus", "fatal", "the pod is Burstable (its oom_score_adj is 900)"),
             ("sys/fs/cgroup/cpu.max", "250000 100000", "cpu-time", "fatal", "the time of 2.5 CPUs"),
+            ("proc/self/status", f"{POD_STATUS}\nSeccomp:\t0", "seccomp", "warning", "user namespaces may be made"),
         ],
     )
 

@@ -42,8 +42,38 @@ def missing() -> str:
 
 
 POD = """
-import json, os, signal, socket, subprocess, sys, threading, time
+import ctypes, json, mmap, os, signal, socket, struct, subprocess, sys, threading, time
 fds, threads = [], []
+MADV_POPULATE_WRITE, CLONE_NEWNS, MS_REC, MS_PRIVATE = 23, 0x20000, 1 << 14, 1 << 18
+def forbid(*calls):  # by a seccomp profile: EPERM for these numbers of system calls (seccomp(2))
+    code = [(0x20, 0, 0, 0)]
+    code += [(0x15, len(calls) - index, 0, number) for index, number in enumerate(calls)]
+    code += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050001)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in code))
+    argument = ctypes.create_string_buffer(struct.pack("HP", len(code), ctypes.addressof(program)))
+    library = ctypes.CDLL(None)
+    assert library.prctl(38, 1, 0, 0, 0) == library.prctl(22, 2, argument) == 0
+def take(kind, held):
+    if kind == "tmpfs":
+        with open(f"/mnt/{len(held)}", "wb") as file:
+            file.write(bytes(1 << 20))
+    elif kind == "memfd":
+        held = held or [os.memfd_create("hoard")]
+        os.write(held[0], bytes(1 << 20))
+    return [*held, bytearray(b"x" * (1 << 20)) if kind == "anonymous" else held[0] if held else 0]
+def hoard(kind, mebibytes, processes):
+    if kind == "tmpfs":
+        library = ctypes.CDLL(None)
+        assert library.unshare(CLONE_NEWNS) == library.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        assert library.mount(b"none", b"/mnt", b"tmpfs", 0, b"size=4g") == 0
+    for _ in range(processes - 1):
+        if os.fork() == 0:
+            break
+    held = []
+    for _ in range(mebibytes):
+        held = take(kind, held)
+    signal.pause()
+    os._exit(0)
 for line in sys.stdin:
     do, *arguments = json.loads(line)
     result = None
@@ -96,6 +126,17 @@ for line in sys.stdin:
         elif do == "touch":
             code = f"b'x' * ({arguments[0]} << 20)"
             result = subprocess.run([sys.executable, "-I", "-S", "-c", code]).returncode
+        elif do == "guest":
+            guest = os.memfd_create("guest")
+            os.truncate(guest, arguments[0] << 20)
+            ram = mmap.mmap(guest, arguments[0] << 20)
+            ram.madvise(MADV_POPULATE_WRITE)
+        elif do == "hoard":
+            result = os.fork()
+            if result == 0:
+                hoard(*arguments)
+        elif do == "forbid":
+            forbid(*arguments)
         elif do == "run":
             argv, *passed = arguments
             ran = subprocess.run(argv, stdout=-1, stderr=-2, text=True, pass_fds=[fds[number] for number in passed])

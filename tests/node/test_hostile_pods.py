@@ -13,7 +13,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from tests.node.minimal_pods import A, B, C, Machine, Pod, allowed, cgroup_of, missing, result, until
+from tests.node.minimal_pods import A, B, C, Machine, Pod, allowed, cgroup_of, missing, reason, result, until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
 
@@ -173,6 +173,66 @@ def test_a_pod_with_many_processes_does_not_delay_others(machine: Machine) -> No
         assert answered > 4, "after every few of its processes"
 
 
+UNSHARE = ("unshare", "--user", "--map-root-user", "--cgroup", "--mount")
+"""As root of a user namespace, the cgroup of which is the root of the hierarchy there."""
+SYS_UNSHARE, SYS_SETNS = 272, 308
+"""``arch/x86/entry/syscalls/syscall_64.tbl``."""
+
+
+def take_cpus(machine: Machine, pod: Pod, mount: Path) -> object:
+    """Have *pod* write all CPUs of the machine into its instance's cgroup, by a mount of it; return status and output."""
+    mount.mkdir(exist_ok=True)
+    # A shell of the pod's enters the instance's cgroup as a thread does, and becomes root of the hierarchy from there on.
+    script = f"""
+        echo $$ >&{pod.execute("fd", 1)} || exit 2
+        exec {" ".join(UNSHARE)} sh -c 'mount -t cgroup2 none {mount} && echo {machine.all} >{mount}/cpuset.cpus'
+    """
+    return pod.execute("run", ["sh", "-c", script], 1)
+
+
+def test_a_pod_without_seccomp_writes_the_cpus_of_its_instance_and_is_named(machine: Machine, tmp_path: Path) -> None:
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller():
+        b.execute("forbid", SYS_UNSHARE, SYS_SETNS)
+        registered(machine, a)
+        registered(machine, b)
+        assert result(a.call(machine.socket, "getStatus"))["without_seccomp"] == []  # in float it is nobody's
+        assert "instance without seccomp" in machine.log.read_text()
+        assert f"uuid={B} why" not in machine.log.read_text()
+        assert without_seccomp(machine) == [A]
+
+        assert take_cpus(machine, a, tmp_path / "a") == [0, ANY]
+        until(lambda: "cpuset changed by others" in machine.log.read_text())
+        until(lambda: machine.instance(A).cpus() == machine.a)
+
+        refused = take_cpus(machine, b, tmp_path / "b")
+        assert isinstance(refused, list)
+        assert refused[0] != 0
+        assert "Operation not permitted" in refused[1]
+        assert machine.instance(B).cpus() == machine.b
+        assert machine.log.read_text().count("cpuset changed by others") == 1
+
+
+def without_seccomp(machine: Machine) -> object:
+    """Return what the controller tells a process of the node."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(machine.socket))
+        connection.sendall(b'{"jsonrpc": "2.0", "method": "getStatus", "params": {}, "id": 1}\n')
+        return json.loads(connection.recv(65536))["result"]["without_seccomp"]
+
+
+def test_a_pod_without_seccomp_is_refused_where_it_is_required(machine: Machine) -> None:
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--require-seccomp"):
+        b.execute("forbid", SYS_UNSHARE, SYS_SETNS)
+        registered(machine, b)
+        a.execute("anchor")
+        answer = a.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a))
+        assert reason(answer) == "host"
+        assert "give the pod seccompProfile: RuntimeDefault" in str(answer[0]["error"])
+        assert not machine.instance(A).exists()
+
+
 def test_what_a_pod_does_with_a_mount_of_its_cgroup_ends_with_the_pod(machine: Machine, tmp_path: Path) -> None:
     """In a user namespace a pod mounts the hierarchy from its group on, whose files belong to root, as which it runs.
 
@@ -189,8 +249,7 @@ def test_what_a_pod_does_with_a_mount_of_its_cgroup_ends_with_the_pod(machine: M
             echo 0 >&{fd} || exit 4
             unshare --cgroup sh -c 'echo 1 >{mount}/cgroup.max.descendants && mkdir {mount}/y' || exit 5
         """
-        namespaces = ("unshare", "--user", "--map-root-user", "--cgroup", "--mount")
-        assert a.execute("run", [*namespaces, "sh", "-c", script], 2) == [0, ANY]
+        assert a.execute("run", [*UNSHARE, "sh", "-c", script], 2) == [0, ANY]
         assert machine.pod_float(A).children() == ("y",)
         until(lambda: machine.pod_float(A).read("cgroup.max.descendants") == "0")
         assert machine.instance(A).read("cgroup.max.descendants") == "0"

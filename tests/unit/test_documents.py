@@ -18,7 +18,7 @@ from runner.cli.commands import program_parser
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
 from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING
-from runner.controller.metrics import ControllerCounters, controller_metrics
+from runner.controller.metrics import ControllerCounters, LoopStatus, controller_metrics
 from runner.errors import SpecError, Status
 from runner.inspect.render import HEAD
 from runner.instance import metrics
@@ -182,7 +182,8 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
 
 
 def test_every_metric_of_the_controller_is_named() -> None:
-    text = metrics_response(controller_metrics(ControllerCounters(), None, (), "")).text
+    status = LoopStatus(ControllerCounters(), None, (), frozenset, "", "")
+    text = metrics_response(controller_metrics(status)).text
     names = set(re.findall(r"^# TYPE instance_cgroup_controller_(\w+)", text, re.MULTILINE))
     assert len(names) > 5
     assert [name for name in sorted(names) if f"`{name}`" not in CONTROLLER] == []

@@ -643,6 +643,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
                 "effective": "14-17",
                 "populated": False,
                 "awaited_by": [],
+                "without_seccomp": False,
             }
         ]
         node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)

@@ -164,6 +164,8 @@ CASES: list[tuple[Finding, Level, str]] = [
     (device_rights.judge_memlock(2 << 30, 1 << 30), OK, "2048 MiB"),
     (device_rights.judge_memlock(1 << 16, 1 << 30), WARNING, "1024 MiB may have to be locked, and RLIMIT_MEMLOCK is 64 KiB"),
     (device_rights.judge_mbind(None, 2), OK, "works"),
+    (device_rights.judge_seccomp(may_make_root=False), OK, "in the way"),
+    (device_rights.judge_seccomp(may_make_root=True), WARNING, "no seccomp profile"),
     (device_rights.judge_mbind(OSError(errno.EPERM, "Operation not permitted"), 1), OK, "one NUMA node"),
     (device_rights.judge_mbind(OSError(errno.EPERM, "Operation not permitted"), 2), WARNING, "seccomp"),
     (device_rights.judge_mbind(ERROR_NO_MEMORY, 2), UNKNOWN, "Cannot allocate memory"),

@@ -7,6 +7,7 @@ from runner.controller.limits import (
     Limits,
     default_memory,
     default_memory_high,
+    default_pod_memory,
     default_processes,
     parse_memory,
     parse_processes,
@@ -34,9 +35,11 @@ def test_the_default_of_memory_fits_the_machine(ram: int, pods: int | None, expe
     assert default_memory(ram, pods) == expected
     high = default_memory_high(expected)
     assert high is not None
-    assert expected * 14 // 16 < high < expected
+    assert expected * 11 // 16 < high < expected * 13 // 16
     assert high % MIB == 0
     assert default_memory_high(None) is None
+    assert default_pod_memory(high) == max(high // 16 // MIB * MIB, 256 * MIB)
+    assert default_pod_memory(None) is None
 
 
 def test_the_default_of_processes_is_half_of_what_the_kernel_can_have() -> None:

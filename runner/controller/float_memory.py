@@ -1,0 +1,106 @@
+"""Which pod holds the memory that is charged to the tree's root, and which of its processes to end for it (pure).
+
+The memory of everything in float is charged to the root, because a threaded group has no memory controller ("Threads" of
+cgroup-v2.rst). At ``memory.max`` the kernel ends the process with the largest resident set (``mm/oom_kill.c``,
+``oom_badness``), and a guest's memory counts there as QEMU's, although its own pod is charged for it: the victim would be
+an honest guest. So the controller chooses earlier, at ``memory.high``, and by what a pod holds *of the root*: all that
+its processes hold, wherever they are, less what the pod's own cgroup is charged for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from runner.values import frozen
+
+
+@frozen
+class MemoryByKind:
+    """Bytes of memory that no reclaim takes back without swap, by what holds it."""
+
+    anonymous: int = 0
+    """Private memory of processes."""
+    shared: int = 0
+    """tmpfs, memfds, System V segments and shared anonymous mappings (``shmem``)."""
+    kernel: int = 0
+    """Page tables and kernel stacks."""
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.anonymous + self.shared + self.kernel
+
+    def plus(self, other: MemoryByKind) -> MemoryByKind:
+        """Return the sum with *other*, kind by kind."""
+        return MemoryByKind(self.anonymous + other.anonymous, self.shared + other.shared, self.kernel + other.kernel)
+
+    def beyond(self, other: MemoryByKind) -> MemoryByKind:
+        """Return what is more than in *other*, kind by kind."""
+        return MemoryByKind(
+            max(self.anonymous - other.anonymous, 0),
+            max(self.shared - other.shared, 0),
+            max(self.kernel - other.kernel, 0),
+        )
+
+    def at_most(self, other: MemoryByKind) -> MemoryByKind:
+        """Return the smaller of this and *other*, kind by kind."""
+        return MemoryByKind(
+            min(self.anonymous, other.anonymous), min(self.shared, other.shared), min(self.kernel, other.kernel)
+        )
+
+
+@frozen
+class PodMemory:
+    """What the processes of a pod hold."""
+
+    pod_uid: str
+    found: MemoryByKind
+    """Held by all of its processes, each piece of shared memory once."""
+    charged: MemoryByKind
+    """What the pod's own cgroup is charged for."""
+    processes: Mapping[int, MemoryByKind]
+    """Process → what it holds, for those in the pod's groups in the tree."""
+    elsewhere: bool = False
+    """Whether it has processes in its own cgroup, which may hold what the others took."""
+
+    def of_root(self, root: MemoryByKind) -> MemoryByKind:
+        """Return what the pod holds of the memory that the *root* is charged for.
+
+        Private memory that processes share since a fork is counted once for each of them, so *root* is the upper bound.
+        """
+        return self.found.beyond(self.charged).at_most(root)
+
+
+def charged_memory(stat: Mapping[str, int]) -> MemoryByKind:
+    """Return what a cgroup is charged for by its ``memory.stat`` ("Memory Interface Files")."""
+    kernel = stat.get("pagetables", 0) + stat.get("kernel_stack", 0)
+    return MemoryByKind(stat.get("anon", 0), stat.get("shmem", 0), kernel)
+
+
+def unreclaimable(used: int, stat: Mapping[str, int]) -> int:
+    """Return those of the *used* bytes of a cgroup that ``memory.high`` cannot make the kernel take back, by *stat*."""
+    reclaimable = ("active_file", "inactive_file", "slab_reclaimable")
+    return max(used - sum(stat.get(name, 0) for name in reclaimable), 0)
+
+
+def choose_pod(pods: Iterable[PodMemory], root: MemoryByKind, least: int) -> PodMemory | None:
+    """Return the pod with processes that holds most of the memory of *root*, if that is *least* bytes or more."""
+    able = [pod for pod in pods if (pod.processes or pod.elsewhere) and pod.of_root(root).total >= least]
+    return max(able, key=lambda pod: (pod.of_root(root).total, pod.pod_uid), default=None)
+
+
+def choose_processes(pod: PodMemory, root: MemoryByKind, excess: int) -> tuple[int, ...]:
+    """Return the processes of *pod* to end, so that *excess* bytes of *root* become free: those that hold most come first.
+
+    Which of its processes holds what is charged to the pod itself cannot be seen. One that holds more than the pod holds of
+    *root* comes last, because most of its memory must be the pod's: that is QEMU, which holds the guest's.
+    """
+    most = pod.of_root(root)
+    shares = {pid: held.at_most(most).total for pid, held in pod.processes.items()}
+    chosen = []
+    for pid in sorted(shares, key=lambda pid: (pod.processes[pid].total > most.total, -shares[pid], -pid)):
+        if excess <= 0:
+            break
+        chosen.append(pid)
+        excess -= shares[pid]
+    return tuple(chosen)

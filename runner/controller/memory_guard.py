@@ -1,0 +1,333 @@
+"""The guard of the memory of float: ends what takes too much of it before the kernel ends the largest, who may be honest.
+
+From ``memory.high`` of the root on, the kernel slows down the processes that ask for more ("memory.high" of cgroup-v2.rst),
+and reports it by ``memory.events``. That is the time in which the guard finds the pod that holds most, and ends it:
+
+1. the processes that hold most, as many as it takes, so that a large program of ``kubectl exec`` does not take the
+   machine with it;
+2. if the same pod must be chosen again within :data:`REPEATED`, all of it, also in its own cgroup: another process may
+   hold what the first one took, and a process may be replaced as fast as it is ended.
+
+Page cache, which the kernel takes back by itself, is no reason. What is shared is only looked for when the root is
+charged for enough of it, in a worker thread, because a pod may have very many processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+
+import attrs
+import trio
+
+from runner.controller.float_memory import (
+    MemoryByKind,
+    PodMemory,
+    charged_memory,
+    choose_pod,
+    choose_processes,
+    unreclaimable,
+)
+from runner.controller.metrics import ControllerCounters, MemoryEnd
+from runner.controller.pods import PodCgroups
+from runner.controller.tree import Tree
+from runner.errors import HostError, explain
+from runner.kernel import inotify
+from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.pidfds import kill_process
+from runner.kernel.shared_memory import Inode, SharedMemory, TmpfsMount, shared_memory
+from runner.kubelet.pod_cgroups import INSTANCE_NAME, instance_group
+from runner.protocol.rate_limit import LogRateLimit
+from runner.values import frozen
+
+log = logging.getLogger(__name__)
+
+REPEATED = 60.0
+"""Seconds within which a pod that is chosen again is ended as a whole."""
+KILLED_AT_ONCE = 256
+"""Processes that are ended before the memory is looked at again; for each there is an open descriptor."""
+ENDED_WITHIN = 10.0
+"""Seconds to wait for them to end: a large process gives its memory back page by page."""
+READ_WITHIN = 10.0
+"""Seconds for the search for shared memory; after it the guard goes by private memory alone."""
+BETWEEN_CHECKPOINTS = 64
+"""Processes that are ended, 0.05 ms each, before requests have their turn."""
+
+MOST_OWN_PROCESSES = 4096
+"""Processes in a pod's own cgroup that are looked at. Where there are more, what the pod is charged for is not deducted."""
+MOST_DESCRIPTORS = 1 << 16
+"""Open files of a pod that are looked at, 0.02 ms each."""
+MOST_NAMESPACES = 64
+"""Mount namespaces of a pod that are looked at."""
+MAPPED = 1 << 24
+"""Bytes of mapped shared memory from which on the mappings of a process are read."""
+KERNEL_STACK = 1 << 14
+"""Bytes for each thread (``THREAD_SIZE`` of x86-64)."""
+
+
+@frozen
+class GuardIntervals:
+    """How often to look at the memory."""
+
+    resync: float = 30.0
+    """Whatever is reported or not."""
+    high: float = 0.25
+    """While it is above ``memory.high``."""
+    pause: float = 0.05
+    """After each look: under page cache alone, the kernel reports up to 100 events a second."""
+
+
+@attrs.define(eq=False)
+class MemoryGuard:
+    """Ends the processes of pods that hold *least* bytes or more of the memory of *tree*'s root, while it is short."""
+
+    tree: Tree
+    pods: PodCgroups
+    least: int
+    counters: ControllerCounters
+    log_limit: LogRateLimit
+    intervals: GuardIntervals = attrs.field(factory=GuardIntervals)
+    _ended_at: dict[str, float] = attrs.field(factory=dict)
+    """Pod UID → when processes of it were ended, for the last :data:`REPEATED` seconds."""
+    _readers: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(2))
+    """For the threads that search for shared memory, one of which may hang."""
+
+    async def run(self) -> None:
+        """Look at the memory whenever the kernel reports an event; never return."""
+        with inotify.watching() as queue:
+            while True:
+                with contextlib.suppress(HostError):  # the root is not there yet, or is made anew
+                    queue.watch(self.tree.root.path / "memory.events", inotify.MODIFY)
+                high = await self.check()
+                await trio.sleep(self.intervals.pause)
+                with trio.move_on_after(self.intervals.high if high else self.intervals.resync):
+                    await queue.receive()
+
+    async def check(self) -> bool:
+        """End the processes of a pod if the memory is above ``memory.high``, and return whether it was."""
+        await trio.lowlevel.checkpoint()
+        try:
+            excess, root = self._excess()
+            if excess <= 0:
+                return False
+            pods = await self._measured(root)
+            pod = choose_pod(pods, root, self.least)
+            if pod is None:
+                self._report_unattributed(excess, root, pods)
+            else:
+                await self._end(pod, root, excess)
+        except HostError as error:
+            if (more := self.log_limit.due("memory guard")) is not None:
+                log.error("memory guard failed%s reason=%r", more, explain(error))  # noqa: TRY400  # the sentence is enough
+            return True
+        return True
+
+    def _excess(self) -> tuple[int, MemoryByKind]:
+        """Return by how many bytes the root is above ``memory.high``, page cache not counted, and what it is charged for."""
+        high = self.tree.root.read_if_there("memory.high")
+        if high is None or not high.isdecimal():
+            return 0, MemoryByKind()
+        used, stat = int(self.tree.root.read("memory.current")), self.tree.root.memory_stat()
+        return unreclaimable(used, stat) - int(high), charged_memory(stat)
+
+    def _report_unattributed(self, excess: int, root: MemoryByKind, pods: Iterable[PodMemory]) -> None:
+        if (more := self.log_limit.due("memory unattributed")) is not None:
+            held = sorted(((pod.of_root(root).total, pod.pod_uid) for pod in pods), reverse=True)[:3]
+            log.warning(
+                "memory short, and no pod holds enough to be ended%s root=%s excess=%d least=%d most=%s",
+                more,
+                self.tree.root.path,
+                excess,
+                self.least,
+                ", ".join(f"{pod_uid} {size}" for size, pod_uid in held) or "none",
+            )
+
+    # -- what the pods hold ------------------------------------------------------------------------------------------
+
+    async def _measured(self, root: MemoryByKind) -> tuple[PodMemory, ...]:
+        if root.shared >= self.least:
+            with trio.move_on_after(READ_WITHIN):
+                return await trio.to_thread.run_sync(
+                    partial(self.measure, shared=True), abandon_on_cancel=True, limiter=self._readers
+                )
+            if (more := self.log_limit.due("memory unread")) is not None:
+                log.warning("shared memory not attributed%s reason='the search took more than %d s'", more, READ_WITHIN)
+        return await trio.to_thread.run_sync(partial(self.measure, shared=False), abandon_on_cancel=True)
+
+    def measure(self, *, shared: bool) -> tuple[PodMemory, ...]:
+        """Return what each pod in the tree holds; *shared* memory is searched for only on demand, and else none.
+
+        To be called in a worker thread. Raises :class:`HostError`.
+        """
+        door = shared_memory(self.pods.procfs.root) if shared else None
+        host = {} if door is None else {mount.device: mount.point for mount in door.mounts(1)}
+        return tuple(self._pod(pod_uid, pids, door, host) for pod_uid, pids in self._processes().items())
+
+    def _processes(self) -> Mapping[str, list[int]]:
+        """Return pod UID → the processes whose first thread is in one of the pod's groups."""
+        groups = {
+            pod_uid: (self.tree.pod(pod_uid), self.tree.group(instance_group(pod_uid)))
+            for pod_uid in self.tree.floating.children()
+            if INSTANCE_NAME.fullmatch(pod_uid)
+        }
+        owners = {tid: pod_uid for pod_uid, pair in groups.items() for group in pair for tid in _threads(group)}
+        found: dict[str, list[int]] = {pod_uid: [] for pod_uid in groups}
+        for pid in self.tree.root.processes():
+            pod_uid = owners.get(pid) or self._owner(pid, groups)
+            if pod_uid is not None:
+                found[pod_uid].append(pid)
+        return found
+
+    def _owner(self, pid: int, groups: Iterable[str]) -> str | None:
+        return next((pod_uid for pod_uid in groups if self._is_in(pid, pod_uid)), None)
+
+    def _is_in(self, pid: int, pod_uid: str) -> bool:
+        """Tell whether the first thread of *pid*, which may have ended before the others, is in a group of pod *pod_uid*."""
+        try:
+            path = self.pods.procfs.cgroup(pid)
+        except HostError:
+            return False
+        groups = (self.tree.pod(pod_uid), self.tree.group(instance_group(pod_uid)))
+        return any(path == f"/{group.path.relative_to(self.pods.mount.path)}" for group in groups)
+
+    def _pod(self, pod_uid: str, pids: list[int], door: SharedMemory | None, host: Mapping[int, str]) -> PodMemory:
+        own = [process.pid for process in islice(self.pods.processes(pod_uid), MOST_OWN_PROCESSES + 1)]
+        charged = MemoryByKind()
+        if len(own) <= MOST_OWN_PROCESSES:
+            for path in self.pods.existing(pod_uid):
+                with contextlib.suppress(CgroupError):  # it has ended, or the kernel limits no memory there
+                    charged = charged.plus(charged_memory(Cgroup(path).memory_stat()))
+        search = None if door is None else _SharedSearch(door, pod_uid, host)
+        held = {pid: self._held(pid, search) for pid in (*pids, *own)}
+        found = MemoryByKind(
+            sum(each.anonymous for each in held.values()),
+            0 if search is None else search.total(),
+            sum(each.kernel for each in held.values()),
+        )
+        return PodMemory(pod_uid, found, charged, {pid: held[pid] for pid in pids}, elsewhere=bool(own))
+
+    def _held(self, pid: int, search: _SharedSearch | None) -> MemoryByKind:
+        memory = self.pods.procfs.memory(pid)
+        if memory is None:
+            return MemoryByKind()
+        threads = self.pods.procfs.thread_ids(pid) if search is not None else ()
+        shared = 0 if search is None else search.of_process(pid, threads, memory.shared)
+        return MemoryByKind(memory.anonymous, shared, memory.tables + memory.threads * KERNEL_STACK)
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    async def _end(self, pod: PodMemory, root: MemoryByKind, excess: int) -> None:
+        now = trio.current_time()
+        self._ended_at = {pod_uid: at for pod_uid, at in self._ended_at.items() if now - at < REPEATED}
+        whole = pod.pod_uid in self._ended_at or not pod.processes
+        self._ended_at[pod.pod_uid] = now
+        held = pod.of_root(root)
+        if whole:
+            for path in self.pods.existing(pod.pod_uid):
+                with contextlib.suppress(CgroupError):  # it has ended, or the kernel is older than 5.14
+                    Cgroup(path).write("cgroup.kill", "1")
+        pids = tuple(sorted(pod.processes)) if whole else choose_processes(pod, root, excess)
+        ended = await self._kill(pod.pod_uid, pids[:KILLED_AT_ONCE])
+        self.counters.memory_ended += ended
+        self.counters.memory_ends.append(MemoryEnd(pod.pod_uid, held.total, ended))
+        what = "the pod that holds most is ended" if whole else "processes of the pod that holds most are ended"
+        if (more := self.log_limit.due(what, pod.pod_uid)) is not None:
+            log.error(
+                "memory short, %s%s uuid=%s processes=%d private=%d shared=%d kernel=%d excess=%d",
+                what,
+                more,
+                pod.pod_uid,
+                ended,
+                held.anonymous,
+                held.shared,
+                held.kernel,
+                excess,
+            )
+
+    async def _kill(self, pod_uid: str, pids: Iterable[int]) -> int:
+        """Kill those of *pids* that are in the groups of pod *pod_uid*, wait for their end, and return how many they were."""
+        with contextlib.ExitStack() as stack:
+            fds = []
+            for number, pid in enumerate(pids, start=1):
+                fd = kill_process(pid, partial(self._is_in, pid, pod_uid))
+                if fd is not None:
+                    stack.callback(os.close, fd)
+                    fds.append(fd)
+                if number % BETWEEN_CHECKPOINTS == 0:
+                    await trio.lowlevel.checkpoint()
+            with trio.move_on_after(ENDED_WITHIN):
+                for fd in fds:
+                    await trio.lowlevel.wait_readable(fd)
+        return len(fds)
+
+
+@attrs.define(eq=False)
+class _SharedSearch:
+    """The search for the shared memory that one pod holds, each piece of it once."""
+
+    door: SharedMemory
+    pod_uid: str
+    host: Mapping[int, str]
+    """Device → mount point of each tmpfs that the node has mounted."""
+    _files: dict[Inode, int] = attrs.field(factory=dict)
+    _used: dict[int, int] = attrs.field(factory=dict)
+    """Device → bytes of each tmpfs of the pod's own that is counted as a whole."""
+    _mounts: dict[int, dict[int, TmpfsMount]] = attrs.field(factory=dict)
+    """Mount namespace → mount id → a tmpfs of the pod's own."""
+    _left: int = MOST_DESCRIPTORS
+
+    def total(self) -> int:
+        """Return the bytes of all that was found."""
+        files = sum(size for (device, _), size in self._files.items() if device not in self._used)
+        return files + sum(self._used.values())
+
+    def of_process(self, pid: int, tids: Iterable[int], mapped: int) -> int:
+        """Return the bytes that process *pid* holds by its descriptors and mappings; it has *mapped* so many."""
+        mounts = self._namespace(pid)
+        files: dict[Inode, int] = {}
+        for tid in self._with_descriptors(pid, tids):
+            found, looked = self.door.descriptors(tid, mounts, self._left)
+            self._left -= looked
+            files |= found
+        if mapped >= MAPPED:
+            devices = frozenset(mount.device for mount in mounts.values())
+            for inode, length in self.door.mappings(pid, devices).items():
+                files.setdefault(inode, self._files.get(inode, min(length, mapped)))
+        for inode, size in files.items():
+            self._files[inode] = max(size, self._files.get(inode, 0))
+        return sum(files.values())
+
+    def _with_descriptors(self, pid: int, tids: Iterable[int]) -> Iterator[int]:
+        yield pid
+        for tid in tids:
+            if tid != pid and not self.door.shares_descriptors(pid, tid):
+                yield tid
+
+    def _namespace(self, pid: int) -> Mapping[int, TmpfsMount]:
+        """Return each tmpfs of the pod's own in the mount namespace of *pid*, and count what is in it."""
+        number = self.door.namespace(pid)
+        if number not in self._mounts and len(self._mounts) < MOST_NAMESPACES:
+            own = [mount for mount in self.door.mounts(pid) if self._is_own(mount)]
+            self._mounts[number] = {mount.mount_id: mount for mount in own}
+            for mount in own:
+                if mount.whole and mount.reachable and mount.device not in self._used:
+                    self._used[mount.device] = self.door.used(pid, mount)
+        return self._mounts.get(number, {})
+
+    def _is_own(self, mount: TmpfsMount) -> bool:
+        """Tell whether *mount* is none of the node's: not mounted there, or in the directory of the pod or of its sandbox."""
+        point = self.host.get(mount.device)
+        if point is None or self.pod_uid in point:
+            return True
+        return point.endswith("/shm") and point != "/dev/shm"  # noqa: S108 - containerd and CRI-O: …/ID/shm
+
+
+def _threads(group: Cgroup) -> frozenset[int]:
+    try:
+        return group.threads()
+    except CgroupError:  # it has been removed
+        return frozenset()

@@ -1,0 +1,183 @@
+"""What the memory guard reads about real processes, in groups of a fake cgroupfs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from runner.controller.float_memory import MemoryByKind, PodMemory
+from runner.controller.memory_guard import MOST_OWN_PROCESSES, MemoryGuard
+from runner.controller.metrics import ControllerCounters
+from runner.controller.pods import PodCgroups
+from runner.controller.tree import Tree
+from runner.kernel.pidfds import kill_process
+from runner.kernel.procfs import Procfs
+from runner.protocol.rate_limit import LogRateLimit
+from tests.support.fake_node import A, B, Node
+
+MIB = 1 << 20
+SIZE = 64 * MIB
+CODE = """
+import ctypes, json, mmap, os, signal, sys, threading
+size, kind = int(sys.argv[1]), sys.argv[2]
+held = []
+if kind == "private":
+    held.append(b"x" * size)
+elif kind == "private of a dead leader":
+    held.append(b"x" * size)
+elif kind in ("descriptor", "mapping", "thread's descriptor"):
+    fd = os.memfd_create("held")
+    os.truncate(fd, size)
+    ram = mmap.mmap(fd, size)
+    ram.madvise(23)
+    if kind == "descriptor":
+        ram.close()
+    elif kind == "mapping":
+        os.close(fd)
+        held.append(ram)
+elif kind == "shared anonymous":
+    held.append(mmap.mmap(-1, size))
+    held[0].madvise(23)
+elif kind == "tmpfs":
+    library = ctypes.CDLL(None)
+    assert library.unshare(0x20000) == library.mount(b"none", b"/", None, 1 << 14 | 1 << 18, None) == 0
+    assert library.mount(b"none", b"/mnt", b"tmpfs", 0, b"") == 0
+    with open("/mnt/file", "wb") as file:
+        file.write(bytes(size))
+children = []
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    children.append(child)
+print(json.dumps(children), flush=True)
+if "leader" in kind:
+    for child in children:
+        os.kill(child, 9)
+    threading.Thread(target=threading.Event().wait).start()
+    ctypes.CDLL(None).pthread_exit(None)
+signal.pause()
+"""
+
+
+@contextmanager
+def holding(kind: str, *fds: int) -> Iterator[list[int]]:
+    """Run a process that holds *SIZE* bytes, and *fds*, and two children of it; yield the numbers of all."""
+    with ExitStack() as stack:
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-ISc", CODE, str(SIZE), kind], stdout=subprocess.PIPE, text=True, pass_fds=fds
+            )
+        )
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        pids = [process.pid, *json.loads(process.stdout.readline())]
+        for child in pids[1:]:
+            stack.callback(kill_process, child, lambda: True)
+        yield pids
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    """Return a node with the groups of two instances."""
+    node = Node.new(tmp_path)
+    node.mount.write("cgroup.subtree_control", "+memory")
+    node.mount.child("kubepods.slice").write("cgroup.subtree_control", "+memory")
+    for path in (
+        "stelia",
+        "stelia/float",
+        *(f"stelia/{name}{uid}" for uid in (A, B) for name in ("float/", "instance-")),
+    ):
+        node.mount.at(f"/{path}").create()
+    for uid in (A, B):
+        (node.scope(uid).path / "cgroup.procs").write_text("")
+    return node
+
+
+def put(node: Node, uid: str, pids: list[int]) -> None:
+    node.pod(uid).put_threads(pids)
+    both = {*node.pod(A).threads(), *node.pod(B).threads()}
+    (node.root.path / "cgroup.procs").write_text("\n".join(map(str, both)))
+
+
+def charge(node: Node, uid: str, stat: str) -> None:
+    (node.scope(uid).parent.path / "memory.stat").write_text(stat)
+
+
+def measured(node: Node, uid: str) -> PodMemory:
+    pods = PodCgroups(node.mount, Procfs(Path("/proc")), kubelet=True)
+    guard = MemoryGuard(Tree(node.root), pods, 0, ControllerCounters(), LogRateLimit())
+    return next(pod for pod in guard.measure(shared=True) if pod.pod_uid == uid)
+
+
+def about(size: int) -> range:
+    return range(size, size + 16 * MIB)
+
+
+@pytest.mark.parametrize("kind", ["descriptor", "mapping", "shared anonymous", "tmpfs"])
+def test_shared_memory_is_counted_once(node: Node, kind: str) -> None:
+    with holding(kind) as pids:
+        put(node, A, pids)
+        found = measured(node, A)
+        assert found.found.shared in about(SIZE)
+        assert found.processes.keys() == {*pids}
+        assert measured(node, B).found == MemoryByKind()
+        charge(node, A, f"shmem {SIZE}")
+        root = MemoryByKind(1 << 40, 1 << 40, 1 << 40)
+        assert measured(node, A).of_root(root).shared < 16 * MIB, "its own pod is charged for it"
+
+
+def test_private_memory_is_that_of_all_processes(node: Node) -> None:
+    with holding("private") as pids:
+        put(node, A, pids[:1])
+        assert measured(node, A).found.anonymous in about(SIZE)
+        (node.scope(A).path / "cgroup.procs").write_text(f"{pids[1]}\n")
+        both = measured(node, A)
+        assert both.found.anonymous in about(2 * SIZE)
+        assert (both.elsewhere, set(both.processes)) == (True, {pids[0]})
+        charge(node, A, f"anon {2 * SIZE}\npagetables {8 * MIB}")
+        assert measured(node, A).of_root(MemoryByKind(1 << 40, 0, 1 << 40)).total < 16 * MIB
+
+
+def test_memory_of_a_process_whose_first_thread_has_ended_is_found(node: Node) -> None:
+    with holding("private of a dead leader") as pids:
+        status = Path(f"/proc/{pids[0]}/status")
+        while "State:\tZ" not in status.read_text():
+            pass
+        tids = [int(path.name) for path in Path(f"/proc/{pids[0]}/task").iterdir()]
+        put(node, A, tids)
+        (node.root.path / "cgroup.procs").write_text(f"{pids[0]}\n")
+        assert measured(node, A).found.anonymous in about(SIZE)
+
+
+def test_a_pod_with_too_many_processes_is_charged_for_nothing(node: Node) -> None:
+    with holding("private") as pids:
+        put(node, A, pids[:1])
+        charge(node, A, f"anon {SIZE * 2}")
+        assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous == 0
+        (node.scope(A).path / "cgroup.procs").write_text("1000000000\n" * (MOST_OWN_PROCESSES + 1))
+        assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous in about(SIZE)
+
+
+def test_what_the_node_has_mounted_is_no_pods(node: Node) -> None:
+    """A file in a tmpfs of the node that a pod has open, as hostPath volumes are."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file, holding("private", file.fileno()) as pids:
+        file.write(bytes(SIZE))
+        put(node, A, pids)
+        assert measured(node, A).found.shared == 0
+
+
+def test_a_process_that_is_another_one_meanwhile_is_not_ended() -> None:
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        assert kill_process(process.pid, lambda: False) is None
+        assert process.poll() is None
+        assert kill_process(process.pid, lambda: True) is not None
+        assert process.wait() == -9
+    assert kill_process(process.pid, lambda: True) is None
