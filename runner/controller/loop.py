@@ -20,6 +20,7 @@ from runner.controller.limits import Limits
 from runner.controller.metrics import ControllerCounters
 from runner.controller.pods import PodCgroups
 from runner.controller.reconcile import (
+    ISOLATED,
     LIMITING,
     PARENT,
     ROOT,
@@ -29,6 +30,7 @@ from runner.controller.reconcile import (
     Observed,
     Remove,
     Restrict,
+    Seal,
     Write,
     desire,
     desire_without_kubelet,
@@ -55,6 +57,7 @@ log = logging.getLogger(__name__)
 
 _FILES = (
     *("cgroup.events", "cgroup.max.descendants", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"),
+    *("cpuset.cpus.exclusive", "cpuset.cpus.partition"),
     *("cpu.weight", "memory.high", "memory.max", "pids.max"),
 )
 """Control files whose change may call for a pass; not among them are the runner's writes of its threads.
@@ -155,8 +158,12 @@ class ReconcileLoop:
     def desired(self, machine: OnlineCpus) -> Desired | Frozen:
         """Return what the tree should be."""
         if self.source is None:
-            return desire_without_kubelet(machine, self.limits)
-        return self.state if isinstance(self.state, Frozen) else desire(self.state, machine, self.reserved, self.limits)
+            desired = desire_without_kubelet(machine, self.limits)
+        elif isinstance(self.state, Frozen):
+            return self.state
+        else:
+            desired = desire(self.state, machine, self.reserved, self.limits)
+        return attrs.evolve(desired, partitions=self.tree.partition_writer is not None)
 
     def observe(self) -> Observed:
         """Look at the tree; also what :attr:`observed` is from now on."""
@@ -174,9 +181,10 @@ class ReconcileLoop:
         self.pass_over({})
         return self.observe()
 
-    def pass_over(self, grants: Mapping[str, CpuSet]) -> tuple[Fault, ...]:
+    def pass_over(self, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None = None) -> tuple[Fault, ...]:
         """Bring the tree to what is desired, with an instance for each of *grants*; return what went wrong.
 
+        *seals* are instances to be sealed or unsealed (:func:`~runner.controller.reconcile.reconcile`).
         While decisions are frozen nothing is done. Raises :class:`HostError` if there is no cgroup v2 to work with.
         """
         started = time.perf_counter()
@@ -187,14 +195,14 @@ class ReconcileLoop:
             self._count("frozen", started)
             return ()
         observed, faults = self._without_strangers(desired, machine, grants)
-        actions = reconcile(desired, observed, grants)
+        actions = reconcile(desired, observed, grants, seals)
         faults += self.tree.apply(actions, machine.online)
         failed = {fault.group for fault in faults if not fault.unlimited}
         unlimited = {fault.group for fault in faults if fault.unlimited}
         done = [
             action
             for action in actions
-            if action.group not in failed and not (isinstance(action, Restrict) and action.group in unlimited)
+            if action.group not in failed and not (isinstance(action, Restrict | Seal) and action.group in unlimited)
         ]
         self._tell(done, observed, grants)
         after = self.observe() if actions else observed
@@ -210,6 +218,29 @@ class ReconcileLoop:
         outcome = "faulty" if any(not fault.unlimited for fault in faults) else "changed" if actions else "clean"
         self._count(outcome, started)
         return faults
+
+    def seal(self, pod_uid: str) -> str:
+        """Make the group of instance *pod_uid* an isolated partition; return why it is none, empty if it is one."""
+        if reason := self.no_partitions():
+            return reason
+        faults = self.pass_over({}, {pod_uid: True})
+        group = (self.observed or self.observe()).instances().get(pod_uid)
+        if group is not None and group.partition == ISOLATED:
+            return ""
+        if group is None or not group.populated:
+            return "no thread is in its cgroup"
+        reasons = [fault.reason for fault in faults if fault.group == instance_group(pod_uid)]
+        return "; ".join(reasons) or self.frozen() or f"the kernel says {group.partition!r}"
+
+    def no_partitions(self) -> str:
+        """Return why no instance can be sealed, empty if one can."""
+        if self.tree.partition_writer is None:
+            return "the controller's option --partitions is off"
+        if self.tree.partition_writer.lost:
+            return "the controller's partition writer has ended; restart the controller"
+        if (self.observed or self.observe()).exclusive is None:
+            return "the kernel has no remote partitions (cpuset.cpus.exclusive); they come with Linux 6.7"
+        return ""
 
     def _without_strangers(
         self, desired: Desired, machine: OnlineCpus, grants: Mapping[str, CpuSet]
@@ -390,6 +421,9 @@ class ReconcileLoop:
                 case Remove(group) if instance_uid(group) is not None:
                     self.counters.removed += 1
                     log.info("stale instance removed uuid=%s", instance_uid(group))
+                case Seal(group, cpus):
+                    before = observed.groups[group].partition
+                    log.info("instance sealed uuid=%s cpus=%s found=%r", instance_uid(group), cpus, before)
                 case Restrict(group, file, value) if group in (ROOT, PARENT):
                     log.info("limit written file=%s value=%s", self.tree.group(group).path / file, value)
                 case Write(group, "cpuset.cpus", value):

@@ -9,9 +9,12 @@ registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset"
                                         ``cgroup.procs``, and ``cgroup.threads`` of the pod's group in float, in
                                         this order; the kernel's threads in the pod's own group go to float
 deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if there was no such instance
+sealCgroup         ``uuid``             ``{"guarantee": "enforced"}``: the kernel keeps all others off its CPUs; or
+                                        ``{"guarantee": "arranged", "reason"}``
+unsealCgroup       ``uuid``             ``{"unsealed": bool}``; ``false`` if it was not sealed
 listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
-                                        "populated"}, …]``
-getStatus          none                 protocol, kubelet's policy, float, frozen reason, faults
+                                        "populated", "guarantee"}, …]``
+getStatus          none                 protocol, kubelet's policy, float, frozen reason, whether CPUs can be sealed, faults
 =================  ===================  ==========================================================================
 
 ``uuid`` is the uid of the instance's pod. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
@@ -40,7 +43,7 @@ from runner.controller.identity import (
 )
 from runner.controller.loop import ReconcileLoop
 from runner.controller.privileged_start import DeviceFilter
-from runner.controller.reconcile import ROOT, holders
+from runner.controller.reconcile import ISOLATED, ROOT, holders
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup, CgroupError
@@ -59,11 +62,14 @@ from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
+PROTOCOL = 2
+"""1: without ``sealCgroup`` and ``unsealCgroup``."""
 
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "registerCgroup": ("uuid", "cpuset"),
     "deregisterCgroup": ("uuid",),
+    "sealCgroup": ("uuid",),
+    "unsealCgroup": ("uuid",),
     "listInstances": (),
     "getStatus": (),
 }
@@ -114,6 +120,8 @@ class RpcMethods:
     timeouts: Timeouts
     trusting: bool
     device_filter: DeviceFilter
+    partitions_required: bool = False
+    """Whether an instance is refused where the kernel does not keep all others off its CPUs."""
     _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
     _waits: trio.Semaphore = attrs.field(factory=lambda: trio.Semaphore(MOST_WAITING))
@@ -157,6 +165,10 @@ class RpcMethods:
                     return await self._register(identify, _pod_uid(arguments["uuid"]), arguments["cpuset"])
                 case "deregisterCgroup":
                     return await self._deregister(identify, _pod_uid(arguments["uuid"]))
+                case "sealCgroup":
+                    return await self._seal(identify, _pod_uid(arguments["uuid"]))
+                case "unsealCgroup":
+                    return await self._unseal(identify, _pod_uid(arguments["uuid"]))
                 case "listInstances":
                     return self._list(identify)
                 case _:
@@ -228,6 +240,7 @@ class RpcMethods:
             # Without a kubelet nothing reports the end of an instance; an empty one yields to another that wants its CPUs.
             if (more := self.loop.log_limit.due("gives way", pod_uid)) is not None:
                 log.info("empty instance gives way%s uuid=%s to=%s", more, other, pod_uid)
+            self.loop.tree.group(instance_group(other)).end_partition()
             self.loop.tree.group(instance_group(other)).remove()
         mine = observed.instances().get(pod_uid)
         if mine is not None and mine.populated and mine.cpus != asked:
@@ -335,18 +348,52 @@ class RpcMethods:
             )
         check_agreement(asked, state.choices(pod_uid), asked if scope is None else scope, pod_uid)
 
-    # -- deregisterCgroup --------------------------------------------------------------------------------------------
+    # -- sealCgroup, unsealCgroup ------------------------------------------------------------------------------------
 
-    async def _deregister(self, identify: Identify, pod_uid: str) -> RpcResult:
+    async def _seal(self, identify: Identify, pod_uid: str) -> RpcResult:
+        await self._owner(identify, pod_uid)
+        reason = self.loop.seal(pod_uid)
+        if not reason:
+            return RpcResult({"guarantee": "enforced"})
+        if self.partitions_required:
+            raise RequestRefusedError(
+                identity.HOST,
+                f"cannot keep all others off the CPUs of instance {pod_uid!r}: {reason}; --partitions auto goes on without",
+                lasting=True,
+            )
+        if (more := self.loop.log_limit.due("arranged", pod_uid)) is not None:
+            log.warning("instance not sealed%s uuid=%s reason=%r", more, pod_uid, reason)
+        return RpcResult({"guarantee": "arranged", "reason": reason})
+
+    async def _unseal(self, identify: Identify, pod_uid: str) -> RpcResult:
+        await self._owner(identify, pod_uid)
+        return RpcResult({"unsealed": self._unsealed(pod_uid)})
+
+    def _unsealed(self, pod_uid: str) -> bool:
+        """Unseal the instance and return whether it was sealed."""
+        group = self.loop.observe().instances().get(pod_uid)
+        if group is None or not group.was_sealed:
+            return False
+        self.loop.pass_over({}, {pod_uid: False})
+        return True
+
+    async def _owner(self, identify: Identify, pod_uid: str) -> None:
+        """Check that the peer may act for *pod_uid*, and that its container is the one that has the instance's CPUs."""
         caller = await self._caller(identify, pod_uid)
         self._check_alive(identify)
         group = self.loop.tree.group(instance_group(pod_uid))
+        if caller is not None and self.loop.source is not None and not self.trusting and group.exists():
+            # Not the CPUs in effect: a pod has none of its own while its instance is sealed.
+            check_container(caller, self.mount.at(caller.container.path).cpus(), group.cpus(), pod_uid)
+
+    # -- deregisterCgroup --------------------------------------------------------------------------------------------
+
+    async def _deregister(self, identify: Identify, pod_uid: str) -> RpcResult:
+        await self._owner(identify, pod_uid)
+        group = self.loop.tree.group(instance_group(pod_uid))
         if not group.exists():
             return RpcResult({"removed": False})
-        if caller is not None and self.loop.source is not None and not self.trusting:
-            check_container(
-                caller, self.mount.at(caller.container.path).effective_cpus(), group.effective_cpus(), pod_uid
-            )
+        self._unsealed(pod_uid)
         if not group.remove():
             with trio.move_on_after(self.timeouts.emptying):
                 while True:
@@ -381,6 +428,7 @@ class RpcMethods:
                     "cpuset": str(group.cpus),
                     "effective": str(group.effective),
                     "populated": group.populated,
+                    "guarantee": "enforced" if group.partition == ISOLATED else "arranged",
                 }
                 for pod_uid, group in sorted(self.loop.observe().instances().items())
                 if mine is None or pod_uid == mine
@@ -408,6 +456,7 @@ class RpcMethods:
                 "policy": None if isinstance(state, Frozen) else state.policy,
                 "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
                 "frozen": self.loop.frozen() or None,
+                "partitions": self.loop.no_partitions() or "enforced",
                 "faults": [*filter(None, [self.device_filter.missing]), *(fault.reason for fault in self.loop.faults)],
                 "trusting": self.trusting,
             }

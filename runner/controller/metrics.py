@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import attrs
 from prometheus_client.metrics_core import Metric
 
-from runner.controller.reconcile import Observed
+from runner.controller.reconcile import ISOLATED, Observed
 from runner.kubelet.pod_cgroups import FLOAT
 from runner.protocol.exposition import Samples, counter, gauge, metrics_response
 from runner.protocol.http import HttpResponse, not_found, ok, unavailable
@@ -47,6 +47,8 @@ def controller_metrics(counters: ControllerCounters, observed: Observed | None, 
     cpus = sum(len(group.cpus) for group in instances.values())
     yield _gauge("instances", "Instances in the tree.", len(instances))
     yield _gauge("instance_cpus", "CPUs that instances hold.", cpus)
+    sealed = sum(group.partition == ISOLATED for group in instances.values())
+    yield _gauge("instances_enforced", "Instances whose CPUs the kernel keeps all others off.", sealed)
     yield _gauge("float_cpus", "CPUs that float runs on.", len(floating.effective) if floating else 0)
     yield _gauge("frozen", "1 while the kubelet's state cannot be used.", bool(frozen))
     yield _counter("reconcile_passes_total", "Passes by outcome.", counters.passes, "outcome")

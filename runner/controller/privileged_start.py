@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.controller.partition_writer import PartitionWriter, start_partition_writer
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DEFAULT_RULES, DeviceRule, attach_device_filter, cgroup_id, macvtap_rules
@@ -52,20 +53,32 @@ class DeviceFilter:
         return self.error
 
 
-def start_privileged(root: Path, procfs: Path, rules: Sequence[DeviceRule] | None) -> DeviceFilter:
+@frozen
+class PrivilegedParts:
+    """What was made with the rights that are given away."""
+
+    device_filter: DeviceFilter
+    partition_writer: PartitionWriter | None
+
+
+def start_privileged(
+    root: Path, procfs: Path, rules: Sequence[DeviceRule] | None, *, partitions: bool
+) -> PrivilegedParts:
     """Enter the node's cgroup namespace, attach the device filter to *root*, and give away the capabilities for both.
 
     *rules* are added to the default ones; ``None``: there is to be no filter. An error in attaching it is part of the result,
-    because the instances that run are served all the same. Raises :class:`~runner.errors.HostError`.
+    because the instances that run are served all the same. With *partitions* a process is started that keeps the right to
+    make them. Raises :class:`~runner.errors.HostError`.
     """
     enter_cgroup_namespace(procfs / "1")
+    writer = start_partition_writer(root, procfs) if partitions else None
     if rules is None:
         log.warning("INSECURE: a process in float may make and open device nodes as far as its capabilities allow")
         found = DeviceFilter(root)
     else:
         found = _attached(root, procfs, rules)
     keep_capabilities(KEPT_CAPABILITIES)
-    return found
+    return PrivilegedParts(found, writer)
 
 
 def _attached(root: Path, procfs: Path, rules: Sequence[DeviceRule]) -> DeviceFilter:

@@ -104,7 +104,8 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
     print(shown.stdout)
     lines = shown.stdout.splitlines()
     uid = node.instance.uid
-    assert lines[0] == f"instance {uid}: CPUs '{exclusive}' on NUMA node '{max(numa)}', placement controller"
+    where = f"instance {uid}: CPUs '{exclusive}' on NUMA node '{max(numa)}'"
+    assert lines[0] == f"{where}, placement controller, exclusive CPUs enforced"
     rows = [line.split() for line in lines]
     for index, cpu in enumerate(exclusive):
         assert ["vcpu", str(index), str(node.vcpu(index)), "CPU", f"{index}/TCG", str(cpu)] in [row[:6] for row in rows]

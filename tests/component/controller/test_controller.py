@@ -61,7 +61,7 @@ async def test_the_articles_exchange(node: Node) -> None:
                 "cgroup_path": str(node.root.path / "instance-123"),
                 "float_path": str(node.root.path / "float" / "123"),
                 "cpuset": "4-7",
-                "protocol": 1,
+                "protocol": 2,
             },
             "id": 123,
         }
