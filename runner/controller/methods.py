@@ -91,6 +91,8 @@ MOST_WAITING = 32
 """Registrations that wait for the kubelet at a time: half of the connections, so that these do not take all of them."""
 MOST_PROCESSES = 4096
 """Processes of a pod that are looked at for a request; one that has more finds its anchor among the first, or not."""
+SEALED_EVERY = 1.0
+"""Seconds between two seals of an instance: for each the kernel rebuilds its scheduling domains, and no request is answered."""
 BETWEEN_CHECKPOINTS = 64
 """Processes that are looked at, 0.02 ms each, before other requests have their turn."""
 
@@ -124,6 +126,8 @@ class RpcMethods:
     """Whether an instance is refused where the kernel does not keep all others off its CPUs."""
     _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
+    _sealed_at: dict[str, float] = attrs.field(factory=dict)
+    """When the instances of the last second were sealed, on trio's clock."""
     _waits: trio.Semaphore = attrs.field(factory=lambda: trio.Semaphore(MOST_WAITING))
 
     def admit(self, identify: Identify) -> int:
@@ -351,7 +355,12 @@ class RpcMethods:
     # -- sealCgroup, unsealCgroup ------------------------------------------------------------------------------------
 
     async def _seal(self, identify: Identify, pod_uid: str) -> RpcResult:
+        await trio.sleep_until(self._sealed_at.get(pod_uid, 0) + SEALED_EVERY)
         await self._owner(identify, pod_uid)
+        now = trio.current_time()
+        for uid in [uid for uid, at in self._sealed_at.items() if at + SEALED_EVERY < now]:
+            del self._sealed_at[uid]
+        self._sealed_at[pod_uid] = now
         reason = self.loop.seal(pod_uid)
         if not reason:
             return RpcResult({"guarantee": "enforced"})

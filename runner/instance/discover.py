@@ -80,7 +80,7 @@ async def read_host_facts(
     virtiofsd, virtiofsd_error = await find_virtiofsd(processes) if spec.share else (None, "")
     limits = _memory_limits(spec, procfs, roots, cgroup)
     facts = HostFacts(
-        allowed_cpus=_allowed_cpus(Cgroup(roots.cgroup / cgroup.lstrip("/")), roots),
+        allowed_cpus=read_allowed_cpus(Cgroup(roots.cgroup / cgroup.lstrip("/")), roots),
         hardware=read_hardware(roots.sys.parent),
         memory_nodes=procfs.memory_nodes(),
         cpu_vendor=procfs.cpu_vendor(),
@@ -124,7 +124,7 @@ def _kvm(spec: InstanceSpec, device: Path) -> Kvm:
     return attrs.evolve(kvm, trial=try_kvm(device))
 
 
-def _allowed_cpus(own: Cgroup, roots: Roots) -> CpuSet:
+def read_allowed_cpus(own: Cgroup, roots: Roots) -> CpuSet:
     """Return the CPUs that this process may use.
 
     While another instance's partition still has some of them, the kernel shows the others alone, or CPUs that are not this

@@ -33,6 +33,8 @@ from tests.node.standin_kubelet import (
 )
 
 T = TypeVar("T")
+ARRANGED = pytest.mark.parametrize("controller_options", [("--partitions", "off")], ids=["arranged"])
+"""For a test of what others can do on the vCPUs' CPUs where the kernel does not keep them off."""
 ROM = Path(os.environ.get("RUNNER_NODE_ROM", ""))
 TREE = Cgroup(ROOT / "stelia")
 FLOAT = Cgroup(TREE.path / "float")

@@ -20,7 +20,7 @@ from runner.inspect.observe import observe_node
 from runner.inspect.rules import judge
 from runner.kernel import cgroup
 from tests.node.cgroups import Cgroup, task
-from tests.node.instances import TREE, Controller, Instance, spec_text, start_instance
+from tests.node.instances import ARRANGED, TREE, Controller, Instance, spec_text, start_instance
 from tests.node.standin_kubelet import MIB, PROJECT, PYCACHE, Container, Kubelet, Pod
 
 pytestmark = pytest.mark.usefixtures("rom")
@@ -138,6 +138,7 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
     ]
 
 
+@ARRANGED
 def test_a_thread_that_may_run_on_an_exclusive_cpu_is_named(node: Node, exclusive: CpuSet) -> None:
     with task(threads=2) as intruder:
         os.sched_setaffinity(intruder.tids[1], [min(exclusive)])

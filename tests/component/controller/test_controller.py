@@ -642,6 +642,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
                 "cpuset": "14-17",
                 "effective": "14-17",
                 "populated": False,
+                "guarantee": "arranged",
             }
         ]
         node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)
