@@ -27,10 +27,12 @@ from runner.controller.reconcile import (
     Action,
     Desired,
     Evict,
+    Group,
     Observed,
     Remove,
     Restrict,
     Seal,
+    Unseal,
     Write,
     desire,
     desire_without_kubelet,
@@ -421,9 +423,8 @@ class ReconcileLoop:
                 case Remove(group) if instance_uid(group) is not None:
                     self.counters.removed += 1
                     log.info("stale instance removed uuid=%s", instance_uid(group))
-                case Seal(group, cpus):
-                    before = observed.groups[group].partition
-                    log.info("instance sealed uuid=%s cpus=%s found=%r", instance_uid(group), cpus, before)
+                case Seal(group) | Unseal(group):
+                    self._tell_partition(action, observed.groups[group])
                 case Restrict(group, file, value) if group in (ROOT, PARENT):
                     log.info("limit written file=%s value=%s", self.tree.group(group).path / file, value)
                 case Write(group, "cpuset.cpus", value):
@@ -437,6 +438,16 @@ class ReconcileLoop:
                         log.info("cpuset written%s group=%s cpus=%s", more, group or self.tree.root.name, value)
                 case _:
                     log.debug("action %r", action)
+
+    def _tell_partition(self, action: Seal | Unseal, found: Group) -> None:
+        """Log that a group was sealed or unsealed, and count it as a repair if another program had ended its partition."""
+        repaired = isinstance(action, Seal) and found.was_sealed
+        self.counters.repairs += repaired
+        what = "sealed" if isinstance(action, Seal) else "unsealed"
+        if (more := self.log_limit.due(what, action.group)) is not None:
+            level = logging.WARNING if repaired else logging.INFO
+            pod_uid = instance_uid(action.group)
+            log.log(level, "instance %s%s uuid=%s found=%r", what, more, pod_uid, found.partition)
 
     def _count(self, outcome: str, started: float) -> None:
         self.counters.passes[outcome] += 1
