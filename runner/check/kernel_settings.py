@@ -40,6 +40,7 @@ LOSSES = (
     ((6, 2), "a change of a cpuset may reset the masks of pinned threads"),
     ((6, 4), "vhost threads do not follow QEMU into its cgroup and may run on the vCPUs' CPUs"),
     ((6, 5), "the controller identifies its clients by bare PID (no SO_PEERPIDFD)"),
+    ((6, 7), "the kernel cannot keep others off the vCPUs' CPUs (no remote partitions): that is arranged only"),
 )
 """Kernel version → what is lost before it."""
 
@@ -81,7 +82,7 @@ def judge_kernel(release: str) -> Finding:
     lost = [f"before {since[0]}.{since[1]} {loss}" for since, loss in LOSSES if version < since]
     if lost:
         return KERNEL.warning(
-            f"Linux {release}: {'; '.join(lost)}", "install Linux 6.5 or later (Debian 13, Ubuntu 24.04, RHEL 10)"
+            f"Linux {release}: {'; '.join(lost)}", "install Linux 6.7 or later (Debian 13, Ubuntu 24.04, RHEL 10)"
         )
     return KERNEL.ok(f"Linux {release}")
 

@@ -27,7 +27,8 @@ TOPOLOGY_MANAGER = Check(
 )
 CONTROLLER = Check("controller", "it keeps every other thread off the exclusive CPUs; without it only CPU masks do")
 
-PROTOCOL = 1
+PROTOCOLS = (1, 2)
+"""The newest comes last; a controller of protocol 1 seals no instance."""
 
 KubeletState = CpuState | Frozen
 """What ``cpu_manager_state`` holds, or why it does not settle."""
@@ -145,14 +146,18 @@ def judge_controller(place: Place, path: str, answer: Mapping[str, object] | str
     if answer.get("trusting"):
         found = "it trusts any process about which instance it is (--insecure-trust-peer)"
         return CONTROLLER.warning(found, "remove --insecure-trust-peer from its arguments")
-    return CONTROLLER.ok(f"it answers at {path}; float has CPUs '{answer.get('float_cpuset')}'")
+    exclusive = answer.get("partitions", "the controller is older than partitions")
+    guarantee = "enforced" if exclusive == "enforced" else f"arranged ({exclusive})"
+    return CONTROLLER.ok(
+        f"it answers at {path}; float has CPUs '{answer.get('float_cpuset')}'; exclusive CPUs are {guarantee}"
+    )
 
 
 def _refusal(answer: Mapping[str, object]) -> tuple[str, str] | None:
     """Return why a controller of this status would register no instance, and the remedy; ``None`` if it would."""
-    if answer.get("protocol") != PROTOCOL:
+    if answer.get("protocol") not in PROTOCOLS:
         return (
-            f"it speaks protocol {answer.get('protocol')!r}, this program {PROTOCOL}",
+            f"it speaks protocol {answer.get('protocol')!r}, this program {PROTOCOLS[-1]}",
             "install both from one release",
         )
     if answer.get("frozen"):

@@ -21,15 +21,19 @@ from runner.controller.limits import Limits
 from runner.controller.metrics import ControllerCounters, LoopStatus
 from runner.controller.pods import PodCgroups
 from runner.controller.reconcile import (
+    ISOLATED,
     LIMITING,
     PARENT,
     ROOT,
     Action,
     Desired,
     Evict,
+    Group,
     Observed,
     Remove,
     Restrict,
+    Seal,
+    Unseal,
     Write,
     desire,
     desire_without_kubelet,
@@ -57,6 +61,7 @@ log = logging.getLogger(__name__)
 
 _FILES = (
     *("cgroup.events", "cgroup.max.descendants", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"),
+    *("cpuset.cpus.exclusive", "cpuset.cpus.partition"),
     *("cpu.weight", "memory.high", "memory.max", "pids.max"),
 )
 """Control files whose change may call for a pass; not among them are the runner's writes of its threads.
@@ -181,8 +186,12 @@ class ReconcileLoop:
     def desired(self, machine: OnlineCpus) -> Desired | Frozen:
         """Return what the tree should be."""
         if self.source is None:
-            return desire_without_kubelet(machine, self.limits)
-        return self.state if isinstance(self.state, Frozen) else desire(self.state, machine, self.reserved, self.limits)
+            desired = desire_without_kubelet(machine, self.limits)
+        elif isinstance(self.state, Frozen):
+            return self.state
+        else:
+            desired = desire(self.state, machine, self.reserved, self.limits)
+        return attrs.evolve(desired, partitions=self.tree.partition_writer is not None)
 
     def observe(self) -> Observed:
         """Look at the tree; also what :attr:`observed` is from now on."""
@@ -209,9 +218,10 @@ class ReconcileLoop:
         self.pass_over({})
         return self.observe()
 
-    def pass_over(self, grants: Mapping[str, CpuSet]) -> tuple[Fault, ...]:
+    def pass_over(self, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None = None) -> tuple[Fault, ...]:
         """Bring the tree to what is desired, with an instance for each of *grants*; return what went wrong.
 
+        *seals* are instances to be sealed or unsealed (:func:`~runner.controller.reconcile.reconcile`).
         While decisions are frozen nothing is done. Raises :class:`HostError` if there is no cgroup v2 to work with.
         """
         started = time.perf_counter()
@@ -222,14 +232,14 @@ class ReconcileLoop:
             self._count("frozen", started)
             return ()
         observed, faults = self._without_strangers(desired, machine, grants)
-        actions = reconcile(desired, observed, grants)
+        actions = reconcile(desired, observed, grants, seals)
         faults += self.tree.apply(actions, machine.online)
         failed = {fault.group for fault in faults if not fault.unlimited}
         unlimited = {fault.group for fault in faults if fault.unlimited}
         done = [
             action
             for action in actions
-            if action.group not in failed and not (isinstance(action, Restrict) and action.group in unlimited)
+            if action.group not in failed and not (isinstance(action, Restrict | Seal) and action.group in unlimited)
         ]
         self._tell(done, observed, grants)
         after = self.observe() if actions else observed
@@ -245,6 +255,29 @@ class ReconcileLoop:
         outcome = "faulty" if any(not fault.unlimited for fault in faults) else "changed" if actions else "clean"
         self._count(outcome, started)
         return faults
+
+    def seal(self, pod_uid: str) -> str:
+        """Make the group of instance *pod_uid* an isolated partition; return why it is none, empty if it is one."""
+        if reason := self.no_partitions():
+            return reason
+        faults = self.pass_over({}, {pod_uid: True})
+        group = (self.observed or self.observe()).instances().get(pod_uid)
+        if group is not None and group.partition == ISOLATED:
+            return ""
+        if group is None or not group.populated:
+            return "no thread is in its cgroup"
+        reasons = [fault.reason for fault in faults if fault.group == instance_group(pod_uid)]
+        return "; ".join(reasons) or self.frozen() or f"the kernel says {group.partition!r}"
+
+    def no_partitions(self) -> str:
+        """Return why no instance can be sealed, empty if one can."""
+        if self.tree.partition_writer is None:
+            return "the controller's option --partitions is off"
+        if self.tree.partition_writer.lost:
+            return "the controller's partition writer has ended; restart the controller"
+        if (self.observed or self.observe()).exclusive is None:
+            return "the kernel has no remote partitions (cpuset.cpus.exclusive); they come with Linux 6.7"
+        return ""
 
     def _without_strangers(
         self, desired: Desired, machine: OnlineCpus, grants: Mapping[str, CpuSet]
@@ -443,6 +476,8 @@ class ReconcileLoop:
                 case Remove(group) if instance_uid(group) is not None:
                     self.counters.removed += 1
                     log.info("stale instance removed uuid=%s", instance_uid(group))
+                case Seal(group) | Unseal(group):
+                    self._tell_partition(action, observed.groups[group])
                 case Restrict(group, file, value) if group in (ROOT, PARENT):
                     log.info("limit written file=%s value=%s", self.tree.group(group).path / file, value)
                 case Write(group, "cpuset.cpus", value):
@@ -456,6 +491,16 @@ class ReconcileLoop:
                         log.info("cpuset written%s group=%s cpus=%s", more, group or self.tree.root.name, value)
                 case _:
                     log.debug("action %r", action)
+
+    def _tell_partition(self, action: Seal | Unseal, found: Group) -> None:
+        """Log that a group was sealed or unsealed, and count it as a repair if another program had ended its partition."""
+        repaired = isinstance(action, Seal) and found.was_sealed
+        self.counters.repairs += repaired
+        what = "sealed" if isinstance(action, Seal) else "unsealed"
+        if (more := self.log_limit.due(what, action.group)) is not None:
+            level = logging.WARNING if repaired else logging.INFO
+            pod_uid = instance_uid(action.group)
+            log.log(level, "instance %s%s uuid=%s found=%r", what, more, pod_uid, found.partition)
 
     def _count(self, outcome: str, started: float) -> None:
         self.counters.passes[outcome] += 1

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import trio
 
@@ -31,7 +31,7 @@ from runner.controller.memory_guard import MemoryGuard
 from runner.controller.methods import RpcMethods, Timeouts
 from runner.controller.metrics import respond
 from runner.controller.pods import PodCgroups
-from runner.controller.privileged_start import DeviceFilter, start_privileged
+from runner.controller.privileged_start import DeviceFilter, PrivilegedParts, start_privileged
 from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
@@ -52,6 +52,9 @@ _STDERR = 2
 
 Default = Literal["default"]
 """The value of a limit's option that was not given."""
+
+Partitions = Literal["auto", "required", "off"]
+"""Whether instances get isolated partitions: where the kernel can, or else none is started, or never."""
 
 
 @frozen
@@ -83,6 +86,7 @@ class Options:
     device_rules: tuple[DeviceRule, ...] | None
     """Besides the default ones; ``None``: no device filter."""
     require_seccomp: bool
+    partitions: Partitions
     sys: Path
     proc: Path
 
@@ -100,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     root.setLevel(logging.DEBUG if arguments.debug else logging.INFO)
     try:
         options = _options(arguments)
-        trio.run(control, options, start_privileged(options.root, options.proc, options.device_rules))
+        partitions = options.partitions != "off"
+        privileged = start_privileged(options.root, options.proc, options.device_rules, partitions=partitions)
+        trio.run(control, options, privileged)
     except RunnerError as error:
         return _failed(error)
     except BaseExceptionGroup as group:
@@ -111,13 +117,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def control(options: Options, device_filter: DeviceFilter) -> None:
+async def control(options: Options, privileged: PrivilegedParts) -> None:
     """Hold everything until a signal asks to stop. Raises :class:`RunnerError`, bare or in an exception group."""
     pods = PodCgroups(
         Cgroup(options.cgroupfs), Procfs(options.proc), kubelet=options.kubelet is not None, trusting=options.trusting
     )
     loop = ReconcileLoop(
-        tree=Tree(Cgroup(options.root)),
+        tree=Tree(Cgroup(options.root), privileged.partition_writer),
         source=None if options.kubelet is None else KubeletFiles(options.kubelet),
         sys=options.sys,
         reserved=options.reserved,
@@ -125,6 +131,7 @@ async def control(options: Options, device_filter: DeviceFilter) -> None:
         limits=choose_limits(options.limits, pods),
         pods=pods,
     )
+    device_filter = privileged.device_filter
     methods = RpcMethods(
         loop=loop,
         mount=Cgroup(options.cgroupfs),
@@ -134,6 +141,7 @@ async def control(options: Options, device_filter: DeviceFilter) -> None:
         trusting=options.trusting,
         device_filter=device_filter,
         require_seccomp=options.require_seccomp,
+        partitions_required=options.partitions == "required",
     )
     if options.trusting:
         log.warning("INSECURE: any process that reaches the socket may register and remove any instance")
@@ -187,7 +195,14 @@ def _failed(error: RunnerError) -> int:
 
 
 def respond_about(loop: ReconcileLoop, device_filter: DeviceFilter, target: str) -> HttpResponse:
-    """Return the response for the path *target* about the present state of *loop* and of *device_filter*."""
+    """Return the response for the path *target* about the present state of *loop* and of *device_filter*.
+
+    A device filter or a partition writer that is lost comes back with the next start of this program, which the kubelet
+    makes when ``/healthz`` fails.
+    """
+    writer = loop.tree.partition_writer
+    if target == "/healthz" and writer is not None and writer.lost:
+        return unavailable(loop.no_partitions())
     missing = device_filter.missing
     if missing and (target == "/readyz" or (target == "/healthz" and device_filter.lost)):
         return unavailable(missing)
@@ -274,6 +289,13 @@ def command_line() -> argparse.ArgumentParser:
         action="store_true",
         help="for development only: leave the tree without a device filter",
     )
+    add(
+        "--partitions",
+        choices=get_args(Partitions),
+        default="auto",
+        help="isolated partitions, by which the kernel keeps everything else off an instance's CPUs: auto is where the kernel "
+        "can (Linux 6.7), required refuses instances where it cannot",
+    )
     add("--sysfs", type=Path, default=Path("/sys"), metavar="DIR", help="where sysfs is mounted")
     add("--procfs", type=Path, default=Path("/proc"), metavar="DIR", help="where procfs is mounted")
     add(
@@ -357,6 +379,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         ),
         require_seccomp=arguments.require_seccomp,
         device_rules=None if arguments.no_device_filter else tuple(arguments.allow_device),
+        partitions=arguments.partitions,
         sys=arguments.sysfs,
         proc=arguments.procfs,
     )

@@ -9,10 +9,13 @@ registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset"
                                         ``cgroup.procs``, and ``cgroup.threads`` of the pod's group in float, in
                                         this order; the kernel's threads in the pod's own group go to float
 deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if there was no such instance
+sealCgroup         ``uuid``             ``{"guarantee": "enforced"}``: the kernel keeps all others off its CPUs; or
+                                        ``{"guarantee": "arranged", "reason"}``
+unsealCgroup       ``uuid``             ``{"unsealed": bool}``; ``false`` if it was not sealed
 listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
-                                        "populated", "awaited_by", "without_seccomp"}, …]``
-getStatus          none                 protocol, kubelet's policy, float, frozen reason, CPUs that change hands, faults,
-                                        memory_ends, without_seccomp
+                                        "populated", "guarantee", "awaited_by", "without_seccomp"}, …]``
+getStatus          none                 protocol, kubelet's policy, float, frozen reason, whether CPUs can be sealed, CPUs
+                                        that change hands, faults, memory_ends, without_seccomp
 =================  ===================  ==========================================================================
 
 ``uuid`` is the uid of the instance's pod. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
@@ -47,7 +50,7 @@ from runner.controller.identity import (
 )
 from runner.controller.loop import ReconcileLoop
 from runner.controller.privileged_start import DeviceFilter
-from runner.controller.reconcile import ROOT, holders
+from runner.controller.reconcile import ISOLATED, ROOT, holders
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup, CgroupError
@@ -66,11 +69,14 @@ from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
+PROTOCOL = 2
+"""1: without ``sealCgroup`` and ``unsealCgroup``."""
 
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "registerCgroup": ("uuid", "cpuset"),
     "deregisterCgroup": ("uuid",),
+    "sealCgroup": ("uuid",),
+    "unsealCgroup": ("uuid",),
     "listInstances": (),
     "getStatus": (),
 }
@@ -95,6 +101,8 @@ MOST_WAITING = 32
 """Registrations that wait for the kubelet at a time: half of the connections, so that these do not take all of them."""
 MOST_PROCESSES = 4096
 """Processes of a pod that are looked at for a request; one that has more finds its anchor among the first, or not."""
+SEALED_EVERY = 1.0
+"""Seconds between two seals of an instance: for each the kernel rebuilds its scheduling domains, and no request is answered."""
 BETWEEN_CHECKPOINTS = 64
 """Processes that are looked at, 0.02 ms each, before other requests have their turn."""
 
@@ -128,8 +136,12 @@ class RpcMethods:
     device_filter: DeviceFilter
     require_seccomp: bool = False
     """Whether a pod that may write the files of its groups is refused, and not only named in the log."""
+    partitions_required: bool = False
+    """Whether an instance is refused where the kernel does not keep all others off its CPUs."""
     _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
+    _sealed_at: dict[str, float] = attrs.field(factory=dict)
+    """When the instances of the last second were sealed, on trio's clock."""
     _waits: trio.Semaphore = attrs.field(factory=lambda: trio.Semaphore(MOST_WAITING))
 
     def admit(self, identify: Identify) -> int:
@@ -171,6 +183,10 @@ class RpcMethods:
                     return await self._register(identify, _pod_uid(arguments["uuid"]), arguments["cpuset"])
                 case "deregisterCgroup":
                     return await self._deregister(identify, _pod_uid(arguments["uuid"]))
+                case "sealCgroup":
+                    return await self._seal(identify, _pod_uid(arguments["uuid"]))
+                case "unsealCgroup":
+                    return await self._unseal(identify, _pod_uid(arguments["uuid"]))
                 case "listInstances":
                     return self._list(identify)
                 case _:
@@ -284,6 +300,7 @@ class RpcMethods:
             # Without a kubelet nothing reports the end of an instance; an empty one yields to another that wants its CPUs.
             if (more := self.loop.log_limit.due("gives way", pod_uid)) is not None:
                 log.info("empty instance gives way%s uuid=%s to=%s", more, other, pod_uid)
+            self.loop.tree.group(instance_group(other)).end_partition()
             self.loop.tree.group(instance_group(other)).remove()
         mine = observed.instances().get(pod_uid)
         if mine is not None and mine.populated and mine.cpus != asked:
@@ -374,18 +391,57 @@ class RpcMethods:
             )
         check_agreement(asked, state.choices(pod_uid), asked if scope is None else scope, pod_uid)
 
-    # -- deregisterCgroup --------------------------------------------------------------------------------------------
+    # -- sealCgroup, unsealCgroup ------------------------------------------------------------------------------------
 
-    async def _deregister(self, identify: Identify, pod_uid: str) -> RpcResult:
+    async def _seal(self, identify: Identify, pod_uid: str) -> RpcResult:
+        await trio.sleep_until(self._sealed_at.get(pod_uid, 0) + SEALED_EVERY)
+        await self._owner(identify, pod_uid)
+        now = trio.current_time()
+        for uid in [uid for uid, at in self._sealed_at.items() if at + SEALED_EVERY < now]:
+            del self._sealed_at[uid]
+        self._sealed_at[pod_uid] = now
+        reason = self.loop.seal(pod_uid)
+        if not reason:
+            return RpcResult({"guarantee": "enforced"})
+        if self.partitions_required:
+            raise RequestRefusedError(
+                identity.HOST,
+                f"cannot keep all others off the CPUs of instance {pod_uid!r}: {reason}; --partitions auto goes on without",
+                lasting=True,
+            )
+        if (more := self.loop.log_limit.due("arranged", pod_uid)) is not None:
+            log.warning("instance not sealed%s uuid=%s reason=%r", more, pod_uid, reason)
+        return RpcResult({"guarantee": "arranged", "reason": reason})
+
+    async def _unseal(self, identify: Identify, pod_uid: str) -> RpcResult:
+        await self._owner(identify, pod_uid)
+        return RpcResult({"unsealed": self._unsealed(pod_uid)})
+
+    def _unsealed(self, pod_uid: str) -> bool:
+        """Unseal the instance and return whether it was sealed."""
+        group = self.loop.observe().instances().get(pod_uid)
+        if group is None or not group.was_sealed:
+            return False
+        self.loop.pass_over({}, {pod_uid: False})
+        return True
+
+    async def _owner(self, identify: Identify, pod_uid: str) -> None:
+        """Check that the peer may act for *pod_uid*, and that its container is the one that has the instance's CPUs."""
         caller = await self._caller(identify, pod_uid)
         self._check_alive(identify)
         group = self.loop.tree.group(instance_group(pod_uid))
+        if caller is not None and self.loop.source is not None and not self.trusting and group.exists():
+            # Not the CPUs in effect: a pod has none of its own while its instance is sealed.
+            check_container(caller, self.mount.at(caller.container.path).cpus(), group.cpus(), pod_uid)
+
+    # -- deregisterCgroup --------------------------------------------------------------------------------------------
+
+    async def _deregister(self, identify: Identify, pod_uid: str) -> RpcResult:
+        await self._owner(identify, pod_uid)
+        group = self.loop.tree.group(instance_group(pod_uid))
         if not group.exists():
             return RpcResult({"removed": False})
-        if caller is not None and self.loop.source is not None and not self.trusting:
-            check_container(
-                caller, self.mount.at(caller.container.path).effective_cpus(), group.effective_cpus(), pod_uid
-            )
+        self._unsealed(pod_uid)
         with trio.move_on_after(self.timeouts.emptying):
             while not group.remove():
                 await self.loop.next_pass()  # a change of its cgroup.events starts one
@@ -424,6 +480,7 @@ class RpcMethods:
                         if each.holder == pod_uid and (mine is None or each.pod_uid == mine)
                     ],
                     "without_seccomp": pod_uid in without_seccomp,
+                    "guarantee": "enforced" if group.partition == ISOLATED else "arranged",
                 }
                 for pod_uid, group in sorted(observed.instances().items())
                 if mine is None or pod_uid == mine
@@ -453,6 +510,7 @@ class RpcMethods:
                 "policy": None if isinstance(state, Frozen) else state.policy,
                 "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
                 "frozen": self.loop.frozen() or None,
+                "partitions": self.loop.no_partitions() or "enforced",
                 "handovers": [
                     {"uuid": each.pod_uid, "holder": each.holder, "cpuset": str(each.cpus)}
                     for each in self.loop.handovers()

@@ -18,7 +18,7 @@ import attrs
 from prometheus_client.metrics_core import Metric
 
 from runner.controller.handover import Handover
-from runner.controller.reconcile import Observed
+from runner.controller.reconcile import ISOLATED, Observed
 from runner.kubelet.pod_cgroups import FLOAT
 from runner.protocol.exposition import Samples, counter, gauge, metrics_response
 from runner.protocol.http import HttpResponse, not_found, ok, unavailable
@@ -80,6 +80,8 @@ def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
     cpus = sum(len(group.cpus) for group in instances.values())
     yield _gauge("instances", "Instances in the tree.", len(instances))
     yield _gauge("instance_cpus", "CPUs that instances hold.", cpus)
+    sealed = sum(group.partition == ISOLATED for group in instances.values())
+    yield _gauge("instances_enforced", "Instances whose CPUs the kernel keeps all others off.", sealed)
     yield _gauge("float_cpus", "CPUs that float runs on.", len(floating.effective) if floating else 0)
     changing = {cpu for each in status.handovers for cpu in each.cpus}
     yield _gauge("handover_cpus", "CPUs of pods on which another pod's instance still runs.", len(changing))

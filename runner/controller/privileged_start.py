@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.controller.partition_writer import PartitionWriter, start_partition_writer
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DEFAULT_RULES, DeviceRule, attach_device_filter, cgroup_id, macvtap_rules
@@ -57,14 +58,27 @@ class DeviceFilter:
         return self.error
 
 
-def start_privileged(root: Path, procfs: Path, rules: Sequence[DeviceRule] | None) -> DeviceFilter:
+@frozen
+class PrivilegedParts:
+    """What was made with the rights that are given away."""
+
+    device_filter: DeviceFilter
+    partition_writer: PartitionWriter | None
+
+
+def start_privileged(
+    root: Path, procfs: Path, rules: Sequence[DeviceRule] | None, *, partitions: bool
+) -> PrivilegedParts:
     """Enter the node's cgroup namespace, attach the device filter to *root*, and give away the capabilities for both.
 
     *rules* are added to the default ones; ``None``: there is to be no filter. An error in attaching it is part of the result,
-    because the instances that run are served all the same. Raises :class:`~runner.errors.HostError`, also if another
-    controller has the tree *root*: then nothing of it has been changed.
+    because the instances that run are served all the same. With *partitions* a process is started that keeps the right to
+    make them. Raises :class:`~runner.errors.HostError`, also if another controller has the tree *root*: then nothing of it
+    has been changed.
     """
     enter_cgroup_namespace(procfs / "1")
+    # Before the lock, which a process that is forked after it would hold for a moment longer than this one lives.
+    writer = start_partition_writer(root, procfs) if partitions else None
     if rules is not None:
         with contextlib.suppress(HostError):  # attaching the filter reports it
             Cgroup(root).create()
@@ -75,7 +89,7 @@ def start_privileged(root: Path, procfs: Path, rules: Sequence[DeviceRule] | Non
     else:
         found = _attached(root, procfs, rules)
     keep_capabilities(KEPT_CAPABILITIES)
-    return found
+    return PrivilegedParts(found, writer)
 
 
 def _claim(root: Path) -> None:

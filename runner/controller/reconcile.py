@@ -36,6 +36,9 @@ from runner.values import frozen
 ROOT = ""
 PARENT = ".."
 
+MEMBER, ISOLATED = "member", "isolated"
+"""``cpuset.cpus.partition`` of a group that is no partition, and of one that has its CPUs to itself."""
+
 LIMITING = ("cpu", "memory", "pids")
 """Controllers that limit what runs in the tree; it works without them."""
 _BELOW = ("cpu", "pids")
@@ -57,6 +60,18 @@ class Group:
     """Whether it cannot be removed: it has a live member, or a group below it that a pod has made."""
     limits: Mapping[str, str] = attrs.field(factory=dict)
     """Control file → value, for the limits that the kernel offers here."""
+    exclusive: CpuSet = attrs.field(factory=CpuSet)
+    """``cpuset.cpus.exclusive``."""
+    partition: str = MEMBER
+    """``cpuset.cpus.partition``."""
+
+    @property
+    def was_sealed(self) -> bool:
+        """Whether it is an isolated partition, or was one until the kernel invalidated it.
+
+        Where its parent lost the CPUs, the kernel makes it a member without a word (``remote_partition_check``).
+        """
+        return self.partition != MEMBER or bool(self.exclusive)
 
 
 @frozen
@@ -95,6 +110,8 @@ class Observed:
     """Those of them that the kernel cannot take back by dropping page cache."""
     gone: frozenset[str] = frozenset()
     """The UIDs of pods that have a group here and no cgroup of their own any more."""
+    exclusive: CpuSet | None = None
+    """The root's ``cpuset.cpus.exclusive``; ``None`` if the kernel has no remote partitions."""
 
     def instances(self) -> Mapping[str, Group]:
         """Return the instances' groups by the instance's name."""
@@ -116,6 +133,8 @@ class Desired:
     complete: bool
     """*choices* names every pod there is, so that an empty instance that it does not name is stale."""
     limits: Limits = attrs.field(factory=Limits)
+    partitions: bool = True
+    """Whether an instance may be an isolated partition."""
 
 
 @frozen
@@ -165,7 +184,24 @@ class Evict:
         return instance_group(self.pod_uid)
 
 
-Action = Make | Remove | Write | Restrict | Evict
+@frozen
+class Seal:
+    """Make an instance's group an isolated partition of *cpus*. It works without, so that a failure stops nothing."""
+
+    group: str
+    cpus: CpuSet
+    together: CpuSet
+    """The CPUs of all sealed instances, which the root must have for itself first."""
+
+
+@frozen
+class Unseal:
+    """Make a group a member of its parent's partition again, without exclusive CPUs."""
+
+    group: str
+
+
+Action = Make | Remove | Write | Restrict | Evict | Seal | Unseal
 
 
 def desire(state: CpuState, machine: OnlineCpus, reserved: CpuSet, limits: Limits) -> Desired:
@@ -197,12 +233,15 @@ def desire_without_kubelet(machine: OnlineCpus, limits: Limits) -> Desired:
     )
 
 
-def reconcile(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> tuple[Action, ...]:
+def reconcile(
+    desired: Desired, observed: Observed, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None = None
+) -> tuple[Action, ...]:
     """Return the actions that turn *observed* into *desired*, with an instance for each of *grants* as well.
 
-    The caller has made sure that no granted CPU is another instance's (:func:`holders`).
+    The caller has made sure that no granted CPU is another instance's (:func:`holders`). *seals* are the instances that
+    are to be sealed or unsealed; all others stay as they are, as long as a thread is in their groups.
     """
-    return tuple(_actions(desired, observed, grants))
+    return tuple(_actions(desired, observed, grants, seals or {}))
 
 
 def holders(cpus: CpuSet, observed: Observed, *, but: str) -> Mapping[str, Group]:
@@ -241,6 +280,8 @@ def _evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet
     for pod_uid, instance in observed.instances().items():
         if pod_uid not in without_pod or not instance.populated:
             continue
+        if instance.was_sealed:
+            yield Unseal(instance_group(pod_uid))
         if floating and not _shares_floats(instance, observed.groups):
             yield Write(instance_group(pod_uid), "cpuset.cpus", str(floating))
         if instance.limits.get("pids.max", NO_PROCESSES) != NO_PROCESSES:
@@ -254,17 +295,20 @@ def _without_pod(desired: Desired, observed: Observed, grants: Mapping[str, CpuS
     return observed.gone - {*desired.choices, *grants}
 
 
-def _actions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[Action]:
+def _actions(
+    desired: Desired, observed: Observed, grants: Mapping[str, CpuSet], seals: Mapping[str, bool]
+) -> Iterator[Action]:
     yield from _parent_actions(observed)
     yield from _root_actions(desired, observed)
     yield from _root_limits(desired, observed)
     removed = stale(desired, observed, grants)
-    for pod_uid in removed:
-        yield Remove(instance_group(pod_uid))
-
     groups = {name: group for name, group in observed.groups.items() if instance_uid(name) not in removed}
     without_pod = _without_pod(desired, observed, grants)
     targets = _targets(desired, groups, grants, without_pod)
+    sealed = _sealed(desired, observed, targets, seals, without_pod)
+    yield from _unseal_actions(sealed, observed)
+    for pod_uid in removed:
+        yield Remove(instance_group(pod_uid))
     for name in targets:
         if name not in groups:
             yield Make(name)
@@ -281,6 +325,54 @@ def _actions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
             yield from _restrictions(name, wanted, found, observed)
     if FLOAT in groups or FLOAT in targets:
         yield from _float_actions(desired, observed, grants, frozenset(removed))
+    yield from _seal_actions(sealed, observed)
+
+
+def _sealed(
+    desired: Desired,
+    observed: Observed,
+    targets: Mapping[str, CpuSet],
+    seals: Mapping[str, bool],
+    without_pod: frozenset[str],
+) -> Mapping[str, CpuSet]:
+    """Return the groups that are to be isolated partitions, and their CPUs.
+
+    That an instance was sealed is recorded nowhere but in its group, which the kernel keeps when this program ends. A group
+    without a thread has no use for its CPUs, and one without a pod has float's.
+    """
+    if observed.exclusive is None or not desired.partitions:
+        return {}
+    return {
+        instance_group(pod_uid): targets.get(instance_group(pod_uid), group.cpus)
+        for pod_uid, group in observed.instances().items()
+        if group.populated and seals.get(pod_uid, group.was_sealed) and pod_uid not in without_pod
+    }
+
+
+def _unseal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterator[Action]:
+    for name, group in observed.groups.items():
+        if group.was_sealed and not _names(group, sealed.get(name)):
+            yield Unseal(name)
+
+
+def _seal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterator[Action]:
+    together = CpuSet()
+    for cpus in sealed.values():
+        together |= cpus
+    missing = {
+        name: cpus
+        for name, cpus in sealed.items()
+        if observed.groups[name].partition != ISOLATED or not _names(observed.groups[name], cpus)
+    }
+    for name, cpus in missing.items():
+        yield Seal(name, cpus, together)
+    if not missing and observed.exclusive is not None and observed.exclusive != together:
+        yield Restrict(ROOT, "cpuset.cpus.exclusive", str(together))
+
+
+def _names(group: Group, cpus: CpuSet | None) -> bool:
+    """Tell whether *group* has *cpus*, and for itself; ``None``: it is to have none for itself."""
+    return group.exclusive == group.cpus == cpus
 
 
 def _cpuset_actions(targets: Mapping[str, CpuSet], groups: Mapping[str, Group]) -> Iterator[Action]:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from typing import assert_never
 
+from runner.controller.partition_writer import PartitionWriter
 from runner.controller.reconcile import (
+    ISOLATED,
     PARENT,
     ROOT,
     Action,
@@ -19,6 +21,8 @@ from runner.controller.reconcile import (
     PodGroup,
     Remove,
     Restrict,
+    Seal,
+    Unseal,
     Write,
 )
 from runner.cpuset import CpuSet
@@ -57,6 +61,8 @@ class Tree:
     """The controller's part of the hierarchy, below the group *root*."""
 
     root: Cgroup
+    partition_writer: PartitionWriter | None = None
+    """``None``: no partition is made."""
 
     @property
     def floating(self) -> Cgroup:
@@ -98,6 +104,7 @@ class Tree:
                 group = _observe(self.root.child(name))
                 if group is not None:
                     groups[name] = group
+        exclusive = self.root.exclusive_cpus()
         used, kept = self.root.memory_in_use() if "memory" in delegated else (0, 0)
         return Observed(
             offered,
@@ -112,6 +119,7 @@ class Tree:
             limits=_limits(self.root, _ROOT_LIMITS),
             memory_used=used,
             memory_kept=kept,
+            exclusive=exclusive,
         )
 
     def _pods(self) -> Iterator[tuple[str, PodGroup]]:
@@ -139,7 +147,7 @@ class Tree:
                 reason = self._perform(action, online)
             except CgroupError as error:
                 reason = explain(error)
-            if reason and isinstance(action, Restrict):
+            if reason and isinstance(action, Restrict | Seal):
                 unlimited.append(Fault(action.group, reason, unlimited=True))
             elif reason:
                 faults[action.group] = Fault(action.group, reason)
@@ -161,15 +169,33 @@ class Tree:
                     return f"cannot give {group.path} the CPUs {asked}: the kernel has put {effective} into effect"
             case Write() | Restrict():
                 group.write(action.file, action.value)
+            case Unseal():
+                group.end_partition()
+            case Seal(_, cpus, together):
+                return self._seal(group, cpus, together, online)
             case Evict(pod_uid):
-                _move_threads(group, self.pod(pod_uid))
-                for below in reversed(group.below(REMOVED_AT_ONCE)):
-                    with contextlib.suppress(CgroupError):  # one that cannot have threads yet, or is gone
-                        _move_threads(below, self.pod(pod_uid))
-                    below.remove()
+                _evict(group, self.pod(pod_uid))
             case _ as never:
                 assert_never(never)
         return ""
+
+    def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
+        """Make *group* an isolated partition, and read it back; return why it is none, and then nothing of one is left."""
+        if self.partition_writer is None:
+            return "the controller makes no partitions"
+        if self.root.exclusive_cpus() != together:
+            self.root.write("cpuset.cpus.exclusive", str(together))
+        try:
+            group.write("cpuset.cpus.exclusive", str(cpus))
+            self.partition_writer.isolate(group.name)
+            state, effective = group.partition(), group.effective_cpus()
+        except CgroupError:
+            group.end_partition()
+            raise
+        if state == ISOLATED and effective == cpus & online:
+            return ""
+        group.end_partition()
+        return f"cannot make {group.path} an isolated partition of the CPUs {cpus}: the kernel says {state!r} with {effective}"
 
 
 def _removed(group: Cgroup) -> bool:
@@ -179,6 +205,15 @@ def _removed(group: Cgroup) -> bool:
     for below in reversed(group.below(REMOVED_AT_ONCE)):
         below.remove()
     return group.remove()
+
+
+def _evict(group: Cgroup, target: Cgroup) -> None:
+    """Move the threads of *group* to *target*, and remove the groups below it that a pod has made."""
+    _move_threads(group, target)
+    for below in reversed(group.below(REMOVED_AT_ONCE)):
+        with contextlib.suppress(CgroupError):  # one that cannot have threads yet, or is gone
+            _move_threads(below, target)
+        below.remove()
 
 
 def _move_threads(source: Cgroup, target: Cgroup) -> None:
@@ -219,7 +254,9 @@ def _observe(group: Cgroup) -> Group | None:
         raise
     limits = _limits(group, _INSTANCE_LIMITS) if group.name != FLOAT else {}
     try:
-        return Group(kind, group.cpus(), group.mems(), group.effective_cpus(), populated, limits)
+        cpus, mems, effective = group.cpus(), group.mems(), group.effective_cpus()
+        exclusive, partition = group.exclusive_cpus() or CpuSet(), group.partition()
+        return Group(kind, cpus, mems, effective, populated, limits, exclusive, partition)
     except CgroupError as error:
         if error.errno not in (errno.ENOENT, errno.ENODEV):
             raise

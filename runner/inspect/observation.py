@@ -10,7 +10,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.facts.memory import MemoryCharge
 from runner.placement.backends import Backend
-from runner.placement.threads import ObservedThread, Role, ThreadRules
+from runner.placement.threads import Guarantee, ObservedThread, Role, ThreadRules, guarantee_of
 from runner.values import frozen
 
 Viewpoint = Literal["container", "node"]
@@ -68,6 +68,11 @@ class InstanceObservation:
     def cpus(self) -> CpuSet:
         """The exclusive CPUs: the vCPUs' own."""
         return self.rules.cpus
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What keeps all others off the exclusive CPUs."""
+        return guarantee_of(self.backend, self.cpus, self.threads)
 
     @property
     def numa_nodes(self) -> CpuSet:

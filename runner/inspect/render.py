@@ -21,7 +21,7 @@ def report_lines(report: InspectionReport) -> Iterator[str]:
     for each in report.instances:
         instance = each.observation
         on = f" on NUMA node '{instance.numa_nodes}'" if instance.numa_nodes else ""
-        yield f"{_title(instance)}: CPUs '{instance.cpus}'{on}, placement {instance.backend}"
+        yield f"{_title(instance)}: CPUs '{instance.cpus}'{on}, placement {instance.backend}, exclusive CPUs {instance.guarantee}"
         yield from aligned([HEAD, *(_row(thread, instance.numa_node_of) for thread in instance.threads)])
         yield from _verdicts(each.verdicts)
         yield ""
@@ -92,6 +92,7 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
         "name": instance.name,
         "backend": instance.backend,
         "cpus": str(instance.cpus),
+        "guarantee": instance.guarantee,
         "numa_nodes": str(instance.numa_nodes),
         "threads": [_thread_json(thread, instance.numa_node_of) for thread in instance.threads],
         "verdicts": [_verdict_json(verdict) for verdict in each.verdicts],

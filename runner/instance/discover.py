@@ -80,7 +80,7 @@ async def read_host_facts(
     virtiofsd, virtiofsd_error = await find_virtiofsd(processes) if spec.share else (None, "")
     limits = _memory_limits(spec, procfs, roots, cgroup)
     facts = HostFacts(
-        allowed_cpus=read_mask(),
+        allowed_cpus=read_allowed_cpus(Cgroup(roots.cgroup / cgroup.lstrip("/")), roots),
         hardware=read_hardware(roots.sys.parent),
         memory_nodes=procfs.memory_nodes(),
         cpu_vendor=procfs.cpu_vendor(),
@@ -122,6 +122,20 @@ def _kvm(spec: InstanceSpec, device: Path) -> Kvm:
     if kvm.error is not None or spec.cpu.accel == "tcg":
         return kvm
     return attrs.evolve(kvm, trial=try_kvm(device))
+
+
+def read_allowed_cpus(own: Cgroup, roots: Roots) -> CpuSet:
+    """Return the CPUs that this process may use.
+
+    While another instance's partition still has some of them, the kernel shows the others alone, or CPUs that are not this
+    container's at all. Its *own* cgroup names what it was given, if it can be seen here.
+    """
+    mask = read_mask()
+    try:
+        given, effective = own.cpus() & _online_cpus(roots), own.effective_cpus()
+    except (HostError, ValueError):
+        return mask
+    return given if given and mask == effective and not given <= effective else mask
 
 
 def _online_cpus(roots: Roots) -> CpuSet:

@@ -183,7 +183,7 @@ async def _placed_threads(
 ) -> AsyncIterator[Receipts]:
     """Hold the vCPU threads on their CPUs, and the receipt that proves it in the state directory."""
     # Here, because it was imported while QEMU started.
-    from runner.instance.receipts import Receipts, query_threads, receipt_table
+    from runner.instance.receipts import Receipts, query_threads
     from runner.instance.thread_placement import place_threads
 
     threads = await started_within(
@@ -191,11 +191,9 @@ async def _placed_threads(
     )
     receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
     receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
-    for line in receipt_table(receipt):
-        log.info("placement: %s", line)
-    receipts.publish()
     try:
         async with (
+            _sealed_cpus(active, receipts),
             supervisor.background_task(active.settle),
             supervisor.background_task(receipts.follow_restarts),
         ):
@@ -203,6 +201,14 @@ async def _placed_threads(
     finally:
         with supervisor.faults.recorded("remove the receipt"):
             files.remove(plan.state_directory / RECEIPT)
+
+
+@asynccontextmanager
+async def _sealed_cpus(active: ActivePlacement, receipts: Receipts) -> AsyncIterator[None]:
+    """Hold all others off the vCPUs' CPUs as far as this host can, and the receipt that says so."""
+    async with active.sealed() as reason:
+        receipts.confirm(reason)
+        yield
 
 
 @asynccontextmanager

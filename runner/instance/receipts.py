@@ -17,6 +17,7 @@ from runner.instance.state_directory import RECEIPT
 from runner.instance.supervisor import Supervisor
 from runner.instance.thread_placement import QemuThreads, read_threads, verified
 from runner.kernel import files
+from runner.placement.backends import ControllerPlacement
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
 from runner.table import aligned
@@ -74,6 +75,26 @@ class Receipts:
     def _read_once(self) -> Receipt:
         threads = read_threads(self.supervisor.processes, self.supervisor.procfs, self.active, self.threads)
         return attrs.evolve(self.receipt, threads=threads)
+
+    def confirm(self, reason: str) -> None:
+        """Read every thread back now that the CPUs are sealed, or are not because of *reason*; log and publish the receipt.
+
+        Raises :exc:`~runner.errors.PlacementError` when a thread is misplaced, or the plan demands sealed CPUs.
+        """
+        self.receipt = verified(attrs.evolve(self.read(), reason=reason))
+        for line in receipt_table(self.receipt):
+            log.info("placement: %s", line)
+        if self.receipt.guarantee == "enforced":
+            log.info("exclusive CPUs: enforced cpus=%s", self.receipt.rules.cpus)
+        else:
+            reason = reason or "the kernel lets other processes of the pod run there"
+            if isinstance(self.plan.placement, ControllerPlacement) and self.plan.placement.enforced:
+                raise PlacementError(
+                    f"cannot keep all others off the vCPUs' CPUs: {reason}",
+                    remedy='set cpu.exclusive = "auto" to start without that guarantee',
+                )
+            log.warning("exclusive CPUs: arranged (%s)", reason)
+        self.publish()
 
     def publish(self) -> None:
         """Write the receipt to the state directory, with the names of the instance and of its pod."""

@@ -51,6 +51,11 @@ _MEANING = {
     ("cpuset.cpus", errno.ERANGE): "it names a CPU that this machine cannot have",
     ("cpuset.cpus", errno.EINVAL): "it names a CPU that this machine cannot have",
     ("cpuset.cpus", errno.ENOSPC): "the group is populated and would be left without CPUs",
+    # update_exclusive_cpumask and validate_change of kernel/cgroup/cpuset.c.
+    (
+        "cpuset.cpus.exclusive",
+        errno.EINVAL,
+    ): "a cgroup beside it has some of these CPUs in its own cpuset.cpus.exclusive, or no others in its cpuset.cpus",
     ("cpuset.mems", errno.EINVAL): "it names a NUMA node without memory",
     ("cpuset.mems", errno.ENOSPC): "the group is populated and would be left without memory nodes",
 }
@@ -308,6 +313,25 @@ class Cgroup:
         """
         self.write("cpuset.cpus", str(cpus))
         return self.effective_cpus()
+
+    # -- partitions ("cpuset.cpus.partition") ------------------------------------------------------------------------
+
+    def exclusive_cpus(self) -> CpuSet | None:
+        """Return ``cpuset.cpus.exclusive`` as written; ``None`` if the kernel has no such file: before 6.7, without cpuset."""
+        if not (self.path / "cpuset.cpus.exclusive").exists():
+            return None
+        return self._read_set("cpuset.cpus.exclusive")
+
+    def partition(self) -> str:
+        """Return ``cpuset.cpus.partition``: ``member``, ``root``, ``isolated``, or one of the latter with `` invalid (reason)``."""
+        return self.read_if_there("cpuset.cpus.partition") or "member"
+
+    def end_partition(self) -> None:
+        """Make the group a member of its parent's partition, without exclusive CPUs; it may have been one before."""
+        if self.partition() != "member":
+            self.write("cpuset.cpus.partition", "member")
+        if self.exclusive_cpus():
+            self.write("cpuset.cpus.exclusive", "")
 
     # -- members -----------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ class ControllerPlacement:
     """The controller's Unix socket."""
     pod_uid: str
     """The pod's UID, which names the instance cgroup; without a kubelet the container's id."""
+    enforced: bool = False
+    """Whether the start is refused unless the kernel keeps all others off the CPUs."""
     sweep: bool = False
     """Whether processes that other programs start in the container are moved to float."""
 

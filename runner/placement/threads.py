@@ -12,7 +12,7 @@ import enum
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, assert_never, get_args
+from typing import Any, Literal, assert_never, get_args
 
 from runner.cpuset import CpuSet
 from runner.errors import UsageError
@@ -21,6 +21,9 @@ from runner.placement.backends import Backend, Placement
 from runner.values import frozen
 
 RECEIPT_VERSION = 1
+
+Guarantee = Literal["enforced", "arranged"]
+"""What keeps all others off the vCPUs' CPUs: the kernel, by an isolated partition, or only that each stays in its cpuset."""
 
 
 class Role(enum.StrEnum):
@@ -276,6 +279,17 @@ def thread_rules(placement: Placement, cgroups: CgroupPaths | None) -> ThreadRul
     return ThreadRules(placement.cpus, placement.pins, placement.shared, cgroups)
 
 
+def guarantee_of(backend: Backend, cpus: CpuSet, threads: Iterable[ObservedThread]) -> Guarantee:
+    """Return what keeps all others off the vCPUs' *cpus*, as the *threads* of the instance show it.
+
+    The pod's own cgroup names these CPUs and no others. Where the kernel lets the anchors, which stay in it, run on others
+    alone, it has taken these away from every cgroup but the instance's: by a partition (``cpuset.cpus.partition``).
+    """
+    anchors = [each.thread.cpus for each in threads if each.role is Role.ANCHOR]
+    sealed = bool(anchors) and all(allowed.isdisjoint(cpus) for allowed in anchors)
+    return "enforced" if sealed and backend == "controller" else "arranged"
+
+
 # -- the receipt -----------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +300,13 @@ class Receipt:
     backend: Backend
     rules: ThreadRules
     threads: tuple[ObservedThread, ...]
+    reason: str = ""
+    """Why the CPUs could not be sealed when the guest was started; empty if they were."""
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What keeps all others off the vCPUs' CPUs."""
+        return guarantee_of(self.backend, self.rules.cpus, self.threads)
 
     def violations(self) -> tuple[Violation, ...]:
         """Return the violations of its own rules."""
@@ -301,6 +322,8 @@ class Receipt:
             "instance_cpus": str(self.rules.cpus),
             "float_cpus": str(runner.cpus),
             "shared": self.rules.shared,
+            "guarantee": self.guarantee,
+            "reason": self.reason if self.guarantee == "arranged" else "",
             "cgroups": None
             if cgroups is None
             else {"pod": cgroups.pod, "floating": cgroups.float_cgroup, "instance": cgroups.instance},
@@ -328,7 +351,7 @@ def parse_receipt(text: str, source: str) -> Receipt:
             shared=document["shared"],
             cgroups=_parse_cgroups(document.get("cgroups")),
         )
-        return Receipt(document["backend"], rules, threads)
+        return Receipt(document["backend"], rules, threads, document.get("reason", ""))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"cannot use {source}: it is no receipt of instance-runner's") from error
 

@@ -29,6 +29,12 @@ def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backen
         reason, remedy = errors[backend]
         if reason is not None:
             problems.refuse("cpu.placement", f"{backend!r} cannot be used: {reason}", remedy)
+    if cpu.exclusive == "enforced" and backend != "controller":
+        problems.refuse(
+            "cpu.exclusive",
+            f'"enforced" cannot be had with placement {backend!r}',
+            "only the controller of the Kubernetes node makes isolated partitions",
+        )
     if backend == "affinity":
         unusable = {
             name: f"{reason}; {remedy}" if remedy else reason for name, (reason, remedy) in errors.items() if reason
@@ -77,7 +83,8 @@ def _placement(
 ) -> Placement:
     allowed = facts.allowed_cpus
     if backend == "controller":
-        return ControllerPlacement(allowed, pins, cpu.controller, facts.container_uid or "", sweep=cpu.sweep)
+        enforced = cpu.exclusive == "enforced"
+        return ControllerPlacement(allowed, pins, cpu.controller, facts.container_uid or "", enforced, sweep=cpu.sweep)
     cpus = CpuSet(pins)
     rest = allowed - cpus
     if not rest:

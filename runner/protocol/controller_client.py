@@ -33,6 +33,7 @@ _MOST_FDS = 16
 """Descriptors that may come with one response."""
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EAGAIN, errno.ENOTCONN}
 """The last two are a full queue of connections: the server is there, and cannot accept yet."""
+_METHOD_NOT_FOUND = -32601
 BUSY = -32005
 """The error code of a server that has as many connections or requests as it may have."""
 
@@ -140,6 +141,27 @@ async def deregister(path: PurePosixPath, pod_uid: str) -> None:
     """Have the controller remove the instance's cgroup; a missing one is fine. Raises like :func:`register`."""
     with ExitStack() as held:
         await _call(path, "deregisterCgroup", {"uuid": pod_uid}, _ReceivedFds(held))
+
+
+async def seal(path: PurePosixPath, pod_uid: str) -> str:
+    """Have the controller make the instance's cgroup an isolated partition; return why it is none, empty if it is one.
+
+    Raises like :func:`register`.
+    """
+    with ExitStack() as held:
+        try:
+            result = await _call(path, "sealCgroup", {"uuid": pod_uid}, _ReceivedFds(held))
+        except ControllerError as error:
+            if error.code == _METHOD_NOT_FOUND:
+                return "the controller is older than partitions; update it"
+            raise
+    return "" if _text(result, "guarantee") == "enforced" else _text(result, "reason")
+
+
+async def unseal(path: PurePosixPath, pod_uid: str) -> None:
+    """Have the controller end the partition of the instance's cgroup; a missing one is fine. Raises like :func:`register`."""
+    with ExitStack() as held:
+        await _call(path, "unsealCgroup", {"uuid": pod_uid}, _ReceivedFds(held))
 
 
 async def read_status(path: PurePosixPath) -> Mapping[str, object]:

@@ -61,6 +61,7 @@ UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 PlacementChoice = Literal["auto", "controller", "delegated", "affinity"]
 PinningChoice = Literal["auto", "packed-siblings", "linear"]
+ExclusiveChoice = Literal["auto", "enforced"]
 TopologyChoice = Literal["host", "flat"]
 AccelChoice = Literal["auto", "kvm", "tcg"]
 IdleChoice = Literal["host", "guest"]
@@ -124,6 +125,13 @@ class CpuSpec:
         path(),
         default=PurePosixPath("/run/instance-cgroup-controller/controller.sock"),
         doc="the Unix socket of the Kubernetes node's controller",
+    )
+    exclusive: ExclusiveChoice = key(
+        choice(*get_args(ExclusiveChoice)),
+        default="auto",
+        doc='what must keep all others off the CPUs of the vCPUs while the guest runs; `"enforced"`: the kernel, by an isolated '
+        'partition (Linux 6.7, placement `"controller"`), or the start is refused; `"auto"`: the kernel where it can, else '
+        "everything that stays in its cpuset and the sweep",
     )
     sweep: bool = key(
         flag(),

@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -42,7 +42,8 @@ def registered(pipes: dict[str, tuple[int, int]]) -> RegisteredCgroups:
     pod, float_ = (Descriptor(pipes[name][1]) for name in ("pod", "float"))
     fds = CgroupFds(float_procs=float_, instance_threads=float_, pod_procs=pod, float_threads=float_)
     placement = ControllerPlacement(cpus=CpuSet([2]), pins=(2,), socket=PurePosixPath("/none"), pod_uid="pod")
-    return RegisteredCgroups(CgroupPaths("/pod", "/float", "/instance"), None, fds, placement=placement)
+    paths = CgroupPaths("/pod", "/float", "/instance")
+    return RegisteredCgroups(paths, None, fds, placement=placement, sealing=lambda: nullcontext(""))
 
 
 def test_this_process_goes_to_the_pods_cgroup_and_back(

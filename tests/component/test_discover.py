@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
-from runner.instance.discover import find_virtiofsd
+from runner.facts.roots import Roots
+from runner.instance.discover import find_virtiofsd, read_allowed_cpus
+from runner.kernel.cgroup import Cgroup
 from runner.kernel.processes import open_processes
 
 
@@ -42,3 +46,27 @@ async def test_a_shortage_is_not_blamed_on_the_program() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert explain(caught.value).endswith("Too many open files")
+
+
+@pytest.mark.parametrize(
+    ("mask", "given", "effective", "allowed"),
+    [
+        ("4-7", "4-7", "4-7", "4-7"),
+        ("0-1", "4-7", "0-1", "4-7"),  # a partition has all of them, so that the kernel shows the parent's
+        ("6-7", "4-7", "6-7", "4-7"),  # a partition has some of them
+        ("6", "4-7", "6-7", "6"),  # this process was pinned
+        ("0-7", "", "0-7", "0-7"),
+        ("4-7", "4-7,9", "4-7", "4-7"),  # CPU 9 is not online
+        ("0-1", None, None, "0-1"),  # no cgroup can be seen
+    ],
+)
+def test_cpus_that_a_partition_still_has_are_this_containers_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: str, given: str | None, effective: str | None, allowed: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(CpuSet.parse(mask)))
+    (tmp_path / "sys/devices/system/cpu").mkdir(parents=True)
+    (tmp_path / "sys/devices/system/cpu/online").write_text("0-7\n")
+    for file, content in (("cpuset.cpus", given), ("cpuset.cpus.effective", effective)):
+        if content is not None:
+            (tmp_path / file).write_text(f"{content}\n")
+    assert read_allowed_cpus(Cgroup(tmp_path), Roots(sys=tmp_path / "sys")) == CpuSet.parse(allowed)

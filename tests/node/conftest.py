@@ -89,9 +89,15 @@ def kubelet(tmp_path: Path, numa: dict[int, CpuSet]) -> Iterator[Kubelet]:
 
 
 @pytest.fixture
-def controller(kubelet: Kubelet, tmp_path: Path) -> Iterator[Controller]:
+def controller_options() -> tuple[str, ...]:
+    """Return more arguments of the controller; a test replaces them by its parameter of this name."""
+    return ()
+
+
+@pytest.fixture
+def controller(kubelet: Kubelet, tmp_path: Path, controller_options: tuple[str, ...]) -> Iterator[Controller]:
     """Return the node's controller, which answers; its tree is removed after the test."""
-    with controller_of(kubelet, tmp_path) as controller:
+    with controller_of(kubelet, tmp_path, *controller_options) as controller:
         yield controller
 
 

@@ -33,6 +33,8 @@ from tests.node.standin_kubelet import (
 )
 
 T = TypeVar("T")
+ARRANGED = pytest.mark.parametrize("controller_options", [("--partitions", "off")], ids=["arranged"])
+"""For a test of what others can do on the vCPUs' CPUs where the kernel does not keep them off."""
 ROM = Path(os.environ.get("RUNNER_NODE_ROM", ""))
 TREE = Cgroup(ROOT / "stelia")
 FLOAT = Cgroup(TREE.path / "float")
@@ -220,14 +222,19 @@ class Instance:
         """Check the article's process layout, as the node's ``/proc`` shows it."""
         anchors = self.processes()["anchor"]
         assert len(anchors) == 2
+        self.vcpus_hold()
         vcpus = self.vcpus()
-        assert sorted(str(thread.cpus) for thread in vcpus) == sorted(str(cpu) for cpu in self.cpus)
-        assert {thread.cgroup for thread in vcpus} == {str(self.group)}
         assert {thread.cgroup for anchor in anchors for thread in threads_of(anchor)} == {self.scope}
         mine = {thread.tid for thread in vcpus}
         others = [each for each in self.threads() if each.tid not in mine and each.pid not in anchors]
         assert {each.cgroup for each in others} == {str(self.float_group)}
         assert {each.cpus for each in others} == {self.kubelet.default}
+
+    def vcpus_hold(self) -> None:
+        """Check that each vCPU thread is alone on its CPU, in the instance's cgroup."""
+        vcpus = self.vcpus()
+        assert sorted(str(thread.cpus) for thread in vcpus) == sorted(str(cpu) for cpu in self.cpus)
+        assert {thread.cgroup for thread in vcpus} == {str(self.group)}
 
     def stop(self) -> int:
         """End its pod as the kubelet does and return its status."""
@@ -369,9 +376,9 @@ def kubelet_of(directory: Path, numa: Mapping[int, CpuSet]) -> Iterator[Kubelet]
 
 
 @contextlib.contextmanager
-def controller_of(kubelet: Kubelet, directory: Path) -> Iterator[Controller]:
+def controller_of(kubelet: Kubelet, directory: Path, *more: str) -> Iterator[Controller]:
     """Hold the node's controller, which answers; its log is shown when the test fails, its tree is removed at the end."""
-    controller = Controller(kubelet, directory / "sockets")
+    controller = Controller(kubelet, directory / "sockets", *more)
     try:
         controller.start()
         yield controller

@@ -68,7 +68,7 @@ def test_an_instance_needs_nothing_but_its_descriptors(machine: Machine) -> None
             "cgroup_path": str(machine.instance(A).path),
             "float_path": str(machine.pod_float(A).path),
             "cpuset": str(machine.a),
-            "protocol": 1,
+            "protocol": 2,
         }
         assert answer[1] == 4
         assert machine.instance(A).effective_cpus() == machine.a

@@ -20,7 +20,7 @@ from runner.inspect.observe import observe_node
 from runner.inspect.rules import judge
 from runner.kernel import cgroup
 from tests.node.cgroups import Cgroup, task
-from tests.node.instances import TREE, Controller, Instance, spec_text, start_instance
+from tests.node.instances import ARRANGED, TREE, Controller, Instance, spec_text, start_instance
 from tests.node.standin_kubelet import MIB, PROJECT, PYCACHE, Container, Kubelet, Pod
 
 pytestmark = pytest.mark.usefixtures("rom")
@@ -104,7 +104,8 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
     print(shown.stdout)
     lines = shown.stdout.splitlines()
     uid = node.instance.uid
-    assert lines[0] == f"instance {uid}: CPUs '{exclusive}' on NUMA node '{max(numa)}', placement controller"
+    where = f"instance {uid}: CPUs '{exclusive}' on NUMA node '{max(numa)}'"
+    assert lines[0] == f"{where}, placement controller, exclusive CPUs enforced"
     rows = [line.split() for line in lines]
     for index, cpu in enumerate(exclusive):
         assert ["vcpu", str(index), str(node.vcpu(index)), "CPU", f"{index}/TCG", str(cpu)] in [row[:6] for row in rows]
@@ -137,6 +138,7 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
     ]
 
 
+@ARRANGED
 def test_a_thread_that_may_run_on_an_exclusive_cpu_is_named(node: Node, exclusive: CpuSet) -> None:
     with task(threads=2) as intruder:
         os.sched_setaffinity(intruder.tids[1], [min(exclusive)])

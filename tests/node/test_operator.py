@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from runner.cpuset import CpuSet
-from tests.node.instances import TREE, Instance, NodeFixture, until
+from tests.node.instances import ARRANGED, TREE, Instance, NodeFixture, until
 from tests.node.standin_kubelet import MIB
 from tests.support.exposition import figures
 
@@ -35,6 +35,7 @@ def metrics(instance: Instance) -> dict[str, float]:
     return figures(get(instance, "metrics").partition(" ")[2])
 
 
+@ARRANGED
 def test_metrics_and_probes_show_what_the_kernel_does(node_fixture: NodeFixture) -> None:
     names = {"POD_NAME": "web-1", "POD_NAMESPACE": "prod", "NODE_NAME": "n1"}
     arguments = ("--http=:9441", "--log-format=json")
@@ -42,7 +43,7 @@ def test_metrics_and_probes_show_what_the_kernel_does(node_fixture: NodeFixture)
     instance.up()
     until(lambda: get(instance, "readyz") == "200 ok\n\n", "the instance to be ready")
     found = metrics(instance)
-    assert (found["placement_holds"], found["placement_strays"]) == (1, 0)
+    assert (found["placement_holds"], found["placement_strays"], found["exclusive_enforced"]) == (1, 0, 0)
     assert 'info{instance="instance",namespace="prod",node="n1",placement="controller",pod="web-1"}' in found
     assert found['memory_charged_bytes{kind="memory"}'] >= 64 * MIB
     assert found['memory_charged_bytes{kind="hugetlb"}'] == 0

@@ -14,6 +14,7 @@ import pytest
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup, cgroup_of
 from tests.node.instances import (
+    ARRANGED,
     FLOAT,
     TREE,
     Controller,
@@ -133,6 +134,7 @@ def test_threads_that_a_vcpu_starts_go_back_to_float(start: Start, kubelet: Kube
     assert instance.stop() == 0
 
 
+@ARRANGED
 @pytest.mark.parametrize("swept", [True, False])
 def test_processes_executed_in_the_pod_are_kept_off_the_vcpus_cpus(start: Start, kubelet: Kubelet, swept: bool) -> None:  # noqa: FBT001
     instance = start(1, "2-3", keys="" if swept else "sweep = false\n")

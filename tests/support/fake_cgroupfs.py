@@ -21,7 +21,11 @@ from runner.kernel.cgroup import THREADED_CONTROLLERS, Cgroup, CgroupError
 
 FILES = {
     "cpu": {"cpu.weight": "100"},
-    "cpuset": dict.fromkeys(("cpuset.cpus", "cpuset.mems", "cpuset.cpus.effective", "cpuset.mems.effective"), ""),
+    "cpuset": {
+        **dict.fromkeys(("cpuset.cpus", "cpuset.mems", "cpuset.cpus.effective", "cpuset.mems.effective"), ""),
+        "cpuset.cpus.exclusive": "",
+        "cpuset.cpus.partition": "member",
+    },
     "memory": {
         "memory.current": "0",
         "memory.high": "max",

@@ -16,6 +16,7 @@ import trio
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.main import LimitOptions, choose_limits
 from runner.controller.methods import RpcMethods, Timeouts
+from runner.controller.partition_writer import PartitionWriter
 from runner.controller.pods import PodCgroups
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.server import listening
@@ -261,13 +262,15 @@ async def controlled(
     intervals: Intervals | None = None,
     limit_options: LimitOptions | None = None,
     device_filter: DeviceFilter | None = None,
+    partition_writer: PartitionWriter | None = None,
+    partitions_required: bool = False,
     limit: float = 30,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet."""
     pods = PodCgroups(node.mount, Procfs(node.proc), kubelet=not own_cpus, trusting=trusting)
     device_filter = device_filter or DeviceFilter(node.root.path)
     loop = ReconcileLoop(
-        tree=Tree(node.root),
+        tree=Tree(node.root, partition_writer),
         source=None if own_cpus else KubeletFiles(node.kubelet),
         sys=node.path / "sys",
         reserved=CpuSet.parse(reserved),
@@ -283,6 +286,7 @@ async def controlled(
         timeouts=timeouts or Timeouts(agreement=0.4, emptying=0.4),
         trusting=trusting,
         device_filter=device_filter,
+        partitions_required=partitions_required,
     )
     server = UnixServer(methods, limits or SocketLimits())
     with trio.fail_after(limit):

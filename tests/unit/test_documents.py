@@ -17,7 +17,7 @@ from runner.check.finding import Check, Level
 from runner.cli.commands import program_parser
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
-from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING
+from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING, SEALED_EVERY
 from runner.controller.metrics import ControllerCounters, LoopStatus, controller_metrics
 from runner.errors import SpecError, Status
 from runner.inspect.render import HEAD
@@ -169,7 +169,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
     rows = table_rows(CONTROLLER, "| code | `reason` | it means |")
     assert {reason.strip("`"): int(code) for code, reason, _ in rows} == CODES
     methods = [row[0].strip("`") for row in table_rows(CONTROLLER, "| method | params | result |")]
-    assert methods == ["registerCgroup", "deregisterCgroup", "listInstances", "getStatus"]
+    assert methods == ["registerCgroup", "deregisterCgroup", "sealCgroup", "unsealCgroup", "listInstances", "getStatus"]
     limits = SocketLimits()
     assert [value for _, value in table_rows(CONTROLLER, "| limit | value |")] == [
         f"{limits.message >> 10} KiB",
@@ -177,6 +177,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
         f"{limits.in_flight}",
         f"{MOST_WAITING}",
         f"{MOST_PROCESSES}",
+        f"{SEALED_EVERY:g} s",
         f"{limits.first_byte:g} s, {limits.idle:g} s",
     ]
 

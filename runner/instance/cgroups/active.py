@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 from runner.instance.daemons import RestartedChild
@@ -57,6 +57,13 @@ class ActivePlacement(Protocol):
 
         For the devices that the pod was given. A move takes 20 to 30 ms (measured). Raises
         :exc:`~runner.errors.PlacementError` at the end if there is no way back to float.
+        """
+
+    def sealed(self) -> AbstractAsyncContextManager[str]:
+        """Hold the vCPUs' CPUs as an isolated partition, and return why that was not to be had, empty if it was.
+
+        The threads are to be in their cgroups, and the guest's memory taken: the pod's cgroup loses these CPUs.
+        Raises :exc:`~runner.errors.HostError` where the controller refuses an instance without.
         """
 
     async def settle(self) -> None:

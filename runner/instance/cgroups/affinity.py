@@ -6,7 +6,7 @@ It cannot keep other processes off the vCPUs' CPUs, and every start says so.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Faults
@@ -37,6 +37,9 @@ class FloatMask:
 
     def in_pod_cgroup(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def sealed(self) -> AbstractAsyncContextManager[str]:
+        return nullcontext("placement 'affinity' has no cgroups")
 
     async def settle(self) -> None:
         pass

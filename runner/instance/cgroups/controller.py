@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 
 import attrs
@@ -21,6 +21,7 @@ from runner.instance.cgroups.float import entered_float
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Faults, Supervisor
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.scheduler import read_mask
 from runner.placement.backends import ControllerPlacement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
@@ -30,6 +31,8 @@ from runner.protocol.controller_client import (
     Registration,
     deregister,
     register,
+    seal,
+    unseal,
 )
 from runner.values import frozen
 
@@ -47,6 +50,15 @@ ASKED_AGAIN = 10.0
 DEREGISTERED_WITHIN = 5.0
 """Seconds; the controller gives the last thread 2 s to go, and removes by itself what dead instances leave."""
 
+SEALED_WITHIN = 15.0
+"""Seconds for the controller to seal the CPUs; it waits 10 s for its partition writer."""
+
+UNSEALED_WITHIN = 5.0
+"""Seconds; the controller unseals what is deregistered or empty in any case."""
+
+SEALED_AGAIN = 30.0
+"""Seconds between two looks whether the CPUs are sealed still."""
+
 SETTLED_AGAIN = 5.0
 """Seconds between two attempts to have the controller move the kernel's threads."""
 
@@ -56,6 +68,8 @@ class RegisteredCgroups(EnteredCgroups):
     """Cgroups that the node's controller made."""
 
     placement: ControllerPlacement = attrs.field(kw_only=True)
+    sealing: Callable[[], AbstractAsyncContextManager[str]] = attrs.field(kw_only=True)
+    """What :meth:`sealed` returns."""
 
     @contextmanager
     def in_pod_cgroup(self) -> Iterator[None]:
@@ -68,6 +82,9 @@ class RegisteredCgroups(EnteredCgroups):
             except HostError as error:
                 log.error("this process is on the vCPUs' CPUs: %s", explain(error))  # noqa: TRY400  # raised below, too
                 raise PlacementError("cannot return to float: this process stays on the vCPUs' CPUs") from error
+
+    def sealed(self) -> AbstractAsyncContextManager[str]:
+        return self.sealing()
 
     async def settle(self) -> None:
         # The controller moves them at every registration.
@@ -83,6 +100,49 @@ class RegisteredCgroups(EnteredCgroups):
                 else:
                     return
             await trio.sleep(SETTLED_AGAIN)
+
+
+@asynccontextmanager
+async def _sealed(
+    supervisor: Supervisor, placement: ControllerPlacement, anchors: Sequence[RestartedChild]
+) -> AsyncIterator[str]:
+    try:
+        reason = await supervisor.unless_stopped(partial(_seal, placement))
+        async with supervisor.background_task(partial(_keep_sealed, placement, anchors, reason)):
+            yield reason
+    finally:
+        with supervisor.faults.recorded("unseal the CPUs"), trio.move_on_after(UNSEALED_WITHIN, shield=True):
+            try:
+                await unseal(placement.socket, placement.pod_uid)
+            except (ControllerAbsentError, ControllerError) as error:  # what is deregistered is unsealed, too
+                log.debug("not unsealed: %s", explain(error))
+
+
+async def _seal(placement: ControllerPlacement) -> str:
+    """Seal the CPUs and return why they are not sealed, empty if they are."""
+    with trio.move_on_after(SEALED_WITHIN):
+        try:
+            return await seal(placement.socket, placement.pod_uid)
+        except ControllerAbsentError as error:
+            return explain(error)
+    return f"the controller does not answer within {SEALED_WITHIN:g} s"
+
+
+async def _keep_sealed(placement: ControllerPlacement, anchors: Sequence[RestartedChild], reason: str) -> None:
+    """Seal again what is not sealed: the controller was away, or is newer now, or another program has changed a cpuset."""
+    while True:
+        await trio.sleep(SEALED_AGAIN)
+        try:
+            if all(read_mask(anchor.process.pid).isdisjoint(placement.cpus) for anchor in anchors):
+                continue
+            found = await _seal(placement)
+        except ProcessLookupError:  # an anchor that is being started again
+            continue
+        except HostError as error:
+            found = explain(error)
+        if found != reason or not found:
+            log.warning("exclusive CPUs: %s", f"arranged ({found})" if found else "enforced again")
+        reason = found
 
 
 @asynccontextmanager
@@ -110,7 +170,12 @@ async def registered_cgroups(
             named = CgroupPaths(pod, str(registration.float_below), registration.instance.name)
             async with entered_float(supervisor, placement, anchors, registration.cgroup_fds, named) as entered:
                 yield RegisteredCgroups(
-                    entered.cgroups, entered.pod_cgroup_fd, entered.cgroup_fds, entered.confined, placement=placement
+                    entered.cgroups,
+                    entered.pod_cgroup_fd,
+                    entered.cgroup_fds,
+                    entered.confined,
+                    placement=placement,
+                    sealing=partial(_sealed, supervisor, placement, anchors),
                 )
 
 

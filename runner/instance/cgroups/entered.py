@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 
 import attrs
 
@@ -54,6 +54,9 @@ class EnteredCgroups:
 
     def in_pod_cgroup(self) -> AbstractContextManager[None]:
         return nullcontext()  # a cgroup below the pod's is under its device filter
+
+    def sealed(self) -> AbstractAsyncContextManager[str]:
+        return nullcontext("placement 'delegated' has no controller, which makes partitions")
 
     async def settle(self) -> None:
         pass  # QEMU's kernel threads were born in float with it

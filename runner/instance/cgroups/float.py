@@ -45,7 +45,9 @@ async def entered_float(
         active = attrs.evolve(active, cgroups=_read_paths(supervisor, placement, named))
         async with AsyncExitStack() as held:
             if placement.sweep:
-                sweeping = partial(sweep, supervisor.processes, supervisor.procfs, supervisor.counters, active)
+                sweeping = partial(
+                    sweep, supervisor.processes, supervisor.procfs, supervisor.counters, active, placement.cpus
+                )
                 await held.enter_async_context(supervisor.background_task(sweeping))
             yield active
     finally:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import trio
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError, PlacementError, explain
 from runner.instance.cgroups.entered import EnteredCgroups
 from runner.instance.supervisor import Counters
@@ -33,18 +34,21 @@ def processes_of_others(processes: Processes, procfs: Procfs) -> list[int]:
     return [pid for pid in procfs.processes() if pid not in ours] if os.getpid() == 1 else []
 
 
-async def sweep(processes: Processes, procfs: Procfs, counters: Counters, active: EnteredCgroups) -> None:
+async def sweep(
+    processes: Processes, procfs: Procfs, counters: Counters, active: EnteredCgroups, vcpus: CpuSet
+) -> None:
     """Move strays to float, again and again.
 
     These are processes that others start in the pod's cgroup, and threads that QEMU's vCPU threads start: a thread is
     born in the cgroup of its parent, and since Linux 6.14 the first vCPU that runs starts KVM's
-    ``kvm-nx-lpage-recovery``.
+    ``kvm-nx-lpage-recovery``. A process that may not run on the CPUs *vcpus* stays where it is, as every process of the pod
+    does while these are sealed.
     """
     limit = LogRateLimit()
     try:
         while True:
             try:
-                _sweep_once(processes, procfs, counters, active, limit)
+                _sweep_once(processes, procfs, counters, active, vcpus, limit)
             except HostError as error:  # of /proc itself: descriptors or memory are short, and may be there again
                 log.debug("nothing could be looked for: %s", explain(error))
             await trio.sleep(SWEPT_EVERY)
@@ -53,20 +57,23 @@ async def sweep(processes: Processes, procfs: Procfs, counters: Counters, active
 
 
 def _sweep_once(
-    processes: Processes, procfs: Procfs, counters: Counters, active: EnteredCgroups, limit: LogRateLimit
+    processes: Processes, procfs: Procfs, counters: Counters, active: EnteredCgroups, vcpus: CpuSet, limit: LogRateLimit
 ) -> None:
     for pid in processes_of_others(processes, procfs):
         with _tolerated(limit, f"process {pid}"):
-            _sweep_process(procfs, counters, active, pid, limit)
+            _sweep_process(procfs, counters, active, pid, vcpus, limit)
     for pid in [process.pid for process in processes if process.role == "qemu"] if active.confined else ():
         for tid in set(procfs.thread_ids(pid)) - active.confined:
             with _tolerated(limit, f"thread {tid} of QEMU"):
                 _sweep_thread(procfs, counters, active, tid, limit)
 
 
-def _sweep_process(procfs: Procfs, counters: Counters, active: EnteredCgroups, pid: int, limit: LogRateLimit) -> None:
-    first = next(procfs.threads(pid), None)  # a zombie has none
-    if first is not None and first.cgroup not in {active.cgroups.float_cgroup, active.cgroups.instance}:
+def _sweep_process(
+    procfs: Procfs, counters: Counters, active: EnteredCgroups, pid: int, vcpus: CpuSet, limit: LogRateLimit
+) -> None:
+    placed = {active.cgroups.float_cgroup, active.cgroups.instance}
+    threads = (each for each in procfs.threads(pid) if each.cgroup not in placed and not each.cpus.isdisjoint(vcpus))
+    if (first := next(threads, None)) is not None:  # a zombie has none
         active.admit(pid)
         counters.swept += 1
         if (more := limit.due("process")) is not None:

@@ -61,7 +61,7 @@ async def test_the_articles_exchange(node: Node) -> None:
                 "cgroup_path": str(node.root.path / "instance-123"),
                 "float_path": str(node.root.path / "float" / "123"),
                 "cpuset": "4-7",
-                "protocol": 1,
+                "protocol": 2,
             },
             "id": 123,
         }
@@ -642,6 +642,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
                 "cpuset": "14-17",
                 "effective": "14-17",
                 "populated": False,
+                "guarantee": "arranged",
                 "awaited_by": [],
                 "without_seccomp": False,
             }

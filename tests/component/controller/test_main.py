@@ -263,6 +263,7 @@ async def check_responses(port: Path, controller: Controller) -> None:
     types = {name: metric.type for name, metric in families(body, PREFIX).items()}
     assert {name for name, kind in types.items() if kind == "gauge"} == {
         "instances",
+        "instances_enforced",
         "instance_cpus",
         "float_cpus",
         "handover_cpus",

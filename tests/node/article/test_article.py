@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from runner.cpuset import CpuSet
+from tests.node.cgroups import ROOT, Cgroup, mask_of
 from tests.node.instances import FLOAT, Instance, NodeFixture, Thread, members_of, threads_of
 
 pytestmark = [pytest.mark.usefixtures("rom"), pytest.mark.timeout(2400)]
@@ -49,6 +50,10 @@ def test_the_articles_instance(
     with capsys.disabled():
         print("", *table(instance), sep="\n")
     instance.is_placed()
+    assert instance.receipt()["guarantee"] == "enforced"
+    assert Cgroup(ROOT).cpus("cpuset.cpus.isolated") == instance.cpus
+    for anchor in instance.processes()["anchor"]:
+        assert mask_of(anchor) == OTHERS, "although its cgroup names the exclusive CPUs alone"
     assert FLOAT.cpus() == OTHERS
     processes = instance.processes()
     assert set(processes) == {"runner", "anchor", "dnsmasq", "virtiofsd", "qemu"}
@@ -61,3 +66,4 @@ def test_the_articles_instance(
     assert {(thread.pid, thread.cgroup) for thread in pinned} == {(processes["qemu"][0], str(instance.group))}
     assert len(pinned) == 40
     assert instance.stop() == 0
+    assert Cgroup(ROOT).cpus("cpuset.cpus.isolated") == CpuSet()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner.cpuset import CpuSet
-from tests.node.cgroups import SECONDS, Cgroup, cgroup_of
+from tests.node.cgroups import SECONDS, Cgroup, cgroup_of, mask_of
 from tests.node.containerd.daemon import Containerd
 from tests.node.containerd.pods import Contained, KubeletOfContainerd, inspect
 from tests.node.images.manifested import Cluster
@@ -60,7 +62,8 @@ def test_the_articles_layout_in_containerds_cgroups_until_its_stop(
     assert instance.receipt()["backend"] == "controller"
     until(lambda: FLOAT.cpus() == kubelet.default, "float without the instance's CPUs")
     instance.is_placed()
-    assert running.scope.cpus() == EXCLUSIVE
+    assert running.scope.cpus("cpuset.cpus") == EXCLUSIVE
+    assert running.scope.cpus().isdisjoint(EXCLUSIVE), "the kernel keeps the pod's own processes off"
     assert controller.scope.cpus() == kubelet.default
 
     # The guest has the address that CNI gave the pod: its interface is a port of the bridge and has none.
@@ -68,10 +71,13 @@ def test_the_articles_layout_in_containerds_cgroups_until_its_stop(
     taken = interface(namespace)
     assert (taken["addresses"], bool(taken["master"])) == ([], True)
 
-    # A process that an exec leaves behind is moved to float.
+    # A process that an exec leaves behind stays in the pod's cgroup, off the exclusive CPUs.
     running.execute("sh", "-c", "tail -f /dev/null >/dev/null 2>&1 &")
     [stray] = instance.processes()["tail"]
-    until(lambda: cgroup_of(stray) == str(instance.float_group), "the stray to be in float")
+    assert cgroup_of(stray) == instance.scope
+    assert mask_of(stray).isdisjoint(EXCLUSIVE)
+    os.kill(stray, signal.SIGKILL)
+    until(lambda: "tail" not in instance.processes(), "the stray to be gone")
     instance.is_placed()
 
     # An upgrade of containerd changes nothing.

@@ -30,7 +30,7 @@ BURSTABLE = PodQos("burstable", "its oom_score_adj is 900")
 ERROR_NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
 STATIC = CpuState("static", CpuSet([0, 1]), {"a": {"main": SOME}})
 STATUS: dict[str, object] = {
-    "protocol": 1,
+    "protocol": 2,
     "float_cpuset": "0-1",
     "kubelet": True,
     "policy": "static",
@@ -84,7 +84,7 @@ CASES: list[tuple[Finding, Level, str]] = [
     (kernel_settings.judge_cgroups(NODE, None, [], {"cpu": "/x", "memory": "/y"}), FATAL, "only v1 (cpu, memory)"),
     (kernel_settings.judge_cgroups(NODE, MOUNT, ["cpu"], {}), FATAL, "does not offer cpuset (it offers: cpu)"),
     (kernel_settings.judge_kernel("6.12.48+deb13-amd64"), OK, "6.12.48"),
-    (kernel_settings.judge_kernel("6.5.0"), OK, "6.5.0"),
+    (kernel_settings.judge_kernel("6.7.0"), OK, "6.7.0"),
     (kernel_settings.judge_kernel("6.4.99"), WARNING, "before 6.5 the controller identifies its clients by bare PID"),
     (kernel_settings.judge_kernel("5.15.0-91-generic"), WARNING, "before 6.2 a change of a cpuset may reset the masks"),
     (kernel_settings.judge_kernel(""), UNKNOWN, "no version"),
@@ -197,7 +197,7 @@ CASES: list[tuple[Finding, Level, str]] = [
     (controller("Connection refused", POD, "affinity"), WARNING, "Connection refused"),
     (controller("Connection refused", CONTAINER), WARNING, "Connection refused"),
     (controller("Connection refused", CONTAINER, "controller"), FATAL, "Connection refused"),
-    (controller({**STATUS, "protocol": 2}), FATAL, "protocol 2"),
+    (controller({**STATUS, "protocol": 3}), FATAL, "protocol 3"),
     (controller({**STATUS, "frozen": "the file is empty"}), FATAL, "the file is empty"),
     (controller({**STATUS, "policy": "none"}), FATAL, "no exclusive CPUs"),
     (controller({**STATUS, "faults": ["one", "two"]}), WARNING, "2 faults: one"),

@@ -11,6 +11,8 @@ import pytest
 
 from runner.controller.limits import Limits
 from runner.controller.reconcile import (
+    ISOLATED,
+    MEMBER,
     ROOT,
     Action,
     Desired,
@@ -21,6 +23,8 @@ from runner.controller.reconcile import (
     PodGroup,
     Remove,
     Restrict,
+    Seal,
+    Unseal,
     Write,
     desire,
     desire_without_kubelet,
@@ -57,22 +61,32 @@ HALF_BUILT = Group("domain invalid", NONE, NONE, ALL, populated=False)
 
 def perform(observed: Observed, action: Action) -> Observed:
     """Do to *observed* what the kernel would do to the tree."""
+    if isinstance(action, Seal | Unseal):
+        return perform_on_partition(observed, action)
+    if isinstance(action, Restrict) and (action.group, action.file) == (ROOT, "cpuset.cpus.exclusive"):
+        return attrs.evolve(observed, exclusive=CpuSet.parse(action.value))
     if action.group in ("", ".."):
         return perform_on_root(observed, action)
     if float_uid(action.group) is not None or isinstance(action, Evict):
         return perform_in_float(observed, action)
+    return perform_on_group(observed, action)
+
+
+def perform_on_group(observed: Observed, action: Action) -> Observed:
     groups = dict(observed.groups)
     match action:
         case Make(name):
             groups[name] = HALF_BUILT
         case Remove(name):
             assert not groups[name].populated
+            assert not groups[name].was_sealed, "its CPUs would come back some time later"
             del groups[name]
         case Write(name, "cgroup.type", "threaded"):
             groups[name] = attrs.evolve(groups[name], kind="threaded")
         case Write(name, "cpuset.cpus", value):
             cpus = CpuSet.parse(value)
             assert cpus, "no cgroup of the controller is left without CPUs"
+            assert not groups[name].was_sealed or groups[name].cpus == cpus
             groups[name] = attrs.evolve(groups[name], cpus=cpus, effective=cpus)
         case Write(name, "cpuset.mems", value):
             groups[name] = attrs.evolve(groups[name], mems=CpuSet.parse(value))
@@ -83,6 +97,20 @@ def perform(observed: Observed, action: Action) -> Observed:
         case _:
             raise AssertionError(action)
     return attrs.evolve(observed, groups=groups)
+
+
+def perform_on_partition(observed: Observed, action: Seal | Unseal) -> Observed:
+    group = observed.groups[action.group]
+    if isinstance(action, Unseal):
+        group = attrs.evolve(group, partition=MEMBER, exclusive=NONE)
+        return attrs.evolve(observed, groups={**observed.groups, action.group: group})
+    assert group.populated
+    assert action.cpus == group.cpus
+    assert action.cpus <= action.together
+    others = [other.cpus for name, other in observed.groups.items() if name != action.group]
+    assert all(action.cpus.isdisjoint(cpus) for cpus in others)
+    group = attrs.evolve(group, partition=ISOLATED, exclusive=action.cpus)
+    return attrs.evolve(observed, groups={**observed.groups, action.group: group}, exclusive=action.together)
 
 
 def perform_in_float(observed: Observed, action: Action) -> Observed:
@@ -577,3 +605,85 @@ def test_no_memory_limit_is_lowered_below_what_is_in_use(used: int, kept: int, h
     assert (
         withheld(NO_POD, attrs.evolve(observed, limits=LIMITED.limits)) == ()
     )  # it is in force: the kernel keeps to it
+
+
+# -- partitions ------------------------------------------------------------------------------------------------------
+
+INVALID = "isolated invalid (Cpu list in cpuset.cpus not exclusive)"
+PARTITIONS = [
+    (partition, exclusive)
+    for partition in (MEMBER, ISOLATED, INVALID)
+    for exclusive in (NONE, CpuSet([1]), CpuSet([2]))
+]
+
+
+def partitioned() -> Iterator[Observed]:
+    """Yield trees on a kernel with partitions: two instances in every state that a crash or another program can leave."""
+    states = [
+        attrs.evolve(threaded(CpuSet([cpu]), populated=populated), partition=partition, exclusive=exclusive)
+        for cpu in (1, 2)
+        for populated in (False, True)
+        for partition, exclusive in PARTITIONS
+    ]
+    for exclusive, (a, b) in itertools.product((NONE, CpuSet([1, 2])), itertools.product(states, states)):
+        if a.cpus != b.cpus:
+            groups = {FLOAT: threaded(CpuSet([0])), "instance-a": a, "instance-b": b}
+            yield attrs.evolve(BUILT, groups=groups, exclusive=exclusive)
+
+
+@pytest.mark.parametrize(
+    "entries", [{}, {"a": {"vm": CpuSet([1])}}, {"a": {"vm": CpuSet([1])}, "b": {"vm": CpuSet([2])}}]
+)
+def test_what_was_sealed_and_runs_is_sealed_in_one_pass_and_nothing_else(
+    entries: Mapping[str, Mapping[str, CpuSet]],
+) -> None:
+    shared = ALL - union(cpus for each in entries.values() for cpus in each.values())
+    desired = desire(CpuState("static", shared, entries), MACHINE, NONE, LIMITS)
+    for observed in partitioned():
+        after = run(observed, reconcile(desired, observed, {}))
+        assert reconcile(desired, after, {}) == (), "one pass is enough"
+        sealed = {name for name, group in observed.groups.items() if group.populated and group.was_sealed}
+        assert {name for name, group in after.groups.items() if group.was_sealed} == sealed
+        assert all(after.groups[name].exclusive == after.groups[name].cpus for name in sealed)
+        assert after.exclusive == union(after.groups[name].cpus for name in sealed)
+
+
+def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:
+    entries = {"a": {"vm": CpuSet([1])}, "b": {"vm": CpuSet([2])}}
+    desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, NONE, LIMITS)
+    groups = {FLOAT: threaded(CpuSet([0])), "instance-a": threaded(CpuSet([1]), populated=True)}
+    groups["instance-b"] = attrs.evolve(
+        threaded(CpuSet([2]), populated=True), partition=ISOLATED, exclusive=CpuSet([2])
+    )
+    observed = attrs.evolve(BUILT, groups=groups, exclusive=CpuSet([2]))
+    observed = run(observed, reconcile(desired, observed, {}))
+    actions = reconcile(desired, observed, {}, {"a": True})
+    assert actions == (Seal("instance-a", CpuSet([1]), CpuSet([1, 2])),)
+    both = run(observed, actions)
+    assert reconcile(desired, both, {}, {"b": False}) == (
+        Unseal("instance-b"),
+        Restrict(ROOT, "cpuset.cpus.exclusive", "1"),
+    )
+
+
+def test_without_partitions_none_is_made_and_what_is_left_of_them_is_ended() -> None:
+    desired = desire(CpuState("static", CpuSet([0, 2]), {"a": {"vm": CpuSet([1])}}), MACHINE, NONE, LIMITS)
+    group = attrs.evolve(threaded(CpuSet([1]), populated=True), partition=ISOLATED, exclusive=CpuSet([1]))
+    old = attrs.evolve(BUILT, groups={FLOAT: threaded(CpuSet([0, 2])), "instance-a": attrs.evolve(group)})
+    off = attrs.evolve(old, exclusive=CpuSet([1]))
+    ending = reconcile(attrs.evolve(desired, partitions=False), off, {})
+    assert [action for action in ending if isinstance(action, Unseal | Seal)] == [Unseal("instance-a")]
+    assert Restrict(ROOT, "cpuset.cpus.exclusive", "") in ending
+    before = attrs.evolve(old, groups={**old.groups, "instance-a": threaded(CpuSet([1]), populated=True)})
+    assert not [action for action in reconcile(desired, before, {}, {"a": True}) if isinstance(action, Seal)]
+
+
+def test_an_instance_without_a_pod_is_unsealed_before_it_gets_floats_cpus() -> None:
+    desired = desire(CpuState("static", ALL), MACHINE, NONE, LIMITS)
+    group = attrs.evolve(threaded(CpuSet([1]), populated=True), partition=ISOLATED, exclusive=CpuSet([1]))
+    groups = {FLOAT: threaded(CpuSet([0, 2])), "instance-a": group}
+    observed = attrs.evolve(BUILT, groups=groups, exclusive=CpuSet([1]), gone=frozenset("a"))
+    actions = evictions(desired, observed, {})
+    assert actions[:2] == (Unseal("instance-a"), Write("instance-a", "cpuset.cpus", "0,2"))
+    after = run(observed, actions)
+    assert run(after, reconcile(desired, after, {})).exclusive == NONE

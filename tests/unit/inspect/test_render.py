@@ -50,7 +50,7 @@ KUBELET = KubeletObservation(CpuSet([0]), CpuSet([0]), CpuSet([0, 4]), {INSTANCE
 REPORT = judge(Observation("node", (INSTANCE,), KUBELET))
 
 SHOWN = """\
-instance 3ceda12c-3ee9-40fa-9f42-61428fe654a6: CPUs '4' on NUMA node '1', placement controller
+instance 3ceda12c-3ee9-40fa-9f42-61428fe654a6: CPUs '4' on NUMA node '1', placement controller, exclusive CPUs arranged
 ROLE      TID  NAME             ALLOWED_CPUS  RUNNING_ON  NUMA_NODE  CGROUP
 emulator  10   qemu-system-x86  0             0           0          /stelia/float
 vcpu 0    14   CPU 0/KVM        4             4           1          /stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6

@@ -173,6 +173,22 @@ def test_a_receipt_is_read_back_as_written() -> None:
     assert parse_receipt(json.dumps(affinity.to_json()), "receipt.json") == affinity
 
 
+def test_the_anchors_show_whether_the_kernel_keeps_the_others_off() -> None:
+    """They stay in the pod's cgroup, which names the exclusive CPUs alone; an older receipt has no guarantee."""
+    assert (RECEIPT.guarantee, RECEIPT.to_json()["guarantee"]) == ("arranged", "arranged")
+    sealed = tuple(grouped(each.role, each.thread.tid, "0-1") if each.role is Role.ANCHOR else each for each in THREADS)
+    assert attrs.evolve(RECEIPT, threads=sealed).guarantee == "enforced"
+    one_of_two = (*sealed, grouped(Role.ANCHOR, 7, "3"))
+    assert attrs.evolve(RECEIPT, threads=one_of_two).guarantee == "arranged"
+    none = tuple(each for each in THREADS if each.role is not Role.ANCHOR)
+    assert attrs.evolve(RECEIPT, threads=none).guarantee == "arranged"
+    assert Receipt("affinity", AFFINITY, sealed).guarantee == "arranged", "they are pinned off them"
+    refused = attrs.evolve(RECEIPT, reason="the kernel is old")
+    assert parse_receipt(json.dumps(refused.to_json()), "receipt.json") == refused
+    assert attrs.evolve(refused, threads=sealed).to_json()["reason"] == ""
+    assert parsed(guarantee=None).reason == ""
+
+
 def test_a_receipt_has_the_cpus_of_float() -> None:
     assert (RECEIPT.to_json()["instance_cpus"], RECEIPT.to_json()["float_cpus"]) == ("2-3", "0-1")
 

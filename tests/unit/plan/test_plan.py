@@ -710,6 +710,16 @@ def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
     assert problem.startswith("cpu.count: asks for 5 vCPUs, but this process may use 4 CPUs ('2-3,10-11')")
 
 
+def test_cpus_that_the_kernel_must_keep_free_need_the_controller() -> None:
+    demand = f'{KERNEL}[cpu]\nexclusive = "enforced"\ncount = 4\n'
+    placement = plan_of(f'{demand}placement = "controller"\n', NODE).placement
+    assert isinstance(placement, ControllerPlacement)
+    assert placement.enforced
+    for backend in ("delegated", "affinity"):
+        [problem] = problems(f'{demand}placement = "{backend}"\n', NODE)
+        assert problem.startswith(f"cpu.exclusive: \"enforced\" cannot be had with placement '{backend}'; only the")
+
+
 @pytest.mark.parametrize(
     ("spec", "swept"),
     [

@@ -25,6 +25,7 @@ count = 4
 cpus = "1-2,65-66"
 placement = "affinity"
 controller = "/run/controller.sock"
+exclusive = "enforced"
 sweep = false
 pinning = "linear"
 topology = "flat"
@@ -186,7 +187,10 @@ MISTAKES = [
     (KERNEL + "[cpu]\ncounts = 2\n", "cpu.counts: unknown key; did you mean 'count'?"),
     (
         KERNEL + "[cpu]\nfrequency = 2\n",
-        "cpu.frequency: unknown key; known here: count, cpus, placement, controller, sweep, pinning, topology, accel, model, idle",
+        (
+            "cpu.frequency: unknown key; known here: count, cpus, placement, controller, exclusive, sweep, pinning, "
+            "topology, accel, model, idle"
+        ),
     ),
     (
         KERNEL + '[cpu]\ncount = "all"\ncpus = "1-2"\n',

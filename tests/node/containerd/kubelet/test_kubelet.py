@@ -212,7 +212,7 @@ def test_the_articles_layout_of_a_real_kubelet(
     instance.up()
     until(lambda: FLOAT.cpus() == kubelet.default == everything - cpus, "float without the instance's CPUs")
     instance.is_placed()
-    assert running.scope.cpus() == cpus
+    assert running.scope.cpus("cpuset.cpus") == cpus
     looked = inspect(kubelet.directory)
     assert looked.returncode == 0, looked.stdout + looked.stderr
     print(looked.stdout)

@@ -1,0 +1,125 @@
+"""The partition writer: a process that keeps CAP_SYS_ADMIN to make instances' cgroups isolated partitions, and nothing else.
+
+Of all that a partition takes, one write needs that capability: ``isolated`` to ``cpuset.cpus.partition`` of a cgroup whose
+parent is no partition (``remote_partition_enable``, ``kernel/cgroup/cpuset.c``). The kernel asks for the capability of the
+process that writes, so no descriptor can be handed over. The controller itself names the CPUs, ends partitions, and decides.
+
+The writer is forked before the controller gives its rights away and before it reads anything that others write. It obeys
+only the other end of a socket pair, opens what it writes below the controller's root without following links, and ends when
+the controller ends. Without the writer the controller goes on: no instance gets a partition until the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import socket
+from pathlib import Path
+from typing import NoReturn
+
+from runner.errors import HostError
+from runner.kernel.cgroup import CgroupError, write_control
+from runner.kernel.privileges import CAP_SYS_ADMIN, keep_capabilities
+from runner.kubelet.pod_cgroups import instance_uid
+from runner.values import frozen
+
+ANSWERS_WITHIN = 10.0
+"""Seconds; the kernel rebuilds its scheduling domains meanwhile, 0.1 s on an emulated machine (measured)."""
+_LONGEST = 256
+"""Bytes of a message: the name of an instance's cgroup, or the number of an error."""
+
+
+@frozen
+class PartitionWriter:
+    """The controller's end of the writer's connection."""
+
+    connection: socket.socket
+
+    @property
+    def lost(self) -> bool:
+        """Whether the writer has ended: it says nothing unless it is asked, so that only the end can be read."""
+        return self.connection.fileno() < 0 or bool(select.select([self.connection], [], [], 0)[0])
+
+    def isolate(self, name: str) -> None:
+        """Write ``isolated`` to ``cpuset.cpus.partition`` of the cgroup *name* directly below the root.
+
+        The kernel accepts that also where it makes no partition: read it back. Raises :class:`CgroupError` if the write is
+        refused or the writer has ended.
+        """
+        try:
+            self.connection.send(name.encode())
+            answer = self.connection.recv(_LONGEST)
+        except OSError as error:
+            self.connection.close()  # an answer that is late would be taken for that to the next request
+            raise CgroupError(_ENDED, errno.EPIPE) from error
+        if not answer:
+            raise CgroupError(_ENDED, errno.EPIPE)
+        if number := int(answer):
+            raise CgroupError(f"cannot write 'isolated' to {name}/cpuset.cpus.partition: {os.strerror(number)}", number)
+
+
+_ENDED = "cannot make partitions: the partition writer has ended; restart the controller"
+
+
+def start_partition_writer(root: Path, procfs: Path) -> PartitionWriter:
+    """Fork the writer for the cgroups directly below *root*; no thread may have been started yet.
+
+    Raises :class:`HostError`.
+    """
+    try:
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()  # noqa: TID251  # before trio runs, which starts all other children
+    except OSError as error:
+        raise HostError("cannot start the partition writer") from error
+    if pid == 0:
+        ours.close()
+        _serve(its, root, procfs)
+    its.close()
+    ours.settimeout(ANSWERS_WITHIN)
+    return PartitionWriter(ours)
+
+
+def _serve(connection: socket.socket, root: Path, procfs: Path) -> NoReturn:
+    """Obey until the controller ends; this process ends with it."""
+    try:
+        with contextlib.suppress(OSError):
+            (procfs / "self" / "comm").write_text("partition-write")  # 15 characters, as the kernel cuts it
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # of the controller's process group or container; its end ends this one
+        keep_capabilities((CAP_SYS_ADMIN,))
+        while message := connection.recv(_LONGEST):
+            connection.send(str(isolate(root, message)).encode())
+    finally:
+        os._exit(0)
+
+
+def isolate(root: Path, message: bytes) -> int:
+    """Do what *message* asks for; return 0 or the number of the error.
+
+    It is the name of an instance's cgroup. Anything else is refused with ``EINVAL``.
+    """
+    name = message.decode("ascii", "replace")
+    if instance_uid(name) is None:
+        return errno.EINVAL
+    try:
+        with contextlib.ExitStack() as held:
+            at: int | None = None
+            for part, flags in (
+                (str(root), os.O_PATH | os.O_DIRECTORY),
+                (name, os.O_PATH | os.O_DIRECTORY),
+                ("cpuset.cpus.partition", os.O_WRONLY),
+            ):
+                at = os.open(part, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+                held.callback(os.close, at)
+            assert at is not None  # noqa: S101 - three were opened
+            write_control(at, "isolated", f"{name}/cpuset.cpus.partition")
+    except CgroupError as error:
+        return error.errno or errno.EIO
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0

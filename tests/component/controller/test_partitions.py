@@ -1,0 +1,178 @@
+"""The partition writer, and the requests to seal an instance; ``tests/node/test_partitions.py`` has the kernel's part."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from runner.controller import methods
+from runner.controller.main import respond_about
+from runner.controller.partition_writer import PartitionWriter, isolate
+from runner.cpuset import CpuSet
+from runner.kernel.cgroup import CgroupError
+from runner.protocol.controller_client import ControllerError, seal, unseal
+from tests.support.fake_node import A, B, Node, connected, controlled
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node.new(tmp_path)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[PartitionWriter, socket.socket]]:
+    """Return the controller's end, and the writer's."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(5)
+    with ours, its:
+        yield PartitionWriter(ours), its
+
+
+@pytest.fixture
+def writer(node: Node, pair: tuple[PartitionWriter, socket.socket]) -> Iterator[PartitionWriter]:
+    """Return a writer that works in a thread, below the node's root."""
+
+    def serve() -> None:
+        while message := pair[1].recv(256):
+            pair[1].send(str(isolate(node.root.path, message)).encode())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield pair[0]
+    pair[0].connection.close()
+    thread.join()
+
+
+def test_it_writes_one_word_to_one_file_of_an_instance(tmp_path: Path) -> None:
+    group = tmp_path / "instance-a"
+    group.mkdir()
+    file = group / "cpuset.cpus.partition"
+    file.write_text("member\n")
+    assert isolate(tmp_path, b"instance-a") == 0
+    assert file.read_text() == "isolated\n"
+    assert isolate(tmp_path, b"instance-b") == errno.ENOENT
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"float",
+        b"instance-",
+        b"instance-..",
+        b"instance-a/../float",
+        b"../x",
+        b"instance-a\n",
+        b"instance-\xff",
+        b".",
+    ],
+)
+def test_it_refuses_every_other_name(tmp_path: Path, message: bytes) -> None:
+    for name in ("float", "instance-a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpuset.cpus.partition").write_text("member\n")
+    assert isolate(tmp_path, message) == errno.EINVAL
+    assert {file.read_text() for file in tmp_path.glob("*/cpuset.cpus.partition")} == {"member\n"}
+
+
+def test_it_follows_no_link(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    for path in (root, other, root / "instance-b"):
+        path.mkdir()
+    (other / "cpuset.cpus.partition").write_text("member\n")
+    (root / "instance-a").symlink_to(other)
+    (root / "instance-b" / "cpuset.cpus.partition").symlink_to(other / "cpuset.cpus.partition")
+    assert isolate(root, b"instance-a") in (errno.ENOTDIR, errno.ELOOP)
+    assert isolate(root, b"instance-b") == errno.ELOOP
+    (tmp_path / "link").symlink_to(root)
+    assert isolate(tmp_path / "link", b"instance-b") in (errno.ENOTDIR, errno.ELOOP)
+    assert (other / "cpuset.cpus.partition").read_text() == "member\n"
+
+
+def test_its_refusal_and_its_end_are_errors(pair: tuple[PartitionWriter, socket.socket]) -> None:
+    writer, its = pair
+    its.send(str(errno.ENOENT).encode())
+    with pytest.raises(CgroupError, match="No such file"):
+        writer.isolate("instance-a")
+    assert not writer.lost
+    its.close()
+    with pytest.raises(CgroupError, match="has ended; restart the controller"):
+        writer.isolate("instance-a")
+    assert writer.lost
+
+
+def test_a_late_answer_is_never_taken_for_another(pair: tuple[PartitionWriter, socket.socket]) -> None:
+    writer, its = pair
+    writer.connection.settimeout(0.01)
+    with pytest.raises(CgroupError, match="has ended"):
+        writer.isolate("instance-a")
+    with pytest.raises(OSError, match="Broken pipe"):
+        its.send(b"0")
+    assert writer.lost
+    with pytest.raises(CgroupError, match="has ended"):
+        writer.isolate("instance-b")
+
+
+async def test_an_instance_is_sealed_and_unsealed(node: Node, writer: PartitionWriter) -> None:
+    node.become(B)
+    async with controlled(node, partition_writer=writer) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        answer = await client.result("sealCgroup", uuid=B)
+        assert answer == {"guarantee": "arranged", "reason": "no thread is in its cgroup"}
+        node.instance(B).put_threads({11, 12})
+        assert await client.result("sealCgroup", uuid=B) == {"guarantee": "enforced"}
+        assert (node.instance(B).partition(), node.instance(B).exclusive_cpus()) == ("isolated", CpuSet.parse("14-17"))
+        assert node.root.exclusive_cpus() == CpuSet.parse("14-17")
+        assert "'guarantee': 'enforced'" in str(await client.result("listInstances"))
+        assert "'partitions': 'enforced'" in str(await client.result("getStatus"))
+        assert await client.result("unsealCgroup", uuid=B) == {"unsealed": True}
+        assert await client.result("unsealCgroup", uuid=B) == {"unsealed": False}
+        assert (node.instance(B).partition(), node.root.exclusive_cpus()) == ("member", CpuSet())
+        await client.result("sealCgroup", uuid=B)
+        node.instance(B).put_threads(())
+        controller.loop.disturb()
+        await controller.until(lambda: node.instance(B).partition() == "member")
+        assert node.root.exclusive_cpus() == CpuSet()
+        node.instance(B).put_threads({11})
+        await client.result("sealCgroup", uuid=B)
+        node.instance(B).put_threads(())
+        assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
+        assert node.root.exclusive_cpus() == CpuSet()
+
+
+async def test_only_the_instances_own_pod_may_ask(node: Node, writer: PartitionWriter) -> None:
+    node.become(B)
+    async with controlled(node, partition_writer=writer), connected(node.socket) as client:
+        for method in ("sealCgroup", "unsealCgroup"):
+            assert (await client.refusal(method, uuid=A))["reason"] == "identity"
+
+
+async def test_without_partitions_the_reason_is_the_answer_or_where_they_are_required_the_refusal(
+    node: Node, writer: PartitionWriter
+) -> None:
+    node.become(B)
+    path = PurePosixPath(node.socket)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert await seal(path, B) == "the controller's option --partitions is off"
+    writer.connection.shutdown(socket.SHUT_RDWR)
+    async with controlled(node, partition_writer=writer, partitions_required=True) as controller:
+        with pytest.raises(ControllerError, match="the controller's partition writer has ended"):
+            await seal(path, B)
+        await unseal(path, B)
+        answer = respond_about(controller.loop, controller.device_filter, "/healthz")
+        assert answer.status == 503
+        assert "restart the controller" in answer.text
+
+
+async def test_a_controller_of_before_seals_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.become(B)
+    known = {name: given for name, given in methods.PARAMETERS.items() if "seal" not in name}
+    monkeypatch.setattr(methods, "PARAMETERS", known)
+    async with controlled(node):
+        assert await seal(PurePosixPath(node.socket), B) == "the controller is older than partitions; update it"

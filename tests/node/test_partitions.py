@@ -1,0 +1,263 @@
+"""Isolated partitions on a real kernel: what the kernel itself keeps off an instance's CPUs, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from runner.cpuset import CpuSet
+from runner.kernel import inotify
+from tests.node import minimal_pods
+from tests.node.cgroups import ROOT, Cgroup, cgroup_of, mask_of, refusal_of, task
+from tests.node.instances import TREE, Instance, NodeFixture, controller_of, uid_of, until
+from tests.node.minimal_pods import A, B, Machine, reason, result
+from tests.node.standin_kubelet import Container, Kubelet, Pod
+from tests.support.soak import times
+
+pytestmark = pytest.mark.usefixtures("rom")
+Start = Callable[..., Instance]
+KERNEL = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
+EVERY = f"0-{(os.cpu_count() or 1) - 1}"
+PARTITIONS = pytest.mark.skipif(KERNEL < (6, 7), reason="remote partitions are missing: they come with Linux 6.7")
+
+
+@pytest.fixture
+def start(node_fixture: NodeFixture) -> Start:
+    return node_fixture.start
+
+
+def isolated() -> CpuSet:
+    """Return the CPUs of all isolated partitions of the machine."""
+    return Cgroup(ROOT).cpus("cpuset.cpus.isolated")
+
+
+@PARTITIONS
+def test_an_instance_is_sealed_before_its_guest_runs_and_unsealed_at_its_end(start: Start) -> None:
+    instance = start(1, "2-3")
+    instance.up()
+    assert isolated() == instance.cpus
+    assert instance.group.read("cpuset.cpus.partition") == "isolated"
+    assert TREE.cpus("cpuset.cpus.exclusive") == instance.cpus
+    instance.is_placed()
+    receipt = instance.receipt()
+    assert (receipt["guarantee"], receipt["reason"]) == ("enforced", "")
+    output = instance.running.output
+    assert output.index("exclusive CPUs: enforced cpus=2-3") < output.index("the guest runs")
+    assert Cgroup(Path(f"{ROOT}{instance.scope}")).cpus("cpuset.cpus") == instance.cpus
+    assert Cgroup(Path(f"{ROOT}{instance.scope}")).cpus().isdisjoint(instance.cpus)
+    assert instance.stop() == 0
+    assert "ended outcome=stopped status=0 faults=0" in instance.running.output
+    assert isolated() == CpuSet()
+    assert TREE.read("cpuset.cpus.exclusive") == ""
+    until(lambda: not instance.group.path.exists(), "the instance to be removed")
+
+
+def refused(pid: int, cpus: CpuSet) -> None:
+    """Check that process *pid* may not run on any of *cpus*, and cannot make that so."""
+    assert mask_of(pid).isdisjoint(cpus)
+    for cpu in cpus:
+        assert refusal_of(partial(os.sched_setaffinity, pid, {cpu})) == "EINVAL"
+    assert mask_of(pid).isdisjoint(cpus)
+
+
+@PARTITIONS
+def test_nothing_else_can_run_there_wherever_it_is_started(start: Start, kubelet: Kubelet, tree: Cgroup) -> None:
+    instance = start(1, "2-3")
+    instance.up()
+    instance.running.execute("sh", "-c", "while :; do :; done >/dev/null 2>&1 &")
+    loops = [pid for name, pids in instance.processes().items() if name == "sh" for pid in pids]
+    assert loops
+    assert cgroup_of(loops[0]) == instance.scope, "it is not swept, because it need not be"
+    neighbour = kubelet.run(Pod(uid_of(2), (Container(("sleep", "infinity"), cpus=CpuSet.parse("4-5")),)))["main"]
+    neighbour.update_cpus(CpuSet.parse("2-5"))  # another Guaranteed pod, and a kubelet that is wrong
+    assert mask_of(neighbour.pid) == CpuSet.parse("4-5")
+    tree.delegate()
+    everywhere = tree.child("service", cpuset_cpus=EVERY)
+    with task(everywhere) as service, task() as rootless:
+        for pid in (*loops, neighbour.pid, service.pid, rootless.pid):
+            refused(pid, instance.cpus)
+        kubepods = Cgroup(ROOT / "kubepods.slice")
+        for group in (kubepods, *kubepods.children(), Cgroup(Path(f"{ROOT}{instance.scope}"))):
+            before = group.read("cpuset.cpus")
+            for cpus in (EVERY, str(instance.cpus), before):
+                group.write("cpuset.cpus", cpus)
+                assert isolated() == instance.cpus
+        kubelet.reconcile()
+        for pid in (*loops, neighbour.pid, service.pid, rootless.pid):
+            refused(pid, instance.cpus)
+    instance.vcpus_hold()
+    assert kubelet.stop(uid_of(2), grace=0)
+    assert instance.stop() == 0
+    assert isolated() == CpuSet()
+
+
+@PARTITIONS
+def test_a_partition_that_others_invalidate_is_repaired(start: Start) -> None:
+    instance = start(1, "2-3")
+    instance.up()
+    TREE.write("cpuset.cpus.exclusive", "")
+    until(lambda: isolated() == instance.cpus, "the partition to be there again")
+    instance.group.write("cpuset.cpus.exclusive", "3")
+    until(lambda: isolated() == instance.cpus, "the partition to have both CPUs again")
+    instance.vcpus_hold()
+    assert instance.stop() == 0
+    assert isolated() == CpuSet()
+
+
+@PARTITIONS
+@pytest.mark.parametrize("victim", ["qemu", "runner"])
+def test_nothing_stays_of_a_partition_when_its_owner_is_killed(start: Start, victim: str) -> None:
+    instance = start(1, "2-3")
+    instance.up()
+    os.kill(instance.processes()[victim][0], signal.SIGKILL)
+    until(lambda: isolated() == CpuSet(), "the partition to be gone")
+    instance.running.wait()
+    until(lambda: TREE.read("cpuset.cpus.exclusive") == "", "nothing to be exclusive")
+
+
+def test_a_demand_that_cannot_be_met_is_a_refused_start(kubelet: Kubelet, tmp_path: Path) -> None:
+    with controller_of(kubelet, tmp_path, "--partitions", "off") as controller:
+        node = NodeFixture(kubelet, controller, tmp_path)
+        instance = node.start(1, "2-3", keys='exclusive = "enforced"\n')
+        assert instance.running.wait() == 31
+        assert 'set cpu.exclusive = "auto" to start without that guarantee' in instance.running.output
+        assert "the controller's option --partitions is off" in instance.running.output
+        until(lambda: not instance.group.path.exists(), "the instance to be removed")
+
+
+def test_without_partitions_the_instance_runs_as_before(start: Start) -> None:
+    """On a kernel before 6.7; on others a foreign partition has its CPU."""
+    foreign = Cgroup(ROOT).child("foreign") if KERNEL >= (6, 7) else None
+    try:
+        if foreign is not None:
+            foreign.write("cpuset.cpus.exclusive", "3")
+        instance = start(1, "2-3")
+        instance.up()
+        reason = "they come with Linux 6.7" if foreign is None else "a cgroup beside it has some of these CPUs"
+        assert "exclusive CPUs: arranged (" in instance.running.output
+        assert reason in instance.receipt()["reason"]
+        instance.is_placed()
+        assert instance.stop() == 0
+        assert "ended outcome=stopped status=0 faults=0" in instance.running.output
+    finally:
+        if foreign is not None:
+            foreign.path.rmdir()
+
+
+# -- minimal pods ----------------------------------------------------------------------------------------------------
+
+
+def sealed(machine: Machine, pod: minimal_pods.Pod) -> str:
+    """Take *pod* to the point where its guest would run; return the guarantee that it has."""
+    if not pod.scope.processes() - {pod.pid}:
+        pod.execute("anchor")
+    result(pod.call(machine.socket, "registerCgroup", uuid=pod.uid, cpuset=str(pod.scope.cpus())))
+    pod.execute("write", -4, 0)
+    pod.execute("write", -3, pod.execute("thread"))
+    return str(result(pod.call(machine.socket, "sealCgroup", uuid=pod.uid))["guarantee"])
+
+
+def ended(machine: Machine, pod: minimal_pods.Pod) -> None:
+    """Let *pod* go the way back."""
+    result(pod.call(machine.socket, "unsealCgroup", uuid=pod.uid))
+    pod.execute("write", -2, 0)
+    assert result(pod.call(machine.socket, "deregisterCgroup", uuid=pod.uid)) == {"removed": True}
+
+
+@PARTITIONS
+def test_two_instances_start_and_end_against_each_other(machine: Machine) -> None:
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+
+    def live(pod: minimal_pods.Pod) -> None:
+        for _ in range(times(8)):
+            assert sealed(machine, pod) == "enforced"
+            assert pod.scope.cpus() <= isolated()
+            ended(machine, pod)
+
+    with machine.controller(), ThreadPoolExecutor(2) as pool:
+        list(pool.map(live, (a, b)))
+        assert isolated() == CpuSet()
+        assert machine.root.exclusive_cpus() == CpuSet()
+        assert machine.float_cgroup.effective_cpus() == machine.shared
+
+
+@PARTITIONS
+def test_the_controller_killed_at_any_step_is_not_noticed(machine: Machine) -> None:
+    pod = machine.pod(A, machine.a)
+    with machine.controller() as process:
+        assert sealed(machine, pod) == "enforced"
+        process.kill()
+    assert isolated() == machine.a, "the partition is the kernel's"
+    machine.root.write("cpuset.cpus.exclusive", "")  # as it is if it was killed between two writes
+    assert isolated() == CpuSet()
+    with machine.controller() as process:
+        until(lambda: isolated() == machine.a, "the partition to be there again")
+        process.kill()
+    with inotify.watching() as queue:
+        for group in (machine.root, machine.float_cgroup, machine.instance(A)):
+            queue.watch(group.path, inotify.MODIFY | inotify.CREATE | inotify.DELETE)
+        with machine.controller() as process:
+            assert result(pod.call(machine.socket, "sealCgroup", uuid=A)) == {"guarantee": "enforced"}
+            process.kill()
+        with pytest.raises(BlockingIOError):
+            os.read(queue._fd, 65536)  # no file of the tree was written to
+    os.kill(pod.pid, signal.SIGKILL)
+    with machine.controller():  # finds a partition without a thread
+        until(lambda: isolated() == CpuSet(), "the partition to be gone")
+        until(lambda: machine.root.exclusive_cpus() == CpuSet(), "nothing to be exclusive")
+
+
+@PARTITIONS
+def test_without_its_writer_the_controller_goes_on(machine: Machine) -> None:
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--metrics", "127.0.0.1:9440") as process:
+        assert sealed(machine, a) == "enforced"
+        [writer] = minimal_pods.children(process.pid)
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{writer}/status").read_text().splitlines())
+        assert int(status["CapPrm"], 16) == 1 << 21, "CAP_SYS_ADMIN and no other"
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        assert not int(status["CapPrm"], 16) & 1 << 21, "the controller has it no more"
+        os.kill(writer, signal.SIGKILL)
+        until(lambda: "partition writer has ended" in health(), "the kubelet to be asked for another controller")
+        assert sealed(machine, b) == "arranged"
+        assert isolated() == machine.a
+        ended(machine, a)
+        assert isolated() == CpuSet(), "a partition ends without the writer"
+        process.kill()
+        until(lambda: not Path(f"/proc/{writer}").exists(), "the writer to be reaped")
+    with machine.controller() as process:
+        [writer] = minimal_pods.children(process.pid)
+        assert sealed(machine, b) == "enforced"
+        process.kill()
+        until(lambda: not Path(f"/proc/{writer}").exists(), "the writer to end with its controller")
+
+
+def health() -> str:
+    """Return what the controller answers to the kubelet's question whether it lives."""
+    try:
+        with urllib.request.urlopen("http://127.0.0.1:9440/healthz") as answer:
+            return str(answer.read())
+    except urllib.error.HTTPError as error:
+        return str(error.read())
+
+
+@PARTITIONS
+def test_only_its_own_pod_seals_an_instance(machine: Machine) -> None:
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller():
+        assert sealed(machine, a) == "enforced"
+        result(b.call(machine.socket, "registerCgroup", uuid=B, cpuset=str(machine.b)))
+        for method in ("sealCgroup", "unsealCgroup"):
+            assert reason(b.call(machine.socket, method, uuid=A)) == "identity"
+        answer = result(b.call(machine.socket, "sealCgroup", uuid=B))
+        assert answer == {"guarantee": "arranged", "reason": "no thread is in its cgroup"}
+        assert isolated() == machine.a
+        assert machine.instance(A).partition() == "isolated"
