@@ -9,9 +9,11 @@ registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset"
                                         ``cgroup.procs``, and ``cgroup.threads`` of the pod's group in float, in
                                         this order; the kernel's threads in the pod's own group go to float
 deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if there was no such instance
+tuneInstance       ``uuid``, ``tuning`` ``{"missing": [reason, …]}``: what of it cannot be had; it lasts as long as the
+                                        instance's cgroup
 listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
                                         "populated"}, …]``
-getStatus          none                 protocol, kubelet's policy, float, frozen reason, faults
+getStatus          none                 protocol, kubelet's policy, float, frozen reason, faults, disturbances
 =================  ===================  ==========================================================================
 
 ``uuid`` is the uid of the instance's pod. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
@@ -29,6 +31,7 @@ import attrs
 import trio
 
 from runner.controller import identity
+from runner.controller.host_tuner import TUNING, HostTuner
 from runner.controller.identity import (
     ContainerIdentity,
     ContainerProcess,
@@ -41,6 +44,7 @@ from runner.controller.identity import (
 from runner.controller.loop import ReconcileLoop
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.reconcile import ROOT, holders
+from runner.controller.tuning import Tuning
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup, CgroupError
@@ -64,6 +68,7 @@ PROTOCOL = 1
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "registerCgroup": ("uuid", "cpuset"),
     "deregisterCgroup": ("uuid",),
+    "tuneInstance": ("uuid", "tuning"),
     "listInstances": (),
     "getStatus": (),
 }
@@ -114,6 +119,7 @@ class RpcMethods:
     timeouts: Timeouts
     trusting: bool
     device_filter: DeviceFilter
+    tuner: HostTuner
     _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
     _waits: trio.Semaphore = attrs.field(factory=lambda: trio.Semaphore(MOST_WAITING))
@@ -157,6 +163,8 @@ class RpcMethods:
                     return await self._register(identify, _pod_uid(arguments["uuid"]), arguments["cpuset"])
                 case "deregisterCgroup":
                     return await self._deregister(identify, _pod_uid(arguments["uuid"]))
+                case "tuneInstance":
+                    return await self._tune(identify, _pod_uid(arguments["uuid"]), arguments["tuning"])
                 case "listInstances":
                     return self._list(identify)
                 case _:
@@ -367,6 +375,28 @@ class RpcMethods:
         self.loop.pass_over({})
         return RpcResult({"removed": True})
 
+    # -- tuneInstance ------------------------------------------------------------------------------------------------
+
+    async def _tune(self, identify: Identify, pod_uid: str, asked: object) -> RpcResult:
+        caller = await self._caller(identify, pod_uid)
+        tuning = _tuning(asked)
+        self._check_alive(identify)
+        group = self.loop.tree.group(instance_group(pod_uid))
+        if not group.exists():
+            raise RequestRefusedError(
+                identity.CONFLICT,
+                f"cannot tune instance {pod_uid!r}: it is not registered; register it first",
+                lasting=True,
+            )
+        if caller is not None and self.loop.source is not None and not self.trusting:
+            check_container(caller, self.mount.at(caller.container.path).cpus(), group.cpus(), pod_uid)
+        group.set_attribute(TUNING, tuning.to_json())
+        self.loop.observe()
+        missing = await self.tuner.tune_instance(pod_uid)
+        if (more := self.loop.log_limit.due("tuned", pod_uid)) is not None:
+            log.info("instance tuned%s uuid=%s tuning=%s", more, pod_uid, tuning.to_json())
+        return RpcResult({"missing": list(missing)})
+
     # -- listInstances, getStatus ------------------------------------------------------------------------------------
 
     def _list(self, identify: Identify) -> RpcResult:
@@ -409,6 +439,7 @@ class RpcMethods:
                 "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
                 "frozen": self.loop.frozen() or None,
                 "faults": [*filter(None, [self.device_filter.missing]), *(fault.reason for fault in self.loop.faults)],
+                "disturbances": list(self.tuner.reasons),
                 "trusting": self.trusting,
             }
         )
@@ -500,3 +531,10 @@ def _cpuset(value: object) -> CpuSet:
     if not cpus:
         raise RpcError(INVALID_PARAMS, "Invalid params: 'cpuset' is empty")
     return cpus
+
+
+def _tuning(value: object) -> Tuning:
+    try:
+        return Tuning.parse(value)
+    except ValueError as error:
+        raise RpcError(INVALID_PARAMS, f"Invalid params: 'tuning': {error}") from None

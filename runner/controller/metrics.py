@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import attrs
 from prometheus_client.metrics_core import Metric
 
+from runner.controller.disturbances import KINDS, SettingKind
 from runner.controller.reconcile import Observed
 from runner.kubelet.pod_cgroups import FLOAT
 from runner.protocol.exposition import Samples, counter, gauge, metrics_response
@@ -25,7 +26,7 @@ from runner.protocol.http import HttpResponse, not_found, ok, unavailable
 
 @attrs.define
 class ControllerCounters:
-    """What has happened since the start; each only grows."""
+    """What has happened since the start; each but :attr:`disturbances` only grows."""
 
     passes: Counter[str] = attrs.field(factory=Counter)
     """Reconcile passes by outcome: ``clean``, ``changed``, ``faulty``, ``frozen``."""
@@ -38,6 +39,8 @@ class ControllerCounters:
     """Requests by method."""
     refusals: Counter[str] = attrs.field(factory=Counter)
     """Refused requests by reason."""
+    disturbances: Counter[SettingKind] = attrs.field(factory=Counter)
+    """Settings of the machine that could not be kept off instances' CPUs in the last pass, by kind."""
 
 
 def controller_metrics(counters: ControllerCounters, observed: Observed | None, frozen: str) -> Iterator[Metric]:
@@ -49,6 +52,12 @@ def controller_metrics(counters: ControllerCounters, observed: Observed | None, 
     yield _gauge("instance_cpus", "CPUs that instances hold.", cpus)
     yield _gauge("float_cpus", "CPUs that float runs on.", len(floating.effective) if floating else 0)
     yield _gauge("frozen", "1 while the kubelet's state cannot be used.", bool(frozen))
+    yield gauge(
+        "instance_cgroup_controller_disturbances",
+        "Settings of the machine that disturb instances' CPUs and could not be changed, by kind.",
+        [((kind,), counters.disturbances[kind]) for kind in KINDS],
+        ("kind",),
+    )
     yield _counter("reconcile_passes_total", "Passes by outcome.", counters.passes, "outcome")
     yield _counter("reconcile_seconds_total", "Time spent in passes.", counters.pass_seconds)
     yield _counter("drift_repaired_total", "Cpusets found changed by others and put right.", counters.repairs)

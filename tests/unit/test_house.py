@@ -46,7 +46,7 @@ PURE = (
         f"check.{module}"
         for module in ("context", "finding", "kernel_settings", "cpu_owners", "device_rights", "programs", "report")
     }
-    | {f"controller.{module}" for module in ("limits", "reconcile")}
+    | {f"controller.{module}" for module in ("cache_groups", "disturbances", "limits", "reconcile", "tuning")}
 )
 EFFECTS = {
     "asyncio",

@@ -265,6 +265,7 @@ async def check_responses(port: Path, controller: Controller) -> None:
         "instance_cpus",
         "float_cpus",
         "frozen",
+        "disturbances",
     }
     assert set(types.values()) == {"gauge", "counter"}
     assert (await get(port, b"GET /healthz HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\nok\n")
