@@ -206,16 +206,23 @@ class Missing:
     reason: str
 
 
-MANAGED_SHOWN = 4
+SHOWN = 4
+"""Interrupts that a sentence names, and settings of one kind."""
 
 
 def sentences(missing: Iterable[Missing], managed: Mapping[str, str], occupied: CpuSet) -> Iterator[str]:
     """Yield why an instance's CPUs are disturbed nevertheless; *managed* are the interrupts that cannot be moved, by number."""
     if managed:
-        named = ", ".join(f"{number} ({handlers})" for number, handlers in [*managed.items()][:MANAGED_SHOWN])
-        more = f" and {len(managed) - MANAGED_SHOWN} more" if len(managed) > MANAGED_SHOWN else ""
+        named = ", ".join(f"{number} ({handlers})" for number, handlers in [*managed.items()][:SHOWN])
+        more = f" and {len(managed) - SHOWN} more" if len(managed) > SHOWN else ""
         yield (
             f"cannot move interrupts {named}{more} off CPUs '{occupied}': the kernel manages them for the drivers; boot "
             f"with `isolcpus=managed_irq,{occupied}`"
         )
-    yield from (each.reason for each in missing)
+    reasons: dict[SettingKind, list[str]] = {}
+    for each in missing:
+        reasons.setdefault(each.kind, []).append(each.reason)
+    for kind, several in reasons.items():
+        yield from several[:SHOWN]
+        if len(several) > SHOWN:
+            yield f"{len(several) - SHOWN} more settings could not be changed kind={kind}"

@@ -126,8 +126,8 @@ class HostTuner:
     async def tune(self) -> tuple[Missing, ...]:
         """Bring the settings to what the instances need now; return those for which that is not possible."""
         async with self._lock:
-            instances, online = self.instances(), self.loop.machine().online
             try:
+                instances, online = self.instances(), self.loop.machine().online
                 # In a thread: a machine has thousands of interrupts, a file each.
                 missing, reasons = await trio.to_thread.run_sync(self._tuned, instances, online)
             except (HostError, OSError, ValueError) as error:
@@ -157,6 +157,8 @@ class HostTuner:
     ) -> tuple[tuple[Missing, ...], tuple[str, ...]]:
         occupied = CpuSet(cpu for each in instances.values() for cpu in each.cpus)
         records, missing = self._records(), list[Missing]()
+        if occupied and (error := self.host.error()):
+            missing.append(Missing("interrupt", "", f"{error}; run it with hostPID, as user 0 and with CAP_SYS_PTRACE"))
         irqbalance = find_irqbalance(self.procfs)
         plan = self.caches.plan(self._cache_requests(instances, missing), missing)
         settings = [

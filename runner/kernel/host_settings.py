@@ -74,6 +74,14 @@ class HostSettings:
 
     root: Path
 
+    def error(self) -> str:
+        """Return why nothing of it can be read; empty if it can."""
+        try:
+            (self.root / "proc").stat()
+        except OSError as error:
+            return f"cannot read {self.root}: {os.strerror(error.errno or errno.EIO)}"
+        return ""
+
     def interrupts(self) -> Iterator[InterruptLine]:
         """Yield the interrupts with a handler, by number; nothing where there is no ``/proc/irq``.
 

@@ -252,12 +252,16 @@ async def test_nothing_is_changed_that_could_not_be_recorded(node: Node) -> None
         assert str(reason).startswith("the machine's settings stay as they are: cannot write")
 
 
-async def test_a_machine_without_any_of_it_runs_instances(tmp_path: Path) -> None:
+@pytest.mark.parametrize("readable", [True, False])
+async def test_a_machine_without_any_of_it_runs_instances(tmp_path: Path, *, readable: bool) -> None:
     node = Node.new(tmp_path)
+    if readable:
+        (node.host.root / "proc").mkdir(parents=True)
     async with controlled(node) as controller, connected(node.socket) as client:
         await register(node, client, B, "14-17")
         await settled(controller)
-        assert controller.tuner.reasons == ()
+        told = [f"cannot read {node.host.root}: No such file or directory"] * (not readable)
+        assert [reason.partition(";")[0] for reason in controller.tuner.reasons] == told
 
 
 async def test_a_damaged_file_of_records_is_replaced(node: Node) -> None:

@@ -222,3 +222,13 @@ def test_the_interrupts_that_cannot_be_moved_are_named_with_the_remedy() -> None
         "manages them for the drivers; boot with `isolcpus=managed_irq,2-3`"
     )
     assert second == "cannot write x"
+
+
+def test_a_thousand_refusals_are_a_few_sentences() -> None:
+    missing = [Missing("interrupt", str(number), f"cannot write {number}") for number in range(1000)]
+    lines = list(sentences([*missing, Missing("governor", "x", "cannot write x")], {}, cpus("2-3")))
+    assert lines == [
+        *(f"cannot write {number}" for number in range(4)),
+        "996 more settings could not be changed kind=interrupt",
+        "cannot write x",
+    ]
