@@ -18,6 +18,7 @@ MAX_CPU = 8191
 LONGEST_LIST = 20_000
 """Characters of a list that is parsed: every second of 8192 CPUs takes 19,925."""
 
+_WORD = re.compile(r"[0-9a-fA-F]{1,8}", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
 
@@ -41,6 +42,24 @@ class CpuSet:
         than :data:`LONGEST_LIST` characters.
         """
         return cls(itertools.chain.from_iterable(disjoint_ranges(text)))
+
+    @classmethod
+    def parse_mask(cls, text: str) -> Self:
+        """Parse the kernel's mask format (``%*pb``): hexadecimal words of 32 bits, the highest first, as ``3,ffffffff``.
+
+        Raises ``ValueError``.
+        """
+        words = text.strip().split(",")
+        if len(text) > LONGEST_LIST or not all(_WORD.fullmatch(word) for word in words):
+            raise ValueError(f"{text[:80]!r} is no mask of CPUs like 'f' or '3,ffffffff'")
+        bits = int("".join(word.zfill(8) for word in words), 16)
+        return cls(cpu for cpu in range(bits.bit_length()) if bits >> cpu & 1)
+
+    def mask(self) -> str:
+        """Return the mask format of :meth:`parse_mask`."""
+        digits = f"{sum(1 << cpu for cpu in self._cpus):x}"
+        digits = digits.zfill(-(-len(digits) // 8) * 8)
+        return ",".join(digits[at : at + 8] for at in range(0, len(digits), 8))
 
     def __str__(self) -> str:
         ranges: list[tuple[int, int]] = []

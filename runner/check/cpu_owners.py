@@ -112,7 +112,8 @@ def judge_interrupts(interrupts: Sequence[Interrupt], cpus: CpuSet, online: CpuS
     number, rest = delivered[0].number, online - cpus
     return INTERRUPTS.warning(
         f"{len(delivered)} may be delivered to CPUs '{cpus}': {named}{more}",
-        f"on the node: echo {rest} > /proc/irq/{number}/smp_affinity_list, and for irqbalance IRQBALANCE_BANNED_CPULIST={cpus}",
+        f"the node's controller moves them (--move-interrupts), or: echo {rest} > /proc/irq/{number}/smp_affinity_list, and for "
+        f"irqbalance IRQBALANCE_BANNED_CPULIST={cpus}; where the kernel refuses, boot with `isolcpus=managed_irq,{cpus}`",
     )
 
 

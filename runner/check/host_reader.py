@@ -171,6 +171,7 @@ async def _services(host: CheckedHost, context: CheckContext) -> list[Finding]:
         findings.append(programs.judge_cpu_manager(str(files.cpu_state), context.kubelet or Frozen(reason), reason))
         findings.append(_memory_manager(files.memory_state))
         findings.append(programs.judge_topology_manager())
+        findings += programs.judge_disturbances(answer)
     return findings
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
 from runner.check.finding import Check, Finding, Place
@@ -26,6 +26,10 @@ TOPOLOGY_MANAGER = Check(
     "topology-manager", "it decides whether CPUs, memory and devices of a pod lie on the same NUMA nodes"
 )
 CONTROLLER = Check("controller", "it keeps every other thread off the exclusive CPUs; without it only CPU masks do")
+DISTURBANCES = Check(
+    "disturbances",
+    "interrupts and the kernel's work queues take time from vCPUs, too, and deep idle states wake up late",
+)
 
 PROTOCOLS = (1, 2)
 """The newest comes last; a controller of protocol 1 seals no instance."""
@@ -151,6 +155,20 @@ def judge_controller(place: Place, path: str, answer: Mapping[str, object] | str
     return CONTROLLER.ok(
         f"it answers at {path}; float has CPUs '{answer.get('float_cpuset')}'; exclusive CPUs are {guarantee}"
     )
+
+
+def judge_disturbances(answer: Mapping[str, object] | str | None) -> Iterator[Finding]:
+    """Judge what the controller says of the machine's settings that it cannot keep off the instances' CPUs."""
+    reasons = answer.get("disturbances") if isinstance(answer, Mapping) else None
+    if not isinstance(reasons, list):
+        yield DISTURBANCES.unknown(
+            "no controller says what else disturbs the instances' CPUs", "install a controller of this release"
+        )
+        return
+    for reason in reasons:
+        yield DISTURBANCES.warning(str(reason), "change what it names, or accept it; instances run all the same")
+    if not reasons:
+        yield DISTURBANCES.ok("the controller could change every setting that instances need")
 
 
 def _refusal(answer: Mapping[str, object]) -> tuple[str, str] | None:

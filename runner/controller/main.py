@@ -10,12 +10,14 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
 import trio
 
 from runner.arguments import LOG_FORMATS, add_version, argument_type
+from runner.controller.cache_tuner import RESCTRL, CacheTuner
+from runner.controller.host_tuner import HostTuner, TuningOptions
 from runner.controller.limits import (
     Limits,
     default_memory,
@@ -38,8 +40,10 @@ from runner.cpuset import CpuSet
 from runner.errors import RunnerError, UsageError, explain
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DeviceRule
+from runner.kernel.host_settings import HostSettings
 from runner.kernel.peers import Peers
 from runner.kernel.procfs import Procfs
+from runner.kernel.resctrl import Resctrl
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http, unavailable
 from runner.protocol.logs import LogHandler
@@ -49,6 +53,8 @@ from runner.values import frozen
 log = logging.getLogger(__name__)
 
 _STDERR = 2
+RECORDS = "host-settings.json"
+"""Beside the socket: what the machine's settings were before an instance needed others."""
 
 Default = Literal["default"]
 """The value of a limit's option that was not given."""
@@ -83,6 +89,7 @@ class Options:
     trusting: bool
     handover: float
     limits: LimitOptions
+    tuning: TuningOptions
     device_rules: tuple[DeviceRule, ...] | None
     """Besides the default ones; ``None``: no device filter."""
     require_seccomp: bool
@@ -132,6 +139,15 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
         pods=pods,
     )
     device_filter = privileged.device_filter
+    root = options.proc / "1/root"  # the node's, whose /proc and /sys are mounted for writing
+    tuner = HostTuner(
+        loop=loop,
+        procfs=Procfs(options.proc),
+        host=HostSettings(root),
+        caches=CacheTuner(root, Resctrl(root / RESCTRL)),
+        store=PurePosixPath(options.socket.with_name(RECORDS)),
+        options=options.tuning,
+    )
     methods = RpcMethods(
         loop=loop,
         mount=Cgroup(options.cgroupfs),
@@ -142,6 +158,7 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
         device_filter=device_filter,
         require_seccomp=options.require_seccomp,
         partitions_required=options.partitions == "required",
+        tuner=tuner,
     )
     if options.trusting:
         log.warning("INSECURE: any process that reaches the socket may register and remove any instance")
@@ -149,6 +166,7 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
         async with running_loop(loop):
             with listening(options.socket) as listener:
                 async with trio.open_nursery() as nursery:
+                    nursery.start_soon(tuner.follow)
                     nursery.start_soon(UnixServer(methods, SocketLimits()).accept, listener)
                     if loop.limits.pod_memory_min is not None:
                         least = loop.limits.pod_memory_min
@@ -265,6 +283,7 @@ def command_line() -> argparse.ArgumentParser:
         "from that one's pod; at least the longest grace of a pod here",
     )
     _add_limits(parser.add_argument_group("limits of what instances run outside of their pods' cgroups"))
+    _add_tuning(parser.add_argument_group("what else disturbs the CPUs of instances, and is put back at their end"))
     add(
         "--insecure-trust-peer",
         action="store_true",
@@ -357,6 +376,16 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_tuning(group: argparse._ArgumentGroup) -> None:
+    for option, text in (
+        ("--move-interrupts", "keep interrupts off these CPUs, also by irqbalance where it runs"),
+        ("--move-work-queues", "keep the kernel's unbound work queues off these CPUs"),
+        ("--low-latency", 'obey cpu.latency = "low" of a spec: idle states, and the frequency governor'),
+        ("--cache-groups", "obey cpu.cache_ways and cpu.memory_bandwidth of a spec, by resctrl"),
+    ):
+        group.add_argument(option, action=argparse.BooleanOptionalAction, default=True, help=text)
+
+
 def _options(arguments: argparse.Namespace) -> Options:
     cpus: CpuSet | None = arguments.cpus
     return Options(
@@ -378,6 +407,12 @@ def _options(arguments: argparse.Namespace) -> Options:
             pod_cpu_weight=arguments.pod_cpu_weight,
         ),
         require_seccomp=arguments.require_seccomp,
+        tuning=TuningOptions(
+            interrupts=arguments.move_interrupts,
+            work_queues=arguments.move_work_queues,
+            latency=arguments.low_latency,
+            caches=arguments.cache_groups,
+        ),
         device_rules=None if arguments.no_device_filter else tuple(arguments.allow_device),
         partitions=arguments.partitions,
         sys=arguments.sysfs,

@@ -12,10 +12,12 @@ deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if ther
 sealCgroup         ``uuid``             ``{"guarantee": "enforced"}``: the kernel keeps all others off its CPUs; or
                                         ``{"guarantee": "arranged", "reason"}``
 unsealCgroup       ``uuid``             ``{"unsealed": bool}``; ``false`` if it was not sealed
+tuneInstance       ``uuid``, ``tuning`` ``{"missing": [reason, …]}``: what of it cannot be had; it lasts as long as the
+                                        instance's cgroup
 listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
                                         "populated", "guarantee", "awaited_by", "without_seccomp"}, …]``
 getStatus          none                 protocol, kubelet's policy, float, frozen reason, whether CPUs can be sealed, CPUs
-                                        that change hands, faults, memory_ends, without_seccomp
+                                        that change hands, faults, disturbances, memory_ends, without_seccomp
 =================  ===================  ==========================================================================
 
 ``uuid`` is the uid of the instance's pod. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
@@ -39,6 +41,7 @@ import trio
 
 from runner.controller import identity
 from runner.controller.handover import HandoverPendingError, pending_handovers
+from runner.controller.host_tuner import TUNING, HostTuner
 from runner.controller.identity import (
     ContainerIdentity,
     ContainerProcess,
@@ -51,6 +54,7 @@ from runner.controller.identity import (
 from runner.controller.loop import ReconcileLoop
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.reconcile import ISOLATED, ROOT, holders
+from runner.controller.tuning import Tuning
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup, CgroupError
@@ -77,6 +81,7 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "deregisterCgroup": ("uuid",),
     "sealCgroup": ("uuid",),
     "unsealCgroup": ("uuid",),
+    "tuneInstance": ("uuid", "tuning"),
     "listInstances": (),
     "getStatus": (),
 }
@@ -134,6 +139,7 @@ class RpcMethods:
     timeouts: Timeouts
     trusting: bool
     device_filter: DeviceFilter
+    tuner: HostTuner
     require_seccomp: bool = False
     """Whether a pod that may write the files of its groups is refused, and not only named in the log."""
     partitions_required: bool = False
@@ -178,19 +184,7 @@ class RpcMethods:
         await trio.lowlevel.checkpoint()
         self.loop.counters.requests[method] += 1
         try:
-            match method:
-                case "registerCgroup":
-                    return await self._register(identify, _pod_uid(arguments["uuid"]), arguments["cpuset"])
-                case "deregisterCgroup":
-                    return await self._deregister(identify, _pod_uid(arguments["uuid"]))
-                case "sealCgroup":
-                    return await self._seal(identify, _pod_uid(arguments["uuid"]))
-                case "unsealCgroup":
-                    return await self._unseal(identify, _pod_uid(arguments["uuid"]))
-                case "listInstances":
-                    return self._list(identify)
-                case _:
-                    return self._status(identify)
+            return await self._act(identify, method, arguments)
         except HandoverPendingError as error:
             raise self._pending(error) from error
         except HostError as error:
@@ -198,6 +192,22 @@ class RpcMethods:
             raise self._refused(identify, method, refusal) from error
         except RequestRefusedError as error:
             raise self._refused(identify, method, error) from error
+
+    async def _act(self, identify: Identify, method: str, arguments: Mapping[str, object]) -> RpcResult:
+        if method in {"listInstances", "getStatus"}:
+            return self._list(identify) if method == "listInstances" else self._status(identify)
+        pod_uid = _pod_uid(arguments["uuid"])
+        match method:
+            case "registerCgroup":
+                return await self._register(identify, pod_uid, arguments["cpuset"])
+            case "deregisterCgroup":
+                return await self._deregister(identify, pod_uid)
+            case "sealCgroup":
+                return await self._seal(identify, pod_uid)
+            case "unsealCgroup":
+                return await self._unseal(identify, pod_uid)
+            case _:
+                return await self._tune(identify, pod_uid, arguments["tuning"])
 
     # -- registerCgroup ----------------------------------------------------------------------------------------------
 
@@ -458,6 +468,28 @@ class RpcMethods:
         self.loop.pass_over({})
         return RpcResult({"removed": True})
 
+    # -- tuneInstance ------------------------------------------------------------------------------------------------
+
+    async def _tune(self, identify: Identify, pod_uid: str, asked: object) -> RpcResult:
+        caller = await self._caller(identify, pod_uid)
+        tuning = _tuning(asked)
+        self._check_alive(identify)
+        group = self.loop.tree.group(instance_group(pod_uid))
+        if not group.exists():
+            raise RequestRefusedError(
+                identity.CONFLICT,
+                f"cannot tune instance {pod_uid!r}: it is not registered; register it first",
+                lasting=True,
+            )
+        if caller is not None and self.loop.source is not None and not self.trusting:
+            check_container(caller, self.mount.at(caller.container.path).cpus(), group.cpus(), pod_uid)
+        group.set_attribute(TUNING, tuning.to_json())
+        self.loop.observe()
+        missing = await self.tuner.tune_instance(pod_uid)
+        if (more := self.loop.log_limit.due("tuned", pod_uid)) is not None:
+            log.info("instance tuned%s uuid=%s tuning=%s", more, pod_uid, tuning.to_json())
+        return RpcResult({"missing": list(missing)})
+
     # -- listInstances, getStatus ------------------------------------------------------------------------------------
 
     def _list(self, identify: Identify) -> RpcResult:
@@ -520,6 +552,7 @@ class RpcMethods:
                     *filter(None, [self.device_filter.missing]),
                     *(fault.reason for fault in self.loop.faults if mine is None or fault.pod_uid in (None, mine)),
                 ],
+                "disturbances": list(self.tuner.reasons),
                 "memory_ends": [
                     attrs.asdict(end) for end in self.loop.counters.memory_ends if mine in (None, end.pod_uid)
                 ],
@@ -629,3 +662,10 @@ def _cpuset(value: object) -> CpuSet:
     if not cpus:
         raise RpcError(INVALID_PARAMS, "Invalid params: 'cpuset' is empty")
     return cpus
+
+
+def _tuning(value: object) -> Tuning:
+    try:
+        return Tuning.parse(value)
+    except ValueError as error:
+        raise RpcError(INVALID_PARAMS, f"Invalid params: 'tuning': {error}") from None

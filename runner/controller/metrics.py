@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 import attrs
 from prometheus_client.metrics_core import Metric
 
+from runner.controller.disturbances import KINDS, SettingKind
 from runner.controller.handover import Handover
 from runner.controller.reconcile import ISOLATED, Observed
 from runner.kubelet.pod_cgroups import FLOAT
@@ -38,7 +39,7 @@ class MemoryEnd:
 
 @attrs.define
 class ControllerCounters:
-    """What has happened since the start; each only grows."""
+    """What has happened since the start; each but :attr:`disturbances` only grows."""
 
     passes: Counter[str] = attrs.field(factory=Counter)
     """Reconcile passes by outcome: ``clean``, ``changed``, ``faulty``, ``frozen``."""
@@ -55,6 +56,8 @@ class ControllerCounters:
     """Processes ended by the memory guard."""
     memory_ends: deque[MemoryEnd] = attrs.field(factory=lambda: deque(maxlen=_LAST_ENDS))
     """The last times it did so."""
+    disturbances: Counter[SettingKind] = attrs.field(factory=Counter)
+    """Settings of the machine that could not be kept off instances' CPUs in the last pass, by kind."""
 
 
 @frozen
@@ -88,6 +91,12 @@ def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
     without_seccomp = len(status.without_seccomp())
     yield _gauge("pods_without_seccomp", "Pods that may write the files of their groups.", without_seccomp)
     yield _gauge("frozen", "1 while the kubelet's state cannot be used.", bool(status.frozen))
+    yield gauge(
+        "instance_cgroup_controller_disturbances",
+        "Settings of the machine that disturb instances' CPUs and could not be changed, by kind.",
+        [((kind,), counters.disturbances[kind]) for kind in KINDS],
+        ("kind",),
+    )
     yield _counter("reconcile_passes_total", "Passes by outcome.", counters.passes, "outcome")
     yield _counter("reconcile_seconds_total", "Time spent in passes.", counters.pass_seconds)
     yield _counter("drift_repaired_total", "Cpusets found changed by others and put right.", counters.repairs)

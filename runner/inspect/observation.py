@@ -9,6 +9,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.facts.memory import MemoryCharge
+from runner.inspect.settings import CpuSettings
 from runner.placement.backends import Backend
 from runner.placement.threads import Guarantee, ObservedThread, Role, ThreadRules, guarantee_of
 from runner.values import frozen
@@ -63,6 +64,8 @@ class InstanceObservation:
     """Why there may be more of these than can be seen; empty when all can be."""
     memory: GuestMemory | Unknown
     charge: PodCharge | Unknown
+    settings: CpuSettings | None = None
+    """The machine's settings for its CPUs; ``None`` where they are not read: in the container."""
 
     @property
     def cpus(self) -> CpuSet:

@@ -29,6 +29,7 @@ from runner.inspect.observation import (
     Unknown,
 )
 from runner.inspect.roles import Roles
+from runner.inspect.settings import read_cpu_settings
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.kubelet_files import Frozen, settled
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peers
@@ -208,6 +209,7 @@ async def observe_node(roots: Roots, root: Cgroup, kubelet: Path, wanted: str = 
                 hidden=_hidden_by(table, members),
                 memory=_guest_memory(Procfs(roots.proc), machines[0] if machines else None),
                 charge=_charge(roots, threads),
+                settings=read_cpu_settings(roots.proc.parent, cpus[pod_uid]),
             )
         )
     return Observation("node", tuple(instances), await _kubelet(roots, root, kubelet))

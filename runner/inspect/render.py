@@ -24,6 +24,8 @@ def report_lines(report: InspectionReport) -> Iterator[str]:
         yield f"{_title(instance)}: CPUs '{instance.cpus}'{on}, placement {instance.backend}, exclusive CPUs {instance.guarantee}"
         yield from aligned([HEAD, *(_row(thread, instance.numa_node_of) for thread in instance.threads)])
         yield from _verdicts(each.verdicts)
+        if instance.settings is not None:
+            yield f"{'':8}  {'settings':9}  {instance.settings.line()}"
         yield ""
     if report.seen_from == "node" and not report.instances:
         yield "no instance is placed by the controller here; others are inspected in their containers"
@@ -105,6 +107,7 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
         "charge": {"cgroup": charge.cgroup, "memory": charge.amount.memory, "hugetlb": charge.amount.hugetlb}
         if isinstance(charge, PodCharge)
         else None,
+        "settings": None if instance.settings is None else instance.settings.to_json(),
     }
 
 

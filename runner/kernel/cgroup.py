@@ -186,6 +186,23 @@ class Cgroup:
         """Return up to *most* of the groups below this one, each before those below it."""
         return [attrs.evolve(self, path=Path(path)) for path, _, _ in islice(os.walk(self.path), 1, most + 1)]
 
+    def attribute(self, name: str) -> str | None:
+        """Return the extended attribute *name* of the group; ``None`` where it has none, or is gone.
+
+        It ends with the group, whatever becomes of its writer (``KERNFS_ROOT_SUPPORT_USER_XATTR``, since Linux 5.7).
+        """
+        try:
+            return os.getxattr(self.path, name).decode(errors="replace")
+        except OSError:
+            return None
+
+    def set_attribute(self, name: str, value: str) -> None:
+        """Set the extended attribute *name* of the group; *name* begins with ``user.``."""
+        try:
+            os.setxattr(self.path, name, value.encode())
+        except OSError as error:
+            raise _refused(f"set {name!r} of", str(self.path), error) from error
+
     # -- control files ("Interface Files") ---------------------------------------------------------------------------
 
     def read(self, file: str) -> str:

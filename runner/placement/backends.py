@@ -10,9 +10,19 @@ from pathlib import PurePosixPath
 from typing import ClassVar, Literal
 
 from runner.cpuset import CpuSet
+from runner.spec.instance import LatencyChoice
 from runner.values import frozen
 
 Backend = Literal["controller", "delegated", "affinity"]
+
+
+@frozen
+class CpuTuning:
+    """What the node's controller is asked for besides the CPUs, as the spec's ``[cpu]`` says; by default nothing."""
+
+    latency: LatencyChoice = "default"
+    cache_ways: int | None = None
+    memory_bandwidth: int | None = None
 
 
 @frozen
@@ -34,6 +44,8 @@ class ControllerPlacement:
     """Whether the start is refused unless the kernel keeps all others off the CPUs."""
     sweep: bool = False
     """Whether processes that other programs start in the container are moved to float."""
+    tuning: CpuTuning = CpuTuning()
+    """What else the controller is asked for."""
 
     backend: ClassVar[Literal["controller"]] = "controller"
     shared: ClassVar[bool] = False

@@ -5,7 +5,14 @@ from __future__ import annotations
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.facts.host import HostFacts
-from runner.placement.backends import AffinityPlacement, Backend, ControllerPlacement, DelegatedPlacement, Placement
+from runner.placement.backends import (
+    AffinityPlacement,
+    Backend,
+    ControllerPlacement,
+    CpuTuning,
+    DelegatedPlacement,
+    Placement,
+)
 from runner.placement.guest_topology import GuestTopology, flat, guest_topology, unbound
 from runner.placement.pins import PinPolicy, choose_cpus, place
 from runner.plan.host_checks import ASKING_FOR_LESS, CPU_TIME, OWN_CPUS, shared_cpus, too_little_time
@@ -81,10 +88,15 @@ def plan_placement(
 def _placement(
     backend: Backend, pins: tuple[int, ...], cpu: CpuSpec, facts: HostFacts, problems: Problems
 ) -> Placement:
-    allowed = facts.allowed_cpus
+    allowed, tuning = facts.allowed_cpus, CpuTuning(cpu.latency, cpu.cache_ways, cpu.memory_bandwidth)
     if backend == "controller":
-        enforced = cpu.exclusive == "enforced"
-        return ControllerPlacement(allowed, pins, cpu.controller, facts.container_uid or "", enforced, sweep=cpu.sweep)
+        uid, enforced = facts.container_uid or "", cpu.exclusive == "enforced"
+        return ControllerPlacement(allowed, pins, cpu.controller, uid, enforced, sweep=cpu.sweep, tuning=tuning)
+    if tuning != CpuTuning():
+        problems.remark(
+            f"cpu.latency, cpu.cache_ways and cpu.memory_bandwidth have no effect with placement {backend!r}: only the node's "
+            "controller can change the machine's settings"
+        )
     cpus = CpuSet(pins)
     rest = allowed - cpus
     if not rest:

@@ -164,6 +164,19 @@ async def unseal(path: PurePosixPath, pod_uid: str) -> None:
         await _call(path, "unsealCgroup", {"uuid": pod_uid}, _ReceivedFds(held))
 
 
+async def tune(path: PurePosixPath, pod_uid: str, tuning: Mapping[str, object]) -> tuple[str, ...]:
+    """Ask for *tuning* of the registered instance's CPUs, and return what of it cannot be had, and why.
+
+    Raises like :func:`register`; an older controller does not know the method (``METHOD_NOT_FOUND``).
+    """
+    with ExitStack() as held:
+        result = await _call(path, "tuneInstance", {"uuid": pod_uid, "tuning": tuning}, _ReceivedFds(held))
+    match result:
+        case {"missing": [*reasons]}:
+            return tuple(map(str, reasons))
+    raise HostError(f"cannot understand the controller: it answered 'tuneInstance' with {result!r}")
+
+
 async def read_status(path: PurePosixPath) -> Mapping[str, object]:
     """Return the controller's own state (``getStatus``). Raises like :func:`register`."""
     with ExitStack() as held:

@@ -65,6 +65,7 @@ ExclusiveChoice = Literal["auto", "enforced"]
 TopologyChoice = Literal["host", "flat"]
 AccelChoice = Literal["auto", "kvm", "tcg"]
 IdleChoice = Literal["host", "guest"]
+LatencyChoice = Literal["default", "low"]
 HugePageSize = Literal["2MiB", "1GiB"]
 FirmwareBuild = Literal["uefi", "uefi-secure"]
 DiskFormat = Literal["raw", "qcow2"]
@@ -169,6 +170,26 @@ class CpuSpec:
         doc='who idles a CPU that its vCPU does not need; `"host"`: the host\'s kernel, after an exit from the guest; `"guest"`: the guest '
         "itself, by MWAIT and HLT that do not exit (KVM only): it wakes sooner, but its CPUs look busy all the time to the host, and "
         "the sibling threads of their cores may become slower",
+    )
+
+    latency: LatencyChoice = key(
+        choice(*get_args(LatencyChoice)),
+        default="default",
+        doc='`"low"`: the node\'s controller keeps the CPUs of the vCPUs out of idle states that take more than 2 µs to leave, and has '
+        "their frequency governor `performance`; both are as before at the instance's end; only with placement "
+        '`"controller"`',
+    )
+    cache_ways: int | None = key(
+        integer(1, 32),
+        default=None,
+        doc="ways of each L3 cache of these CPUs that nothing else on the node fills (resctrl): at most half of the ways, for all "
+        'instances together; only with placement `"controller"`',
+    )
+    memory_bandwidth: int | None = key(
+        integer(1, 100),
+        default=None,
+        doc="percent of the memory bandwidth that these CPUs may use at most (resctrl), rounded up to what they can; only with "
+        'placement `"controller"`',
     )
 
     def contradictions(self) -> Iterator[Problem]:

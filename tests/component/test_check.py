@@ -167,6 +167,7 @@ async def test_a_well_configured_node_passes_every_check(node: Path) -> None:
         "cpu-manager": "ok",
         "memory-manager": "ok",
         "topology-manager": "unknown",
+        "disturbances": "unknown",
         "controller": "warning",
     }
 
@@ -308,7 +309,7 @@ async def test_missing_state_files_leave_their_checks_unknown(node: Path) -> Non
     for name in ("cpu_manager_state", "memory_manager_state"):
         (node / "kubelet" / name).unlink()
     _, found = await levels(here(node))
-    unknown = {"cpu-manager", "memory-manager", "topology-manager", "cores", "interrupts", "neighbours"}
+    unknown = {"cpu-manager", "memory-manager", "topology-manager", "cores", "interrupts", "neighbours", "disturbances"}
     assert {check for check, level in found.items() if level == "unknown"} == unknown
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -15,8 +15,20 @@ import trio
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
+from runner.instance.cgroups.controller import RegisteredCgroups
 from runner.kernel.cgroup import Cgroup
-from runner.protocol.controller_client import ControllerAbsentError, ControllerError, deregister, register
+from runner.kernel.files import Descriptor
+from runner.kernel.host_settings import latency_path
+from runner.placement.backends import ControllerPlacement, CpuTuning
+from runner.placement.threads import CgroupPaths
+from runner.protocol.controller_client import (
+    CgroupFds,
+    ControllerAbsentError,
+    ControllerError,
+    deregister,
+    register,
+    tune,
+)
 from tests.support.fake_node import ENTRIES, A, B, Node, controlled, scope_path
 
 CPUS = CpuSet.parse(ENTRIES[A]["instance"])
@@ -63,6 +75,47 @@ async def test_a_refusal_is_reported_with_its_code(node: Node) -> None:
         with pytest.raises(ControllerError, match="cannot act for instance") as refused:
             await register(PurePosixPath(node.socket), B, CPUS, node.scope(A), ExitStack())
         assert refused.value.code == -32001
+
+
+def registered(path: Path, tuning: CpuTuning) -> RegisteredCgroups:
+    """Return the cgroups of instance A, registered at *path*; its descriptors are not used."""
+    return RegisteredCgroups(
+        CgroupPaths(scope_path(A), "float", f"instance-{A}"),
+        None,
+        CgroupFds(*(Descriptor(-1) for _ in range(4))),
+        placement=ControllerPlacement(CPUS, tuple(CPUS), PurePosixPath(path), A, tuning=tuning),
+        sealing=lambda: nullcontext(""),
+    )
+
+
+async def test_what_a_spec_asks_for_besides_the_cpus_is_set(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node.host.add_machine(20)
+    caplog.set_level("INFO")
+    async with controlled(node):
+        node.become(A)
+        await registered(node.socket, CpuTuning("low", cache_ways=2)).settle()
+        assert (node.host.root / latency_path(0)).read_text() == "2\n"
+        assert (node.host.root / latency_path(2)).read_text() == "0\n"
+    assert "CPUs tuned latency=low cache_ways=2" in caplog.messages
+    [warning] = [each for each in caplog.messages if each.startswith("the CPUs are not tuned as asked")]
+    assert "resctrl is not mounted" in warning
+
+
+async def test_a_spec_that_asks_for_nothing_sends_nothing(node: Node) -> None:
+    async with controlled(node) as controller:
+        node.become(A)
+        await registered(node.socket, CpuTuning()).settle()
+        assert controller.loop.counters.requests == {"registerCgroup": 1}
+
+
+async def test_an_older_controller_cannot_tune(tmp_path: Path) -> None:
+    path = tmp_path / "controller.sock"
+    async with answering(path, sends('{"error": {"code": -32601, "message": "Method not found"}}')):
+        with pytest.raises(ControllerError, match="Method not found"):
+            await tune(PurePosixPath(path), A, {"latency": "low"})
+    async with answering(tmp_path / "other.sock", sends(result(missing=7))):
+        with pytest.raises(HostError, match="it answered 'tuneInstance' with"):
+            await tune(PurePosixPath(tmp_path / "other.sock"), A, {"latency": "low"})
 
 
 @pytest.mark.parametrize("how", ["missing", "stale", "directory missing"])

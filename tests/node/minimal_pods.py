@@ -266,14 +266,23 @@ class Machine:
         return self.pods[-1]
 
     @contextlib.contextmanager
-    def controller(self, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Run the controller; it answers when the block begins."""
+    def controller(self, *more: str, prefix: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+        """Run the controller, by the command *prefix*; it answers when the block begins."""
         command = "import sys; from runner.controller.main import main; sys.exit(main())"
         with (
             self.log.open("ab") as log,
             subprocess.Popen(
                 [
-                    *(sys.executable, "-c", command, "--root", str(self.root.path), "--socket", str(self.socket)),
+                    *(
+                        *prefix,
+                        sys.executable,
+                        "-c",
+                        command,
+                        "--root",
+                        str(self.root.path),
+                        "--socket",
+                        str(self.socket),
+                    ),
                     *("--kubelet-dir", str(self.kubelet), *more),
                 ],
                 cwd=PROJECT,

@@ -8,13 +8,15 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import attrs
 import trio
 
+from runner.controller.cache_tuner import RESCTRL, CacheTuner
+from runner.controller.host_tuner import HostTuner, TuningOptions
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
-from runner.controller.main import LimitOptions, choose_limits
+from runner.controller.main import RECORDS, LimitOptions, choose_limits
 from runner.controller.methods import RpcMethods, Timeouts
 from runner.controller.partition_writer import PartitionWriter
 from runner.controller.pods import PodCgroups
@@ -27,6 +29,7 @@ from runner.kernel.procfs import Procfs
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.unix_server import SocketLimits, UnixServer
 from tests.support.fake_cgroupfs import FakeCgroup, fake_cgroupfs, fake_sysfs, format_cpu_state, put_cpu_state
+from tests.support.fake_host_settings import FakeHostSettings, FakeResctrl
 
 A, B, C = (
     "3ceda12c-3ee9-40fa-9f42-61428fe654a6",
@@ -87,6 +90,11 @@ class Node:
     @property
     def proc(self) -> Path:
         return self.path / "proc"
+
+    @property
+    def host(self) -> FakeHostSettings:
+        """Return the settings of the machine, of which there are none before a test makes some."""
+        return FakeHostSettings(self.path / "host")
 
     @property
     def root(self) -> FakeCgroup:
@@ -235,6 +243,7 @@ class Controller:
     loop: ReconcileLoop
     server: UnixServer
     device_filter: DeviceFilter
+    tuner: HostTuner
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds, which no event signals: request passes, and test it after each."""
@@ -264,6 +273,7 @@ async def controlled(
     device_filter: DeviceFilter | None = None,
     partition_writer: PartitionWriter | None = None,
     partitions_required: bool = False,
+    tuning: TuningOptions | None = None,
     limit: float = 30,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet."""
@@ -287,6 +297,14 @@ async def controlled(
         trusting=trusting,
         device_filter=device_filter,
         partitions_required=partitions_required,
+        tuner=HostTuner(
+            loop=loop,
+            procfs=Procfs(node.proc),
+            host=node.host,
+            caches=CacheTuner(node.host.root, FakeResctrl(node.host.root / RESCTRL)),
+            store=PurePosixPath(node.path / RECORDS),
+            options=tuning or TuningOptions(),
+        ),
     )
     server = UnixServer(methods, limits or SocketLimits())
     with trio.fail_after(limit):
@@ -294,8 +312,9 @@ async def controlled(
             with listening(node.socket) as listener:
                 async with trio.open_nursery() as nursery:
                     await trio.lowlevel.checkpoint()
+                    nursery.start_soon(methods.tuner.follow)
                     nursery.start_soon(server.accept, listener)
                     try:
-                        yield Controller(node, loop, server, device_filter)
+                        yield Controller(node, loop, server, device_filter, methods.tuner)
                     finally:
                         nursery.cancel_scope.cancel()

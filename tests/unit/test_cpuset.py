@@ -74,3 +74,19 @@ def test_a_list_has_room_for_every_set_and_for_no_more() -> None:
     assert CpuSet.parse(str(longest)) == longest
     with pytest.raises(ValueError, match="list of CPUs may have"):
         CpuSet.parse("0-8191," * 9_000 + "0")
+
+
+@pytest.mark.parametrize(
+    ("mask", "cpus"), [("f", "0-3"), ("3,ffffffff", "0-33"), ("00000000,0000000c", "2-3"), ("0", ""), ("ff\n", "0-7")]
+)
+def test_masks_are_read_and_written(mask: str, cpus: str) -> None:
+    parsed = CpuSet.parse_mask(mask)
+    assert str(parsed) == cpus
+    assert CpuSet.parse_mask(parsed.mask()) == parsed
+    assert all(len(word) == 8 for word in parsed.mask().split(","))
+
+
+@pytest.mark.parametrize("text", ["", "x", "1,,2", "123456789", "0-3,5"])
+def test_masks_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no mask"):
+        CpuSet.parse_mask(text)

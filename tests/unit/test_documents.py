@@ -169,7 +169,15 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
     rows = table_rows(CONTROLLER, "| code | `reason` | it means |")
     assert {reason.strip("`"): int(code) for code, reason, _ in rows} == CODES
     methods = [row[0].strip("`") for row in table_rows(CONTROLLER, "| method | params | result |")]
-    assert methods == ["registerCgroup", "deregisterCgroup", "sealCgroup", "unsealCgroup", "listInstances", "getStatus"]
+    assert methods == [
+        "registerCgroup",
+        "deregisterCgroup",
+        "sealCgroup",
+        "unsealCgroup",
+        "tuneInstance",
+        "listInstances",
+        "getStatus",
+    ]
     limits = SocketLimits()
     assert [value for _, value in table_rows(CONTROLLER, "| limit | value |")] == [
         f"{limits.message >> 10} KiB",

@@ -46,7 +46,10 @@ PURE = (
         f"check.{module}"
         for module in ("context", "finding", "kernel_settings", "cpu_owners", "device_rights", "programs", "report")
     }
-    | {f"controller.{module}" for module in ("float_memory", "limits", "reconcile")}
+    | {
+        f"controller.{module}"
+        for module in ("cache_groups", "disturbances", "float_memory", "limits", "reconcile", "tuning")
+    }
 )
 EFFECTS = {
     "asyncio",

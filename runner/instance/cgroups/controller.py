@@ -22,7 +22,7 @@ from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Faults, Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.scheduler import read_mask
-from runner.placement.backends import ControllerPlacement
+from runner.placement.backends import ControllerPlacement, CpuTuning
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
     ControllerAbsentError,
@@ -32,6 +32,7 @@ from runner.protocol.controller_client import (
     deregister,
     register,
     seal,
+    tune,
     unseal,
 )
 from runner.values import frozen
@@ -98,8 +99,33 @@ class RegisteredCgroups(EnteredCgroups):
                         log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
                     warned = True
                 else:
-                    return
+                    break
             await trio.sleep(SETTLED_AGAIN)
+        await self._tune()
+
+    async def _tune(self) -> None:
+        """Ask for what the spec wants besides the CPUs; the instance runs without it, too."""
+        placement, tuning = self.placement, self.placement.tuning
+        if tuning == CpuTuning():
+            return
+        asked = {
+            "latency": tuning.latency,
+            "cache_ways": tuning.cache_ways,
+            "memory_bandwidth": tuning.memory_bandwidth,
+        }
+        while True:
+            try:
+                missing = await tune(placement.socket, placement.pod_uid, asked)
+            except ControllerAbsentError:  # a newer one may be replacing it
+                await trio.sleep(SETTLED_AGAIN)
+            except HostError as error:
+                log.warning("the CPUs are not tuned: %s", explain(error))
+                return
+            else:
+                for reason in missing:
+                    log.warning("the CPUs are not tuned as asked: %s", reason)
+                log.info("CPUs tuned %s", " ".join(f"{key}={value}" for key, value in asked.items() if value))
+                return
 
 
 @asynccontextmanager

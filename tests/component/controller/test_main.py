@@ -268,6 +268,7 @@ async def check_responses(port: Path, controller: Controller) -> None:
         "float_cpus",
         "handover_cpus",
         "frozen",
+        "disturbances",
     }
     assert set(types.values()) == {"gauge", "counter"}
     assert (await get(port, b"GET /healthz HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\nok\n")

@@ -22,6 +22,7 @@ from runner.inspect.observation import (
 )
 from runner.inspect.render import report_json, report_lines
 from runner.inspect.rules import InspectionReport, judge
+from runner.inspect.settings import CpuSettings
 from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules
 
 MIB = 1 << 20
@@ -45,6 +46,7 @@ INSTANCE = InstanceObservation(
     hidden="",
     memory=GuestMemory({0: 3 * MIB}, {1: 2 * MIB}),
     charge=PodCharge("/pod", MemoryCharge(3 * MIB, 2 * MIB)),
+    settings=CpuSettings(("26 (nvme0q3)",), CpuSet(), ("2",), ("performance",)),
 )
 KUBELET = KubeletObservation(CpuSet([0]), CpuSet([0]), CpuSet([0, 4]), {INSTANCE.name: CpuSet([4])}, None)
 REPORT = judge(Observation("node", (INSTANCE,), KUBELET))
@@ -59,6 +61,7 @@ ok        exclusive  only sleepers (anchors: 0, pod sandboxes: 0) and kernel thr
 in no cgroup: 0) may run there besides the vCPUs
 violated  local      3 MiB on NUMA node 0, 2 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '1'
 ok        charged    the pod's cgroup is charged 3 MiB of memory and 2 MiB of huge pages
+          settings   interrupts: 26 (nvme0q3); unbound work queues: none; idle states: up to 2 µs; governor: performance
 
 ok        kubelet    float has '0', the kubelet's shared pool
 """

@@ -16,7 +16,7 @@ from runner.facts.disk import FileFact, ImageFact
 from runner.facts.hardware import Cpu, Hardware, NumaNode
 from runner.facts.host import HostFacts, Kvm, PodQos, Resolver, User, Virtiofsd
 from runner.facts.network import Interface, Route
-from runner.placement.backends import AffinityPlacement, ControllerPlacement
+from runner.placement.backends import AffinityPlacement, ControllerPlacement, CpuTuning
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv
 from runner.plan.host_checks import OWN_CPUS
@@ -883,6 +883,20 @@ def test_a_plan_is_printed_as_text_and_json() -> None:
     assert as_json["patience"] == plan.start_timeout
     assert as_json["machine"]["ram"]["beside"] == plan.machine.ram.overhead
     assert as_json["remarks"] == [str(remark) for remark in plan.remarks]
+
+
+TUNED = 'latency = "low"\ncache_ways = 2\nmemory_bandwidth = 40\n'
+
+
+def test_only_the_controller_can_tune_the_cpus() -> None:
+    spec = f'{KERNEL}[cpu]\nplacement = "affinity"\n{TUNED}'
+    remarks = [remark.message for remark in plan_of(spec).remarks]
+    assert any("have no effect with placement 'affinity'" in each for each in remarks)
+    assert not any("have no effect" in remark.message for remark in plan_of(spec.replace(TUNED, "")).remarks)
+    plan = plan_of(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 4\n{TUNED}[memory]\nsize = "1GiB"\n', NODE)
+    assert isinstance(plan.placement, ControllerPlacement)
+    assert plan.placement.tuning == CpuTuning("low", 2, 40)
+    assert not any("have no effect" in remark.message for remark in plan.remarks)
 
 
 def test_the_remedy_of_a_problem_and_of_a_remark_is_a_field() -> None:

@@ -32,6 +32,9 @@ topology = "flat"
 accel = "tcg"
 model = "EPYC,-svm"
 idle = "guest"
+latency = "low"
+cache_ways = 4
+memory_bandwidth = 50
 [memory]
 size = "4GiB"
 bind = false
@@ -134,6 +137,7 @@ def test_every_key_can_be_given() -> None:
     assert spec.instance.name == "web-1"
     assert spec.cpu.cpus == CpuSet([1, 2, 65, 66])
     assert (spec.cpu.pinning, spec.cpu.topology) == ("linear", "flat")
+    assert (spec.cpu.latency, spec.cpu.cache_ways, spec.cpu.memory_bandwidth) == ("low", 4, 50)
     assert (spec.memory.size, spec.memory.bind) == (4 << 30, False)
     assert (spec.memory.page_size, spec.memory.prealloc, spec.memory.lock) == (2 << 20, True, True)
     assert spec.boot.initrd == PurePosixPath("/boot/initrd")
@@ -186,10 +190,10 @@ MISTAKES = [
     ),
     (KERNEL + "[cpu]\ncounts = 2\n", "cpu.counts: unknown key; did you mean 'count'?"),
     (
-        KERNEL + "[cpu]\nfrequency = 2\n",
+        KERNEL + "[cpu]\nxyzzy = 2\n",
         (
-            "cpu.frequency: unknown key; known here: count, cpus, placement, controller, exclusive, sweep, pinning, "
-            "topology, accel, model, idle"
+            "cpu.xyzzy: unknown key; known here: count, cpus, placement, controller, exclusive, sweep, pinning, topology, accel, "
+            "model, idle, latency, cache_ways, memory_bandwidth"
         ),
     ),
     (

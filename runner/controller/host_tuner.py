@@ -1,0 +1,320 @@
+"""Keeps the settings of the machine as the instances need them: surveys, decides, records, writes, gives back.
+
+It writes through the root directory of the node's first process: a container's own /proc/irq and /sys are mounted for
+reading only. That takes user 0 and CAP_SYS_PTRACE (proc_pid_root(5)), which this program has for other reasons, and no
+CAP_SYS_ADMIN, nor more of the node's directories in the manifest.
+
+Nothing of it is needed for an instance to run: what the kernel refuses is logged once and reported.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+import attrs
+import trio
+import trio.to_thread
+
+from runner.controller.cache_groups import CacheRequest
+from runner.controller.cache_tuner import RESCTRL, CacheTuner
+from runner.controller.disturbances import (
+    Added,
+    AwayFrom,
+    Fixed,
+    Missing,
+    Record,
+    Setting,
+    SettingChange,
+    SettingKind,
+    decide,
+    format_records,
+    parse_records,
+    sentences,
+)
+from runner.controller.irqbalance import Irqbalance, find_irqbalance
+from runner.controller.loop import ReconcileLoop
+from runner.controller.tuning import Tuning
+from runner.cpuset import CpuSet
+from runner.errors import HostError, explain
+from runner.kernel.cgroup import Cgroup
+from runner.kernel.files import discard, publish
+from runner.kernel.host_settings import (
+    DEFAULT_AFFINITY,
+    WORK_QUEUES,
+    HostSettings,
+    SettingError,
+    governor_path,
+    latency_path,
+)
+from runner.kernel.procfs import Procfs
+from runner.kubelet.pod_cgroups import FLOAT, instance_group
+from runner.values import frozen
+
+log = logging.getLogger(__name__)
+
+TUNING = "user.instance-runner.tuning"
+"""The attribute of an instance's cgroup that holds what it asked for; it ends with the cgroup."""
+RESYNC = 30.0
+"""Seconds after which all settings are looked at again, whatever has changed: interrupts come with devices."""
+LOW_LATENCY = "2"
+"""µs that an idle state may take to leave: C1 takes 1 or 2, C1E 4 to 10 (``drivers/idle/intel_idle.c``). ``n/a`` would keep
+the CPU from idling at all, which costs the siblings their share of the core's clock."""
+PERFORMANCE = "performance"
+_IRQBALANCE = "irqbalance"
+_REFUSED = {errno.EIO, errno.EPERM}
+"""What the kernel answers for an interrupt that it manages, or that belongs to one CPU (``write_irq_affinity``; EPERM since
+6.13)."""
+_VFIO = "vfio-"
+"""The beginning of the names of handlers of passed-through devices (``vfio_pci_intrs.c``)."""
+
+
+@frozen
+class TuningOptions:
+    """What may be changed for instances."""
+
+    interrupts: bool = True
+    work_queues: bool = True
+    latency: bool = True
+    caches: bool = True
+
+
+@frozen
+class TunedInstance:
+    """An instance: its CPUs and what it asks for."""
+
+    cpus: CpuSet
+    tuning: Tuning
+
+
+@attrs.define(eq=False)
+class HostTuner:
+    """The settings of the machine *host* for the instances of *loop*; *store* is the file of the records."""
+
+    loop: ReconcileLoop
+    procfs: Procfs
+    host: HostSettings
+    caches: CacheTuner
+    store: PurePosixPath
+    options: TuningOptions
+    reasons: tuple[str, ...] = ()
+    """Why instances' CPUs are disturbed nevertheless, since the last pass."""
+    _lock: trio.Lock = attrs.field(factory=trio.Lock)
+    _boot: str = ""
+
+    async def follow(self) -> None:
+        """Make a pass after each one of the loop's that has changed what instances need, and each :data:`RESYNC` seconds."""
+        while True:
+            before = self.instances()
+            await self.tune()
+            with trio.move_on_after(RESYNC):
+                while self.instances() == before:
+                    await self.loop.next_pass()
+
+    async def tune_instance(self, pod_uid: str) -> tuple[str, ...]:
+        """Bring the settings to what the instances need now; return what of *pod_uid*'s tuning cannot be had, and why."""
+        missing = await self.tune()
+        own = {pod_uid, instance_group(pod_uid), RESCTRL}
+        if (instance := self.instances().get(pod_uid)) is not None:
+            own |= {path(cpu) for cpu in instance.cpus for path in (latency_path, governor_path)}
+        return tuple(each.reason for each in missing if each.path in own)
+
+    async def tune(self) -> tuple[Missing, ...]:
+        """Bring the settings to what the instances need now; return those for which that is not possible."""
+        async with self._lock:
+            try:
+                instances, online = self.instances(), self.loop.machine().online
+                # In a thread: a machine has thousands of interrupts, a file each.
+                missing, reasons = await trio.to_thread.run_sync(self._tuned, instances, online)
+            except (HostError, OSError, ValueError) as error:
+                missing, reasons = (), (f"the machine's settings stay as they are: {explain(error)}",)
+            for reason in reasons:
+                if reason not in self.reasons:
+                    log.warning("an instance's CPUs are disturbed reason=%r", reason)
+            self.reasons = reasons
+            return missing
+
+    def instances(self) -> Mapping[str, TunedInstance]:
+        """Return the instances by pod UID, as the loop has seen them last; one that shares float's CPUs has none."""
+        observed = self.loop.observed
+        if observed is None:
+            return {}
+        floating = observed.groups[FLOAT].cpus if FLOAT in observed.groups else CpuSet()
+        return {
+            pod_uid: TunedInstance(group.cpus - floating, read_tuning(self.loop.tree.group(instance_group(pod_uid))))
+            for pod_uid, group in observed.instances().items()
+            if group.cpus - floating
+        }
+
+    # -- in a thread -------------------------------------------------------------------------------------------------
+
+    def _tuned(
+        self, instances: Mapping[str, TunedInstance], online: CpuSet
+    ) -> tuple[tuple[Missing, ...], tuple[str, ...]]:
+        occupied = CpuSet(cpu for each in instances.values() for cpu in each.cpus)
+        records, missing = self._records(), list[Missing]()
+        if occupied and (error := self.host.error()):
+            missing.append(Missing("interrupt", "", f"{error}; run it with hostPID, as user 0 and with CAP_SYS_PTRACE"))
+        irqbalance = find_irqbalance(self.procfs)
+        plan = self.caches.plan(self._cache_requests(instances, missing), missing)
+        settings = [
+            *self._interrupts(occupied if self.options.interrupts else CpuSet(), online),
+            *self._work_queues(occupied if self.options.work_queues else CpuSet(), online),
+            *self._latencies(instances, records, missing),
+            *self._irqbalance(irqbalance, occupied if self.options.interrupts else CpuSet(), missing),
+            *self.caches.shared(plan, records),
+        ]
+        found = {setting.path for setting in settings}
+        lasting = [
+            path
+            for path in records
+            if path not in found and (path == _IRQBALANCE if irqbalance else (self.host.root / path).exists())
+        ]
+        decision = decide(settings, records, lasting)
+        managed: dict[str, str] = {}
+        if self._recorded(records, decision.records, missing):
+            for change in decision.changes:
+                self._write(change, irqbalance, managed, missing)
+            self.caches.apply(plan, missing)
+        self.loop.counters.disturbances = Counter([each.kind for each in missing] + ["interrupt"] * len(managed))
+        return tuple(missing), tuple(sentences(missing, managed, occupied))
+
+    def _interrupts(self, occupied: CpuSet, online: CpuSet) -> Iterator[Setting]:
+        default = self.host.cpus(DEFAULT_AFFINITY)
+        if default is None:
+            return
+        # New interrupts begin with it, so it is the first.
+        yield Setting(DEFAULT_AFFINITY, "interrupt", str(default), AwayFrom(occupied, online))
+        numa_nodes: dict[int, CpuSet] = {}
+        for line in self.host.interrupts():
+            if line.numa_node not in numa_nodes:
+                path = f"sys/devices/system/node/node{line.numa_node}/cpulist"
+                numa_nodes[line.numa_node] = self.host.cpus(path) or CpuSet()
+            # A device's own vectors: on its NUMA node, where its instance's vCPUs are, but on the shared CPUs. Which instance
+            # has the device cannot be read from the interrupt, and on a vCPU's CPU the handler would stop the guest; where
+            # the hardware posts interrupts, it delivers them to the vCPU whatever is set here (intel_ir_set_affinity).
+            rule = AwayFrom(occupied, online, numa_nodes[line.numa_node], prefer_near=line.handlers.startswith(_VFIO))
+            yield Setting(line.path, "interrupt", str(line.cpus), rule, line.handlers, DEFAULT_AFFINITY)
+
+    def _work_queues(self, occupied: CpuSet, online: CpuSet) -> Iterator[Setting]:
+        cpus = self.host.work_queue_cpus()
+        if cpus is not None:
+            # Those of partitions stay out: a write would bring them in (workqueue_set_unbound_cpumask).
+            avoided = (occupied | self.host.isolated_work_queue_cpus()) if occupied else occupied
+            yield Setting(WORK_QUEUES, "work_queue", str(cpus), AwayFrom(avoided, online))
+
+    def _latencies(
+        self, instances: Mapping[str, TunedInstance], records: Mapping[str, Record], missing: list[Missing]
+    ) -> Iterator[Setting]:
+        low = {
+            cpu: pod_uid
+            for pod_uid, each in instances.items()
+            if each.tuning.latency == "low" and self.options.latency
+            for cpu in each.cpus
+        }
+        refused = {each for each in instances if instances[each].tuning.latency == "low"} - {*low.values()}
+        missing += [
+            Missing("latency", pod_uid, f"cannot give instance {pod_uid!r} low latency: --no-low-latency forbids it")
+            for pod_uid in sorted(refused)
+        ]
+        for cpu in self.loop.machine().present:
+            kinds: tuple[tuple[SettingKind, str, str], ...] = (
+                ("latency", latency_path(cpu), LOW_LATENCY),
+                ("governor", governor_path(cpu), PERFORMANCE),
+            )
+            for kind, path, value in kinds:
+                if cpu not in low and path not in records:
+                    continue
+                current = self.host.text(path)
+                if current is not None:
+                    yield Setting(path, kind, current, Fixed(value if cpu in low else None))
+                elif cpu in low and kind == "latency":  # a machine may have no driver for frequencies
+                    missing.append(Missing(kind, path, f"cannot read /{path}: the kernel has none (CONFIG_PM)"))
+
+    def _irqbalance(self, irqbalance: Irqbalance | None, occupied: CpuSet, missing: list[Missing]) -> Iterator[Setting]:
+        if irqbalance is None:
+            return
+        try:
+            banned = irqbalance.banned()
+        except HostError as error:
+            if occupied:
+                missing.append(Missing("irqbalance", _IRQBALANCE, f"it may move interrupts back: {explain(error)}"))
+            return
+        owner = str(irqbalance.pid)
+        yield Setting(_IRQBALANCE, "irqbalance", str(banned), Added(occupied), owner)
+
+    def _cache_requests(
+        self, instances: Mapping[str, TunedInstance], missing: list[Missing]
+    ) -> tuple[CacheRequest, ...]:
+        requests = tuple(
+            CacheRequest(pod_uid, each.cpus, each.tuning)
+            for pod_uid, each in instances.items()
+            if each.tuning.cache_ways is not None or each.tuning.memory_bandwidth is not None
+        )
+        if self.options.caches:
+            return requests
+        missing += [
+            Missing("cache", each.group, f"cannot give instance {each.pod_uid!r} cache: --no-cache-groups forbids it")
+            for each in requests
+        ]
+        return ()
+
+    def _write(
+        self, change: SettingChange, irqbalance: Irqbalance | None, managed: dict[str, str], missing: list[Missing]
+    ) -> None:
+        setting = change.setting
+        try:
+            if setting.kind == "irqbalance" and irqbalance is not None:
+                irqbalance.ban(CpuSet.parse(change.value))
+            elif setting.kind == "cache":
+                self.caches.share(setting, change.value)
+            else:
+                self.host.write(setting.path, change.value)
+        except SettingError as error:
+            if setting.kind == "interrupt" and setting.path != DEFAULT_AFFINITY and error.errno in _REFUSED:
+                managed[setting.path.split("/")[-2]] = setting.owner
+            else:
+                missing.append(Missing(setting.kind, setting.path, explain(error)))
+        except HostError as error:
+            missing.append(Missing(setting.kind, setting.path, explain(error)))
+        else:
+            log.debug("setting written path=/%s value=%s before=%s", setting.path, change.value, setting.current)
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def _records(self) -> Mapping[str, Record]:
+        self._boot = self.procfs.setting("kernel/random/boot_id")
+        try:
+            return parse_records(Path(self.store).read_text(), self._boot)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            log.error("records of the machine's settings lost path=%s reason=%r", self.store, str(error))  # noqa: TRY400
+            discard(self.store)
+            return {}
+
+    def _recorded(self, before: Mapping[str, Record], after: Mapping[str, Record], missing: list[Missing]) -> bool:
+        """Write the records; return whether settings may be changed: never one that could not be given back."""
+        if after == before:
+            return True
+        try:
+            publish(self.store, format_records(after, self._boot).encode())
+        except HostError as error:
+            missing.append(
+                Missing("interrupt", str(self.store), f"the machine's settings stay as they are: {explain(error)}")
+            )
+            return False
+        return True
+
+
+def read_tuning(group: Cgroup) -> Tuning:
+    """Return what the instance in *group* has asked for: nothing where it has not, or has gone."""
+    text = group.attribute(TUNING)
+    try:
+        return Tuning() if text is None else Tuning.parse(json.loads(text))
+    except ValueError:  # a pod that may make user namespaces can write it
+        return Tuning()

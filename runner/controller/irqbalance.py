@@ -1,0 +1,64 @@
+"""irqbalance, a daemon that spreads interrupts over all CPUs: which CPUs it is to leave alone.
+
+Its socket takes commands of user 0 ("SOCKET API" of irqbalance(1)): ``setup`` answers with the banned CPUs as a mask,
+``settings cpus LIST`` replaces them, and with ``NULL`` it has those of its configuration again. It takes effect when it
+looks at the machine next (``sleep_interval``, by default 10 s). It is in the daemon's own mount namespace, which is reached
+through its root directory in procfs.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+from runner.cpuset import CpuSet
+from runner.errors import HostError
+from runner.kernel.procfs import Procfs
+from runner.kernel.sockets import reachable
+from runner.values import frozen
+
+_NAME = "irqbalance"
+_ANSWERS_WITHIN = 2.0
+"""Seconds: it answers between two looks at the machine."""
+_BANNED = re.compile(r"BANNED ([0-9a-fA-F,]+)")
+REMEDY = "set IRQBALANCE_BANNED_CPULIST for it, or stop it"
+
+
+@frozen
+class Irqbalance:
+    """A running irqbalance."""
+
+    pid: int
+    socket: Path
+
+    def banned(self) -> CpuSet:
+        """Return the CPUs that it gives no interrupts. Raises :class:`HostError`."""
+        answer = self._call("setup")
+        found = _BANNED.search(answer)
+        if found is None:
+            raise HostError(f"cannot understand irqbalance: it answered {answer[:80]!r} to 'setup'", remedy=REMEDY)
+        return CpuSet.parse_mask(found[1])
+
+    def ban(self, cpus: CpuSet) -> None:
+        """Have it give no interrupts to *cpus*, and to all others. Raises :class:`HostError`."""
+        self._call(f"settings cpus {cpus or 'NULL'}")
+
+    def _call(self, command: str) -> str:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(_ANSWERS_WITHIN)
+                with reachable(self.socket) as address:
+                    connection.connect(address)
+                connection.sendall(command.encode() + b"\0")  # it reads the command up to this byte
+                return connection.recv(1 << 16).decode(errors="replace")
+        except OSError as error:
+            raise HostError(f"cannot reach irqbalance at {self.socket}", remedy=REMEDY) from error
+
+
+def find_irqbalance(procfs: Procfs) -> Irqbalance | None:
+    """Return the irqbalance that runs on this machine, if there is one."""
+    for pid in procfs.processes():
+        if procfs.name(pid) == _NAME:
+            return Irqbalance(pid, procfs.root / str(pid) / f"root/run/irqbalance/irqbalance{pid}.sock")
+    return None

@@ -1,0 +1,64 @@
+"""The settings of the machine that decide what else than threads takes time from an instance's CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from runner.cpuset import CpuSet
+from runner.kernel.host_settings import WORK_QUEUES, HostSettings, governor_path, latency_path
+from runner.values import frozen
+
+_SHOWN = 6
+_NO_LIMIT = "0"
+"""As ``pm_qos_resume_latency_us``: idle states may take any time to leave."""
+
+
+@frozen
+class CpuSettings:
+    """The settings of an instance's CPUs."""
+
+    interrupts: tuple[str, ...]
+    """Those that may be delivered there: number and handlers."""
+    work_queues: CpuSet
+    """The CPUs that unbound work queues may use."""
+    resume_latencies: tuple[str, ...]
+    """Each ``pm_qos_resume_latency_us`` there is, in µs; ``0`` is no limit."""
+    governors: tuple[str, ...]
+    """Each frequency governor there is; none without a driver for frequencies."""
+
+    def line(self) -> str:
+        """Return them for people."""
+        more = f" and {len(self.interrupts) - _SHOWN} more" if len(self.interrupts) > _SHOWN else ""
+        interrupts = ", ".join(self.interrupts[:_SHOWN]) or "none"
+        limits = " or ".join("any" if each == _NO_LIMIT else f"up to {each} µs" for each in self.resume_latencies)
+        queues = f"on '{self.work_queues}'" if self.work_queues else "none"
+        return (
+            f"interrupts: {interrupts}{more}; unbound work queues: {queues}; "
+            f"idle states: {limits or 'unknown'}; governor: {' or '.join(self.governors) or 'none'}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return them for machines."""
+        return {
+            "interrupts": list(self.interrupts),
+            "work_queues": str(self.work_queues),
+            "resume_latencies_us": list(self.resume_latencies),
+            "governors": list(self.governors),
+        }
+
+
+def read_cpu_settings(root: Path, cpus: CpuSet) -> CpuSettings:
+    """Read the settings of *cpus* of the machine whose root directory is *root*; what the kernel does not have is left out."""
+    host = HostSettings(root)
+    return CpuSettings(
+        tuple(f"{line.number} ({line.handlers})" for line in host.interrupts() if line.cpus & cpus),
+        (host.cpus(WORK_QUEUES) or CpuSet()) & cpus,
+        _each(host, map(latency_path, cpus)),
+        _each(host, map(governor_path, cpus)),
+    )
+
+
+def _each(host: HostSettings, paths: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({value for path in paths if (value := host.text(path)) is not None}))

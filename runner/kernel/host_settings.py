@@ -1,0 +1,149 @@
+"""Settings of the whole machine that decide what disturbs a CPU, read and written below any root directory.
+
+======================================================  ============================================================
+``proc/irq/N/smp_affinity_list``                        ``Documentation/core-api/irq/irq-affinity.rst``
+``proc/irq/default_smp_affinity``                       the same: what an interrupt begins with
+``sys/devices/virtual/workqueue/cpumask``               ``Documentation/core-api/workqueue.rst``
+``sys/devices/system/cpu/cpuN/power/pm_qos_resume_…``   ``Documentation/ABI/testing/sysfs-devices-power``
+``sys/devices/system/cpu/cpuN/cpufreq/scaling_…``       ``Documentation/admin-guide/pm/cpufreq.rst``
+======================================================  ============================================================
+
+A setting is named by its path below the root directory. Writing takes user 0 and no capability (``irq_affinity_proc_fops``,
+``wq_sysfs_cpumask_attr``: mode 644), where the file systems are mounted for writing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from runner.cpuset import CpuSet
+from runner.errors import HostError
+from runner.values import frozen
+
+INTERRUPTS = "proc/irq"
+DEFAULT_AFFINITY = f"{INTERRUPTS}/default_smp_affinity"
+WORK_QUEUES = "sys/devices/virtual/workqueue/cpumask"
+_CPUS = "sys/devices/system/cpu"
+_MASKS = {DEFAULT_AFFINITY, WORK_QUEUES}
+"""Files in the mask format; the others have lists of CPUs, or words."""
+
+
+class SettingError(HostError):
+    """A refusal of the kernel to change a setting; *errno* is its error number."""
+
+    def __init__(self, sentence: str, number: int) -> None:
+        super().__init__(sentence)
+        self.errno = number
+
+
+@frozen
+class InterruptLine:
+    """An interrupt that a driver handles."""
+
+    number: int
+    handlers: str
+    """The names of its handlers."""
+    cpus: CpuSet
+    """``smp_affinity_list``: where it may be delivered to."""
+    numa_node: int
+    """-1 where the kernel does not know."""
+
+    @property
+    def path(self) -> str:
+        """The setting of its CPUs."""
+        return f"{INTERRUPTS}/{self.number}/smp_affinity_list"
+
+
+def latency_path(cpu: int) -> str:
+    """Return the setting of the exit latency that *cpu*'s idle states may have."""
+    return f"{_CPUS}/cpu{cpu}/power/pm_qos_resume_latency_us"
+
+
+def governor_path(cpu: int) -> str:
+    """Return the setting of *cpu*'s frequency governor."""
+    return f"{_CPUS}/cpu{cpu}/cpufreq/scaling_governor"
+
+
+@frozen
+class HostSettings:
+    """The settings of the machine whose root directory is *root*."""
+
+    root: Path
+
+    def error(self) -> str:
+        """Return why nothing of it can be read; empty if it can."""
+        try:
+            (self.root / "proc").stat()
+        except OSError as error:
+            return f"cannot read {self.root}: {os.strerror(error.errno or errno.EIO)}"
+        return ""
+
+    def interrupts(self) -> Iterator[InterruptLine]:
+        """Yield the interrupts with a handler, by number; nothing where there is no ``/proc/irq``.
+
+        The directory of an interrupt has one for each handler (``kernel/irq/proc.c``, ``register_handler_proc``).
+        """
+        directory = self.root / INTERRUPTS
+        try:
+            numbers = sorted(int(name) for name in os.listdir(directory) if name.isdecimal())  # noqa: PTH208 - names only
+        except OSError:
+            return
+        for number in numbers:
+            line = directory / str(number)
+            # One that is freed meanwhile is left out.
+            with suppress(OSError, ValueError), os.scandir(line) as entries:
+                handlers = ", ".join(sorted(entry.name for entry in entries if entry.is_dir()))
+                if handlers:
+                    cpus = CpuSet.parse((line / "smp_affinity_list").read_text())
+                    yield InterruptLine(number, handlers, cpus, _number(line / "node"))
+
+    def cpus(self, path: str) -> CpuSet | None:
+        """Return the CPUs in the setting *path*; ``None`` where the kernel does not have it."""
+        text = self.text(path)
+        with suppress(ValueError):
+            return None if text is None else CpuSet.parse_mask(text) if path in _MASKS else CpuSet.parse(text)
+        return None
+
+    def work_queue_cpus(self) -> CpuSet | None:
+        """Return the CPUs that were set for unbound work queues; ``None`` where the kernel does not have them.
+
+        Since Linux 6.8 :data:`WORK_QUEUES` shows them without those of isolated partitions
+        (``kernel/workqueue.c``, ``wq_requested_unbound_cpumask``), and another file as they were written.
+        """
+        text = self.text(f"{WORK_QUEUES}_requested")
+        return self.cpus(WORK_QUEUES) if text is None else CpuSet.parse_mask(text)
+
+    def isolated_work_queue_cpus(self) -> CpuSet:
+        """Return the CPUs that unbound work queues leave out because partitions isolate them; none before Linux 6.8."""
+        return CpuSet.parse_mask(self.text(f"{WORK_QUEUES}_isolated") or "0")
+
+    def text(self, path: str) -> str | None:
+        """Return the content of the setting *path*; ``None`` where the kernel does not have it."""
+        try:
+            return (self.root / path).read_text().strip()
+        except OSError:
+            return None
+
+    def write(self, path: str, value: str) -> None:
+        """Set *path* to *value*, a list of CPUs also where the file has a mask. Raises :class:`SettingError`."""
+        written = CpuSet.parse(value).mask() if path in _MASKS else value
+        try:
+            fd = os.open(self.root / path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(fd, f"{written}\n".encode())
+            finally:
+                os.close(fd)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            raise SettingError(f"cannot write {value!r} to /{path}: {os.strerror(number)}", number) from error
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return -1

@@ -1,0 +1,222 @@
+"""Interrupts, work queues and idle states of a real kernel: kept off instances' CPUs, and put back whatever dies.
+
+Runs where :mod:`tests.node.test_controller_tree` does. Frequency governors and resctrl need hardware: their tests are
+``tests/component/controller/test_host_tuner.py``, with fake trees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.cpuset import CpuSet
+from tests.node.minimal_pods import TIMEOUT, A, B, Machine, Pod, missing, result, until
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
+
+IRQ = Path("/proc/irq")
+DEFAULT = IRQ / "default_smp_affinity"
+WORK_QUEUES = Path("/sys/devices/virtual/workqueue/cpumask")
+
+
+def latency(cpu: int) -> Path:
+    return Path(f"/sys/devices/system/cpu/cpu{cpu}/power/pm_qos_resume_latency_us")
+
+
+def interrupts() -> dict[int, CpuSet]:
+    """Return the interrupts with a handler, and where they may be delivered to."""
+    found = {}
+    for path in IRQ.glob("[0-9]*"):
+        if any(each.is_dir() for each in path.iterdir()):
+            found[int(path.name)] = CpuSet.parse((path / "smp_affinity_list").read_text())
+    return found
+
+
+@functools.cache
+def movable() -> list[int]:
+    """Return the interrupts whose mask the kernel lets user space write; tried once, while no controller runs."""
+    return [number for number, cpus in interrupts().items() if not refusal(number, cpus)]
+
+
+def refusal(number: int, cpus: CpuSet) -> int:
+    try:
+        (IRQ / str(number) / "smp_affinity_list").write_text(str(cpus))
+    except OSError as error:
+        return error.errno or 0
+    return 0
+
+
+def mask(path: Path) -> CpuSet:
+    return CpuSet.parse_mask(path.read_text())
+
+
+def settings(machine: Machine) -> dict[str, str]:
+    """Return all that an instance may have changed."""
+    files = [DEFAULT, WORK_QUEUES, *(latency(cpu) for cpu in machine.all)]
+    return {
+        **{str(path): path.read_text() for path in files},
+        **{str(number): str(cpus) for number, cpus in interrupts().items()},
+    }
+
+
+@pytest.fixture
+def before(machine: Machine) -> Iterator[dict[str, str]]:
+    """Return the settings before the test; they are the same after it."""
+    found = settings(machine)
+    assert movable(), "a machine with interrupts that can be moved is missing"
+    yield found
+    assert settings(machine) == found
+
+
+def kept_off(cpus: CpuSet) -> bool:
+    found = interrupts()
+    return (
+        all(found[number].isdisjoint(cpus) for number in movable())
+        and mask(DEFAULT).isdisjoint(cpus)
+        and mask(WORK_QUEUES).isdisjoint(cpus)
+    )
+
+
+def register(machine: Machine, uid: str, cpus: CpuSet) -> Pod:
+    pod = machine.pod(uid, cpus)
+    pod.execute("anchor")
+    result(pod.call(machine.socket, "registerCgroup", uuid=uid, cpuset=str(cpus)))
+    return pod
+
+
+def end(machine: Machine, pod: Pod) -> None:
+    """Kill all of the pod's processes, and remove it from the kubelet's state."""
+    machine.pods.remove(pod)
+    pod.end()
+    machine.put_state({each.uid: machine.a if each.uid == A else machine.b for each in machine.pods})
+
+
+def test_settings_leave_the_cpus_and_come_back(machine: Machine, before: dict[str, str]) -> None:
+    with machine.controller():
+        pod = register(machine, A, machine.a)
+        until(lambda: kept_off(machine.a))
+        status = result(pod.call(machine.socket, "getStatus"))
+        refused = {number for number, cpus in interrupts().items() if cpus & machine.a}
+        assert all(refusal(number, machine.shared) in {errno.EIO, errno.EPERM} for number in refused)
+        assert isinstance(status["disturbances"], list)
+        told = " ".join(status["disturbances"])
+        assert ("isolcpus=managed_irq" in told) == bool(refused), status
+        result(pod.call(machine.socket, "deregisterCgroup", uuid=A))
+        until(lambda: settings(machine) == before)
+
+
+def test_two_instances_each_give_back_their_own(machine: Machine, before: dict[str, str]) -> None:
+    with machine.controller():
+        first, second = register(machine, A, machine.a), register(machine, B, machine.b)
+        until(lambda: kept_off(machine.a | machine.b))
+        result(first.call(machine.socket, "deregisterCgroup", uuid=A))
+        until(lambda: mask(DEFAULT) >= machine.a)
+        assert kept_off(machine.b)
+        result(second.call(machine.socket, "deregisterCgroup", uuid=B))
+        until(lambda: settings(machine) == before)
+
+
+@pytest.mark.usefixtures("before")
+def test_a_narrow_mask_of_an_administrator_comes_back(machine: Machine) -> None:
+    number = movable()[0]
+    narrow = CpuSet([min(machine.a)])
+    with administrators_mask(number, narrow), machine.controller():
+        pod = register(machine, A, machine.a)
+        until(lambda: kept_off(machine.a))
+        result(pod.call(machine.socket, "deregisterCgroup", uuid=A))
+        until(lambda: interrupts()[number] == narrow)
+        # What he sets while an instance runs is what comes back, too.
+        result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
+        until(lambda: kept_off(machine.a))
+        wished = CpuSet([min(machine.shared)])
+        assert refusal(number, wished) == 0
+        tuned(machine, pod, {})  # it looks at all of them
+        result(pod.call(machine.socket, "deregisterCgroup", uuid=A))
+        until(lambda: mask(DEFAULT) >= machine.a)
+        assert interrupts()[number] == wished
+
+
+@contextlib.contextmanager
+def administrators_mask(number: int, cpus: CpuSet) -> Iterator[None]:
+    found = interrupts()[number]
+    assert refusal(number, cpus) == 0
+    yield
+    assert refusal(number, found) == 0
+
+
+def test_nothing_is_lost_when_everything_is_killed(machine: Machine, before: dict[str, str]) -> None:
+    """The controller dies with one instance, comes back, dies with two, and is away when both are killed."""
+    with machine.controller() as process:
+        first = register(machine, A, machine.a)
+        tuned(machine, first, {"latency": "low"})
+        until(lambda: kept_off(machine.a))
+        kill(process)
+    with machine.controller() as process:
+        second = register(machine, B, machine.b)
+        until(lambda: kept_off(machine.a | machine.b))
+        assert {latency(cpu).read_text() for cpu in machine.a} == {"2\n"}
+        assert {latency(cpu).read_text() for cpu in machine.b} == {"0\n"}
+        kill(process)
+    end(machine, first)
+    end(machine, second)
+    assert kept_off(machine.a | machine.b)
+    with machine.controller():
+        until(lambda: settings(machine) == before)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(TIMEOUT)
+
+
+def tuned(machine: Machine, pod: Pod, tuning: dict[str, object]) -> list[str]:
+    received = pod.execute("call", str(machine.socket), "tuneInstance", {"uuid": pod.uid, "tuning": tuning})
+    assert isinstance(received, list)
+    reasons = result((received[0], 0))["missing"]
+    assert isinstance(reasons, list)
+    return reasons
+
+
+def test_low_latency_lasts_as_long_as_the_instance(machine: Machine, before: dict[str, str]) -> None:
+    with machine.controller():
+        pod = register(machine, A, machine.a)
+        tuned(machine, pod, {"latency": "low"})
+        assert {latency(cpu).read_text() for cpu in machine.a} == {"2\n"}
+        assert {latency(cpu).read_text() for cpu in machine.shared} == {"0\n"}
+        end(machine, pod)
+        until(lambda: settings(machine) == before)
+
+
+def test_what_cannot_be_had_is_answered(machine: Machine, before: dict[str, str]) -> None:
+    with machine.controller():
+        pod = register(machine, A, machine.a)
+        [reason] = [each for each in tuned(machine, pod, {"cache_ways": 2}) if A in each]
+        assert "resctrl" in reason
+        end(machine, pod)
+        until(lambda: settings(machine) == before)
+
+
+def test_switched_off_nothing_is_touched(machine: Machine, before: dict[str, str]) -> None:
+    with machine.controller("--no-move-interrupts", "--no-move-work-queues", "--no-low-latency"):
+        pod = register(machine, A, machine.a)
+        [reason] = [each for each in tuned(machine, pod, {"latency": "low"}) if A in each]
+        assert "--no-low-latency" in reason
+        assert settings(machine) == before
+        assert not kept_off(machine.a)
+        end(machine, pod)
+
+
+def test_it_needs_no_right_but_those_it_keeps(machine: Machine, before: dict[str, str]) -> None:
+    """As in the DaemonSet's container: /proc/irq and /sys are read-only there, and SYS_ADMIN is given away."""
+    hidden = "mount --bind /proc/irq /proc/irq && mount -o remount,bind,ro /proc/irq && mount -o remount,bind,ro /sys"
+    with machine.controller(prefix=("unshare", "--mount", "sh", "-c", f'{hidden} && exec "$@"', "sh")):
+        pod = register(machine, A, machine.a)
+        until(lambda: kept_off(machine.a))
+        end(machine, pod)
+        until(lambda: settings(machine) == before)
