@@ -25,6 +25,22 @@ class Unknown:
 
 
 @frozen
+class Guarantee:
+    """What keeps other tasks off the vCPUs' CPUs."""
+
+    kind: Literal["enforced", "arranged"] | None
+    """``enforced``: the instance's cgroup is an isolated partition, so that no other cpuset has these CPUs.
+
+    ``arranged``: other tasks have masks or cpusets without them, and strays are moved. ``None``: it cannot be seen from here.
+    """
+    reason: str = ""
+    """Why it is not enforced, or not known."""
+
+    def __str__(self) -> str:
+        return f"guarantee {self.kind or 'unknown'}" + (f" ({self.reason})" if self.reason else "")
+
+
+@frozen
 class PodCharge:
     """The memory that a pod's cgroup is charged for."""
 
@@ -51,6 +67,7 @@ class InstanceObservation:
     name: str
     """Its uuid on the node; ``instance`` in its own container, which does not know it."""
     backend: Backend
+    guarantee: Guarantee
     rules: ThreadRules
     """Where its threads may be; without pins where it has no vCPU thread and their number is not known."""
     numa_node_of: Mapping[int, int]

@@ -194,6 +194,8 @@ async def _placed_threads(
     for line in receipt_table(receipt):
         log.info("placement: %s", line)
     receipts.publish()
+    if supervisor.guest_state.placed is not None:
+        supervisor.guest_state.placed(receipt)
     try:
         async with (
             supervisor.background_task(active.settle),
