@@ -125,6 +125,17 @@ def test_the_record_of_a_block_has_the_time_of_a_loop_that_has_ended(instance: I
     assert 0.5 <= after[max(exclusive)] - before[max(exclusive)] <= taken / 1e9 + 0.1
 
 
+def test_a_task_of_a_moment_is_named_with_its_cgroup(instance: Instance, exclusive: CpuSet) -> None:
+    """It has ended before anything could read its entry in /proc: it is known by its birth and its move."""
+    enter = ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(instance.group.path / "cgroup.procs"))
+    vcpus = [thread.tid for thread in instance.vcpus()]
+    with recorded(exclusive) as record:
+        subprocess.run((*enter, "taskset", "-c", str(min(exclusive)), "true"), check=True)
+    found = [(task.name, task.cgroup) for task in record.others(vcpus) if not task.kernel]
+    assert ("true", str(instance.group)) in found
+    assert {cgroup for _, cgroup in found} == {str(instance.group)}
+
+
 def foreign_seconds(instance: Instance) -> dict[int, float]:
     """Return CPU → the metric ``vcpu_foreign_seconds_total``."""
     page = instance.running.execute(
