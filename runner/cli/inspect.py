@@ -16,10 +16,12 @@ import trio
 from runner.cli.options import add_state_dir
 from runner.errors import Status, UsageError
 from runner.facts.roots import Roots
+from runner.inspect.cpu_time import TraceReport
 from runner.inspect.observation import Observation
 from runner.inspect.observe import observe_container, observe_node
 from runner.inspect.render import report_json, report_lines, state_lines
 from runner.inspect.rules import InspectionReport, judge
+from runner.inspect.trace_render import trace_json, trace_lines
 from runner.kernel.cgroup import Cgroup
 from runner.values import frozen
 
@@ -31,18 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give *parser* what this command takes."""
     parser.description = (
         "In an instance's container: that instance. On the node, as root: every instance that the controller placed. "
-        f"The exit status is {Status.FINDINGS.value} if a rule is violated, and 0 if not, also where one cannot be judged."
+        f"The exit status is {Status.FINDINGS.value} if a rule is violated, and 0 if not, also where one cannot be judged. "
+        "With --trace there is one rule: no task ran on the instance's CPUs but its vCPUs, and kernel threads bound to a CPU."
     )
     parser.epilog = (
         "examples:\n"
         "  kubectl exec POD -- instance-runner inspect\n"
         "  instance-runner inspect --watch 2\n"
-        "  instance-runner inspect 3ceda12c --json"
+        "  instance-runner inspect 3ceda12c --json\n"
+        "  instance-runner inspect --trace 10"
     )
     add = parser.add_argument
     add("instance", metavar="UUID", nargs="?", default="", help="on the node: only instances whose uuid begins so")
     add("--json", action="store_true", help="the report as JSON")
-    add(
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument(
+        "--trace",
+        type=_seconds,
+        metavar="SECONDS",
+        help="record for so long every task that runs on the instance's CPUs, and show the time of each; on the node, as root",
+    )
+    several.add_argument(
         "--watch",
         type=_seconds,
         nargs="?",
@@ -72,6 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
         roots=Roots(cgroup=arguments.cgroupfs),
         pod_uid=arguments.instance,
     )
+    if arguments.trace is not None:
+        return _show_trace(target, arguments.trace, as_json=arguments.json)
     watching = arguments.watch is not None
     formatter = ReportFormatter(arguments.json, redraw=sys.stdout.isatty(), repeated=watching)
 
@@ -84,6 +97,19 @@ def main(arguments: argparse.Namespace) -> int:
         if not watching:
             raise
     return formatter.status
+
+
+def _show_trace(target: InspectionTarget, seconds: float, *, as_json: bool) -> Status:
+    """Record for *seconds*, print what ran, and return ``FINDINGS`` if that was another task."""
+    report = trio.run(_trace, target, seconds)
+    print(json.dumps(trace_json(report), indent=1) if as_json else "\n".join(trace_lines(report)), flush=True)
+    return Status.FINDINGS if report.violated else Status.STOPPED
+
+
+async def _trace(target: InspectionTarget, seconds: float) -> TraceReport:
+    from runner.inspect.trace import trace  # here, because most inspections record nothing
+
+    return await trace(target.roots, await _observe(target), seconds)
 
 
 @frozen

@@ -11,7 +11,7 @@ from runner.cpuset import CpuSet
 from runner.facts.memory import MemoryCharge
 from runner.inspect.settings import CpuSettings
 from runner.placement.backends import Backend
-from runner.placement.threads import Guarantee, ObservedThread, Role, ThreadRules, guarantee_of
+from runner.placement.threads import GuaranteeKind, ObservedThread, Role, ThreadRules
 from runner.values import frozen
 
 Viewpoint = Literal["container", "node"]
@@ -23,6 +23,22 @@ class Unknown:
     """What could not be observed; *reason* says why, and from where it can be."""
 
     reason: str
+
+
+@frozen
+class Guarantee:
+    """What keeps other tasks off the vCPUs' CPUs."""
+
+    kind: GuaranteeKind | None
+    """``enforced``: the instance's cgroup is an isolated partition, so that no other cpuset has these CPUs.
+
+    ``arranged``: other tasks have masks or cpusets without them, and strays are moved. ``None``: it cannot be seen from here.
+    """
+    reason: str = ""
+    """Why it is not enforced, or not known."""
+
+    def __str__(self) -> str:
+        return f"guarantee {self.kind or 'unknown'}" + (f" ({self.reason})" if self.reason else "")
 
 
 @frozen
@@ -52,6 +68,7 @@ class InstanceObservation:
     name: str
     """Its uuid on the node; ``instance`` in its own container, which does not know it."""
     backend: Backend
+    guarantee: Guarantee
     rules: ThreadRules
     """Where its threads may be; without pins where it has no vCPU thread and their number is not known."""
     numa_node_of: Mapping[int, int]
@@ -71,11 +88,6 @@ class InstanceObservation:
     def cpus(self) -> CpuSet:
         """The exclusive CPUs: the vCPUs' own."""
         return self.rules.cpus
-
-    @property
-    def guarantee(self) -> Guarantee:
-        """What keeps all others off the exclusive CPUs."""
-        return guarantee_of(self.backend, self.cpus, self.threads)
 
     @property
     def numa_nodes(self) -> CpuSet:

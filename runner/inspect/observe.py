@@ -21,6 +21,7 @@ from runner.errors import HostError, UsageError, explain
 from runner.facts.roots import Roots
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.inspect.observation import (
+    Guarantee,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
@@ -37,7 +38,7 @@ from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_hardware, read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid, parse_container, pod_float_group
 from runner.kubelet.state_files import KubeletFiles, parse_verified_cpu_state
-from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules, parse_receipt
+from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules, guarantee_of, parse_receipt
 from runner.values import frozen
 
 FOLLOWS_WITHIN = 1.0
@@ -66,7 +67,7 @@ def _numa_node_of(roots: Roots) -> Mapping[int, int]:
 
 
 @frozen
-class _ObservedProcess:
+class ObservedProcess:
     """A process with its threads."""
 
     status: ProcessStatus
@@ -78,10 +79,10 @@ class _ObservedProcess:
 
 
 @frozen
-class _ProcessTable:
+class ProcessTable:
     """Every process that can be seen, but the reader's own."""
 
-    processes: Mapping[int, _ObservedProcess]
+    processes: Mapping[int, ObservedProcess]
     hidden: str
 
     def others(self, members: Iterable[int], cpus: CpuSet) -> tuple[ObservedThread, ...]:
@@ -107,22 +108,23 @@ def _place(each: ObservedThread) -> tuple[int, int, int]:
     return (_LAST.index(each.role) + 1 if each.role in _LAST else 0, each.vcpu or 0, each.thread.tid)
 
 
-def _read_processes(roots: Roots) -> _ProcessTable:
+def read_processes(roots: Roots) -> ProcessTable:
+    """Read every process but this one. Raises :class:`HostError` when /proc cannot be read."""
     peers = Peers(roots.proc)
     visible = peers.own_namespace() == INIT_PID_NAMESPACE
     blind = (
         "" if visible else "the node's other processes cannot be seen from inside a PID namespace; inspect on the node"
     )
-    return _ProcessTable({each.status.pid: each for each in _processes(Procfs(roots.proc), peers)}, blind)
+    return ProcessTable({each.status.pid: each for each in _processes(Procfs(roots.proc), peers)}, blind)
 
 
-def _processes(procfs: Procfs, peers: Peers) -> Iterator[_ObservedProcess]:
+def _processes(procfs: Procfs, peers: Peers) -> Iterator[ObservedProcess]:
     for pid in procfs.processes():
         status = procfs.process(pid)
         threads = tuple(procfs.threads(pid))
         if status is not None and threads and pid != os.getpid():
             is_sleep_infinity = status.name == "sleep" and procfs.arguments(pid)[1:] == ("infinity",)
-            yield _ObservedProcess(status, peers.namespace(pid), threads, is_sleep_infinity)
+            yield ObservedProcess(status, peers.namespace(pid), threads, is_sleep_infinity)
 
 
 # -- from the container ----------------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ def observe_container(roots: Roots, receipt: Path) -> Observation:
     except OSError as error:
         raise UsageError(f"cannot read {str(receipt)!r}") from error
     roles = Roles.of(found)
-    table = _read_processes(roots)
+    table = read_processes(roots)
     members = dict(_members(roles, table))
     threads = _in_order(
         roles.of_thread(role, thread) for pid, role in members.items() for thread in table.processes[pid].threads
@@ -146,6 +148,7 @@ def observe_container(roots: Roots, receipt: Path) -> Observation:
     instance = InstanceObservation(
         name="instance",
         backend=found.backend,
+        guarantee=Guarantee(guarantee_of(found.backend, found.rules.cpus, threads)),
         rules=_rules_seen_from_here(found.rules),
         numa_node_of=_numa_node_of(roots),
         threads=threads,
@@ -169,7 +172,7 @@ def _rules_seen_from_here(rules: ThreadRules) -> ThreadRules:
     return attrs.evolve(rules, shared=False, cgroups=cgroups)
 
 
-def _members(roles: Roles, table: _ProcessTable) -> Iterator[tuple[int, Role]]:
+def _members(roles: Roles, table: ProcessTable) -> Iterator[tuple[int, Role]]:
     for pid, process in table.processes.items():
         role = roles.of_process(process.status, is_sleep_infinity=process.is_sleep_infinity)
         # In a PID namespace of its own every process belongs to the pod.
@@ -191,7 +194,7 @@ async def observe_node(roots: Roots, root: Cgroup, kubelet: Path, wanted: str = 
     if wanted and not chosen:
         there = ", ".join(cpus) or "none"
         raise UsageError(f"cannot find an instance whose uuid begins with {wanted!r} in {root.path}: there is {there}")
-    table = _read_processes(roots)
+    table = read_processes(roots)
     numa_node_of = _numa_node_of(roots)
     instances = []
     for pod_uid in chosen:
@@ -202,6 +205,7 @@ async def observe_node(roots: Roots, root: Cgroup, kubelet: Path, wanted: str = 
             InstanceObservation(
                 name=pod_uid,
                 backend="controller",
+                guarantee=_guarantee(root.child(instance_group(pod_uid))),
                 rules=_rules_on_node(root, pod_uid, cpus[pod_uid], threads),
                 numa_node_of=numa_node_of,
                 threads=threads,
@@ -228,6 +232,17 @@ def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[O
     return ThreadRules(cpus, (None,) * number, shared=False, cgroups=cgroups)
 
 
+def _guarantee(group: Cgroup) -> Guarantee:
+    """Return the guarantee by the state of *group*'s partition ("cpuset.cpus.partition" of cgroup-v2.rst)."""
+    try:
+        state = group.read_if_there("cpuset.cpus.partition")
+    except CgroupError as error:
+        return Guarantee(None, explain(error))
+    if state == "isolated":
+        return Guarantee("enforced")
+    return Guarantee("arranged", f"its partition is {state!r}" if state not in {None, "member"} else "")
+
+
 def _instances(root: Cgroup) -> dict[str, CpuSet]:
     """Return the instances below *root* and the CPUs their groups have in effect; one that vanishes is not there."""
     try:
@@ -245,7 +260,7 @@ def _instances(root: Cgroup) -> dict[str, CpuSet]:
     return found
 
 
-def _roles_on_node(group: Cgroup, table: _ProcessTable) -> Iterator[ObservedThread]:
+def _roles_on_node(group: Cgroup, table: ProcessTable) -> Iterator[ObservedThread]:
     """Yield the threads of the instance in *group*: all that share QEMU's PID namespace.
 
     QEMU is the process most threads in *group* belong to. Its threads there are the vCPUs'; where they have QEMU's
@@ -269,7 +284,7 @@ def _roles_on_node(group: Cgroup, table: _ProcessTable) -> Iterator[ObservedThre
                 yield ObservedThread(_role_by_name(process, thread, group.parent.name), None, thread)
 
 
-def _machine_threads(qemu: _ObservedProcess, confined: frozenset[int]) -> Iterator[ObservedThread]:
+def _machine_threads(qemu: ObservedProcess, confined: frozenset[int]) -> Iterator[ObservedThread]:
     """Yield QEMU's threads."""
     named = {thread.tid: int(match[1]) for thread in qemu.threads if (match := _VCPU_NAME.match(thread.name))}
     unnamed = sorted((thread for thread in qemu.threads if thread.tid in confined), key=lambda each: list(each.cpus))
@@ -279,7 +294,7 @@ def _machine_threads(qemu: _ObservedProcess, confined: frozenset[int]) -> Iterat
         yield ObservedThread(Role.VCPU if thread.tid in index else other, index.get(thread.tid), thread)
 
 
-def _role_by_name(process: _ObservedProcess, thread: ThreadStatus, root: str) -> Role:
+def _role_by_name(process: ObservedProcess, thread: ThreadStatus, root: str) -> Role:
     status = process.status
     if status.inner_pid == 1:
         return Role.RUNNER
@@ -289,7 +304,7 @@ def _role_by_name(process: _ObservedProcess, thread: ThreadStatus, root: str) ->
     return Role(name) if name in _DAEMONS else Role.OTHER
 
 
-def _hidden_by(table: _ProcessTable, members: Iterable[int]) -> str:
+def _hidden_by(table: ProcessTable, members: Iterable[int]) -> str:
     if any(table.processes[pid].namespace is None for pid in members):
         return "which processes are the instance's cannot be told without the right to trace them; inspect as root"
     return table.hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runner.inspect.observation import GuestMemory, InstanceObservation, PodCharge
+from runner.inspect.observation import GuestMemory, PodCharge
 from runner.inspect.rules import InspectionReport, JudgedInstance, RuleResult, RuleVerdict
 from runner.placement.threads import ObservedThread
 from runner.table import aligned
@@ -21,19 +21,21 @@ def report_lines(report: InspectionReport) -> Iterator[str]:
     for each in report.instances:
         instance = each.observation
         on = f" on NUMA node '{instance.numa_nodes}'" if instance.numa_nodes else ""
-        yield f"{_title(instance)}: CPUs '{instance.cpus}'{on}, placement {instance.backend}, exclusive CPUs {instance.guarantee}"
+        title = instance_title(instance.name)
+        yield f"{title}: CPUs '{instance.cpus}'{on}, placement {instance.backend}, {instance.guarantee}"
         yield from aligned([HEAD, *(_row(thread, instance.numa_node_of) for thread in instance.threads)])
-        yield from _verdicts(each.verdicts)
+        yield from verdict_lines(each.verdicts)
         if instance.settings is not None:
             yield f"{'':8}  {'settings':9}  {instance.settings.line()}"
         yield ""
     if report.seen_from == "node" and not report.instances:
         yield "no instance is placed by the controller here; others are inspected in their containers"
-    yield from _verdicts((report.kubelet,))
+    yield from verdict_lines((report.kubelet,))
 
 
-def _title(instance: InstanceObservation) -> str:
-    return instance.name if instance.name == "instance" else f"instance {instance.name}"
+def instance_title(name: str) -> str:
+    """Return how people are shown the instance *name*."""
+    return name if name == "instance" else f"instance {name}"
 
 
 def _row(each: ObservedThread, numa_node_of: Mapping[int, int]) -> tuple[str, ...]:
@@ -50,7 +52,8 @@ def _row(each: ObservedThread, numa_node_of: Mapping[int, int]) -> tuple[str, ..
     )
 
 
-def _verdicts(verdicts: tuple[RuleVerdict, ...]) -> Iterator[str]:
+def verdict_lines(verdicts: tuple[RuleVerdict, ...]) -> Iterator[str]:
+    """Yield the reasons of each of *verdicts*, after its result and its rule."""
     for verdict in verdicts:
         head = f"{verdict.result.value:8}  {verdict.rule:9}  "
         for reason in verdict.reasons[:SHOWN]:
@@ -83,7 +86,7 @@ def report_json(report: InspectionReport) -> dict[str, Any]:
         "seen_from": report.seen_from,
         "violated": report.violated,
         "instances": [_instance_json(each) for each in report.instances],
-        "verdicts": [_verdict_json(report.kubelet)],
+        "verdicts": [verdict_json(report.kubelet)],
     }
 
 
@@ -93,11 +96,12 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
     return {
         "name": instance.name,
         "backend": instance.backend,
+        "guarantee": instance.guarantee.kind,
+        "guarantee_reason": instance.guarantee.reason or None,
         "cpus": str(instance.cpus),
-        "guarantee": instance.guarantee,
         "numa_nodes": str(instance.numa_nodes),
         "threads": [_thread_json(thread, instance.numa_node_of) for thread in instance.threads],
-        "verdicts": [_verdict_json(verdict) for verdict in each.verdicts],
+        "verdicts": [verdict_json(verdict) for verdict in each.verdicts],
         "memory": {
             "small_pages": {str(node): size for node, size in sorted(memory.small.items())},
             "huge_pages": {str(node): size for node, size in sorted(memory.huge.items())},
@@ -115,5 +119,6 @@ def _thread_json(each: ObservedThread, numa_node_of: Mapping[int, int]) -> dict[
     return {**each.to_json(), "numa_node": numa_node_of.get(each.thread.running_on)}
 
 
-def _verdict_json(verdict: RuleVerdict) -> dict[str, Any]:
+def verdict_json(verdict: RuleVerdict) -> dict[str, Any]:
+    """Return *verdict* as plain values."""
     return {"rule": verdict.rule, "result": verdict.result.value, "reasons": list(verdict.reasons)}

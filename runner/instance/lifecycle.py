@@ -191,6 +191,8 @@ async def _placed_threads(
     )
     receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
     receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
+    if supervisor.guest_state.placed is not None:
+        supervisor.guest_state.placed(receipt)
     try:
         async with (
             _sealed_cpus(active, receipts),

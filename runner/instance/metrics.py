@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 import trio
 from prometheus_client.metrics_core import Metric
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.roots import Roots
+from runner.instance.foreign_time import ForeignTime
 from runner.instance.supervisor import Phase, Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.placement.threads import Receipt
@@ -17,7 +19,9 @@ from runner.plan.instance import InstancePlan
 from runner.protocol.exposition import Samples, counter, gauge
 
 
-def instance_metrics(supervisor: Supervisor, plan: InstancePlan, receipt: Receipt | None) -> Iterator[Metric]:
+def instance_metrics(
+    supervisor: Supervisor, plan: InstancePlan, receipt: Receipt | None, foreign: ForeignTime | None
+) -> Iterator[Metric]:
     """Yield the metrics of the instance of *plan*; those of threads and memory only with *receipt*, while the guest runs."""
     yield from _state(supervisor, plan)
     yield from _counters(supervisor)
@@ -27,7 +31,7 @@ def instance_metrics(supervisor: Supervisor, plan: InstancePlan, receipt: Receip
         yield _gauge("exclusive_enforced", "1 while the kernel keeps all others off the vCPUs' CPUs.", [((), enforced)])
         yield _gauge("placement_holds", "1 while every thread is in its place.", [((), not strays)])
         yield _gauge("placement_strays", "Threads that are not in their places.", [((), strays)])
-        yield from _vcpus(supervisor, plan, receipt)
+        yield from _vcpus(supervisor, plan, receipt, {} if foreign is None else foreign.read())
         charged = _charged(supervisor, receipt)
         yield _gauge("memory_charged_bytes", "What the pod's cgroup is charged for.", charged, "kind")
 
@@ -62,7 +66,9 @@ def _counters(supervisor: Supervisor) -> Iterator[Metric]:
     yield _counter("release_faults_total", "What could not be released.", [((), len(faults.sentences))])
 
 
-def _vcpus(supervisor: Supervisor, plan: InstancePlan, receipt: Receipt) -> Iterator[Metric]:
+def _vcpus(
+    supervisor: Supervisor, plan: InstancePlan, receipt: Receipt, foreign: Mapping[int, float]
+) -> Iterator[Metric]:
     ran: dict[tuple[object, ...], float] = {}
     waited: dict[tuple[object, ...], float] = {}
     involuntary: dict[tuple[object, ...], float] = {}
@@ -77,11 +83,17 @@ def _vcpus(supervisor: Supervisor, plan: InstancePlan, receipt: Receipt) -> Iter
             ran[vcpu], waited[vcpu] = times.ran, times.waited
         if (cpu := plan.placement.pins[each.vcpu]) in steal:
             stolen[vcpu] = steal[cpu]
+    taken = {(vcpu, CpuSet([plan.placement.pins[vcpu]])): seconds for vcpu, seconds in sorted(foreign.items())}
+    if plan.placement.shared:
+        absent = " Absent: the vCPUs have no CPUs of their own."
+    else:
+        absent = "" if foreign else " Absent: the kernel has no /proc/schedstat (CONFIG_SCHEDSTATS)."
     for name, text, values in (
         ("cpu_seconds", "Time the vCPU has run.", ran),
         ("run_delay_seconds", "Time it waited for its CPU; the guest sees it stolen.", waited),
         ("involuntary_switches", "Times something else took its CPU.", involuntary),
         ("steal_seconds", "Time a hypervisor below this host took from its CPU.", stolen),
+        ("foreign_seconds", "Time other tasks, also the kernel's, ran on its CPU since it was pinned." + absent, taken),
     ):
         yield _counter(f"vcpu_{name}_total", text, values.items(), "vcpu", "cpu")
 

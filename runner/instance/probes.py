@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -23,6 +24,9 @@ from runner.placement.threads import Receipt, sentences
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan
 from runner.protocol.http import HttpResponse, not_found, ok, open_http_listeners, serve_http, unavailable
+
+if TYPE_CHECKING:
+    from runner.instance.foreign_time import ForeignTime
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,16 @@ class Probes:
     plan: InstancePlan
     _receipt: Receipt | None = None
     _read_at: float = 0.0
+    _foreign: ForeignTime | None = None
+    """``None`` until the vCPUs are pinned, and where all threads share their CPUs."""
+
+    def placed(self, receipt: Receipt) -> None:
+        """Begin to count what runs on the vCPUs' CPUs, none of which runs yet."""
+        from runner.instance.foreign_time import ForeignTime  # here, because not everything that runs is probed
+
+        if not self.plan.placement.shared:
+            with suppress(HostError):  # no reason to give up a start
+                self._foreign = ForeignTime.begin(self.supervisor.procfs, receipt)
 
     def show(self, target: str) -> HttpResponse:
         """Return the response to a request for *target*."""
@@ -72,7 +86,7 @@ class Probes:
         from runner.instance.metrics import instance_metrics  # here, because not everything that is probed is scraped
         from runner.protocol.exposition import metrics_response
 
-        return metrics_response(instance_metrics(self.supervisor, self.plan, self._now()))
+        return metrics_response(instance_metrics(self.supervisor, self.plan, self._now(), self._foreign))
 
 
 @asynccontextmanager
@@ -85,5 +99,7 @@ async def probes_served(supervisor: Supervisor, plan: InstancePlan, address: tup
         log.warning(
             "the guest has the address of %s: connections to it reach the guest, and not --http", ", ".join(taken)
         )
-    async with supervisor.background_task(partial(serve_http, listeners, Probes(supervisor, plan).show)):
+    probes = Probes(supervisor, plan)
+    supervisor.guest_state.placed = probes.placed
+    async with supervisor.background_task(partial(serve_http, listeners, probes.show)):
         yield

@@ -115,6 +115,8 @@ class GuestState:
     """When it began to run, on trio's clock."""
     read: Callable[[], Receipt] | None = None
     """Reads back from the kernel where every thread is now; only while it runs."""
+    placed: Callable[[Receipt], None] | None = None
+    """Called with the first receipt, while the guest does not run yet."""
 
     @contextmanager
     def running(self, read: Callable[[], Receipt]) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -219,11 +220,70 @@ class Procfs:
             raise HostError(f"cannot read thread {tid} of process {pid}") from error
         return ThreadTimes(ran / 1e9, waited / 1e9, switches)
 
+    def run_time(self, pid: int, tid: int) -> int | None:
+        """Return the nanoseconds that one thread has run, or ``None`` when it is gone, or without ``CONFIG_SCHED_INFO``.
+
+        Of a thread that runs, the time since the last tick is missing.
+        """
+        try:
+            return int(_read(self.root / str(pid) / "task" / str(tid) / "schedstat").split()[0])
+        except _VANISHED:
+            return None
+        except OSError as error:
+            raise HostError(f"cannot read thread {tid} of process {pid}") from error
+
+    def cpu_run_times(self) -> dict[int, int]:
+        """Return CPU → the nanoseconds that tasks have run there since the boot; empty without ``CONFIG_SCHEDSTATS``.
+
+        That is field 7 of ``Documentation/scheduler/sched-stats.rst``, the same in versions 15 to 17, and without
+        ``kernel.sched_schedstats``. The kernel adds the time of a task when the task leaves the CPU, and never that of the
+        idle task (``kernel/sched/stats.h``: ``sched_info_switch``).
+        """
+        try:
+            lines = _lines(_read(self.root / "schedstat"))
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise HostError(f"cannot read {self.root / 'schedstat'}") from error
+        rows = (line.split() for line in lines if line.startswith("cpu"))
+        return {int(row[0].removeprefix("cpu")): int(row[7]) for row in rows}
+
     def steal(self) -> dict[int, float]:
         """Return CPU → seconds of stolen time, which a hypervisor below this kernel has taken (proc_stat(5), field 8)."""
+        return self._cpu_seconds(8)
+
+    def idle(self) -> dict[int, float]:
+        """Return CPU → seconds in the idle task, also while a task of that CPU waits for a disk (fields 4 and 5)."""
+        return self._cpu_seconds(4, 5)
+
+    def _cpu_seconds(self, *fields: int) -> dict[int, float]:
         ticks = os.sysconf("SC_CLK_TCK")
         rows = (line.split() for line in _lines(_read(self.root / "stat")))
-        return {int(row[0][3:]): int(row[8]) / ticks for row in rows if re.fullmatch(r"cpu[0-9]+", row[0])}
+        return {
+            int(row[0][3:]): sum(int(row[field]) for field in fields) / ticks
+            for row in rows
+            if re.fullmatch(r"cpu[0-9]+", row[0])
+        }
+
+    def runnable(self, cpus: CpuSet) -> dict[int, list[tuple[int, int]]]:
+        """Return CPU → process and thread of each that runs or waits there, as far as it is one of *cpus*."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for pid in self.processes():
+            for tid in self.thread_ids(pid):
+                with contextlib.suppress(OSError):  # it has ended
+                    stat = _stat(_read(f"{self.root}/{pid}/task/{tid}/stat"))
+                    if stat[0] == "R" and int(stat[36]) in cpus:
+                        found.setdefault(int(stat[36]), []).append((pid, tid))
+        return found
+
+    def process_of(self, tid: int) -> int | None:
+        """Return the process that thread *tid* belongs to, or ``None`` when it is gone."""
+        try:
+            return int(_fields(_read(self.root / str(tid) / "status"))["Tgid"])
+        except _VANISHED:
+            return None
+        except OSError as error:
+            raise HostError(f"cannot read thread {tid}") from error
 
     def cgroup(self, pid: int | str = "self") -> str:
         """Return the cgroup v2 path of *pid*, empty where there is no cgroup v2.

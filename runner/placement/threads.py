@@ -22,7 +22,7 @@ from runner.values import frozen
 
 RECEIPT_VERSION = 1
 
-Guarantee = Literal["enforced", "arranged"]
+GuaranteeKind = Literal["enforced", "arranged"]
 """What keeps all others off the vCPUs' CPUs: the kernel, by an isolated partition, or only that each stays in its cpuset."""
 
 
@@ -279,7 +279,7 @@ def thread_rules(placement: Placement, cgroups: CgroupPaths | None) -> ThreadRul
     return ThreadRules(placement.cpus, placement.pins, placement.shared, cgroups)
 
 
-def guarantee_of(backend: Backend, cpus: CpuSet, threads: Iterable[ObservedThread]) -> Guarantee:
+def guarantee_of(backend: Backend, cpus: CpuSet, threads: Iterable[ObservedThread]) -> GuaranteeKind:
     """Return what keeps all others off the vCPUs' *cpus*, as the *threads* of the instance show it.
 
     The pod's own cgroup names these CPUs and no others. Where the kernel lets the anchors, which stay in it, run on others
@@ -304,7 +304,7 @@ class Receipt:
     """Why the CPUs could not be sealed when the guest was started; empty if they were."""
 
     @property
-    def guarantee(self) -> Guarantee:
+    def guarantee(self) -> GuaranteeKind:
         """What keeps all others off the vCPUs' CPUs."""
         return guarantee_of(self.backend, self.rules.cpus, self.threads)
 

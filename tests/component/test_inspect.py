@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,9 @@ from typing import Any
 import attrs
 import pytest
 
+from runner.errors import HostError, explain
+from runner.facts.roots import Roots
+from runner.kernel.tracefs import tracefs_reached
 from tests.support.fake_instance import PYTHON, FakeInstance, fake_instance
 
 FLOAT, *_, CPU = sorted(os.sched_getaffinity(0))
@@ -85,6 +91,7 @@ def test_the_json_report(instance: Instance) -> None:
     assert (report["version"], report["seen_from"], report["violated"]) == (1, "container", False)
     (found,) = report["instances"]
     assert (found["name"], found["backend"], found["cpus"]) == ("instance", "affinity", str(CPU))
+    assert (found["guarantee"], found["guarantee_reason"]) == ("arranged", None)
     assert [thread["role"] for thread in found["threads"]] == [
         "runner",
         "anchor",
@@ -266,6 +273,36 @@ def test_float_is_compared_with_the_kubelets_shared_pool(node: Node) -> None:
     assert "cpu_manager_state" in verdict["reasons"][0]
 
 
+@pytest.mark.parametrize(
+    ("partition", "guarantee", "reason"),
+    [
+        ("isolated", "enforced", None),
+        ("member", "arranged", None),
+        (None, "arranged", None),
+        (
+            "isolated invalid (Enable partition not permitted)",
+            "arranged",
+            "its partition is 'isolated invalid (Enable partition not permitted)'",
+        ),
+    ],
+)
+def test_the_guarantee_is_that_of_the_kernel(
+    node: Node, instance: Instance, partition: str | None, guarantee: str, reason: str | None
+) -> None:
+    if partition is not None:
+        (node.group / "cpuset.cpus.partition").write_text(f"{partition}\n")
+    # An isolated partition takes its CPUs from the pod's cgroup, whatever its cpuset.cpus, and so from the anchors.
+    anchor_cpus = [FLOAT] if guarantee == "enforced" else [FLOAT, CPU]
+    instance.fake_instance.request("pin", instance.anchor, anchor_cpus)
+    report = node.report()
+    (found,) = report["instances"]
+    assert (found["guarantee"], found["guarantee_reason"]) == (guarantee, reason)
+    assert found["cpus"] == str(CPU)
+    assert report["verdicts"][0]["result"] == "ok"
+    anchor = instance.fake_instance.outside(instance.anchor)
+    assert not any(f"(thread {anchor}, " in reason for reason in found["verdicts"][1]["reasons"])
+
+
 def test_an_instance_is_chosen_by_the_beginning_of_its_uuid(node: Node) -> None:
     other = node.group.with_name("instance-416de7c2-21de-472d-817c-fa9d4306cb7d")
     other.mkdir()
@@ -310,3 +347,96 @@ def test_a_file_that_is_no_receipt_is_named(tmp_path: Path, content: bytes) -> N
     ended = subprocess.run(argv, check=False, capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
     assert f"instance-runner: cannot use {tmp_path}/receipt.json: it " in ended.stderr
+
+
+# -- what ran on its CPUs ----------------------------------------------------------------------------------------------
+
+BUSY = """
+import os, sys, time
+os.sched_setaffinity(0, [int(sys.argv[1])])
+while True:
+    pass
+"""
+
+
+@pytest.fixture
+def busy() -> Iterator[subprocess.Popen[bytes]]:
+    """Return a loop on the vCPU's CPU."""
+    with subprocess.Popen((sys.executable, "-I", "-S", "-c", BUSY, str(CPU))) as loop:
+        yield loop
+        loop.kill()
+
+
+@pytest.fixture
+def tracefs() -> Iterator[Path]:
+    with contextlib.ExitStack() as held:
+        try:
+            path = held.enter_context(tracefs_reached(Roots().sys))
+        except HostError as error:
+            pytest.skip(f"tracefs is missing: {explain(error)}")
+        yield path
+
+
+def left(tracefs: Path) -> set[str]:
+    return {each.name for each in (tracefs / "instances").iterdir() if each.name.startswith("instance-runner-")}
+
+
+@pytest.mark.usefixtures("tracefs")
+def test_a_loop_on_the_vcpus_cpu_is_named(node: Node, busy: subprocess.Popen[bytes]) -> None:
+    shown = node.inspect("--trace", "0.5", "--json")
+    assert shown.returncode == 3, shown.stderr
+    report = json.loads(shown.stdout)
+    assert (report["source"], report["violated"], report["seen_from"]) == ("sched_switch", True, "node")
+    assert 0.5e9 <= report["nanoseconds"] < 5e9
+    [account] = report["instances"][0]["accounts"]
+    assert (account["cpu"], account["vcpu"]) == (CPU, 0)
+    [loop] = [task for task in account["others"] if task["pid"] == busy.pid]
+    assert loop["ns"] > 1e6
+    assert not loop["kernel"]
+    spent = sum(account[key] for key in ("vcpu_ns", "idle_ns", "other_ns", "unknown_ns"))
+    assert spent + sum(task["ns"] for task in account["kernel"]) == report["nanoseconds"]
+    readable = node.inspect("--trace", "0.1")
+    assert readable.returncode == 3
+    assert "violated  trace" in readable.stdout
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_a_record_that_is_ended_leaves_nothing_for_long(
+    node: Node, tracefs: Path, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    before = left(tracefs)
+    with (tmp_path / "output").open("wb") as output:
+        argv = (sys.executable, *node.command("--trace", "600")[len(PYTHON) :])
+        path = os.pathsep.join(sys.path)
+        recording = subprocess.Popen(argv, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path})
+        mine = {f"instance-runner-{recording.pid}-{each}" for each in (0, 1)}
+        deadline = time.monotonic() + 60
+        while not mine <= left(tracefs):
+            assert recording.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # tracefs reports no event
+        recording.send_signal(number)
+        assert recording.wait(30) == status, (tmp_path / "output").read_text()
+    assert left(tracefs) - before == (mine if number is signal.SIGKILL else set())
+    assert node.inspect("--trace", "0.1").returncode == 3
+    assert left(tracefs) & mine == set()
+
+
+def test_a_container_sees_sums_at_best(instance: Instance) -> None:
+    shown = instance.inspect("--trace", "0.1", "--json")
+    if Path("/proc/schedstat").exists():
+        report = json.loads(shown.stdout)
+        assert (report["source"], report["instances"][0]["accounts"][0]["others"]) == ("schedstat", None)
+        assert report["fallback"].startswith("the node's other processes cannot be seen from inside a PID namespace")
+    else:
+        assert shown.returncode == 31
+        assert (
+            f"cannot sum up the time of the CPUs '{CPU}': /proc/schedstat has none; it needs a kernel with CONFIG_SCHEDSTATS"
+            in shown.stderr
+        )
+
+
+def test_watching_and_recording_exclude_each_other() -> None:
+    refused = subprocess.run((*INSPECT, "--watch", "--trace", "1"), check=False, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "not allowed with argument" in refused.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import attrs
 import trio
+from prometheus_client.metrics_core import Metric
 
 from runner.cpuset import CpuSet
 from runner.facts.host import PodName
@@ -71,6 +72,15 @@ async def a_vcpu_starts_a_thread(host: Supervisor, get: Ask, cpu: CpuSet) -> Non
     assert host.counters.swept == 1
 
 
+def has_foreign_time(metric: Metric) -> None:
+    """Check the metric of other tasks' time on the one vCPU's CPU."""
+    absent = metric.documentation.partition("Absent: ")[2]
+    if Path("/proc/schedstat").exists():
+        assert ([sample.value >= 0 for sample in metric.samples], absent) == ([True], "")
+    else:
+        assert (metric.samples, absent) == ([], "the kernel has no /proc/schedstat (CONFIG_SCHEDSTATS).")
+
+
 async def test_probes_and_metrics_while_the_guest_runs(fake_host: FakeHost) -> None:
     plan = attrs.evolve(fake_host.plan(grace=4, qemu={"at_powerdown": None}), pod=POD)
     ready = Path(plan.state_directory) / "ready"
@@ -100,6 +110,7 @@ async def test_probes_and_metrics_while_the_guest_runs(fake_host: FakeHost) -> N
         assert found[f"vcpu_run_delay_seconds_total{vcpu}"] >= 0
         assert found[f"vcpu_steal_seconds_total{vcpu}"] >= 0
         assert found[f"vcpu_involuntary_switches_total{vcpu}"] >= 0
+        has_foreign_time(families(text, "instance_runner_")["vcpu_foreign_seconds"])
         await moved_away(host, get)
         await a_vcpu_starts_a_thread(host, get, cpu)
         await a_child_dies(host, get)

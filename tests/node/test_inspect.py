@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -21,12 +20,12 @@ from runner.inspect.rules import judge
 from runner.kernel import cgroup
 from tests.node.cgroups import Cgroup, task
 from tests.node.instances import ARRANGED, TREE, Controller, Instance, spec_text, start_instance
+from tests.node.recorded import kept_off
 from tests.node.standin_kubelet import MIB, PROJECT, PYCACHE, Container, Kubelet, Pod
 
 pytestmark = pytest.mark.usefixtures("rom")
 INSPECT = (sys.executable, "-m", "runner", "inspect")
 RULES = ("vcpus", "exclusive", "local", "charged", "kubelet")
-PF_KTHREAD = 0x00200000
 
 
 @pytest.fixture
@@ -34,25 +33,6 @@ def exclusive(numa: dict[int, CpuSet]) -> CpuSet:
     if len(numa) < 2 or len(numa[max(numa)]) < 3:
         pytest.skip("two NUMA nodes with three CPUs each are missing")
     return CpuSet(list(numa[max(numa)])[:2])
-
-
-@contextlib.contextmanager
-def kept_off(cpus: CpuSet) -> Iterator[None]:
-    """Keep user space off *cpus*, as the operator of a node does (``CPUAffinity=`` of systemd)."""
-    before: dict[int, set[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/task/[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or it is a vCPU thread, which has no other CPUs
-            name, _, rest = (path / "stat").read_text().rpartition(")")
-            mask = os.sched_getaffinity(int(path.name))
-            if not int(rest.split()[6]) & PF_KTHREAD and not name.endswith("(pause") and mask & set(cpus):
-                os.sched_setaffinity(int(path.name), mask - set(cpus))
-                before[int(path.name)] = mask
-    try:
-        yield
-    finally:
-        for tid, mask in before.items():
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(tid, mask)
 
 
 @attrs.frozen
@@ -105,7 +85,7 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
     lines = shown.stdout.splitlines()
     uid = node.instance.uid
     where = f"instance {uid}: CPUs '{exclusive}' on NUMA node '{max(numa)}'"
-    assert lines[0] == f"{where}, placement controller, exclusive CPUs enforced"
+    assert lines[0] == f"{where}, placement controller, guarantee enforced"
     rows = [line.split() for line in lines]
     for index, cpu in enumerate(exclusive):
         assert ["vcpu", str(index), str(node.vcpu(index)), "CPU", f"{index}/TCG", str(cpu)] in [row[:6] for row in rows]

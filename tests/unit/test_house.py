@@ -41,7 +41,8 @@ EVERYTHING = {"__main__", "cli"}
 PURE = (
     {"values", "errors", "cpuset", "table", "arguments", "facts", "spec", "placement", "kubelet", "plan"}
     | {f"cli.{module}" for module in ("completion", "manual", "parsers", "spec_table")}
-    | {f"inspect.{module}" for module in ("roles", "render", "rules", "observation")}
+    | {f"inspect.{module}" for module in ("roles", "render", "rules", "observation", "cpu_time", "trace_render")}
+    | {"kernel.ring_buffer"}
     | {
         f"check.{module}"
         for module in ("context", "finding", "kernel_settings", "cpu_owners", "device_rights", "programs", "report")

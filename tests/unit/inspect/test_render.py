@@ -13,6 +13,7 @@ from runner.errors import Status
 from runner.facts.memory import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (
+    Guarantee,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
@@ -36,6 +37,7 @@ GROUP = "/stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 INSTANCE = InstanceObservation(
     name="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
     backend="controller",
+    guarantee=Guarantee("arranged"),
     rules=ThreadRules(CpuSet([4]), (None,), shared=False, cgroups=CgroupPaths("", "/stelia/float", GROUP, ends=True)),
     numa_node_of={0: 0, 4: 1},
     threads=(
@@ -52,7 +54,7 @@ KUBELET = KubeletObservation(CpuSet([0]), CpuSet([0]), CpuSet([0, 4]), {INSTANCE
 REPORT = judge(Observation("node", (INSTANCE,), KUBELET))
 
 SHOWN = """\
-instance 3ceda12c-3ee9-40fa-9f42-61428fe654a6: CPUs '4' on NUMA node '1', placement controller, exclusive CPUs arranged
+instance 3ceda12c-3ee9-40fa-9f42-61428fe654a6: CPUs '4' on NUMA node '1', placement controller, guarantee arranged
 ROLE      TID  NAME             ALLOWED_CPUS  RUNNING_ON  NUMA_NODE  CGROUP
 emulator  10   qemu-system-x86  0             0           0          /stelia/float
 vcpu 0    14   CPU 0/KVM        4             4           1          /stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6

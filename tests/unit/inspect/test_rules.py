@@ -9,6 +9,7 @@ from runner.cpuset import CpuSet
 from runner.facts.memory import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (
+    Guarantee,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
@@ -56,6 +57,7 @@ RULES = ThreadRules(CpuSet.parse("2-3"), (None, None), shared=False, cgroups=Cgr
 GOOD = InstanceObservation(
     name=UID,
     backend="controller",
+    guarantee=Guarantee("arranged"),
     rules=RULES,
     numa_node_of={0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1},
     threads=(
@@ -103,6 +105,23 @@ def test_a_good_instance_passes_every_rule() -> None:
         (rule, RuleResult.OK) for rule in ("vcpus", "exclusive", "local", "charged", "kubelet")
     ]
     assert not report.violated
+
+
+def test_an_isolated_partition_takes_the_cpus_from_the_anchors_and_from_the_rest_of_the_node() -> None:
+    """Their effective CPUs are then others than their ``cpuset.cpus``; float's and the instance's stay as they were."""
+    elsewhere = CpuSet.parse("0-1,4-5")
+    threads = tuple(
+        attrs.evolve(each, thread=attrs.evolve(each.thread, cpus=elsewhere)) if each.role is Role.ANCHOR else each
+        for each in GOOD.threads
+    )
+    sealed = attrs.evolve(GOOD, guarantee=Guarantee("enforced"), threads=threads, others=GOOD.others[:1])
+    report = judge(Observation("node", (sealed,), KUBELET))
+    assert not report.violated
+    exclusive = report.instances[0].verdicts[1]
+    assert (exclusive.result, exclusive.reasons[0].partition(" and ")[0]) == (
+        RuleResult.OK,
+        "only sleepers (anchors: 0, pod sandboxes: 0)",
+    )
 
 
 def test_an_unknown_is_no_violation_and_one_violation_outweighs_it() -> None:

@@ -1,0 +1,206 @@
+"""The time of every task on a vCPU's CPU within a window, and the verdict about it.
+
+Interrupts are no tasks: their time is part of that of the task, or of the idle time, that they interrupt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal, assert_never
+
+import attrs
+
+from runner.cpuset import CpuSet
+from runner.inspect.observation import Guarantee, Viewpoint
+from runner.inspect.rules import NO_VCPU_THREAD, RuleResult, RuleVerdict
+from runner.placement.backends import Backend
+from runner.values import frozen
+
+IDLE = 0
+"""The number of the idle task of every CPU."""
+_NOT_KNOWN = -1
+NAMED = 12
+"""Other tasks of one instance that are named in its verdict; the table has all."""
+TOLERANCE = 1000
+"""The part of the window, one in so many, below which a sum proves nothing.
+
+The kernel counts a CPU's time and a thread's by two clocks, and idle time in ticks of 10 ms.
+"""
+
+
+@attrs.define
+class SwitchTally:
+    """The time of each task on one CPU, counted from its switches. Times are nanoseconds of ``CLOCK_MONOTONIC``."""
+
+    begin: int
+    end: int | None = None
+    """The end of the window, once it is known; what was recorded later does not count."""
+    nanoseconds: Counter[int] = attrs.field(factory=Counter)
+    """Thread, or :data:`IDLE` → its time."""
+    names: dict[int, str] = attrs.field(factory=dict)
+    """Thread → its name when it was seen last."""
+    first_seen: dict[int, int] = attrs.field(factory=dict)
+    """Thread → when it left the CPU for the first time."""
+    unknown: int = 0
+    """Time in which it is not known what ran, because events were lost."""
+    _running: int | None = attrs.field(default=None, init=False)
+    """The thread that runs now; ``None`` before the first switch."""
+    _since: int = attrs.field(init=False)
+
+    @_since.default
+    def _begin(self) -> int:
+        return self.begin
+
+    def switch(self, time: int, previous: int, name: str, following: int, following_name: str) -> None:
+        """Count the time until *time*, when thread *previous* left the CPU to thread *following*.
+
+        That is not always the thread that came last: a thread that executes a program gets the number of its process.
+        """
+        time = max(time, self.begin) if self.end is None else min(max(time, self.begin), self.end)
+        if self._running == _NOT_KNOWN:
+            self.unknown += time - self._since
+        else:
+            self.nanoseconds[previous] += time - self._since
+            self.first_seen.setdefault(previous, time)
+        self.names[previous], self.names[following] = name, following_name
+        self._running, self._since = following, time
+
+    def lose(self) -> None:
+        """Have what ran since the last switch be unknown: events after it were lost."""
+        self._running = _NOT_KNOWN
+
+    def finish(self, end: int, runs: int) -> None:
+        """Count the time until *end*, the end of the window; on a CPU without a switch thread *runs* had all of it."""
+        running = runs if self._running is None else self._running
+        if running == _NOT_KNOWN:
+            self.unknown += end - self._since
+        else:
+            self.nanoseconds[running] += end - self._since
+            self.first_seen.setdefault(running, end)
+        self._since = end
+
+    @property
+    def has_switched(self) -> bool:
+        """Whether any switch was recorded."""
+        return self._running is not None
+
+
+@frozen
+class TaskTime:
+    """The time of a task on one CPU."""
+
+    name: str
+    pid: int
+    """Its process."""
+    tid: int
+    cgroup: str
+    """Its cgroup when it ran there first; empty if that is not known, because it had ended."""
+    kernel: bool
+    """Whether it is a kernel thread."""
+    nanoseconds: int
+
+
+@frozen
+class CpuAccount:
+    """How one CPU spent a window. What adds up to the window: the vCPU, idle, the kernel's, the others, and unknown."""
+
+    cpu: int
+    vcpu: int | None
+    """The index of the vCPU whose thread is pinned to it; ``None`` when there is none."""
+    vcpu_nanoseconds: int
+    idle_nanoseconds: int
+    kernel: tuple[TaskTime, ...]
+    """Kernel threads that are bound to this CPU, as far as they can be seen."""
+    others: tuple[TaskTime, ...] | None
+    """Every other task that ran there; ``None`` where only their sum is known."""
+    other_nanoseconds: int
+    unknown_nanoseconds: int = 0
+    lost_events: int = 0
+
+
+@frozen
+class InstanceTrace:
+    """The accounts of an instance's CPUs."""
+
+    name: str
+    backend: Backend
+    guarantee: Guarantee
+    cpus: CpuSet
+    accounts: tuple[CpuAccount, ...]
+    ended: bool
+    """Whether a vCPU thread ended within the window."""
+
+
+Source = Literal["sched_switch", "schedstat"]
+"""From what times are known: every switch by tracefs, or the kernel's sums in ``/proc/schedstat``."""
+
+
+@frozen
+class TraceReport:
+    """What ran on the CPUs of instances within a window."""
+
+    seen_from: Viewpoint
+    nanoseconds: int
+    """The length of the window."""
+    source: Source
+    fallback: str
+    """Why times are only sums; empty when every switch was recorded."""
+    instances: tuple[InstanceTrace, ...]
+
+    def verdict(self, instance: InstanceTrace) -> RuleVerdict:
+        """Judge that no task ran on the CPUs of *instance* but its vCPUs, and kernel threads that are bound to one CPU."""
+        violations, doubts = tuple(self._violations(instance)), tuple(self._doubts(instance))
+        if violations:
+            return RuleVerdict("trace", RuleResult.VIOLATED, (*violations, *doubts))
+        if doubts:
+            return RuleVerdict("trace", RuleResult.UNKNOWN, doubts)
+        kernel = sum(task.nanoseconds for account in instance.accounts for task in account.kernel)
+        reason = (
+            f"0 ns of any other task on the CPUs '{instance.cpus}'; {kernel} ns of kernel threads bound to one of them"
+        )
+        return RuleVerdict("trace", RuleResult.OK, (reason,))
+
+    def _violations(self, instance: InstanceTrace) -> Iterator[str]:
+        match self.source:
+            case "sched_switch":
+                return _others(instance)
+            case "schedstat":
+                return _sums(instance, self.nanoseconds // TOLERANCE)
+            case _ as never:
+                assert_never(never)
+
+    def _doubts(self, instance: InstanceTrace) -> Iterator[str]:
+        if self.source == "schedstat":
+            total = sum(account.other_nanoseconds for account in instance.accounts)
+            yield f"{total} ns of other tasks, by sums that name none and prove nothing below 1/{TOLERANCE} of the time"
+        for account in instance.accounts:
+            if account.lost_events or account.unknown_nanoseconds:
+                yield (
+                    f"{account.lost_events} events of CPU {account.cpu} were lost: what ran there for "
+                    f"{account.unknown_nanoseconds} ns is not known"
+                )
+        if any(account.vcpu is None for account in instance.accounts):
+            yield NO_VCPU_THREAD
+        elif instance.ended:
+            yield "the instance ended meanwhile"
+
+    @property
+    def violated(self) -> bool:
+        """Whether another task ran on the CPUs of an instance."""
+        return any(self.verdict(each).result is RuleResult.VIOLATED for each in self.instances)
+
+
+def _others(instance: InstanceTrace) -> Iterator[str]:
+    found = [(account.cpu, task) for account in instance.accounts for task in account.others or ()]
+    for cpu, task in sorted(found, key=lambda each: -each[1].nanoseconds)[:NAMED]:
+        where = f"in the cgroup '{task.cgroup}'" if task.cgroup else "in a cgroup that is not known"
+        yield f"{task.name!r} (thread {task.tid} of process {task.pid}) {where} ran {task.nanoseconds} ns on CPU {cpu}"
+    if len(found) > NAMED:
+        yield f"and {len(found) - NAMED} more"
+
+
+def _sums(instance: InstanceTrace, tolerance: int) -> Iterator[str]:
+    for account in instance.accounts:
+        if account.other_nanoseconds > tolerance:
+            yield f"other tasks ran {account.other_nanoseconds} ns on CPU {account.cpu}"

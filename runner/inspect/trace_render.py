@@ -1,0 +1,103 @@
+"""A trace for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
+from runner.inspect.render import instance_title, verdict_json, verdict_lines
+from runner.table import aligned
+
+HEAD = ("CPU", "TASK", "NAME", "PID", "TID", "NANOSECONDS", "SHARE", "CGROUP")
+FORMAT = 1
+
+
+def trace_lines(report: TraceReport) -> Iterator[str]:
+    """Yield the table of each instance with its verdict."""
+    if report.fallback:
+        yield f"no switch can be recorded, so these are sums: {report.fallback}"
+        yield ""
+    for instance in report.instances:
+        yield (
+            f"{instance_title(instance.name)}: CPUs '{instance.cpus}', {instance.guarantee}, "
+            f"{report.nanoseconds / 1e9:.3f} s by {report.source}"
+        )
+        rows = (row for account in instance.accounts for row in _rows(account, report.nanoseconds))
+        yield from aligned([HEAD, *rows])
+        yield from verdict_lines((report.verdict(instance),))
+        yield ""
+    if not report.instances:
+        yield "no instance is placed by the controller here; others are inspected in their containers"
+    else:
+        yield "Interrupts are no tasks: their time is part of that of the task, or of idle, that they interrupt."
+
+
+def _rows(account: CpuAccount, window: int) -> Iterator[tuple[str, ...]]:
+    cpu = str(account.cpu)
+
+    def row(task: str, nanoseconds: int, what: TaskTime | None = None) -> tuple[str, ...]:
+        share = f"{100 * nanoseconds / window:.4f}%"
+        if what is None:
+            return (cpu, task, "", "", "", str(nanoseconds), share, "")
+        return (cpu, task, what.name, str(what.pid), str(what.tid), str(nanoseconds), share, what.cgroup or "?")
+
+    if account.vcpu is not None:
+        yield row(f"vcpu {account.vcpu}", account.vcpu_nanoseconds)
+    yield row("idle", account.idle_nanoseconds)
+    yield from (row("kernel", task.nanoseconds, task) for task in account.kernel)
+    if account.others is None:
+        yield row("others", account.other_nanoseconds)
+    else:
+        yield from (row("other kernel" if task.kernel else "other", task.nanoseconds, task) for task in account.others)
+    if account.unknown_nanoseconds:
+        yield row("unknown", account.unknown_nanoseconds)
+
+
+def trace_json(report: TraceReport) -> dict[str, Any]:
+    """Return *report* as plain values."""
+    return {
+        "version": FORMAT,
+        "seen_from": report.seen_from,
+        "violated": report.violated,
+        "nanoseconds": report.nanoseconds,
+        "source": report.source,
+        "fallback": report.fallback or None,
+        "instances": [_instance_json(report, each) for each in report.instances],
+    }
+
+
+def _instance_json(report: TraceReport, instance: InstanceTrace) -> dict[str, Any]:
+    return {
+        "name": instance.name,
+        "backend": instance.backend,
+        "guarantee": instance.guarantee.kind,
+        "cpus": str(instance.cpus),
+        "accounts": [_account_json(each) for each in instance.accounts],
+        "verdicts": [verdict_json(report.verdict(instance))],
+    }
+
+
+def _account_json(account: CpuAccount) -> dict[str, Any]:
+    return {
+        "cpu": account.cpu,
+        "vcpu": account.vcpu,
+        "vcpu_ns": account.vcpu_nanoseconds,
+        "idle_ns": account.idle_nanoseconds,
+        "kernel": [_task_json(task) for task in account.kernel],
+        "others": None if account.others is None else [_task_json(task) for task in account.others],
+        "other_ns": account.other_nanoseconds,
+        "unknown_ns": account.unknown_nanoseconds,
+        "lost_events": account.lost_events,
+    }
+
+
+def _task_json(task: TaskTime) -> dict[str, Any]:
+    return {
+        "name": task.name,
+        "pid": task.pid,
+        "tid": task.tid,
+        "cgroup": task.cgroup or None,
+        "kernel": task.kernel,
+        "ns": task.nanoseconds,
+    }

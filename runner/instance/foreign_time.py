@@ -1,0 +1,63 @@
+"""How long other tasks have run on the vCPUs' CPUs; imported where metrics are served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from runner.kernel.procfs import Procfs
+from runner.placement.threads import Receipt
+from runner.values import frozen
+
+
+@frozen
+class _PinnedThread:
+    """The thread of a vCPU."""
+
+    pid: int
+    tid: int
+    cpu: int
+
+
+@attrs.define
+class ForeignTime:
+    """The time of other tasks on each vCPU's CPU since its thread was pinned: what tasks ran there, less what the thread ran.
+
+    The kernel adds a task's time to its CPU's when the task leaves, so a vCPU that runs without a pause lessens the
+    difference until it leaves. Nothing else runs there meanwhile, so the highest difference so far is what is reported. For
+    the same reason the first reading must be made while the vCPUs sleep, before the guest runs.
+    """
+
+    _procfs: Procfs
+    _threads: Mapping[int, _PinnedThread]
+    """By the index of the vCPU."""
+    _before: Mapping[int, int]
+    """vCPU → the difference in nanoseconds at the beginning."""
+    _highest: dict[int, int] = attrs.field(factory=dict, init=False)
+
+    @classmethod
+    def begin(cls, procfs: Procfs, receipt: Receipt) -> ForeignTime:
+        """Begin to count for the vCPUs of *receipt*, none of which runs yet; where the kernel has no such sums, for none."""
+        threads = {
+            each.vcpu: _PinnedThread(each.thread.pid, each.thread.tid, min(each.thread.cpus))
+            for each in receipt.threads
+            if each.vcpu is not None
+        }
+        return cls(procfs, threads, _differences(procfs, threads))
+
+    def read(self) -> Mapping[int, float]:
+        """Return vCPU → seconds of other tasks on its CPU."""
+        for vcpu, difference in _differences(self._procfs, self._threads).items():
+            if vcpu in self._before:
+                self._highest[vcpu] = max(self._highest.get(vcpu, 0), difference - self._before[vcpu])
+        return {vcpu: nanoseconds / 1e9 for vcpu, nanoseconds in self._highest.items()}
+
+
+def _differences(procfs: Procfs, threads: Mapping[int, _PinnedThread]) -> dict[int, int]:
+    cpus = procfs.cpu_run_times()  # first: what a vCPU runs between the two readings then only lessens the difference
+    return {
+        vcpu: cpus[thread.cpu] - ran
+        for vcpu, thread in threads.items()
+        if thread.cpu in cpus and (ran := procfs.run_time(thread.pid, thread.tid)) is not None
+    }

@@ -1,0 +1,193 @@
+"""The kernel's own record of events, through tracefs (``Documentation/trace/ftrace.rst``, "Instances").
+
+A record has an instance of its own, with its own buffers: it neither sees nor disturbs what others trace. An instance
+outlives its maker, so its name holds the maker's number, and the next record removes what a killed one has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from runner.cpuset import CpuSet
+from runner.errors import HostError
+from runner.kernel.ring_buffer import EventFormat, parse_format, parse_page_size
+from runner.values import frozen
+
+_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
+"""System calls of Linux 5.2, with the same numbers on every machine but Alpha; glibc before 2.36 has no functions for them."""
+_CLOEXEC = 1
+"""``FSOPEN_CLOEXEC`` and ``FSMOUNT_CLOEXEC``."""
+_CMD_CREATE = 6
+"""``FSCONFIG_CMD_CREATE``."""
+_OWN_NAME = re.compile(r"instance-runner-([0-9]+)-[0-9]+", re.ASCII)
+_COUNTED = re.compile(r"^(?:overrun|commit overrun|dropped events): ([0-9]+)$", re.ASCII | re.MULTILINE)
+_SMALL_BUFFER = 8
+"""KiB of buffer for a CPU that is not recorded: two pages, the least there is."""
+
+
+@contextlib.contextmanager
+def tracefs_reached(sys: Path) -> Iterator[Path]:
+    """Hold a path to the tracefs: where it is mounted below *sys*, or by a mount that only this process can reach.
+
+    That mount has no mount point, and ends with its descriptor. Raises :class:`HostError` when tracefs is not to be had.
+    """
+    mounted = sys / "kernel/tracing"
+    try:
+        usable = (mounted / "instances").is_dir()
+    except PermissionError as error:
+        raise HostError(f"cannot use {mounted}") from error
+    if usable:
+        yield mounted
+        return
+    fd = _mount_detached()
+    try:
+        yield Path(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+def _mount_detached() -> int:
+    library = ctypes.CDLL(None, use_errno=True)
+
+    def call(number: int, *arguments: object) -> int:
+        result: int = library.syscall(ctypes.c_long(number), *arguments)
+        if result < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return result
+
+    try:
+        context = call(_FSOPEN, ctypes.c_char_p(b"tracefs"), ctypes.c_uint(_CLOEXEC))
+        try:
+            call(_FSCONFIG, ctypes.c_int(context), ctypes.c_uint(_CMD_CREATE), None, None, ctypes.c_int(0))
+            return call(_FSMOUNT, ctypes.c_int(context), ctypes.c_uint(_CLOEXEC), ctypes.c_uint(0))
+        finally:
+            os.close(context)
+    except OSError as error:
+        raise HostError("cannot mount tracefs") from error
+
+
+def remove_stale_instances(tracefs: Path, proc: Path) -> None:
+    """Remove the trace instances of processes of this program that have ended."""
+    with contextlib.suppress(OSError):  # what cannot be removed disturbs nothing but memory
+        for path in (tracefs / "instances").iterdir():
+            if (match := _OWN_NAME.fullmatch(path.name)) and not (proc / match[1]).exists():
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+
+@frozen
+class TraceInstance:
+    """A trace instance with the events that it records; made by :func:`trace_instance`."""
+
+    path: Path
+    formats: tuple[EventFormat, ...]
+    """The formats of its events, in the order they were named."""
+    cpus: tuple[int, ...]
+    _buffers: dict[int, int]
+    """CPU → the descriptor of its buffer."""
+    _page_size: int
+
+    def start(self) -> None:
+        """Begin to record. Raises :class:`HostError`."""
+        _write(self.path / "tracing_on", "1")
+
+    def stop(self) -> None:
+        """Record no more; what was recorded can still be read. Raises :class:`HostError`."""
+        _write(self.path / "tracing_on", "0")
+
+    def pages(self, cpu: int) -> Iterator[bytes]:
+        """Yield what was recorded on *cpu* and not read yet.
+
+        Reading never waits: a reader that waits is woken by an interrupt on the very CPU that is recorded.
+        """
+        try:
+            while page := os.read(self._buffers[cpu], self._page_size):
+                yield page
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise HostError(f"cannot read the trace of CPU {cpu}") from error
+
+    def lost_events(self, cpu: int) -> int:
+        """Return how many events of *cpu* were lost, because its buffer was full. Raises :class:`HostError`."""
+        return sum(map(int, _COUNTED.findall(_read(self.path / f"per_cpu/cpu{cpu}/stats"))))
+
+
+@contextlib.contextmanager
+def trace_instance(
+    tracefs: Path, events: tuple[str, ...], cpus: CpuSet, buffer_kib: int, *, pid: int
+) -> Iterator[TraceInstance]:
+    """Hold an instance of process *pid*, this one, that records *events* (such as ``sched/sched_switch``) on *cpus*.
+
+    Each CPU has a buffer of *buffer_kib*, which is overwritten when it is full. It does not record yet. Times are those of
+    ``CLOCK_MONOTONIC``. Raises :class:`HostError` when the kernel has no such event or refuses.
+    """
+    with _made(tracefs / "instances", pid) as path, contextlib.ExitStack() as held:
+        _write(path / "tracing_on", "0")
+        # First of all CPUs: the first event would give each of the machine's CPUs a buffer of the default size.
+        _write(path / "buffer_size_kb", str(_SMALL_BUFFER))
+        _write(path / "trace_clock", "mono")
+        _write(path / "tracing_cpumask", _mask(cpus))
+        for cpu in cpus:
+            _write(path / f"per_cpu/cpu{cpu}/buffer_size_kb", str(buffer_kib))
+        formats = tuple(parse_format(_read(path / "events" / event / "format")) for event in events)
+        page_size = parse_page_size(_read(tracefs / "events/header_page"))
+        buffers = {cpu: held.enter_context(_buffer(path / f"per_cpu/cpu{cpu}/trace_pipe_raw")) for cpu in cpus}
+        for event in events:
+            _write(path / "events" / event / "enable", "1")
+        yield TraceInstance(path, formats, tuple(cpus), buffers, page_size)
+
+
+@contextlib.contextmanager
+def _made(instances: Path, pid: int) -> Iterator[Path]:
+    names = (instances / f"instance-runner-{pid}-{number}" for number in itertools.count())
+    path = next(each for each in names if not each.exists())
+    try:
+        try:
+            path.mkdir()
+        except OSError as error:
+            raise HostError(f"cannot create the trace instance {path.name}") from error
+        yield path
+    finally:
+        with contextlib.suppress(OSError):  # it was not created, or the next record removes it
+            path.rmdir()
+
+
+@contextlib.contextmanager
+def _buffer(path: Path) -> Iterator[int]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostError(f"cannot open {path}") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _mask(cpus: CpuSet) -> str:
+    """Return *cpus* as a mask: groups of 32 bits in hexadecimal digits, the highest first (``bitmap_parse``)."""
+    bits = sum(1 << cpu for cpu in cpus)
+    groups = [f"{bits >> shift & 0xFFFFFFFF:08x}" for shift in range(0, max(bits.bit_length(), 1), 32)]
+    return ",".join(reversed(groups))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise HostError(f"cannot read {path}") from error
+
+
+def _write(path: Path, value: str) -> None:
+    try:
+        with path.open("r+b", buffering=0) as file:
+            file.write(value.encode())
+    except OSError as error:
+        raise HostError(f"cannot write {value!r} to {path}") from error
