@@ -16,7 +16,7 @@ SEARCHED_WITHIN = 0.1
 """Seconds of CPU time in which a pattern must be found, or not, in one piece of the output."""
 
 _PANIC = b"Kernel panic - not syncing"
-"""What Linux prints first when it panics (``vpanic()`` in ``kernel/panic.c``)."""
+"""What Linux prints first when it panics (``panic()`` in ``kernel/panic.c``)."""
 _PANIC_LINE = re.compile(rb"(?:<[0-7]>)?(?:\[ *[0-9]+\.[0-9]+\])?(?:\[ *[TC][0-9]+\])? ?" + _PANIC)
 """The beginning of that line: its level, its time and its caller before it (``info_print_prefix()`` in ``kernel/printk/printk.c``).
 

@@ -197,8 +197,7 @@ async def _placed_threads(
     )
     receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
     receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
-    for line in receipt_table(receipt):
-        log.info("placement: %s", line)
+    log.info("placement: %s", receipt_table(receipt))
     receipts.publish()
     try:
         async with (

@@ -286,9 +286,9 @@ class Qemu:
         """Log what the guest did, which it may do without end."""
         match event.name:
             case "VSERPORT_CHANGE" if event.data.get("id") == "agent":
-                what = "is there" if event.data.get("open") is True else "has gone"
-                if (more := self._log_limit.due("guest agent", what)) is not None:
-                    log.info("the guest agent %s%s", what, more)
+                there = event.data.get("open") is True
+                if (more := self._log_limit.due("guest agent", "is there" if there else "has gone")) is not None:
+                    log.info("the guest agent is there%s" if there else "the guest agent has gone%s", more)
             case "WATCHDOG":
                 if (more := self._log_limit.due("watchdog")) is not None:
                     log.warning("the guest's watchdog was not fed%s action=%s", more, event.data.get("action"))
