@@ -49,7 +49,7 @@ class InstanceObservation:
     """One instance."""
 
     name: str
-    """Its uuid on the node; ``instance`` in its own container, which does not know it."""
+    """The spec's name for it, or its pod's where the spec names none; its uuid on the node where neither can be seen."""
     backend: Backend
     rules: ThreadRules
     """Where its threads may be; without pins where it has no vCPU thread and their number is not known."""
@@ -63,6 +63,12 @@ class InstanceObservation:
     """Why there may be more of these than can be seen; empty when all can be."""
     memory: GuestMemory | Unknown
     charge: PodCharge | Unknown
+    pod: str = ""
+    """Namespace and name of its pod, ``prod/web-1``; empty where they are not known."""
+    pod_uid: str = ""
+    """Its pod's UID; empty where it is not known."""
+    uptime: float | None = None
+    """Seconds since QEMU was started; ``None`` without QEMU."""
 
     @property
     def cpus(self) -> CpuSet:

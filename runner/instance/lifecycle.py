@@ -224,9 +224,11 @@ async def _controlled(
     def control_server() -> Serve:
         from runner.instance.control.hotplug import DiskHotplug
         from runner.instance.control.server import accept
+        from runner.instance.control.status import StatusReader
 
         disks = DiskHotplug(plan, machine.monitor, machine.disk_events, receipts.verify, active.in_pod_cgroup)
-        return lambda listener: accept(listener, disks)
+        status = StatusReader(supervisor, plan, machine, receipts, disks)
+        return lambda listener: accept(listener, status)
 
     def qmp_server() -> Serve:
         from runner.instance.control.qmp import accept
