@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow on the command line
         import_module("runner.completion").complete(program_parser(os.environ["COMP_LINE"].split()))
     words = sys.argv[1:] if argv is None else argv
-    command = next((word for word in words if not word.startswith("-")), "")
+    command = _command_of(words)
     status: int = Status.STOPPED  # also of a command that stops printing because its reader has gone
     try:
         status = _run_command(command, words)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except RunnerError as error:
         _print_error(explain(error))
-        status = error.status
+        status = _status_of(error, command)
     except BrokenPipeError:
         pass  # the reader has read enough
     except OSError as error:
@@ -37,6 +37,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     return int(status)
+
+
+def _command_of(words: Sequence[str]) -> str:
+    """Return the first word that is neither an option nor the value of ``--state-dir``, the option before it that takes one."""
+    value = False
+    for word in words:
+        if not value and not word.startswith("-"):
+            return word
+        value = not value and len(word) > len("--") and "--state-dir".startswith(word)  # as argparse abbreviates it
+    return ""
+
+
+def _status_of(error: RunnerError, command: str) -> Status:
+    """Return the exit status of a *command* that *error* ends: a start fails in ``run`` alone, and what ``ctl`` asks is no spec."""
+    if command == "run" or error.status not in {Status.START_FAILED, Status.REFUSED}:
+        return error.status
+    return error.status if error.status is Status.REFUSED and command in {"plan", "check"} else Status.FAILED
 
 
 def _run_command(command: str, words: Sequence[str]) -> int:

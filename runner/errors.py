@@ -7,6 +7,7 @@
      ├─ SpecError       the document is wrong; carries every problem found in it
      ├─ RefusedError    the document is right, but does not fit this host or pod; nothing was touched yet
      ├─ HostError       the kernel, or a program we started, did not do what was asked of it
+     ├─ NoInstanceError no instance is where a command looks for one
      └─ PlacementError  a thread is not where it was put
 
 Sentences read ``cannot <verb> <object>: <reason>; <remedy>``, in lower case, values by ``!r``. Every other exception is
@@ -35,6 +36,8 @@ class Status(enum.IntEnum):
     """The command line is wrong."""
     FINDINGS = 3
     """``plan --node``, ``check`` or ``inspect`` found something that is not as it should be."""
+    FAILED = 4
+    """A command other than ``run`` failed: no instance is there, or it refuses; or the host could not be read."""
     GUEST_SHUTDOWN = 10
     """The guest shut itself down; ``shutdown.poweroff_status`` in the spec replaces this number."""
     GUEST_RESET = 11
@@ -125,6 +128,12 @@ class RefusedError(RunnerError):
 
 class HostError(RunnerError):
     """The kernel, or a program we started, did not do what was asked of it."""
+
+
+class NoInstanceError(RunnerError):
+    """No instance is where a command looks for one."""
+
+    status = Status.FAILED
 
 
 class PlacementError(RunnerError):

@@ -1,4 +1,4 @@
-"""Tables of text: columns as wide as their widest cell."""
+"""Text for people: tables with columns as wide as their widest cell, and durations."""
 
 from __future__ import annotations
 
@@ -10,3 +10,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def duration(seconds: float) -> str:
+    """Return *seconds* for people, in their two largest units: ``2 h 5 min``."""
+    left = int(seconds)
+    parts: list[str] = []
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        count, left = divmod(left, size)
+        if count or parts or unit == "s":
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])

@@ -14,7 +14,7 @@ from runner.check.context import CheckedHost
 from runner.check.finding import Level
 from runner.check.host_reader import check_host
 from runner.check.report import report_json, report_lines
-from runner.cli.options import absolute_path, add_spec, read_spec, source_of
+from runner.cli.options import absolute_path, add_json, add_spec, read_spec, source_of
 from runner.errors import Status
 
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  instance-runner check /etc/instance/spec.toml --json"
     )
     add_spec(parser, nargs="?", otherwise="default: the host alone is checked")
-    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+    add_json(parser, "the findings")
     parser.add_argument(
         "--kubelet-dir",
         type=Path,

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from importlib import import_module
 
 from runner.arguments import add_version
-from runner.cli.options import STATUS_HELP
+from runner.cli.options import STATUS_HELP, add_state_dir, default_state_directory
 
 COMMANDS = {
     "run": "run an instance as PID 1, until it ends or SIGTERM ends it",
@@ -23,6 +23,7 @@ COMMANDS = {
     "completion": "print what makes a shell complete this command and the controller's",
     "manual": "print a manual page, in the language of man",
     "console": "attach this terminal to the serial console of the instance in this container",
+    "logs": "print what the guest has written to its serial console",
 }
 """Name → the command's line in ``--help``."""
 
@@ -43,6 +44,8 @@ def program_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.Argu
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_version(parser)
+    add_state_dir(parser)
+    parser.set_defaults(state_dir=default_state_directory())
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, purpose in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, formatter_class=argparse.RawDescriptionHelpFormatter)

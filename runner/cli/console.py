@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import select
 import signal
@@ -14,19 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import attrs
-
+from runner.cli.console_client import AttachRequest, attached, received, write_output
 from runner.cli.options import add_state_dir
-from runner.errors import HostError, UsageError
-from runner.kernel.lines import LineFramer, OverlongError
-from runner.kernel.sockets import CONSOLE_SOCKET, Socket, connected
-from runner.values import frozen
+from runner.errors import UsageError
+from runner.kernel.sockets import Socket
 
 TYPED_AHEAD = 1 << 16
 """Bytes kept while the guest does not read; input beyond them is dropped, and the terminal's bell rings."""
-
-LONGEST_REPLY = 1 << 12
-"""Bytes of the runner's reply, without its line end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,30 +53,18 @@ def parse_key(text: str) -> bytes:
     raise UsageError(f"cannot detach with {text!r}: it is no key like ctrl-] or ctrl-a; name one with --detach-key")
 
 
-@frozen
-class AttachRequest:
-    """The request of a terminal that attaches: whether it wants to write, and to take that over from another."""
-
-    write: bool
-    steal: bool
-
-
 def attach(directory: Path, request: AttachRequest, key: str) -> int:
     """Connect this terminal to the instance whose state is in *directory*, until *key* is typed or the instance ends.
 
     Raises :exc:`~runner.errors.HostError` when no runner listens there, or it refuses.
     """
     byte = parse_key(key)
-    with connected(directory, CONSOLE_SOCKET) as line:
-        line.sendall(json.dumps(attrs.asdict(request)).encode() + b"\n")
-        reply, output = _attach_reply(line)
-        if "error" in reply:
-            raise HostError(f"cannot attach to the console: {reply['error']}")
+    with attached(directory, request) as (line, reply, output):
         if not reply.get("writes"):
             _notify("reading only" + (": another terminal writes; --steal takes over" if request.write else ""))
         _notify(f"attached; {key.capitalize()} detaches")
         with _raw(sys.stdin.fileno()):
-            _write(output)
+            write_output(output)
             ended = _copy_both_ways(line, byte)
         _notify("the instance has ended" if ended else "detached")
     return 0
@@ -92,21 +73,6 @@ def attach(directory: Path, request: AttachRequest, key: str) -> int:
 def _notify(message: str) -> None:
     sys.stderr.write(f"[{message}]\n")
     sys.stderr.flush()
-
-
-def _attach_reply(line: Socket) -> tuple[dict[str, object], bytes]:
-    """Return the runner's reply, and the guest's earlier output as far as it has arrived."""
-    framer = LineFramer(LONGEST_REPLY)
-    try:
-        while (first := framer.next_line()) is None:
-            data = line.recv(1 << 16)
-            if not data:
-                raise HostError("cannot attach to the console: the runner closed the connection")
-            framer.feed(data)
-        reply = json.loads(first)
-    except (OverlongError, ValueError) as error:
-        raise HostError("cannot attach to the console: the runner's reply is not understood") from error
-    return reply, framer.take_rest()
 
 
 @contextmanager
@@ -145,26 +111,16 @@ def _copy_both_ways(line: Socket, key: bytes) -> bool:
                 if not typed:  # end of the input; the guest's output is shown all the same
                     poll.unregister(keyboard)
                 if len(waiting) + len(before) > TYPED_AHEAD:
-                    _write(b"\a")
+                    write_output(b"\a")
                     before = b""
                 waiting += before
             elif events & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                data = _received(line)
+                data = received(line)
                 if data is None:
                     return True
-                _write(data)
+                write_output(data)
         if waiting:
             waiting = waiting[_sent(line, waiting) :]
-
-
-def _received(line: Socket) -> bytes | None:
-    """Return the bytes that have arrived, ``None`` at the end of the stream."""
-    try:
-        return line.recv(1 << 16) or None
-    except BlockingIOError:
-        return b""
-    except ConnectionError:
-        return None
 
 
 def _sent(line: Socket, data: bytes) -> int:
@@ -174,8 +130,3 @@ def _sent(line: Socket, data: bytes) -> int:
         return 0
     except ConnectionError:  # reading reports the end, too
         return len(data)
-
-
-def _write(data: bytes) -> None:
-    while data:
-        data = data[os.write(sys.stdout.fileno(), data) :]

@@ -11,11 +11,20 @@ from typing import Any
 
 import trio
 
-from runner.cli.options import absolute_path, add_state_dir
-from runner.errors import UsageError
+from runner.cli.options import absolute_path, add_json, add_state_dir
+from runner.errors import UsageError, escaped
 from runner.kernel.sockets import CONTROL_SOCKET
 from runner.protocol.controller_client import ask
-from runner.table import aligned
+from runner.spec.rules import format_size
+from runner.table import aligned, duration
+
+QMP_EXAMPLES = """\
+examples:
+  instance-runner ctl qmp query-commands             the commands that can be executed
+  instance-runner ctl qmp qom-list path=/machine
+  instance-runner ctl qmp qom-get '{"path": "/machine", "property": "type"}'
+  instance-runner ctl qmp --shell                    a prompt, with history and completion
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,37 +37,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  instance-runner ctl disk detach disk1\n"
         "  instance-runner ctl qmp query-status\n"
     )
-    add_state_dir(parser)
-    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    _add_shared(parser, shown=True)
     parser.set_defaults(keys=[])
     topics = parser.add_subparsers(required=True, metavar="WHAT")
-    status = topics.add_parser("status", help="what it is and does", epilog="example: instance-runner ctl status")
+    status = _add(topics, "status", "what it is and does", "example: instance-runner ctl status")
     status.set_defaults(method="status")
-    cpus = topics.add_parser(
+    cpus = _add(
+        topics,
         "cpus",
-        help="the number of vCPUs, which cannot change while the guest runs",
-        epilog="example: instance-runner ctl cpus 8",
+        "the number of vCPUs, which cannot change while the guest runs",
+        "example: instance-runner ctl cpus 8",
     )
     cpus.add_argument("count", type=int, metavar="COUNT")
     cpus.set_defaults(method="cpu.set")
-    _add_qmp(
-        topics.add_parser(
-            "qmp",
-            help="QMP commands to its QEMU, as far as they only show",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-    )
-    _add_disk(topics.add_parser("disk", help="its disks", epilog="example: instance-runner ctl disk list"))
+    _add_qmp(_add(topics, "qmp", "QMP commands to its QEMU, as far as they only show", QMP_EXAMPLES))
+    _add_disk(_add(topics, "disk", "its disks", "example: instance-runner ctl disk list"))
+
+
+def _add(
+    topics: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    purpose: str,
+    epilog: str,
+) -> argparse.ArgumentParser:
+    """Add a command below ``ctl``, which takes what ``ctl`` itself takes, too, wherever it stands on the line."""
+    parser = topics.add_parser(name, help=purpose, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _add_shared(parser, shown=False)
+    return parser
+
+
+def _add_shared(parser: argparse.ArgumentParser, *, shown: bool) -> None:
+    add_state_dir(parser, shown=shown)
+    add_json(parser, "the answer", shown=shown)
 
 
 def _add_qmp(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "examples:\n"
-        "  instance-runner ctl qmp query-commands             the commands that can be executed\n"
-        "  instance-runner ctl qmp qom-list path=/machine\n"
-        '  instance-runner ctl qmp qom-get \'{"path": "/machine", "property": "type"}\'\n'
-        "  instance-runner ctl qmp --shell                    a prompt, with history and completion\n"
-    )
     parser.add_argument("--shell", action="store_true", help="read commands from a prompt, or from standard input")
     parser.add_argument(
         "words", metavar="COMMAND", nargs="*", help="a QMP command, and its arguments as KEY=VALUE or a JSON object"
@@ -68,27 +81,30 @@ def _add_qmp(parser: argparse.ArgumentParser) -> None:
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:
     disk = parser.add_subparsers(required=True, metavar="DO")
-    listing = disk.add_parser("list", help="the disks it has", epilog="example: instance-runner ctl disk list")
+    listing = _add(disk, "list", "the disks it has", "example: instance-runner ctl disk list")
     listing.set_defaults(method="disk.list")
-    attach = disk.add_parser(
+    attach = _add(
+        disk,
         "attach",
-        help="attach a file or block device, checked as one of the spec",
-        epilog="example: instance-runner ctl disk attach /dev/data serial=data iothread=true",
+        "attach a file or block device, checked as one of the spec",
+        "example: instance-runner ctl disk attach /dev/data serial=data iothread=true",
     )
     attach.add_argument("path", metavar="PATH", type=absolute_path)
     attach.add_argument("keys", metavar="KEY=VALUE", nargs="*", help="other keys of a [[disk]]")
     attach.set_defaults(method="disk.attach")
-    detach = disk.add_parser(
+    detach = _add(
+        disk,
         "detach",
-        help="take away a disk that was attached; the guest must release it",
-        epilog="example: instance-runner ctl disk detach disk1",
+        "take away a disk that was attached; the guest must release it",
+        "example: instance-runner ctl disk detach disk1",
     )
     detach.add_argument("name", metavar="NAME")
     detach.set_defaults(method="disk.detach")
-    grow = disk.add_parser(
+    grow = _add(
+        disk,
         "grow",
-        help="make a disk larger, or tell the guest that its block device is",
-        epilog="example: instance-runner ctl disk grow disk1 20GiB",
+        "make a disk larger, or tell the guest that its block device is",
+        "example: instance-runner ctl disk grow disk1 20GiB",
     )
     grow.add_argument("name", metavar="NAME")
     grow.add_argument(
@@ -137,11 +153,13 @@ def parse_keys(words: Iterable[str]) -> dict[str, object]:
 
 
 def answer_lines(answer: Any) -> Iterator[str]:
-    """Yield the lines that show *answer* to a person: disks as a table."""
+    """Yield the lines that show *answer* to a person: a state, disks as a table."""
     match answer:
-        case {"disks": list(disks), **rest}:
-            yield from (f"{key:<11} {value}" for key, value in rest.items())
-            yield from _table(disks)
+        case {"disks": list(disks), "placement": dict()}:
+            yield from aligned(list(_state(answer)))
+            if disks:
+                yield ""
+                yield from _table(disks)
         case [*disks]:
             yield from _table(disks)
         case {"name": str(), "path": str()}:
@@ -152,10 +170,37 @@ def answer_lines(answer: Any) -> Iterator[str]:
             yield json.dumps(answer)
 
 
+def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is to be said of an instance, and what it is."""
+    yield "name", status["name"]
+    pod = status["pod"]
+    if pod["name"]:
+        yield "pod", f"{pod['namespace']}/{pod['name']}" + (f" on node {pod['node']}" if pod["node"] else "")
+    uptime = status["uptime"]
+    yield "guest", status["guest"] + ("" if uptime is None else f" for {duration(uptime)}")
+    yield "ready", "yes" if status["ready"] else f"no: {escaped(status['not_ready'])}"
+    placement = status["placement"]
+    yield "vCPUs", f"{status['vcpus']} on CPUs {placement['cpus']}"
+    yield "memory", format_size(status["memory"])
+    yield "accelerator", f"{status['accelerator']}, CPU model {status['cpu_model']}"
+    guarantee = f" ({placement['guarantee']})" if placement["guarantee"] else ""
+    misplaced = "; ".join(map(escaped, placement["misplaced"]))
+    holds = misplaced or f"every thread is in its place, the others on CPUs {placement['float_cpus']}"
+    yield "placement", f"{placement['backend']}{guarantee}: {holds}"
+    for network in status["networks"]:
+        addresses = ", ".join(network["addresses"]) or "address not known here"
+        yield "network", f"{addresses} ({network['mode']}, {network['mac']})"
+    yield "guest agent", status["agent"]
+    yield "restarts", ", ".join(f"{role} {count}" for role, count in status["restarts"].items()) or "none"
+    yield "console log", status["console_log"]
+    yield "disk slots", f"{status['free_slots']} free"
+
+
 def _table(disks: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     rows = [("DISK", "SIZE", "FORMAT", "MODE", "ATTACHED", "PATH")]
     for disk in disks:
         mode = "ephemeral" if disk["ephemeral"] else "read-only" if disk["read_only"] else "writable"
         since = "released" if disk["released"] else "later" if disk["attached"] else "at start"
-        rows.append((disk["name"], str(disk["size"]), disk["format"], mode, since, disk["path"]))
+        size = "?" if disk["size"] is None else format_size(disk["size"])
+        rows.append((disk["name"], size, disk["format"], mode, since, disk["path"]))
     return aligned(rows)

@@ -13,8 +13,8 @@ from pathlib import Path
 import attrs
 import trio
 
-from runner.cli.options import add_state_dir
-from runner.errors import Status, UsageError
+from runner.cli.options import add_json, add_state_dir
+from runner.errors import NoInstanceError, Status
 from runner.facts.roots import Roots
 from runner.inspect.cpu_time import TraceReport
 from runner.inspect.observation import Observation
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("instance", metavar="UUID", nargs="?", default="", help="on the node: only instances whose uuid begins so")
-    add("--json", action="store_true", help="the report as JSON")
+    add_json(parser, "the report")
     several = parser.add_mutually_exclusive_group()
     several.add_argument(
         "--trace",
@@ -65,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--root", type=Path, default=Path("/sys/fs/cgroup/stelia"), metavar="DIR", help="the controller's cgroup")
     add("--cgroupfs", type=Path, default=Path("/sys/fs/cgroup"), metavar="DIR", help="where cgroup v2 is mounted")
     add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
+    add(
+        "--pod-logs-dir",
+        type=Path,
+        default=Path("/var/log/pods"),
+        metavar="DIR",
+        help="the kubelet's podLogsDir, by which pods are named",
+    )
 
 
 def _seconds(text: str) -> float:
@@ -80,6 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
         receipt=Path(arguments.state_dir / "receipt.json"),
         root=Cgroup(arguments.root),
         kubelet=arguments.kubelet_dir,
+        pod_logs=arguments.pod_logs_dir,
         roots=Roots(cgroup=arguments.cgroupfs),
         pod_uid=arguments.instance,
     )
@@ -122,6 +130,8 @@ class InspectionTarget:
     """The controller's tree on the node."""
     kubelet: Path
     """The kubelet's directory on the node."""
+    pod_logs: Path
+    """The kubelet's directory of the pods' logs, whose names have those of the pods."""
     roots: Roots
     pod_uid: str
     """How the pod UID of an instance on the node begins; empty for all, or for the container's own."""
@@ -134,7 +144,7 @@ class InspectionTarget:
 async def _inspect(target: InspectionTarget, interval: float | None, show: Callable[[InspectionReport], None]) -> None:
     """Observe, judge and *show* the report: every *interval* seconds until cancelled, or once.
 
-    Raises :class:`UsageError` when there is nothing to observe, :class:`~runner.errors.HostError` when /proc cannot be
+    Raises :class:`NoInstanceError` when there is nothing to observe, :class:`~runner.errors.HostError` when /proc cannot be
     read.
     """
     while True:
@@ -147,9 +157,9 @@ async def _inspect(target: InspectionTarget, interval: float | None, show: Calla
 async def _observe(target: InspectionTarget) -> Observation:
     inside, outside = target.has_receipt(), target.root.exists()
     if target.pod_uid or (outside and not inside):
-        return await observe_node(target.roots, target.root, target.kubelet, target.pod_uid)
+        return await observe_node(target.roots, target.root, target.kubelet, target.pod_uid, target.pod_logs)
     if not inside and not outside:
-        raise UsageError(
+        raise NoInstanceError(
             f"cannot find an instance: there is neither {target.receipt} nor {target.root.path}; run this in an instance's "
             "container or on a node with the controller, or name --state-dir or --root"
         )

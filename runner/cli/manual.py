@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 from runner.cli.commands import program_parser
+from runner.cli.events_table import events_markdown
 from runner.cli.parsers import about, actions_of, commands_of, help_of
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
@@ -17,8 +18,8 @@ SPEC_PAGE = "instance-runner-spec"
 
 
 PAGES = ("instance-runner.1", f"{SPEC_PAGE}.5", "instance-cgroup-controller.8")
-MARKDOWN = f"{SPEC_PAGE}.md"
-"""The reference of the spec for a reader on the web: ``examples/SPEC.md``."""
+MARKDOWN = {f"{SPEC_PAGE}.md": spec_markdown, "instance-runner-events.md": events_markdown}
+"""References for a reader on the web: ``examples/SPEC.md`` and ``examples/EVENTS.md``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "page",
         nargs="?",
-        choices=(*PAGES, MARKDOWN),
+        choices=(*PAGES, *MARKDOWN),
         default="instance-runner.1",
         metavar="PAGE",
         help="which of %(choices)s (default: %(default)s)",
@@ -36,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the page."""
-    if arguments.page == MARKDOWN:
-        print(spec_markdown(), end="")
+    if arguments.page in MARKDOWN:
+        print(MARKDOWN[arguments.page](), end="")
         return 0
     version = metadata.version("instance-runner")
     _, section = arguments.page.split(".")

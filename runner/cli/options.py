@@ -15,6 +15,10 @@ STATUS_HELP = "exit statuses:\n" + "\n".join(f"  {status.value:3} {status.name.l
 DEFAULT_SPEC = "/etc/instance/spec.toml"
 """The spec of ``run`` and ``plan`` where none is named: where the manifests mount it."""
 
+STATE_DIRECTORY = "/run/instance-runner"
+STATE_DIRECTORY_VARIABLE = "INSTANCE_RUNNER_STATE_DIR"
+"""The environment variable that replaces it: set in a container once, it holds for the runner and for every ``kubectl exec``."""
+
 TERMINATION_LOG = Path("/dev/termination-log")
 """Where Kubernetes looks for the reason that a container ended (``terminationMessagePath``)."""
 
@@ -37,14 +41,54 @@ def add_spec(
     add_state_dir(parser)
 
 
-def add_state_dir(parser: argparse.ArgumentParser) -> None:
-    """Add ``--state-dir`` to *parser*."""
+def add_state_dir(parser: argparse.ArgumentParser, *, shown: bool = True) -> None:
+    """Add ``--state-dir`` to *parser*: it may stand before the command and after it, and the last one counts.
+
+    It has its default in the program's parser alone (:func:`default_state_directory`): one of a command's would replace what
+    stood before the command. Not *shown*, it is not in the help text of a command whose parent shows it.
+    """
     parser.add_argument(
         "--state-dir",
         type=absolute_path,
-        default=PurePosixPath("/run/instance-runner"),
+        default=argparse.SUPPRESS,
         metavar="DIR",
-        help="where receipt.json and console.log are (default: %(default)s)",
+        help=f"where receipt.json and console.log are (default: ${STATE_DIRECTORY_VARIABLE}, or {STATE_DIRECTORY})"
+        if shown
+        else argparse.SUPPRESS,
+    )
+
+
+def default_state_directory() -> PurePosixPath:
+    """Return the state directory where the command line names none."""
+    return absolute_path(os.environ.get(STATE_DIRECTORY_VARIABLE) or STATE_DIRECTORY)
+
+
+class _OutputFormat(argparse.Action):
+    """Stores whether the output is to be JSON."""
+
+    def __call__(
+        self,
+        _parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        _option: str | None = None,
+    ) -> None:
+        namespace.json = values == "json"
+
+
+def add_json(parser: argparse.ArgumentParser, output: str, *, shown: bool = True) -> None:
+    """Add ``--json`` and ``-o json`` to *parser*; *output* is what it prints. Not *shown* as with :func:`add_state_dir`."""
+    default = False if shown else argparse.SUPPRESS
+    help_of_json = f"{output} as JSON" if shown else argparse.SUPPRESS
+    parser.add_argument("--json", action="store_true", default=default, help=help_of_json)
+    parser.add_argument(
+        "-o",
+        "--output",
+        dest="json",
+        action=_OutputFormat,
+        choices=("text", "json"),
+        default=default,
+        help="the same: json, or text (the default)" if shown else argparse.SUPPRESS,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trio
 
-from runner.cli.options import DEFAULT_SPEC, add_spec, read_spec, source_of
+from runner.cli.options import DEFAULT_SPEC, add_json, add_spec, read_spec, source_of
 from runner.errors import Status, UsageError, escaped
 from runner.instance.init import plan_here
 from runner.plan.argv.qemu import pasteable
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check any number of SPECs without a host, as on a laptop or in CI",
     )
-    parser.add_argument("--json", action="store_true", help="the plan as JSON")
+    add_json(parser, "the plan")
     parser.add_argument("--show-argv", action="store_true", help="the machine of SPEC as a shell script to paste")
     _add_node_arguments(parser)
     host = parser.add_argument_group("the host, without which it is this one")

@@ -130,6 +130,10 @@ class InstanceTrace:
     accounts: tuple[CpuAccount, ...]
     ended: bool
     """Whether a vCPU thread ended within the window."""
+    pod: str = ""
+    """Namespace and name of its pod; empty where they are not known."""
+    pod_uid: str = ""
+    """Its pod's UID; empty where it is not known."""
 
 
 Source = Literal["sched_switch", "schedstat"]

@@ -66,7 +66,7 @@ class InstanceObservation:
     """One instance."""
 
     name: str
-    """Its uuid on the node; ``instance`` in its own container, which does not know it."""
+    """The spec's name for it, or its pod's where the spec names none; its uuid on the node where neither can be seen."""
     backend: Backend
     guarantee: Guarantee
     rules: ThreadRules
@@ -83,6 +83,12 @@ class InstanceObservation:
     charge: PodCharge | Unknown
     settings: CpuSettings | None = None
     """The machine's settings for its CPUs; ``None`` where they are not read: in the container."""
+    pod: str = ""
+    """Namespace and name of its pod, ``prod/web-1``; empty where they are not known."""
+    pod_uid: str = ""
+    """Its pod's UID; empty where it is not known."""
+    uptime: float | None = None
+    """Seconds since QEMU was started; ``None`` without QEMU."""
 
     @property
     def cpus(self) -> CpuSet:

@@ -6,6 +6,7 @@ Processes and threads come and go meanwhile; one that vanishes is left out. What
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -17,7 +18,7 @@ import attrs
 import trio
 
 from runner.cpuset import CpuSet
-from runner.errors import HostError, UsageError, explain
+from runner.errors import HostError, NoInstanceError, escaped, explain
 from runner.facts.roots import Roots
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.inspect.observation import (
@@ -38,7 +39,16 @@ from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_hardware, read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid, parse_container, pod_float_group
 from runner.kubelet.state_files import KubeletFiles, parse_verified_cpu_state
-from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules, guarantee_of, parse_receipt
+from runner.placement.threads import (
+    CgroupPaths,
+    ObservedThread,
+    Role,
+    ThreadRules,
+    chosen_name,
+    guarantee_of,
+    parse_names,
+    parse_receipt,
+)
 from runner.values import frozen
 
 FOLLOWS_WITHIN = 1.0
@@ -133,20 +143,24 @@ def _processes(procfs: Procfs, peers: Peers) -> Iterator[ObservedProcess]:
 def observe_container(roots: Roots, receipt: Path) -> Observation:
     """Observe the instance that the file *receipt* describes, from its own PID namespace.
 
-    Raises :class:`UsageError` when there is no receipt, :class:`HostError` when /proc cannot be read.
+    Raises :class:`NoInstanceError` when there is no receipt, :class:`HostError` when /proc cannot be read.
     """
     try:
-        found = parse_receipt(receipt.read_text(encoding="utf-8", errors="backslashreplace"), str(receipt))
+        text = receipt.read_text(encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise UsageError(f"cannot read {str(receipt)!r}") from error
+        raise NoInstanceError(f"cannot read {str(receipt)!r}") from error
+    found = parse_receipt(text, str(receipt))
+    names = parse_names(text)
     roles = Roles.of(found)
     table = read_processes(roots)
     members = dict(_members(roles, table))
     threads = _in_order(
         roles.of_thread(role, thread) for pid, role in members.items() for thread in table.processes[pid].threads
     )
+    qemu = roles.qemu if roles.qemu in members else None
+    procfs = Procfs(roots.proc)
     instance = InstanceObservation(
-        name="instance",
+        name=names.name,
         backend=found.backend,
         guarantee=Guarantee(guarantee_of(found.backend, found.rules.cpus, threads)),
         rules=_rules_seen_from_here(found.rules),
@@ -154,8 +168,11 @@ def observe_container(roots: Roots, receipt: Path) -> Observation:
         threads=threads,
         others=table.others(members, found.rules.cpus),
         hidden=table.hidden,
-        memory=_guest_memory(Procfs(roots.proc), roles.qemu if roles.qemu in members else None),
+        memory=_guest_memory(procfs, qemu),
         charge=_charge(roots, threads),
+        pod=names.pod,
+        pod_uid=names.pod_uid,
+        uptime=None if qemu is None else procfs.age(qemu),
     )
     kubelet = Unknown("the kubelet's state cannot be seen from the container; inspect on the node")
     return Observation("container", (instance,), kubelet)
@@ -183,27 +200,33 @@ def _members(roles: Roles, table: ProcessTable) -> Iterator[tuple[int, Role]]:
 # -- from the node ---------------------------------------------------------------------------------------------------
 
 
-async def observe_node(roots: Roots, root: Cgroup, kubelet: Path, wanted: str = "") -> Observation:
-    """Observe the instances below *root* whose uuid begins with *wanted*.
+async def observe_node(
+    roots: Roots, root: Cgroup, kubelet: Path, wanted: str = "", pod_logs: Path | None = None
+) -> Observation:
+    """Observe the instances below *root* whose uuid begins with *wanted*; *pod_logs* has the pods' names.
 
-    Raises :class:`UsageError` when there is no such group or no such instance, :class:`HostError` when /proc cannot be
+    Raises :class:`NoInstanceError` when there is no such group or no such instance, :class:`HostError` when /proc cannot be
     read.
     """
     cpus = _instances(root)
     chosen = [pod_uid for pod_uid in cpus if pod_uid.startswith(wanted)]
     if wanted and not chosen:
         there = ", ".join(cpus) or "none"
-        raise UsageError(f"cannot find an instance whose uuid begins with {wanted!r} in {root.path}: there is {there}")
+        raise NoInstanceError(
+            f"cannot find an instance whose uuid begins with {wanted!r} in {root.path}: there is {there}"
+        )
     table = read_processes(roots)
     numa_node_of = _numa_node_of(roots)
+    procfs, pods = Procfs(roots.proc), _pod_names(pod_logs)
     instances = []
     for pod_uid in chosen:
         threads = _in_order(_roles_on_node(root.child(instance_group(pod_uid)), table))
         members = {each.thread.pid for each in threads}
-        machines = [each.thread.pid for each in threads if each.role in {Role.VCPU, Role.EMULATOR}]
+        qemu = next((each.thread.pid for each in threads if each.role in {Role.VCPU, Role.EMULATOR}), None)
+        pod = pods.get(pod_uid, "")
         instances.append(
             InstanceObservation(
-                name=pod_uid,
+                name=chosen_name("" if qemu is None else _guest_name(procfs, qemu), pod, otherwise=pod_uid),
                 backend="controller",
                 guarantee=_guarantee(root.child(instance_group(pod_uid))),
                 rules=_rules_on_node(root, pod_uid, cpus[pod_uid], threads),
@@ -211,12 +234,34 @@ async def observe_node(roots: Roots, root: Cgroup, kubelet: Path, wanted: str = 
                 threads=threads,
                 others=table.others(members, cpus[pod_uid]),
                 hidden=_hidden_by(table, members),
-                memory=_guest_memory(Procfs(roots.proc), machines[0] if machines else None),
+                memory=_guest_memory(procfs, qemu),
                 charge=_charge(roots, threads),
                 settings=read_cpu_settings(roots.proc.parent, cpus[pod_uid]),
+                pod=pod,
+                pod_uid=pod_uid,
+                uptime=None if qemu is None else procfs.age(qemu),
             )
         )
     return Observation("node", tuple(instances), await _kubelet(roots, root, kubelet))
+
+
+def _pod_names(pod_logs: Path | None) -> Mapping[str, str]:
+    """Return pod UID → namespace and name, from the names of the directories in *pod_logs*.
+
+    The kubelet names them ``NAMESPACE_NAME_UID`` (``BuildPodLogsDirectory`` in ``pkg/kubelet/kuberuntime/helpers.go``).
+    """
+    try:
+        names = [] if pod_logs is None else [entry.name.split("_") for entry in pod_logs.iterdir()]
+    except OSError:  # no kubelet's node
+        return {}
+    return {name[2]: f"{name[0]}/{name[1]}" for name in names if len(name) == len(("namespace", "name", "uid"))}
+
+
+def _guest_name(procfs: Procfs, qemu: int) -> str:
+    """Return the name that QEMU was given (``-name guest=…``), empty without one."""
+    arguments = procfs.arguments(qemu)
+    values = [value for option, value in itertools.pairwise(arguments) if option == "-name"]
+    return next((escaped(value.removeprefix("guest=").partition(",")[0]) for value in values), "")
 
 
 def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[ObservedThread]) -> ThreadRules:
@@ -248,7 +293,7 @@ def _instances(root: Cgroup) -> dict[str, CpuSet]:
     try:
         names = root.children()
     except CgroupError as error:
-        raise UsageError(f"cannot inspect the node's instances: {explain(error)}") from error
+        raise NoInstanceError(f"cannot inspect the node's instances: {explain(error)}") from error
     found = {}
     for name in names:
         pod_uid = instance_uid(name)

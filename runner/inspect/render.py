@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from runner.inspect.observation import GuestMemory, PodCharge
 from runner.inspect.rules import InspectionReport, JudgedInstance, RuleResult, RuleVerdict
-from runner.placement.threads import ObservedThread
-from runner.table import aligned
+from runner.placement.threads import UNNAMED, ObservedThread
+from runner.table import aligned, duration
 
 HEAD = ("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON", "NUMA_NODE", "CGROUP")
+LIST_HEAD = ("INSTANCE", "POD", "UUID", "CPUS", "UPTIME", "VERDICT")
 SHOWN = 12
 """Reasons of one verdict that people are shown; machines get all."""
 FORMAT = 1
 
 
 def report_lines(report: InspectionReport) -> Iterator[str]:
-    """Yield the table of each instance with its verdicts, then the verdict about the node."""
+    """Yield the table of each instance with its verdicts, then the verdict about the node, which begins with a list of them."""
+    if report.seen_from == "node" and report.instances:
+        yield from aligned([LIST_HEAD, *map(_list_row, report.instances)])
+        yield ""
     for each in report.instances:
         instance = each.observation
         on = f" on NUMA node '{instance.numa_nodes}'" if instance.numa_nodes else ""
-        title = instance_title(instance.name)
+        title = instance_title(instance.name, instance.pod, instance.pod_uid)
         yield f"{title}: CPUs '{instance.cpus}'{on}, placement {instance.backend}, {instance.guarantee}"
         yield from aligned([HEAD, *(_row(thread, instance.numa_node_of) for thread in instance.threads)])
         yield from verdict_lines(each.verdicts)
@@ -33,9 +37,29 @@ def report_lines(report: InspectionReport) -> Iterator[str]:
     yield from verdict_lines((report.kubelet,))
 
 
-def instance_title(name: str) -> str:
-    """Return how people are shown the instance *name*."""
-    return name if name == "instance" else f"instance {name}"
+def instance_title(name: str, pod: str, pod_uid: str) -> str:
+    """Return how people are shown the instance *name*; *pod* and *pod_uid* are empty where they are not known."""
+    names = [name if name == UNNAMED else f"instance {name}"]
+    if pod:
+        names.append(f"pod {pod}")
+    if pod_uid not in {"", name}:
+        names.append(pod_uid)
+    return ", ".join(names)
+
+
+def _list_row(each: JudgedInstance) -> tuple[str, ...]:
+    instance = each.observation
+    name = "-" if instance.name == instance.pod_uid else instance.name
+    uptime = "-" if instance.uptime is None else duration(instance.uptime)
+    return (name, instance.pod or "-", instance.pod_uid, str(instance.cpus), uptime, _summary(each.verdicts))
+
+
+def _summary(verdicts: Sequence[RuleVerdict]) -> str:
+    """Return the worst result of *verdicts*, with the rules that have it unless it is ``ok``."""
+    for result in (RuleResult.VIOLATED, RuleResult.UNKNOWN):
+        if rules := [verdict.rule for verdict in verdicts if verdict.result is result]:
+            return f"{result.value}: {', '.join(rules)}"
+    return RuleResult.OK.value
 
 
 def _row(each: ObservedThread, numa_node_of: Mapping[int, int]) -> tuple[str, ...]:
@@ -66,7 +90,7 @@ def verdict_lines(verdicts: tuple[RuleVerdict, ...]) -> Iterator[str]:
 def state_lines(report: InspectionReport) -> Iterator[str]:
     """Yield a line for each thread and verdict, without the CPU a thread ran on last, which changes all the time."""
     for each in report.instances:
-        name = each.observation.name[:8]
+        name = (each.observation.pod_uid or each.observation.name)[:8]
         for observed in each.observation.threads:
             thread = observed.thread
             yield f"{name} {observed.title} {thread.tid} {thread.name!r} may run on '{thread.cpus}' in '{thread.cgroup}'"
@@ -95,6 +119,9 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
     memory, charge = instance.memory, instance.charge
     return {
         "name": instance.name,
+        "pod": instance.pod,
+        "pod_uid": instance.pod_uid,
+        "uptime": None if instance.uptime is None else round(instance.uptime, 1),
         "backend": instance.backend,
         "guarantee": instance.guarantee.kind,
         "guarantee_reason": instance.guarantee.reason or None,

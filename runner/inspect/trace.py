@@ -108,6 +108,8 @@ def _traces(
             each.cpus,
             tuple(accounts[cpu] for cpu in each.cpus),
             any(procfs.name_and_last_cpu(vcpu.thread.pid, vcpu.thread.tid) is None for vcpu in each.vcpu_threads),
+            each.pod,
+            each.pod_uid,
         )
         for each in instances
     )

@@ -20,7 +20,7 @@ def trace_lines(report: TraceReport) -> Iterator[str]:
         yield ""
     for instance in report.instances:
         yield (
-            f"{instance_title(instance.name)}: CPUs '{instance.cpus}', {instance.guarantee}, "
+            f"{instance_title(instance.name, instance.pod, instance.pod_uid)}: CPUs '{instance.cpus}', {instance.guarantee}, "
             f"{report.nanoseconds / 1e9:.3f} s by {report.source}"
         )
         rows = (row for account in instance.accounts for row in _rows(account, report.nanoseconds))
@@ -70,6 +70,8 @@ def trace_json(report: TraceReport) -> dict[str, Any]:
 def _instance_json(report: TraceReport, instance: InstanceTrace) -> dict[str, Any]:
     return {
         "name": instance.name,
+        "pod": instance.pod,
+        "pod_uid": instance.pod_uid,
         "backend": instance.backend,
         "guarantee": instance.guarantee.kind,
         "cpus": str(instance.cpus),

@@ -224,13 +224,12 @@ async def console_shown(
 ) -> AsyncIterator[Socket]:
     """Hold QEMU's end of the serial console, and serve the clients that attach by the socket in *directory*.
 
-    The guest's output goes to *show* if the plan wants it on standard output, and empty output at its end.
+    The guest's output goes to *show* in pieces of few lines, and empty output at its end.
     """
 
     def count_and_show(data: bytes) -> None:
         supervisor.counters.console += len(data)
-        if plan.stdout:
-            show(data)
+        show(data)
 
     with (
         connected_pair("the serial console") as (ours, theirs),

@@ -6,16 +6,15 @@ The order of the lines in :func:`run_instance` is the order of the start, and up
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from importlib import import_module
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 import trio
 
-from runner.errors import HostError, Status, explain
+from runner.errors import Status, explain
 from runner.instance.cgroups.active import ActivePlacement, entered_cgroups
 from runner.instance.console import console_shown
 from runner.instance.daemons import FATAL, anchored, first_dead, shared
@@ -31,6 +30,7 @@ from runner.instance.qemu import (
     paused_qemu,
     started_within,
 )
+from runner.instance.readiness import Readiness
 from runner.instance.state_directory import READY, RECEIPT
 from runner.instance.supervisor import StopRequestedError, Supervisor, first_of
 from runner.kernel import files
@@ -41,7 +41,6 @@ from runner.plan.instance import InstancePlan, ShutdownPlan
 if TYPE_CHECKING:
     from runner.instance.network import NicBackend
     from runner.instance.receipts import Receipts
-    from runner.placement.threads import Receipt
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +60,13 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
     Raises :exc:`~runner.errors.RunnerError` when the start failed; everything that was acquired has been released then,
     and what could not be released is in ``supervisor.faults``.
     """
+    readiness = Readiness(supervisor, plan)
+
+    def watch_and_show(data: bytes) -> None:
+        readiness.console.feed(data)
+        if plan.console.stdout:
+            show(data)
+
     try:
         async with (
             _state(supervisor, plan) as directory,
@@ -70,7 +76,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             guest_memory(supervisor, plan, active.pod_cgroup_fd) as ram,
             _networked(supervisor, plan, active.in_pod_cgroup) as nic_backends,
             shared(supervisor, plan.shares, directory) as shares,
-            console_shown(supervisor, plan.console, show, directory) as console,
+            console_shown(supervisor, plan.console, watch_and_show, directory) as console,
             _passthrough_held(supervisor, plan, active.in_pod_cgroup),
             guest_agent_channel(plan.machine.guest) as agent,
             paused_qemu(
@@ -87,7 +93,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
             log.info("the guest runs")
             daemons = [*shares.daemons, *(nic.daemon for nic in nic_backends if nic.daemon is not None)]
-            with _ready(supervisor, plan.state_directory, receipts.read):
+            async with readiness.kept(machine, receipts.read):
                 ended = await _wait_for_the_end(supervisor, machine, daemons)
             return await _powered_down(plan.shutdown, machine, ended)
     except StopRequestedError:
@@ -227,9 +233,11 @@ async def _controlled(
     def control_server() -> Serve:
         from runner.instance.control.hotplug import DiskHotplug
         from runner.instance.control.server import accept
+        from runner.instance.control.status import StatusReader
 
         disks = DiskHotplug(plan, machine.monitor, machine.disk_events, receipts.verify, active.in_pod_cgroup)
-        return lambda listener: accept(listener, disks)
+        status = StatusReader(supervisor, plan, machine, receipts, disks)
+        return lambda listener: accept(listener, status)
 
     def qmp_server() -> Serve:
         from runner.instance.control.qmp import accept
@@ -256,23 +264,3 @@ async def _served(listener: Socket, load: Callable[[], Serve]) -> None:
             await trio.sleep(IMPORTED_AGAIN)
         else:
             await serve(listener)
-
-
-@contextmanager
-def _ready(supervisor: Supervisor, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
-    """Show that the guest runs and no stop was requested: by a file, and to probes and metrics."""
-    path = directory / READY
-
-    def withdraw() -> None:
-        with supervisor.faults.recorded("remove the sign that the guest runs"):
-            files.remove(path)
-
-    with ExitStack() as held:
-        try:
-            files.publish(path, b"")
-        except HostError as error:  # no reason to end a guest that runs
-            log.warning("%s", explain(error))
-        else:
-            held.callback(withdraw)
-        held.enter_context(supervisor.guest_state.running(read))
-        yield

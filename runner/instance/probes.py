@@ -2,7 +2,7 @@
 
 ========== =================================================================================================
 /healthz   200 for as long as this program answers; the body says whether the guest starts, runs or stops
-/readyz    200 while the guest runs, no stop was requested, and every thread is in its place
+/readyz    200 while the guest is ready (:mod:`runner.instance.readiness`) and every thread is in its place
 /metrics   text exposition format 0.0.4
 ========== =================================================================================================
 """
@@ -67,9 +67,9 @@ class Probes:
         return not_found(("/metrics", "/healthz", "/readyz"))
 
     def _ready(self) -> HttpResponse:
-        receipt = self._now()
-        if receipt is None:
-            return unavailable(self.supervisor.guest_state.phase)
+        receipt, unready = self._now(), self.supervisor.guest_state.unready
+        if receipt is None or unready:
+            return unavailable(unready)
         violations = receipt.violations()
         return unavailable("\n".join(sentences(violations))) if violations else ok()
 

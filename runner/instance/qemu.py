@@ -188,8 +188,9 @@ class Qemu:
         self._log_limit = log_limit
         self._monitor = monitor
         self._agent = agent
-        self._agent_listens = False
+        self.agent_listens = False
         """Whether a program in the guest has the agent's port open, by QEMU's last event about it."""
+        self._observers: list[Callable[[QmpEvent], None]] = []
         self._end: GuestEnd | None = None
 
     @property
@@ -237,6 +238,28 @@ class Qemu:
         await self._monitor.execute("getfd", {"fdname": "vnc"}, fds=(connection,))
         await self._monitor.execute("add_client", {"protocol": "vnc", "fdname": "vnc", "skipauth": True})
 
+    @contextmanager
+    def observed_by(self, observe: Callable[[QmpEvent], None]) -> Iterator[None]:
+        """Call *observe* with each event of QEMU's while the block runs."""
+        self._observers.append(observe)
+        try:
+            yield
+        finally:
+            self._observers.remove(observe)
+
+    async def agent_answers(self) -> bool:
+        """Tell whether the guest agent answers; the caller bounds the time, as one that is not there says nothing."""
+        if self._agent is None:
+            return False
+        from runner.protocol.guest_agent import AgentError, GuestAgent  # here, because few instances ask it
+
+        try:
+            await GuestAgent(self._agent).ping()
+        except AgentError as error:
+            log.debug("the guest agent does not answer: %s", explain(error))
+            return False
+        return True
+
     async def ended(self) -> GuestEnd:
         """Wait until the guest no longer runs, and return why."""
         return await first_of(self._stopped_running, self._exited)
@@ -248,8 +271,10 @@ class Qemu:
                 event = await self._monitor.event()
                 self._log(event)
                 if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
-                    self._agent_listens = event.data.get("open") is True
+                    self.agent_listens = event.data.get("open") is True
                 self.disk_events.handle(event)
+                for observe in self._observers:
+                    observe(event)
                 self._end = _meaning(event)
         except QmpError as error:
             with trio.move_on_after(EXITS_WITHIN):
@@ -261,9 +286,9 @@ class Qemu:
         """Log what the guest did, which it may do without end."""
         match event.name:
             case "VSERPORT_CHANGE" if event.data.get("id") == "agent":
-                what = "is there" if event.data.get("open") is True else "has gone"
-                if (more := self._log_limit.due("guest agent", what)) is not None:
-                    log.info("the guest agent %s%s", what, more)
+                there = event.data.get("open") is True
+                if (more := self._log_limit.due("guest agent", "is there" if there else "has gone")) is not None:
+                    log.info("the guest agent is there%s" if there else "the guest agent has gone%s", more)
             case "WATCHDOG":
                 if (more := self._log_limit.due("watchdog")) is not None:
                     log.warning("the guest's watchdog was not fed%s action=%s", more, event.data.get("action"))
@@ -297,7 +322,7 @@ class Qemu:
         """
         try:
             await self._monitor.execute("set-action", {"reboot": "shutdown"})
-            if self._agent is not None and self._agent_listens:
+            if self._agent is not None and self.agent_listens:
                 await _shut_down_by_agent(self._agent, agent_seconds)
             while True:
                 await self._monitor.execute("system_powerdown")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
 
 import attrs
 import trio
@@ -20,6 +19,7 @@ from runner.kernel import files
 from runner.placement.backends import ControllerPlacement
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
+from runner.protocol.logs import LogTable
 from runner.table import aligned
 
 log = logging.getLogger(__name__)
@@ -35,14 +35,22 @@ async def query_threads(machine: Qemu, plan: InstancePlan) -> QemuThreads:
     return QemuThreads(machine.process, vcpus, await machine.iothreads() if has_iothreads else ())
 
 
-def receipt_table(receipt: Receipt) -> Iterator[str]:
-    """Yield *receipt* as the lines of a table for people; a vCPU has not run yet where it is pinned, so that it is on no CPU."""
-    rows = [("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON")]
+def receipt_table(receipt: Receipt) -> LogTable:
+    """Return *receipt* for the log; a vCPU has not run yet where it is pinned, so that it is on no CPU.
+
+    A line of JSON that runtimes do not cut (16 KiB, ``maxLogLineSize`` of the CRI) has room for some 130 threads:
+    ``receipt.json`` has the rest of what is known of each.
+    """
+    lines = [("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON")]
+    rows: list[dict[str, object]] = []
     for each in receipt.threads:
         thread = each.thread
-        running_on = str(thread.running_on) if thread.has_run_there else "-"
-        rows.append((each.title, str(thread.tid), thread.name, str(thread.cpus), running_on))
-    return aligned(rows)
+        running_on = thread.running_on if thread.has_run_there else None
+        shown = "-" if running_on is None else str(running_on)
+        lines.append((each.title, str(thread.tid), thread.name, str(thread.cpus), shown))
+        row = {"role": each.role.value, "vcpu": each.vcpu, "tid": thread.tid, "name": thread.name}
+        rows.append({**row, "allowed_cpus": str(thread.cpus), "running_on": running_on})
+    return LogTable("threads", rows, tuple(aligned(lines)))
 
 
 @attrs.define
@@ -82,8 +90,7 @@ class Receipts:
         Raises :exc:`~runner.errors.PlacementError` when a thread is misplaced, or the plan demands sealed CPUs.
         """
         self.receipt = verified(attrs.evolve(self.read(), reason=reason))
-        for line in receipt_table(self.receipt):
-            log.info("placement: %s", line)
+        log.info("placement: %s", receipt_table(self.receipt))
         if self.receipt.guarantee == "enforced":
             log.info("exclusive CPUs: enforced cpus=%s", self.receipt.rules.cpus)
         else:

@@ -117,6 +117,17 @@ class GuestState:
     """Reads back from the kernel where every thread is now; only while it runs."""
     placed: Callable[[Receipt], None] | None = None
     """Called with the first receipt, while the guest does not run yet."""
+    waits_for: str = ""
+    """Why a guest that runs is not ready yet: the sign that it has not given since it was reset; empty if it has."""
+    panic: str = ""
+    """The line of its console by which its kernel has panicked since it was reset; empty if there was none."""
+
+    @property
+    def unready(self) -> str:
+        """Why the guest is not ready; empty if it is."""
+        if self.phase != "running":
+            return self.phase
+        return f"the guest's kernel has panicked: {self.panic}" if self.panic else self.waits_for
 
     @contextmanager
     def running(self, read: Callable[[], Receipt]) -> Iterator[None]:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -124,6 +125,14 @@ class Procfs:
             return tuple(_read(self.root / str(pid) / "cmdline").removesuffix("\0").split("\0"))
         except OSError:
             return ()
+
+    def age(self, pid: int) -> float | None:
+        """Return the seconds since *pid* was started, ``None`` when it is gone."""
+        try:
+            started: float = int(_stat(_read(self.root / str(pid) / "stat"))[19]) / os.sysconf("SC_CLK_TCK")
+        except OSError:
+            return None
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
     def mappings(self, pid: int) -> list[MappedMemory] | None:
         """Return the mappings of files and huge pages of *pid*, or ``None`` when it is gone or the kernel has no NUMA.

@@ -25,6 +25,9 @@ RECEIPT_VERSION = 1
 GuaranteeKind = Literal["enforced", "arranged"]
 """What keeps all others off the vCPUs' CPUs: the kernel, by an isolated partition, or only that each stays in its cpuset."""
 
+UNNAMED = "instance"
+"""The name of an instance whose spec has none (``instance.name``)."""
+
 
 class Role(enum.StrEnum):
     """The purpose of a thread in an instance."""
@@ -354,6 +357,33 @@ def parse_receipt(text: str, source: str) -> Receipt:
         return Receipt(document["backend"], rules, threads, document.get("reason", ""))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"cannot use {source}: it is no receipt of instance-runner's") from error
+
+
+@frozen
+class ReceiptNames:
+    """The names in a receipt."""
+
+    name: str
+    """The instance's; see :func:`chosen_name`."""
+    pod: str
+    """Namespace and name of its pod, empty without one."""
+    pod_uid: str
+
+
+def chosen_name(given: str, pod: str, *, otherwise: str) -> str:
+    """Return the name *given* in the spec, or where it is the default the name of the *pod*, ``NAMESPACE/NAME``, or *otherwise*.
+
+    The host's name is not taken: outside of a pod it names the machine, or a container's id.
+    """
+    return given if given not in {"", UNNAMED} else pod.rpartition("/")[2] or otherwise
+
+
+def parse_names(text: str) -> ReceiptNames:
+    """Return the names in the *text* of a receipt that :func:`parse_receipt` has accepted; a receipt of before has none."""
+    document = json.loads(text)
+    pod = document.get("pod") or {}
+    full = "/".join(filter(None, (pod.get("namespace"), pod.get("name")))) if pod.get("name") else ""
+    return ReceiptNames(chosen_name(document.get("instance") or "", full, otherwise=UNNAMED), full, pod.get("uid", ""))
 
 
 def _parse_thread(document: Mapping[str, Any]) -> ObservedThread:

@@ -1,13 +1,20 @@
-"""Devices that serve the guest: agent channel, clock, vsock, watchdog."""
+"""Devices that serve the guest (agent channel, clock, vsock, watchdog), and the sign by which it is ready."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from ipaddress import IPv4Address
+from typing import TYPE_CHECKING, Literal
 
 from runner.facts.host import HostFacts
 from runner.plan.problems import Problems
 from runner.spec.instance import ClockBase, GuestSpec, WatchdogAction
+from runner.spec.readiness import AgentSign, ConsoleSign, PortSign, ReadySign
 from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.plan.networks import NetworkPlan
 
 FIRST_CID, LAST_CID = 3, (1 << 32) - 2
 """Context identifiers of guests (``include/uapi/linux/vm_sockets.h``): 0 to 2 and 2**32 - 1 have meanings of their own."""
@@ -23,6 +30,21 @@ class VsockPlan:
 
 
 @frozen
+class GuestPort:
+    """The guest is ready when it accepts a TCP connection at this address, to which this program has a route."""
+
+    address: IPv4Address
+    port: int
+    sign: Literal["port"] = "port"
+
+    def __str__(self) -> str:
+        return f"port:{self.port}"
+
+
+ReadyPlan = AgentSign | ConsoleSign | GuestPort
+
+
+@frozen
 class GuestPlan:
     """Devices that serve the guest. There is no balloon: the guest's memory is never reclaimed."""
 
@@ -33,9 +55,13 @@ class GuestPlan:
     vsock: VsockPlan | None
     watchdog: WatchdogAction | None
     """The action when the guest no longer resets the watchdog; ``None``: there is no watchdog."""
+    ready: ReadyPlan | None = None
+    """The sign by which the guest says that it is ready; ``None``: it is as soon as it runs with every thread in its place."""
 
 
-def plan_guest(guest: GuestSpec, identity: str, facts: HostFacts, problems: Problems) -> GuestPlan:
+def plan_guest(
+    guest: GuestSpec, identity: str, networks: Sequence[NetworkPlan], facts: HostFacts, problems: Problems
+) -> GuestPlan:
     """Decide about the devices of *guest*; *identity* stays the same as long as the instance is the same."""
     vsock = None
     if guest.vsock is not None:
@@ -47,7 +73,18 @@ def plan_guest(guest: GuestSpec, identity: str, facts: HostFacts, problems: Prob
             )
         exact = guest.vsock != "auto"
         vsock = VsockPlan(derived_cid(identity) if guest.vsock == "auto" else guest.vsock, exact)
-    return GuestPlan(guest.agent, guest.clock, vsock, guest.watchdog)
+    return GuestPlan(guest.agent, guest.clock, vsock, guest.watchdog, _ready(guest.ready, networks))
+
+
+def _ready(sign: ReadySign | None, networks: Sequence[NetworkPlan]) -> ReadyPlan | None:
+    if not isinstance(sign, PortSign):
+        return sign
+    from runner.plan.networks import BridgedPlan  # here, because some guests have no network
+
+    # With mode "bridge" the guest has the pod's own address, at which this program reaches only itself.
+    private = (each.guest.ip for each in networks if isinstance(each, BridgedPlan) and each.pod is None)
+    address = next(private, None)
+    return None if address is None else GuestPort(address, sign.port)
 
 
 def derived_cid(identity: str) -> int:

@@ -153,7 +153,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     initrd = plan_file("boot.initrd", spec.boot.initrd, user, facts, problems)
     chosen = choose_firmware(spec.boot, facts, problems)
     firmware = plan_file("boot.firmware", chosen.code, user, facts, problems)
-    guest = plan_guest(spec.guest, spec.instance.uuid or spec.instance.name, facts, problems)
+    guest = plan_guest(spec.guest, spec.instance.uuid or spec.instance.name, networks, facts, problems)
     seed = _seed(spec, networks, facts, problems)
     console_log = _console_log(spec.console.log, facts, problems)
     if placement is None or topology is None or qemu is None or sleep is None:

@@ -107,6 +107,8 @@ def _devices_of_guest(machine: MachinePlan) -> Iterator[str]:
         f"clock in {guest.clock}",
     ]
     yield f"               has {', '.join(each for each in has if each is not None)}; no balloon"
+    if guest.ready is not None:
+        yield f"               is ready when it gives the sign {str(guest.ready)!r}"
 
 
 def _guest(topology: GuestTopology) -> Iterator[str]:

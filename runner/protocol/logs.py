@@ -13,11 +13,12 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from runner.errors import escaped
 from runner.kernel.lines import LineFramer
+from runner.values import frozen
 
 LONGEST = 16 * 1024
 """Bytes of a console line in JSON; a longer one is split into several."""
@@ -28,20 +29,46 @@ _FIELD = rf" (\w+)=({_CONVERSION})[a-z]*"
 """Compiled at their first use: in text they are never used, and compiling them takes a millisecond."""
 
 
+@frozen
+class LogTable:
+    """A table, as the only argument of a message that ends in ``: %s``: one message for each line in text, data in JSON."""
+
+    name: str
+    """The name of the field that has *rows*."""
+    rows: Sequence[Mapping[str, object]]
+    lines: Sequence[str]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
 def text_lines(record: logging.LogRecord) -> bytes:
     """Return *record* for people: time (UTC), level and message; the lines of a traceback are indented below it."""
     moment = time.strftime("%H:%M:%S", time.gmtime(record.created))
     head = f"{moment}.{record.msecs:03.0f} {record.levelname.lower():7} "
-    lines = [record.getMessage(), *(f"  {line}" for line in _traceback(record))]
+    lines = [*_messages(record), *(f"  {line}" for line in _traceback(record))]
     return "".join(f"{head}{escaped(line)}\n" for line in lines).encode()
 
 
+def _messages(record: logging.LogRecord) -> list[str]:
+    match record.args:
+        case (LogTable(lines=lines),):
+            return [str(record.msg) % line for line in lines]
+    return [record.getMessage()]
+
+
 def json_line(record: logging.LogRecord) -> bytes:
-    """Return *record* as one line of JSON: ``time`` (RFC 3339), ``stream``, ``level``, ``logger``, ``message``, ``fields``."""
+    """Return *record* as one line of JSON: ``time`` (RFC 3339), ``stream``, ``event``, ``level``, ``logger``, ``message``, ``fields``.
+
+    The names of events are in :mod:`runner.protocol.events`.
+    """
+    from runner.protocol.events import event_name  # here, because logs are mostly text
+
     message, fields = _split_fields(record)
     return _line(
         record.created,
         stream="event",
+        event=event_name(record),
         level=record.levelname.lower(),
         logger=record.name,
         message="\n".join(map(escaped, (message, *_traceback(record)))),
@@ -59,6 +86,9 @@ def _traceback(record: logging.LogRecord) -> list[str]:
 
 def _split_fields(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
     template, arguments = str(record.msg), record.args
+    match arguments:
+        case (LogTable(name=name, rows=rows),):
+            return template.removesuffix(": %s"), {name: rows}
     found = re.search(_FIELDS, template, re.ASCII)
     if found is None or not isinstance(arguments, tuple):
         return record.getMessage(), {}
@@ -81,9 +111,12 @@ def _line(moment: float, **values: object) -> bytes:
 
 def json_of_dropped(size: int) -> bytes:
     """Return the message for a reader that has missed *size* bytes, as a line of JSON."""
+    from runner.protocol.events import OUTPUT_DROPPED
+
     message = "output was dropped: the reader was too slow"
     now = time.clock_gettime(time.CLOCK_REALTIME)
-    return _line(now, stream="event", level="warning", logger=__name__, message=message, fields={"bytes": size})
+    named = {"stream": "event", "event": OUTPUT_DROPPED, "level": "warning", "logger": __name__}
+    return _line(now, **named, message=message, fields={"bytes": size})
 
 
 class LogHandler(logging.Handler):

@@ -17,6 +17,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
+from runner.spec.readiness import AgentSign, PortSign, ReadySign, ready_sign
 from runner.spec.rules import (
     DESCRIPTOR_NAME,
     MIB,
@@ -612,6 +613,13 @@ class GuestSpec:
         doc="whether there is a channel for QEMU's guest agent (`qemu-ga`); if the agent answers, it is asked to shut the guest down "
         "before the ACPI power button is pressed",
     )
+    ready: ReadySign | None = key(
+        ready_sign(),
+        default=None,
+        doc='the sign by which the guest says that it is ready: `"agent"`: the guest agent answers; `"console:REGEX"`: a line of the '
+        'console matches (Python\'s syntax); `"port:N"`: it accepts a TCP connection in its network with `mode = "private"`; without it '
+        "it is ready as soon as its vCPUs run and every thread is in its place",
+    )
     clock: ClockBase = key(
         choice(*get_args(ClockBase)),
         default="utc",
@@ -629,6 +637,11 @@ class GuestSpec:
         doc='the action when the guest no longer resets its watchdog (i6300esb): `"reset"` resets the guest, `"exit"` ends the '
         'instance, `"nmi"` sends the guest an NMI, `"none"` only logs it; without it there is no watchdog',
     )
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the keys that contradict others."""
+        if isinstance(self.ready, AgentSign) and not self.agent:
+            yield Problem("ready", 'is "agent", but guest.agent = false', "leave one of them out")
 
 
 @frozen
@@ -736,6 +749,12 @@ class InstanceSpec:
         """Yield the keys that contradict keys of other tables."""
         if self.boot.kernel is None and self.boot.firmware is None and not self.disk:
             yield Problem("boot", "there is nothing to boot", "set boot.kernel or boot.firmware, or add a [[disk]]")
+        if isinstance(self.guest.ready, PortSign) and all(each.mode != "private" for each in self.network):
+            yield Problem(
+                "guest.ready",
+                'names a port, and the runner can connect to the guest only in a network with mode = "private"',
+                'add such a [[network]], or use "agent" or "console:REGEX"',
+            )
         yield from _repeated("share", "tag", (share.tag for share in self.share))
         yield from _repeated("disk", "serial", (disk.serial for disk in self.disk))
         yield from _repeated("device", "address", (device.address for device in self.device))

@@ -20,6 +20,7 @@ from runner.spec.instance import (
     DeviceSpec,
     DiskSpec,
     EnvironmentSpec,
+    GuestSpec,
     InstanceSpec,
     MemorySpec,
     NetworkSpec,
@@ -153,6 +154,7 @@ CONTRADICTIONS: Mapping[type, list[Schema]] = {
         {"oneOf": [{"required": ["address"]}, {"required": ["resource"]}]},
         {"dependencies": {"count": ["resource"]}},
     ],
+    GuestSpec: [_if(_given(ready="agent"), _not("agent", False))],
     CloudInitSpec: [
         _if(_given(meta_data=...), {"properties": {"ssh_keys": {"maxItems": 0}, "hostname": False}}),
     ],
@@ -164,6 +166,13 @@ CONTRADICTIONS: Mapping[type, list[Schema]] = {
                 {"required": ["disk"], "properties": {"disk": _FILLED}},
             ]
         },
+        _if(
+            {
+                "required": ["guest"],
+                "properties": {"guest": {"required": ["ready"], "properties": {"ready": {"pattern": "^port:"}}}},
+            },
+            {"required": ["network"], "properties": {"network": {"contains": _in("mode", "private")}}},
+        ),
         _if(
             {"required": ["memory"], "properties": {"memory": _given(shared=False)}},
             {"properties": {"share": {"maxItems": 0}}},

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.cli.console import AttachRequest, parse_key
+from runner.cli.console import parse_key
+from runner.cli.console_client import AttachRequest
 from runner.errors import RunnerError, Status, UsageError, explain
 from runner.instance.console import MOST_CONNECTIONS, REQUEST_WITHIN
 from runner.instance.qemu import GuestEnd
@@ -344,7 +345,7 @@ def test_without_an_instance_it_is_an_error(tmp_path: Path) -> None:
         check=False,
         cwd=PROJECT,
     )
-    assert result.returncode == 31
+    assert result.returncode == 4
     assert (
         f"cannot connect to '{tmp_path}/console.sock'; is an instance running, and this its --state-dir"
         in result.stderr

@@ -214,7 +214,7 @@ class Node:
         return subprocess.run(self.command(*more), check=False, capture_output=True, text=True)
 
     def command(self, *more: str) -> tuple[str, ...]:
-        where = ("--root", str(self.directory / "stelia"), "--kubelet-dir", str(self.directory))
+        where = ("--root", str(self.directory / "stelia"), "--kubelet-dir", str(self.directory), "--pod-logs-dir=/none")
         return (*INSPECT, "--state-dir", str(self.directory / "none"), *where, *more)
 
     def report(self, *more: str) -> dict[str, Any]:
@@ -245,6 +245,19 @@ def test_from_the_node_an_instance_is_the_processes_in_qemus_pid_namespace(node:
     assert [role for _, role, _ in roles].count("passt") == 1
     assert len(roles) == 7
     assert sum(found["memory"]["small_pages"].values()) == 4 * MIB
+
+
+def test_from_the_node_a_pod_has_the_name_that_the_kubelet_gives_its_logs(node: Node) -> None:
+    logs = node.directory / "logs"
+    (logs / f"prod_web-1_{UID}").mkdir(parents=True)
+    (logs / "something else").mkdir()
+    (found,) = node.report("--pod-logs-dir", str(logs))["instances"]
+    assert (found["name"], found["pod"], found["pod_uid"]) == ("web-1", "prod/web-1", UID)
+    assert found["uptime"] >= 0
+    head, row, *_ = node.inspect("--pod-logs-dir", str(logs)).stdout.splitlines()
+    assert head.split() == ["INSTANCE", "POD", "UUID", "CPUS", "UPTIME", "VERDICT"]
+    assert row.split()[:4] == ["web-1", "prod/web-1", UID, str(CPU)]
+    assert "violated: " in row
 
 
 def test_from_the_node_other_processes_are_intruders(node: Node) -> None:
@@ -312,7 +325,7 @@ def test_an_instance_is_chosen_by_the_beginning_of_its_uuid(node: Node) -> None:
     (empty,) = node.report("416de")["instances"]
     assert [verdict["result"] for verdict in empty["verdicts"][:1]] == ["unknown"]
     refused = node.inspect("77")
-    assert refused.returncode == 2
+    assert refused.returncode == 4
     assert refused.stderr.startswith("instance-runner: cannot find an instance whose uuid begins with '77' in ")
     assert UID in refused.stderr
 
@@ -327,7 +340,7 @@ def test_without_permission_to_trace_memory_is_unknown(node: Node, instance: Ins
 def test_without_instances_the_error_names_both_places(tmp_path: Path) -> None:
     argv = (*INSPECT, "--state-dir", str(tmp_path), "--root", str(tmp_path / "no"))
     shown = subprocess.run(argv, check=False, capture_output=True, text=True)
-    assert (shown.returncode, shown.stdout) == (2, "")
+    assert (shown.returncode, shown.stdout) == (4, "")
     assert shown.stderr.startswith(
         f"instance-runner: cannot find an instance: there is neither {tmp_path}/receipt.json nor {tmp_path}/no; run this in"
     )

@@ -28,9 +28,9 @@ OURS = """
 __main__ arguments cpuset errors values
 cli cli.commands cli.options cli.run cli.run_instance
 facts facts.descriptor facts.disk facts.hardware facts.host facts.memory facts.roots facts.threads
-instance instance.cgroups instance.cgroups.active instance.cgroups.affinity instance.console instance.daemons
-instance.discover instance.disks instance.display instance.init instance.lifecycle instance.memory instance.qemu
-instance.state_directory instance.supervisor
+instance instance.cgroups instance.cgroups.active instance.cgroups.affinity instance.console instance.console_watch
+instance.daemons instance.discover instance.disks instance.display instance.init instance.lifecycle instance.memory
+instance.qemu instance.readiness instance.state_directory instance.supervisor
 kernel kernel.cgroup kernel.character_devices kernel.fd_passing kernel.files kernel.lines kernel.log_file
 kernel.nonblocking_writer kernel.packages kernel.peers kernel.processes kernel.procfs kernel.scheduler kernel.sockets kernel.sysfs
 placement placement.backends placement.guest_topology placement.pins
@@ -38,7 +38,7 @@ plan plan.argv plan.argv.block_nodes plan.argv.qemu plan.descriptor_claims plan.
 plan.host_checks plan.instance plan.machine plan.memory plan.passthrough_plan plan.placement plan.problems plan.resolve
 plan.shares
 protocol protocol.logs protocol.qmp protocol.rate_limit
-spec spec.instance spec.rules
+spec spec.instance spec.readiness spec.rules
 """
 """Modules of this project; one more is imported where a document, a pod or a command needs it."""
 

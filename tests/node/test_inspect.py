@@ -42,10 +42,11 @@ class Node:
     kubelet: Kubelet
     controller: Controller
     instance: Instance
+    pod_logs: Path
 
     def inspect(self, *more: str) -> subprocess.CompletedProcess[str]:
         """Run the program on the node."""
-        argv = (*INSPECT, "--kubelet-dir", str(self.kubelet.directory), *more)
+        argv = (*INSPECT, "--kubelet-dir", str(self.kubelet.directory), "--pod-logs-dir", str(self.pod_logs), *more)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPYCACHEPREFIX": str(PYCACHE)}
         return subprocess.run(argv, check=False, capture_output=True, text=True, cwd=PROJECT, env=environment)
 
@@ -70,12 +71,15 @@ class Node:
 def node(
     kubelet: Kubelet, controller: Controller, exclusive: CpuSet, numa: dict[int, CpuSet], tmp_path: Path
 ) -> Iterator[Node]:
-    spec = spec_text(exclusive, "[[network]]").replace("[cpu]\n", '[cpu]\nplacement = "controller"\n')
+    spec = spec_text(exclusive, "[[network]]", '[instance]\nname = "web"').replace(
+        "[cpu]\n", '[cpu]\nplacement = "controller"\n'
+    )
     mems, sockets = CpuSet([max(numa)]), controller.directory
     instance = start_instance(kubelet, 1, exclusive, spec=spec, directory=tmp_path, mems=mems, sockets=sockets)
     instance.up()
+    (tmp_path / "logs" / f"prod_web-1_{instance.uid}").mkdir(parents=True)  # as the kubelet names them
     with kept_off(exclusive):
-        yield Node(kubelet, controller, instance)
+        yield Node(kubelet, controller, instance, tmp_path / "logs")
 
 
 def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]) -> None:
@@ -84,8 +88,11 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
     print(shown.stdout)
     lines = shown.stdout.splitlines()
     uid = node.instance.uid
-    where = f"instance {uid}: CPUs '{exclusive}' on NUMA node '{max(numa)}'"
-    assert lines[0] == f"{where}, placement controller, guarantee enforced"
+    assert lines[0].split() == ["INSTANCE", "POD", "UUID", "CPUS", "UPTIME", "VERDICT"]
+    assert lines[1].split()[:4] == ["web", "prod/web-1", uid, str(exclusive)]
+    assert lines[1].endswith("ok")
+    title = f"instance web, pod prod/web-1, {uid}: CPUs '{exclusive}' on NUMA node '{max(numa)}', placement controller"
+    assert lines[3] == f"{title}, guarantee enforced"
     rows = [line.split() for line in lines]
     for index, cpu in enumerate(exclusive):
         assert ["vcpu", str(index), str(node.vcpu(index)), "CPU", f"{index}/TCG", str(cpu)] in [row[:6] for row in rows]

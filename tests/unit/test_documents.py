@@ -15,6 +15,7 @@ import runner.errors
 from runner.check import cpu_owners, device_rights, host_reader, kernel_settings, programs
 from runner.check.finding import Check, Level
 from runner.cli.commands import program_parser
+from runner.cli.events_table import events_markdown
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
 from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING, SEALED_EVERY
@@ -45,6 +46,7 @@ DOCUMENTS = [
     for name in (
         "README.md",
         "examples/README.md",
+        "examples/EVENTS.md",
         "examples/SPEC.md",
         "examples/plan/README.md",
         "examples/kubernetes/README.md",
@@ -103,6 +105,11 @@ def test_the_tables_of_inspect_are_formatted_as_it_does() -> None:
 def test_the_reference_of_the_spec_is_generated() -> None:
     """``instance-runner manual instance-runner-spec.md > examples/SPEC.md`` generates it."""
     assert (ROOT / "examples/SPEC.md").read_text() == spec_markdown()
+
+
+def test_the_reference_of_the_events_is_generated() -> None:
+    """``instance-runner manual instance-runner-events.md > examples/EVENTS.md`` generates it."""
+    assert (ROOT / "examples/EVENTS.md").read_text() == events_markdown()
 
 
 def test_every_key_of_the_schema_is_in_the_reference_as_it_is() -> None:

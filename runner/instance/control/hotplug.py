@@ -69,18 +69,10 @@ class DiskHotplug:
         self._attached: dict[str, AttachedDisk] = {}
         self._changing = trio.Lock()
 
-    async def status(self) -> dict[str, object]:
-        """Return the machine's name, state, size and disks."""
-        reply: Any = await self._monitor.execute("query-status")
-        machine = self._plan.machine
-        return {
-            "name": machine.name,
-            "guest": str(reply.get("status")),
-            "vcpus": machine.vcpus,
-            "memory": machine.memory,
-            "disks": await self.listed(),
-            "free_slots": len(list(self._free_slots())),
-        }
+    @property
+    def free_slots(self) -> int:
+        """How many disks can still be attached."""
+        return len(list(self._free_slots()))
 
     async def listed(self) -> list[dict[str, object]]:
         """Return each disk as JSON; those the machine was started with come first."""

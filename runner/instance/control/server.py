@@ -13,7 +13,7 @@ import trio
 
 from runner.errors import Problem, RunnerError, SpecError, explain
 from runner.facts.roots import Roots
-from runner.instance.control.hotplug import DiskHotplug
+from runner.instance.control.status import StatusReader
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kernel.sockets import Socket
 from runner.protocol.controller_client import BUSY
@@ -34,9 +34,9 @@ LIMITS = SocketLimits(connections=8, connections_per_peer=8, in_flight=8, first_
 _SIZE = size_rule(1 << 20)
 
 
-async def accept(listener: Socket, disks: DiskHotplug) -> None:
-    """Serve *disks* to the clients that connect to *listener*, until cancelled."""
-    methods = ControlMethods(disks, Peers(Roots().proc))
+async def accept(listener: Socket, status: StatusReader) -> None:
+    """Serve the instance of *status*, and its disks, to the clients that connect to *listener*, until cancelled."""
+    methods = ControlMethods(status, Peers(Roots().proc))
     await UnixServer(methods, LIMITS).accept(trio.socket.from_stdlib_socket(listener))
 
 
@@ -44,7 +44,7 @@ async def accept(listener: Socket, disks: DiskHotplug) -> None:
 class ControlMethods:
     """Serves requests about a running machine."""
 
-    disks: DiskHotplug
+    status: StatusReader
     peers: Peers
 
     def admit(self, identify: Identify) -> int:
@@ -58,7 +58,7 @@ class ControlMethods:
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         """Do what the client asks for. Raises :exc:`RpcError`."""
         allowed_peer(self.peers, identify)  # each time: it may have ended and given its connection away
-        return RpcResult(await _call(self.disks, method, params))
+        return RpcResult(await _call(self.status, method, params))
 
 
 def allowed_peer(peers: Peers, identify: Identify) -> Peer:
@@ -79,13 +79,14 @@ def allowed_peer(peers: Peers, identify: Identify) -> Peer:
     return peer
 
 
-async def _call(disks: DiskHotplug, method: str, params: Mapping[str, object] | list[object]) -> object:
+async def _call(status: StatusReader, method: str, params: Mapping[str, object] | list[object]) -> object:
     if isinstance(params, list):
         raise RpcError(INVALID_PARAMS, "Invalid params: they are given by name")
+    disks = status.disks
     try:
         match method:
             case "status":
-                return await disks.status()
+                return await status.read()
             case "disk.list":
                 return await disks.listed()
             case "disk.attach":

@@ -22,7 +22,8 @@ DEFAULTS = {
     "at_quit": "exit",  # also: None (hangs)
     "at_sigterm": "exit",  # also: None (ignores it)
     "deaf_to": None,  # a command that is never answered
-    "console": None,  # None (reads nothing) | "echo"; also a number: writes so many bytes for each input
+    "console": None,  # None (reads nothing) | "echo" | "plays" (prints what is typed; "!reset" and such: what the guest does);
+    # also a number: writes so many bytes for each input
     "agent": None,  # None (no agent) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing) | "old"
     "unplugs": True,  # the guest releases a disk that is to be detached
     "fills": None,  # a directory whose file system is full as soon as the guest has a new disk
@@ -78,10 +79,22 @@ qmp = socket.socket(fileno=fd_of("qmp"))
 console = socket.socket(fileno=fd_of("console"))
 
 
+def play(typed):
+    printed, *deeds = typed.split("!")
+    console.sendall(printed.encode())
+    for deed in deeds:
+        if deed.startswith("agent "):
+            event("VSERPORT_CHANGE", id="agent", open=deed == "agent opens")
+        else:
+            do(deed)
+
+
 def serve_console():
     while typed := console.recv(1 << 16):
         record("typed", text=typed.decode(errors="replace"))
-        if behaviour["console"] == "echo":
+        if behaviour["console"] == "plays":
+            play(typed.decode(errors="replace"))
+        elif behaviour["console"] == "echo":
             console.sendall(b"you typed " + typed + b"\r\n")
         else:
             console.sendall(b"x" * behaviour["console"] + b"END\r\n")
@@ -352,7 +365,7 @@ for request in requests():
             agent = socket.socket(fileno=fd_of("agent"))
             threading.Thread(target=serve_agent, args=(agent,), daemon=True).start()
             event("VSERPORT_CHANGE", id="other", open=False)
-            event("VSERPORT_CHANGE", id="agent", open=True)
+            event("VSERPORT_CHANGE", id="agent", open=behaviour["console"] != "plays")
         if behaviour["at_cont"] == "ask to stop":
             os.kill(os.getppid(), signal.SIGTERM)
         do(behaviour["at_cont"])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 
 import attrs
+import pytest
 
 from runner.cli.inspect import ReportFormatter
 from runner.cpuset import CpuSet
@@ -25,6 +26,7 @@ from runner.inspect.render import report_json, report_lines
 from runner.inspect.rules import InspectionReport, judge
 from runner.inspect.settings import CpuSettings
 from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules
+from runner.table import duration
 
 MIB = 1 << 20
 
@@ -34,8 +36,9 @@ def thread(tid: int, name: str, cpus: str, running_on: int, cgroup: str) -> Thre
 
 
 GROUP = "/stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6"
+UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 INSTANCE = InstanceObservation(
-    name="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
+    name="web-1",
     backend="controller",
     guarantee=Guarantee("arranged"),
     rules=ThreadRules(CpuSet([4]), (None,), shared=False, cgroups=CgroupPaths("", "/stelia/float", GROUP, ends=True)),
@@ -49,12 +52,18 @@ INSTANCE = InstanceObservation(
     memory=GuestMemory({0: 3 * MIB}, {1: 2 * MIB}),
     charge=PodCharge("/pod", MemoryCharge(3 * MIB, 2 * MIB)),
     settings=CpuSettings(("26 (nvme0q3)",), CpuSet(), ("2",), ("performance",)),
+    pod="prod/web-1",
+    pod_uid=UID,
+    uptime=7500.0,
 )
-KUBELET = KubeletObservation(CpuSet([0]), CpuSet([0]), CpuSet([0, 4]), {INSTANCE.name: CpuSet([4])}, None)
+KUBELET = KubeletObservation(CpuSet([0]), CpuSet([0]), CpuSet([0, 4]), {UID: CpuSet([4])}, None)
 REPORT = judge(Observation("node", (INSTANCE,), KUBELET))
 
 SHOWN = """\
-instance 3ceda12c-3ee9-40fa-9f42-61428fe654a6: CPUs '4' on NUMA node '1', placement controller, guarantee arranged
+INSTANCE  POD         UUID                                  CPUS  UPTIME     VERDICT
+web-1     prod/web-1  3ceda12c-3ee9-40fa-9f42-61428fe654a6  4     2 h 5 min  violated: local
+
+instance web-1, pod prod/web-1, 3ceda12c-3ee9-40fa-9f42-61428fe654a6: CPUs '4' on NUMA node '1', placement controller, guarantee arranged
 ROLE      TID  NAME             ALLOWED_CPUS  RUNNING_ON  NUMA_NODE  CGROUP
 emulator  10   qemu-system-x86  0             0           0          /stelia/float
 vcpu 0    14   CPU 0/KVM        4             4           1          /stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6
@@ -97,6 +106,21 @@ def test_the_table_shows_some_of_many_reasons() -> None:
     assert len(report_json(crowded)["instances"][0]["verdicts"][1]["reasons"]) == 20
 
 
+def test_the_list_says_what_is_not_known() -> None:
+    unknown = attrs.evolve(INSTANCE, name=UID, pod="", uptime=None, memory=Unknown("no right"))
+    lines = list(report_lines(judge(Observation("node", (unknown,), KUBELET))))
+    assert lines[1].split() == ["-", "-", UID, "4", "-", "unknown:", "local,", "charged"]
+    assert lines[3].startswith(f"instance {UID}: CPUs '4'")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59.9, "59 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")],
+)
+def test_a_duration_has_its_two_largest_units(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
 def test_a_node_without_instances_says_where_to_look() -> None:
     empty = judge(Observation("node", (), Unknown("no file")))
     assert list(report_lines(empty)) == [
@@ -129,6 +153,12 @@ def test_json_has_the_same_content() -> None:
         "numa_node": 1,
     }
     assert (instance["cpus"], instance["numa_nodes"]) == ("4", "1")
+    assert (instance["name"], instance["pod"], instance["pod_uid"], instance["uptime"]) == (
+        "web-1",
+        "prod/web-1",
+        UID,
+        7500,
+    )
     assert instance["memory"] == {"small_pages": {"0": 3 * MIB}, "huge_pages": {"1": 2 * MIB}}
     assert instance["charge"] == {"cgroup": "/pod", "memory": 3 * MIB, "hugetlb": 2 * MIB}
     assert [verdict["rule"] for verdict in instance["verdicts"]] == ["vcpus", "exclusive", "local", "charged"]

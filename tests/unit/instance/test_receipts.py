@@ -16,4 +16,9 @@ def placed(role: Role, tid: int, cpus: str, running_on: int) -> ObservedThread:
 def test_a_thread_that_has_not_run_since_it_was_moved_runs_on_no_cpu() -> None:
     threads = (placed(Role.ANCHOR, 11, "0-1", 1), placed(Role.ANCHOR, 12, "0-1", 2))
     rules = ThreadRules(CpuSet([3]), (), shared=False, cgroups=None)
-    assert [line.split()[-1] for line in receipt_table(Receipt("affinity", rules, threads))] == ["RUNNING_ON", "1", "-"]
+    table = receipt_table(Receipt("affinity", rules, threads))
+    assert [line.split()[-1] for line in table.lines] == ["RUNNING_ON", "1", "-"]
+    assert table.rows == [
+        {"role": "anchor", "vcpu": None, "tid": 11, "name": "sleep", "allowed_cpus": "0-1", "running_on": 1},
+        {"role": "anchor", "vcpu": None, "tid": 12, "name": "sleep", "allowed_cpus": "0-1", "running_on": None},
+    ]

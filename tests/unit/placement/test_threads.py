@@ -13,15 +13,19 @@ from runner.errors import UsageError
 from runner.facts.threads import ThreadStatus
 from runner.placement.backends import AffinityPlacement
 from runner.placement.threads import (
+    UNNAMED,
     CgroupPaths,
     ObservedThread,
     Receipt,
+    ReceiptNames,
     Role,
     ThreadRules,
+    parse_names,
     parse_receipt,
     sentences,
     thread_rules,
 )
+from runner.spec.instance import parse_instance
 
 CGROUPS = CgroupPaths("/pod", "/stelia/float", "/stelia/instance-a")
 AFFINITY = thread_rules(AffinityPlacement(CpuSet([2, 3]), (3, 2), CpuSet([0, 1]), shared=False), None)
@@ -229,3 +233,24 @@ def test_a_receipt_with_something_else_in_it(change: dict[str, Any]) -> None:
 def test_a_receipt_of_another_version() -> None:
     with pytest.raises(UsageError, match="its version is 2, not 1"):
         parsed(version=2)
+
+
+POD = {"name": "web-1", "namespace": "prod", "node": "n1", "uid": "3ceda12c"}
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ({}, ReceiptNames("instance", "", "")),
+        ({"instance": "instance", "pod": dict.fromkeys(POD, "")}, ReceiptNames("instance", "", "")),
+        ({"instance": "db", "pod": POD}, ReceiptNames("db", "prod/web-1", "3ceda12c")),
+        ({"instance": "instance", "pod": POD}, ReceiptNames("web-1", "prod/web-1", "3ceda12c")),
+        ({"instance": "instance", "pod": {**POD, "namespace": ""}}, ReceiptNames("web-1", "web-1", "3ceda12c")),
+    ],
+)
+def test_an_instance_has_the_name_of_its_spec_or_else_of_its_pod(names: dict[str, Any], found: ReceiptNames) -> None:
+    assert parse_names(json.dumps({**RECEIPT.to_json(), **names})) == found
+
+
+def test_the_name_of_a_spec_without_one_is_known() -> None:
+    assert parse_instance("spec.toml", b'[boot]\nkernel = "/k"\n').instance.name == UNNAMED

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from ipaddress import IPv4Address
+
 import attrs
 import pytest
 
-from runner.plan.guest_devices import FIRST_CID, LAST_CID, VsockPlan, derived_cid
+from runner.plan.guest_devices import FIRST_CID, LAST_CID, GuestPort, VsockPlan, derived_cid
+from runner.plan.render import plan_json, plan_lines
+from runner.spec.readiness import AgentSign, ConsoleSign
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
 
 
@@ -23,6 +27,22 @@ def test_vsock_has_a_given_or_a_free_identifier() -> None:
 @pytest.mark.parametrize("wrong", ["2", "4294967295", '"none"', "true"])
 def test_identifiers_with_a_meaning_of_their_own_are_refused(wrong: str) -> None:
     assert problems(f"{KERNEL}[guest]\nvsock = {wrong}\n")[0].startswith("guest.vsock: found ")
+
+
+def test_a_guest_is_ready_when_it_runs_unless_a_sign_is_named() -> None:
+    assert plan_of(KERNEL).machine.guest.ready is None
+    assert plan_of(KERNEL + '[guest]\nready = "agent"\n').machine.guest.ready == AgentSign()
+    assert plan_of(KERNEL + "[guest]\nready = 'console:login: $'\n").machine.guest.ready == ConsoleSign("login: $")
+
+
+@pytest.mark.parametrize(
+    ("network", "address"), [("", "192.168.77.2"), ('subnet = "10.9.0.0/24"\naddress = "10.9.0.7"\n', "10.9.0.7")]
+)
+def test_a_port_is_asked_at_the_guests_address_in_the_private_network(network: str, address: str) -> None:
+    plan = plan_of(f'{KERNEL}[guest]\nready = "port:22"\n[[network]]\n{network}')
+    assert plan.machine.guest.ready == GuestPort(IPv4Address(address), 22)
+    assert "is ready when it gives the sign 'port:22'" in "\n".join(plan_lines(plan))
+    assert plan_json(plan)["machine"]["guest"]["ready"] == {"sign": "port", "address": address, "port": 22}
 
 
 def test_vsock_needs_its_device() -> None:

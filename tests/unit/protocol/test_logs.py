@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from runner.protocol.logs import LONGEST, JsonConsole, json_line, json_of_dropped, text_lines
+from runner.protocol.logs import LONGEST, JsonConsole, LogTable, json_line, json_of_dropped, text_lines
 
 
 def record(template: str, *arguments: object, level: int = logging.INFO) -> logging.LogRecord:
@@ -88,11 +88,41 @@ def test_json_has_one_object_with_the_fields_apart(
     assert json.loads(line) == {
         "time": "2023-11-14T22:13:20.250000Z",
         "stream": "event",
+        "event": json.loads(line)["event"],
         "level": "info",
         "logger": "runner.x",
         "message": message,
         "fields": fields,
     }
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (record("the guest runs"), "guest_started"),
+        (record("%s %s; starting it again pause=%.1fs", "dnsmasq", "died", 0.5), "child_restarting"),
+        (record("%s", "the guest runs"), "other"),
+        (record("a library's"), "other"),
+    ],
+)
+def test_json_has_the_events_name(made: logging.LogRecord, name: str) -> None:
+    assert json.loads(json_line(made))["event"] == name
+
+
+def test_a_sentence_of_others_has_the_name_of_where_it_is_logged() -> None:
+    made = record("%s", "cpu.placement: 'affinity' is second best")
+    made.name = "runner.instance.init"
+    assert json.loads(json_line(made))["event"] == "plan_remarked"
+
+
+def test_a_table_is_lines_in_text_and_data_in_json() -> None:
+    rows: list[dict[str, object]] = [{"role": "vcpu", "vcpu": 0, "name": "CPU 0/KVM"}, {"role": "anchor"}]
+    made = record("placement: %s", LogTable("threads", rows, ("ROLE", "vcpu 0  \x1b[2J")))
+    assert text_lines(made) == (
+        b"22:13:20.250 info    placement: ROLE\n22:13:20.250 info    placement: vcpu 0  \\x1b[2J\n"
+    )
+    found = json.loads(json_line(made))
+    assert (found["event"], found["message"], found["fields"]) == ("threads_placed", "placement", {"threads": rows})
 
 
 def test_a_traceback_is_part_of_the_message() -> None:
@@ -142,7 +172,8 @@ def test_console_output_is_lines_of_its_own_whatever_the_guest_writes() -> None:
 
 
 def test_dropped_lines_are_reported_in_json_too() -> None:
-    assert json.loads(json_of_dropped(7))["fields"] == {"bytes": 7}
+    found = json.loads(json_of_dropped(7))
+    assert (found["event"], found["fields"]) == ("output_dropped", {"bytes": 7})
 
 
 def test_empty_lines_in_a_row_are_one_object() -> None:

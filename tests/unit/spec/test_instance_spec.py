@@ -108,6 +108,7 @@ agent = false
 clock = "localtime"
 vsock = 3
 watchdog = "nmi"
+ready = "console:^debian login: $"
 [cloud_init]
 user_data = "#cloud-config"
 network_config = "/etc/network"
@@ -170,6 +171,26 @@ def test_json_and_toml_give_the_same_spec() -> None:
 
 MISTAKES = [
     ("", "boot: there is nothing to boot; set boot.kernel or boot.firmware, or add a [[disk]]"),
+    (
+        KERNEL + "[guest]\nready = 'console:(a'\n",
+        'guest.ready: found the string "(a", which is no regular expression: missing ), unterminated subpattern at position 0; it',
+    ),
+    (
+        KERNEL + f"[guest]\nready = 'console:{'x' * 1001}'\n",
+        "guest.ready: found a regular expression of 1001 characters; 1000 are the most; it takes",
+    ),
+    (KERNEL + '[guest]\nready = "console:"\n', 'guest.ready: found the string "console:"; it takes "agent"'),
+    (KERNEL + '[guest]\nready = "port:65536"\n', "guest.ready: found the port 65536; it takes"),
+    (KERNEL + '[guest]\nready = "boot"\n', 'guest.ready: found the string "boot"; it takes'),
+    (
+        KERNEL + '[guest]\nready = "agent"\nagent = false\n',
+        'guest.ready: is "agent", but guest.agent = false; leave one of them out',
+    ),
+    (
+        KERNEL + '[guest]\nready = "port:22"\n[[network]]\nmode = "bridge"\n',
+        'guest.ready: names a port, and the runner can connect to the guest only in a network with mode = "private"; add such a',
+    ),
+    (KERNEL + '[guest]\nready = "port:22"\n', "guest.ready: names a port,"),
     (KERNEL + "[cpus]\n", "cpus: unknown key; did you mean 'cpu'?"),
     (
         '[[disk]]\npath = "/a"\nephemeral = true\nread_only = true\n',

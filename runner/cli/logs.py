@@ -1,0 +1,64 @@
+"""The command ``logs``: what the guest has written to its serial console, kept and as it comes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from runner.cli.console_client import AttachRequest, attached, received, write_output
+from runner.cli.options import add_state_dir
+from runner.errors import HostError, NoInstanceError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give *parser* what this command takes."""
+    parser.description = (
+        "Without --follow: what is kept in console.log, also after the instance has ended. `console --read-only` shows the same on a "
+        "terminal that can be detached."
+    )
+    parser.epilog = "example: kubectl exec POD -- instance-runner logs --follow"
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="the last 8 KiB, and what comes until the instance ends, or Ctrl-C"
+    )
+    add_state_dir(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the console's log, or follow the console."""
+    directory = Path(arguments.state_dir)
+    if arguments.follow:
+        _follow(directory)
+    else:
+        _print_kept(directory)
+    return 0
+
+
+def _follow(directory: Path) -> None:
+    """Print what the console shows until the instance ends. Raises :exc:`~runner.errors.HostError` if there is none."""
+    with attached(directory, AttachRequest(write=False, steal=False)) as (line, _reply, earlier):
+        write_output(earlier)
+        while data := received(line):
+            write_output(data)
+
+
+def _print_kept(directory: Path) -> None:
+    """Print the console's log, the older part first. Raises :exc:`~runner.errors.NoInstanceError` if there is none."""
+    files = [file for file in (directory / "console.log.1", directory / "console.log") if file.exists()]
+    if not files:
+        raise NoInstanceError(
+            f"cannot find console.log in {str(directory)!r}: no instance has run there, or console.log of its spec names another file; "
+            "name its --state-dir, read that file, or say --follow"
+        )
+    for file in files:
+        for piece in _pieces(file):
+            write_output(piece)
+
+
+def _pieces(file: Path) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as log:
+            while piece := log.read(1 << 16):
+                yield piece
+    except OSError as error:
+        raise HostError(f"cannot read {str(file)!r}") from error

@@ -1,0 +1,73 @@
+"""What the runner looks for in the output of the guest's console: a panic of its kernel, and the sign that it is ready."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import attrs
+
+from runner.errors import escaped
+
+LONGEST = 4 << 10
+"""Bytes of a line that are looked at; the rest of a longer one is not."""
+
+SEARCHED_WITHIN = 0.1
+"""Seconds of CPU time in which a pattern must be found, or not, in one piece of the output."""
+
+_PANIC = b"Kernel panic - not syncing"
+"""What Linux prints first when it panics (``panic()`` in ``kernel/panic.c``)."""
+_PANIC_LINE = re.compile(rb"(?:<[0-7]>)?(?:\[ *[0-9]+\.[0-9]+\])?(?:\[ *[TC][0-9]+\])? ?" + _PANIC)
+"""The beginning of that line: its level, its time and its caller before it (``info_print_prefix()`` in ``kernel/printk/printk.c``).
+
+A log that the guest prints on its console has other words before it.
+"""
+_SHOWN = 200
+"""Characters of that line that are reported."""
+
+
+@attrs.define(eq=False)
+class ConsoleWatch:
+    """Watches the bytes that the console passes on; it reads nothing itself, and holds one line of at most :data:`LONGEST` bytes."""
+
+    panicked: Callable[[str], None]
+    """Called with the line by which the guest's kernel says that it has panicked."""
+    found: Callable[[], None]
+    """Called when the pattern is found; it is not looked for again until :attr:`pattern` is set again."""
+    too_slow: Callable[[], None]
+    """Called when the search is given up because the pattern takes too long."""
+    pattern: re.Pattern[str] | None = None
+    """What is looked for in each line, and in the begun one, as a prompt has no line end."""
+    _line: bytes = b""
+    """The begun line."""
+
+    def feed(self, data: bytes) -> None:
+        """Take a piece of the output, which has few lines; it costs a bounded time."""
+        text = self._line + data
+        if self.pattern is None and _PANIC not in text:
+            self._line = text[text.rfind(b"\n") + 1 :][:LONGEST]
+            return
+        lines = [line[:LONGEST].rstrip(b"\r") for line in text.split(b"\n")]
+        self._line = lines[-1]
+        for line in lines:
+            if _PANIC_LINE.match(line):
+                self.panicked(escaped(line.decode(errors="replace"))[:_SHOWN])
+        if self.pattern is not None:
+            self._search(self.pattern, lines)
+
+    def forget(self) -> None:
+        """Forget the begun line: the guest was reset."""
+        self._line = b""
+
+    def _search(self, pattern: re.Pattern[str], lines: list[bytes]) -> None:
+        from runner.kernel.bounded_search import SlowSearchError, search_any  # here, because few guests have a pattern
+
+        try:
+            if not search_any(pattern, (line.decode(errors="replace") for line in lines), SEARCHED_WITHIN):
+                return
+        except SlowSearchError:
+            self.pattern = None
+            self.too_slow()
+        else:
+            self.pattern = None
+            self.found()

@@ -1,0 +1,97 @@
+"""What ``ctl status`` shows of a running instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, assert_never
+
+import trio
+
+from runner.errors import HostError, explain
+from runner.instance.control.hotplug import DiskHotplug
+from runner.instance.qemu import Qemu
+from runner.instance.receipts import Receipts
+from runner.instance.supervisor import Supervisor
+from runner.placement.threads import sentences
+from runner.plan.instance import InstancePlan
+from runner.values import frozen
+
+
+@frozen
+class StatusReader:
+    """Reads the state of a running instance, everything that can change from where it is true now."""
+
+    supervisor: Supervisor
+    plan: InstancePlan
+    machine: Qemu
+    receipts: Receipts
+    disks: DiskHotplug
+
+    async def read(self) -> dict[str, object]:
+        """Return the state as JSON: sizes in bytes, times in seconds, CPU sets in the kernel's list format.
+
+        Raises :exc:`~runner.errors.RunnerError` when QEMU cannot be asked.
+        """
+        reply: Any = await self.machine.monitor.execute("query-status")
+        plan, machine, state = self.plan, self.plan.machine, self.supervisor.guest_state
+        return {
+            "name": plan.name,
+            "pod": plan.pod.to_json(),
+            "guest": str(reply.get("status")),
+            "uptime": None if state.since is None else round(trio.current_time() - state.since, 1),
+            "ready": not state.unready,
+            "not_ready": state.unready,
+            "accelerator": machine.accel,
+            "cpu_model": machine.cpu_model,
+            "vcpus": machine.vcpus,
+            "memory": machine.memory,
+            "placement": self._placement(),
+            "agent": self._agent(),
+            "networks": list(self._networks()),
+            "restarts": dict(sorted(self.supervisor.counters.restarts.items())),
+            "console_log": str(plan.console.log),
+            "disks": await self.disks.listed(),
+            "free_slots": self.disks.free_slots,
+        }
+
+    def _placement(self) -> dict[str, object]:
+        """Return where the vCPUs are, and whether every thread is in its place, read from the kernel now."""
+        receipt = self.receipts.receipt.to_json()
+        try:
+            misplaced = list(sentences(self.receipts.read().violations()))
+        except HostError as error:
+            misplaced = [explain(error)]
+        return {
+            "backend": self.plan.placement.backend,
+            "guarantee": receipt.get("guarantee"),
+            "cpus": str(self.plan.placement.cpus),
+            "pins": list(self.plan.placement.pins),
+            "float_cpus": receipt["float_cpus"],
+            "misplaced": misplaced,
+        }
+
+    def _agent(self) -> str:
+        if not self.plan.machine.guest.agent:
+            return "none"
+        return "connected" if self.machine.agent_listens else "absent"
+
+    def _networks(self) -> Iterator[dict[str, object]]:
+        """Yield the guest's networks; *addresses* are those that it gets by DHCP, as far as this program gives them."""
+        if not self.plan.networks:
+            return
+        from runner.plan.networks import BridgedPlan, InheritedFdPlan, MacvtapPlan, PasstPlan
+
+        for network in self.plan.networks:
+            match network:
+                case BridgedPlan(guest=guest, ipv6=ipv6, pod=pod):
+                    mode = "private" if pod is None else "bridge"
+                    addresses = [str(guest), *([] if ipv6 is None else [str(ipv6.guest)])]
+                case MacvtapPlan():
+                    mode, addresses = "macvtap", []
+                case PasstPlan():
+                    mode, addresses = "passt", []
+                case InheritedFdPlan():
+                    mode, addresses = "descriptor", []
+                case _ as never:
+                    assert_never(never)
+            yield {"mode": mode, "mac": network.mac, "addresses": addresses}

@@ -1,0 +1,196 @@
+"""Whether the guest is ready: it runs, it has given its sign if ``guest.ready`` names one, and its kernel has not panicked.
+
+The file ``ready`` in the state directory, ``/readyz`` and ``ctl status`` show it. A guest that is reset begins anew. Nothing that a
+guest prints ends it: a line on the console is a claim that any program in the guest can make, and the pvpanic device, whose driver
+is the kernel's, is what ends an instance by a panic.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, assert_never
+
+import trio
+
+from runner.errors import HostError, explain
+from runner.instance.console_watch import SEARCHED_WITHIN, ConsoleWatch
+from runner.instance.qemu import Qemu
+from runner.instance.state_directory import READY
+from runner.instance.supervisor import Supervisor
+from runner.kernel import files
+from runner.plan.guest_devices import GuestPort
+from runner.plan.instance import InstancePlan
+from runner.protocol.qmp import QmpEvent
+from runner.spec.readiness import AgentSign, ConsoleSign
+
+if TYPE_CHECKING:
+    from runner.placement.threads import Receipt
+
+log = logging.getLogger(__name__)
+
+AGENT_ANSWERS_WITHIN = 5.0
+"""Seconds an agent may take to answer, and until it is asked again: its guest boots."""
+
+CONNECTED_WITHIN = 5.0
+"""Seconds a connection to the guest's port may take."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
+"""Seconds between two attempts to connect; each pause is twice the one before, as a guest boots in a second or in minutes."""
+
+
+class Readiness:
+    """Whether the guest is ready, kept by what the console, QEMU's events, the agent and the guest's port say."""
+
+    def __init__(self, supervisor: Supervisor, plan: InstancePlan) -> None:
+        self._supervisor = supervisor
+        self._state = supervisor.guest_state
+        self._path = plan.state_directory / READY
+        self._sign = plan.machine.guest.ready
+        self._pattern = re.compile(self._sign.pattern) if isinstance(self._sign, ConsoleSign) else None
+        self._shown = ExitStack()
+        self._running = False
+        self._changed = trio.Event()
+        self.console = ConsoleWatch(self._panicked, self._signed, self._give_up)
+        self._begin()
+
+    @asynccontextmanager
+    async def kept(self, machine: Qemu, read: Callable[[], Receipt]) -> AsyncIterator[None]:
+        """Show for as long as the block runs whether the guest is ready: by a file, and to probes, metrics and ``ctl``.
+
+        *read* reads back where every thread is. The guest runs, and no stop was requested.
+        """
+        with self._state.running(read), self._publishing(), machine.observed_by(self._handle):
+            ask = self._asking(machine)
+            if ask is None:
+                yield
+                return
+            async with self._supervisor.background_task(partial(self._ask, ask)):
+                yield
+
+    def _asking(self, machine: Qemu) -> Callable[[], Awaitable[bool]] | None:
+        """Return what waits for the sign and returns whether it was given; ``None`` for one that need not be asked for."""
+        match self._sign:
+            case AgentSign():
+                return partial(self._agent_answers, machine)
+            case GuestPort() as port:
+                return partial(self._accepts, port)
+            case None | ConsoleSign():
+                return None
+            case _ as never:
+                assert_never(never)
+
+    @contextmanager
+    def _publishing(self) -> Iterator[None]:
+        with self._shown:
+            self._running = True
+            try:
+                self._show()
+                yield
+            finally:
+                self._running = False
+
+    def _show(self) -> None:
+        """Have the file there while the guest is ready, and not otherwise."""
+        if not self._running:
+            return
+        self._shown.close()
+        if self._state.unready:
+            return
+        try:
+            files.publish(self._path, b"")
+        except HostError as error:  # no reason to end a guest that runs
+            log.warning("cannot show that the guest is ready: %s", explain(error))
+        else:
+            self._shown.callback(self._withdraw)
+
+    def _withdraw(self) -> None:
+        with self._supervisor.faults.recorded("remove the sign that the guest runs"):
+            files.remove(self._path)
+
+    def _begin(self) -> None:
+        """Wait for the sign of a guest that has just begun to run."""
+        self._state.panic = ""
+        self._state.waits_for = "" if self._sign is None else f"the guest has not given its sign yet: {self._sign}"
+        self.console.pattern = self._pattern
+        self.console.forget()
+        self._change()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+        self._show()
+
+    def _handle(self, event: QmpEvent) -> None:
+        if event.name == "RESET":
+            self._begin()
+        elif event.name == "VSERPORT_CHANGE":
+            self._change()
+
+    def _signed(self) -> None:
+        self._state.waits_for = ""
+        if (more := self._supervisor.log_limit.due("guest ready")) is not None:
+            log.info("the guest is ready%s sign=%s", more, self._sign)
+        self._change()
+
+    def _panicked(self, line: str) -> None:
+        if self._state.panic:
+            return
+        self._state.panic = line
+        if (more := self._supervisor.log_limit.due("guest panic")) is not None:
+            log.error(
+                "the guest's kernel has panicked, by its console; it is not ready until it is reset%s line=%s",
+                more,
+                line,
+            )
+        self._change()
+
+    def _give_up(self) -> None:
+        self._state.waits_for = (
+            f"the pattern of guest.ready takes more than {SEARCHED_WITHIN:g} s for some lines; simplify it"
+        )
+        if (more := self._supervisor.log_limit.due("guest.ready too slow")) is not None:
+            log.error("the guest cannot become ready%s: %s", more, self._state.waits_for)
+        self._change()
+
+    async def _ask(self, ask: Callable[[], Awaitable[bool]]) -> None:
+        """Wait for the guest's sign by *ask* after each reset; may be cancelled at any moment."""
+        while True:
+            while not self._state.waits_for:
+                await self._changed.wait()
+            if await ask():
+                self._signed()
+
+    async def _agent_answers(self, machine: Qemu) -> bool:
+        """Wait until the agent listens, and return whether it answers; return later if it does not."""
+        while not machine.agent_listens:
+            await self._changed.wait()
+        changed = self._changed
+        with trio.move_on_after(AGENT_ANSWERS_WITHIN):
+            if await machine.agent_answers():
+                return not changed.is_set()
+            await trio.sleep_forever()
+        return False
+
+    async def _accepts(self, port: GuestPort) -> bool:
+        """Wait until the guest accepts a connection; return ``False`` if it may have been reset meanwhile."""
+        pause, changed = FIRST_PAUSE, self._changed
+        while not changed.is_set():
+            with trio.move_on_after(CONNECTED_WITHIN):
+                if await _connects(port):
+                    return not changed.is_set()
+            await trio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return False
+
+
+async def _connects(port: GuestPort) -> bool:
+    with trio.socket.socket() as connection:
+        try:
+            await connection.connect((str(port.address), port.port))
+        except OSError:  # nothing listens there yet, or the guest has not this address yet
+            return False
+    return True

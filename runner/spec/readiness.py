@@ -1,0 +1,83 @@
+"""The sign by which a guest says that it is ready: ``guest.ready``."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from runner.spec.rules import Rule, WrongValueError, found, matching
+from runner.values import frozen
+
+LONGEST_PATTERN = 1000
+"""Characters of a regular expression."""
+LAST_PORT = 65535
+
+_WRITTEN = r"agent|console:.+|port:[0-9]{1,5}"
+
+
+@frozen
+class AgentSign:
+    """The guest agent answers."""
+
+    sign: Literal["agent"] = "agent"
+
+    def __str__(self) -> str:
+        return "agent"
+
+
+@frozen
+class ConsoleSign:
+    """A line of the console, or the begun one, matches *pattern*, a regular expression of Python's somewhere in it."""
+
+    pattern: str
+    sign: Literal["console"] = "console"
+
+    def __str__(self) -> str:
+        return f"console:{self.pattern}"
+
+
+@frozen
+class PortSign:
+    """The guest accepts a TCP connection on *port*."""
+
+    port: int
+    sign: Literal["port"] = "port"
+
+    def __str__(self) -> str:
+        return f"port:{self.port}"
+
+
+ReadySign = AgentSign | ConsoleSign | PortSign
+
+
+def ready_sign() -> Rule:
+    """Take one of the three signs; a regular expression is compiled, so that a wrong one is refused here."""
+
+    def parse(value: object) -> ReadySign:
+        if not isinstance(value, str) or re.fullmatch(_WRITTEN, value) is None or not value.isprintable():
+            raise WrongValueError(f"found {found(value)}")
+        name, _, rest = value.partition(":")
+        match name:
+            case "agent":
+                return AgentSign()
+            case "port" if 1 <= int(rest) <= LAST_PORT:
+                return PortSign(int(rest))
+            case "console":
+                _refuse_bad_pattern(rest)
+                return ConsoleSign(rest)
+        raise WrongValueError(f"found the port {rest}")
+
+    allowed = f'"agent", "console:" and a regular expression, or "port:" and a number from 1 to {LAST_PORT}'
+    return Rule(allowed, parse, matching(_WRITTEN))
+
+
+def _refuse_bad_pattern(pattern: str) -> None:
+    if len(pattern) > LONGEST_PATTERN:
+        raise WrongValueError(
+            f"found a regular expression of {len(pattern)} characters; {LONGEST_PATTERN} are the most"
+        )
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        reason = str(error) or type(error).__name__
+        raise WrongValueError(f"found {found(pattern)}, which is no regular expression: {reason}") from error

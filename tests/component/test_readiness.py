@@ -1,0 +1,288 @@
+"""A guest is ready when it says so, in each of the ways that ``guest.ready`` names, and not after a panic or a reset."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+
+from runner.errors import Status, explain
+from runner.instance.console_watch import LONGEST, SEARCHED_WITHIN, ConsoleWatch
+from runner.instance.probes import probes_served
+from runner.instance.qemu import GuestEnd
+from runner.instance.supervisor import Supervisor
+from runner.plan.guest_devices import GuestPort
+from runner.plan.instance import InstancePlan
+from tests.support.fake_host import FakeHost
+
+PANIC = b"\n[    2.345678][    T1] Kernel panic - not syncing: VFS: Unable to mount root fs on unknown-block(0,0)\r\n"
+SENTENCE = (
+    "the guest's kernel has panicked: [    2.345678][    T1] Kernel panic - not syncing: VFS: Unable to mount root fs"
+)
+
+
+async def wait_for(condition: Callable[[], object]) -> None:
+    with trio.fail_after(20):
+        while not condition():
+            await trio.sleep(0.005)
+
+
+@attrs.define
+class Guest:
+    """A guest that runs, with what shows whether it is ready."""
+
+    host: Supervisor
+    ready_file: Path
+    console: trio.SocketStream
+    port: int
+
+    async def prints(self, text: bytes) -> None:
+        """Have it print *text*; what begins with ``!`` it does instead."""
+        before = self.host.counters.console
+        await self.console.send_all(text)
+        if not text.startswith(b"!"):
+            await wait_for(lambda: self.host.counters.console >= before + len(text))
+
+    async def readyz(self) -> tuple[int, str]:
+        async with await trio.open_tcp_stream("127.0.0.1", self.port) as stream:
+            await stream.send_all(b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
+            head, _, body = b"".join([data async for data in stream]).decode().partition("\r\n\r\n")
+        return int(head.split()[1]), body
+
+    async def is_ready(self) -> None:
+        await wait_for(self.ready_file.exists)
+        assert await self.readyz() == (200, "ok\n")
+
+    async def is_not_ready(self, reason: str) -> None:
+        await wait_for(lambda: not self.ready_file.exists())
+        status, text = await self.readyz()
+        assert (status, reason in text) == (503, True), text
+
+
+@asynccontextmanager
+async def running(fake_host: FakeHost, host: Supervisor, plan: InstancePlan) -> AsyncIterator[Guest]:
+    directory = Path(plan.state_directory)
+    async with probes_served(host, plan, ("127.0.0.1", 0)):
+        port = int(fake_host.logged().rpartition("port=")[2].split()[0])
+        await wait_for(lambda: host.guest_state.phase == "running")
+        async with await trio.open_unix_socket(directory / "console.sock") as console:
+            await console.send_all(b'{"write": true, "steal": false}\n')
+            with trio.fail_after(20):
+                seen = b""
+                while b"guest: runs" not in seen:
+                    seen += await console.receive_some()
+            yield Guest(host, directory / "ready", console, port)
+
+
+async def run(
+    fake_host: FakeHost, plan: InstancePlan, act: Callable[[Guest], Awaitable[None]], status: Status = Status.STOPPED
+) -> None:
+    before = fake_host.snapshot()
+    over = []
+
+    async def meanwhile(host: Supervisor) -> None:
+        try:
+            async with running(fake_host, host, plan) as guest:
+                await act(guest)
+            over.append(True)
+        finally:
+            fake_host.stop.ask("test")
+
+    with trio.fail_after(60):
+        result = await fake_host.run(plan, meanwhile=meanwhile)
+    assert over
+    assert isinstance(result, GuestEnd), explain(result)
+    assert result.status is status
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
+
+
+def plan_of(fake_host: FakeHost, ready: str | None, **qemu: object) -> InstancePlan:
+    spec = "" if ready is None else f"[guest]\nready = '{ready}'\n"
+    return fake_host.plan(spec, qemu={"console": "plays", **qemu})
+
+
+async def test_without_a_sign_it_is_ready_as_soon_as_it_runs(fake_host: FakeHost) -> None:
+    await run(fake_host, plan_of(fake_host, None), Guest.is_ready)
+
+
+async def test_a_line_of_the_console_makes_it_ready_until_it_is_reset(fake_host: FakeHost) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.prints(b"systemd[1]: starting\r\ndebian log")
+        await guest.is_not_ready("the guest has not given its sign yet: console:^debian login: $")
+        await guest.prints(b"in: ")  # a prompt has no line end, and comes in pieces
+        await guest.is_ready()
+        await guest.prints(b"root\r\n" * 100)
+        await guest.is_ready()
+        await guest.prints(b"!reset")
+        await guest.is_not_ready("the guest has not given its sign yet")
+        await guest.prints(b"\r\ndebian login: ")
+        await guest.is_ready()
+
+    await run(fake_host, plan_of(fake_host, "console:^debian login: $"), act)
+    assert fake_host.logged().count("the guest is ready") == 1
+
+
+async def test_a_pattern_that_would_take_for_ever_is_given_up_and_stops_nothing_else(fake_host: FakeHost) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.prints(b"\n" + b"a" * 60 + b"b\n")
+        await guest.is_not_ready("the pattern of guest.ready takes more than 0.1 s for some lines; simplify it")
+        await guest.prints(b"aaa\n")
+        await guest.is_not_ready("simplify it")
+
+    await run(fake_host, plan_of(fake_host, "console:^(a+)+$"), act)
+    assert "the guest cannot become ready: the pattern of guest.ready takes" in fake_host.logged()
+
+
+@pytest.mark.parametrize("ready", [None, "console:login:"])
+async def test_a_panic_on_the_console_ends_readiness_and_not_the_guest(fake_host: FakeHost, ready: str | None) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.prints(b"login:")
+        await guest.is_ready()
+        for each in (PANIC[:40], PANIC[40:]):
+            await guest.prints(each)
+        await guest.is_not_ready(SENTENCE)
+        await guest.prints(b"login:")
+        await guest.is_not_ready(SENTENCE)
+        await guest.prints(b"!reset")
+        if ready is not None:
+            await guest.is_not_ready("the guest has not given its sign yet")
+            await guest.prints(b"login:")
+        await guest.is_ready()
+
+    await run(fake_host, plan_of(fake_host, ready), act)
+    assert fake_host.logged().count("the guest's kernel has panicked, by its console") == 1
+
+
+async def test_what_a_guest_quotes_of_a_panic_is_none(fake_host: FakeHost) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.prints(
+            b"\nNov 22 11:20:42 web kernel: [    1.2] Kernel panic - not syncing: of another machine\r\n"
+        )
+        await guest.prints(b"grep 'Kernel panic - not syncing' /var/log/kern.log\r\n")
+        await guest.is_ready()
+
+    await run(fake_host, plan_of(fake_host, None), act)
+    assert "panicked" not in fake_host.logged()
+
+
+async def test_a_panic_by_pvpanic_ends_readiness_with_the_instance(fake_host: FakeHost) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.is_ready()
+        await guest.prints(b"!panic")
+        await guest.is_not_ready("stopping")
+
+    await run(fake_host, plan_of(fake_host, None), act, Status.GUEST_PANICKED)
+
+
+async def test_an_agent_that_answers_makes_it_ready(fake_host: FakeHost) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.is_not_ready("the guest has not given its sign yet: agent")
+        assert fake_host.records("qemu", "agent") == []  # nothing is asked before a program has the port open
+        await guest.prints(b"!agent opens")
+        await guest.is_ready()
+        await guest.prints(b"!agent closes")  # it may be restarted: the guest stays ready
+        await guest.prints(b"!agent opens")
+        await guest.is_ready()
+        await guest.prints(b"!agent closes")
+        await guest.prints(b"!reset")
+        await guest.is_not_ready("the guest has not given its sign yet: agent")
+        await guest.prints(b"!agent opens")
+        await guest.is_ready()
+
+    await run(fake_host, plan_of(fake_host, "agent", agent="answers"), act)
+    commands = [record["command"] for record in fake_host.records("qemu", "agent")]
+    assert commands.count("guest-shutdown") == 1  # the channel still serves the end
+
+
+async def test_an_agent_that_says_nothing_does_not(fake_host: FakeHost) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.prints(b"!agent opens")
+        await wait_for(lambda: fake_host.records("qemu", "agent"))
+        await guest.is_not_ready("the guest has not given its sign yet: agent")
+
+    await run(fake_host, plan_of(fake_host, "agent", agent="deaf"), act)
+
+
+async def test_a_port_that_accepts_makes_it_ready_and_is_then_left_alone(fake_host: FakeHost) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        plan = plan_of(fake_host, None)
+        ready = GuestPort(IPv4Address("127.0.0.1"), server.getsockname()[1])
+        guest_plan = attrs.evolve(plan.machine.guest, ready=ready)
+        plan = attrs.evolve(plan, machine=attrs.evolve(plan.machine, guest=guest_plan))
+
+        async def act(guest: Guest) -> None:
+            await guest.is_not_ready(f"the guest has not given its sign yet: port:{ready.port}")
+            server.listen()
+            await guest.is_ready()
+            server.accept()[0].close()
+            server.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                server.accept()
+            await guest.prints(b"!reset")
+            await wait_for(lambda: fake_host.logged().count("the guest was reset"))
+            await guest.is_ready()
+
+        await run(fake_host, plan, act)
+
+
+# -- the watch alone -------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """What a watch has reported."""
+
+    def __init__(self, pattern: str | None = None) -> None:
+        self.reports: list[str] = []
+        report = self.reports.append
+        self.watch = ConsoleWatch(
+            report,
+            lambda: report("found"),
+            lambda: report("too slow"),
+            None if pattern is None else re.compile(pattern),
+        )
+
+
+@pytest.mark.parametrize("cut", range(0, len(PANIC), 7))
+@pytest.mark.parametrize("pattern", [None, "never"])
+def test_a_panic_is_seen_wherever_the_output_is_cut(cut: int, pattern: str | None) -> None:
+    watched = Watched(pattern)
+    for each in (b"before", PANIC[:cut], PANIC[cut:]):
+        watched.watch.feed(each)
+    assert watched.reports
+    assert watched.reports[-1] == PANIC.decode().strip()
+
+
+@pytest.mark.parametrize("line", [b"Kernel panic - not syncing: x", b"<0>[   12.5] Kernel panic - not syncing: x"])
+def test_the_kernels_prefixes_are_known(line: bytes) -> None:
+    watched = Watched()
+    watched.watch.feed(b"x\n" + line + b"\n")
+    assert watched.reports == [line.decode()]
+
+
+def test_a_line_without_end_costs_a_bounded_memory() -> None:
+    watched = Watched("z")
+    for _ in range(100):
+        watched.watch.feed(b"x" * LONGEST)
+    watched.watch.feed(b"z")
+    assert watched.reports == []
+    assert len(watched.watch._line) == LONGEST
+    watched.watch.feed(b"\nz")
+    assert watched.reports == ["found"]
+
+
+def test_a_search_is_bounded_by_the_time_it_uses() -> None:
+    watched = Watched("(x+x+)+y")
+    watched.watch.feed(b"x" * 200)
+    assert watched.reports == ["too slow"]
+    watched.watch.feed(b"\nxxy")
+    assert watched.reports == ["too slow"], "it is not looked for again"
+    assert SEARCHED_WITHIN <= 0.1
