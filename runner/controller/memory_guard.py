@@ -30,6 +30,7 @@ from runner.controller.float_memory import (
     charged_memory,
     choose_pod,
     choose_processes,
+    is_decided,
     unreclaimable,
 )
 from runner.controller.metrics import ControllerCounters, MemoryEnd
@@ -52,14 +53,16 @@ KILLED_AT_ONCE = 256
 """Processes that are ended before the memory is looked at again; for each there is an open descriptor."""
 ENDED_WITHIN = 10.0
 """Seconds to wait for them to end: a large process gives its memory back page by page."""
-READ_WITHIN = 10.0
+SETTLED_WITHIN = 0.25
+"""Seconds before another pod is chosen: what the last one held in a mount namespace becomes free after its processes."""
+READ_WITHIN = 30.0
 """Seconds for the search for shared memory; after it the guard goes by private memory alone."""
 BETWEEN_CHECKPOINTS = 64
 """Processes that are ended, 0.05 ms each, before requests have their turn."""
 
 MOST_OWN_PROCESSES = 4096
 """Processes in a pod's own cgroup that are looked at. Where there are more, what the pod is charged for is not deducted."""
-MOST_DESCRIPTORS = 1 << 16
+MOST_DESCRIPTORS = 1 << 15
 """Open files of a pod that are looked at, 0.02 ms each."""
 MOST_NAMESPACES = 64
 """Mount namespaces of a pod that are looked at."""
@@ -118,13 +121,17 @@ class MemoryGuard:
             pod = choose_pod(pods, root, self.least)
             if pod is None:
                 self._report_unattributed(excess, root, pods)
-            else:
+            elif not self._settling(pod.pod_uid):
                 await self._end(pod, root, excess)
         except HostError as error:
             if (more := self.log_limit.due("memory guard")) is not None:
                 log.error("memory guard failed%s reason=%r", more, explain(error))  # noqa: TRY400  # the sentence is enough
             return True
         return True
+
+    def _settling(self, pod_uid: str) -> bool:
+        now = trio.current_time()
+        return any(now - at < SETTLED_WITHIN for other, at in self._ended_at.items() if other != pod_uid)
 
     def _excess(self) -> tuple[int, MemoryByKind]:
         """Return by how many bytes the root is above ``memory.high``, page cache not counted, and what it is charged for."""
@@ -149,14 +156,15 @@ class MemoryGuard:
     # -- what the pods hold ------------------------------------------------------------------------------------------
 
     async def _measured(self, root: MemoryByKind) -> tuple[PodMemory, ...]:
-        if root.shared >= self.least:
+        private = await trio.to_thread.run_sync(partial(self.measure, shared=False), abandon_on_cancel=True)
+        if root.shared >= self.least and not is_decided(private, root):
             with trio.move_on_after(READ_WITHIN):
                 return await trio.to_thread.run_sync(
                     partial(self.measure, shared=True), abandon_on_cancel=True, limiter=self._readers
                 )
             if (more := self.log_limit.due("memory unread")) is not None:
                 log.warning("shared memory not attributed%s reason='the search took more than %d s'", more, READ_WITHIN)
-        return await trio.to_thread.run_sync(partial(self.measure, shared=False), abandon_on_cancel=True)
+        return private
 
     def measure(self, *, shared: bool) -> tuple[PodMemory, ...]:
         """Return what each pod in the tree holds; *shared* memory is searched for only on demand, and else none.
@@ -224,7 +232,6 @@ class MemoryGuard:
         now = trio.current_time()
         self._ended_at = {pod_uid: at for pod_uid, at in self._ended_at.items() if now - at < REPEATED}
         whole = pod.pod_uid in self._ended_at or not pod.processes
-        self._ended_at[pod.pod_uid] = now
         held = pod.of_root(root)
         if whole:
             for path in self.pods.existing(pod.pod_uid):
@@ -232,6 +239,7 @@ class MemoryGuard:
                     Cgroup(path).write("cgroup.kill", "1")
         pids = tuple(sorted(pod.processes)) if whole else choose_processes(pod, root, excess)
         ended = await self._kill(pod.pod_uid, pids[:KILLED_AT_ONCE])
+        self._ended_at[pod.pod_uid] = trio.current_time()
         self.counters.memory_ended += ended
         self.counters.memory_ends.append(MemoryEnd(pod.pod_uid, held.total, ended))
         what = "the pod that holds most is ended" if whole else "processes of the pod that holds most are ended"

@@ -140,6 +140,12 @@ class Node:
         status = self.proc / str(pid) / "status"
         status.write_text(status.read_text().replace("PPid:\t0", f"PPid:\t{parent}"))
 
+    def expose(self, pid: int, *, seccomp: int = 0, uid_map: str = "0 0 4294967295") -> None:
+        """Give process *pid* a seccomp mode, and a user namespace with *uid_map*."""
+        status = self.proc / str(pid) / "status"
+        status.write_text(f"{status.read_text()}Seccomp:\t{seccomp}\n")
+        (self.proc / str(pid) / "uid_map").write_text(f"{uid_map}\n")
+
     def nest(self, pid: int, namespace: str) -> None:
         """Put process *pid* into a PID namespace below the one it is in, as its init."""
         status = self.proc / str(pid) / "status"
@@ -261,6 +267,7 @@ async def controlled(
     intervals: Intervals | None = None,
     limit_options: LimitOptions | None = None,
     device_filter: DeviceFilter | None = None,
+    require_seccomp: bool = False,
     limit: float = 30,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet."""
@@ -283,6 +290,7 @@ async def controlled(
         timeouts=timeouts or Timeouts(agreement=0.4, emptying=0.4),
         trusting=trusting,
         device_filter=device_filter,
+        require_seccomp=require_seccomp,
     )
     server = UnixServer(methods, limits or SocketLimits())
     with trio.fail_after(limit):
