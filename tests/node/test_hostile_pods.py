@@ -134,7 +134,8 @@ def test_processes_in_float_are_limited_for_each_pod(machine: Machine) -> None:
 
 def test_memory_in_float_is_limited_and_the_rest_of_the_node_lives(machine: Machine) -> None:
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
-    with machine.controller("--memory-max", "128M", "--pod-memory-min", "max") as process:
+    # The kernel alone: no memory guard, and little room in which it makes the process wait.
+    with machine.controller("--memory-max=128M", "--memory-high=120M", "--pod-memory-min=max") as process:
         registered(machine, a)
         assert a.execute("touch", 400) == -9
         events = dict(line.split() for line in machine.root.read("memory.events").splitlines())
@@ -183,9 +184,10 @@ def take_cpus(machine: Machine, pod: Pod, mount: Path) -> object:
     """Have *pod* write all CPUs of the machine into its instance's cgroup, by a mount of it; return status and output."""
     mount.mkdir(exist_ok=True)
     # A shell of the pod's enters the instance's cgroup as a thread does, and becomes root of the hierarchy from there on.
+    write = f"echo {machine.all} >{mount}/cpuset.cpus"  # in one more cgroup namespace, because of nsdelegate
     script = f"""
         echo $$ >&{pod.execute("fd", 1)} || exit 2
-        exec {" ".join(UNSHARE)} sh -c 'mount -t cgroup2 none {mount} && echo {machine.all} >{mount}/cpuset.cpus'
+        exec {" ".join(UNSHARE)} sh -c 'mount -t cgroup2 none {mount} && exec unshare --cgroup sh -c "{write}"'
     """
     return pod.execute("run", ["sh", "-c", script], 1)
 
