@@ -89,6 +89,12 @@ def choose_pod(pods: Iterable[PodMemory], root: MemoryByKind, least: int) -> Pod
     return max(able, key=lambda pod: (pod.of_root(root).total, pod.pod_uid), default=None)
 
 
+def is_decided(pods: Iterable[PodMemory], root: MemoryByKind) -> bool:
+    """Tell whether the first choice among *pods*, measured without shared memory, stays, whoever holds all of the *root*'s."""
+    first, second, *_ = *sorted((pod.of_root(root).total for pod in pods), reverse=True), 0, 0
+    return first >= second + root.shared
+
+
 def choose_processes(pod: PodMemory, root: MemoryByKind, excess: int) -> tuple[int, ...]:
     """Return the processes of *pod* to end, so that *excess* bytes of *root* become free: those that hold most come first.
 

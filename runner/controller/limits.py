@@ -85,8 +85,11 @@ def default_memory_high(memory_max: int | None) -> int | None:
 
 
 def default_pod_memory(memory_high: int | None) -> int | None:
-    """Return the default of what a pod may hold in any case: a sixteenth of *memory_high*, at least what an instance needs."""
-    return None if memory_high is None else max(memory_high // 16 // MIB * MIB, INSTANCE_MEMORY)
+    """Return the default of what a pod may hold in any case: a sixteenth of *memory_high*, at least what an instance needs.
+
+    Half of it is the most, for a tree that has no room for an instance.
+    """
+    return None if memory_high is None else min(max(memory_high // 16, INSTANCE_MEMORY), memory_high // 2) // MIB * MIB
 
 
 def default_processes(*most: str) -> int | None:

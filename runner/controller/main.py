@@ -351,7 +351,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         metavar="SIZE",
         help="while more than --memory-high is in use, the pod that holds most of it is ended, but none that holds less than "
-        "this; max: none at all (default: a sixteenth of --memory-high, at least 256M)",
+        "this; max: none at all (default: a sixteenth of --memory-high, at least 256M, at most half)",
     )
     add(
         "--pids-max",

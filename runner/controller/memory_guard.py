@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
+from typing import Literal
 
 import attrs
 import trio
@@ -30,6 +31,7 @@ from runner.controller.float_memory import (
     charged_memory,
     choose_pod,
     choose_processes,
+    is_decided,
     unreclaimable,
 )
 from runner.controller.metrics import ControllerCounters, MemoryEnd
@@ -52,14 +54,16 @@ KILLED_AT_ONCE = 256
 """Processes that are ended before the memory is looked at again; for each there is an open descriptor."""
 ENDED_WITHIN = 10.0
 """Seconds to wait for them to end: a large process gives its memory back page by page."""
-READ_WITHIN = 10.0
+SETTLED_WITHIN = 0.25
+"""Seconds before another pod is chosen: what the last one held in a mount namespace becomes free after its processes."""
+READ_WITHIN = 30.0
 """Seconds for the search for shared memory; after it the guard goes by private memory alone."""
 BETWEEN_CHECKPOINTS = 64
 """Processes that are ended, 0.05 ms each, before requests have their turn."""
 
 MOST_OWN_PROCESSES = 4096
 """Processes in a pod's own cgroup that are looked at. Where there are more, what the pod is charged for is not deducted."""
-MOST_DESCRIPTORS = 1 << 16
+MOST_DESCRIPTORS = 1 << 15
 """Open files of a pod that are looked at, 0.02 ms each."""
 MOST_NAMESPACES = 64
 """Mount namespaces of a pod that are looked at."""
@@ -79,6 +83,8 @@ class GuardIntervals:
     """While it is above ``memory.high``."""
     pause: float = 0.05
     """After each look: under page cache alone, the kernel reports up to 100 events a second."""
+    unattributed: float = 1.0
+    """After one at which no pod held enough: all of them together need more than there is."""
 
 
 @attrs.define(eq=False)
@@ -102,29 +108,34 @@ class MemoryGuard:
             while True:
                 with contextlib.suppress(HostError):  # the root is not there yet, or is made anew
                     queue.watch(self.tree.root.path / "memory.events", inotify.MODIFY)
-                high = await self.check()
-                await trio.sleep(self.intervals.pause)
-                with trio.move_on_after(self.intervals.high if high else self.intervals.resync):
+                found = await self.check()
+                await trio.sleep(self.intervals.unattributed if found == "unattributed" else self.intervals.pause)
+                with trio.move_on_after(self.intervals.resync if found == "enough" else self.intervals.high):
                     await queue.receive()
 
-    async def check(self) -> bool:
-        """End the processes of a pod if the memory is above ``memory.high``, and return whether it was."""
+    async def check(self) -> Literal["enough", "ended", "unattributed"]:
+        """End the processes of a pod if the memory is above ``memory.high``, and return what was found and done."""
         await trio.lowlevel.checkpoint()
         try:
             excess, root = self._excess()
             if excess <= 0:
-                return False
+                return "enough"
             pods = await self._measured(root)
             pod = choose_pod(pods, root, self.least)
             if pod is None:
                 self._report_unattributed(excess, root, pods)
-            else:
+                return "unattributed"
+            if not self._settling(pod.pod_uid):
                 await self._end(pod, root, excess)
         except HostError as error:
             if (more := self.log_limit.due("memory guard")) is not None:
                 log.error("memory guard failed%s reason=%r", more, explain(error))  # noqa: TRY400  # the sentence is enough
-            return True
-        return True
+            return "unattributed"
+        return "ended"
+
+    def _settling(self, pod_uid: str) -> bool:
+        now = trio.current_time()
+        return any(now - at < SETTLED_WITHIN for other, at in self._ended_at.items() if other != pod_uid)
 
     def _excess(self) -> tuple[int, MemoryByKind]:
         """Return by how many bytes the root is above ``memory.high``, page cache not counted, and what it is charged for."""
@@ -149,14 +160,15 @@ class MemoryGuard:
     # -- what the pods hold ------------------------------------------------------------------------------------------
 
     async def _measured(self, root: MemoryByKind) -> tuple[PodMemory, ...]:
-        if root.shared >= self.least:
+        private = await trio.to_thread.run_sync(partial(self.measure, shared=False), abandon_on_cancel=True)
+        if root.shared >= self.least and not is_decided(private, root):
             with trio.move_on_after(READ_WITHIN):
                 return await trio.to_thread.run_sync(
                     partial(self.measure, shared=True), abandon_on_cancel=True, limiter=self._readers
                 )
             if (more := self.log_limit.due("memory unread")) is not None:
                 log.warning("shared memory not attributed%s reason='the search took more than %d s'", more, READ_WITHIN)
-        return await trio.to_thread.run_sync(partial(self.measure, shared=False), abandon_on_cancel=True)
+        return private
 
     def measure(self, *, shared: bool) -> tuple[PodMemory, ...]:
         """Return what each pod in the tree holds; *shared* memory is searched for only on demand, and else none.
@@ -169,30 +181,33 @@ class MemoryGuard:
 
     def _processes(self) -> Mapping[str, list[int]]:
         """Return pod UID → the processes whose first thread is in one of the pod's groups."""
-        groups = {
-            pod_uid: (self.tree.pod(pod_uid), self.tree.group(instance_group(pod_uid)))
-            for pod_uid in self.tree.floating.children()
-            if INSTANCE_NAME.fullmatch(pod_uid)
-        }
-        owners = {tid: pod_uid for pod_uid, pair in groups.items() for group in pair for tid in _threads(group)}
-        found: dict[str, list[int]] = {pod_uid: [] for pod_uid in groups}
-        for pid in self.tree.root.processes():
-            pod_uid = owners.get(pid) or self._owner(pid, groups)
+        pod_uids = [pod_uid for pod_uid in self.tree.floating.children() if INSTANCE_NAME.fullmatch(pod_uid)]
+        groups = {group: pod_uid for pod_uid in pod_uids for group in self._groups(pod_uid)}
+        owners = {tid: pod_uid for group, pod_uid in groups.items() for tid in _threads(group)}
+        paths = {self._path(group): pod_uid for group, pod_uid in groups.items()}
+        found: dict[str, list[int]] = {pod_uid: [] for pod_uid in pod_uids}
+        for pid in self.tree.root.processes() - {0}:
+            # The first thread of a process may have ended before the others: then no group lists it.
+            pod_uid = owners.get(pid) or paths.get(self._cgroup(pid))
             if pod_uid is not None:
                 found[pod_uid].append(pid)
         return found
 
-    def _owner(self, pid: int, groups: Iterable[str]) -> str | None:
-        return next((pod_uid for pod_uid in groups if self._is_in(pid, pod_uid)), None)
+    def _groups(self, pod_uid: str) -> tuple[Cgroup, Cgroup]:
+        return self.tree.pod(pod_uid), self.tree.group(instance_group(pod_uid))
+
+    def _path(self, group: Cgroup) -> str:
+        return f"/{group.path.relative_to(self.pods.mount.path)}"
+
+    def _cgroup(self, pid: int) -> str:
+        try:
+            return self.pods.procfs.cgroup(pid)
+        except HostError:
+            return ""
 
     def _is_in(self, pid: int, pod_uid: str) -> bool:
-        """Tell whether the first thread of *pid*, which may have ended before the others, is in a group of pod *pod_uid*."""
-        try:
-            path = self.pods.procfs.cgroup(pid)
-        except HostError:
-            return False
-        groups = (self.tree.pod(pod_uid), self.tree.group(instance_group(pod_uid)))
-        return any(path == f"/{group.path.relative_to(self.pods.mount.path)}" for group in groups)
+        """Tell whether the first thread of *pid* is in a group of pod *pod_uid*."""
+        return self._cgroup(pid) in map(self._path, self._groups(pod_uid))
 
     def _pod(self, pod_uid: str, pids: list[int], door: SharedMemory | None, host: Mapping[int, str]) -> PodMemory:
         own = [process.pid for process in islice(self.pods.processes(pod_uid), MOST_OWN_PROCESSES + 1)]
@@ -224,7 +239,6 @@ class MemoryGuard:
         now = trio.current_time()
         self._ended_at = {pod_uid: at for pod_uid, at in self._ended_at.items() if now - at < REPEATED}
         whole = pod.pod_uid in self._ended_at or not pod.processes
-        self._ended_at[pod.pod_uid] = now
         held = pod.of_root(root)
         if whole:
             for path in self.pods.existing(pod.pod_uid):
@@ -232,6 +246,7 @@ class MemoryGuard:
                     Cgroup(path).write("cgroup.kill", "1")
         pids = tuple(sorted(pod.processes)) if whole else choose_processes(pod, root, excess)
         ended = await self._kill(pod.pod_uid, pids[:KILLED_AT_ONCE])
+        self._ended_at[pod.pod_uid] = trio.current_time()
         self.counters.memory_ended += ended
         self.counters.memory_ends.append(MemoryEnd(pod.pod_uid, held.total, ended))
         what = "the pod that holds most is ended" if whole else "processes of the pod that holds most are ended"

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from runner.cpuset import CpuSet
 from runner.kernel.cgroup import Cgroup
@@ -301,6 +302,14 @@ class Machine:
             connection.connect(str(self.socket))
             return True
         return False
+
+    def ask(self, method: str) -> Any:
+        """Call the controller as a process of the node, and return the result."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.socket))
+            connection.sendall(json.dumps({"jsonrpc": "2.0", "method": method, "id": 1}).encode() + b"\n")
+            with connection.makefile() as lines:
+                return json.loads(lines.readline())["result"]
 
     def end(self) -> None:
         for pod in self.pods:

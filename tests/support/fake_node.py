@@ -149,6 +149,12 @@ class Node:
         status = self.proc / str(pid) / "status"
         status.write_text(status.read_text().replace("PPid:\t0", f"PPid:\t{parent}"))
 
+    def expose(self, pid: int, *, seccomp: int = 0, uid_map: str = "0 0 4294967295") -> None:
+        """Give process *pid* a seccomp mode, and a user namespace with *uid_map*."""
+        status = self.proc / str(pid) / "status"
+        status.write_text(f"{status.read_text()}Seccomp:\t{seccomp}\n")
+        (self.proc / str(pid) / "uid_map").write_text(f"{uid_map}\n")
+
     def nest(self, pid: int, namespace: str) -> None:
         """Put process *pid* into a PID namespace below the one it is in, as its init."""
         status = self.proc / str(pid) / "status"
@@ -274,6 +280,7 @@ async def controlled(
     partition_writer: PartitionWriter | None = None,
     partitions_required: bool = False,
     tuning: TuningOptions | None = None,
+    require_seccomp: bool = False,
     limit: float = 30,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet."""
@@ -305,6 +312,7 @@ async def controlled(
             store=PurePosixPath(node.path / RECORDS),
             options=tuning or TuningOptions(),
         ),
+        require_seccomp=require_seccomp,
     )
     server = UnixServer(methods, limits or SocketLimits())
     with trio.fail_after(limit):

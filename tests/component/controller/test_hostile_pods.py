@@ -68,6 +68,53 @@ async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
         assert not pod.exists()
 
 
+@pytest.mark.parametrize(
+    ("seccomp", "uid_map", "sysctl", "exposed"),
+    [
+        (0, "0 0 4294967295", "user/max_user_namespaces 15000", True),
+        (0, "0 0 4294967295", "kernel/unprivileged_userns_clone 1", True),
+        (0, "0 0 4294967295", "kernel/unprivileged_userns_clone 0", False),
+        (0, "0 0 4294967295", "user/max_user_namespaces 0", False),
+        (0, "0 65536 65536", "user/max_user_namespaces 15000", False),
+        (2, "0 0 4294967295", "user/max_user_namespaces 15000", False),
+    ],
+)
+async def test_a_pod_that_may_write_its_groups_is_named(
+    node: Node,
+    caplog: pytest.LogCaptureFixture,
+    seccomp: int,
+    uid_map: str,
+    sysctl: str,
+    exposed: bool,  # noqa: FBT001
+) -> None:
+    node.become(B)
+    node.expose(os.getpid(), seccomp=seccomp, uid_map=uid_map)
+    setting, value = sysctl.split()
+    (node.proc / "sys" / setting).parent.mkdir(exist_ok=True)
+    (node.proc / "sys" / setting).write_text(f"{value}\n")
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert ("instance without seccomp" in caplog.text) is exposed
+        node.pod(B).put_threads([os.getpid()])
+        [listed] = await client.result("listInstances")  # type: ignore[misc]
+        status = await client.result("getStatus")
+        assert isinstance(status, dict)
+        assert (listed["without_seccomp"], status["without_seccomp"]) == (exposed, [B] if exposed else [])
+        assert controller.loop.without_seccomp() == ({B} if exposed else set())
+
+
+async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(node: Node) -> None:
+    node.become(B)
+    node.expose(os.getpid())
+    async with controlled(node, require_seccomp=True), connected(node.socket) as client:
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+        assert refused["reason"] == "host"
+        assert "give the pod seccompProfile: RuntimeDefault" in str(refused["message"])
+        assert not node.instance(B).exists()
+        node.expose(os.getpid(), seccomp=2)
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+
 async def test_the_pods_group_stays_until_it_is_empty(node: Node) -> None:
     node.become(B)
     async with controlled(node) as controller, connected(node.socket) as client:
@@ -82,7 +129,7 @@ async def test_the_pods_group_stays_until_it_is_empty(node: Node) -> None:
 
 async def test_all_together_are_limited_by_the_size_of_the_node(node: Node) -> None:
     async with controlled(node):
-        assert limits(node) == {"memory.high": str(RAM // 128 * 15), "memory.max": str(RAM // 8), "pids.max": "250000"}
+        assert limits(node) == {"memory.high": str(RAM // 32 * 3), "memory.max": str(RAM // 8), "pids.max": "250000"}
     node.mount.child("kubepods.slice").write("memory.max", str(RAM // 4 * 3))  # the kubelet reserves a quarter
     async with controlled(node):
         assert limits(node)["memory.max"] == str(RAM // 4)

@@ -11,10 +11,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
 from runner.controller.float_memory import MemoryByKind, PodMemory
-from runner.controller.memory_guard import MOST_OWN_PROCESSES, MemoryGuard
-from runner.controller.metrics import ControllerCounters
+from runner.controller.memory_guard import MOST_OWN_PROCESSES, SETTLED_WITHIN, MemoryGuard
+from runner.controller.metrics import ControllerCounters, MemoryEnd
 from runner.controller.pods import PodCgroups
 from runner.controller.tree import Tree
 from runner.kernel.pidfds import kill_process
@@ -22,7 +24,7 @@ from runner.kernel.procfs import Procfs
 from runner.protocol.rate_limit import LogRateLimit
 from tests.support.fake_node import A, B, Node
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 SIZE = 64 * MIB
 CODE = """
 import ctypes, json, mmap, os, signal, sys, threading
@@ -172,6 +174,114 @@ def test_what_the_node_has_mounted_is_no_pods(node: Node) -> None:
         file.write(bytes(SIZE))
         put(node, A, pids)
         assert measured(node, A).found.shared == 0
+
+
+# -- whom it ends, by what a fake /proc says about real processes
+
+
+@contextmanager
+def described(node: Node, uid: str, private: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process in float that is said to have *private* bytes."""
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        node.put_process(process.pid, f"/stelia/float/{uid}", inner=1, namespace=f"pid-{uid}")
+        status = node.proc / str(process.pid) / "status"
+        text = f"{status.read_text()}RssAnon:\t{private >> 10} kB\nRssShmem:\t0 kB\nVmPTE:\t0 kB\nThreads:\t1\n"
+        status.write_text(text)
+        put(node, uid, [process.pid, *node.pod(uid).threads()])
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def fill(node: Node, used: int, stat: str) -> None:
+    (node.root.path / "memory.high").write_text(f"{1 << 30}\n")
+    (node.root.path / "memory.current").write_text(f"{used}\n")
+    (node.root.path / "memory.stat").write_text(f"{stat}\n")
+
+
+def guard_of(node: Node) -> MemoryGuard:
+    pods = PodCgroups(node.mount, Procfs(node.proc), kubelet=True)
+    return MemoryGuard(Tree(node.root), pods, 256 * MIB, ControllerCounters(), LogRateLimit())
+
+
+async def test_nothing_is_ended_for_page_cache_or_below_the_limit(node: Node) -> None:
+    with described(node, A, GIB) as process:
+        guard = guard_of(node)
+        fill(node, GIB, f"anon {GIB}")
+        assert await guard.check() == "enough"
+        fill(node, 2 * GIB, f"anon {GIB // 2}\nactive_file {GIB // 2}\ninactive_file {GIB // 2}")
+        assert await guard.check() == "enough"
+        (node.root.path / "memory.high").write_text("max\n")
+        assert await guard.check() == "enough"
+        assert process.poll() is None
+
+
+async def test_the_largest_processes_of_the_pod_that_holds_most_are_ended(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    (node.scope(A).parent.path / "cgroup.kill").touch()
+    with (
+        described(node, A, 900 * MIB) as large,
+        described(node, A, 50 * MIB) as small,
+        described(node, B, 800 * MIB) as other,
+    ):
+        guard = guard_of(node)
+        fill(node, GIB + 100 * MIB, f"anon {GIB + 100 * MIB}")
+        assert await guard.check() == "ended"
+        assert (large.wait(), small.poll(), other.poll()) == (-9, None, None)
+        put(node, A, [small.pid])
+        assert list(guard.counters.memory_ends) == [MemoryEnd(A, 950 * MIB, 1)]
+        assert f"uuid={A} processes=1 private={950 * MIB}" in caplog.text
+
+        assert await guard.check() == "ended"
+        assert other.poll() is None, "the memory of the first may still be on its way"
+        guard._ended_at[A] -= SETTLED_WITHIN
+        fill(node, GIB, f"anon {GIB}")
+        assert await guard.check() == "enough"
+        assert (small.poll(), other.poll()) == (None, None)
+
+
+async def test_a_pod_that_is_chosen_again_is_ended_as_a_whole(node: Node) -> None:
+    kill = node.scope(A).parent.path / "cgroup.kill"
+    kill.touch()
+    fill(node, 2 * GIB, f"anon {2 * GIB}")
+    guard = guard_of(node)
+    with described(node, A, 1900 * MIB) as first, described(node, A, MIB) as second:
+        assert await guard.check() == "ended"
+        assert (first.wait(), second.poll(), kill.read_text()) == (-9, None, "")
+        (node.proc / str(second.pid) / "status").write_text(
+            (node.proc / str(second.pid) / "status").read_text().replace(f"RssAnon:\t{1 << 10}", f"RssAnon:\t{1 << 20}")
+        )
+        put(node, A, [second.pid])
+        assert await guard.check() == "ended"
+        assert (second.wait(), kill.read_text()) == (-9, "1\n")
+        assert guard.counters.memory_ended == 2
+
+
+async def test_where_no_pod_holds_enough_none_is_ended(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    fill(node, 2 * GIB, f"anon {2 * GIB}")
+    with described(node, A, 200 * MIB) as a, described(node, B, 255 * MIB) as b:
+        guard = guard_of(node)
+        assert await guard.check() == "unattributed"
+        assert (a.poll(), b.poll()) == (None, None)
+        assert f"no pod holds enough to be ended root={node.root.path} excess={GIB}" in caplog.text
+        assert f"most={B} {255 * MIB}, {A}" in caplog.text
+
+
+async def test_a_report_of_the_kernel_wakes_the_guard(node: Node) -> None:
+    fill(node, MIB, f"anon {MIB}")
+    (node.root.path / "memory.events").write_text("high 0\n")
+    with trio.fail_after(30), described(node, A, 2 * GIB) as process:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(guard_of(node).run)
+            await trio.testing.wait_all_tasks_blocked(0.2)
+            assert process.poll() is None
+            fill(node, 2 * GIB, f"anon {2 * GIB}")
+            (node.root.path / "memory.events").write_text("high 1\n")
+            while process.poll() is None:
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
 
 
 def test_a_process_that_is_another_one_meanwhile_is_not_ended() -> None:

@@ -11,6 +11,7 @@ from runner.controller.float_memory import (
     charged_memory,
     choose_pod,
     choose_processes,
+    is_decided,
     unreclaimable,
 )
 
@@ -92,6 +93,14 @@ def test_what_the_kernel_says() -> None:
     assert unreclaimable(200, stat) == 88
     assert unreclaimable(10, stat) == 0
     assert charged_memory({}) == MemoryByKind()
+
+
+def test_shared_memory_is_searched_for_unless_it_cannot_change_the_choice() -> None:
+    large, small = (pod(name, MemoryByKind(size), MemoryByKind()) for name, size in (("a", GIB), ("b", MIB)))
+    for shared, decided in ((0, True), (GIB - MIB, True), (GIB, False)):
+        assert is_decided([small, large], MemoryByKind(4 * GIB, shared)) is decided
+    assert is_decided([], MemoryByKind())
+    assert not is_decided([small], MemoryByKind(4 * GIB, 2 * MIB)), "a pod that is not measured may hold it"
 
 
 SMALL = [MemoryByKind(*sizes) for sizes in ((0, 0, 0), (3, 0, 0), (0, 4, 0), (1, 1, 5), (9, 9, 9))]

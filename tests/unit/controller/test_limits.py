@@ -38,8 +38,11 @@ def test_the_default_of_memory_fits_the_machine(ram: int, pods: int | None, expe
     assert expected * 11 // 16 < high < expected * 13 // 16
     assert high % MIB == 0
     assert default_memory_high(None) is None
-    assert default_pod_memory(high) == max(high // 16 // MIB * MIB, 256 * MIB)
-    assert default_pod_memory(None) is None
+
+
+def test_the_default_of_what_a_pod_may_hold() -> None:
+    found = [default_pod_memory(high) for high in (96 * MIB, GIB, 32 * GIB, None)]
+    assert found == [48 * MIB, 256 * MIB, 2 * GIB, None]
 
 
 def test_the_default_of_processes_is_half_of_what_the_kernel_can_have() -> None:
