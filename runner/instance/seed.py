@@ -19,7 +19,7 @@ def seed_image(seed: SeedPlan) -> bytes:
 
     Raises :exc:`~runner.errors.HostError` when the clock is so wrong that a CD cannot have the date.
     """
-    year = time.localtime(time.time()).tm_year
+    year = time.localtime().tm_year
     if year not in YEARS:
         raise HostError(
             f"cannot write the cloud-init seed: the clock says that it is the year {year}, and a CD can be dated {YEARS[0]} to "

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import time
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import attrs
@@ -158,7 +159,7 @@ def test_the_script_to_paste_makes_the_same_seed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("seconds", "year"), [(-2_300_000_000, 1897), (5_900_000_000, 2156)])
 def test_a_clock_that_no_cd_can_have_is_refused(monkeypatch: pytest.MonkeyPatch, seconds: int, year: int) -> None:
-    monkeypatch.setattr(time, "time", lambda: seconds)
+    monkeypatch.setattr(time, "localtime", partial(time.gmtime, seconds))
     with pytest.raises(
         HostError, match=f"the clock says that it is the year {year}, .*1900 to 2155; set the host's clock"
     ):
