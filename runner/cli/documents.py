@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 from runner.cli.options import read_spec, source_of
-from runner.errors import Problem, SpecError, Status, escaped
+from runner.errors import Problem, RunnerError, SpecError, escaped, explain
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.document import document_problems
 from runner.spec.instance import CloudInitSpec, InstanceSpec, parse_elsewhere
@@ -20,16 +20,16 @@ CLOUD_CONFIG = b"#cloud-config"
 
 
 def check(paths: Iterable[str]) -> int:
-    """Print a line for each document that is right, and every problem of the others; return the exit status."""
+    """Print a line for each document that is right, and every problem of the others; return the highest exit status."""
     status = 0
     for path in paths:
         source = source_of(path)
         try:
             spec, unset = _checked(source, read_spec(path))
-        except SpecError as error:
+        except RunnerError as error:
             sys.stdout.flush()
-            print("\n".join(f"instance-runner: {line}" for line in str(error).splitlines()), file=sys.stderr)
-            status = Status.REFUSED
+            print("\n".join(f"instance-runner: {line}" for line in explain(error).splitlines()), file=sys.stderr)
+            status = max(status, error.status)
             continue
         about = "right" if spec is None else f"right, {_summary(spec)}"
         unknown = f"; without the values of {', '.join(unset)}, which are not set here" if unset else ""

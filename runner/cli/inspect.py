@@ -22,6 +22,7 @@ from runner.inspect.observe import observe_container, observe_node
 from runner.inspect.render import report_json, report_lines, state_lines
 from runner.inspect.rules import InspectionReport, judge
 from runner.inspect.trace_render import trace_json, trace_lines
+from runner.instance.state_directory import RECEIPT
 from runner.kernel.cgroup import Cgroup
 from runner.values import frozen
 
@@ -84,7 +85,7 @@ def _seconds(text: str) -> float:
 def main(arguments: argparse.Namespace) -> int:
     """Print one report, or one after the other; return ``FINDINGS`` if the last one has a violated rule."""
     target = InspectionTarget(
-        receipt=Path(arguments.state_dir / "receipt.json"),
+        receipt=Path(arguments.state_dir / RECEIPT),
         root=Cgroup(arguments.root),
         kubelet=arguments.kubelet_dir,
         pod_logs=arguments.pod_logs_dir,

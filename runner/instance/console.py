@@ -111,7 +111,7 @@ class Console:
             request = await _attach_request(connection, framer)
             if request is None:
                 return
-            if not _may_attach(connection, accepted_at):
+            if not may_attach(connection, accepted_at):
                 if (more := self._log_limit.due("console client refused")) is not None:
                     log.warning(
                         "a console client is refused: it is not root in the instance's own PID namespace%s", more
@@ -181,7 +181,7 @@ class Console:
         return False
 
 
-def _may_attach(connection: trio.socket.SocketType, accepted_at: float) -> bool:
+def may_attach(connection: trio.socket.SocketType, accepted_at: float) -> bool:
     """Tell whether the client is root, or this process's own user, in this process's PID namespace."""
     peers = Peers(Roots().proc)
     try:

@@ -1,4 +1,7 @@
-"""The guest's screen by VNC: connections are accepted here and passed to QEMU, which does not listen itself."""
+"""The guest's screen by VNC: connections are accepted here and passed to QEMU, which does not listen itself.
+
+The same clients may see the screen as may attach to the console.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from functools import partial
 import trio
 
 from runner.errors import explain
+from runner.instance.console import may_attach
 from runner.instance.qemu import Qemu
 from runner.instance.supervisor import Supervisor
+from runner.kernel.peers import boot_time
 from runner.kernel.sockets import Socket, accepted, listening
 from runner.protocol.qmp import QmpError
 from runner.protocol.rate_limit import LogRateLimit
@@ -37,6 +42,10 @@ async def _pass_on(listener: Socket, machine: Qemu, log_limit: LogRateLimit) -> 
     accepting = trio.socket.from_stdlib_socket(listener)
     while True:
         with await accepted(accepting) as viewer:
+            if not may_attach(viewer, boot_time()):
+                if (more := log_limit.due("VNC viewer refused")) is not None:
+                    log.warning("a VNC viewer is refused: it is not root in the instance's own PID namespace%s", more)
+                continue
             try:
                 await machine.show(viewer.fileno())
             except QmpError as error:

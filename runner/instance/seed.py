@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import io
+import time
 
 from pycdlib import PyCdlib
 
+from runner.errors import HostError
 from runner.plan.cloud_init import LABEL, SeedPlan
+
+YEARS = range(1900, 2156)
+"""One byte counts the years from 1900 on (ECMA-119, 9.1.5, "Recording Date and Time")."""
 
 
 def seed_image(seed: SeedPlan) -> bytes:
-    """Return the documents of *seed* as a CD with Rock Ridge names for Linux and Joliet names for Windows, dated now."""
+    """Return the documents of *seed* as a CD with Rock Ridge names for Linux and Joliet names for Windows, dated now.
+
+    Raises :exc:`~runner.errors.HostError` when the clock is so wrong that a CD cannot have the date.
+    """
+    year = time.localtime().tm_year
+    if year not in YEARS:
+        raise HostError(
+            f"cannot write the cloud-init seed: the clock says that it is the year {year}, and a CD can be dated {YEARS[0]} to "
+            f"{YEARS[-1]}; set the host's clock"
+        )
     files = {"meta-data": seed.meta_data, "user-data": seed.user_data, "network-config": seed.network_config}
     disc, written = PyCdlib(), io.BytesIO()
     disc.new(interchange_level=3, vol_ident=LABEL, joliet=3, rock_ridge="1.09")

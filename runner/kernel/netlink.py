@@ -13,8 +13,9 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, ip_address, ip_interface, ip_network
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import attrs
 
@@ -28,6 +29,8 @@ with without_init("pyroute2"):
     from pyroute2.netlink import rtnl
     from pyroute2.netlink.exceptions import NetlinkDecodeError
     from pyroute2.netlink.rtnl import ifaddrmsg, ndmsg, rtmsg
+
+T = TypeVar("T")
 
 ANSWERED_WITHIN = 5
 """Seconds after which an answer counts as lost: the kernel answers before ``sendto`` returns."""
@@ -194,19 +197,22 @@ class Rtnetlink:
     def links(self) -> list[FoundLink]:
         """Return every link of the namespace."""
         with _doing("read the network interfaces"):
-            return [_found(message) for message in self._dump(rtnl.RTM_GETLINK, _link_request({}, _WITHOUT_STATISTICS))]
+            messages = self._dump(rtnl.RTM_GETLINK, _link_request({}, _WITHOUT_STATISTICS))
+            return [_understood(_found, message) for message in messages]
 
     def link(self, name: str) -> FoundLink | None:
         """Return the link *name*, if there is one."""
         request = _link_request({}, _name(name), _WITHOUT_STATISTICS)
         with _doing(f"look for the network interface {name!r}"):
             try:
-                [answer] = self._ask(rtnl.RTM_GETLINK, 0, request)
+                answers = self._ask(rtnl.RTM_GETLINK, 0, request)
             except OSError as error:
                 if error.errno == errno.ENODEV:
                     return None
                 raise
-        found = _found(answer)
+            if len(answers) != 1:
+                raise _malformed()
+            found = _understood(_found, answers[0])
         return found if found.name == name else None  # the kernel searches alternative names of links too
 
     def add_bridge(self, name: str, mtu: int) -> None:
@@ -252,22 +258,23 @@ class Rtnetlink:
 
     def addresses(self, link: FoundLink) -> tuple[IPv4Interface, ...]:
         """Return the IPv4 addresses of *link*."""
-        found = map(_address, self._address_messages(link, socket.AF_INET))
+        found = self._read_addresses(link, socket.AF_INET, _address)
         return tuple(address for address in found if isinstance(address, IPv4Interface))
 
     def addresses6(self, link: FoundLink) -> tuple[IPv6Interface, ...]:
         """Return the permanent global IPv6 addresses of *link*."""
-        messages = filter(_is_permanent, self._address_messages(link, socket.AF_INET6))
-        return tuple(address for address in map(_address, messages) if isinstance(address, IPv6Interface))
+        found = self._read_addresses(link, socket.AF_INET6, _permanent_address)
+        return tuple(address for address in found if isinstance(address, IPv6Interface))
 
     def has_broadcast(self, link: FoundLink) -> bool:
         """Tell whether the IPv4 addresses of *link* came with a broadcast address."""
-        messages = self._address_messages(link, socket.AF_INET)
-        return any(message.get_attr("IFA_BROADCAST") is not None for message in messages)
+        return any(self._read_addresses(link, socket.AF_INET, _has_broadcast))
 
-    def _address_messages(self, link: FoundLink, family: int) -> list[_Message]:
+    def _read_addresses(self, link: FoundLink, family: int, read: Callable[[_Message], T]) -> list[T]:
+        """Return what *read* finds in each address of *link*."""
+        request = _Request(ifaddrmsg.ifaddrmsg, {"family": family, "index": link.index})
         with _doing(f"read the addresses of {link.name!r}"):
-            return self._dump(rtnl.RTM_GETADDR, _Request(ifaddrmsg.ifaddrmsg, {"family": family, "index": link.index}))
+            return [_understood(read, message) for message in self._dump(rtnl.RTM_GETADDR, request)]
 
     def add_address(self, link: FoundLink, address: IpInterface) -> None:
         """Add an address that *link* does not have."""
@@ -292,7 +299,8 @@ class Rtnetlink:
         """Return the permanent neighbours of *link*."""
         with _doing(f"read the neighbours of {link.name!r}"):
             messages = self._dump(rtnl.RTM_GETNEIGH, _Request(ndmsg.ndmsg, {}, (("NDA_IFINDEX", link.index),)))
-        return tuple(neighbour for message in messages for neighbour in _neighbour(message, link.index))
+            found = [_understood(partial(_neighbour, index=link.index), message) for message in messages]
+        return tuple(filter(None, found))
 
     def replace_neighbour(self, link: FoundLink, neighbour: PermanentNeighbour) -> None:
         """Add a permanent neighbour to *link*, replacing the entry of that address."""
@@ -318,19 +326,22 @@ class Rtnetlink:
         return self._routes(link, socket.AF_INET6)
 
     def _routes(self, link: FoundLink, family: int) -> tuple[Route, ...]:
-        return tuple(route for message in self._route_messages(link, family) for route in _route(message, link.index))
+        return tuple(filter(None, self._read_routes(link, family, partial(_route, index=link.index))))
 
     def multipath(self, link: FoundLink) -> tuple[IpNetwork, ...]:
         """Return the destinations of multipath routes, one of whose gateways is behind *link*."""
         families = (socket.AF_INET, socket.AF_INET6)
-        messages = (message for family in families for message in self._route_messages(link, family))
-        return tuple(_destination(message) for message in messages if _is_multipath(message, link.index))
+        read = partial(_multipath, index=link.index)
+        return tuple(
+            found for family in families for found in self._read_routes(link, family, read) if found is not None
+        )
 
-    def _route_messages(self, link: FoundLink, family: int) -> list[_Message]:
+    def _read_routes(self, link: FoundLink, family: int, read: Callable[[_Message], T]) -> list[T]:
+        """Return what *read* finds in each route through *link*."""
         # The caller picks the table: the kernel refuses to dump one that was never used (ENOENT).
         request = _Request(_RouteMessage, {"family": family}, (("RTA_OIF", link.index),))
         with _doing(f"read the routes of {link.name!r}"):
-            return self._dump(rtnl.RTM_GETROUTE, request)
+            return [_understood(read, message) for message in self._dump(rtnl.RTM_GETROUTE, request)]
 
     def replace_route(self, link: FoundLink, route: Route) -> None:
         """Add *route* to the main table, replacing one with the same destination and metric."""
@@ -415,9 +426,25 @@ def _decoded(layout: Callable[..., _Message], datagram: bytes, offset: int) -> _
     message = layout(datagram, offset=offset)
     try:
         message.decode()
-    except (NetlinkDecodeError, struct.error) as error:
-        raise OSError(errno.EBADMSG, "the answer is malformed") from error
+    except (NetlinkDecodeError, *_MISREAD) as error:
+        raise _malformed() from error
     return message
+
+
+_MISREAD = (AttributeError, LookupError, TypeError, ValueError, struct.error)
+"""What reading a message raises that lacks an attribute, or has one of another form than the kernel's headers say."""
+
+
+def _understood(read: Callable[[_Message], T], message: _Message) -> T:
+    """Return what *read* finds in *message*. Raises ``OSError`` if it is not as expected."""
+    try:
+        return read(message)
+    except _MISREAD:
+        raise _malformed() from None
+
+
+def _malformed() -> OSError:
+    return OSError(errno.EBADMSG, "the answer is malformed")
 
 
 def _check(final: _Message) -> None:
@@ -460,11 +487,15 @@ def _address(message: _Message) -> IpInterface:
     return ip_interface(f"{message.get_attr('IFA_LOCAL') or message.get_attr('IFA_ADDRESS')}/{message['prefixlen']}")
 
 
-def _is_permanent(message: _Message) -> bool:
-    """Tell whether the address is a global one that no router's advertisement made."""
+def _permanent_address(message: _Message) -> IpInterface | None:
+    """Return the address if it is a global one that no router's advertisement made."""
     flags = message["flags"] | message.get_attr("IFA_FLAGS", 0)
     permanent = bool(flags & ifaddrmsg.IFA_F_PERMANENT) and not flags & ifaddrmsg.IFA_F_TEMPORARY
-    return bool(message["scope"] == rtnl.rt_scope["universe"]) and permanent
+    return _address(message) if message["scope"] == rtnl.rt_scope["universe"] and permanent else None
+
+
+def _has_broadcast(message: _Message) -> bool:
+    return message.get_attr("IFA_BROADCAST") is not None
 
 
 def _address_request(link: FoundLink, address: IpInterface) -> _Request:
@@ -485,12 +516,13 @@ def _scope(route: Route) -> int:
     return int(rtnl.rt_scope["link" if on_link else "universe"])
 
 
-def _neighbour(message: _Message, index: int) -> Iterator[PermanentNeighbour]:
-    """Yield the neighbour, if it is a permanent one of link *index*."""
+def _neighbour(message: _Message, index: int) -> PermanentNeighbour | None:
+    """Return the neighbour, if it is a permanent one of link *index*."""
     mac = message.get_attr("NDA_LLADDR")
     is_ip = message["family"] in {socket.AF_INET, socket.AF_INET6}
     if is_ip and message["ifindex"] == index and message["state"] & ndmsg.NUD_PERMANENT and mac:
-        yield PermanentNeighbour(ip_address(message.get_attr("NDA_DST")), mac)
+        return PermanentNeighbour(ip_address(message.get_attr("NDA_DST")), mac)
+    return None
 
 
 def _destination(message: _Message) -> IpNetwork:
@@ -498,25 +530,27 @@ def _destination(message: _Message) -> IpNetwork:
     return ip_network(f"{message.get_attr('RTA_DST', everything)}/{message['dst_len']}")
 
 
-def _route(message: _Message, index: int) -> Iterator[Route]:
-    """Yield the route, if it is one of the main table through link *index* alone."""
+def _route(message: _Message, index: int) -> Route | None:
+    """Return the route, if it is one of the main table through link *index* alone."""
     unicast = message["type"] == rtnl.rt_type["unicast"]
-    if message["table"] == _RT_TABLE_MAIN and message.get_attr("RTA_OIF") == index and unicast:
-        yield Route(
-            _destination(message),
-            _ip(message.get_attr("RTA_GATEWAY")),
-            _ip(message.get_attr("RTA_PREFSRC")),
-            message.get_attr("RTA_PRIORITY", 0),
-            bool(message["flags"] & rtmsg.RTNH_F_ONLINK),
-            message["proto"],
-            message.get_attr("RTA_METRICS", b"").hex(),
-        )
+    if message["table"] != _RT_TABLE_MAIN or message.get_attr("RTA_OIF") != index or not unicast:
+        return None
+    return Route(
+        _destination(message),
+        _ip(message.get_attr("RTA_GATEWAY")),
+        _ip(message.get_attr("RTA_PREFSRC")),
+        message.get_attr("RTA_PRIORITY", 0),
+        bool(message["flags"] & rtmsg.RTNH_F_ONLINK),
+        message["proto"],
+        message.get_attr("RTA_METRICS", b"").hex(),
+    )
 
 
-def _is_multipath(message: _Message, index: int) -> bool:
-    """Tell whether it is a multipath route of the main table with a gateway behind link *index*."""
+def _multipath(message: _Message, index: int) -> IpNetwork | None:
+    """Return the destination, if it is a multipath route of the main table with a gateway behind link *index*."""
     hops = message.get_attr("RTA_MULTIPATH", ())
-    return message["table"] == _RT_TABLE_MAIN and any(hop["oif"] == index for hop in hops)
+    through = message["table"] == _RT_TABLE_MAIN and any(hop["oif"] == index for hop in hops)
+    return _destination(message) if through else None
 
 
 def _ip(text: str | None) -> IpAddress | None:

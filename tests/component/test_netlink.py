@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
 import struct
 import subprocess
 import threading
@@ -277,6 +278,61 @@ def test_a_malformed_answer_is_an_error_like_others(rtnetlink: Rtnetlink, fake_k
     """A release records errors of the host; another exception would end it."""
     fake_kernel((message(16, 1, b"\0\0"), 0))
     assert "cannot read the network interfaces: the answer is malformed" in refused(rtnetlink.links)
+
+
+def attribute(kind: int, value: bytes) -> bytes:
+    return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+LINK = FoundLink(1, "lo", "", 65536, 0, "", "")
+ADDRESS = struct.pack("=BBBBi", socket.AF_INET, 24, 0x80, 0, 1)
+ROUTE = struct.pack("=BBBBBBBBI", socket.AF_INET, 24, 0, 0, 254, 3, 0, 1, 0)
+NEIGHBOUR = struct.pack("=BxxxiHBB", socket.AF_INET, 1, 0x80, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("ask", "answers", "what"),
+    [
+        (lambda netlink: netlink.links(), [(16, bytes(16))], "read the network interfaces"),
+        (lambda netlink: netlink.links(), [(16, bytes(16) + attribute(4, b""))], "read the network interfaces"),
+        (lambda netlink: netlink.link("lo"), [], "look for the network interface 'lo'"),
+        (
+            lambda netlink: netlink.link("lo"),
+            [(16, bytes(16) + attribute(3, b"lo\0"))] * 2,
+            "look for the network interface",
+        ),
+        (lambda netlink: netlink.addresses(LINK), [(20, ADDRESS)], "read the addresses of 'lo'"),
+        (
+            lambda netlink: netlink.addresses(LINK),
+            [(20, ADDRESS + attribute(2, b"\x01"))],
+            "read the addresses of 'lo'",
+        ),
+        (lambda netlink: netlink.addresses6(LINK), [(20, ADDRESS)], "read the addresses of 'lo'"),
+        (lambda netlink: netlink.has_broadcast(LINK), [(20, b"\x02")], "read the addresses of 'lo'"),
+        (
+            lambda netlink: netlink.neighbours(LINK),
+            [(28, NEIGHBOUR + attribute(2, bytes(6)))],
+            "read the neighbours of 'lo'",
+        ),
+        (
+            lambda netlink: netlink.routes(LINK),
+            [(24, ROUTE + attribute(4, struct.pack("=I", 1)) + attribute(1, bytes([10, 0, 0, 9])))],
+            "read the routes of 'lo'",
+        ),
+        (lambda netlink: netlink.multipath(LINK), [(24, ROUTE + attribute(9, b"\x01"))], "read the routes of 'lo'"),
+    ],
+)
+def test_an_answer_that_lacks_something_is_an_error_like_others(
+    rtnetlink: Rtnetlink,
+    fake_kernel: FakeKernel,
+    ask: Callable[[Rtnetlink], object],
+    answers: list[tuple[int, bytes]],
+    what: str,
+) -> None:
+    """A name, an address, another one of the two that were asked for; or an attribute is of another length."""
+    fake_kernel(*((message(kind, 1, body), 0) for kind, body in answers), (message(3, 1), 0))
+    assert f"cannot {what}" in (sentence := refused(ask, rtnetlink))
+    assert "the answer is malformed" in sentence
 
 
 def test_an_endless_answer_is_given_up(rtnetlink: Rtnetlink, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,19 @@ def test_a_wrong_document_is_refused_without_its_target_and_the_others_are_judge
     assert done.stdout == f"{EXAMPLES[2]}: right, 1 vCPU, 128MiB\n"
 
 
+def test_a_document_that_cannot_be_read_does_not_keep_the_others_from_being_judged(tmp_path: Path) -> None:
+    (tmp_path / "wrong.toml").write_text("[cpu]\ncount = 0\n")
+    missing = tmp_path / "missing.toml"
+    done = plan("--document-only", missing, EXAMPLES[2], tmp_path, tmp_path / "wrong.toml")
+    assert done.returncode == 30, "the highest of 2, 0, 2 and 30"
+    assert done.stdout == f"{EXAMPLES[2]}: right, 1 vCPU, 128MiB\n"
+    first, second, *others = done.stderr.splitlines()
+    assert first == f"instance-runner: cannot read the spec {str(missing)!r}: No such file or directory"
+    assert second == f"instance-runner: cannot read the spec {str(tmp_path)!r}: it is not a file"
+    assert all(line.startswith(f"instance-runner: {tmp_path}/wrong.toml: ") for line in others)
+    assert plan("--document-only", EXAMPLES[2], missing).returncode == 2
+
+
 def test_what_depends_on_variables_that_are_not_set_is_left_open() -> None:
     document = '[boot]\nkernel = "/k"\n[environment]\nallow = ["NO_SUCH_UID"]\n[instance]\nuuid = "${NO_SUCH_UID}"\n'
     done = plan("--document-only", "-", text=document)

@@ -7,6 +7,7 @@ import os
 import pty
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,24 +68,35 @@ def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> N
     assert b"knock" in (run.state / "console.log").read_bytes()
 
 
+VIEWER = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as viewer, viewer.makefile("rwb") as stream:
+    viewer.settimeout(30)
+    viewer.connect(sys.argv[1])
+    assert stream.read(12) == b"RFB 003.008\\n"
+    stream.write(b"RFB 003.008\\n")
+    stream.flush()
+    assert stream.read(2) == b"\\x01\\x01", "one security type, None: only root in the container gets here"
+    stream.write(b"\\x01")
+    stream.flush()
+    assert stream.read(4) == bytes(4)
+    stream.write(b"\\x01")
+    stream.flush()
+    width, height = (int.from_bytes(stream.read(2), "big") for _ in range(2))
+    assert (width, height) >= (320, 200)
+"""
+
+
 def test_the_screen_by_vnc(start: ProgramStarter, tmp_path: Path) -> None:
-    """Connect two viewers, one after the other; the protocol is RFB (RFC 6143)."""
+    """Connect two viewers, one after the other, and before them one of another PID namespace; the protocol is RFB (RFC 6143)."""
     run = echoing(start, tmp_path, "[display]\nvnc = true\n")
     assert (run.state / "vnc.sock").stat().st_mode & 0o777 == 0o600
+    inside = ("nsenter", f"--target={run.pid()}", "--pid", "--mount")
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(30)
+        stranger.connect(str(run.state / "vnc.sock"))
+        assert stranger.recv(12) == b"", "the end of the connection"
     for _ in range(2):
-        with socket.socket(socket.AF_UNIX) as viewer, viewer.makefile("rwb") as stream:
-            viewer.settimeout(30)
-            viewer.connect(str(run.state / "vnc.sock"))
-            assert stream.read(12) == b"RFB 003.008\n"
-            stream.write(b"RFB 003.008\n")
-            stream.flush()
-            assert stream.read(2) == b"\x01\x01", "one security type, None: only root can open the socket"
-            stream.write(b"\x01")
-            stream.flush()
-            assert stream.read(4) == bytes(4)
-            stream.write(b"\x01")
-            stream.flush()
-            width, height = (int.from_bytes(stream.read(2), "big") for _ in range(2))
-            assert (width, height) >= (320, 200)
+        subprocess.run([*inside, sys.executable, "-I", "-c", VIEWER, run.state / "vnc.sock"], check=True, timeout=60)
     assert run.stop() == 13
     assert not (run.state / "vnc.sock").exists()

@@ -3,11 +3,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import attrs
 import pytest
 
+from runner.errors import HostError
 from runner.facts.disk import DocumentFact
 from runner.instance.seed import seed_image
 from runner.plan.argv.qemu import pasteable
@@ -152,6 +155,15 @@ def test_the_script_to_paste_makes_the_same_seed(tmp_path: Path) -> None:
     subprocess.run(["sh", "-e"], input=script, text=True, check=True)
     expected = {"user-data": found.user_data.content, "meta-data": found.meta_data.content}
     assert read_back(tmp_path / "seed.iso") == expected
+
+
+@pytest.mark.parametrize(("seconds", "year"), [(-2_300_000_000, 1897), (5_900_000_000, 2156)])
+def test_a_clock_that_no_cd_can_have_is_refused(monkeypatch: pytest.MonkeyPatch, seconds: int, year: int) -> None:
+    monkeypatch.setattr(time, "localtime", partial(time.gmtime, seconds))
+    with pytest.raises(
+        HostError, match=f"the clock says that it is the year {year}, .*1900 to 2155; set the host's clock"
+    ):
+        seed_image(SeedPlan("", Sealed(b""), Sealed(b""), None))
 
 
 def test_the_image_is_a_cd_with_that_label(tmp_path: Path) -> None:
