@@ -26,8 +26,9 @@ from runner.kernel.privileges import CAP_SYS_ADMIN, keep_capabilities
 from runner.kubelet.pod_cgroups import instance_uid
 from runner.values import frozen
 
-ANSWERS_WITHIN = 10.0
+ANSWERS_WITHIN = 30.0
 """Seconds; the kernel rebuilds its scheduling domains meanwhile, 0.1 s on an emulated machine (measured)."""
+_ENDED = "cannot make partitions: the partition writer has ended; restart the controller"
 _LONGEST = 256
 """Bytes of a message: the name of an instance's cgroup, or the number of an error."""
 
@@ -61,9 +62,6 @@ class PartitionWriter:
             raise CgroupError(f"cannot write 'isolated' to {name}/cpuset.cpus.partition: {os.strerror(number)}", number)
 
 
-_ENDED = "cannot make partitions: the partition writer has ended; restart the controller"
-
-
 def start_partition_writer(root: Path, procfs: Path) -> PartitionWriter:
     """Fork the writer for the cgroups directly below *root*; no thread may have been started yet.
 
@@ -87,10 +85,9 @@ def _serve(connection: socket.socket, root: Path, procfs: Path) -> NoReturn:
     try:
         with contextlib.suppress(OSError):
             (procfs / "self" / "comm").write_text("partition-write")  # 15 characters, as the kernel cuts it
+        # They are sent to the controller's process group or container as well, and the end of the controller ends this one.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(
-                number, signal.SIG_IGN
-            )  # of the controller's process group or container; its end ends this one
+            signal.signal(number, signal.SIG_IGN)
         keep_capabilities((CAP_SYS_ADMIN,))
         while message := connection.recv(_LONGEST):
             connection.send(str(isolate(root, message)).encode())
@@ -118,8 +115,6 @@ def isolate(root: Path, message: bytes) -> int:
                 held.callback(os.close, at)
             assert at is not None  # noqa: S101 - three were opened
             write_control(at, "isolated", f"{name}/cpuset.cpus.partition")
-    except CgroupError as error:
-        return error.errno or errno.EIO
-    except OSError as error:
+    except (CgroupError, OSError) as error:
         return error.errno or errno.EIO
     return 0

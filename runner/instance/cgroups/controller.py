@@ -51,8 +51,8 @@ ASKED_AGAIN = 10.0
 DEREGISTERED_WITHIN = 5.0
 """Seconds; the controller gives the last thread 2 s to go, and removes by itself what dead instances leave."""
 
-SEALED_WITHIN = 15.0
-"""Seconds for the controller to seal the CPUs; it waits 10 s for its partition writer."""
+SEALED_WITHIN = 45.0
+"""Seconds for the controller to seal the CPUs; it gives the kernel 30 s."""
 
 UNSEALED_WITHIN = 5.0
 """Seconds; the controller unseals what is deregistered or empty in any case."""
