@@ -25,7 +25,7 @@ class Unknown:
 
 
 @frozen
-class Guarantee:
+class ObservedGuarantee:
     """What keeps other tasks off the vCPUs' CPUs."""
 
     kind: Literal["enforced", "arranged"] | None
@@ -67,7 +67,7 @@ class InstanceObservation:
     name: str
     """Its uuid on the node; ``instance`` in its own container, which does not know it."""
     backend: Backend
-    guarantee: Guarantee
+    guarantee: ObservedGuarantee
     rules: ThreadRules
     """Where its threads may be; without pins where it has no vCPU thread and their number is not known."""
     numa_node_of: Mapping[int, int]

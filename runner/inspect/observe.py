@@ -22,11 +22,11 @@ from runner.errors import HostError, UsageError, explain
 from runner.facts.roots import Roots
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.inspect.observation import (
-    Guarantee,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
     Observation,
+    ObservedGuarantee,
     PodCharge,
     Unknown,
 )
@@ -173,12 +173,14 @@ def _rules_seen_from_here(rules: ThreadRules) -> ThreadRules:
     return attrs.evolve(rules, shared=False, cgroups=cgroups)
 
 
-def _guarantee_seen_from_here(backend: Backend) -> Guarantee:
+def _guarantee_seen_from_here(backend: Backend) -> ObservedGuarantee:
     match backend:
         case "controller":
-            return Guarantee(None, "the instance's cgroup cannot be seen from the container; inspect on the node")
+            return ObservedGuarantee(
+                None, "the instance's cgroup cannot be seen from the container; inspect on the node"
+            )
         case "delegated" | "affinity":
-            return Guarantee("arranged")
+            return ObservedGuarantee("arranged")
         case _ as never:
             assert_never(never)
 
@@ -242,15 +244,15 @@ def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[O
     return ThreadRules(cpus, (None,) * number, shared=False, cgroups=cgroups)
 
 
-def _guarantee(group: Cgroup) -> Guarantee:
+def _guarantee(group: Cgroup) -> ObservedGuarantee:
     """Return the guarantee by the state of *group*'s partition ("cpuset.cpus.partition" of cgroup-v2.rst)."""
     try:
         state = group.read_if_there("cpuset.cpus.partition")
     except CgroupError as error:
-        return Guarantee(None, explain(error))
+        return ObservedGuarantee(None, explain(error))
     if state == "isolated":
-        return Guarantee("enforced")
-    return Guarantee("arranged", f"its partition is {state!r}" if state not in {None, "member"} else "")
+        return ObservedGuarantee("enforced")
+    return ObservedGuarantee("arranged", f"its partition is {state!r}" if state not in {None, "member"} else "")
 
 
 def _instances(root: Cgroup) -> dict[str, CpuSet]:
