@@ -12,7 +12,7 @@ from typing import Literal, assert_never
 import attrs
 
 from runner.cpuset import CpuSet
-from runner.inspect.observation import Guarantee, Viewpoint
+from runner.inspect.observation import ObservedGuarantee, Viewpoint
 from runner.inspect.rules import NO_VCPU_THREAD, RuleResult, RuleVerdict
 from runner.placement.backends import Backend
 from runner.values import frozen
@@ -125,7 +125,7 @@ class InstanceTrace:
 
     name: str
     backend: Backend
-    guarantee: Guarantee
+    guarantee: ObservedGuarantee
     cpus: CpuSet
     accounts: tuple[CpuAccount, ...]
     ended: bool

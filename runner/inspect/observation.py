@@ -26,7 +26,7 @@ class Unknown:
 
 
 @frozen
-class Guarantee:
+class ObservedGuarantee:
     """What keeps other tasks off the vCPUs' CPUs."""
 
     kind: GuaranteeKind | None
@@ -68,7 +68,7 @@ class InstanceObservation:
     name: str
     """The spec's name for it, or its pod's where the spec names none; its uuid on the node where neither can be seen."""
     backend: Backend
-    guarantee: Guarantee
+    guarantee: ObservedGuarantee
     rules: ThreadRules
     """Where its threads may be; without pins where it has no vCPU thread and their number is not known."""
     numa_node_of: Mapping[int, int]

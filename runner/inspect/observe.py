@@ -22,11 +22,11 @@ from runner.errors import HostError, NoInstanceError, escaped, explain
 from runner.facts.roots import Roots
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.inspect.observation import (
-    Guarantee,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
     Observation,
+    ObservedGuarantee,
     PodCharge,
     Unknown,
 )
@@ -162,7 +162,7 @@ def observe_container(roots: Roots, receipt: Path) -> Observation:
     instance = InstanceObservation(
         name=names.name,
         backend=found.backend,
-        guarantee=Guarantee(guarantee_of(found.backend, found.rules.cpus, threads)),
+        guarantee=ObservedGuarantee(guarantee_of(found.backend, found.rules.cpus, threads)),
         rules=_rules_seen_from_here(found.rules),
         numa_node_of=_numa_node_of(roots),
         threads=threads,
@@ -277,15 +277,15 @@ def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[O
     return ThreadRules(cpus, (None,) * number, shared=False, cgroups=cgroups)
 
 
-def _guarantee(group: Cgroup) -> Guarantee:
+def _guarantee(group: Cgroup) -> ObservedGuarantee:
     """Return the guarantee by the state of *group*'s partition ("cpuset.cpus.partition" of cgroup-v2.rst)."""
     try:
         state = group.read_if_there("cpuset.cpus.partition")
     except CgroupError as error:
-        return Guarantee(None, explain(error))
+        return ObservedGuarantee(None, explain(error))
     if state == "isolated":
-        return Guarantee("enforced")
-    return Guarantee("arranged", f"its partition is {state!r}" if state not in {None, "member"} else "")
+        return ObservedGuarantee("enforced")
+    return ObservedGuarantee("arranged", f"its partition is {state!r}" if state not in {None, "member"} else "")
 
 
 def _instances(root: Cgroup) -> dict[str, CpuSet]:

@@ -30,7 +30,7 @@ from runner.placement.threads import ObservedThread
 READ_AGAIN = 0.1
 """Seconds between readings of the buffers: a task that has ended meanwhile is known only by what was recorded."""
 _SWITCHES_KIB = 4096
-"""The buffer of a recorded CPU, for 57,000 switches."""
+"""The buffer of a recorded CPU, for 61,000 switches."""
 _TASKS_KIB = 64
 """The buffer of each of the machine's CPUs for births and moves of tasks."""
 _SWITCH = ("sched/sched_switch",)
@@ -46,6 +46,8 @@ async def trace(roots: Roots, observation: Observation, seconds: float) -> Trace
     """
     instances = observation.instances
     cpus = CpuSet(cpu for each in instances for cpu in each.cpus)
+    if not cpus:
+        return TraceReport(observation.seen_from, 0, "sched_switch", "", ())
     vcpus = {
         min(each.thread.cpus): each for instance in instances for each in instance.vcpu_threads if _is_pinned(each)
     }

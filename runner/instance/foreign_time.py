@@ -26,7 +26,8 @@ class ForeignTime:
 
     The kernel adds a task's time to its CPU's when the task leaves, so a vCPU that runs without a pause lessens the
     difference until it leaves. Nothing else runs there meanwhile, so the highest difference so far is what is reported. For
-    the same reason the first reading must be made while the vCPUs sleep, before the guest runs.
+    the same reason the first reading must be made while the vCPUs sleep, before the guest runs. With
+    ``CONFIG_IRQ_TIME_ACCOUNTING`` a thread's time is without interrupts, so that those that hit the vCPU count here.
     """
 
     _procfs: Procfs

@@ -453,3 +453,13 @@ def test_watching_and_recording_exclude_each_other() -> None:
     refused = subprocess.run((*INSPECT, "--watch", "--trace", "1"), check=False, capture_output=True, text=True)
     assert refused.returncode == 2
     assert "not allowed with argument" in refused.stderr
+
+
+def test_without_an_instance_nothing_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "stelia/float").mkdir(parents=True)
+    argv = (*INSPECT, "--trace", "600", "--state-dir", str(tmp_path / "none"), "--root", str(tmp_path / "stelia"))
+    shown = subprocess.run(argv, check=False, capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout) == (
+        0,
+        "no instance is placed by the controller here; others are inspected in their containers\n",
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.inspect.cpu_time import IDLE, CpuAccount, InstanceTrace, SwitchTally, TaskTime, TraceReport
-from runner.inspect.observation import Guarantee
+from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.rules import RuleResult
 from runner.inspect.trace_render import trace_json, trace_lines
 
@@ -73,7 +73,7 @@ ACCOUNT = CpuAccount(
     others=(),
     other_nanoseconds=0,
 )
-INSTANCE = InstanceTrace(UID, "controller", Guarantee("enforced"), CpuSet([2]), (ACCOUNT,), ended=False)
+INSTANCE = InstanceTrace(UID, "controller", ObservedGuarantee("enforced"), CpuSet([2]), (ACCOUNT,), ended=False)
 LOOP = TaskTime("py\\nthon", 300, 301, "/kubepods/other", False, 5000)
 WORKER = TaskTime("kworker/u8:1", 40, 40, "", True, 300)
 

@@ -14,11 +14,11 @@ from runner.errors import Status
 from runner.facts.memory import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (
-    Guarantee,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
     Observation,
+    ObservedGuarantee,
     PodCharge,
     Unknown,
 )
@@ -40,7 +40,7 @@ UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 INSTANCE = InstanceObservation(
     name="web-1",
     backend="controller",
-    guarantee=Guarantee("arranged"),
+    guarantee=ObservedGuarantee("arranged"),
     rules=ThreadRules(CpuSet([4]), (None,), shared=False, cgroups=CgroupPaths("", "/stelia/float", GROUP, ends=True)),
     numa_node_of={0: 0, 4: 1},
     threads=(

@@ -9,11 +9,11 @@ from runner.cpuset import CpuSet
 from runner.facts.memory import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (
-    Guarantee,
     GuestMemory,
     InstanceObservation,
     KubeletObservation,
     Observation,
+    ObservedGuarantee,
     PodCharge,
     Unknown,
 )
@@ -57,7 +57,7 @@ RULES = ThreadRules(CpuSet.parse("2-3"), (None, None), shared=False, cgroups=Cgr
 GOOD = InstanceObservation(
     name=UID,
     backend="controller",
-    guarantee=Guarantee("arranged"),
+    guarantee=ObservedGuarantee("arranged"),
     rules=RULES,
     numa_node_of={0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1},
     threads=(
@@ -114,7 +114,7 @@ def test_an_isolated_partition_takes_the_cpus_from_the_anchors_and_from_the_rest
         attrs.evolve(each, thread=attrs.evolve(each.thread, cpus=elsewhere)) if each.role is Role.ANCHOR else each
         for each in GOOD.threads
     )
-    sealed = attrs.evolve(GOOD, guarantee=Guarantee("enforced"), threads=threads, others=GOOD.others[:1])
+    sealed = attrs.evolve(GOOD, guarantee=ObservedGuarantee("enforced"), threads=threads, others=GOOD.others[:1])
     report = judge(Observation("node", (sealed,), KUBELET))
     assert not report.violated
     exclusive = report.instances[0].verdicts[1]
