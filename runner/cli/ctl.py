@@ -140,7 +140,7 @@ def answer_lines(answer: Any) -> Iterator[str]:
     """Yield the lines that show *answer* to a person: disks as a table."""
     match answer:
         case {"disks": list(disks), **rest}:
-            yield from (f"{key:<11} {value}" for key, value in rest.items())
+            yield from (f"{key:<11} {value}" for key, value in rest.items() if value is not None)
             yield from _table(disks)
         case [*disks]:
             yield from _table(disks)

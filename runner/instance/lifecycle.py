@@ -41,6 +41,7 @@ from runner.plan.instance import InstancePlan, ShutdownPlan
 if TYPE_CHECKING:
     from runner.instance.network import NicBackend
     from runner.instance.receipts import Receipts
+    from runner.instance.thread_placement import QemuThreads
     from runner.placement.threads import Receipt
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,10 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             log.info("the guest runs")
             daemons = [*shares.daemons, *(nic.daemon for nic in nic_backends if nic.daemon is not None)]
             with _ready(supervisor, plan.state_directory, receipts.read):
-                ended = await _wait_for_the_end(supervisor, machine, daemons)
+                watch = supervisor.guest_state.signs_of_life.watch
+                busiest = partial(_busiest_vcpu, supervisor, receipts.threads)
+                async with supervisor.background_task(partial(watch, plan.machine.accel, busiest)):
+                    ended = await _wait_for_the_end(supervisor, machine, daemons)
             return await _powered_down(plan.shutdown, machine, ended)
     except StopRequestedError:
         return GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
@@ -221,7 +225,7 @@ async def _controlled(
         from runner.instance.control.server import accept
 
         disks = DiskHotplug(plan, machine.monitor, machine.disk_events, receipts.verify, active.in_pod_cgroup)
-        return lambda listener: accept(listener, disks)
+        return lambda listener: accept(listener, disks, supervisor.guest_state.signs_of_life)
 
     def qmp_server() -> Serve:
         from runner.instance.control.qmp import accept
@@ -235,6 +239,16 @@ async def _controlled(
             supervisor.background_task(partial(_served, qmp, qmp_server)),
         ):
             yield
+
+
+def _busiest_vcpu(supervisor: Supervisor, threads: QemuThreads) -> float | None:
+    """Return the CPU time of the vCPU that had most, in seconds; ``None`` if the kernel does not tell."""
+    pid = threads.process.pid
+    try:
+        times = [supervisor.procfs.times(pid, each.tid) for each in threads.vcpus]
+    except HostError:
+        return None
+    return max((each.ran for each in times if each is not None and each.ran is not None), default=None)
 
 
 async def _served(listener: Socket, load: Callable[[], Serve]) -> None:

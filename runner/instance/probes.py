@@ -2,7 +2,7 @@
 
 ========== =================================================================================================
 /healthz   200 for as long as this program answers; the body says whether the guest starts, runs or stops
-/readyz    200 while the guest runs, no stop was requested, and every thread is in its place
+/readyz    200 while the guest runs and is not silent, no stop was requested, and every thread is in its place
 /metrics   text exposition format 0.0.4
 ========== =================================================================================================
 """
@@ -56,6 +56,8 @@ class Probes:
         receipt = self._now()
         if receipt is None:
             return unavailable(self.supervisor.guest_state.phase)
+        if (silence := self.supervisor.guest_state.signs_of_life.silence) is not None:
+            return unavailable(str(silence))
         violations = receipt.violations()
         return unavailable("\n".join(sentences(violations))) if violations else ok()
 

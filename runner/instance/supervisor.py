@@ -13,6 +13,7 @@ import attrs
 import trio
 
 from runner.errors import RunnerError, explain
+from runner.instance.signs_of_life import SignsOfLife
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
 from runner.protocol.rate_limit import LogRateLimit
@@ -115,6 +116,7 @@ class GuestState:
     """When it began to run, on trio's clock."""
     read: Callable[[], Receipt] | None = None
     """Reads back from the kernel where every thread is now; only while it runs."""
+    signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
 
     @contextmanager
     def running(self, read: Callable[[], Receipt]) -> Iterator[None]:

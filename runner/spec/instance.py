@@ -62,7 +62,7 @@ UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 PlacementChoice = Literal["auto", "controller", "delegated", "affinity"]
 PinningChoice = Literal["auto", "packed-siblings", "linear"]
 TopologyChoice = Literal["host", "flat"]
-AccelChoice = Literal["auto", "kvm", "tcg"]
+AccelChoice = Literal["auto", "kvm", "tcg", "tried"]
 IdleChoice = Literal["host", "guest"]
 HugePageSize = Literal["2MiB", "1GiB"]
 FirmwareBuild = Literal["uefi", "uefi-secure"]
@@ -146,7 +146,8 @@ class CpuSpec:
     accel: AccelChoice = key(
         choice(*get_args(AccelChoice)),
         default="auto",
-        doc='`"kvm"`, `"tcg"` (emulation in software), or `"auto"`: KVM if /dev/kvm can be used, else TCG',
+        doc='`"kvm"`, `"tcg"` (emulation in software), `"auto"`: KVM if /dev/kvm can be used, else TCG; `"tried"`: KVM if a trial guest of '
+        "200 bytes runs with it as well, which takes 0.2 s before the start and 10 s at most, else TCG",
     )
     model: str | None = key(
         text(r"[A-Za-z0-9_.,=+-]{1,200}", "a QEMU CPU model"),

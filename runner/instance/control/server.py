@@ -14,6 +14,7 @@ import trio
 from runner.errors import Problem, RunnerError, SpecError, explain
 from runner.facts.roots import Roots
 from runner.instance.control.hotplug import DiskHotplug
+from runner.instance.signs_of_life import SignsOfLife
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kernel.sockets import Socket
 from runner.protocol.controller_client import BUSY
@@ -34,9 +35,9 @@ LIMITS = SocketLimits(connections=8, connections_per_peer=8, in_flight=8, first_
 _SIZE = size_rule(1 << 20)
 
 
-async def accept(listener: Socket, disks: DiskHotplug) -> None:
-    """Serve *disks* to the clients that connect to *listener*, until cancelled."""
-    methods = ControlMethods(disks, Peers(Roots().proc))
+async def accept(listener: Socket, disks: DiskHotplug, life: SignsOfLife) -> None:
+    """Serve *disks* and the guest's signs of *life* to the clients that connect to *listener*, until cancelled."""
+    methods = ControlMethods(disks, life, Peers(Roots().proc))
     await UnixServer(methods, LIMITS).accept(trio.socket.from_stdlib_socket(listener))
 
 
@@ -45,6 +46,7 @@ class ControlMethods:
     """Serves requests about a running machine."""
 
     disks: DiskHotplug
+    life: SignsOfLife
     peers: Peers
 
     def admit(self, identify: Identify) -> int:
@@ -58,7 +60,7 @@ class ControlMethods:
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         """Do what the client asks for. Raises :exc:`RpcError`."""
         allowed_peer(self.peers, identify)  # each time: it may have ended and given its connection away
-        return RpcResult(await _call(self.disks, method, params))
+        return RpcResult(await _call(self.disks, self.life, method, params))
 
 
 def allowed_peer(peers: Peers, identify: Identify) -> Peer:
@@ -79,13 +81,16 @@ def allowed_peer(peers: Peers, identify: Identify) -> Peer:
     return peer
 
 
-async def _call(disks: DiskHotplug, method: str, params: Mapping[str, object] | list[object]) -> object:
+async def _call(
+    disks: DiskHotplug, life: SignsOfLife, method: str, params: Mapping[str, object] | list[object]
+) -> object:
     if isinstance(params, list):
         raise RpcError(INVALID_PARAMS, "Invalid params: they are given by name")
     try:
         match method:
             case "status":
-                return await disks.status()
+                silence = None if life.silence is None else str(life.silence)
+                return {**await disks.status(), "silence": silence}
             case "disk.list":
                 return await disks.listed()
             case "disk.attach":
