@@ -88,10 +88,10 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
             log.info("the guest runs")
             daemons = [*shares.daemons, *(nic.daemon for nic in nic_backends if nic.daemon is not None)]
-            with _ready(supervisor, plan.state_directory, receipts.read):
+            with _ready(supervisor, plan.state_directory, receipts.read) as show_ready:
                 watch = supervisor.guest_state.signs_of_life.watch
                 busiest = partial(_busiest_vcpu, supervisor, receipts.threads)
-                async with supervisor.background_task(partial(watch, plan.machine.accel, busiest)):
+                async with supervisor.background_task(partial(watch, plan.machine.accel, busiest, show_ready)):
                     ended = await _wait_for_the_end(supervisor, machine, daemons)
             return await _powered_down(plan.shutdown, machine, ended)
     except StopRequestedError:
@@ -265,20 +265,31 @@ async def _served(listener: Socket, load: Callable[[], Serve]) -> None:
 
 
 @contextmanager
-def _ready(supervisor: Supervisor, directory: PurePosixPath, read: Callable[[], Receipt]) -> Iterator[None]:
-    """Show that the guest runs and no stop was requested: by a file, and to probes and metrics."""
+def _ready(
+    supervisor: Supervisor, directory: PurePosixPath, read: Callable[[], Receipt]
+) -> Iterator[Callable[[], None]]:
+    """Show that the guest runs and no stop was requested: by a file, and to probes and metrics.
+
+    The file is there unless the guest is silent; the block calls what it gets when that has changed.
+    """
     path = directory / READY
 
     def withdraw() -> None:
         with supervisor.faults.recorded("remove the sign that the guest runs"):
             files.remove(path)
 
-    with ExitStack() as held:
-        try:
-            files.publish(path, b"")
-        except HostError as error:  # no reason to end a guest that runs
-            log.warning("%s", explain(error))
-        else:
-            held.callback(withdraw)
-        held.enter_context(supervisor.guest_state.running(read))
-        yield
+    with supervisor.guest_state.running(read), ExitStack() as held:
+
+        def show() -> None:
+            held.close()
+            if supervisor.guest_state.signs_of_life.silence is not None:
+                return
+            try:
+                files.publish(path, b"")
+            except HostError as error:  # no reason to end a guest that runs
+                log.warning("%s", explain(error))
+            else:
+                held.callback(withdraw)
+
+        show()
+        yield show

@@ -57,7 +57,7 @@ class Probes:
         if receipt is None:
             return unavailable(self.supervisor.guest_state.phase)
         if (silence := self.supervisor.guest_state.signs_of_life.silence) is not None:
-            return unavailable(str(silence))
+            return unavailable(f"the guest is silent: {silence}")
         violations = receipt.violations()
         return unavailable("\n".join(sentences(violations))) if violations else ok()
 

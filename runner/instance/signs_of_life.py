@@ -38,9 +38,9 @@ class Silence:
     """Seconds of CPU time of the vCPU that had most."""
 
     def __str__(self) -> str:
-        """Return it as a sentence with its remedy."""
+        """Return the figures and the remedy."""
         return (
-            f"the guest is silent: no output on its console and {self.ran:.3f} s of CPU time of its busiest vCPU in "
+            f"no output on its console and {self.ran:.3f} s of CPU time of its busiest vCPU in "
             f"{self.seconds:.0f} s under {self.accel.upper()}; {REMEDIES[self.accel]}"
         )
 
@@ -54,11 +54,14 @@ class SignsOfLife:
     silence: Silence | None = None
     """How long it has shown nothing; ``None`` while that is not too long."""
 
-    async def watch(self, accel: Literal["kvm", "tcg"], busiest: Callable[[], float | None]) -> None:
+    async def watch(
+        self, accel: Literal["kvm", "tcg"], busiest: Callable[[], float | None], changed: Callable[[], None]
+    ) -> None:
         """Note and log the guest's silence until its first sign of life; may be cancelled at any moment.
 
         *busiest* returns the CPU time of the busiest vCPU in seconds, ``None`` if it is unknown. It is asked when the time
-        is over, and again as often: there is one timer until the first sign of life, and none afterwards.
+        is over, and again as often: there is one timer until the first sign of life, and none afterwards. *changed* is called
+        when the guest has become silent, and when it is no longer.
         """
         begun = trio.current_time()
         while not self.console_written.is_set():
@@ -68,10 +71,12 @@ class SignsOfLife:
             ran = busiest()
             if ran is None or ran >= NEARLY_NOTHING:
                 break
-            silence = Silence(accel, trio.current_time() - begun, ran)
-            if self.silence is None:
-                log.warning("%s", silence)
-            self.silence = silence
+            was_silent = self.silence is not None
+            self.silence = Silence(accel, trio.current_time() - begun, ran)
+            if not was_silent:
+                log.warning("the guest is silent: %s", self.silence)
+                changed()
         if self.silence is not None:
             log.info("the guest shows a sign of life")
             self.silence = None
+            changed()

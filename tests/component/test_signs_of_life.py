@@ -38,6 +38,10 @@ def never_asked() -> Iterator[Callable[[], float | None]]:
     yield busiest
 
 
+def unchanged() -> None:
+    raise AssertionError("nothing has changed")
+
+
 @pytest.mark.parametrize("accel", ACCELERATORS)
 async def test_silence_is_reported_after_its_time_and_ends_with_the_first_output(
     accel: Literal["kvm", "tcg"], autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
@@ -46,13 +50,14 @@ async def test_silence_is_reported_after_its_time_and_ends_with_the_first_output
     caplog.set_level(logging.INFO)
     life = SignsOfLife()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(life.watch, accel, lambda: 0.003)
+        changes: list[bool] = []
+        nursery.start_soon(life.watch, accel, lambda: 0.003, lambda: changes.append(life.silence is None))
         await trio.sleep(SILENT_AFTER[accel] - 0.001)
         assert life.silence is None
         await trio.sleep(0.002)
         assert life.silence is not None
         assert str(life.silence).startswith(
-            "the guest is silent: no output on its console and 0.003 s of CPU time of its busiest vCPU in "
+            "no output on its console and 0.003 s of CPU time of its busiest vCPU in "
             f"{SILENT_AFTER[accel]:.0f} s under {accel.upper()}; "
         )
         assert ('set cpu.accel = "tcg"' in str(life.silence)) == (accel == "kvm")
@@ -60,7 +65,7 @@ async def test_silence_is_reported_after_its_time_and_ends_with_the_first_output
         assert life.silence.seconds == 2 * SILENT_AFTER[accel]
         assert caplog.text.count("the guest is silent") == 1
         life.console_written.set()
-    assert life.silence is None
+    assert (life.silence, changes) == (None, [False, True])
     assert caplog.messages[-1] == "the guest shows a sign of life"
 
 
@@ -68,7 +73,7 @@ async def test_a_guest_that_writes_costs_no_timer(caplog: pytest.LogCaptureFixtu
     life = SignsOfLife()
     async with trio.open_nursery() as nursery:
         with never_asked() as busiest:
-            nursery.start_soon(life.watch, "kvm", busiest)
+            nursery.start_soon(life.watch, "kvm", busiest, unchanged)
             await trio.testing.wait_all_tasks_blocked()
             assert trio.lowlevel.current_statistics().seconds_to_next_deadline < math.inf
             life.console_written.set()
@@ -84,7 +89,7 @@ async def test_a_guest_that_computes_or_whose_time_is_unknown_is_not_silent(
     del autojump_clock
     life = SignsOfLife()
     begun = trio.current_time()
-    await life.watch("tcg", lambda: ran)
+    await life.watch("tcg", lambda: ran, unchanged)
     assert trio.current_time() - begun == pytest.approx(SILENT_AFTER["tcg"])
     assert (life.silence, caplog.text) == (None, "")
 
@@ -92,14 +97,14 @@ async def test_a_guest_that_computes_or_whose_time_is_unknown_is_not_silent(
 async def test_a_guest_that_begins_to_compute_is_silent_no_more(autojump_clock: MockClock) -> None:
     del autojump_clock
     life, times = SignsOfLife(), iter((0.001, 0.002, 5.0))
-    await life.watch("kvm", lambda: next(times))
+    await life.watch("kvm", lambda: next(times), lambda: None)
     assert (life.silence, list(times)) == (None, [])
 
 
 async def silent_run(fake_host: FakeHost, plan: InstancePlan, clock: MockClock, *, speaks: bool) -> None:
     """Run *plan* on a *clock* that jumps over the time after which its guest is silent; see that each place says so."""
     clock.rate = 1  # processes take their time
-    state = PurePosixPath(plan.state_directory)
+    state = Path(plan.state_directory)
     seen = []
 
     async def meanwhile(host: Supervisor) -> None:
@@ -108,7 +113,8 @@ async def silent_run(fake_host: FakeHost, plan: InstancePlan, clock: MockClock, 
             await wait_for(fake_host.guest_runs)
             await wait_for(lambda: host.guest_state.read)
             assert (await ask(port, "/readyz"))[0] == 200
-            before = await control(state, "status", {})
+            assert (state / "ready").exists()
+            before = await control(plan.state_directory, "status", {})
             assert isinstance(before, dict)
             assert before["silence"] is None
             clock.jump(SILENT_AFTER[plan.machine.accel])
@@ -116,14 +122,16 @@ async def silent_run(fake_host: FakeHost, plan: InstancePlan, clock: MockClock, 
             status, text = await ask(port, "/readyz")
             assert (status, text.startswith("the guest is silent: no output on its console and 0.0")) == (503, True)
             assert (await ask(port, "/healthz"))[0] == 200
-            after = await control(state, "status", {})
+            after = await control(plan.state_directory, "status", {})
             assert isinstance(after, dict)
-            assert after["silence"] == text.removesuffix("\n")
+            assert f"the guest is silent: {after['silence']}\n" == text
+            assert not (state / "ready").exists()
             if speaks:
                 async with attached(fake_host, WRITE) as client:
                     await client.stream.send_all(b"wake up")
                     await client.until(b"you typed")
                 await wait_for(lambda: "the guest shows a sign of life" in fake_host.logged())
+                assert (state / "ready").exists()
                 assert (await ask(port, "/readyz"))[0] == 200
             seen.append(True)
             fake_host.stop.ask("test")
