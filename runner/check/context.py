@@ -26,6 +26,8 @@ class CheckedHost:
     """Where the controller listens; ``None``: the spec's ``cpu.controller``, or its default."""
     state_directory: PurePosixPath
     environment: Mapping[str, str]
+    try_guest: bool = False
+    """Whether a trial guest is booted, too."""
 
     @property
     def roots(self) -> Roots:

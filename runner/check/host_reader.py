@@ -2,7 +2,7 @@
 
 Every file is read below :attr:`CheckedHost.root`, so that a recorded tree of another machine can be judged as well. Three
 things are tried for real, each on an object of our own that is gone a moment later: mbind(2) of one page, a virtual machine
-without vCPUs, a request to the controller.
+without vCPUs, a request to the controller; and where it is asked for a guest, which takes more than a moment.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from runner.check.program_trials import try_programs
 from runner.check.questions import answers
 from runner.cpuset import CpuSet
 from runner.errors import HostError, RunnerError, SpecError, explain
+from runner.facts.host import Kvm
 from runner.facts.roots import Roots
-from runner.instance.discover import read_host_facts, read_pod
+from runner.instance.discover import SYSTEM_DIRECTORIES, read_host_facts, read_pod
 from runner.instance.supervisor import Faults, StopRequest, Supervisor, capture, open_supervisor
+from runner.instance.trial_guest import try_guest
 from runner.kernel.character_devices import probe_kvm, try_kvm
-from runner.kernel.files import probe_file
+from runner.kernel.files import find_program, probe_file
 from runner.kernel.kubelet_files import Frozen, attempt, settled
 from runner.kernel.peers import INIT_PID_NAMESPACE
 from runner.kernel.processes import dying_with_us
@@ -67,9 +69,12 @@ async def _check(host: CheckedHost, supervisor: Supervisor, document: tuple[str,
     spec, plan, of_the_plan = await _plan(host, supervisor, document)
     context = await _read_context(host, spec, plan)
     findings = list(answers(host, context))
-    findings.append(await _kvm(host))
+    kvm = await _kvm(host)
+    findings.append(device_rights.judge_kvm(kvm))
     if context.place is not Place.NODE:  # the programs that count are those in the container's image
         findings += await try_programs(supervisor)
+    if host.try_guest:
+        findings.append(await _trial_guest(supervisor, CpuSpec() if spec is None else spec.cpu, kvm))
     findings += await _services(host, context)
     # The plan decides by some of the same judgements: a finding is reported once.
     findings += [each for each in of_the_plan if not any(_covers(other, each) for other in findings)]
@@ -151,7 +156,7 @@ async def _kubelet(host: CheckedHost) -> CpuState | Frozen | None:
     return await settled(path, parse, pause=PAUSE, readings=READINGS)
 
 
-async def _kvm(host: CheckedHost) -> Finding:
+async def _kvm(host: CheckedHost) -> Kvm:
     device = host.roots.dev / "kvm"
     kvm = probe_kvm(device)
     trial: str | None = f"it has not answered for {TIMEOUT:g} s"
@@ -159,7 +164,17 @@ async def _kvm(host: CheckedHost) -> Finding:
         # In a thread, which is abandoned if the system call never returns.
         with trio.move_on_after(TIMEOUT):
             trial = await trio.to_thread.run_sync(try_kvm, device, abandon_on_cancel=True)
-    return device_rights.judge_kvm(attrs.evolve(kvm, trial=trial))
+    return attrs.evolve(kvm, trial=trial)
+
+
+async def _trial_guest(supervisor: Supervisor, asked: CpuSpec, kvm: Kvm) -> Finding:
+    """Boot the trial guest as an instance would be accelerated that has *asked* for it."""
+    qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
+    if qemu is None:
+        return programs.TRIAL_GUEST.unknown("no QEMU was found to boot it with")
+    usable = asked.accel != "tcg" and kvm.error is None and kvm.trial is None
+    trial = await try_guest(supervisor.processes, qemu, "kvm" if usable else "tcg", asked.model)
+    return programs.judge_trial_guest(trial.accel, trial.error, trial.seconds)
 
 
 async def _services(host: CheckedHost, context: CheckContext) -> list[Finding]:

@@ -18,6 +18,7 @@ QEMU = Check("qemu", "it runs the virtual machine")
 VIRTIOFSD = Check("virtiofsd", "each [[share]] is served by one")
 DNSMASQ = Check("dnsmasq", "each [[network]] has one: it gives the guest its address")
 SLEEP = Check("sleep", "it is the anchor that keeps the pod's cgroup from being removed")
+TRIAL_GUEST = Check("trial-guest", "where the accelerator runs no guest, an instance starts and its guest stays silent")
 CPU_MANAGER = Check("cpu-manager", "only the kubelet's static policy gives a pod CPUs of its own")
 MEMORY_MANAGER = Check(
     "memory-manager", "only the kubelet's Static policy keeps guest RAM on the NUMA nodes of its CPUs"
@@ -82,6 +83,19 @@ def judge_virtiofsd(found: Virtiofsd | None, reason: str) -> Finding:
     version = ".".join(map(str, found.version))
     kind = "in Rust" if found.rust else "in C"
     return VIRTIOFSD.ok(f"{found.path} {version} ({kind}){'' if found.read_only else '; it cannot share read-only'}")
+
+
+def judge_trial_guest(accel: str, error: str | None, seconds: float) -> Finding:
+    """Judge what came of a trial guest: *error* is why it did not run to its end, ``None`` if it did within *seconds*."""
+    if error is None:
+        return TRIAL_GUEST.ok(f"a trial guest ran under {accel.upper()} to its end in {seconds:.1f} s")
+    if accel == "kvm":
+        return TRIAL_GUEST.fatal(
+            f"KVM runs no guest here: {error}", 'set cpu.accel = "tcg", or "tried" for KVM where it works'
+        )
+    return TRIAL_GUEST.fatal(
+        f"QEMU emulates no guest here: {error}", "apt-get install --reinstall qemu-system-x86 seabios"
+    )
 
 
 def judge_cpu_manager(path: str, state: KubeletState, reason: str) -> Finding:

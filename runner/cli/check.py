@@ -24,10 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"exit status: 0, or {Status.FINDINGS.value} when something keeps an instance from starting; warnings do not.\n\n"
         "examples:\n"
         "  instance-runner check\n"
+        "  instance-runner check --try-guest\n"
         "  instance-runner check /etc/instance/spec.toml --json"
     )
     add_spec(parser, nargs="?", otherwise="default: the host alone is checked")
     add_json(parser, "the findings")
+    parser.add_argument(
+        "--try-guest",
+        action="store_true",
+        help="boot a trial guest of 200 bytes, too, under KVM if it can be used; it may take 10 s",
+    )
     parser.add_argument(
         "--kubelet-dir",
         type=Path,
@@ -46,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Print the findings; return ``FINDINGS`` if one of them keeps an instance from starting."""
     document = None if arguments.spec is None else (source_of(arguments.spec), read_spec(arguments.spec))
-    host = CheckedHost(Path("/"), arguments.kubelet_dir, arguments.socket, arguments.state_dir, dict(os.environ))
+    environment, wants_guest = dict(os.environ), arguments.try_guest
+    host = CheckedHost(
+        Path("/"), arguments.kubelet_dir, arguments.socket, arguments.state_dir, environment, wants_guest
+    )
     report = trio.run(check_host, host, document)
     if arguments.json:
         print(json.dumps(report_json(report), indent=1))

@@ -77,6 +77,8 @@ class Kvm:
     """``st_mode`` of the file."""
     trial: str | None = None
     """Why ``KVM_CREATE_VM`` failed; ``None`` if it succeeded or was not tried."""
+    guest: str | None = None
+    """Why a trial guest did not run to its end; ``None`` if it did, or if none was asked for."""
 
     @property
     def admits_everyone(self) -> bool:

@@ -229,6 +229,8 @@ async def console_shown(
 
     def count_and_show(data: bytes) -> None:
         supervisor.counters.console += len(data)
+        if data:
+            supervisor.guest_state.signs_of_life.console_written.set()
         show(data)
 
     with (

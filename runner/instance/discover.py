@@ -100,7 +100,7 @@ async def read_host_facts(
         documents=dict(_documents(spec)),
         users=dict(_users(spec)),
         io_uring_error=_io_uring_error(spec.disk),
-        kvm=_kvm(spec, roots.dev / "kvm"),
+        kvm=await _kvm(spec, roots.dev / "kvm", processes, qemu),
         tun=not spec.network or may_open(roots.dev / "net/tun"),
         vhost_net=bool(spec.network) and may_open(roots.dev / "vhost-net"),
         passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
@@ -117,11 +117,16 @@ async def read_host_facts(
 # -- the machine -----------------------------------------------------------------------------------------------------
 
 
-def _kvm(spec: InstanceSpec, device: Path) -> Kvm:
+async def _kvm(spec: InstanceSpec, device: Path, processes: Processes, qemu: PurePosixPath | None) -> Kvm:
     kvm = probe_kvm(device)
     if kvm.error is not None or spec.cpu.accel == "tcg":
         return kvm
-    return attrs.evolve(kvm, trial=try_kvm(device))
+    kvm = attrs.evolve(kvm, trial=try_kvm(device))
+    if spec.cpu.accel != "tried" or kvm.trial is not None or qemu is None:
+        return kvm
+    from runner.instance.trial_guest import try_guest  # here, because few instances ask for it
+
+    return attrs.evolve(kvm, guest=(await try_guest(processes, qemu, "kvm", spec.cpu.model)).error)
 
 
 def read_allowed_cpus(own: Cgroup, roots: Roots) -> CpuSet:

@@ -93,7 +93,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
             log.info("the guest runs")
             daemons = [*shares.daemons, *(nic.daemon for nic in nic_backends if nic.daemon is not None)]
-            async with readiness.kept(machine, receipts.read):
+            async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
                 ended = await _wait_for_the_end(supervisor, machine, daemons)
             return await _powered_down(plan.shutdown, machine, ended)
     except StopRequestedError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, assert_never
 
@@ -50,6 +50,7 @@ class Readiness:
         self._state = supervisor.guest_state
         self._path = plan.state_directory / READY
         self._sign = plan.machine.guest.ready
+        self._accel = plan.machine.accel
         self._pattern = re.compile(self._sign.pattern) if isinstance(self._sign, ConsoleSign) else None
         self._shown = ExitStack()
         self._running = False
@@ -58,17 +59,20 @@ class Readiness:
         self._begin()
 
     @asynccontextmanager
-    async def kept(self, machine: Qemu, read: Callable[[], Receipt]) -> AsyncIterator[None]:
+    async def kept(
+        self, machine: Qemu, read: Callable[[], Receipt], busiest: Callable[[], float | None]
+    ) -> AsyncIterator[None]:
         """Show for as long as the block runs whether the guest is ready: by a file, and to probes, metrics and ``ctl``.
 
-        *read* reads back where every thread is. The guest runs, and no stop was requested.
+        *read* reads back where every thread is; *busiest* returns the CPU time of the busiest vCPU in seconds. The guest
+        runs, and no stop was requested.
         """
+        watch = partial(self._state.signs_of_life.watch, self._accel, busiest, self._change)
         with self._state.running(read), self._publishing(), machine.observed_by(self._handle):
-            ask = self._asking(machine)
-            if ask is None:
-                yield
-                return
-            async with self._supervisor.background_task(partial(self._ask, ask)):
+            async with AsyncExitStack() as held:
+                await held.enter_async_context(self._supervisor.background_task(watch))
+                if (ask := self._asking(machine)) is not None:
+                    await held.enter_async_context(self._supervisor.background_task(partial(self._ask, ask)))
                 yield
 
     def _asking(self, machine: Qemu) -> Callable[[], Awaitable[bool]] | None:

@@ -109,6 +109,15 @@ class Receipts:
         content = json.dumps({**self.receipt.to_json(), **names}, indent=1).encode() + b"\n"
         files.publish(self.plan.state_directory / RECEIPT, content)
 
+    def busiest_vcpu(self) -> float | None:
+        """Return the CPU time of the vCPU that had most, in seconds; ``None`` if the kernel does not tell."""
+        pid = self.threads.process.pid
+        try:
+            times = [self.supervisor.procfs.times(pid, each.tid) for each in self.threads.vcpus]
+        except HostError:
+            return None
+        return max((each.ran for each in times if each is not None and each.ran is not None), default=None)
+
     async def verify(self) -> None:
         """Read every thread back once more, and publish the receipt.
 

@@ -13,6 +13,7 @@ import attrs
 import trio
 
 from runner.errors import RunnerError, explain
+from runner.instance.signs_of_life import SignsOfLife
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
 from runner.protocol.rate_limit import LogRateLimit
@@ -121,13 +122,17 @@ class GuestState:
     """Why a guest that runs is not ready yet: the sign that it has not given since it was reset; empty if it has."""
     panic: str = ""
     """The line of its console by which its kernel has panicked since it was reset; empty if there was none."""
+    signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
 
     @property
     def unready(self) -> str:
         """Why the guest is not ready; empty if it is."""
         if self.phase != "running":
             return self.phase
-        return f"the guest's kernel has panicked: {self.panic}" if self.panic else self.waits_for
+        if self.panic:
+            return f"the guest's kernel has panicked: {self.panic}"
+        silence = self.signs_of_life.silence
+        return self.waits_for if silence is None else f"the guest is silent: {silence}"
 
     @contextmanager
     def running(self, read: Callable[[], Receipt]) -> Iterator[None]:

@@ -76,6 +76,14 @@ def kvm_unusable(kvm: Kvm) -> str | None:
     return None if kvm.trial is None else f"/dev/kvm answers, but makes no virtual machine: {kvm.trial}"
 
 
+def runs_no_guest(kvm: Kvm) -> str | None:
+    """Return why a guest whose accelerator is to be tried is emulated; ``None`` if KVM has run the trial guest."""
+    reason = kvm.trial or kvm.guest
+    if reason is None:
+        return None
+    return f"KVM runs no guest here ({reason}): the guest is emulated in software (TCG), many times slower"
+
+
 KVM_UNUSABLE_REMEDY = 'see `dmesg | grep -i kvm` on the node, or set cpu.accel = "tcg"'
 """The remedy for :func:`kvm_unusable`."""
 

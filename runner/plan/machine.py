@@ -15,7 +15,7 @@ from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import DiskPlan
 from runner.plan.firmware import VariablesPlan
 from runner.plan.guest_devices import GuestPlan
-from runner.plan.host_checks import KVM_UNUSABLE_REMEDY, emulated, kvm_unusable, root_for_kvm
+from runner.plan.host_checks import KVM_UNUSABLE_REMEDY, emulated, kvm_unusable, root_for_kvm, runs_no_guest
 from runner.plan.memory import RamPlan
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan
 from runner.plan.problems import Problems
@@ -104,6 +104,9 @@ def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems)
             )
         else:
             problems.remark(str(emulated(kvm)))
+        return "tcg", user
+    if spec.cpu.accel == "tried" and (reason := runs_no_guest(kvm)) is not None:
+        problems.remark(reason)
         return "tcg", user
     if (reason := kvm_unusable(kvm)) is not None:
         problems.refuse("cpu.accel", reason, KVM_UNUSABLE_REMEDY)

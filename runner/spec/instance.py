@@ -64,7 +64,7 @@ PlacementChoice = Literal["auto", "controller", "delegated", "affinity"]
 PinningChoice = Literal["auto", "packed-siblings", "linear"]
 ExclusiveChoice = Literal["auto", "enforced"]
 TopologyChoice = Literal["host", "flat"]
-AccelChoice = Literal["auto", "kvm", "tcg"]
+AccelChoice = Literal["auto", "kvm", "tcg", "tried"]
 IdleChoice = Literal["host", "guest"]
 LatencyChoice = Literal["default", "low"]
 HugePageSize = Literal["2MiB", "1GiB"]
@@ -156,7 +156,8 @@ class CpuSpec:
     accel: AccelChoice = key(
         choice(*get_args(AccelChoice)),
         default="auto",
-        doc='`"kvm"`, `"tcg"` (emulation in software), or `"auto"`: KVM if /dev/kvm can be used, else TCG',
+        doc='`"kvm"`, `"tcg"` (emulation in software), `"auto"`: KVM if /dev/kvm can be used, else TCG; `"tried"`: KVM if a trial guest of '
+        "200 bytes runs with it as well, which takes 0.2 s before the start and 10 s at most, else TCG",
     )
     model: str | None = key(
         text(r"[A-Za-z0-9_.,=+-]{1,200}", "a QEMU CPU model"),

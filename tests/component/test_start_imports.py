@@ -30,7 +30,7 @@ cli cli.commands cli.options cli.run cli.run_instance
 facts facts.descriptor facts.disk facts.hardware facts.host facts.memory facts.roots facts.threads
 instance instance.cgroups instance.cgroups.active instance.cgroups.affinity instance.console instance.console_watch
 instance.daemons instance.discover instance.disks instance.display instance.init instance.lifecycle instance.memory
-instance.qemu instance.readiness instance.state_directory instance.supervisor
+instance.qemu instance.readiness instance.signs_of_life instance.state_directory instance.supervisor
 kernel kernel.cgroup kernel.character_devices kernel.fd_passing kernel.files kernel.lines kernel.log_file
 kernel.nonblocking_writer kernel.packages kernel.peers kernel.processes kernel.procfs kernel.scheduler kernel.sockets kernel.sysfs
 placement placement.backends placement.guest_topology placement.pins

@@ -40,7 +40,7 @@ EVERYTHING = {"__main__", "cli"}
 
 PURE = (
     {"values", "errors", "cpuset", "table", "arguments", "facts", "spec", "placement", "kubelet", "plan"}
-    | {f"cli.{module}" for module in ("completion", "events_table", "manual", "parsers", "spec_table")}
+    | {f"cli.{module}" for module in ("completion", "events_table", "manual", "outcomes", "parsers", "spec_table")}
     | {f"inspect.{module}" for module in ("roles", "render", "rules", "observation", "cpu_time", "trace_render")}
     | {"kernel.ring_buffer"}
     | {

@@ -21,6 +21,7 @@ DEFAULTS = {
     "at_powerdown": "shutdown",  # also: None (the guest ignores it), "reset", "panic", "exit", "no reply"
     "at_quit": "exit",  # also: None (hangs)
     "at_sigterm": "exit",  # also: None (ignores it)
+    "silent": False,  # its guest writes nothing when it begins to run
     "deaf_to": None,  # a command that is never answered
     "console": None,  # None (reads nothing) | "echo" | "plays" (prints what is typed; "!reset" and such: what the guest does);
     # also a number: writes so many bytes for each input
@@ -360,7 +361,8 @@ for request in requests():
         event("SHUTDOWN", guest=False, reason="host-qmp-quit")
         os._exit(0)
     if command == "cont":
-        console.sendall(b"guest: runs\r\n")
+        if not behaviour["silent"]:
+            console.sendall(b"guest: runs\r\n")
         if behaviour["agent"] is not None:
             agent = socket.socket(fileno=fd_of("agent"))
             threading.Thread(target=serve_agent, args=(agent,), daemon=True).start()

@@ -748,6 +748,24 @@ def test_qemu_runs_unprivileged_where_it_can(kvm: Kvm, accel: str, user: str, gr
     assert (machine.accel, machine.user.name, machine.user.groups) == (accel, user, groups)
 
 
+@pytest.mark.parametrize(
+    ("kvm", "remark"),
+    [
+        (Kvm(None, 104, 0o660), ""),
+        (
+            Kvm(None, 104, 0o660, guest="QEMU was killed"),
+            "KVM runs no guest here (QEMU was killed): the guest is emulated",
+        ),
+        (Kvm(None, 104, 0o660, "Device busy"), "KVM runs no guest here (Device busy): the guest is emulated"),
+        (Kvm("not found"), "no KVM (not found): the guest is emulated"),
+    ],
+)
+def test_a_kvm_that_is_to_be_tried_is_used_if_it_runs_a_guest(kvm: Kvm, remark: str) -> None:
+    plan = plan_of(KERNEL + '[cpu]\naccel = "tried"\n', attrs.evolve(FACTS, kvm=kvm))
+    assert plan.machine.accel == ("tcg" if remark else "kvm")
+    assert any(str(each).startswith(remark) for each in plan.remarks) or not remark
+
+
 def test_a_pod_without_cpus_of_its_own_is_refused_unless_that_was_asked_for() -> None:
     shared = attrs.evolve(FACTS, pod=PodQos("burstable", "its oom_score_adj is 900"))
     [problem] = problems(KERNEL, shared)

@@ -227,7 +227,7 @@ MISTAKES = [
     (KERNEL + "[cpu]\ncount = 1.5\n", "cpu.count: found the number 1.5; it takes an integer from 1 to 1024"),
     (
         KERNEL + '[cpu]\naccel = "kwm"\n',
-        'cpu.accel: found the string "kwm"; did you mean "kvm"? It takes one of "auto", "kvm", "tcg"',
+        'cpu.accel: found the string "kwm"; did you mean "kvm"? It takes one of "auto", "kvm", "tcg", "tried"',
     ),
     (KERNEL + '[cpu]\ncpus = "3-1"\n', "cpu.cpus: range '3-1' in '3-1' runs backwards; it takes CPUs"),
     (KERNEL + '[cpu]\ncount = 3\ncpus = "1-2"\n', "cpu.cpus: '1-2' are 2 CPUs, but cpu.count asks for 3 vCPUs"),
