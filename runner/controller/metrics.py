@@ -27,8 +27,8 @@ from runner.protocol.http import HttpResponse, not_found, ok, unavailable
 class ControllerCounters:
     """What has happened since the start; each only grows."""
 
-    passes: Counter[str] = attrs.field(factory=Counter)
-    """Reconcile passes by outcome: ``clean``, ``changed``, ``faulty``, ``frozen``."""
+    passes: Counter[str] = attrs.field(factory=lambda: Counter(clean=0, changed=0, faulty=0, frozen=0))
+    """Reconcile passes by outcome, each from the start: Prometheus sees no increase in a series that begins with 1."""
     pass_seconds: float = 0.0
     repairs: int = 0
     """Cpusets of this program's cgroups that had been changed by others."""

@@ -20,6 +20,7 @@ from tests.emulated_node import artefacts
 from tests.emulated_node.artefacts import PROJECT
 from tests.emulated_node.cache import EmulatedNodeError, fetch, say
 from tests.images import built
+from tests.images.artefacts import RELEASES, clean_debian, prometheus
 from tests.images.manifests import DIRECTORIES, put_together
 
 CALLED = {"gpu-instance": "gpu-instance", "controller": "instance-cgroup-controller"}
@@ -62,6 +63,8 @@ def main() -> int:
     try:
         images = built.build()
         os.environ["RUNNER_KUSTOMIZE"] = str(fetch(artefacts.kustomize()))
+        os.environ["RUNNER_PROMETHEUS"] = str(fetch(prometheus()))
+        os.environ["RUNNER_CLEAN"] = " ".join(f"{name}={fetch(clean_debian(name))}" for name in RELEASES)
         status = 0
         if options.only in {None, "here"}:
             status = subprocess.run(
