@@ -20,3 +20,8 @@ def prometheus() -> Artefact:
 def clean_debian(release: str) -> Artefact:
     """Return the recipe of a root file system of *release* with Python and nothing of ours, a tar archive."""
     return Artefact(f"clean-{release}", str(RECIPES / "clean.sh"), {"release": release.encode()}, _TOOLS)
+
+
+def quadlet() -> Artefact:
+    """Return the recipe of podman's generator of systemd units."""
+    return Artefact("quadlet", str(RECIPES / "quadlet.sh"), {}, _TOOLS)

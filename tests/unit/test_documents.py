@@ -45,6 +45,7 @@ DOCUMENTS = [
         "examples/README.md",
         "examples/SPEC.md",
         "examples/plan/README.md",
+        "examples/host/README.md",
         "examples/kubernetes/README.md",
         "examples/monitoring/README.md",
         "images/README.md",
@@ -249,7 +250,7 @@ def test_the_front_page_leads_to_every_document() -> None:
 def test_every_path_exists(document: Path) -> None:
     """Paths of this tree from its root, wherever they stand, and Python files named from the document's folder."""
     text = document.read_text()
-    for name in re.findall(r"(?<![\w/.~-])((?:runner|tests|examples|images|\.ci)/[\w./-]*\w)", text):
+    for name in re.findall(r"(?<![\w/.~-])((?:runner|tests|examples|images|\.ci)/[\w./@-]*\w)", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`([\w/]+\.py)`", text):
         assert any((folder / name).is_file() for folder in (document.parent, ROOT)), name
@@ -257,7 +258,13 @@ def test_every_path_exists(document: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["examples/README.md", "examples/plan/README.md", "examples/monitoring/README.md", "runner/controller/README.md"],
+    [
+        "examples/README.md",
+        "examples/host/README.md",
+        "examples/monitoring/README.md",
+        "examples/plan/README.md",
+        "runner/controller/README.md",
+    ],
 )
 def test_every_file_of_a_table_of_files_exists(name: str) -> None:
     text = (ROOT / name).read_text()
