@@ -41,8 +41,8 @@ class MemoryEnd:
 class ControllerCounters:
     """What has happened since the start; each but :attr:`disturbances` only grows."""
 
-    passes: Counter[str] = attrs.field(factory=Counter)
-    """Reconcile passes by outcome: ``clean``, ``changed``, ``faulty``, ``frozen``."""
+    passes: Counter[str] = attrs.field(factory=lambda: Counter(clean=0, changed=0, faulty=0, frozen=0))
+    """Reconcile passes by outcome, each from the start: Prometheus sees no increase in a series that begins with 1."""
     pass_seconds: float = 0.0
     repairs: int = 0
     """Cpusets of this program's cgroups that had been changed by others."""
@@ -65,13 +65,13 @@ class LoopStatus:
     """What the pages show: the tree after the last pass, and what was found with it."""
 
     counters: ControllerCounters
-    observed: Observed | None
-    handovers: Collection[Handover]
-    without_seccomp: Callable[[], Collection[str]]
+    observed: Observed | None = None
+    handovers: Collection[Handover] = ()
+    without_seccomp: Callable[[], Collection[str]] = frozenset
     """Reads which pods may write the files of their groups."""
-    frozen: str
+    frozen: str = ""
     """Why decisions are frozen; empty if they are not."""
-    failed: str
+    failed: str = ""
     """Why the last pass failed; empty if it did not."""
 
 

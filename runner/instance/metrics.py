@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.roots import Roots
+from runner.instance.daemons import RESTARTS
 from runner.instance.foreign_time import ForeignTime
 from runner.instance.supervisor import Phase, Supervisor
 from runner.kernel.cgroup import Cgroup
@@ -46,7 +47,10 @@ def _counter(name: str, text: str, samples: Samples, *labels: str) -> Metric:
 
 def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
     pod, state = plan.pod, supervisor.guest_state
-    identity = {"instance": plan.name, "namespace": pod.namespace, "pod": pod.name, "node": pod.node}
+    # Prometheus gives its targets the labels instance, job, namespace, pod, node and container (the Prometheus operator's
+    # PodMonitor) and renames ours of the same names to exported_…: so `name`, as in KubeVirt's kubevirt_vmi_info and in
+    # cAdvisor, and `pod_name`, `pod_namespace`, as in NVIDIA's dcgm-exporter (--use-old-namespace): the variables' names.
+    identity = {"name": plan.name, "pod_name": pod.name, "pod_namespace": pod.namespace, "node_name": pod.node}
     identity["placement"] = plan.placement.backend
     yield _gauge("info", "The instance's names and placement.", [(tuple(identity.values()), 1)], *identity)
     phases = [((phase,), state.phase == phase) for phase in get_args(Phase)]
@@ -57,7 +61,8 @@ def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
 
 def _counters(supervisor: Supervisor) -> Iterator[Metric]:
     counters, orphans, faults = supervisor.counters, supervisor.processes.orphans, supervisor.faults
-    restarts = [((role,), count) for role, count in sorted(counters.restarts.items())]
+    # From the start, with 0: Prometheus sees no increase in a series that begins with 1.
+    restarts = [((role,), counters.restarts[role]) for role in sorted(RESTARTS)]
     console = [((), counters.console)]
     yield _counter("console_bytes_total", "Bytes that the guest has written to its console.", console)
     yield _counter("child_restarts_total", "Children that ended and were started again.", restarts, "role")

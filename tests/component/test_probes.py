@@ -26,6 +26,8 @@ from tests.support.exposition import families, figures
 from tests.support.fake_host import FakeHost
 
 Ask = Callable[[str], Awaitable[tuple[int, str]]]
+TARGET_LABELS = {"instance", "job", "namespace", "pod", "node", "container", "endpoint", "service", "prometheus"}
+"""Labels that Prometheus and its operator give to a target; they rename ours of the same names to ``exported_…``."""
 POD = PodName("web-1", "prod", 'a "node"', "3ceda12c-3ee9-40fa-9f42-61428fe654a6")
 
 
@@ -40,6 +42,12 @@ async def ask(port: int, target: str) -> tuple[int, str]:
         await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         head, _, body = b"".join([data async for data in stream]).decode().partition("\r\n\r\n")
     return int(head.split()[1]), body
+
+
+def labels_of(page: str) -> set[str]:
+    """Return the names of all labels on a page of metrics."""
+    samples = (sample for metric in families(page, "instance_runner_").values() for sample in metric.samples)
+    return {name for sample in samples for name in sample.labels}
 
 
 async def run_and_inspect(
@@ -95,21 +103,24 @@ async def test_probes_and_metrics_while_the_guest_runs(fake_host: FakeHost) -> N
         assert status == 200
         found, vcpu = figures(text), f'{{cpu="{cpu}",vcpu="0"}}'
         assert (
-            f'info{{instance="instance",namespace="prod",node="a "node"",placement="{plan.placement.backend}",pod="web-1"}}'
+            f'info{{name="instance",node_name="a "node"",placement="{plan.placement.backend}",pod_name="web-1",pod_namespace="prod"}}'
             in found
         )
         assert (found["placement_holds"], found["placement_strays"]) == (1, 0)
+        assert [found[f'child_restarts_total{{role="{role}"}}'] for role in ("anchor", "dnsmasq")] == [0, 0]
         assert (found['guest_state{state="running"}'], found['guest_state{state="starting"}']) == (1, 0)
+        assert not labels_of(text) & TARGET_LABELS
         types = {name: metric.type for name, metric in families(text, "instance_runner_").items()}
         assert {types[name] for name in ("info", "guest_state", "guest_uptime_seconds", "placement_holds")} == {"gauge"}
         assert {types[name] for name in ("console_bytes", "child_restarts", "vcpu_steal_seconds", "swept")} == {
             "counter"
         }
-        assert found["console_bytes_total"] == len("guest: runs\r\n")
-        assert found[f"vcpu_cpu_seconds_total{vcpu}"] > 0
-        assert found[f"vcpu_run_delay_seconds_total{vcpu}"] >= 0
-        assert found[f"vcpu_steal_seconds_total{vcpu}"] >= 0
-        assert found[f"vcpu_involuntary_switches_total{vcpu}"] >= 0
+        assert (found["console_bytes_total"], found[f"vcpu_cpu_seconds_total{vcpu}"] > 0) == (
+            len("guest: runs\r\n"),
+            True,
+        )
+        for name in ("run_delay_seconds", "steal_seconds", "involuntary_switches"):
+            assert found[f"vcpu_{name}_total{vcpu}"] >= 0
         has_foreign_time(families(text, "instance_runner_")["vcpu_foreign_seconds"])
         await moved_away(host, get)
         await a_vcpu_starts_a_thread(host, get, cpu)

@@ -308,6 +308,7 @@ async def test_a_client_that_hangs_up_does_not_wait_for_qemu(ends: tuple[Monitor
         assert arguments is None
         return await monitor.execute(command, wanted=wanted)
 
+    number: object = None
     for leaves in (False, True):
         ours, theirs = socket.socketpair()
         with trio.fail_after(20), trio.socket.from_stdlib_socket(ours) as connection, theirs:

@@ -11,9 +11,16 @@ from typing import Any
 import yaml
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"
-DIRECTORIES = sorted(str(path.parent.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("kustomization.yaml"))
+DIRECTORIES = sorted(
+    str(path.parent.relative_to(EXAMPLES))
+    for path in EXAMPLES.rglob("kustomization.yaml")
+    if "kind: Kustomization\n" in path.read_text()
+)
+"""What can be applied; ``images`` is a component of others."""
 INSTANCES = [name for name in DIRECTORIES if name.split("/")[0] in {"instance", "job", "overlays"}]
 """The directories of one instance each, which ``kubectl delete -k`` deletes."""
+VM_DEVICES = ("/dev/kvm", "/dev/net/tun", "/dev/vhost-net")
+"""The devices that the resource ``squat.ai/vm`` gives."""
 Object = dict[str, Any]
 
 
@@ -32,6 +39,13 @@ def resources(directory: str) -> list[Object]:
         else:
             found += yaml.safe_load_all(path.read_text())
     return found
+
+
+def container_of(directory: str) -> Object:
+    """Return the one container of the pods in the files of *directory*."""
+    [pod] = pod_specs(resources(directory))
+    [container] = pod["containers"]
+    return dict(container)
 
 
 def put_together(directory: str, examples: Path = EXAMPLES) -> list[Object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from runner.plan.memory import memory_overhead
 from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, parse_instance
 from tests.images.built import PROJECT
-from tests.images.manifests import DIRECTORIES, EXAMPLES, INSTANCES, Object, pod_specs, put_together
+from tests.images.manifests import DIRECTORIES, EXAMPLES, INSTANCES, Object, images_of, pod_specs, put_together
 from tests.images.test_images import NEEDED, NEEDED_FOR_SHARES
 
 NEEDED_FOR_DEVICES = ("SYS_RESOURCE", "CHOWN")
@@ -206,6 +207,28 @@ def test_the_documents_for_cloud_init_are_valid(objects: dict[str, list[Object]]
     assert isinstance(yaml.safe_load(found["/etc/cloud-init/user-data"]), dict)
 
 
+def test_an_instance_elsewhere_takes_its_manifests_from_this_repository(tmp_path: Path) -> None:
+    """As the README shows it, from a git repository at a tag."""
+    repository, mine = tmp_path / "repository", tmp_path / "mine"
+    shutil.copytree(EXAMPLES, repository / "examples/kubernetes")
+    git = ("git", "-C", repository, "-c", "user.name=x", "-c", "user.email=x@example.com")
+    for command in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "x"), ("tag", "v0.1.0")):
+        subprocess.run([*git, *command], check=True)
+    [shown] = re.findall(r"```yaml\n(.*?)```", (EXAMPLES / "README.md").read_text(), re.DOTALL)
+    mine.mkdir()
+    (mine / "kustomization.yaml").write_text(
+        shown.replace("https://git.example/instance-runner", f"file://{repository}")
+    )
+    spec = (EXAMPLES / "instance/spec.toml").read_text().replace("count = 4", "count = 2").replace("2GiB", "1GiB")
+    (mine / "spec.toml").write_text(spec)
+    found = put_together("", mine)
+    [pod] = [each for each in found if each["kind"] == "Pod"]
+    assert pod["metadata"]["name"] == "instance-web"
+    assert images_of(found) == ["registry.example/gpu-instance:0.1.0"]
+    assert {each["metadata"]["labels"]["app.kubernetes.io/instance"] for each in found} == {"instance-web"}
+    assert_fits(found)
+
+
 def test_an_invalid_object_is_noticed(objects: dict[str, list[Object]]) -> None:
     [daemon] = [found for found in objects["controller"] if found["kind"] == "DaemonSet"]
     daemon = json.loads(json.dumps(daemon))
@@ -216,8 +239,13 @@ def test_an_invalid_object_is_noticed(objects: dict[str, list[Object]]) -> None:
 
 @pytest.mark.parametrize("name", INSTANCES)
 def test_pod_and_spec_agree(name: str, objects: dict[str, list[Object]]) -> None:
-    [pod] = pod_specs(objects[name])
-    spec, limits = spec_of(objects[name]), container_of(objects[name])["resources"]["limits"]
+    assert_fits(objects[name])
+
+
+def assert_fits(objects: list[Object]) -> None:
+    """Fail unless the pod among *objects* has what its spec needs."""
+    [pod] = pod_specs(objects)
+    spec, limits = spec_of(objects), container_of(objects)["resources"]["limits"]
     assert is_guaranteed(pod)
     # Without the controller's float, all threads but the vCPUs need CPUs of the pod: one whole core.
     besides = 0 if spec.cpu.placement == "controller" else 2

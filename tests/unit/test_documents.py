@@ -20,18 +20,16 @@ from runner.cli.outcomes import OUTCOMES
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
 from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING, SEALED_EVERY
-from runner.controller.metrics import ControllerCounters, LoopStatus, controller_metrics
 from runner.errors import SpecError, Status
 from runner.inspect.render import HEAD
-from runner.instance import metrics
 from runner.instance.daemons import DEATHS
 from runner.placement.threads import Role
-from runner.protocol.exposition import metrics_response
 from runner.protocol.unix_server import SocketLimits
 from runner.spec.instance import parse_instance, reference
 from runner.table import aligned
 from tests.emulated_node.command import parser as emulated_node_parser
 from tests.images.manifests import DIRECTORIES, EXAMPLES
+from tests.support.monitoring import exported_by_a_controller, exported_by_an_instance
 from tests.unit.test_house import GROUND, MAY_IMPORT
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +48,9 @@ DOCUMENTS = [
         "examples/EVENTS.md",
         "examples/SPEC.md",
         "examples/plan/README.md",
+        "examples/host/README.md",
         "examples/kubernetes/README.md",
+        "examples/monitoring/README.md",
         "images/README.md",
         "runner/README.md",
         "runner/check/README.md",
@@ -201,9 +201,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
 
 
 def test_every_metric_of_the_controller_is_named() -> None:
-    status = LoopStatus(ControllerCounters(), None, (), frozenset, "", "")
-    text = metrics_response(controller_metrics(status)).text
-    names = set(re.findall(r"^# TYPE instance_cgroup_controller_(\w+)", text, re.MULTILINE))
+    names = exported_by_a_controller()
     assert len(names) > 5
     assert [name for name in sorted(names) if f"`{name}`" not in CONTROLLER] == []
 
@@ -215,9 +213,7 @@ def test_the_figures_of_the_front_page_are_those_of_the_benchmark() -> None:
 
 
 def test_every_metric_of_an_instance_is_named() -> None:
-    source = Path(metrics.__file__).read_text()
-    names = set(re.findall(r'_(?:gauge|counter)\("([a-z_]+)"', source)) - {"info"}
-    names |= {f"{name}_total" for name in re.findall(r'^        \("([a-z_]+)", "', source, re.MULTILINE)}
+    names = {name.removeprefix("vcpu_") for name in exported_by_an_instance()}
     assert len(names) > 10
     assert [name for name in sorted(names) if f"`{name}`" not in KUBERNETES] == []
 
@@ -273,13 +269,22 @@ def test_the_front_page_leads_to_every_document() -> None:
 def test_every_path_exists(document: Path) -> None:
     """Paths of this tree from its root, wherever they stand, and Python files named from the document's folder."""
     text = document.read_text()
-    for name in re.findall(r"(?<![\w/.~-])((?:runner|tests|examples|images|\.ci)/[\w./-]*\w)", text):
+    for name in re.findall(r"(?<![\w/.~-])((?:runner|tests|examples|images|\.ci)/[\w./@-]*\w)", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`([\w/]+\.py)`", text):
         assert any((folder / name).is_file() for folder in (document.parent, ROOT)), name
 
 
-@pytest.mark.parametrize("name", ["examples/README.md", "examples/plan/README.md", "runner/controller/README.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "examples/README.md",
+        "examples/host/README.md",
+        "examples/monitoring/README.md",
+        "examples/plan/README.md",
+        "runner/controller/README.md",
+    ],
+)
 def test_every_file_of_a_table_of_files_exists(name: str) -> None:
     text = (ROOT / name).read_text()
     head = re.search(r"^\| (?:file|file or directory|module) \| what.*\|$", text, re.MULTILINE)

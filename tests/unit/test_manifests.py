@@ -14,7 +14,17 @@ from runner.facts.hardware import huge_limit_variable, hugepages_resource
 from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_KILL, CAP_SYS_NICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE
 from runner.kubelet.pod import parse_quantity
 from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR
-from tests.images.manifests import DIRECTORIES, EXAMPLES, INSTANCES, Object, kustomization, pod_specs, resources
+from tests.images.manifests import (
+    DIRECTORIES,
+    EXAMPLES,
+    INSTANCES,
+    VM_DEVICES,
+    Object,
+    images_of,
+    kustomization,
+    pod_specs,
+    resources,
+)
 
 DISKS = ("overlays/disk", "overlays/gpu", "overlays/server")
 KUBELETS = ("kubelet-configuration.yaml", "kubelet-configuration-strict.yaml")
@@ -37,6 +47,39 @@ def test_the_gpu_instance_is_told_its_limit_of_huge_pages() -> None:
         "valueFrom": {"resourceFieldRef": {"resource": f"limits.{resource}"}},
     }
     assert resource in container["resources"]["limits"]
+
+
+def test_the_device_plugin_hands_out_what_the_pods_ask_for() -> None:
+    [pod] = pod_specs(resources("device-plugin"))
+    [container] = pod["containers"]
+    device = yaml.safe_load(container["args"][container["args"].index("--device") + 1])
+    [group] = device["groups"]
+    assert tuple(path["path"] for path in group["paths"]) == VM_DEVICES
+    assert group["count"] >= 110, "the kubelet's maxPods"
+    [instance] = pod_specs(resources("instance"))
+    assert f"squat.ai/{device['name']}" in instance["containers"][0]["resources"]["limits"]
+    asked = container["resources"]
+    assert asked["requests"].keys() | asked["limits"].keys() == {"memory"}, "a part of a CPU costs the node a whole one"
+
+
+def test_one_step_applies_what_a_cluster_needs() -> None:
+    objects = {(found["kind"], found["metadata"]["name"]) for found in resources("cluster")}
+    assert objects == {
+        *(("Namespace", name) for name in ("instances", "instance-runner")),
+        *(("DaemonSet", name) for name in ("instance-cgroup-controller", "instance-device-plugin")),
+    }
+
+
+def test_the_names_of_the_images_stand_in_one_place() -> None:
+    component = yaml.safe_load((EXAMPLES / "images/kustomization.yaml").read_text())
+    named = {each["name"] for each in component["images"]}
+    used = {name for directory in DIRECTORIES for name in images_of(resources(directory))}
+    assert named == used
+    assert [name for name in DIRECTORIES if "images" in kustomization(name)] == []
+    for directory in DIRECTORIES:
+        own = [name for name in kustomization(directory)["resources"] if not (EXAMPLES / directory / name).is_dir()]
+        runs = [name for name in own if pod_specs(yaml.safe_load_all((EXAMPLES / directory / name).read_text()))]
+        assert ("components" in kustomization(directory)) == bool(runs), directory
 
 
 def test_no_instance_contains_a_namespace_or_a_disk() -> None:

@@ -82,16 +82,17 @@ class StatusReader:
         from runner.plan.networks import BridgedPlan, InheritedFdPlan, MacvtapPlan, PasstPlan
 
         for network in self.plan.networks:
+            mode, addresses = "", list[str]()
             match network:
                 case BridgedPlan(guest=guest, ipv6=ipv6, pod=pod):
                     mode = "private" if pod is None else "bridge"
                     addresses = [str(guest), *([] if ipv6 is None else [str(ipv6.guest)])]
                 case MacvtapPlan():
-                    mode, addresses = "macvtap", []
+                    mode = "macvtap"
                 case PasstPlan():
-                    mode, addresses = "passt", []
+                    mode = "passt"
                 case InheritedFdPlan():
-                    mode, addresses = "descriptor", []
+                    mode = "descriptor"
                 case _ as never:
                     assert_never(never)
             yield {"mode": mode, "mac": network.mac, "addresses": addresses}

@@ -96,10 +96,10 @@ async def test_a_pod_that_may_write_its_groups_is_named(
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         assert ("instance without seccomp" in caplog.text) is exposed
         node.pod(B).put_threads([os.getpid()])
-        [listed] = await client.result("listInstances")  # type: ignore[misc]
-        status = await client.result("getStatus")
+        instances, status = await client.result("listInstances"), await client.result("getStatus")
+        assert isinstance(instances, list)
         assert isinstance(status, dict)
-        assert (listed["without_seccomp"], status["without_seccomp"]) == (exposed, [B] if exposed else [])
+        assert (instances[0]["without_seccomp"], status["without_seccomp"]) == (exposed, [B] if exposed else [])
         assert controller.loop.without_seccomp() == ({B} if exposed else set())
 
 

@@ -19,13 +19,12 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.kubelet.pod import parse_quantity
+from tests.images.manifests import VM_DEVICES
 from tests.node.standin_kubelet import Container, Mount, Pod, Runtime, capabilities
 
 Object = dict[str, Any]
 DISKS = {"gpu-instance": "gpu-instance", "instance-cgroup-controller": "controller"}
 """Name of an image in the manifests → serial number of its disk."""
-VM_DEVICES = ("/dev/kvm", "/dev/net/tun", "/dev/vhost-net")
-"""The devices that the resource ``squat.ai/vm`` gives."""
 
 
 @attrs.frozen
