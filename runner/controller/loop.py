@@ -124,6 +124,8 @@ class ReconcileLoop:
     """For what a pod can cause without end: requests, whether refused or not, and passes."""
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
     """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
+    registered: set[str] = attrs.field(factory=set)
+    """The pods that were registered; what one took in float it may hold after it has left, until its own cgroup is gone."""
     observed: Observed | None = None
     """The tree after the last pass."""
     faults: tuple[Fault, ...] = ()
@@ -225,6 +227,7 @@ class ReconcileLoop:
         While decisions are frozen nothing is done. Raises :class:`HostError` if there is no cgroup v2 to work with.
         """
         started = time.perf_counter()
+        self.registered.update(grants)
         machine = self.machine()
         desired = self.desired(machine)
         if isinstance(desired, Frozen):

@@ -170,7 +170,9 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
                     nursery.start_soon(UnixServer(methods, SocketLimits()).accept, listener)
                     if loop.limits.pod_memory_min is not None:
                         least = loop.limits.pod_memory_min
-                        nursery.start_soon(MemoryGuard(loop.tree, pods, least, loop.counters, loop.log_limit).run)
+                        nursery.start_soon(
+                            MemoryGuard(loop.tree, pods, least, loop.registered, loop.counters, loop.log_limit).run
+                        )
                     if options.metrics is not None:
                         nursery.start_soon(
                             serve_http,

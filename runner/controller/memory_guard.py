@@ -94,6 +94,8 @@ class MemoryGuard:
     tree: Tree
     pods: PodCgroups
     least: int
+    registered: set[str]
+    """The pods that were registered, of which those that have gone are taken out; they need not be in the tree any more."""
     counters: ControllerCounters
     log_limit: LogRateLimit
     intervals: GuardIntervals = attrs.field(factory=GuardIntervals)
@@ -120,6 +122,7 @@ class MemoryGuard:
             excess, root = self._excess()
             if excess <= 0:
                 return "enough"
+            self.registered.difference_update([each for each in self.registered if not self.pods.existing(each)])
             pods = await self._measured(root)
             pod = choose_pod(pods, root, self.least)
             if pod is None:
@@ -181,7 +184,8 @@ class MemoryGuard:
 
     def _processes(self) -> Mapping[str, list[int]]:
         """Return pod UID → the processes whose first thread is in one of the pod's groups."""
-        pod_uids = [pod_uid for pod_uid in self.tree.floating.children() if INSTANCE_NAME.fullmatch(pod_uid)]
+        named = (pod_uid for pod_uid in self.tree.floating.children() if INSTANCE_NAME.fullmatch(pod_uid))
+        pod_uids = sorted({*named, *self.registered})
         groups = {group: pod_uid for pod_uid in pod_uids for group in self._groups(pod_uid)}
         owners = {tid: pod_uid for group, pod_uid in groups.items() for tid in _threads(group)}
         paths = {self._path(group): pod_uid for group, pod_uid in groups.items()}

@@ -55,6 +55,7 @@ async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
     options = LimitOptions(pod_pids_max=40, pod_cpu_weight=300)
     async with controlled(node, limit_options=options) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert controller.loop.registered == {B}
         pod = node.pod(B)
         assert (pod.kind(), pod.read("pids.max"), pod.read("cpu.weight")) == ("threaded", "40", "300")
         assert not (pod.path / "cpuset.cpus").exists(), "it has float's CPUs, whatever they are"

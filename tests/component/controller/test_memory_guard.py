@@ -115,7 +115,7 @@ def charge(node: Node, uid: str, stat: str) -> None:
 
 def measured(node: Node, uid: str) -> PodMemory:
     pods = PodCgroups(node.mount, Procfs(Path("/proc")), kubelet=True)
-    guard = MemoryGuard(Tree(node.root), pods, 0, ControllerCounters(), LogRateLimit())
+    guard = MemoryGuard(Tree(node.root), pods, 0, {A, B}, ControllerCounters(), LogRateLimit())
     return next(pod for pod in guard.measure(shared=True) if pod.pod_uid == uid)
 
 
@@ -202,7 +202,7 @@ def fill(node: Node, used: int, stat: str) -> None:
 
 def guard_of(node: Node) -> MemoryGuard:
     pods = PodCgroups(node.mount, Procfs(node.proc), kubelet=True)
-    return MemoryGuard(Tree(node.root), pods, 256 * MIB, ControllerCounters(), LogRateLimit())
+    return MemoryGuard(Tree(node.root), pods, 256 * MIB, set(), ControllerCounters(), LogRateLimit())
 
 
 async def test_nothing_is_ended_for_page_cache_or_below_the_limit(node: Node) -> None:
@@ -257,6 +257,23 @@ async def test_a_pod_that_is_chosen_again_is_ended_as_a_whole(node: Node) -> Non
         assert await guard.check() == "ended"
         assert (second.wait(), kill.read_text()) == (-9, "1\n")
         assert guard.counters.memory_ended == 2
+
+
+async def test_a_pod_that_left_with_what_it_took_in_float_is_ended(node: Node) -> None:
+    """Another process of it, in its own cgroup, holds the memory, and the instance has been deregistered."""
+    kill = node.scope(A).parent.path / "cgroup.kill"
+    kill.touch()
+    fill(node, 2 * GIB, f"anon {2 * GIB}")
+    guard = guard_of(node)
+    with described(node, A, GIB) as process:
+        put(node, A, [])
+        (node.scope(A).path / "cgroup.procs").write_text(f"{process.pid}\n")
+        assert node.pod(A).remove()
+        assert node.instance(A).remove()
+        assert await guard.check() == "unattributed"
+        guard.registered |= {A, "a-pod-that-has-gone"}
+        assert await guard.check() == "ended"
+        assert (kill.read_text(), guard.registered) == ("1\n", {A})
 
 
 async def test_where_no_pod_holds_enough_none_is_ended(node: Node, caplog: pytest.LogCaptureFixture) -> None:
