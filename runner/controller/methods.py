@@ -310,7 +310,7 @@ class RpcMethods:
             # Without a kubelet nothing reports the end of an instance; an empty one yields to another that wants its CPUs.
             if (more := self.loop.log_limit.due("gives way", pod_uid)) is not None:
                 log.info("empty instance gives way%s uuid=%s to=%s", more, other, pod_uid)
-            self.loop.tree.group(instance_group(other)).end_partition()
+            self.loop.tree.unseal(self.loop.tree.group(instance_group(other)))
             self.loop.tree.group(instance_group(other)).remove()
         mine = observed.instances().get(pod_uid)
         if mine is not None and mine.populated and mine.cpus != asked:

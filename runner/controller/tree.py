@@ -170,7 +170,7 @@ class Tree:
             case Write() | Restrict():
                 group.write(action.file, action.value)
             case Unseal():
-                group.end_partition()
+                self.unseal(group)
             case Seal(_, cpus, together):
                 return self._seal(group, cpus, together, online)
             case Evict(pod_uid):
@@ -178,6 +178,17 @@ class Tree:
             case _ as never:
                 assert_never(never)
         return ""
+
+    def unseal(self, group: Cgroup) -> None:
+        """End the partition of *group*, if it is one.
+
+        The kernel gives back only CPUs that the root still has for itself (``remote_partition_disable``, Linux 6.12). Where
+        another program has taken them from the root, they would stay isolated for ever, so the root gets them again first.
+        """
+        exclusive, ours = group.exclusive_cpus(), self.root.exclusive_cpus()
+        if exclusive and ours is not None and not exclusive <= ours:
+            self.root.write("cpuset.cpus.exclusive", str(ours | exclusive))
+        group.end_partition()
 
     def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
         """Make *group* an isolated partition, and read it back; return why it is none, and then nothing of one is left."""
@@ -190,11 +201,11 @@ class Tree:
             self.partition_writer.isolate(group.name)
             state, effective = group.partition(), group.effective_cpus()
         except CgroupError:
-            group.end_partition()
+            self.unseal(group)
             raise
         if state == ISOLATED and effective == cpus & online:
             return ""
-        group.end_partition()
+        self.unseal(group)
         return f"cannot make {group.path} an isolated partition of the CPUs {cpus}: the kernel says {state!r} with {effective}"
 
 

@@ -104,7 +104,8 @@ def test_a_partition_that_others_invalidate_is_repaired(start: Start) -> None:
     instance = start(1, "2-3")
     instance.up()
     TREE.write("cpuset.cpus.exclusive", "")
-    until(lambda: isolated() == instance.cpus, "the partition to be there again")
+    until(lambda: TREE.cpus("cpuset.cpus.exclusive") == instance.cpus, "the root to have its CPUs for itself again")
+    assert isolated() == instance.cpus
     instance.group.write("cpuset.cpus.exclusive", "3")
     until(lambda: isolated() == instance.cpus, "the partition to have both CPUs again")
     instance.vcpus_hold()
@@ -196,7 +197,7 @@ def test_the_controller_killed_at_any_step_is_not_noticed(machine: Machine) -> N
         assert sealed(machine, pod) == "enforced"
         process.kill()
     assert isolated() == machine.a, "the partition is the kernel's"
-    machine.root.write("cpuset.cpus.exclusive", "")  # as it is if it was killed between two writes
+    machine.instance(A).write("cpuset.cpus.partition", "member")  # as it is if it was killed between two writes
     assert isolated() == CpuSet()
     with machine.controller() as process:
         until(lambda: isolated() == machine.a, "the partition to be there again")
@@ -209,6 +210,7 @@ def test_the_controller_killed_at_any_step_is_not_noticed(machine: Machine) -> N
             process.kill()
         with pytest.raises(BlockingIOError):
             os.read(queue._fd, 65536)  # no file of the tree was written to
+    machine.root.write("cpuset.cpus.exclusive", "")  # without which the kernel forgets what to give back
     os.kill(pod.pid, signal.SIGKILL)
     with machine.controller():  # finds a partition without a thread
         until(lambda: isolated() == CpuSet(), "the partition to be gone")
