@@ -45,6 +45,7 @@ from runner.kernel.cgroup import Cgroup
 from runner.kernel.files import discard, publish
 from runner.kernel.host_settings import (
     DEFAULT_AFFINITY,
+    INTERRUPTS,
     WORK_QUEUES,
     HostSettings,
     SettingError,
@@ -163,7 +164,7 @@ class HostTuner:
         plan = self.caches.plan(self._cache_requests(instances, missing), missing)
         settings = [
             *self._interrupts(occupied if self.options.interrupts else CpuSet(), online),
-            *self._work_queues(occupied if self.options.work_queues else CpuSet(), online),
+            *self._work_queues(occupied if self.options.work_queues else CpuSet(), online, records),
             *self._latencies(instances, records, missing),
             *self._irqbalance(irqbalance, occupied if self.options.interrupts else CpuSet(), missing),
             *self.caches.shared(plan, records),
@@ -200,11 +201,12 @@ class HostTuner:
             rule = AwayFrom(occupied, online, numa_nodes[line.numa_node], prefer_near=line.handlers.startswith(_VFIO))
             yield Setting(line.path, "interrupt", str(line.cpus), rule, line.handlers, DEFAULT_AFFINITY)
 
-    def _work_queues(self, occupied: CpuSet, online: CpuSet) -> Iterator[Setting]:
+    def _work_queues(self, occupied: CpuSet, online: CpuSet, records: Mapping[str, Record]) -> Iterator[Setting]:
         cpus = self.host.work_queue_cpus()
         if cpus is not None:
-            # Those of partitions stay out: a write would bring them in (workqueue_set_unbound_cpumask).
-            avoided = (occupied | self.host.isolated_work_queue_cpus()) if occupied else occupied
+            # Those of others' partitions stay out of what is written: it would bring them in (workqueue_set_unbound_cpumask).
+            touched = bool(occupied) or WORK_QUEUES in records
+            avoided = occupied | self.host.isolated_work_queue_cpus() if touched else CpuSet()
             yield Setting(WORK_QUEUES, "work_queue", str(cpus), AwayFrom(avoided, online))
 
     def _latencies(
@@ -276,7 +278,11 @@ class HostTuner:
                 self.host.write(setting.path, change.value)
         except SettingError as error:
             if setting.kind == "interrupt" and setting.path != DEFAULT_AFFINITY and error.errno in _REFUSED:
-                managed[setting.path.split("/")[-2]] = setting.owner
+                number = setting.path.split("/")[-2]
+                effective = self.host.cpus(f"{INTERRUPTS}/{number}/effective_affinity_list")
+                # One of several CPUs is chosen when it is set up, and stays: it may not be an instance's.
+                if effective is None or not effective <= CpuSet.parse(change.value):
+                    managed[number] = setting.owner
             else:
                 missing.append(Missing(setting.kind, setting.path, explain(error)))
         except HostError as error:

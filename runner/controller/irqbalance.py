@@ -38,7 +38,10 @@ class Irqbalance:
         found = _BANNED.search(answer)
         if found is None:
             raise HostError(f"cannot understand irqbalance: it answered {answer[:80]!r} to 'setup'", remedy=REMEDY)
-        return CpuSet.parse_mask(found[1])
+        try:
+            return CpuSet.parse_mask(found[1])
+        except ValueError as error:
+            raise HostError(f"cannot understand irqbalance: {error}", remedy=REMEDY) from error
 
     def ban(self, cpus: CpuSet) -> None:
         """Have it give no interrupts to *cpus*, and to all others. Raises :class:`HostError`."""
@@ -57,8 +60,19 @@ class Irqbalance:
 
 
 def find_irqbalance(procfs: Procfs) -> Irqbalance | None:
-    """Return the irqbalance that runs on this machine, if there is one."""
+    """Return the irqbalance that runs on this machine, if there is one.
+
+    It is root's and in the PID namespace of *procfs*: a pod may give its processes any name.
+    """
     for pid in procfs.processes():
-        if procfs.name(pid) == _NAME:
+        if procfs.name(pid) == _NAME and _is_the_nodes(procfs, pid):
             return Irqbalance(pid, procfs.root / str(pid) / f"root/run/irqbalance/irqbalance{pid}.sock")
     return None
+
+
+def _is_the_nodes(procfs: Procfs, pid: int) -> bool:
+    try:
+        status = procfs.status(pid)
+    except HostError:  # it has ended
+        return False
+    return status["NSpid"].split() == [str(pid)] and status["Uid"].split()[0] == "0"

@@ -20,7 +20,7 @@ class CpuSettings:
     """The settings of an instance's CPUs."""
 
     interrupts: tuple[str, ...]
-    """Those that may be delivered there: number and handlers."""
+    """Those that are delivered there: number and handlers."""
     work_queues: CpuSet
     """The CPUs that unbound work queues may use."""
     resume_latencies: tuple[str, ...]
@@ -53,7 +53,7 @@ def read_cpu_settings(root: Path, cpus: CpuSet) -> CpuSettings:
     """Read the settings of *cpus* of the machine whose root directory is *root*; what the kernel does not have is left out."""
     host = HostSettings(root)
     return CpuSettings(
-        tuple(f"{line.number} ({line.handlers})" for line in host.interrupts() if line.cpus & cpus),
+        tuple(f"{line.number} ({line.handlers})" for line in host.interrupts() if line.effective & cpus),
         (host.cpus(WORK_QUEUES) or CpuSet()) & cpus,
         _each(host, map(latency_path, cpus)),
         _each(host, map(governor_path, cpus)),

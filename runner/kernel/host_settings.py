@@ -49,6 +49,8 @@ class InterruptLine:
     """The names of its handlers."""
     cpus: CpuSet
     """``smp_affinity_list``: where it may be delivered to."""
+    effective: CpuSet
+    """``effective_affinity_list``: where it is delivered to; the same where the kernel does not say."""
     numa_node: int
     """-1 where the kernel does not know."""
 
@@ -99,7 +101,8 @@ class HostSettings:
                 handlers = ", ".join(sorted(entry.name for entry in entries if entry.is_dir()))
                 if handlers:
                     cpus = CpuSet.parse((line / "smp_affinity_list").read_text())
-                    yield InterruptLine(number, handlers, cpus, _number(line / "node"))
+                    effective = self.cpus(f"{INTERRUPTS}/{number}/effective_affinity_list") or cpus
+                    yield InterruptLine(number, handlers, cpus, effective, _number(line / "node"))
 
     def cpus(self, path: str) -> CpuSet | None:
         """Return the CPUs in the setting *path*; ``None`` where the kernel does not have it."""

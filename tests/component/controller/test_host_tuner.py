@@ -99,6 +99,34 @@ async def test_settings_leave_the_cpus_and_come_back(node: Node) -> None:
         assert (mask(node, 24), mask(node, 25)) == (EVERYTHING, "15")
 
 
+async def test_an_interrupt_that_refuses_but_is_delivered_elsewhere_is_no_disturbance(node: Node) -> None:
+    """As that of the timer, or a queue's whose mask has other CPUs, too."""
+    node.host.put("proc/irq/26/effective_affinity_list", "5")
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await register(node, client, B, "14-17")
+        await settled(controller)
+        assert mask(node, 26) == "14-15"
+        assert controller.tuner.reasons == ()
+
+
+async def test_the_work_queues_of_others_partitions_stay_out(node: Node) -> None:
+    """Since Linux 6.8 there are two more files; what is written must not have CPUs that another program has isolated."""
+    node.host.put(f"{WORK_QUEUES}_requested", "fffff")
+    node.host.put(f"{WORK_QUEUES}_isolated", "3")
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await register(node, client, B, "14-17")
+        await settled(controller)
+        assert CpuSet.parse_mask(text(node, WORK_QUEUES)) == CpuSet.parse("2-13,18-19")
+        node.host.put(f"{WORK_QUEUES}_requested", CpuSet.parse("2-13,18-19").mask())
+        await client.result("deregisterCgroup", uuid=B)
+        await settled(controller)
+        assert CpuSet.parse_mask(text(node, WORK_QUEUES)) == CpuSet.parse("2-19")
+        node.host.put(f"{WORK_QUEUES}_requested", CpuSet.parse("2-19").mask())
+        node.host.put(f"{WORK_QUEUES}_isolated", "0")
+        await settled(controller)
+        assert CpuSet.parse_mask(text(node, WORK_QUEUES)) == CpuSet.parse("0-19")
+
+
 async def test_the_loop_itself_sees_instances_come_and_go(node: Node) -> None:
     async with controlled(node) as controller, connected(node.socket) as client:
         await register(node, client, B, "14-17")
@@ -314,9 +342,19 @@ class FakeIrqbalance:
                     self.banned = "0" if cpus == "NULL" else CpuSet.parse(cpus).mask()
 
 
+IRQBALANCE = 800
+
+
+def put_irqbalance(node: Node, *, inner: str = "", user: int = 0) -> None:
+    """Describe a process with the name of irqbalance; in a PID namespace of its own it is also *inner*."""
+    node.put_process(IRQBALANCE, "/", inner=IRQBALANCE, namespace="pid-host", name="irqbalance")
+    status = f"Name:\tirqbalance\nUid:\t{user}\t{user}\t{user}\t{user}\nNSpid:\t{IRQBALANCE}{inner}\n"
+    (node.proc / str(IRQBALANCE) / "status").write_text(status)
+
+
 @contextlib.asynccontextmanager
-async def irqbalance(node: Node, pid: int = 800) -> AsyncIterator[FakeIrqbalance]:
-    node.put_process(pid, "/system.slice/irqbalance.service", inner=pid, namespace="pid-host", name="irqbalance")
+async def irqbalance(node: Node, pid: int = IRQBALANCE) -> AsyncIterator[FakeIrqbalance]:
+    put_irqbalance(node)
     directory = node.proc / str(pid) / "root/run/irqbalance"
     directory.mkdir(parents=True, exist_ok=True)
     found = FakeIrqbalance()
@@ -345,8 +383,29 @@ async def test_irqbalance_is_told_and_told_again(node: Node) -> None:
         assert CpuSet.parse_mask(daemon.banned) == CpuSet([7])
 
 
+@pytest.mark.parametrize(("inner", "user"), [("\t7", 0), ("", 1000)])
+async def test_a_process_that_only_has_its_name_is_not_asked(node: Node, inner: str, user: int) -> None:
+    async with irqbalance(node) as daemon, controlled(node) as controller, connected(node.socket) as client:
+        await settled(controller)
+        put_irqbalance(node, inner=inner, user=user)
+        daemon.commands.clear()
+        await register(node, client, B, "14-17")
+        await settled(controller)
+        assert daemon.commands == []
+        assert mask(node, 24) == "0-13,18-19"
+
+
+async def test_an_irqbalance_that_answers_nonsense_is_named(node: Node) -> None:
+    async with irqbalance(node) as daemon, controlled(node) as controller, connected(node.socket) as client:
+        daemon.banned = "1,,2"
+        await register(node, client, B, "14-17")
+        await settled(controller)
+        assert "cannot understand irqbalance" in controller.tuner.reasons[1]
+        assert mask(node, 24) == "0-13,18-19"
+
+
 async def test_an_irqbalance_that_cannot_be_reached_is_named(node: Node) -> None:
-    node.put_process(800, "/system.slice/irqbalance.service", inner=800, namespace="pid-host", name="irqbalance")
+    put_irqbalance(node)
     async with controlled(node) as controller, connected(node.socket) as client:
         await settled(controller)
         assert controller.tuner.reasons == ()
