@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.emulated_node.cache import RECIPES, Artefact, EmulatedNodeError
@@ -17,21 +19,38 @@ NOT_IN_THE_NODE = ("flake8", "flake8-async", "kubernetes-validate", "mypy", "ruf
 """Development tools that no test in the node imports."""
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of Debian's: the suites that have its source, and the lines of ``kernel.config`` that it spells otherwise."""
+
+    suites: str
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+
 KERNELS = {
-    "6.1": "bookworm bookworm-updates",
-    "6.12": "trixie trixie-updates",
-    "newest": "trixie-backports",
+    "6.1": Kernel("bookworm bookworm-updates", {"# CONFIG_BASE_SMALL is not set": "CONFIG_BASE_FULL=y"}),
+    "6.12": Kernel("trixie trixie-updates"),
+    "newest": Kernel(
+        "trixie-backports",
+        {
+            "CONFIG_PREEMPT_VOLUNTARY=y": "CONFIG_PREEMPT_LAZY=y",
+            "CONFIG_PROC_PID_CPUSET=y": "CONFIG_CPUSETS_V1=y\nCONFIG_PROC_PID_CPUSET=y",
+        },
+    ),
 }
-"""Debian suites by the kernel that they have; 6.1 knows no remote cpuset partitions (they came with 6.7)."""
+"""Kernels that the node can be booted with; 6.1 knows no remote cpuset partitions (they came with 6.7)."""
 KERNEL = "6.12"
 
 
 def kernel(version: str = KERNEL) -> Artefact:
     """Return the recipe of the node's kernel, a bzImage; *version* is a key of KERNELS."""
+    chosen = KERNELS[version]
+    lines = (RECIPES / "kernel.config").read_text().splitlines()
+    config = "".join(f"{chosen.instead.get(line, line)}\n" for line in lines)
     return Artefact(
         "kernel",
         "kernel.sh",
-        {"kernel.config": (RECIPES / "kernel.config").read_bytes(), "suites": KERNELS[version].encode()},
+        {"kernel.config": config.encode(), "suites": chosen.suites.encode()},
         tools={
             "apt-get": "apt",
             "bc": "bc",
