@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"{STATUS_HELP}\n\n"
         "examples:\n"
-        "  examples/quickstart/run                                   makes the guest first\n"
-        "  docker run -it --rm --privileged gpu-instance try"
+        "  instance-runner try                                  in the image: docker run -it --rm --privileged gpu-instance try\n"
+        "  instance-runner try --guest .cache/quickstart/guest  as examples/quickstart/run does, which makes the guest"
     )
     parser.add_argument(
         "--guest",
