@@ -49,7 +49,7 @@ class ConsoleWatch:
             return
         lines = [line[:LONGEST].rstrip(b"\r") for line in text.split(b"\n")]
         self._line = lines[-1]
-        for line in lines:
+        for line in lines[:-1]:  # whole, because it is reported
             if _PANIC_LINE.match(line):
                 self.panicked(escaped(line.decode(errors="replace"))[:_SHOWN])
         if self.pattern is not None:

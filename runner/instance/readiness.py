@@ -124,15 +124,18 @@ class Readiness:
         self._change()
 
     def _change(self) -> None:
+        self._wake()
+        self._show()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
-        self._show()
 
     def _handle(self, event: QmpEvent) -> None:
         if event.name == "RESET":
             self._begin()
-        elif event.name == "VSERPORT_CHANGE":
-            self._change()
+        elif event.name == "VSERPORT_CHANGE":  # the agent may listen now
+            self._wake()
 
     def _signed(self) -> None:
         self._state.waits_for = ""
