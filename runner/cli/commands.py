@@ -14,6 +14,7 @@ from runner.arguments import add_version
 from runner.cli.options import STATUS_HELP
 
 COMMANDS = {
+    "try": "boot a small guest with a shell on this terminal, to see that everything works here",
     "run": "run an instance as PID 1, until it ends or SIGTERM ends it",
     "plan": "say what run would do here, or what a Kubernetes node would do with a pod; touches nothing",
     "inspect": "say where every thread of a running instance is, and judge it",

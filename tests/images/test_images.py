@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -62,6 +64,18 @@ def test_a_bare_run_boots_the_demo_guest_and_stops_it_in_order(run: Run, gpu_ins
     assert users.strip() == "qemu"
     assert container.stop() == 0, container.output
     assert "guest: power button" in container.output
+    assert "ended outcome=stopped status=0 faults=0" in container.output
+
+
+def test_a_first_guest_has_a_shell_and_is_looked_at_by_the_commands_that_are_shown(run: Run, gpu_instance: str) -> None:
+    container = run(gpu_instance, "--privileged", *NO_KVM, command=("try",))
+    container.until("guest# ")
+    shown = re.search(r"in another terminal: docker exec \S+ (.*); docker exec \S+ (.*)\]", container.output)
+    assert shown is not None, container.output
+    status, judged = (container.execute(*shlex.split(each)) for each in shown.groups())
+    assert re.search(r"^guest +running$", status, re.MULTILINE), status
+    assert "vcpu 0" in judged
+    assert container.stop() == 0, container.output
     assert "ended outcome=stopped status=0 faults=0" in container.output
 
 

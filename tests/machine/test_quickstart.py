@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.machine.test_try import terminal
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run"
 
@@ -35,22 +35,11 @@ def test_a_wrong_argument_shows_the_usage() -> None:
     assert "Usage: examples/quickstart/run [--once]" in result.stdout
 
 
-def test_ctrl_c_ends_it_the_way_kubernetes_does() -> None:
-    """On a terminal the interrupt goes to every process in the foreground."""
-    # exec, because a shell other than bash would end by the interrupt itself, and lose its child's status.
-    terminal = ("script", "--quiet", "--return", "--command", f"exec {shlex.quote(str(QUICKSTART))}", "/dev/null")
-    with subprocess.Popen(terminal, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        seen = b""
-        while b"guest: done" not in seen:
-            data = os.read(process.stdout.fileno(), 1 << 16)
-            assert data, seen.decode(errors="replace")
-            seen += data
-        process.stdin.write(b"\x03")
-        process.stdin.flush()
-        seen += process.stdout.read()
-        process.wait(60)
-    assert process.returncode == 0, seen.decode(errors="replace")
-    assert b"asked to stop reason=SIGINT" in seen
-    assert b"and nothing is left" in seen
+def test_without_it_the_guests_shell_is_on_the_terminal() -> None:
+    with terminal(QUICKSTART) as shown:
+        shown.until_shell()
+        shown.type("echo $((6 * 7))\r")
+        shown.until(r"\n42\r\n")
+        shown.type("\x1d")
+        assert shown.wait() == 0, shown.seen
+        assert shown.seen.endswith("[the guest has ended, and nothing of it is left]\r\n")

@@ -15,6 +15,7 @@ import runner.errors
 from runner.check import cpu_owners, device_rights, host_reader, kernel_settings, programs
 from runner.check.finding import Check, Level
 from runner.cli.commands import program_parser
+from runner.cli.outcomes import OUTCOMES
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
 from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING
@@ -130,6 +131,8 @@ def test_the_mistakes_in_the_documents_are_reported_as_shown(number: int, spec: 
 def test_every_exit_status_is_in_the_table() -> None:
     for status in Status:
         assert f"| {status.value} | `{status.name.lower()}` |" in SPECS
+    for status, (means, remedy) in OUTCOMES.items():
+        assert f"| {status.value} | `{status.name.lower()}` | {means} | {remedy} |" in SPECS
 
 
 def test_every_check_is_named() -> None:

@@ -40,7 +40,7 @@ EVERYTHING = {"__main__", "cli"}
 
 PURE = (
     {"values", "errors", "cpuset", "table", "arguments", "facts", "spec", "placement", "kubelet", "plan"}
-    | {f"cli.{module}" for module in ("completion", "manual", "parsers", "spec_table")}
+    | {f"cli.{module}" for module in ("completion", "manual", "outcomes", "parsers", "spec_table")}
     | {f"inspect.{module}" for module in ("roles", "render", "rules", "observation")}
     | {
         f"check.{module}"

@@ -1,0 +1,59 @@
+"""What each exit status of ``run`` means, and what to do about it (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from runner.errors import Status
+
+OUTCOMES: Mapping[Status, tuple[str, str]] = {
+    Status.STOPPED: ("SIGTERM, SIGINT or SIGHUP; the guest powered itself down in time", "none"),
+    Status.BUG: ("a fault of this program; the traceback is in the log", "report it"),
+    Status.USAGE: ("the command line is wrong, or the spec cannot be read", "see `--help`"),
+    Status.GUEST_SHUTDOWN: (
+        "the guest shut itself down",
+        "`shutdown.poweroff_status` changes the number, 0 makes it a success for `restartPolicy: OnFailure`",
+    ),
+    Status.GUEST_RESET: ('the guest rebooted and `shutdown.on_reboot` is `"exit"`', "restart the pod"),
+    Status.GUEST_PANICKED: ("the guest's kernel panicked", "its last output is in the console log"),
+    Status.FORCED_OFF: (
+        "asked to stop; the guest did not power down within its grace and was switched off",
+        "a longer `shutdown.grace`, or a guest that listens to its power button",
+    ),
+    Status.GUEST_HUNG: (
+        'the guest stopped feeding its watchdog and `guest.watchdog` is `"exit"`',
+        "its last output is in the console log",
+    ),
+    Status.MACHINE_DIED: (
+        "QEMU crashed, was killed, or can no longer be controlled",
+        "the line before it in the log says which",
+    ),
+    Status.SERVICE_DIED: (
+        "virtiofsd or passt ended; the guest was powered down",
+        "the line before it in the log says why",
+    ),
+    Status.REFUSED: (
+        "the spec, the host or the pod does not fit; nothing was touched",
+        "every problem is named with its path",
+    ),
+    Status.START_FAILED: (
+        "the start was begun, failed, and was reversed",
+        "the line before it in the log says where",
+    ),
+    Status.DIRTY: ("ended, but something could not be released", "the `faults` in the termination log"),
+}
+"""Status → what it means, and the remedy, as the table of the documents has them."""
+
+
+def explain_status(number: int) -> Iterator[str]:
+    """Yield the lines that explain the exit status *number* to a person; none for a success."""
+    if number == Status.STOPPED:
+        return
+    try:
+        status = Status(number)
+        means, remedy = OUTCOMES[status]
+    except (ValueError, KeyError):
+        yield f"ended with status {number}, which is none of instance-runner's: the lines before it say why"
+        return
+    yield f"ended with status {number} ({status.name.lower()}): {means}"
+    yield f"what to do: {remedy}"

@@ -1,0 +1,54 @@
+"""Children of a command on a terminal, in a process that is not an init (see :mod:`runner.kernel.processes` for one that is).
+
+They are waited for by pidfd, each by itself, and may share the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Collection
+from pathlib import Path
+
+import trio
+
+
+class TerminalProcess:
+    """A child with this process's standard streams, or in a session of its own with its output in a pipe."""
+
+    def __init__(self, argv: list[str], *, output: int | None = None, blocked: Collection[signal.Signals] = ()) -> None:
+        """Start *argv*, with the signals *blocked* and no others; *output* is the descriptor of a pipe."""
+        apart: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = []
+        if output is not None:
+            apart.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
+            apart += [(os.POSIX_SPAWN_DUP2, output, number) for number in (1, 2)]
+        setsid = output is not None
+        self.pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=apart, setsid=setsid, setsigmask=blocked)
+        self.ended = trio.Event()
+        self.status = 0
+        """Its exit status, or 128 and the number of the signal that killed it, as a shell says it."""
+
+    async def wait(self) -> None:
+        """Wait for its end and take its status; to be called once."""
+        fd = os.pidfd_open(self.pid)
+        try:
+            await trio.lowlevel.wait_readable(fd)
+            ended = os.waitid(os.P_PIDFD, fd, os.WEXITED)  # noqa: ASYNC222 - it has ended: the pidfd is readable
+        finally:
+            os.close(fd)
+        if ended is not None:
+            self.status = ended.si_status + (0 if ended.si_code == os.CLD_EXITED else 128)
+        self.ended.set()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal if it still lives; its pid cannot be reused before :meth:`wait` has taken its status."""
+        if not self.ended.is_set():
+            os.kill(self.pid, number)
+
+    def first_child(self, proc: Path) -> int | None:
+        """Return the pid of its first child, as the procfs *proc* has it; ``None`` if it has none."""
+        try:
+            children = (proc / str(self.pid) / "task" / str(self.pid) / "children").read_text().split()
+        except OSError:
+            return None
+        return int(children[0]) if children else None

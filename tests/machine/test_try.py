@@ -1,0 +1,176 @@
+"""A newcomer's terminal: `instance-runner try` with a real guest, whose shell is typed into, and every way to leave it."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shlex
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import attrs
+import pytest
+
+from tests.support.program_runs import RUNNER, GuestFiles
+
+WITHIN = 240
+"""Seconds that an emulated guest may take to say something."""
+
+
+@attrs.define
+class Terminal:
+    """The terminal of a program, and everything that was shown on it."""
+
+    process: subprocess.Popen[bytes]
+    fd: int
+    seen: str = ""
+    _read_to: int = 0
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Wait for *pattern* in what was shown since the last match."""
+        deadline = time.monotonic() + WITHIN
+        while (match := re.compile(pattern).search(self.seen, self._read_to)) is None:
+            assert time.monotonic() < deadline, f"waited for {pattern!r} in:\n{self.seen}"
+            if not select.select([self.fd], [], [], 1)[0]:
+                continue
+            try:
+                data = os.read(self.fd, 1 << 16)
+            except OSError:  # nothing has the terminal open any more
+                data = b""
+            assert data, f"ended without {pattern!r}:\n{self.seen}"
+            self.seen += data.decode(errors="replace")
+        self._read_to = match.end()
+        return match
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def until_shell(self) -> None:
+        self.until(r"guest# (\x1b\[6n)?$")  # it may ask where the cursor is
+
+    def wait(self) -> int:
+        """Return the exit status, once the rest was shown."""
+        deadline = time.monotonic() + WITHIN
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"does not end:\n{self.seen}"
+            if select.select([self.fd], [], [], 0.1)[0]:
+                self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
+        while select.select([self.fd], [], [], 0)[0]:
+            self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
+        return self.process.returncode
+
+
+@contextmanager
+def terminal(*argv: str | Path) -> Iterator[Terminal]:
+    """Run *argv* as the leader of the session of a new terminal of 33 lines and 111 columns."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (33, 111))
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(("setsid", "--ctty", *argv), stdin=theirs, stdout=theirs, stderr=theirs)
+    shown = Terminal(process, ours)
+    try:
+        yield shown
+        assert process.poll() is not None, "the program has not been left"
+        assert termios.tcgetattr(theirs) == before, "the terminal is as it was"
+    finally:
+        process.kill()
+        process.wait()
+        os.close(theirs)
+        os.close(shown.fd)
+
+
+@contextmanager
+def tried(guest: GuestFiles) -> Iterator[Terminal]:
+    with terminal(RUNNER, "try", "--guest", guest.kernel.parent) as shown:
+        yield shown
+
+
+@pytest.mark.heart
+def test_a_shell_that_is_typed_into_looked_at_from_outside_and_left_by_its_key(guest: GuestFiles) -> None:
+    """It has the terminal's size and its Ctrl-C, and both commands that are shown work as they are."""
+    with tried(guest) as shown:
+        assert "placement: vcpu 0" in shown.until(r"(?s).*the guest runs\r\n")[0]
+        assert shown.until(r"\[to leave: (\S+),")[1] == "Ctrl-]"
+        look = shown.until(r"in another terminal: ([^;]*); ([^\]]*)\]")
+        shown.until_shell()
+        shown.type("stty size; echo $((6 * 7)) >/mnt/answer; cat /mnt/answer\r")
+        shown.until(r"33 111\r\n42\r\n")
+        shown.until_shell()
+        shown.type("sh -c 'echo $0; exec sleep 1000' begun\r")
+        shown.until(r"\nbegun\r\n")
+        shown.type("\x03")
+        shown.until_shell()
+        environment = {**os.environ, "PATH": f"{RUNNER.parent}:{os.environ['PATH']}"}
+        status, judged = (
+            subprocess.run(shlex.split(each), check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+            for each in look.groups()
+        )
+        assert re.search(r"^guest +running$", status, re.MULTILINE), status
+        assert "vcpu 0" in judged
+        shown.type("\x1d")
+        assert shown.wait() == 0, shown.seen
+        assert "ended outcome=stopped status=0 faults=0" in shown.seen
+        assert shown.seen.endswith("[the guest has ended, and nothing of it is left]\r\n")
+    assert not Path("/run/instance-runner").exists()
+
+
+def test_powering_the_guest_off_ends_it_well(guest: GuestFiles) -> None:
+    with tried(guest) as shown:
+        shown.until_shell()
+        shown.type("poweroff\r")
+        assert shown.wait() == 0, shown.seen
+        assert "the guest shut itself down" in shown.seen
+
+
+def test_another_end_is_explained_with_what_to_do(guest: GuestFiles) -> None:
+    with tried(guest) as shown:
+        shown.until_shell()
+        shown.type("echo c >/proc/sysrq-trigger\r")
+        assert shown.wait() == 12, shown.seen
+        assert "ended with status 12 (guest_panicked): the guest's kernel panicked" in shown.seen
+        assert "what to do: " in shown.seen
+
+
+def test_a_terminal_that_is_closed_ends_everything(guest: GuestFiles) -> None:
+    """The kernel sends SIGHUP to the session of a terminal that has gone (drivers/tty/tty_io.c, tty_vhangup)."""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        ("setsid", "--ctty", RUNNER, "try", "--guest", guest.kernel.parent), stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = Terminal(process, ours)
+    try:
+        shown.until_shell()
+        os.close(ours)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_from_outside_ends_everything(guest: GuestFiles, number: signal.Signals) -> None:
+    """After SIGKILL the kernel ends its children; the terminal stays as `console` had it, as nothing can restore it."""
+    with tried(guest) as shown:
+        shown.until(r"guest: up with")
+        shown.process.send_signal(number)
+        if number == signal.SIGTERM:
+            assert shown.wait() == 0, shown.seen
+            assert "asked to stop reason=SIGTERM" in shown.seen
+        else:
+            shown.process.wait()
+
+
+def test_ctrl_c_before_the_guest_runs_ends_the_start(guest: GuestFiles) -> None:
+    with tried(guest) as shown:
+        shown.until("starting instance=try")
+        shown.type("\x03")
+        assert shown.wait() == 0, shown.seen
+        assert "asked to stop reason=SIGTERM" in shown.seen
+        assert "to leave" not in shown.seen
