@@ -1,6 +1,6 @@
 """The quadlets of examples/host: podman's own generator reads them, systemd its output, and the image runs with their options.
 
-``tests/node/systemd/test_host.py`` runs the units without podman.
+``tests/machine/test_host.py`` runs the commands of the service without podman.
 """
 
 from __future__ import annotations
