@@ -28,8 +28,8 @@ TARGET = {"namespace": "n", "pod": "p", "container": "c", "endpoint": "e", "node
 CONTROLLER = "127.0.0.1:9440"
 GRAFANA = {"$__rate_interval": "10s", "$__range": "5m", "$job": ".*", "$instance": ".*"}
 """What Grafana puts in the place of its variables."""
-NOT_EVERYWHERE = {"instance_runner_memory_charged_bytes"}
-"""Metrics that are left out where no cgroup v2 is mounted, as on a machine with the controllers in version 1."""
+NOT_EVERYWHERE = {"instance_runner_memory_charged_bytes", "instance_runner_vcpu_foreign_seconds_total"}
+"""Metrics that are left out where no cgroup v2 is mounted, or the kernel keeps no statistics of its scheduler."""
 CLIENT = """
 import json, sys, urllib.error, urllib.request
 for line in sys.stdin:
