@@ -216,7 +216,7 @@ class MemoryGuard:
     def _pod(self, pod_uid: str, pids: list[int], door: SharedMemory | None, host: Mapping[int, str]) -> PodMemory:
         own = [process.pid for process in islice(self.pods.processes(pod_uid), MOST_OWN_PROCESSES + 1)]
         charged = MemoryByKind()
-        if len(own) <= MOST_OWN_PROCESSES:
+        if len(own) <= MOST_OWN_PROCESSES and not self.pods.has_more_groups(pod_uid):
             for path in self.pods.existing(pod_uid):
                 with contextlib.suppress(CgroupError):  # it has ended, or the kernel limits no memory there
                     charged = charged.plus(charged_memory(Cgroup(path).memory_stat()))

@@ -76,6 +76,10 @@ class PodCgroups:
             for directory, _, _ in islice(os.walk(top), _MOST_GROUPS):
                 yield from self._members(Path(directory))
 
+    def has_more_groups(self, pod_uid: str) -> bool:
+        """Tell whether :meth:`processes` leaves some of the cgroups of *pod_uid* out, because there are so many."""
+        return any(next(islice(os.walk(top), _MOST_GROUPS, None), None) for top in self.existing(pod_uid))
+
     def _members(self, directory: Path) -> Iterator[MemberProcess]:
         path = f"/{directory.relative_to(self.mount.path)}"
         container = self.container(path)

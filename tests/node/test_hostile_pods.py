@@ -183,13 +183,16 @@ SYS_UNSHARE, SYS_SETNS = 272, 308
 def take_cpus(machine: Machine, pod: Pod, mount: Path) -> object:
     """Have *pod* write all CPUs of the machine into its instance's cgroup, by a mount of it; return status and output."""
     mount.mkdir(exist_ok=True)
+    enter, back = pod.execute("fd", 1), pod.execute("fd", 2)
     # A shell of the pod's enters the instance's cgroup as a thread does, and becomes root of the hierarchy from there on.
-    write = f"echo {machine.all} >{mount}/cpuset.cpus"  # in one more cgroup namespace, because of nsdelegate
+    write = f"echo {machine.all} >{mount}/cpuset.cpus"
+    # Under nsdelegate not by a process of that very cgroup namespace: it leaves the cgroup, and makes another one.
     script = f"""
-        echo $$ >&{pod.execute("fd", 1)} || exit 2
-        exec {" ".join(UNSHARE)} sh -c 'mount -t cgroup2 none {mount} && exec unshare --cgroup sh -c "{write}"'
+        echo $$ >&{enter} || exit 2
+        exec {" ".join(UNSHARE)} sh -c 'mount -t cgroup2 none {mount} && echo 0 >&{back} &&
+            exec unshare --cgroup sh -c "{write}"'
     """
-    return pod.execute("run", ["sh", "-c", script], 1)
+    return pod.execute("run", ["sh", "-c", script], 1, 2)
 
 
 def test_a_pod_without_seccomp_writes_the_cpus_of_its_instance_and_is_named(machine: Machine, tmp_path: Path) -> None:

@@ -159,12 +159,17 @@ def test_memory_of_a_process_whose_first_thread_has_ended_is_found(node: Node) -
         assert measured(node, A).found.anonymous in about(SIZE)
 
 
-def test_a_pod_with_too_many_processes_is_charged_for_nothing(node: Node) -> None:
+def test_a_pod_with_too_many_processes_or_groups_is_charged_for_nothing(node: Node) -> None:
     with holding("private") as pids:
         put(node, A, pids[:1])
         charge(node, A, f"anon {SIZE * 2}")
         assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous == 0
         (node.scope(A).path / "cgroup.procs").write_text("1000000000\n" * (MOST_OWN_PROCESSES + 1))
+        assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous in about(SIZE)
+        (node.scope(A).path / "cgroup.procs").write_text("")
+        assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous == 0
+        for number in range(300):
+            (node.scope(A).path / str(number)).mkdir()
         assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous in about(SIZE)
 
 
