@@ -87,7 +87,7 @@ def test_nothing_else_can_run_there_wherever_it_is_started(start: Start, kubelet
         kubepods = Cgroup(ROOT / "kubepods.slice")
         for group in (kubepods, *kubepods.children(), Cgroup(Path(f"{ROOT}{instance.scope}"))):
             before = group.read("cpuset.cpus")
-            for cpus in (EVERY, str(instance.cpus), before):
+            for cpus in (EVERY, str(instance.cpus), before or EVERY):  # ENOSPC: a populated cpuset is not cleared
                 group.write("cpuset.cpus", cpus)
                 assert isolated() == instance.cpus
         kubelet.reconcile()
