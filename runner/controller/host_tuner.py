@@ -277,6 +277,8 @@ class HostTuner:
             else:
                 self.host.write(setting.path, change.value)
         except SettingError as error:
+            if change.value == setting.current:
+                return  # given back a value that had never been taken
             if setting.kind == "interrupt" and setting.path != DEFAULT_AFFINITY and error.errno in _REFUSED:
                 number = setting.path.split("/")[-2]
                 effective = self.host.cpus(f"{INTERRUPTS}/{number}/effective_affinity_list")

@@ -97,6 +97,7 @@ async def test_settings_leave_the_cpus_and_come_back(node: Node) -> None:
             path: CpuSet(range(20)) for path in (DEFAULT_AFFINITY, WORK_QUEUES)
         }
         assert (mask(node, 24), mask(node, 25)) == (EVERYTHING, "15")
+        assert controller.tuner.reasons == ()
 
 
 async def test_an_interrupt_that_refuses_but_is_delivered_elsewhere_is_no_disturbance(node: Node) -> None:
