@@ -98,13 +98,15 @@ def is_decided(pods: Iterable[PodMemory], root: MemoryByKind) -> bool:
 def choose_processes(pod: PodMemory, root: MemoryByKind, excess: int) -> tuple[int, ...]:
     """Return the processes of *pod* to end, so that *excess* bytes of *root* become free: those that hold most come first.
 
-    Which of its processes holds what is charged to the pod itself cannot be seen. One that holds more than the pod holds of
-    *root* comes last, because most of its memory must be the pod's: that is QEMU, which holds the guest's.
+    Which of its processes holds what is charged to the pod itself cannot be seen. One that holds about as much comes
+    last: that is QEMU, which holds the guest's memory.
     """
-    most = pod.of_root(root)
+    most, own = pod.of_root(root), pod.charged.total
     shares = {pid: held.at_most(most).total for pid, held in pod.processes.items()}
     chosen = []
-    for pid in sorted(shares, key=lambda pid: (pod.processes[pid].total > most.total, -shares[pid], -pid)):
+    totals = {pid: held.total for pid, held in pod.processes.items()}
+    likely_own = {pid: abs(total - own) < abs(total - most.total) for pid, total in totals.items()}
+    for pid in sorted(shares, key=lambda pid: (likely_own[pid], -shares[pid], -pid)):
         if excess <= 0:
             break
         chosen.append(pid)

@@ -77,6 +77,14 @@ def test_a_large_program_beside_a_guest_ends_before_the_guest() -> None:
         assert choose_processes(both, ROOT, GIB) == (3,)
 
 
+def test_a_hoarder_that_shares_pages_with_its_parent_ends_before_it() -> None:
+    """As seen: it holds more than the pod holds of the root, because the pod is charged for its parent's."""
+    parent, child = MemoryByKind(10 * MIB), MemoryByKind(206 * MIB)
+    hoarder = pod("b", parent.plus(child), MemoryByKind(11 * MIB), parent, child)
+    assert hoarder.of_root(ROOT).total < child.total
+    assert choose_processes(hoarder, ROOT, 4 * MIB) == (2,)
+
+
 def test_what_the_kernel_says() -> None:
     stat: Mapping[str, int] = {
         "anon": 1,
