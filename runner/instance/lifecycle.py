@@ -191,6 +191,7 @@ async def _placed_threads(
     )
     receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
     receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
+    receipts.publish()
     try:
         async with (
             _sealed_cpus(active, receipts),
