@@ -199,6 +199,7 @@ async def _placed_threads(
     receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
     if supervisor.guest_state.placed is not None:
         supervisor.guest_state.placed(receipt)
+    receipts.publish()
     try:
         async with (
             _sealed_cpus(active, receipts),

@@ -76,7 +76,10 @@ def test_nothing_else_can_run_there_wherever_it_is_started(start: Start, kubelet
     loops = [pid for name, pids in instance.processes().items() if name == "sh" for pid in pids]
     assert loops
     assert cgroup_of(loops[0]) == instance.scope, "it is not swept, because it need not be"
-    neighbour = kubelet.run(Pod(uid_of(2), (Container(("sleep", "infinity"), cpus=CpuSet.parse("4-5")),)))["main"]
+    neighbour = kubelet.run(
+        Pod(uid_of(2), (Container(("sh", "-c", "echo ready; exec sleep infinity"), cpus=CpuSet.parse("4-5")),))
+    )["main"]
+    neighbour.wait_for("ready")
     neighbour.update_cpus(CpuSet.parse("2-5"))  # another Guaranteed pod, and a kubelet that is wrong
     assert mask_of(neighbour.pid) == CpuSet.parse("4-5")
     tree.delegate()
