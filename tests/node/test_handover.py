@@ -21,7 +21,15 @@ from tests.node.test_instances import isolation_monitored
 
 pytestmark = pytest.mark.usefixtures("rom")
 CPUS = "2-3"
-PRESS = "import socket; s = socket.socket(1); s.connect('/run/instance-runner/console.sock'); s.sendall(b'd')"
+PRESS = """
+import socket
+console = socket.socket(socket.AF_UNIX)
+console.connect("/run/instance-runner/console.sock")
+console.sendall(b'{"write": true}\\n')
+console.recv(4096)
+console.sendall(b"d")
+console.recv(4096)
+"""
 WAITING = "waiting for up to 600 s"
 
 
@@ -69,14 +77,14 @@ def test_the_kernel_reports_the_end_by_an_open_descriptor(tree: Cgroup) -> None:
 
 def test_a_newcomer_waits_for_a_deaf_guest_while_the_controller_is_replaced(node_fixture: NodeFixture) -> None:
     node, kubelet = node_fixture, node_fixture.kubelet
-    old = node.start(1, CPUS)
+    old = node.start(1, CPUS, cgroupfs="ro")
     old.up()
     old.running.execute(sys.executable, "-c", PRESS)
     old.running.wait_for("ROM-GUEST-DEAF")
     with isolation_monitored():
         with undisturbed(old):
             taken_from(node, old)
-            new = node.start(2, CPUS)
+            new = node.start(2, CPUS, cgroupfs="ro")
             waits_for(new, old)
             node.controller.kill()
             node.controller.start()
@@ -99,16 +107,16 @@ def test_a_newcomer_waits_for_a_deaf_guest_while_the_controller_is_replaced(node
 def test_the_old_one_is_killed_the_newcomer_leaves_and_a_third_one_comes(node_fixture: NodeFixture) -> None:
     """The second pod goes while it waits; the third waits for the first; a fourth for the third, both of which are killed."""
     node = node_fixture
-    first = node.start(1, CPUS)
+    first = node.start(1, CPUS, cgroupfs="ro")
     first.up()
     with isolation_monitored():
         with undisturbed(first):
             taken_from(node, first)
-            second = node.start(2, CPUS)
+            second = node.start(2, CPUS, cgroupfs="ro")
             waits_for(second, first)
             assert second.stop() == Status.STOPPED, "the start was given up"
             node.kubelet.take_back(second.uid)
-            third = node.start(3, CPUS)
+            third = node.start(3, CPUS, cgroupfs="ro")
             waits_for(third, first)
         os.kill(first.running.pid, signal.SIGKILL)
         third.up()
@@ -116,7 +124,7 @@ def test_the_old_one_is_killed_the_newcomer_leaves_and_a_third_one_comes(node_fi
         node.kubelet.stop(first.uid)
         with undisturbed(third):
             node.kubelet.take_back(third.uid)
-            fourth = node.start(4, CPUS)
+            fourth = node.start(4, CPUS, cgroupfs="ro")
             waits_for(fourth, third)
         third.running.command("delete", "--force")  # as the container runtime does when the grace is over
         fourth.up()
