@@ -79,7 +79,7 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
         "memory": plan.machine.memory,
         "placement": {
             "backend": "affinity",
-            "guarantee": None,
+            "guarantee": "arranged",
             "cpus": cpu,
             "pins": [*plan.placement.pins],
             "float_cpus": ",".join(str(each) for each in CPUS if str(each) != cpu),
