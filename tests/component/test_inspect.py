@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.errors import HostError, explain
+from runner.errors import HostError, Status, explain
 from runner.facts.roots import Roots
 from runner.kernel.tracefs import tracefs_reached
 from tests.support.fake_instance import PYTHON, FakeInstance, fake_instance
