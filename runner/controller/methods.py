@@ -556,7 +556,7 @@ class RpcMethods:
                     *filter(None, [self.device_filter.missing]),
                     *(fault.reason for fault in self.loop.faults if mine is None or fault.pod_uid in (None, mine)),
                 ],
-                "disturbances": list(self.tuner.reasons),
+                "disturbances": list(self.tuner.reasons) if mine is None else None,
                 "memory_ends": [
                     attrs.asdict(end) for end in self.loop.counters.memory_ends if mine in (None, end.pod_uid)
                 ],
