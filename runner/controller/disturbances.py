@@ -170,7 +170,7 @@ def _before(setting: Setting, record: Record | None, records: Mapping[str, Recor
 
 
 def parse_records(text: str, boot: str) -> dict[str, Record]:
-    """Return the records in *text*; none of those of another *boot*. Raises ``ValueError``."""
+    """Return the records in *text*; none of those of another *boot*. Raises ``ValueError``, ``RecursionError``."""
     match json.loads(text):
         case {"boot": str(written), "settings": dict(settings)}:
             return {path: _parse_record(each) for path, each in settings.items()} if written == boot else {}

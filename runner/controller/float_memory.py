@@ -42,6 +42,12 @@ class MemoryByKind:
             max(self.kernel - other.kernel, 0),
         )
 
+    def at_least(self, other: MemoryByKind) -> MemoryByKind:
+        """Return the larger of this and *other*, kind by kind."""
+        return MemoryByKind(
+            max(self.anonymous, other.anonymous), max(self.shared, other.shared), max(self.kernel, other.kernel)
+        )
+
     def at_most(self, other: MemoryByKind) -> MemoryByKind:
         """Return the smaller of this and *other*, kind by kind."""
         return MemoryByKind(

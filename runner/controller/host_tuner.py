@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -60,6 +61,8 @@ log = logging.getLogger(__name__)
 
 TUNING = "user.instance-runner.tuning"
 """The attribute of an instance's cgroup that holds what it asked for; it ends with the cgroup."""
+LEAST = 1.0
+"""Seconds from one pass to the next: each reads some files of every interrupt, and an instance may ask for one at any time."""
 RESYNC = 30.0
 """Seconds after which all settings are looked at again, whatever has changed: interrupts come with devices."""
 LOW_LATENCY = "2"
@@ -104,7 +107,14 @@ class HostTuner:
     options: TuningOptions
     reasons: tuple[str, ...] = ()
     """Why instances' CPUs are disturbed nevertheless, since the last pass."""
+    least: float = LEAST
     _lock: trio.Lock = attrs.field(factory=trio.Lock)
+    _begun: int = 0
+    """Passes that have begun."""
+    _earliest: float = -math.inf
+    """When the next one may begin, on trio's clock."""
+    _missing: tuple[Missing, ...] = ()
+    """Of the last pass."""
     _boot: str = ""
 
     async def follow(self) -> None:
@@ -125,8 +135,17 @@ class HostTuner:
         return tuple(each.reason for each in missing if each.path in own)
 
     async def tune(self) -> tuple[Missing, ...]:
-        """Bring the settings to what the instances need now; return those for which that is not possible."""
+        """Bring the settings to what the instances need now; return those for which that is not possible.
+
+        Passes are at least :attr:`least` seconds apart, and all that ask for one before it begins share it.
+        """
+        before = self._begun
         async with self._lock:
+            if self._begun != before:
+                return self._missing
+            await trio.sleep_until(self._earliest)
+            self._begun += 1
+            self._earliest = trio.current_time() + self.least
             try:
                 instances, online = self.instances(), self.loop.machine().online
                 # In a thread: a machine has thousands of interrupts, a file each.
@@ -136,7 +155,7 @@ class HostTuner:
             for reason in reasons:
                 if reason not in self.reasons:
                     log.warning("an instance's CPUs are disturbed reason=%r", reason)
-            self.reasons = reasons
+            self.reasons, self._missing = reasons, missing
             return missing
 
     def instances(self) -> Mapping[str, TunedInstance]:
@@ -300,7 +319,7 @@ class HostTuner:
             return parse_records(Path(self.store).read_text(), self._boot)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.error("records of the machine's settings lost path=%s reason=%r", self.store, str(error))  # noqa: TRY400
             discard(self.store)
             return {}
@@ -324,5 +343,5 @@ def read_tuning(group: Cgroup) -> Tuning:
     text = group.attribute(TUNING)
     try:
         return Tuning() if text is None else Tuning.parse(json.loads(text))
-    except ValueError:  # a pod that may make user namespaces can write it
+    except (ValueError, RecursionError):  # a pod that may make user namespaces can write it
         return Tuning()

@@ -41,6 +41,7 @@ from runner.controller.reconcile import (
     reconcile,
     silent_fallbacks,
     stale,
+    unseals,
     withheld,
 )
 from runner.controller.tree import Fault, Tree
@@ -224,27 +225,25 @@ class ReconcileLoop:
         """Bring the tree to what is desired, with an instance for each of *grants*; return what went wrong.
 
         *seals* are instances to be sealed or unsealed (:func:`~runner.controller.reconcile.reconcile`).
-        While decisions are frozen nothing is done. Raises :class:`HostError` if there is no cgroup v2 to work with.
+        While decisions are frozen, only what is to be unsealed is. Raises :class:`HostError` if there is no cgroup v2 to work with.
         """
         started = time.perf_counter()
         self.registered.update(grants)
         machine = self.machine()
         desired = self.desired(machine)
         if isinstance(desired, Frozen):
-            self.observe()
+            observed = self.observe()
+            faults: tuple[Fault, ...] = ()
+            if actions := unseals(observed, seals or {}):
+                faults = self._apply(actions, observed, grants, machine)
+                self.observe()
+                self._report(faults)
             self._count("frozen", started)
-            return ()
+            return faults
         observed, faults = self._without_strangers(desired, machine, grants)
         actions = reconcile(desired, observed, grants, seals)
-        faults += self.tree.apply(actions, machine.online)
+        faults += self._apply(actions, observed, grants, machine)
         failed = {fault.group for fault in faults if not fault.unlimited}
-        unlimited = {fault.group for fault in faults if fault.unlimited}
-        done = [
-            action
-            for action in actions
-            if action.group not in failed and not (isinstance(action, Restrict | Seal) and action.group in unlimited)
-        ]
-        self._tell(done, observed, grants)
         after = self.observe() if actions else observed
         self._left = {name: group.cpus for name, group in after.groups.items()}
         faults += tuple(
@@ -257,6 +256,21 @@ class ReconcileLoop:
         self._evicting = _evicted(evictions(desired, after, grants))
         outcome = "faulty" if any(not fault.unlimited for fault in faults) else "changed" if actions else "clean"
         self._count(outcome, started)
+        return faults
+
+    def _apply(
+        self, actions: tuple[Action, ...], observed: Observed, grants: Mapping[str, CpuSet], machine: OnlineCpus
+    ) -> tuple[Fault, ...]:
+        """Do *actions*, and tell of those that succeeded; return what went wrong."""
+        faults = self.tree.apply(actions, machine.online)
+        failed = {fault.group for fault in faults if not fault.unlimited}
+        unlimited = {fault.group for fault in faults if fault.unlimited}
+        done = [
+            action
+            for action in actions
+            if action.group not in failed and not (isinstance(action, Restrict | Seal) and action.group in unlimited)
+        ]
+        self._tell(done, observed, grants)
         return faults
 
     def seal(self, pod_uid: str) -> str:

@@ -15,8 +15,10 @@ charged for enough of it, in a worker thread, because a pod may have very many p
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -40,7 +42,7 @@ from runner.controller.tree import Tree
 from runner.errors import HostError, explain
 from runner.kernel import inotify
 from runner.kernel.cgroup import Cgroup, CgroupError
-from runner.kernel.pidfds import kill_process
+from runner.kernel.pidfds import has_ended, kill_process
 from runner.kernel.shared_memory import Inode, SharedMemory, TmpfsMount, shared_memory
 from runner.kubelet.pod_cgroups import INSTANCE_NAME, instance_group
 from runner.protocol.rate_limit import LogRateLimit
@@ -50,23 +52,29 @@ log = logging.getLogger(__name__)
 
 REPEATED = 60.0
 """Seconds within which a pod that is chosen again is ended as a whole."""
-KILLED_AT_ONCE = 256
-"""Processes that are ended before the memory is looked at again; for each there is an open descriptor."""
+AWAITED = 256
+"""Processes whose end is waited for, of those that are killed at a time; for each there is an open descriptor."""
 ENDED_WITHIN = 10.0
 """Seconds to wait for them to end: a large process gives its memory back page by page."""
 SETTLED_WITHIN = 0.25
 """Seconds before another pod is chosen: what the last one held in a mount namespace becomes free after its processes."""
 READ_WITHIN = 30.0
 """Seconds for the search for shared memory; after it the guard goes by private memory alone."""
+SEARCHED_WITHIN = 20.0
+"""Seconds after which the search ends by itself, with what it has found."""
+POD_SEARCHED_WITHIN = 5.0
+"""Seconds of it for one pod, so that one that takes long hides no other. 0.02 ms for a descriptor, 0.002 ms for a mapping."""
 BETWEEN_CHECKPOINTS = 64
 """Processes that are ended, 0.05 ms each, before requests have their turn."""
 
 MOST_OWN_PROCESSES = 4096
 """Processes in a pod's own cgroup that are looked at. Where there are more, what the pod is charged for is not deducted."""
 MOST_DESCRIPTORS = 1 << 15
-"""Open files of a pod that are looked at, 0.02 ms each."""
+"""Open files of a pod that are looked at, 0.02 ms each, and files of which the size is kept, 250 bytes each."""
 MOST_NAMESPACES = 64
 """Mount namespaces of a pod that are looked at."""
+MOST_MOUNTS = 1 << 20
+"""Bytes of the list of a mount namespace, some 5000 mounts; where it is longer, none of them is looked at."""
 MAPPED = 1 << 24
 """Bytes of mapped shared memory from which on the mappings of a process are read."""
 KERNEL_STACK = 1 << 14
@@ -165,12 +173,13 @@ class MemoryGuard:
     async def _measured(self, root: MemoryByKind) -> tuple[PodMemory, ...]:
         private = await trio.to_thread.run_sync(partial(self.measure, shared=False), abandon_on_cancel=True)
         if root.shared >= self.least and not is_decided(private, root):
-            with trio.move_on_after(READ_WITHIN):
+            # Where all threads hang, another request for one would wait as long, and the guard with it.
+            with trio.move_on_after(READ_WITHIN if self._readers.available_tokens else 0):
                 return await trio.to_thread.run_sync(
                     partial(self.measure, shared=True), abandon_on_cancel=True, limiter=self._readers
                 )
             if (more := self.log_limit.due("memory unread")) is not None:
-                log.warning("shared memory not attributed%s reason='the search took more than %d s'", more, READ_WITHIN)
+                log.warning("shared memory not attributed%s reason='a search took more than %d s'", more, READ_WITHIN)
         return private
 
     def measure(self, *, shared: bool) -> tuple[PodMemory, ...]:
@@ -179,8 +188,9 @@ class MemoryGuard:
         To be called in a worker thread. Raises :class:`HostError`.
         """
         door = shared_memory(self.pods.procfs.root) if shared else None
-        host = {} if door is None else {mount.device: mount.point for mount in door.mounts(1)}
-        return tuple(self._pod(pod_uid, pids, door, host) for pod_uid, pids in self._processes().items())
+        host = {} if door is None else {mount.device: mount.point for mount in door.mounts(1, None)}
+        until = time.monotonic() + SEARCHED_WITHIN
+        return tuple(self._pod(pod_uid, pids, door, host, until) for pod_uid, pids in self._processes().items())
 
     def _processes(self) -> Mapping[str, list[int]]:
         """Return pod UID → the processes whose first thread is in one of the pod's groups."""
@@ -213,21 +223,37 @@ class MemoryGuard:
         """Tell whether the first thread of *pid* is in a group of pod *pod_uid*."""
         return self._cgroup(pid) in map(self._path, self._groups(pod_uid))
 
-    def _pod(self, pod_uid: str, pids: list[int], door: SharedMemory | None, host: Mapping[int, str]) -> PodMemory:
+    def _pod(
+        self, pod_uid: str, pids: list[int], door: SharedMemory | None, host: Mapping[int, str], until: float
+    ) -> PodMemory:
         own = [process.pid for process in islice(self.pods.processes(pod_uid), MOST_OWN_PROCESSES + 1)]
-        charged = MemoryByKind()
-        if len(own) <= MOST_OWN_PROCESSES and not self.pods.has_more_groups(pod_uid):
-            for path in self.pods.existing(pod_uid):
-                with contextlib.suppress(CgroupError):  # it has ended, or the kernel limits no memory there
-                    charged = charged.plus(charged_memory(Cgroup(path).memory_stat()))
-        search = None if door is None else _SharedSearch(door, pod_uid, host)
+        known = len(own) <= MOST_OWN_PROCESSES and not self.pods.has_more_groups(pod_uid)
+        charged = self._charged(pod_uid) if known else MemoryByKind()
+        until = min(until, time.monotonic() + POD_SEARCHED_WITHIN)
+        search = None if door is None else _SharedSearch(door, pod_uid, host, until)
         held = {pid: self._held(pid, search) for pid in (*pids, *own)}
+        if known:  # once more: a guest takes its memory at gigabytes a second, and a search takes seconds
+            charged = charged.at_least(self._charged(pod_uid))
         found = MemoryByKind(
             sum(each.anonymous for each in held.values()),
             0 if search is None else search.total(),
             sum(each.kernel for each in held.values()),
         )
         return PodMemory(pod_uid, found, charged, {pid: held[pid] for pid in pids}, elsewhere=bool(own))
+
+    def _charged(self, pod_uid: str) -> MemoryByKind:
+        """Return what the pod's own cgroup is charged for: nothing where it has ended, or the kernel limits no memory.
+
+        Raises :class:`CgroupError` if it cannot be read: without it, the guest's memory would count as taken from the root.
+        """
+        charged = MemoryByKind()
+        for path in self.pods.existing(pod_uid):
+            try:
+                charged = charged.plus(charged_memory(Cgroup(path).memory_stat()))
+            except CgroupError as error:
+                if error.errno not in (errno.ENOENT, errno.ENODEV):
+                    raise
+        return charged
 
     def _held(self, pid: int, search: _SharedSearch | None) -> MemoryByKind:
         memory = self.pods.procfs.memory(pid)
@@ -249,7 +275,7 @@ class MemoryGuard:
                 with contextlib.suppress(CgroupError):  # it has ended, or the kernel is older than 5.14
                     Cgroup(path).write("cgroup.kill", "1")
         pids = tuple(sorted(pod.processes)) if whole else choose_processes(pod, root, excess)
-        ended = await self._kill(pod.pod_uid, pids[:KILLED_AT_ONCE])
+        ended = await self._kill(pod.pod_uid, pids, excess)
         self._ended_at[pod.pod_uid] = trio.current_time()
         self.counters.memory_ended += ended
         self.counters.memory_ends.append(MemoryEnd(pod.pod_uid, held.total, ended))
@@ -267,21 +293,38 @@ class MemoryGuard:
                 excess,
             )
 
-    async def _kill(self, pod_uid: str, pids: Iterable[int]) -> int:
+    async def _kill(self, pod_uid: str, pids: Iterable[int], excess: int) -> int:
         """Kill those of *pids* that are in the groups of pod *pod_uid*, wait for their end, and return how many they were."""
+        killed = 0
         with contextlib.ExitStack() as stack:
-            fds = []
+            fds = list[int]()
             for number, pid in enumerate(pids, start=1):
                 fd = kill_process(pid, partial(self._is_in, pid, pod_uid))
                 if fd is not None:
-                    stack.callback(os.close, fd)
-                    fds.append(fd)
+                    killed += 1
+                    if len(fds) < AWAITED:
+                        stack.callback(os.close, fd)
+                        fds.append(fd)
+                    else:
+                        os.close(fd)
                 if number % BETWEEN_CHECKPOINTS == 0:
                     await trio.lowlevel.checkpoint()
-            with trio.move_on_after(ENDED_WITHIN):
-                for fd in fds:
-                    await trio.lowlevel.wait_readable(fd)
-        return len(fds)
+            await self._wait_for_end(fds, excess)
+        return killed
+
+    async def _wait_for_end(self, fds: Iterable[int], excess: int) -> None:
+        """Wait for the end of the processes of *fds*, but not while more is taken than the *excess* that they were killed for.
+
+        A tracer holds a killed process for as long as it likes, with all of its memory (PTRACE_O_TRACEEXIT of ptrace(2)), and
+        another process of the pod would have all that time.
+        """
+        with trio.move_on_after(ENDED_WITHIN):
+            for fd in fds:
+                while not has_ended(fd):
+                    if self._excess()[0] > excess + self.least:
+                        return
+                    with trio.move_on_after(self.intervals.high):
+                        await trio.lowlevel.wait_readable(fd)
 
 
 @attrs.define(eq=False)
@@ -292,6 +335,8 @@ class _SharedSearch:
     pod_uid: str
     host: Mapping[int, str]
     """Device → mount point of each tmpfs that the node has mounted."""
+    until: float
+    """The end of the search, on the clock of ``time.monotonic``; after it nothing more is found."""
     _files: dict[Inode, int] = attrs.field(factory=dict)
     _used: dict[int, int] = attrs.field(factory=dict)
     """Device → bytes of each tmpfs of the pod's own that is counted as a whole."""
@@ -312,25 +357,32 @@ class _SharedSearch:
             found, looked = self.door.descriptors(tid, mounts, self._left)
             self._left -= looked
             files |= found
-        if mapped >= MAPPED:
+        if mapped >= MAPPED and not self._ended():
             devices = frozenset(mount.device for mount in mounts.values())
-            for inode, length in self.door.mappings(pid, devices).items():
+            for inode, length in self.door.mappings(pid, devices, MOST_DESCRIPTORS).items():
                 files.setdefault(inode, self._files.get(inode, min(length, mapped)))
         for inode, size in files.items():
-            self._files[inode] = max(size, self._files.get(inode, 0))
+            if inode in self._files or len(self._files) < 2 * MOST_DESCRIPTORS:
+                self._files[inode] = max(size, self._files.get(inode, 0))
         return sum(files.values())
 
+    def _ended(self) -> bool:
+        return time.monotonic() >= self.until
+
     def _with_descriptors(self, pid: int, tids: Iterable[int]) -> Iterator[int]:
-        yield pid
+        if not self._ended():
+            yield pid
         for tid in tids:
+            if self._ended():
+                return
             if tid != pid and not self.door.shares_descriptors(pid, tid):
                 yield tid
 
     def _namespace(self, pid: int) -> Mapping[int, TmpfsMount]:
         """Return each tmpfs of the pod's own in the mount namespace of *pid*, and count what is in it."""
         number = self.door.namespace(pid)
-        if number not in self._mounts and len(self._mounts) < MOST_NAMESPACES:
-            own = [mount for mount in self.door.mounts(pid) if self._is_own(mount)]
+        if number not in self._mounts and len(self._mounts) < MOST_NAMESPACES and not self._ended():
+            own = [mount for mount in self.door.mounts(pid, MOST_MOUNTS) if self._is_own(mount)]
             self._mounts[number] = {mount.mount_id: mount for mount in own}
             for mount in own:
                 if mount.whole and mount.reachable and mount.device not in self._used:

@@ -404,8 +404,12 @@ class RpcMethods:
     # -- sealCgroup, unsealCgroup ------------------------------------------------------------------------------------
 
     async def _seal(self, identify: Identify, pod_uid: str) -> RpcResult:
-        await trio.sleep_until(self._sealed_at.get(pod_uid, 0) + SEALED_EVERY)
         await self._owner(identify, pod_uid)
+        while (
+            earliest := self._sealed_at.get(pod_uid, 0) + SEALED_EVERY
+        ) > trio.current_time():  # another may be first
+            await trio.sleep_until(earliest)
+            await self._owner(identify, pod_uid)
         now = trio.current_time()
         for uid in [uid for uid, at in self._sealed_at.items() if at + SEALED_EVERY < now]:
             del self._sealed_at[uid]
@@ -552,7 +556,7 @@ class RpcMethods:
                     *filter(None, [self.device_filter.missing]),
                     *(fault.reason for fault in self.loop.faults if mine is None or fault.pod_uid in (None, mine)),
                 ],
-                "disturbances": list(self.tuner.reasons),
+                "disturbances": list(self.tuner.reasons) if mine is None else None,
                 "memory_ends": [
                     attrs.asdict(end) for end in self.loop.counters.memory_ends if mine in (None, end.pod_uid)
                 ],

@@ -244,6 +244,18 @@ def reconcile(
     return tuple(_actions(desired, observed, grants, seals or {}))
 
 
+def unseals(observed: Observed, seals: Mapping[str, bool]) -> tuple[Action, ...]:
+    """Return the actions that end the partitions of instances without a thread, and of those that *seals* names with ``False``.
+
+    That takes no knowledge of the kubelet's state: the CPUs go back to the cpusets that name them.
+    """
+    return tuple(
+        Unseal(instance_group(pod_uid))
+        for pod_uid, group in observed.instances().items()
+        if group.was_sealed and not (group.populated and seals.get(pod_uid, True))
+    )
+
+
 def holders(cpus: CpuSet, observed: Observed, *, but: str) -> Mapping[str, Group]:
     """Return the instances, *but* one, that hold any of *cpus*; one that only shares float's holds none."""
     return {

@@ -107,7 +107,7 @@ class Procfs:
         try:
             status = _fields(_read(self.root / str(pid) / "status"))
             if "RssAnon" not in status:
-                others = (_fields(_read(self.root / f"{pid}/task/{tid}/status")) for tid in self.thread_ids(pid))
+                others = (self._thread_status(pid, tid) for tid in self.thread_ids(pid))
                 status = next((each for each in others if "RssAnon" in each), {})
             if "RssAnon" not in status:
                 return None
@@ -115,6 +115,12 @@ class Procfs:
             return ProcessMemory(anonymous, shared, tables, int(status["Threads"]))
         except (OSError, HostError):
             return None
+
+    def _thread_status(self, pid: int, tid: int) -> dict[str, str]:
+        try:
+            return _fields(_read(self.root / f"{pid}/task/{tid}/status"))
+        except OSError:  # it has ended, and others may live
+            return {}
 
     def arguments(self, pid: int) -> tuple[str, ...]:
         """Return the command line of *pid*, empty when it is gone.

@@ -86,16 +86,22 @@ class SharedMemory:
         except OSError:
             return 0
 
-    def mounts(self, pid: int) -> tuple[TmpfsMount, ...]:
-        """Return each tmpfs that is mounted in the namespace of *pid* (proc_pid_mountinfo(5))."""
+    def mounts(self, pid: int, most: int | None) -> tuple[TmpfsMount, ...]:
+        """Return each tmpfs that is mounted in the namespace of *pid* (proc_pid_mountinfo(5)).
+
+        None where their list has more than *most* bytes: a process that may mount can make it 400 MB long.
+        """
         try:
-            text = os.fsdecode((self.root / str(pid) / "mountinfo").read_bytes())  # bytes: "\r" is no line end in it
+            with (self.root / str(pid) / "mountinfo").open("rb") as file:
+                content = file.read(-1 if most is None else most + 1)
         except OSError:
             return ()
-        rows = [_mount(line) for line in text.split("\n") if " - " in line]
-        walls = [point for kind, point, *_ in rows if kind not in _WALKABLE]
+        if most is not None and len(content) > most:
+            return ()
+        rows = [_mount(line) for line in os.fsdecode(content).split("\n") if " - " in line]  # "\r" is no line end in it
+        walls = frozenset(point for kind, point, *_ in rows if kind not in _WALKABLE)
         return tuple(
-            TmpfsMount(number, device, point, root == "/", not any(_leads_through(point, wall) for wall in walls))
+            TmpfsMount(number, device, point, root == "/", not _leads_through(point, walls))
             for kind, point, number, device, root in rows
             if kind == "tmpfs"
         )
@@ -148,10 +154,10 @@ class SharedMemory:
         finally:
             os.close(fd)
 
-    def mappings(self, pid: int, devices: frozenset[int]) -> Mapping[Inode, int]:
+    def mappings(self, pid: int, devices: frozenset[int], most: int) -> Mapping[Inode, int]:
         """Return the files in the kernel's own tmpfs, and in those of *devices*, that *pid* has mapped → bytes of address space.
 
-        The kernel takes the lock of the process's memory for it, which another one may hold for long.
+        They are the first *most*. The kernel takes the lock of the process's memory for it, which another one may hold for long.
         """
         found: dict[Inode, int] = {}
         try:
@@ -160,6 +166,8 @@ class SharedMemory:
                     addresses, _, _, device, number, *_ = line.split(maxsplit=5)
                     major, _, minor = device.partition(b":")
                     inode = os.makedev(int(major, 16), int(minor, 16)), int(number)
+                    if len(found) == most and inode not in found:
+                        continue
                     if inode[1] and (inode[0] == self.device or inode[0] in devices):
                         first, _, last = addresses.partition(b"-")
                         found[inode] = found.get(inode, 0) + int(last, 16) - int(first, 16)
@@ -195,5 +203,7 @@ def _mount(line: str) -> tuple[str, str, int, int, str]:
     return right.partition(" ")[0], plain, int(number), os.makedev(int(major), int(minor)), root
 
 
-def _leads_through(point: str, wall: str) -> bool:
-    return wall == "/" or point.startswith(f"{wall}/") or point == wall
+def _leads_through(point: str, walls: frozenset[str]) -> bool:
+    # By the parts of one path, not by the walls, of which there may be thousands.
+    ends = [at for at, character in enumerate(point) if character == "/" and at] + [len(point)]
+    return "/" in walls or any(point[:end] in walls for end in ends)

@@ -167,10 +167,15 @@ async def unseal(path: PurePosixPath, pod_uid: str) -> None:
 async def tune(path: PurePosixPath, pod_uid: str, tuning: Mapping[str, object]) -> tuple[str, ...]:
     """Ask for *tuning* of the registered instance's CPUs, and return what of it cannot be had, and why.
 
-    Raises like :func:`register`; an older controller does not know the method (``METHOD_NOT_FOUND``).
+    Raises like :func:`register`.
     """
     with ExitStack() as held:
-        result = await _call(path, "tuneInstance", {"uuid": pod_uid, "tuning": tuning}, _ReceivedFds(held))
+        try:
+            result = await _call(path, "tuneInstance", {"uuid": pod_uid, "tuning": tuning}, _ReceivedFds(held))
+        except ControllerError as error:
+            if error.code == _METHOD_NOT_FOUND:
+                raise ControllerError("the controller is older than tuning; update it", error.code) from None
+            raise
     match result:
         case {"missing": [*reasons]}:
             return tuple(map(str, reasons))

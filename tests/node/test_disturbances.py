@@ -122,7 +122,7 @@ def test_settings_leave_the_cpus_and_come_back(machine: Machine, before: dict[st
     with machine.controller():
         pod = register(machine, A, machine.a)
         until(lambda: kept_off(machine.a))
-        status = result(pod.call(machine.socket, "getStatus"))
+        status = machine.ask("getStatus")
         refused = {number for number, cpus in interrupts().items() if cpus & machine.a}
         assert all(refusal(number, machine.shared) in {errno.EIO, errno.EPERM} for number in refused)
         delivered = {number for number in refused if effective(number) & machine.a}

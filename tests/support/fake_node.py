@@ -280,6 +280,7 @@ async def controlled(
     partition_writer: PartitionWriter | None = None,
     partitions_required: bool = False,
     tuning: TuningOptions | None = None,
+    tuned_every: float = 0,
     require_seccomp: bool = False,
     limit: float = 30,
 ) -> AsyncIterator[Controller]:
@@ -311,6 +312,7 @@ async def controlled(
             caches=CacheTuner(node.host.root, FakeResctrl(node.host.root / RESCTRL)),
             store=PurePosixPath(node.path / RECORDS),
             options=tuning or TuningOptions(),
+            least=tuned_every,
         ),
         require_seccomp=require_seccomp,
     )

@@ -18,6 +18,7 @@ from runner.cli.commands import program_parser
 from runner.cli.events_table import events_markdown
 from runner.cli.outcomes import OUTCOMES
 from runner.cli.spec_table import spec_markdown
+from runner.controller.host_tuner import LEAST
 from runner.controller.main import command_line
 from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING, SEALED_EVERY
 from runner.errors import SpecError, Status
@@ -196,6 +197,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
         f"{MOST_WAITING}",
         f"{MOST_PROCESSES}",
         f"{SEALED_EVERY:g} s",
+        f"{LEAST:g} s",
         f"{limits.first_byte:g} s, {limits.idle:g} s",
     ]
 

@@ -19,7 +19,7 @@ from runner.cpuset import CpuSet
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, governor_path, latency_path
 from runner.kernel.sysfs import read_hardware
 from tests.support.fake_host_settings import FakeResctrl
-from tests.support.fake_node import SHARED, A, B, Client, Controller, Node, connected, controlled
+from tests.support.fake_node import HOST_NAMESPACE, SHARED, A, B, Client, Controller, Node, connected, controlled
 
 EVERYTHING = "0-19"
 
@@ -87,10 +87,15 @@ async def test_settings_leave_the_cpus_and_come_back(node: Node) -> None:
         assert (mask(node, 24), mask(node, 25), mask(node, 26)) == ("0-13,18-19", "10-13,18-19", "14-15")
         status = await client.result("getStatus")
         assert isinstance(status, dict)
+        assert status["disturbances"] is None, "it names other pods and their CPUs"
+        node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)
+        status = await client.result("getStatus")
+        assert isinstance(status, dict)
         [reason] = status["disturbances"]
         assert reason.startswith("cannot move interrupts 26 (nvme0q3) off CPUs '14-17'")
         assert reason.endswith("boot with `isolcpus=managed_irq,14-17`")
         assert controller.loop.counters.disturbances == {"interrupt": 1}
+        node.become(B)
         await client.result("deregisterCgroup", uuid=B)
         await settled(controller)
         assert {path: CpuSet.parse_mask(text(node, path)) for path in (DEFAULT_AFFINITY, WORK_QUEUES)} == {
@@ -242,6 +247,18 @@ async def test_without_resctrl_the_answer_names_the_remedy(node: Node) -> None:
         assert "/etc/fstab" in reason
 
 
+async def test_passes_are_some_time_apart_and_are_shared(node: Node) -> None:
+    async with controlled(node, tuned_every=0.2) as controller:
+        tuner = controller.tuner
+        await tuner.tune()
+        begun, earliest = tuner._begun, tuner._earliest
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(tuner.tune)
+        assert tuner._begun == begun + 1
+        assert trio.current_time() >= earliest
+
+
 async def test_what_the_options_forbid_is_not_touched(node: Node, resctrl: FakeResctrl) -> None:
     before = settings(node)
     off = TuningOptions(interrupts=False, work_queues=False, latency=False, caches=False)
@@ -316,10 +333,11 @@ async def test_only_its_own_container_may_tune_an_instance(node: Node) -> None:
         assert "register it first" in json.loads(await client.line())["error"]["message"]
 
 
-async def test_what_a_pod_writes_into_its_cgroup_is_no_tuning(node: Node) -> None:
+@pytest.mark.parametrize("written", [b'{"latency": "lowest"}', b"[" * 2000, b"\xff", b"9" * 3000])
+async def test_what_a_pod_writes_into_its_cgroup_is_no_tuning(node: Node, written: bytes) -> None:
     async with controlled(node) as controller, connected(node.socket) as client:
         await register(node, client, B, "14-17")
-        os.setxattr(node.instance(B).path, TUNING, b'{"latency": "lowest"}')
+        os.setxattr(node.instance(B).path, TUNING, written)
         await settled(controller)
         assert text(node, latency_path(14)) == "0"
 

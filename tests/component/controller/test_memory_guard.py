@@ -14,8 +14,9 @@ import pytest
 import trio
 import trio.testing
 
+from runner.controller import memory_guard
 from runner.controller.float_memory import MemoryByKind, PodMemory
-from runner.controller.memory_guard import MOST_OWN_PROCESSES, SETTLED_WITHIN, MemoryGuard
+from runner.controller.memory_guard import MOST_OWN_PROCESSES, SETTLED_WITHIN, MemoryGuard, _SharedSearch
 from runner.controller.metrics import ControllerCounters, MemoryEnd
 from runner.controller.pods import PodCgroups
 from runner.controller.tree import Tree
@@ -173,6 +174,30 @@ def test_a_pod_with_too_many_processes_or_groups_is_charged_for_nothing(node: No
         assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous in about(SIZE)
 
 
+def test_a_charge_that_grows_while_its_processes_are_read_is_deducted(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a guest that takes its memory just then."""
+    held = MemoryGuard._held
+
+    def growing(guard: MemoryGuard, pid: int, search: _SharedSearch | None) -> MemoryByKind:
+        charge(node, A, f"anon {2 * SIZE}")
+        return held(guard, pid, search)
+
+    monkeypatch.setattr(MemoryGuard, "_held", growing)
+    with holding("private") as pids:
+        put(node, A, pids[:1])
+        assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous == 0
+
+
+def test_a_search_of_a_pod_ends_with_what_it_has_found(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with holding("descriptor") as pids:
+        put(node, A, pids)
+        monkeypatch.setattr(memory_guard, "POD_SEARCHED_WITHIN", 0)
+        assert measured(node, A).found.shared == 0
+        assert measured(node, A).found.anonymous > 0
+
+
 def test_what_the_node_has_mounted_is_no_pods(node: Node) -> None:
     """A file in a tmpfs of the node that a pod has open, as hostPath volumes are."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file, holding("private", file.fileno()) as pids:
@@ -279,6 +304,93 @@ async def test_a_pod_that_left_with_what_it_took_in_float_is_ended(node: Node) -
         guard.registered |= {A, "a-pod-that-has-gone"}
         assert await guard.check() == "ended"
         assert (kill.read_text(), guard.registered) == ("1\n", {A})
+
+
+TRACER = """
+import ctypes, signal, sys
+PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 0x4206, 0x40
+library = ctypes.CDLL(None)
+library.ptrace.argtypes = [ctypes.c_long] * 4
+print(library.ptrace(PTRACE_SEIZE, int(sys.argv[1]), 0, PTRACE_O_TRACEEXIT), flush=True)
+signal.pause()
+"""
+
+
+@contextmanager
+def tracing(pid: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a tracer of process *pid*, which holds it at its end."""
+    with subprocess.Popen([sys.executable, "-ISc", TRACER, str(pid)], stdout=subprocess.PIPE) as tracer:
+        assert tracer.stdout is not None
+        assert tracer.stdout.readline() == b"0\n"
+        try:
+            yield tracer
+        finally:
+            tracer.kill()
+
+
+async def test_a_killed_process_that_its_tracer_holds_gives_the_pod_no_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_guard, "ENDED_WITHIN", 3600)
+    (node.scope(A).parent.path / "cgroup.kill").touch()
+    fill(node, 2 * GIB, f"anon {2 * GIB}")
+    guard = guard_of(node)
+    with (
+        trio.fail_after(60),
+        described(node, A, 1900 * MIB) as held,
+        tracing(held.pid) as tracer,
+    ):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(guard.check)
+            while "State:\tt" not in Path(f"/proc/{held.pid}/status").read_text():
+                await trio.sleep(0.01)
+            assert held.poll() is None
+            fill(node, 3 * GIB, f"anon {3 * GIB}")
+        assert held.poll() is None
+        node.put_process(tracer.pid, f"/stelia/float/{A}", inner=2, namespace=f"pid-{A}")
+        put(node, A, [held.pid, tracer.pid])
+        assert await guard.check() == "ended"
+        assert (held.wait(), tracer.wait()) == (-9, -9)
+
+
+async def test_all_processes_of_a_pod_are_ended_also_those_whose_end_is_not_awaited(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_guard, "AWAITED", 1)
+    (node.scope(A).parent.path / "cgroup.kill").touch()
+    fill(node, 2 * GIB, f"anon {2 * GIB}")
+    guard = guard_of(node)
+    guard._ended_at[A] = trio.current_time()
+    with described(node, A, GIB) as first, described(node, A, MIB) as second, described(node, A, MIB) as third:
+        assert await guard.check() == "ended"
+        assert guard.counters.memory_ended == 3
+        assert {process.wait() for process in (first, second, third)} == {-9}
+
+
+async def test_no_pod_is_chosen_while_what_it_is_charged_for_cannot_be_read(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without it, a guest's memory would count as taken from the root."""
+    fill(node, 2 * GIB, f"anon {2 * GIB}")
+    (node.scope(A).parent.path / "memory.stat").unlink()
+    (node.scope(A).parent.path / "memory.stat").mkdir()
+    with described(node, A, 2 * GIB) as process:
+        assert await guard_of(node).check() == "unattributed"
+        assert process.poll() is None
+        assert "memory guard failed" in caplog.text
+
+
+async def test_where_every_search_hangs_the_guard_goes_on_without(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_guard, "READ_WITHIN", 3600)
+    fill(node, 2 * GIB, f"shmem {2 * GIB}")
+    guard = guard_of(node)
+    for _ in range(2):
+        guard._readers.acquire_on_behalf_of_nowait(object())
+    with trio.fail_after(30), described(node, A, MIB):
+        assert await guard.check() == "unattributed"
+    assert "shared memory not attributed" in caplog.text
 
 
 async def test_where_no_pod_holds_enough_none_is_ended(node: Node, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 import pytest
+import trio
 
 from runner.controller import methods
+from runner.controller.loop import ReconcileLoop
 from runner.controller.main import respond_about
 from runner.controller.partition_writer import PartitionWriter, isolate
 from runner.cpuset import CpuSet
@@ -143,6 +147,50 @@ async def test_an_instance_is_sealed_and_unsealed(node: Node, writer: PartitionW
         node.instance(B).put_threads(())
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
         assert node.root.exclusive_cpus() == CpuSet()
+
+
+async def test_while_decisions_are_frozen_partitions_still_end(node: Node, writer: PartitionWriter) -> None:
+    node.become(B)
+    state = node.kubelet / "cpu_manager_state"
+    good = state.read_bytes()
+    async with controlled(node, partition_writer=writer) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).put_threads({11})
+        await client.result("sealCgroup", uuid=B)
+        state.write_bytes(b"{")
+        await controller.until(lambda: bool(controller.loop.frozen()))
+        assert node.instance(B).partition() == "isolated"
+        assert await client.result("unsealCgroup", uuid=B) == {"unsealed": True}
+        assert (node.instance(B).partition(), node.instance(B).exclusive_cpus()) == ("member", CpuSet())
+
+        state.write_bytes(good)
+        await controller.until(lambda: not controller.loop.frozen())
+        await client.result("sealCgroup", uuid=B)
+        state.write_bytes(b"{")
+        await controller.until(lambda: bool(controller.loop.frozen()))
+        node.instance(B).put_threads(())
+        await controller.eventually(lambda: node.instance(B).partition() == "member")
+
+
+async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart(
+    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.become(B)
+    sealed = []
+
+    def seal_noted(_loop: ReconcileLoop, pod_uid: str) -> str:
+        sealed.append(time.monotonic())
+        return pod_uid
+
+    monkeypatch.setattr(methods, "SEALED_EVERY", 0.2)
+    monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
+    async with controlled(node, partition_writer=writer), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(seal, PurePosixPath(node.socket), B)
+    assert len(sealed) == 4
+    assert min(after - before for before, after in pairwise(sealed)) > 0.19
 
 
 async def test_only_the_instances_own_pod_may_ask(node: Node, writer: PartitionWriter) -> None:
