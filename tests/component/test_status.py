@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -258,3 +259,23 @@ async def test_a_log_is_followed_until_the_end(fake_host: FakeHost) -> None:
         assert isinstance(await fake_host.run(plan, meanwhile=meanwhile), GuestEnd)
     started[0].wait()
     assert output == b"guest: runs\r\nlater\r\n"
+
+
+@pytest.mark.parametrize("read", [0, 1])
+@pytest.mark.parametrize("command", [("console",), ("logs", "--follow")])
+def test_a_runner_that_hangs_up_on_a_console_client_is_reported(
+    tmp_path: Path, command: tuple[str, ...], read: int
+) -> None:
+    """As with a connection too many: one that is closed with the request unread is reset, and no reader that has gone."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "console.sock"))
+        listener.listen()
+        argv = (*PROGRAM, *command, "--state-dir", str(tmp_path))
+        with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+            connection = listener.accept()[0]
+            if read:
+                connection.recv(1, socket.MSG_PEEK)
+            connection.close()
+            output, errors = client.communicate(timeout=60)
+    assert (client.returncode, output) == (Status.FAILED, b"")
+    assert errors.startswith(b"instance-runner: cannot attach to the console: the runner closed the connection")
