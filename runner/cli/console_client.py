@@ -36,8 +36,11 @@ def attached(directory: Path, request: AttachRequest) -> Iterator[tuple[Socket, 
     :exc:`~runner.errors.HostError` when no runner listens there, or it refuses.
     """
     with connected(directory, CONSOLE_SOCKET) as line:
-        line.sendall(json.dumps(attrs.asdict(request)).encode() + b"\n")
-        reply, output = _attach_reply(line)
+        try:
+            line.sendall(json.dumps(attrs.asdict(request)).encode() + b"\n")
+            reply, output = _attach_reply(line)
+        except ConnectionError as error:  # with the request unread: it has too many connections, or has ended
+            raise HostError("cannot attach to the console: the runner closed the connection") from error
         if "error" in reply:
             raise HostError(f"cannot attach to the console: {reply['error']}")
         yield line, reply, output

@@ -123,7 +123,7 @@ def main(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count")}
     params = {name: value if name == "count" else str(value) for name, value in given.items() if value is not None}
     answer = trio.run(control, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})
-    print(json.dumps(answer, indent=1) if arguments.json else "\n".join(answer_lines(answer)))
+    print(json.dumps(answer, indent=1) if arguments.json else "\n".join(map(escaped, answer_lines(answer))))
     return 0
 
 

@@ -12,8 +12,9 @@ import os
 import shutil
 import signal
 import sys
+import termios
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -195,16 +196,31 @@ async def _attached(program: str, instance: TerminalProcess, log: InstanceLog, a
     _notify("to leave: Ctrl-], or `poweroff` in the guest's shell; both end the guest and everything around it")
     _notify(f"to look, as root in another terminal: {look} ctl status; {look} inspect")
     log.hold()
-    console = TerminalProcess([*enter, program, "console"])
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(console.wait)
-        await first_of(console.ended.wait, instance.ended.wait, asked.wait)
-        if not console.ended.is_set():  # it ends with the instance, and restores the terminal
-            await _stopped(instance)
-            with trio.move_on_after(CONSOLE_ENDS_WITHIN):
-                await console.ended.wait()
-        console.send_signal(signal.SIGKILL)
+    with _restored(0):
+        console = TerminalProcess([*enter, program, "console"])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(console.wait)
+            await first_of(console.ended.wait, instance.ended.wait, asked.wait)
+            if not console.ended.is_set():  # it ends with the instance
+                await _stopped(instance)
+                with trio.move_on_after(CONSOLE_ENDS_WITHIN):
+                    await console.ended.wait()
+            console.send_signal(signal.SIGKILL)
     log.release()
+
+
+@contextlib.contextmanager
+def _restored(terminal: int) -> Iterator[None]:
+    """Restore the settings of *terminal* afterwards: ``console`` may be killed, with the PID namespace that it is in."""
+    if not os.isatty(terminal):
+        yield
+        return
+    before = termios.tcgetattr(terminal)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error):  # it was closed
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def _look(program: str, enter: Sequence[str]) -> str:

@@ -6,15 +6,16 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import attrs
 import trio
 
 from runner.cli.options import add_json, add_state_dir
-from runner.errors import NoInstanceError, Status
+from runner.errors import NoInstanceError, Status, escaped
 from runner.facts.roots import Roots
 from runner.inspect.cpu_time import TraceReport
 from runner.inspect.observation import Observation
@@ -111,13 +112,18 @@ def main(arguments: argparse.Namespace) -> int:
 def _show_trace(target: InspectionTarget, seconds: float, *, as_json: bool) -> Status:
     """Record for *seconds*, print what ran, and return ``FINDINGS`` if that was another task."""
     report = trio.run(_trace, target, seconds)
-    print(json.dumps(trace_json(report), indent=1) if as_json else "\n".join(trace_lines(report)), flush=True)
+    whole = json.dumps(trace_json(report), indent=1) if as_json else _text(trace_lines(report))
+    print(whole.removesuffix("\n"), flush=True)
     return Status.FINDINGS if report.violated else Status.STOPPED
 
 
 async def _trace(target: InspectionTarget, seconds: float) -> TraceReport:
+    """Record for *seconds*; SIGTERM and SIGHUP end it like Ctrl-C, as a killed record would stay in the kernel."""
     from runner.inspect.trace import trace  # here, because most inspections record nothing
 
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # not below nohup(1)
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
     return await trace(target.roots, await _observe(target), seconds)
 
 
@@ -184,15 +190,19 @@ class ReportFormatter:
         """Return what is to be printed of *report*, after those before it."""
         self.status = Status.FINDINGS if report.violated else Status.STOPPED
         if not self.repeated:
-            whole = [json.dumps(report_json(report), indent=1)] if self.as_json else list(report_lines(report))
-            return "".join(f"{line}\n" for line in whole)
+            return json.dumps(report_json(report), indent=1) + "\n" if self.as_json else _text(report_lines(report))
         if self.redraw and not self.as_json:
-            return _CLEAR + "".join(f"{line}\n" for line in report_lines(report))
+            return _CLEAR + _text(report_lines(report))
         before, self._before = self._before, list(state_lines(report))
         changes = list(_changes(before, self._before))
         if self.as_json and changes:
             changes = [json.dumps(report_json(report))]
-        return "".join(f"{line}\n" for line in changes)
+        return _text(changes)
+
+
+def _text(lines: Iterable[str]) -> str:
+    """Return *lines* for a terminal, which names of tasks and cgroups must not control."""
+    return "".join(f"{escaped(line)}\n" for line in lines)
 
 
 def _changes(before: list[str], after: list[str]) -> Iterator[str]:

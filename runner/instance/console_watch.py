@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 
 import attrs
@@ -14,6 +15,11 @@ LONGEST = 4 << 10
 
 SEARCHED_WITHIN = 0.1
 """Seconds of CPU time in which a pattern must be found, or not, in one piece of the output."""
+SEARCHED_AT_MOST, SEARCHED_SHARE = 1.0, 0.1
+"""Seconds of CPU time for all searches, and the share of the time by which what is left of them grows again.
+
+A guest chooses its lines, and its pieces: a pattern may take just less than its bound for each byte that it prints.
+"""
 
 _PANIC = b"Kernel panic - not syncing"
 """What Linux prints first when it panics (``panic()`` in ``kernel/panic.c``)."""
@@ -40,6 +46,10 @@ class ConsoleWatch:
     """What is looked for in each line, and in the begun one, as a prompt has no line end."""
     _line: bytes = b""
     """The begun line."""
+    _left: float = SEARCHED_AT_MOST
+    """Seconds of CPU time that are left for searches."""
+    _searched: float = 0.0
+    """When the last search began, on the monotonic clock."""
 
     def feed(self, data: bytes) -> None:
         """Take a piece of the output, which has few lines; it costs a bounded time."""
@@ -62,12 +72,17 @@ class ConsoleWatch:
     def _search(self, pattern: re.Pattern[str], lines: list[bytes]) -> None:
         from runner.kernel.bounded_search import SlowSearchError, search_any  # here, because few guests have a pattern
 
+        now, begun = time.monotonic(), time.thread_time()
+        self._left = min(self._left + SEARCHED_SHARE * (now - self._searched), SEARCHED_AT_MOST)
+        self._searched = now
         try:
-            if not search_any(pattern, (line.decode(errors="replace") for line in lines), SEARCHED_WITHIN):
-                return
+            found = search_any(pattern, (line.decode(errors="replace") for line in lines), SEARCHED_WITHIN)
         except SlowSearchError:
-            self.pattern = None
-            self.too_slow()
-        else:
+            found, self._left = False, 0
+        self._left -= time.thread_time() - begun
+        if found:
             self.pattern = None
             self.found()
+        elif self._left <= 0:
+            self.pattern = None
+            self.too_slow()

@@ -12,12 +12,13 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, assert_never
 
 import trio
 
 from runner.errors import HostError, explain
-from runner.instance.console_watch import SEARCHED_WITHIN, ConsoleWatch
+from runner.instance.console_watch import SEARCHED_SHARE, SEARCHED_WITHIN, ConsoleWatch
 from runner.instance.qemu import Qemu
 from runner.instance.state_directory import READY
 from runner.instance.supervisor import Supervisor
@@ -38,6 +39,9 @@ AGENT_ANSWERS_WITHIN = 5.0
 CONNECTED_WITHIN = 5.0
 """Seconds a connection to the guest's port may take."""
 
+NEEDED = {"agent": "runner.protocol.guest_agent", "console": "runner.kernel.bounded_search"}
+"""Kind of sign → the module that is imported for it alone."""
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 """Seconds between two attempts to connect; each pause is twice the one before, as a guest boots in a second or in minutes."""
 
@@ -52,6 +56,8 @@ class Readiness:
         self._sign = plan.machine.guest.ready
         self._accel = plan.machine.accel
         self._pattern = re.compile(self._sign.pattern) if isinstance(self._sign, ConsoleSign) else None
+        if self._sign is not None and self._sign.sign in NEEDED:  # now: later on, files may be short, and a guest runs
+            import_module(NEEDED[self._sign.sign])
         self._shown = ExitStack()
         self._running = False
         self._changed = trio.Event()
@@ -157,7 +163,8 @@ class Readiness:
 
     def _give_up(self) -> None:
         self._state.waits_for = (
-            f"the pattern of guest.ready takes more than {SEARCHED_WITHIN:g} s for some lines; simplify it"
+            f"the pattern of guest.ready takes more than {SEARCHED_WITHIN:g} s for some lines, or more than "
+            f"{SEARCHED_SHARE:.0%} of the time for all; simplify it"
         )
         if (more := self._supervisor.log_limit.due("guest.ready too slow")) is not None:
             log.error("the guest cannot become ready%s: %s", more, self._state.waits_for)
@@ -195,9 +202,9 @@ class Readiness:
 
 
 async def _connects(port: GuestPort) -> bool:
-    with trio.socket.socket() as connection:
-        try:
+    try:
+        with trio.socket.socket() as connection:
             await connection.connect((str(port.address), port.port))
-        except OSError:  # nothing listens there yet, or the guest has not this address yet
-            return False
+    except OSError:  # nothing listens there yet, the guest has not this address yet, or descriptors are short
+        return False
     return True

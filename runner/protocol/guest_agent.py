@@ -20,6 +20,8 @@ from runner.kernel.lines import LineFramer, OverlongError, receive_line
 LONGEST_LINE = 1 << 16
 _DELIMITER = b"\xff"
 """No UTF-8 text has this byte: what came before it was the answer to another client (``guest-sync-delimited``)."""
+_NUMBERS = itertools.count(1)
+"""One for each call of this process: what answered an earlier conversation may still be there to be read."""
 _HUNG_UP = "cannot talk to the guest agent: QEMU hung up"
 
 
@@ -34,14 +36,13 @@ class GuestAgent:
         ours.setblocking(False)
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
         self._lines = LineFramer(LONGEST_LINE)
-        self._numbers = itertools.count(1)
 
     async def ping(self) -> None:
         """Return when the agent has answered this very call; answers to earlier calls are skipped.
 
         Raises :exc:`AgentError`.
         """
-        number = next(self._numbers)
+        number = next(_NUMBERS)
         await self._send("guest-sync-delimited", {"id": number}, _DELIMITER)
         while True:
             await self._until(_DELIMITER)

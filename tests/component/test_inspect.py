@@ -413,7 +413,9 @@ def test_a_loop_on_the_vcpus_cpu_is_named(node: Node, busy: subprocess.Popen[byt
     assert "violated  trace" in readable.stdout
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGHUP, 130)]
+)
 def test_a_record_that_is_ended_leaves_nothing_for_long(
     node: Node, tracefs: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ipaddress import IPv4Address
@@ -12,15 +14,19 @@ from pathlib import Path
 import attrs
 import pytest
 import trio
+import trio.testing
 
 from runner.errors import Status, explain
-from runner.instance.console_watch import LONGEST, SEARCHED_WITHIN, ConsoleWatch
+from runner.instance.console_watch import LONGEST, SEARCHED_AT_MOST, SEARCHED_WITHIN, ConsoleWatch
 from runner.instance.probes import probes_served
 from runner.instance.qemu import GuestEnd
+from runner.instance.readiness import Readiness
 from runner.instance.supervisor import Supervisor
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan
+from runner.protocol.guest_agent import GuestAgent
 from tests.support.fake_host import FakeHost
+from tests.support.sweep import FAULT_INJECTOR
 
 PANIC = b"\n[    2.345678][    T1] Kernel panic - not syncing: VFS: Unable to mount root fs on unknown-block(0,0)\r\n"
 SENTENCE = (
@@ -133,7 +139,7 @@ async def test_a_line_of_the_console_makes_it_ready_until_it_is_reset(fake_host:
 async def test_a_pattern_that_would_take_for_ever_is_given_up_and_stops_nothing_else(fake_host: FakeHost) -> None:
     async def act(guest: Guest) -> None:
         await guest.prints(b"\n" + b"a" * 60 + b"b\n")
-        await guest.is_not_ready("the pattern of guest.ready takes more than 0.1 s for some lines; simplify it")
+        await guest.is_not_ready("the pattern of guest.ready takes more than 0.1 s for some lines, or more than 10% of")
         await guest.prints(b"aaa\n")
         await guest.is_not_ready("simplify it")
 
@@ -212,6 +218,12 @@ async def test_an_agent_that_says_nothing_does_not(fake_host: FakeHost) -> None:
     await run(fake_host, plan_of(fake_host, "agent", agent="deaf"), act)
 
 
+def plan_of_port(fake_host: FakeHost, port: int) -> InstancePlan:
+    plan = plan_of(fake_host, None)
+    guest = attrs.evolve(plan.machine.guest, ready=GuestPort(IPv4Address("127.0.0.1"), port))
+    return attrs.evolve(plan, machine=attrs.evolve(plan.machine, guest=guest))
+
+
 def is_connected(server: socket.socket) -> bool:
     """Return whether a connection waits at *server*, and take it."""
     try:
@@ -224,13 +236,11 @@ def is_connected(server: socket.socket) -> bool:
 async def test_a_port_that_accepts_makes_it_ready_and_is_then_left_alone(fake_host: FakeHost) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        plan = plan_of(fake_host, None)
-        ready = GuestPort(IPv4Address("127.0.0.1"), server.getsockname()[1])
-        guest_plan = attrs.evolve(plan.machine.guest, ready=ready)
-        plan = attrs.evolve(plan, machine=attrs.evolve(plan.machine, guest=guest_plan))
+        port = server.getsockname()[1]
+        plan = plan_of_port(fake_host, port)
 
         async def act(guest: Guest) -> None:
-            await guest.is_not_ready(f"the guest has not given its sign yet: port:{ready.port}")
+            await guest.is_not_ready(f"the guest has not given its sign yet: port:{port}")
             server.listen()
             await guest.is_ready()
             server.setblocking(False)
@@ -241,6 +251,78 @@ async def test_a_port_that_accepts_makes_it_ready_and_is_then_left_alone(fake_ho
             await guest.is_ready()
 
         await run(fake_host, plan, act)
+
+
+@pytest.mark.parametrize(
+    ("ready", "imported"),
+    [("agent", "runner.protocol.guest_agent"), ("console:^login: $", "runner.kernel.bounded_search")],
+)
+async def test_nothing_is_imported_for_a_sign_while_the_guest_runs(
+    fake_host: FakeHost, ready: str, imported: str
+) -> None:
+    """An import fails where descriptors are short, and in a background task it would end the guest."""
+    plan = plan_of(fake_host, ready)
+
+    async def act(guest: Guest) -> None:
+        sys.modules.pop(imported, None)
+        Readiness(guest.host, plan)
+        assert imported in sys.modules
+
+    await run(fake_host, plan_of(fake_host, None), act)
+
+
+async def test_an_agent_is_asked_where_nothing_can_be_imported(fake_host: FakeHost) -> None:
+    sys.modules.pop("runner.protocol.guest_agent", None)
+
+    async def act(guest: Guest) -> None:
+        FAULT_INJECTOR.begin(1, only=frozenset({"import"}))
+        try:
+            await guest.prints(b"!agent opens")
+            await wait_for(guest.ready_file.exists)
+        finally:
+            FAULT_INJECTOR.end()
+
+    await run(fake_host, plan_of(fake_host, "agent", agent="answers"), act)
+
+
+async def test_a_port_is_tried_again_when_descriptors_are_short(fake_host: FakeHost) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        plan = plan_of_port(fake_host, server.getsockname()[1])
+
+        async def act(guest: Guest) -> None:
+            FAULT_INJECTOR.begin(1, only=frozenset({"socket.__new__"}))
+            try:
+                await wait_for(lambda: FAULT_INJECTOR.count > 1)
+            finally:
+                FAULT_INJECTOR.end()
+            server.listen()
+            await guest.is_ready()
+
+        await run(fake_host, plan, act)
+
+
+async def cancel_when_blocked(scope: trio.CancelScope) -> None:
+    await trio.testing.wait_all_tasks_blocked()
+    scope.cancel()
+
+
+async def test_an_answer_to_an_earlier_conversation_is_not_taken_for_one_of_this(nursery: trio.Nursery) -> None:
+    """An agent that was too slow for the sign is asked again at the power-down, in another conversation."""
+    ours, agent = socket.socketpair()
+    with ours, agent:
+        with trio.CancelScope() as too_slow:
+            nursery.start_soon(cancel_when_blocked, too_slow)
+            await GuestAgent(ours).ping()
+        nursery.start_soon(GuestAgent(ours).ping)
+        await trio.testing.wait_all_tasks_blocked()
+        first, second = (json.loads(each)["arguments"]["id"] for each in agent.recv(1 << 16).split(b"\xff")[1:])
+        agent.sendall(b'\xff{"return": %d}\n' % first)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(nursery.child_tasks) == 1
+        agent.sendall(b'\xff{"return": %d}\n' % second)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(nursery.child_tasks) == 0
 
 
 # -- the watch alone -------------------------------------------------------------------------------------------------
@@ -294,3 +376,27 @@ def test_a_search_is_bounded_by_the_time_it_uses() -> None:
     watched.watch.feed(b"\nxxy")
     assert watched.reports == ["too slow"], "it is not looked for again"
     assert SEARCHED_WITHIN <= 0.1
+
+
+def test_all_searches_together_are_bounded_by_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guest finds a line for which the pattern takes less than its bound, and sends the next ones byte by byte."""
+    used, now = 0.0, 0.0
+    monkeypatch.setattr("time.thread_time", lambda: used)
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def search(*_: object) -> bool:
+        nonlocal used
+        used += 0.05
+        return False
+
+    monkeypatch.setattr("runner.kernel.bounded_search.search_any", search)
+    watched = Watched("login:")
+    for _ in range(30):
+        now += 0.5  # each search takes a tenth of the time
+        watched.watch.feed(b"w")
+    assert watched.reports == []
+    for _ in range(30):
+        now += 0.05  # and here all of it
+        watched.watch.feed(b"w")
+    assert watched.reports == ["too slow"]
+    assert used < 0.05 * 30 + SEARCHED_AT_MOST + 0.2 + 0.05

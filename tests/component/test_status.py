@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import trio
 
 from runner.cli.commands import program_parser
 from runner.cli.ctl import answer_lines, control
+from runner.cpuset import CpuSet
 from runner.errors import Status
 from runner.facts.host import PodName
 from runner.instance.qemu import GuestEnd
@@ -57,6 +59,7 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
             [qemu] = [process for process in host.processes if process.role == "qemu"]
             [vcpu] = [each for each in host.procfs.threads(qemu.pid) if each.cpus == plan.placement.cpus]
             os.sched_setaffinity(vcpu.tid, CPUS)
+            os.sched_setaffinity(0, CPUS)
             host.guest_state.panic = "Kernel panic - not syncing: \x1b[2J"
             found.append(await status_of(plan))
         finally:
@@ -93,7 +96,9 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
         "free_slots": plan.machine.slots,
     }
     assert second["restarts"] == {"dnsmasq": 1}
-    assert (second["ready"], second["placement"]["misplaced"][0].startswith("vcpu 0 (thread ")) == (False, True)
+    assert second["placement"]["float_cpus"] == str(CpuSet(CPUS)), "not that of the receipt"
+    assert not second["ready"]
+    assert any(each.startswith("vcpu 0 (thread ") for each in second["placement"]["misplaced"])
 
 
 STATUS: dict[str, Any] = {
@@ -254,3 +259,23 @@ async def test_a_log_is_followed_until_the_end(fake_host: FakeHost) -> None:
         assert isinstance(await fake_host.run(plan, meanwhile=meanwhile), GuestEnd)
     started[0].wait()
     assert output == b"guest: runs\r\nlater\r\n"
+
+
+@pytest.mark.parametrize("read", [0, 1])
+@pytest.mark.parametrize("command", [("console",), ("logs", "--follow")])
+def test_a_runner_that_hangs_up_on_a_console_client_is_reported(
+    tmp_path: Path, command: tuple[str, ...], read: int
+) -> None:
+    """As with a connection too many: one that is closed with the request unread is reset, and no reader that has gone."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "console.sock"))
+        listener.listen()
+        argv = (*PROGRAM, *command, "--state-dir", str(tmp_path))
+        with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+            connection = listener.accept()[0]
+            if read:
+                connection.recv(1, socket.MSG_PEEK)
+            connection.close()
+            output, errors = client.communicate(timeout=60)
+    assert (client.returncode, output) == (Status.FAILED, b"")
+    assert errors.startswith(b"instance-runner: cannot attach to the console: the runner closed the connection")

@@ -167,6 +167,18 @@ def test_a_signal_from_outside_ends_everything(guest: GuestFiles, number: signal
             shown.process.wait()
 
 
+def test_the_terminal_is_restored_when_its_console_is_killed(guest: GuestFiles) -> None:
+    """As the kernel kills it with all that is in its PID namespace when the runner is killed."""
+    with tried(guest) as shown:
+        shown.until(r"guest: up with")
+        enter = shown.seen.partition("another terminal: ")[2].partition(" -m ")[0].encode().replace(b" ", b"\0")
+        commands = {each: each.read_bytes() for each in Path("/proc").glob("[0-9]*/cmdline")}
+        [nsenter] = [path for path, words in commands.items() if words.startswith(enter) and b"\0console\0" in words]
+        [console] = (nsenter.parent / "task" / nsenter.parent.name / "children").read_text().split()
+        os.kill(int(console), signal.SIGKILL)
+        assert shown.wait() == 0, shown.seen
+
+
 def test_ctrl_c_before_the_guest_runs_ends_the_start(guest: GuestFiles) -> None:
     with tried(guest) as shown:
         shown.until("starting instance=try")

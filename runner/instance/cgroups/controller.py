@@ -54,7 +54,7 @@ DEREGISTERED_WITHIN = 5.0
 SEALED_WITHIN = 45.0
 """Seconds for the controller to seal the CPUs; it gives the kernel 30 s."""
 
-UNSEALED_WITHIN = 5.0
+UNSEALED_WITHIN = 2.0
 """Seconds; the controller unseals what is deregistered or empty in any case."""
 
 SEALED_AGAIN = 30.0

@@ -56,17 +56,17 @@ class StatusReader:
 
     def _placement(self) -> dict[str, object]:
         """Return where the vCPUs are, and whether every thread is in its place, read from the kernel now."""
-        receipt = self.receipts.receipt.to_json()
         try:
-            misplaced = list(sentences(self.receipts.read().violations()))
+            receipt = self.receipts.read()
+            misplaced = list(sentences(receipt.violations()))
         except HostError as error:
-            misplaced = [explain(error)]
+            receipt, misplaced = self.receipts.receipt, [explain(error)]
         return {
             "backend": self.plan.placement.backend,
-            "guarantee": receipt.get("guarantee"),
+            "guarantee": receipt.guarantee,
             "cpus": str(self.plan.placement.cpus),
             "pins": list(self.plan.placement.pins),
-            "float_cpus": receipt["float_cpus"],
+            "float_cpus": receipt.to_json()["float_cpus"],
             "misplaced": misplaced,
         }
 

@@ -174,7 +174,7 @@ def serve_agent(line):
         request = json.loads(request.lstrip(b"\xff"))
         record("agent", command=request["execute"], arguments=request["arguments"])
         if behaviour["agent"] == "garbage":
-            line.sendall(b"\xff\xff\xff[]\n\xff{\n" + b'\xff{"return": 99}\n')
+            line.sendall(b"\xff\xff\xff[]\n\xff{\n" + b'\xff{"return": -99}\n')
         elif behaviour["agent"] == "flood":
             while True:
                 line.sendall(b"x" * 4096)

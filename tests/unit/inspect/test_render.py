@@ -192,3 +192,13 @@ def test_watching_with_json_prints_one_document_a_line() -> None:
 def test_watching_on_a_terminal_draws_the_table_anew() -> None:
     formatter = ReportFormatter(as_json=False, redraw=True, repeated=True)
     assert formatter.text(REPORT) == formatter.text(REPORT) == "\x1b[H\x1b[2J" + SHOWN
+
+
+@pytest.mark.parametrize(("redraw", "repeated"), [(False, False), (False, True), (True, True)])
+def test_no_name_controls_the_terminal(*, redraw: bool, repeated: bool) -> None:
+    """Any process may name itself so, and be on an instance's CPUs; a user's cgroup may be named so."""
+    evil = ObservedThread(Role.EMULATOR, None, thread(11, "\x1b]0;x\x07", "0", 0, "/stelia/\x1b[2J\u2028x"))
+    report = judge(Observation("node", (attrs.evolve(INSTANCE, threads=(*INSTANCE.threads, evil)),), KUBELET))
+    shown = ReportFormatter(as_json=False, redraw=redraw, repeated=repeated).text(report).removeprefix("\x1b[H\x1b[2J")
+    assert r"\x1b]0;x\x07" in shown.replace(r"\\", "\\")
+    assert [line for line in shown.split("\n") if not line.isprintable()] == []

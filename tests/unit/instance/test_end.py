@@ -21,7 +21,7 @@ BELOW = 10
 
 def test_the_steps_after_the_grace_fit_into_the_reserved_time() -> None:
     """This holds even if a daemon ignores SIGTERM, and the controller does not answer or a cgroup stays populated."""
-    placement = max(controller.DEREGISTERED_WITHIN, delegated.EMPTY_WITHIN + 1)
+    placement = max(controller.UNSEALED_WITHIN + controller.DEREGISTERED_WITHIN, delegated.EMPTY_WITHIN + 1)
     worst = console.FLUSHED_WITHIN + daemons.STOPPED_WITHIN + placement
     assert worst <= BELOW
     documented = repr(attrs.fields(ShutdownSpec).grace.metadata)
