@@ -167,7 +167,7 @@ async def _keep_sealed(placement: ControllerPlacement, anchors: Sequence[Restart
         except HostError as error:
             found = explain(error)
         if found != reason or not found:
-            log.warning("exclusive CPUs: %s", f"arranged ({found})" if found else "enforced again")
+            log.warning("guarantee %s", f"arranged ({found})" if found else "enforced again")
         reason = found
 
 

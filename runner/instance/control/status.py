@@ -63,7 +63,8 @@ class StatusReader:
             misplaced = [explain(error)]
         return {
             "backend": self.plan.placement.backend,
-            "guarantee": receipt.get("guarantee"),
+            "guarantee": receipt["guarantee"],
+            "guarantee_reason": receipt["guarantee_reason"],
             "cpus": str(self.plan.placement.cpus),
             "pins": list(self.plan.placement.pins),
             "float_cpus": receipt["float_cpus"],
