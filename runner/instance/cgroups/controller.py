@@ -108,11 +108,7 @@ class RegisteredCgroups(EnteredCgroups):
         placement, tuning = self.placement, self.placement.tuning
         if tuning == CpuTuning():
             return
-        asked = {
-            "latency": tuning.latency,
-            "cache_ways": tuning.cache_ways,
-            "memory_bandwidth": tuning.memory_bandwidth,
-        }
+        asked = attrs.asdict(tuning)
         while True:
             try:
                 missing = await tune(placement.socket, placement.pod_uid, asked)
