@@ -166,9 +166,7 @@ def judge_controller(place: Place, path: str, answer: Mapping[str, object] | str
         return CONTROLLER.warning(found, "remove --insecure-trust-peer from its arguments")
     exclusive = answer.get("partitions", "the controller is older than partitions")
     guarantee = "enforced" if exclusive == "enforced" else f"arranged ({exclusive})"
-    return CONTROLLER.ok(
-        f"it answers at {path}; float has CPUs '{answer.get('float_cpuset')}'; exclusive CPUs are {guarantee}"
-    )
+    return CONTROLLER.ok(f"it answers at {path}; float has CPUs '{answer.get('float_cpuset')}'; guarantee {guarantee}")
 
 
 def judge_disturbances(answer: Mapping[str, object] | str | None) -> Iterator[Finding]:

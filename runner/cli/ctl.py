@@ -183,10 +183,10 @@ def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "vCPUs", f"{status['vcpus']} on CPUs {placement['cpus']}"
     yield "memory", format_size(status["memory"])
     yield "accelerator", f"{status['accelerator']}, CPU model {status['cpu_model']}"
-    guarantee = f" ({placement['guarantee']})" if placement["guarantee"] else ""
+    reason = f" ({escaped(placement['guarantee_reason'])})" if placement["guarantee_reason"] else ""
     misplaced = "; ".join(map(escaped, placement["misplaced"]))
     holds = misplaced or f"every thread is in its place, the others on CPUs {placement['float_cpus']}"
-    yield "placement", f"{placement['backend']}{guarantee}: {holds}"
+    yield "placement", f"{placement['backend']}, guarantee {placement['guarantee']}{reason}: {holds}"
     for network in status["networks"]:
         addresses = ", ".join(network["addresses"]) or "address not known here"
         yield "network", f"{addresses} ({network['mode']}, {network['mac']})"

@@ -64,7 +64,7 @@ def _texts(cloud_init: CloudInitSpec) -> dict[str, bytes]:
 def refuse_broken_seed(source: str, seed: SeedPlan) -> None:
     """Raise :exc:`~runner.errors.SpecError` if cloud-init could not read the documents of *seed*."""
     given = {"user_data": seed.user_data, "meta_data": seed.meta_data, "network_config": seed.network_config}
-    problems = [*yaml_problems({name: sealed.content for name, sealed in given.items() if sealed is not None})]
+    problems = [*yaml_problems({name: secret.content for name, secret in given.items() if secret is not None})]
     if problems:
         raise SpecError(source, problems)
 

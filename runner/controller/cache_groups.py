@@ -69,15 +69,13 @@ def plan_cache_groups(
         touched = [cache for cache, cpus in caches.items() if not cpus.isdisjoint(request.cpus)]
         errors += ((request.group, reason) for reason in _limits(request, capabilities))
         if request.tuning.cache_ways is not None and not [*_ways_errors(request, capabilities)]:
+            ways = request.tuning.cache_ways
             for cache in touched:
-                mask = given[cache].get(request.group) or _free_ways(
-                    request.tuning.cache_ways, capabilities.all_ways, given[cache]
-                )
-                if mask:
+                if mask := given[cache].get(request.group) or _free_ways(ways, capabilities.all_ways, given[cache]):
                     given[cache][request.group] = mask
                     values.setdefault("L3", {})[cache] = f"{mask:x}"
                 else:
-                    reason = f"{request.tuning.cache_ways} ways of L3 cache {cache}: other instances have them"
+                    reason = f"{ways} ways of L3 cache {cache}: other instances have them"
                     errors.append((request.group, f"cannot give instance {request.pod_uid!r} {reason}"))
         if request.tuning.memory_bandwidth is not None and capabilities.least_bandwidth:
             values["MB"] = dict.fromkeys(touched, str(_bandwidth(request.tuning.memory_bandwidth, capabilities)))

@@ -1,4 +1,4 @@
-"""Keeps the settings of the machine as the instances need them: surveys, decides, records, writes, gives back.
+"""The host tuner: keeps the machine's settings as the instances need them: reads, decides, records, writes, gives back.
 
 It writes through the root directory of the node's first process: a container's own /proc/irq and /sys are mounted for
 reading only. That takes user 0 and CAP_SYS_PTRACE (proc_pid_root(5)), which this program has for other reasons, and no

@@ -139,15 +139,7 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
         pods=pods,
     )
     device_filter = privileged.device_filter
-    root = options.proc / "1/root"  # the node's, whose /proc and /sys are mounted for writing
-    tuner = HostTuner(
-        loop=loop,
-        procfs=Procfs(options.proc),
-        host=HostSettings(root),
-        caches=CacheTuner(root, Resctrl(root / RESCTRL)),
-        store=PurePosixPath(options.socket.with_name(RECORDS)),
-        options=options.tuning,
-    )
+    tuner = _host_tuner(options, loop)
     methods = RpcMethods(
         loop=loop,
         mount=Cgroup(options.cgroupfs),
@@ -168,11 +160,9 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(tuner.follow)
                     nursery.start_soon(UnixServer(methods, SocketLimits()).accept, listener)
-                    if loop.limits.pod_memory_min is not None:
-                        least = loop.limits.pod_memory_min
-                        nursery.start_soon(
-                            MemoryGuard(loop.tree, pods, least, loop.registered, loop.counters, loop.log_limit).run
-                        )
+                    if (least := loop.limits.pod_memory_min) is not None:
+                        guard = MemoryGuard(loop.tree, pods, least, loop.registered, loop.counters, loop.log_limit)
+                        nursery.start_soon(guard.run)
                     if options.metrics is not None:
                         nursery.start_soon(
                             serve_http,
@@ -183,6 +173,18 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
                     number = await anext(signals)
                     log.info("stopping signal=%s", signal.Signals(number).name)
                     nursery.cancel_scope.cancel()
+
+
+def _host_tuner(options: Options, loop: ReconcileLoop) -> HostTuner:
+    root = options.proc / "1/root"  # the node's, whose /proc and /sys are mounted for writing
+    return HostTuner(
+        loop=loop,
+        procfs=Procfs(options.proc),
+        host=HostSettings(root),
+        caches=CacheTuner(root, Resctrl(root / RESCTRL)),
+        store=PurePosixPath(options.socket.with_name(RECORDS)),
+        options=options.tuning,
+    )
 
 
 def choose_limits(options: LimitOptions, pods: PodCgroups) -> Limits:

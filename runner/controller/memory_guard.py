@@ -1,4 +1,4 @@
-"""The guard of the memory of float: ends what takes too much of it before the kernel ends the largest, who may be honest.
+"""The memory guard: ends what takes too much of float's memory before the kernel ends the largest process, maybe another pod's.
 
 From ``memory.high`` of the root on, the kernel slows down the processes that ask for more ("memory.high" of cgroup-v2.rst),
 and reports it by ``memory.events``. That is the time in which the guard finds the pod that holds most, and ends it:
@@ -187,10 +187,10 @@ class MemoryGuard:
 
         To be called in a worker thread. Raises :class:`HostError`.
         """
-        door = shared_memory(self.pods.procfs.root) if shared else None
-        host = {} if door is None else {mount.device: mount.point for mount in door.mounts(1, None)}
+        reader = shared_memory(self.pods.procfs.root) if shared else None
+        host = {} if reader is None else {mount.device: mount.point for mount in reader.mounts(1, None)}
         until = time.monotonic() + SEARCHED_WITHIN
-        return tuple(self._pod(pod_uid, pids, door, host, until) for pod_uid, pids in self._processes().items())
+        return tuple(self._pod(pod_uid, pids, reader, host, until) for pod_uid, pids in self._processes().items())
 
     def _processes(self) -> Mapping[str, list[int]]:
         """Return pod UID → the processes whose first thread is in one of the pod's groups."""
@@ -224,13 +224,13 @@ class MemoryGuard:
         return self._cgroup(pid) in map(self._path, self._groups(pod_uid))
 
     def _pod(
-        self, pod_uid: str, pids: list[int], door: SharedMemory | None, host: Mapping[int, str], until: float
+        self, pod_uid: str, pids: list[int], reader: SharedMemory | None, host: Mapping[int, str], until: float
     ) -> PodMemory:
         own = [process.pid for process in islice(self.pods.processes(pod_uid), MOST_OWN_PROCESSES + 1)]
         known = len(own) <= MOST_OWN_PROCESSES and not self.pods.has_more_groups(pod_uid)
         charged = self._charged(pod_uid) if known else MemoryByKind()
         until = min(until, time.monotonic() + POD_SEARCHED_WITHIN)
-        search = None if door is None else _SharedSearch(door, pod_uid, host, until)
+        search = None if reader is None else _SharedSearch(reader, pod_uid, host, until)
         held = {pid: self._held(pid, search) for pid in (*pids, *own)}
         if known:  # once more: a guest takes its memory at gigabytes a second, and a search takes seconds
             charged = charged.at_least(self._charged(pod_uid))
@@ -331,7 +331,7 @@ class MemoryGuard:
 class _SharedSearch:
     """The search for the shared memory that one pod holds, each piece of it once."""
 
-    door: SharedMemory
+    reader: SharedMemory
     pod_uid: str
     host: Mapping[int, str]
     """Device → mount point of each tmpfs that the node has mounted."""
@@ -354,12 +354,12 @@ class _SharedSearch:
         mounts = self._namespace(pid)
         files: dict[Inode, int] = {}
         for tid in self._with_descriptors(pid, tids):
-            found, looked = self.door.descriptors(tid, mounts, self._left)
+            found, looked = self.reader.descriptors(tid, mounts, self._left)
             self._left -= looked
             files |= found
         if mapped >= MAPPED and not self._ended():
             devices = frozenset(mount.device for mount in mounts.values())
-            for inode, length in self.door.mappings(pid, devices, MOST_DESCRIPTORS).items():
+            for inode, length in self.reader.mappings(pid, devices, MOST_DESCRIPTORS).items():
                 files.setdefault(inode, self._files.get(inode, min(length, mapped)))
         for inode, size in files.items():
             if inode in self._files or len(self._files) < 2 * MOST_DESCRIPTORS:
@@ -375,18 +375,18 @@ class _SharedSearch:
         for tid in tids:
             if self._ended():
                 return
-            if tid != pid and not self.door.shares_descriptors(pid, tid):
+            if tid != pid and not self.reader.shares_descriptors(pid, tid):
                 yield tid
 
     def _namespace(self, pid: int) -> Mapping[int, TmpfsMount]:
         """Return each tmpfs of the pod's own in the mount namespace of *pid*, and count what is in it."""
-        number = self.door.namespace(pid)
+        number = self.reader.namespace(pid)
         if number not in self._mounts and len(self._mounts) < MOST_NAMESPACES and not self._ended():
-            own = [mount for mount in self.door.mounts(pid, MOST_MOUNTS) if self._is_own(mount)]
+            own = [mount for mount in self.reader.mounts(pid, MOST_MOUNTS) if self._is_own(mount)]
             self._mounts[number] = {mount.mount_id: mount for mount in own}
             for mount in own:
                 if mount.whole and mount.reachable and mount.device not in self._used:
-                    self._used[mount.device] = self.door.used(pid, mount)
+                    self._used[mount.device] = self.reader.used(pid, mount)
         return self._mounts.get(number, {})
 
     def _is_own(self, mount: TmpfsMount) -> bool:

@@ -475,9 +475,8 @@ class RpcMethods:
     # -- tuneInstance ------------------------------------------------------------------------------------------------
 
     async def _tune(self, identify: Identify, pod_uid: str, asked: object) -> RpcResult:
-        caller = await self._caller(identify, pod_uid)
         tuning = _tuning(asked)
-        self._check_alive(identify)
+        await self._owner(identify, pod_uid)
         group = self.loop.tree.group(instance_group(pod_uid))
         if not group.exists():
             raise RequestRefusedError(
@@ -485,8 +484,6 @@ class RpcMethods:
                 f"cannot tune instance {pod_uid!r}: it is not registered; register it first",
                 lasting=True,
             )
-        if caller is not None and self.loop.source is not None and not self.trusting:
-            check_container(caller, self.mount.at(caller.container.path).cpus(), group.cpus(), pod_uid)
         group.set_attribute(TUNING, tuning.to_json())
         self.loop.observe()
         missing = await self.tuner.tune_instance(pod_uid)

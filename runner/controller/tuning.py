@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Literal, Self, get_args
 
+import attrs
+
 from runner.values import frozen
 
 LatencyChoice = Literal["default", "low"]
@@ -37,9 +39,7 @@ class Tuning:
 
     def to_json(self) -> str:
         """Return the text of which :meth:`parse` reads the value."""
-        return json.dumps(
-            {"latency": self.latency, "cache_ways": self.cache_ways, "memory_bandwidth": self.memory_bandwidth}
-        )
+        return json.dumps(attrs.asdict(self))
 
 
 def _number(name: str, value: object, most: int) -> int | None:

@@ -159,10 +159,11 @@ def observe_container(roots: Roots, receipt: Path) -> Observation:
     )
     qemu = roles.qemu if roles.qemu in members else None
     procfs = Procfs(roots.proc)
+    guarantee = guarantee_of(found.backend, found.rules.cpus, threads)
     instance = InstanceObservation(
         name=names.name,
         backend=found.backend,
-        guarantee=ObservedGuarantee(guarantee_of(found.backend, found.rules.cpus, threads)),
+        guarantee=ObservedGuarantee(guarantee, found.guarantee_reason if guarantee == "arranged" else ""),
         rules=_rules_seen_from_here(found.rules),
         numa_node_of=_numa_node_of(roots),
         threads=threads,
@@ -280,12 +281,12 @@ def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[O
 def _guarantee(group: Cgroup) -> ObservedGuarantee:
     """Return the guarantee by the state of *group*'s partition ("cpuset.cpus.partition" of cgroup-v2.rst)."""
     try:
-        state = group.read_if_there("cpuset.cpus.partition")
+        state = group.partition()
     except CgroupError as error:
         return ObservedGuarantee(None, explain(error))
     if state == "isolated":
         return ObservedGuarantee("enforced")
-    return ObservedGuarantee("arranged", f"its partition is {state!r}" if state not in {None, "member"} else "")
+    return ObservedGuarantee("arranged", f"its partition is {state!r}" if state != "member" else "")
 
 
 def _instances(root: Cgroup) -> dict[str, CpuSet]:

@@ -29,7 +29,7 @@ def instance_metrics(
     if receipt is not None:
         strays = len(receipt.violations())
         enforced = receipt.guarantee == "enforced"
-        yield _gauge("exclusive_enforced", "1 while the kernel keeps all others off the vCPUs' CPUs.", [((), enforced)])
+        yield _gauge("guarantee_enforced", "1 while the kernel keeps all others off the vCPUs' CPUs.", [((), enforced)])
         yield _gauge("placement_holds", "1 while every thread is in its place.", [((), not strays)])
         yield _gauge("placement_strays", "Threads that are not in their places.", [((), strays)])
         yield from _vcpus(supervisor, plan, receipt, {} if foreign is None else foreign.read())

@@ -89,10 +89,10 @@ class Receipts:
 
         Raises :exc:`~runner.errors.PlacementError` when a thread is misplaced, or the plan demands sealed CPUs.
         """
-        self.receipt = verified(attrs.evolve(self.read(), reason=reason))
+        self.receipt = verified(attrs.evolve(self.read(), guarantee_reason=reason))
         log.info("placement: %s", receipt_table(self.receipt))
         if self.receipt.guarantee == "enforced":
-            log.info("exclusive CPUs: enforced cpus=%s", self.receipt.rules.cpus)
+            log.info("guarantee enforced cpus=%s", self.receipt.rules.cpus)
         else:
             reason = reason or "the kernel lets other processes of the pod run there"
             if isinstance(self.plan.placement, ControllerPlacement) and self.plan.placement.enforced:
@@ -100,7 +100,7 @@ class Receipts:
                     f"cannot keep all others off the vCPUs' CPUs: {reason}",
                     remedy='set cpu.exclusive = "auto" to start without that guarantee',
                 )
-            log.warning("exclusive CPUs: arranged (%s)", reason)
+            log.warning("guarantee arranged (%s)", reason)
         self.publish()
 
     def publish(self) -> None:

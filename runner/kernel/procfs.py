@@ -218,15 +218,11 @@ class Procfs:
         return name.replace("\\", "\\\\").replace("\n", "\\n"), int(stat[36])
 
     def times(self, pid: int, tid: int) -> ThreadTimes | None:
-        """Return the CPU time of one thread, or ``None`` when it is gone.
-
-        ``schedstat`` is described in ``Documentation/scheduler/sched-stats.rst``: nanoseconds run, nanoseconds waited.
-        """
-        task = self.root / str(pid) / "task" / str(tid)
+        """Return the CPU time of one thread, or ``None`` when it is gone."""
         try:
-            switches = int(_fields(_read(task / "status"))["nonvoluntary_ctxt_switches"])
+            switches = int(_fields(_read(f"{self.root}/{pid}/task/{tid}/status"))["nonvoluntary_ctxt_switches"])
             try:
-                ran, waited, *_ = map(int, _read(task / "schedstat").split())
+                ran, waited = self._schedstat(pid, tid)
             except FileNotFoundError:
                 return ThreadTimes(None, None, switches)
         except _VANISHED:
@@ -241,11 +237,16 @@ class Procfs:
         Of a thread that runs, the time since the last tick is missing.
         """
         try:
-            return int(_read(self.root / str(pid) / "task" / str(tid) / "schedstat").split()[0])
+            return self._schedstat(pid, tid)[0]
         except _VANISHED:
             return None
         except OSError as error:
             raise HostError(f"cannot read thread {tid} of process {pid}") from error
+
+    def _schedstat(self, pid: int, tid: int) -> tuple[int, int]:
+        """Return the nanoseconds that a thread has run and waited (``Documentation/scheduler/sched-stats.rst``)."""
+        ran, waited, *_ = map(int, _read(f"{self.root}/{pid}/task/{tid}/schedstat").split())
+        return ran, waited
 
     def cpu_run_times(self) -> dict[int, int]:
         """Return CPU → the nanoseconds that tasks have run there since the boot; empty without ``CONFIG_SCHEDSTATS``.

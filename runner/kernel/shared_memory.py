@@ -177,7 +177,7 @@ class SharedMemory:
 
 
 def shared_memory(root: Path) -> SharedMemory:
-    """Return the door to the shared memory of the processes in the procfs *root*. Raises :class:`HostError`."""
+    """Return a reader of the shared memory of the processes in the procfs *root*. Raises :class:`HostError`."""
     try:
         fd = os.memfd_create("mount", os.MFD_CLOEXEC)
         try:

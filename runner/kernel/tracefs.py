@@ -133,7 +133,7 @@ def trace_instance(
         # First of all CPUs: the first event would give each of the machine's CPUs a buffer of the default size.
         _write(path / "buffer_size_kb", str(_SMALL_BUFFER))
         _write(path / "trace_clock", "mono")
-        _write(path / "tracing_cpumask", _mask(cpus))
+        _write(path / "tracing_cpumask", cpus.mask())
         for cpu in cpus:
             _write(path / f"per_cpu/cpu{cpu}/buffer_size_kb", str(buffer_kib))
         formats = tuple(parse_format(_read(path / "events" / event / "format")) for event in events)
@@ -169,13 +169,6 @@ def _buffer(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _mask(cpus: CpuSet) -> str:
-    """Return *cpus* as a mask: groups of 32 bits in hexadecimal digits, the highest first (``bitmap_parse``)."""
-    bits = sum(1 << cpu for cpu in cpus)
-    groups = [f"{bits >> shift & 0xFFFFFFFF:08x}" for shift in range(0, max(bits.bit_length(), 1), 32)]
-    return ",".join(reversed(groups))
 
 
 def _read(path: Path) -> str:

@@ -303,7 +303,7 @@ class Receipt:
     backend: Backend
     rules: ThreadRules
     threads: tuple[ObservedThread, ...]
-    reason: str = ""
+    guarantee_reason: str = ""
     """Why the CPUs could not be sealed when the guest was started; empty if they were."""
 
     @property
@@ -326,7 +326,7 @@ class Receipt:
             "float_cpus": str(runner.cpus),
             "shared": self.rules.shared,
             "guarantee": self.guarantee,
-            "reason": self.reason if self.guarantee == "arranged" else "",
+            "guarantee_reason": self.guarantee_reason if self.guarantee == "arranged" else "",
             "cgroups": None
             if cgroups is None
             else {"pod": cgroups.pod, "floating": cgroups.float_cgroup, "instance": cgroups.instance},
@@ -354,7 +354,7 @@ def parse_receipt(text: str, source: str) -> Receipt:
             shared=document["shared"],
             cgroups=_parse_cgroups(document.get("cgroups")),
         )
-        return Receipt(document["backend"], rules, threads, document.get("reason", ""))
+        return Receipt(document["backend"], rules, threads, document.get("guarantee_reason", ""))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"cannot use {source}: it is no receipt of instance-runner's") from error
 

@@ -36,14 +36,14 @@ KINDS = (
 _KEY = re.compile(r"(?:.+ )?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[A-Za-z0-9+/]+={0,3}(?: .*)?")
 
 
-class Sealed:
+class Secret:
     """Bytes that may contain a secret; a plan shows only their number."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sealed) and self.content == other.content
+        return isinstance(other, Secret) and self.content == other.content
 
     def __hash__(self) -> int:
         return hash(self.content)
@@ -58,9 +58,9 @@ class SeedPlan:
 
     instance_id: str
     """With a new one cloud-init runs as on a first boot; empty if the user's meta-data contains it."""
-    user_data: Sealed
-    meta_data: Sealed
-    network_config: Sealed | None
+    user_data: Secret
+    meta_data: Secret
+    network_config: Secret | None
 
 
 def named_documents(cloud_init: CloudInitSpec) -> list[PurePosixPath]:
@@ -112,9 +112,9 @@ def plan_seed(
         meta_data = _plain({**known, "public-keys": keys} if keys else known)
     return SeedPlan(
         identity,
-        Sealed(user_data if user_data is not None else b"#cloud-config\n"),
-        Sealed(meta_data),
-        None if network_config is None else Sealed(network_config),
+        Secret(user_data if user_data is not None else b"#cloud-config\n"),
+        Secret(meta_data),
+        None if network_config is None else Secret(network_config),
     )
 
 

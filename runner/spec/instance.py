@@ -132,8 +132,8 @@ class CpuSpec:
         choice(*get_args(ExclusiveChoice)),
         default="auto",
         doc='what must keep all others off the CPUs of the vCPUs while the guest runs; `"enforced"`: the kernel, by an isolated '
-        'partition (Linux 6.7, placement `"controller"`), or the start is refused; `"auto"`: the kernel where it can, else '
-        "everything that stays in its cpuset and the sweep",
+        'partition (Linux 6.7, placement `"controller"`), or the instance does not start; `"auto"`: the kernel where it can, else '
+        "the others' cpusets and the sweep (`arranged`); the log, `ctl status` and `inspect` say which guarantee is in force",
     )
     sweep: bool = key(
         flag(),
@@ -178,20 +178,22 @@ class CpuSpec:
         choice(*get_args(LatencyChoice)),
         default="default",
         doc='`"low"`: the node\'s controller keeps the CPUs of the vCPUs out of idle states that take more than 2 µs to leave, and has '
-        "their frequency governor `performance`; both are as before at the instance's end; only with placement "
-        '`"controller"`',
+        "their frequency governor `performance`, which costs power; both are as before at the instance's end; what cannot be had is "
+        'logged, and the guest runs without; only with placement `"controller"`',
     )
     cache_ways: int | None = key(
         integer(1, 32),
         default=None,
-        doc="ways of each L3 cache of these CPUs that nothing else on the node fills (resctrl): at most half of the ways, for all "
-        'instances together; only with placement `"controller"`',
+        doc="how many ways of each L3 cache of these CPUs nothing else on the node fills (resctrl): at most half of a cache's, for "
+        "all instances together; without it they share the ways that are left with all others; what cannot be had is logged, and "
+        'the guest runs without; only with placement `"controller"`',
     )
     memory_bandwidth: int | None = key(
         integer(1, 100),
         default=None,
-        doc="percent of the memory bandwidth that these CPUs may use at most (resctrl), rounded up to what they can; only with "
-        'placement `"controller"`',
+        doc="percent of the memory bandwidth that these CPUs may use at most (resctrl), rounded up to a step of theirs; without it "
+        "there is no limit; what cannot be had is logged, and the guest runs without; only with placement "
+        '`"controller"`',
     )
 
     def contradictions(self) -> Iterator[Problem]:

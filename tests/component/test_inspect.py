@@ -86,6 +86,15 @@ def test_a_good_instance_from_its_container(instance: Instance) -> None:
     assert "cannot be seen from inside a PID namespace; inspect on the node" in shown.stdout
 
 
+def test_why_the_guarantee_is_no_better_is_taken_from_the_receipt(instance: Instance) -> None:
+    instance.receipt.write_text(
+        json.dumps(json.loads(instance.receipt.read_text()) | {"guarantee_reason": "the kernel is old"})
+    )
+    assert "placement affinity, guarantee arranged (the kernel is old)\n" in instance.inspect().stdout
+    (found,) = json.loads(instance.inspect("--json").stdout)["instances"]
+    assert (found["guarantee"], found["guarantee_reason"]) == ("arranged", "the kernel is old")
+
+
 def test_the_json_report(instance: Instance) -> None:
     report = json.loads(instance.inspect("--json").stdout)
     assert (report["version"], report["seen_from"], report["violated"]) == (1, "container", False)

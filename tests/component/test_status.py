@@ -83,6 +83,7 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
         "placement": {
             "backend": "affinity",
             "guarantee": "arranged",
+            "guarantee_reason": "placement 'affinity' has no cgroups",
             "cpus": cpu,
             "pins": [*plan.placement.pins],
             "float_cpus": ",".join(str(each) for each in CPUS if str(each) != cpu),
@@ -115,6 +116,7 @@ STATUS: dict[str, Any] = {
     "placement": {
         "backend": "controller",
         "guarantee": "enforced",
+        "guarantee_reason": "",
         "cpus": "2-5",
         "pins": [2, 3, 4, 5],
         "float_cpus": "0-1",
@@ -142,7 +144,7 @@ ready        no: the guest's kernel has panicked: \\x1b[2J
 vCPUs        4 on CPUs 2-5
 memory       8GiB
 accelerator  kvm, CPU model host
-placement    controller (enforced): every thread is in its place, the others on CPUs 0-1
+placement    controller, guarantee enforced: every thread is in its place, the others on CPUs 0-1
 network      10.0.0.7/24, fd00::7/64 (bridge, 52:54:00:00:00:01)
 network      address not known here (macvtap, 52:54:00:00:00:02)
 guest agent  connected

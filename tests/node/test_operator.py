@@ -43,7 +43,7 @@ def test_metrics_and_probes_show_what_the_kernel_does(node_fixture: NodeFixture)
     instance.up()
     until(lambda: get(instance, "readyz") == "200 ok\n\n", "the instance to be ready")
     found = metrics(instance)
-    assert (found["placement_holds"], found["placement_strays"], found["exclusive_enforced"]) == (1, 0, 0)
+    assert (found["placement_holds"], found["placement_strays"], found["guarantee_enforced"]) == (1, 0, 0)
     assert 'info{name="instance",node_name="n1",placement="controller",pod_name="web-1",pod_namespace="prod"}' in found
     assert found['memory_charged_bytes{kind="memory"}'] >= 64 * MIB
     assert found['memory_charged_bytes{kind="hugetlb"}'] == 0

@@ -48,9 +48,9 @@ def test_an_instance_is_sealed_before_its_guest_runs_and_unsealed_at_its_end(sta
     assert TREE.cpus("cpuset.cpus.exclusive") == instance.cpus
     instance.is_placed()
     receipt = instance.receipt()
-    assert (receipt["guarantee"], receipt["reason"]) == ("enforced", "")
+    assert (receipt["guarantee"], receipt["guarantee_reason"]) == ("enforced", "")
     output = instance.running.output
-    assert output.index("exclusive CPUs: enforced cpus=2-3") < output.index("the guest runs")
+    assert output.index("guarantee enforced cpus=2-3") < output.index("the guest runs")
     assert Cgroup(Path(f"{ROOT}{instance.scope}")).cpus("cpuset.cpus") == instance.cpus
     assert Cgroup(Path(f"{ROOT}{instance.scope}")).cpus().isdisjoint(instance.cpus)
     assert instance.stop() == 0
@@ -146,8 +146,8 @@ def test_without_partitions_the_instance_runs_as_before(start: Start) -> None:
         instance = start(1, "2-3")
         instance.up()
         reason = "they come with Linux 6.7" if foreign is None else "a cgroup beside it has some of these CPUs"
-        assert "exclusive CPUs: arranged (" in instance.running.output
-        assert reason in instance.receipt()["reason"]
+        assert "guarantee arranged (" in instance.running.output
+        assert reason in instance.receipt()["guarantee_reason"]
         instance.is_placed()
         assert instance.stop() == 0
         assert "ended outcome=stopped status=0 faults=0" in instance.running.output

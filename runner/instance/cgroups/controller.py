@@ -108,11 +108,7 @@ class RegisteredCgroups(EnteredCgroups):
         placement, tuning = self.placement, self.placement.tuning
         if tuning == CpuTuning():
             return
-        asked = {
-            "latency": tuning.latency,
-            "cache_ways": tuning.cache_ways,
-            "memory_bandwidth": tuning.memory_bandwidth,
-        }
+        asked = attrs.asdict(tuning)
         while True:
             try:
                 missing = await tune(placement.socket, placement.pod_uid, asked)
@@ -167,7 +163,7 @@ async def _keep_sealed(placement: ControllerPlacement, anchors: Sequence[Restart
         except HostError as error:
             found = explain(error)
         if found != reason or not found:
-            log.warning("exclusive CPUs: %s", f"arranged ({found})" if found else "enforced again")
+            log.warning("guarantee %s", f"arranged ({found})" if found else "enforced again")
         reason = found
 
 

@@ -64,6 +64,7 @@ class StatusReader:
         return {
             "backend": self.plan.placement.backend,
             "guarantee": receipt.guarantee,
+            "guarantee_reason": receipt.to_json()["guarantee_reason"],
             "cpus": str(self.plan.placement.cpus),
             "pins": list(self.plan.placement.pins),
             "float_cpus": receipt.to_json()["float_cpus"],

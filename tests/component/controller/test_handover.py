@@ -40,7 +40,7 @@ from tests.support.fake_node import (
 
 OURS = "14-17"
 """The CPUs of B, which the kubelet gives to A, and then to C."""
-PATIENT = Timeouts(agreement=3600, emptying=3600, handover=3600)
+LONG = Timeouts(agreement=3600, emptying=3600, handover=3600)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ async def run_instance(node: Node, pod: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def handing_over(node: Node, timeouts: Timeouts = PATIENT) -> AsyncIterator[Controller]:
+async def handing_over(node: Node, timeouts: Timeouts = LONG) -> AsyncIterator[Controller]:
     """Run a controller under which B still runs on the CPUs that the kubelet has given to A."""
     async with controlled(node, timeouts=timeouts) as controller:
         await run_instance(node, B)
@@ -143,7 +143,7 @@ async def test_float_gets_none_of_the_cpus_and_the_old_instance_keeps_them(node:
 
 async def test_a_third_pod_waits_for_the_second(node: Node) -> None:
     """Also for two old ones at once: first for the one, then for the other."""
-    async with controlled(node, timeouts=PATIENT) as controller, connected(node.socket) as connection:
+    async with controlled(node, timeouts=LONG) as controller, connected(node.socket) as connection:
         await run_instance(node, A)
         await run_instance(node, B)
         both = "12-13,14-17"
@@ -280,7 +280,7 @@ async def test_the_wait_goes_on_while_the_controller_is_replaced(
             nursery.start_soon(register)
             await until(lambda: logged("waiting for up to"))
         await until(lambda: logged("waiting for the controller"))
-        async with controlled(node, timeouts=PATIENT) as controller:
+        async with controlled(node, timeouts=LONG) as controller:
             await trio.sleep(0.2)
             assert not found
             assert len(logged("waiting for up to")) == 1
@@ -323,7 +323,7 @@ async def test_each_pass_wakes_those_that_wait_for_the_kubelet(node: Node) -> No
     """A stale cpuset that is put right is an event, as is a change of the kubelet's state: nothing is read in between."""
     node.become(B)
     node.scope(B).write("cpuset.cpus", "2-11")
-    async with controlled(node, timeouts=PATIENT) as controller, connected(node.socket) as connection:
+    async with controlled(node, timeouts=LONG) as controller, connected(node.socket) as connection:
         waiting = partial(connection.result, "registerCgroup", uuid=B, cpuset=OURS)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(waiting)

@@ -307,7 +307,8 @@ def test_its_log_can_be_json(built: Node) -> None:
         records += [json.loads(line) for line in process.stderr]
     [ready] = [each for each in records if each["message"] == "ready"]
     assert ready["fields"]["socket"] == str(built.socket)
-    assert records[-1]["fields"] == {"signal": "SIGTERM"}
+    [stopping] = [each for each in records if each["message"] == "stopping"]
+    assert stopping["fields"] == {"signal": "SIGTERM"}
 
 
 def test_the_script_is_installed() -> None:

@@ -19,7 +19,7 @@ WANTED = {"a": CpuSet([1, 2]), "b": CpuSet([1, 2]), "c": CpuSet([2])}
 
 
 @frozen
-class World:
+class NodeState:
     """The kubelet's entries and the tree; *given* are the pods that have had CPUs, for each gets them once."""
 
     entries: Mapping[str, CpuSet]
@@ -38,7 +38,7 @@ class World:
         groups = {name: (str(group.cpus), group.populated) for name, group in self.observed.groups.items()}
         return tuple(sorted(self.entries)), tuple(sorted(self.given)), tuple(sorted(groups.items()))
 
-    def passed(self, grants: Mapping[str, CpuSet]) -> World:
+    def passed(self, grants: Mapping[str, CpuSet]) -> NodeState:
         """Make a pass, and check after each of its actions what must always hold."""
         observed = self.observed
         running = {pod: group.cpus for pod, group in observed.instances().items() if group.populated}
@@ -48,12 +48,12 @@ class World:
             assert {pod: observed.instances()[pod].cpus for pod in running} == running
         return attrs.evolve(self, observed=observed)
 
-    def populated(self, pod: str, *, populated: bool) -> World:
+    def populated(self, pod: str, *, populated: bool) -> NodeState:
         groups = dict(self.observed.groups)
         groups[instance_group(pod)] = attrs.evolve(groups[instance_group(pod)], populated=populated)
         return attrs.evolve(self, observed=attrs.evolve(self.observed, groups=groups))
 
-    def registered(self, pod: str) -> World | None:
+    def registered(self, pod: str) -> NodeState | None:
         """Register *pod* as the controller does; ``None`` while it waits."""
         cleared = self.passed({})
         pending = list(pending_handovers(pod, WANTED[pod], cleared.observed))
@@ -71,7 +71,7 @@ class World:
         assert after.observed.instances()[pod].cpus == WANTED[pod]
         return after
 
-    def next(self) -> Iterator[World]:
+    def next(self) -> Iterator[NodeState]:
         instances = self.observed.instances()
         taken = {cpu for cpus in self.entries.values() for cpu in cpus}
         for pod, cpus in WANTED.items():
@@ -88,24 +88,24 @@ class World:
 
 def test_no_cpu_is_ever_two_instances_in_any_order() -> None:
     """What runs keeps its CPUs until it has ended, float has none of them, and the newcomer gets them then."""
-    start = World({}, attrs.evolve(BUILT, groups={FLOAT: threaded(ALL)})).passed({})
-    worlds, left = {start.key: start}, [start]
+    start = NodeState({}, attrs.evolve(BUILT, groups={FLOAT: threaded(ALL)})).passed({})
+    states, left = {start.key: start}, [start]
     waited = 0
     while left:
-        world = left.pop()
-        for pod in world.entries:
-            waited += world.registered(pod) is None
-        for following in world.next():
-            if following.key not in worlds:
-                worlds[following.key] = following
+        state = left.pop()
+        for pod in state.entries:
+            waited += state.registered(pod) is None
+        for following in state.next():
+            if following.key not in states:
+                states[following.key] = following
                 left.append(following)
     assert waited > 10
-    assert len(worlds) > 100
-    for world in worlds.values():
-        after = world
-        for ended in world.observed.instances():
+    assert len(states) > 100
+    for state in states.values():
+        after = state
+        for ended in state.observed.instances():
             after = after.populated(ended, populated=False)
-        for pod in world.entries:
+        for pod in state.entries:
             assert after.registered(pod) is not None
 
 

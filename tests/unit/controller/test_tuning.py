@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 
 from runner.controller.tuning import Tuning
+from runner.placement.backends import CpuTuning
 
 
 def test_what_is_written_is_read() -> None:
     asked = Tuning("low", 4, 50)
     assert Tuning.parse(json.loads(asked.to_json())) == asked
     assert Tuning.parse({}) == Tuning("default", None, None)
+
+
+def test_what_the_runner_asks_for_is_understood() -> None:
+    """The two programs share no class: the runner's is part of its plan, and the controller reads what any pod sends."""
+    assert Tuning.parse(attrs.asdict(CpuTuning("low", 4, 50))) == Tuning("low", 4, 50)
+    assert Tuning.parse(attrs.asdict(CpuTuning())) == Tuning()
 
 
 @pytest.mark.parametrize(

@@ -187,10 +187,10 @@ def test_the_anchors_show_whether_the_kernel_keeps_the_others_off() -> None:
     none = tuple(each for each in THREADS if each.role is not Role.ANCHOR)
     assert attrs.evolve(RECEIPT, threads=none).guarantee == "arranged"
     assert Receipt("affinity", AFFINITY, sealed).guarantee == "arranged", "they are pinned off them"
-    refused = attrs.evolve(RECEIPT, reason="the kernel is old")
+    refused = attrs.evolve(RECEIPT, guarantee_reason="the kernel is old")
     assert parse_receipt(json.dumps(refused.to_json()), "receipt.json") == refused
-    assert attrs.evolve(refused, threads=sealed).to_json()["reason"] == ""
-    assert parsed(guarantee=None).reason == ""
+    assert attrs.evolve(refused, threads=sealed).to_json()["guarantee_reason"] == ""
+    assert parsed(guarantee=None).guarantee_reason == ""
 
 
 def test_a_receipt_has_the_cpus_of_float() -> None:

@@ -14,7 +14,7 @@ from runner.errors import HostError
 from runner.facts.disk import DocumentFact
 from runner.instance.seed import seed_image
 from runner.plan.argv.qemu import pasteable
-from runner.plan.cloud_init import LARGEST, Sealed, SeedPlan
+from runner.plan.cloud_init import LARGEST, Secret, SeedPlan
 from runner.plan.render import plan_json, plan_lines
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
 
@@ -163,15 +163,15 @@ def test_a_clock_that_no_cd_can_have_is_refused(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(
         HostError, match=f"the clock says that it is the year {year}, .*1900 to 2155; set the host's clock"
     ):
-        seed_image(SeedPlan("", Sealed(b""), Sealed(b""), None))
+        seed_image(SeedPlan("", Secret(b""), Secret(b""), None))
 
 
 def test_the_image_is_a_cd_with_that_label(tmp_path: Path) -> None:
     """A kernel reads its files in tests/machine/test_cloud_init.py."""
     documents = {"user-data": b"x" * LARGEST, "meta-data": b"", "network-config": b"y"}
-    sealed = {name: Sealed(content) for name, content in documents.items()}
+    secrets = {name: Secret(content) for name, content in documents.items()}
     path = tmp_path / "seed"
-    path.write_bytes(seed_image(SeedPlan("", sealed["user-data"], sealed["meta-data"], sealed["network-config"])))
+    path.write_bytes(seed_image(SeedPlan("", secrets["user-data"], secrets["meta-data"], secrets["network-config"])))
     assert path.stat().st_size % 512 == 0, "QEMU's block size"
     assert read_back(path) == documents
     joliet = subprocess.run(["isoinfo", "-J", "-f", "-i", path], check=True, stdout=subprocess.PIPE, text=True).stdout
