@@ -179,7 +179,7 @@ class MemoryGuard:
                     partial(self.measure, shared=True), abandon_on_cancel=True, limiter=self._readers
                 )
             if (more := self.log_limit.due("memory unread")) is not None:
-                log.warning("shared memory not attributed%s reason='a search took more than %d s'", more, READ_WITHIN)
+                log.warning("shared memory not attributed%s reason='the search took more than %d s'", more, READ_WITHIN)
         return private
 
     def measure(self, *, shared: bool) -> tuple[PodMemory, ...]:
