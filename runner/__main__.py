@@ -50,8 +50,8 @@ def _command_of(words: Sequence[str]) -> str:
 
 
 def _status_of(error: RunnerError, command: str) -> Status:
-    """Return the exit status of a *command* that *error* ends: a start fails in ``run`` alone, and what ``ctl`` asks is no spec."""
-    if command == "run" or error.status not in {Status.START_FAILED, Status.REFUSED}:
+    """Return the exit status of a *command* that *error* ends: only ``run`` and ``try`` start, and what ``ctl`` asks is no spec."""
+    if command in {"run", "try"} or error.status not in {Status.START_FAILED, Status.REFUSED}:
         return error.status
     return error.status if error.status is Status.REFUSED and command in {"plan", "check"} else Status.FAILED
 

@@ -37,7 +37,7 @@ class Status(enum.IntEnum):
     FINDINGS = 3
     """``plan --node``, ``check`` or ``inspect`` found something that is not as it should be."""
     FAILED = 4
-    """A command other than ``run`` failed: no instance is there, or it refuses; or the host could not be read."""
+    """A command other than ``run`` and ``try`` failed: no instance is there, or it refuses; or the host could not be read."""
     GUEST_SHUTDOWN = 10
     """The guest shut itself down; ``shutdown.poweroff_status`` in the spec replaces this number."""
     GUEST_RESET = 11
