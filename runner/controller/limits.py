@@ -14,7 +14,7 @@ from runner.values import frozen
 MIB = 1 << 20
 LEAST_MEMORY = 1 << 30
 """Bytes for the processes of some instances on a small machine, of which it may take half."""
-INSTANCE_MEMORY = 256 << 20
+INSTANCE_MEMORY = 320 << 20
 """Bytes of an instance besides the guest's memory: PID 1, QEMU and some daemons, 138 to 266 MiB as ``plan`` counts them."""
 MOST_PROCESSES = 1 << 22
 """``PID_MAX_LIMIT`` of ``include/linux/threads.h``: a larger ``pids.max`` is refused (``pids_max_write``)."""

@@ -104,6 +104,8 @@ class Intervals:
     """The same while decisions are frozen: a directory that is not there yet cannot report anything."""
     least: float = 0.1
     """From one pass to the next, whatever is reported: a pod can empty and fill its cgroup without end."""
+    repaired: float = 1.0
+    """The same after one that has put right what others had changed: each seal costs all CPUs of the node a moment."""
 
 
 @attrs.define(eq=False)
@@ -397,8 +399,10 @@ class ReconcileLoop:
         """Make a pass after each change, and at the latest after the interval of :attr:`intervals`; never return."""
         while True:
             disturbed = self._disturbed = trio.Event()  # what happens from here on calls for another pass
+            repairs = self.counters.repairs
             await self.once(queue)
-            earliest = trio.current_time() + self.intervals.least
+            least = self.intervals.least if self.counters.repairs == repairs else self.intervals.repaired
+            earliest = trio.current_time() + least
             with trio.move_on_after(self._interval()):
                 await disturbed.wait()
             await trio.sleep_until(earliest)

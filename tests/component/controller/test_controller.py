@@ -481,7 +481,7 @@ async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:
 async def test_a_kubelet_directory_that_is_created_late_or_replaced_is_followed(node: Node) -> None:
     aside = node.path / "aside"
     node.kubelet.rename(aside)
-    intervals = Intervals(pause=0.005, readings=10, frozen=0.1, least=0.01)
+    intervals = Intervals(pause=0.005, readings=10, frozen=0.1, least=0.01, repaired=0.01)
     async with controlled(node, intervals=intervals) as controller:
         assert controller.loop.frozen()
         aside.rename(node.kubelet)

@@ -38,7 +38,7 @@ from tests.support.fake_node import (
 )
 
 WITHOUT_B = {A: ENTRIES[A], C: ENTRIES[C]}
-OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02, least=0.01)
+OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02, least=0.01, repaired=0.01)
 
 
 @pytest.fixture
@@ -415,6 +415,19 @@ async def test_a_number_that_is_given_again_while_threads_are_moved_is_not_writt
     assert node.instance(A).threads() == {1001}
     assert node.instance(B).threads() == set()
     assert node.pod(B).threads() == {1000, 1002, 1003, 1004}
+
+
+async def test_a_pod_that_writes_its_cpus_again_and_again_does_not_keep_the_controller_busy(node: Node) -> None:
+    intervals = Intervals(pause=0.001, readings=10, least=0.001, repaired=0.2)
+    async with controlled(node, intervals=intervals) as controller, connected(node.socket) as client:
+        node.become(B)
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        before, started = controller.loop.counters.repairs, trio.current_time()
+        for _ in range(300):
+            node.instance(B).write("cpuset.cpus", "2-3")
+            await trio.sleep(0.002)
+        repairs = controller.loop.counters.repairs - before
+        assert 1 <= repairs <= (trio.current_time() - started) / intervals.repaired + 1
 
 
 async def test_a_pod_that_fills_and_empties_its_cgroup_does_not_keep_the_controller_busy(node: Node) -> None:

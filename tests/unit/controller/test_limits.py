@@ -42,7 +42,7 @@ def test_the_default_of_memory_fits_the_machine(ram: int, pods: int | None, expe
 
 def test_the_default_of_what_a_pod_may_hold() -> None:
     found = [default_pod_memory(high) for high in (96 * MIB, GIB, 32 * GIB, None)]
-    assert found == [48 * MIB, 256 * MIB, 2 * GIB, None]
+    assert found == [48 * MIB, 320 * MIB, 2 * GIB, None]
 
 
 def test_the_default_of_processes_is_half_of_what_the_kernel_can_have() -> None:
