@@ -124,7 +124,7 @@ async def silent_run(fake_host: FakeHost, plan: InstancePlan, clock: MockClock, 
             assert (await ask(port, "/healthz"))[0] == 200
             after = await control(plan.state_directory, "status", {})
             assert isinstance(after, dict)
-            assert f"{after['not_ready']}\n" == text
+            assert (after["ready"], f"{after['not_ready']}\n") == (False, text)
             assert not (state / "ready").exists()
             if speaks:
                 async with attached(fake_host, WRITE) as client:
