@@ -29,14 +29,16 @@ def test_the_runner_is_pid_1_and_ends_in_order_when_the_service_is_stopped(tmp_p
     start = start.replace("/etc/instance-runner/%i.toml", str(spec)).replace(
         "/run/instance-runner/%i", str(tmp_path / "s")
     )
+    words = shlex.split(start)
+    words[-1] += "\nwait $!"  # for its status, which systemd has as the parent that is left
     with log.open("wb") as output:
-        main = subprocess.Popen(shlex.split(start), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        main = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
         until(lambda: "guest: done" in log.read_text(errors="replace") or main.poll() is not None, "the guest", 120)
         assert main.poll() is None, log.read_text()
-        main.send_signal(signal.SIGTERM)  # as KillMode=mixed does after ExecStop=: unshare ignores it
-        stop = shlex.split(command("ExecStop"))
-        subprocess.run(stop, check=True, env={**os.environ, "MAINPID": str(main.pid)})
+        [init] = Path(f"/proc/{main.pid}/task/{main.pid}/children").read_text().split()
+        assert Path(f"/proc/{init}/status").read_text().split("NSpid:")[1].split("\n")[0].split() == [init, "1"]
+        os.kill(int(init), signal.SIGTERM)  # as KillMode=mixed does
         assert main.wait(60) == 0, log.read_text()
         assert "ended outcome=stopped status=0 faults=0" in log.read_text()
     finally:

@@ -135,7 +135,7 @@ def test_an_instance_is_a_service() -> None:
     systemctl("start", INSTANCE)
     wait_for_the_service()
     assert receipt(STATE)["backend"] == "delegated"
-    init = init_of(int(show(INSTANCE, "MainPID")))
+    init = int(show(INSTANCE, "MainPID"))
     group = show(INSTANCE, "ControlGroup")
     assert group.startswith("/instances.slice/")
     assert cgroup_of(init) == f"{group}/float"
@@ -154,7 +154,7 @@ def test_a_guest_that_dies_is_started_again() -> None:
     systemctl("start", INSTANCE)
     wait_for_the_service()
     main = int(show(INSTANCE, "MainPID"))
-    [qemu] = {thread.pid for thread in vcpus(init_of(main))}
+    [qemu] = {thread.pid for thread in vcpus(main)}
     os.kill(qemu, signal.SIGKILL)
     until(lambda: int(show(INSTANCE, "NRestarts")) == 1, "the restart", 4 * SECONDS)
     until(lambda: int(show(INSTANCE, "MainPID")) not in {0, main}, "another main process")
