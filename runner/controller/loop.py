@@ -292,6 +292,8 @@ class ReconcileLoop:
         """Return why no instance can be sealed, empty if one can."""
         if self.tree.partition_writer is None:
             return "the controller's option --partitions is off"
+        if not self.tree.partition_writer.started:
+            return "the controller's partition writer has no CAP_SYS_ADMIN; give its container the capability"
         if self.tree.partition_writer.lost:
             return "the controller's partition writer has ended; restart the controller"
         if (self.observed or self.observe()).exclusive is None:

@@ -28,6 +28,7 @@ from runner.values import frozen
 
 ANSWERS_WITHIN = 30.0
 """Seconds; the kernel rebuilds its scheduling domains meanwhile, 0.1 s on an emulated machine (measured)."""
+_READY = b"ready"
 _ENDED = "cannot make partitions: the partition writer has ended; restart the controller"
 _LONGEST = 256
 """Bytes of a message: the name of an instance's cgroup, or the number of an error."""
@@ -38,10 +39,15 @@ class PartitionWriter:
     """The controller's end of the writer's connection."""
 
     connection: socket.socket
+    started: bool = True
+    """Whether it had the capability; without it, it never comes back."""
 
     @property
     def lost(self) -> bool:
         """Whether the writer has ended: it says nothing unless it is asked, so that only the end can be read."""
+        return self.started and self._ended()
+
+    def _ended(self) -> bool:
         return self.connection.fileno() < 0 or bool(select.select([self.connection], [], [], 0)[0])
 
     def isolate(self, name: str) -> None:
@@ -77,7 +83,9 @@ def start_partition_writer(root: Path, procfs: Path) -> PartitionWriter:
         _serve(its, root, procfs)
     its.close()
     ours.settimeout(ANSWERS_WITHIN)
-    return PartitionWriter(ours)
+    with contextlib.suppress(OSError):
+        return PartitionWriter(ours, started=ours.recv(_LONGEST) == _READY)
+    return PartitionWriter(ours, started=False)
 
 
 def _serve(connection: socket.socket, root: Path, procfs: Path) -> NoReturn:
@@ -89,6 +97,7 @@ def _serve(connection: socket.socket, root: Path, procfs: Path) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         keep_capabilities((CAP_SYS_ADMIN,))
+        connection.send(_READY)
         while message := connection.recv(_LONGEST):
             connection.send(str(isolate(root, message)).encode())
     finally:

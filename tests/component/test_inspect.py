@@ -430,17 +430,22 @@ def test_a_record_that_is_ended_leaves_nothing_for_long(
 ) -> None:
     before = left(tracefs)
     with (tmp_path / "output").open("wb") as output:
-        argv = (sys.executable, *node.command("--trace", "600")[len(PYTHON) :])
+        # What these tests themselves were told to ignore, as by nohup, it would ignore, too.
+        argv = ("env", "--default-signal=HUP,INT", sys.executable, *node.command("--trace", "600")[len(PYTHON) :])
         path = os.pathsep.join(sys.path)
         recording = subprocess.Popen(argv, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path})
         mine = {f"instance-runner-{recording.pid}-{each}" for each in (0, 1)}
         deadline = time.monotonic() + 60
-        while not mine <= left(tracefs):
-            assert recording.poll() is None, (tmp_path / "output").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # tracefs reports no event
-        recording.send_signal(number)
-        assert recording.wait(30) == status, (tmp_path / "output").read_text()
+        try:
+            while not mine <= left(tracefs):
+                assert recording.poll() is None, (tmp_path / "output").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.01)  # tracefs reports no event
+            recording.send_signal(number)
+            assert recording.wait(30) == status, (tmp_path / "output").read_text()
+        finally:
+            recording.kill()
+            recording.wait()
     assert left(tracefs) - before == (mine if number is signal.SIGKILL else set())
     assert node.inspect("--trace", "0.1").returncode == 3
     assert left(tracefs) & mine == set()

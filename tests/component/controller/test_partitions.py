@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -224,3 +226,14 @@ async def test_a_controller_of_before_seals_nothing(node: Node, monkeypatch: pyt
     monkeypatch.setattr(methods, "PARAMETERS", known)
     async with controlled(node):
         assert await seal(PurePosixPath(node.socket), B) == "the controller is older than partitions; update it"
+
+
+@pytest.mark.parametrize(("lacking", "found"), [((), "True False"), (("--bounding-set=-sys_admin",), "False False")])
+def test_a_writer_without_the_capability_is_none_that_could_come_back(lacking: tuple[str, ...], found: str) -> None:
+    code = (
+        "from pathlib import Path; from runner.controller.partition_writer import start_partition_writer\n"
+        "writer = start_partition_writer(Path('/none'), Path('/proc')); print(writer.started, writer.lost)"
+    )
+    argv = ("setpriv", *lacking, "--inh-caps=-all", sys.executable, "-c", code)
+    shown = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=30)
+    assert shown.stdout.strip() == found
