@@ -18,11 +18,11 @@ import select
 import signal
 import socket
 from pathlib import Path
-from typing import NoReturn
 
 from runner.errors import HostError
 from runner.kernel.cgroup import CgroupError, write_control
 from runner.kernel.privileges import CAP_SYS_ADMIN, keep_capabilities
+from runner.kernel.procfs import Procfs
 from runner.kubelet.pod_cgroups import instance_uid
 from runner.values import frozen
 
@@ -88,7 +88,7 @@ def start_partition_writer(root: Path, procfs: Path) -> PartitionWriter:
     return PartitionWriter(ours, started=False)
 
 
-def _serve(connection: socket.socket, root: Path, procfs: Path) -> NoReturn:
+def _serve(connection: socket.socket, root: Path, procfs: Path) -> None:
     """Obey until the controller ends; this process ends with it."""
     try:
         with contextlib.suppress(OSError):
@@ -97,6 +97,8 @@ def _serve(connection: socket.socket, root: Path, procfs: Path) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         keep_capabilities((CAP_SYS_ADMIN,))
+        if CAP_SYS_ADMIN not in Procfs(procfs).capabilities():
+            return
         connection.send(_READY)
         while message := connection.recv(_LONGEST):
             connection.send(str(isolate(root, message)).encode())
