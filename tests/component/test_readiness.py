@@ -264,6 +264,7 @@ async def test_nothing_is_imported_for_a_sign_while_the_guest_runs(
     plan = plan_of(fake_host, ready)
 
     async def act(guest: Guest) -> None:
+        await trio.lowlevel.checkpoint()
         sys.modules.pop(imported, None)
         Readiness(guest.host, plan)
         assert imported in sys.modules

@@ -71,8 +71,8 @@ async def test_silence_is_reported_after_its_time_and_ends_with_the_first_output
 
 async def test_a_guest_that_writes_costs_no_timer(caplog: pytest.LogCaptureFixture) -> None:
     life = SignsOfLife()
-    async with trio.open_nursery() as nursery:
-        with never_asked() as busiest:
+    with never_asked() as busiest:
+        async with trio.open_nursery() as nursery:
             nursery.start_soon(life.watch, "kvm", busiest, unchanged)
             await trio.testing.wait_all_tasks_blocked()
             assert trio.lowlevel.current_statistics().seconds_to_next_deadline < math.inf

@@ -73,7 +73,7 @@ def test_a_first_guest_has_a_shell_and_is_looked_at_by_the_commands_that_are_sho
     shown = re.search(r"in another terminal: docker exec \S+ (.*); docker exec \S+ (.*)\]", container.output)
     assert shown is not None, container.output
     status, judged = (container.execute(*shlex.split(each)) for each in shown.groups())
-    assert re.search(r"^guest +running$", status, re.MULTILINE), status
+    assert re.search(r"^guest +running for ", status, re.MULTILINE), status
     assert "vcpu 0" in judged
     assert container.stop() == 0, container.output
     assert "ended outcome=stopped status=0 faults=0" in container.output

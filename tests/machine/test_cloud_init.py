@@ -101,7 +101,7 @@ def test_from_nothing_to_an_ssh_login(start: ProgramStarter, tmp_path: Path, key
     uuid = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
     output = until(logged_in, "an SSH login", 600).split("\n")
     assert output == ["web-1", "written by user-data", "nocloud", uuid, "meta-data", "network-config", "user-data", ""]
-    assert "the guest is ready sign=port:22" in run.log
+    until(lambda: "the guest is ready sign=port:22" in run.log, "its next attempt to connect", 60)
     until(lambda: "the guest agent is there" in run.log, "the guest agent", 120)
     assert run.stop() == 0, run.log
     assert "the guest agent is asked to shut the guest down" in run.log

@@ -35,7 +35,7 @@ def test_an_instance_shows_probes_metrics_and_a_log_in_json(start: ProgramStarte
     assert get("healthz", "[::1]:9441") == "200 running\n\n"
     assert (run.state / "ready").exists()
     found = figures(get("metrics").partition(" ")[2])
-    assert 'info{instance="web-1",namespace="prod",node="n1",placement="affinity",pod="web-1"}' in found
+    assert 'info{name="web-1",node_name="n1",placement="affinity",pod_name="web-1",pod_namespace="prod"}' in found
     assert found["placement_holds"] == 1
     # No thread was started to resolve a name or to answer a request.
     assert len(os.listdir(f"/proc/{run.pid()}/task")) == 1  # noqa: PTH208

@@ -111,7 +111,7 @@ def test_a_shell_that_is_typed_into_looked_at_from_outside_and_left_by_its_key(g
             subprocess.run(shlex.split(each), check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
             for each in look.groups()
         )
-        assert re.search(r"^guest +running$", status, re.MULTILINE), status
+        assert re.search(r"^guest +running for ", status, re.MULTILINE), status
         assert "vcpu 0" in judged
         shown.type("\x1d")
         assert shown.wait() == 0, shown.seen

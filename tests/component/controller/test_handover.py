@@ -311,8 +311,8 @@ async def test_of_two_newcomers_the_one_that_the_kubelet_forgets_is_refused(
         await until(lambda: refused)
         assert "the kubelet's state has nothing" in refused[0]
         node.become(C)
-        async with newcomer(node, C) as third:
-            nursery.start_soon(third.register)
+        async with newcomer(node, C) as third, trio.open_nursery() as last:
+            last.start_soon(third.register)
             await until(lambda: len(logged("waiting for up to")) == 2)
             node.instance(B).populate(False)
             await until(node.instance(C).exists)
