@@ -349,7 +349,7 @@ class FakeIrqbalance:
     banned: str = "00000000"
     commands: list[str] = attrs.field(factory=list)
 
-    async def serve(self, listener: trio.SocketListener) -> None:
+    async def accept(self, listener: trio.SocketListener) -> None:
         while True:
             async with await listener.accept() as connection:
                 command = (await connection.receive_some(4096)).decode().rstrip("\0")
@@ -383,7 +383,7 @@ async def irqbalance(node: Node, pid: int = IRQBALANCE) -> AsyncIterator[FakeIrq
             await listening.bind(f"/proc/self/fd/{fd}/irqbalance{pid}.sock")
             listening.listen()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(found.serve, trio.SocketListener(listening))
+                nursery.start_soon(found.accept, trio.SocketListener(listening))
                 yield found
                 nursery.cancel_scope.cancel()
     finally:
