@@ -267,9 +267,11 @@ def test_the_controller_is_killed_while_an_instance_registers_and_deregisters(fl
         with short_lived_controllers(fleet.node_fixture.controller) as controllers:
             c = fleet.start(3)
             c.running.wait_for("waiting for the controller")
+            patience = time.monotonic() + 10  # of the runner's 30 s; a start of the controller takes seconds here
             controllers.start_and_kill()
             for extra in LATER:  # the runner asks every 0.25 s
-                controllers.start_and_kill(controllers.ready[-1] + extra)
+                if time.monotonic() < patience:
+                    controllers.start_and_kill(controllers.ready[-1] + extra)
         c.up()
         fleet.placed()
         with short_lived_controllers(fleet.node_fixture.controller) as controllers:
