@@ -19,6 +19,7 @@ from runner.arguments import LOG_FORMATS, add_version, argument_type
 from runner.controller.cache_tuner import RESCTRL, CacheTuner
 from runner.controller.host_tuner import HostTuner, TuningOptions
 from runner.controller.limits import (
+    INSTANCE_MEMORY,
     Limits,
     default_memory,
     default_memory_high,
@@ -355,7 +356,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         metavar="SIZE",
         help="while more than --memory-high is in use, the pod that holds most of it is ended, but none that holds less than "
-        "this; max: none at all (default: a sixteenth of --memory-high, at least 256M, at most half)",
+        f"this; max: none at all (default: a sixteenth of --memory-high, at least {INSTANCE_MEMORY >> 20}M, at most half)",
     )
     add(
         "--pids-max",
