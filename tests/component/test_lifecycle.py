@@ -221,8 +221,9 @@ async def test_the_agent_is_asked_before_the_power_button(
     assert ("is asked to shut the guest down" in fake_host.logged()) is (agent in {"answers", "refuses", "lazy"})
     assert ("system_powerdown" in fake_host.commands()) is pressed
     if agent == "answers":
-        asked = [(record["command"], record["arguments"]) for record in fake_host.records("qemu", "agent")]
-        assert asked == [("guest-sync-delimited", {"id": 1}), ("guest-shutdown", {"mode": "powerdown"})]
+        synchronise, shut_down = fake_host.records("qemu", "agent")
+        assert synchronise["command"] == "guest-sync-delimited"
+        assert (shut_down["command"], shut_down["arguments"]) == ("guest-shutdown", {"mode": "powerdown"})
     assert trio.current_time() - began < 3.6, "it ends within the guest's share of the grace"
     assert fake_host.faults.sentences == []
     assert fake_host.snapshot() == before
