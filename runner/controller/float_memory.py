@@ -68,12 +68,16 @@ class PodMemory:
     """Process → what it holds, for those in the pod's groups in the tree."""
     elsewhere: bool = False
     """Whether it has processes in its own cgroup, which may hold what the others took."""
+    hidden: bool = False
+    """Whether it has made more processes there than are looked at, or keeps others from seeing them: it may hold anything."""
 
     def of_root(self, root: MemoryByKind) -> MemoryByKind:
         """Return what the pod holds of the memory that the *root* is charged for.
 
         Private memory that processes share since a fork is counted once for each of them, so *root* is the upper bound.
         """
+        if self.hidden:
+            return root
         return self.found.beyond(self.charged).at_most(root)
 
 
@@ -90,9 +94,12 @@ def unreclaimable(used: int, stat: Mapping[str, int]) -> int:
 
 
 def choose_pod(pods: Iterable[PodMemory], root: MemoryByKind, least: int) -> PodMemory | None:
-    """Return the pod with processes that holds most of the memory of *root*, if that is *least* bytes or more."""
+    """Return the pod with processes that holds most of the memory of *root*, if that is *least* bytes or more.
+
+    One that hides its processes comes first.
+    """
     able = [pod for pod in pods if (pod.processes or pod.elsewhere) and pod.of_root(root).total >= least]
-    return max(able, key=lambda pod: (pod.of_root(root).total, pod.pod_uid), default=None)
+    return max(able, key=lambda pod: (pod.hidden, pod.of_root(root).total, pod.pod_uid), default=None)
 
 
 def is_decided(pods: Iterable[PodMemory], root: MemoryByKind) -> bool:
