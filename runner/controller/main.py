@@ -17,7 +17,7 @@ import trio
 
 from runner.arguments import LOG_FORMATS, add_version, argument_type
 from runner.controller.cache_tuner import RESCTRL, CacheTuner
-from runner.controller.host_tuner import HostTuner, TuningOptions
+from runner.controller.host_tuner import HostTuner, TuningOptions, take_over_records
 from runner.controller.limits import (
     INSTANCE_MEMORY,
     Limits,
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 _STDERR = 2
 RECORDS = "host-settings.json"
-"""Beside the socket: what the machine's settings were before an instance needed others."""
+"""In the state directory: what the machine's settings were before an instance needed others."""
 
 Default = Literal["default"]
 """The value of a limit's option that was not given."""
@@ -83,6 +83,7 @@ class Options:
     root: Path
     cgroupfs: Path
     socket: Path
+    state_dir: Path
     kubelet: Path | None
     cpus: CpuSet
     reserved: CpuSet
@@ -178,12 +179,14 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
 
 def _host_tuner(options: Options, loop: ReconcileLoop) -> HostTuner:
     root = options.proc / "1/root"  # the node's, whose /proc and /sys are mounted for writing
+    store = PurePosixPath(options.state_dir / RECORDS)
+    take_over_records(PurePosixPath(options.socket.with_name(RECORDS)), store)
     return HostTuner(
         loop=loop,
         procfs=Procfs(options.proc),
         host=HostSettings(root),
         caches=CacheTuner(root, Resctrl(root / RESCTRL)),
-        store=PurePosixPath(options.socket.with_name(RECORDS)),
+        store=store,
         options=options.tuning,
     )
 
@@ -258,6 +261,13 @@ def command_line() -> argparse.ArgumentParser:
         default=Path("/run/instance-cgroup-controller/controller.sock"),
         metavar="PATH",
         help="where runners connect",
+    )
+    add(
+        "--state-dir",
+        type=Path,
+        default=Path("/var/lib/instance-cgroup-controller"),
+        metavar="DIR",
+        help="for the record of the machine's settings; no pod may reach it",
     )
     add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
     add(
@@ -397,6 +407,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         root=arguments.root,
         cgroupfs=arguments.cgroupfs,
         socket=arguments.socket,
+        state_dir=arguments.state_dir,
         kubelet=arguments.kubelet_dir if cpus is None else None,
         cpus=cpus or CpuSet(),
         reserved=arguments.reserved_cpus,

@@ -17,14 +17,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from pathlib import Path
 
 LEASED = (
     "a process holds a lease on it (fcntl(2), F_SETLEASE); end that process, or set fs.leases-enable to 0 on the node"
 )
 
 
-def open_at_once(path: Path | str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
+def open_at_once(path: os.PathLike[str] | str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
     """Open *path* and return the descriptor, which the caller closes.
 
     Raises ``OSError``: ``BlockingIOError`` with :data:`LEASED` as its reason where another process holds a lease.
@@ -35,7 +34,7 @@ def open_at_once(path: Path | str, flags: int = os.O_RDONLY, *, dir_fd: int | No
         raise BlockingIOError(errno.EAGAIN, LEASED) from None
 
 
-def read_at_once(path: Path | str, *, dir_fd: int | None = None) -> bytes:
+def read_at_once(path: os.PathLike[str] | str, *, dir_fd: int | None = None) -> bytes:
     """Return the content of *path*. Raises ``OSError`` as :func:`open_at_once` does."""
     # By system calls: of a thread's files, Python's own objects take longer than the kernel.
     fd = open_at_once(path, dir_fd=dir_fd)
