@@ -91,6 +91,8 @@ class GuardIntervals:
     """While it is above ``memory.high``."""
     pause: float = 0.05
     """After each look: under page cache alone, the kernel reports up to 100 events a second."""
+    unwatched: float = 1.0
+    """While the kernel cannot report anything."""
     unattributed: float = 1.0
     """After one at which no pod held enough: all of them together need more than there is."""
 
@@ -116,11 +118,14 @@ class MemoryGuard:
         """Look at the memory whenever the kernel reports an event; never return."""
         with inotify.watching() as queue:
             while True:
-                with contextlib.suppress(HostError):  # the root is not there yet, or is made anew
+                quiet = self.intervals.resync
+                try:
                     queue.watch(self.tree.root.path / "memory.events", inotify.MODIFY)
+                except HostError:  # at a limit of the user's, or the root is not there yet, or is made anew
+                    quiet = self.intervals.unwatched
                 found = await self.check()
                 await trio.sleep(self.intervals.unattributed if found == "unattributed" else self.intervals.pause)
-                with trio.move_on_after(self.intervals.resync if found == "enough" else self.intervals.high):
+                with trio.move_on_after(quiet if found == "enough" else self.intervals.high):
                     await queue.receive()
 
     async def check(self) -> Literal["enough", "ended", "unattributed"]:

@@ -191,6 +191,20 @@ def test_a_procfs_without_the_machines_memory_is_an_error_before_anything_is_tou
     assert not node.root.exists()
 
 
+def test_where_others_have_taken_all_inotify_queues_the_controller_starts(built: Node) -> None:
+    """``fs.inotify.max_user_instances`` is one limit for all processes of root's; here in a user namespace with its own."""
+    limited = ["unshare", "--user", "--map-root-user", "sh", "-c"]
+    script = 'echo 0 >/proc/sys/user/max_inotify_instances; exec "$@"'
+    argv = [*limited, script, "sh", *command(built, "--insecure-trust-peer")]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        log = until(process, "ready")
+        assert log.count("changes will be seen late reason=") == 1
+        assert "Too many open files" in log
+        assert "raise fs.inotify.max_user_instances" in log
+        process.terminate()
+        assert process.wait(10) == 0
+
+
 def test_trusting_is_logged_as_a_warning(built: Node) -> None:
     with subprocess.Popen(command(built, "--insecure-trust-peer"), stderr=subprocess.PIPE, text=True) as process:
         assert "INSECURE" in until(process, "ready")
