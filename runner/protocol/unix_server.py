@@ -229,7 +229,8 @@ class UnixServer:
         try:
             await self._send(client.connection, reply)
         except HostError as error:  # of a descriptor: nothing was sent yet
-            log.warning("request done, but its descriptors could not be sent reason=%r", explain(error))
+            if (more := self._log_limit.due("unsent", client.key)) is not None:
+                log.warning("request done, but its descriptors could not be sent%s reason=%r", more, explain(error))
             refusal = RpcError(SERVER_ERROR, explain(error), {"reason": UNSENT})
             await self._send(client.connection, Reply(reply.replaced(refusal)))
 
