@@ -9,7 +9,9 @@ its processes hold, wherever they are, less what the pod's own cgroup is charged
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+import attrs
 
 from runner.values import frozen
 
@@ -32,27 +34,22 @@ class MemoryByKind:
 
     def plus(self, other: MemoryByKind) -> MemoryByKind:
         """Return the sum with *other*, kind by kind."""
-        return MemoryByKind(self.anonymous + other.anonymous, self.shared + other.shared, self.kernel + other.kernel)
+        return self._combined(int.__add__, other)
 
     def beyond(self, other: MemoryByKind) -> MemoryByKind:
         """Return what is more than in *other*, kind by kind."""
-        return MemoryByKind(
-            max(self.anonymous - other.anonymous, 0),
-            max(self.shared - other.shared, 0),
-            max(self.kernel - other.kernel, 0),
-        )
+        return self._combined(lambda mine, its: max(mine - its, 0), other)
 
     def at_least(self, other: MemoryByKind) -> MemoryByKind:
         """Return the larger of this and *other*, kind by kind."""
-        return MemoryByKind(
-            max(self.anonymous, other.anonymous), max(self.shared, other.shared), max(self.kernel, other.kernel)
-        )
+        return self._combined(max, other)
 
     def at_most(self, other: MemoryByKind) -> MemoryByKind:
         """Return the smaller of this and *other*, kind by kind."""
-        return MemoryByKind(
-            min(self.anonymous, other.anonymous), min(self.shared, other.shared), min(self.kernel, other.kernel)
-        )
+        return self._combined(min, other)
+
+    def _combined(self, operation: Callable[[int, int], int], other: MemoryByKind) -> MemoryByKind:
+        return MemoryByKind(*map(operation, attrs.astuple(self), attrs.astuple(other)))
 
 
 @frozen

@@ -38,7 +38,7 @@ from runner.controller.privileged_start import DeviceFilter, PrivilegedParts, st
 from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
-from runner.errors import RunnerError, UsageError, explain
+from runner.errors import HostError, RunnerError, UsageError, explain
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DeviceRule
 from runner.kernel.host_settings import HostSettings
@@ -224,8 +224,15 @@ def respond_about(loop: ReconcileLoop, device_filter: DeviceFilter, target: str)
     """Return the response for the path *target* about the present state of *loop* and of *device_filter*.
 
     A device filter or a partition writer that is lost comes back with the next start of this program, which the kubelet
-    makes when ``/healthz`` fails.
+    makes when ``/healthz`` fails. A page for which the host cannot be read is unavailable.
     """
+    try:
+        return _respond_about(loop, device_filter, target)
+    except HostError as error:
+        return unavailable(explain(error))
+
+
+def _respond_about(loop: ReconcileLoop, device_filter: DeviceFilter, target: str) -> HttpResponse:
     writer = loop.tree.partition_writer
     if target == "/healthz" and writer is not None and writer.lost:
         return unavailable(loop.no_partitions())

@@ -194,9 +194,11 @@ class Tree:
         another program has taken them from the root, they would stay isolated for ever, so the root gets them again first.
         """
         exclusive, ours = group.exclusive_cpus(), self.root.exclusive_cpus()
-        if exclusive and ours is not None and not exclusive <= ours:
-            self.root.write("cpuset.cpus.exclusive", str(ours | exclusive))
-        group.end_partition()
+        try:
+            if exclusive and ours is not None and not exclusive <= ours:
+                self.root.write("cpuset.cpus.exclusive", str(ours | exclusive))
+        finally:  # also where a cgroup beside the root has taken them: then they are that one's
+            group.end_partition()
 
     def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
         """Make *group* an isolated partition, and read it back; return why it is none, and then nothing of one is left."""

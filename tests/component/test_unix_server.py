@@ -122,6 +122,23 @@ async def test_an_answer_whose_control_files_cannot_be_opened_is_an_error(tmp_pa
         assert json.loads(await ask(client))["result"] == "zero"
 
 
+class WaitingService(Service):
+    """A service that refuses with a descriptor of a file, at whose change the client is to ask again."""
+
+    async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
+        await super().call(identify, method, params)
+        raise RpcError(-32004, "wait", {"reason": "conflict"}, ((Cgroup(Path("/dev")), method),))
+
+
+async def test_who_is_to_wait_for_a_group_that_has_gone_is_to_ask_again(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    async with served(path, SocketLimits(), WaitingService()), connected(path) as client:
+        assert json.loads(await ask(client, "null"))["error"]["data"] == {"reason": "conflict"}
+        answer = json.loads(await ask(client, "nothing"))
+        assert (answer["id"], answer["error"]["code"], answer["error"]["data"]) == ("mine", BUSY, {"reason": "busy"})
+        assert answer["error"]["message"].endswith("; ask again")
+
+
 async def refused(client: Client) -> bool:
     """Return whether the client gets the error that the server is busy; ``False`` if it is served."""
     await client.send(b'{"jsonrpc":"2.0","method":"x","id":1}\n')

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 import trio
 
+from runner.controller.loop import ReconcileLoop
 from runner.controller.main import main, respond_about
 from runner.controller.server import listening
+from runner.errors import HostError
 from runner.protocol.http import serve_http
 from tests.support.exposition import families, figures
 from tests.support.fake_node import B, Controller, Node, connected, controlled
@@ -312,6 +314,19 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
         assert show("/healthz").text == "ok\n"
         controllers.write_text(before)
         await controller.eventually(lambda: show("/readyz").status == 200)
+
+
+async def test_a_page_for_which_the_host_cannot_be_read_is_unavailable(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(_loop: ReconcileLoop) -> frozenset[str]:
+        raise HostError("cannot read it")
+
+    monkeypatch.setattr(ReconcileLoop, "without_seccomp", unreadable)
+    async with controlled(node) as controller:
+        answer = respond_about(controller.loop, controller.device_filter, "/metrics")
+        assert (answer.status, answer.text) == (503, "cannot read it\n")
+        assert respond_about(controller.loop, controller.device_filter, "/healthz").text == "ok\n", "it reads no pod"
 
 
 def test_its_log_can_be_json(built: Node) -> None:

@@ -22,6 +22,7 @@ from runner.controller.partition_writer import PartitionWriter, isolate
 from runner.cpuset import CpuSet
 from runner.kernel.cgroup import CgroupError
 from runner.protocol.controller_client import ControllerError, seal, unseal
+from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import A, B, Node, connected, controlled
 
 
@@ -149,6 +150,28 @@ async def test_an_instance_is_sealed_and_unsealed(node: Node, writer: PartitionW
         node.instance(B).put_threads(())
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
         assert node.root.exclusive_cpus() == CpuSet()
+
+
+async def test_a_partition_ends_also_where_another_program_has_taken_its_cpus(
+    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.become(B)
+    write = FakeCgroup.write
+
+    def taken(group: FakeCgroup, file: str, value: str) -> None:
+        if (group.path, file) == (node.root.path, "cpuset.cpus.exclusive") and value:
+            raise CgroupError(f"cannot write {value!r} to {group.path / file}", errno.EINVAL)
+        write(group, file, value)
+
+    async with controlled(node, partition_writer=writer) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).put_threads({11})
+        await client.result("sealCgroup", uuid=B)
+        write(node.root, "cpuset.cpus.exclusive", "")
+        monkeypatch.setattr(FakeCgroup, "write", taken)
+        with pytest.raises(CgroupError, match=r"cannot write '14-17'"):
+            controller.loop.tree.unseal(node.instance(B))
+        assert (node.instance(B).partition(), node.instance(B).exclusive_cpus()) == ("member", CpuSet())
 
 
 async def test_while_decisions_are_frozen_partitions_still_end(node: Node, writer: PartitionWriter) -> None:
