@@ -40,6 +40,8 @@ class CachePlan:
     """L3 cache → the lowest way that is given away; only caches of which any is."""
     errors: tuple[tuple[str, str], ...]
     """The group of a request, and why it does not get all that it asks for."""
+    present: Mapping[str, CacheGroup]
+    """All groups, as they were found."""
 
 
 def plan_cache_groups(
@@ -60,7 +62,7 @@ def plan_cache_groups(
             (request.group, f"cannot give instance {request.pod_uid!r} cache or memory bandwidth: {reason}")
             for request in requests
         )
-        return CachePlan({}, tuple(ours), {}, tuple(refused))
+        return CachePlan({}, tuple(ours), {}, tuple(refused), groups)
     errors: list[tuple[str, str]] = []
     given = _kept_ways(requests, groups, capabilities, caches)
     planned = {}
@@ -86,7 +88,8 @@ def plan_cache_groups(
         for cache, masks in given.items()
         if masks
     }
-    return CachePlan(planned, tuple(name for name in ours if name not in planned), lowest, tuple(errors))
+    removed = tuple(name for name in ours if name not in planned)
+    return CachePlan(planned, removed, lowest, tuple(errors), groups)
 
 
 def _bandwidth_errors(request: CacheRequest, capabilities: CacheCapabilities) -> Iterator[str]:

@@ -14,13 +14,16 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 import trio
+import trio.testing
 
 from runner.controller import methods
 from runner.controller.loop import ReconcileLoop
 from runner.controller.main import respond_about
 from runner.controller.partition_writer import PartitionWriter, isolate
 from runner.cpuset import CpuSet
+from runner.instance.cgroups.controller import _seal
 from runner.kernel.cgroup import CgroupError
+from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, seal, unseal
 from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import A, B, Node, connected, controlled
@@ -172,6 +175,30 @@ async def test_a_partition_ends_also_where_another_program_has_taken_its_cpus(
         with pytest.raises(CgroupError, match=r"cannot write '14-17'"):
             controller.loop.tree.unseal(node.instance(B))
         assert (node.instance(B).partition(), node.instance(B).exclusive_cpus()) == ("member", CpuSet())
+
+
+@pytest.mark.parametrize("enforced", [True, False])
+async def test_a_runner_that_demands_partitions_waits_for_a_controller_that_is_being_replaced(
+    node: Node, writer: PartitionWriter, *, enforced: bool
+) -> None:
+    node.become(B)
+    placement = ControllerPlacement(CpuSet.parse("14-17"), (14,), PurePosixPath(node.socket), B, enforced=enforced)
+    async with controlled(node, partition_writer=writer), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).put_threads({11})
+    reasons: list[str] = []
+
+    async def ask() -> None:
+        reasons.append(await _seal(placement))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await trio.testing.wait_all_tasks_blocked()
+        assert bool(reasons) is not enforced
+        async with controlled(node, partition_writer=writer) as controller:
+            await controller.until(lambda: bool(reasons))
+    [reason] = reasons
+    assert reason == "" if enforced else reason.startswith("cannot reach the controller")
 
 
 async def test_while_decisions_are_frozen_partitions_still_end(node: Node, writer: PartitionWriter) -> None:
