@@ -32,6 +32,7 @@ wait of minutes takes no connection of the controller's, and goes on while the c
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from itertools import islice
 from weakref import WeakValueDictionary
@@ -108,6 +109,8 @@ MOST_PROCESSES = 4096
 """Processes of a pod that are looked at for a request; one that has more finds its anchor among the first, or not."""
 SEALED_EVERY = 1.0
 """Seconds between two seals of an instance: for each the kernel rebuilds its scheduling domains, and no request is answered."""
+SEALS_APART = 0.1
+"""The same between any two on the node: many pods may ask together."""
 BETWEEN_CHECKPOINTS = 64
 """Processes that are looked at, 0.02 ms each, before other requests have their turn."""
 
@@ -405,9 +408,7 @@ class RpcMethods:
 
     async def _seal(self, identify: Identify, pod_uid: str) -> RpcResult:
         await self._owner(identify, pod_uid)
-        while (
-            earliest := self._sealed_at.get(pod_uid, 0) + SEALED_EVERY
-        ) > trio.current_time():  # another may be first
+        while (earliest := self._next_seal(pod_uid)) > trio.current_time():  # another may be first
             await trio.sleep_until(earliest)
             await self._owner(identify, pod_uid)
         now = trio.current_time()
@@ -426,6 +427,10 @@ class RpcMethods:
         if (more := self.loop.log_limit.due("arranged", pod_uid)) is not None:
             log.warning("instance not sealed%s uuid=%s reason=%r", more, pod_uid, reason)
         return RpcResult({"guarantee": "arranged", "reason": reason})
+
+    def _next_seal(self, pod_uid: str) -> float:
+        last = max(self._sealed_at.values(), default=-math.inf)
+        return max(self._sealed_at.get(pod_uid, -math.inf) + SEALED_EVERY, last + SEALS_APART)
 
     async def _unseal(self, identify: Identify, pod_uid: str) -> RpcResult:
         await self._owner(identify, pod_uid)

@@ -245,6 +245,24 @@ async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart
     assert min(after - before for before, after in pairwise(sealed)) > 0.19
 
 
+async def test_seals_of_many_instances_are_apart(
+    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = []
+
+    def seal_noted(_loop: ReconcileLoop, pod_uid: str) -> str:
+        sealed.append(time.monotonic())
+        return pod_uid
+
+    monkeypatch.setattr(methods, "SEALS_APART", 0.2)
+    monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
+    async with controlled(node, partition_writer=writer, trusting=True), trio.open_nursery() as nursery:
+        for number in range(4):
+            nursery.start_soon(seal, PurePosixPath(node.socket), f"pod-{number}")
+    assert len(sealed) == 4
+    assert min(after - before for before, after in pairwise(sealed)) > 0.19
+
+
 async def test_only_the_instances_own_pod_may_ask(node: Node, writer: PartitionWriter) -> None:
     node.become(B)
     async with controlled(node, partition_writer=writer), connected(node.socket) as client:
