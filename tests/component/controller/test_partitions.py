@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
@@ -24,7 +25,7 @@ from runner.cpuset import CpuSet
 from runner.instance.cgroups.controller import _seal
 from runner.kernel.cgroup import CgroupError
 from runner.placement.backends import ControllerPlacement
-from runner.protocol.controller_client import ControllerError, seal, unseal
+from runner.protocol.controller_client import ControllerError, register, seal, unseal
 from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import A, B, Node, connected, controlled
 
@@ -286,6 +287,25 @@ async def test_without_partitions_the_reason_is_the_answer_or_where_they_are_req
         answer = respond_about(controller.loop, controller.device_filter, "/healthz")
         assert answer.status == 503
         assert "restart the controller" in answer.text
+
+
+async def test_where_partitions_are_required_a_runner_that_does_not_know_them_is_refused(
+    node: Node, writer: PartitionWriter
+) -> None:
+    node.become(B)
+    async with (
+        controlled(node, partition_writer=writer, partitions_required=True),
+        connected(node.socket) as client,
+    ):
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+        assert refused["reason"] == "host"
+        assert "its runner is older than partitions" in str(refused["message"])
+        assert not node.instance(B).exists()
+        for wrong in ("0", "two"):
+            assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-17", protocol=wrong))["code"] == -32602
+        with ExitStack() as held:
+            await register(PurePosixPath(node.socket), B, CpuSet.parse("14-17"), node.scope(B), held)
+        assert node.instance(B).exists()
 
 
 async def test_a_controller_of_before_seals_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
