@@ -148,6 +148,8 @@ class ReconcileLoop:
     """The names of the pods' own cgroups, for the instances there are."""
     _evicting: frozenset[str] = frozenset()
     """The instances whose pods have gone and that were not empty after the last pass."""
+    _changed: bool = True
+    """Whether the tree was changed since its files were held: groups and files come with the loop's own actions alone."""
     _left: dict[str, CpuSet] = attrs.field(factory=dict)
     """The cpusets as this program last saw or wrote them: a difference was made by another program."""
 
@@ -234,9 +236,11 @@ class ReconcileLoop:
         try:
             return self._pass(grants, seals)
         finally:
-            self._hold()  # before anybody gets a descriptor of a new group
+            if self._changed or self.held.leased or self.held.error:
+                self._hold()  # before anybody gets a descriptor of a new group
 
     def _hold(self) -> None:
+        self._changed = False
         with contextlib.suppress(CgroupError):  # the pass has said so
             self.held.hold(group.path for group in self.tree.groups())
         if (leased := self.held.leased) and (more := self.log_limit.due("leased")) is not None:
@@ -280,6 +284,7 @@ class ReconcileLoop:
         self, actions: tuple[Action, ...], observed: Observed, grants: Mapping[str, CpuSet], machine: OnlineCpus
     ) -> tuple[Fault, ...]:
         """Do *actions*, and tell of those that succeeded; return what went wrong."""
+        self._changed |= bool(actions)
         faults = self.tree.apply(actions, machine.online)
         failed = {fault.group for fault in faults if not fault.unlimited}
         unlimited = {fault.group for fault in faults if fault.unlimited}

@@ -43,6 +43,7 @@ from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DeviceRule
 from runner.kernel.host_settings import HostSettings
 from runner.kernel.peers import Peers
+from runner.kernel.privileges import raise_descriptor_limit
 from runner.kernel.procfs import Procfs
 from runner.kernel.resctrl import Resctrl
 from runner.kubelet.state_files import KubeletFiles
@@ -115,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(arguments)
         partitions = options.partitions != "off"
         privileged = start_privileged(options.root, options.proc, options.device_rules, partitions=partitions)
+        raise_descriptor_limit()  # some 20 for each instance (runner/controller/held_files.py)
         trio.run(control, options, privileged)
     except RunnerError as error:
         return _failed(error)

@@ -207,6 +207,16 @@ def test_where_others_have_taken_all_inotify_queues_the_controller_starts(built:
         assert process.wait(10) == 0
 
 
+def test_it_may_have_as_many_files_open_as_its_hard_limit_allows(built: Node) -> None:
+    """It keeps the files of its groups open: 1024, a usual soft limit, would do for some 50 instances."""
+    argv = ["prlimit", "--nofile=256:4096", *command(built)]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        until(process, "ready")
+        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        assert re.search(r"^Max open files +4096 +4096 ", limits, re.MULTILINE)
+        process.terminate()
+
+
 def test_trusting_is_logged_as_a_warning(built: Node) -> None:
     with subprocess.Popen(command(built, "--insecure-trust-peer"), stderr=subprocess.PIPE, text=True) as process:
         assert "INSECURE" in until(process, "ready")
