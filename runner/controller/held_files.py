@@ -67,7 +67,7 @@ class HeldFiles:
     def _hold(self, path: str) -> None:
         held = self._held.get(path)
         try:
-            found = os.stat(path)  # noqa: PTH116 - thousands of them, at each pass
+            found = os.stat(path)  # noqa: PTH116 - some 20 for each instance
         except FileNotFoundError:
             self._release(path)
             raise
@@ -113,4 +113,4 @@ class HeldFiles:
 
 
 def _open_after_lease(path: str) -> int:
-    return os.open(path, strongest_access(os.stat(path).st_mode) | os.O_CLOEXEC)  # noqa: PTH116
+    return os.open(path, strongest_access(os.stat(path).st_mode) | os.O_CLOEXEC)  # noqa: PTH116 - as above

@@ -227,7 +227,11 @@ class Cgroup:
             raise
 
     def write(self, file: str, value: str) -> None:
-        """Write *value* to control file *file*; the empty string clears it."""
+        """Write *value* to control file *file*; the empty string clears it.
+
+        On newer kernels a lower ``memory.max`` or ``memory.high`` takes effect with the group's next charge: they heed
+        ``O_NONBLOCK`` there ("memory.max"), so that the writer reclaims nothing.
+        """
         fd = self.open(file)
         try:
             write_control(fd, value, str(self.path / file))
