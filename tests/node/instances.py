@@ -111,7 +111,15 @@ class Controller:
         self.log = directory.parent / "controller.log"
         self.argv = (
             *(sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())"),
-            *("--root", str(TREE.path), "--socket", str(self.socket), "--kubelet-dir", str(kubelet.directory), *more),
+            *(
+                "--root",
+                str(TREE.path),
+                "--socket",
+                str(self.socket),
+                "--state-dir",
+                str(directory.parent / "controller-state"),
+            ),
+            *("--kubelet-dir", str(kubelet.directory), *more),
         )
         self.environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(PYCACHE)}
         self.process: subprocess.Popen[bytes] | None = None

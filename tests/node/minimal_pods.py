@@ -43,8 +43,9 @@ def missing() -> str:
 
 
 POD = """
-import ctypes, json, mmap, os, signal, socket, struct, subprocess, sys, threading, time
-fds, threads = [], []
+import ctypes, fcntl, json, mmap, os, signal, socket, struct, subprocess, sys, threading, time
+fds, leases = [], []
+signal.signal(signal.SIGIO, signal.SIG_IGN)  # with which the kernel asks to give a lease back
 MADV_POPULATE_WRITE, CLONE_NEWNS, MS_REC, MS_PRIVATE = 23, 0x20000, 1 << 14, 1 << 18
 def forbid(*calls):  # by a seccomp profile: EPERM for these numbers of system calls (seccomp(2))
     code = [(0x20, 0, 0, 0)]
@@ -136,6 +137,9 @@ for line in sys.stdin:
             result = os.fork()
             if result == 0:
                 hoard(*arguments)
+        elif do == "lease":
+            leases.append(os.open(arguments[0], os.O_RDONLY))
+            result = fcntl.fcntl(leases[-1], fcntl.F_SETLEASE, getattr(fcntl, arguments[1]))
         elif do == "forbid":
             forbid(*arguments)
         elif do == "run":
@@ -284,7 +288,7 @@ class Machine:
                         "--socket",
                         str(self.socket),
                     ),
-                    *("--kubelet-dir", str(self.kubelet), *more),
+                    *("--state-dir", str(self.socket.parent / "state"), "--kubelet-dir", str(self.kubelet), *more),
                 ],
                 cwd=PROJECT,
                 stderr=log,

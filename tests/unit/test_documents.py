@@ -20,7 +20,7 @@ from runner.cli.outcomes import OUTCOMES
 from runner.cli.spec_table import spec_markdown
 from runner.controller.host_tuner import LEAST
 from runner.controller.main import command_line
-from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING, SEALED_EVERY
+from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING, SEALED_EVERY, SEALS_APART
 from runner.errors import SpecError, Status
 from runner.inspect.render import HEAD
 from runner.instance.daemons import DEATHS
@@ -196,7 +196,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
         f"{limits.in_flight}",
         f"{MOST_WAITING}",
         f"{MOST_PROCESSES}",
-        f"{SEALED_EVERY:g} s",
+        f"{SEALED_EVERY:g} s, {SEALS_APART:g} s",
         f"{LEAST:g} s",
         f"{limits.first_byte:g} s, {limits.idle:g} s",
     ]

@@ -75,7 +75,11 @@ def cluster(manifests: Manifests, kubelet: KubeletOfContainerd, tmp_path: Path) 
         manifests,
         {},
         kubelet.scratch / "volumes",
-        {"/var/lib/kubelet": kubelet.directory, "/run/instance-cgroup-controller": tmp_path / "sockets"},
+        {
+            "/var/lib/kubelet": kubelet.directory,
+            "/run/instance-cgroup-controller": tmp_path / "sockets",
+            "/var/lib/instance-cgroup-controller": tmp_path / "state",
+        },
         pod_ip=POD_IP,
         networked=True,
     )

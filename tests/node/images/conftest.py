@@ -37,5 +37,9 @@ def cluster(manifests: Manifests, images: dict[str, Path], kubelet: Kubelet, tmp
         manifests,
         images,
         kubelet.scratch / "volumes",  # a file system that is not an overlay
-        {"/var/lib/kubelet": kubelet.directory, "/run/instance-cgroup-controller": tmp_path / "sockets"},
+        {
+            "/var/lib/kubelet": kubelet.directory,
+            "/run/instance-cgroup-controller": tmp_path / "sockets",
+            "/var/lib/instance-cgroup-controller": tmp_path / "state",
+        },
     )
