@@ -199,17 +199,12 @@ async def _placed_threads(
     receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
     if supervisor.guest_state.placed is not None:
         supervisor.guest_state.placed(receipt)
-    receipts.publish()
-    try:
-        async with (
-            _sealed_cpus(active, receipts),
-            supervisor.background_task(active.settle),
-            supervisor.background_task(receipts.follow_restarts),
-        ):
-            yield receipts
-    finally:
-        with supervisor.faults.recorded("remove the receipt"):
-            files.remove(plan.state_directory / RECEIPT)
+    async with (
+        _sealed_cpus(active, receipts),
+        supervisor.background_task(active.settle),
+        supervisor.background_task(receipts.follow_restarts),
+    ):
+        yield receipts
 
 
 @asynccontextmanager
@@ -217,7 +212,11 @@ async def _sealed_cpus(active: ActivePlacement, receipts: Receipts) -> AsyncIter
     """Hold all others off the vCPUs' CPUs as far as this host can, and the receipt that says so."""
     async with active.sealed() as reason:
         receipts.confirm(reason)
-        yield
+        try:
+            yield
+        finally:
+            with receipts.supervisor.faults.recorded("remove the receipt"):
+                files.remove(receipts.plan.state_directory / RECEIPT)
 
 
 @asynccontextmanager

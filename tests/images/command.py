@@ -3,9 +3,9 @@
 Usage: tests/images/run [--only build|here|node|containerd] [--kubelet PATH] [pytest arguments]
 
 It needs root on Debian or Ubuntu and the packages that tests/run installs. Base, layers, clean Debians and the programs of
-others (kustomize, Prometheus, quadlet) are fetched from Debian once and kept in the node's cache. Images are run by podman
-and runc as PID 1 with --privileged, then in the node with the pods that the manifests in examples/kubernetes describe: by
-crun and runc, and by containerd in a node with systemd. If the program of a kubelet is given (or named by
+others (kustomize, Prometheus, a newer podman) are fetched from Debian once and kept in the node's cache. Images are run by
+podman and runc as PID 1 with --privileged, then in the node with the pods that the manifests in examples/kubernetes
+describe: by crun and runc, and by containerd in a node with systemd. If the program of a kubelet is given (or named by
 RUNNER_KUBELET), that one runs them there as well, without a cluster.
 """
 
@@ -21,7 +21,7 @@ from tests.emulated_node import artefacts
 from tests.emulated_node.artefacts import PROJECT
 from tests.emulated_node.cache import EmulatedNodeError, fetch, say
 from tests.images import built
-from tests.images.artefacts import RELEASES, clean_debian, prometheus, quadlet
+from tests.images.artefacts import RELEASES, clean_debian, podman, prometheus
 from tests.images.manifests import DIRECTORIES, put_together
 
 CALLED = {"gpu-instance": "gpu-instance", "controller": "instance-cgroup-controller"}
@@ -65,7 +65,7 @@ def main() -> int:
         images = built.build()
         os.environ["RUNNER_KUSTOMIZE"] = str(fetch(artefacts.kustomize()))
         os.environ["RUNNER_PROMETHEUS"] = str(fetch(prometheus()))
-        os.environ["RUNNER_QUADLET"] = str(fetch(quadlet()))
+        os.environ["RUNNER_PODMAN"] = str(fetch(podman()))
         os.environ["RUNNER_CLEAN"] = " ".join(f"{name}={fetch(clean_debian(name))}" for name in RELEASES)
         status = 0
         if options.only in {None, "here"}:

@@ -10,6 +10,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup
+from tests.node.images.manifested import Manifests
 from tests.node.instances import ROM, Controller, NodeFixture, controller_of, kubelet_of, pool
 from tests.node.minimal_pods import Machine, machine_of
 from tests.node.standin_kubelet import Kubelet, Mount
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.node)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=f"{reason}; tests/node/run brings a machine that has it"))
+
+
+@pytest.fixture(scope="session")
+def manifests() -> Manifests:
+    if "RUNNER_NODE_MANIFESTS" not in os.environ:
+        pytest.skip("built images are missing: tests/images/run builds them and gives them to the node")
+    return Manifests.read()
 
 
 @pytest.fixture
