@@ -1,6 +1,6 @@
 """The quadlets of examples/host as podman's own generator reads them: their units, and the rights that these give.
 
-``tests/machine/test_host.py`` runs the commands of the service without podman.
+``tests/node/podman`` runs them, and ``tests/machine/test_host.py`` the commands of the service without podman.
 """
 
 from __future__ import annotations
