@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
+from tests.node import host_settings
 from tests.node.cgroups import ROOT, Cgroup
 from tests.node.images.manifested import Manifests
 from tests.node.instances import ROM, Controller, NodeFixture, controller_of, kubelet_of, pool
@@ -121,6 +122,16 @@ def rom() -> Path:
     if not ROM.is_file():
         pytest.skip("the ROM guest is missing: tests/node/run builds it and names it in RUNNER_NODE_ROM")
     return ROM
+
+
+@pytest.fixture
+def before() -> Iterator[dict[str, str]]:
+    """Return the machine's settings before the test; they are the same after it."""
+    host_settings.reset()
+    assert host_settings.movable(), "a machine with interrupts that can be moved is missing"
+    found = host_settings.settings()
+    yield found
+    assert host_settings.changes(found) == {}
 
 
 @pytest.fixture

@@ -131,7 +131,8 @@ class Controller:
             self.process = subprocess.Popen(
                 self.argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stderr=log, env=self.environment
             )
-        until(self.answers, "the controller to answer")
+        # The first one of a node compiles all that it imports, which takes a minute where two nodes are emulated at once.
+        until(self.answers, "the controller to answer", 4 * SECONDS)
 
     def answers(self) -> bool:
         """Return whether the socket accepts connections; fail when the process has ended."""

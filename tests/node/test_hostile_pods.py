@@ -157,7 +157,7 @@ def test_a_pod_that_leases_files_keeps_nobody_waiting(machine: Machine) -> None:
         registered(machine, b)
         assert {each["uuid"] for each in machine.ask("listInstances")} == {A, B}
         with urlopen("http://127.0.0.1:9440/metrics", timeout=TIMEOUT) as page:
-            assert b"instance_cgroup_controller_pods_without_seccomp 1.0" in page.read()
+            assert b"instance_cgroup_controller_instances 2.0" in page.read()
 
 
 def test_processes_in_float_are_limited_for_each_pod(machine: Machine) -> None:

@@ -21,12 +21,12 @@ from runner.cpuset import CpuSet
 from runner.kernel import inotify
 from tests.node import minimal_pods
 from tests.node.cgroups import PARTITIONED, ROOT, Cgroup, cgroup_of, mask_of, refusal_of, task
+from tests.node.host_settings import changes
 from tests.node.instances import TREE, Instance, NodeFixture, controller_of, uid_of, until
 from tests.node.minimal_pods import COMMAND, A, B, Machine, reason, result
 from tests.node.recorded import recorded
 from tests.node.standin_kubelet import Container, Kubelet, Pod
 from tests.node.stopped_controller import PARTITION_FILES, Stop, go_on, stopped, writer_of
-from tests.node.test_disturbances import settings
 
 pytestmark = pytest.mark.usefixtures("rom")
 Start = Callable[..., Instance]
@@ -200,10 +200,10 @@ def test_nothing_stays_of_a_partition_when_its_owner_is_killed(start: Start, vic
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("victim", ["qemu", "runner"])
 def test_an_instance_killed_at_any_step_of_its_partition_leaves_nothing(
-    node_fixture: NodeFixture, tmp_path: Path, victim: str
+    before: dict[str, str], node_fixture: NodeFixture, tmp_path: Path, victim: str
 ) -> None:
     """Its life is repeated, and it is killed before another write of the controller's each time; QEMU while there is one."""
-    before, stop, controller = settings(), Stop(tmp_path, PARTITION_FILES), node_fixture.controller
+    stop, controller = Stop(tmp_path, PARTITION_FILES), node_fixture.controller
     controller.kill()
     controller.argv = (*stop.command, *controller.argv[len(COMMAND) :])
     controller.start()
@@ -230,7 +230,7 @@ def test_an_instance_killed_at_any_step_of_its_partition_leaves_nothing(
         until(lambda: not instance.group.path.exists(), "the instance to be removed")  # noqa: B023
         until(lambda: TREE.read("cpuset.cpus.exclusive") == "", "nothing to be exclusive")
         assert isolated() == CpuSet()
-        until(lambda: settings() == before, "the settings to be as before")
+        until(lambda: not changes(before), "the settings to be as before")
         if survived:
             break
     assert number >= 5, "three writes seal it, three unseal it"
@@ -286,22 +286,30 @@ def ended(machine: Machine, pod: minimal_pods.Pod) -> None:
     assert result(pod.call(machine.socket, "deregisterCgroup", uuid=pod.uid)) == {"removed": True}
 
 
-def nothing_left(machine: Machine, before: dict[str, str]) -> bool:
-    """Return whether nothing is isolated or exclusive, and all settings are as *before*."""
-    return not isolated() and not machine.root.exclusive_cpus() and settings() == before
+def left_over(machine: Machine, before: dict[str, str]) -> dict[str, object]:
+    """Return what is isolated, exclusive, or not as *before*."""
+    found = {"isolated": isolated(), "exclusive": machine.root.exclusive_cpus(), **changes(before)}
+    return {name: value for name, value in found.items() if value}
+
+
+def all_given_back(machine: Machine, before: dict[str, str]) -> None:
+    """Wait until nothing is isolated or exclusive, and everything is as *before*."""
+    with contextlib.suppress(AssertionError):
+        until(lambda: not left_over(machine, before), "nothing to be left")
+    assert left_over(machine, before) == {}
 
 
 @PARTITIONS
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("victim", ["controller", "writer", "pod", "everything"])
 def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
-    machine: Machine, tmp_path: Path, victim: str
+    before: dict[str, str], machine: Machine, tmp_path: Path, victim: str
 ) -> None:
     """The life of an instance is repeated, and something is killed before another write of the controller's each time.
 
     What survives goes on: a pod with the next controller, a controller without its writer or its pod.
     """
-    before, stop = settings(), Stop(tmp_path, PARTITION_FILES)
+    stop = Stop(tmp_path, PARTITION_FILES)
 
     def live(pod: minimal_pods.Pod) -> str:
         guarantee = sealed(machine, pod)
@@ -316,7 +324,7 @@ def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
             machine.pods.remove(pod)
             pod.end()
         machine.put_state({B: machine.b})
-        until(lambda: nothing_left(machine, before), "nothing to be left")
+        all_given_back(machine, before)
         until(lambda: machine.a <= machine.float_cgroup.effective_cpus(), "float to have the CPUs")
 
     for number in itertools.count():
@@ -330,7 +338,7 @@ def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
             until(lambda: stopped(*pids) or life.done(), "a step, or the end")  # noqa: B023
             if stop.forget():
                 assert life.result() == "enforced"
-                until(lambda: nothing_left(machine, before), "nothing to be left")
+                all_given_back(machine, before)
                 break
             targets = {"controller": pids[:1], "writer": pids[1:], "pod": (pod.pid,), "everything": (*pids, pod.pid)}
             for pid in targets[victim]:
@@ -338,7 +346,7 @@ def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
             go_on(*pids)
             assert life.exception() is None or victim != "writer"
             if victim in {"writer", "pod"}:
-                until(lambda: nothing_left(machine, before), "nothing to be left")
+                all_given_back(machine, before)
     assert number >= 5, "three writes seal it, three unseal it"
 
 
