@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         help="a read-only disk; may be repeated",
     )
     out.add_argument("--boot-timeout", type=float, metavar="S", help="default: 60 s and 2 s a CPU")
-    out.add_argument("--timeout", type=float, default=3600, metavar="S", help="for the tests (default 3600)")
+    out.add_argument("--timeout", type=float, default=4500, metavar="S", help="for the tests (default 4500)")
     out.add_argument("pytest", nargs="*", metavar="-- PYTEST", help="arguments for pytest (default: tests/node)")
     return out
 
