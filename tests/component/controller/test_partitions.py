@@ -225,18 +225,24 @@ async def test_while_decisions_are_frozen_partitions_still_end(node: Node, write
         await controller.eventually(lambda: node.instance(B).partition() == "member")
 
 
-async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart(
-    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node.become(B)
-    sealed = []
+def times_of_seals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the list that is given the time of each seal from now on; nothing is sealed."""
+    sealed = list[float]()
 
     def seal_noted(_loop: ReconcileLoop, pod_uid: str) -> str:
         sealed.append(time.monotonic())
         return pod_uid
 
-    monkeypatch.setattr(methods, "SEALED_EVERY", 0.2)
     monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
+    return sealed
+
+
+async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart(
+    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.become(B)
+    sealed = times_of_seals(monkeypatch)
+    monkeypatch.setattr(methods, "SEALED_EVERY", 0.2)
     async with controlled(node, partition_writer=writer), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         async with trio.open_nursery() as nursery:
@@ -249,14 +255,8 @@ async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart
 async def test_seals_of_many_instances_are_apart(
     node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sealed = []
-
-    def seal_noted(_loop: ReconcileLoop, pod_uid: str) -> str:
-        sealed.append(time.monotonic())
-        return pod_uid
-
+    sealed = times_of_seals(monkeypatch)
     monkeypatch.setattr(methods, "SEALS_APART", 0.2)
-    monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
     async with controlled(node, partition_writer=writer, trusting=True), trio.open_nursery() as nursery:
         for number in range(4):
             nursery.start_soon(seal, PurePosixPath(node.socket), f"pod-{number}")
