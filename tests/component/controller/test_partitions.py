@@ -202,6 +202,46 @@ async def test_a_runner_that_demands_partitions_waits_for_a_controller_that_is_b
     assert reason == "" if enforced else reason.startswith("cannot reach the controller")
 
 
+@pytest.mark.parametrize("busy", ["refuses", "hangs up", "accepts nothing"])
+async def test_a_runner_asks_a_busy_controller_again(
+    tmp_path: Path, busy: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    del autojump_clock
+    path = tmp_path / "socket"
+    placement = ControllerPlacement(CpuSet.parse("14-17"), (14,), PurePosixPath(path), B, enforced=False)
+    asked = list[float]()
+    refusal = b'{"jsonrpc":"2.0","id":1,"error":{"code":-32005,"message":"cannot take more"}}\n'
+
+    async def serve(listener: trio.socket.SocketType) -> None:
+        while True:
+            connection, _ = await listener.accept()
+            with connection:
+                asked.append(trio.current_time())
+                if len(asked) > 3 and busy != "refuses":
+                    await connection.recv(1 << 16)
+                    await connection.send(b'{"jsonrpc":"2.0","id":1,"result":{"guarantee":"enforced"}}\n')
+                elif busy == "refuses":
+                    await connection.recv(1 << 16)
+                    await connection.send(refusal)
+
+    with trio.socket.socket(socket.AF_UNIX) as listener:
+        await listener.bind(str(path))
+        listener.listen(0 if busy == "accepts nothing" else 8)
+        async with trio.open_nursery() as nursery:
+            if busy == "accepts nothing":
+                with trio.socket.socket(socket.AF_UNIX) as first:
+                    await first.connect(str(path))
+                    reason = await _seal(placement)
+                    assert reason.startswith("cannot reach the controller")
+                    assert trio.current_time() >= 1
+            else:
+                nursery.start_soon(serve, listener)
+                reason = await _seal(placement)
+                assert reason == ("cannot take more" if busy == "refuses" else "")
+                assert len(asked) > 3
+            nursery.cancel_scope.cancel()
+
+
 async def test_while_decisions_are_frozen_partitions_still_end(node: Node, writer: PartitionWriter) -> None:
     node.become(B)
     state = node.kubelet / "cpu_manager_state"
