@@ -13,6 +13,7 @@ import pytest
 import trio
 import trio.testing
 
+from runner.controller import loop
 from runner.controller.held_files import FILES
 from runner.controller.loop import Intervals
 from runner.controller.main import LimitOptions
@@ -21,6 +22,7 @@ from runner.controller.reconcile import Evict
 from runner.controller.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
 from runner.cpuset import CpuSet
 from runner.kernel.cgroup import CgroupError
+from runner.kernel.procfs import Procfs
 from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import (
     ANCHORS,
@@ -105,6 +107,35 @@ async def test_a_pod_that_may_write_its_groups_is_named(
         assert isinstance(status, dict)
         assert (instances[0]["without_seccomp"], status["without_seccomp"]) == (exposed, [B] if exposed else [])
         assert controller.loop.without_seccomp() == ({B} if exposed else set())
+
+
+async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status may have 700 KB; one that cannot be read because of a lease is no good sign."""
+    node.become(B)
+    node.expose(os.getpid())
+    read = list[int | str]()
+
+    def reading(procfs: Procfs, pid: int | str = "self") -> bool:
+        read.append(pid)
+        return original(procfs, pid)
+
+    original = Procfs.may_make_root
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        monkeypatch.setattr(Procfs, "may_make_root", reading)
+        assert controller.loop.without_seccomp() == set(), "it has no process there yet"
+        node.pod(B).put_threads([os.getpid()])
+        for _ in range(10):
+            status = await client.result("getStatus")
+            assert isinstance(status, dict)
+            assert status["without_seccomp"] == [B]
+        assert read == [os.getpid()]
+        monkeypatch.setattr(loop, "_JUDGED_FOR", 0.0)
+        node.expose(os.getpid(), seccomp=2)
+        assert controller.loop.without_seccomp() == set()
+        controller.loop.held.close()  # as if the pod had been faster
+        with leasing(node.pod(B).path / "cgroup.threads"):
+            assert controller.loop.without_seccomp() == {B}
 
 
 async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(node: Node) -> None:
