@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import logging
 import os
@@ -14,7 +15,7 @@ import trio
 import trio.testing
 
 from runner.controller import loop
-from runner.controller.held_files import FILES
+from runner.controller.held_files import FILES, HeldFiles
 from runner.controller.loop import Intervals
 from runner.controller.main import LimitOptions
 from runner.controller.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
@@ -159,6 +160,21 @@ async def test_no_process_can_lease_what_a_registered_pod_reaches(node: Node) ->
             assert {*results} == {"refused"}
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
         assert not [path for path in controller.loop.held._held if B in path], "closed with the group"
+
+
+def test_files_are_held_for_writing_whatever_their_mode_is(tmp_path: Path) -> None:
+    """A pod may change the mode of its own, and lease for reading what is open for reading alone."""
+    held, modes = HeldFiles(), {"cpuset.cpus": 0o444, "cgroup.procs": 0o200, "pids.max": 0o644, "memory.max": 0}
+    with ExitStack() as files:
+        files.callback(held.close)
+        for name, mode in modes.items():
+            (tmp_path / name).touch(mode)
+        held.hold([tmp_path])
+        assert held.error == ""
+        for name in modes:
+            reader = files.enter_context((tmp_path / name).open())
+            with pytest.raises(BlockingIOError):
+                fcntl.fcntl(reader, fcntl.F_SETLEASE, fcntl.F_RDLCK)
 
 
 @pytest.mark.parametrize("file", ["cpuset.cpus", "cgroup.procs"])
