@@ -13,13 +13,14 @@ import pytest
 import trio
 
 from runner.controller.cache_tuner import RESCTRL
-from runner.controller.host_tuner import TUNING, TuningOptions, take_over_records
+from runner.controller.host_tuner import MOST_RECORDED, TUNING, TuningOptions, take_over_records
 from runner.controller.main import RECORDS
 from runner.cpuset import CpuSet
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, governor_path, latency_path
 from runner.kernel.sysfs import read_hardware
 from tests.support.fake_host_settings import FakeResctrl
 from tests.support.fake_node import HOST_NAMESPACE, SHARED, A, B, Client, Controller, Node, connected, controlled
+from tests.support.leases import leasing
 
 EVERYTHING = "0-19"
 
@@ -346,6 +347,46 @@ def test_the_records_of_an_earlier_version_are_taken_over(tmp_path: Path) -> Non
     Path(old).write_text("of a controller that was put back for a while")
     take_over_records(old, store)
     assert (Path(store).read_text(), Path(old).exists()) == ("first", False)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "large"])
+def test_records_that_are_none_of_an_earlier_version_s_are_not_taken_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    old, store = tmp_path / RECORDS, tmp_path / "state" / RECORDS
+    match kind:
+        case "link":
+            (tmp_path / "other").write_text("other")
+            old.symlink_to(tmp_path / "other")
+        case "fifo":
+            os.mkfifo(old)
+        case _:
+            old.write_bytes(bytes(MOST_RECORDED + 1))
+    take_over_records(PurePosixPath(old), PurePosixPath(store))
+    assert (store.exists(), os.path.lexists(old)) == (False, True)
+    assert "records of the machine's settings not taken over" in caplog.text
+
+
+async def test_records_that_are_leased_are_taken_over_by_a_later_pass(node: Node) -> None:
+    """Until then nothing is changed: it would be recorded as what it is, and not as what it was."""
+    old = node.path / "earlier.json"
+    async with controlled(node) as controller, connected(node.socket) as client:
+        boot = controller.tuner.procfs.setting("kernel/random/boot_id")
+        record = {"before": "0-7", "ours": [EVERYTHING], "owner": "eth0"}
+        old.write_text(json.dumps({"boot": boot, "settings": {"proc/irq/24/smp_affinity_list": record}}))
+        controller.tuner.earlier = PurePosixPath(old)
+        with leasing(old):
+            await register(node, client, B, "14-17")
+            await controller.tuner.tune()
+            [reason] = controller.tuner.reasons
+            assert reason.startswith("the machine's settings stay as they are: cannot take over the records")
+            assert "a process holds a lease on it" in reason
+            assert mask(node, 24) == EVERYTHING
+        await controller.tuner.tune()
+        assert controller.tuner.earlier is None
+        assert (old.exists(), mask(node, 24) == EVERYTHING) == (False, False)
+        records = json.loads((node.path / RECORDS).read_text())["settings"]
+        assert records["proc/irq/24/smp_affinity_list"]["before"] == "0-7"
 
 
 async def test_only_its_own_container_may_tune_an_instance(node: Node) -> None:
