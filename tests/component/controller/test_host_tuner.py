@@ -5,15 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import attrs
 import pytest
 import trio
+import trio.testing
 
 from runner.controller.cache_tuner import RESCTRL
-from runner.controller.host_tuner import MOST_RECORDED, TUNING, TuningOptions, take_over_records
+from runner.controller.host_tuner import (
+    MOST_RECORDED,
+    TUNING,
+    HostTuner,
+    TunedInstance,
+    TuningOptions,
+    take_over_records,
+)
 from runner.controller.main import RECORDS
 from runner.cpuset import CpuSet
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, governor_path, latency_path
@@ -139,6 +149,36 @@ async def test_the_loop_itself_sees_instances_come_and_go(node: Node) -> None:
         await register(node, client, B, "14-17")
         await controller.eventually(lambda: mask(node, 24) == "0-13,18-19")
         await client.result("deregisterCgroup", uuid=B)
+        await controller.eventually(lambda: mask(node, 24) == EVERYTHING)
+
+
+async def test_an_instance_that_ends_during_a_pass_leaves_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had also ended when that pass was asked for, so that nothing seems to have changed in between."""
+    begun, go_on = deque[Mapping[str, TunedInstance]](), threading.Semaphore(0)
+    tuned = HostTuner._tuned
+
+    def blocked(self: HostTuner, instances: Mapping[str, TunedInstance], online: CpuSet) -> object:
+        begun.append(instances)
+        go_on.acquire()
+        return tuned(self, instances, online)
+
+    async with controlled(node) as controller, connected(node.socket) as client, trio.open_nursery() as nursery:
+        await register(node, client, B, "14-17")
+        await controller.eventually(lambda: mask(node, 24) == "0-13,18-19")
+        monkeypatch.setattr(HostTuner, "_tuned", blocked)
+        try:
+            nursery.start_soon(controller.tuner.tune)
+            await controller.eventually(lambda: len(begun) == 1)
+            await client.result("deregisterCgroup", uuid=B)
+            await controller.loop.next_pass()
+            await trio.testing.wait_all_tasks_blocked()  # the tuner, which has seen it, waits for the end of that pass
+            await register(node, client, B, "14-17")
+            go_on.release()
+            await controller.eventually(lambda: len(begun) == 2)
+            assert list(begun[1]) == [B]
+            await client.result("deregisterCgroup", uuid=B)
+        finally:
+            go_on.release(1000)
         await controller.eventually(lambda: mask(node, 24) == EVERYTHING)
 
 
