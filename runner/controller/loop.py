@@ -86,7 +86,8 @@ _PODS = inotify.DELETE | inotify.ONLYDIR
 _MOST_JUDGED = 4
 """Threads of a pod whose seccomp mode is read: those with the lowest numbers, which mostly are its PID 1's."""
 _JUDGED_FOR = 10.0
-"""Seconds for which that is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``)."""
+"""Seconds for which that is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``), and any
+container's PID 1 have it read (``registerCgroup``)."""
 _STRANGERS_NAMED = 8
 """Threads whose processes are looked up for the log when an instance without a pod is emptied."""
 
@@ -152,8 +153,8 @@ class ReconcileLoop:
     """The instances whose pods have gone and that were not empty after the last pass."""
     _changed: bool = True
     """Whether the tree was changed since its files were held: groups and files come with the loop's own actions alone."""
-    _judged: dict[str, tuple[float, bool]] = attrs.field(factory=dict)
-    """Pod UID → when :meth:`_may_make_root` has judged it, and what was found."""
+    _judged: dict[str | tuple[int, int], tuple[float, bool]] = attrs.field(factory=dict)
+    """Pod UID, or process and PID namespace → when :meth:`_judge` has judged it, and what was found."""
     _left: dict[str, CpuSet] = attrs.field(factory=dict)
     """The cpusets as this program last saw or wrote them: a difference was made by another program."""
 
@@ -172,24 +173,27 @@ class ReconcileLoop:
         pods = {} if self.observed is None else self.observed.pods
         return frozenset(pod_uid for pod_uid in pods if self._may_make_root(pod_uid))
 
-    def _may_make_root(self, pod_uid: str) -> bool:
-        """Judge *pod_uid*, or return what was found in the last :data:`_JUDGED_FOR` seconds.
+    def may_make_root(self, pid: int, namespace: int) -> bool:
+        """Tell whether the first process of a PID *namespace* may make root, as found in the last :data:`_JUDGED_FOR` seconds."""
+        return self._judge((pid, namespace), lambda: [pid])
 
-        A pod that hides its threads by a lease counts as one that may: it owns the file.
-        """
+    def _may_make_root(self, pod_uid: str) -> bool:
+        """Tell the same of pod *pod_uid*; one that hides its threads by a lease counts as one that may: it owns the file."""
+        try:
+            return self._judge(pod_uid, lambda: sorted(self.tree.pod(pod_uid).threads())[:_MOST_JUDGED])
+        except LeasedError:
+            return True
+        except CgroupError:  # it has been removed
+            return False
+
+    def _judge(self, who: str | tuple[int, int], threads: Callable[[], list[int]]) -> bool:
         now = time.monotonic()
         self._judged = {each: found for each, found in self._judged.items() if now - found[0] < _JUDGED_FOR}
-        if pod_uid not in self._judged:
-            try:
-                threads = sorted(self.tree.pod(pod_uid).threads())[:_MOST_JUDGED]
-            except LeasedError:
-                return True
-            except CgroupError:  # it has been removed
+        if who not in self._judged:
+            if not (found := threads()):
                 return False
-            if not threads:
-                return False
-            self._judged[pod_uid] = now, any(map(self.pods.procfs.may_make_root, threads))
-        return self._judged[pod_uid][1]
+            self._judged[who] = now, any(map(self.pods.procfs.may_make_root, found))
+        return self._judged[who][1]
 
     def frozen(self) -> str:
         """Return why decisions are frozen, or nothing."""

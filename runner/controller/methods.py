@@ -359,7 +359,7 @@ class RpcMethods:
         Raises :class:`RequestRefusedError` if that is required.
         """
         peer = self._peer(identify)
-        if peer is None or not self.loop.pods.procfs.may_make_root(peer.pid):
+        if peer is None or not self.loop.may_make_root(peer.pid, peer.pid_namespace):
             return
         sentence = (
             "its process runs without a seccomp profile and may make user namespaces, in which it can write the limits and "

@@ -139,7 +139,23 @@ async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node, monkey
             assert controller.loop.without_seccomp() == {B}
 
 
-async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(node: Node) -> None:
+async def test_what_a_process_may_do_is_not_read_for_each_registration(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process of any container may ask for one, and have a status of 700 KB."""
+    node.become(B)
+    read = list[int | str]()
+    monkeypatch.setattr(Procfs, "may_make_root", lambda _self, pid: read.append(pid))
+    async with controlled(node), connected(node.socket) as client:
+        for _ in range(10):
+            await client.result("registerCgroup", uuid=B, cpuset="14-17")
+    assert read == [os.getpid()]
+
+
+async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_JUDGED_FOR", 0.0)
     node.become(B)
     node.expose(os.getpid())
     async with controlled(node, require_seccomp=True), connected(node.socket) as client:
