@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -88,6 +89,8 @@ _MOST_JUDGED = 4
 _JUDGED_FOR = 10.0
 """Seconds for which that is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``), and any
 container's PID 1 have it read (``registerCgroup``)."""
+_SEEN_FOR = 0.1
+"""Seconds for which a look at the tree answers a question: it reads 20 files for each instance, and any process may ask."""
 _STRANGERS_NAMED = 8
 """Threads whose processes are looked up for the log when an instance without a pod is emptied."""
 
@@ -155,6 +158,8 @@ class ReconcileLoop:
     """Whether the tree was changed since its files were held: groups and files come with the loop's own actions alone."""
     _judged: dict[str | tuple[int, int], tuple[float, bool]] = attrs.field(factory=dict)
     """Pod UID, or process and PID namespace → when :meth:`_judge` has judged it, and what was found."""
+    _observed_at: float = -math.inf
+    """When :meth:`observe` was done last, on the clock of ``time.monotonic``."""
     _left: dict[str, CpuSet] = attrs.field(factory=dict)
     """The cpusets as this program last saw or wrote them: a difference was made by another program."""
 
@@ -228,7 +233,13 @@ class ReconcileLoop:
         known = () if isinstance(self.state, Frozen) else self.state.assigned()
         candidates = {*observed.instances(), *observed.pods} - {*known}
         self.observed = attrs.evolve(observed, gone=frozenset(filter(self.pods.gone, candidates)))
+        self._observed_at = time.monotonic()
         return self.observed
+
+    def seen(self) -> Observed:
+        """Return the tree as it was :data:`_SEEN_FOR` seconds ago at most: to tell of it, not to decide."""
+        fresh = time.monotonic() - self._observed_at < _SEEN_FOR
+        return self.observed if fresh and self.observed is not None else self.observe()
 
     def handovers(self) -> tuple[Handover, ...]:
         """Return the CPUs that change hands, in the tree as it was observed last."""

@@ -512,7 +512,7 @@ class RpcMethods:
     def _list(self, identify: Identify) -> RpcResult:
         """List every instance to the node's own processes, and to a container only its own; none to one that is in float."""
         mine, without_seccomp = self._visible(identify), self.loop.without_seccomp()
-        observed = self.loop.observe()
+        observed = self.loop.seen()
         pending = self.loop.handovers()
         return RpcResult(
             [
@@ -545,7 +545,7 @@ class RpcMethods:
     def _status(self, identify: Identify) -> RpcResult:
         """Return the controller's state; of other pods a container learns no more than how many instances there are."""
         mine = self._visible(identify)
-        observed = self.loop.observe()
+        observed = self.loop.seen()
         floating = observed.groups.get(FLOAT)
         state = self.loop.state
         return RpcResult(
