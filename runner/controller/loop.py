@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -86,7 +87,10 @@ _PODS = inotify.DELETE | inotify.ONLYDIR
 _MOST_JUDGED = 4
 """Threads of a pod whose seccomp mode is read: those with the lowest numbers, which mostly are its PID 1's."""
 _JUDGED_FOR = 10.0
-"""Seconds for which that is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``)."""
+"""Seconds for which that is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``), and any
+container's PID 1 have it read (``registerCgroup``)."""
+_SEEN_FOR = 0.1
+"""Seconds for which a look at the tree answers a question: it reads 20 files for each instance, and any process may ask."""
 _STRANGERS_NAMED = 8
 """Threads whose processes are looked up for the log when an instance without a pod is emptied."""
 
@@ -152,8 +156,10 @@ class ReconcileLoop:
     """The instances whose pods have gone and that were not empty after the last pass."""
     _changed: bool = True
     """Whether the tree was changed since its files were held: groups and files come with the loop's own actions alone."""
-    _judged: dict[str, tuple[float, bool]] = attrs.field(factory=dict)
-    """Pod UID → when :meth:`_may_make_root` has judged it, and what was found."""
+    _judged: dict[str | tuple[int, int], tuple[float, bool]] = attrs.field(factory=dict)
+    """Pod UID, or process and PID namespace → when :meth:`_judge` has judged it, and what was found."""
+    _observed_at: float = -math.inf
+    """When :meth:`observe` was done last, on the clock of ``time.monotonic``."""
     _left: dict[str, CpuSet] = attrs.field(factory=dict)
     """The cpusets as this program last saw or wrote them: a difference was made by another program."""
 
@@ -172,24 +178,27 @@ class ReconcileLoop:
         pods = {} if self.observed is None else self.observed.pods
         return frozenset(pod_uid for pod_uid in pods if self._may_make_root(pod_uid))
 
-    def _may_make_root(self, pod_uid: str) -> bool:
-        """Judge *pod_uid*, or return what was found in the last :data:`_JUDGED_FOR` seconds.
+    def may_make_root(self, pid: int, namespace: int) -> bool:
+        """Tell whether the first process of a PID *namespace* may make root, as found in the last :data:`_JUDGED_FOR` seconds."""
+        return self._judge((pid, namespace), lambda: [pid])
 
-        A pod that hides its threads by a lease counts as one that may: it owns the file.
-        """
+    def _may_make_root(self, pod_uid: str) -> bool:
+        """Tell the same of pod *pod_uid*; one that hides its threads by a lease counts as one that may: it owns the file."""
+        try:
+            return self._judge(pod_uid, lambda: sorted(self.tree.pod(pod_uid).threads())[:_MOST_JUDGED])
+        except LeasedError:
+            return True
+        except CgroupError:  # it has been removed
+            return False
+
+    def _judge(self, who: str | tuple[int, int], threads: Callable[[], list[int]]) -> bool:
         now = time.monotonic()
         self._judged = {each: found for each, found in self._judged.items() if now - found[0] < _JUDGED_FOR}
-        if pod_uid not in self._judged:
-            try:
-                threads = sorted(self.tree.pod(pod_uid).threads())[:_MOST_JUDGED]
-            except LeasedError:
-                return True
-            except CgroupError:  # it has been removed
+        if who not in self._judged:
+            if not (found := threads()):
                 return False
-            if not threads:
-                return False
-            self._judged[pod_uid] = now, any(map(self.pods.procfs.may_make_root, threads))
-        return self._judged[pod_uid][1]
+            self._judged[who] = now, any(map(self.pods.procfs.may_make_root, found))
+        return self._judged[who][1]
 
     def frozen(self) -> str:
         """Return why decisions are frozen, or nothing."""
@@ -224,7 +233,13 @@ class ReconcileLoop:
         known = () if isinstance(self.state, Frozen) else self.state.assigned()
         candidates = {*observed.instances(), *observed.pods} - {*known}
         self.observed = attrs.evolve(observed, gone=frozenset(filter(self.pods.gone, candidates)))
+        self._observed_at = time.monotonic()
         return self.observed
+
+    def seen(self) -> Observed:
+        """Return the tree as it was :data:`_SEEN_FOR` seconds ago at most: to tell of it, not to decide."""
+        fresh = time.monotonic() - self._observed_at < _SEEN_FOR
+        return self.observed if fresh and self.observed is not None else self.observe()
 
     def handovers(self) -> tuple[Handover, ...]:
         """Return the CPUs that change hands, in the tree as it was observed last."""

@@ -359,7 +359,7 @@ class RpcMethods:
         Raises :class:`RequestRefusedError` if that is required.
         """
         peer = self._peer(identify)
-        if peer is None or not self.loop.pods.procfs.may_make_root(peer.pid):
+        if peer is None or not self.loop.may_make_root(peer.pid, peer.pid_namespace):
             return
         sentence = (
             "its process runs without a seccomp profile and may make user namespaces, in which it can write the limits and "
@@ -414,14 +414,12 @@ class RpcMethods:
 
     async def _seal(self, identify: Identify, pod_uid: str) -> RpcResult:
         await self._owner(identify, pod_uid)
-        while (earliest := self._next_seal(pod_uid)) > trio.current_time():  # another may be first
+        group = self.loop.tree.group(instance_group(pod_uid))
+        # What is not registered takes no turn: every container of the node may ask, and each request keeps its connection.
+        while group.exists() and (earliest := self._next_seal(pod_uid)) > trio.current_time():  # another may be first
             await trio.sleep_until(earliest)
             await self._owner(identify, pod_uid)
-        now = trio.current_time()
-        for uid in [uid for uid, at in self._sealed_at.items() if at + SEALED_EVERY < now]:
-            del self._sealed_at[uid]
-        self._sealed_at[pod_uid] = now
-        reason = self.loop.seal(pod_uid)
+        reason = self._seal_now(pod_uid) if group.exists() else "it is not registered"
         if not reason:
             return RpcResult({"guarantee": "enforced"})
         if self.partitions_required:
@@ -433,6 +431,13 @@ class RpcMethods:
         if (more := self.loop.log_limit.due("arranged", pod_uid)) is not None:
             log.warning("instance not sealed%s uuid=%s reason=%r", more, pod_uid, reason)
         return RpcResult({"guarantee": "arranged", "reason": reason})
+
+    def _seal_now(self, pod_uid: str) -> str:
+        now = trio.current_time()
+        for uid in [uid for uid, at in self._sealed_at.items() if at + SEALED_EVERY < now]:
+            del self._sealed_at[uid]
+        self._sealed_at[pod_uid] = now
+        return self.loop.seal(pod_uid)
 
     def _next_seal(self, pod_uid: str) -> float:
         last = max(self._sealed_at.values(), default=-math.inf)
@@ -507,7 +512,7 @@ class RpcMethods:
     def _list(self, identify: Identify) -> RpcResult:
         """List every instance to the node's own processes, and to a container only its own; none to one that is in float."""
         mine, without_seccomp = self._visible(identify), self.loop.without_seccomp()
-        observed = self.loop.observe()
+        observed = self.loop.seen()
         pending = self.loop.handovers()
         return RpcResult(
             [
@@ -540,7 +545,7 @@ class RpcMethods:
     def _status(self, identify: Identify) -> RpcResult:
         """Return the controller's state; of other pods a container learns no more than how many instances there are."""
         mine = self._visible(identify)
-        observed = self.loop.observe()
+        observed = self.loop.seen()
         floating = observed.groups.get(FLOAT)
         state = self.loop.state
         return RpcResult(

@@ -63,6 +63,8 @@ class SocketLimits:
     connections: int = 64
     """Open connections. Beyond, one takes the place of the oldest idle one of the peer that has most and an idle one, if that is
     fairer, or if it is its peer's first: a pod may have as many containers, each a peer with one connection."""
+    newcomers: int = 192
+    """Open connections beyond those, of peers that have no other: what is worked on is not hung up on, and may take minutes."""
     connections_per_peer: int = 16
     """Open connections of one peer."""
     in_flight: int = 5
@@ -259,8 +261,9 @@ class UnixServer:
     def _admitted(self, client: _Client) -> Iterator[None]:
         """Count *client* among the open connections. Raises :exc:`RpcError` if there is no place for it."""
         count = len(self._clients.get(client.key, ()))
+        most = self.limits.connections if count else self.limits.connections + self.limits.newcomers
         full = self.connections >= self.limits.connections and not self._hang_up_on_the_greediest(count)
-        if full or count >= self.limits.connections_per_peer:
+        if (full and self.connections >= most) or count >= self.limits.connections_per_peer:
             raise self.service.busy(f"{count} of {self.connections} open connections are yours")
         mine = self._clients.setdefault(client.key, [])
         mine.append(client)

@@ -233,6 +233,30 @@ async def test_a_peer_without_a_connection_replaces_the_oldest_idle_one(tmp_path
         service.finished.set()
 
 
+async def test_a_peer_without_a_connection_is_served_while_all_others_are_worked_on(tmp_path: Path) -> None:
+    """Requests may take minutes, and are not hung up on: few peers could keep all others out."""
+    path = tmp_path / "socket"
+    async with served(path, SocketLimits(connections=2, newcomers=1)) as (service, server), AsyncExitStack() as held:
+        for _ in range(2):
+            client = await held.enter_async_context(connected(path))
+            await client.send(b'{"jsonrpc":"2.0","method":"wait","id":1}\n')
+            await trio.testing.wait_all_tasks_blocked()
+        async with connected(path) as third:
+            assert await refused(third), "its peer has others"
+        service.key = 2
+        async with connected(path) as newcomer:
+            assert not await refused(newcomer)
+            assert server.connections == 3
+            async with connected(path) as second:
+                assert await refused(second)
+            service.key = 3
+            await newcomer.send(b'{"jsonrpc":"2.0","method":"wait","id":1}\n')
+            await trio.testing.wait_all_tasks_blocked()
+            async with connected(path) as one_too_many:
+                assert await refused(one_too_many)
+        service.finished.set()
+
+
 async def test_a_refused_client_can_still_send_its_request_and_read_the_reason(tmp_path: Path) -> None:
     """Disconnected before it has sent, it would get EPIPE and never read the error."""
     path = tmp_path / "socket"

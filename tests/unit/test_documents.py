@@ -242,6 +242,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
     assert [value for _, value in table_rows(CONTROLLER, "| limit | value |")] == [
         f"{limits.message >> 10} KiB",
         f"{limits.connections}, {limits.connections_per_peer}",
+        f"{limits.newcomers}",
         f"{limits.in_flight}",
         f"{MOST_WAITING}",
         f"{MOST_PROCESSES}",

@@ -28,7 +28,7 @@ REFUSED = -32000
 """The error code for a request that is understood and cannot be done."""
 NOT_ALLOWED = -32001
 """The error code for a client that may not ask."""
-LIMITS = SocketLimits(connections=8, connections_per_peer=8, in_flight=8, first_byte=30.0, idle=30.0)
+LIMITS = SocketLimits(connections=8, newcomers=0, connections_per_peer=8, in_flight=8, first_byte=30.0, idle=30.0)
 """A client of this socket is a person's command or a script: few, and patient."""
 
 _SIZE = size_rule(1 << 20)

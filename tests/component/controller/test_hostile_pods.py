@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import logging
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from runner.controller.held_files import FILES, HeldFiles
 from runner.controller.loop import Intervals
 from runner.controller.main import LimitOptions
 from runner.controller.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
-from runner.controller.reconcile import Evict
+from runner.controller.reconcile import Evict, Observed
 from runner.controller.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
 from runner.cpuset import CpuSet
 from runner.kernel.cgroup import CgroupError
@@ -139,7 +140,44 @@ async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node, monkey
             assert controller.loop.without_seccomp() == {B}
 
 
-async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(node: Node) -> None:
+async def test_the_tree_is_not_read_for_each_question(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any process may ask, and each look at the tree takes the longer the more instances there are."""
+    looks = list[None]()
+
+    def observing(tree: Tree) -> Observed:
+        looks.append(None)
+        return original(tree)
+
+    original = Tree.observe
+    monkeypatch.setattr(loop, "_SEEN_FOR", math.inf)
+    async with controlled(node), connected(node.socket) as client:
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        monkeypatch.setattr(Tree, "observe", observing)
+        for method in ("getStatus", "listInstances") * 3:
+            await client.result(method)
+        assert not looks
+        monkeypatch.setattr(loop, "_SEEN_FOR", 0.0)
+        await client.result("getStatus")
+        assert len(looks) == 1
+
+
+async def test_what_a_process_may_do_is_not_read_for_each_registration(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process of any container may ask for one, and have a status of 700 KB."""
+    node.become(B)
+    read = list[int | str]()
+    monkeypatch.setattr(Procfs, "may_make_root", lambda _self, pid: read.append(pid))
+    async with controlled(node), connected(node.socket) as client:
+        for _ in range(10):
+            await client.result("registerCgroup", uuid=B, cpuset="14-17")
+    assert read == [os.getpid()]
+
+
+async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_JUDGED_FOR", 0.0)
     node.become(B)
     node.expose(os.getpid())
     async with controlled(node, require_seccomp=True), connected(node.socket) as client:

@@ -313,9 +313,24 @@ async def test_seals_of_many_instances_are_apart(
     monkeypatch.setattr(methods, "SEALS_APART", 0.2)
     async with controlled(node, partition_writer=writer, trusting=True), trio.open_nursery() as nursery:
         for number in range(4):
+            node.instance(f"pod-{number}").create()
+            node.instance(f"pod-{number}").put_threads([1000 + number])
             nursery.start_soon(seal, PurePosixPath(node.socket), f"pod-{number}")
     assert len(sealed) == 4
     assert min(after - before for before, after in pairwise(sealed)) > 0.19
+
+
+async def test_what_is_not_registered_takes_no_turn(
+    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every container of the node may ask, five times at once; each request that waits keeps its connection."""
+    node.become(B)
+    sealed = times_of_seals(monkeypatch)
+    monkeypatch.setattr(methods, "SEALED_EVERY", 60.0)
+    async with controlled(node, partition_writer=writer):
+        for _ in range(5):
+            assert await seal(PurePosixPath(node.socket), B) == "it is not registered"
+    assert not sealed
 
 
 async def test_only_the_instances_own_pod_may_ask(node: Node, writer: PartitionWriter) -> None:
