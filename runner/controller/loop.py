@@ -53,7 +53,7 @@ from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError, LeasedError
 from runner.kernel.kubelet_files import Frozen, attempt, settled
 from runner.kernel.sysfs import read_online_cpus
-from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, NOT_SEALED, instance_group, instance_uid
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
 from runner.protocol.rate_limit import LogRateLimit
@@ -313,7 +313,21 @@ class ReconcileLoop:
         return faults
 
     def seal(self, pod_uid: str) -> str:
-        """Make the group of instance *pod_uid* an isolated partition; return why it is none, empty if it is one."""
+        """Make the group of instance *pod_uid* an isolated partition; return why it is none, empty if it is one.
+
+        The reason stays with the group, for all that ask later (:meth:`not_sealed`).
+        """
+        reason = self._seal(pod_uid)
+        if reason != self.not_sealed(pod_uid):
+            with contextlib.suppress(CgroupError):  # it says why, and changes nothing
+                self.tree.group(instance_group(pod_uid)).set_attribute(NOT_SEALED, reason)
+        return reason
+
+    def not_sealed(self, pod_uid: str) -> str:
+        """Return why instance *pod_uid* could not be sealed when it asked last; empty if it could, or has not asked."""
+        return self.tree.group(instance_group(pod_uid)).attribute(NOT_SEALED) or ""
+
+    def _seal(self, pod_uid: str) -> str:
         if reason := self.no_partitions():
             return reason
         faults = self.pass_over({}, {pod_uid: True})
