@@ -47,7 +47,7 @@ from runner.controller.reconcile import (
 )
 from runner.controller.tree import Fault, Tree
 from runner.cpuset import CpuSet
-from runner.errors import HostError, explain
+from runner.errors import HostError, escaped, explain
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError, LeasedError
@@ -87,6 +87,8 @@ _MOST_JUDGED = 4
 """Threads of a pod whose seccomp mode is read: those with the lowest numbers, which mostly are its PID 1's."""
 _JUDGED_FOR = 10.0
 """Seconds for which that is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``)."""
+_MOST_REASON = 1000
+"""Characters of a reason that is read from a cgroup: a pod that may make user namespaces can write it."""
 _STRANGERS_NAMED = 8
 """Threads whose processes are looked up for the log when an instance without a pod is emptied."""
 
@@ -325,7 +327,7 @@ class ReconcileLoop:
 
     def not_sealed(self, pod_uid: str) -> str:
         """Return why instance *pod_uid* could not be sealed when it asked last; empty if it could, or has not asked."""
-        return self.tree.group(instance_group(pod_uid)).attribute(NOT_SEALED) or ""
+        return escaped(self.tree.group(instance_group(pod_uid)).attribute(NOT_SEALED) or "")[:_MOST_REASON]
 
     def _seal(self, pod_uid: str) -> str:
         if reason := self.no_partitions():

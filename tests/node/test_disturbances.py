@@ -148,7 +148,7 @@ def test_everything_killed_at_any_step_of_the_settings_leaves_nothing(
     """An instance comes and goes again and again; it and the controller are killed before another write each time."""
     stop = Stop(tmp_path, SETTING_FILES)
     changed = len(movable()) + 2 + len(machine.a)  # interrupts; their default, work queues; the latency of each CPU
-    for number in some(range(2 * changed), 6):  # there and back
+    for number in some(range(2 * changed), 4):  # there and back
         with machine.controller(command=stop.command) as process:
             until(lambda: settings() == before)
             killed_before_write(machine, process, stop, number)
