@@ -166,8 +166,17 @@ def judge_numa_balancing(value: str, numa_nodes: int) -> Finding:
 
 
 def judge_isolated(isolated: CpuSet | None, nohz_full: CpuSet, shared_pool: CpuSet | None) -> Finding:
-    """Judge the CPUs of ``isolcpus=`` and ``nohz_full=``; *shared_pool* is the kubelet's, ``None`` if unknown."""
+    """Judge the CPUs of ``isolcpus=`` and ``nohz_full=``; *shared_pool* is the kubelet's, ``None`` if unknown.
+
+    A partition that would leave no CPU outside of both is refused (``isolated_cpus_can_update``, ``kernel/cgroup/cpuset.c``).
+    """
     quiet = f"; nohz_full='{nohz_full}'" if nohz_full else ""
+    if shared_pool and shared_pool <= nohz_full:
+        return ISOLATED.warning(
+            f"all CPUs of the shared pool, '{shared_pool}', are in nohz_full=: the kernel's own work is left to instances' "
+            "CPUs, and newer kernels isolate the last of them for no instance",
+            "leave the CPUs of the shared pool out of nohz_full=",
+        )
     if isolated is None:
         return ISOLATED.unknown("the kernel does not say which CPUs are isolated")
     if not isolated:

@@ -164,7 +164,16 @@ def judge_controller(place: Place, path: str, answer: Mapping[str, object] | str
     if answer.get("trusting"):
         found = "it trusts any process about which instance it is (--insecure-trust-peer)"
         return CONTROLLER.warning(found, "remove --insecure-trust-peer from its arguments")
-    exclusive = answer.get("partitions", "the controller is older than partitions")
+    return _judge_guarantee(path, answer)
+
+
+def _judge_guarantee(path: str, answer: Mapping[str, object]) -> Finding:
+    """Judge whether the kernel keeps others off instances' CPUs: in general, and where it has refused one."""
+    exclusive, arranged = answer.get("partitions", "the controller is older than partitions"), answer.get("arranged")
+    if exclusive == "enforced" and isinstance(arranged, list) and arranged:
+        reasons = "; ".join(f"{each['uuid']}: {each['reason']}" for each in arranged)
+        found = f"the guarantee of {len(arranged)} instances is arranged, not enforced: {reasons}"
+        return CONTROLLER.warning(found, "fix what the reason names; the kernel is asked again every 30 s")
     guarantee = "enforced" if exclusive == "enforced" else f"arranged ({exclusive})"
     return CONTROLLER.ok(f"it answers at {path}; float has CPUs '{answer.get('float_cpuset')}'; guarantee {guarantee}")
 

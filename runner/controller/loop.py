@@ -48,13 +48,13 @@ from runner.controller.reconcile import (
 )
 from runner.controller.tree import Fault, Tree
 from runner.cpuset import CpuSet
-from runner.errors import HostError, explain
+from runner.errors import HostError, escaped, explain
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError, LeasedError
 from runner.kernel.kubelet_files import Frozen, attempt, settled
 from runner.kernel.sysfs import read_online_cpus
-from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, NOT_SEALED, instance_group, instance_uid
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
 from runner.protocol.rate_limit import LogRateLimit
@@ -91,6 +91,8 @@ _JUDGED_FOR = 10.0
 container's PID 1 have it read (``registerCgroup``)."""
 _SEEN_FOR = 0.1
 """Seconds for which a look at the tree answers a question: it reads 20 files for each instance, and any process may ask."""
+_MOST_REASON = 1000
+"""Characters of a reason that is read from a cgroup: a pod that may make user namespaces can write it."""
 _STRANGERS_NAMED = 8
 """Threads whose processes are looked up for the log when an instance without a pod is emptied."""
 
@@ -328,7 +330,21 @@ class ReconcileLoop:
         return faults
 
     def seal(self, pod_uid: str) -> str:
-        """Make the group of instance *pod_uid* an isolated partition; return why it is none, empty if it is one."""
+        """Make the group of instance *pod_uid* an isolated partition; return why it is none, empty if it is one.
+
+        The reason stays with the group, for all that ask later (:meth:`not_sealed`).
+        """
+        reason = self._seal(pod_uid)
+        if reason != self.not_sealed(pod_uid):
+            with contextlib.suppress(CgroupError):  # it says why, and changes nothing
+                self.tree.group(instance_group(pod_uid)).set_attribute(NOT_SEALED, reason)
+        return reason
+
+    def not_sealed(self, pod_uid: str) -> str:
+        """Return why instance *pod_uid* could not be sealed when it asked last; empty if it could, or has not asked."""
+        return escaped(self.tree.group(instance_group(pod_uid)).attribute(NOT_SEALED) or "")[:_MOST_REASON]
+
+    def _seal(self, pod_uid: str) -> str:
         if reason := self.no_partitions():
             return reason
         faults = self.pass_over({}, {pod_uid: True})

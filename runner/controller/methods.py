@@ -54,7 +54,7 @@ from runner.controller.identity import (
 )
 from runner.controller.loop import ReconcileLoop
 from runner.controller.privileged_start import DeviceFilter
-from runner.controller.reconcile import ISOLATED, ROOT, holders
+from runner.controller.reconcile import ISOLATED, ROOT, Group, holders
 from runner.controller.tuning import Tuning
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
@@ -529,12 +529,17 @@ class RpcMethods:
                         if each.holder == pod_uid and (mine is None or each.pod_uid == mine)
                     ],
                     "without_seccomp": pod_uid in without_seccomp,
-                    "guarantee": "enforced" if group.partition == ISOLATED else "arranged",
+                    **self._guarantee(pod_uid, group),
                 }
                 for pod_uid, group in sorted(observed.instances().items())
                 if mine is None or pod_uid == mine
             ]
         )
+
+    def _guarantee(self, pod_uid: str, group: Group) -> dict[str, str]:
+        if group.partition == ISOLATED:
+            return {"guarantee": "enforced"}
+        return {"guarantee": "arranged", "reason": self.loop.not_sealed(pod_uid)}
 
     def _visible(self, identify: Identify) -> str | None:
         if self.trusting or (peer := identify()).pid_namespace == self.peers.own_namespace():
@@ -560,6 +565,11 @@ class RpcMethods:
                 "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
                 "frozen": self.loop.frozen() or None,
                 "partitions": self.loop.no_partitions() or "enforced",
+                "arranged": [
+                    {"uuid": pod_uid, "reason": reason}
+                    for pod_uid, group in sorted(observed.instances().items())
+                    if mine in (None, pod_uid) and (reason := self._guarantee(pod_uid, group).get("reason"))
+                ],
                 "handovers": [
                     {"uuid": each.pod_uid, "holder": each.holder, "cpuset": str(each.cpus)}
                     for each in self.loop.handovers()

@@ -37,7 +37,14 @@ from runner.kernel.kubelet_files import Frozen, settled
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peers
 from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_hardware, read_online_cpus
-from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid, parse_container, pod_float_group
+from runner.kubelet.pod_cgroups import (
+    FLOAT,
+    NOT_SEALED,
+    instance_group,
+    instance_uid,
+    parse_container,
+    pod_float_group,
+)
 from runner.kubelet.state_files import KubeletFiles, parse_verified_cpu_state
 from runner.placement.threads import (
     CgroupPaths,
@@ -286,7 +293,8 @@ def _guarantee(group: Cgroup) -> ObservedGuarantee:
         return ObservedGuarantee(None, explain(error))
     if state == "isolated":
         return ObservedGuarantee("enforced")
-    return ObservedGuarantee("arranged", f"its partition is {state!r}" if state != "member" else "")
+    reason = escaped(group.attribute(NOT_SEALED) or "") if state == "member" else f"its partition is {state!r}"
+    return ObservedGuarantee("arranged", reason)
 
 
 def _instances(root: Cgroup) -> dict[str, CpuSet]:

@@ -28,6 +28,9 @@ INSTANCE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 FLOAT = "float"
 """The name of the controller's cgroup for all threads of instances but vCPUs."""
 _INSTANCE = "instance-"
+NOT_SEALED = "user.instance-runner.not-sealed"
+"""The attribute of an instance's cgroup with the reason why it could not be made an isolated partition when that was asked for
+last, empty if it could; it ends with the cgroup."""
 
 KUBEPODS = ("kubepods.slice", "kubelet.slice/kubelet-kubepods.slice", "kubepods", "kubelet/kubepods")
 """The possible paths of the cgroup of all pods, relative to the root of the hierarchy, without a ``cgroupRoot`` of its own."""

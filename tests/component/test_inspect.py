@@ -20,6 +20,7 @@ import pytest
 from runner.errors import HostError, Status, explain
 from runner.facts.roots import Roots
 from runner.kernel.tracefs import tracefs_reached
+from runner.kubelet.pod_cgroups import NOT_SEALED
 from tests.support.fake_instance import PYTHON, FakeInstance, fake_instance
 
 FLOAT, *_, CPU = sorted(os.sched_getaffinity(0))
@@ -296,23 +297,28 @@ def test_float_is_compared_with_the_kubelets_shared_pool(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("partition", "guarantee", "reason"),
+    ("partition", "refused", "guarantee", "reason"),
     [
-        ("isolated", "enforced", None),
-        ("member", "arranged", None),
-        (None, "arranged", None),
+        ("isolated", "", "enforced", None),
+        ("isolated", "as it was before", "enforced", None),
+        ("member", "", "arranged", None),
+        ("member", "the kernel says 'isolated invalid (…)'", "arranged", "the kernel says 'isolated invalid (…)'"),
+        (None, "", "arranged", None),
         (
             "isolated invalid (Enable partition not permitted)",
+            "",
             "arranged",
             "its partition is 'isolated invalid (Enable partition not permitted)'",
         ),
     ],
 )
 def test_the_guarantee_is_that_of_the_kernel(
-    node: Node, instance: Instance, partition: str | None, guarantee: str, reason: str | None
+    node: Node, instance: Instance, partition: str | None, refused: str, guarantee: str, reason: str | None
 ) -> None:
     if partition is not None:
         (node.group / "cpuset.cpus.partition").write_text(f"{partition}\n")
+    if refused:
+        os.setxattr(node.group, NOT_SEALED, refused.encode())
     # An isolated partition takes its CPUs from the pod's cgroup, whatever its cpuset.cpus, and so from the anchors.
     anchor_cpus = [FLOAT] if guarantee == "enforced" else [FLOAT, CPU]
     instance.fake_instance.request("pin", instance.anchor, anchor_cpus)

@@ -20,8 +20,11 @@ from pathlib import Path
 from runner.cpuset import CpuSet
 
 ROOT = Path("/sys/fs/cgroup")
-PARTITIONED = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2]) >= (6, 7)
+KERNEL = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
+PARTITIONED = KERNEL >= (6, 7)
 """Whether the kernel has remote partitions, by its version: a kernel that should have them and has not fails the tests."""
+MASKS_KEPT = KERNEL >= (6, 2)
+"""Whether a thread's own mask outlives a change of its cpuset (``user_cpus_ptr``); ``check`` warns of kernels without."""
 IN_DELETE = 0x200
 SECONDS = 60 * max(1, (os.cpu_count() or 1) // 16)
 """How long to wait for what must happen; emulated CPUs are slow, and the more of them the slower."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.node.minimal_pods import children
 
 PARTITION_FILES = ("cpuset.cpus.exclusive", "cpuset.cpus.partition")
+SETTING_FILES = ("smp_affinity_list", "default_smp_affinity", "cpumask", "pm_qos_resume_latency_us")
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path

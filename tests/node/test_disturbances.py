@@ -12,6 +12,8 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import trio
@@ -35,6 +37,8 @@ from tests.node.host_settings import (
 )
 from tests.node.instances import TREE, NodeFixture
 from tests.node.minimal_pods import TIMEOUT, A, B, Machine, Pod, missing, result, until
+from tests.node.stopped_controller import SETTING_FILES, Stop, stopped
+from tests.support.soak import some
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
 
@@ -50,9 +54,13 @@ def kept_off(cpus: CpuSet) -> bool:
 
 def register(machine: Machine, uid: str, cpus: CpuSet) -> Pod:
     pod = machine.pod(uid, cpus)
-    pod.execute("anchor")
-    result(pod.call(machine.socket, "registerCgroup", uuid=uid, cpuset=str(cpus)))
+    ask_for_its_cpus(machine, pod)
     return pod
+
+
+def ask_for_its_cpus(machine: Machine, pod: Pod) -> None:
+    pod.execute("anchor")
+    result(pod.call(machine.socket, "registerCgroup", uuid=pod.uid, cpuset=str(pod.scope.cpus())))
 
 
 def end(machine: Machine, pod: Pod) -> None:
@@ -131,6 +139,47 @@ def test_nothing_is_lost_when_everything_is_killed(machine: Machine, before: dic
     assert kept_off(machine.a | machine.b)
     with machine.controller():
         until(lambda: settings() == before)
+
+
+@pytest.mark.timeout(1800)
+def test_everything_killed_at_any_step_of_the_settings_leaves_nothing(
+    before: dict[str, str], machine: Machine, tmp_path: Path
+) -> None:
+    """An instance comes and goes again and again; it and the controller are killed before another write each time."""
+    stop = Stop(tmp_path, SETTING_FILES)
+    changed = len(movable()) + 2 + len(machine.a)  # interrupts; their default, work queues; the latency of each CPU
+    for number in some(range(2 * changed), 4):  # there and back
+        with machine.controller(command=stop.command) as process:
+            until(lambda: settings() == before)
+            killed_before_write(machine, process, stop, number)
+    with machine.controller():
+        until(lambda: settings() == before)
+
+
+def killed_before_write(machine: Machine, process: subprocess.Popen[bytes], stop: Stop, number: int) -> None:
+    """Let an instance come and go; kill it and its controller *process* before the write *number* of these."""
+    machine.put_state({A: machine.a})
+    stop.choose(number)
+    with ThreadPoolExecutor(1) as pool:
+        pod = machine.pod(A, machine.a)
+        arrival = pool.submit(arrive, machine, pod)
+        until(lambda: stopped(process.pid) or arrival.done())
+        if not stopped(process.pid):
+            arrival.result()
+            until(lambda: stopped(process.pid) or kept_off(machine.a))
+        if not stopped(process.pid):
+            end(machine, pod)
+            until(lambda: stopped(process.pid))
+        kill(process)
+        arrival.exception()  # the pod's request has ended with the controller
+    if pod in machine.pods:
+        end(machine, pod)
+
+
+def arrive(machine: Machine, pod: Pod) -> None:
+    """Register *pod*, and ask for low latency."""
+    ask_for_its_cpus(machine, pod)
+    tuned(machine, pod, {"latency": "low"})
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -643,6 +643,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
                 "effective": "14-17",
                 "populated": False,
                 "guarantee": "arranged",
+                "reason": "",
                 "awaited_by": [],
                 "without_seccomp": False,
             }

@@ -18,6 +18,9 @@ import pytest
 import trio
 import trio.testing
 
+from runner.check.finding import Level, Place
+from runner.check.host_reader import ask_controller
+from runner.check.programs import judge_controller
 from runner.controller import methods
 from runner.controller.loop import ReconcileLoop
 from runner.controller.main import respond_about
@@ -28,7 +31,7 @@ from runner.kernel.cgroup import CgroupError
 from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, register, seal, unseal
 from tests.support.fake_cgroupfs import FakeCgroup
-from tests.support.fake_node import A, B, Node, connected, controlled
+from tests.support.fake_node import A, B, Client, Node, connected, controlled
 from tests.support.leases import leasing
 
 
@@ -397,3 +400,65 @@ def test_a_writer_without_the_capability_is_none_that_could_come_back(lacking: t
     argv = ("setpriv", *lacking, "--inh-caps=-all", sys.executable, "-c", code)
     shown = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=30)
     assert shown.stdout.strip() == found
+
+
+HKEEPING = "isolated invalid (partition config conflicts with housekeeping setup)"
+"""``cpuset.cpus.partition`` where no CPU would be left for the kernel's own work (``nohz_full=``): ``PERR_HKEEPING`` in
+``perr_strings``, ``kernel/cgroup/cpuset.c``."""
+
+
+@pytest.fixture
+def refusing(node: Node, pair: tuple[PartitionWriter, socket.socket]) -> Iterator[list[str]]:
+    """Return what the kernel makes of the word ``isolated``, the last of the list, in place of the writer."""
+    states = [HKEEPING]
+
+    def serve() -> None:
+        while message := pair[1].recv(256):
+            (node.root.path / message.decode() / "cpuset.cpus.partition").write_text(f"{states[-1]}\n")
+            pair[1].send(b"0")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield states
+    pair[0].connection.close()
+    thread.join()
+
+
+async def test_why_the_kernel_refuses_is_shown_until_it_does_not(
+    node: Node,
+    pair: tuple[PartitionWriter, socket.socket],
+    refusing: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    node.become(B)
+    path, group = PurePosixPath(node.socket), node.instance(B)
+    async with controlled(node, partition_writer=pair[0]) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        group.put_threads({11})
+        reason = await seal(path, B)
+        assert f"the kernel says {HKEEPING!r}" in reason
+        assert f"instance not sealed uuid={B} reason={reason!r}" in caplog.messages
+        assert (group.partition(), group.exclusive_cpus()) == ("member", CpuSet())
+        await controller.until(lambda: node.root.exclusive_cpus() == CpuSet())
+    async with controlled(node, partition_writer=pair[0]) as controller, connected(node.socket) as client:
+        assert await guarantees(client) == [("arranged", reason)]
+        status = await ask_controller(path)
+        assert isinstance(status, dict)
+        finding = judge_controller(Place.POD, str(path), status, "auto")
+        assert finding.level is Level.WARNING
+        assert f"arranged, not enforced: {B}: {reason}" in finding.found
+        metrics = respond_about(controller.loop, controller.device_filter, "/metrics").text
+        assert "instances_enforced 0.0" in metrics
+        refusing.append("isolated")
+        assert await seal(path, B) == ""
+        assert await guarantees(client) == [("enforced", None)]
+        status = await ask_controller(path)
+        assert isinstance(status, dict)
+        assert status["arranged"] == []
+
+
+async def guarantees(client: Client) -> list[tuple[str, str | None]]:
+    """Return the guarantee of each instance, and the reason why it is no better."""
+    listed = await client.result("listInstances")
+    assert isinstance(listed, list)
+    return [(each["guarantee"], each.get("reason")) for each in listed]

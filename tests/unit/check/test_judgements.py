@@ -109,6 +109,8 @@ CASES: list[tuple[Finding, Level, str]] = [
     (kernel_settings.judge_numa_balancing("", 2), OK, "off"),
     (kernel_settings.judge_numa_balancing("1", 2), WARNING, "numa_balancing is 1"),
     (kernel_settings.judge_isolated(CpuSet(), CpuSet(), None), OK, "names none"),
+    (kernel_settings.judge_isolated(CpuSet(), SOME, CpuSet([0, 1])), OK, "names none; nohz_full='2-3'"),
+    (kernel_settings.judge_isolated(CpuSet(), SOME, SOME), WARNING, "the shared pool, '2-3', are in nohz_full="),
     (kernel_settings.judge_isolated(SOME, SOME, CpuSet([0, 1])), OK, "none of them in the shared pool; nohz_full='2-3'"),
     (kernel_settings.judge_isolated(SOME, CpuSet(), CpuSet([0, 1, 2])), WARNING, "CPUs '2' of the shared pool"),
     (kernel_settings.judge_isolated(SOME, CpuSet(), None), UNKNOWN, "the shared pool is not known here"),
@@ -209,6 +211,13 @@ CASES: list[tuple[Finding, Level, str]] = [
     (controller({**STATUS, "policy": "none"}), FATAL, "no exclusive CPUs"),
     (controller({**STATUS, "faults": ["one", "two"]}), WARNING, "2 faults: one"),
     (controller({**STATUS, "trusting": True}), WARNING, "trusts any process"),
+    (controller({**STATUS, "partitions": "they are off"}), OK, "guarantee arranged (they are off)"),
+    (controller({**STATUS, "partitions": "enforced", "arranged": []}), OK, "guarantee enforced"),
+    (
+        controller({**STATUS, "partitions": "enforced", "arranged": [{"uuid": "a", "reason": "the kernel refuses"}]}),
+        WARNING,
+        "the guarantee of 1 instances is arranged, not enforced: a: the kernel refuses",
+    ),
 ]  # fmt: skip
 
 
