@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, Protocol
 
 from runner.cli.run_instance import Outputs
-from runner.errors import HostError
+from runner.errors import HostError, RefusedError, explain
 from runner.instance.init import resume_as_init
 from runner.instance.renewal.codec import decode
 from runner.instance.renewal.upgrade import FORMAT, committed_after, taken_over
@@ -47,7 +47,10 @@ def rehearse(stage: ExecutedStage) -> None:
     """
     document = stage.document
     if stage.index:
-        check_program(PurePosixPath(document["directory"]), document["programs"][0]["digest"])
+        try:
+            check_program(PurePosixPath(document["directory"]), document["programs"][0]["digest"])
+        except RefusedError as error:  # the first stage prints no causes
+            raise RefusedError(explain(error)) from None
     _state(document)
 
 

@@ -53,6 +53,7 @@ def inheritable() -> list[int]:
 
 async def test_every_holder_says_what_it_holds(fake_host: FakeHost) -> None:
     async def act(supervisor: Supervisor) -> None:
+        await trio.lowlevel.checkpoint()
         document = json.loads(json.dumps(_document(supervisor, [running_program("")], "upgrade")))
         state = {name: decode(each) for name, each in document["state"].items()}
         captured = {name: capture() for name, capture in supervisor.carry_over.offers.items()}

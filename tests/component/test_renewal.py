@@ -170,6 +170,7 @@ def spoil_holder(program: ProgramDirectory) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
+        (spoil_owner, "cannot renew the runner: cannot use"),
         (spoil_owner, "others than root may change it; give it to root, mode go-w"),
         (spoil_link, "it is neither a file nor a directory"),
         (spoil_import, "No module named 'missing_package'"),
@@ -194,6 +195,19 @@ def test_a_program_that_cannot_go_on_is_refused_and_nothing_is_executed(
     assert run.status()["runner"]["generation"] == 0
     assert run.stop() == 0
     assert run.termination_log()["faults"] == []
+
+
+def test_another_digest_than_the_directorys_is_refused(start: RenewableStarter, made: ProgramDirectory) -> None:
+    run = start()
+    ended = run.upgrade(made, "sha256:" + "0" * 64)
+    assert ended.returncode == 4
+    assert f"its digest is {made.digest}, not sha256:0000" in ended.stderr
+    ended = run.upgrade(made, "md5:0")
+    assert "'digest' must be sha256: and 64 hexadecimal digits" in ended.stderr
+    ended = run.ctl("upgrade", "--from", "/nowhere", "--digest", made.digest)
+    assert "cannot renew the runner: cannot use '/nowhere': No such file or directory" in ended.stderr
+    assert run.status()["runner"]["generation"] == 0
+    assert run.stop() == 0
 
 
 def test_the_digest_is_what_the_shell_says(program: ProgramDirectory) -> None:

@@ -49,6 +49,7 @@ REHEARSED_WITHIN = 30.0
 MOST_FAULTS, FORGIVEN = 2, 600.0
 """Faults of its own that a runner survives, and the seconds after which one no longer counts."""
 
+_REFUSED = f"{RefusedError.__name__}: "
 _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
@@ -116,7 +117,10 @@ async def _rehearse(supervisor: Supervisor, document: Any, index: int, what: str
         raise RefusedError(f"cannot renew the runner: {what} could not be tried within {REHEARSED_WITHIN:g} s")
     if process.returncode:
         output = process.last_lines[-1] if process.last_lines else process.how_it_ended()
-        raise RefusedError(f"cannot renew the runner: {what} cannot go on: {output}")
+        refused = output.removeprefix(_REFUSED)  # of the directory, by the program that runs
+        raise RefusedError(
+            f"cannot renew the runner: {refused if refused != output else f'{what} cannot go on: {output}'}"
+        )
 
 
 def _json(document: Any) -> bytes:
