@@ -8,13 +8,21 @@ from collections.abc import Generator
 
 import pytest
 
+from tests.support.retries import Retries
 from tests.support.soak import FACTOR, SEED
 
 EVERYTHING_REQUIRED = os.environ.get("RUNNER_REQUIRE") == "all"
+RETRIED = int(os.environ.get("RUNNER_RETRIES") or 0)
+"""How many failed tests may be noise of the machine: each is run once more, after all others."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what it runs in the background; the programs under test would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if RETRIED:
+        config.pluginmanager.register(Retries(RETRIED))
 
 
 def pytest_report_header() -> list[str]:

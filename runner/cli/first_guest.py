@@ -20,7 +20,7 @@ from pathlib import Path
 import attrs
 import trio
 
-from runner.cli.outcomes import explain_status
+from runner.cli.outcomes import KILLED, explain_status
 from runner.errors import RefusedError, Status
 from runner.facts.roots import Roots
 from runner.instance.supervisor import first_of
@@ -48,6 +48,9 @@ RUNS = b" the guest runs"
 
 HELD_LINES = 200
 """Lines of the log that are held back while the guest has the terminal; earlier ones are dropped."""
+
+NO_NAMESPACES = 125
+"""The status where ``unshare`` failed; that of docker and podman where they failed themselves."""
 
 CONSOLE_ENDS_WITHIN = 5.0
 """Seconds that ``console`` may take to end after the instance has."""
@@ -81,9 +84,9 @@ def _refuse_what_cannot_work(guest: Path) -> None:
 
 
 def first_spec(guest: Path, size: os.terminal_size | None) -> Mapping[str, object]:
-    """Return the spec of the instance; *size* is that of its terminal, ``None`` if it has none."""
+    """Return the spec of the instance; *size* is that of its terminal, ``None`` if it has none, and of zeros if it is unknown."""
     cmdline = "console=ttyS0 quiet no_timer_check guest.then=shell"
-    if size is not None:
+    if size is not None and all(size):
         cmdline += f" guest.rows={size.lines} guest.columns={size.columns}"
     return {
         "instance": {"name": "try"},
@@ -102,6 +105,8 @@ class InstanceLog:
     """The log of ``run``: passed on to standard error, but held back while the guest has the terminal."""
 
     guest_runs: trio.Event = attrs.field(factory=trio.Event)
+    last: bytes = b""
+    """Its last line."""
     _held: deque[bytes] | None = None
 
     async def follow(self, fd: int) -> None:
@@ -136,6 +141,8 @@ class InstanceLog:
             _show(line)
         else:
             self._held.append(line)
+        if line:
+            self.last = line
         if RUNS in line:
             self.guest_runs.set()
 
@@ -170,11 +177,23 @@ async def _run(program: str, guest: Path) -> int:
                 await _attached(program, instance, log, asked)
             await _stopped(instance)
             observers.cancel_scope.cancel()
-    if instance.status == Status.STOPPED:
+    status = _status_of_run(instance.status, log)
+    if status == Status.STOPPED:
         _notify("the guest has ended, and nothing of it is left")
-    for line in explain_status(instance.status):
+    for line in explain_status(status):
         _show(line.encode())
-    return instance.status
+    return status
+
+
+def _status_of_run(status: int, log: InstanceLog) -> int:
+    """Return the status of ``run`` where *status* is that of ``unshare``, which waits for it and speaks last in *log*.
+
+    ``unshare`` ends with 1 where it cannot make the namespaces, which is no fault of ours, and in util-linux 2.38 (Debian 12)
+    where its child is killed by SIGKILL: it would die by the same signal, and first fails to reset that one's disposition.
+    """
+    if status != os.EX_OK and log.last.startswith(b"unshare: "):
+        return KILLED if log.guest_runs.is_set() else NO_NAMESPACES
+    return status
 
 
 async def _obey(signals: AsyncIterator[int], asked: trio.Event) -> None:

@@ -111,7 +111,8 @@ def read_spec_file(path: str) -> bytes:
         with file.open("rb") as spec:
             return spec.read(LARGEST_DOCUMENT + 1)  # a larger one is refused unparsed
     except OSError as error:
-        raise UsageError(f"cannot read the spec {path!r}") from error
+        remedy = "name a SPEC, or mount one there" if path == DEFAULT_SPEC else ""
+        raise UsageError(f"cannot read the spec {path!r}: {error.strerror}", remedy=remedy) from None
 
 
 def read_spec(path: str) -> bytes:

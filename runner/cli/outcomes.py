@@ -47,6 +47,9 @@ OUTCOMES: Mapping[Status, tuple[str, str]] = {
 }
 """Status → what it means, and the remedy, as the table of the documents has them."""
 
+KILLED = 137
+"""128 and the number of SIGKILL, as a shell has it."""
+
 
 def explain_status(number: int) -> Iterator[str]:
     """Yield the lines that explain the exit status *number* to a person; none for a success."""
@@ -56,7 +59,11 @@ def explain_status(number: int) -> Iterator[str]:
         status = Status(number)
         means, remedy = OUTCOMES[status]
     except (ValueError, KeyError):
-        yield f"ended with status {number}, which is none of instance-runner's: the lines before it say why"
+        if number == KILLED:
+            yield f"ended with status {number}: the runner was killed (SIGKILL); the kernel has ended all that it had started"
+            yield "what to do: `dmesg` says whether the kernel killed it for want of memory"
+        else:
+            yield f"ended with status {number}, which is none of instance-runner's: the lines before it say why"
         return
     yield f"ended with status {number} ({status.name.lower()}): {means}"
     yield f"what to do: {remedy}"

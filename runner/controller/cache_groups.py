@@ -40,6 +40,8 @@ class CachePlan:
     """L3 cache → the lowest way that is given away; only caches of which any is."""
     errors: tuple[tuple[str, str], ...]
     """The group of a request, and why it does not get all that it asks for."""
+    present: Mapping[str, CacheGroup]
+    """All groups, as they were found."""
 
 
 def plan_cache_groups(
@@ -60,16 +62,16 @@ def plan_cache_groups(
             (request.group, f"cannot give instance {request.pod_uid!r} cache or memory bandwidth: {reason}")
             for request in requests
         )
-        return CachePlan({}, tuple(ours), {}, tuple(refused))
+        return CachePlan({}, tuple(ours), {}, tuple(refused), groups)
     errors: list[tuple[str, str]] = []
     given = _kept_ways(requests, groups, capabilities, caches)
     planned = {}
     for request in requests:
         values: dict[str, dict[int, str]] = {}
         touched = [cache for cache, cpus in caches.items() if not cpus.isdisjoint(request.cpus)]
-        errors += ((request.group, reason) for reason in _limits(request, capabilities))
-        if request.tuning.cache_ways is not None and not [*_ways_errors(request, capabilities)]:
-            ways = request.tuning.cache_ways
+        ways, reasons = request.tuning.cache_ways, [*_ways_errors(request, capabilities)]
+        errors += ((request.group, reason) for reason in (*reasons, *_bandwidth_errors(request, capabilities)))
+        if ways is not None and not reasons:
             for cache in touched:
                 if mask := given[cache].get(request.group) or _free_ways(ways, capabilities.all_ways, given[cache]):
                     given[cache][request.group] = mask
@@ -86,18 +88,19 @@ def plan_cache_groups(
         for cache, masks in given.items()
         if masks
     }
-    return CachePlan(planned, tuple(name for name in ours if name not in planned), lowest, tuple(errors))
+    removed = tuple(name for name in ours if name not in planned)
+    return CachePlan(planned, removed, lowest, tuple(errors), groups)
 
 
-def _limits(request: CacheRequest, capabilities: CacheCapabilities) -> Iterator[str]:
-    if request.tuning.cache_ways is not None:
-        yield from _ways_errors(request, capabilities)
+def _bandwidth_errors(request: CacheRequest, capabilities: CacheCapabilities) -> Iterator[str]:
     if request.tuning.memory_bandwidth is not None and not capabilities.least_bandwidth:
         yield f"cannot limit the memory bandwidth of instance {request.pod_uid!r}: this machine's CPUs cannot"
 
 
 def _ways_errors(request: CacheRequest, capabilities: CacheCapabilities) -> Iterator[str]:
-    ways, most = request.tuning.cache_ways or 0, capabilities.all_ways.bit_count() // 2
+    ways, most = request.tuning.cache_ways, capabilities.all_ways.bit_count() // 2
+    if ways is None:
+        return
     if not capabilities.all_ways:
         yield f"cannot give instance {request.pod_uid!r} ways of the L3 cache: this machine's CPUs cannot"
     elif not capabilities.fewest_ways <= ways <= most:

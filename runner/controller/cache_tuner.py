@@ -57,7 +57,7 @@ class CacheTuner:
         """Yield the ways of each cache that everything else has: those below the ones that are given away."""
         if plan is None:
             return
-        for cache, current in self.resctrl.groups()[""].values.get("L3", {}).items():
+        for cache, current in plan.present[""].values.get("L3", {}).items():
             path, first = f"{RESCTRL}/schemata:{cache}", plan.lowest_given.get(cache)
             if first is not None or path in records:
                 yield Setting(path, "cache", f"{int(current, 16):x}", WaysBelow(first))
@@ -73,9 +73,8 @@ class CacheTuner:
         for name in plan.removed:
             with _added_to(missing, name):
                 self.resctrl.remove(name)
-        present = self.resctrl.groups()
         for name, group in plan.groups.items():
-            has = present.get(name)
+            has = plan.present.get(name)
             if has is not None and has.cpus == group.cpus and _contains(has.values, group.values):
                 continue
             with _added_to(missing, name):

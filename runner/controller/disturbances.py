@@ -35,9 +35,9 @@ class AwayFrom:
 
     def target(self, before: str) -> str:
         """Return the mask for one that was *before*."""
+        mask = CpuSet.parse(before)
         if not self.occupied:
             return before
-        mask = CpuSet.parse(before)
         left, near = mask - self.occupied, (self.near & self.online) - self.occupied
         choices = ([left & near] if self.prefer_near else []) + [left, near, self.online - self.occupied]
         return str(next((cpus for cpus in choices if not cpus.isdisjoint(self.online)), mask))
@@ -73,7 +73,8 @@ class WaysBelow:
 
     def target(self, before: str) -> str:
         """Return the mask for one that was *before*."""
-        return before if self.first is None else f"{int(before, 16) & (1 << self.first) - 1:x}"
+        ways = int(before, 16)
+        return before if self.first is None else f"{ways & (1 << self.first) - 1:x}"
 
 
 Rule = AwayFrom | Added | Fixed | WaysBelow
@@ -158,14 +159,24 @@ def decide(settings: Iterable[Setting], records: Mapping[str, Record], lasting: 
 
 
 def _record_of(setting: Setting, records: Mapping[str, Record]) -> Record | None:
-    record = records.get(setting.path)
+    record = _usable_record(setting, records.get(setting.path))
     return record if record is not None and record.owner == setting.owner else None
+
+
+def _usable_record(setting: Setting, record: Record | None) -> Record | None:
+    """Return *record*, or ``None`` if what is in it was never a value of *setting*."""
+    try:
+        if record is not None:
+            setting.rule.target(record.before)
+    except ValueError:
+        return None
+    return record
 
 
 def _before(setting: Setting, record: Record | None, records: Mapping[str, Record]) -> str:
     if record is not None:
         return record.before if setting.current in record.ours else setting.current
-    beginning = records.get(setting.begins_as)
+    beginning = _usable_record(setting, records.get(setting.begins_as))
     return beginning.before if beginning is not None and setting.current in beginning.ours else setting.current
 
 

@@ -9,7 +9,9 @@ its processes hold, wherever they are, less what the pod's own cgroup is charged
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+import attrs
 
 from runner.values import frozen
 
@@ -32,27 +34,22 @@ class MemoryByKind:
 
     def plus(self, other: MemoryByKind) -> MemoryByKind:
         """Return the sum with *other*, kind by kind."""
-        return MemoryByKind(self.anonymous + other.anonymous, self.shared + other.shared, self.kernel + other.kernel)
+        return self._combined(int.__add__, other)
 
     def beyond(self, other: MemoryByKind) -> MemoryByKind:
         """Return what is more than in *other*, kind by kind."""
-        return MemoryByKind(
-            max(self.anonymous - other.anonymous, 0),
-            max(self.shared - other.shared, 0),
-            max(self.kernel - other.kernel, 0),
-        )
+        return self._combined(lambda mine, its: max(mine - its, 0), other)
 
     def at_least(self, other: MemoryByKind) -> MemoryByKind:
         """Return the larger of this and *other*, kind by kind."""
-        return MemoryByKind(
-            max(self.anonymous, other.anonymous), max(self.shared, other.shared), max(self.kernel, other.kernel)
-        )
+        return self._combined(max, other)
 
     def at_most(self, other: MemoryByKind) -> MemoryByKind:
         """Return the smaller of this and *other*, kind by kind."""
-        return MemoryByKind(
-            min(self.anonymous, other.anonymous), min(self.shared, other.shared), min(self.kernel, other.kernel)
-        )
+        return self._combined(min, other)
+
+    def _combined(self, operation: Callable[[int, int], int], other: MemoryByKind) -> MemoryByKind:
+        return MemoryByKind(*map(operation, attrs.astuple(self), attrs.astuple(other)))
 
 
 @frozen
@@ -68,12 +65,16 @@ class PodMemory:
     """Process → what it holds, for those in the pod's groups in the tree."""
     elsewhere: bool = False
     """Whether it has processes in its own cgroup, which may hold what the others took."""
+    hidden: bool = False
+    """Whether it has made more processes there than are looked at, or keeps others from seeing them: it may hold anything."""
 
     def of_root(self, root: MemoryByKind) -> MemoryByKind:
         """Return what the pod holds of the memory that the *root* is charged for.
 
         Private memory that processes share since a fork is counted once for each of them, so *root* is the upper bound.
         """
+        if self.hidden:
+            return root
         return self.found.beyond(self.charged).at_most(root)
 
 
@@ -90,9 +91,12 @@ def unreclaimable(used: int, stat: Mapping[str, int]) -> int:
 
 
 def choose_pod(pods: Iterable[PodMemory], root: MemoryByKind, least: int) -> PodMemory | None:
-    """Return the pod with processes that holds most of the memory of *root*, if that is *least* bytes or more."""
+    """Return the pod with processes that holds most of the memory of *root*, if that is *least* bytes or more.
+
+    One that hides its processes comes first.
+    """
     able = [pod for pod in pods if (pod.processes or pod.elsewhere) and pod.of_root(root).total >= least]
-    return max(able, key=lambda pod: (pod.of_root(root).total, pod.pod_uid), default=None)
+    return max(able, key=lambda pod: (pod.hidden, pod.of_root(root).total, pod.pod_uid), default=None)
 
 
 def is_decided(pods: Iterable[PodMemory], root: MemoryByKind) -> bool:

@@ -53,6 +53,7 @@ from runner.kernel.host_settings import (
     governor_path,
     latency_path,
 )
+from runner.kernel.leases import read_at_once
 from runner.kernel.procfs import Procfs
 from runner.kubelet.pod_cgroups import FLOAT, instance_group
 from runner.values import frozen
@@ -316,11 +317,11 @@ class HostTuner:
     def _records(self) -> Mapping[str, Record]:
         self._boot = self.procfs.setting("kernel/random/boot_id")
         try:
-            return parse_records(Path(self.store).read_text(), self._boot)
+            return parse_records(read_at_once(self.store).decode(), self._boot)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            log.error("records of the machine's settings lost path=%s reason=%r", self.store, str(error))  # noqa: TRY400
+            log.error("records of the machine's settings lost path=%s reason=%r", self.store, explain(error))  # noqa: TRY400
             discard(self.store)
             return {}
 
@@ -336,6 +337,21 @@ class HostTuner:
             )
             return False
         return True
+
+
+def take_over_records(old: PurePosixPath, store: PurePosixPath) -> None:
+    """Make the directory of *store*, and move the records there from *old*, where earlier versions kept them; never raises.
+
+    A pod that has leased *old* delays this once, by ``fs.lease-break-time``.
+    """
+    try:
+        Path(store.parent).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if old != store and Path(old).exists():
+            if not Path(store).exists():
+                publish(store, Path(old).read_bytes())
+            discard(old)
+    except (OSError, HostError) as error:
+        log.error("records of the machine's settings not taken over path=%s reason=%r", old, explain(error))  # noqa: TRY400
 
 
 def read_tuning(group: Cgroup) -> Tuning:

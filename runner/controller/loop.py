@@ -17,6 +17,7 @@ import attrs
 import trio
 
 from runner.controller.handover import Handover, handovers
+from runner.controller.held_files import HeldFiles
 from runner.controller.limits import Limits
 from runner.controller.metrics import ControllerCounters, LoopStatus
 from runner.controller.pods import PodCgroups
@@ -123,6 +124,7 @@ class ReconcileLoop:
     limits: Limits
     pods: PodCgroups
     counters: ControllerCounters = attrs.field(factory=ControllerCounters)
+    held: HeldFiles = attrs.field(factory=HeldFiles)
     log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
     """For what a pod can cause without end: requests, whether refused or not, and passes."""
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
@@ -146,6 +148,8 @@ class ReconcileLoop:
     """The names of the pods' own cgroups, for the instances there are."""
     _evicting: frozenset[str] = frozenset()
     """The instances whose pods have gone and that were not empty after the last pass."""
+    _changed: bool = True
+    """Whether the tree was changed since its files were held: groups and files come with the loop's own actions alone."""
     _left: dict[str, CpuSet] = attrs.field(factory=dict)
     """The cpusets as this program last saw or wrote them: a difference was made by another program."""
 
@@ -229,6 +233,22 @@ class ReconcileLoop:
         *seals* are instances to be sealed or unsealed (:func:`~runner.controller.reconcile.reconcile`).
         While decisions are frozen, only what is to be unsealed is. Raises :class:`HostError` if there is no cgroup v2 to work with.
         """
+        try:
+            return self._pass(grants, seals)
+        finally:
+            if self._changed or self.held.leased or self.held.error:
+                self._hold()  # before anybody gets a descriptor of a new group
+
+    def _hold(self) -> None:
+        self._changed = False
+        with contextlib.suppress(CgroupError):  # the pass has said so
+            self.held.hold(group.path for group in self.tree.groups())
+        if (leased := self.held.leased) and (more := self.log_limit.due("leased")) is not None:
+            log.error("cgroup files are leased by other processes%s files=%d one=%s", more, len(leased), min(leased))
+        if self.held.error and (more := self.log_limit.due("not held")) is not None:
+            log.warning("cgroup files can be leased by other processes%s reason=%r", more, self.held.error)
+
+    def _pass(self, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None) -> tuple[Fault, ...]:
         started = time.perf_counter()
         self.registered.update(grants)
         machine = self.machine()
@@ -264,6 +284,7 @@ class ReconcileLoop:
         self, actions: tuple[Action, ...], observed: Observed, grants: Mapping[str, CpuSet], machine: OnlineCpus
     ) -> tuple[Fault, ...]:
         """Do *actions*, and tell of those that succeeded; return what went wrong."""
+        self._changed |= bool(actions)
         faults = self.tree.apply(actions, machine.online)
         failed = {fault.group for fault in faults if not fault.unlimited}
         unlimited = {fault.group for fault in faults if fault.unlimited}
@@ -542,8 +563,10 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
             await loop.once(queue)
             nursery.start_soon(loop.listen, queue)
             nursery.start_soon(loop.follow, queue)
+            nursery.start_soon(loop.held.outwait_leases, loop.disturb)
             try:
                 yield
             finally:
                 nursery.cancel_scope.cancel()
                 loop.log_limit.log_left_out()
+                loop.held.close()

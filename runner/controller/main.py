@@ -17,7 +17,7 @@ import trio
 
 from runner.arguments import LOG_FORMATS, add_version, argument_type
 from runner.controller.cache_tuner import RESCTRL, CacheTuner
-from runner.controller.host_tuner import HostTuner, TuningOptions
+from runner.controller.host_tuner import HostTuner, TuningOptions, take_over_records
 from runner.controller.limits import (
     INSTANCE_MEMORY,
     Limits,
@@ -38,11 +38,12 @@ from runner.controller.privileged_start import DeviceFilter, PrivilegedParts, st
 from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
-from runner.errors import RunnerError, UsageError, explain
+from runner.errors import HostError, RunnerError, UsageError, explain
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DeviceRule
 from runner.kernel.host_settings import HostSettings
 from runner.kernel.peers import Peers
+from runner.kernel.privileges import raise_descriptor_limit
 from runner.kernel.procfs import Procfs
 from runner.kernel.resctrl import Resctrl
 from runner.kubelet.state_files import KubeletFiles
@@ -55,7 +56,7 @@ log = logging.getLogger(__name__)
 
 _STDERR = 2
 RECORDS = "host-settings.json"
-"""Beside the socket: what the machine's settings were before an instance needed others."""
+"""In the state directory: what the machine's settings were before an instance needed others."""
 
 Default = Literal["default"]
 """The value of a limit's option that was not given."""
@@ -83,6 +84,7 @@ class Options:
     root: Path
     cgroupfs: Path
     socket: Path
+    state_dir: Path
     kubelet: Path | None
     cpus: CpuSet
     reserved: CpuSet
@@ -114,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(arguments)
         partitions = options.partitions != "off"
         privileged = start_privileged(options.root, options.proc, options.device_rules, partitions=partitions)
+        raise_descriptor_limit()  # some 20 for each instance (runner/controller/held_files.py)
         trio.run(control, options, privileged)
     except RunnerError as error:
         return _failed(error)
@@ -178,12 +181,14 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
 
 def _host_tuner(options: Options, loop: ReconcileLoop) -> HostTuner:
     root = options.proc / "1/root"  # the node's, whose /proc and /sys are mounted for writing
+    store = PurePosixPath(options.state_dir / RECORDS)
+    take_over_records(PurePosixPath(options.socket.with_name(RECORDS)), store)
     return HostTuner(
         loop=loop,
         procfs=Procfs(options.proc),
         host=HostSettings(root),
         caches=CacheTuner(root, Resctrl(root / RESCTRL)),
-        store=PurePosixPath(options.socket.with_name(RECORDS)),
+        store=store,
         options=options.tuning,
     )
 
@@ -221,8 +226,15 @@ def respond_about(loop: ReconcileLoop, device_filter: DeviceFilter, target: str)
     """Return the response for the path *target* about the present state of *loop* and of *device_filter*.
 
     A device filter or a partition writer that is lost comes back with the next start of this program, which the kubelet
-    makes when ``/healthz`` fails.
+    makes when ``/healthz`` fails. A page for which the host cannot be read is unavailable.
     """
+    try:
+        return _respond_about(loop, device_filter, target)
+    except HostError as error:
+        return unavailable(explain(error))
+
+
+def _respond_about(loop: ReconcileLoop, device_filter: DeviceFilter, target: str) -> HttpResponse:
     writer = loop.tree.partition_writer
     if target == "/healthz" and writer is not None and writer.lost:
         return unavailable(loop.no_partitions())
@@ -258,6 +270,13 @@ def command_line() -> argparse.ArgumentParser:
         default=Path("/run/instance-cgroup-controller/controller.sock"),
         metavar="PATH",
         help="where runners connect",
+    )
+    add(
+        "--state-dir",
+        type=Path,
+        default=Path("/var/lib/instance-cgroup-controller"),
+        metavar="DIR",
+        help="for the record of the machine's settings; no pod may reach it",
     )
     add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
     add(
@@ -397,6 +416,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         root=arguments.root,
         cgroupfs=arguments.cgroupfs,
         socket=arguments.socket,
+        state_dir=arguments.state_dir,
         kubelet=arguments.kubelet_dir if cpus is None else None,
         cpus=cpus or CpuSet(),
         reserved=arguments.reserved_cpus,

@@ -19,7 +19,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Literal
@@ -41,7 +41,7 @@ from runner.controller.pods import PodCgroups
 from runner.controller.tree import Tree
 from runner.errors import HostError, explain
 from runner.kernel import inotify
-from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.cgroup import Cgroup, CgroupError, LeasedError
 from runner.kernel.pidfds import has_ended, kill_process
 from runner.kernel.shared_memory import Inode, SharedMemory, TmpfsMount, shared_memory
 from runner.kubelet.pod_cgroups import INSTANCE_NAME, instance_group
@@ -68,7 +68,7 @@ BETWEEN_CHECKPOINTS = 64
 """Processes that are ended, 0.05 ms each, before requests have their turn."""
 
 MOST_OWN_PROCESSES = 4096
-"""Processes in a pod's own cgroup that are looked at. Where there are more, what the pod is charged for is not deducted."""
+"""Processes in a pod's own cgroup that are looked at; a pod that has more is ended first, and as a whole."""
 MOST_DESCRIPTORS = 1 << 15
 """Open files of a pod that are looked at, 0.02 ms each, and files of which the size is kept, 250 bytes each."""
 MOST_NAMESPACES = 64
@@ -91,6 +91,8 @@ class GuardIntervals:
     """While it is above ``memory.high``."""
     pause: float = 0.05
     """After each look: under page cache alone, the kernel reports up to 100 events a second."""
+    unwatched: float = 1.0
+    """While the kernel cannot report anything."""
     unattributed: float = 1.0
     """After one at which no pod held enough: all of them together need more than there is."""
 
@@ -116,11 +118,14 @@ class MemoryGuard:
         """Look at the memory whenever the kernel reports an event; never return."""
         with inotify.watching() as queue:
             while True:
-                with contextlib.suppress(HostError):  # the root is not there yet, or is made anew
+                quiet = self.intervals.resync
+                try:
                     queue.watch(self.tree.root.path / "memory.events", inotify.MODIFY)
+                except HostError:  # at a limit of the user's, or the root is not there yet, or is made anew
+                    quiet = self.intervals.unwatched
                 found = await self.check()
                 await trio.sleep(self.intervals.unattributed if found == "unattributed" else self.intervals.pause)
-                with trio.move_on_after(self.intervals.resync if found == "enough" else self.intervals.high):
+                with trio.move_on_after(quiet if found == "enough" else self.intervals.high):
                     await queue.receive()
 
     async def check(self) -> Literal["enough", "ended", "unattributed"]:
@@ -219,27 +224,27 @@ class MemoryGuard:
         except HostError:
             return ""
 
-    def _is_in(self, pid: int, pod_uid: str) -> bool:
-        """Tell whether the first thread of *pid* is in a group of pod *pod_uid*."""
-        return self._cgroup(pid) in map(self._path, self._groups(pod_uid))
-
     def _pod(
         self, pod_uid: str, pids: list[int], reader: SharedMemory | None, host: Mapping[int, str], until: float
     ) -> PodMemory:
-        own = [process.pid for process in islice(self.pods.processes(pod_uid), MOST_OWN_PROCESSES + 1)]
-        known = len(own) <= MOST_OWN_PROCESSES and not self.pods.has_more_groups(pod_uid)
-        charged = self._charged(pod_uid) if known else MemoryByKind()
+        try:
+            own = [process.pid for process in islice(self.pods.processes(pod_uid), MOST_OWN_PROCESSES + 1)]
+            hidden = len(own) > MOST_OWN_PROCESSES or self.pods.has_more_groups(pod_uid)
+            charged = self._charged(pod_uid)
+        except LeasedError:
+            own, hidden, charged = [], True, MemoryByKind()
         until = min(until, time.monotonic() + POD_SEARCHED_WITHIN)
         search = None if reader is None else _SharedSearch(reader, pod_uid, host, until)
         held = {pid: self._held(pid, search) for pid in (*pids, *own)}
-        if known:  # once more: a guest takes its memory at gigabytes a second, and a search takes seconds
+        with contextlib.suppress(LeasedError):
+            # Once more: a guest takes its memory at gigabytes a second, and a search takes seconds.
             charged = charged.at_least(self._charged(pod_uid))
         found = MemoryByKind(
             sum(each.anonymous for each in held.values()),
             0 if search is None else search.total(),
             sum(each.kernel for each in held.values()),
         )
-        return PodMemory(pod_uid, found, charged, {pid: held[pid] for pid in pids}, elsewhere=bool(own))
+        return PodMemory(pod_uid, found, charged, {pid: held[pid] for pid in pids}, bool(own) or hidden, hidden)
 
     def _charged(self, pod_uid: str) -> MemoryByKind:
         """Return what the pod's own cgroup is charged for: nothing where it has ended, or the kernel limits no memory.
@@ -268,14 +273,15 @@ class MemoryGuard:
     async def _end(self, pod: PodMemory, root: MemoryByKind, excess: int) -> None:
         now = trio.current_time()
         self._ended_at = {pod_uid: at for pod_uid, at in self._ended_at.items() if now - at < REPEATED}
-        whole = pod.pod_uid in self._ended_at or not pod.processes
+        whole = pod.hidden or pod.pod_uid in self._ended_at or not pod.processes
         held = pod.of_root(root)
+        groups = [self._path(group) for group in self._groups(pod.pod_uid)]
         if whole:
-            for path in self.pods.existing(pod.pod_uid):
-                with contextlib.suppress(CgroupError):  # it has ended, or the kernel is older than 5.14
-                    Cgroup(path).write("cgroup.kill", "1")
-        pids = tuple(sorted(pod.processes)) if whole else choose_processes(pod, root, excess)
-        ended = await self._kill(pod.pod_uid, pids, excess)
+            own = [self._path(group) for group in self._not_killed(pod.pod_uid)]
+            survivors = await trio.to_thread.run_sync(self._processes_below, own) if own else []
+            ended = await self._kill({*pod.processes, *survivors}, (*groups, *own), excess)
+        else:
+            ended = await self._kill(choose_processes(pod, root, excess), groups, excess)
         self._ended_at[pod.pod_uid] = trio.current_time()
         self.counters.memory_ended += ended
         self.counters.memory_ends.append(MemoryEnd(pod.pod_uid, held.total, ended))
@@ -293,13 +299,30 @@ class MemoryGuard:
                 excess,
             )
 
-    async def _kill(self, pod_uid: str, pids: Iterable[int], excess: int) -> int:
-        """Kill those of *pids* that are in the groups of pod *pod_uid*, wait for their end, and return how many they were."""
+    def _not_killed(self, pod_uid: str) -> Iterator[Cgroup]:
+        """Kill what is in the pod's own cgroups; yield those where the kernel cannot (before 5.14), or a lease forbids it."""
+        for group in map(Cgroup, self.pods.existing(pod_uid)):
+            try:
+                group.write("cgroup.kill", "1")
+            except CgroupError:
+                if group.exists():
+                    yield group
+
+    def _processes_below(self, groups: Collection[str]) -> list[int]:
+        """Return the processes in *groups* and below, as procfs says, whose files pods cannot reach."""
+        return [pid for pid in self.pods.procfs.processes() if self._is_below(pid, groups)]
+
+    def _is_below(self, pid: int, groups: Collection[str]) -> bool:
+        path = self._cgroup(pid)
+        return any(path == group or path.startswith(f"{group}/") for group in groups)
+
+    async def _kill(self, pids: Iterable[int], groups: Collection[str], excess: int) -> int:
+        """Kill those of *pids* that are in *groups* or below, wait for their end, and return how many they were."""
         killed = 0
         with contextlib.ExitStack() as stack:
             fds = list[int]()
             for number, pid in enumerate(pids, start=1):
-                fd = kill_process(pid, partial(self._is_in, pid, pod_uid))
+                fd = kill_process(pid, partial(self._is_below, pid, groups))
                 if fd is not None:
                     killed += 1
                     if len(fds) < AWAITED:

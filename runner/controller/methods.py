@@ -4,7 +4,7 @@
 method             params               result
 =================  ===================  ==========================================================================
 registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset", "protocol"}``, where ``float_path``
-                                        is the pod's group in float; with it travel descriptors of that group's
+                   [``protocol``]       is the pod's group in float; with it travel descriptors of that group's
                                         ``cgroup.procs``, the instance's ``cgroup.threads``, the pod's own
                                         ``cgroup.procs``, and ``cgroup.threads`` of the pod's group in float, in
                                         this order; the kernel's threads in the pod's own group go to float
@@ -32,6 +32,7 @@ wait of minutes takes no connection of the controller's, and goes on while the c
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from itertools import islice
 from weakref import WeakValueDictionary
@@ -66,15 +67,12 @@ from runner.kubelet.pod_cgroups import (
     instance_group,
     pod_float_group,
 )
-from runner.protocol.controller_client import BUSY
+from runner.protocol.controller_client import BUSY, PROTOCOL
 from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, SERVER_ERROR, RpcError, RpcResult
 from runner.protocol.unix_server import Identify
 from runner.values import frozen
 
 log = logging.getLogger(__name__)
-
-PROTOCOL = 2
-"""1: without ``sealCgroup`` and ``unsealCgroup``."""
 
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "registerCgroup": ("uuid", "cpuset"),
@@ -86,6 +84,8 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "getStatus": (),
 }
 """Method → the names of its parameters, in the order in which they may be given without names."""
+OPTIONAL: Mapping[str, frozenset[str]] = {"registerCgroup": frozenset({"protocol"})}
+"""Method → parameters besides, which may be left out."""
 
 CODES = {
     identity.HOST: SERVER_ERROR,
@@ -108,6 +108,8 @@ MOST_PROCESSES = 4096
 """Processes of a pod that are looked at for a request; one that has more finds its anchor among the first, or not."""
 SEALED_EVERY = 1.0
 """Seconds between two seals of an instance: for each the kernel rebuilds its scheduling domains, and no request is answered."""
+SEALS_APART = 0.1
+"""The same between any two on the node: many pods may ask together."""
 BETWEEN_CHECKPOINTS = 64
 """Processes that are looked at, 0.02 ms each, before other requests have their turn."""
 
@@ -180,7 +182,7 @@ class RpcMethods:
         """Do what the peer asks for. Raises :class:`RpcError`."""
         if method not in PARAMETERS:
             raise RpcError(METHOD_NOT_FOUND, "Method not found")
-        arguments = _arguments(params, PARAMETERS[method])
+        arguments = _arguments(params, PARAMETERS[method], OPTIONAL.get(method, frozenset()))
         await trio.lowlevel.checkpoint()
         self.loop.counters.requests[method] += 1
         try:
@@ -199,7 +201,7 @@ class RpcMethods:
         pod_uid = _pod_uid(arguments["uuid"])
         match method:
             case "registerCgroup":
-                return await self._register(identify, pod_uid, arguments["cpuset"])
+                return await self._register(identify, pod_uid, arguments["cpuset"], arguments.get("protocol", 1))
             case "deregisterCgroup":
                 return await self._deregister(identify, pod_uid)
             case "sealCgroup":
@@ -211,10 +213,17 @@ class RpcMethods:
 
     # -- registerCgroup ----------------------------------------------------------------------------------------------
 
-    async def _register(self, identify: Identify, pod_uid: str, cpuset: object) -> RpcResult:
+    async def _register(self, identify: Identify, pod_uid: str, cpuset: object, protocol: object) -> RpcResult:
         # First, because only a peer that may act is worth the time to parse its list.
         caller = await self._caller(identify, pod_uid)
         asked = _cpuset(cpuset)
+        if _protocol(protocol) == 1 and self.partitions_required:
+            raise RequestRefusedError(
+                identity.HOST,
+                f"cannot register instance {pod_uid!r}: its runner is older than partitions, which --partitions required "
+                "demands; update its image",
+                lasting=True,
+            )
         self._check_seccomp(identify, pod_uid)
         result = await self._registered(identify, caller, pod_uid, asked)
         if caller is not None:
@@ -405,9 +414,7 @@ class RpcMethods:
 
     async def _seal(self, identify: Identify, pod_uid: str) -> RpcResult:
         await self._owner(identify, pod_uid)
-        while (
-            earliest := self._sealed_at.get(pod_uid, 0) + SEALED_EVERY
-        ) > trio.current_time():  # another may be first
+        while (earliest := self._next_seal(pod_uid)) > trio.current_time():  # another may be first
             await trio.sleep_until(earliest)
             await self._owner(identify, pod_uid)
         now = trio.current_time()
@@ -426,6 +433,10 @@ class RpcMethods:
         if (more := self.loop.log_limit.due("arranged", pod_uid)) is not None:
             log.warning("instance not sealed%s uuid=%s reason=%r", more, pod_uid, reason)
         return RpcResult({"guarantee": "arranged", "reason": reason})
+
+    def _next_seal(self, pod_uid: str) -> float:
+        last = max(self._sealed_at.values(), default=-math.inf)
+        return max(self._sealed_at.get(pod_uid, -math.inf) + SEALED_EVERY, last + SEALS_APART)
 
     async def _unseal(self, identify: Identify, pod_uid: str) -> RpcResult:
         await self._owner(identify, pod_uid)
@@ -636,12 +647,14 @@ class RpcMethods:
         return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values})
 
 
-def _arguments(params: Mapping[str, object] | list[object], names: tuple[str, ...]) -> Mapping[str, object]:
+def _arguments(
+    params: Mapping[str, object] | list[object], names: tuple[str, ...], optional: frozenset[str]
+) -> Mapping[str, object]:
     if isinstance(params, list):
         if len(params) != len(names):
             raise RpcError(INVALID_PARAMS, f"Invalid params: {len(params)} given, {len(names)} wanted")
         return dict(zip(names, params, strict=True))
-    missing, unknown = sorted(set(names) - set(params)), sorted(set(params) - set(names))
+    missing, unknown = sorted(set(names) - set(params)), sorted(set(params) - {*names, *optional})
     if missing or unknown:
         raise RpcError(INVALID_PARAMS, f"Invalid params: missing {missing}, unknown {unknown}")
     return params
@@ -663,6 +676,12 @@ def _cpuset(value: object) -> CpuSet:
     if not cpus:
         raise RpcError(INVALID_PARAMS, "Invalid params: 'cpuset' is empty")
     return cpus
+
+
+def _protocol(value: object) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise RpcError(INVALID_PARAMS, "Invalid params: 'protocol' must be a whole number from 1 on")
+    return value
 
 
 def _tuning(value: object) -> Tuning:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from runner.errors import HostError
-from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.cgroup import Cgroup, CgroupError, LeasedError
 from runner.kernel.procfs import Procfs
 from runner.kubelet.pod_cgroups import (
     KUBEPODS,
@@ -71,7 +71,10 @@ class PodCgroups:
         return named and not self.existing(pod_uid)
 
     def processes(self, pod_uid: str) -> Iterator[MemberProcess]:
-        """Yield the processes in the cgroups of *pod_uid*'s containers, read as they are asked for."""
+        """Yield the processes in the cgroups of *pod_uid*'s containers, read as they are asked for.
+
+        Raises :class:`~runner.kernel.cgroup.LeasedError`.
+        """
         for top in self.existing(pod_uid):
             for directory, _, _ in islice(os.walk(top), _MOST_GROUPS):
                 yield from self._members(Path(directory))
@@ -88,6 +91,8 @@ class PodCgroups:
         try:
             for pid in Cgroup(directory).each_process():
                 yield MemberProcess(container, path, pid)
+        except LeasedError:
+            raise
         except CgroupError:  # removed meanwhile, or threaded: its threads are no anchor
             return
 

@@ -83,6 +83,15 @@ class Tree:
             case names:
                 return reduce(Cgroup.child, names, self.root)
 
+    def groups(self) -> Iterator[Cgroup]:
+        """Yield the groups that there are, whose files are opened here: the parent, the root, and what is ours below it."""
+        yield self.root.parent
+        if self.root.exists():
+            yield self.root
+            yield from map(self.root.child, filter(_is_ours, self.root.children()))
+        if self.floating.exists():
+            yield from map(self.floating.child, filter(INSTANCE_NAME.fullmatch, self.floating.children()))
+
     def observe(self) -> Observed:
         """Read the tree as it is. Raises :class:`CgroupError` where there is no cgroup v2 with cpuset at all.
 
@@ -99,11 +108,10 @@ class Tree:
         if not self.root.exists():
             return Observed(offered, delegated, exists=False)
         groups = {}
-        for name in self.root.children():
-            if name == FLOAT or instance_uid(name) is not None:
-                group = _observe(self.root.child(name))
-                if group is not None:
-                    groups[name] = group
+        for name in filter(_is_ours, self.root.children()):
+            group = _observe(self.root.child(name))
+            if group is not None:
+                groups[name] = group
         exclusive = self.root.exclusive_cpus()
         used, kept = self.root.memory_in_use() if "memory" in delegated else (0, 0)
         return Observed(
@@ -186,9 +194,11 @@ class Tree:
         another program has taken them from the root, they would stay isolated for ever, so the root gets them again first.
         """
         exclusive, ours = group.exclusive_cpus(), self.root.exclusive_cpus()
-        if exclusive and ours is not None and not exclusive <= ours:
-            self.root.write("cpuset.cpus.exclusive", str(ours | exclusive))
-        group.end_partition()
+        try:
+            if exclusive and ours is not None and not exclusive <= ours:
+                self.root.write("cpuset.cpus.exclusive", str(ours | exclusive))
+        finally:  # also where a cgroup beside the root has taken them: then they are that one's
+            group.end_partition()
 
     def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
         """Make *group* an isolated partition, and read it back; return why it is none, and then nothing of one is left."""
@@ -207,6 +217,10 @@ class Tree:
             return ""
         self.unseal(group)
         return f"cannot make {group.path} an isolated partition of the CPUs {cpus}: the kernel says {state!r} with {effective}"
+
+
+def _is_ours(name: str) -> bool:
+    return name == FLOAT or instance_uid(name) is not None
 
 
 def _removed(group: Cgroup) -> bool:

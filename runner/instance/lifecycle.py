@@ -244,19 +244,14 @@ async def _placed_threads(
         receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
         if supervisor.guest_state.placed is not None:
             supervisor.guest_state.placed(receipt)
-        receipts.publish()
     supervisor.carry_over.offer("threads", receipts.carried)
     supervisor.carry_over.not_now["threads"] = receipts.misplaced
-    try:
-        async with (
-            _sealed_cpus(supervisor, active, receipts),
-            supervisor.background_task(active.settle),
-            supervisor.background_task(receipts.follow_restarts),
-        ):
-            yield receipts
-    finally:
-        with supervisor.faults.recorded("remove the receipt"):
-            files.remove(plan.state_directory / RECEIPT)
+    async with (
+        _sealed_cpus(supervisor, active, receipts),
+        supervisor.background_task(active.settle),
+        supervisor.background_task(receipts.follow_restarts),
+    ):
+        yield receipts
 
 
 @asynccontextmanager
@@ -265,7 +260,11 @@ async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts
     async with active.sealed() as reason:
         if not supervisor.carry_over.resuming:
             receipts.confirm(reason)
-        yield
+        try:
+            yield
+        finally:
+            with supervisor.faults.recorded("remove the receipt"):
+                files.remove(receipts.plan.state_directory / RECEIPT)
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ an open descriptor (``/proc/self/fd/N``).
 
 The calls block for as long as the kernel takes: microseconds to read, about a millisecond to write a cpuset, and some
 tens of milliseconds for the first move of a process into another domain (the kernel waits for an RCU grace
-period). None of them waits for another process.
+period). None of them waits for another process: a file that one has a lease on is refused (:mod:`runner.kernel.leases`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.memory import MemoryCharge
+from runner.kernel.leases import open_at_once, read_at_once
 from runner.values import frozen
 
 THREADED_CONTROLLERS = frozenset({"cpu", "cpuset", "perf_event", "pids"})
@@ -68,6 +69,10 @@ class CgroupError(HostError):
     def __init__(self, sentence: str, number: int) -> None:
         super().__init__(sentence)
         self.errno = number
+
+
+class LeasedError(CgroupError):
+    """A process holds a lease on a file of the group, so that opening it would wait for that process."""
 
 
 def write_control(fd: int, value: str, name: str) -> None:
@@ -208,7 +213,7 @@ class Cgroup:
     def read(self, file: str) -> str:
         """Return the content of control file *file* without its last line end."""
         try:
-            return (self.path / file).read_text().removesuffix("\n")
+            return read_at_once(self.path / file).decode().removesuffix("\n")
         except OSError as error:
             raise _refused("read", str(self.path / file), error) from error
 
@@ -222,7 +227,11 @@ class Cgroup:
             raise
 
     def write(self, file: str, value: str) -> None:
-        """Write *value* to control file *file*; the empty string clears it."""
+        """Write *value* to control file *file*; the empty string clears it.
+
+        On newer kernels a lower ``memory.max`` or ``memory.high`` takes effect with the group's next charge: they heed
+        ``O_NONBLOCK`` there ("memory.max"), so that the writer reclaims nothing.
+        """
         fd = self.open(file)
         try:
             write_control(fd, value, str(self.path / file))
@@ -238,7 +247,7 @@ class Cgroup:
         """
         mode = {"cgroup.threads": os.O_RDWR, "cgroup.events": os.O_RDONLY}.get(file, os.O_WRONLY)
         try:
-            return os.open(self.path / file, mode | os.O_CLOEXEC)
+            return open_at_once(self.path / file, mode)
         except OSError as error:
             raise _refused("open", str(self.path / file), error) from error
 
@@ -408,7 +417,7 @@ class Cgroup:
     def _each(self, file: str) -> Iterator[int]:
         path = self.path / file
         try:
-            with path.open() as lines:
+            with os.fdopen(open_at_once(path)) as lines:
                 yield from map(int, lines)
         except OSError as error:
             raise _refused("read", str(path), error) from error
@@ -427,4 +436,5 @@ def _refused(verb: str, name: str, error: OSError) -> CgroupError:
     with contextlib.suppress(OSError):
         if number == errno.ENOENT and meaning is None and not Path(name).parent.is_dir():
             meaning = "there is no such cgroup"
-    return CgroupError(f"cannot {verb} {name}" + (f": {meaning}" if meaning else ""), number)
+    kind = LeasedError if isinstance(error, BlockingIOError) else CgroupError
+    return kind(f"cannot {verb} {name}" + (f": {meaning}" if meaning else ""), number)

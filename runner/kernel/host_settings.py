@@ -22,6 +22,7 @@ from pathlib import Path
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError
+from runner.kernel.leases import open_at_once, read_at_once
 from runner.values import frozen
 
 INTERRUPTS = "proc/irq"
@@ -100,7 +101,7 @@ class HostSettings:
             with suppress(OSError, ValueError), os.scandir(line) as entries:
                 handlers = ", ".join(sorted(entry.name for entry in entries if entry.is_dir()))
                 if handlers:
-                    cpus = CpuSet.parse((line / "smp_affinity_list").read_text())
+                    cpus = CpuSet.parse(read_at_once(line / "smp_affinity_list").decode())
                     effective = self.cpus(f"{INTERRUPTS}/{number}/effective_affinity_list") or cpus
                     yield InterruptLine(number, handlers, cpus, effective, _number(line / "node"))
 
@@ -127,7 +128,7 @@ class HostSettings:
     def text(self, path: str) -> str | None:
         """Return the content of the setting *path*; ``None`` where the kernel does not have it."""
         try:
-            return (self.root / path).read_text().strip()
+            return read_at_once(self.root / path).decode().strip()
         except OSError:
             return None
 
@@ -135,18 +136,18 @@ class HostSettings:
         """Set *path* to *value*, a list of CPUs also where the file has a mask. Raises :class:`SettingError`."""
         written = CpuSet.parse(value).mask() if path in _MASKS else value
         try:
-            fd = os.open(self.root / path, os.O_WRONLY | os.O_CLOEXEC)
+            fd = open_at_once(self.root / path, os.O_WRONLY)
             try:
                 os.write(fd, f"{written}\n".encode())
             finally:
                 os.close(fd)
         except OSError as error:
             number = error.errno or errno.EIO
-            raise SettingError(f"cannot write {value!r} to /{path}: {os.strerror(number)}", number) from error
+            raise SettingError(f"cannot write {value!r} to /{path}: {error.strerror}", number) from error
 
 
 def _number(path: Path) -> int:
     try:
-        return int(path.read_text())
+        return int(read_at_once(path))
     except (OSError, ValueError):
         return -1

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import trio
 
 from runner.errors import HostError
@@ -45,25 +47,47 @@ class FileEvent:
     name: str
 
 
-@frozen
+@attrs.define(eq=False)
 class Inotify:
-    """An open inotify queue; made by :func:`watching`."""
+    """An inotify queue; made by :func:`watching`.
 
-    _fd: int
+    All processes of a user share two limits, those of root's in every container too. While there is no queue to be had,
+    nothing is reported, and each :meth:`watch` asks for one again.
+    """
+
     _library: ctypes.CDLL
+    _fd: int = -1
+    _opened: trio.Event = attrs.field(factory=trio.Event)
 
     def watch(self, path: Path, mask: int) -> int:
         """Report the events of *mask* in *path*; a second call for the same inode returns the same number.
 
-        Raises :class:`HostError`, with a ``FileNotFoundError`` as its cause where there is no such path.
+        Raises :class:`HostError`, with a ``FileNotFoundError`` as its cause where there is no such path, and with a remedy at
+        one of the limits.
         """
+        if self._fd < 0:
+            self._open(path)
         number = self._library.inotify_add_watch(self._fd, os.fsencode(path), mask)
         if number < 0:
-            raise HostError(f"cannot watch {path}") from _last_error()
+            error = _last_error()
+            remedy = "raise fs.inotify.max_user_watches" if error.errno == errno.ENOSPC else ""
+            raise HostError(f"cannot watch {path}", remedy=remedy) from error
         return int(number)
+
+    def _open(self, path: Path) -> None:
+        self._fd = self._library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise HostError(f"cannot watch {path}", remedy="raise fs.inotify.max_user_instances") from _last_error()
+        self._opened.set()
+
+    def close(self) -> None:
+        """Close it, with every watch."""
+        if self._fd >= 0:
+            os.close(self._fd)
 
     async def receive(self) -> tuple[FileEvent, ...]:
         """Wait for at least one event and return all that are queued, in order."""
+        await self._opened.wait()
         while True:
             await trio.lowlevel.wait_readable(self._fd)
             with contextlib.suppress(BlockingIOError):
@@ -72,15 +96,12 @@ class Inotify:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Inotify]:
-    """Hold an inotify queue; every watch ends with it. Raises :class:`HostError` at the user's limit of queues."""
-    library = ctypes.CDLL(None, use_errno=True)
-    fd = library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    if fd < 0:
-        raise HostError("cannot watch files; raise fs.inotify.max_user_instances") from _last_error()
+    """Hold an inotify queue; every watch ends with it."""
+    queue = Inotify(ctypes.CDLL(None, use_errno=True))
     try:
-        yield Inotify(fd, library)
+        yield queue
     finally:
-        os.close(fd)
+        queue.close()
 
 
 def parse_events(data: bytes) -> tuple[FileEvent, ...]:

@@ -25,6 +25,7 @@ from pathlib import Path
 import trio
 
 from runner.errors import HostError
+from runner.kernel.leases import read_at_once
 from runner.values import frozen
 
 SO_PEERPIDFD = 77
@@ -118,7 +119,7 @@ class Peers:
         """Tell whether process *pid* is a thread of the kernel (``PF_KTHREAD`` of ``include/linux/sched.h``)."""
         try:
             # proc_pid_stat(5): "flags" is field 9; the command name before it may hold any character.
-            stat = (self.proc / str(pid) / "stat").read_bytes().decode(errors="surrogateescape")
+            stat = read_at_once(self.proc / str(pid) / "stat").decode(errors="surrogateescape")
             return bool(int(stat.rpartition(")")[2].split()[6]) & _PF_KTHREAD)
         except (OSError, ValueError, IndexError):
             return False
@@ -158,9 +159,8 @@ class Peers:
 
 
 def _read(directory: int, file: str) -> str:
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
-    with os.fdopen(fd, "rb") as stream:  # not as text: a process name may hold "\r", which would begin a line
-        return stream.read().decode(errors="surrogateescape")
+    # Not as text: a process name may hold "\r", which would begin a line.
+    return read_at_once(file, dir_fd=directory).decode(errors="surrogateescape")
 
 
 def _start_time(stat: str) -> float:

@@ -15,6 +15,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.threads import ProcessStatus, ThreadStatus
+from runner.kernel.leases import read_at_once
 from runner.values import frozen
 
 _VANISHED = (FileNotFoundError, ProcessLookupError)
@@ -393,16 +394,8 @@ class Procfs:
 
 
 def _read(path: Path | str) -> str:
-    # By system calls: of a thread's files, Python's own objects take longer than the kernel.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    content = b""
-    try:
-        while piece := os.read(fd, 1 << 16):
-            content += piece
-    finally:
-        os.close(fd)
     # Escapes, because a thread's name (comm) may hold any bytes; not as text, which would make "\r" a line end.
-    return content.decode(errors="backslashreplace")
+    return read_at_once(path).decode(errors="backslashreplace")
 
 
 def _lines(text: str) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError
+from runner.kernel.leases import open_at_once, read_at_once
 from runner.values import frozen
 
 OWN_DIRECTORIES = {"info", "mon_data", "mon_groups"}
@@ -70,17 +71,17 @@ class Resctrl:
 
     def _group(self, path: Path) -> CacheGroup:
         values: dict[str, dict[int, str]] = {}
-        for line in (path / "schemata").read_text().splitlines():
+        for line in read_at_once(path / "schemata").decode().splitlines():
             resource, _, domains = line.strip().partition(":")
             pairs = (each.split("=") for each in domains.split(";"))
             values[resource] = {int(domain): value.strip() for domain, value in pairs}
-        return CacheGroup(CpuSet.parse((path / "cpus_list").read_text()), values)
+        return CacheGroup(CpuSet.parse(read_at_once(path / "cpus_list").decode()), values)
 
     def write(self, group: str, file: str, value: str) -> None:
         """Write *value* to *file* of a group. Raises :class:`HostError` with the kernel's reason (``last_cmd_status``)."""
         path = self.root / group / file
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            fd = open_at_once(path, os.O_WRONLY)
             try:
                 os.write(fd, f"{value}\n".encode())
             finally:
@@ -110,6 +111,6 @@ class Resctrl:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return read_at_once(path).decode().strip()
     except OSError:
         return ""

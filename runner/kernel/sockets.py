@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 
 Socket = socket.socket
 
-_OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+_OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC}
+"""Of accept(2); ENOSPC is that of epoll_ctl(2) at ``fs.epoll.max_user_watches``."""
+_PAUSE = 1.0
+"""Seconds until the next attempt."""
 
 CONSOLE_SOCKET, CONTROL_SOCKET, QMP_SOCKET = "console.sock", "control.sock", "qmp.sock"
 """The names of the sockets that a runner listens on, in its state directory, while the guest runs."""
@@ -112,16 +115,22 @@ def _bind(listener: socket.socket, path: str, name: str) -> None:
 async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
     """Return the next connection, which the caller closes.
 
-    While there is no descriptor or memory for it, wait: the rest of this program needs them more, and no event reports that
-    there are some again.
+    While there is no descriptor or memory for it, which is logged once, wait: the rest of this program needs them more, and
+    no event reports that there are some again.
     """
+    said = False
     while True:
         try:
             return (await listener.accept())[0]
         except OSError as error:
-            log.warning("cannot accept a connection reason=%r", error.strerror)
-            # Any other error is one client's, which went before it was accepted (accept(2)).
-            await trio.sleep(1 if error.errno in _OUT_OF_RESOURCES else 0)
+            if error.errno in _OUT_OF_RESOURCES:
+                if not said:
+                    log.warning("cannot accept a connection reason=%r", error.strerror)
+                said = True
+                await trio.sleep(_PAUSE)
+            else:  # one client's, which went before it was accepted (accept(2))
+                log.debug("a client has gone reason=%r", error.strerror)
+                await trio.lowlevel.checkpoint()
 
 
 async def hung_up(connection: trio.socket.SocketType) -> None:

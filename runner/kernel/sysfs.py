@@ -15,6 +15,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, OnlineCpus
+from runner.kernel.leases import read_at_once
 from runner.values import frozen
 
 KIB = 1024
@@ -156,7 +157,7 @@ def _meminfo(path: Path, pattern: str) -> int:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="ascii").strip()
+        return read_at_once(path).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise HostError(f"cannot read {str(path)!r}") from error
 

@@ -33,7 +33,9 @@ _MOST_FDS = 16
 """Descriptors that may come with one response."""
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EAGAIN, errno.ENOTCONN}
 """The last two are a full queue of connections: the server is there, and cannot accept yet."""
-_METHOD_NOT_FOUND = -32601
+_METHOD_NOT_FOUND, _INVALID_PARAMS = -32601, -32602
+PROTOCOL = 2
+"""1: without ``sealCgroup`` and ``unsealCgroup``."""
 BUSY = -32005
 """The error code of a server that has as many connections or requests as it may have."""
 
@@ -105,8 +107,14 @@ async def register(path: PurePosixPath, pod_uid: str, cpus: CpuSet, pod: Cgroup,
     :exc:`~runner.errors.HostError` for a response that is not understood.
     """
     received = _ReceivedFds(held)
+    params: dict[str, object] = {"uuid": pod_uid, "cpuset": str(cpus)}
     try:
-        result = await _call(path, "registerCgroup", {"uuid": pod_uid, "cpuset": str(cpus)}, received)
+        try:
+            result = await _call(path, "registerCgroup", {**params, "protocol": PROTOCOL}, received)
+        except ControllerError as error:
+            if error.code != _INVALID_PARAMS:
+                raise
+            result = await _call(path, "registerCgroup", params, received)  # of a controller before this parameter
     except ControllerError as error:
         match error.data.get("within"), received.descriptors:
             case int() | float() as within, [cgroup_events]:

@@ -62,6 +62,11 @@ class Reply:
     line: bytes
     control_files: tuple[tuple[Cgroup, str], ...] = ()
 
+    @property
+    def refuses(self) -> bool:
+        """Whether it is an error, sent with control files."""
+        return bool(self.control_files) and "error" in json.loads(self.line)
+
     def replaced(self, error: RpcError) -> bytes:
         """Return the line that answers the same request with *error* instead; there is one, for a batch has no descriptors."""
         return _line(_failure(json.loads(self.line)["id"], error))

@@ -23,10 +23,12 @@ import attrs
 import trio
 
 from runner.errors import HostError, explain
+from runner.kernel.cgroup import CgroupError
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import OverlongError
 from runner.kernel.peers import Peer, Peers, boot_time
 from runner.kernel.sockets import accepted
+from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import (
     INTERNAL_ERROR,
     INVALID_REQUEST,
@@ -229,8 +231,12 @@ class UnixServer:
         try:
             await self._send(client.connection, reply)
         except HostError as error:  # of a descriptor: nothing was sent yet
-            log.warning("request done, but its descriptors could not be sent reason=%r", explain(error))
+            if (more := self._log_limit.due("unsent", client.key)) is not None:
+                log.warning("request done, but its descriptors could not be sent%s reason=%r", more, explain(error))
             refusal = RpcError(SERVER_ERROR, explain(error), {"reason": UNSENT})
+            if reply.refuses and isinstance(error, CgroupError) and error.errno in (errno.ENOENT, errno.ENODEV):
+                # It said to wait for the end of what is in a group, and that has come.
+                refusal = RpcError(BUSY, f"cannot answer: {explain(error)}; ask again", {"reason": "busy"})
             await self._send(client.connection, Reply(reply.replaced(refusal)))
 
     async def _send(self, connection: trio.socket.SocketType, reply: Reply) -> None:

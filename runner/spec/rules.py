@@ -498,12 +498,21 @@ def _parse_toml(source: str, content: str) -> dict[str, object]:
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
         first = next((line for line in content.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
         if not re.match(r"---|[\w.\"'/-]+:(\s|$)", first):
-            _refuse(source, f"cannot parse the document as TOML: {error}")
+            _refuse(source, f"cannot parse the document as TOML: {_toml_mistake(str(error))}")
     if re.search(r"^apiVersion:", content, re.MULTILINE):
         reason, remedy = "it is a manifest of Kubernetes", "name a spec, or give the manifest to plan --node by --pod"
     else:
         reason, remedy = f"{first[:40]!r} is YAML", "write TOML, such as [cpu] and below it count = 4, or JSON"
     _refuse(source, f"cannot parse the document as TOML: {reason}", remedy)
+
+
+def _toml_mistake(sentence: str) -> str:
+    """Return the *sentence* of :mod:`tomllib` with the two most frequent mistakes in the words of TOML, not of its parser."""
+    declared = re.match(r"Cannot declare \((.*?),?\) twice", sentence)
+    if declared is not None:
+        table = ".".join(re.findall(r"'([^']*)'", declared[1]))
+        return f"the table [{table}] is given twice{sentence[declared.end() :]}"
+    return sentence.replace("Cannot overwrite a value", "a key is given twice")
 
 
 def _parse_json(source: str, content: str) -> dict[str, object]:

@@ -105,7 +105,16 @@ def idle(seconds: float) -> Figures:
         with subprocess.Popen(
             [
                 *(sys.executable, "-c", command, "--root", node.root.path, "--cgroupfs", node.mount.path),
-                *("--socket", node.socket, "--kubelet-dir", node.kubelet, "--sysfs", node.path / "sys"),
+                *(
+                    "--socket",
+                    node.socket,
+                    "--state-dir",
+                    node.path / "state",
+                    "--kubelet-dir",
+                    node.kubelet,
+                    "--sysfs",
+                    node.path / "sys",
+                ),
                 "--no-device-filter",
                 *("--procfs", node.proc),
             ],

@@ -2,7 +2,8 @@
 
 An instance of the controller's, whose guest measures for how long it is not run (``jitter.S``), first on a quiet node, then
 under a hostile load: a busy loop for each CPU of the node with no mask of its own, and new ones all the time in the
-instance's own container, as ``kubectl exec`` starts them. Says which guarantee is in force.
+instance's own container, as ``kubectl exec`` starts them. Both with partitions, and then without; each says which guarantee
+is in force.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,7 @@ INTRUDES_FOR = 0.5
 """Seconds between two loops that enter the container; each is killed when the next one comes."""
 AT_MOST = 900.0
 """Seconds for one round; emulated CPUs are slow."""
+Load = Callable[[Instance], AbstractContextManager[None]]
 
 
 @pytest.mark.timeout(3600)
@@ -42,19 +45,27 @@ def test_what_others_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     }
     mems = max(numa)
     cpus = CpuSet(list(numa[mems])[:2])
-    with kubelet_of(tmp_path, numa) as kubelet, controller_of(kubelet, tmp_path) as controller:
-        for number, (name, load) in enumerate((("quiet", quiet), ("hostile", hostile)), start=1):
-            instance = start(kubelet, controller, number, cpus, CpuSet([mems]), tmp_path)
-            begun = at(instance, "jitter begin")
-            vcpus = [thread.tid for thread in instance.vcpus()]
-            guarantee = "enforced" if instance.group.read("cpuset.cpus.partition") == "isolated" else "arranged"
-            with recorded(cpus) as record, load(instance):
-                ended = at(instance, "jitter 000")
-            at(instance, "jitter end")
-            kubelet.stop(instance.uid, grace=0)
-            with capsys.disabled():
-                print(f"\n{name} node, guarantee {guarantee}:")
-                print(*taken(record, vcpus, cpus), *noticed(instance.running.output, TICKS / (ended - begun)), sep="\n")
+    with kubelet_of(tmp_path, numa) as kubelet:
+        for first, partitions in enumerate(("auto", "off")):
+            with controller_of(kubelet, tmp_path, "--partitions", partitions) as controller:
+                for second, (name, load) in enumerate((("quiet", quiet), ("hostile", hostile))):
+                    instance = start(kubelet, controller, 1 + 2 * first + second, cpus, CpuSet([mems]), tmp_path)
+                    guarantee, shown = measured(instance, load)
+                    kubelet.stop(instance.uid, grace=0)
+                    kubelet.reconcile()
+                    with capsys.disabled():
+                        print(f"\n{name} node, guarantee {guarantee}:", *shown, sep="\n")
+
+
+def measured(instance: Instance, load: Load) -> tuple[str, list[str]]:
+    """Return the guarantee of *instance*, and what was taken from it and its guest noticed while *load* was held."""
+    begun = at(instance, "jitter begin")
+    guarantee, vcpus = instance.receipt()["guarantee"], [thread.tid for thread in instance.vcpus()]
+    with recorded(instance.cpus) as record, load(instance):
+        ended = at(instance, "jitter 000")
+    at(instance, "jitter end")
+    frequency = TICKS / (ended - begun)
+    return guarantee, [*taken(record, vcpus, instance.cpus), *noticed(instance.running.output, frequency)]
 
 
 def start(

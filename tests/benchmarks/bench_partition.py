@@ -30,9 +30,10 @@ def test_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     mount = Group(ROOT)
     mount.delegate("cpuset")
     root = mount.child("bench", cpuset_cpus=online)
+    writer = start_partition_writer(root.path, Path("/proc"))
     try:
         root.delegate("cpuset")
-        tree = Tree(Cgroup(root.path), start_partition_writer(root.path, Path("/proc")))
+        tree = Tree(Cgroup(root.path), writer)
         for count in (each for each in COUNTS if each < len(online) - 1):
             cpus = CpuSet(list(online)[-count:])
             group = root.child(f"instance-{count}", threaded=True, cpuset_cpus=cpus)
@@ -48,6 +49,7 @@ def test_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
                 for name, times in zip(("seal", "unseal"), zip(*found, strict=True), strict=True):
                     print(f" {name} {statistics.median(times):.1f} ({min(times):.1f} … {max(times):.1f});", end="")
     finally:
+        writer.connection.close()
         root.remove()
 
 

@@ -123,8 +123,15 @@ say_number:                  # edx in hexadecimal digits; changes eax, cx
   loop 1b
   ret
 
-say_letter:                  # al
+say_letter:                  # al, once the port takes it: the reader of the console may be slow
   push %dx
+  push %ax
+  mov $(COM1 + 5), %dx       # the line status register; bit 5: empty
+1:
+  in %dx, %al
+  test $0x20, %al
+  jz 1b
+  pop %ax
   mov $COM1, %dx
   out %al, %dx
   pop %dx

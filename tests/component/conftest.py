@@ -7,8 +7,11 @@ import ctypes
 import logging
 import os
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,6 +30,25 @@ def own_namespace() -> None:
         pytest.exit(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}", returncode=1)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     become_subreaper()
+
+
+@pytest.fixture
+def import_anew() -> Iterator[Callable[[str], None]]:
+    """Return a function that has a module imported again at its next use; after the test the one of before is back.
+
+    With another one in its place, other tests of this process would hold classes that the program does not use any more.
+    """
+    before: dict[str, ModuleType] = {}
+
+    def forget(name: str) -> None:
+        if name in sys.modules:
+            before.setdefault(name, sys.modules.pop(name))
+
+    yield forget
+    for name, module in before.items():
+        package, _, last = name.rpartition(".")
+        sys.modules[name] = module
+        setattr(sys.modules[package], last, module)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -40,9 +39,11 @@ async def while_a_guest_runs(fake_host: FakeHost, plan: InstancePlan, act: Calla
 
 
 @pytest.mark.parametrize("lacking", ["runner.instance.control.server", "runner.protocol.guest_agent"])
-async def test_a_failed_import_does_not_end_the_guest(fake_host: FakeHost, lacking: str) -> None:
+async def test_a_failed_import_does_not_end_the_guest(
+    fake_host: FakeHost, import_anew: Callable[[str], None], lacking: str
+) -> None:
     plan = fake_host.plan(qemu={"agent": "answers", "at_powerdown": "shutdown"})
-    before = sys.modules.pop(lacking, None)
+    import_anew(lacking)
 
     async def act() -> None:
         while "the guest agent is there" not in fake_host.logged():
@@ -56,8 +57,6 @@ async def test_a_failed_import_does_not_end_the_guest(fake_host: FakeHost, lacki
         await while_a_guest_runs(fake_host, plan, act)
     finally:
         FAULT_INJECTOR.end()
-        if before is not None:
-            sys.modules[lacking] = before
     message = {
         "runner.instance.control.server": "cannot be served yet",
         "runner.protocol.guest_agent": "the guest agent is not asked",

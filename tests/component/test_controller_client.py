@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import trio
 
+from runner.controller import methods
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.instance.cgroups.controller import RegisteredCgroups
@@ -193,6 +194,18 @@ async def test_a_malformed_answer_is_an_error(tmp_path: Path, text: str, fds: in
             await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), held)
         assert complaint in explain(caught.value)
     assert descriptors() == before
+
+
+async def test_a_controller_that_does_not_know_the_runners_protocol_is_asked_without_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.become(A)
+    monkeypatch.setattr(methods, "OPTIONAL", {})
+    async with controlled(node) as controller:
+        with ExitStack() as held:
+            found = await register(PurePosixPath(node.socket), A, CPUS, Cgroup(node.path), held)
+            assert found.cpus == CPUS
+        assert controller.loop.counters.requests == {"registerCgroup": 1}, "the other one had invalid parameters"
 
 
 async def test_a_busy_controller_is_tried_again(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.cli.first_guest import NO_NAMESPACES, first_spec
 from runner.cli.outcomes import OUTCOMES, explain_status
 from runner.errors import Status
 from tests.support.program_runs import PROJECT, RUNNER
@@ -61,9 +62,35 @@ def test_a_start_that_is_refused_ends_with_its_status_explained(guest: Path) -> 
     assert not Path("/run/spec.json").exists()
 
 
+def test_namespaces_that_cannot_be_made_are_no_fault_of_the_runner(guest: Path, tmp_path: Path) -> None:
+    """As where seccomp or a limit of namespaces forbids them (user_namespaces(7), /proc/sys/user/max_pid_namespaces)."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "unshare").write_text(
+        "#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n"
+    )
+    (programs / "unshare").chmod(0o755)
+    done = attempt(RUNNER, "try", "--guest", guest, PATH=f"{programs}:{os.environ['PATH']}")
+    assert done.returncode == NO_NAMESPACES
+    assert done.stderr.splitlines() == [
+        "unshare: unshare failed: Operation not permitted",
+        "ended with status 125, which is none of instance-runner's: the lines before it say why",
+    ]
+
+
+def test_the_guest_is_given_the_size_of_a_terminal_that_has_one(guest: Path) -> None:
+    """A terminal whose program has not set a size has 0 rows and 0 columns (ioctl_tty(2))."""
+    boot = [first_spec(guest, size)["boot"] for size in (os.terminal_size((111, 33)), os.terminal_size((0, 0)), None)]
+    assert [str(each).count("guest.rows=33 guest.columns=111") for each in boot] == [1, 0, 0]
+    assert [str(each).count("guest.rows") for each in boot] == [1, 0, 0]
+
+
 def test_every_status_of_run_has_an_explanation() -> None:
     assert set(OUTCOMES) == set(Status) - {Status.FINDINGS, Status.FAILED}
     assert list(explain_status(Status.STOPPED)) == []
+    assert next(explain_status(137)) == (
+        "ended with status 137: the runner was killed (SIGKILL); the kernel has ended all that it had started"
+    )
     assert list(explain_status(125)) == [
         "ended with status 125, which is none of instance-runner's: the lines before it say why"
     ]

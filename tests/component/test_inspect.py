@@ -447,7 +447,7 @@ def test_a_record_that_is_ended_leaves_nothing_for_long(
             recording.kill()
             recording.wait()
     assert left(tracefs) - before == (mine if number is signal.SIGKILL else set())
-    assert node.inspect("--trace", "0.1").returncode == 3
+    assert node.inspect("--trace", "0.1").returncode in {0, 3}  # others may run on that CPU meanwhile
     assert left(tracefs) & mine == set()
 
 

@@ -9,7 +9,7 @@ import signal
 import stat
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 import attrs
@@ -19,7 +19,9 @@ import trio
 from runner.cpuset import CpuSet
 from runner.errors import PlacementError, RunnerError, Status, explain
 from runner.instance.qemu import GuestEnd
+from runner.instance.state_directory import RECEIPT
 from runner.instance.supervisor import Supervisor
+from runner.kernel import files
 from runner.placement.backends import AffinityPlacement
 from runner.protocol.logs import text_lines
 from runner.protocol.rate_limit import MOST_PEERS
@@ -86,6 +88,22 @@ async def test_a_whole_run_from_start_to_end(fake_host: FakeHost) -> None:
     others = [CpuSet.parse(thread["allowed_cpus"]) for thread in receipt["threads"] if thread["role"] != "vcpu"]
     assert CPUS == 1 or all(cpus.isdisjoint(plan.placement.cpus) for cpus in others)
     assert fake_host.snapshot() == before
+
+
+async def test_a_start_publishes_one_receipt_which_has_the_guarantee(
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[dict[str, Any]] = []
+    publish = files.publish
+
+    def recorded(path: PurePosixPath, content: bytes) -> None:
+        if path.name == RECEIPT:
+            published.append(json.loads(content))
+        publish(path, content)
+
+    monkeypatch.setattr(files, "publish", recorded)
+    ended(await fake_host.run(fake_host.plan(qemu={"at_cont": "shutdown"})))
+    assert [each["guarantee_reason"] for each in published] == ["placement 'affinity' has no cgroups"]
 
 
 async def test_children_start_with_nothing_inherited_but_their_descriptors(fake_host: FakeHost) -> None:

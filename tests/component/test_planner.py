@@ -336,7 +336,11 @@ TWICE = "cannot read standard input twice: name a file for the SPEC, for --pod o
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [
-        ((), 2, "cannot read the spec '/etc/instance/spec.toml': No such file or directory"),
+        (
+            (),
+            2,
+            "cannot read the spec '/etc/instance/spec.toml': No such file or directory; name a SPEC, or mount one there",
+        ),
         (("a", "b"), 2, "cannot plan several instances at once: name one SPEC, or check them by --document-only"),
         (("--document-only",), 2, "cannot check nothing: name SPECs with --document-only"),
         (("--document-only", "a", "--json"), 2, "cannot use other options with --document-only: it takes SPECs alone"),

@@ -259,22 +259,24 @@ async def test_a_port_that_accepts_makes_it_ready_and_is_then_left_alone(fake_ho
     [("agent", "runner.protocol.guest_agent"), ("console:^login: $", "runner.kernel.bounded_search")],
 )
 async def test_nothing_is_imported_for_a_sign_while_the_guest_runs(
-    fake_host: FakeHost, ready: str, imported: str
+    fake_host: FakeHost, import_anew: Callable[[str], None], ready: str, imported: str
 ) -> None:
     """An import fails where descriptors are short, and in a background task it would end the guest."""
     plan = plan_of(fake_host, ready)
 
     async def act(guest: Guest) -> None:
         await trio.lowlevel.checkpoint()
-        sys.modules.pop(imported, None)
+        import_anew(imported)
         Readiness(guest.host, plan)
         assert imported in sys.modules
 
     await run(fake_host, plan_of(fake_host, None), act)
 
 
-async def test_an_agent_is_asked_where_nothing_can_be_imported(fake_host: FakeHost) -> None:
-    sys.modules.pop("runner.protocol.guest_agent", None)
+async def test_an_agent_is_asked_where_nothing_can_be_imported(
+    fake_host: FakeHost, import_anew: Callable[[str], None]
+) -> None:
+    import_anew("runner.protocol.guest_agent")
 
     async def act(guest: Guest) -> None:
         FAULT_INJECTOR.begin(1, only=frozenset({"import"}))

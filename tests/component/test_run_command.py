@@ -115,4 +115,7 @@ def test_what_is_not_ours_stays(left: Path, why: str) -> None:
 def test_the_default_spec_is_where_the_manifests_put_it(fake_host: FakeHost) -> None:
     done = run(fake_host, "--state-dir", fake_host.root / "state")
     assert done.returncode == 2
-    assert "cannot read the spec '/etc/instance/spec.toml': No such file or directory\n" in done.stderr
+    assert (
+        "cannot read the spec '/etc/instance/spec.toml': No such file or directory; name a SPEC, or mount one there\n"
+        in done.stderr
+    )

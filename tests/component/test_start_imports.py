@@ -31,7 +31,7 @@ facts facts.descriptor facts.disk facts.hardware facts.host facts.memory facts.r
 instance instance.cgroups instance.cgroups.active instance.cgroups.affinity instance.console instance.console_watch
 instance.daemons instance.discover instance.disks instance.display instance.init instance.lifecycle instance.memory
 instance.qemu instance.readiness instance.signs_of_life instance.state_directory instance.supervisor
-kernel kernel.cgroup kernel.character_devices kernel.fd_passing kernel.files kernel.lines kernel.log_file
+kernel kernel.cgroup kernel.character_devices kernel.fd_passing kernel.files kernel.leases kernel.lines kernel.log_file
 kernel.nonblocking_writer kernel.packages kernel.peers kernel.processes kernel.procfs kernel.scheduler kernel.sockets kernel.sysfs
 placement placement.backends placement.guest_topology placement.pins
 plan plan.argv plan.argv.block_nodes plan.argv.qemu plan.descriptor_claims plan.disks plan.firmware plan.guest_devices

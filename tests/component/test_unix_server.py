@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import trio.testing
 from runner.controller.server import listening
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.peers import Peers
+from runner.kernel.sockets import accepted
 from runner.protocol.jsonrpc import RpcError, RpcResult
 from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
 from tests.support.fake_node import Client, connected
@@ -120,6 +122,23 @@ async def test_an_answer_whose_control_files_cannot_be_opened_is_an_error(tmp_pa
         assert json.loads(await ask(client))["result"] == "zero"
 
 
+class WaitingService(Service):
+    """A service that refuses with a descriptor of a file, at whose change the client is to ask again."""
+
+    async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
+        await super().call(identify, method, params)
+        raise RpcError(-32004, "wait", {"reason": "conflict"}, ((Cgroup(Path("/dev")), method),))
+
+
+async def test_who_is_to_wait_for_a_group_that_has_gone_is_to_ask_again(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    async with served(path, SocketLimits(), WaitingService()), connected(path) as client:
+        assert json.loads(await ask(client, "null"))["error"]["data"] == {"reason": "conflict"}
+        answer = json.loads(await ask(client, "nothing"))
+        assert (answer["id"], answer["error"]["code"], answer["error"]["data"]) == ("mine", BUSY, {"reason": "busy"})
+        assert answer["error"]["message"].endswith("; ask again")
+
+
 async def refused(client: Client) -> bool:
     """Return whether the client gets the error that the server is busy; ``False`` if it is served."""
     await client.send(b'{"jsonrpc":"2.0","method":"x","id":1}\n')
@@ -206,6 +225,28 @@ async def test_a_refused_client_can_still_send_its_request_and_read_the_reason(t
         await trio.testing.wait_all_tasks_blocked()
         assert await refused(second)
         assert server.connections == 1
+
+
+async def test_while_nothing_can_be_accepted_it_pauses_and_says_so_once(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = iter([errno.ECONNABORTED, errno.ENOSPC, errno.EMFILE, errno.ENOSPC])
+    with trio.socket.from_stdlib_socket(socket.socket(socket.AF_UNIX)) as connection:
+
+        class Listener(trio.socket.SocketType):
+            async def accept(self) -> tuple[trio.socket.SocketType, object]:
+                await trio.lowlevel.checkpoint()
+                for number in numbers:
+                    raise OSError(number, os.strerror(number))
+                return connection, ""
+
+        begun = trio.current_time()
+        assert await accepted(Listener()) is connection
+        assert trio.current_time() - begun == 3
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "cannot accept a connection reason='No space left on device'"
+    ]
+    del autojump_clock
 
 
 async def test_refused_clients_of_one_peer_keep_no_other_peer_out(tmp_path: Path) -> None:

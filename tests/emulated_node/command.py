@@ -23,7 +23,7 @@ RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
 SYSTEMD_TESTS, ARTICLE_TESTS, DEVICE_TESTS = ["tests/node/systemd"], ["tests/node/article"], ["tests/node/devices"]
 """Tests that need systemd as PID 1, 128 CPUs, spare devices or our images as disks have their own folders."""
-IMAGE_TESTS = ["tests/node/images", "tests/node/containerd"]
+IMAGE_TESTS = ["tests/node/images", "tests/node/containerd", "tests/node/podman"]
 OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, *IMAGE_TESTS)
 TESTS = ["tests/node", *(f"--ignore={folder}" for folder in OWN_FOLDERS)]
 ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}

@@ -22,6 +22,6 @@ def clean_debian(release: str) -> Artefact:
     return Artefact(f"clean-{release}", str(RECIPES / "clean.sh"), {"release": release.encode()}, _TOOLS)
 
 
-def quadlet() -> Artefact:
-    """Return the recipe of podman's generator of systemd units."""
-    return Artefact("quadlet", str(RECIPES / "quadlet.sh"), {}, _TOOLS)
+def podman() -> Artefact:
+    """Return the recipe of the podman that knows quadlets, an erofs image."""
+    return Artefact("podman", str(RECIPES / "podman.sh"), {}, {**_TOOLS, "mkfs.erofs": "erofs-utils"})

@@ -1,12 +1,13 @@
 """Build the images without a registry, run them here and in the emulated node, check the Kubernetes manifests.
 
-Usage: tests/images/run [--only build|here|node|containerd] [--kubelet PATH] [pytest arguments]
+Usage: tests/images/run [--only build|here|node|containerd|podman] [--kubelet PATH] [pytest arguments]
 
 It needs root on Debian or Ubuntu and the packages that tests/run installs. Base, layers, clean Debians and the programs of
-others (kustomize, Prometheus, quadlet) are fetched from Debian once and kept in the node's cache. Images are run by podman
-and runc as PID 1 with --privileged, then in the node with the pods that the manifests in examples/kubernetes describe: by
-crun and runc, and by containerd in a node with systemd. If the program of a kubelet is given (or named by
-RUNNER_KUBELET), that one runs them there as well, without a cluster.
+others (kustomize, Prometheus, a newer podman) are fetched from Debian once and kept in the node's cache. Images are run by
+podman and runc as PID 1 with --privileged, then in the node with the pods that the manifests in examples/kubernetes
+describe: by crun and runc, and by containerd in a node with systemd. If the program of a kubelet is given (or named by
+RUNNER_KUBELET), that one runs them there as well, without a cluster. At last systemd and podman run the services that
+podman makes of the quadlets in examples/host.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.emulated_node import artefacts
 from tests.emulated_node.artefacts import PROJECT
 from tests.emulated_node.cache import EmulatedNodeError, fetch, say
 from tests.images import built
-from tests.images.artefacts import RELEASES, clean_debian, prometheus, quadlet
+from tests.images.artefacts import RELEASES, clean_debian, podman, prometheus
 from tests.images.manifests import DIRECTORIES, put_together
 
 CALLED = {"gpu-instance": "gpu-instance", "controller": "instance-cgroup-controller"}
@@ -55,7 +56,7 @@ def in_node(images: dict[str, str], *arguments: str) -> int:
 def main() -> int:
     """Run the steps that the command line selects and return the status."""
     parser = argparse.ArgumentParser(prog="tests/images/run", description=__doc__.splitlines()[0])
-    steps = ("build", "here", "node", "containerd")
+    steps = ("build", "here", "node", "containerd", "podman")
     parser.add_argument("--only", choices=steps, help="only this step, and the build before it")
     given = os.environ.get("RUNNER_KUBELET")
     parser.add_argument("--kubelet", metavar="PATH", default=given, help="a kubelet's program, 1.20 or later")
@@ -65,7 +66,7 @@ def main() -> int:
         images = built.build()
         os.environ["RUNNER_KUSTOMIZE"] = str(fetch(artefacts.kustomize()))
         os.environ["RUNNER_PROMETHEUS"] = str(fetch(prometheus()))
-        os.environ["RUNNER_QUADLET"] = str(fetch(quadlet()))
+        os.environ["RUNNER_PODMAN"] = str(fetch(podman()))
         os.environ["RUNNER_CLEAN"] = " ".join(f"{name}={fetch(clean_debian(name))}" for name in RELEASES)
         status = 0
         if options.only in {None, "here"}:
@@ -84,6 +85,9 @@ def main() -> int:
             else:
                 say("a kubelet is missing (--kubelet PATH or RUNNER_KUBELET), so its test is left out")
             status = in_node(images, "--systemd", "--cpus=8", *disks, "--", *tests, *options.pytest)
+        if status == 0 and options.only in {None, "podman"}:
+            disk = f"--disk=podman={os.environ['RUNNER_PODMAN']}"
+            status = in_node(images, "--systemd", disk, "--", "tests/node/podman", *options.pytest)
         built.forget_old()
     except EmulatedNodeError as error:
         say(str(error))

@@ -1,6 +1,6 @@
-"""The quadlets of examples/host: podman's own generator reads them, systemd its output, and the image runs with their options.
+"""The quadlets of examples/host as podman's own generator reads them: their units, and the rights that these give.
 
-``tests/machine/test_host.py`` runs the commands of the service without podman.
+``tests/node/podman`` runs them, and ``tests/machine/test_host.py`` the commands of the service without podman.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ OF_PODMAN = re.compile(
 @pytest.fixture(scope="module")
 def units(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return name → text of the units that quadlet makes of the example's files."""
-    if "RUNNER_QUADLET" not in os.environ:
-        pytest.skip("quadlet is missing: tests/images/run fetches it and names it in RUNNER_QUADLET")
-    directory = tmp_path_factory.mktemp("units")
+    if "RUNNER_PODMAN" not in os.environ:
+        pytest.skip("a podman with quadlets is missing: tests/images/run fetches it and names it in RUNNER_PODMAN")
+    podman, directory = tmp_path_factory.mktemp("podman"), tmp_path_factory.mktemp("units")
+    subprocess.run(["fsck.erofs", f"--extract={podman}", os.environ["RUNNER_PODMAN"]], check=True, capture_output=True)
     environment = {**os.environ, "QUADLET_UNIT_DIRS": str(HOST / "quadlet")}
-    argv = [os.environ["RUNNER_QUADLET"], str(directory)]
+    argv = [str(podman / "usr/libexec/podman/quadlet"), str(directory)]
     done = subprocess.run(argv, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return {path.name: path.read_text() for path in directory.glob("*.service")}

@@ -121,6 +121,7 @@ def controller(instance: int, tmp_path: Path) -> Iterator[str]:
         *(*inside(instance), sys.executable, "-c"),
         "import sys; from runner.controller.main import main; sys.exit(main())",
         *("--root", str(node.root.path), "--cgroupfs", str(node.mount.path), "--socket", str(node.socket)),
+        *("--state-dir", str(node.path / "state")),
         *("--kubelet-dir", str(node.kubelet), "--sysfs", str(node.path / "sys"), "--procfs", str(node.proc)),
         *("--no-device-filter", "--metrics", CONTROLLER),
     ]

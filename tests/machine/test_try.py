@@ -167,11 +167,25 @@ def test_a_signal_from_outside_ends_everything(guest: GuestFiles, number: signal
             shown.process.wait()
 
 
+def pid_1(shown: Terminal) -> int:
+    """Return the runner's pid, which the command that looks at the guest names."""
+    return int(shown.seen.partition("another terminal: nsenter -t ")[2].partition(" ")[0])
+
+
+def test_a_runner_that_is_killed_is_no_fault_of_its_own(guest: GuestFiles) -> None:
+    with tried(guest) as shown:
+        shown.until(r"guest: up with")
+        os.kill(pid_1(shown), signal.SIGKILL)
+        assert shown.wait() == 128 + signal.SIGKILL, shown.seen
+        assert "ended with status 137: the runner was killed (SIGKILL)" in shown.seen
+        assert "bug" not in shown.seen
+
+
 def test_the_terminal_is_restored_when_its_console_is_killed(guest: GuestFiles) -> None:
     """As the kernel kills it with all that is in its PID namespace when the runner is killed."""
     with tried(guest) as shown:
         shown.until(r"guest: up with")
-        enter = shown.seen.partition("another terminal: ")[2].partition(" -m ")[0].encode().replace(b" ", b"\0")
+        enter = f"nsenter -t {pid_1(shown)} -p".replace(" ", "\0").encode()
         commands = {each: each.read_bytes() for each in Path("/proc").glob("[0-9]*/cmdline")}
         [nsenter] = [path for path, words in commands.items() if words.startswith(enter) and b"\0console\0" in words]
         [console] = (nsenter.parent / "task" / nsenter.parent.name / "children").read_text().split()

@@ -20,6 +20,8 @@ from pathlib import Path
 from runner.cpuset import CpuSet
 
 ROOT = Path("/sys/fs/cgroup")
+PARTITIONED = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2]) >= (6, 7)
+"""Whether the kernel has remote partitions, by its version: a kernel that should have them and has not fails the tests."""
 IN_DELETE = 0x200
 SECONDS = 60 * max(1, (os.cpu_count() or 1) // 16)
 """How long to wait for what must happen; emulated CPUs are slow, and the more of them the slower."""

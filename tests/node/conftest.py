@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
+from tests.node import host_settings
 from tests.node.cgroups import ROOT, Cgroup
+from tests.node.images.manifested import Manifests
 from tests.node.instances import ROM, Controller, NodeFixture, controller_of, kubelet_of, pool
 from tests.node.minimal_pods import Machine, machine_of
 from tests.node.standin_kubelet import Kubelet, Mount
@@ -35,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.node)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=f"{reason}; tests/node/run brings a machine that has it"))
+
+
+@pytest.fixture(scope="session")
+def manifests() -> Manifests:
+    if "RUNNER_NODE_MANIFESTS" not in os.environ:
+        pytest.skip("built images are missing: tests/images/run builds them and gives them to the node")
+    return Manifests.read()
 
 
 @pytest.fixture
@@ -113,6 +122,16 @@ def rom() -> Path:
     if not ROM.is_file():
         pytest.skip("the ROM guest is missing: tests/node/run builds it and names it in RUNNER_NODE_ROM")
     return ROM
+
+
+@pytest.fixture
+def before() -> Iterator[dict[str, str]]:
+    """Return the machine's settings before the test; they are the same after it."""
+    host_settings.reset()
+    assert host_settings.movable(), "a machine with interrupts that can be moved is missing"
+    found = host_settings.settings()
+    yield found
+    assert host_settings.changes(found) == {}
 
 
 @pytest.fixture

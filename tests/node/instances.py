@@ -111,7 +111,15 @@ class Controller:
         self.log = directory.parent / "controller.log"
         self.argv = (
             *(sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())"),
-            *("--root", str(TREE.path), "--socket", str(self.socket), "--kubelet-dir", str(kubelet.directory), *more),
+            *(
+                "--root",
+                str(TREE.path),
+                "--socket",
+                str(self.socket),
+                "--state-dir",
+                str(directory.parent / "controller-state"),
+            ),
+            *("--kubelet-dir", str(kubelet.directory), *more),
         )
         self.environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(PYCACHE)}
         self.process: subprocess.Popen[bytes] | None = None
@@ -123,7 +131,8 @@ class Controller:
             self.process = subprocess.Popen(
                 self.argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stderr=log, env=self.environment
             )
-        until(self.answers, "the controller to answer")
+        # The first one of a node compiles all that it imports, which takes a minute where two nodes are emulated at once.
+        until(self.answers, "the controller to answer", 4 * SECONDS)
 
     def answers(self) -> bool:
         """Return whether the socket accepts connections; fail when the process has ended."""

@@ -25,6 +25,7 @@ A, B, C = (
     "b41f38d8-2c21-4168-af77-6d0cc5482dcb",
 )
 ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
+COMMAND = (sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())")
 TIMEOUT = 60.0
 """Seconds for anything that must happen; emulated CPUs are slow."""
 
@@ -43,8 +44,9 @@ def missing() -> str:
 
 
 POD = """
-import ctypes, json, mmap, os, signal, socket, struct, subprocess, sys, threading, time
-fds, threads = [], []
+import ctypes, fcntl, json, mmap, os, signal, socket, struct, subprocess, sys, threading, time
+fds, leases = [], []
+signal.signal(signal.SIGIO, signal.SIG_IGN)  # with which the kernel asks to give a lease back
 MADV_POPULATE_WRITE, CLONE_NEWNS, MS_REC, MS_PRIVATE = 23, 0x20000, 1 << 14, 1 << 18
 def forbid(*calls):  # by a seccomp profile: EPERM for these numbers of system calls (seccomp(2))
     code = [(0x20, 0, 0, 0)]
@@ -88,7 +90,10 @@ for line in sys.stdin:
                 data, new, _, _ = socket.recv_fds(connection, 65536, 8)
                 fds += new
                 while not data.endswith(b"\\n"):
-                    data += connection.recv(65536)
+                    more = connection.recv(65536)
+                    if not more:
+                        raise ConnectionResetError(104, "the controller has ended")
+                    data += more
             result = [json.loads(data), len(new)]
         elif do == "write":
             result = os.write(fds[arguments[0]], b"%d\\n" % arguments[1])
@@ -136,6 +141,9 @@ for line in sys.stdin:
             result = os.fork()
             if result == 0:
                 hoard(*arguments)
+        elif do == "lease":
+            leases.append(os.open(arguments[0], os.O_RDONLY))
+            result = fcntl.fcntl(leases[-1], fcntl.F_SETLEASE, getattr(fcntl, arguments[1]))
         elif do == "forbid":
             forbid(*arguments)
         elif do == "run":
@@ -267,28 +275,15 @@ class Machine:
         return self.pods[-1]
 
     @contextlib.contextmanager
-    def controller(self, *more: str, prefix: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    def controller(
+        self, *more: str, prefix: tuple[str, ...] = (), command: tuple[str, ...] = COMMAND
+    ) -> Iterator[subprocess.Popen[bytes]]:
         """Run the controller, by the command *prefix*; it answers when the block begins."""
-        command = "import sys; from runner.controller.main import main; sys.exit(main())"
+        places = ("--root", str(self.root.path), "--socket", str(self.socket), "--kubelet-dir", str(self.kubelet))
+        state = ("--state-dir", str(self.socket.parent / "state"))
         with (
             self.log.open("ab") as log,
-            subprocess.Popen(
-                [
-                    *(
-                        *prefix,
-                        sys.executable,
-                        "-c",
-                        command,
-                        "--root",
-                        str(self.root.path),
-                        "--socket",
-                        str(self.socket),
-                    ),
-                    *("--kubelet-dir", str(self.kubelet), *more),
-                ],
-                cwd=PROJECT,
-                stderr=log,
-            ) as process,
+            subprocess.Popen([*prefix, *command, *places, *state, *more], cwd=PROJECT, stderr=log) as process,
         ):
             try:
                 until(lambda: self.answers() or process.poll() is not None)

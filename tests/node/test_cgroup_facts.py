@@ -17,6 +17,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of, mask_of, refusal_of, task
+from tests.support.leases import attempting_leases
 
 CPUS = CpuSet.parse(Path("/sys/devices/system/cpu/online").read_text())
 
@@ -70,6 +71,30 @@ def test_a_populated_cgroup_becomes_domain_threaded_without_an_error(tree: Cgrou
         scope.write("cgroup.subtree_control", "+cpuset")
         assert scope.read("cgroup.type") == "domain threaded"
         assert scope.child("child").read("cgroup.type") == "domain invalid"
+
+
+# -- leases (fcntl(2), F_SETLEASE)
+
+
+def test_a_lease_on_a_control_file_is_refused_while_another_has_the_file_open(tree: Cgroup) -> None:
+    file = tree.path / "cgroup.procs"
+    with attempting_leases(file) as results:
+        assert results == ["leased"]
+        assert refusal_of(lambda: os.open(file, os.O_RDONLY | os.O_NONBLOCK)) == "EAGAIN"
+        os.close(os.open(file, os.O_PATH))
+    for mode in (os.O_RDONLY, os.O_RDWR):
+        fd = os.open(file, mode)
+        with attempting_leases(file) as results:
+            assert results == ["refused"]
+        os.close(fd)
+
+
+def test_procfs_of_a_container_is_another_file_system_than_the_nodes() -> None:
+    """So that a lease on a file of the one delays nobody who opens that of the other."""
+    device = ["stat", "--format=%d", "/proc"]
+    mounted = ["unshare", "--fork", "--pid", "--mount-proc"]
+    inner, outer = (subprocess.run(argv, stdout=-1, check=True).stdout for argv in ([*mounted, *device], device))
+    assert inner != outer
 
 
 # -- how processes and threads are moved

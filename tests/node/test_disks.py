@@ -15,6 +15,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.instances import (
+    ARRANGED,
     DEVICES,
     Controller,
     Instance,
@@ -66,6 +67,7 @@ def iothreads(instance: Instance) -> dict[str, tuple[str, str]]:
     return {each["name"]: (each["cgroup"], each["allowed_cpus"]) for each in threads if each["role"] == "iothread"}
 
 
+@ARRANGED  # so that the sweep brings what is exec'ed into the pod to float
 def test_disks_in_a_pod(
     kubelet: Kubelet,
     controller: Controller,

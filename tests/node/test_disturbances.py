@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import trio
@@ -24,75 +22,21 @@ from runner.inspect.observe import observe_node
 from runner.inspect.render import report_lines
 from runner.inspect.rules import judge
 from runner.kernel.cgroup import Cgroup as KernelCgroup
+from tests.node.host_settings import (
+    DEFAULT,
+    WORK_QUEUES,
+    effective,
+    interrupts,
+    latency,
+    mask,
+    movable,
+    refusal,
+    settings,
+)
 from tests.node.instances import TREE, NodeFixture
 from tests.node.minimal_pods import TIMEOUT, A, B, Machine, Pod, missing, result, until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
-
-IRQ = Path("/proc/irq")
-DEFAULT = IRQ / "default_smp_affinity"
-WORK_QUEUES = Path("/sys/devices/virtual/workqueue/cpumask")
-
-
-def latency(cpu: int) -> Path:
-    return Path(f"/sys/devices/system/cpu/cpu{cpu}/power/pm_qos_resume_latency_us")
-
-
-def interrupts() -> dict[int, CpuSet]:
-    """Return the interrupts with a handler, and where they may be delivered to."""
-    found = {}
-    for path in IRQ.glob("[0-9]*"):
-        if any(each.is_dir() for each in path.iterdir()):
-            found[int(path.name)] = CpuSet.parse((path / "smp_affinity_list").read_text())
-    return found
-
-
-def effective(number: int) -> CpuSet:
-    return CpuSet.parse((IRQ / str(number) / "effective_affinity_list").read_text())
-
-
-@functools.cache
-def movable() -> list[int]:
-    """Return the interrupts whose mask the kernel lets user space write; tried once, while no controller runs."""
-    return [number for number, cpus in interrupts().items() if not refusal(number, cpus)]
-
-
-def refusal(number: int, cpus: CpuSet) -> int:
-    try:
-        (IRQ / str(number) / "smp_affinity_list").write_text(str(cpus))
-    except OSError as error:
-        return error.errno or 0
-    return 0
-
-
-def mask(path: Path) -> CpuSet:
-    return CpuSet.parse_mask(path.read_text())
-
-
-def settings() -> dict[str, str]:
-    """Return all that an instance may have changed."""
-    files = [DEFAULT, WORK_QUEUES, *(latency(cpu) for cpu in range(os.cpu_count() or 1))]
-    return {
-        **{str(path): path.read_text() for path in files},
-        **{str(number): str(cpus) for number, cpus in interrupts().items()},
-    }
-
-
-@pytest.fixture
-def before() -> Iterator[dict[str, str]]:
-    """Return the settings before the test; they are the same after it.
-
-    A controller that another test has killed may have left some narrowed, and its records are gone with its directory.
-    """
-    everywhere = CpuSet(range(os.cpu_count() or 1))
-    for path in (DEFAULT, WORK_QUEUES):
-        path.write_text(everywhere.mask())
-    assert movable(), "a machine with interrupts that can be moved is missing"
-    for number in movable():
-        assert refusal(number, everywhere) == 0
-    found = settings()
-    yield found
-    assert settings() == found
 
 
 def kept_off(cpus: CpuSet) -> bool:

@@ -7,16 +7,34 @@ from __future__ import annotations
 
 import json
 import socket
+import stat
 import threading
 from pathlib import Path
 from unittest.mock import ANY
+from urllib.request import urlopen
 
 import pytest
 
-from tests.node.minimal_pods import A, B, C, Machine, Pod, allowed, cgroup_of, missing, reason, result, until
+from runner.controller.held_files import FILES
+from tests.node.minimal_pods import (
+    TIMEOUT,
+    A,
+    B,
+    C,
+    Machine,
+    Pod,
+    allowed,
+    cgroup_of,
+    missing,
+    reason,
+    result,
+    until,
+)
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
 
+BUSY = "Resource temporarily unavailable"
+"""What a lease gives that cannot be had (EAGAIN)."""
 NO_DEVICE = "No such device"
 """What a write to a file of a removed cgroup gives (ENODEV)."""
 
@@ -119,6 +137,27 @@ def test_threads_that_are_put_back_again_and_again_do_not_keep_the_cpus(machine:
         for task in Path(f"/proc/{b.pid}/task").iterdir():
             assert allowed(b.pid, int(task.name)) == str(shared)
         assert machine.instance(C).effective_cpus() == machine.a
+
+
+def test_a_pod_that_leases_files_keeps_nobody_waiting(machine: Machine) -> None:
+    """Those of its own cgroup, and those that the controller opens for it, by whatever mount."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--metrics", "127.0.0.1:9440"):
+        registered(machine, a)
+        for group in (machine.pod_float(A), machine.instance(A), machine.float_cgroup, machine.root):
+            for path in map(group.path.joinpath, FILES):
+                readable = path.exists() and path.stat().st_mode & stat.S_IRUSR
+                kinds = ("F_WRLCK", "F_RDLCK") if readable and path.stat().st_mode & stat.S_IWUSR else ("F_WRLCK",)
+                for kind in kinds if readable else ():
+                    assert a.execute("lease", str(path), kind) == BUSY, path
+        assert a.execute("lease", str(a.scope.path / "cpuset.cpus"), "F_WRLCK") == 0
+        refused = a.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a))
+        assert reason(refused) == "host"
+        assert "cpuset.cpus: a process holds a lease on it (fcntl(2), F_SETLEASE)" in str(refused)
+        registered(machine, b)
+        assert {each["uuid"] for each in machine.ask("listInstances")} == {A, B}
+        with urlopen("http://127.0.0.1:9440/metrics", timeout=TIMEOUT) as page:
+            assert b"instance_cgroup_controller_instances 2.0" in page.read()
 
 
 def test_processes_in_float_are_limited_for_each_pod(machine: Machine) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,17 +20,18 @@ import pytest
 from runner.cpuset import CpuSet
 from runner.kernel import inotify
 from tests.node import minimal_pods
-from tests.node.cgroups import ROOT, Cgroup, cgroup_of, mask_of, refusal_of, task
+from tests.node.cgroups import PARTITIONED, ROOT, Cgroup, cgroup_of, mask_of, refusal_of, task
+from tests.node.host_settings import changes
 from tests.node.instances import TREE, Instance, NodeFixture, controller_of, uid_of, until
-from tests.node.minimal_pods import A, B, Machine, reason, result
+from tests.node.minimal_pods import COMMAND, A, B, Machine, reason, result
+from tests.node.recorded import recorded
 from tests.node.standin_kubelet import Container, Kubelet, Pod
-from tests.support.soak import times
+from tests.node.stopped_controller import PARTITION_FILES, Stop, go_on, stopped, writer_of
 
 pytestmark = pytest.mark.usefixtures("rom")
 Start = Callable[..., Instance]
-KERNEL = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
 EVERY = f"0-{(os.cpu_count() or 1) - 1}"
-PARTITIONS = pytest.mark.skipif(KERNEL < (6, 7), reason="remote partitions are missing: they come with Linux 6.7")
+PARTITIONS = pytest.mark.skipif(not PARTITIONED, reason="remote partitions are missing: they come with Linux 6.7")
 
 
 @pytest.fixture
@@ -102,6 +107,70 @@ def test_nothing_else_can_run_there_wherever_it_is_started(start: Start, kubelet
     assert isolated() == CpuSet()
 
 
+GRAB = """
+import os, sys
+cpus = [int(cpu) for cpu in sys.argv[1:]]
+while True:
+    for cpu in cpus:
+        try:
+            os.sched_setaffinity(0, {cpu})
+        except OSError:
+            pass
+"""
+LOOP = ("sh", "-c", "while :; do :; done")
+WORKED = 0.3
+"""Seconds of CPU time that each of the processes that are to disturb has had, before it counts as having tried."""
+
+
+@contextlib.contextmanager
+def looping(*argv: str, cgroup: Cgroup | None = None) -> Iterator[int]:
+    """Hold a process that never rests, in *cgroup* if it is given."""
+    enter = () if cgroup is None else ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(cgroup.path / "cgroup.procs"))
+    with subprocess.Popen((*enter, *argv)) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of process *pid*."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@PARTITIONS
+def test_the_trace_shows_nothing_else_under_stress_of_everything_else(
+    start: Start, kubelet: Kubelet, tree: Cgroup
+) -> None:
+    """Busy loops by exec, of another Guaranteed pod, of a service with all CPUs, and one that asks for these CPUs all the time."""
+    instance = start(1, "2-3")
+    instance.up()
+    instance.running.execute("sh", "-c", f"{LOOP[2]} >/dev/null 2>&1 &")
+    cpus = CpuSet.parse("4-5")
+    neighbour = kubelet.run(Pod(uid_of(2), (Container(("sh", "-c", f"echo ready; {LOOP[2]}"), cpus=cpus),)))["main"]
+    neighbour.wait_for("ready")
+    neighbour.update_cpus(cpus | instance.cpus)
+    tree.delegate()
+    service = tree.child("service", cpuset_cpus=EVERY)
+    with (
+        looping(*LOOP, cgroup=service) as served,
+        looping(sys.executable, "-I", "-S", "-c", GRAB, *map(str, instance.cpus)) as grabbing,
+    ):
+        [executed] = instance.processes()["sh"]
+        loops = (executed, neighbour.pid, served, grabbing)
+        vcpus = [thread.tid for thread in instance.vcpus()]
+        with recorded(instance.cpus) as record:
+            before = {pid: cpu_seconds(pid) for pid in loops}
+            kubelet.reconcile()
+            until(lambda: all(cpu_seconds(pid) - before[pid] >= WORKED for pid in loops), "every loop to have worked")
+        assert record.others(vcpus) == []
+        for account in record.accounts.values():
+            print(account.cpu, {task.name: task.nanoseconds for task in account.kernel})
+    assert kubelet.stop(uid_of(2), grace=0)
+    assert instance.stop() == 0
+
+
 @PARTITIONS
 def test_a_partition_that_others_invalidate_is_repaired(start: Start) -> None:
     instance = start(1, "2-3")
@@ -127,6 +196,47 @@ def test_nothing_stays_of_a_partition_when_its_owner_is_killed(start: Start, vic
     until(lambda: TREE.read("cpuset.cpus.exclusive") == "", "nothing to be exclusive")
 
 
+@PARTITIONS
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("victim", ["qemu", "runner"])
+def test_an_instance_killed_at_any_step_of_its_partition_leaves_nothing(
+    before: dict[str, str], node_fixture: NodeFixture, tmp_path: Path, victim: str
+) -> None:
+    """Its life is repeated, and it is killed before another write of the controller's each time; QEMU while there is one."""
+    stop, controller = Stop(tmp_path, PARTITION_FILES), node_fixture.controller
+    controller.kill()
+    controller.argv = (*stop.command, *controller.argv[len(COMMAND) :])
+    controller.start()
+    assert controller.process is not None
+    pids = (controller.process.pid, writer_of(controller.process.pid))
+    killed = 0
+    for number in itertools.count():
+        instance = node_fixture.start(1, "2-3")
+        stop.choose(number)
+        running = instance.running
+        until(lambda: stopped(*pids) or "the guest runs" in running.output, "a step, or the guest")  # noqa: B023
+        if not stopped(*pids):
+            running.kill()
+            until(lambda: stopped(*pids) or running.ended, "a step, or the end")  # noqa: B023
+        survived = stop.forget()
+        victims = [] if survived else instance.processes().get(victim, [])
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        killed += len(victims)
+        go_on(*pids)
+        running.wait()
+        node_fixture.kubelet.stop(instance.uid, grace=0)
+        node_fixture.kubelet.reconcile()
+        until(lambda: not instance.group.path.exists(), "the instance to be removed")  # noqa: B023
+        until(lambda: TREE.read("cpuset.cpus.exclusive") == "", "nothing to be exclusive")
+        assert isolated() == CpuSet()
+        until(lambda: not changes(before), "the settings to be as before")
+        if survived:
+            break
+    assert number >= 5, "three writes seal it, three unseal it"
+    assert killed >= (3 if victim == "qemu" else 5)
+
+
 def test_a_demand_that_cannot_be_met_is_a_refused_start(kubelet: Kubelet, tmp_path: Path) -> None:
     with controller_of(kubelet, tmp_path, "--partitions", "off") as controller:
         node = NodeFixture(kubelet, controller, tmp_path)
@@ -139,7 +249,7 @@ def test_a_demand_that_cannot_be_met_is_a_refused_start(kubelet: Kubelet, tmp_pa
 
 def test_without_partitions_the_instance_runs_as_before(start: Start) -> None:
     """On a kernel before 6.7; on others a foreign partition has its CPU."""
-    foreign = Cgroup(ROOT).child("foreign") if KERNEL >= (6, 7) else None
+    foreign = Cgroup(ROOT).child("foreign") if PARTITIONED else None
     try:
         if foreign is not None:
             foreign.write("cpuset.cpus.exclusive", "3")
@@ -176,12 +286,77 @@ def ended(machine: Machine, pod: minimal_pods.Pod) -> None:
     assert result(pod.call(machine.socket, "deregisterCgroup", uuid=pod.uid)) == {"removed": True}
 
 
+def left_over(machine: Machine, before: dict[str, str]) -> dict[str, object]:
+    """Return what is isolated, exclusive, or not as *before*."""
+    found = {"isolated": isolated(), "exclusive": machine.root.exclusive_cpus(), **changes(before)}
+    return {name: value for name, value in found.items() if value}
+
+
+def all_given_back(machine: Machine, before: dict[str, str]) -> None:
+    """Wait until nothing is isolated or exclusive, and everything is as *before*."""
+    with contextlib.suppress(AssertionError):
+        until(lambda: not left_over(machine, before), "nothing to be left")
+    assert left_over(machine, before) == {}
+
+
 @PARTITIONS
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("victim", ["controller", "writer", "pod", "everything"])
+def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
+    before: dict[str, str], machine: Machine, tmp_path: Path, victim: str
+) -> None:
+    """The life of an instance is repeated, and something is killed before another write of the controller's each time.
+
+    What survives goes on: a pod with the next controller, a controller without its writer or its pod.
+    """
+    stop = Stop(tmp_path, PARTITION_FILES)
+
+    def live(pod: minimal_pods.Pod) -> str:
+        guarantee = sealed(machine, pod)
+        ended(machine, pod)
+        return guarantee
+
+    def over() -> None:
+        """Let the last pod live once more if it is alive, remove it, and check that nothing is left."""
+        for pod in list(machine.pods):
+            if victim in {"controller", "writer"}:
+                assert live(pod) == "enforced"
+            machine.pods.remove(pod)
+            pod.end()
+        machine.put_state({B: machine.b})
+        all_given_back(machine, before)
+        until(lambda: machine.a <= machine.float_cgroup.effective_cpus(), "float to have the CPUs")
+
+    for number in itertools.count():
+        with machine.controller(command=stop.command) as controller, ThreadPoolExecutor(1) as pool:
+            over()
+            machine.put_state({A: machine.a, B: machine.b})
+            pod = machine.pod(A, machine.a)
+            pids = (controller.pid, writer_of(controller.pid))
+            stop.choose(number)
+            life = pool.submit(live, pod)
+            until(lambda: stopped(*pids) or life.done(), "a step, or the end")  # noqa: B023
+            if stop.forget():
+                assert life.result() == "enforced"
+                all_given_back(machine, before)
+                break
+            targets = {"controller": pids[:1], "writer": pids[1:], "pod": (pod.pid,), "everything": (*pids, pod.pid)}
+            for pid in targets[victim]:
+                os.kill(pid, signal.SIGKILL)
+            go_on(*pids)
+            assert life.exception() is None or victim != "writer"
+            if victim in {"writer", "pod"}:
+                all_given_back(machine, before)
+    assert number >= 5, "three writes seal it, three unseal it"
+
+
+@PARTITIONS
+@pytest.mark.timeout(1200)
 def test_two_instances_start_and_end_against_each_other(machine: Machine) -> None:
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
 
     def live(pod: minimal_pods.Pod) -> None:
-        for _ in range(times(8)):
+        for _ in range(50):
             assert sealed(machine, pod) == "enforced"
             assert pod.scope.cpus() <= isolated()
             ended(machine, pod)

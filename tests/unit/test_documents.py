@@ -20,9 +20,13 @@ from runner.cli.outcomes import OUTCOMES
 from runner.cli.spec_table import spec_markdown
 from runner.controller.host_tuner import LEAST
 from runner.controller.main import command_line
-from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING, SEALED_EVERY
+from runner.controller.methods import CODES, MOST_PROCESSES, MOST_WAITING, SEALED_EVERY, SEALS_APART
+from runner.cpuset import CpuSet
 from runner.errors import SpecError, Status
+from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
+from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.render import HEAD
+from runner.inspect.trace_render import trace_lines
 from runner.instance.daemons import DEATHS
 from runner.placement.threads import Role
 from runner.protocol.unix_server import SocketLimits
@@ -41,6 +45,7 @@ HOW_IT_WORKS = (ROOT / "runner/README.md").read_text()
 CONTROLLER = (ROOT / "runner/controller/README.md").read_text()
 CHECK = (ROOT / "runner/check/README.md").read_text()
 FIGURES = (ROOT / "tests/benchmarks/README.md").read_text()
+TESTS = (ROOT / "tests/README.md").read_text()
 DOCUMENTS = [
     ROOT / name
     for name in (
@@ -102,6 +107,50 @@ def test_the_tables_of_inspect_are_formatted_as_it_does() -> None:
         assert rows[0] == [*HEAD]
         assert table.splitlines() == [*aligned(rows)]
         assert {row[0].split()[0] for row in rows[1:]} <= {role.value for role in Role}
+
+
+def test_the_trace_on_the_front_page_is_what_inspect_prints_of_its_times() -> None:
+    """``tests/node/test_trace.py`` has the command print one on a node, and fails if it shows another task."""
+    shown = re.search(r"^node# instance-runner inspect --trace 2\n((?:.+\n)+)```", FRONT_PAGE, re.MULTILINE)
+    assert shown is not None
+    title, _, *rows, _ = shown[1].splitlines()
+    name, cpus = re.findall(r"^instance (\S+): CPUs '(.*)', guarantee enforced, ", title)[0]
+    accounts = [
+        traced_account(cpu, [row for row in map(re.compile(r"  +").split, rows) if row[0] == str(cpu)])
+        for cpu in CpuSet.parse(cpus)
+    ]
+    [window] = {
+        account.vcpu_nanoseconds + account.idle_nanoseconds + sum(task.nanoseconds for task in account.kernel)
+        for account in accounts
+    }
+    guarantee = ObservedGuarantee("enforced")
+    instance = InstanceTrace(name, "controller", guarantee, CpuSet.parse(cpus), tuple(accounts), ended=False)
+    report = TraceReport("node", window, "sched_switch", "", (instance,))
+    assert [line.rstrip() for line in trace_lines(report)][: len(rows) + 3] == shown[1].splitlines()
+
+
+def traced_account(cpu: int, rows: list[list[str]]) -> CpuAccount:
+    """Return the account that the *rows* of *cpu* show; none of them is of another task."""
+    (_, vcpu, vcpu_time, _), (_, idle, idle_time, _), *kernel = rows
+    assert (vcpu[:5], idle, {row[1] for row in kernel} - {"kernel"}) == ("vcpu ", "idle", set())
+    tasks = tuple(
+        TaskTime(name, int(pid), int(tid), cgroup, kernel=True, nanoseconds=int(nanoseconds))
+        for _, _, name, pid, tid, nanoseconds, _, cgroup in kernel
+    )
+    return CpuAccount(cpu, int(vcpu[5:]), int(vcpu_time), int(idle_time), tasks, (), 0)
+
+
+def test_the_article_has_forty_vcpus_alone_on_isolated_cpus() -> None:
+    """``tests/node/run --article`` prints the table, and checks the same of every thread."""
+    table = TESTS.partition("==== python3")[2].partition("```")[0]
+    threads = re.findall(r"^ *\d+  (\S.*?)  +([\d,-]+)  +(\d+)  (/\S+)$", table, re.MULTILINE)
+    vcpus = [thread for thread in threads if thread[0].startswith("CPU ")]
+    assert len(vcpus) == 40
+    assert {group for _, _, _, group in vcpus} == {"/stelia/instance-00000001…"}
+    assert all(allowed == running_on for _, allowed, running_on, _ in vcpus)
+    assert {allowed for name, allowed, _, _ in threads if not name.startswith("CPU ")} == {"0,21-64,85-127"}
+    isolated = CpuSet(int(allowed) for _, allowed, _, _ in vcpus)
+    assert table.endswith(f"\n{isolated}      /cpuset.cpus.isolated\n")
 
 
 def test_the_reference_of_the_spec_is_generated() -> None:
@@ -196,7 +245,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
         f"{limits.in_flight}",
         f"{MOST_WAITING}",
         f"{MOST_PROCESSES}",
-        f"{SEALED_EVERY:g} s",
+        f"{SEALED_EVERY:g} s, {SEALS_APART:g} s",
         f"{LEAST:g} s",
         f"{limits.first_byte:g} s, {limits.idle:g} s",
     ]

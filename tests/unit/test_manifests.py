@@ -9,6 +9,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
+from runner.controller.main import command_line
 from runner.controller.privileged_start import KEPT_CAPABILITIES
 from runner.facts.hardware import huge_limit_variable, hugepages_resource
 from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_KILL, CAP_SYS_NICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE
@@ -166,6 +167,19 @@ def test_the_controller_gets_what_it_keeps_and_what_it_starts_with() -> None:
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}, "which allows bpf(2) and setns(2) with SYS_ADMIN"
     assert pod["hostPID"], "its /proc/1 is the node's"
     assert {volume["hostPath"]["path"] for volume in pod["volumes"]} >= {"/sys/fs/cgroup"}
+
+
+def test_no_instance_reaches_the_directory_of_the_controller_s_records() -> None:
+    directory = str(command_line().get_default("state_dir"))
+    [controller] = pod_specs(resources("controller"))
+    [container] = controller["containers"]
+    assert directory in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert directory in {volume["hostPath"]["path"] for volume in controller["volumes"]}
+    for name in ("instance", "job"):
+        [pod] = pod_specs(resources(name))
+        [mount] = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "controller"]
+        assert mount["readOnly"]
+        assert directory not in {volume.get("hostPath", {}).get("path") for volume in pod["volumes"]}
 
 
 @pytest.mark.parametrize("name", KUBELETS)

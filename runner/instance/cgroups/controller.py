@@ -149,13 +149,21 @@ async def _sealed(
 
 
 async def _seal(placement: ControllerPlacement) -> str:
-    """Seal the CPUs and return why they are not sealed, empty if they are."""
+    """Seal the CPUs and return why they are not sealed, empty if they are.
+
+    Where that is demanded, wait for a controller that is being replaced; else :func:`_keep_sealed` asks again.
+    """
+    reason = f"the controller does not answer within {SEALED_WITHIN:g} s"
     with trio.move_on_after(SEALED_WITHIN):
-        try:
-            return await seal(placement.socket, placement.pod_uid)
-        except ControllerAbsentError as error:
-            return explain(error)
-    return f"the controller does not answer within {SEALED_WITHIN:g} s"
+        while True:
+            try:
+                return await seal(placement.socket, placement.pod_uid)
+            except ControllerAbsentError as error:
+                reason = explain(error)
+            if not placement.enforced:
+                break
+            await trio.sleep(ASKED_EVERY)
+    return reason
 
 
 async def _keep_sealed(placement: ControllerPlacement, anchors: Sequence[RestartedChild], reason: str) -> None:

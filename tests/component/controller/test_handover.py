@@ -217,11 +217,11 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.mark.usefixtures("asks_often")
 async def test_the_runner_waits_and_gets_the_cpus(node: Node, logged: Callable[[str], list[str]]) -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names only
-    async with handing_over(node), newcomer(node) as runner, trio.open_nursery() as nursery:
+    async with handing_over(node) as controller, newcomer(node) as runner, trio.open_nursery() as nursery:
 
         async def end_the_old_one() -> None:
             await until(lambda: logged("waiting for up to 3600 s"))
-            await trio.sleep(0.3)
+            await until(lambda: controller.loop.counters.requests["registerCgroup"] > 5)
             assert not node.instance(A).exists()
             assert len(logged("waiting for up to")) == 1
             node.instance(B).populate(False)
@@ -281,7 +281,7 @@ async def test_the_wait_goes_on_while_the_controller_is_replaced(
             await until(lambda: logged("waiting for up to"))
         await until(lambda: logged("waiting for the controller"))
         async with controlled(node, timeouts=LONG) as controller:
-            await trio.sleep(0.2)
+            await until(lambda: controller.loop.counters.requests["registerCgroup"] > 3)
             assert not found
             assert len(logged("waiting for up to")) == 1
             node.instance(B).populate(False)
@@ -328,9 +328,9 @@ async def test_each_pass_wakes_those_that_wait_for_the_kubelet(node: Node) -> No
         async with trio.open_nursery() as nursery:
             nursery.start_soon(waiting)
             await until(lambda: controller.server.in_flight)
-            await trio.sleep(0.3)
+            await trio.testing.wait_all_tasks_blocked(0.1)
             before = controller.loop.counters.passes.total()
-            await trio.sleep(0.5)
+            await trio.testing.wait_all_tasks_blocked(0.1)
             assert controller.loop.counters.passes.total() == before
             node.scope(B).write("cpuset.cpus", OURS)
         assert node.instance(B).exists()

@@ -6,14 +6,14 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import attrs
 import pytest
 import trio
 
 from runner.controller.cache_tuner import RESCTRL
-from runner.controller.host_tuner import TUNING, TuningOptions
+from runner.controller.host_tuner import TUNING, TuningOptions, take_over_records
 from runner.controller.main import RECORDS
 from runner.cpuset import CpuSet
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, governor_path, latency_path
@@ -318,6 +318,34 @@ async def test_a_damaged_file_of_records_is_replaced(node: Node) -> None:
         assert mask(node, 24) == "0-13,18-19"
         records = json.loads((node.path / RECORDS).read_text())["settings"]
         assert records["proc/irq/24/smp_affinity_list"]["before"] == EVERYTHING
+
+
+async def test_a_record_that_was_never_a_value_is_discarded(node: Node) -> None:
+    settings = {
+        path: {"before": "no list", "ours": ["0-1"], "owner": owner}
+        for path, owner in (("proc/irq/24/smp_affinity_list", "eth0"), (DEFAULT_AFFINITY, ""))
+    }
+    async with controlled(node) as controller, connected(node.socket) as client:
+        boot = controller.tuner.procfs.setting("kernel/random/boot_id")
+        (node.path / RECORDS).write_text(json.dumps({"boot": boot, "settings": settings}))
+        await register(node, client, B, "14-17")
+        await settled(controller)
+        assert not [reason for reason in controller.tuner.reasons if "stay as they are" in reason]
+        assert mask(node, 24) == "0-13,18-19"
+        records = json.loads((node.path / RECORDS).read_text())["settings"]
+        assert {record["before"] for record in records.values()}.isdisjoint({"no list"})
+
+
+def test_the_records_of_an_earlier_version_are_taken_over(tmp_path: Path) -> None:
+    old, store = PurePosixPath(tmp_path / RECORDS), PurePosixPath(tmp_path / "state" / RECORDS)
+    take_over_records(old, store)
+    assert Path(store).parent.stat().st_mode & 0o777 == 0o700
+    Path(old).write_text("first")
+    take_over_records(old, store)
+    assert (Path(store).read_text(), Path(old).exists()) == ("first", False)
+    Path(old).write_text("of a controller that was put back for a while")
+    take_over_records(old, store)
+    assert (Path(store).read_text(), Path(old).exists()) == ("first", False)
 
 
 async def test_only_its_own_container_may_tune_an_instance(node: Node) -> None:

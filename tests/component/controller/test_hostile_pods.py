@@ -6,12 +6,14 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
+from runner.controller.held_files import FILES
 from runner.controller.loop import Intervals
 from runner.controller.main import LimitOptions
 from runner.controller.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
@@ -36,6 +38,7 @@ from tests.support.fake_node import (
     controlled,
     scope_path,
 )
+from tests.support.leases import attempting_leases, leasing
 
 WITHOUT_B = {A: ENTRIES[A], C: ENTRIES[C]}
 OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02, least=0.01, repaired=0.01)
@@ -114,6 +117,49 @@ async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(node: Node) 
         assert not node.instance(B).exists()
         node.expose(os.getpid(), seccomp=2)
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+
+async def test_no_process_can_lease_what_a_registered_pod_reaches(node: Node) -> None:
+    node.become(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        files = [group.path / file for group in (node.pod(B), node.instance(B), node.root) for file in FILES]
+        with attempting_leases(*filter(Path.exists, files)) as results:
+            assert {*results} == {"refused"}
+        assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
+        assert not [path for path in controller.loop.held._held if B in path], "closed with the group"
+
+
+@pytest.mark.parametrize("file", ["cpuset.cpus", "cgroup.procs"])
+async def test_a_pod_that_leases_its_own_files_is_refused_and_keeps_nobody_waiting(node: Node, file: str) -> None:
+    node.become(B)
+    with leasing(node.scope(B).path / file):
+        async with controlled(node) as controller, connected(node.socket) as client:
+            refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+            assert refused["reason"] == "host"
+            assert f"{file}: a process holds a lease on it (fcntl(2), F_SETLEASE); end that process" in str(refused)
+            node.become(C)
+            async with connected(node.socket) as other:
+                await other.result("registerCgroup", uuid=C, cpuset="18-19")
+            assert controller.loop.error == ""
+
+
+async def test_a_lease_from_before_the_start_is_outwaited_and_none_can_be_had_again(node: Node) -> None:
+    node.become(B)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).put_threads([900])
+    events = node.instance(B).path / "cgroup.events"
+    with ExitStack() as lease:
+        lease.enter_context(leasing(events))
+        async with controlled(node) as controller, connected(node.socket) as client:
+            assert "a process holds a lease on it" in controller.loop.error
+            refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+            assert f"{events}: a process holds a lease on it" in str(refused["message"])
+            lease.close()
+            await controller.until(lambda: controller.loop.error == "")
+            with attempting_leases(events) as results:
+                assert results == ["refused"]
 
 
 async def test_the_pods_group_stays_until_it_is_empty(node: Node) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,50 @@ async def test_reports_that_a_watched_directory_is_gone(tmp_path: Path) -> None:
         inotify.DELETE_SELF,
         inotify.IGNORED,
     ]
+
+
+LIMITED = """
+import sys, trio, trio.testing
+from pathlib import Path
+from runner.errors import HostError, explain
+from runner.kernel import inotify
+directory = Path(sys.argv[1])
+limit = Path("/proc/sys/user") / f"max_inotify_{sys.argv[2]}"
+before = limit.read_text()
+limit.write_text("0")
+async def receive():
+    with inotify.watching() as queue, trio.fail_after(60):
+        try:
+            queue.watch(directory, inotify.CREATE)
+        except HostError as error:
+            print(explain(error))
+        limit.write_text(before)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(queue.receive)
+            await trio.testing.wait_all_tasks_blocked()
+            queue.watch(directory, inotify.CREATE)
+            (directory / "x").touch()
+trio.run(receive)
+print("reported")
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"), [("instances", "Too many open files"), ("watches", "No space left on device")]
+)
+def test_at_the_users_limit_a_watch_is_refused_and_can_be_had_later(tmp_path: Path, limit: str, reason: str) -> None:
+    """In a user namespace of its own, whose limits are nobody else's (``/proc/sys/user``)."""
+    ended = subprocess.run(
+        ["unshare", "--user", "--map-root-user", sys.executable, "-c", LIMITED, tmp_path, limit],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    said, reported = ended.stdout.splitlines()
+    assert f"cannot watch {tmp_path}" in said
+    assert reason in said
+    assert f"raise fs.inotify.max_user_{limit}" in said
+    assert reported == "reported"
 
 
 def test_a_missing_directory_cannot_be_watched(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 import trio
 
+from runner.controller.loop import ReconcileLoop
 from runner.controller.main import main, respond_about
 from runner.controller.server import listening
+from runner.errors import HostError
 from runner.protocol.http import serve_http
 from tests.support.exposition import families, figures
 from tests.support.fake_node import B, Controller, Node, connected, controlled
@@ -34,6 +36,7 @@ def command(node: Node, *more: str) -> list[str]:
     return [
         *(sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())"),
         *("--root", str(node.root.path), "--cgroupfs", str(node.mount.path), "--socket", str(node.socket)),
+        *("--state-dir", str(node.path / "state")),
         *("--kubelet-dir", str(node.kubelet), "--sysfs", str(node.path / "sys"), "--procfs", str(node.proc)),
         *("--no-device-filter", *more),
     ]
@@ -190,6 +193,30 @@ def test_a_procfs_without_the_machines_memory_is_an_error_before_anything_is_tou
     assert not node.root.exists()
 
 
+def test_where_others_have_taken_all_inotify_queues_the_controller_starts(built: Node) -> None:
+    """``fs.inotify.max_user_instances`` is one limit for all processes of root's; here in a user namespace with its own."""
+    limited = ["unshare", "--user", "--map-root-user", "sh", "-c"]
+    script = 'echo 0 >/proc/sys/user/max_inotify_instances; exec "$@"'
+    argv = [*limited, script, "sh", *command(built, "--insecure-trust-peer")]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        log = until(process, "ready")
+        assert log.count("changes will be seen late reason=") == 1
+        assert "Too many open files" in log
+        assert "raise fs.inotify.max_user_instances" in log
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def test_it_may_have_as_many_files_open_as_its_hard_limit_allows(built: Node) -> None:
+    """It keeps the files of its groups open: 1024, a usual soft limit, would do for some 50 instances."""
+    argv = ["prlimit", "--nofile=256:4096", *command(built)]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        until(process, "ready")
+        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        assert re.search(r"^Max open files +4096 +4096 ", limits, re.MULTILINE)
+        process.terminate()
+
+
 def test_trusting_is_logged_as_a_warning(built: Node) -> None:
     with subprocess.Popen(command(built, "--insecure-trust-peer"), stderr=subprocess.PIPE, text=True) as process:
         assert "INSECURE" in until(process, "ready")
@@ -297,6 +324,19 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
         assert show("/healthz").text == "ok\n"
         controllers.write_text(before)
         await controller.eventually(lambda: show("/readyz").status == 200)
+
+
+async def test_a_page_for_which_the_host_cannot_be_read_is_unavailable(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(_loop: ReconcileLoop) -> frozenset[str]:
+        raise HostError("cannot read it")
+
+    monkeypatch.setattr(ReconcileLoop, "without_seccomp", unreadable)
+    async with controlled(node) as controller:
+        answer = respond_about(controller.loop, controller.device_filter, "/metrics")
+        assert (answer.status, answer.text) == (503, "cannot read it\n")
+        assert respond_about(controller.loop, controller.device_filter, "/healthz").text == "ok\n", "it reads no pod"
 
 
 def test_its_log_can_be_json(built: Node) -> None:

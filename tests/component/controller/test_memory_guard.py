@@ -23,7 +23,8 @@ from runner.controller.tree import Tree
 from runner.kernel.pidfds import kill_process
 from runner.kernel.procfs import Procfs
 from runner.protocol.rate_limit import LogRateLimit
-from tests.support.fake_node import A, B, Node
+from tests.support.fake_node import A, B, Node, scope_path
+from tests.support.leases import leasing
 
 MIB, GIB = 1 << 20, 1 << 30
 SIZE = 64 * MIB
@@ -160,18 +161,28 @@ def test_memory_of_a_process_whose_first_thread_has_ended_is_found(node: Node) -
         assert measured(node, A).found.anonymous in about(SIZE)
 
 
-def test_a_pod_with_too_many_processes_or_groups_is_charged_for_nothing(node: Node) -> None:
+def test_a_pod_with_too_many_processes_or_groups_may_hold_everything(node: Node) -> None:
+    root = MemoryByKind(1 << 40)
     with holding("private") as pids:
         put(node, A, pids[:1])
         charge(node, A, f"anon {SIZE * 2}")
-        assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous == 0
+        assert measured(node, A).of_root(root).anonymous == 0
         (node.scope(A).path / "cgroup.procs").write_text("1000000000\n" * (MOST_OWN_PROCESSES + 1))
-        assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous in about(SIZE)
+        assert measured(node, A).of_root(root) == root
         (node.scope(A).path / "cgroup.procs").write_text("")
-        assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous == 0
+        assert measured(node, A).of_root(root).anonymous == 0
         for number in range(300):
             (node.scope(A).path / str(number)).mkdir()
-        assert measured(node, A).of_root(MemoryByKind(1 << 40)).anonymous in about(SIZE)
+        assert measured(node, A).of_root(root) == root
+
+
+@pytest.mark.parametrize("file", ["cgroup.procs", "../memory.stat"])
+def test_a_pod_with_a_lease_on_its_files_may_hold_everything(node: Node, file: str) -> None:
+    root = MemoryByKind(1 << 40)
+    charge(node, A, "anon 0")
+    assert measured(node, A).of_root(root).anonymous == 0
+    with leasing(node.scope(A).path / file):
+        assert measured(node, A).of_root(root) == root
 
 
 def test_a_charge_that_grows_while_its_processes_are_read_is_deducted(
@@ -287,6 +298,34 @@ async def test_a_pod_that_is_chosen_again_is_ended_as_a_whole(node: Node) -> Non
         assert await guard.check() == "ended"
         assert (second.wait(), kill.read_text()) == (-9, "1\n")
         assert guard.counters.memory_ended == 2
+
+
+async def test_a_pod_that_hides_a_hoarder_behind_many_processes_is_ended_as_a_whole(node: Node) -> None:
+    """None of the processes that are looked at holds anything."""
+    kill = node.scope(A).parent.path / "cgroup.kill"
+    kill.touch()
+    (node.scope(A).path / "cgroup.procs").write_text("1000000000\n" * (MOST_OWN_PROCESSES + 1))
+    fill(node, 2 * GIB, f"anon {2 * GIB}")
+    with described(node, A, MIB) as small, described(node, B, GIB) as other:
+        assert await guard_of(node).check() == "ended"
+        assert (small.wait(), other.poll(), kill.read_text()) == (-9, None, "1\n")
+
+
+async def test_a_pod_that_leases_its_files_is_ended_as_a_whole(node: Node) -> None:
+    """Also the one with which the kernel would kill it."""
+    kill = node.scope(A).parent.path / "cgroup.kill"
+    kill.touch()
+    fill(node, 2 * GIB, f"anon {2 * GIB}")
+    with (
+        described(node, A, MIB) as small,
+        described(node, A, MIB) as hoarder,
+        described(node, B, GIB) as other,
+        leasing(node.scope(A).path / "cgroup.procs", kill),
+    ):
+        put(node, A, [small.pid])
+        node.put_process(hoarder.pid, scope_path(A), inner=1, namespace=f"pid-{A}")
+        assert await guard_of(node).check() == "ended"
+        assert (small.wait(), hoarder.wait(), other.poll()) == (-9, -9, None)
 
 
 async def test_a_pod_that_left_with_what_it_took_in_float_is_ended(node: Node) -> None:

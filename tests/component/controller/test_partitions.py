@@ -9,19 +9,24 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 import pytest
 import trio
+import trio.testing
 
 from runner.controller import methods
 from runner.controller.loop import ReconcileLoop
 from runner.controller.main import respond_about
 from runner.controller.partition_writer import PartitionWriter, isolate
 from runner.cpuset import CpuSet
+from runner.instance.cgroups.controller import _seal
 from runner.kernel.cgroup import CgroupError
-from runner.protocol.controller_client import ControllerError, seal, unseal
+from runner.placement.backends import ControllerPlacement
+from runner.protocol.controller_client import ControllerError, register, seal, unseal
+from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import A, B, Node, connected, controlled
 
 
@@ -151,6 +156,52 @@ async def test_an_instance_is_sealed_and_unsealed(node: Node, writer: PartitionW
         assert node.root.exclusive_cpus() == CpuSet()
 
 
+async def test_a_partition_ends_also_where_another_program_has_taken_its_cpus(
+    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.become(B)
+    write = FakeCgroup.write
+
+    def taken(group: FakeCgroup, file: str, value: str) -> None:
+        if (group.path, file) == (node.root.path, "cpuset.cpus.exclusive") and value:
+            raise CgroupError(f"cannot write {value!r} to {group.path / file}", errno.EINVAL)
+        write(group, file, value)
+
+    async with controlled(node, partition_writer=writer) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).put_threads({11})
+        await client.result("sealCgroup", uuid=B)
+        write(node.root, "cpuset.cpus.exclusive", "")
+        monkeypatch.setattr(FakeCgroup, "write", taken)
+        with pytest.raises(CgroupError, match=r"cannot write '14-17'"):
+            controller.loop.tree.unseal(node.instance(B))
+        assert (node.instance(B).partition(), node.instance(B).exclusive_cpus()) == ("member", CpuSet())
+
+
+@pytest.mark.parametrize("enforced", [True, False])
+async def test_a_runner_that_demands_partitions_waits_for_a_controller_that_is_being_replaced(
+    node: Node, writer: PartitionWriter, *, enforced: bool
+) -> None:
+    node.become(B)
+    placement = ControllerPlacement(CpuSet.parse("14-17"), (14,), PurePosixPath(node.socket), B, enforced=enforced)
+    async with controlled(node, partition_writer=writer), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).put_threads({11})
+    reasons: list[str] = []
+
+    async def ask() -> None:
+        reasons.append(await _seal(placement))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await trio.testing.wait_all_tasks_blocked()
+        assert bool(reasons) is not enforced
+        async with controlled(node, partition_writer=writer) as controller:
+            await controller.until(lambda: bool(reasons))
+    [reason] = reasons
+    assert reason == "" if enforced else reason.startswith("cannot reach the controller")
+
+
 async def test_while_decisions_are_frozen_partitions_still_end(node: Node, writer: PartitionWriter) -> None:
     node.become(B)
     state = node.kubelet / "cpu_manager_state"
@@ -195,6 +246,24 @@ async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart
     assert min(after - before for before, after in pairwise(sealed)) > 0.19
 
 
+async def test_seals_of_many_instances_are_apart(
+    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = []
+
+    def seal_noted(_loop: ReconcileLoop, pod_uid: str) -> str:
+        sealed.append(time.monotonic())
+        return pod_uid
+
+    monkeypatch.setattr(methods, "SEALS_APART", 0.2)
+    monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
+    async with controlled(node, partition_writer=writer, trusting=True), trio.open_nursery() as nursery:
+        for number in range(4):
+            nursery.start_soon(seal, PurePosixPath(node.socket), f"pod-{number}")
+    assert len(sealed) == 4
+    assert min(after - before for before, after in pairwise(sealed)) > 0.19
+
+
 async def test_only_the_instances_own_pod_may_ask(node: Node, writer: PartitionWriter) -> None:
     node.become(B)
     async with controlled(node, partition_writer=writer), connected(node.socket) as client:
@@ -218,6 +287,25 @@ async def test_without_partitions_the_reason_is_the_answer_or_where_they_are_req
         answer = respond_about(controller.loop, controller.device_filter, "/healthz")
         assert answer.status == 503
         assert "restart the controller" in answer.text
+
+
+async def test_where_partitions_are_required_a_runner_that_does_not_know_them_is_refused(
+    node: Node, writer: PartitionWriter
+) -> None:
+    node.become(B)
+    async with (
+        controlled(node, partition_writer=writer, partitions_required=True),
+        connected(node.socket) as client,
+    ):
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+        assert refused["reason"] == "host"
+        assert "its runner is older than partitions" in str(refused["message"])
+        assert not node.instance(B).exists()
+        for wrong in ("0", "two"):
+            assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-17", protocol=wrong))["code"] == -32602
+        with ExitStack() as held:
+            await register(PurePosixPath(node.socket), B, CpuSet.parse("14-17"), node.scope(B), held)
+        assert node.instance(B).exists()
 
 
 async def test_a_controller_of_before_seals_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,19 +18,27 @@ OTHERS = CpuSet.parse("0,21-64,85-127")
 
 
 def table(instance: Instance) -> Iterator[str]:
-    """Yield every thread of *instance*, as the article's ``pid_affinity`` does: by process, read from /proc."""
+    """Yield every thread of *instance*, as the article's ``pid_affinity`` does: by process, read from /proc; then its partition."""
     for pid in members_of(instance.running.pid):
         threads = list(threads_of(pid))
         yield f"==== {threads[0].name}, pid {pid}"
         yield f"{'TID':>5}  {'THREAD_NAME':<15}  {'ALLOWED_CPUS':<14}  {'RUNNING_ON':>10}  CGROUP"
         yield from (row(thread) for thread in threads)
+    yield "==== the partition"
+    partition, isolated = instance.group.read("cpuset.cpus.partition"), Cgroup(ROOT).read("cpuset.cpus.isolated")
+    yield f"{partition:<14}  {short(str(instance.group))}/cpuset.cpus.partition"
+    yield f"{isolated:<14}  /cpuset.cpus.isolated"
 
 
 def row(thread: Thread) -> str:
-    first, *between, last = thread.cgroup.strip("/").split("/")
+    return f"{thread.tid:5}  {thread.name:<15}  {thread.cpus!s:<14}  {thread.running_on:10}  {short(thread.cgroup)}"
+
+
+def short(cgroup: str) -> str:
+    """Return *cgroup* as the article's table has it: without the pod's slice, and with the beginning of its last name."""
+    first, *between, last = cgroup.strip("/").split("/")
     above = f"/{first}/float" if between == ["float"] else f"/{first}"
-    group = f"{above}/{last[:8] if between == ['float'] else last[:17]}…"
-    return f"{thread.tid:5}  {thread.name:<15}  {thread.cpus!s:<14}  {thread.running_on:10}  {group}"
+    return f"{above}/{last[:8] if between == ['float'] else last[:17]}…"
 
 
 def test_the_articles_instance(

@@ -33,7 +33,8 @@ def of(reference: str) -> str:
 def containerd(manifests: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containerd]:
     if not Path("/run/systemd/system").exists():
         pytest.skip("systemd is missing as PID 1: tests/images/run boots such a node")
-    references = images_of(found for objects in manifests.objects.values() for found in objects)
+    named = images_of(found for objects in manifests.objects.values() for found in objects)
+    references = [name for name in named if of(name) in manifests.configurations]  # ours, not the device plugin's
     directory = tmp_path_factory.mktemp("containerd")
     subprocess.run(["mount", "-t", "tmpfs", "containerd", str(directory)], check=True)
     containerd = Containerd(directory)
@@ -74,7 +75,11 @@ def cluster(manifests: Manifests, kubelet: KubeletOfContainerd, tmp_path: Path) 
         manifests,
         {},
         kubelet.scratch / "volumes",
-        {"/var/lib/kubelet": kubelet.directory, "/run/instance-cgroup-controller": tmp_path / "sockets"},
+        {
+            "/var/lib/kubelet": kubelet.directory,
+            "/run/instance-cgroup-controller": tmp_path / "sockets",
+            "/var/lib/instance-cgroup-controller": tmp_path / "state",
+        },
         pod_ip=POD_IP,
         networked=True,
     )

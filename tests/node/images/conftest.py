@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,6 @@ import pytest
 
 from tests.node.images.manifested import Cluster, Manifests, mount_image
 from tests.node.standin_kubelet import Kubelet
-
-
-@pytest.fixture(scope="session")
-def manifests() -> Manifests:
-    if "RUNNER_NODE_MANIFESTS" not in os.environ:
-        pytest.skip("built images are missing: tests/images/run builds them and gives them to the node")
-    return Manifests.read()
 
 
 @pytest.fixture(scope="session")
@@ -37,5 +29,9 @@ def cluster(manifests: Manifests, images: dict[str, Path], kubelet: Kubelet, tmp
         manifests,
         images,
         kubelet.scratch / "volumes",  # a file system that is not an overlay
-        {"/var/lib/kubelet": kubelet.directory, "/run/instance-cgroup-controller": tmp_path / "sockets"},
+        {
+            "/var/lib/kubelet": kubelet.directory,
+            "/run/instance-cgroup-controller": tmp_path / "sockets",
+            "/var/lib/instance-cgroup-controller": tmp_path / "state",
+        },
     )

@@ -19,7 +19,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.kubelet.pod import parse_quantity
-from tests.images.manifests import VM_DEVICES
+from tests.images.manifests import VM_DEVICES, images_of
 from tests.node.standin_kubelet import Container, Mount, Pod, Runtime, capabilities
 
 Object = dict[str, Any]
@@ -37,6 +37,12 @@ class Manifests:
     @classmethod
     def read(cls) -> Manifests:
         return cls(**json.loads(Path(os.environ["RUNNER_NODE_MANIFESTS"]).read_text()))
+
+    def images(self) -> dict[str, str]:
+        """Return reference → name of each image that is ours; a device plugin's is not."""
+        references = images_of(found for objects in self.objects.values() for found in objects)
+        names = {reference: reference.partition(":")[0] for reference in references}
+        return {reference: name for reference, name in names.items() if name in self.configurations}
 
     def of(self, directory: str, kind: str) -> Object:
         [found] = [found for found in self.objects[directory] if found["kind"] == kind]

@@ -78,4 +78,5 @@ def test_groups_of_others_are_left_alone_and_named() -> None:
 
 def test_without_requests_nothing_is_left_of_ours() -> None:
     before = planned(request("a", "2-3", 2)).groups
-    assert planned(groups={**before, "database": EVERYTHING}) == CachePlan({}, ("instance-a",), {}, ())
+    groups = {**before, "database": EVERYTHING}
+    assert planned(groups=groups) == CachePlan({}, ("instance-a",), {}, (), {"": EVERYTHING, **groups})

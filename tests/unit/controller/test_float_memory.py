@@ -55,6 +55,12 @@ def test_memory_without_processes_cannot_be_given_back_by_ending_any() -> None:
     assert choose_pod([left, passed_on], ROOT, LEAST) == passed_on
 
 
+def test_one_that_hides_its_processes_is_chosen_first() -> None:
+    hidden = PodMemory("a", MemoryByKind(), MemoryByKind(), {}, elsewhere=True, hidden=True)
+    hoarder = pod("b", ROOT, MemoryByKind(), ROOT)
+    assert choose_pod([hidden, hoarder], ROOT, LEAST) == hidden
+
+
 def test_what_is_counted_twice_is_no_more_than_there_is() -> None:
     forked = pod("b", MemoryByKind(50 * GIB), MemoryByKind(), *[MemoryByKind(GIB)] * 50)
     assert forked.of_root(ROOT) == MemoryByKind(4 * GIB)

@@ -327,6 +327,11 @@ MISTAKES = [
         "shutdown.grace: found the integer 0; it takes a number of seconds from 1 to 3600",
     ),
     ("[boot\n", "cannot parse the document as TOML"),
+    (
+        KERNEL + "[cpu]\n[memory]\n[cpu]\n",
+        "cannot parse the document as TOML: the table [cpu] is given twice (at line",
+    ),
+    (KERNEL + "[cpu]\ncount = 1\ncount = 2\n", "cannot parse the document as TOML: a key is given twice (at line"),
     ("\x00", "cannot parse the document as TOML"),
     (
         "# four vCPUs\ncpu:\n  count: 4\n",

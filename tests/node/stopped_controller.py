@@ -1,0 +1,77 @@
+"""A controller that stops before the write that a test has chosen, so that anything can be killed at each step of its work."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.node.minimal_pods import children
+
+PARTITION_FILES = ("cpuset.cpus.exclusive", "cpuset.cpus.partition")
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from runner.controller.main import main
+left, files, write = Path(sys.argv[1]), sys.argv[2].split(","), os.write
+def stopping(fd, data):  # in the partition writer, too, which is forked from this program
+    if left.exists() and os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) in files:
+        if number := int(left.read_text()):
+            left.write_text(str(number - 1))
+        else:
+            left.unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
+    return write(fd, data)
+os.write = stopping
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+class Stop:
+    """The write to one of *files* before which the controller, or its partition writer, stops; *directory* is the test's."""
+
+    def __init__(self, directory: Path, files: Iterable[str]) -> None:
+        self.left = directory / "writes-left"
+        self.command = (sys.executable, "-c", PROGRAM, str(self.left), ",".join(files))
+        """Begins the controller's command line; its options follow."""
+
+    def choose(self, number: int) -> None:
+        """Choose the write number *number* from now on; 0 is the next one."""
+        new = self.left.with_suffix(".new")
+        new.write_text(str(number))
+        new.rename(self.left)
+
+    def forget(self) -> bool:
+        """Tell whether the write has not come yet; it stops nothing any more."""
+        with contextlib.suppress(FileNotFoundError):
+            self.left.unlink()
+            return True
+        return False
+
+
+def writer_of(controller: int) -> int:
+    """Return the partition writer of process *controller*."""
+    [writer] = children(controller)
+    return writer
+
+
+def stopped(*pids: int) -> bool:
+    """Tell whether one of the processes *pids* is stopped; one that has ended is not."""
+    return "T" in map(state, pids)
+
+
+def state(pid: int) -> str:
+    """Return the letter of the state of process *pid* (proc_pid_stat(5)); empty if it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0].replace("Z", "")
+    return ""
+
+
+def go_on(*pids: int) -> None:
+    """Continue the processes *pids*."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
