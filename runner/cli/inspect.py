@@ -113,8 +113,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _show_trace(target: InspectionTarget, seconds: float, *, as_json: bool) -> Status:
     """Record for *seconds*, print what ran, and return ``FINDINGS`` if that was another task."""
     report = trio.run(_trace, target, seconds)
-    whole = json.dumps(trace_json(report), indent=1) if as_json else _text(trace_lines(report))
-    print(whole.removesuffix("\n"), flush=True)
+    whole = json.dumps(trace_json(report), indent=1) + "\n" if as_json else _text(trace_lines(report))
+    print(whole, end="", flush=True)
     return Status.FINDINGS if report.violated else Status.STOPPED
 
 

@@ -66,7 +66,8 @@ class PodMemory:
     elsewhere: bool = False
     """Whether it has processes in its own cgroup, which may hold what the others took."""
     hidden: bool = False
-    """Whether it has made more processes there than are looked at, or keeps others from seeing them: it may hold anything."""
+    """Whether it has more processes there, or more long lists of groups, than are looked at, or keeps others from seeing them:
+    it may hold anything."""
 
     def of_root(self, root: MemoryByKind) -> MemoryByKind:
         """Return what the pod holds of the memory that the *root* is charged for.

@@ -1,7 +1,11 @@
 """The files of the controller's cgroups, held open so that no process can take a lease that keeps the controller waiting.
 
-A pod's root owns the files of cgroups, as the controller does, and reaches those of its own: by the descriptors that the
-controller gives away, or by a mount. :mod:`runner.kernel.leases` has the kernel's rules.
+A pod's root owns the files of cgroups, as the controller does, and reaches some: by the descriptors that the controller
+gives away, or by a mount. :mod:`runner.kernel.leases` has the kernel's rules.
+
+They are held for reading and writing, whatever their mode is. A read lease can be had on what is open for reading alone,
+and a pod may change the mode of what it owns. cgroup v2 lets root open any of its files so (``CAP_DAC_OVERRIDE``; its root
+has no ``KERNFS_ROOT_EXTRA_OPEN_PERM_CHECK``), also those that have nothing to be read or written.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from pathlib import Path
 import attrs
 import trio
 
-from runner.kernel.leases import open_at_once, strongest_access
+from runner.kernel.leases import open_at_once
 from runner.values import frozen
 
 FILES = (
@@ -73,7 +77,7 @@ class HeldFiles:
             raise
         if held is None or held.inode != found.st_ino:
             self._release(path)
-            self._keep(path, open_at_once(path, strongest_access(found.st_mode)))
+            self._keep(path, open_at_once(path, os.O_RDWR))
 
     def _keep(self, path: str, fd: int) -> None:
         self._held[path] = _HeldFile(os.fstat(fd).st_ino, fd)
@@ -113,4 +117,4 @@ class HeldFiles:
 
 
 def _open_after_lease(path: str) -> int:
-    return os.open(path, strongest_access(os.stat(path).st_mode) | os.O_CLOEXEC)  # noqa: PTH116 - as above
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)

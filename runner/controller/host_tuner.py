@@ -13,6 +13,8 @@ import errno
 import json
 import logging
 import math
+import os
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -53,7 +55,7 @@ from runner.kernel.host_settings import (
     governor_path,
     latency_path,
 )
-from runner.kernel.leases import read_at_once
+from runner.kernel.leases import open_at_once, read_at_once
 from runner.kernel.procfs import Procfs
 from runner.kubelet.pod_cgroups import FLOAT, instance_group
 from runner.values import frozen
@@ -70,6 +72,8 @@ LOW_LATENCY = "2"
 """µs that an idle state may take to leave: C1 takes 1 or 2, C1E 4 to 10 (``drivers/idle/intel_idle.c``). ``n/a`` would keep
 the CPU from idling at all, which costs the siblings their share of the core's clock."""
 PERFORMANCE = "performance"
+MOST_RECORDED = 1 << 20
+"""Bytes of the records of an earlier version, 100 for each setting."""
 _IRQBALANCE = "irqbalance"
 _REFUSED = {errno.EIO, errno.EPERM}
 """What the kernel answers for an interrupt that it manages, or that belongs to one CPU (``write_irq_affinity``; EPERM since
@@ -106,6 +110,8 @@ class HostTuner:
     caches: CacheTuner
     store: PurePosixPath
     options: TuningOptions
+    earlier: PurePosixPath | None = None
+    """Where earlier versions kept the records, until they are taken over."""
     reasons: tuple[str, ...] = ()
     """Why instances' CPUs are disturbed nevertheless, since the last pass."""
     least: float = LEAST
@@ -114,6 +120,8 @@ class HostTuner:
     """Passes that have begun."""
     _earliest: float = -math.inf
     """When the next one may begin, on trio's clock."""
+    _tuned_for: Mapping[str, TunedInstance] = attrs.field(factory=dict)
+    """The instances when the last pass began: they may come and go while it waits to begin, and while it writes."""
     _missing: tuple[Missing, ...] = ()
     """Of the last pass."""
     _boot: str = ""
@@ -121,10 +129,9 @@ class HostTuner:
     async def follow(self) -> None:
         """Make a pass after each one of the loop's that has changed what instances need, and each :data:`RESYNC` seconds."""
         while True:
-            before = self.instances()
             await self.tune()
             with trio.move_on_after(RESYNC):
-                while self.instances() == before:
+                while self.instances() == self._tuned_for:
                     await self.loop.next_pass()
 
     async def tune_instance(self, pod_uid: str) -> tuple[str, ...]:
@@ -148,9 +155,9 @@ class HostTuner:
             self._begun += 1
             self._earliest = trio.current_time() + self.least
             try:
-                instances, online = self.instances(), self.loop.machine().online
+                self._tuned_for, online = self.instances(), self.loop.machine().online
                 # In a thread: a machine has thousands of interrupts, a file each.
-                missing, reasons = await trio.to_thread.run_sync(self._tuned, instances, online)
+                missing, reasons = await trio.to_thread.run_sync(self._tuned, self._tuned_for, online)
             except (HostError, OSError, ValueError) as error:
                 missing, reasons = (), (f"the machine's settings stay as they are: {explain(error)}",)
             for reason in reasons:
@@ -315,6 +322,9 @@ class HostTuner:
     # -- records -----------------------------------------------------------------------------------------------------
 
     def _records(self) -> Mapping[str, Record]:
+        if self.earlier is not None:
+            take_over_records(self.earlier, self.store)
+            self.earlier = None
         self._boot = self.procfs.setting("kernel/random/boot_id")
         try:
             return parse_records(read_at_once(self.store).decode(), self._boot)
@@ -340,18 +350,31 @@ class HostTuner:
 
 
 def take_over_records(old: PurePosixPath, store: PurePosixPath) -> None:
-    """Make the directory of *store*, and move the records there from *old*, where earlier versions kept them; never raises.
+    """Make the directory of *store*, and move the records there from *old*, where earlier versions kept them.
 
-    A pod that has leased *old* delays this once, by ``fs.lease-break-time``.
+    Pods see the directory of *old*. Raises :class:`HostError` where a process has leased *old*: without what it records,
+    settings cannot be given back, and the kernel ends the lease within ``fs.lease-break-time``. Other failures are logged.
     """
     try:
         Path(store.parent).mkdir(mode=0o700, parents=True, exist_ok=True)
-        if old != store and Path(old).exists():
+        if old != store and os.path.lexists(old):
             if not Path(store).exists():
-                publish(store, Path(old).read_bytes())
+                publish(store, _read_records(old))
             discard(old)
+    except BlockingIOError as error:
+        raise HostError(f"cannot take over the records in {old}") from error
     except (OSError, HostError) as error:
         log.error("records of the machine's settings not taken over path=%s reason=%r", old, explain(error))  # noqa: TRY400
+
+
+def _read_records(path: PurePosixPath) -> bytes:
+    with os.fdopen(open_at_once(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise HostError(f"cannot read {path}: it is no file of records; remove it")
+        content = file.read(MOST_RECORDED + 1)
+    if len(content) > MOST_RECORDED:
+        raise HostError(f"cannot read {path}: it has more than {MOST_RECORDED} bytes; remove it")
+    return content
 
 
 def read_tuning(group: Cgroup) -> Tuning:

@@ -61,8 +61,8 @@ class Limits:
         return {**NO_GROUPS, "pids.max": NO_PROCESSES if gone else _written(self.pod_pids_max)}
 
     def of_pod(self, *, gone: bool) -> Mapping[str, str]:
-        """Return file → value for a pod's cgroup in float."""
-        return {**self.of_instance(gone=gone), "cpu.weight": str(self.pod_cpu_weight)}
+        """Return file → value for a pod's cgroup in float; what is left in that of a pod that has *gone* gets the least share."""
+        return {**self.of_instance(gone=gone), "cpu.weight": str(CPU_WEIGHTS[0] if gone else self.pod_cpu_weight)}
 
 
 def default_memory(ram: int, pods: int | None) -> int:

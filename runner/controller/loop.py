@@ -50,7 +50,7 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
-from runner.kernel.cgroup import CgroupError
+from runner.kernel.cgroup import CgroupError, LeasedError
 from runner.kernel.kubelet_files import Frozen, attempt, settled
 from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid
@@ -85,6 +85,8 @@ _GROUP = inotify.CREATE | inotify.DELETE | inotify.ONLYDIR
 _PODS = inotify.DELETE | inotify.ONLYDIR
 _MOST_JUDGED = 4
 """Threads of a pod whose seccomp mode is read: those with the lowest numbers, which mostly are its PID 1's."""
+_JUDGED_FOR = 10.0
+"""Seconds for which that is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``)."""
 _STRANGERS_NAMED = 8
 """Threads whose processes are looked up for the log when an instance without a pod is emptied."""
 
@@ -150,6 +152,8 @@ class ReconcileLoop:
     """The instances whose pods have gone and that were not empty after the last pass."""
     _changed: bool = True
     """Whether the tree was changed since its files were held: groups and files come with the loop's own actions alone."""
+    _judged: dict[str, tuple[float, bool]] = attrs.field(factory=dict)
+    """Pod UID → when :meth:`_may_make_root` has judged it, and what was found."""
     _left: dict[str, CpuSet] = attrs.field(factory=dict)
     """The cpusets as this program last saw or wrote them: a difference was made by another program."""
 
@@ -169,11 +173,23 @@ class ReconcileLoop:
         return frozenset(pod_uid for pod_uid in pods if self._may_make_root(pod_uid))
 
     def _may_make_root(self, pod_uid: str) -> bool:
-        try:
-            threads = sorted(self.tree.pod(pod_uid).threads())
-        except CgroupError:  # it has been removed
-            return False
-        return any(map(self.pods.procfs.may_make_root, threads[:_MOST_JUDGED]))
+        """Judge *pod_uid*, or return what was found in the last :data:`_JUDGED_FOR` seconds.
+
+        A pod that hides its threads by a lease counts as one that may: it owns the file.
+        """
+        now = time.monotonic()
+        self._judged = {each: found for each, found in self._judged.items() if now - found[0] < _JUDGED_FOR}
+        if pod_uid not in self._judged:
+            try:
+                threads = sorted(self.tree.pod(pod_uid).threads())[:_MOST_JUDGED]
+            except LeasedError:
+                return True
+            except CgroupError:  # it has been removed
+                return False
+            if not threads:
+                return False
+            self._judged[pod_uid] = now, any(map(self.pods.procfs.may_make_root, threads))
+        return self._judged[pod_uid][1]
 
     def frozen(self) -> str:
         """Return why decisions are frozen, or nothing."""

@@ -17,7 +17,7 @@ import trio
 
 from runner.arguments import LOG_FORMATS, add_version, argument_type
 from runner.controller.cache_tuner import RESCTRL, CacheTuner
-from runner.controller.host_tuner import HostTuner, TuningOptions, take_over_records
+from runner.controller.host_tuner import HostTuner, TuningOptions
 from runner.controller.limits import (
     INSTANCE_MEMORY,
     Limits,
@@ -181,15 +181,14 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
 
 def _host_tuner(options: Options, loop: ReconcileLoop) -> HostTuner:
     root = options.proc / "1/root"  # the node's, whose /proc and /sys are mounted for writing
-    store = PurePosixPath(options.state_dir / RECORDS)
-    take_over_records(PurePosixPath(options.socket.with_name(RECORDS)), store)
     return HostTuner(
         loop=loop,
         procfs=Procfs(options.proc),
         host=HostSettings(root),
         caches=CacheTuner(root, Resctrl(root / RESCTRL)),
-        store=store,
+        store=PurePosixPath(options.state_dir / RECORDS),
         options=options.tuning,
+        earlier=PurePosixPath(options.socket.with_name(RECORDS)),
     )
 
 

@@ -43,6 +43,7 @@ from runner.errors import HostError, explain
 from runner.kernel import inotify
 from runner.kernel.cgroup import Cgroup, CgroupError, LeasedError
 from runner.kernel.pidfds import has_ended, kill_process
+from runner.kernel.procfs import LongStatuses
 from runner.kernel.shared_memory import Inode, SharedMemory, TmpfsMount, shared_memory
 from runner.kubelet.pod_cgroups import INSTANCE_NAME, instance_group
 from runner.protocol.rate_limit import LogRateLimit
@@ -73,8 +74,11 @@ MOST_DESCRIPTORS = 1 << 15
 """Open files of a pod that are looked at, 0.02 ms each, and files of which the size is kept, 250 bytes each."""
 MOST_NAMESPACES = 64
 """Mount namespaces of a pod that are looked at."""
-MOST_MOUNTS = 1 << 20
-"""Bytes of the list of a mount namespace, some 5000 mounts; where it is longer, none of them is looked at."""
+MOST_MOUNTINFO = 1 << 20
+"""Bytes of the lists of a pod's mount namespaces; no mount is looked at in the one with which they are more, and in later ones."""
+MOST_LONG_STATUSES = 16
+"""Statuses of a pod's processes that are long (:class:`~runner.kernel.procfs.LongStatuses`); a pod that has more is ended
+first, and as a whole."""
 MAPPED = 1 << 24
 """Bytes of mapped shared memory from which on the mappings of a process are read."""
 KERNEL_STACK = 1 << 14
@@ -193,7 +197,7 @@ class MemoryGuard:
         To be called in a worker thread. Raises :class:`HostError`.
         """
         reader = shared_memory(self.pods.procfs.root) if shared else None
-        host = {} if reader is None else {mount.device: mount.point for mount in reader.mounts(1, None)}
+        host = {} if reader is None else {mount.device: mount.point for mount in reader.mounts(1, None)[0]}
         until = time.monotonic() + SEARCHED_WITHIN
         return tuple(self._pod(pod_uid, pids, reader, host, until) for pod_uid, pids in self._processes().items())
 
@@ -235,7 +239,9 @@ class MemoryGuard:
             own, hidden, charged = [], True, MemoryByKind()
         until = min(until, time.monotonic() + POD_SEARCHED_WITHIN)
         search = None if reader is None else _SharedSearch(reader, pod_uid, host, until)
-        held = {pid: self._held(pid, search) for pid in (*pids, *own)}
+        statuses = LongStatuses(MOST_LONG_STATUSES + 1)
+        held = {pid: self._held(pid, statuses, search) for pid in (*pids, *own)}
+        hidden = hidden or not statuses.left
         with contextlib.suppress(LeasedError):
             # Once more: a guest takes its memory at gigabytes a second, and a search takes seconds.
             charged = charged.at_least(self._charged(pod_uid))
@@ -260,8 +266,8 @@ class MemoryGuard:
                     raise
         return charged
 
-    def _held(self, pid: int, search: _SharedSearch | None) -> MemoryByKind:
-        memory = self.pods.procfs.memory(pid)
+    def _held(self, pid: int, statuses: LongStatuses, search: _SharedSearch | None) -> MemoryByKind:
+        memory = self.pods.procfs.memory(pid, statuses)
         if memory is None:
             return MemoryByKind()
         threads = self.pods.procfs.thread_ids(pid) if search is not None else ()
@@ -350,6 +356,14 @@ class MemoryGuard:
                         await trio.lowlevel.wait_readable(fd)
 
 
+@frozen
+class _OwnMounts:
+    """Each tmpfs of a pod's own in a mount namespace: their mount ids, and their devices."""
+
+    ids: frozenset[int] = frozenset()
+    devices: frozenset[int] = frozenset()
+
+
 @attrs.define(eq=False)
 class _SharedSearch:
     """The search for the shared memory that one pod holds, each piece of it once."""
@@ -363,9 +377,11 @@ class _SharedSearch:
     _files: dict[Inode, int] = attrs.field(factory=dict)
     _used: dict[int, int] = attrs.field(factory=dict)
     """Device → bytes of each tmpfs of the pod's own that is counted as a whole."""
-    _mounts: dict[int, dict[int, TmpfsMount]] = attrs.field(factory=dict)
-    """Mount namespace → mount id → a tmpfs of the pod's own."""
+    _mounts: dict[int, _OwnMounts] = attrs.field(factory=dict)
+    """By mount namespace."""
     _left: int = MOST_DESCRIPTORS
+    _mountinfo: int = MOST_MOUNTINFO
+    """Bytes of lists of mounts that may still be read."""
 
     def total(self) -> int:
         """Return the bytes of all that was found."""
@@ -377,12 +393,11 @@ class _SharedSearch:
         mounts = self._namespace(pid)
         files: dict[Inode, int] = {}
         for tid in self._with_descriptors(pid, tids):
-            found, looked = self.reader.descriptors(tid, mounts, self._left)
+            found, looked = self.reader.descriptors(tid, mounts.ids, self._left)
             self._left -= looked
             files |= found
         if mapped >= MAPPED and not self._ended():
-            devices = frozenset(mount.device for mount in mounts.values())
-            for inode, length in self.reader.mappings(pid, devices, MOST_DESCRIPTORS).items():
+            for inode, length in self.reader.mappings(pid, mounts.devices, MOST_DESCRIPTORS).items():
                 files.setdefault(inode, self._files.get(inode, min(length, mapped)))
         for inode, size in files.items():
             if inode in self._files or len(self._files) < 2 * MOST_DESCRIPTORS:
@@ -401,16 +416,20 @@ class _SharedSearch:
             if tid != pid and not self.reader.shares_descriptors(pid, tid):
                 yield tid
 
-    def _namespace(self, pid: int) -> Mapping[int, TmpfsMount]:
+    def _namespace(self, pid: int) -> _OwnMounts:
         """Return each tmpfs of the pod's own in the mount namespace of *pid*, and count what is in it."""
         number = self.reader.namespace(pid)
         if number not in self._mounts and len(self._mounts) < MOST_NAMESPACES and not self._ended():
-            own = [mount for mount in self.reader.mounts(pid, MOST_MOUNTS) if self._is_own(mount)]
-            self._mounts[number] = {mount.mount_id: mount for mount in own}
+            mounts, size = self.reader.mounts(pid, self._mountinfo)
+            self._mountinfo = max(self._mountinfo - size, 0)
+            own = [mount for mount in mounts if self._is_own(mount)]
+            self._mounts[number] = _OwnMounts(
+                frozenset(mount.mount_id for mount in own), frozenset(mount.device for mount in own)
+            )
             for mount in own:
                 if mount.whole and mount.reachable and mount.device not in self._used:
                     self._used[mount.device] = self.reader.used(pid, mount)
-        return self._mounts.get(number, {})
+        return self._mounts.get(number, _OwnMounts())
 
     def _is_own(self, mount: TmpfsMount) -> bool:
         """Tell whether *mount* is none of the node's: not mounted there, or in the directory of the pod or of its sandbox."""

@@ -679,7 +679,7 @@ def _cpuset(value: object) -> CpuSet:
 
 
 def _protocol(value: object) -> int:
-    if not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RpcError(INVALID_PARAMS, "Invalid params: 'protocol' must be a whole number from 1 on")
     return value
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from runner.errors import HostError
 from runner.kernel.cgroup import CgroupError, write_control
+from runner.kernel.leases import LEASED
 from runner.kernel.privileges import CAP_SYS_ADMIN, keep_capabilities
 from runner.kernel.procfs import Procfs
 from runner.kubelet.pod_cgroups import instance_uid
@@ -65,7 +66,8 @@ class PartitionWriter:
         if not answer:
             raise CgroupError(_ENDED, errno.EPIPE)
         if number := int(answer):
-            raise CgroupError(f"cannot write 'isolated' to {name}/cpuset.cpus.partition: {os.strerror(number)}", number)
+            reason = LEASED if number == errno.EAGAIN else os.strerror(number)
+            raise CgroupError(f"cannot write 'isolated' to {name}/cpuset.cpus.partition: {reason}", number)
 
 
 def start_partition_writer(root: Path, procfs: Path) -> PartitionWriter:
@@ -109,7 +111,8 @@ def _serve(connection: socket.socket, root: Path, procfs: Path) -> None:
 def isolate(root: Path, message: bytes) -> int:
     """Do what *message* asks for; return 0 or the number of the error.
 
-    It is the name of an instance's cgroup. Anything else is refused with ``EINVAL``.
+    It is the name of an instance's cgroup. Anything else is refused with ``EINVAL``, and a file that is leased with ``EAGAIN``
+    (:mod:`runner.kernel.leases`).
     """
     name = message.decode("ascii", "replace")
     if instance_uid(name) is None:
@@ -120,7 +123,7 @@ def isolate(root: Path, message: bytes) -> int:
             for part, flags in (
                 (str(root), os.O_PATH | os.O_DIRECTORY),
                 (name, os.O_PATH | os.O_DIRECTORY),
-                ("cpuset.cpus.partition", os.O_WRONLY),
+                ("cpuset.cpus.partition", os.O_WRONLY | os.O_NONBLOCK),
             ):
                 at = os.open(part, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
                 held.callback(os.close, at)

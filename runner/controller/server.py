@@ -13,7 +13,9 @@ import trio
 
 from runner.errors import HostError
 
-_BACKLOG = 64
+_BACKLOG = 4096
+"""Connections that wait to be accepted, which is the default of ``net.core.somaxconn``: beyond, a client gets EAGAIN at once,
+also one of a pod that has no other, while the controller looks at the tree or another pod connects without end."""
 
 
 @contextlib.contextmanager

@@ -90,8 +90,16 @@ class Inotify:
         await self._opened.wait()
         while True:
             await trio.lowlevel.wait_readable(self._fd)
-            with contextlib.suppress(BlockingIOError):
-                return parse_events(os.read(self._fd, _BUFFER))
+            if events := self.pending():
+                return events
+
+    def pending(self) -> tuple[FileEvent, ...]:
+        """Return the events that are queued now, in order."""
+        if self._fd < 0:
+            return ()
+        with contextlib.suppress(BlockingIOError):
+            return parse_events(os.read(self._fd, _BUFFER))
+        return ()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 
 LEASED = (
     "a process holds a lease on it (fcntl(2), F_SETLEASE); end that process, or set fs.leases-enable to 0 on the node"
@@ -45,14 +44,3 @@ def read_at_once(path: os.PathLike[str] | str, *, dir_fd: int | None = None) -> 
     finally:
         os.close(fd)
     return content
-
-
-def strongest_access(mode: int) -> int:
-    """Return the access with which a file of *mode* is opened so that nobody can take a lease that keeps its owner waiting."""
-    match bool(mode & stat.S_IRUSR), bool(mode & stat.S_IWUSR):
-        case True, True:
-            return os.O_RDWR
-        case False, True:  # such as cgroup.kill
-            return os.O_WRONLY
-        case _:
-            return os.O_RDONLY

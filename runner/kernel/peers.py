@@ -19,7 +19,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import trio
@@ -84,10 +84,10 @@ class Peers:
             raise PeerError(
                 "cannot identify the peer: its PID namespace is not visible from this one; give this program hostPID"
             )
-        with self._held(connection, pid) as alive, self._directory(pid) as directory:
+        with self._held(connection, pid) as pidfd, self._directory(pid) as directory:
             try:
                 started = _start_time(_read(directory, "stat"))
-                numbers = _pids(_read(directory, "status"))
+                numbers = self._numbers(pidfd, directory)
                 peer = Peer(
                     pid=pid,
                     inner_pid=numbers[:2][-1],
@@ -96,7 +96,7 @@ class Peers:
                     user_id=user_id,
                     cgroup=_unified(_read(directory, "cgroup")),
                 )
-                if not alive() or _start_time(_read(directory, "stat")) != started:
+                if _has_ended(pidfd) or _start_time(_read(directory, "stat")) != started:
                     raise ProcessLookupError
             except OSError as error:
                 raise PeerError(f"cannot identify the peer: process {pid} has ended") from error
@@ -128,21 +128,27 @@ class Peers:
         """Return the inode of the reader's own PID namespace."""
         return (self.proc / "self" / "ns" / "pid").stat().st_ino
 
+    def _numbers(self, pidfd: int | None, directory: int) -> list[int]:
+        """Return the numbers of the peer, from the reader's PID namespace to the innermost (``NSpid``).
+
+        ``fdinfo`` has them where there is a pidfd (``pidfd_show_fdinfo``). ``status`` lists the supplementary groups as well,
+        and a peer that has 65,536 makes the kernel write 700 KB, 20 ms for each connection (measured).
+        """
+        content = _read(directory, "status") if pidfd is None else _read(None, f"{self.proc}/self/fdinfo/{pidfd}")
+        return [int(number) for number in _after("NSpid:", content).split()]
+
     @contextlib.contextmanager
-    def _held(self, connection: socket.socket | trio.socket.SocketType, pid: int) -> Iterator[Callable[[], bool]]:
-        """Hold the peer's pidfd where the kernel gives one; yield a function that tells whether the peer still lives."""
+    def _held(self, connection: socket.socket | trio.socket.SocketType, pid: int) -> Iterator[int | None]:
+        """Hold the peer's pidfd where the kernel gives one; yield it, or ``None``."""
         try:
             pidfd = connection.getsockopt(socket.SOL_SOCKET, self.option)
         except OSError as error:
             if error.errno != errno.ENOPROTOOPT:  # EINVAL or ESRCH, by version: the process was reaped
                 raise PeerError(f"cannot hold the peer, process {pid}") from error
-            yield lambda: True
+            yield None
             return
         try:
-            # poll(2) on a pidfd: readable as soon as the process has ended, reaped or not.
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            yield lambda: not poll.poll(0)
+            yield pidfd
         finally:
             os.close(pidfd)
 
@@ -158,7 +164,15 @@ class Peers:
             os.close(directory)
 
 
-def _read(directory: int, file: str) -> str:
+def _has_ended(pidfd: int | None) -> bool:
+    # poll(2) on a pidfd: readable as soon as the process has ended, reaped or not.
+    poll = select.poll()
+    if pidfd is not None:
+        poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _read(directory: int | None, file: str) -> str:
     # Not as text: a process name may hold "\r", which would begin a line.
     return read_at_once(file, dir_fd=directory).decode(errors="surrogateescape")
 
@@ -166,11 +180,6 @@ def _read(directory: int, file: str) -> str:
 def _start_time(stat: str) -> float:
     # proc_pid_stat(5): the command name is in parentheses and may hold any character, ")" too; starttime is field 22.
     return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def _pids(status: str) -> list[int]:
-    # proc_pid_status(5): NSpid lists the number in each namespace, from the reader's to the innermost.
-    return [int(number) for number in _after("NSpid:", status).split()]
 
 
 def _unified(cgroup: str) -> str:

@@ -26,6 +26,7 @@ import attrs
 import trio
 
 from runner.errors import HostError
+from runner.kernel.leases import read_at_once
 from runner.kernel.lines import LINES_PER_STEP, LineFramer
 from runner.values import frozen
 
@@ -226,8 +227,7 @@ class Process:
 def _state(pid: int) -> str:
     """Return the state of the process *pid*, a letter (proc_pid_stat(5)): ``D`` waits in the kernel, ``Z`` has threads that do."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - small, and PID 1 needs no more of pathlib
-            return file.read().rpartition(b")")[2].split()[0].decode()
+        return read_at_once(f"/proc/{pid}/stat").rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
         return "unknown"
 

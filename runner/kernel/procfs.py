@@ -52,6 +52,31 @@ class ProcessMemory:
     threads: int
 
 
+LONG_STATUS = 1 << 14
+"""Bytes from which on a status is long: those of programs have some 1500, and 11 for each supplementary group."""
+
+
+@attrs.define
+class LongStatuses:
+    """A reader of statuses that reads no more once *left* long ones were read.
+
+    The kernel lists all supplementary groups of a thread in its status (``fs/proc/array.c``, ``task_state``), and
+    setgroups(2) takes 65,536 of them: that is a status of 700 KB, of which the kernel makes all for the first byte, 20 ms
+    each (measured).
+    """
+
+    left: int
+
+    def read(self, path: str) -> str:
+        """Return the status at *path*, nothing once there is none left to read. Raises ``OSError``."""
+        if not self.left:
+            return ""
+        text = _read(path)
+        if len(text) >= LONG_STATUS:
+            self.left -= 1
+        return text
+
+
 @frozen
 class MappedMemory:
     """A mapping of a file or of huge pages (``numa_maps``)."""
@@ -100,15 +125,15 @@ class Procfs:
             kernel=bool(int(stat[6]) & _PF_KTHREAD),
         )
 
-    def memory(self, pid: int) -> ProcessMemory | None:
-        """Return the memory of process *pid*, or ``None`` when it has none (any more).
+    def memory(self, pid: int, statuses: LongStatuses) -> ProcessMemory | None:
+        """Return the memory of process *pid*, read by *statuses*, or ``None`` when it has none (any more).
 
         Its first thread may have ended before the others, and shows nothing then.
         """
         try:
-            status = _fields(_read(self.root / str(pid) / "status"))
+            status = _fields(statuses.read(f"{self.root}/{pid}/status"))
             if "RssAnon" not in status:
-                others = (self._thread_status(pid, tid) for tid in self.thread_ids(pid))
+                others = (self._thread_status(pid, tid, statuses) for tid in self.thread_ids(pid))
                 status = next((each for each in others if "RssAnon" in each), {})
             if "RssAnon" not in status:
                 return None
@@ -117,9 +142,9 @@ class Procfs:
         except (OSError, HostError):
             return None
 
-    def _thread_status(self, pid: int, tid: int) -> dict[str, str]:
+    def _thread_status(self, pid: int, tid: int, statuses: LongStatuses) -> dict[str, str]:
         try:
-            return _fields(_read(self.root / f"{pid}/task/{tid}/status"))
+            return _fields(statuses.read(f"{self.root}/{pid}/task/{tid}/status"))
         except OSError:  # it has ended, and others may live
             return {}
 

@@ -86,25 +86,26 @@ class SharedMemory:
         except OSError:
             return 0
 
-    def mounts(self, pid: int, most: int | None) -> tuple[TmpfsMount, ...]:
-        """Return each tmpfs that is mounted in the namespace of *pid* (proc_pid_mountinfo(5)).
+    def mounts(self, pid: int, most: int | None) -> tuple[tuple[TmpfsMount, ...], int]:
+        """Return each tmpfs that is mounted in the namespace of *pid* (proc_pid_mountinfo(5)), and how many bytes were read.
 
-        None where their list has more than *most* bytes: a process that may mount can make it 400 MB long.
+        None where the list of its mounts has more than *most* bytes: a process that may mount can make it 400 MB long.
         """
         try:
             with (self.root / str(pid) / "mountinfo").open("rb") as file:
                 content = file.read(-1 if most is None else most + 1)
         except OSError:
-            return ()
+            return (), 0
         if most is not None and len(content) > most:
-            return ()
+            return (), len(content)
         rows = [_mount(line) for line in os.fsdecode(content).split("\n") if " - " in line]  # "\r" is no line end in it
         walls = frozenset(point for kind, point, *_ in rows if kind not in _WALKABLE)
-        return tuple(
+        found = tuple(
             TmpfsMount(number, device, point, root == "/", not _leads_through(point, walls))
             for kind, point, number, device, root in rows
             if kind == "tmpfs"
         )
+        return found, len(content)
 
     def used(self, pid: int, mount: TmpfsMount) -> int:
         """Return the bytes in the tmpfs that *pid* has mounted as *mount*, 0 where that cannot be seen."""
@@ -122,7 +123,7 @@ class SharedMemory:
         finally:
             os.close(fd)
 
-    def descriptors(self, tid: int, mounts: Mapping[int, TmpfsMount], most: int) -> tuple[Mapping[Inode, int], int]:
+    def descriptors(self, tid: int, mounts: frozenset[int], most: int) -> tuple[Mapping[Inode, int], int]:
         """Return the files in tmpfs that thread *tid* has open → bytes of memory they have, and how many were looked at.
 
         That is the kernel's own tmpfs, and those of *mounts*, by number. Of its descriptors *most* are looked at.
@@ -137,7 +138,7 @@ class SharedMemory:
                     found[file[0]] = file[1]
         return found, looked
 
-    def _file(self, link: str, mounts: Mapping[int, TmpfsMount]) -> tuple[Inode, int] | None:
+    def _file(self, link: str, mounts: frozenset[int]) -> tuple[Inode, int] | None:
         try:
             fd = os.open(link, os.O_PATH | os.O_CLOEXEC)  # which asks nothing of the file's file system
         except OSError:

@@ -31,8 +31,10 @@ LONGEST_RESPONSE = 1 << 16
 """Bytes of a response, without its line end."""
 _MOST_FDS = 16
 """Descriptors that may come with one response."""
-_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EAGAIN, errno.ENOTCONN}
-"""The last two are a full queue of connections: the server is there, and cannot accept yet."""
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED}
+_BUSY = {errno.EAGAIN, errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE}
+"""The first two are a full queue of connections: the server is there, and cannot accept yet. The others are a connection that
+had to make room for another one, or whose server has just ended."""
 _METHOD_NOT_FOUND, _INVALID_PARAMS = -32601, -32602
 PROTOCOL = 2
 """1: without ``sealCgroup`` and ``unsealCgroup``."""
@@ -63,6 +65,10 @@ class CpusHeldError(ControllerError):
 
 class ControllerAbsentError(HostError):
     """No process answers at the controller's socket, or it is busy; it may come back."""
+
+
+class ControllerBusyError(ControllerAbsentError):
+    """The controller is there, and has more to do than it takes at once; it may answer within milliseconds."""
 
 
 @frozen
@@ -246,6 +252,8 @@ async def _call(
             await send_with_fds(connection, json.dumps(request).encode() + b"\n")
             response = await _response(connection, received, server)
     except OSError as error:
+        if error.errno in _BUSY:
+            raise ControllerBusyError(f"cannot reach {server} at {str(path)!r}") from error
         if error.errno in _ABSENT:
             raise ControllerAbsentError(f"cannot reach {server} at {str(path)!r}") from error
         raise HostError(f"cannot talk to {server} at {str(path)!r}") from error
@@ -273,7 +281,7 @@ def _result(method: str, response: bytes, server: str) -> object:
     match document:
         case {"error": {"code": int(code), "message": str(message)} as error}:
             if code == BUSY:
-                raise ControllerAbsentError(message)
+                raise ControllerBusyError(message)
             data = error.get("data")
             raise ControllerError(message, code, data if isinstance(data, dict) else None)
         case {"result": result}:

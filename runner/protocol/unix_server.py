@@ -61,7 +61,8 @@ class SocketLimits:
     message: int = 64 * 1024
     """Bytes of one message."""
     connections: int = 64
-    """Open connections. Beyond, one takes the place of the oldest idle one of the peer that has most and an idle one, if that is fairer."""
+    """Open connections. Beyond, one takes the place of the oldest idle one of the peer that has most and an idle one, if that is
+    fairer, or if it is its peer's first: a pod may have as many containers, each a peer with one connection."""
     connections_per_peer: int = 16
     """Open connections of one peer."""
     in_flight: int = 5
@@ -270,9 +271,12 @@ class UnixServer:
                 self._forget(client)
 
     def _hang_up_on_the_greediest(self, count: int) -> bool:
-        """Make room for a peer that has *count* connections, if one with an idle one has more even when it loses that."""
+        """Make room for a peer that has *count* connections, if one with an idle one has more even when it loses that.
+
+        For a peer that has none there is room also if no other has more than one: what is idle can be asked again.
+        """
         most = max((each for each in self._clients.values() if any(map(_idle, each))), key=len, default=[])
-        if len(most) <= count + 1:
+        if not most or (count and len(most) <= count + 1):
             return False
         idle = next(filter(_idle, most))
         self._forget(idle)

@@ -12,7 +12,8 @@ import pytest
 import trio
 
 from runner.errors import HostError
-from runner.kernel.processes import Command, open_processes, signal_name
+from runner.kernel.processes import Command, _state, open_processes, signal_name
+from tests.support.leases import leasing
 
 
 def shell(text: str, role: str = "test") -> Command:
@@ -178,3 +179,9 @@ async def test_output_that_cannot_be_read_ends_nothing(caplog: pytest.LogCapture
             assert await process.wait() == 7
     os.close(directory)
     assert "cannot read the output of test: Is a directory" in caplog.text
+
+
+def test_the_state_of_a_process_is_read_without_waiting_for_a_lease() -> None:
+    with leasing(Path(f"/proc/{os.getpid()}/stat")):
+        assert _state(os.getpid()) == "unknown"
+    assert _state(os.getpid()) in "RS"

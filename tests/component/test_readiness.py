@@ -187,7 +187,7 @@ async def test_a_panic_by_pvpanic_ends_readiness_with_the_instance(fake_host: Fa
             await guest.prints(b"!panic")
             await guest.is_not_ready("stopping")
 
-    await run(fake_host, plan_of(fake_host, None), act, Status.GUEST_PANICKED)
+    await run(fake_host, plan_of(fake_host, None, at_quit=None), act, Status.GUEST_PANICKED)
 
 
 async def test_an_agent_that_answers_makes_it_ready(fake_host: FakeHost) -> None:

@@ -204,13 +204,33 @@ async def test_a_peer_replaces_no_connection_of_a_peer_with_as_few(tmp_path: Pat
             service.key = 2
             async with connected(path) as second:
                 assert not await refused(second)
-                for service.key in (1, 2, 3):
+                for service.key in (1, 2):
                     async with connected(path) as newcomer:
                         assert await refused(newcomer)
                 assert server.connections == 2
                 assert not await refused(first)
                 assert not await refused(second)
         assert service.calls == 4
+
+
+async def test_a_peer_without_a_connection_replaces_the_oldest_idle_one(tmp_path: Path) -> None:
+    """A pod may have as many containers as there are connections, and keep one of each."""
+    path = tmp_path / "socket"
+    async with served(path, SocketLimits(connections=3)) as (service, server), AsyncExitStack() as held:
+        clients = []
+        for service.key in (1, 2, 3):
+            clients.append(await held.enter_async_context(connected(path)))
+            await clients[-1].send(
+                b'{"jsonrpc":"2.0","method":"%s","id":1}\n' % (b"wait" if service.key == 1 else b"x")
+            )
+            await trio.testing.wait_all_tasks_blocked()
+        assert [json.loads(await client.line())["result"] for client in clients[1:]] == ["x", "x"]
+        service.key = 4
+        async with connected(path) as newcomer:
+            assert not await refused(newcomer)
+            assert [await disconnected(each) for each in clients] == [False, True, False]
+            assert server.connections == 3
+        service.finished.set()
 
 
 async def test_a_refused_client_can_still_send_its_request_and_read_the_reason(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import shlex
 import shutil
@@ -77,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         help="a read-only disk; may be repeated",
     )
     out.add_argument("--boot-timeout", type=float, metavar="S", help="default: 60 s and 2 s a CPU")
-    out.add_argument("--timeout", type=float, default=3600, metavar="S", help="for the tests (default 3600)")
+    out.add_argument("--timeout", type=float, default=4500, metavar="S", help="for the tests (default 4500)")
     out.add_argument("pytest", nargs="*", metavar="-- PYTEST", help="arguments for pytest (default: tests/node)")
     return out
 
@@ -194,16 +196,29 @@ def in_node(options: argparse.Namespace) -> int:
 
 
 def new_run() -> Path:
-    """Return a fresh directory for a run's results, and remove all but the last few."""
+    """Return a fresh directory for a run's results, locked while this process lives; remove all but the last few others."""
     RUNS.mkdir(parents=True, exist_ok=True)
     run = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     run.mkdir()
+    # Its descriptor is this process's until its end.
+    fcntl.flock(os.open(run, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
     last = RUNS / f".last-{os.getpid()}"
     last.symlink_to(run.name)
     last.rename(RUNS / "last")
     for old in sorted(path for path in RUNS.iterdir() if path.is_dir() and not path.is_symlink())[:-KEPT_RUNS]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove_run(old)
     return run
+
+
+def remove_run(run: Path) -> None:
+    """Remove the results of *run* unless it still goes on."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError):
+        fd = os.open(run, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(run, ignore_errors=True)
+        finally:
+            os.close(fd)
 
 
 def executed(report: Path) -> int:

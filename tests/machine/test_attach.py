@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import signal
 import socket
 import subprocess
 import sys
@@ -63,8 +64,10 @@ def test_the_console_from_a_terminal(start: ProgramStarter, tmp_path: Path) -> N
         assert run.stop() == 13, "a boot sector does not react to the power button"
         rest = reading.stdout.read()
     assert b"knock" in rest, "a reader gets what was printed before it attached"
-    assert b"[the instance has ended]" in rest
-    assert reading.returncode == 0
+    # Its PID namespace ends with the runner, and may take it along before it has said so.
+    if reading.returncode != -signal.SIGKILL:
+        assert reading.returncode == 0
+        assert b"[the instance has ended]" in rest
     assert b"knock" in (run.state / "console.log").read_bytes()
 
 

@@ -27,6 +27,7 @@ from tests.node.minimal_pods import COMMAND, A, B, Machine, reason, result
 from tests.node.recorded import recorded
 from tests.node.standin_kubelet import Container, Kubelet, Pod
 from tests.node.stopped_controller import PARTITION_FILES, Stop, go_on, stopped, writer_of
+from tests.support.soak import some, times
 
 pytestmark = pytest.mark.usefixtures("rom")
 Start = Callable[..., Instance]
@@ -198,7 +199,7 @@ def test_nothing_stays_of_a_partition_when_its_owner_is_killed(start: Start, vic
 
 @PARTITIONS
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("victim", ["qemu", "runner"])
+@pytest.mark.parametrize("victim", some(["qemu", "runner"], 1))
 def test_an_instance_killed_at_any_step_of_its_partition_leaves_nothing(
     before: dict[str, str], node_fixture: NodeFixture, tmp_path: Path, victim: str
 ) -> None:
@@ -301,7 +302,7 @@ def all_given_back(machine: Machine, before: dict[str, str]) -> None:
 
 @PARTITIONS
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("victim", ["controller", "writer", "pod", "everything"])
+@pytest.mark.parametrize("victim", some(["controller", "writer", "pod", "everything"], 2))
 def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
     before: dict[str, str], machine: Machine, tmp_path: Path, victim: str
 ) -> None:
@@ -356,7 +357,7 @@ def test_two_instances_start_and_end_against_each_other(machine: Machine) -> Non
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
 
     def live(pod: minimal_pods.Pod) -> None:
-        for _ in range(50):
+        for _ in range(times(10)):
             assert sealed(machine, pod) == "enforced"
             assert pod.scope.cpus() <= isolated()
             ended(machine, pod)
@@ -386,8 +387,7 @@ def test_the_controller_killed_at_any_step_is_not_noticed(machine: Machine) -> N
         with machine.controller() as process:
             assert result(pod.call(machine.socket, "sealCgroup", uuid=A)) == {"guarantee": "enforced"}
             process.kill()
-        with pytest.raises(BlockingIOError):
-            os.read(queue._fd, 65536)  # no file of the tree was written to
+        assert queue.pending() == (), "no file of the tree was written to"
     machine.root.write("cpuset.cpus.exclusive", "")  # without which the kernel forgets what to give back
     os.kill(pod.pid, signal.SIGKILL)
     with machine.controller():  # finds a partition without a thread

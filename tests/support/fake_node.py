@@ -39,6 +39,8 @@ A, B, C = (
 ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
 ENTRIES = {A: {"instance": "0-1,12-13"}, B: {"instance": "14-17"}, C: {"instance": "18-19"}}
 SHARED = "2-11"
+NO_PIDFD = 9999
+"""A socket option that there is not: the kernel answers ENOPROTOOPT, as one before Linux 6.5 does for SO_PEERPIDFD."""
 HOST_NAMESPACE = "pid-host"
 RAM = 64 << 30
 ANCHORS = {A: 701, B: 702, C: 703}
@@ -299,7 +301,7 @@ async def controlled(
     methods = RpcMethods(
         loop=loop,
         mount=node.mount,
-        peers=Peers(node.proc),
+        peers=Peers(node.proc, NO_PIDFD),  # /proc/self/fdinfo is the machine's
         own_cpus=CpuSet.parse(own_cpus),
         timeouts=timeouts or Timeouts(agreement=0.4, emptying=0.4),
         trusting=trusting,

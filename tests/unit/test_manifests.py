@@ -139,6 +139,13 @@ def test_an_instance_is_not_evicted_from_an_unreachable_node(name: str) -> None:
     assert tolerated == {(f"node.kubernetes.io/{taint}", "NoExecute", None) for taint in ("not-ready", "unreachable")}
 
 
+def test_the_controller_has_time_to_say_that_it_lives() -> None:
+    """By default it is a second, in which a pod may keep it busy: the kubelet would start it again."""
+    [pod] = pod_specs(resources("controller"))
+    [container] = pod["containers"]
+    assert {container[probe]["timeoutSeconds"] for probe in ("livenessProbe", "readinessProbe")} == {5}
+
+
 def test_the_controller_asks_for_no_cpu() -> None:
     """Not even for a part: instances take whole CPUs, so 20m would cost the node one of them."""
     [pod] = pod_specs(resources("controller"))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-CONFTEST = Path(__file__).parents[1] / "conftest.py"
+from tests.support.nested_pytest import run_beside_conftest
 
 SKIPS = {
     "call": "def test(): pytest.skip('no kvm')",
@@ -22,17 +18,9 @@ SKIPS = {
 
 def outcomes(folder: Path, tests: dict[str, str], required: str) -> dict[str, int]:
     """Run pytest on *tests* (name → body of a file) next to the shared conftest and return its summary as numbers."""
-    shutil.copy(CONFTEST, folder)
     for name, body in tests.items():
         (folder / f"test_{name}.py").write_text(f"import pytest\n{body}\n")
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    done = subprocess.run(
-        [*argv, "--rootdir", str(folder), str(folder)],
-        env={**os.environ, "RUNNER_REQUIRE": required, "RUNNER_RETRIES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_beside_conftest(folder, RUNNER_REQUIRE=required)
     summary = done.stdout.strip().splitlines()[-1]
     found = re.findall(r"(\d+) (passed|failed|error|skipped|xfailed)", summary)
     return {kind: int(count) for count, kind in found}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-CONFTEST = Path(__file__).parents[1] / "conftest.py"
+from tests.support.nested_pytest import run_beside_conftest
+
 BODY = """
 import pathlib, pytest
 HERE = pathlib.Path(__file__).parent
@@ -31,15 +28,8 @@ def test_other(broken):
 
 def run(folder: Path, retries: str, *, noisy: bool, broken: str) -> tuple[int, str, list[str]]:
     """Return pytest's status and output for a file whose test fails the first time, and the order its tests ran in."""
-    shutil.copy(CONFTEST, folder)
     (folder / "test_it.py").write_text(BODY.format(noisy=noisy, broken=broken))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)],
-        env={**os.environ, "RUNNER_RETRIES": retries},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_beside_conftest(folder, RUNNER_RETRIES=retries)
     return done.returncode, done.stdout, (folder / "order").read_text().split()
 
 

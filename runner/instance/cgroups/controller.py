@@ -27,6 +27,7 @@ from runner.placement.backends import ControllerPlacement, CpuTuning
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
     ControllerAbsentError,
+    ControllerBusyError,
     ControllerError,
     CpusHeldError,
     Registration,
@@ -57,6 +58,12 @@ DEREGISTERED_WITHIN = 5.0
 
 SEALED_WITHIN = 45.0
 """Seconds for the controller to seal the CPUs; it gives the kernel 30 s."""
+
+BUSY_FOR = 1.0
+"""Seconds for which a controller that is busy is asked to seal the CPUs, also where that is not demanded."""
+
+BUSY_EVERY = 0.015
+"""Seconds between two such requests: it answers others meanwhile, 1 ms each."""
 
 UNSEALED_WITHIN = 2.0
 """Seconds; the controller unseals what is deregistered or empty in any case."""
@@ -151,15 +158,20 @@ async def _sealed(
 async def _seal(placement: ControllerPlacement) -> str:
     """Seal the CPUs and return why they are not sealed, empty if they are.
 
-    Where that is demanded, wait for a controller that is being replaced; else :func:`_keep_sealed` asks again.
+    Where that is demanded, wait for a controller that is being replaced; else :func:`_keep_sealed` asks again, and only one that
+    is busy is waited for, :data:`BUSY_FOR` seconds: any pod can make it so, and the guest would run unsealed for long.
     """
     reason = f"the controller does not answer within {SEALED_WITHIN:g} s"
+    busy_until = trio.current_time() + BUSY_FOR
     with trio.move_on_after(SEALED_WITHIN):
         while True:
             try:
                 return await seal(placement.socket, placement.pod_uid)
             except ControllerAbsentError as error:
                 reason = explain(error)
+                if isinstance(error, ControllerBusyError) and trio.current_time() < busy_until:
+                    await trio.sleep(BUSY_EVERY)
+                    continue
             if not placement.enforced:
                 break
             await trio.sleep(ASKED_EVERY)

@@ -71,13 +71,14 @@ class StatusReader:
             misplaced = list(sentences(receipt.violations()))
         except HostError as error:
             receipt, misplaced = self.receipts.receipt, [explain(error)]
+        shown = receipt.to_json()
         return {
             "backend": self.plan.placement.backend,
-            "guarantee": receipt.guarantee,
-            "guarantee_reason": receipt.to_json()["guarantee_reason"],
+            "guarantee": shown["guarantee"],
+            "guarantee_reason": shown["guarantee_reason"],
             "cpus": str(self.plan.placement.cpus),
             "pins": list(self.plan.placement.pins),
-            "float_cpus": receipt.to_json()["float_cpus"],
+            "float_cpus": shown["float_cpus"],
             "misplaced": misplaced,
         }
 

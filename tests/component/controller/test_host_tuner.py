@@ -5,21 +5,32 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import attrs
 import pytest
 import trio
+import trio.testing
 
 from runner.controller.cache_tuner import RESCTRL
-from runner.controller.host_tuner import TUNING, TuningOptions, take_over_records
+from runner.controller.host_tuner import (
+    MOST_RECORDED,
+    TUNING,
+    HostTuner,
+    TunedInstance,
+    TuningOptions,
+    take_over_records,
+)
 from runner.controller.main import RECORDS
 from runner.cpuset import CpuSet
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, governor_path, latency_path
 from runner.kernel.sysfs import read_hardware
 from tests.support.fake_host_settings import FakeResctrl
 from tests.support.fake_node import HOST_NAMESPACE, SHARED, A, B, Client, Controller, Node, connected, controlled
+from tests.support.leases import leasing
 
 EVERYTHING = "0-19"
 
@@ -138,6 +149,36 @@ async def test_the_loop_itself_sees_instances_come_and_go(node: Node) -> None:
         await register(node, client, B, "14-17")
         await controller.eventually(lambda: mask(node, 24) == "0-13,18-19")
         await client.result("deregisterCgroup", uuid=B)
+        await controller.eventually(lambda: mask(node, 24) == EVERYTHING)
+
+
+async def test_an_instance_that_ends_during_a_pass_leaves_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had also ended when that pass was asked for, so that nothing seems to have changed in between."""
+    begun, go_on = deque[Mapping[str, TunedInstance]](), threading.Semaphore(0)
+    tuned = HostTuner._tuned
+
+    def blocked(self: HostTuner, instances: Mapping[str, TunedInstance], online: CpuSet) -> object:
+        begun.append(instances)
+        go_on.acquire()
+        return tuned(self, instances, online)
+
+    async with controlled(node) as controller, connected(node.socket) as client, trio.open_nursery() as nursery:
+        await register(node, client, B, "14-17")
+        await controller.eventually(lambda: mask(node, 24) == "0-13,18-19")
+        monkeypatch.setattr(HostTuner, "_tuned", blocked)
+        try:
+            nursery.start_soon(controller.tuner.tune)
+            await controller.eventually(lambda: len(begun) == 1)
+            await client.result("deregisterCgroup", uuid=B)
+            await controller.loop.next_pass()
+            await trio.testing.wait_all_tasks_blocked()  # the tuner, which has seen it, waits for the end of that pass
+            await register(node, client, B, "14-17")
+            go_on.release()
+            await controller.eventually(lambda: len(begun) == 2)
+            assert list(begun[1]) == [B]
+            await client.result("deregisterCgroup", uuid=B)
+        finally:
+            go_on.release(1000)
         await controller.eventually(lambda: mask(node, 24) == EVERYTHING)
 
 
@@ -346,6 +387,46 @@ def test_the_records_of_an_earlier_version_are_taken_over(tmp_path: Path) -> Non
     Path(old).write_text("of a controller that was put back for a while")
     take_over_records(old, store)
     assert (Path(store).read_text(), Path(old).exists()) == ("first", False)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "large"])
+def test_records_that_are_none_of_an_earlier_version_s_are_not_taken_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    old, store = tmp_path / RECORDS, tmp_path / "state" / RECORDS
+    match kind:
+        case "link":
+            (tmp_path / "other").write_text("other")
+            old.symlink_to(tmp_path / "other")
+        case "fifo":
+            os.mkfifo(old)
+        case _:
+            old.write_bytes(bytes(MOST_RECORDED + 1))
+    take_over_records(PurePosixPath(old), PurePosixPath(store))
+    assert (store.exists(), os.path.lexists(old)) == (False, True)
+    assert "records of the machine's settings not taken over" in caplog.text
+
+
+async def test_records_that_are_leased_are_taken_over_by_a_later_pass(node: Node) -> None:
+    """Until then nothing is changed: it would be recorded as what it is, and not as what it was."""
+    old = node.path / "earlier.json"
+    async with controlled(node) as controller, connected(node.socket) as client:
+        boot = controller.tuner.procfs.setting("kernel/random/boot_id")
+        record = {"before": "0-7", "ours": [EVERYTHING], "owner": "eth0"}
+        old.write_text(json.dumps({"boot": boot, "settings": {"proc/irq/24/smp_affinity_list": record}}))
+        controller.tuner.earlier = PurePosixPath(old)
+        with leasing(old):
+            await register(node, client, B, "14-17")
+            await controller.tuner.tune()
+            [reason] = controller.tuner.reasons
+            assert reason.startswith("the machine's settings stay as they are: cannot take over the records")
+            assert "a process holds a lease on it" in reason
+            assert mask(node, 24) == EVERYTHING
+        await controller.tuner.tune()
+        assert controller.tuner.earlier is None
+        assert (old.exists(), mask(node, 24) == EVERYTHING) == (False, False)
+        records = json.loads((node.path / RECORDS).read_text())["settings"]
+        assert records["proc/irq/24/smp_affinity_list"]["before"] == "0-7"
 
 
 async def test_only_its_own_container_may_tune_an_instance(node: Node) -> None:

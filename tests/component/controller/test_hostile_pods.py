@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import logging
 import os
@@ -13,7 +14,8 @@ import pytest
 import trio
 import trio.testing
 
-from runner.controller.held_files import FILES
+from runner.controller import loop
+from runner.controller.held_files import FILES, HeldFiles
 from runner.controller.loop import Intervals
 from runner.controller.main import LimitOptions
 from runner.controller.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
@@ -21,6 +23,7 @@ from runner.controller.reconcile import Evict
 from runner.controller.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
 from runner.cpuset import CpuSet
 from runner.kernel.cgroup import CgroupError
+from runner.kernel.procfs import Procfs
 from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import (
     ANCHORS,
@@ -107,6 +110,35 @@ async def test_a_pod_that_may_write_its_groups_is_named(
         assert controller.loop.without_seccomp() == ({B} if exposed else set())
 
 
+async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status may have 700 KB; one that cannot be read because of a lease is no good sign."""
+    node.become(B)
+    node.expose(os.getpid())
+    read = list[int | str]()
+
+    def reading(procfs: Procfs, pid: int | str = "self") -> bool:
+        read.append(pid)
+        return original(procfs, pid)
+
+    original = Procfs.may_make_root
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        monkeypatch.setattr(Procfs, "may_make_root", reading)
+        assert controller.loop.without_seccomp() == set(), "it has no process there yet"
+        node.pod(B).put_threads([os.getpid()])
+        for _ in range(10):
+            status = await client.result("getStatus")
+            assert isinstance(status, dict)
+            assert status["without_seccomp"] == [B]
+        assert read == [os.getpid()]
+        monkeypatch.setattr(loop, "_JUDGED_FOR", 0.0)
+        node.expose(os.getpid(), seccomp=2)
+        assert controller.loop.without_seccomp() == set()
+        controller.loop.held.close()  # as if the pod had been faster
+        with leasing(node.pod(B).path / "cgroup.threads"):
+            assert controller.loop.without_seccomp() == {B}
+
+
 async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(node: Node) -> None:
     node.become(B)
     node.expose(os.getpid())
@@ -128,6 +160,21 @@ async def test_no_process_can_lease_what_a_registered_pod_reaches(node: Node) ->
             assert {*results} == {"refused"}
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
         assert not [path for path in controller.loop.held._held if B in path], "closed with the group"
+
+
+def test_files_are_held_for_writing_whatever_their_mode_is(tmp_path: Path) -> None:
+    """A pod may change the mode of its own, and lease for reading what is open for reading alone."""
+    held, modes = HeldFiles(), {"cpuset.cpus": 0o444, "cgroup.procs": 0o200, "pids.max": 0o644, "memory.max": 0}
+    with ExitStack() as files:
+        files.callback(held.close)
+        for name, mode in modes.items():
+            (tmp_path / name).touch(mode)
+        held.hold([tmp_path])
+        assert held.error == ""
+        for name in modes:
+            reader = files.enter_context((tmp_path / name).open())
+            with pytest.raises(BlockingIOError):
+                fcntl.fcntl(reader, fcntl.F_SETLEASE, fcntl.F_RDLCK)
 
 
 @pytest.mark.parametrize("file", ["cpuset.cpus", "cgroup.procs"])

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,18 @@ import trio.testing
 
 from runner.controller import memory_guard
 from runner.controller.float_memory import MemoryByKind, PodMemory
-from runner.controller.memory_guard import MOST_OWN_PROCESSES, SETTLED_WITHIN, MemoryGuard, _SharedSearch
+from runner.controller.memory_guard import (
+    MOST_LONG_STATUSES,
+    MOST_OWN_PROCESSES,
+    SETTLED_WITHIN,
+    MemoryGuard,
+    _SharedSearch,
+)
 from runner.controller.metrics import ControllerCounters, MemoryEnd
 from runner.controller.pods import PodCgroups
 from runner.controller.tree import Tree
 from runner.kernel.pidfds import kill_process
-from runner.kernel.procfs import Procfs
+from runner.kernel.procfs import LONG_STATUS, LongStatuses, Procfs
 from runner.protocol.rate_limit import LogRateLimit
 from tests.support.fake_node import A, B, Node, scope_path
 from tests.support.leases import leasing
@@ -191,9 +198,9 @@ def test_a_charge_that_grows_while_its_processes_are_read_is_deducted(
     """As that of a guest that takes its memory just then."""
     held = MemoryGuard._held
 
-    def growing(guard: MemoryGuard, pid: int, search: _SharedSearch | None) -> MemoryByKind:
+    def growing(guard: MemoryGuard, pid: int, statuses: LongStatuses, search: _SharedSearch | None) -> MemoryByKind:
         charge(node, A, f"anon {2 * SIZE}")
-        return held(guard, pid, search)
+        return held(guard, pid, statuses, search)
 
     monkeypatch.setattr(MemoryGuard, "_held", growing)
     with holding("private") as pids:
@@ -207,6 +214,18 @@ def test_a_search_of_a_pod_ends_with_what_it_has_found(node: Node, monkeypatch: 
         monkeypatch.setattr(memory_guard, "POD_SEARCHED_WITHIN", 0)
         assert measured(node, A).found.shared == 0
         assert measured(node, A).found.anonymous > 0
+
+
+def test_the_lists_of_a_pods_mounts_have_one_budget(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for all mount namespaces together: each may have 100,000 mounts."""
+    with holding("tmpfs") as first, holding("tmpfs") as second:
+        put(node, A, [first[0], second[0]])
+        assert measured(node, A).found.shared in about(2 * SIZE)
+        size = len(Path(f"/proc/{first[0]}/mountinfo").read_bytes())
+        monkeypatch.setattr(
+            _SharedSearch, "__init__", partialmethod(_SharedSearch.__init__, mountinfo=size + size // 2)
+        )
+        assert measured(node, A).found.shared in about(SIZE)
 
 
 def test_what_the_node_has_mounted_is_no_pods(node: Node) -> None:
@@ -309,6 +328,38 @@ async def test_a_pod_that_hides_a_hoarder_behind_many_processes_is_ended_as_a_wh
     with described(node, A, MIB) as small, described(node, B, GIB) as other:
         assert await guard_of(node).check() == "ended"
         assert (small.wait(), other.poll(), kill.read_text()) == (-9, None, "1\n")
+
+
+async def test_a_pod_with_many_long_statuses_is_ended_as_a_whole(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 16 of them no more is read: setgroups(2) makes each of 2000 statuses 700 KB long, 20 ms a read."""
+    (node.scope(A).parent.path / "cgroup.kill").touch()
+    read = list[str]()
+
+    def reading(statuses: LongStatuses, path: str) -> str:
+        text = original(statuses, path)
+        read.append(path) if text else None
+        return text
+
+    original = LongStatuses.read
+    monkeypatch.setattr(LongStatuses, "read", reading)
+    with described(node, A, MIB) as small, described(node, B, GIB) as other:
+        own = [str(1_000_000_000 + number) for number in range(MOST_LONG_STATUSES + 100)]
+        for pid in own:
+            (node.proc / pid).mkdir()
+        groups = "Groups:\t" + "4294967294 " * (LONG_STATUS // 11 + 1) + "\n"
+        status = (node.proc / str(small.pid) / "status").read_text()
+        fill(node, 2 * GIB, f"anon {2 * GIB}")
+        for number, pid in enumerate(own, start=1):
+            (node.proc / pid / "status").write_text(groups + status)
+            if number == MOST_LONG_STATUSES:
+                (node.scope(A).path / "cgroup.procs").write_text("\n".join(own[:number]))
+                found = {pod.pod_uid: pod for pod in guard_of(node).measure(shared=False)}[A]
+                assert (found.hidden, found.found.anonymous) == (False, (number + 1) * MIB)
+        (node.scope(A).path / "cgroup.procs").write_text("\n".join(own))
+        read.clear()
+        assert await guard_of(node).check() == "ended"
+        assert sum(path.split("/")[-2] in own for path in read) == MOST_LONG_STATUSES + 1
+        assert (small.wait(), other.poll()) == (-9, None)
 
 
 async def test_a_pod_that_leases_its_files_is_ended_as_a_whole(node: Node) -> None:

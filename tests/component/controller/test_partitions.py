@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, register, seal, unseal
 from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import A, B, Node, connected, controlled
+from tests.support.leases import leasing
 
 
 @pytest.fixture
@@ -89,6 +91,18 @@ def test_it_refuses_every_other_name(tmp_path: Path, message: bytes) -> None:
         (tmp_path / name / "cpuset.cpus.partition").write_text("member\n")
     assert isolate(tmp_path, message) == errno.EINVAL
     assert {file.read_text() for file in tmp_path.glob("*/cpuset.cpus.partition")} == {"member\n"}
+
+
+def test_it_waits_for_no_lease(tmp_path: Path, pair: tuple[PartitionWriter, socket.socket]) -> None:
+    file = tmp_path / "instance-a" / "cpuset.cpus.partition"
+    file.parent.mkdir()
+    file.write_text("member\n")
+    with leasing(file):
+        number = isolate(tmp_path, b"instance-a")
+    assert (number, file.read_text()) == (errno.EAGAIN, "member\n")
+    pair[1].send(str(number).encode())
+    with pytest.raises(CgroupError, match="a process holds a lease on it"):
+        pair[0].isolate("instance-a")
 
 
 def test_it_follows_no_link(tmp_path: Path) -> None:
@@ -202,6 +216,46 @@ async def test_a_runner_that_demands_partitions_waits_for_a_controller_that_is_b
     assert reason == "" if enforced else reason.startswith("cannot reach the controller")
 
 
+@pytest.mark.parametrize("busy", ["refuses", "hangs up", "accepts nothing"])
+async def test_a_runner_asks_a_busy_controller_again(
+    tmp_path: Path, busy: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    del autojump_clock
+    path = tmp_path / "socket"
+    placement = ControllerPlacement(CpuSet.parse("14-17"), (14,), PurePosixPath(path), B, enforced=False)
+    asked = list[float]()
+    refusal = b'{"jsonrpc":"2.0","id":1,"error":{"code":-32005,"message":"cannot take more"}}\n'
+
+    async def serve(listener: trio.socket.SocketType) -> None:
+        while True:
+            connection, _ = await listener.accept()
+            with connection:
+                asked.append(trio.current_time())
+                if len(asked) > 3 and busy != "refuses":
+                    await connection.recv(1 << 16)
+                    await connection.send(b'{"jsonrpc":"2.0","id":1,"result":{"guarantee":"enforced"}}\n')
+                elif busy == "refuses":
+                    await connection.recv(1 << 16)
+                    await connection.send(refusal)
+
+    with trio.socket.socket(socket.AF_UNIX) as listener:
+        await listener.bind(str(path))
+        listener.listen(0 if busy == "accepts nothing" else 8)
+        async with trio.open_nursery() as nursery:
+            if busy == "accepts nothing":
+                with trio.socket.socket(socket.AF_UNIX) as first:
+                    await first.connect(str(path))
+                    reason = await _seal(placement)
+                    assert reason.startswith("cannot reach the controller")
+                    assert trio.current_time() >= 1
+            else:
+                nursery.start_soon(serve, listener)
+                reason = await _seal(placement)
+                assert reason == ("cannot take more" if busy == "refuses" else "")
+                assert len(asked) > 3
+            nursery.cancel_scope.cancel()
+
+
 async def test_while_decisions_are_frozen_partitions_still_end(node: Node, writer: PartitionWriter) -> None:
     node.become(B)
     state = node.kubelet / "cpu_manager_state"
@@ -225,18 +279,24 @@ async def test_while_decisions_are_frozen_partitions_still_end(node: Node, write
         await controller.eventually(lambda: node.instance(B).partition() == "member")
 
 
-async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart(
-    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node.become(B)
-    sealed = []
+def times_of_seals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the list that is given the time of each seal from now on; nothing is sealed."""
+    sealed = list[float]()
 
     def seal_noted(_loop: ReconcileLoop, pod_uid: str) -> str:
         sealed.append(time.monotonic())
         return pod_uid
 
-    monkeypatch.setattr(methods, "SEALED_EVERY", 0.2)
     monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
+    return sealed
+
+
+async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart(
+    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.become(B)
+    sealed = times_of_seals(monkeypatch)
+    monkeypatch.setattr(methods, "SEALED_EVERY", 0.2)
     async with controlled(node, partition_writer=writer), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         async with trio.open_nursery() as nursery:
@@ -249,14 +309,8 @@ async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart
 async def test_seals_of_many_instances_are_apart(
     node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sealed = []
-
-    def seal_noted(_loop: ReconcileLoop, pod_uid: str) -> str:
-        sealed.append(time.monotonic())
-        return pod_uid
-
+    sealed = times_of_seals(monkeypatch)
     monkeypatch.setattr(methods, "SEALS_APART", 0.2)
-    monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
     async with controlled(node, partition_writer=writer, trusting=True), trio.open_nursery() as nursery:
         for number in range(4):
             nursery.start_soon(seal, PurePosixPath(node.socket), f"pod-{number}")
@@ -301,8 +355,11 @@ async def test_where_partitions_are_required_a_runner_that_does_not_know_them_is
         assert refused["reason"] == "host"
         assert "its runner is older than partitions" in str(refused["message"])
         assert not node.instance(B).exists()
-        for wrong in ("0", "two"):
-            assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-17", protocol=wrong))["code"] == -32602
+        for wrong in (0, True, "2", "two"):
+            params = {"uuid": B, "cpuset": "14-17", "protocol": wrong}
+            request = {"jsonrpc": "2.0", "method": "registerCgroup", "params": params, "id": 1}
+            await client.send(json.dumps(request).encode() + b"\n")
+            assert json.loads(await client.line())["error"]["code"] == -32602
         with ExitStack() as held:
             await register(PurePosixPath(node.socket), B, CpuSet.parse("14-17"), node.scope(B), held)
         assert node.instance(B).exists()

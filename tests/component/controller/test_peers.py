@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import runner.kernel.peers
+from runner.kernel.leases import read_at_once
 from runner.kernel.peers import INIT_PID_NAMESPACE, SO_PEERPIDFD, Peer, PeerError, Peers, boot_time
-
-NO_SUCH_OPTION = 9999
-"""Makes the kernel answer ENOPROTOOPT, as one before Linux 6.5 does for SO_PEERPIDFD."""
+from tests.support.fake_node import NO_PIDFD
 
 CLIENT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()"
 
@@ -28,7 +28,7 @@ def listener(tmp_path: Path) -> Iterator[socket.socket]:
         yield listener
 
 
-@pytest.fixture(params=[SO_PEERPIDFD, NO_SUCH_OPTION], ids=["pidfd", "credentials"])
+@pytest.fixture(params=[SO_PEERPIDFD, NO_PIDFD], ids=["pidfd", "credentials"])
 def peers(request: pytest.FixtureRequest) -> Peers:
     return Peers(Path("/proc"), request.param)
 
@@ -93,7 +93,7 @@ def test_a_malformed_proc_is_an_error(listener: socket.socket, tmp_path: Path) -
     for file, text in (("stat", f"{process.pid} (x) S" + " 1" * 30), ("status", "Name:\tx\n"), ("cgroup", "0::/\n")):
         (directory / file).write_text(text)
     with pytest.raises(PeerError, match="not understood"):
-        identify_and_end(Peers(tmp_path / "proc"), process, connection, accepted_at)
+        identify_and_end(Peers(tmp_path / "proc", NO_PIDFD), process, connection, accepted_at)
 
 
 def test_leaves_no_descriptor_behind(listener: socket.socket, peers: Peers) -> None:
@@ -107,6 +107,24 @@ def test_leaves_no_descriptor_behind(listener: socket.socket, peers: Peers) -> N
 def test_a_missing_process_has_no_namespace(peers: Peers) -> None:
     assert peers.namespace(os.getpid()) == peers.own_namespace()
     assert peers.namespace(2**22 + 1) is None
+
+
+def test_the_groups_of_a_peer_are_not_read(
+    listener: socket.socket, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where the kernel has no pidfd of a peer: with 65,536 of them the status has 700 KB."""
+    read = dict[str, bytes]()
+
+    def reading(file: str, *, dir_fd: int | None = None) -> bytes:
+        read[file] = read_at_once(file, dir_fd=dir_fd)
+        return read[file]
+
+    monkeypatch.setattr(runner.kernel.peers, "read_at_once", reading)
+    client = f"import os; os.setgroups(range(65536)); {CLIENT}"
+    process = subprocess.Popen([sys.executable, "-S", "-c", client, listener.getsockname()], stdin=subprocess.PIPE)
+    peer = identify_and_end(peers, process, listener.accept()[0], boot_time())
+    assert peer.inner_pid == process.pid
+    assert (max(map(len, read.values())) > 1 << 16) is (peers.option == NO_PIDFD)
 
 
 NAMED = "open('/proc/self/comm', 'wb').write(b'a\\rNSpid:\\t1'); "

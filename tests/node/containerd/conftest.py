@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
-from tests.images.manifests import images_of
 from tests.node.cgroups import ROOT
 from tests.node.containerd.daemon import PAUSE, Containerd, Image, pause_program
 from tests.node.containerd.pods import POD_IP, KubeletOfContainerd
@@ -24,17 +23,11 @@ def manifests() -> Manifests:
     return Manifests.read()
 
 
-def of(reference: str) -> str:
-    """Return the name of an image without its tag."""
-    return reference.partition(":")[0]
-
-
 @pytest.fixture(scope="session")
 def containerd(manifests: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containerd]:
     if not Path("/run/systemd/system").exists():
         pytest.skip("systemd is missing as PID 1: tests/images/run boots such a node")
-    named = images_of(found for objects in manifests.objects.values() for found in objects)
-    references = [name for name in named if of(name) in manifests.configurations]  # ours, not the device plugin's
+    images = manifests.images()
     directory = tmp_path_factory.mktemp("containerd")
     subprocess.run(["mount", "-t", "tmpfs", "containerd", str(directory)], check=True)
     containerd = Containerd(directory)
@@ -43,13 +36,13 @@ def containerd(manifests: Manifests, tmp_path_factory: pytest.TempPathFactory) -
         containerd.take(
             {
                 PAUSE: Image({"Entrypoint": ["/pause"]}, {"pause": pause_program()}),
-                **{name: Image(manifests.configurations[of(name)], {of(name): b""}) for name in references},
+                **{each: Image(manifests.configurations[name], {name: b""}) for each, name in images.items()},
             }
         )
-        for name in references:
+        for name in images.values():
             # A mount takes the place of the unpacked layer, as with snapshotters that pull lazily. Unpacking 300 MB would
             # take minutes here.
-            mount_image(of(name), containerd.unpacked(of(name)))
+            mount_image(name, containerd.unpacked(name))
         yield containerd
     finally:
         containerd.stop()

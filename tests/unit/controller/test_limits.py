@@ -80,7 +80,8 @@ def test_numbers() -> None:
             parse_weight(text)
 
 
-def test_what_is_left_of_a_pod_that_has_gone_cannot_fork() -> None:
+def test_what_is_left_of_a_pod_that_has_gone_cannot_fork_and_gets_the_least_time() -> None:
     limits = Limits(pod_pids_max=None, pod_cpu_weight=3)
     assert limits.of_pod(gone=False) == {"cgroup.max.descendants": "0", "pids.max": "max", "cpu.weight": "3"}
+    assert limits.of_pod(gone=True)["cpu.weight"] == "1"
     assert limits.of_pod(gone=True)["pids.max"] == limits.of_instance(gone=True)["pids.max"] == "0"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
-from runner.kernel.procfs import MappedMemory, ProcessMemory, Procfs
+from runner.kernel.procfs import LongStatuses, MappedMemory, ProcessMemory, Procfs
 
 X86 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n\nprocessor\t: 1\nvendor_id\t: of another CPU\n\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 50.00\n\nprocessor\t: 1\n\n"
@@ -111,4 +111,4 @@ def test_memory_of_a_process_is_found_past_threads_that_have_ended(tmp_path: Pat
         (tmp_path / f"7/task/{tid}").mkdir(parents=True)
     (tmp_path / "7/status").write_text("Name:\tx\nState:\tZ (zombie)\nThreads:\t2\n")
     (tmp_path / "7/task/9/status").write_text("Name:\tx\nRssAnon:\t4 kB\nRssShmem:\t8 kB\nVmPTE:\t12 kB\nThreads:\t2\n")
-    assert Procfs(tmp_path).memory(7) == ProcessMemory(4096, 8192, 12288, 2)
+    assert Procfs(tmp_path).memory(7, LongStatuses(1)) == ProcessMemory(4096, 8192, 12288, 2)
