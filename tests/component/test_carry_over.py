@@ -16,7 +16,9 @@ import trio.testing
 from runner.errors import HostError, RefusedError, Status, explain
 from runner.instance.carried import CarriedQemu, CarriedReadiness
 from runner.instance.qemu import GuestEnd
+from runner.instance.renewal import first_stage
 from runner.instance.renewal.codec import decode, encode
+from runner.instance.renewal.first_stage import FirstStage
 from runner.instance.renewal.upgrade import _become, _document, resume_after_fault, running_program
 from runner.instance.supervisor import Supervisor
 from runner.kernel.execution import claim_inherited, identity, sealed_memory
@@ -107,6 +109,17 @@ async def test_a_fault_is_survived_twice_at_most(fake_host: FakeHost, monkeypatc
         assert "the runner has survived 2 faults of its own in 600 s, and not this one" in fake_host.logged()
 
     await run(fake_host, act)
+
+
+def test_the_bytecode_of_the_program_that_runs_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interpreter was told by PYTHONPYCACHEPREFIX; that of the next program ignores the environment."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(first_stage, "import_module", lambda name: (name, sys.pycache_prefix))
+    for prefix in ("/elsewhere", None):
+        monkeypatch.setattr(sys, "pycache_prefix", prefix)
+        document = {"programs": [running_program("")]}
+        monkeypatch.setattr(sys, "pycache_prefix", "/another")
+        assert FirstStage(0, document, 0, "").import_program() == ("runner.cli.resume", prefix)
 
 
 def test_the_state_is_sealed_and_descriptors_are_told_apart() -> None:

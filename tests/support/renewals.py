@@ -46,18 +46,14 @@ class ProgramDirectory:
             assert text.count(old) == 1, (module, old, text.count(old))
             text = text.replace(old, new)
         file.write_text(text)
-        compile_all(file.parent)
-
-
-def compile_all(directory: Path) -> None:
-    """Compile what is imported in *directory*; copies of it need not be compiled again."""
-    compileall.compile_dir(directory, quiet=1, force=True, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)
+        # Whatever its time: it may be as old as the text before, and copies of it need not be compiled again.
+        assert compileall.compile_file(file, quiet=1, force=True, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)
 
 
 def make_program(path: Path) -> ProgramDirectory:
-    """Make a directory with this program and all that it needs."""
+    """Make a directory with this program and all that it needs, compiled."""
     path.mkdir(mode=0o755)
-    ignored = shutil.ignore_patterns("__pycache__", "_tests", "tests", "*.so")
+    ignored = shutil.ignore_patterns("*.pyc.*", "_tests", "tests", "*.so")
     shutil.copytree(PROJECT / "runner", path / "runner", ignore=ignored)
     for name in PACKAGES:
         spec = find_spec(name)
@@ -65,7 +61,7 @@ def make_program(path: Path) -> ProgramDirectory:
             found = spec.submodule_search_locations
             assert found
             shutil.copytree(next(iter(found)), path / name, ignore=ignored)
-    compile_all(path)
+    assert compileall.compile_dir(path, quiet=1)  # what is compiled already has come along
     subprocess.run(["chmod", "-R", "go-w", path], check=True)
     return ProgramDirectory(path)
 

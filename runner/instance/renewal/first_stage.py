@@ -49,7 +49,9 @@ class FirstStage:
 
     def import_program(self) -> Any:
         """Return the module of the program that goes on."""
-        sys.path[:0] = self.document["programs"][self.index]["path"]
+        program = self.document["programs"][self.index]
+        sys.path[:0] = program["path"]
+        sys.pycache_prefix = program.get("bytecode")  # PYTHONPYCACHEPREFIX of the runner before, which -I ignores
         return import_module("runner.cli.resume")  # the path says which runner that is
 
     def commit(self) -> None:

@@ -54,9 +54,10 @@ _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def running_program(digest: str) -> dict[str, Any]:
-    """Return this program as the first stage takes it: its *digest*, and the directories that it is imported from."""
+    """Return this program as the first stage takes it: its *digest*, where it is imported from, and its bytecode."""
     own = str(Path(first_stage.__file__).parents[3])
-    return {"path": [own, *(each for each in sys.path if each.startswith("/") and each != own)], "digest": digest}
+    path = [own, *(each for each in sys.path if each.startswith("/") and each != own)]
+    return {"path": path, "bytecode": sys.pycache_prefix, "digest": digest}
 
 
 async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str) -> NoReturn:
