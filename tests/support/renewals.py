@@ -68,15 +68,21 @@ def make_program(path: Path) -> ProgramDirectory:
 
 @attrs.define
 class RenewableRun:
-    """A runner that is PID 1 of its own namespaces, with fake programs and real children."""
+    """A runner in its own namespaces, with fake programs and real children."""
 
     root: Path
     process: subprocess.Popen[bytes]
+    pid1: bool
+    """Whether it is PID 1; else a shell is, which reaps what outlives the runner."""
 
     @property
     def pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return int(until(lambda: children.read_text().split(), "unshare has a child")[0])
+        first = self._child(self.process.pid)
+        return first if self.pid1 else self._child(first)
+
+    def _child(self, pid: int) -> int:
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        return int(until(lambda: children.read_text().split(), f"{pid} to have a child")[0])
 
     @property
     def log(self) -> str:
@@ -172,6 +178,7 @@ class RenewableStarter:
         qemu: Mapping[str, object] | None = None,
         daemon: Mapping[str, object] | None = None,
         program: ProgramDirectory | None = None,
+        pid1: bool = True,
     ) -> RenewableRun:
         """Start a runner, or *program* in its place, and wait until its guest runs."""
         root = self.root / f"run{len(self.runs)}"
@@ -185,13 +192,14 @@ class RenewableStarter:
             '[instance]\nuser = "root"\n[cpu]\naccel = "tcg"\nplacement = "affinity"\n[memory]\nsize = "32MiB"\nprealloc = false\n'
             f'[boot]\nfirmware = "{root}/firmware"\n[shutdown]\ngrace = 5\n{spec.format(root=root)}'
         )
+        run_it = 'exec "$@"' if pid1 else '"$@" & while :; do sleep 0.1; done'
         runner = [RUNNER] if program is None else [sys.executable, "-m", "runner"]
         namespaces = ("unshare", "--fork", "--pid", "--mount", "--mount-proc", "--net", "--kill-child")
         argv = [
             *namespaces,
             "sh",
             "-c",
-            'ip link set lo up; exec "$@"',
+            f"ip link set lo up; {run_it}",
             "sh",
             "env",
             BLOCK,
@@ -209,7 +217,7 @@ class RenewableStarter:
             process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment, cwd="/"
             )
-        run = RenewableRun(root, process)
+        run = RenewableRun(root, process, pid1)
         self.runs.append(run)
         run.until_logged("the guest runs")
         return run
