@@ -264,6 +264,17 @@ def test_a_program_that_hangs_gives_way_to_the_one_before(start: RenewableStarte
     assert run.stop() == 0
 
 
+def test_a_program_has_more_time_on_a_host_where_its_child_was_slow(
+    start: RenewableStarter, program: ProgramDirectory
+) -> None:
+    program.patch("cli/resume.py", ("    _state(document)\n\n", "    import time\n    time.sleep(4)\n\n"))
+    steps = hook(program)
+    run = start()
+    do(steps, 3, "time.sleep(11)")
+    assert run.upgrade(program).returncode == 0, run.log
+    assert run.stop() == 0
+
+
 def test_a_program_that_leaves_a_holder_out_gives_way(start: RenewableStarter, program: ProgramDirectory) -> None:
     program.patch("instance/readiness.py", ('taking("readiness")', 'taking("another")'))
     run = start()

@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import Any
 
 COMMITTED_WITHIN = 10
-"""Seconds from exec until a program must have taken everything over; 0.3 are usual."""
+"""Seconds from exec until a program must have taken everything over, unless it has ``within`` of its own; 0.2 are usual."""
 LONGEST_REASON = 1000
 """Characters of the reason that the program before is told."""
 NAME = "instance-runner"
@@ -47,11 +47,16 @@ class FirstStage:
         self.reason = reason
         self.committed = False
 
+    @property
+    def program(self) -> dict[str, Any]:
+        """The program that goes on."""
+        program: dict[str, Any] = self.document["programs"][self.index]
+        return program
+
     def import_program(self) -> Any:
         """Return the module of the program that goes on."""
-        program = self.document["programs"][self.index]
-        sys.path[:0] = program["path"]
-        sys.pycache_prefix = program.get("bytecode")  # PYTHONPYCACHEPREFIX of the runner before, which -I ignores
+        sys.path[:0] = self.program["path"]
+        sys.pycache_prefix = self.program.get("bytecode")  # PYTHONPYCACHEPREFIX of the runner before, which -I ignores
         return import_module("runner.cli.resume")  # the path says which runner that is
 
     def commit(self) -> None:
@@ -74,13 +79,14 @@ class FirstStage:
 
     def resume(self) -> int:
         """Become the program and return the status with which this process is to end."""
+        within: int = self.program.get("within", COMMITTED_WITHIN)
 
         def too_late(_number: int, _frame: object) -> None:
-            self.fall_back(TimeoutError(f"it has not taken everything over within {COMMITTED_WITHIN} s"))
+            self.fall_back(TimeoutError(f"it has not taken everything over within {within} s"))
 
         signal.signal(signal.SIGALRM, too_late)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-        signal.alarm(COMMITTED_WITHIN)
+        signal.alarm(within)
         try:
             status: int = self.import_program().resume(self)
         except BaseException as error:

@@ -7,12 +7,13 @@
 3. In one step of its event loop, in which no other task runs, the state goes to a sealed file in memory, and exec follows.
 4. The first stage (:mod:`runner.instance.renewal.first_stage`) imports the program, which takes over everything in one step of its own
    event loop: it reads nothing from any stream, reaps no child, removes no file. Then it commits. Before that, any error, and
-   10 s, execute the program before with the same state.
+   10 s (more on a host where the child has taken long), execute the program before with the same state.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -49,6 +50,9 @@ REHEARSED_WITHIN = 30.0
 MOST_FAULTS, FORGIVEN = 2, 600.0
 """Faults of its own that a runner survives, and the seconds after which one no longer counts."""
 
+MARGIN = 3
+"""How many times as long as its child a program may take to take everything over: it does what the child did, and little more."""
+
 _REFUSED = f"{RefusedError.__name__}: "
 _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
@@ -66,10 +70,15 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
     Raises :exc:`~runner.errors.RunnerError`, and nothing has changed then.
     """
     carry_over = supervisor.carry_over
-    programs = [{"path": [str(directory)], "digest": digest}, running_program(carry_over.digest)]
+    programs: list[dict[str, Any]] = [
+        {"path": [str(directory)], "digest": digest},
+        running_program(carry_over.digest),
+    ]
     document = {"directory": str(directory), **_document(supervisor, programs, "upgrade")}
     await _rehearse(supervisor, document, 1, "this program")
+    begun = trio.current_time()
     await _rehearse(supervisor, document, 0, f"the program in {str(directory)!r}")
+    programs[0]["within"] = max(first_stage.COMMITTED_WITHIN, math.ceil(MARGIN * (trio.current_time() - begun)))
     await _become(supervisor, programs, "upgrade", QUIET_WITHIN)
 
 
