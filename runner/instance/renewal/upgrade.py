@@ -44,7 +44,7 @@ QUIET_WITHIN_AFTER_FAULT = 20.0
 LOOKED_AGAIN = 0.02
 """Seconds between two looks for such a moment."""
 
-REHEARSED_WITHIN = 30.0
+REHEARSED_WITHIN = 60.0
 """Seconds in which a program must show that it can be imported and understands the state; 0.5 are usual."""
 
 MOST_FAULTS, FORGIVEN = 2, 600.0
