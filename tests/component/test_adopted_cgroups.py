@@ -8,7 +8,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.cpuset import CpuSet
-from runner.instance.carried import CarriedCgroups, CarriedMask, CarriedSeal
+from runner.facts.roots import Roots
+from runner.instance.carried import CarriedCgroups, CarriedControllers, CarriedMask, CarriedSeal
+from runner.instance.cgroups import delegated
 from runner.instance.cgroups.active import entered_cgroups
 from runner.instance.cgroups.controller import RegisteredCgroups
 from runner.instance.daemons import restarted_child
@@ -16,7 +18,7 @@ from runner.instance.supervisor import CarryOver, Faults, StopRequest, open_supe
 from runner.kernel.carried import CarriedFd
 from runner.kernel.processes import Command
 from runner.kernel.scheduler import read_mask
-from runner.placement.backends import AffinityPlacement, ControllerPlacement
+from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement
 from runner.placement.threads import CgroupPaths
 
 PATHS = CgroupPaths("/pod", "/stelia/float/a", "/stelia/instance-a")
@@ -56,6 +58,38 @@ async def test_registered_cgroups_are_taken_over(tmp_path: Path, caplog: pytest.
     for number in numbers:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(number)
+
+
+async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the tree is written to; at the end it is removed, and the controllers are those of before the first start."""
+    scope = tmp_path / "pod"
+    for name in ("float", "instance"):
+        (scope / name).mkdir(parents=True)
+    control = scope / "cgroup.subtree_control"
+    control.write_text("cpu cpuset\n")
+    monkeypatch.setattr(delegated, "Roots", lambda: Roots(cgroup=tmp_path))
+    numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
+    paths = CgroupPaths("/pod", "/pod/float", "/pod/instance")
+    float_procs, instance_threads, pod_procs, float_threads = map(CarriedFd, numbers)
+    carried = CarriedCgroups(paths, float_procs, instance_threads, pod_procs, float_threads, frozenset({7}))
+    taken_over = {"controllers": CarriedControllers(frozenset({"cpu"})), "cgroups": carried}
+    carry_over, faults = CarryOver(), Faults()
+    async with (
+        open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
+        restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
+    ):
+        carry_over.taken_over = dict(taken_over)
+        placement = DelegatedPlacement(CpuSet([1]), (1,), CpuSet([0]), shared=False)
+        async with entered_cgroups(supervisor, placement, [anchor]) as active:
+            assert active.cgroups == paths
+            assert {name: carry_over.offers[name]() for name in taken_over} == taken_over
+            assert [(tmp_path / name).read_text() for name in FILES] == [""] * 4
+            assert control.read_text() == "cpu cpuset\n"
+        assert carry_over.taken_over == {}
+    assert faults.sentences == []
+    assert (tmp_path / "pod_procs").read_text() == "0\n"
+    assert sorted(each.name for each in scope.iterdir()) == ["cgroup.subtree_control"]
+    assert control.read_text().startswith("-cpuset\n")
 
 
 async def test_the_mask_of_before_the_start_is_given_back() -> None:
