@@ -27,6 +27,14 @@ examples:
 """
 
 
+UPGRADE_EXAMPLE = """\
+the digest is what this prints in DIR, behind sha256:
+  find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum
+
+example: instance-runner ctl upgrade --from /var/lib/instance/runner-0.2.0 --digest sha256:0123...
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give *parser* what this command takes."""
     parser.epilog = (
@@ -52,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cpus.set_defaults(method="cpu.set")
     _add_qmp(_add(topics, "qmp", "QMP commands to its QEMU, as far as they only show", QMP_EXAMPLES))
     _add_disk(_add(topics, "disk", "its disks", "example: instance-runner ctl disk list"))
+    _add_upgrade(_add(topics, "upgrade", "have its runner become another program; the guest runs on", UPGRADE_EXAMPLE))
 
 
 def _add(
@@ -77,6 +86,21 @@ def _add_qmp(parser: argparse.ArgumentParser) -> None:
         "words", metavar="COMMAND", nargs="*", help="a QMP command, and its arguments as KEY=VALUE or a JSON object"
     )
     parser.set_defaults(method="qmp")
+
+
+def _add_upgrade(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from",
+        dest="directory",
+        type=absolute_path,
+        required=True,
+        metavar="DIR",
+        help="where the packages of the program are, which nobody but root may change",
+    )
+    parser.add_argument(
+        "--digest", required=True, metavar="sha256:HEX", help="of all files in DIR; the example says how it is made"
+    )
+    parser.set_defaults(method="upgrade")
 
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +144,12 @@ def main(arguments: argparse.Namespace) -> int:
 
         run(Path(arguments.state_dir), arguments.words, shell=arguments.shell)
         return 0
+    if arguments.method == "upgrade":
+        from runner.cli.upgrade import upgrade  # here, because it is seldom asked for
+
+        answer = trio.run(upgrade, arguments.state_dir, arguments.directory, arguments.digest)
+        print(json.dumps(answer, indent=1) if arguments.json else "\n".join(map(escaped, answer_lines(answer))))
+        return 0
     given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count")}
     params = {name: value if name == "count" else str(value) for name, value in given.items() if value is not None}
     answer = trio.run(control, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})
@@ -162,6 +192,8 @@ def answer_lines(answer: Any) -> Iterator[str]:
                 yield from _table(disks)
         case [*disks]:
             yield from _table(disks)
+        case {"generation": int(generation), "digest": str(digest)}:
+            yield from aligned([("generation", str(generation)), ("program", digest or "the image's")])
         case {"name": str(), "path": str()}:
             yield from _table([answer])
         case dict() if not answer:
@@ -194,6 +226,17 @@ def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "restarts", ", ".join(f"{role} {count}" for role, count in status["restarts"].items()) or "none"
     yield "console log", status["console_log"]
     yield "disk slots", f"{status['free_slots']} free"
+    runner = status.get("runner") or {}  # an older one says nothing of itself
+    if runner.get("outcome"):
+        yield "runner", _renewal(runner)
+
+
+def _renewal(runner: Mapping[str, Any]) -> str:
+    program = runner["digest"] or "the image's"
+    words = {"renewed": "renewed", "fell_back": "not renewed", "resumed": "resumed after a fault"}
+    last = words.get(runner["outcome"], runner["outcome"])
+    reason = f": {escaped(runner['reason'])}" if runner["reason"] else ""
+    return f"{program}, generation {runner['generation']}, {last}{reason}"
 
 
 def _table(disks: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -8,7 +8,10 @@ from runner.errors import Status
 
 OUTCOMES: Mapping[Status, tuple[str, str]] = {
     Status.STOPPED: ("SIGTERM, SIGINT or SIGHUP; the guest powered itself down in time", "none"),
-    Status.BUG: ("a fault of this program; the traceback is in the log", "report it"),
+    Status.BUG: (
+        "a fault of this program as it started or ended, or the third within ten minutes; the traceback is in the log",
+        "report it",
+    ),
     Status.USAGE: ("the command line is wrong, or the spec cannot be read", "see `--help`"),
     Status.GUEST_SHUTDOWN: (
         "the guest shut itself down",

@@ -12,8 +12,9 @@ import logging
 import os
 import select
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -24,9 +25,12 @@ from runner.kernel.lines import LineFramer, OverlongError, pieces, receive_line
 from runner.kernel.log_file import LogFile, kept_log
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import PeerError, Peers, boot_time
-from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, connected_pair, listening
+from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, adopted_socket, connected_pair, listening
 from runner.plan.instance import ConsolePlan
 from runner.protocol.rate_limit import LogRateLimit
+
+if TYPE_CHECKING:
+    from runner.instance.carried import CarriedConsole  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,8 @@ REQUEST_WITHIN = 5.0
 """Seconds a client may take to send its request."""
 LONGEST_REQUEST = 256
 """Bytes of a client's request, without its line end."""
+
+RENEWED = b"\r\n[the runner is renewed: attach again; the guest runs on]\r\n"
 
 STOLEN = b"\r\n[another console writes now, this one only reads]\r\n"
 
@@ -68,6 +74,8 @@ class Console:
         self._log_file = log_file
         self._log_limit = log_limit
         self._replay = bytearray()
+        self._received = b""
+        """What was read of the guest's output and not passed on yet."""
         self._clients: list[ConsoleClient] = []
         self._writer: ConsoleClient | None = None
         self._waiting = trio.Lock()
@@ -77,13 +85,45 @@ class Console:
 
     async def read_guest(self) -> None:
         """Pass the guest's output on until it ends; each piece of few lines is one step of the event loop."""
+        if self.ended.is_set():  # already before this program was renewed
+            return
         line = trio.socket.from_stdlib_socket(self._line)
-        while data := await _receive(line):
-            for piece in pieces(data):
+        while True:
+            self._received = self._received or await _receive(line)
+            if not self._received:
+                break
+            for piece in pieces(self._received):
+                self._received = self._received[len(piece) :]
                 self._take_in(piece)
                 await trio.lowlevel.checkpoint()
         self._show(b"")
         self.ended.set()
+
+    def carried(self, listener: Socket) -> CarriedConsole:
+        """Return what the program that renews this one must know of it."""
+        from runner.instance.carried import CarriedConsole
+        from runner.kernel.carried import CarriedFd
+
+        return CarriedConsole(
+            CarriedFd(self._line.fileno()),
+            CarriedFd(listener.fileno()),
+            self._log_file.carried(),
+            bytes(self._replay),
+            self._received,
+            self.ended.is_set(),
+        )
+
+    def take_over(self, carried: CarriedConsole) -> None:
+        """Continue with what the runner before exec has read of the guest's output."""
+        self._replay += carried.replay
+        self._received = carried.received
+        if carried.ended:
+            self.ended.set()
+
+    def take_leave(self) -> None:
+        """Tell every client that it is to attach again: its connection does not go along."""
+        for client in self._clients:
+            client.output.write(RENEWED)
 
     def _take_in(self, data: bytes) -> None:
         self._show(data)
@@ -221,8 +261,8 @@ async def _receive(connection: trio.socket.SocketType, size: int = 1 << 16) -> b
 @asynccontextmanager
 async def console_shown(
     supervisor: Supervisor, plan: ConsolePlan, show: Callable[[bytes], None], directory: int
-) -> AsyncIterator[Socket]:
-    """Hold QEMU's end of the serial console, and serve the clients that attach by the socket in *directory*.
+) -> AsyncIterator[Socket | None]:
+    """Hold QEMU's end of the serial console, unless QEMU has it already, and serve the clients that attach by the socket in *directory*.
 
     The guest's output goes to *show* in pieces of few lines, and empty output at its end.
     """
@@ -233,12 +273,20 @@ async def console_shown(
             supervisor.guest_state.signs_of_life.console_written.set()
         show(data)
 
-    with (
-        connected_pair("the serial console") as (ours, theirs),
-        kept_log(plan.log, plan.log_size) as log_file,
-        listening(directory, CONSOLE_SOCKET, supervisor.faults.recorded) as listener,
-    ):
-        console = Console(ours, count_and_show, log_file, supervisor.log_limit)
+    with ExitStack() as held:
+        with supervisor.carry_over.taking("console") as carried:
+            if carried is None:
+                ours, theirs = held.enter_context(connected_pair("the serial console"))
+            else:
+                ours, theirs = held.enter_context(adopted_socket(carried.line.number)), None
+            log_file = held.enter_context(kept_log(plan.log, plan.log_size, carried and carried.log))
+            adopted, recorded = carried and carried.listener.number, supervisor.faults.recorded
+            listener = held.enter_context(listening(directory, CONSOLE_SOCKET, recorded, adopted))
+            console = Console(ours, count_and_show, log_file, supervisor.log_limit)
+            if carried is not None:
+                console.take_over(carried)
+        supervisor.carry_over.offer("console", partial(console.carried, listener))
+        supervisor.carry_over.leaving.append(console.take_leave)
         async with (
             supervisor.background_task(partial(console.accept, listener)),
             supervisor.background_task(console.read_guest),
@@ -246,6 +294,7 @@ async def console_shown(
             try:
                 yield theirs
             finally:
-                theirs.close()
+                if theirs is not None:
+                    theirs.close()
                 with trio.move_on_after(FLUSHED_WITHIN, shield=True):
                     await console.ended.wait()

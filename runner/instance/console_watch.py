@@ -65,6 +65,15 @@ class ConsoleWatch:
         if self.pattern is not None:
             self._search(self.pattern, lines)
 
+    @property
+    def begun(self) -> tuple[bytes, float]:
+        """The begun line, and the seconds of CPU time that are left for searches."""
+        return self._line, self._left
+
+    def take_over(self, line: bytes, left: float) -> None:
+        """Continue with what :attr:`begun` of the runner before exec was."""
+        self._line, self._left = line, left
+
     def forget(self) -> None:
         """Forget the begun line: the guest was reset."""
         self._line = b""

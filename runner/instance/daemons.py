@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
 from runner.errors import RunnerError, Status, explain
-from runner.instance.supervisor import Supervisor, first_of
+from runner.instance.supervisor import Supervisor, first_of, kernel_time, loop_time
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, listening_pair
 from runner.plan.argv.qemu import virtiofsd_argv
 from runner.plan.shares import SharePlan
 from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.instance.carried import CarriedChild  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +65,35 @@ class RestartedChild:
     process: Process
     command: Command
     """What is started the next time."""
+    pause: float
+    """Seconds before that."""
+    born: float = attrs.field(factory=trio.current_time)
+    down: bool = False
+    """Whether its end was logged, and it is to be started again."""
+
+    def carried(self) -> CarriedChild:
+        """Return what the program that renews this one must know of it."""
+        from runner.instance.carried import CarriedChild
+
+        return CarriedChild(self.process.carried(), kernel_time(self.born), self.pause, self.down)
+
+    @classmethod
+    def adopt(cls, supervisor: Supervisor, command: Command, carried: CarriedChild) -> RestartedChild:
+        """Take over a child; *command* is what is started the next time. Raises :exc:`~runner.errors.HostError`."""
+        process = supervisor.processes.adopt(carried.process)
+        return cls(process, command, carried.pause, loop_time(carried.born), carried.down)
 
 
 @asynccontextmanager
-async def restarted_child(supervisor: Supervisor, command: Command) -> AsyncIterator[RestartedChild]:
-    """Hold a daemon that is started again, as :data:`RESTARTS` says, whenever it ends."""
+async def restarted_child(supervisor: Supervisor, command: Command, name: str) -> AsyncIterator[RestartedChild]:
+    """Hold a daemon that is started again, as :data:`RESTARTS` says, whenever it ends; *name* is its own alone."""
     policy = RESTARTS[command.role]
-    child = RestartedChild(supervisor.processes.spawn(command), command)
+    with supervisor.carry_over.taking(name) as carried:
+        if carried is None:
+            child = RestartedChild(supervisor.processes.spawn(command), command, policy.first)
+        else:
+            child = RestartedChild.adopt(supervisor, command, carried)
+    supervisor.carry_over.offer(name, child.carried)
     try:
         async with supervisor.background_task(lambda: _restart(supervisor, policy, child)):
             yield child
@@ -88,28 +114,38 @@ async def anchored(
     systemd ends a scope within milliseconds after it became empty, which is faster than a process can be started.
     """
     command = Command("anchor", argv)
-    async with restarted_child(supervisor, command) as one, restarted_child(supervisor, command) as other:
+    async with (
+        restarted_child(supervisor, command, "anchor 0") as one,
+        restarted_child(supervisor, command, "anchor 1") as other,
+    ):
         yield one, other
 
 
 async def _restart(supervisor: Supervisor, policy: Restart, child: RestartedChild) -> None:
-    pause = policy.first
     while True:
-        born = trio.current_time()
-        await child.process.wait()
-        if trio.current_time() - born > policy.forgiven:
-            pause = policy.first
-        process = child.process
-        supervisor.counters.restarts[process.role] += 1
-        log.warning("%s %s; starting it again pause=%.1fs", process.role, process.how_it_ended(), pause)
-        await trio.sleep(pause)
-        pause = min(max(2 * pause, 0.1), policy.longest)
+        if not child.down:
+            await _ended(supervisor, policy, child)
+        await trio.sleep(child.pause)
+        await supervisor.carry_over.startable()
+        child.pause = min(max(2 * child.pause, 0.1), policy.longest)
+        child.born, child.down = trio.current_time(), False
         try:
             child.process = supervisor.processes.spawn(child.command)
         except RunnerError as error:
             log.warning("%s", explain(error))
         else:
             supervisor.restarted.announce()
+
+
+async def _ended(supervisor: Supervisor, policy: Restart, child: RestartedChild) -> None:
+    """Wait for the end of *child*, count and log it."""
+    process = child.process
+    await process.wait()
+    if trio.current_time() - child.born > policy.forgiven:
+        child.pause = policy.first
+    supervisor.counters.restarts[process.role] += 1
+    log.warning("%s %s; starting it again pause=%.1fs", process.role, process.how_it_ended(), child.pause)
+    child.down = True
 
 
 @frozen
@@ -137,19 +173,36 @@ async def shared(supervisor: Supervisor, plans: Sequence[SharePlan], directory: 
     """Hold a virtiofsd for every share; its socket listens before it is started."""
     async with AsyncExitStack() as held:
         pairs = [await held.enter_async_context(_share(supervisor, plan, directory)) for plan in plans]
-        yield Shares(tuple(daemon for daemon, _ in pairs), tuple(client for _, client in pairs))
+        clients = tuple(client for _, client in pairs if client is not None)
+        yield Shares(tuple(daemon for daemon, _ in pairs), clients)
 
 
 @asynccontextmanager
-async def _share(supervisor: Supervisor, plan: SharePlan, directory: int) -> AsyncIterator[tuple[Process, Socket]]:
-    with listening_pair(f"the share {plan.tag!r}", directory) as (listener, client):
-        command = Command("virtiofsd", tuple(virtiofsd_argv(plan, f"--fd={listener.fileno()}")), (listener.fileno(),))
-        daemon = supervisor.processes.spawn(command)
+async def _share(
+    supervisor: Supervisor, plan: SharePlan, directory: int
+) -> AsyncIterator[tuple[Process, Socket | None]]:
+    """Hold the virtiofsd of a share, and the connection to it until QEMU has it."""
+    name = f"share {plan.tag}"
+    with ExitStack() as held, supervisor.carry_over.taking(name) as carried:
+        daemon: Process
+        client: Socket | None = None
+        listener: Socket | None = None
+        if carried is None:
+            listener, client = held.enter_context(listening_pair(f"the share {plan.tag!r}", directory))
+            argv, fd = virtiofsd_argv(plan, f"--fd={listener.fileno()}"), listener.fileno()
+            daemon = supervisor.processes.spawn(Command("virtiofsd", tuple(argv), (fd,)))
+        else:
+            daemon = supervisor.processes.adopt(carried)
+        ours = held.pop_all()
+    supervisor.carry_over.offer(name, daemon.carried)
+    with ours:
         try:
-            listener.close()
+            if listener is not None:
+                listener.close()
             yield daemon, client
         finally:
-            client.close()  # the daemon ends by itself when its client disconnects
+            if client is not None:
+                client.close()  # the daemon ends by itself when its client disconnects
             what = f"stop the virtiofsd of {plan.tag!r}"
             with supervisor.faults.recorded(what), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await supervisor.processes.stop(daemon, STOPPED_WITHIN)

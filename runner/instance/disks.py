@@ -53,6 +53,11 @@ class DiskEvents:
         """Return an event that is set when the guest has released *device*."""
         return self._unplugged.setdefault(device, trio.Event())
 
+    @property
+    def all_unplugged(self) -> tuple[str, ...]:
+        """The devices that the guest has released."""
+        return tuple(device for device, event in self._unplugged.items() if event.is_set())
+
     def forget(self, device: str) -> None:
         """Forget that a *device* of this name was unplugged before."""
         self._unplugged.pop(device, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 
 import trio
@@ -15,7 +15,7 @@ import trio
 from runner.errors import explain
 from runner.instance.console import may_attach
 from runner.instance.qemu import Qemu
-from runner.instance.supervisor import Supervisor
+from runner.instance.supervisor import Supervisor, carried_fd
 from runner.kernel.peers import boot_time
 from runner.kernel.sockets import Socket, accepted, listening
 from runner.protocol.qmp import QmpError
@@ -32,7 +32,11 @@ async def display_shown(supervisor: Supervisor, machine: Qemu, directory: int, *
     if not vnc:
         yield
         return
-    with listening(directory, SOCKET, supervisor.faults.recorded) as listener:
+    with ExitStack() as held:
+        with supervisor.carry_over.taking("display") as carried:
+            adopted, recorded = carried and carried.number, supervisor.faults.recorded
+            listener = held.enter_context(listening(directory, SOCKET, recorded, adopted))
+        supervisor.carry_over.offer("display", partial(carried_fd, listener.fileno()))
         async with supervisor.background_task(partial(_pass_on, listener, machine, supervisor.log_limit)):
             yield
 

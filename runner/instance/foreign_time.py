@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import attrs
 
 from runner.kernel.procfs import Procfs
 from runner.placement.threads import Receipt
 from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.instance.carried import CarriedForeignTime  # only a runner that is renewed carries any
 
 
 @frozen
@@ -46,6 +50,22 @@ class ForeignTime:
             if each.vcpu is not None
         }
         return cls(procfs, threads, _differences(procfs, threads))
+
+    @property
+    def carried(self) -> CarriedForeignTime:
+        """What the program that renews this one must know of it."""
+        from runner.instance.carried import CarriedForeignTime
+
+        threads = {vcpu: (each.pid, each.tid, each.cpu) for vcpu, each in self._threads.items()}
+        return CarriedForeignTime(threads, dict(self._before), dict(self._highest))
+
+    @classmethod
+    def adopt(cls, procfs: Procfs, carried: CarriedForeignTime) -> ForeignTime:
+        """Continue what the runner before exec has counted."""
+        threads = {vcpu: _PinnedThread(*numbers) for vcpu, numbers in carried.threads.items()}
+        found = cls(procfs, threads, carried.before)
+        found._highest.update(carried.highest)
+        return found
 
     def read(self) -> Mapping[int, float]:
         """Return vCPU → seconds of other tasks on its CPU."""

@@ -6,10 +6,11 @@ import errno
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -18,13 +19,25 @@ from runner.errors import HostError, RefusedError, RunnerError, Status, explain
 from runner.facts.roots import Roots
 from runner.instance.discover import read_host_facts
 from runner.instance.lifecycle import run_instance
-from runner.instance.supervisor import Faults, StopRequest, StopRequestedError, Supervisor, capture, open_supervisor
+from runner.instance.supervisor import (
+    CarryOver,
+    Faults,
+    StopRequest,
+    StopRequestedError,
+    Supervisor,
+    capture,
+    open_supervisor,
+)
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
 from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.instance.carried import CarriedCounters, CarriedRun  # only a runner that is renewed carries any
+    from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +81,18 @@ class Streams:
 
 
 async def run_as_init(
-    source: str, data: bytes, state_directory: PurePosixPath, streams: Streams, *, pid1: bool
+    source: str,
+    data: bytes,
+    state_directory: PurePosixPath,
+    streams: Streams,
+    *,
+    pid1: bool,
+    carry_over: CarryOver | None = None,
 ) -> ExitReport:
     """Run the instance that the document *data* describes, from the first signal to the last child.
 
     Raises nothing but what is a mistake of this program. Without *pid1* it becomes a subreaper to adopt orphans.
     """
-    stop, faults = StopRequest(), Faults()
     try:
         if pid1 and os.getpid() != 1:
             raise RefusedError(
@@ -86,24 +104,78 @@ async def run_as_init(
         spec = parse_instance(source, data, os.environ)
     except RunnerError as error:
         return _refused(error)
+
+    async def run(supervisor: Supervisor) -> ExitReport:
+        return await _run(source, spec, supervisor, state_directory, streams, pid1=pid1)
+
+    return await _supervised(run, streams, carry_over or CarryOver(), pid1=pid1)
+
+
+async def resume_as_init(streams: Streams, carry_over: CarryOver) -> ExitReport:
+    """Go on with the instance that the runner before exec has carried over; see :func:`run_as_init`."""
+    assert carry_over.taken_over is not None  # noqa: S101 - the caller resumes
+    run: CarriedRun = carry_over.taken_over.pop("run")
+    resuming = partial(_resume, run.plan, streams=streams, pid1=run.pid1)
+    return await _supervised(resuming, streams, carry_over, pid1=run.pid1)
+
+
+async def _supervised(
+    run: Callable[[Supervisor], Awaitable[ExitReport]], streams: Streams, carry_over: CarryOver, *, pid1: bool
+) -> ExitReport:
+    stop, faults = StopRequest(), Faults(begun=carry_over.go_back)
     with trio.open_signal_receiver(*ASK_TO_STOP) as signals:
         try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            if not carry_over.resuming:  # else when everything has been taken over
+                signal.pthread_sigmask(signal.SIG_SETMASK, ())
             async with (
-                open_supervisor(stop, faults, () if pid1 else dying_with_us()) as supervisor,
+                open_supervisor(stop, faults, () if pid1 else dying_with_us(), carry_over) as supervisor,
                 supervisor.background_task(partial(_obey, signals, stop)),
                 supervisor.background_task(streams.stdout.drain),
                 supervisor.background_task(streams.stderr.drain),
             ):
-                report = await _run(source, spec, supervisor, state_directory, streams)
+                report = await run(_counting(supervisor))
         finally:
             # A signal from here on comes too late to change anything, and must not end this process: trio raises
             # again what its receiver has not delivered.
             signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
+    if faults.own is not None:
+        report = failed_system_call(faults.own) or ExitReport(
+            Status.BUG, "bug", f"{type(faults.own).__name__}: {faults.own}"
+        )
     if faults.sentences:
         detail = f"{report.detail} ({report.outcome}), but not everything could be released"
         return ExitReport(Status.DIRTY, "dirty", detail, tuple(faults.sentences))
     return report
+
+
+def _counting(supervisor: Supervisor) -> Supervisor:
+    """Return *supervisor* with the counts of the runner before, if there was one."""
+    carry_over, counters = supervisor.carry_over, supervisor.counters
+    with carry_over.taking("counters") as carried:
+        if carried is not None:
+            counters.restarts.update(carried.restarts)
+            counters.renewals.update(carried.renewals)
+            counters.swept, counters.console = carried.swept, carried.console
+            supervisor.processes.orphans = carried.orphans
+            supervisor.faults.sentences.extend(carried.faults)
+            if carry_over.outcome is not None:
+                counters.renewals[carry_over.outcome] += 1
+    carry_over.offer("counters", partial(_counts, supervisor))
+    return supervisor
+
+
+def _counts(supervisor: Supervisor) -> CarriedCounters:
+    from runner.instance.carried import CarriedCounters
+
+    counters = supervisor.counters
+    return CarriedCounters(
+        dict(counters.restarts),
+        dict(counters.renewals),
+        counters.swept,
+        counters.console,
+        supervisor.processes.orphans,
+        tuple(supervisor.faults.sentences),
+    )
 
 
 async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) -> InstancePlan:
@@ -122,10 +194,17 @@ async def _plan(
 
 
 async def _run(
-    source: str, asked: InstanceSpec, bare: Supervisor, state_directory: PurePosixPath, streams: Streams
+    source: str,
+    asked: InstanceSpec,
+    bare: Supervisor,
+    state_directory: PurePosixPath,
+    streams: Streams,
+    *,
+    pid1: bool,
 ) -> ExitReport:
-    """Run the instance *asked* for; errors end here, inside of the root's nursery, which would wrap them."""
-    try:
+    """Run the instance *asked* for."""
+
+    async def run() -> ExitReport:
         async with _with_inherited_fds(bare, asked) as supervisor:
             spec = with_disks(asked, {name: each.descriptor.number for name, each in supervisor.inherited_fds.items()})
             fds = supervisor.inherited_fds
@@ -137,8 +216,40 @@ async def _run(
             log.info("starting instance=%s", plan.name)
             if plan.pod.name:
                 log.info("in the pod name=%s namespace=%s node=%s uid=%s", *plan.pod.to_json().values())
-            async with _probes_served(supervisor, plan, streams.http):
-                ended = await run_instance(plan, supervisor, streams.console)
+            return await _run_plan(plan, supervisor, streams, pid1=pid1)
+
+    return await _reported(run)
+
+
+async def _resume(plan: InstancePlan, bare: Supervisor, *, streams: Streams, pid1: bool) -> ExitReport:
+    """Go on with the instance of *plan*."""
+
+    async def run() -> ExitReport:
+        async with _with_inherited_fds(bare, None) as supervisor:
+            return await _run_plan(plan, supervisor, streams, pid1=pid1)
+
+    return await _reported(run)
+
+
+async def _run_plan(plan: InstancePlan, supervisor: Supervisor, streams: Streams, *, pid1: bool) -> ExitReport:
+    supervisor.carry_over.offer("run", partial(_carried_run, plan, streams.http, pid1=pid1))
+    async with _probes_served(supervisor, plan, streams.http):
+        ended = await run_instance(plan, supervisor, streams.console)
+    status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
+    return ExitReport(status, ended.status.name.lower(), ended.detail)
+
+
+def _carried_run(plan: InstancePlan, http: tuple[str, int] | None, *, pid1: bool) -> CarriedRun:
+    from runner.instance.carried import CarriedRun
+
+    # Without cloud-init's documents, which QEMU has: they hold secrets, and nothing needs them any more.
+    return CarriedRun(attrs.evolve(plan, machine=attrs.evolve(plan.machine, seed=None)), http, pid1)
+
+
+async def _reported(run: Callable[[], Awaitable[ExitReport]]) -> ExitReport:
+    """Return the report of *run*; errors end here, inside of the root's nursery, which would wrap them."""
+    try:
+        return await run()
     except StopRequestedError:
         return ExitReport(Status.STOPPED, "stopped", "asked to stop before anything was started")
     except RunnerError as error:
@@ -148,22 +259,27 @@ async def _run(
         if report is None:
             raise
         return report
-    status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
-    return ExitReport(status, ended.status.name.lower(), ended.detail)
 
 
 @asynccontextmanager
-async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec) -> AsyncIterator[Supervisor]:
-    """Hold *supervisor* with the descriptors that another process has opened for this instance."""
-    agent = spec.descriptors.socket
-    if agent is None and not os.environ.get("LISTEN_FDS"):
-        yield supervisor
-        return
-    from runner.kernel.inherited_fds import inherited_fds  # here, because few instances inherit any
+async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None) -> AsyncIterator[Supervisor]:
+    """Hold *supervisor* with the descriptors that another process has opened for this instance.
 
+    Without *spec* they came through exec once more.
+    """
+    found: Mapping[str, InheritedFd] = {}
     async with AsyncExitStack() as held:
-        taking = inherited_fds(os.environ, agent)
-        found = await supervisor.unless_stopped(partial(held.enter_async_context, taking))
+        with supervisor.carry_over.taking("inherited") as carried:
+            if carried:
+                from runner.kernel.inherited_fds import adopted_fds
+
+                found = held.enter_context(adopted_fds(carried))
+        if spec is not None and (spec.descriptors.socket is not None or os.environ.get("LISTEN_FDS")):
+            from runner.kernel.inherited_fds import inherited_fds  # here, because few instances inherit any
+
+            taking = inherited_fds(os.environ, spec.descriptors.socket)
+            found = await supervisor.unless_stopped(partial(held.enter_async_context, taking))
+        supervisor.carry_over.offer("inherited", lambda: tuple(each.carried(name) for name, each in found.items()))
         yield attrs.evolve(supervisor, inherited_fds=found)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -32,13 +32,15 @@ from runner.instance.qemu import (
 )
 from runner.instance.readiness import Readiness
 from runner.instance.state_directory import READY, RECEIPT
-from runner.instance.supervisor import StopRequestedError, Supervisor, first_of
+from runner.instance.supervisor import StopRequestedError, Supervisor, carried_fd, first_of
 from runner.kernel import files
 from runner.kernel.processes import Process
 from runner.kernel.sockets import CONTROL_SOCKET, QMP_SOCKET, Socket, listening
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 if TYPE_CHECKING:
+    from runner.instance.carried import CarriedControl  # only a runner that is renewed carries any
+    from runner.instance.control.hotplug import AttachedDisk, DiskHotplug  # imported at the first request
     from runner.instance.network import NicBackend
     from runner.instance.receipts import Receipts
 
@@ -71,14 +73,14 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
         async with (
             _state(supervisor, plan) as directory,
             anchored(supervisor, plan.anchor) as anchors,
-            _opened(plan) as opened,
+            _opened(supervisor, plan) as opened,
             entered_cgroups(supervisor, plan.placement, anchors) as active,
             guest_memory(supervisor, plan, active.pod_cgroup_fd) as ram,
             _networked(supervisor, plan, active.in_pod_cgroup) as nic_backends,
             shared(supervisor, plan.shares, directory) as shares,
             console_shown(supervisor, plan.console, watch_and_show, directory) as console,
             _passthrough_held(supervisor, plan, active.in_pod_cgroup),
-            guest_agent_channel(plan.machine.guest) as agent,
+            guest_agent_channel(supervisor, plan.machine.guest) as agent,
             paused_qemu(
                 supervisor,
                 plan,
@@ -90,14 +92,39 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
             _controlled(supervisor, plan, active, directory, machine, receipts),
         ):
-            await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
-            log.info("the guest runs")
+            if not supervisor.carry_over.resuming:
+                await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
+                log.info("the guest runs")
             daemons = [*shares.daemons, *(nic.daemon for nic in nic_backends if nic.daemon is not None)]
             async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
-                ended = await _wait_for_the_end(supervisor, machine, daemons)
+                with supervisor.carry_over.renewable(partial(_resume_after_fault, supervisor)):
+                    ended = await _ended(supervisor, machine, daemons, receipts)
             return await _powered_down(plan.shutdown, machine, ended)
     except StopRequestedError:
         return GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
+
+
+async def _ended(supervisor: Supervisor, machine: Qemu, daemons: Sequence[Process], receipts: Receipts) -> GuestEnd:
+    """Wait for the end, and where a fault of this program cannot be survived, have the guest power down."""
+    ended = GuestEnd(Status.STOPPED, "")
+
+    async def wait() -> None:
+        nonlocal ended
+        ended = await _wait_for_the_end(supervisor, machine, daemons)
+
+    async with AsyncExitStack() as held:
+        if supervisor.carry_over.resuming:
+            from runner.instance.renewal.after import verify_guest  # here, because few runners are renewed
+
+            await held.enter_async_context(supervisor.background_task(partial(verify_guest, machine, receipts)))
+        await supervisor.surviving(wait)
+    return ended
+
+
+async def _resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
+    from runner.instance.renewal.upgrade import resume_after_fault  # here, because nothing else needs it
+
+    await resume_after_fault(supervisor, error)
 
 
 async def _wait_for_the_end(supervisor: Supervisor, machine: Qemu, daemons: Sequence[Process]) -> GuestEnd:
@@ -127,8 +154,11 @@ async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd) -> G
 
 
 @asynccontextmanager
-async def _opened(plan: InstancePlan) -> AsyncIterator[OpenedFiles]:
-    """Hold the files and devices of :func:`opened_files`."""
+async def _opened(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[OpenedFiles]:
+    """Hold the files and devices of :func:`opened_files`; none if QEMU has them already."""
+    if supervisor.carry_over.resuming:
+        yield OpenedFiles({}, {}, None, ExitStack())
+        return
     with opened_files(plan.machine, plan.state_directory) as opened:
         yield opened
 
@@ -167,10 +197,16 @@ async def _passthrough_held(
 @asynccontextmanager
 async def _state(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[int]:
     """Hold a descriptor of the state directory; it is removed at the end unless something is kept in it."""
-    with files.directory(plan.state_directory) as directory:
-        files.claim(directory, plan.state_directory)
-        for name in (READY, RECEIPT):  # left by an instance that was killed
-            files.discard(plan.state_directory / name)
+    with ExitStack() as held:
+        with supervisor.carry_over.taking("state directory") as carried:
+            if carried is None:
+                directory = held.enter_context(files.directory(plan.state_directory))
+                files.claim(directory, plan.state_directory)
+                for name in (READY, RECEIPT):  # left by an instance that was killed
+                    files.discard(plan.state_directory / name)
+            else:  # claimed still: the lock belongs to the open file description, which went through exec
+                directory = held.enter_context(files.closing(carried.number))
+        supervisor.carry_over.offer("state directory", partial(carried_fd, directory))
         try:
             yield directory
         finally:
@@ -190,17 +226,28 @@ async def _placed_threads(
     """Hold the vCPU threads on their CPUs, and the receipt that proves it in the state directory."""
     # Here, because it was imported while QEMU started.
     from runner.instance.receipts import Receipts, query_threads
-    from runner.instance.thread_placement import place_threads
+    from runner.instance.thread_placement import QemuThreads, place_threads, verified
 
-    threads = await started_within(
-        plan.start_timeout, lambda: supervisor.unless_stopped(partial(query_threads, machine, plan))
-    )
-    receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
-    receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
-    if supervisor.guest_state.placed is not None:
-        supervisor.guest_state.placed(receipt)
+    receipts: Receipts | None = None
+    with supervisor.carry_over.taking("threads") as carried:
+        if carried is not None:
+            threads = QemuThreads(machine.process, carried.vcpus, carried.iothreads)
+            receipts = Receipts(supervisor, plan, machine, threads, active, carried.receipt)
+            receipts.receipt = receipts.read()
+            if supervisor.carry_over.strict:
+                verified(receipts.receipt)
+    if receipts is None:
+        threads = await started_within(
+            plan.start_timeout, lambda: supervisor.unless_stopped(partial(query_threads, machine, plan))
+        )
+        receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
+        receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
+        if supervisor.guest_state.placed is not None:
+            supervisor.guest_state.placed(receipt)
+    supervisor.carry_over.offer("threads", receipts.carried)
+    supervisor.carry_over.not_now["threads"] = receipts.misplaced
     async with (
-        _sealed_cpus(active, receipts),
+        _sealed_cpus(supervisor, active, receipts),
         supervisor.background_task(active.settle),
         supervisor.background_task(receipts.follow_restarts),
     ):
@@ -208,14 +255,15 @@ async def _placed_threads(
 
 
 @asynccontextmanager
-async def _sealed_cpus(active: ActivePlacement, receipts: Receipts) -> AsyncIterator[None]:
+async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts: Receipts) -> AsyncIterator[None]:
     """Hold all others off the vCPUs' CPUs as far as this host can, and the receipt that says so."""
     async with active.sealed() as reason:
-        receipts.confirm(reason)
+        if not supervisor.carry_over.resuming:
+            receipts.confirm(reason)
         try:
             yield
         finally:
-            with receipts.supervisor.faults.recorded("remove the receipt"):
+            with supervisor.faults.recorded("remove the receipt"):
                 files.remove(receipts.plan.state_directory / RECEIPT)
 
 
@@ -229,14 +277,20 @@ async def _controlled(
     receipts: Receipts,
 ) -> AsyncIterator[None]:
     """Hold the control socket and the operators' QMP socket; what serves each is imported at its first connection."""
+    carry_over, recorded = supervisor.carry_over, supervisor.faults.recorded
+    attached: tuple[AttachedDisk, ...] = ()
+    hotplug: DiskHotplug | None = None
 
     def control_server() -> Serve:
+        nonlocal hotplug
         from runner.instance.control.hotplug import DiskHotplug
         from runner.instance.control.server import accept
         from runner.instance.control.status import StatusReader
 
-        disks = DiskHotplug(plan, machine.monitor, machine.disk_events, receipts.verify, active.in_pod_cgroup)
-        status = StatusReader(supervisor, plan, machine, receipts, disks)
+        hotplug = DiskHotplug(
+            plan, machine.monitor, machine.disk_events, receipts.verify, active.in_pod_cgroup, attached
+        )
+        status = StatusReader(supervisor, plan, machine, receipts, hotplug)
         return lambda listener: accept(listener, status)
 
     def qmp_server() -> Serve:
@@ -244,8 +298,26 @@ async def _controlled(
 
         return lambda listener: accept(listener, machine.monitor)
 
-    recorded = supervisor.faults.recorded
-    with listening(directory, CONTROL_SOCKET, recorded) as control, listening(directory, QMP_SOCKET, recorded) as qmp:
+    def carried_control() -> CarriedControl:
+        from runner.instance.carried import CarriedControl
+
+        disks = attached if hotplug is None else hotplug.attached
+        return CarriedControl(carried_fd(control.fileno()), carried_fd(qmp.fileno()), disks)
+
+    with ExitStack() as held:
+        with carry_over.taking("control") as carried:
+            attached = () if carried is None else carried.disks
+            control, qmp = (
+                held.enter_context(listening(directory, name, recorded, adopted and adopted.number))
+                for name, adopted in (
+                    (CONTROL_SOCKET, carried and carried.control),
+                    (QMP_SOCKET, carried and carried.qmp),
+                )
+            )
+        carry_over.offer("control", carried_control)
+        carry_over.not_now["control"] = lambda: (
+            "a disk is being changed" if hotplug is not None and hotplug.changing else ""
+        )
         async with (
             supervisor.background_task(partial(_served, control, control_server)),
             supervisor.background_task(partial(_served, qmp, qmp_server)),

@@ -33,7 +33,7 @@ async def guest_memory(
     NUMA nodes at once, by threads on their CPUs.
     """
     machine = plan.machine
-    if not machine.ram.shared:
+    if not machine.ram.shared or supervisor.carry_over.resuming:
         yield ()
         return
     with ExitStack() as held:

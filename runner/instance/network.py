@@ -19,7 +19,7 @@ from runner.plan.networks import BridgedPlan, DhcpPlan, MacvtapPlan, NetworkPlan
 from runner.values import frozen
 
 if TYPE_CHECKING:
-    from runner.kernel.network import Bridge
+    from runner.kernel.network import Bridge, Macvtap
 
 
 @frozen
@@ -56,21 +56,29 @@ async def networked(
     """Hold every network of the guest, by descriptor; device nodes are made *in_pod_cgroup*."""
     bridged = [plan for plan in plans if isinstance(plan, BridgedPlan)]
     async with AsyncExitStack() as held:
-        nic_backends = [await held.enter_async_context(_nic_backend(supervisor, plan, in_pod_cgroup)) for plan in plans]
+        nic_backends = [
+            await held.enter_async_context(_nic_backend(supervisor, plan, in_pod_cgroup, f"nic {number}"))
+            for number, plan in enumerate(plans)
+        ]
         held.enter_context(_built(supervisor, bridged))
         yield tuple(nic_backends)
 
 
 @asynccontextmanager
 async def _nic_backend(
-    supervisor: Supervisor, plan: NetworkPlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
+    supervisor: Supervisor, plan: NetworkPlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]], name: str
 ) -> AsyncIterator[NicBackend]:
     with ExitStack() as held:
         if isinstance(plan, PasstPlan):
-            async with _passt(supervisor, plan) as nic_backend:
+            async with _passt(supervisor, plan, name) as nic_backend:
                 yield nic_backend
             return
         vhosts: tuple[files.Descriptor, ...] = ()
+        if supervisor.carry_over.resuming:  # QEMU has what is a descriptor
+            if isinstance(plan, MacvtapPlan):
+                held.enter_context(_macvtap_removed(supervisor, plan))
+            yield NicBackend()
+            return
         if isinstance(plan, BridgedPlan):
             taps = held.enter_context(character_devices.tap(plan.tap, plan.queues))
         elif isinstance(plan, MacvtapPlan):
@@ -92,26 +100,51 @@ def _macvtap(
 ) -> Iterator[tuple[files.Descriptor, ...]]:
     from runner.kernel import network  # here, because not every instance pays for pyroute2
 
-    link = network.Macvtap(plan.link, plan.over, plan.mac, plan.mtu)
-    index = network.add_macvtap(link)
+    index = network.add_macvtap(_link(plan))
+    with (
+        _macvtap_removed(supervisor, plan),
+        character_devices.macvtap(plan.link, index, plan.queues, making=in_pod_cgroup) as taps,
+    ):
+        yield taps
+
+
+@contextmanager
+def _macvtap_removed(supervisor: Supervisor, plan: MacvtapPlan) -> Iterator[None]:
+    """Remove the macvtap of *plan* at the end."""
+    from runner.kernel import network
+
     try:
-        with character_devices.macvtap(plan.link, index, plan.queues, making=in_pod_cgroup) as taps:
-            yield taps
+        yield
     finally:
         with supervisor.faults.recorded(f"remove the macvtap {plan.link!r}"):
-            network.remove_macvtap(link)
+            network.remove_macvtap(_link(plan))
+
+
+def _link(plan: MacvtapPlan) -> Macvtap:
+    from runner.kernel.network import Macvtap
+
+    return Macvtap(plan.link, plan.over, plan.mac, plan.mtu)
 
 
 @asynccontextmanager
-async def _passt(supervisor: Supervisor, plan: PasstPlan) -> AsyncIterator[NicBackend]:
-    with connected_pair("passt") as (ours, theirs):
-        command = Command("passt", tuple(passt_argv(plan, f"--fd={theirs.fileno()}")), (theirs.fileno(),))
-        daemon = supervisor.processes.spawn(command)
-        try:
+async def _passt(supervisor: Supervisor, plan: PasstPlan, name: str) -> AsyncIterator[NicBackend]:
+    with ExitStack() as held, supervisor.carry_over.taking(name) as carried:
+        if carried is None:
+            ours, theirs = held.enter_context(connected_pair("passt"))
+            command = Command("passt", tuple(passt_argv(plan, f"--fd={theirs.fileno()}")), (theirs.fileno(),))
+            backend = NicBackend(stream=ours, daemon=supervisor.processes.spawn(command))
             theirs.close()
-            yield NicBackend(stream=ours, daemon=daemon)
+        else:
+            backend = NicBackend(daemon=supervisor.processes.adopt(carried))
+        ends = held.pop_all()
+    daemon = backend.daemon
+    assert daemon is not None  # noqa: S101 - made above
+    supervisor.carry_over.offer(name, daemon.carried)
+    with ends:
+        try:
+            yield backend
         finally:
-            ours.close()  # it ends by itself when its client disconnects
+            backend.close_our_copies()  # it ends by itself when its client disconnects
             with supervisor.faults.recorded("stop passt"), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await supervisor.processes.stop(daemon, STOPPED_WITHIN)
 
@@ -125,10 +158,12 @@ def _built(supervisor: Supervisor, plans: Sequence[BridgedPlan]) -> Iterator[Non
     from runner.kernel import network  # here, because not every instance pays for pyroute2
 
     bridges = [_bridge(plan) for plan in plans]
-    network.recover(bridges)
+    if not supervisor.carry_over.resuming:
+        network.recover(bridges)
     try:
         # Inside, because a build that fails may leave something behind; removing what is not there does no harm.
-        network.build(bridges)
+        if not supervisor.carry_over.resuming:
+            network.build(bridges)
         yield
     finally:
         # Bounded without a timeout here: the kernel does it within the call, and kernel/netlink.py does not wait for an
@@ -150,6 +185,7 @@ def _bridge(plan: BridgedPlan) -> Bridge:
 async def dhcp_served(supervisor: Supervisor, plans: Sequence[DhcpPlan]) -> AsyncIterator[None]:
     """Hold a dnsmasq on every bridge that has one."""
     async with AsyncExitStack() as held:
-        for plan in plans:
-            await held.enter_async_context(restarted_child(supervisor, Command("dnsmasq", tuple(dnsmasq_argv(plan)))))
+        for number, plan in enumerate(plans):
+            command = Command("dnsmasq", tuple(dnsmasq_argv(plan)))
+            await held.enter_async_context(restarted_child(supervisor, command, f"dnsmasq {number}"))
         yield

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,9 +23,19 @@ from runner.instance.supervisor import Supervisor
 from runner.placement.threads import Receipt, sentences
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan
-from runner.protocol.http import HttpResponse, not_found, ok, open_http_listeners, serve_http, unavailable
+from runner.protocol.http import (
+    HttpResponse,
+    KeptListener,
+    adopted_http_listeners,
+    not_found,
+    ok,
+    open_http_listeners,
+    serve_http,
+    unavailable,
+)
 
 if TYPE_CHECKING:
+    from runner.instance.carried import CarriedProbes  # only a runner that is renewed carries any
     from runner.instance.foreign_time import ForeignTime
 
 log = logging.getLogger(__name__)
@@ -52,6 +62,21 @@ class Probes:
         if not self.plan.placement.shared:
             with suppress(HostError):  # no reason to give up a start
                 self._foreign = ForeignTime.begin(self.supervisor.procfs, receipt)
+
+    def carried(self, listeners: Sequence[trio.SocketListener]) -> CarriedProbes:
+        """Return what the program that renews this one must know of them."""
+        from runner.instance.carried import CarriedProbes
+        from runner.kernel.carried import CarriedFd
+
+        numbers = tuple(CarriedFd(each.socket.fileno()) for each in listeners)
+        return CarriedProbes(numbers, None if self._foreign is None else self._foreign.carried)
+
+    def take_over(self, carried: CarriedProbes) -> None:
+        """Continue what the runner before exec has counted."""
+        from runner.instance.foreign_time import ForeignTime
+
+        if carried.foreign is not None:
+            self._foreign = ForeignTime.adopt(self.supervisor.procfs, carried.foreign)
 
     def show(self, target: str) -> HttpResponse:
         """Return the response to a request for *target*."""
@@ -92,14 +117,30 @@ class Probes:
 @asynccontextmanager
 async def probes_served(supervisor: Supervisor, plan: InstancePlan, address: tuple[str, int]) -> AsyncIterator[None]:
     """Answer at *address* for as long as the block runs; see :func:`~runner.protocol.http.parse_address`."""
-    listeners = await open_http_listeners(*address)
+    with supervisor.carry_over.taking("probes") as carried:
+        probes, listeners = Probes(supervisor, plan), list[trio.SocketListener]()
+        if carried is not None:
+            listeners = adopted_http_listeners([each.number for each in carried.listeners])
+            probes.take_over(carried)
+    if carried is None:
+        listeners = await open_http_listeners(*address)
+        _log_addresses(plan, listeners)
+    supervisor.carry_over.offer("probes", lambda: probes.carried(listeners))
+    supervisor.guest_state.placed = probes.placed
+    try:
+        async with supervisor.background_task(
+            partial(serve_http, [KeptListener(each) for each in listeners], probes.show)
+        ):
+            yield
+    finally:
+        for each in listeners:
+            each.socket.close()
+
+
+def _log_addresses(plan: InstancePlan, listeners: Sequence[trio.SocketListener]) -> None:
     log.info("probes and metrics are served port=%d", listeners[0].socket.getsockname()[1])
     taken = [each.pod.name for each in plan.networks if isinstance(each, BridgedPlan) and each.pod is not None]
     if taken:
         log.warning(
             "the guest has the address of %s: connections to it reach the guest, and not --http", ", ".join(taken)
         )
-    probes = Probes(supervisor, plan)
-    supervisor.guest_state.placed = probes.placed
-    async with supervisor.background_task(partial(serve_http, listeners, probes.show)):
-        yield

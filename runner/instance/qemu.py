@@ -17,11 +17,11 @@ from runner.errors import HostError, Status, explain
 from runner.instance import disks
 from runner.instance.daemons import FATAL, Shares
 from runner.instance.memory import MBIND_REMEDY
-from runner.instance.supervisor import Supervisor, first_of
+from runner.instance.supervisor import Supervisor, carried_fd, first_of
 from runner.kernel import files
 from runner.kernel.character_devices import vhost_vsock
 from runner.kernel.processes import Command, Process, stop_bound
-from runner.kernel.sockets import Socket, connected_pair
+from runner.kernel.sockets import Socket, adopted_socket, connected_pair
 from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.firmware import ForgottenVariables, VariablesPlan
 from runner.plan.guest_devices import GuestPlan
@@ -33,6 +33,7 @@ from runner.protocol.rate_limit import LogRateLimit
 from runner.values import frozen
 
 if TYPE_CHECKING:
+    from runner.instance.carried import CarriedQemu  # only a runner that is renewed carries any
     from runner.instance.network import NicBackend  # some guests have no network, and PID 1 pays for what it imports
 
 log = logging.getLogger(__name__)
@@ -79,12 +80,18 @@ class GuestAgentChannel:
 
 
 @asynccontextmanager
-async def guest_agent_channel(guest: GuestPlan) -> AsyncIterator[GuestAgentChannel]:
+async def guest_agent_channel(supervisor: Supervisor, guest: GuestPlan) -> AsyncIterator[GuestAgentChannel]:
     """Hold the guest agent's channel; it is not read until the guest is to shut down."""
     if not guest.agent:
         yield GuestAgentChannel()
         return
-    with connected_pair("the guest agent") as (ours, theirs):
+    with ExitStack() as held:
+        with supervisor.carry_over.taking("guest agent") as carried:
+            if carried is None:
+                ours, theirs = held.enter_context(connected_pair("the guest agent"))
+            else:
+                ours, theirs = held.enter_context(adopted_socket(carried.number)), None
+        supervisor.carry_over.offer("guest agent", partial(carried_fd, ours.fileno()))
         yield GuestAgentChannel(ours, theirs)
 
 
@@ -143,13 +150,15 @@ class QemuEndpoints:
     ram: Sequence[files.Descriptor]
     nic_backends: Sequence[NicBackend]
     shares: Shares
-    console: Socket
+    console: Socket | None
+    """``None`` if QEMU has it already, as this runner has taken it over."""
     agent: GuestAgentChannel
 
     def close_our_copies(self) -> None:
         """Close our copies."""
         self.opened.close()
-        self.console.close()
+        if self.console is not None:
+            self.console.close()
         if self.agent.theirs is not None:
             self.agent.theirs.close()
         for each in self.ram:
@@ -197,6 +206,27 @@ class Qemu:
     def monitor(self) -> Monitor:
         """The conversation with QEMU; only :meth:`ended` receives its events."""
         return self._monitor
+
+    def carried(self) -> CarriedQemu:
+        """Return what the program that renews this one must know of it."""
+        from runner.instance.carried import CarriedQemu
+
+        unplugged = self.disk_events.all_unplugged
+        return CarriedQemu(self.process.carried(), self._monitor.carried(), self.agent_listens, unplugged)
+
+    def take_over(self, carried: CarriedQemu) -> None:
+        """Continue with what the runner before exec has learnt."""
+        self._monitor.take_over(carried.monitor)
+        self.agent_listens = carried.agent_listens
+        for device in carried.unplugged:
+            self.disk_events.unplugged(device).set()
+
+    @property
+    def unfinished(self) -> str:
+        """What it is in the middle of, empty if nothing."""
+        if self._end is not None or self.process.returncode is not None:
+            return "the guest ends"
+        return "a QMP command is being executed" if self._monitor.busy else ""
 
     async def greeted(self) -> str:
         """Wait for QEMU to greet and return its version.
@@ -402,23 +432,35 @@ async def paused_qemu(
     has all of its memory when it greets, if the plan says so: a page stays charged to the cgroup that touched it first.
     *meanwhile* is called once it has been started: it takes 50 ms to greet.
     """
-    with connected_pair("QMP") as (ours, theirs), ExitStack() as lent:
-        if plan.machine.passthrough.devices:
-            # Imported here, because few guests have devices of their own.
-            from runner.instance.passthrough import group_nodes_owned_by_qemu
+    with ExitStack() as held, ExitStack() as lent:
+        theirs: Socket | None = None
+        with supervisor.carry_over.taking("qemu") as carried:
+            if carried is None:
+                ours, theirs = held.enter_context(connected_pair("QMP"))
+                if plan.machine.passthrough.devices:
+                    # Imported here, because few guests have devices of their own.
+                    from runner.instance.passthrough import group_nodes_owned_by_qemu
 
-            lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
-        process = _spawn(supervisor, plan.machine, theirs, endpoints, memory_cgroup_fd)
-        machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.log_limit)
+                    lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
+                process = _spawn(supervisor, plan.machine, theirs, endpoints, memory_cgroup_fd)
+                machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.log_limit)
+            else:
+                ours = held.enter_context(adopted_socket(carried.monitor.socket.number))
+                process = supervisor.processes.adopt(carried.process)
+                machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.log_limit)
+                machine.take_over(carried)
+        supervisor.carry_over.offer("qemu", machine.carried)
+        supervisor.carry_over.not_now["qemu"] = lambda: machine.unfinished
         try:
-            theirs.close()
-            endpoints.close_our_copies()
-            meanwhile()
-            version = await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.greeted))
-            lent.close()
-            log.info("QEMU is up pid=%d version=%s", process.pid, version)
-            if (reason := too_old(version)) is not None:
-                raise HostError(f"cannot use this QEMU: {reason}; install a newer one")
+            if theirs is not None:
+                theirs.close()
+                endpoints.close_our_copies()
+                meanwhile()
+                version = await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.greeted))
+                lent.close()
+                log.info("QEMU is up pid=%d version=%s", process.pid, version)
+                if (reason := too_old(version)) is not None:
+                    raise HostError(f"cannot use this QEMU: {reason}; install a newer one")
             yield machine
         finally:
             bound = plan.shutdown.quit + stop_bound(plan.shutdown.terminate)
@@ -443,6 +485,7 @@ def _spawn(
     memory_cgroup_fd: int | None,
 ) -> Process:
     """Start QEMU with copies of all descriptors that it needs."""
+    assert endpoints.console is not None  # noqa: S101 - a QEMU that is started has not got it yet
     with ExitStack() as held:
         if plan.lockable:
             from runner.kernel.memory import lockable  # here, because few guests have locked memory

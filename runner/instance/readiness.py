@@ -21,7 +21,7 @@ from runner.errors import HostError, explain
 from runner.instance.console_watch import SEARCHED_SHARE, SEARCHED_WITHIN, ConsoleWatch
 from runner.instance.qemu import Qemu
 from runner.instance.state_directory import READY
-from runner.instance.supervisor import Supervisor
+from runner.instance.supervisor import Supervisor, kernel_time, loop_time
 from runner.kernel import files
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan
@@ -29,6 +29,7 @@ from runner.protocol.qmp import QmpEvent
 from runner.spec.readiness import AgentSign, ConsoleSign
 
 if TYPE_CHECKING:
+    from runner.instance.carried import CarriedReadiness  # only a runner that is renewed carries any
     from runner.placement.threads import Receipt
 
 log = logging.getLogger(__name__)
@@ -74,12 +75,40 @@ class Readiness:
         runs, and no stop was requested.
         """
         watch = partial(self._state.signs_of_life.watch, self._accel, busiest, self._change)
-        with self._state.running(read), self._publishing(), machine.observed_by(self._handle):
+        with self._supervisor.carry_over.taking("readiness") as carried:
+            since = None if carried is None else loop_time(carried.since)
+            if carried is not None:
+                self._take_over(carried)
+        self._supervisor.carry_over.offer("readiness", self._carried)
+        with self._state.running(read, since), self._publishing(), machine.observed_by(self._handle):
             async with AsyncExitStack() as held:
                 await held.enter_async_context(self._supervisor.background_task(watch))
                 if (ask := self._asking(machine)) is not None:
                     await held.enter_async_context(self._supervisor.background_task(partial(self._ask, ask)))
                 yield
+
+    def _carried(self) -> CarriedReadiness:
+        from runner.instance.carried import CarriedReadiness
+
+        line, left = self.console.begun
+        return CarriedReadiness(
+            kernel_time(trio.current_time() if self._state.since is None else self._state.since),
+            self._state.waits_for,
+            self._state.panic,
+            self.console.pattern is not None,
+            left,
+            line,
+            self._state.signs_of_life.console_written.is_set(),
+            self._state.signs_of_life.silence,
+        )
+
+    def _take_over(self, carried: CarriedReadiness) -> None:
+        self._state.waits_for, self._state.panic = carried.waits_for, carried.panic
+        self.console.pattern = self._pattern if carried.searching else None
+        self.console.take_over(carried.line, carried.searches_left)
+        self._state.signs_of_life.silence = carried.silence
+        if carried.console_written:
+            self._state.signs_of_life.console_written.set()
 
     def _asking(self, machine: Qemu) -> Callable[[], Awaitable[bool]] | None:
         """Return what waits for the sign and returns whether it was given; ``None`` for one that need not be asked for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -17,10 +18,13 @@ from runner.instance.supervisor import Supervisor
 from runner.instance.thread_placement import QemuThreads, read_threads, verified
 from runner.kernel import files
 from runner.placement.backends import ControllerPlacement
-from runner.placement.threads import Receipt
+from runner.placement.threads import Receipt, sentences
 from runner.plan.instance import InstancePlan
 from runner.protocol.logs import LogTable
 from runner.table import aligned
+
+if TYPE_CHECKING:
+    from runner.instance.carried import CarriedThreads  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +109,23 @@ class Receipts:
 
     def publish(self) -> None:
         """Write the receipt to the state directory, with the names of the instance and of its pod."""
-        names = {"instance": self.plan.name, "pod": self.plan.pod.to_json()}
+        carry_over = self.supervisor.carry_over
+        names = {"instance": self.plan.name, "pod": self.plan.pod.to_json(), "generation": carry_over.generation}
         content = json.dumps({**self.receipt.to_json(), **names}, indent=1).encode() + b"\n"
         files.publish(self.plan.state_directory / RECEIPT, content)
+
+    def carried(self) -> CarriedThreads:
+        """Return what the program that renews this one must know of them."""
+        from runner.instance.carried import CarriedThreads
+
+        return CarriedThreads(tuple(self.threads.vcpus), frozenset(self.threads.iothreads), self.receipt)
+
+    def misplaced(self) -> str:
+        """Return which threads are not where the receipt has them, empty if all are."""
+        try:
+            return "; ".join(sentences(self.read().violations()))
+        except HostError as error:
+            return explain(error)
 
     def busiest_vcpu(self) -> float | None:
         """Return the CPU time of the vCPU that had most, in seconds; ``None`` if the kernel does not tell."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import attrs
 import trio
 
-from runner.errors import RunnerError, explain
+from runner.errors import HostError, RunnerError, explain
 from runner.instance.signs_of_life import SignsOfLife
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
@@ -20,6 +22,7 @@ from runner.protocol.rate_limit import LogRateLimit
 from runner.values import frozen
 
 if TYPE_CHECKING:
+    from runner.kernel.carried import CarriedFd
     from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any, and PID 1 pays for what it imports
     from runner.placement.threads import Receipt
 
@@ -68,10 +71,15 @@ class Faults:
     """What could not be released; each is logged when it happens, and all of them decide the exit status."""
 
     sentences: list[str] = attrs.field(factory=list)
+    begun: Callable[[], None] = lambda: None
+    """Called before each release."""
+    own: Exception | None = None
+    """The fault of this program that ends the instance: it was not to be survived by :class:`CarryOver`."""
 
     @contextmanager
     def recorded(self, what: str) -> Iterator[None]:
         """Record a failure of the release in the block, and go on with the next one."""
+        self.begun()
         try:
             yield
         except (RunnerError, OSError, trio.TooSlowError) as error:
@@ -90,6 +98,8 @@ class Counters:
     """Processes and threads of others that were moved off the vCPUs' CPUs."""
     console: int = 0
     """Bytes that the guest has written to its console."""
+    renewals: Counter[str] = attrs.field(factory=Counter)
+    """Renewals of this program, by :data:`RenewalOutcome`."""
 
 
 @attrs.define
@@ -105,6 +115,108 @@ class RestartSignal:
 
 
 Phase = Literal["starting", "running", "stopping"]
+
+RenewalOutcome = Literal["renewed", "fell_back", "resumed"]
+"""Another program has taken over; it could not, and the one before continues; this one continues after a fault of its own."""
+
+ResumeAfterFault = Callable[[Exception], Awaitable[None]]
+"""Has this program continue as a fresh process image after its own fault; returns if that may not be done."""
+
+
+@attrs.define
+class CarryOver:
+    """What came from the runner that this one renews, and what goes to the one that renews it.
+
+    Each holder of the nest takes what is its own by name, or acquires it in a fresh start, and offers what it holds. Until
+    every holder has taken its own, in one step of the event loop, any error executes the program before again.
+    """
+
+    taken_over: dict[str, Any] | None = None
+    """By the name of the holder; ``None`` in a fresh start."""
+    generation: int = 0
+    """How often this process has been renewed."""
+    commit: Callable[[], None] = lambda: None
+    """Called when everything has been taken over: there is no way back to the program before then."""
+    fall_back: Callable[[BaseException], object] | None = None
+    """Executes the program before; ``None`` once it is committed, and in a fresh start."""
+    offers: dict[str, Callable[[], object]] = attrs.field(factory=dict)
+    resume_after_fault: ResumeAfterFault | None = None
+    """Only while the guest runs and everything is held."""
+    not_now: dict[str, Callable[[], str]] = attrs.field(factory=dict)
+    """By holder: returns what it is in the middle of, empty if nothing."""
+    leaving: list[Callable[[], None]] = attrs.field(factory=list)
+    """Called just before exec, for what does not go along."""
+    outcome: RenewalOutcome | None = None
+    """What came of the last renewal."""
+    reason: str = ""
+    """Why the program before continues, or this one has become a fresh image."""
+    digest: str = ""
+    """Of this program; empty for the one that was started first."""
+    strict: bool = False
+    """Whether a thread that is not in its place is a reason to execute the program before."""
+    own_faults: list[float] = attrs.field(factory=list)
+    """When this program survived faults of its own lately, on the kernel's clock."""
+    pausing: trio.Event | None = None
+    """Set when a renewal was given up. No child is started meanwhile: it would inherit this process's blocked signals."""
+
+    @property
+    def resuming(self) -> bool:
+        """Whether everything is taken over, and nothing acquired."""
+        return self.taken_over is not None
+
+    @contextmanager
+    def taking(self, name: str) -> Iterator[Any]:
+        """Return what the runner before has carried over as *name*, ``None`` in a fresh start; no await in the block."""
+        with self._falling_back():
+            yield self._take(name)
+
+    def _take(self, name: str) -> Any:
+        if self.taken_over is None:
+            return None
+        if name not in self.taken_over:
+            raise HostError(f"cannot take over {name}: the runner before has not carried it over")
+        return self.taken_over.pop(name)
+
+    @contextmanager
+    def _falling_back(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self.fall_back is not None:
+                self.fall_back(error)
+            raise
+
+    def _commit(self) -> None:
+        if self.taken_over:
+            raise HostError(f"cannot take over {', '.join(self.taken_over)}: nothing here knows it")
+        self.commit()
+
+    def go_back(self) -> None:
+        """Execute the program before instead of releasing anything while not everything has been taken over."""
+        if self.fall_back is not None:
+            self.fall_back(sys.exc_info()[1] or RuntimeError("it ended before it had taken everything over"))
+
+    def offer(self, name: str, capture: Callable[[], object]) -> None:
+        """Carry over as *name* what *capture* returns at that moment."""
+        self.offers[name] = capture
+
+    @contextmanager
+    def renewable(self, resume_after_fault: ResumeAfterFault) -> Iterator[None]:
+        """Let this process be renewed while the block runs: the guest runs, and everything is held."""
+        if self.fall_back is not None:
+            with self._falling_back():
+                self._commit()
+            self.fall_back = None
+        self.resume_after_fault = resume_after_fault
+        try:
+            yield
+        finally:
+            self.resume_after_fault = None
+
+    async def startable(self) -> None:
+        """Wait until a child may be started."""
+        while self.pausing is not None:
+            await self.pausing.wait()
 
 
 @attrs.define
@@ -135,9 +247,9 @@ class GuestState:
         return self.waits_for if silence is None else f"the guest is silent: {silence}"
 
     @contextmanager
-    def running(self, read: Callable[[], Receipt]) -> Iterator[None]:
-        """Have the guest be running for as long as the block runs."""
-        self.phase, self.since, self.read = "running", trio.current_time(), read
+    def running(self, read: Callable[[], Receipt], since: float | None = None) -> Iterator[None]:
+        """Have the guest be running for as long as the block runs; it does *since* then, by default now."""
+        self.phase, self.since, self.read = "running", trio.current_time() if since is None else since, read
         try:
             yield
         finally:
@@ -161,6 +273,7 @@ class Supervisor:
     """The descriptors that another process has opened for this instance, by name."""
     log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
     """For messages that the guest, or a client of a socket, can cause without end."""
+    carry_over: CarryOver = attrs.field(factory=CarryOver)
 
     @asynccontextmanager
     async def background_task(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
@@ -175,7 +288,7 @@ class Supervisor:
         async def watch() -> None:
             try:
                 with scope:
-                    await observe()
+                    await self.surviving(observe)
             finally:
                 ended.set()
 
@@ -183,10 +296,26 @@ class Supervisor:
         try:
             yield
         finally:
+            self.carry_over.go_back()
             scope.cancel()
             # It may be about to act already: a child must not be started again after it was stopped.
             with trio.move_on_after(ENDS_WITHIN, shield=True):
                 await ended.wait()
+
+    async def surviving(self, observe: Callable[[], Awaitable[None]]) -> None:
+        """Run *observe*; while the guest runs, a fault of this program in it does not end the guest.
+
+        This process continues as a fresh image of the same program, or where that may not be, asks the guest to power down.
+        """
+        try:
+            await observe()
+        except Exception as error:
+            if self.carry_over.resume_after_fault is None:
+                raise
+            log.exception("this is a bug of instance-runner:")
+            await self.carry_over.resume_after_fault(error)
+            self.faults.own = error
+            self.stop.ask("a fault of instance-runner")
 
     async def unless_stopped(self, act: Callable[[], Awaitable[T]]) -> T:
         """Do *act*, but give it up and raise :exc:`StopRequestedError` as soon as a stop is requested."""
@@ -199,11 +328,31 @@ class Supervisor:
         return await first_of(act, stopped)
 
 
+def kernel_time(moment: float) -> float:
+    """Return on the kernel's clock a *moment* on that of the event loop, which another program does not have."""
+    return time.monotonic() - (trio.current_time() - moment)
+
+
+def loop_time(moment: float) -> float:
+    """Return on the clock of the event loop a *moment* on the kernel's (:func:`kernel_time`)."""
+    return trio.current_time() - (time.monotonic() - moment)
+
+
+def carried_fd(number: int) -> CarriedFd:
+    """Return the descriptor *number* for the program that renews this one."""
+    from runner.kernel.carried import CarriedFd  # here, because only a runner that is renewed carries any
+
+    return CarriedFd(number)
+
+
 @asynccontextmanager
-async def open_supervisor(stop: StopRequest, faults: Faults, prefix: tuple[str, ...] = ()) -> AsyncIterator[Supervisor]:
+async def open_supervisor(
+    stop: StopRequest, faults: Faults, prefix: tuple[str, ...] = (), carry_over: CarryOver | None = None
+) -> AsyncIterator[Supervisor]:
     """Hold the reaper and the nursery of background tasks. *prefix* goes before every child's argv."""
     async with open_processes(prefix) as processes, trio.open_nursery() as nursery:
-        supervisor = Supervisor(processes, nursery, stop, faults, Procfs())
+        supervisor = Supervisor(processes, nursery, stop, faults, Procfs(), carry_over=carry_over or CarryOver())
+        processes.observing = supervisor.surviving
         try:
             yield supervisor
         finally:

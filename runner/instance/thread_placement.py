@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -26,7 +26,7 @@ class QemuThreads:
 
     process: Process
     vcpus: Sequence[VcpuThread]
-    iothreads: Container[int] = ()
+    iothreads: Collection[int] = ()
     """Their tids."""
     indices: Mapping[int, int] = attrs.field(init=False)
     """tid → index of the vCPU."""

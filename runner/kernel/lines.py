@@ -50,6 +50,11 @@ class LineFramer:
         """Tell whether a whole line is there, so that :meth:`step` yields something without more data."""
         return self._find(b"\n") >= 0
 
+    @property
+    def held(self) -> bytes:
+        """Return the bytes held."""
+        return bytes(self._buffer)
+
     def feed(self, data: bytes) -> None:
         """Take *data*, which the peer has sent."""
         self._buffer += data

@@ -7,9 +7,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from runner.errors import HostError, explain
 from runner.kernel.files import append
+
+if TYPE_CHECKING:
+    from runner.kernel.carried import CarriedLogFile  # only a runner that is renewed carries any
 
 
 class LogFile:
@@ -18,14 +22,27 @@ class LogFile:
     So the newest *most* bytes are always there, and never more than twice as many. Only a regular file is renamed.
     """
 
-    def __init__(self, path: PurePosixPath, most: int) -> None:
+    def __init__(self, path: PurePosixPath, most: int, carried: CarriedLogFile | None = None) -> None:
         self.error: str | None = None
         """Why writing has stopped; ``None`` while it works."""
         self._path = path
         self._most = most
-        self._fd = append(path)
+        self._fd, self._size = -1, None
+        if carried is None:
+            self._fd = append(path)
+        elif carried.file is None:
+            self.error = carried.error
+            return
+        else:
+            self._fd = carried.file.number
         found = os.fstat(self._fd)
         self._size = found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def carried(self) -> CarriedLogFile:
+        """Return what the program that renews this one must know of it."""
+        from runner.kernel.carried import CarriedFd, CarriedLogFile
+
+        return CarriedLogFile(CarriedFd(self._fd) if self._fd >= 0 else None, self.error)
 
     def write(self, data: bytes) -> bool:
         """Write *data* and return ``False`` at the first failure, after which nothing is written."""
@@ -57,9 +74,9 @@ class LogFile:
 
 
 @contextmanager
-def kept_log(path: PurePosixPath, most: int) -> Iterator[LogFile]:
+def kept_log(path: PurePosixPath, most: int, carried: CarriedLogFile | None = None) -> Iterator[LogFile]:
     """Hold an open log file."""
-    file = LogFile(path, most)
+    file = LogFile(path, most, carried)
     try:
         yield file
     finally:

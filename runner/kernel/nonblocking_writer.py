@@ -13,9 +13,12 @@ import select
 import stat
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import trio
+
+if TYPE_CHECKING:
+    from runner.kernel.carried import CarriedOutput  # only a runner that is renewed carries any
 
 BACKLOG = 1 << 18
 """Bytes kept for a reader that is slow."""
@@ -52,6 +55,18 @@ class NonBlockingWriter:
             self._poll.register(self._fd, select.POLLOUT)
         except OSError:  # closed, or its reader is gone: there is nothing to write to
             return
+
+    def carried(self) -> CarriedOutput:
+        """Return what the program that renews this one has still to write."""
+        from runner.kernel.carried import CarriedOutput
+
+        return CarriedOutput(bytes(self._backlog), self._dropped)
+
+    def take_over(self, carried: CarriedOutput) -> None:
+        """Write what the runner before exec had still to write, before anything else."""
+        self._backlog[:0] = carried.backlog
+        self._dropped += carried.dropped
+        self.flush()
 
     def __enter__(self) -> Self:
         return self

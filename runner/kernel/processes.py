@@ -18,8 +18,9 @@ import os
 import signal
 import subprocess
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -28,6 +29,9 @@ from runner.errors import HostError
 from runner.kernel.leases import read_at_once
 from runner.kernel.lines import LINES_PER_STEP, LineFramer
 from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.kernel.carried import CarriedProcess  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -82,15 +86,17 @@ class Command:
 class Process:
     """A child of this process, from its start until its status was read."""
 
-    def __init__(self, command: Command, popen: subprocess.Popen[bytes], output: int) -> None:
-        self.role = command.role
-        self.pid = popen.pid
+    def __init__(
+        self, role: str, pid: int, output: int, level: int, popen: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self.role = role
+        self.pid = pid
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.returncode: int | None = None
         """Exit status, or the negative number of the signal that ended it; ``None`` while it lives."""
         self._popen = popen
         self._output = output
-        self._level = command.level
+        self._level = level
         self._lines = LineFramer(PIPE_SIZE, split=True)
         self._allowed = 0
         """Lines that may still be logged before *_allowed_until*."""
@@ -116,6 +122,16 @@ class Process:
         except PermissionError as error:  # it runs as another user, and CAP_KILL is missing
             raise HostError(f"cannot send {signal_name(number)} to {self.role} (pid {self.pid})") from error
 
+    def carried(self) -> CarriedProcess:
+        """Return what the program that renews this one must know of it. Raises ``OSError`` if the kernel does not show it."""
+        from runner.kernel.carried import CarriedFd, CarriedProcess
+
+        lines = tuple(self.last_lines)
+        if self.returncode is not None:
+            return CarriedProcess(self.role, self.pid, 0, None, self._level, b"", lines, self.returncode)
+        started, output = start_time(self.pid), CarriedFd(self._output)
+        return CarriedProcess(self.role, self.pid, started, output, self._level, self._lines.held, lines)
+
     def how_it_ended(self) -> str:
         """Return ``exited with status 1`` or ``was killed by SIGKILL``, with the last line of its output if there is one."""
         if self.returncode is None:
@@ -123,6 +139,14 @@ class Process:
         killed = self.returncode < 0
         ended = f"was killed by {signal_name(-self.returncode)}" if killed else f"exited with status {self.returncode}"
         return f"{ended}, saying {self.last_lines[-1]!r}" if self.last_lines else ended
+
+    def take_over(self, carried: CarriedProcess) -> None:
+        """Continue with what the runner before exec has read of its output, and of its end."""
+        self._lines.feed(carried.unfinished)
+        self.last_lines.extend(carried.last_lines)
+        self.returncode = carried.ended
+        if carried.ended is not None:
+            self._ended.set()
 
     async def _log_output(self) -> None:
         """Log its output until it ends; may be cancelled at any moment.
@@ -186,7 +210,9 @@ class Process:
 
     def _end(self, returncode: int) -> None:
         """Take its status, log the last of its output and close the pipe, which a grandchild may hold open for ever."""
-        self.returncode = self._popen.returncode = returncode
+        self.returncode = returncode
+        if self._popen is not None:
+            self._popen.returncode = returncode
         self._read_output()  # as much as a pipe holds; more would be a grandchild's, which may never end
         number, last = self._lines.drop_lines(keep=LINES_PER_STEP)
         self._dropped += number - len(last)
@@ -206,6 +232,12 @@ def _state(pid: int) -> str:
         return "unknown"
 
 
+def start_time(pid: int) -> int:
+    """Return when process *pid* was started, in clock ticks since the boot (proc_pid_stat(5)). Raises ``OSError``."""
+    with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - small, and PID 1 needs no more of pathlib
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
 def _text(line: bytes) -> str:
     return line.decode(errors="replace").strip()
 
@@ -220,6 +252,8 @@ class Processes:
     _owned: dict[int, Process] = attrs.field(factory=dict)
     orphans: int = 0
     """Number of orphans of other processes that were reaped."""
+    observing: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] | None = None
+    """Runs each task of this class, none of which ends the program by a fault of its own then."""
 
     def __iter__(self) -> Iterator[Process]:
         """Iterate over the living children, in the order of their starts."""
@@ -253,10 +287,35 @@ class Processes:
                     cwd="/",
                     env=self._environment,
                 )
-                process = self._owned[popen.pid] = Process(command, popen, output)
+                process = self._owned[popen.pid] = Process(command.role, popen.pid, output, command.level, popen)
         except OSError as error:
             raise HostError(f"cannot start {command.role} ({command.argv[0]!r})") from error
-        self._nursery.start_soon(process._log_output)  # noqa: SLF001 - a process and its table are one thing
+        self._nursery.start_soon(self._observe, process._log_output)  # noqa: SLF001 - a process and its table are one thing
+        return process
+
+    async def _observe(self, task: Callable[[], Awaitable[None]]) -> None:
+        await (task() if self.observing is None else self.observing(task))
+
+    def adopt(self, carried: CarriedProcess) -> Process:
+        """Own the child that the runner before exec has started; the caller stops it.
+
+        Raises :exc:`~runner.errors.HostError` unless it is this process's child still, alive or a zombie, and the same one.
+        """
+        process = Process(
+            carried.role, carried.pid, -1 if carried.output is None else carried.output.number, carried.level
+        )
+        process.take_over(carried)
+        if process.returncode is not None:
+            return process
+        try:
+            os.waitid(os.P_PID, carried.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            same = start_time(carried.pid) == carried.started
+        except OSError as error:
+            raise HostError(f"cannot take over {carried.role} (pid {carried.pid})") from error
+        if not same:
+            raise HostError(f"cannot take over {carried.role}: pid {carried.pid} is another process now")
+        self._owned[carried.pid] = process
+        self._nursery.start_soon(self._observe, process._log_output)  # noqa: SLF001 - a process and its table are one thing
         return process
 
     @asynccontextmanager
@@ -312,11 +371,14 @@ class Processes:
                 return
 
     async def _reap(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
-        with scope:
+        async def reap() -> None:
             while True:
                 while self._reap_some():
                     await trio.lowlevel.checkpoint()
                 await anext(signals)
+
+        with scope:
+            await self._observe(reap)
 
     def _reap_some(self) -> bool:
         """Reap up to :data:`REAPED_AT_ONCE` zombies; return whether there may be more."""

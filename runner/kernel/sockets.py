@@ -42,6 +42,17 @@ def connected_pair(purpose: str) -> Iterator[tuple[socket.socket, socket.socket]
 
 
 @contextmanager
+def adopted_socket(number: int) -> Iterator[socket.socket]:
+    """Hold the socket of a descriptor that came through exec."""
+    try:
+        found = socket.socket(fileno=number)
+    except OSError as error:
+        raise HostError(f"cannot take over the socket {number}") from error
+    with found:
+        yield found
+
+
+@contextmanager
 def listening_pair(purpose: str, directory: int) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Hold a listening socket and the one connection that waits in its queue.
 
@@ -70,28 +81,35 @@ def _introduce(listener: socket.socket, client: socket.socket, directory: int) -
 
 @contextmanager
 def listening(
-    directory: int, name: str, recorded: Callable[[str], AbstractContextManager[None]]
+    directory: int, name: str, recorded: Callable[[str], AbstractContextManager[None]], adopted: int | None = None
 ) -> Iterator[socket.socket]:
     """Hold a listening, non-blocking socket *name* in *directory* (a descriptor), which only its owner may connect to.
 
     It is removed at the end, in a block of *recorded*, which takes the ``OSError`` if that fails. A socket at which no
-    process answers was left by a runner that was killed, and is replaced.
+    process answers was left by a runner that was killed, and is replaced. One that came through exec is *adopted*.
     """
     path = _beneath(directory, name)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) if adopted is None else adopted_socket(adopted)
+    with new as listener:
+        if adopted is None:
+            _bind(listener, path, name)
         try:
-            _remove_stale(path)
-            os.fchmod(listener.fileno(), 0o600)  # before there is a file: bind(2) takes the mode from here
-            listener.bind(path)
-        except (OSError, HostError) as error:
-            raise HostError(f"cannot make the socket {name!r} in the state directory") from error
-        try:
-            listener.listen()
+            if adopted is None:
+                listener.listen()
             listener.setblocking(False)
             yield listener
         finally:
             with recorded(f"remove the socket {name!r}"), contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # noqa: PTH108 - a path through a descriptor
+
+
+def _bind(listener: socket.socket, path: str, name: str) -> None:
+    try:
+        _remove_stale(path)
+        os.fchmod(listener.fileno(), 0o600)  # before there is a file: bind(2) takes the mode from here
+        listener.bind(path)
+    except (OSError, HostError) as error:
+        raise HostError(f"cannot make the socket {name!r} in the state directory") from error
 
 
 async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:

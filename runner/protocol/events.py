@@ -77,6 +77,14 @@ INSTANCE: Mapping[str, str] = {
     "qmp connection ended by a fault of this program": "qmp_connection_bug",
     "qmp event name=%s data=%s": "qmp_event",
     "qmp message that no task waits for message=%r": "qmp_message_unexpected",
+    # -- renewals
+    "the runner is renewed generation=%d program=%s pause=%.3fs": "runner_renewed",
+    "the runner is not renewed, and the program before goes on: %s": "runner_not_renewed",
+    "the runner goes on after a fault of its own generation=%d pause=%.3fs: %s": "runner_resumed",
+    "the runner has survived %d faults of its own in %g s, and not this one": "runner_faults_too_many",
+    "the runner cannot continue after a fault of its own: %s": "runner_not_resumed",
+    "the receipt is that of before the renewal: %s": "receipt_not_renewed",
+    "the guest does not run after the renewal status=%s": "guest_not_running",
     # -- the end
     "asked to stop reason=%s": "stop_requested",
     "asked to stop again%s reason=%s": "stop_requested_again",

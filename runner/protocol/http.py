@@ -9,7 +9,8 @@ from __future__ import annotations
 import http
 import ipaddress
 import logging
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Iterable, Sequence
 
 import h11
 import trio
@@ -74,11 +75,16 @@ async def open_http_listeners(host: str, port: int) -> list[trio.SocketListener]
         raise HostError(f"cannot listen at {host}:{port}") from error
 
 
+def adopted_http_listeners(numbers: Iterable[int]) -> list[trio.SocketListener]:
+    """Listen by the descriptors *numbers*, which came through exec. Raises ``OSError``."""
+    return [trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=number))) for number in numbers]
+
+
 Respond = Callable[[str], HttpResponse]
 """Returns the response for a path."""
 
 
-async def serve_http(listeners: Sequence[trio.SocketListener], respond: Respond) -> None:
+async def serve_http(listeners: Sequence[trio.abc.Listener[trio.SocketStream]], respond: Respond) -> None:
     """Answer every request on *listeners* with the response of *respond*, until cancelled.
 
     If *respond* fails, the answer is 500. The log has the traceback of every fault: no request ends this program.
@@ -103,6 +109,21 @@ async def serve_http(listeners: Sequence[trio.SocketListener], respond: Respond)
                     open_since.pop(scope, None)
 
     await trio.serve_listeners(serve, list(listeners))
+
+
+@frozen
+class KeptListener(trio.abc.Listener[trio.SocketStream]):
+    """A listener that its holder closes: a server that fails leaves it open, for the one that takes its place."""
+
+    listener: trio.SocketListener
+
+    async def accept(self) -> trio.SocketStream:
+        """Return the next connection."""
+        return await self.listener.accept()
+
+    async def aclose(self) -> None:
+        """Leave it open."""
+        await trio.lowlevel.checkpoint()
 
 
 async def _converse(stream: trio.SocketStream, respond: Respond) -> None:

@@ -179,6 +179,15 @@ class JsonConsole:
         if not data and self._lines:
             self._write(moment, self._lines.take_rest())
 
+    @property
+    def unfinished(self) -> bytes:
+        """What was not written yet because it is no whole line."""
+        return self._lines.held
+
+    def take_over(self, unfinished: bytes) -> None:
+        """Continue the line that the runner before exec had begun."""
+        self._lines.feed(unfinished)
+
     def _write_empty(self, moment: float, count: int) -> None:
         if count == 1:
             self._write(moment, b"")

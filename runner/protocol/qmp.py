@@ -25,7 +25,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -39,6 +39,9 @@ with without_init("qemu.qmp"):  # which imports asyncio: 12 ms and 1.6 MB instea
     from qemu.qmp.error import ProtocolError
     from qemu.qmp.message import Message
     from qemu.qmp.models import ErrorResponse, Greeting
+
+if TYPE_CHECKING:
+    from runner.protocol.carried import CarriedMonitor  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +132,37 @@ class Monitor:
         self._reading = False
         self._news = trio.lowlevel.ParkingLot()
         self._failure: QmpError | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a command is being sent, or its reply is waited for."""
+        return bool(self._expected) or self._sending.locked()
+
+    def carried(self) -> CarriedMonitor:
+        """Return what the program that renews this one must know of the conversation."""
+        from runner.kernel.carried import CarriedFd
+        from runner.protocol.carried import CarriedMonitor
+
+        next_number = next(self._numbers)
+        self._numbers = itertools.count(next_number)
+        return CarriedMonitor(
+            CarriedFd(self._socket.fileno()),
+            json.dumps(dict(self._greeting or {})),
+            next_number,
+            self._lines.held,
+            self._skipping,
+            tuple(self._unanswered),
+            tuple((event.name, json.dumps(dict(event.data))) for event in self._events),
+        )
+
+    def take_over(self, carried: CarriedMonitor) -> None:
+        """Continue the conversation of the runner before exec, which is past its greeting."""
+        self._greeting = Message(json.loads(carried.greeting))
+        self._numbers = itertools.count(carried.next_number)
+        self._lines.feed(carried.unfinished)
+        self._skipping = carried.skipping
+        self._unanswered.extend(carried.unanswered)
+        self._events.extend(QmpEvent(name, json.loads(data)) for name, data in carried.events)
 
     async def greet(self) -> str:
         """Wait for QEMU's greeting, enter command mode and return QEMU's version."""

@@ -22,6 +22,7 @@ from tests.benchmarks.instances import BenchmarkSetup, build, cpus
 from tests.benchmarks.namespaced_init import BenchmarkError
 from tests.benchmarks.network import network
 from tests.benchmarks.reap import reap
+from tests.benchmarks.renewal import renewal
 from tests.benchmarks.start import start
 from tests.benchmarks.stop import stop
 
@@ -30,6 +31,7 @@ PARTS: dict[str, Callable[[BenchmarkSetup], Iterator[Figure]]] = {
     "memory": memory,
     "idle": idle,
     "stop": stop,
+    "renewal": renewal,
     "reap": reap,
     "taking": taking,
     "disk": disk,

@@ -20,8 +20,9 @@ import trio
 from runner.errors import RefusedError, explain
 from runner.instance.qemu import GuestEnd
 from runner.kernel import character_devices
+from runner.kernel.carried import CarriedFd, CarriedInheritedFd
 from runner.kernel.files import Descriptor
-from runner.kernel.inherited_fds import InheritedFd, inherited_fds, probe_descriptor
+from runner.kernel.inherited_fds import InheritedFd, adopted_fds, inherited_fds, probe_descriptor
 from runner.plan.networks import InheritedFdPlan
 from tests.support.fake_host import FakeHost
 
@@ -248,3 +249,15 @@ def test_a_descriptor_is_described_as_the_kernel_reports_it(tmp_path: Path) -> N
         "packets": "a socket of datagrams or packets",
         "pipe": "a pipe",
     }
+
+
+def test_a_renewed_runner_takes_over_what_the_one_before_had_inherited() -> None:
+    """One is open, and closed at the end; the other one is QEMU's alone by now."""
+    number = os.memfd_create("inherited")
+    carried = (CarriedInheritedFd("disk0", CarriedFd(number), "file"), CarriedInheritedFd("tap0", None, None))
+    with adopted_fds(carried) as found:
+        assert found["disk0"].descriptor.number == number
+        assert found["disk0"].declared == "file"
+        assert tuple(each.carried(name) for name, each in found.items()) == carried
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)

@@ -95,6 +95,7 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
         "console_log": f"{plan.state_directory}/console.log",
         "disks": [],
         "free_slots": plan.machine.slots,
+        "runner": {"generation": 0, "digest": "", "outcome": None, "reason": ""},
     }
     assert second["restarts"] == {"dnsmasq": 1}
     assert second["placement"]["float_cpus"] == str(CpuSet(CPUS)), "not that of the receipt"

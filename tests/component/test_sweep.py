@@ -5,8 +5,10 @@ The steps and system operations are counted, not sampled: every one of them is t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import trio
 from runner.errors import RunnerError, explain
 from runner.instance.discover import read_disk_facts
 from runner.instance.qemu import GuestEnd
+from runner.instance.supervisor import Faults
 from runner.plan.disks import plan_disk
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import PasstPlan
@@ -143,6 +146,46 @@ async def test_a_failure_of_any_fork_leaves_nothing(fake_host: FakeHost, number:
         assert os.strerror(number) in explain(result)
         assert fake_host.faults.sentences == []
         assert fake_host.snapshot() == before
+
+
+class FaultyRelease(Faults):
+    """Faults of a run in which release number *n* ends with a fault of this program, and not with one of the host's."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+        self.released: list[str] = []
+
+    @contextlib.contextmanager
+    def recorded(self, what: str) -> Iterator[None]:
+        with super().recorded(what):
+            yield
+        self.released.append(what)
+        if len(self.released) == self.n:
+            raise LookupError(what)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+async def test_a_fault_of_this_program_in_any_release_leaves_nothing(fake_host: FakeHost, spec: str) -> None:
+    """What is held is released all the same, in its order: everything, unless the fault was during the start."""
+    plan = planned(fake_host, spec)
+    before = fake_host.snapshot()
+    faults = fake_host.faults = FaultyRelease(0)
+    await fake_host.run(plan)
+    releases = faults.released
+    assert len(releases) >= 5
+    for n, what in enumerate(releases, 1):
+        fake_host.log_file.unlink()
+        faults = fake_host.faults = FaultyRelease(n)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await fake_host.run(plan)
+        assert caught.group_contains(LookupError, match=re.escape(what))
+        assert [each for each in releases if each in faults.released] == faults.released
+        if "cont" in fake_host.commands():  # a device is only looked at, after those before it
+            skipped = [each for each in releases if each not in faults.released]
+            assert [each for each in skipped if not each.startswith("get the device")] == []
+        assert faults.sentences == []
+        assert fake_host.snapshot() == before, what
 
 
 async def test_a_run_with_too_few_descriptors_leaves_nothing(fake_host: FakeHost) -> None:

@@ -96,7 +96,7 @@ async def entered_cgroups(
         case AffinityPlacement():
             from runner.instance.cgroups.affinity import pinned_off_vcpus
 
-            with pinned_off_vcpus(supervisor.faults, placement, anchors) as active:
+            with pinned_off_vcpus(supervisor, placement, anchors) as active:
                 yield active
         case _ as never:
             assert_never(never)

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
+from runner.cpuset import CpuSet
 from runner.instance.daemons import RestartedChild
-from runner.instance.supervisor import Faults
+from runner.instance.supervisor import Supervisor
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import AffinityPlacement
 from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.instance.carried import CarriedMask
 
 
 @frozen
@@ -47,15 +52,24 @@ class FloatMask:
 
 @contextmanager
 def pinned_off_vcpus(
-    faults: Faults, placement: AffinityPlacement, anchors: Sequence[RestartedChild]
+    supervisor: Supervisor, placement: AffinityPlacement, anchors: Sequence[RestartedChild]
 ) -> Iterator[FloatMask]:
     """Hold this process and the *anchors* on float's CPUs; at the end this process has its former mask."""
-    before = read_mask()
+    with supervisor.carry_over.taking("cgroups") as carried:
+        before = read_mask() if carried is None else carried.before
+    supervisor.carry_over.offer("cgroups", lambda: _carried(before))
     try:
-        pin(0, placement.float_cpus)
-        for anchor in anchors:
-            pin(anchor.process.pid, placement.float_cpus)
+        if carried is None:
+            pin(0, placement.float_cpus)
+            for anchor in anchors:
+                pin(anchor.process.pid, placement.float_cpus)
         yield FloatMask()
     finally:
-        with faults.recorded("take back this process's CPU mask"):
+        with supervisor.faults.recorded("take back this process's CPU mask"):
             pin(0, before)
+
+
+def _carried(before: CpuSet) -> CarriedMask:
+    from runner.instance.carried import CarriedMask
+
+    return CarriedMask(before)

@@ -10,13 +10,14 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
 from runner.errors import HostError, PlacementError, explain
 from runner.facts.roots import Roots
-from runner.instance.cgroups.entered import EnteredCgroups
+from runner.instance.cgroups.entered import EnteredCgroups, adopted_cgroups
 from runner.instance.cgroups.float import entered_float
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Faults, Supervisor
@@ -37,6 +38,9 @@ from runner.protocol.controller_client import (
     unseal,
 )
 from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.instance.carried import CarriedSeal
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +140,11 @@ async def _sealed(
     supervisor: Supervisor, placement: ControllerPlacement, anchors: Sequence[RestartedChild]
 ) -> AsyncIterator[str]:
     try:
-        reason = await supervisor.unless_stopped(partial(_seal, placement))
+        with supervisor.carry_over.taking("seal") as carried:
+            reason = "" if carried is None else carried.reason
+        if carried is None:
+            reason = await supervisor.unless_stopped(partial(_seal, placement))
+        supervisor.carry_over.offer("seal", lambda: _carried(reason))
         async with supervisor.background_task(partial(_keep_sealed, placement, anchors, reason)):
             yield reason
     finally:
@@ -195,22 +203,26 @@ async def registered_cgroups(
 
     Raises :exc:`~runner.errors.RunnerError` when the controller does not answer, refuses, or gives other CPUs.
     """
-    pod = supervisor.procfs.cgroup()
     with ExitStack() as descriptors:
         async with AsyncExitStack() as held:
             # Before the request: if the controller dies or this start is stopped, it may have registered us or not.
             held.push_async_callback(_deregister, supervisor.faults, placement)
-            try:
-                registration = await registration_of(supervisor, placement, pod, descriptors)
-            except ControllerError:
-                held.pop_all()  # it refused, so there is nothing to take back
-                raise
-            if registration.cpus != placement.cpus:
-                raise PlacementError(
-                    f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
-                )
-            named = CgroupPaths(pod, str(registration.float_below), registration.instance.name)
-            async with entered_float(supervisor, placement, anchors, registration.cgroup_fds, named) as entered:
+            with supervisor.carry_over.taking("cgroups") as carried:
+                adopted = None if carried is None else adopted_cgroups(carried, descriptors)
+            if adopted is None:
+                pod = supervisor.procfs.cgroup()
+                try:
+                    registration = await registration_of(supervisor, placement, pod, descriptors)
+                except ControllerError:
+                    held.pop_all()  # it refused, so there is nothing to take back
+                    raise
+                if registration.cpus != placement.cpus:
+                    raise PlacementError(
+                        f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
+                    )
+                named = CgroupPaths(pod, str(registration.float_below), registration.instance.name)
+                adopted = EnteredCgroups(named, None, registration.cgroup_fds)
+            async with entered_float(supervisor, placement, anchors, adopted) as entered:
                 yield RegisteredCgroups(
                     entered.cgroups,
                     entered.pod_cgroup_fd,
@@ -287,3 +299,9 @@ async def _register(placement: ControllerPlacement, pod: str, held: ExitStack) -
     """Register once; a controller that sends no descriptors needs the cgroup at the path *pod* to be visible here."""
     cgroup = Cgroup(Roots().cgroup / pod.lstrip("/"))
     return await register(placement.socket, placement.pod_uid, placement.cpus, cgroup, held)
+
+
+def _carried(reason: str) -> CarriedSeal:
+    from runner.instance.carried import CarriedSeal
+
+    return CarriedSeal(reason)

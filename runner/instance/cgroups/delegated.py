@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 import trio
 
 from runner.errors import HostError, PlacementError
 from runner.facts.roots import Roots
-from runner.instance.cgroups.entered import EnteredCgroups
+from runner.instance.cgroups.entered import EnteredCgroups, adopted_cgroups
 from runner.instance.cgroups.float import entered_float
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
@@ -20,6 +21,9 @@ from runner.kernel.cgroup import Cgroup
 from runner.placement.backends import DelegatedPlacement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import open_cgroup_fds
+
+if TYPE_CHECKING:
+    from runner.instance.carried import CarriedControllers
 
 EMPTY_WITHIN = 1.0
 """Seconds for the kernel to see that a cgroup whose last thread was reaped is empty; measured: a millisecond."""
@@ -34,25 +38,21 @@ async def delegated_cgroups(
     The order matters: switching cpuset on while processes are in the cgroup succeeds either way, but an ordinary child
     made after it could never hold anything ("Threads" of cgroup-v2.rst).
     """
-    pod = supervisor.procfs.cgroup()
-    scope = Cgroup(Roots().cgroup).at(pod)
+    with supervisor.carry_over.taking("controllers") as controllers, supervisor.carry_over.taking("cgroups") as carried:
+        pod = supervisor.procfs.cgroup() if carried is None else carried.cgroups.pod
+        scope = Cgroup(Roots().cgroup).at(pod)
+        before = scope.enabled() if controllers is None else controllers.before
+    supervisor.carry_over.offer("controllers", lambda: _carried(before))
     float_cgroup, instance = scope.child("float"), scope.child("instance")
-    before = scope.enabled()
     try:
-        for cgroup in (float_cgroup, instance):
-            cgroup.create()
-            cgroup.make_threaded()
-        scope.enable(["cpuset"])
-        for cgroup, cpus in ((float_cgroup, placement.float_cpus), (instance, placement.cpus)):
-            effective = cgroup.set_cpus(cpus)
-            if effective != cpus:
-                raise PlacementError(
-                    f"cannot give {cgroup.path} the CPUs '{cpus}': the kernel lets it have '{effective}'"
-                )
         with ExitStack() as held:
-            cgroup_fds = open_cgroup_fds(float_cgroup, instance, scope, held)
-            named = CgroupPaths(pod, float_cgroup.name, instance.name)
-            async with entered_float(supervisor, placement, anchors, cgroup_fds, named) as entered:
+            if carried is None:
+                _make(placement, scope, float_cgroup, instance)
+                named = CgroupPaths(pod, float_cgroup.name, instance.name)
+                cgroups = EnteredCgroups(named, None, open_cgroup_fds(float_cgroup, instance, scope, held))
+            else:
+                cgroups = adopted_cgroups(carried, held)
+            async with entered_float(supervisor, placement, anchors, cgroups) as entered:
                 yield entered
     finally:
         with supervisor.faults.recorded("remove the cgroups"), trio.move_on_after(EMPTY_WITHIN + 1, shield=True):
@@ -60,6 +60,23 @@ async def delegated_cgroups(
                 await _remove(cgroup)
             if "cpuset" in scope.enabled() - before:
                 scope.write("cgroup.subtree_control", "-cpuset")
+
+
+def _make(placement: DelegatedPlacement, scope: Cgroup, float_cgroup: Cgroup, instance: Cgroup) -> None:
+    for cgroup in (float_cgroup, instance):
+        cgroup.create()
+        cgroup.make_threaded()
+    scope.enable(["cpuset"])
+    for cgroup, cpus in ((float_cgroup, placement.float_cpus), (instance, placement.cpus)):
+        effective = cgroup.set_cpus(cpus)
+        if effective != cpus:
+            raise PlacementError(f"cannot give {cgroup.path} the CPUs '{cpus}': the kernel lets it have '{effective}'")
+
+
+def _carried(before: frozenset[str]) -> CarriedControllers:
+    from runner.instance.carried import CarriedControllers
+
+    return CarriedControllers(before)
 
 
 async def _remove(cgroup: Cgroup) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING
 
 import attrs
 
 from runner.kernel.cgroup import CgroupError, read_members, write_control
+from runner.kernel.files import owned
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import CgroupFds
 from runner.values import frozen
+
+if TYPE_CHECKING:
+    from runner.instance.carried import CarriedCgroups  # only a runner that is renewed carries any
 
 
 @frozen
@@ -61,6 +66,28 @@ class EnteredCgroups:
     async def settle(self) -> None:
         pass  # QEMU's kernel threads were born in float with it
 
+    def carried(self) -> CarriedCgroups:
+        """Return what the program that renews this one must know of them."""
+        from runner.instance.carried import CarriedCgroups
+        from runner.kernel.carried import CarriedFd
+
+        fds = self.cgroup_fds
+        return CarriedCgroups(
+            self.cgroups,
+            CarriedFd(fds.float_procs.number),
+            CarriedFd(fds.instance_threads.number),
+            CarriedFd(fds.pod_procs.number),
+            CarriedFd(fds.float_threads.number),
+            frozenset(self.confined),
+        )
+
     def return_to_pod(self, pid: int) -> None:
         """Move the process *pid* back to the pod's cgroup."""
         write_control(self.cgroup_fds.pod_procs.number, str(pid), f"{self.cgroups.pod}/cgroup.procs")
+
+
+def adopted_cgroups(carried: CarriedCgroups, held: ExitStack) -> EnteredCgroups:
+    """Return the cgroups that the runner before exec has entered; *held* closes their descriptors."""
+    fds = (carried.float_procs, carried.instance_threads, carried.pod_procs, carried.float_threads)
+    cgroup_fds = CgroupFds(*(held.enter_context(owned(each.number)) for each in fds))
+    return EnteredCgroups(carried.cgroups, None, cgroup_fds, set(carried.confined))

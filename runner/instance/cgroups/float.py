@@ -18,7 +18,6 @@ from runner.instance.supervisor import Supervisor
 from runner.kernel.scheduler import read_mask
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement
 from runner.placement.threads import CgroupPaths
-from runner.protocol.controller_client import CgroupFds
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +27,23 @@ async def entered_float(
     supervisor: Supervisor,
     placement: ControllerPlacement | DelegatedPlacement,
     anchors: Sequence[RestartedChild],
-    cgroup_fds: CgroupFds,
-    named: CgroupPaths,
+    active: EnteredCgroups,
 ) -> AsyncIterator[EnteredCgroups]:
     """Hold this process in float; everything that is in float at the end is moved to the pod's cgroup.
 
     What it forks is born in float, except for the anchors: one that must be started again enters the pod's cgroup.
-    *named* holds the paths of float and of the instance's cgroup below their common parent. Their full paths, relative to the
-    cgroup namespace of this process, can only be read once it is inside.
+    *active* holds the paths of float and of the instance's cgroup below their common parent. Their full paths, relative to the
+    cgroup namespace of this process, can only be read once it is inside. A runner that is renewed is inside, and knows them.
     """
-    active, command = EnteredCgroups(named, None, cgroup_fds), anchors[0].command
+    named, command = active.cgroups, anchors[0].command
     try:
-        active.admit(0)
+        if not supervisor.carry_over.resuming:
+            active.admit(0)
         for anchor in anchors:
             anchor.command = attrs.evolve(command, entering=active.pod_cgroup_fd)
-        active = attrs.evolve(active, cgroups=_read_paths(supervisor, placement, named))
+        if not supervisor.carry_over.resuming:
+            active = attrs.evolve(active, cgroups=_read_paths(supervisor, placement, named))
+        supervisor.carry_over.offer("cgroups", active.carried)
         async with AsyncExitStack() as held:
             if placement.sweep:
                 sweeping = partial(

@@ -10,7 +10,7 @@ an error that says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
@@ -60,14 +60,25 @@ class DiskHotplug:
         events: DiskEvents,
         verify: Callable[[], Awaitable[None]],
         in_pod_cgroup: Callable[[], AbstractContextManager[None]],
+        attached: Sequence[AttachedDisk] = (),
     ) -> None:
         self._plan = plan
         self._monitor = monitor
         self._events = events
         self._verify = verify
         self._in_pod_cgroup = in_pod_cgroup
-        self._attached: dict[str, AttachedDisk] = {}
+        self._attached: dict[str, AttachedDisk] = {each.plan.name: each for each in attached}
         self._changing = trio.Lock()
+
+    @property
+    def changing(self) -> bool:
+        """Whether a disk is being attached, detached or grown."""
+        return self._changing.locked()
+
+    @property
+    def attached(self) -> tuple[AttachedDisk, ...]:
+        """The disks that were attached while the guest runs."""
+        return tuple(self._attached.values())
 
     @property
     def free_slots(self) -> int:

@@ -6,7 +6,10 @@ client that goes away while its change is being made does not stop it.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import NoReturn
 
 import trio
@@ -32,6 +35,7 @@ LIMITS = SocketLimits(connections=8, newcomers=0, connections_per_peer=8, in_fli
 """A client of this socket is a person's command or a script: few, and patient."""
 
 _SIZE = size_rule(1 << 20)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 async def accept(listener: Socket, status: StatusReader) -> None:
@@ -82,25 +86,39 @@ def allowed_peer(peers: Peers, identify: Identify) -> Peer:
 async def _call(status: StatusReader, method: str, params: Mapping[str, object] | list[object]) -> object:
     if isinstance(params, list):
         raise RpcError(INVALID_PARAMS, "Invalid params: they are given by name")
-    disks = status.disks
     try:
-        match method:
-            case "status":
-                return await status.read()
-            case "disk.list":
-                return await disks.listed()
-            case "disk.attach":
-                return await disks.attach(_disk(params))
-            case "disk.detach":
-                await disks.detach(_name(params, "name"))
-                return {}
-            case "disk.grow":
-                return await disks.grow(_name(params, "name"), _size(params))
-            case "cpu.set":
-                _refuse_cpus()
+        return await _called(status, method, params)
     except RunnerError as error:
         raise RpcError(REFUSED, explain(error)) from error
+
+
+async def _called(status: StatusReader, method: str, params: Mapping[str, object]) -> object:
+    disks = status.disks
+    match method:
+        case "status":
+            return await status.read()
+        case "runner":
+            return status.runner()
+        case "disk.list":
+            return await disks.listed()
+        case "disk.attach":
+            return await disks.attach(_disk(params))
+        case "disk.detach":
+            await disks.detach(_name(params, "name"))
+            return {}
+        case "disk.grow":
+            return await disks.grow(_name(params, "name"), _size(params))
+        case "upgrade":
+            await _upgrade(status, params)
+        case "cpu.set":
+            _refuse_cpus()
     raise RpcError(METHOD_NOT_FOUND, f"Method not found: {method!r}")
+
+
+async def _upgrade(status: StatusReader, params: Mapping[str, object]) -> NoReturn:
+    from runner.instance.renewal.upgrade import upgrade  # here, because few runners are renewed
+
+    await upgrade(status.supervisor, _directory(params), _digest(params))
 
 
 def _disk(params: Mapping[str, object]) -> DiskSpec:
@@ -120,6 +138,21 @@ def _name(params: Mapping[str, object], key: str) -> str:
     if not isinstance(value, str):
         raise RpcError(INVALID_PARAMS, f"Invalid params: {key!r} must be a string")
     return value
+
+
+def _directory(params: Mapping[str, object]) -> PurePosixPath:
+    """Return the directory ``from``; links are followed once, so that what was checked is what is executed."""
+    given = PurePosixPath(_name(params, "from"))
+    if not given.is_absolute():
+        raise RpcError(INVALID_PARAMS, "Invalid params: 'from' must be an absolute path")
+    return PurePosixPath(os.path.realpath(given))
+
+
+def _digest(params: Mapping[str, object]) -> str:
+    digest = _name(params, "digest")
+    if _DIGEST.fullmatch(digest) is None:
+        raise RpcError(INVALID_PARAMS, "Invalid params: 'digest' must be sha256: and 64 hexadecimal digits")
+    return digest
 
 
 def _size(params: Mapping[str, object]) -> int | None:

@@ -52,7 +52,17 @@ class StatusReader:
             "console_log": str(plan.console.log),
             "disks": await self.disks.listed(),
             "free_slots": self.disks.free_slots,
+            "runner": self.runner(),
         }
+
+    def runner(self) -> dict[str, object]:
+        """Return how often this program was renewed, its digest if it was by ``ctl upgrade``, and what came of the last time.
+
+        It is known without QEMU, which may not answer.
+        """
+        carry_over = self.supervisor.carry_over
+        found = {"generation": carry_over.generation, "digest": carry_over.digest}
+        return {**found, "outcome": carry_over.outcome, "reason": carry_over.reason}
 
     def _placement(self) -> dict[str, object]:
         """Return where the vCPUs are, and whether every thread is in its place, read from the kernel now."""

@@ -3,6 +3,7 @@
 The script that includes this file defines ``BEHAVIOUR``, how it misbehaves; ``DEFAULTS`` lists the choices.
 """
 
+import itertools
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 DEFAULTS = {
     "before_greeting": None,  # None | "exit" | "hang" | "garbage" | "half a line" | "long line"
@@ -25,6 +27,7 @@ DEFAULTS = {
     "deaf_to": None,  # a command that is never answered
     "console": None,  # None (reads nothing) | "echo" | "plays" (prints what is typed; "!reset" and such: what the guest does);
     # also a number: writes so many bytes for each input
+    "ticks": None,  # seconds between two lines that its guest prints, "tick 0", "tick 1", … without end
     "agent": None,  # None (no agent) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing) | "old"
     "unplugs": True,  # the guest releases a disk that is to be detached
     "fills": None,  # a directory whose file system is full as soon as the guest has a new disk
@@ -88,6 +91,12 @@ def play(typed):
             event("VSERPORT_CHANGE", id="agent", open=deed == "agent opens")
         else:
             do(deed)
+
+
+def tick():
+    for number in itertools.count():
+        console.sendall(b"tick %d\r\n" % number)
+        time.sleep(behaviour["ticks"])
 
 
 def serve_console():
@@ -363,6 +372,8 @@ for request in requests():
     if command == "cont":
         if not behaviour["silent"]:
             console.sendall(b"guest: runs\r\n")
+        if behaviour["ticks"] is not None:
+            threading.Thread(target=tick, daemon=True).start()
         if behaviour["agent"] is not None:
             agent = socket.socket(fileno=fd_of("agent"))
             threading.Thread(target=serve_agent, args=(agent,), daemon=True).start()

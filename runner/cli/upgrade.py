@@ -1,0 +1,40 @@
+"""``ctl upgrade``: has a running instance's runner become another program, and says what came of it."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+from runner.errors import HostError, UsageError
+from runner.kernel.sockets import CONTROL_SOCKET
+from runner.protocol.controller_client import ControllerAbsentError, ControllerError, ask
+from runner.protocol.jsonrpc import METHOD_NOT_FOUND
+
+
+async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, digest: str) -> object:
+    """Return what the runner says of itself once it is the program in *directory*, which has this *digest*.
+
+    Raises :exc:`~runner.errors.RunnerError` when it is not: the runner before continues then.
+    """
+    before = await _runner(state_directory)
+    params = {"from": str(directory), "digest": digest}
+    try:
+        await ask("the instance", state_directory / CONTROL_SOCKET, "upgrade", params)
+    except ControllerAbsentError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+    # It hung up, as exec closes every connection; whichever program it is now, its socket listens still.
+    after = await _runner(state_directory)
+    if after["generation"] == before["generation"]:
+        raise HostError(f"cannot renew the runner: {after['reason'] or 'it hung up'}; the program before continues")
+    return after
+
+
+async def _runner(state_directory: PurePosixPath) -> dict[str, Any]:
+    try:
+        found: Any = await ask("the instance", state_directory / CONTROL_SOCKET, "runner", {})
+    except ControllerError as error:
+        if error.code != METHOD_NOT_FOUND:
+            raise
+        raise UsageError("cannot renew the runner: it is older than `ctl upgrade`; restart its pod once") from error
+    return dict(found)

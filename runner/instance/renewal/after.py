@@ -1,0 +1,27 @@
+"""What a renewed runner does first, once everything is its own: it proves the receipt again, and asks QEMU for the guest."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from runner.errors import RunnerError, explain
+from runner.instance.qemu import Qemu
+from runner.instance.receipts import Receipts
+from runner.protocol.qmp import QmpError
+
+log = logging.getLogger(__name__)
+
+
+async def verify_guest(machine: Qemu, receipts: Receipts) -> None:
+    """Publish the receipt, with this program's generation, and log a guest that does not run; may take any time."""
+    try:
+        receipts.publish()
+    except RunnerError as error:
+        log.warning("the receipt is that of before the renewal: %s", explain(error))
+    try:
+        reply: Any = await machine.monitor.execute("query-status")
+    except QmpError:  # the task that waits for the guest's end reports it
+        return
+    if isinstance(reply, dict) and reply.get("running") is not True:
+        log.warning("the guest does not run after the renewal status=%s", reply.get("status"))

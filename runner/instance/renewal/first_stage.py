@@ -1,0 +1,115 @@
+"""The first code that runs after exec when a runner is renewed: it goes back to the program before unless the next one commits.
+
+It is executed as a script by the interpreter of the runner before, with the standard library alone (``-I -S``), and is that
+runner's own file, which is known to work. Usage: ``first_stage.py MODE FD INDEX REASON``. FD is a sealed file with the state as
+JSON. INDEX is the place of a program in its list ``programs``: the one to become comes first, the one before second. REASON says why it
+is not the first one, empty if it is.
+
+======== ===========================================================================================================
+resume   become that program and go on with what the runner before has held
+rehearse only import that program and read the state, as a child; print why it cannot go on, and nothing if it can
+======== ===========================================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import Any
+
+COMMITTED_WITHIN = 10
+"""Seconds from exec until a program must have taken everything over, unless it has ``within`` of its own; 0.2 are usual."""
+LONGEST_REASON = 1000
+"""Characters of the reason that the program before is told."""
+NAME = "instance-runner"
+"""What ``ps`` shows: the name of the program before exec, and not the interpreter's."""
+FLAGS = ("-I", "-S", "-B")
+"""Of the interpreter: neither environment nor site-packages nor new bytecode files change what is executed."""
+
+
+def stage_argv(stage: dict[str, Any], mode: str, fd: int, index: int, reason: str) -> list[str]:
+    """Return the command line by which *stage*, an interpreter and a copy of this file, becomes the program *index*."""
+    words = [stage["interpreter"], *FLAGS, stage["file"], mode, str(fd), str(index), reason]
+    return [word.replace("\0", "") for word in words]
+
+
+class FirstStage:
+    """The way to the program *index* of the list in *document*, and back to the one after it in that list."""
+
+    def __init__(self, fd: int, document: dict[str, Any], index: int, reason: str) -> None:
+        self.fd = fd
+        self.document = document
+        self.index = index
+        self.reason = reason
+        self.committed = False
+
+    @property
+    def program(self) -> dict[str, Any]:
+        """The program that goes on."""
+        program: dict[str, Any] = self.document["programs"][self.index]
+        return program
+
+    def import_program(self) -> Any:
+        """Return the module of the program that goes on."""
+        sys.path[:0] = self.program["path"]
+        sys.pycache_prefix = self.program.get("bytecode")  # PYTHONPYCACHEPREFIX of the runner before, which -I ignores
+        return import_module("runner.cli.resume")  # the path says which runner that is
+
+    def commit(self) -> None:
+        """Give up the way back: everything has been taken over."""
+        signal.alarm(0)
+        self.committed = True
+        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:  # noqa: PTH123 - one word
+            comm.write(NAME)
+
+    def fall_back(self, error: BaseException) -> None:
+        """Execute the program before; return if there is none."""
+        if self.committed or self.index + 1 >= len(self.document["programs"]):
+            return
+        signal.alarm(0)
+        reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON].encode("utf-8", "replace").decode()
+        for number in (self.fd, *map(int, self.document["descriptors"])):
+            os.set_inheritable(number, True)
+        argv = stage_argv(self.document["stage"], "resume", self.fd, self.index + 1, reason)
+        os.execve(argv[0], argv, os.environ)
+
+    def resume(self) -> int:
+        """Become the program and return the status with which this process is to end."""
+        within: int = self.program.get("within", COMMITTED_WITHIN)
+
+        def too_late(_number: int, _frame: object) -> None:
+            self.fall_back(TimeoutError(f"it has not taken everything over within {within} s"))
+
+        signal.signal(signal.SIGALRM, too_late)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        signal.alarm(within)
+        try:
+            status: int = self.import_program().resume(self)
+        except BaseException as error:
+            self.fall_back(error)
+            raise
+        return status
+
+
+def main() -> int:
+    """Do what the command line says."""
+    mode, fd, index, reason = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    document = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    stage = FirstStage(fd, document, index, reason)
+    if mode == "resume":
+        return stage.resume()
+    try:
+        stage.import_program().rehearse(stage)
+    except Exception as error:  # noqa: BLE001 - whatever it is, this program cannot go on
+        sys.stdout.write(f"{type(error).__name__}: {error}"[:LONGEST_REASON] + "\n")
+        sys.stdout.flush()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())

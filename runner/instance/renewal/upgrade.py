@@ -1,0 +1,222 @@
+"""A runner becomes another program, or a fresh image of its own, under a guest that runs on.
+
+1. The program is checked: its owner, its digest; then that it can be imported and understands what is carried over, by a child
+   that does nothing else; and the same of the program that runs now, which is the way back. Until here nothing was touched.
+2. This process waits for a moment at which nothing is half done, blocks the signals, and lets those be handled that came before.
+   The kernel keeps the others: blocked and pending signals survive exec, and so does a child's death (execve(2)).
+3. In one step of its event loop, in which no other task runs, the state goes to a sealed file in memory, and exec follows.
+4. The first stage (:mod:`runner.instance.renewal.first_stage`) imports the program, which takes over everything in one step of its own
+   event loop: it reads nothing from any stream, reaps no child, removes no file. Then it commits. Before that, any error, and
+   10 s (more on a host where the child has taken long), execute the program before with the same state.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+import trio
+
+from runner.errors import HostError, RefusedError, explain
+from runner.instance.renewal import first_stage
+from runner.instance.renewal.codec import encode
+from runner.instance.renewal.first_stage import stage_argv
+from runner.instance.supervisor import CarryOver, Supervisor
+from runner.kernel.execution import STATE_NAME, execute, identity, sealed_memory
+from runner.kernel.processes import Command
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of the state; another program that understands another one refuses this one."""
+
+QUIET_WITHIN = 5.0
+"""Seconds to wait for a moment at which nothing is half done, for a renewal that was asked for."""
+QUIET_WITHIN_AFTER_FAULT = 20.0
+"""The same after a fault: a disk that is being detached takes 15 s."""
+LOOKED_AGAIN = 0.02
+"""Seconds between two looks for such a moment."""
+
+REHEARSED_WITHIN = 60.0
+"""Seconds in which a program must show that it can be imported and understands the state; 0.5 are usual."""
+
+MOST_FAULTS, FORGIVEN = 2, 600.0
+"""Faults of its own that a runner survives, and the seconds after which one no longer counts."""
+
+MARGIN = 3
+"""How many times as long as its child a program may take to take everything over: it does what the child did, and little more."""
+
+_REFUSED = f"{RefusedError.__name__}: "
+_BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+def running_program(digest: str) -> dict[str, Any]:
+    """Return this program as the first stage takes it: its *digest*, where it is imported from, and its bytecode."""
+    own = str(Path(first_stage.__file__).parents[3])
+    path = [own, *(each for each in sys.path if each.startswith("/") and each != own)]
+    return {"path": path, "bytecode": sys.pycache_prefix, "digest": digest}
+
+
+async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str) -> NoReturn:
+    """Become the program in *directory*, which has this *digest*.
+
+    Raises :exc:`~runner.errors.RunnerError`, and nothing has changed then.
+    """
+    carry_over = supervisor.carry_over
+    programs: list[dict[str, Any]] = [
+        {"path": [str(directory)], "digest": digest},
+        running_program(carry_over.digest),
+    ]
+    document = {"directory": str(directory), **_document(supervisor, programs, "upgrade")}
+    await _rehearse(supervisor, document, 1, "this program")
+    begun = trio.current_time()
+    await _rehearse(supervisor, document, 0, f"the program in {str(directory)!r}")
+    programs[0]["within"] = max(first_stage.COMMITTED_WITHIN, math.ceil(MARGIN * (trio.current_time() - begun)))
+    await _become(supervisor, programs, "upgrade", QUIET_WITHIN)
+
+
+async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
+    """Become a fresh image of this program after its own fault; return if that was so too often, or cannot be."""
+    carry_over, now = supervisor.carry_over, time.monotonic()
+    carry_over.own_faults = [each for each in carry_over.own_faults if now - each < FORGIVEN]
+    if len(carry_over.own_faults) >= MOST_FAULTS:
+        log.error("the runner has survived %d faults of its own in %g s, and not this one", MOST_FAULTS, FORGIVEN)
+        return
+    carry_over.own_faults.append(now)
+    reason = f"{type(error).__name__}: {error}"
+    try:
+        programs = [running_program(carry_over.digest)]
+        await _become(supervisor, programs, "fault", QUIET_WITHIN_AFTER_FAULT, reason)
+    except Exception as failure:  # noqa: BLE001 - whatever it is, the guest is to power down in order
+        log.error("the runner cannot continue after a fault of its own: %s", explain(failure))  # noqa: TRY400
+
+
+def _document(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, reason: str = "") -> Any:
+    carry_over, descriptors = supervisor.carry_over, list[int]()
+    state = {name: encode(capture(), descriptors) for name, capture in carry_over.offers.items()}
+    return {
+        "format": FORMAT,
+        "cause": cause,
+        "reason": reason,
+        "generation": carry_over.generation,
+        "own_faults": carry_over.own_faults,
+        "programs": programs,
+        "stage": {"interpreter": sys.executable, "file": first_stage.__file__},
+        "left_at": time.monotonic(),
+        "descriptors": {str(number): identity(number) for number in descriptors},
+        "state": state,
+    }
+
+
+async def _rehearse(supervisor: Supervisor, document: Any, index: int, what: str) -> None:
+    """Have a child import the program *index*, and read the state. Raises :exc:`~runner.errors.RunnerError`."""
+    with sealed_memory(STATE_NAME, _json(document)) as fd:
+        argv = tuple(stage_argv(document["stage"], "rehearse", fd, index, ""))
+        command = Command("rehearsal", argv, (fd,), level=logging.DEBUG)
+        async with supervisor.processes.daemon(command, 0) as process:
+            with trio.move_on_after(REHEARSED_WITHIN):
+                await process.wait()
+    if process.returncode is None or process.returncode < 0:
+        raise RefusedError(f"cannot renew the runner: {what} could not be tried within {REHEARSED_WITHIN:g} s")
+    if process.returncode:
+        output = process.last_lines[-1] if process.last_lines else process.how_it_ended()
+        refused = output.removeprefix(_REFUSED)  # of the directory, by the program that runs
+        raise RefusedError(
+            f"cannot renew the runner: {refused if refused != output else f'{what} cannot go on: {output}'}"
+        )
+
+
+def _json(document: Any) -> bytes:
+    import json
+
+    return json.dumps(document).encode()
+
+
+async def _become(
+    supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, within: float, reason: str = ""
+) -> NoReturn:
+    """Become the first of *programs* as soon as nothing is half done. Raises :exc:`~runner.errors.RunnerError`."""
+    carry_over, deadline = supervisor.carry_over, trio.current_time() + within
+    if carry_over.pausing is not None:
+        raise RefusedError("cannot renew the runner: it is being renewed already")
+    carry_over.pausing = trio.Event()
+    try:
+        while True:
+            if not (unfinished := _unfinished(supervisor)):
+                signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+                try:
+                    await _signals_handled()
+                    if not (unfinished := _unfinished(supervisor)):
+                        raise _execute(supervisor, programs, cause, reason)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            if trio.current_time() >= deadline or supervisor.stop.reason:
+                raise RefusedError(f"cannot renew the runner now: {unfinished}; ask again later")
+            await trio.sleep(LOOKED_AGAIN)
+    finally:
+        carry_over.pausing.set()
+        carry_over.pausing = None
+
+
+def _unfinished(supervisor: Supervisor) -> str:
+    """Return why the state cannot be carried over at this moment, empty if it can."""
+    if supervisor.stop.reason:
+        return f"it was asked to stop ({supervisor.stop.reason})"
+    if supervisor.carry_over.resume_after_fault is None:
+        return "the guest does not run"
+    return next(filter(None, (look() for look in supervisor.carry_over.not_now.values())), "")
+
+
+async def _signals_handled() -> None:
+    """Return when the tasks that wait for signals have received all that came before they were blocked.
+
+    The event loop's handler of a signal adds a call to the queue that this adds one to as well; a signal's own comes first.
+    """
+    for _ in range(3):
+        handled = trio.Event()
+        trio.lowlevel.current_trio_token().run_sync_soon(handled.set, idempotent=True)
+        await handled.wait()
+        await trio.lowlevel.checkpoint()
+
+
+def _execute(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, reason: str) -> HostError:
+    """Carry everything over to the first of *programs*; return why that failed, and nothing has changed then."""
+    supervisor.log_limit.log_left_out()
+    try:
+        document = _document(supervisor, programs, cause, reason)
+    except OSError as error:
+        failure = HostError("cannot carry over what this process holds")
+        failure.__cause__ = error
+        return failure
+    for leave in supervisor.carry_over.leaving:
+        leave()
+    with sealed_memory(STATE_NAME, _json(document)) as fd:
+        argv = stage_argv(document["stage"], "resume", fd, 0, "")
+        return execute(argv, os.environ, (fd, *map(int, document["descriptors"])))
+
+
+def committed_after(document: Any) -> float:
+    """Return the seconds for which the runner has not done its duties, on the kernel's clock."""
+    return time.monotonic() - float(document["left_at"])
+
+
+def taken_over(document: Any, state: dict[str, Any], index: int, reason: str) -> CarryOver:
+    """Return what the program *index* of *document* has taken over; *reason* says why it is not the first one."""
+    upgraded = document["cause"] == "upgrade" and index == 0
+    outcome: Any = "renewed" if upgraded else "fell_back" if index else "resumed"
+    return CarryOver(
+        state,
+        document["generation"] + (not index),
+        outcome=outcome,
+        reason=reason or document["reason"],
+        digest=document["programs"][index]["digest"],
+        strict=upgraded,
+        own_faults=list(document["own_faults"]),
+    )

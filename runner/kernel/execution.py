@@ -1,0 +1,72 @@
+"""Another program image for this process (execve(2)), which keeps its pid, its children and the descriptors that are named.
+
+Imported when a runner is renewed, and not before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from runner.errors import HostError
+from runner.kernel.files import closing
+
+STATE_NAME: Final = "instance-runner-state"
+
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+@contextmanager
+def sealed_memory(name: str, content: bytes) -> Iterator[int]:
+    """Hold a descriptor of *content* that no process can change any more (memfd_create(2), "file sealing")."""
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise HostError(f"cannot make memory for {name}") from error
+    with closing(fd):
+        try:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            raise HostError(f"cannot write {name}") from error
+        yield fd
+
+
+def identity(number: int) -> list[int]:
+    """Return what says that descriptor *number* is of the same file still: device, inode and type. Raises ``OSError``."""
+    found = os.fstat(number)
+    return [found.st_dev, found.st_ino, found.st_mode & 0o170000]
+
+
+def claim_inherited(expected: Mapping[str, list[int]]) -> None:
+    """Keep the inherited descriptors *expected*, the identities by number, from the children of this process.
+
+    Raises :exc:`~runner.errors.HostError` for one that is not open, or of another file.
+    """
+    for number, file in expected.items():
+        try:
+            if identity(int(number)) != file:
+                raise HostError(f"cannot take over descriptor {number}: it is of another file")
+            os.set_inheritable(int(number), False)
+        except OSError as error:
+            raise HostError(f"cannot take over descriptor {number}") from error
+
+
+def execute(argv: Sequence[str], environment: Mapping[str, str], descriptors: Iterable[int]) -> HostError:
+    """Become the program *argv*, which inherits *descriptors* and no others; return why that failed."""
+    numbers = list(descriptors)
+    try:
+        for number in numbers:
+            os.set_inheritable(number, True)
+        os.execve(argv[0], list(argv), environment)
+    except OSError as error:
+        for number in numbers:
+            os.set_inheritable(number, False)
+        failure = HostError(f"cannot execute {argv[0]!r}")
+        failure.__cause__ = error
+        return failure

@@ -1,0 +1,71 @@
+"""A directory with a program of this project, which a runner may become: who may change it, and its digest.
+
+The digest is what this prints in the directory, behind ``sha256:``, for names without a line end or a backslash::
+
+    find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Final
+
+from runner.errors import RefusedError
+
+PREFIX: Final = "sha256:"
+
+
+def check_program(directory: PurePosixPath, digest: str) -> None:
+    """Raise :exc:`~runner.errors.RefusedError` unless *directory* has this *digest* and only root may change it.
+
+    Every directory above it counts, too, as a file is replaced by whoever may write its directory; in one with the sticky
+    bit only its owner may (unlink(2)). Symbolic links and special files are refused: a digest says nothing of them.
+    """
+    for above in (*reversed(directory.parents), directory):
+        _check_owner(str(above))
+    found = PREFIX + digest_of(directory)
+    if found != digest:
+        raise RefusedError(f"cannot use {str(directory)!r}: its digest is {found}, not {digest}")
+
+
+def digest_of(directory: PurePosixPath) -> str:
+    """Return the digest of the files in *directory* in hexadecimal. Raises :exc:`~runner.errors.RefusedError`."""
+    lines = hashlib.sha256()
+    try:
+        for path in sorted(_files(str(directory)), key=os.fsencode):
+            with open(path, "rb") as file:  # noqa: PTH123 - a text, of which there may be thousands
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            lines.update(f"{content}  ./{os.path.relpath(path, directory)}\n".encode())
+    except OSError as error:
+        raise RefusedError(f"cannot read {str(error.filename or directory)!r}") from error
+    return lines.hexdigest()
+
+
+def _files(directory: str) -> Iterator[str]:
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            _check_owner(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path)
+            else:
+                yield entry.path
+
+
+def _check_owner(path: str) -> None:
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        raise RefusedError(f"cannot use {path!r}") from error
+    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+        raise RefusedError(f"cannot use {path!r}: it is neither a file nor a directory; a program has no others")
+    if "\n" in path or "\\" in path:
+        raise RefusedError(
+            f"cannot use {path!r}: its name has a line end or a backslash, which sha256sum writes otherwise"
+        )
+    sticky = stat.S_ISDIR(found.st_mode) and bool(found.st_mode & stat.S_ISVTX)
+    if found.st_uid != 0 or (found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky):
+        raise RefusedError(f"cannot use {path!r}: others than root may change it; give it to root, mode go-w")

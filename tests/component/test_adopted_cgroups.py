@@ -1,0 +1,111 @@
+"""A renewed runner is in its cgroups already: it takes over the descriptors, asks the controller for nothing, and leaves as ever."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from runner.cpuset import CpuSet
+from runner.facts.roots import Roots
+from runner.instance.carried import CarriedCgroups, CarriedControllers, CarriedMask, CarriedSeal
+from runner.instance.cgroups import delegated
+from runner.instance.cgroups.active import entered_cgroups
+from runner.instance.cgroups.controller import RegisteredCgroups
+from runner.instance.daemons import restarted_child
+from runner.instance.supervisor import CarryOver, Faults, StopRequest, open_supervisor
+from runner.kernel.carried import CarriedFd
+from runner.kernel.processes import Command
+from runner.kernel.scheduler import read_mask
+from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement
+from runner.placement.threads import CgroupPaths
+
+PATHS = CgroupPaths("/pod", "/stelia/float/a", "/stelia/instance-a")
+FILES = ("float_procs", "instance_threads", "pod_procs", "float_threads")
+
+
+async def test_registered_cgroups_are_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
+    float_procs, instance_threads, pod_procs, float_threads = map(CarriedFd, numbers)
+    confined = frozenset({7, 8})
+    carried = CarriedCgroups(PATHS, float_procs, instance_threads, pod_procs, float_threads, confined)
+    carry_over, faults = CarryOver(), Faults()
+    placement = ControllerPlacement(CpuSet([1]), (1,), PurePosixPath(tmp_path / "no-controller.sock"), "a")
+    async with (
+        open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
+        restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
+    ):
+        carry_over.taken_over = {"cgroups": carried, "seal": CarriedSeal("the kernel is old")}
+        async with entered_cgroups(supervisor, placement, [anchor]) as active:
+            assert isinstance(active, RegisteredCgroups)
+            assert active.cgroups == PATHS
+            assert active.confined == {7, 8}
+            assert anchor.command.entering == numbers[2]
+            async with active.sealed() as reason:
+                assert reason == "the kernel is old"
+                assert carry_over.offers["seal"]() == CarriedSeal("the kernel is old")
+            active.confined.add(9)
+            offered = carry_over.offers["cgroups"]()
+            assert isinstance(offered, CarriedCgroups)
+            assert (offered.pod_procs, offered.confined) == (carried.pod_procs, frozenset({7, 8, 9}))
+            assert [(tmp_path / name).read_text() for name in FILES] == [""] * 4
+        assert carry_over.taken_over == {}
+        assert (tmp_path / "pod_procs").read_text() == "0\n"
+        assert anchor.command.entering is None
+    assert faults.sentences == []
+    assert "it will remove the instance's cgroup when it is back" in caplog.text
+    for number in numbers:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
+
+
+async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the tree is written to; at the end it is removed, and the controllers are those of before the first start."""
+    scope = tmp_path / "pod"
+    for name in ("float", "instance"):
+        (scope / name).mkdir(parents=True)
+    control = scope / "cgroup.subtree_control"
+    control.write_text("cpu cpuset\n")
+    monkeypatch.setattr(delegated, "Roots", lambda: Roots(cgroup=tmp_path))
+    numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
+    paths = CgroupPaths("/pod", "/pod/float", "/pod/instance")
+    float_procs, instance_threads, pod_procs, float_threads = map(CarriedFd, numbers)
+    carried = CarriedCgroups(paths, float_procs, instance_threads, pod_procs, float_threads, frozenset({7}))
+    taken_over = {"controllers": CarriedControllers(frozenset({"cpu"})), "cgroups": carried}
+    carry_over, faults = CarryOver(), Faults()
+    async with (
+        open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
+        restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
+    ):
+        carry_over.taken_over = dict(taken_over)
+        placement = DelegatedPlacement(CpuSet([1]), (1,), CpuSet([0]), shared=False)
+        async with entered_cgroups(supervisor, placement, [anchor]) as active:
+            assert active.cgroups == paths
+            assert {name: carry_over.offers[name]() for name in taken_over} == taken_over
+            assert [(tmp_path / name).read_text() for name in FILES] == [""] * 4
+            assert control.read_text() == "cpu cpuset\n"
+        assert carry_over.taken_over == {}
+    assert faults.sentences == []
+    assert (tmp_path / "pod_procs").read_text() == "0\n"
+    assert sorted(each.name for each in scope.iterdir()) == ["cgroup.subtree_control"]
+    assert control.read_text().startswith("-cpuset\n")
+
+
+async def test_the_mask_of_before_the_start_is_given_back() -> None:
+    """The new program's own mask is float's already; that of before goes over."""
+    before = read_mask()
+    carry_over, faults = CarryOver({"cgroups": CarriedMask(before)}), Faults()
+    other = CpuSet([min(before)])
+    try:
+        os.sched_setaffinity(0, set(other))
+        placement = AffinityPlacement(CpuSet(set(before) - set(other)), (), other, shared=False)
+        async with (
+            open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
+            entered_cgroups(supervisor, placement, ()),
+        ):
+            assert read_mask() == other
+            assert carry_over.offers["cgroups"]() == CarriedMask(before)
+        assert read_mask() == before
+    finally:
+        os.sched_setaffinity(0, set(before))

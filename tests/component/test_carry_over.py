@@ -1,0 +1,137 @@
+"""What a runner carries over, captured while a guest runs; and a renewal that cannot even begin, or is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from runner.errors import HostError, RefusedError, Status, explain
+from runner.instance.carried import CarriedQemu, CarriedReadiness
+from runner.instance.qemu import GuestEnd
+from runner.instance.renewal import first_stage
+from runner.instance.renewal.codec import decode, encode
+from runner.instance.renewal.first_stage import FirstStage
+from runner.instance.renewal.upgrade import _become, _document, resume_after_fault, running_program
+from runner.instance.supervisor import Supervisor
+from runner.kernel.execution import claim_inherited, identity, sealed_memory
+from runner.kernel.processes import start_time
+from tests.support.fake_host import FakeHost
+
+SPEC = "[[network]]\n[display]\nvnc = true\n"
+
+
+async def run(fake_host: FakeHost, act: Callable[[Supervisor], Awaitable[None]]) -> None:
+    """Do *act* while a guest with everything runs; afterwards everything is as before."""
+    plan = fake_host.plan(SPEC + fake_host.share(), grace=2)
+    before = fake_host.snapshot()
+
+    async def meanwhile(supervisor: Supervisor) -> None:
+        with trio.fail_after(20):
+            while supervisor.carry_over.resume_after_fault is None:
+                await trio.testing.wait_all_tasks_blocked()
+        await act(supervisor)
+        fake_host.stop.ask("test")
+
+    ended = await fake_host.run(plan, meanwhile=meanwhile)
+    assert isinstance(ended, GuestEnd)
+    assert ended.status is Status.STOPPED
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
+
+
+def inheritable() -> list[int]:
+    """Return the descriptors beyond the standard streams that a program executed now would inherit."""
+    numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    return [number for number in numbers if number > 2 and os.get_inheritable(number)]
+
+
+async def test_every_holder_says_what_it_holds(fake_host: FakeHost) -> None:
+    async def act(supervisor: Supervisor) -> None:
+        await trio.lowlevel.checkpoint()
+        document = json.loads(json.dumps(_document(supervisor, [running_program("")], "upgrade")))
+        state = {name: decode(each) for name, each in document["state"].items()}
+        captured = {name: capture() for name, capture in supervisor.carry_over.offers.items()}
+        steady = {"state directory", "cgroups", "console", "control", "display", "threads"}
+        assert {name: state[name] for name in steady} == {name: captured[name] for name in steady}
+        assert {"anchor 0", "anchor 1", "dnsmasq 0", "share share", *steady} < state.keys()
+        [qemu] = [process for process in supervisor.processes if process.role == "qemu"]
+        found = state["qemu"]
+        assert isinstance(found, CarriedQemu)
+        assert (found.process.pid, found.process.started) == (qemu.pid, start_time(qemu.pid))
+        assert isinstance(state["readiness"], CarriedReadiness)
+        claim_inherited(document["descriptors"])  # each is what it was
+
+    await run(fake_host, act)
+
+
+async def test_an_exec_that_fails_changes_nothing(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(supervisor: Supervisor) -> None:
+        before = inheritable()
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(HostError) as caught:
+            await _become(supervisor, [running_program("")], "upgrade", 5)
+        assert explain(caught.value) == "cannot execute '/nowhere/python': No such file or directory"
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+        assert inheritable() == before
+        assert supervisor.carry_over.pausing is None
+
+    await run(fake_host, act)
+
+
+async def test_a_renewal_waits_for_what_is_half_done_and_gives_up(fake_host: FakeHost) -> None:
+    async def act(supervisor: Supervisor) -> None:
+        supervisor.carry_over.not_now["test"] = lambda: "something is half done"
+        with pytest.raises(RefusedError, match="now: something is half done; ask again later"):
+            await _become(supervisor, [], "upgrade", 0.1)
+        supervisor.stop.ask("test")
+        with pytest.raises(RefusedError, match=r"now: it was asked to stop \(test\)"):
+            await _become(supervisor, [], "upgrade", 5)
+
+    await run(fake_host, act)
+
+
+async def test_a_fault_is_survived_twice_at_most(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here no exec succeeds, which counts as well."""
+
+    async def act(supervisor: Supervisor) -> None:
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        for _ in range(3):
+            await resume_after_fault(supervisor, ValueError("injected"))
+        assert fake_host.logged().count("the runner cannot continue after a fault of its own: cannot execute") == 2
+        assert "the runner has survived 2 faults of its own in 600 s, and not this one" in fake_host.logged()
+
+    await run(fake_host, act)
+
+
+def test_the_bytecode_of_the_program_that_runs_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interpreter was told by PYTHONPYCACHEPREFIX; that of the next program ignores the environment."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(first_stage, "import_module", lambda name: (name, sys.pycache_prefix))
+    for prefix in ("/elsewhere", None):
+        monkeypatch.setattr(sys, "pycache_prefix", prefix)
+        document = {"programs": [running_program("")]}
+        monkeypatch.setattr(sys, "pycache_prefix", "/another")
+        assert FirstStage(0, document, 0, "").import_program() == ("runner.cli.resume", prefix)
+
+
+def test_the_state_is_sealed_and_descriptors_are_told_apart() -> None:
+    with sealed_memory("state", b"content") as fd, sealed_memory("state", b"another") as other:
+        assert os.pread(fd, 99, 0) == b"content"
+        with pytest.raises(PermissionError):
+            os.pwrite(fd, b"x", 0)
+        os.set_inheritable(fd, True)
+        claim_inherited({str(fd): identity(fd)})
+        assert not os.get_inheritable(fd)
+        with pytest.raises(HostError, match="it is of another file"):
+            claim_inherited({str(fd): identity(other)})
+    with pytest.raises(HostError, match=f"cannot take over descriptor {fd}"):
+        claim_inherited({str(fd): [0, 0, 0]})
+    assert encode((), []) == []
