@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NoReturn
 
-import trio
-
 from runner.errors import Problem, RunnerError, SpecError, explain
 from runner.facts.roots import Roots
 from runner.instance.control.status import StatusReader
@@ -37,7 +35,7 @@ _SIZE = size_rule(1 << 20)
 async def accept(listener: Socket, status: StatusReader) -> None:
     """Serve the instance of *status*, and its disks, to the clients that connect to *listener*, until cancelled."""
     methods = ControlMethods(status, Peers(Roots().proc))
-    await UnixServer(methods, LIMITS).accept(trio.socket.from_stdlib_socket(listener))
+    await UnixServer(methods, LIMITS).accept(listener)
 
 
 @frozen
