@@ -148,6 +148,10 @@ class RpcMethods:
     """Whether an instance is refused where the kernel does not keep all others off its CPUs."""
     _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
+    _requests: WeakValueDictionary[str, trio.Lock] = attrs.field(factory=WeakValueDictionary)
+    """By instance: of the requests to seal it, one at a time waits for its turn among all (:attr:`_turns`)."""
+    _turns: trio.Lock = attrs.field(factory=trio.Lock)
+    """Whose turn it is to seal; trio gives it in the order in which it was asked for."""
     _sealed_at: dict[str, float] = attrs.field(factory=dict)
     """When the instances of the last second were sealed, on trio's clock."""
     _waits: trio.Semaphore = attrs.field(factory=lambda: trio.Semaphore(MOST_WAITING))
@@ -413,13 +417,8 @@ class RpcMethods:
     # -- sealCgroup, unsealCgroup ------------------------------------------------------------------------------------
 
     async def _seal(self, identify: Identify, pod_uid: str) -> RpcResult:
-        await self._owner(identify, pod_uid)
-        group = self.loop.tree.group(instance_group(pod_uid))
-        # What is not registered takes no turn: every container of the node may ask, and each request keeps its connection.
-        while group.exists() and (earliest := self._next_seal(pod_uid)) > trio.current_time():  # another may be first
-            await trio.sleep_until(earliest)
-            await self._owner(identify, pod_uid)
-        reason = self._seal_now(pod_uid) if group.exists() else "it is not registered"
+        caller = await self._owner(identify, pod_uid)
+        reason = await self._seal_in_turn(identify, caller, pod_uid)
         if not reason:
             return RpcResult({"guarantee": "enforced"})
         if self.partitions_required:
@@ -432,16 +431,29 @@ class RpcMethods:
             log.warning("instance not sealed%s uuid=%s reason=%r", more, pod_uid, reason)
         return RpcResult({"guarantee": "arranged", "reason": reason})
 
+    async def _seal_in_turn(self, identify: Identify, caller: ContainerIdentity | None, pod_uid: str) -> str:
+        """Seal the instance after those that were asked for before it; return why it is not sealed, empty if it is.
+
+        What is not registered or is sealed takes no turn: every container of the node may ask, as often as it likes.
+        """
+        group = self.loop.tree.group(instance_group(pod_uid))
+        async with self._requests.setdefault(pod_uid, trio.Lock()):  # each instance has one place in the order
+            if not group.exists():
+                return "it is not registered"
+            if group.partition() == ISOLATED:
+                return ""
+            await trio.sleep_until(self._sealed_at.get(pod_uid, -math.inf) + SEALED_EVERY)
+            async with self._turns:
+                await trio.sleep_until(max(self._sealed_at.values(), default=-math.inf) + SEALS_APART)
+                self._check_owner(identify, caller, pod_uid)
+                return self._seal_now(pod_uid)
+
     def _seal_now(self, pod_uid: str) -> str:
         now = trio.current_time()
         for uid in [uid for uid, at in self._sealed_at.items() if at + SEALED_EVERY < now]:
             del self._sealed_at[uid]
         self._sealed_at[pod_uid] = now
         return self.loop.seal(pod_uid)
-
-    def _next_seal(self, pod_uid: str) -> float:
-        last = max(self._sealed_at.values(), default=-math.inf)
-        return max(self._sealed_at.get(pod_uid, -math.inf) + SEALED_EVERY, last + SEALS_APART)
 
     async def _unseal(self, identify: Identify, pod_uid: str) -> RpcResult:
         await self._owner(identify, pod_uid)
@@ -455,9 +467,14 @@ class RpcMethods:
         self.loop.pass_over({}, {pod_uid: False})
         return True
 
-    async def _owner(self, identify: Identify, pod_uid: str) -> None:
-        """Check that the peer may act for *pod_uid*, and that its container is the one that has the instance's CPUs."""
+    async def _owner(self, identify: Identify, pod_uid: str) -> ContainerIdentity | None:
+        """Return the peer's container as :meth:`_caller` does, if it is the one that has the instance's CPUs."""
         caller = await self._caller(identify, pod_uid)
+        self._check_owner(identify, caller, pod_uid)
+        return caller
+
+    def _check_owner(self, identify: Identify, caller: ContainerIdentity | None, pod_uid: str) -> None:
+        """Check that the peer lives still, and that *caller*, its container, has the CPUs of the instance."""
         self._check_alive(identify)
         group = self.loop.tree.group(instance_group(pod_uid))
         if caller is not None and self.loop.source is not None and not self.trusting and group.exists():

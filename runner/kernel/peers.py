@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import select
 import socket
@@ -34,6 +35,8 @@ SO_PEERPIDFD = 77
 INIT_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the machine's first PID namespace: ``PROC_PID_INIT_INO`` of ``include/linux/proc_ns.h``."""
 
+_NS_GET_PARENT = 0xB702
+"""``include/uapi/linux/nsfs.h``, ioctl_nsfs(2)."""
 _PF_KTHREAD = 0x00200000
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
@@ -78,8 +81,7 @@ class Peers:
 
         Raises :class:`PeerError` if it has ended, or lives in a PID namespace that is not visible from here.
         """
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, user_id, _ = _CREDENTIALS.unpack(credentials)
+        pid, user_id = _credentials(connection)
         if pid == 0:
             raise PeerError(
                 "cannot identify the peer: its PID namespace is not visible from this one; give this program hostPID"
@@ -107,6 +109,32 @@ class Peers:
         if started > accepted_at:
             raise PeerError(f"cannot identify the peer: process {pid} is younger than the connection")
         return peer
+
+    def container(self, connection: socket.socket | trio.socket.SocketType, own_namespace: int) -> int:
+        """Return the inode of the PID namespace of the process that connected *connection*.
+
+        Of one that was made inside of a container it is *own_namespace*, of the reader's own the number of the process, and 0
+        if the process has ended or is not visible. That takes a tenth of the time of :meth:`identify` and proves nothing: the
+        number may be another process's by now.
+        """
+        pid = _credentials(connection)[0]
+        try:
+            namespace = os.open(f"{self.proc}/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return 0
+        try:
+            inode = os.fstat(namespace).st_ino
+            if inode == own_namespace:
+                return pid
+            parent = fcntl.ioctl(namespace, _NS_GET_PARENT)
+            try:
+                return inode if os.fstat(parent).st_ino == own_namespace else own_namespace
+            finally:
+                os.close(parent)
+        except OSError:  # EPERM: the parent is not visible
+            return inode
+        finally:
+            os.close(namespace)
 
     def namespace(self, pid: int) -> int | None:
         """Return the inode of the PID namespace of process *pid*, or ``None`` if it has ended."""
@@ -162,6 +190,14 @@ class Peers:
             yield directory
         finally:
             os.close(directory)
+
+
+def _credentials(connection: socket.socket | trio.socket.SocketType) -> tuple[int, int]:
+    """Return the PID, 0 if it is not visible, and the user of the process that connected."""
+    pid, user_id, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return pid, user_id
 
 
 def _has_ended(pidfd: int | None) -> bool:

@@ -133,6 +133,23 @@ async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
                 await trio.lowlevel.checkpoint()
 
 
+async def accepted_together(listener: Socket, most: int, *, wait: bool) -> list[trio.socket.SocketType]:
+    """Return the connections that wait at *listener*, at most *most*, which the caller closes; with *wait* at least one.
+
+    One at a time they would take a turn of all other tasks each. *listener* does not block.
+    """
+    if wait:
+        found = [await accepted(trio.socket.from_stdlib_socket(listener))]
+    else:
+        found = []
+        await trio.lowlevel.checkpoint()
+    # Until none waits any more. If there is no descriptor for it, the next call that waits says so.
+    with contextlib.suppress(OSError):
+        while len(found) < most:
+            found.append(trio.socket.from_stdlib_socket(listener.accept()[0]))
+    return found
+
+
 async def hung_up(connection: trio.socket.SocketType) -> None:
     """Wait until the peer has closed *connection*, although bytes of it are unread; not while it only sends no more.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import random
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -32,9 +33,13 @@ LONGEST_RESPONSE = 1 << 16
 _MOST_FDS = 16
 """Descriptors that may come with one response."""
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED}
-_BUSY = {errno.EAGAIN, errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE}
-"""The first two are a full queue of connections: the server is there, and cannot accept yet. The others are a connection that
+_BUSY = {errno.EAGAIN, errno.ECONNRESET, errno.EPIPE}
+"""The first is a full queue of connections: the server is there, and cannot accept yet. The others are a connection that
 had to make room for another one, or whose server has just ended."""
+CONNECTED_WITHIN = 2.0
+"""Seconds for a place in the queue of connections."""
+_ATTEMPTS_APART = (0.001, 0.005)
+"""Seconds between two attempts, at random, so that runners that start together do not make them together."""
 _METHOD_NOT_FOUND, _INVALID_PARAMS = -32601, -32602
 PROTOCOL = 2
 """1: without ``sealCgroup`` and ``unsealCgroup``."""
@@ -246,9 +251,10 @@ async def _call(
     """Return the result of a call; descriptors that come with it go to *received*."""
     request = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
     try:
-        with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connecting:
             with reachable(path) as address:
-                await connection.connect(address)
+                await _connect(connecting, address)
+            connection = trio.socket.from_stdlib_socket(connecting)
             await send_with_fds(connection, json.dumps(request).encode() + b"\n")
             response = await _response(connection, received, server)
     except OSError as error:
@@ -258,6 +264,24 @@ async def _call(
             raise ControllerAbsentError(f"cannot reach {server} at {str(path)!r}") from error
         raise HostError(f"cannot talk to {server} at {str(path)!r}") from error
     return _result(method, response, server)
+
+
+async def _connect(connection: socket.socket, address: str) -> None:
+    """Connect *connection*, which does not block; wait :data:`CONNECTED_WITHIN` for a place in the server's queue.
+
+    A full queue is EAGAIN at once (``unix_stream_connect`` of ``net/unix/af_unix.c``), and no event reports a place. One that
+    another process fills without end has one every few attempts, for microseconds.
+    """
+    deadline = trio.current_time() + CONNECTED_WITHIN
+    while True:
+        try:
+            connection.connect(address)
+        except BlockingIOError:
+            if trio.current_time() >= deadline:
+                raise
+        else:
+            return
+        await trio.sleep(random.uniform(*_ATTEMPTS_APART))  # noqa: S311 - no secret
 
 
 async def _response(connection: trio.socket.SocketType, received: _ReceivedFds, server: str) -> bytes:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 import trio
+import trio.testing
 
 from runner.controller import methods
 from runner.cpuset import CpuSet
@@ -23,8 +24,10 @@ from runner.kernel.host_settings import latency_path
 from runner.placement.backends import ControllerPlacement, CpuTuning
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
+    CONNECTED_WITHIN,
     CgroupFds,
     ControllerAbsentError,
+    ControllerBusyError,
     ControllerError,
     deregister,
     register,
@@ -216,7 +219,8 @@ async def test_a_busy_controller_is_tried_again(tmp_path: Path) -> None:
             await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 
-async def test_a_full_accept_queue_is_tried_again(tmp_path: Path) -> None:
+async def test_a_full_accept_queue_is_tried_again(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    del autojump_clock
     path = tmp_path / "controller.sock"
     with socket.socket(socket.AF_UNIX) as listener, ExitStack() as waiting:
         listener.bind(str(path))
@@ -225,8 +229,21 @@ async def test_a_full_accept_queue_is_tried_again(tmp_path: Path) -> None:
             client = waiting.enter_context(socket.socket(socket.AF_UNIX))
             client.setblocking(False)
             client.connect_ex(str(path))
-        with pytest.raises(ControllerAbsentError, match="cannot reach"), trio.fail_after(10):
-            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
+        begun = trio.current_time()
+        with pytest.raises(ControllerBusyError, match="cannot reach"):
+            await deregister(PurePosixPath(path), A)
+        assert trio.current_time() - begun >= CONNECTED_WITHIN
+
+        async def accept() -> None:
+            await trio.testing.wait_all_tasks_blocked()
+            for _ in range(2):  # the first one is not ours
+                await trio.lowlevel.wait_readable(listener)
+                taken = waiting.enter_context(listener.accept()[0])
+            taken.sendall(b'{"jsonrpc":"2.0","id":1,"result":{"removed":true}}\n')
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(accept)
+            await deregister(PurePosixPath(path), A)
 
 
 async def test_a_controller_that_dies_before_it_answers_is_an_error(tmp_path: Path) -> None:

@@ -293,12 +293,70 @@ async def test_while_nothing_can_be_accepted_it_pauses_and_says_so_once(
     del autojump_clock
 
 
+class AdmittingService(Service):
+    """A service that counts its peers by process, and notes the order in which they were admitted."""
+
+    admitted: list[int]
+
+    def admit(self, identify: Identify) -> int:
+        self.admitted = [*getattr(self, "admitted", ()), identify().pid]
+        return self.admitted[-1]
+
+
+FLOOD = """
+import select, socket, sys
+flood = [socket.socket(socket.AF_UNIX) for _ in range(300)]
+for each in flood:
+    each.connect(sys.argv[1])
+    each.setblocking(False)
+print("connected", flush=True)
+sys.stdin.readline()
+def end(each):
+    try:
+        return "answered" if each.recv(1) else "closed"
+    except BlockingIOError:
+        return "open"
+ends = [end(each) for each in flood]
+print(ends.count("closed"), ends.count("answered"), ends.count("open"), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "limits", [SocketLimits(), SocketLimits(connections=8, newcomers=8, connections_per_peer=400)], ids=["peer", "all"]
+)
+async def test_a_peer_that_fills_the_queue_of_connections_costs_others_no_time(
+    tmp_path: Path, limits: SocketLimits
+) -> None:
+    """Those of its connections that are too many are closed before any time is spent on them, and told nothing."""
+    path, service = tmp_path / "socket", AdmittingService()
+    server = UnixServer(service, limits)
+    argv = [sys.executable, "-S", "-c", FLOOD, str(path)]
+    with listening(path) as listener, subprocess.Popen(argv, stdin=-1, stdout=-1, text=True) as flood:  # noqa: ASYNC220 - waited for
+        assert flood.stdout is not None
+        assert flood.stdin is not None
+        assert flood.stdout.readline() == "connected\n"
+        with trio.fail_after(30):
+            async with connected(path) as client, trio.open_nursery() as nursery:
+                nursery.start_soon(server.accept, listener)
+                assert json.loads(await ask(client))["result"] == "zero"
+                await trio.testing.wait_all_tasks_blocked()
+                flood.stdin.write("\n")
+                flood.stdin.flush()
+                closed, answered, left = map(int, flood.stdout.readline().split())
+                nursery.cancel_scope.cancel()
+    assert service.admitted.index(os.getpid()) < 8, "it was the last of 301"
+    assert answered + left == len(service.admitted) - 1 <= 24
+    assert closed == 300 - answered - left
+
+
 async def test_refused_clients_of_one_peer_keep_no_other_peer_out(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     limits = SocketLimits(connections=2, connections_per_peer=1, unfinished=30.0)
     async with served(path, limits) as (service, server), AsyncExitStack() as held:
-        silent = [await held.enter_async_context(connected(path)) for _ in range(10)]
-        await trio.testing.wait_all_tasks_blocked()
+        silent = []
+        for _ in range(10):
+            silent.append(await held.enter_async_context(connected(path)))
+            await trio.testing.wait_all_tasks_blocked()
         assert server.connections == 1
         service.key = 2
         async with connected(path) as other:

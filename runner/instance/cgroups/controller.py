@@ -59,7 +59,7 @@ DEREGISTERED_WITHIN = 5.0
 SEALED_WITHIN = 45.0
 """Seconds for the controller to seal the CPUs; it gives the kernel 30 s."""
 
-BUSY_FOR = 1.0
+BUSY_FOR = 5.0
 """Seconds for which a controller that is busy is asked to seal the CPUs, also where that is not demanded."""
 
 BUSY_EVERY = 0.015

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import NoReturn
 
-import trio
-
 from runner.errors import Problem, RunnerError, SpecError, explain
 from runner.facts.roots import Roots
 from runner.instance.control.status import StatusReader
@@ -41,7 +39,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 async def accept(listener: Socket, status: StatusReader) -> None:
     """Serve the instance of *status*, and its disks, to the clients that connect to *listener*, until cancelled."""
     methods = ControlMethods(status, Peers(Roots().proc))
-    await UnixServer(methods, LIMITS).accept(trio.socket.from_stdlib_socket(listener))
+    await UnixServer(methods, LIMITS).accept(listener)
 
 
 @frozen

@@ -265,7 +265,7 @@ async def test_probes_and_metrics(node: Node) -> None:
         await client.refusal("registerCgroup", uuid="x", cpuset="1")
         port = node.path / "http"  # HTTP over a Unix socket
         with listening(port) as listener:
-            listeners = [trio.SocketListener(listener)]
+            listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(listener))]
             nursery.start_soon(serve_http, listeners, partial(respond_about, controller.loop, controller.device_filter))
             await check_responses(port, controller)
             nursery.cancel_scope.cancel()

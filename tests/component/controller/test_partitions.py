@@ -26,10 +26,11 @@ from runner.controller.loop import ReconcileLoop
 from runner.controller.main import respond_about
 from runner.controller.partition_writer import PartitionWriter, isolate
 from runner.cpuset import CpuSet
-from runner.instance.cgroups.controller import _seal
+from runner.instance.cgroups.controller import BUSY_FOR, _seal
 from runner.kernel.cgroup import CgroupError
 from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, register, seal, unseal
+from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import A, B, Client, Node, connected, controlled
 from tests.support.leases import leasing
@@ -226,7 +227,7 @@ async def test_a_runner_asks_a_busy_controller_again(
     del autojump_clock
     path = tmp_path / "socket"
     placement = ControllerPlacement(CpuSet.parse("14-17"), (14,), PurePosixPath(path), B, enforced=False)
-    asked = list[float]()
+    asked, begun = list[float](), trio.current_time()
     refusal = b'{"jsonrpc":"2.0","id":1,"error":{"code":-32005,"message":"cannot take more"}}\n'
 
     async def serve(listener: trio.socket.SocketType) -> None:
@@ -250,7 +251,7 @@ async def test_a_runner_asks_a_busy_controller_again(
                     await first.connect(str(path))
                     reason = await _seal(placement)
                     assert reason.startswith("cannot reach the controller")
-                    assert trio.current_time() >= 1
+                    assert trio.current_time() - begun >= BUSY_FOR
             else:
                 nursery.start_soon(serve, listener)
                 reason = await _seal(placement)
@@ -334,6 +335,48 @@ async def test_what_is_not_registered_takes_no_turn(
         for _ in range(5):
             assert await seal(PurePosixPath(node.socket), B) == "it is not registered"
     assert not sealed
+
+
+async def test_instances_are_sealed_in_the_order_in_which_that_was_asked_for(
+    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """And one for which that is asked several times together has one place among them."""
+    del autojump_clock
+    sealed = list[str]()
+
+    def seal_noted(_loop: ReconcileLoop, pod_uid: str) -> str:
+        sealed.append(pod_uid)
+        return pod_uid
+
+    monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
+    monkeypatch.setattr(methods, "SEALED_EVERY", 0.0)
+    monkeypatch.setattr(methods, "SEALS_APART", 1.0)
+    pods, limits = [f"pod-{number}" for number in range(8)], SocketLimits(in_flight=16)
+    async with (
+        controlled(node, partition_writer=writer, trusting=True, limits=limits),
+        trio.open_nursery() as nursery,
+    ):
+        for pod in ["greedy", "greedy", "greedy", *pods]:
+            node.instance(pod).create()
+            node.instance(pod).put_threads([1000])
+            nursery.start_soon(seal, PurePosixPath(node.socket), pod)
+            await trio.testing.wait_all_tasks_blocked()
+    assert sealed == ["greedy", "greedy", *pods, "greedy"]
+
+
+async def test_what_is_sealed_takes_no_turn(
+    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.become(B)
+    for pause in ("SEALED_EVERY", "SEALS_APART"):
+        monkeypatch.setattr(methods, pause, 60.0)
+    async with controlled(node, partition_writer=writer), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).put_threads([11])
+        assert await seal(PurePosixPath(node.socket), B) == ""
+        monkeypatch.setattr(ReconcileLoop, "seal", None)
+        for _ in range(5):
+            assert await seal(PurePosixPath(node.socket), B) == ""
 
 
 async def test_only_the_instances_own_pod_may_ask(node: Node, writer: PartitionWriter) -> None:

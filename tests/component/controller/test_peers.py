@@ -74,6 +74,7 @@ def test_does_not_identify_a_process_that_has_ended(listener: socket.socket, pee
     process, connection, accepted_at = connect(listener)
     process.kill()
     process.wait()  # reaped: its number is free for others
+    assert peers.container(connection, peers.own_namespace()) == 0
     with connection, pytest.raises(PeerError, match=f"process {process.pid}"):
         peers.identify(connection, accepted_at)
     assert process.stdin is not None
@@ -102,6 +103,17 @@ def test_leaves_no_descriptor_behind(listener: socket.socket, peers: Peers) -> N
     peers.identify(connection, accepted_at)
     assert len(os.listdir("/proc/self/fd")) == len(before)  # noqa: PTH208  # names only
     identify_and_end(peers, process, connection, accepted_at)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: new PID namespaces")
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_containers_are_told_apart_without_identifying_the_peer(listener: socket.socket, depth: int) -> None:
+    peers, new = Peers(Path("/proc")), ("unshare", "--pid", "--fork", "--kill-child")
+    process, connection, accepted_at = connect(listener, *new * depth)
+    own_namespace = peers.own_namespace()
+    found = peers.container(connection, own_namespace)
+    peer = identify_and_end(peers, process, connection, accepted_at)
+    assert found == [peer.pid, peer.pid_namespace, own_namespace, own_namespace][depth]
 
 
 def test_a_missing_process_has_no_namespace(peers: Peers) -> None:
