@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from runner.controller.main import RECORDS
 from runner.cpuset import CpuSet
 from runner.facts.roots import Roots
 from runner.inspect.observe import observe_node
@@ -145,12 +146,16 @@ def test_nothing_is_lost_when_everything_is_killed(machine: Machine, before: dic
 def test_everything_killed_at_any_step_of_the_settings_leaves_nothing(
     before: dict[str, str], machine: Machine, tmp_path: Path
 ) -> None:
-    """An instance comes and goes again and again; it and the controller are killed before another write each time."""
-    stop = Stop(tmp_path, SETTING_FILES)
+    """An instance comes and goes again and again; it and the controller are killed before another write each time.
+
+    The records of one step are removed before the next: they have the values that this one needs.
+    """
+    stop, records = Stop(tmp_path, SETTING_FILES), tmp_path / "state" / RECORDS
     changed = len(movable()) + 2 + len(machine.a)  # interrupts; their default, work queues; the latency of each CPU
     for number in some(range(2 * changed), 4):  # there and back
         with machine.controller(command=stop.command) as process:
             until(lambda: settings() == before)
+            records.unlink(missing_ok=True)
             killed_before_write(machine, process, stop, number)
     with machine.controller():
         until(lambda: settings() == before)
