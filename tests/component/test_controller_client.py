@@ -236,10 +236,11 @@ async def test_a_full_accept_queue_is_tried_again(tmp_path: Path, autojump_clock
 
         async def accept() -> None:
             await trio.testing.wait_all_tasks_blocked()
-            for _ in range(2):  # the first one is not ours
+            taken = list[socket.socket]()
+            while len(taken) < 2:  # the first one is not ours
                 await trio.lowlevel.wait_readable(listener)
-                taken = waiting.enter_context(listener.accept()[0])
-            taken.sendall(b'{"jsonrpc":"2.0","id":1,"result":{"removed":true}}\n')
+                taken.append(waiting.enter_context(listener.accept()[0]))
+            taken[-1].sendall(b'{"jsonrpc":"2.0","id":1,"result":{"removed":true}}\n')
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(accept)
