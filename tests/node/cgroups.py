@@ -25,6 +25,10 @@ PARTITIONED = KERNEL >= (6, 7)
 """Whether the kernel has remote partitions, by its version: a kernel that should have them and has not fails the tests."""
 MASKS_KEPT = KERNEL >= (6, 2)
 """Whether a thread's own mask outlives a change of its cpuset (``user_cpus_ptr``); ``check`` warns of kernels without."""
+LEASABLE = KERNEL < (7, 0)
+"""Whether the files of cgroups can be leased: since 7.0 a file system has to provide for it (``->setlease``)."""
+CLEARABLE = KERNEL >= (7, 0)
+"""Whether the cpuset of a populated cgroup can be cleared; it inherits its parent's then."""
 IN_DELETE = 0x200
 SECONDS = 60 * max(1, (os.cpu_count() or 1) // 16)
 """How long to wait for what must happen; emulated CPUs are slow, and the more of them the slower."""

@@ -15,7 +15,7 @@ for path in sys.argv[1:]:
     try:
         fcntl.fcntl(os.open(path, os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_WRLCK)
         print("leased", flush=True)
-    except BlockingIOError:
+    except OSError:
         print("refused", flush=True)
 signal.pause()
 """
