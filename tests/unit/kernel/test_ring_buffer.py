@@ -8,8 +8,8 @@ import pytest
 
 from runner.errors import HostError
 from runner.kernel.ring_buffer import has_missed_events, parse_format, parse_page_size, records
+from tests.support.ring_buffer_pages import SIZE, head, page
 
-SIZE = 4096
 SWITCH = """\
 name: sched_switch
 ID: 117
@@ -33,15 +33,6 @@ HEADER = """\
 	field: int overwrite;	offset:8;	size:1;	signed:1;
 	field: char data;	offset:16;	size:4080;	signed:0;
 """
-
-
-def page(time: int, *events: bytes, flags: int = 0) -> bytes:
-    content = b"".join(events)
-    return (struct.pack("=QQ", time, len(content) | flags) + content).ljust(SIZE, b"\0")
-
-
-def head(kind: int, delta: int) -> bytes:
-    return struct.pack("=I", delta << 5 | kind)
 
 
 def short(delta: int, words: int) -> bytes:
