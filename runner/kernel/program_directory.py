@@ -22,11 +22,12 @@ PREFIX: Final = "sha256:"
 def check_program(directory: PurePosixPath, digest: str) -> None:
     """Raise :exc:`~runner.errors.RefusedError` unless *directory* has this *digest* and only root may change it.
 
-    Every directory above it counts, too, as a file is replaced by whoever may write its directory; in one with the sticky
-    bit only its owner may (unlink(2)). Symbolic links and special files are refused: a digest says nothing of them.
+    Every directory above it counts, too, as a file is replaced by whoever may write its directory; in one above with the
+    sticky bit only its owner may (unlink(2)). Symbolic links and special files are refused: a digest says nothing of them.
     """
-    for above in (*reversed(directory.parents), directory):
-        _check_owner(str(above))
+    for above in reversed(directory.parents):
+        _check_owner(str(above), sticky=True)
+    _check_owner(str(directory))
     found = PREFIX + digest_of(directory)
     if found != digest:
         raise RefusedError(f"cannot use {str(directory)!r}: its digest is {found}, not {digest}")
@@ -55,7 +56,7 @@ def _files(directory: str) -> Iterator[str]:
                 yield entry.path
 
 
-def _check_owner(path: str) -> None:
+def _check_owner(path: str, *, sticky: bool = False) -> None:
     try:
         found = os.lstat(path)
     except OSError as error:
@@ -66,6 +67,6 @@ def _check_owner(path: str) -> None:
         raise RefusedError(
             f"cannot use {path!r}: its name has a line end or a backslash, which sha256sum writes otherwise"
         )
-    sticky = stat.S_ISDIR(found.st_mode) and bool(found.st_mode & stat.S_ISVTX)
-    if found.st_uid != 0 or (found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky):
+    kept = sticky and bool(found.st_mode & stat.S_ISVTX)
+    if found.st_uid != 0 or (found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not kept):
         raise RefusedError(f"cannot use {path!r}: others than root may change it; give it to root, mode go-w")

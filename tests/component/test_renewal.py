@@ -147,6 +147,10 @@ def spoil_owner(program: ProgramDirectory) -> None:
     (program.path / "runner" / "errors.py").chmod(0o666)
 
 
+def spoil_directory(program: ProgramDirectory) -> None:
+    program.path.chmod(0o1777)  # others may add modules there
+
+
 def spoil_link(program: ProgramDirectory) -> None:
     (program.path / "link").symlink_to("/etc/passwd")
 
@@ -172,6 +176,7 @@ def spoil_holder(program: ProgramDirectory) -> None:
     [
         (spoil_owner, "cannot renew the runner: cannot use"),
         (spoil_owner, "others than root may change it; give it to root, mode go-w"),
+        (spoil_directory, "others than root may change it; give it to root, mode go-w"),
         (spoil_link, "it is neither a file nor a directory"),
         (spoil_import, "No module named 'missing_package'"),
         (spoil_format, "its format is 1, and this program knows 2"),
@@ -195,6 +200,17 @@ def test_a_program_that_cannot_go_on_is_refused_and_nothing_is_executed(
     assert run.status()["runner"]["generation"] == 0
     assert run.stop() == 0
     assert run.termination_log()["faults"] == []
+
+
+@pytest.mark.parametrize("path", ["", "/runner", "/.."])
+def test_a_program_that_the_guest_may_change_is_refused(
+    start: RenewableStarter, program: ProgramDirectory, path: str
+) -> None:
+    run = start(f'[[share]]\ntag = "share"\npath = "{program.path}{path}"\n')
+    ended = run.upgrade(program)
+    assert ended.returncode == 4
+    assert f"the guest may change {str(program.path)!r} by the share 'share'; put the program elsewhere" in ended.stderr
+    assert run.stop() == 0
 
 
 def test_another_digest_than_the_directorys_is_refused(start: RenewableStarter, made: ProgramDirectory) -> None:

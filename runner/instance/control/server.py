@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import NoReturn
 
-from runner.errors import Problem, RunnerError, SpecError, explain
+from runner.errors import Problem, RefusedError, RunnerError, SpecError, explain
 from runner.facts.roots import Roots
 from runner.instance.control.status import StatusReader
 from runner.kernel.peers import Peer, PeerError, Peers
@@ -116,7 +116,20 @@ async def _called(status: StatusReader, method: str, params: Mapping[str, object
 async def _upgrade(status: StatusReader, params: Mapping[str, object]) -> NoReturn:
     from runner.instance.renewal.upgrade import upgrade  # here, because few runners are renewed
 
-    await upgrade(status.supervisor, _directory(params), _digest(params))
+    directory, digest = _directory(params), _digest(params)
+    for share in status.plan.shares:
+        if not share.read_only and _overlap(directory, share.path):
+            raise RefusedError(
+                f"cannot renew the runner: the guest may change {str(directory)!r} by the share {share.tag!r}; "
+                "put the program elsewhere"
+            )
+    await upgrade(status.supervisor, directory, digest)
+
+
+def _overlap(directory: PurePosixPath, shared: PurePosixPath) -> bool:
+    """Tell whether one of both lies in the other; *shared* may lead through links, *directory* is a real path."""
+    other = PurePosixPath(os.path.realpath(shared))
+    return directory == other or directory in other.parents or other in directory.parents
 
 
 def _disk(params: Mapping[str, object]) -> DiskSpec:
