@@ -461,7 +461,8 @@ class RpcMethods:
 
     def _unsealed(self, pod_uid: str) -> bool:
         """Unseal the instance and return whether it was sealed."""
-        group = self.loop.observe().instances().get(pod_uid)
+        # Each pass that seals ends with a look at the tree.
+        group = self.loop.seen().instances().get(pod_uid)
         if group is None or not group.was_sealed:
             return False
         self.loop.pass_over({}, {pod_uid: False})

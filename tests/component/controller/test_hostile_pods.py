@@ -155,6 +155,8 @@ async def test_the_tree_is_not_read_for_each_question(node: Node, monkeypatch: p
         monkeypatch.setattr(Tree, "observe", observing)
         for method in ("getStatus", "listInstances") * 3:
             await client.result(method)
+        node.become(B)
+        assert await client.result("unsealCgroup", uuid=B) == {"unsealed": False}
         assert not looks
         monkeypatch.setattr(loop, "_SEEN_FOR", 0.0)
         await client.result("getStatus")
