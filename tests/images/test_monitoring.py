@@ -127,11 +127,13 @@ def controller(instance: int, tmp_path: Path) -> Iterator[str]:
     ]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=PROJECT) as process:
         assert process.stderr is not None
-        while "ready" not in (line := process.stderr.readline()):
-            assert line, "the controller has ended"
-        trio.run(ask)
-        yield CONTROLLER
-        process.terminate()
+        try:
+            while "ready" not in (line := process.stderr.readline()):
+                assert line, "the controller has ended"
+            trio.run(ask)
+            yield CONTROLLER
+        finally:
+            process.terminate()
 
 
 def inside(pid: int) -> tuple[str, ...]:
