@@ -3,9 +3,9 @@
 A process whose user owns a regular file may take a lease on it, without any capability and by a descriptor that it may only
 read (fcntl(2), ``F_SETLEASE``). Then an open(2) of another process waits until the holder agrees, or for
 ``fs.lease-break-time``, which is 45 s; and the holder may take the next lease at once. All regular files of these file systems
-can be leased, because their file operations do not refuse it (``fs/locks.c``, ``generic_setlease``). All of cgroup v2 is one
-file system, whichever container has mounted it; each mount of procfs is one of its own (since Linux 5.8), and so is the
-sysfs of each network namespace.
+can be leased, because their file operations do not refuse it (``fs/locks.c``, ``generic_setlease``); of cgroup files none
+can on 7.3, where a file system has to provide for leases. All of cgroup v2 is one file system, whichever container has
+mounted it; each mount of procfs is one of its own (since Linux 5.8), and so is the sysfs of each network namespace.
 
 With ``O_NONBLOCK`` open(2) fails at once. And no conflicting lease can be had on a file that another process has open: no
 write lease while it is open in any way, no read lease while it is open for writing (``check_conflicting_open``); an open(2)
