@@ -54,10 +54,7 @@ class ProgramRun:
 
     def descendants(self) -> dict[str, list[int]]:
         """Return the program's children by name."""
-        result: dict[str, list[int]] = {}
-        for child in map(int, Path(f"/proc/{self.pid()}/task/{self.pid()}/children").read_text().split()):
-            result.setdefault(Path(f"/proc/{child}/comm").read_text().strip(), []).append(child)
-        return result
+        return children_by_name(self.pid())
 
     def until(self, text: str, where: Callable[[], str], timeout: float = 90) -> None:
         """Wait until *text* appears, or fail as soon as the program has ended without it."""
@@ -98,6 +95,14 @@ class ProgramRun:
     def termination_log(self) -> dict[str, Any]:
         result: dict[str, Any] = json.loads((self.directory / "verdict").read_text())
         return result
+
+
+def children_by_name(pid: int) -> dict[str, list[int]]:
+    """Return the children of process *pid* by name, with their pids in our namespace."""
+    found: dict[str, list[int]] = {}
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        found.setdefault(Path(f"/proc/{child}/comm").read_text().strip(), []).append(child)
+    return found
 
 
 def until(condition: Callable[[], Any], what: str, timeout: float = 30) -> Any:

@@ -19,7 +19,7 @@ import attrs
 
 from runner.kernel.program_directory import PREFIX, digest_of
 from tests.support.fake_host import FAKES
-from tests.support.program_runs import BLOCK, PROJECT, RUNNER, until
+from tests.support.program_runs import BLOCK, PROJECT, RUNNER, children_by_name, until
 
 PACKAGES = (
     *("attr", "attrs", "h11", "idna", "outcome", "prometheus_client", "pycdlib", "pyroute2", "qemu", "sniffio"),
@@ -127,10 +127,7 @@ class RenewableRun:
 
     def children(self) -> dict[str, list[int]]:
         """Return the runner's children by name, with their pids in our namespace."""
-        found: dict[str, list[int]] = {}
-        for child in map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()):
-            found.setdefault(Path(f"/proc/{child}/comm").read_text().strip(), []).append(child)
-        return found
+        return children_by_name(self.pid)
 
     def descriptors(self) -> int:
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
