@@ -170,18 +170,27 @@ class Peers:
 
     @contextlib.contextmanager
     def _held(self, connection: socket.socket | trio.socket.SocketType, pid: int) -> Iterator[int | None]:
-        """Hold the peer's pidfd where the kernel gives one; yield it, or ``None``."""
+        """Hold the peer's pidfd where the kernel gives one; yield it, or ``None``.
+
+        Before Linux 6.5 it is that of the process that has the number now. What is read of the number while that process lives
+        is about it, and :meth:`identify` refuses one that is younger than the connection.
+        """
+        pidfd = None
         try:
-            pidfd = connection.getsockopt(socket.SOL_SOCKET, self.option)
-        except OSError as error:
-            if error.errno != errno.ENOPROTOOPT:  # EINVAL or ESRCH, by version: the process was reaped
-                raise PeerError(f"cannot hold the peer, process {pid}") from error
-            yield None
-            return
+            try:
+                pidfd = connection.getsockopt(socket.SOL_SOCKET, self.option)
+            except OSError as error:
+                if error.errno != errno.ENOPROTOOPT:
+                    raise
+                with contextlib.suppress(PermissionError):  # a seccomp profile that does not know it
+                    pidfd = os.pidfd_open(pid)
+        except OSError as error:  # EINVAL or ESRCH, by version: the process was reaped
+            raise PeerError(f"cannot hold the peer, process {pid}") from error
         try:
             yield pidfd
         finally:
-            os.close(pidfd)
+            if pidfd is not None:
+                os.close(pidfd)
 
     @contextlib.contextmanager
     def _directory(self, pid: int) -> Iterator[int]:
