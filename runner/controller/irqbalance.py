@@ -14,6 +14,7 @@ from pathlib import Path
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError
+from runner.kernel.peers import Peers
 from runner.kernel.procfs import Procfs
 from runner.kernel.sockets import reachable
 from runner.values import frozen
@@ -71,8 +72,11 @@ def find_irqbalance(procfs: Procfs) -> Irqbalance | None:
 
 
 def _is_the_nodes(procfs: Procfs, pid: int) -> bool:
+    peers = Peers(procfs.root)
+    # First, because the status of a pod's process may be 700 KB long: it lists the supplementary groups.
+    if peers.namespace(pid) != peers.own_namespace():
+        return False
     try:
-        status = procfs.status(pid)
+        return procfs.status(pid)["Uid"].split()[0] == "0"
     except HostError:  # it has ended
         return False
-    return status["NSpid"].split() == [str(pid)] and status["Uid"].split()[0] == "0"

@@ -473,11 +473,14 @@ class FakeIrqbalance:
 IRQBALANCE = 800
 
 
-def put_irqbalance(node: Node, *, inner: str = "", user: int = 0) -> None:
-    """Describe a process with the name of irqbalance; in a PID namespace of its own it is also *inner*."""
-    node.put_process(IRQBALANCE, "/", inner=IRQBALANCE, namespace="pid-host", name="irqbalance")
-    status = f"Name:\tirqbalance\nUid:\t{user}\t{user}\t{user}\t{user}\nNSpid:\t{IRQBALANCE}{inner}\n"
-    (node.proc / str(IRQBALANCE) / "status").write_text(status)
+def put_irqbalance(node: Node, *, namespace: str = HOST_NAMESPACE, user: int = 0) -> None:
+    """Describe a process with the name of irqbalance, whose status can be read if it is in the host's PID *namespace*."""
+    node.put_process(IRQBALANCE, "/", inner=IRQBALANCE, namespace=namespace, name="irqbalance")
+    status = node.proc / str(IRQBALANCE) / "status"
+    if namespace == HOST_NAMESPACE:
+        status.write_text(f"Name:\tirqbalance\nUid:\t{user}\t{user}\t{user}\t{user}\n")
+    else:
+        status.write_text("not to be read")
 
 
 @contextlib.asynccontextmanager
@@ -511,11 +514,11 @@ async def test_irqbalance_is_told_and_told_again(node: Node) -> None:
         assert CpuSet.parse_mask(daemon.banned) == CpuSet([7])
 
 
-@pytest.mark.parametrize(("inner", "user"), [("\t7", 0), ("", 1000)])
-async def test_a_process_that_only_has_its_name_is_not_asked(node: Node, inner: str, user: int) -> None:
+@pytest.mark.parametrize(("namespace", "user"), [("pid-b", 0), (HOST_NAMESPACE, 1000)])
+async def test_a_process_that_only_has_its_name_is_not_asked(node: Node, namespace: str, user: int) -> None:
     async with irqbalance(node) as daemon, controlled(node) as controller, connected(node.socket) as client:
         await settled(controller)
-        put_irqbalance(node, inner=inner, user=user)
+        put_irqbalance(node, namespace=namespace, user=user)
         daemon.commands.clear()
         await register(node, client, B, "14-17")
         await settled(controller)
