@@ -268,10 +268,12 @@ def claim(fd: int, path: PurePosixPath) -> None:
 
 
 def publish(path: PurePosixPath, content: bytes) -> None:
-    """Write *content* to *path*, whole or not at all."""
+    """Write *content* to *path*, whole or not at all; what is there is replaced, also a link."""
     temporary = f"{path}.new"
     try:
-        with open(temporary, "wb") as file:  # noqa: PTH123 - a pure path
+        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
+            os.unlink(temporary)  # noqa: PTH108 - a pure path
+        with open(temporary, "xb") as file:  # noqa: PTH123 - as above; O_EXCL follows no link
             file.write(content)
         os.replace(temporary, path)  # noqa: PTH105
     except OSError as error:

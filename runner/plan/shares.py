@@ -42,7 +42,7 @@ def plan_shares(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> Ite
                 f"virtiofsd {version} cannot share read-only, 1.11 can",
                 "mount the directory read-only in the pod instead",
             )
-        refuse_our_files_inside(share, spec, problems)
+        refuse_our_files_inside(share, spec, problems, facts.state_directory)
         yield SharePlan(program, share.tag, share.path, share.read_only)
 
 
@@ -54,11 +54,17 @@ def _require_directory(where: str, path: PurePosixPath, facts: HostFacts, proble
         problems.refuse(where, f"{str(path)!r} {fact.words}, not a directory")
 
 
-def refuse_our_files_inside(share: ShareSpec, spec: InstanceSpec, problems: Problems) -> None:
+def refuse_our_files_inside(
+    share: ShareSpec, spec: InstanceSpec, problems: Problems, state_directory: PurePosixPath | None = None
+) -> None:
     """Refuse files in a writable *share* that this process writes: the guest could put a link to any file in their place."""
     if share.read_only:
         return
-    for where, path in (("console.log", spec.console.log), ("boot.firmware_vars", spec.boot.firmware_vars)):
+    for where, path in (
+        ("console.log", spec.console.log),
+        ("boot.firmware_vars", spec.boot.firmware_vars),
+        ("--state-dir", state_directory),
+    ):
         if path is not None and within(path, [share.path]):
             problems.refuse(
                 where,

@@ -18,6 +18,7 @@ from runner.kernel.files import (
     filled_memory,
     opened,
     probe_file,
+    publish,
     read_document,
     why_not_appended,
 )
@@ -131,3 +132,16 @@ def test_a_log_that_could_be_written_is_not_created(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"before")
     assert why_not_appended(log) is None
     assert why_not_appended(PurePosixPath("/dev/null")) is None
+
+
+def test_what_is_published_follows_no_link(tmp_path: Path) -> None:
+    """Neither at the name nor at the temporary one, where a guest or a killed process may have left something."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("theirs")
+    for name in ("receipt", "receipt.new"):
+        (tmp_path / name).symlink_to(theirs)
+    publish(PurePosixPath(tmp_path / "receipt"), b"ours")
+    assert theirs.read_text() == "theirs"
+    assert (tmp_path / "receipt").read_text() == "ours"
+    assert not (tmp_path / "receipt").is_symlink()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["receipt", "theirs"]
