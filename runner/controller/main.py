@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
+import attrs
 import trio
 
 from runner.arguments import LOG_FORMATS, add_version, argument_type
@@ -55,6 +57,8 @@ from runner.values import frozen
 log = logging.getLogger(__name__)
 
 _STDERR = 2
+_METRICS_FOR = 0.1
+"""Seconds for which the metrics are not made anew, however many ask."""
 RECORDS = "host-settings.json"
 """In the state directory: what the machine's settings were before an instance needed others."""
 
@@ -160,7 +164,7 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
         log.warning("INSECURE: any process that reaches the socket may register and remove any instance")
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with running_loop(loop):
-            with listening(options.socket) as listener:
+            with listening(options.socket) as listener, contextlib.ExitStack() as held:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(tuner.follow)
                     nursery.start_soon(UnixServer(methods, SocketLimits()).accept, listener)
@@ -168,11 +172,8 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
                         guard = MemoryGuard(loop.tree, pods, least, loop.registered, loop.counters, loop.log_limit)
                         nursery.start_soon(guard.run)
                     if options.metrics is not None:
-                        nursery.start_soon(
-                            serve_http,
-                            await open_http_listeners(*options.metrics),
-                            partial(respond_about, loop, device_filter),
-                        )
+                        http = [held.enter_context(each) for each in open_http_listeners(*options.metrics)]
+                        nursery.start_soon(serve_http, http, Pages(loop, device_filter).respond)
                     log.info("ready socket=%s root=%s frozen=%r", options.socket, options.root, loop.frozen())
                     number = await anext(signals)
                     log.info("stopping signal=%s", signal.Signals(number).name)
@@ -221,26 +222,39 @@ def _failed(error: RunnerError) -> int:
     return error.status
 
 
-def respond_about(loop: ReconcileLoop, device_filter: DeviceFilter, target: str) -> HttpResponse:
-    """Return the response for the path *target* about the present state of *loop* and of *device_filter*.
+@attrs.define(eq=False)
+class Pages:
+    """The pages about the present state of *loop* and *device_filter*.
 
     A device filter or a partition writer that is lost comes back with the next start of this program, which the kubelet
     makes when ``/healthz`` fails. A page for which the host cannot be read is unavailable.
     """
-    try:
-        return _respond_about(loop, device_filter, target)
-    except HostError as error:
-        return unavailable(explain(error))
 
+    loop: ReconcileLoop
+    device_filter: DeviceFilter
+    _metrics: HttpResponse | None = None
+    _made_at: float = -math.inf
 
-def _respond_about(loop: ReconcileLoop, device_filter: DeviceFilter, target: str) -> HttpResponse:
-    writer = loop.tree.partition_writer
-    if target == "/healthz" and writer is not None and writer.lost:
-        return unavailable(loop.no_partitions())
-    missing = device_filter.missing
-    if missing and (target == "/readyz" or (target == "/healthz" and device_filter.lost)):
-        return unavailable(missing)
-    return respond(target, loop.status())
+    def respond(self, target: str) -> HttpResponse:
+        """Return the response for the path *target*; that of ``/metrics`` may be :data:`_METRICS_FOR` old."""
+        if target == "/metrics" and self._metrics is not None and time.monotonic() - self._made_at < _METRICS_FOR:
+            return self._metrics
+        try:
+            response = self._respond(target)
+        except HostError as error:
+            return unavailable(explain(error))
+        if target == "/metrics":
+            self._metrics, self._made_at = response, time.monotonic()
+        return response
+
+    def _respond(self, target: str) -> HttpResponse:
+        writer = self.loop.tree.partition_writer
+        if target == "/healthz" and writer is not None and writer.lost:
+            return unavailable(self.loop.no_partitions())
+        missing = self.device_filter.missing
+        if missing and (target == "/readyz" or (target == "/healthz" and self.device_filter.lost)):
+            return unavailable(missing)
+        return respond(target, self.loop.status())
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

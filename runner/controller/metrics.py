@@ -6,7 +6,7 @@
 /readyz    503 while its decisions are frozen, and after a pass that failed
 ========== ============================================================================
 
-Without the device filter :func:`runner.controller.main.respond_about` answers for the latter two.
+Without the device filter :class:`runner.controller.main.Pages` answers for the latter two.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ import trio
 
 from runner.errors import HostError, explain
 from runner.instance.supervisor import Supervisor
+from runner.kernel.sockets import Socket
 from runner.placement.threads import Receipt, sentences
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan
 from runner.protocol.http import (
     HttpResponse,
-    KeptListener,
     adopted_http_listeners,
     not_found,
     ok,
@@ -63,12 +63,12 @@ class Probes:
             with suppress(HostError):  # no reason to give up a start
                 self._foreign = ForeignTime.begin(self.supervisor.procfs, receipt)
 
-    def carried(self, listeners: Sequence[trio.SocketListener]) -> CarriedProbes:
+    def carried(self, listeners: Sequence[Socket]) -> CarriedProbes:
         """Return what the program that renews this one must know of them."""
         from runner.instance.carried import CarriedProbes
         from runner.kernel.carried import CarriedFd
 
-        numbers = tuple(CarriedFd(each.socket.fileno()) for each in listeners)
+        numbers = tuple(CarriedFd(each.fileno()) for each in listeners)
         return CarriedProbes(numbers, None if self._foreign is None else self._foreign.carried)
 
     def take_over(self, carried: CarriedProbes) -> None:
@@ -118,27 +118,25 @@ class Probes:
 async def probes_served(supervisor: Supervisor, plan: InstancePlan, address: tuple[str, int]) -> AsyncIterator[None]:
     """Answer at *address* for as long as the block runs; see :func:`~runner.protocol.http.parse_address`."""
     with supervisor.carry_over.taking("probes") as carried:
-        probes, listeners = Probes(supervisor, plan), list[trio.SocketListener]()
+        probes, listeners = Probes(supervisor, plan), list[Socket]()
         if carried is not None:
             listeners = adopted_http_listeners([each.number for each in carried.listeners])
             probes.take_over(carried)
     if carried is None:
-        listeners = await open_http_listeners(*address)
+        listeners = open_http_listeners(*address)
         _log_addresses(plan, listeners)
     supervisor.carry_over.offer("probes", lambda: probes.carried(listeners))
     supervisor.guest_state.placed = probes.placed
     try:
-        async with supervisor.background_task(
-            partial(serve_http, [KeptListener(each) for each in listeners], probes.show)
-        ):
+        async with supervisor.background_task(partial(serve_http, listeners, probes.show)):
             yield
     finally:
         for each in listeners:
-            each.socket.close()
+            each.close()
 
 
-def _log_addresses(plan: InstancePlan, listeners: Sequence[trio.SocketListener]) -> None:
-    log.info("probes and metrics are served port=%d", listeners[0].socket.getsockname()[1])
+def _log_addresses(plan: InstancePlan, listeners: Sequence[Socket]) -> None:
+    log.info("probes and metrics are served port=%d", listeners[0].getsockname()[1])
     taken = [each.pod.name for each in plan.networks if isinstance(each, BridgedPlan) and each.pod is not None]
     if taken:
         log.warning(

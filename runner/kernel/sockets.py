@@ -9,13 +9,16 @@ import os
 import select
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path, PurePath
 
+import attrs
 import trio
 
 from runner.errors import HostError
+from runner.kernel.peers import boot_time
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,8 @@ _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, er
 """Of accept(2); ENOSPC is that of epoll_ctl(2) at ``fs.epoll.max_user_watches``."""
 _PAUSE = 1.0
 """Seconds until the next attempt."""
+_TOGETHER = 64
+"""Connections that are accepted, 0.02 ms each, before other tasks have their turn."""
 
 CONSOLE_SOCKET, CONTROL_SOCKET, QMP_SOCKET = "console.sock", "control.sock", "qmp.sock"
 """The names of the sockets that a runner listens on, in its state directory, while the guest runs."""
@@ -133,7 +138,7 @@ async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
                 await trio.lowlevel.checkpoint()
 
 
-async def accepted_together(listener: Socket, most: int, *, wait: bool) -> list[trio.socket.SocketType]:
+async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list[trio.socket.SocketType]:
     """Return the connections that wait at *listener*, at most *most*, which the caller closes; with *wait* at least one.
 
     One at a time they would take a turn of all other tasks each. *listener* does not block.
@@ -148,6 +153,58 @@ async def accepted_together(listener: Socket, most: int, *, wait: bool) -> list[
         while len(found) < most:
             found.append(trio.socket.from_stdlib_socket(listener.accept()[0]))
     return found
+
+
+Accepted = tuple[trio.socket.SocketType, float]
+"""A connection, and when it was accepted, on the clock of processes' start times."""
+
+
+@attrs.define(eq=False)
+class WaitingConnections:
+    """Connections that were accepted and are not served yet: each peer has one served in its turn.
+
+    The kernel's queue is the same for all peers, and full as soon as one connects without end.
+    """
+
+    most: int
+    """Connections that wait; of a peer that has none, one more."""
+    of_each: int
+    """Connections of one peer that wait."""
+    _waiting: dict[Hashable, list[Accepted]] = attrs.field(factory=dict)
+    _count: int = 0
+
+    async def next_of_each(
+        self, listener: Socket, peer: Callable[[], Callable[[trio.socket.SocketType], Hashable]]
+    ) -> list[Accepted]:
+        """Return the first connection of each peer, after those that wait at *listener* were accepted; at least one.
+
+        The function that *peer* returns tells whose a connection is, or raises ``OSError`` if it has gone. A connection that
+        is more than may wait is closed.
+        """
+        connections = await _accepted_together(listener, _TOGETHER, wait=not self._waiting)
+        of, now = peer(), boot_time()
+        for connection in connections:
+            try:
+                self._add(of(connection), (connection, now))
+            except OSError:
+                connection.close()
+        found = [mine.pop(0) for mine in self._waiting.values()]
+        self._waiting = {key: mine for key, mine in self._waiting.items() if mine}
+        self._count -= len(found)
+        return found
+
+    def _add(self, key: Hashable, accepted: Accepted) -> None:
+        mine = self._waiting.setdefault(key, [])
+        if mine and (self._count >= self.most or len(mine) >= self.of_each):
+            accepted[0].close()
+        else:
+            mine.append(accepted)
+            self._count += 1
+
+    def close(self) -> None:
+        """Close those that wait."""
+        for connection, _ in chain.from_iterable(self._waiting.values()):
+            connection.close()
 
 
 async def hung_up(connection: trio.socket.SocketType) -> None:

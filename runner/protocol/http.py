@@ -6,16 +6,20 @@ the command line asks for it.
 
 from __future__ import annotations
 
+import errno
 import http
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack
 
+import attrs
 import h11
 import trio
 
 from runner.errors import HostError
+from runner.kernel.sockets import Socket, WaitingConnections
 from runner.values import frozen
 
 log = logging.getLogger(__name__)
@@ -26,7 +30,12 @@ _CHUNK = 4 * 1024
 _CONNECTION_WITHIN = 5.0
 """Seconds a connection may last."""
 _CONNECTIONS = 64
-"""Connections at a time; one more takes the place of the oldest, so that slow ones cannot keep a probe out."""
+"""Connections at a time; one more takes the place of the oldest of the address that has most, so that slow ones cannot keep a
+probe out."""
+_WAITING, _WAITING_OF_EACH = 256, 16
+"""Connections that wait for their address' turn, and those of one address."""
+_BACKLOG = 4096
+"""Of the kernel, which is ``net.core.somaxconn`` at most."""
 
 
 @frozen
@@ -67,63 +76,96 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-async def open_http_listeners(host: str, port: int) -> list[trio.SocketListener]:
+def open_http_listeners(host: str, port: int) -> list[Socket]:
     """Listen at *port* of *host*, as :func:`parse_address` returns them. Raises :class:`HostError`."""
-    try:
-        return await trio.open_tcp_listeners(port, host=host or None)
-    except OSError as error:
-        raise HostError(f"cannot listen at {host}:{port}") from error
+    found: list[Socket] = []
+    with ExitStack() as held:
+        for address in [host] if host else ["0.0.0.0", "::"]:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                listener = held.enter_context(socket.create_server((address, port), family=family, backlog=_BACKLOG))
+            except OSError as error:
+                if found and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    continue  # a kernel without IPv6
+                raise HostError(f"cannot listen at {host}:{port}") from error
+            listener.setblocking(False)
+            found.append(listener)
+        held.pop_all()
+    return found
 
 
-def adopted_http_listeners(numbers: Iterable[int]) -> list[trio.SocketListener]:
+def adopted_http_listeners(numbers: Iterable[int]) -> list[Socket]:
     """Listen by the descriptors *numbers*, which came through exec. Raises ``OSError``."""
-    return [trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=number))) for number in numbers]
+    return [socket.socket(fileno=number) for number in numbers]
 
 
 Respond = Callable[[str], HttpResponse]
 """Returns the response for a path."""
 
 
-async def serve_http(listeners: Sequence[trio.abc.Listener[trio.SocketStream]], respond: Respond) -> None:
-    """Answer every request on *listeners* with the response of *respond*, until cancelled.
+async def serve_http(listeners: Sequence[Socket], respond: Respond) -> None:
+    """Answer every request on *listeners* with the response of *respond*, until cancelled; they stay open.
 
     If *respond* fails, the answer is 500. The log has the traceback of every fault: no request ends this program.
     """
-    open_since: dict[trio.CancelScope, None] = {}  # the oldest first
+    server = _HttpServer(respond)
+    async with trio.open_nursery() as nursery:
+        for listener in listeners:
+            nursery.start_soon(server.accept, listener)
 
-    async def serve(stream: trio.SocketStream) -> None:
-        if len(open_since) >= _CONNECTIONS:
-            oldest = next(iter(open_since))
-            del open_since[oldest]
+
+@attrs.define(eq=False)
+class _HttpServer:
+    respond: Respond
+    _open: dict[Hashable, list[trio.CancelScope]] = attrs.field(factory=dict)
+    """By address, the oldest first."""
+
+    async def accept(self, listener: Socket) -> None:
+        waiting = WaitingConnections(_WAITING, _WAITING_OF_EACH)
+        try:
+            async with trio.open_nursery() as nursery:
+                while True:
+                    for connection, _ in await waiting.next_of_each(listener, lambda: _address):
+                        nursery.start_soon(self._serve, connection)
+        finally:
+            waiting.close()
+
+    async def _serve(self, connection: trio.socket.SocketType) -> None:
+        """Serve one client; never raises but for cancellation."""
+        with connection:
+            try:
+                address = _address(connection)
+                with trio.move_on_after(_CONNECTION_WITHIN) as scope:
+                    self._add(address, scope)
+                    try:
+                        await _converse(trio.SocketStream(connection), self.respond)
+                    finally:
+                        self._remove(address, scope)
+            except (OSError, trio.BrokenResourceError):
+                pass  # the peer hung up
+            except Exception:
+                log.exception("HTTP connection ended by a fault of this program")
+
+    def _add(self, address: Hashable, scope: trio.CancelScope) -> None:
+        if sum(map(len, self._open.values())) >= _CONNECTIONS:
+            most = max(self._open, key=lambda each: len(self._open[each]))
+            oldest = self._open[most][0]
+            self._remove(most, oldest)
             oldest.cancel()
-        async with stream:
-            with trio.move_on_after(_CONNECTION_WITHIN) as scope:
-                open_since[scope] = None
-                try:
-                    await _converse(stream, respond)
-                except trio.BrokenResourceError:
-                    pass  # the peer hung up
-                except Exception:
-                    log.exception("HTTP connection ended by a fault of this program")
-                finally:
-                    open_since.pop(scope, None)
+        self._open.setdefault(address, []).append(scope)
 
-    await trio.serve_listeners(serve, list(listeners))
+    def _remove(self, address: Hashable, scope: trio.CancelScope) -> None:
+        mine = self._open.get(address, [])
+        if scope in mine:
+            mine.remove(scope)
+        if not mine:
+            self._open.pop(address, None)
 
 
-@frozen
-class KeptListener(trio.abc.Listener[trio.SocketStream]):
-    """A listener that its holder closes: a server that fails leaves it open, for the one that takes its place."""
-
-    listener: trio.SocketListener
-
-    async def accept(self) -> trio.SocketStream:
-        """Return the next connection."""
-        return await self.listener.accept()
-
-    async def aclose(self) -> None:
-        """Leave it open."""
-        await trio.lowlevel.checkpoint()
+def _address(connection: trio.socket.SocketType) -> Hashable:
+    """Return the address of the client, without its port. Raises ``OSError`` if it has hung up."""
+    name: tuple[str, int] | str = connection.getpeername()
+    return name[0] if isinstance(name, tuple) else name  # one of a Unix socket has none
 
 
 async def _converse(stream: trio.SocketStream, respond: Respond) -> None:

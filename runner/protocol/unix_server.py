@@ -15,9 +15,8 @@ import math
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from typing import Protocol
 
 import attrs
@@ -27,8 +26,8 @@ from runner.errors import HostError, explain
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import OverlongError
-from runner.kernel.peers import Peer, Peers, boot_time
-from runner.kernel.sockets import Socket, accepted_together
+from runner.kernel.peers import Peer, Peers
+from runner.kernel.sockets import Socket, WaitingConnections
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import (
     INTERNAL_ERROR,
@@ -47,8 +46,6 @@ from runner.values import frozen
 log = logging.getLogger(__name__)
 
 _CHUNK = 64 * 1024
-_TOGETHER = 64
-"""Connections that are accepted, 0.02 ms each, before other tasks have their turn."""
 
 UNSENT = "host"
 """The reason in the error that a client gets whose request was done, but whose descriptors could not be sent."""
@@ -118,8 +115,6 @@ class UnixServer:
     limits: SocketLimits
     _clients: dict[int, list[_Client]] = attrs.field(factory=dict)
     """By peer, the oldest first."""
-    _waiting: dict[int, list[tuple[trio.socket.SocketType, float]]] = attrs.field(factory=dict)
-    """By :meth:`Peers.container`, the connections that wait to be admitted, and when they were accepted."""
     _in_flight: Counter[int] = attrs.field(factory=Counter)
     _refused: list[trio.CancelScope] = attrs.field(factory=list)
     """Of the clients that were refused and have not gone, the first refused first."""
@@ -136,38 +131,20 @@ class UnixServer:
         return self._in_flight.total()
 
     async def accept(self, listener: Socket) -> None:
-        """Accept connections until cancelled; one that fails takes no other with it.
-
-        The kernel's queue is the same for all peers and full as soon as one connects without end. So it is emptied first, and
-        then each peer gets one connection served in its turn.
-        """
+        """Accept connections until cancelled; one that fails takes no other with it."""
+        limits = self.limits
+        waiting = WaitingConnections(limits.connections + limits.newcomers, limits.connections_per_peer)
         try:
             async with trio.open_nursery() as nursery:
                 while True:
-                    self._sort(await accepted_together(listener, _TOGETHER, wait=not self._waiting))
-                    for key, mine in list(self._waiting.items()):
-                        nursery.start_soon(self._serve, *mine.pop(0))
-                        if not mine:
-                            del self._waiting[key]
+                    for connection, accepted_at in await waiting.next_of_each(listener, self._containers):
+                        nursery.start_soon(self._serve, connection, accepted_at)
         finally:
-            for connection, _ in chain.from_iterable(self._waiting.values()):
-                connection.close()
+            waiting.close()
             self._log_limit.log_left_out()
 
-    def _sort(self, connections: Iterable[trio.socket.SocketType]) -> None:
-        """Put *connections* among those that wait, of which there may be as many as are open, and one of each peer besides.
-
-        Close what is beyond that, or beyond what its peer may have.
-        """
-        own_namespace, accepted_at = self.service.peers.own_namespace(), boot_time()
-        places = self.limits.connections + self.limits.newcomers - sum(map(len, self._waiting.values()))
-        for connection in connections:
-            mine = self._waiting.setdefault(self.service.peers.container(connection, own_namespace), [])
-            if mine and (places <= 0 or len(mine) >= self.limits.connections_per_peer):
-                connection.close()
-            else:
-                mine.append((connection, accepted_at))
-                places -= 1
+    def _containers(self) -> Callable[[trio.socket.SocketType], int]:
+        return partial(self.service.peers.container, own_namespace=self.service.peers.own_namespace())
 
     async def _serve(self, connection: trio.socket.SocketType, accepted_at: float) -> None:
         """Serve one client; never raises but for cancellation."""

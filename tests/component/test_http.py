@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 import trio
+import trio.testing
 
 from runner.errors import HostError
 from runner.protocol.exposition import counter, gauge, metrics_response
@@ -24,11 +27,11 @@ def show(target: str) -> HttpResponse:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[int]:
-    with trio.fail_after(30):
+    with contextlib.ExitStack() as held, trio.fail_after(30):
+        [listener] = map(held.enter_context, open_http_listeners("127.0.0.1", 0))
         async with trio.open_nursery() as nursery:
-            listeners = await open_http_listeners("127.0.0.1", 0)
-            nursery.start_soon(serve_http, listeners, show)
-            yield listeners[0].socket.getsockname()[1]
+            nursery.start_soon(serve_http, [listener], show)
+            yield listener.getsockname()[1]
             nursery.cancel_scope.cancel()
 
 
@@ -70,6 +73,42 @@ async def test_a_connection_that_waits_too_long_is_closed() -> None:
         assert b"this is /b" in b"".join([data async for data in slow[-1]])
         for stream in slow:
             await stream.aclose()
+
+
+async def test_an_address_that_asks_without_end_delays_no_other() -> None:
+    shown: list[str] = []
+
+    def note(target: str) -> HttpResponse:
+        shown.append(target)
+        return ok()
+
+    with contextlib.ExitStack() as held, trio.fail_after(30):
+        [listener] = map(held.enter_context, open_http_listeners("127.0.0.1", 0))
+        address = listener.getsockname()
+        greedy = [held.enter_context(socket.create_connection(address)) for _ in range(600)]
+        for each in greedy:
+            each.sendall(A.replace(b"/a", b"/greedy"))
+        other = held.enter_context(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+        other.sendall(A.replace(b"/a", b"/probe"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve_http, [listener], note)
+            while "/probe" not in shown:
+                await trio.sleep(0.01)
+            before = shown.index("/probe")
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            nursery.cancel_scope.cancel()
+        answers = [answer_or_nothing(each) for each in greedy]
+    assert before <= 600 // 64 + 1, "one of each address in its turn"
+    assert len(shown) < 100, "what is too much of one address is not read"
+    assert sum(b" 200 " in each for each in answers) == len(shown) - 1
+
+
+def answer_or_nothing(connection: socket.socket) -> bytes:
+    """Return what there is, of a server that has closed the connection."""
+    try:
+        return connection.recv(4096)
+    except ConnectionResetError:
+        return b""
 
 
 async def test_a_response_to_head_has_no_body() -> None:
@@ -158,7 +197,7 @@ async def test_a_response_that_cannot_be_made_ends_nothing(caplog: pytest.LogCap
 async def test_an_address_in_use_is_an_error() -> None:
     async with served() as port:
         with pytest.raises(HostError, match=f"cannot listen at 127.0.0.1:{port}"):
-            await open_http_listeners("127.0.0.1", port)
+            open_http_listeners("127.0.0.1", port)
 
 
 def test_addresses() -> None:

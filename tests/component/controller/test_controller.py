@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
 from runner.controller.loop import Intervals
-from runner.controller.main import respond_about
+from runner.controller.main import Pages
 from runner.controller.methods import Timeouts
 from runner.controller.privileged_start import DeviceFilter
 from runner.kernel.kubelet_files import Frozen
@@ -552,7 +551,7 @@ async def test_without_the_device_filter_nothing_is_registered(node: Node) -> No
             status = await client.result("getStatus")
             assert isinstance(status, dict)
             assert [reason in fault for fault in status["faults"]] == [True]
-            show = partial(respond_about, controller.loop, device_filter)
+            show = Pages(controller.loop, device_filter).respond
             assert (show("/readyz").status, reason in show("/readyz").text) == (503, True)
             # A controller that could attach it at its next start is started again by the kubelet.
             assert (show("/healthz").status == 503) is device_filter.lost
@@ -560,7 +559,7 @@ async def test_without_the_device_filter_nothing_is_registered(node: Node) -> No
     kept = DeviceFilter(node.root.path, attached_to=node.root.path.stat().st_ino)
     async with controlled(node, device_filter=kept) as controller, connected(node.socket) as client:
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        assert respond_about(controller.loop, kept, "/readyz").status == 200
+        assert Pages(controller.loop, kept).respond("/readyz").status == 200
 
 
 # -- starting again ---------------------------------------------------------------------------------------------------

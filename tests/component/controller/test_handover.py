@@ -16,7 +16,7 @@ import trio
 import trio.testing
 
 from runner.controller import methods
-from runner.controller.main import respond_about
+from runner.controller.main import Pages
 from runner.controller.methods import Timeouts
 from runner.cpuset import CpuSet
 from runner.instance.cgroups import controller as client
@@ -98,7 +98,7 @@ async def test_a_newcomer_learns_at_once_whom_it_waits_for(node: Node, caplog: p
             status = await connection.result("getStatus")
             assert isinstance(status, dict)
             assert len(status["handovers"]) == seen, pod
-        metrics = respond_about(controller.loop, controller.device_filter, "/metrics").text
+        metrics = Pages(controller.loop, controller.device_filter).respond("/metrics").text
         assert figures(metrics, "instance_cgroup_controller_")["handover_cpus"] == 4
 
 

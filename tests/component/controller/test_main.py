@@ -10,14 +10,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
 from runner.controller.loop import ReconcileLoop
-from runner.controller.main import main, respond_about
+from runner.controller.main import Pages, main
 from runner.controller.server import listening
 from runner.errors import HostError
 from runner.protocol.http import serve_http
@@ -265,8 +264,7 @@ async def test_probes_and_metrics(node: Node) -> None:
         await client.refusal("registerCgroup", uuid="x", cpuset="1")
         port = node.path / "http"  # HTTP over a Unix socket
         with listening(port) as listener:
-            listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(listener))]
-            nursery.start_soon(serve_http, listeners, partial(respond_about, controller.loop, controller.device_filter))
+            nursery.start_soon(serve_http, [listener], Pages(controller.loop, controller.device_filter).respond)
             await check_responses(port, controller)
             nursery.cancel_scope.cancel()
 
@@ -317,7 +315,7 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
     before = controllers.read_text()
     controllers.write_text("memory\n")
     async with controlled(node) as controller:
-        show = partial(respond_about, controller.loop, controller.device_filter)
+        show = Pages(controller.loop, controller.device_filter).respond
         failed = show("/readyz")
         assert (failed.status, failed.text[:21]) == (503, "the last pass failed:")
         assert "offers no cpuset controller" in failed.text
@@ -334,9 +332,9 @@ async def test_a_page_for_which_the_host_cannot_be_read_is_unavailable(
 
     monkeypatch.setattr(ReconcileLoop, "without_seccomp", unreadable)
     async with controlled(node) as controller:
-        answer = respond_about(controller.loop, controller.device_filter, "/metrics")
+        answer = Pages(controller.loop, controller.device_filter).respond("/metrics")
         assert (answer.status, answer.text) == (503, "cannot read it\n")
-        assert respond_about(controller.loop, controller.device_filter, "/healthz").text == "ok\n", "it reads no pod"
+        assert Pages(controller.loop, controller.device_filter).respond("/healthz").text == "ok\n", "it reads no pod"
 
 
 def test_its_log_can_be_json(built: Node) -> None:

@@ -23,7 +23,7 @@ from runner.check.host_reader import ask_controller
 from runner.check.programs import judge_controller
 from runner.controller import methods
 from runner.controller.loop import ReconcileLoop
-from runner.controller.main import respond_about
+from runner.controller.main import Pages
 from runner.controller.partition_writer import PartitionWriter, isolate
 from runner.cpuset import CpuSet
 from runner.instance.cgroups.controller import BUSY_FOR, _seal
@@ -399,7 +399,7 @@ async def test_without_partitions_the_reason_is_the_answer_or_where_they_are_req
         with pytest.raises(ControllerError, match="the controller's partition writer has ended"):
             await seal(path, B)
         await unseal(path, B)
-        answer = respond_about(controller.loop, controller.device_filter, "/healthz")
+        answer = Pages(controller.loop, controller.device_filter).respond("/healthz")
         assert answer.status == 503
         assert "restart the controller" in answer.text
 
@@ -490,7 +490,7 @@ async def test_why_the_kernel_refuses_is_shown_until_it_does_not(
         finding = judge_controller(Place.POD, str(path), status, "auto")
         assert finding.level is Level.WARNING
         assert f"arranged, not enforced: {B}: {reason}" in finding.found
-        metrics = respond_about(controller.loop, controller.device_filter, "/metrics").text
+        metrics = Pages(controller.loop, controller.device_filter).respond("/metrics").text
         assert "instances_enforced 0.0" in metrics
         refusing.append("isolated")
         assert await seal(path, B) == ""
