@@ -2,12 +2,13 @@
 
 A process that has moved to float is no longer in its pod's cgroup. What it takes from then on is limited here: memory
 for all pods together, because a threaded cgroup cannot have a limit of its own ("Threads" of cgroup-v2.rst), processes
-for all together and for each pod.
+for all together and for each pod. Huge pages nothing there may take: those of a guest are taken, and charged, in its
+pod's own cgroup.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from runner.values import frozen
 
@@ -47,6 +48,8 @@ class Limits:
     """Bytes; a pod that holds less of the tree's memory is not ended when it is short. ``None``: none is, whatever it holds."""
     pod_cpu_weight: int = 100
     """The share of a pod in float's CPU time."""
+    huge_page_sizes: tuple[str, ...] = ()
+    """The sizes of huge pages that the kernel has, as in the names of control files, such as ``2MB``."""
 
     def of_root(self) -> Mapping[str, str]:
         """Return file → value for the root of the tree. ``memory.high`` comes first: what it reclaims need not be killed."""
@@ -54,7 +57,19 @@ class Limits:
             "memory.high": _written(self.memory_high),
             "memory.max": _written(self.memory_max),
             "pids.max": _written(self.pids_max),
+            **dict.fromkeys(self._of_huge_pages(), "0"),
         }
+
+    def _of_huge_pages(self) -> Iterator[str]:
+        """Yield the files that limit pages in use and reservations: what is reserved need not be free ("HugeTLB Reservation")."""
+        for size in self.huge_page_sizes:
+            yield f"hugetlb.{size}.max"
+            yield f"hugetlb.{size}.rsvd.max"
+
+    @property
+    def controllers(self) -> tuple[str, ...]:
+        """The controllers that the parent of the tree must give its root, so that these limits can be written."""
+        return ("cpu", *(("hugetlb",) if self.huge_page_sizes else ()), "memory", "pids")
 
     def of_instance(self, *, gone: bool) -> Mapping[str, str]:
         """Return file → value for an instance's cgroup; what is left in that of a pod that has *gone* must not fork."""

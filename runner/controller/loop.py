@@ -24,7 +24,6 @@ from runner.controller.metrics import ControllerCounters, LoopStatus
 from runner.controller.pods import PodCgroups
 from runner.controller.reconcile import (
     ISOLATED,
-    LIMITING,
     PARENT,
     ROOT,
     Action,
@@ -388,7 +387,7 @@ class ReconcileLoop:
         return self.observe(), faults
 
     def _missing_limits(self, desired: Desired, observed: Observed) -> Iterator[Fault]:
-        for name in LIMITING:
+        for name in desired.limits.controllers:
             if name not in observed.offered:
                 yield Fault(
                     PARENT,

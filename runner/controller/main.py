@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
@@ -41,6 +41,7 @@ from runner.controller.server import listening
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
 from runner.errors import HostError, RunnerError, UsageError, explain
+from runner.facts.hardware import hugetlb_name
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DeviceRule
 from runner.kernel.host_settings import HostSettings
@@ -48,6 +49,7 @@ from runner.kernel.peers import Peers
 from runner.kernel.privileges import raise_descriptor_limit
 from runner.kernel.procfs import Procfs
 from runner.kernel.resctrl import Resctrl
+from runner.kernel.sysfs import HugePool, read_huge_pools
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http, unavailable
 from runner.protocol.logs import LogHandler
@@ -143,7 +145,7 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
         sys=options.sys,
         reserved=options.reserved,
         intervals=Intervals(),
-        limits=choose_limits(options.limits, pods),
+        limits=choose_limits(options.limits, pods, read_huge_pools(options.sys.parent)),
         pods=pods,
     )
     device_filter = privileged.device_filter
@@ -193,7 +195,7 @@ def _host_tuner(options: Options, loop: ReconcileLoop) -> HostTuner:
     )
 
 
-def choose_limits(options: LimitOptions, pods: PodCgroups) -> Limits:
+def choose_limits(options: LimitOptions, pods: PodCgroups, pools: Iterable[HugePool]) -> Limits:
     """Return the limits of the tree, by default those that fit this machine. Raises :class:`UsageError`."""
     memory_max, memory_high, pids_max = options.memory_max, options.memory_high, options.pids_max
     if memory_max == "default":
@@ -209,7 +211,10 @@ def choose_limits(options: LimitOptions, pods: PodCgroups) -> Limits:
     pod_memory_min = options.pod_memory_min
     if pod_memory_min == "default":
         pod_memory_min = default_pod_memory(memory_high)
-    return Limits(memory_max, memory_high, pids_max, options.pod_pids_max, pod_memory_min, options.pod_cpu_weight)
+    sizes = tuple(hugetlb_name(pool.size) for pool in pools)
+    return Limits(
+        memory_max, memory_high, pids_max, options.pod_pids_max, pod_memory_min, options.pod_cpu_weight, sizes
+    )
 
 
 def _write_log(line: bytes) -> None:

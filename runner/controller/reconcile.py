@@ -39,8 +39,6 @@ PARENT = ".."
 MEMBER, ISOLATED = "member", "isolated"
 """``cpuset.cpus.partition`` of a group that is no partition, and of one that has its CPUs to itself."""
 
-LIMITING = ("cpu", "memory", "pids")
-"""Controllers that limit what runs in the tree; it works without them."""
 _BELOW = ("cpu", "pids")
 """Those that the root and float switch on for their children. Without cpuset in float, its children have float's CPUs."""
 
@@ -310,7 +308,7 @@ def _without_pod(desired: Desired, observed: Observed, grants: Mapping[str, CpuS
 def _actions(
     desired: Desired, observed: Observed, grants: Mapping[str, CpuSet], seals: Mapping[str, bool]
 ) -> Iterator[Action]:
-    yield from _parent_actions(observed)
+    yield from _parent_actions(desired, observed)
     yield from _root_actions(desired, observed)
     yield from _root_limits(desired, observed)
     removed = stale(desired, observed, grants)
@@ -465,11 +463,11 @@ def withheld(desired: Desired, observed: Observed) -> tuple[tuple[str, str], ...
     )
 
 
-def _parent_actions(observed: Observed) -> Iterator[Action]:
+def _parent_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
     """Switch on the controllers that the root needs, and never one off: the parent is not ours."""
     if "cpuset" not in observed.delegated:
         yield Write(PARENT, "cgroup.subtree_control", "+cpuset")
-    for name in LIMITING:
+    for name in desired.limits.controllers:
         if name in observed.offered - observed.delegated:
             yield Restrict(PARENT, "cgroup.subtree_control", f"+{name}")
 

@@ -124,7 +124,7 @@ class Tree:
             groups=groups,
             pods=dict(self._pods()) if FLOAT in groups else {},
             float_enabled=self.floating.enabled() if FLOAT in groups else frozenset(),
-            limits=_limits(self.root, _ROOT_LIMITS),
+            limits=_limits(self.root, (*_ROOT_LIMITS, *self.root.huge_page_limits())),
             memory_used=used,
             memory_kept=kept,
             exclusive=exclusive,

@@ -405,6 +405,10 @@ class Cgroup:
         files = self.path.glob("hugetlb.*B.current")
         return MemoryCharge(int(self.read("memory.current")), sum(int(self.read(file.name)) for file in files))
 
+    def huge_page_limits(self) -> Iterator[str]:
+        """Yield the names of the files that limit the group's huge pages, of each size those in use and those reserved."""
+        return (file.name for file in self.path.glob("hugetlb.*B.*max"))
+
     def memory_in_use(self) -> tuple[int, int]:
         """Return the bytes that the group is charged for, and those of them that are no page cache of files."""
         used, stat = int(self.read("memory.current")), self.memory_stat()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import Cgroup
-from tests.node.instances import Instance, NodeFixture, pool, start_instance, until
+from tests.node.instances import FLOAT, TREE, Controller, Instance, NodeFixture, pool, start_instance, until
 from tests.node.standin_kubelet import MIB, PROJECT
 
 pytestmark = pytest.mark.usefixtures("rom")
@@ -70,6 +71,8 @@ def test_huge_pages_are_the_pods_and_each_on_its_numa_node(start: Start, reserve
     assert int(scope.read("hugetlb.2MB.current")) == 128 * MIB
     assert int(scope.read("hugetlb.2MB.rsvd.current")) == 128 * MIB
     assert int(scope.read("memory.current")) < 128 * MIB, "QEMU's own memory, not the guest's"
+    for file in ("max", "current", "rsvd.max", "rsvd.current"):
+        assert TREE.read(f"hugetlb.2MB.{file}") == "0", "nothing in float takes or reserves any"
     assert free() == [8, 8]
     [qemu] = instance.processes()["qemu"]
     for node, (_, line) in enumerate(sorted(backends(qemu).items())):
@@ -190,3 +193,33 @@ def test_an_end_while_memory_is_preallocated(start: Start, ending: str) -> None:
     assert "QEMU is up" not in instance.running.output
     assert not Path(f"/proc/{pid}").exists()
     assert not instance.group.path.exists()
+
+
+TAKE = """
+import mmap, sys
+flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000 | (0x4000 if sys.argv[1:] else 0)  # MAP_HUGETLB, MAP_NORESERVE
+try:
+    mmap.mmap(-1, 2 << 20, flags=flags)[0] = 1
+except OSError as error:
+    print(error.strerror)
+else:
+    print("taken")
+"""
+
+
+def test_no_huge_page_is_taken_in_float(controller: Controller, reserve: Callable[[int, int], None]) -> None:
+    """A pod there would take those that the next instance needs, and no limit of its own would hold."""
+    assert controller.process is not None
+    reserve(4, 0)
+
+    def take(*more: str, inside: bool = True) -> tuple[int, str]:
+        enter = ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(FLOAT.path / "cgroup.procs")) if inside else ()
+        done = subprocess.run(
+            (*enter, sys.executable, "-c", TAKE, *more), check=False, stdout=subprocess.PIPE, text=True
+        )
+        return done.returncode, done.stdout.strip()
+
+    assert take(inside=False) == take("without a reservation", inside=False) == (0, "taken")
+    assert take() == (0, os.strerror(errno.ENOMEM))
+    assert take("without a reservation") == (-signal.SIGBUS, "")
+    assert free() == [4, 0]

@@ -32,6 +32,7 @@ FILES = {
         "memory.max": "max",
         "memory.stat": "active_file 0\ninactive_file 0",
     },
+    "hugetlb": {"hugetlb.2MB.max": "max", "hugetlb.2MB.rsvd.max": "max"},
     "pids": {"pids.max": "max"},
 }
 """The files of each controller, as the kernel makes them."""

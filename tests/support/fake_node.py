@@ -26,6 +26,7 @@ from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
 from runner.kernel.peers import Peers
 from runner.kernel.procfs import Procfs
+from runner.kernel.sysfs import read_huge_pools
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.unix_server import SocketLimits, UnixServer
 from tests.support.fake_cgroupfs import FakeCgroup, fake_cgroupfs, fake_sysfs, format_cpu_state, put_cpu_state
@@ -82,7 +83,10 @@ class Node:
         (node.proc / "sys/kernel/pid_max").write_text("4194304\n")
         (node.proc / "sys/kernel/threads-max").write_text("500000\n")
         (node.proc / "self").symlink_to(str(os.getpid()))
-        (node.proc / "devices").write_text("Character devices:\n  1 mem\n246 macvtap\n\nBlock devices:\n  8 sd\n")
+        for kind in ("nr", "free", "resv"):
+            file = path / "sys/kernel/mm/hugepages/hugepages-2048kB" / f"{kind}_hugepages"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("0\n")
         return node
 
     @property
@@ -295,7 +299,7 @@ async def controlled(
         sys=node.path / "sys",
         reserved=CpuSet.parse(reserved),
         intervals=intervals or Intervals(pause=0.005, readings=10, least=0.01),
-        limits=choose_limits(limit_options or LimitOptions(), pods),
+        limits=choose_limits(limit_options or LimitOptions(), pods, read_huge_pools(node.path)),
         pods=pods,
     )
     methods = RpcMethods(

@@ -264,6 +264,7 @@ async def test_the_pods_group_stays_until_it_is_empty(node: Node) -> None:
 async def test_all_together_are_limited_by_the_size_of_the_node(node: Node) -> None:
     async with controlled(node):
         assert limits(node) == {"memory.high": str(RAM // 32 * 3), "memory.max": str(RAM // 8), "pids.max": "250000"}
+        assert node.root.read("hugetlb.2MB.max") == node.root.read("hugetlb.2MB.rsvd.max") == "0"
     node.mount.child("kubepods.slice").write("memory.max", str(RAM // 4 * 3))  # the kubelet reserves a quarter
     async with controlled(node):
         assert limits(node)["memory.max"] == str(RAM // 4)
@@ -299,11 +300,11 @@ async def test_what_the_kernel_does_not_offer_is_reported_once(node: Node, caplo
             controller.loop.disturb()
             await controller.loop.next_pass()
         assert controller.loop.error == ""
-        for name in ("cpu", "memory", "pids"):
+        for name in ("cpu", "hugetlb", "memory", "pids"):
             assert caplog.text.count(f"by the {name} controller") == 1
         status = await client.result("getStatus")
         assert isinstance(status, dict)
-        assert len(status["faults"]) == 3
+        assert len(status["faults"]) == 4
 
 
 async def test_a_limit_that_the_kernel_refuses_stops_nothing(node: Node, caplog: pytest.LogCaptureFixture) -> None:

@@ -85,3 +85,15 @@ def test_what_is_left_of_a_pod_that_has_gone_cannot_fork_and_gets_the_least_time
     assert limits.of_pod(gone=False) == {"cgroup.max.descendants": "0", "pids.max": "max", "cpu.weight": "3"}
     assert limits.of_pod(gone=True)["cpu.weight"] == "1"
     assert limits.of_pod(gone=True)["pids.max"] == limits.of_instance(gone=True)["pids.max"] == "0"
+
+
+def test_no_huge_page_of_any_size_is_taken_or_reserved_in_float() -> None:
+    limits = Limits(huge_page_sizes=("2MB", "1GB"))
+    files = [f"hugetlb.{size}.{kind}" for size in ("2MB", "1GB") for kind in ("max", "rsvd.max")]
+    assert {file: value for file, value in limits.of_root().items() if file.startswith("hugetlb.")} == dict.fromkeys(
+        files, "0"
+    )
+    assert limits.controllers == ("cpu", "hugetlb", "memory", "pids")
+    assert Limits().controllers == ("cpu", "memory", "pids"), (
+        "a kernel without huge pages need not have their controller"
+    )
