@@ -101,6 +101,7 @@ class Options:
     tuning: TuningOptions
     device_rules: tuple[DeviceRule, ...] | None
     """Besides the default ones; ``None``: no device filter."""
+    macvtaps: bool
     require_seccomp: bool
     partitions: Partitions
     sys: Path
@@ -121,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _options(arguments)
         partitions = options.partitions != "off"
-        privileged = start_privileged(options.root, options.proc, options.device_rules, partitions=partitions)
+        privileged = start_privileged(
+            options.root, options.proc, options.device_rules, macvtaps=options.macvtaps, partitions=partitions
+        )
         raise_descriptor_limit()  # some 20 for each instance (runner/controller/held_files.py)
         trio.run(control, options, privileged)
     except RunnerError as error:
@@ -341,6 +344,12 @@ def command_line() -> argparse.ArgumentParser:
         "(examples: 'c 195:* rw', 'b 8:16 r'); may be repeated",
     )
     add(
+        "--allow-macvtap",
+        action="store_true",
+        help="a process of an instance that may make device nodes (MKNOD) may use any macvtap of the node, also another pod's; "
+        "only for nodes on which no such pod is a stranger's. A pod whose container may use its own macvtap does without",
+    )
+    add(
         "--require-seccomp",
         action="store_true",
         help="refuse an instance whose process runs without a seccomp profile and could write the files of its cgroups",
@@ -457,6 +466,7 @@ def _options(arguments: argparse.Namespace) -> Options:
             caches=arguments.cache_groups,
         ),
         device_rules=None if arguments.no_device_filter else tuple(arguments.allow_device),
+        macvtaps=arguments.allow_macvtap,
         partitions=arguments.partitions,
         sys=arguments.sysfs,
         proc=arguments.procfs,

@@ -67,14 +67,15 @@ class PrivilegedParts:
 
 
 def start_privileged(
-    root: Path, procfs: Path, rules: Sequence[DeviceRule] | None, *, partitions: bool
+    root: Path, procfs: Path, rules: Sequence[DeviceRule] | None, *, macvtaps: bool, partitions: bool
 ) -> PrivilegedParts:
     """Enter the node's cgroup namespace, attach the device filter to *root*, and give away the capabilities for both.
 
-    *rules* are added to the default ones; ``None``: there is to be no filter. An error in attaching it is part of the result,
-    because the instances that run are served all the same. With *partitions* a process is started that keeps the right to
-    make them. Raises :class:`~runner.errors.HostError`, also if another controller has the tree *root*: then nothing of it
-    has been changed.
+    *rules* are added to the default ones, with *macvtaps* one for all macvtaps of the node, of whatever pod they are: which
+    of them is whose, a device filter cannot know (``tap_open`` of ``drivers/net/tap.c`` asks for no network namespace).
+    ``None``: there is to be no filter. An error in attaching it is part of the result, because the instances that run are
+    served all the same. With *partitions* a process is started that keeps the right to make them. Raises
+    :class:`~runner.errors.HostError`, also if another controller has the tree *root*: then nothing of it has been changed.
     """
     enter_cgroup_namespace(procfs / "1")
     # Before the lock, which a process that is forked after it would hold for a moment longer than this one lives.
@@ -87,7 +88,7 @@ def start_privileged(
         log.warning("INSECURE: a process in float may make and open device nodes as far as its capabilities allow")
         found = DeviceFilter(root)
     else:
-        found = _attached(root, procfs, rules)
+        found = _attached(root, rules, procfs if macvtaps else None)
     keep_capabilities(KEPT_CAPABILITIES)
     return PrivilegedParts(found, writer)
 
@@ -110,18 +111,18 @@ def _claim(root: Path) -> None:
         raise HostError(f"cannot lock {root}") from error
 
 
-def _attached(root: Path, procfs: Path, rules: Sequence[DeviceRule]) -> DeviceFilter:
+def _attached(root: Path, rules: Sequence[DeviceRule], macvtaps: Path | None) -> DeviceFilter:
+    """Attach the filter, which allows the macvtaps of the procfs *macvtaps*, if that is given."""
     try:
-        macvtap = macvtap_rules(procfs)
+        taps = () if macvtaps is None else macvtap_rules(macvtaps)
         Cgroup(root).create()
-        attached_to = attach_device_filter((*DEFAULT_RULES, *macvtap, *rules), root)
+        attached_to = attach_device_filter((*DEFAULT_RULES, *taps, *rules), root)
     except HostError as error:
         log.error("no instance can be registered reason=%r", explain(error))  # noqa: TRY400  # an expected error
         return DeviceFilter(root, error=explain(error))
-    log.info(
-        "device filter attached cgroup=%s macvtap=%s more=%s",
-        root,
-        "allowed" if macvtap else "has no driver yet",
-        ", ".join(map(str, rules)) or "none",
-    )
+    if macvtaps is not None and not taps:
+        log.warning(
+            "macvtaps are not allowed, the kernel has not loaded the driver; load macvtap and restart the controller"
+        )
+    log.info("device filter attached cgroup=%s more=%s", root, ", ".join(map(str, (*taps, *rules))) or "none")
     return DeviceFilter(root, attached_to)

@@ -53,7 +53,7 @@ class NicBackend:
 async def networked(
     supervisor: Supervisor, plans: Sequence[NetworkPlan], in_pod_cgroup: Callable[[], AbstractContextManager[None]]
 ) -> AsyncIterator[tuple[NicBackend, ...]]:
-    """Hold every network of the guest, by descriptor; device nodes are made *in_pod_cgroup*."""
+    """Hold every network of the guest, by descriptor; device nodes are made and, as far as the pod may use them, opened *in_pod_cgroup*."""
     bridged = [plan for plan in plans if isinstance(plan, BridgedPlan)]
     async with AsyncExitStack() as held:
         nic_backends = [
@@ -103,7 +103,7 @@ def _macvtap(
     index = network.add_macvtap(_link(plan))
     with (
         _macvtap_removed(supervisor, plan),
-        character_devices.macvtap(plan.link, index, plan.queues, making=in_pod_cgroup) as taps,
+        character_devices.macvtap(plan.link, index, plan.queues, in_pod_cgroup=in_pod_cgroup) as taps,
     ):
         yield taps
 

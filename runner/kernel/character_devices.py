@@ -105,14 +105,15 @@ def macvtap(
     queues: int,
     sysfs: Path = Path("/sys"),
     devices: Path = Path("/dev"),
-    making: Callable[[], AbstractContextManager[None]] = nullcontext,
+    in_pod_cgroup: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[tuple[Descriptor, ...]]:
     """Hold a descriptor for each queue of the macvtap link *name*, whose index is *index*; the link outlives them.
 
     udev names its device node by an index that is not unique among network namespaces, and no container has the node. So a
     node is made by the numbers in this namespace's sysfs, in ``/dev``, which is never mounted ``nodev``, and removed once
-    it is open. It is made within *making*, because the device filter that lets it be opened may let no node be made.
-    Afterwards the descriptor is asked whether it is of *name*.
+    it is open. It is made *in_pod_cgroup*, where no device filter forbids that, and opened there if the container may use
+    the device; else where the caller is, in float, where the controller may allow all macvtaps. Afterwards the descriptor
+    is asked whether it is of *name*.
     """
     numbers = sysfs / "class" / "net" / name / f"tap{index}" / "dev"
     try:
@@ -124,37 +125,50 @@ def macvtap(
     node = devices / f".instance-runner-{os.urandom(8).hex()}"
     with ExitStack() as held:
         try:
-            try:
-                with making():
+            with in_pod_cgroup():
+                try:
                     os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
-            except OSError as error:
-                raise HostError(f"cannot make a device node for the macvtap {name!r}; it takes CAP_MKNOD") from error
-            found = tuple(held.enter_context(owned(_opened_macvtap(node, name, major, queues))) for _ in range(queues))
+                except OSError as error:
+                    raise HostError(
+                        f"cannot make a device node for the macvtap {name!r}; it takes CAP_MKNOD"
+                    ) from error
+                found = tuple(_opened_queues(held, node, queues))
+            if len(found) < queues:
+                found = tuple(_opened_queues(held, node, queues))
         finally:
             node.unlink(missing_ok=True)
+        if len(found) < queues:
+            raise HostError(
+                f"cannot open the macvtap {name!r}: Operation not permitted; let the container use the device, such as "
+                f"`--device-cgroup-rule 'c {major}:* rw'`, or, on a node on which every pod may use every macvtap, start the "
+                "controller with --allow-macvtap after the kernel has loaded macvtap"
+            )
+        for descriptor in found:
+            _use_macvtap(descriptor.number, name, several=queues > 1)
         yield found
 
 
-def _opened_macvtap(node: Path, name: str, major: int, queues: int) -> int:
-    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR | (_IFF_MULTI_QUEUE if queues > 1 else 0)
-    try:
-        fd = os.open(node, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise HostError(
-            f"cannot open the macvtap {name!r}; let the container use the device, such as `--device-cgroup-rule 'c {major}:* rw'`, "
-            'or choose cpu.placement = "controller" and restart the controller, which allows it if it starts after the kernel '
-            "has loaded macvtap"
-        ) from error
+def _opened_queues(held: ExitStack, node: Path, queues: int) -> Iterator[Descriptor]:
+    """Open *node* as many times as there are *queues*, or never, if a device filter forbids it."""
+    for _ in range(queues):
+        try:
+            fd = os.open(node, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except PermissionError:
+            return
+        except OSError as error:
+            raise HostError(f"cannot open the macvtap at {str(node)!r}") from error
+        yield held.enter_context(owned(fd))
+
+
+def _use_macvtap(fd: int, name: str, *, several: bool) -> None:
+    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR | (_IFF_MULTI_QUEUE if several else 0)
     try:
         fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"", flags))
         found = os.fsdecode(fcntl.ioctl(fd, _TUNGETIFF, bytes(40))[:16].rstrip(b"\0"))
     except OSError as error:
-        os.close(fd)
         raise HostError(f"cannot use the macvtap {name!r}") from error
     if found != name:  # the kernel does not check a name passed to TUNSETIFF
-        os.close(fd)
         raise HostError(f"cannot use the macvtap {name!r}: its device node is of {found!r}")
-    return fd
 
 
 def may_open(device: Path) -> bool:

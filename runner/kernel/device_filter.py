@@ -77,19 +77,19 @@ DEFAULT_RULES = (
     DeviceRule("c", 10, 200),  # net/tun
     DeviceRule("c", 10, 232),  # kvm
     DeviceRule("c", 10, 238),  # vhost-net
-    DeviceRule("c", 10, 241),  # vhost-vsock
 )
 """What every container may open, and the devices with fixed numbers by which guests are run.
 
-A process of a pod in float can open no other one. What the pod was given besides (disks, VFIO), PID 1 opens in the pod's own
-cgroup, where the filter of the container runtime decides.
+A process of a pod in float can open no other one. What the pod was given besides (disks, VFIO, vhost-vsock), PID 1 opens in
+the pod's own cgroup, where the filter of the container runtime decides.
 """
 
 
 def macvtap_rules(procfs: Path) -> tuple[DeviceRule, ...]:
     """Return the rule for the taps of macvtaps, whose major number the kernel chooses; none while it has no such driver.
 
-    No container runtime can allow them beforehand, for their minor numbers are given when they are made.
+    A container runtime can allow one beforehand only if it was made before the container, as by a device plugin: the minor
+    numbers are given then.
     """
     try:
         lines = (procfs / "devices").read_text().partition("Block devices:")[0].splitlines()

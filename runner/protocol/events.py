@@ -112,7 +112,10 @@ CONTROLLER: Mapping[str, str] = {
     "stopping signal=%s": "controller_stopping",
     "INSECURE: any process that reaches the socket may register and remove any instance": "insecure_peers",
     "INSECURE: a process in float may make and open device nodes as far as its capabilities allow": "insecure_devices",
-    "device filter attached cgroup=%s macvtap=%s more=%s": "device_filter_attached",
+    "device filter attached cgroup=%s more=%s": "device_filter_attached",
+    "macvtaps are not allowed, the kernel has not loaded the driver; load macvtap and restart the controller": (
+        "macvtap_not_loaded"
+    ),
     "no instance can be registered reason=%r": "registration_impossible",
     "kubelet's state read policy=%s shared_pool=%s pods=%d": "kubelet_state_read",
     "kubelet's memory state names nodes without memory nodes=%s": "kubelet_memory_state_strange",

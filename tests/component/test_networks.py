@@ -202,12 +202,12 @@ def test_a_macvtap_by_its_descriptors(pod: str, sysfs: Path) -> None:
     made_within: list[set[Path]] = []
 
     @contextlib.contextmanager
-    def making() -> Iterator[None]:
+    def in_pod_cgroup() -> Iterator[None]:
         before = set(Path("/dev").iterdir())
         yield
         made_within.append(set(Path("/dev").iterdir()) - before)
 
-    with character_devices.macvtap("vmtap0", index, 2, sysfs, making=making) as taps:
+    with character_devices.macvtap("vmtap0", index, 2, sysfs, in_pod_cgroup=in_pod_cgroup) as taps:
         assert [len(made) for made in made_within] == [1]
         found = [probe_descriptor(tap.number) for tap in taps]
         assert [(each.kind, each.interface, each.mac) for each in found] == 2 * [("macvtap", "vmtap0", MAC)]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.node.instances import FLOAT, PROJECT_MANIFEST, TREE, Controller, gone, until
-from tests.node.standin_kubelet import Kubelet
+from tests.node.standin_kubelet import PROJECT, Kubelet
 
 TRY = """
 import json, os, stat, sys
@@ -34,14 +38,15 @@ found = {"make a disk": outcome(lambda: make(stat.S_IFBLK, disk)),
          "make a null": outcome(lambda: make(stat.S_IFCHR, os.makedev(1, 3))),
          "read the disk": outcome(lambda: os.open(sys.argv[1], os.O_RDONLY)),
          "write the disk": outcome(lambda: os.open(sys.argv[1], os.O_WRONLY))}
-for path in ("null", "urandom", "ptmx", "net/tun", "kmsg", "loop-control"):
+for path in ("null", "urandom", "ptmx", "net/tun", "vhost-net", "kmsg", "loop-control", "vhost-vsock", *sys.argv[2:]):
     found[path] = outcome(lambda: os.open(f"/dev/{path}", os.O_RDWR))
 print(json.dumps(found))
 """
 REFUSED = "Operation not permitted"
 IN_FLOAT = {
-    **dict.fromkeys(("make a disk", "make a null", "read the disk", "write the disk", "kmsg", "loop-control"), REFUSED),
-    **dict.fromkeys(("null", "urandom", "ptmx", "net/tun"), "done"),
+    **dict.fromkeys(("make a disk", "make a null", "read the disk", "write the disk"), REFUSED),
+    **dict.fromkeys(("kmsg", "loop-control", "vhost-vsock"), REFUSED),
+    **dict.fromkeys(("null", "urandom", "ptmx", "net/tun", "vhost-net"), "done"),
 }
 POWERLESS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
 
@@ -56,10 +61,12 @@ def disk(tmp_path: Path) -> Iterator[str]:
     subprocess.run(["losetup", "--detach", name], check=True)
 
 
-def attempts(disk: str, *prefix: str, inside: bool = True) -> dict[str, str]:
+ENTER = ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(FLOAT.path / "cgroup.procs"))
+
+
+def attempts(disk: str, *prefix: str, inside: bool = True, more: tuple[str, ...] = ()) -> dict[str, str]:
     """Return what happens to a process, in float or outside of the tree, that makes and opens devices."""
-    enter = ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(FLOAT.path / "cgroup.procs")) if inside else ()
-    argv = (*enter, *prefix, sys.executable, "-c", TRY, disk)
+    argv = (*(ENTER if inside else ()), *prefix, sys.executable, "-c", TRY, disk, *more)
     found: dict[str, str] = json.loads(subprocess.run(argv, check=True, stdout=subprocess.PIPE).stdout)
     return found
 
@@ -87,6 +94,61 @@ def test_each_start_replaces_the_filter(controller: Controller, disk: str) -> No
     assert status(controller)["faults"] == []
     restarted(controller)
     assert attempts(disk) == IN_FLOAT
+
+
+@pytest.fixture
+def macvtap() -> Iterator[tuple[str, int]]:
+    """Hold a macvtap, of which there is a node in /dev, and return its name and index."""
+    name = "vmtap9"
+    ip = partial(subprocess.run, check=True)
+    ip(["ip", "link", "add", "under9", "type", "veth", "peer", "name", "far9"])
+    try:
+        ip(["ip", "link", "add", "link", "under9", "name", name, "type", "macvtap", "mode", "bridge"])
+        interface = Path("/sys/class/net", name)
+        index = int((interface / "ifindex").read_text())
+        major, minor = map(int, (interface / f"tap{index}" / "dev").read_text().split(":"))
+        with contextlib.suppress(FileExistsError):  # devtmpfs has made it
+            os.mknod(f"/dev/tap{index}", stat.S_IFCHR | 0o600, os.makedev(major, minor))
+        yield name, index
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"/dev/tap{index}")  # noqa: PTH108 - as it was made
+    finally:
+        ip(["ip", "link", "delete", "under9"])
+
+
+OPEN_MACVTAP = """
+import contextlib, sys
+from pathlib import Path
+from runner.kernel.character_devices import macvtap
+@contextlib.contextmanager
+def in_pod_cgroup():
+    own = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("0::")[1].strip())
+    Path(sys.argv[3], "cgroup.procs").write_text("0")
+    yield
+    (own / "cgroup.procs").write_text("0")
+with macvtap(sys.argv[1], int(sys.argv[2]), 1, in_pod_cgroup=in_pod_cgroup) as [tap]:
+    print("opened", Path("/proc/self/cgroup").read_text())
+"""
+
+
+def test_a_macvtap_is_opened_in_the_pods_cgroup_and_in_float_where_that_is_allowed(
+    controller: Controller, disk: str, macvtap: tuple[str, int]
+) -> None:
+    """Which macvtap is whose, no device filter knows: in float none is anybody's."""
+    name, index = macvtap
+    tap = f"tap{index}"
+    assert attempts(disk, inside=False, more=(tap,))[tap] == "done"
+    assert attempts(disk, more=(tap,)) == {**IN_FLOAT, tap: REFUSED}
+    with tempfile.TemporaryDirectory(dir="/sys/fs/cgroup", prefix="pod-") as pod:
+        argv = (*ENTER, sys.executable, "-c", OPEN_MACVTAP, name, str(index), pod)
+        found = subprocess.run(argv, cwd=PROJECT, check=True, stdout=subprocess.PIPE, text=True).stdout
+        assert found.startswith("opened 0::/stelia/float"), (
+            "where the container may use it, float's filter is not asked"
+        )
+    restarted(controller, "--allow-macvtap")
+    assert attempts(disk, more=(tap,)) == {**IN_FLOAT, tap: "done"}
+    restarted(controller)
+    assert attempts(disk, more=(tap,)) == {**IN_FLOAT, tap: REFUSED}
 
 
 def restarted(controller: Controller, *more: str) -> None:

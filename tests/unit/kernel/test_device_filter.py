@@ -101,7 +101,6 @@ def test_rules_are_added_up_and_each_is_for_itself() -> None:
         ("net/tun", 10, 200),
         ("kvm", 10, 232),
         ("vhost-net", 10, 238),
-        ("vhost-vsock", 10, 241),
     ],
 )
 def test_the_default_rules_open_what_a_guest_is_run_with(name: str, major: int, minor: int) -> None:
@@ -111,9 +110,11 @@ def test_the_default_rules_open_what_a_guest_is_run_with(name: str, major: int, 
     assert not run(program, BLOCK, READ, major, minor), "nobody opens disks"
 
 
-@pytest.mark.parametrize("number", [(1, 1), (1, 4), (1, 11), (4, 64), (10, 183), (10, 196), (10, 229), (10, 237)])
+@pytest.mark.parametrize(
+    "number", [(1, 1), (1, 4), (1, 11), (4, 64), (10, 183), (10, 196), (10, 229), (10, 237), (10, 241), (246, 1)]
+)
 def test_the_default_rules_open_neither_memory_nor_ports_nor_other_devices(number: tuple[int, int]) -> None:
-    """/dev/mem, /dev/port, /dev/kmsg, a serial line, hwrng, VFIO's container, FUSE and loop-control."""
+    """/dev/mem, /dev/port, /dev/kmsg, a serial line, hwrng, VFIO's container, FUSE, loop-control, vhost-vsock, a macvtap."""
     assert not run(assemble(DEFAULT_RULES), CHARACTER, READ, *number)
 
 
