@@ -48,7 +48,9 @@ def rehearse(stage: ExecutedStage) -> None:
     document = stage.document
     if stage.index:
         try:
-            check_program(PurePosixPath(document["directory"]), document["programs"][0]["digest"])
+            manifest = check_program(PurePosixPath(document["directory"]), document["programs"][0]["digest"])
+            with open(document["manifest"], "w", closefd=False) as file:
+                file.write(manifest)
         except RefusedError as error:  # the first stage prints no causes
             raise RefusedError(explain(error)) from None
     _state(document)

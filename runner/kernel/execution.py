@@ -15,18 +15,27 @@ from runner.errors import HostError
 from runner.kernel.files import closing
 
 STATE_NAME: Final = "instance-runner-state"
+STAGE_NAME: Final = "instance-runner-stage"
+MANIFEST_NAME: Final = "instance-runner-files"
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 @contextmanager
-def sealed_memory(name: str, content: bytes) -> Iterator[int]:
-    """Hold a descriptor of *content* that no process can change any more (memfd_create(2), "file sealing")."""
+def memory(name: str) -> Iterator[int]:
+    """Hold a descriptor of an empty file in memory (memfd_create(2))."""
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise HostError(f"cannot make memory for {name}") from error
     with closing(fd):
+        yield fd
+
+
+@contextmanager
+def sealed_memory(name: str, content: bytes) -> Iterator[int]:
+    """Hold a descriptor of *content* that no process can change any more ("file sealing" of memfd_create(2))."""
+    with memory(name) as fd:
         try:
             rest = memoryview(content)
             while rest:

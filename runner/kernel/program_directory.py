@@ -19,8 +19,10 @@ from runner.errors import RefusedError
 PREFIX: Final = "sha256:"
 
 
-def check_program(directory: PurePosixPath, digest: str) -> None:
-    """Raise :exc:`~runner.errors.RefusedError` unless *directory* has this *digest* and only root may change it.
+def check_program(directory: PurePosixPath, digest: str) -> str:
+    """Return the manifest of *directory*, if it has this *digest* and only root may change it.
+
+    Raise :exc:`~runner.errors.RefusedError` if not.
 
     Every directory above it counts, too, as a file is replaced by whoever may write its directory; in one above with the
     sticky bit only its owner may (unlink(2)). Symbolic links and special files are refused: a digest says nothing of them.
@@ -28,22 +30,28 @@ def check_program(directory: PurePosixPath, digest: str) -> None:
     for above in reversed(directory.parents):
         _check_owner(str(above), sticky=True)
     _check_owner(str(directory))
-    found = PREFIX + digest_of(directory)
-    if found != digest:
+    manifest = manifest_of(directory)
+    if (found := digest_of(manifest)) != digest:
         raise RefusedError(f"cannot use {str(directory)!r}: its digest is {found}, not {digest}")
+    return manifest
 
 
-def digest_of(directory: PurePosixPath) -> str:
-    """Return the digest of the files in *directory* in hexadecimal. Raises :exc:`~runner.errors.RefusedError`."""
-    lines = hashlib.sha256()
+def digest_of(manifest: str) -> str:
+    """Return the digest of the directory that has this *manifest*."""
+    return PREFIX + hashlib.sha256(manifest.encode()).hexdigest()
+
+
+def manifest_of(directory: PurePosixPath) -> str:
+    """Return a line for each file in *directory*, as ``sha256sum`` prints it. Raises :exc:`~runner.errors.RefusedError`."""
+    lines = []
     try:
         for path in sorted(_files(str(directory)), key=os.fsencode):
             with open(path, "rb") as file:  # noqa: PTH123 - a text, of which there may be thousands
                 content = hashlib.file_digest(file, "sha256").hexdigest()
-            lines.update(f"{content}  ./{os.path.relpath(path, directory)}\n".encode())
+            lines.append(f"{content}  ./{os.path.relpath(path, directory)}\n")
     except OSError as error:
         raise RefusedError(f"cannot read {str(error.filename or directory)!r}") from error
-    return lines.hexdigest()
+    return "".join(lines)
 
 
 def _files(directory: str) -> Iterator[str]:

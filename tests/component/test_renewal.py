@@ -97,18 +97,7 @@ def test_a_renewed_runner_goes_on_with_everything(start: RenewableStarter, made:
     assert {key: after[key] for key in unchanged} == {key: status[key] for key in unchanged}
     assert Path(f"/proc/{run.pid}/comm").read_text() == "instance-runner\n"
     assert run.descriptors() == descriptors
-    metrics = subprocess.run(
-        run.command(
-            "python3",
-            "-c",
-            "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9441/metrics').read().decode())",
-        ),
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout
-    assert 'instance_runner_renewals_total{outcome="renewed"} 1.0' in metrics
+    assert 'instance_runner_renewals_total{outcome="renewed"} 1.0' in run.metrics().stdout
 
     type_in(run, "still here\r\n")
     until(lambda: "still here" in run.console, "the console to be shown")
@@ -224,6 +213,27 @@ def test_another_digest_than_the_directorys_is_refused(start: RenewableStarter, 
     assert "cannot renew the runner: cannot use '/nowhere': No such file or directory" in ended.stderr
     assert run.status()["runner"]["generation"] == 0
     assert run.stop() == 0
+
+
+def test_a_file_that_is_changed_later_is_not_executed(
+    start: RenewableStarter, made: ProgramDirectory, program: ProgramDirectory
+) -> None:
+    """Neither a module that is imported for the first time then, nor what the next renewal begins with."""
+    run = start("", "--http", "127.0.0.1:9441")
+    assert run.upgrade(program).returncode == 0, run.log
+    evidence = program.path.parent / "evidence"
+    first = "from __future__ import annotations\n"
+    for module in ("instance/metrics.py", "instance/renewal/first_stage.py"):
+        program.patch(module, (first, f"{first}open({str(evidence)!r}, 'w').close()\n"))
+    assert "HTTP Error 500" in run.metrics().stderr
+    assert "has been changed since its digest was checked" in run.log
+    ended = run.upgrade(made)
+    assert ended.returncode == 4
+    assert "cannot read the first stage of the program that runs: " in ended.stderr
+    assert "has been changed since its digest was checked" in ended.stderr
+    assert not evidence.exists()
+    assert run.stop() == 0
+    assert run.termination_log()["faults"] == []
 
 
 def test_the_digest_is_what_the_shell_says(program: ProgramDirectory) -> None:

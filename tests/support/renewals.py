@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from runner.kernel.program_directory import PREFIX, digest_of
+from runner.kernel.program_directory import digest_of, manifest_of
 from tests.support.fake_host import FAKES
 from tests.support.program_runs import BLOCK, PROJECT, RUNNER, children_by_name, until
 
@@ -36,7 +36,7 @@ class ProgramDirectory:
 
     @property
     def digest(self) -> str:
-        return PREFIX + digest_of(PurePosixPath(self.path))
+        return digest_of(manifest_of(PurePosixPath(self.path)))
 
     def patch(self, module: str, *changes: tuple[str, str]) -> None:
         """Replace texts of *module*, each of which is there once."""
@@ -111,6 +111,13 @@ class RenewableRun:
     def ctl(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
         argv = self.command(RUNNER, "ctl", "--state-dir", self.state, *words)
         return subprocess.run(argv, check=False, capture_output=True, text=True, timeout=120)
+
+    def metrics(self) -> subprocess.CompletedProcess[str]:
+        """Ask for the metrics of a runner with `--http 127.0.0.1:9441`."""
+        script = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9441/metrics').read().decode())"
+        return subprocess.run(
+            self.command(sys.executable, "-c", script), check=False, capture_output=True, text=True, timeout=60
+        )
 
     def upgrade(self, program: ProgramDirectory, digest: str | None = None) -> subprocess.CompletedProcess[str]:
         return self.ctl("upgrade", "--from", program.path, "--digest", digest or program.digest)

@@ -1,9 +1,9 @@
 """The first code that runs after exec when a runner is renewed: it goes back to the program before unless the next one commits.
 
 It is executed as a script by the interpreter of the runner before, with the standard library alone (``-I -S``), and is that
-runner's own file, which is known to work. Usage: ``first_stage.py MODE FD INDEX REASON``. FD is a sealed file with the state as
-JSON. INDEX is the place of a program in its list ``programs``: the one to become comes first, the one before second. REASON says why it
-is not the first one, empty if it is.
+runner's own file in sealed memory, which is known to work. Usage: ``first_stage.py MODE FD INDEX REASON``. FD is a sealed file
+with the state as JSON. INDEX is the place of a program in its list ``programs``: the one to become comes first, the one before
+second. REASON says why it is not the first one, empty if it is.
 
 ======== ===========================================================================================================
 resume   become that program and go on with what the runner before has held
@@ -14,11 +14,13 @@ rehearse only import that program and read the state, as a child; print why it c
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
 import sys
 from importlib import import_module
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from typing import Any
 
 COMMITTED_WITHIN = 10
@@ -29,6 +31,42 @@ NAME = "instance-runner"
 """What ``ps`` shows: the name of the program before exec, and not the interpreter's."""
 FLAGS = ("-I", "-S", "-B")
 """Of the interpreter: neither environment nor site-packages nor new bytecode files change what is executed."""
+
+
+_expected: dict[str, str] = {}
+"""The SHA-256 of each file of a program that came by ``ctl upgrade``, by its path."""
+
+
+class VerifyingLoader(SourceFileLoader):
+    """Reads the files of a program, also much later, only as they were when its digest was checked."""
+
+    def get_data(self, path: Any) -> bytes:
+        """Return the content of *path*, source or bytecode.
+
+        Raises ``FileNotFoundError`` for a file that was not there then, such as bytecode, and ``ImportError`` for one that was
+        changed.
+        """
+        expected = _expected.get(path)
+        if expected is None:
+            raise FileNotFoundError(f"{path!r} is none of the program's files")
+        content = super().get_data(path)
+        if hashlib.sha256(content).hexdigest() != expected:
+            raise ImportError(f"{path!r} has been changed since its digest was checked")
+        return content
+
+
+def verify_imports(directory: str, manifest: str) -> None:
+    """Have what is imported from *directory* be what its *manifest* says, which has lines as ``sha256sum`` prints them."""
+    for line in manifest.splitlines():
+        digest, _, name = line.partition("  ./")
+        _expected[f"{directory}/{name}"] = digest
+
+    def finder(path: str) -> FileFinder:
+        if path != directory and not path.startswith(f"{directory}/"):
+            raise ImportError  # which leaves it to the next hook
+        return FileFinder(path, (VerifyingLoader, SOURCE_SUFFIXES))
+
+    sys.path_hooks.insert(0, finder)
 
 
 def stage_argv(stage: dict[str, Any], mode: str, fd: int, index: int, reason: str) -> list[str]:
@@ -55,6 +93,8 @@ class FirstStage:
 
     def import_program(self) -> Any:
         """Return the module of the program that goes on."""
+        if manifest := self.program.get("manifest"):
+            verify_imports(self.program["path"][0], manifest)
         sys.path[:0] = self.program["path"]
         sys.pycache_prefix = self.program.get("bytecode")  # PYTHONPYCACHEPREFIX of the runner before, which -I ignores
         return import_module("runner.cli.resume")  # the path says which runner that is
@@ -63,6 +103,8 @@ class FirstStage:
         """Give up the way back: everything has been taken over."""
         signal.alarm(0)
         self.committed = True
+        if (own := self.document["stage"].get("fd")) is not None:
+            os.close(own)
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:  # noqa: PTH123 - one word
             comm.write(NAME)
 
@@ -72,9 +114,10 @@ class FirstStage:
             return
         signal.alarm(0)
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON].encode("utf-8", "replace").decode()
-        for number in (self.fd, *map(int, self.document["descriptors"])):
+        stage = self.document["stage"]
+        for number in (self.fd, *filter(None, [stage.get("fd")]), *map(int, self.document["descriptors"])):
             os.set_inheritable(number, True)
-        argv = stage_argv(self.document["stage"], "resume", self.fd, self.index + 1, reason)
+        argv = stage_argv(stage, "resume", self.fd, self.index + 1, reason)
         os.execve(argv[0], argv, os.environ)
 
     def resume(self) -> int:

@@ -2,6 +2,7 @@
 
 1. The program is checked: its owner, its digest; then that it can be imported and understands what is carried over, by a child
    that does nothing else; and the same of the program that runs now, which is the way back. Until here nothing was touched.
+   From here on each file of it that is read, also much later, must be as it was then.
 2. This process waits for a moment at which nothing is half done, blocks the signals, and lets those be handled that came before.
    The kernel keeps the others: blocked and pending signals survive exec, and so does a child's death (execve(2)).
 3. In one step of its event loop, in which no other task runs, the state goes to a sealed file in memory, and exec follows.
@@ -18,7 +19,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -29,7 +31,7 @@ from runner.instance.renewal import first_stage
 from runner.instance.renewal.codec import encode
 from runner.instance.renewal.first_stage import stage_argv
 from runner.instance.supervisor import CarryOver, Supervisor
-from runner.kernel.execution import STATE_NAME, execute, identity, sealed_memory
+from runner.kernel.execution import MANIFEST_NAME, STAGE_NAME, STATE_NAME, execute, identity, memory, sealed_memory
 from runner.kernel.processes import Command
 
 log = logging.getLogger(__name__)
@@ -57,11 +59,11 @@ _REFUSED = f"{RefusedError.__name__}: "
 _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
-def running_program(digest: str) -> dict[str, Any]:
-    """Return this program as the first stage takes it: its *digest*, where it is imported from, and its bytecode."""
+def running_program(digest: str, manifest: str) -> dict[str, Any]:
+    """Return this program as the first stage takes it: where it is imported from, its bytecode, *digest* and *manifest*."""
     own = str(Path(first_stage.__file__).parents[3])
     path = [own, *(each for each in sys.path if each.startswith("/") and each != own)]
-    return {"path": path, "bytecode": sys.pycache_prefix, "digest": digest}
+    return {"path": path, "bytecode": sys.pycache_prefix, "digest": digest, "manifest": manifest}
 
 
 async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str) -> NoReturn:
@@ -72,10 +74,12 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
     carry_over = supervisor.carry_over
     programs: list[dict[str, Any]] = [
         {"path": [str(directory)], "digest": digest},
-        running_program(carry_over.digest),
+        running_program(carry_over.digest, carry_over.manifest),
     ]
     document = {"directory": str(directory), **_document(supervisor, programs, "upgrade")}
-    await _rehearse(supervisor, document, 1, "this program")
+    with memory(MANIFEST_NAME) as manifest:
+        await _rehearse(supervisor, {**document, "manifest": manifest}, 1, "this program", (manifest,))
+        programs[0]["manifest"] = os.pread(manifest, os.fstat(manifest).st_size, 0).decode()
     begun = trio.current_time()
     await _rehearse(supervisor, document, 0, f"the program in {str(directory)!r}")
     programs[0]["within"] = max(first_stage.COMMITTED_WITHIN, math.ceil(MARGIN * (trio.current_time() - begun)))
@@ -92,7 +96,7 @@ async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
     carry_over.own_faults.append(now)
     reason = f"{type(error).__name__}: {error}"
     try:
-        programs = [running_program(carry_over.digest)]
+        programs = [running_program(carry_over.digest, carry_over.manifest)]
         await _become(supervisor, programs, "fault", QUIET_WITHIN_AFTER_FAULT, reason)
     except Exception as failure:  # noqa: BLE001 - whatever it is, the guest is to power down in order
         log.error("the runner cannot continue after a fault of its own: %s", explain(failure))  # noqa: TRY400
@@ -108,18 +112,16 @@ def _document(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause:
         "generation": carry_over.generation,
         "own_faults": carry_over.own_faults,
         "programs": programs,
-        "stage": {"interpreter": sys.executable, "file": first_stage.__file__},
         "left_at": time.monotonic(),
         "descriptors": {str(number): identity(number) for number in descriptors},
         "state": state,
     }
 
 
-async def _rehearse(supervisor: Supervisor, document: Any, index: int, what: str) -> None:
+async def _rehearse(supervisor: Supervisor, document: Any, index: int, what: str, fds: Sequence[int] = ()) -> None:
     """Have a child import the program *index*, and read the state. Raises :exc:`~runner.errors.RunnerError`."""
-    with sealed_memory(STATE_NAME, _json(document)) as fd:
-        argv = tuple(stage_argv(document["stage"], "rehearse", fd, index, ""))
-        command = Command("rehearsal", argv, (fd,), level=logging.DEBUG)
+    with _staged(document) as (argv, own):
+        command = Command("rehearsal", (*argv("rehearse", index),), (*own, *fds), level=logging.DEBUG)
         async with supervisor.processes.daemon(command, 0) as process:
             with trio.move_on_after(REHEARSED_WITHIN):
                 await process.wait()
@@ -133,10 +135,23 @@ async def _rehearse(supervisor: Supervisor, document: Any, index: int, what: str
         )
 
 
-def _json(document: Any) -> bytes:
+@contextmanager
+def _staged(document: Any) -> Iterator[tuple[Callable[[str, int], list[str]], tuple[int, int]]]:
+    """Hold the first stage and *document* in sealed memory.
+
+    Yield the command line by its mode and the index of the program, and the two descriptors.
+    """
     import json
 
-    return json.dumps(document).encode()
+    loader: Any = first_stage.__loader__  # it reads the file as it was checked, if this program came by `ctl upgrade`
+    try:
+        source = loader.get_data(first_stage.__file__)
+    except (ImportError, OSError) as error:
+        raise HostError("cannot read the first stage of the program that runs") from error
+    with sealed_memory(STAGE_NAME, source) as stage:
+        document["stage"] = {"interpreter": sys.executable, "file": f"/proc/self/fd/{stage}", "fd": stage}
+        with sealed_memory(STATE_NAME, json.dumps(document).encode()) as fd:
+            yield lambda mode, index: stage_argv(document["stage"], mode, fd, index, ""), (stage, fd)
 
 
 async def _become(
@@ -197,9 +212,8 @@ def _execute(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: 
         return failure
     for leave in supervisor.carry_over.leaving:
         leave()
-    with sealed_memory(STATE_NAME, _json(document)) as fd:
-        argv = stage_argv(document["stage"], "resume", fd, 0, "")
-        return execute(argv, os.environ, (fd, *map(int, document["descriptors"])))
+    with _staged(document) as (argv, own):
+        return execute(argv("resume", 0), os.environ, (*own, *map(int, document["descriptors"])))
 
 
 def committed_after(document: Any) -> float:
@@ -217,6 +231,7 @@ def taken_over(document: Any, state: dict[str, Any], index: int, reason: str) ->
         outcome=outcome,
         reason=reason or document["reason"],
         digest=document["programs"][index]["digest"],
+        manifest=document["programs"][index].get("manifest", ""),
         strict=upgraded,
         own_faults=list(document["own_faults"]),
     )
