@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from runner.check.finding import Check, Finding, Place
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
-from runner.kernel.settings import PciDevice, Swap
+from runner.kernel.settings import PciDevice, QuietCpus, Swap
 from runner.plan.host_checks import KEPT_MEMORY_STATE
 
 CGROUPS = Check(
@@ -165,13 +165,27 @@ def judge_numa_balancing(value: str, numa_nodes: int) -> Finding:
     )
 
 
-def judge_isolated(isolated: CpuSet | None, nohz_full: CpuSet, shared_pool: CpuSet | None) -> Finding:
+def _quiet(cpus: QuietCpus) -> str:
+    work = {
+        "the timer tick": ("nohz_full=", str(cpus.nohz_full)),
+        "RCU callbacks": ("rcu_nocbs=", cpus.rcu_nocbs or str(cpus.nohz_full)),
+        "interrupts that the kernel manages": ("isolcpus=managed_irq,", cpus.managed_irq),
+    }
+    kept = [f"{what} ({option}{where})" for what, (option, where) in work.items() if where]
+    left = [f"{what} ({option})" for what, (option, where) in work.items() if not where]
+    return (f"; kept off at boot: {', '.join(kept)}" if kept else "") + (
+        f"; boot options could keep off: {', '.join(left)}" if left else ""
+    )
+
+
+def judge_isolated(isolated: CpuSet | None, quiet_cpus: QuietCpus, shared_pool: CpuSet | None) -> Finding:
     """Judge the CPUs of ``isolcpus=`` and ``nohz_full=``; *shared_pool* is the kubelet's, ``None`` if unknown.
 
-    A partition that would leave no CPU outside of both is refused (``isolated_cpus_can_update``, ``kernel/cgroup/cpuset.c``).
+    Beside that it says which of the kernel's own work only boot options keep off CPUs, and off which they do. A partition
+    that would leave no CPU outside of both is refused (``isolated_cpus_can_update``, ``kernel/cgroup/cpuset.c``).
     """
-    quiet = f"; nohz_full='{nohz_full}'" if nohz_full else ""
-    if shared_pool and shared_pool <= nohz_full:
+    quiet = _quiet(quiet_cpus)
+    if shared_pool and shared_pool <= quiet_cpus.nohz_full:
         return ISOLATED.warning(
             f"all CPUs of the shared pool, '{shared_pool}', are in nohz_full=: the kernel's own work is left to instances' "
             "CPUs, and newer kernels isolate the last of them for no instance",

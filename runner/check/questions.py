@@ -24,6 +24,7 @@ from runner.kernel.settings import (
     read_interrupts,
     read_line,
     read_pci_devices,
+    read_quiet_cpus,
     read_swaps,
 )
 
@@ -84,7 +85,7 @@ def _numa_balancing(host: CheckedHost, context: CheckContext) -> Iterator[Findin
 def _isolated(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
     cpu = host.roots.sys / "devices/system/cpu"
     isolated = read_cpus(cpu / "isolated") if (cpu / "isolated").exists() else None
-    yield kernel_settings.judge_isolated(isolated, read_cpus(cpu / "nohz_full"), context.shared_pool)
+    yield kernel_settings.judge_isolated(isolated, read_quiet_cpus(host.roots.proc, cpu), context.shared_pool)
 
 
 def _pci(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:

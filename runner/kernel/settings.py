@@ -16,6 +16,9 @@ from runner.cpuset import CpuSet
 from runner.kernel.files import read_text
 from runner.values import frozen
 
+_ISOLATION_FLAG = re.compile("((?:nohz|domain|managed_irq),)")
+"""The flags of ``isolcpus=``, which stand before its CPUs (``housekeeping_isolcpus_setup`` of ``kernel/sched/isolation.c``)."""
+
 
 @frozen
 class CgroupMounts:
@@ -45,6 +48,18 @@ class Interrupt:
 
 
 @frozen
+class QuietCpus:
+    """The CPUs that the kernel's own work is kept off from boot on (``Documentation/admin-guide/kernel-parameters.txt``)."""
+
+    nohz_full: CpuSet = CpuSet()
+    """The timer tick, while one thread runs there, and RCU callbacks."""
+    rcu_nocbs: str = ""
+    """RCU callbacks, as on the command line, such as ``all`` or ``2-N``."""
+    managed_irq: str = ""
+    """Interrupts whose CPUs the kernel chooses for their drivers, as on the command line."""
+
+
+@frozen
 class PciDevice:
     """A PCI device; *numa_node* is -1 where the firmware does not say."""
 
@@ -64,6 +79,14 @@ def read_cpus(path: Path) -> CpuSet:
         return CpuSet.parse(read_line(path))
     except ValueError:
         return CpuSet()
+
+
+def read_quiet_cpus(proc: Path, cpu: Path) -> QuietCpus:
+    """Return what ``nohz_full=``, ``rcu_nocbs=`` and ``isolcpus=managed_irq,`` name."""
+    options = dict(word.partition("=")[::2] for word in read_line(proc / "cmdline").split())
+    *flags, cpus = _ISOLATION_FLAG.split(options.get("isolcpus", ""))
+    managed = cpus if "managed_irq," in flags else ""
+    return QuietCpus(read_cpus(cpu / "nohz_full"), options.get("rcu_nocbs", ""), managed)
 
 
 def read_cgroup_mounts(proc: Path) -> CgroupMounts:

@@ -16,7 +16,7 @@ from runner.cpuset import CpuSet
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.facts.host import Kvm, PodQos, Virtiofsd
 from runner.kernel.kubelet_files import Frozen
-from runner.kernel.settings import Interrupt, PciDevice, Swap
+from runner.kernel.settings import Interrupt, PciDevice, QuietCpus, Swap
 from runner.kubelet.state import CpuState
 
 OK, UNKNOWN, WARNING, FATAL = Level
@@ -108,13 +108,13 @@ CASES: list[tuple[Finding, Level, str]] = [
     (kernel_settings.judge_numa_balancing("0", 2), OK, "off"),
     (kernel_settings.judge_numa_balancing("", 2), OK, "off"),
     (kernel_settings.judge_numa_balancing("1", 2), WARNING, "numa_balancing is 1"),
-    (kernel_settings.judge_isolated(CpuSet(), CpuSet(), None), OK, "names none"),
-    (kernel_settings.judge_isolated(CpuSet(), SOME, CpuSet([0, 1])), OK, "names none; nohz_full='2-3'"),
-    (kernel_settings.judge_isolated(CpuSet(), SOME, SOME), WARNING, "the shared pool, '2-3', are in nohz_full="),
-    (kernel_settings.judge_isolated(SOME, SOME, CpuSet([0, 1])), OK, "none of them in the shared pool; nohz_full='2-3'"),
-    (kernel_settings.judge_isolated(SOME, CpuSet(), CpuSet([0, 1, 2])), WARNING, "CPUs '2' of the shared pool"),
-    (kernel_settings.judge_isolated(SOME, CpuSet(), None), UNKNOWN, "the shared pool is not known here"),
-    (kernel_settings.judge_isolated(None, CpuSet(), None), UNKNOWN, "does not say"),
+    (kernel_settings.judge_isolated(CpuSet(), QuietCpus(), None), OK, "could keep off: the timer tick (nohz_full=)"),
+    (kernel_settings.judge_isolated(CpuSet(), QuietCpus(SOME, "all", "2"), None), OK, "RCU callbacks (rcu_nocbs=all), "),
+    (kernel_settings.judge_isolated(CpuSet(), QuietCpus(SOME), SOME), WARNING, "the shared pool, '2-3', are in nohz_full="),
+    (kernel_settings.judge_isolated(SOME, QuietCpus(SOME), CpuSet([0, 1])), OK, "kept off at boot: the timer tick (nohz_full=2-3), "),
+    (kernel_settings.judge_isolated(SOME, QuietCpus(), CpuSet([0, 1, 2])), WARNING, "CPUs '2' of the shared pool"),
+    (kernel_settings.judge_isolated(SOME, QuietCpus(), None), UNKNOWN, "the shared pool is not known here"),
+    (kernel_settings.judge_isolated(None, QuietCpus(), None), UNKNOWN, "does not say"),
     (kernel_settings.judge_pci([PciDevice("0000:01:00.0", 0x03, -1)], 1), OK, "one NUMA node"),
     (kernel_settings.judge_pci([PciDevice("0000:00:00.0", 0x06, -1), PciDevice("0000:01:00.0", 0x03, 1)], 2), OK, "every device"),
     (kernel_settings.judge_pci([PciDevice("0000:01:00.0", 0x03, -1)], 2), WARNING, "-1 for 0000:01:00.0 (display)"),
