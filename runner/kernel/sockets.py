@@ -11,7 +11,7 @@ import socket
 import stat
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path, PurePath
 
 import attrs
@@ -28,8 +28,12 @@ _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, er
 """Of accept(2); ENOSPC is that of epoll_ctl(2) at ``fs.epoll.max_user_watches``."""
 _PAUSE = 1.0
 """Seconds until the next attempt."""
-_TOGETHER = 64
-"""Connections that are accepted, 0.02 ms each, before other tasks have their turn."""
+_TOGETHER = 512
+"""Connections that are accepted, 0.02 ms each, before other tasks have their turn, which may take as long for each that is open."""
+_SERVED_TOGETHER = 16
+"""Peers that have a connection served then."""
+_MOST_PEERS = 1024
+"""Peers whose connections wait."""
 
 CONSOLE_SOCKET, CONTROL_SOCKET, QMP_SOCKET = "console.sock", "control.sock", "qmp.sock"
 """The names of the sockets that a runner listens on, in its state directory, while the guest runs."""
@@ -138,25 +142,29 @@ async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
                 await trio.lowlevel.checkpoint()
 
 
-async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list[trio.socket.SocketType]:
+Accepted = tuple[trio.socket.SocketType, float]
+"""A connection, and when it was accepted, on the clock of processes' start times."""
+
+
+async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list[Accepted]:
     """Return the connections that wait at *listener*, at most *most*, which the caller closes; with *wait* at least one.
 
     One at a time they would take a turn of all other tasks each. *listener* does not block.
     """
+    found: list[Accepted] = []
     if wait:
-        found = [await accepted(trio.socket.from_stdlib_socket(listener))]
+        first = await accepted(trio.socket.from_stdlib_socket(listener))
+        found.append((first, boot_time()))
     else:
-        found = []
         await trio.lowlevel.checkpoint()
     # Until none waits any more. If there is no descriptor for it, the next call that waits says so.
     with contextlib.suppress(OSError):
         while len(found) < most:
-            found.append(trio.socket.from_stdlib_socket(listener.accept()[0]))
+            connection = trio.socket.from_stdlib_socket(listener.accept()[0])
+            found.append(
+                (connection, boot_time())
+            )  # not later: a process that is younger is not the one that connected
     return found
-
-
-Accepted = tuple[trio.socket.SocketType, float]
-"""A connection, and when it was accepted, on the clock of processes' start times."""
 
 
 @attrs.define(eq=False)
@@ -171,34 +179,41 @@ class WaitingConnections:
     of_each: int
     """Connections of one peer that wait."""
     _waiting: dict[Hashable, list[Accepted]] = attrs.field(factory=dict)
+    """By peer; the one that was served longest ago comes first."""
     _count: int = 0
 
     async def next_of_each(
         self, listener: Socket, peer: Callable[[], Callable[[trio.socket.SocketType], Hashable]]
     ) -> list[Accepted]:
-        """Return the first connection of each peer, after those that wait at *listener* were accepted; at least one.
+        """Return the first connection of each of the next peers, after those that wait at *listener* were accepted.
 
-        The function that *peer* returns tells whose a connection is, or raises ``OSError`` if it has gone. A connection that
-        is more than may wait is closed.
+        There is at least one. The function that *peer* returns tells whose a connection is, or raises ``OSError`` if it has
+        gone. A connection that is more than may wait is closed.
         """
-        connections = await _accepted_together(listener, _TOGETHER, wait=not self._waiting)
-        of, now = peer(), boot_time()
-        for connection in connections:
-            try:
-                self._add(of(connection), (connection, now))
-            except OSError:
-                connection.close()
-        found = [mine.pop(0) for mine in self._waiting.values()]
-        self._waiting = {key: mine for key, mine in self._waiting.items() if mine}
+        found: list[Accepted] = []
+        while not found:
+            accepted_now = await _accepted_together(listener, _TOGETHER, wait=not self._waiting)
+            of = peer()
+            for each in accepted_now:
+                try:
+                    self._add(of(each[0]), each)
+                except OSError:
+                    each[0].close()
+            for key in list(islice(self._waiting, _SERVED_TOGETHER)):
+                mine = self._waiting.pop(key)
+                found.append(mine.pop(0))
+                if mine:
+                    self._waiting[key] = mine
         self._count -= len(found)
         return found
 
-    def _add(self, key: Hashable, accepted: Accepted) -> None:
-        mine = self._waiting.setdefault(key, [])
-        if mine and (self._count >= self.most or len(mine) >= self.of_each):
-            accepted[0].close()
+    def _add(self, key: Hashable, each: Accepted) -> None:
+        mine = self._waiting.get(key, [])
+        full = self._count >= self.most or len(mine) >= self.of_each if mine else len(self._waiting) >= _MOST_PEERS
+        if full:
+            each[0].close()
         else:
-            mine.append(accepted)
+            self._waiting.setdefault(key, mine).append(each)
             self._count += 1
 
     def close(self) -> None:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_HEAD = 8 * 1024
 """Bytes of a request before its body."""
+_MOST_LINES = 64
+"""Lines of them: h11 takes 2 microseconds for each, and there may be thousands."""
 _CHUNK = 4 * 1024
 _CONNECTION_WITHIN = 5.0
 """Seconds a connection may last."""
@@ -172,8 +174,7 @@ async def _converse(stream: trio.SocketStream, respond: Respond) -> None:
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_LONGEST_HEAD)
     with_body = True
     try:
-        while (event := connection.next_event()) is h11.NEED_DATA:
-            connection.receive_data(await stream.receive_some(_CHUNK))
+        event = await _read_request(stream, connection)
     except h11.RemoteProtocolError as error:
         response = HttpResponse(http.HTTPStatus(error.error_status_hint), f"{error}\n")
     else:
@@ -182,6 +183,21 @@ async def _converse(stream: trio.SocketStream, respond: Respond) -> None:
         response = _response(event, respond)
         with_body = event.method != b"HEAD"
     await stream.send_all(_encoded(connection, response, with_body=with_body))
+
+
+async def _read_request(stream: trio.SocketStream, connection: h11.Connection) -> object:
+    """Return the request, or what came in its place. Raises :exc:`h11.RemoteProtocolError` for one that is refused.
+
+    Of one with too many lines the rest is read, and not parsed: what is unread resets the connection, and the answer is lost.
+    """
+    received = b""
+    while (event := connection.next_event()) is h11.NEED_DATA:
+        received += (data := await stream.receive_some(_CHUNK))
+        if received.count(b"\n") <= _MOST_LINES:
+            connection.receive_data(data)
+        elif not data or len(received) > _LONGEST_HEAD or b"\r\n\r\n" in received:
+            raise h11.RemoteProtocolError(f"more than {_MOST_LINES} lines", error_status_hint=431)
+    return event
 
 
 def _response(request: h11.Request, respond: Respond) -> HttpResponse:

@@ -45,7 +45,7 @@ from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 64 * 1024
+_CHUNK = 16 * 1024
 
 UNSENT = "host"
 """The reason in the error that a client gets whose request was done, but whose descriptors could not be sent."""
@@ -58,8 +58,8 @@ Identify = Callable[[], Peer]
 class SocketLimits:
     """What clients may take of a server."""
 
-    message: int = 64 * 1024
-    """Bytes of one message."""
+    message: int = 16 * 1024
+    """Bytes of one message, which takes up to 2 ms to be parsed."""
     connections: int = 64
     """Open connections. Beyond, one takes the place of the oldest idle one of the peer that has most and an idle one, if that is
     fairer, or if it is its peer's first: a pod may have as many containers, each a peer with one connection."""
@@ -115,6 +115,8 @@ class UnixServer:
     limits: SocketLimits
     _clients: dict[int, list[_Client]] = attrs.field(factory=dict)
     """By peer, the oldest first."""
+    _turns: dict[int, trio.Lock] = attrs.field(factory=dict)
+    """By peer: one message of each is parsed in a turn of the event loop, however many connections it has."""
     _in_flight: Counter[int] = attrs.field(factory=Counter)
     _refused: list[trio.CancelScope] = attrs.field(factory=list)
     """Of the clients that were refused and have not gone, the first refused first."""
@@ -235,6 +237,8 @@ class UnixServer:
                         log.exception("method failed%s method=%r", more, method)
                     raise RpcError(INTERNAL_ERROR, "Internal error") from error
 
+        async with self._turns.setdefault(client.key, trio.Lock()):
+            await trio.lowlevel.checkpoint()
         reply = await answer(message, call)
         if reply is None:
             return
@@ -297,6 +301,7 @@ class UnixServer:
         self._clients[client.key].remove(client)
         if not self._clients[client.key]:
             del self._clients[client.key]
+            self._turns.pop(client.key, None)
 
     @contextlib.contextmanager
     def _working(self, client: _Client) -> Iterator[None]:

@@ -135,6 +135,7 @@ async def test_a_fault_in_one_connection_ends_nothing(
         (b"GET /" + b"x" * (8192 - 4), 431),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 8192, 431),
         (b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 2000, 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * 63 + b"\r\n", 431),
         (b"\x16\x03\x01 TLS\r\n\r\n", 400),
         (b"GET /a\r\n\r\n", 400),
         (b"GET /a HTTP/1.1\r\n\r\n", 400),

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
 import attrs
@@ -19,10 +19,11 @@ import pytest
 import trio
 import trio.testing
 
+import runner.protocol.unix_server
 from runner.controller.server import listening
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.peers import Peers
-from runner.kernel.sockets import accepted
+from runner.kernel.sockets import WaitingConnections, accepted
 from runner.protocol.jsonrpc import RpcError, RpcResult
 from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
 from tests.support.fake_node import Client, connected
@@ -365,3 +366,59 @@ async def test_refused_clients_of_one_peer_keep_no_other_peer_out(tmp_path: Path
         assert all([json.loads(await client.line())["error"]["code"] == BUSY for client in silent[1:]])
         for client in silent[1:8]:
             assert await client.line() == b""
+
+
+class Turns(trio.abc.Instrument):
+    """Counts the turns of the event loop."""
+
+    count = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        del timeout
+        self.count += 1
+
+
+async def test_one_message_of_each_peer_is_parsed_in_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many connections it has: a long one takes milliseconds, and each connection has one ready."""
+    path, turns, parsed = tmp_path / "socket", Turns(), list[tuple[int, int]]()
+
+    async def answer(message: bytes, _call: object) -> None:
+        await trio.lowlevel.checkpoint()
+        parsed.append((turns.count, int(message.split()[0])))
+
+    monkeypatch.setattr(runner.protocol.unix_server, "answer", answer)
+    limits = SocketLimits(connections=32, connections_per_peer=8)
+    async with served(path, limits) as (service, _), AsyncExitStack() as held:
+        trio.lowlevel.add_instrument(turns)
+        held.callback(trio.lowlevel.remove_instrument, turns)
+        clients = []
+        for key in (1, 2):
+            service.key = key
+            for _ in range(8):
+                clients.append((key, await held.enter_async_context(connected(path))))
+                await trio.testing.wait_all_tasks_blocked()
+        for key, client in clients:
+            await client.send(b"%d\n" % key * 3)
+        await trio.testing.wait_all_tasks_blocked()
+    assert len(parsed) == 48
+    assert len(set(parsed)) == 48, "none shares a turn with another one of its peer"
+
+
+async def test_peers_are_served_in_rotation(tmp_path: Path) -> None:
+    """Some in each turn, so that many of them do not make one long; the one that was served longest ago comes first."""
+    path, waiting, whose = tmp_path / "socket", WaitingConnections(1 << 16, 4), dict[object, int]()
+    numbers = iter([*range(40), *range(40)])
+
+    def peer(connection: trio.socket.SocketType) -> int:
+        whose[connection] = next(numbers)
+        return whose[connection]
+
+    with listening(path) as listener, ExitStack() as held:
+        for _ in range(80):
+            held.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+        turns = []
+        for _ in range(5):
+            served_now = await waiting.next_of_each(listener, lambda: peer)
+            turns.append([whose[held.enter_context(connection)] for connection, _ in served_now])
+    assert list(map(len, turns)) == [16] * 5
+    assert [each for turn in turns for each in turn] == [*range(40), *range(40)]

@@ -673,10 +673,8 @@ async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:
 async def test_a_stranger_is_refused_before_its_list_is_parsed(node: Node) -> None:
     node.become(A)
     async with controlled(node), connected(node.socket) as client:
-        for wrong in ("x", "0-8191," * 9_000):
+        for wrong in ("x", "0-8191," * 2_000):
             assert (await client.refusal("registerCgroup", uuid=B, cpuset=wrong))["reason"] == "identity"
-        refused = await client.refusal("registerCgroup", uuid=A, cpuset="0-8191," * 9_000)
-        assert "20000 characters" in str(refused["message"])
 
 
 async def test_a_pod_can_neither_flood_the_log_nor_keep_another_out_of_it(

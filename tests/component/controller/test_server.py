@@ -165,7 +165,7 @@ async def test_a_message_beyond_the_limit_ends_the_connection(node: Node) -> Non
 
 async def test_the_longest_message_is_read(node: Node) -> None:
     async with controlled(node), connected(node.socket) as client:
-        await client.send(STATUS.rstrip().ljust(64 * 1024 - 1) + b"\n")
+        await client.send(STATUS.rstrip().ljust(SocketLimits().message - 1) + b"\n")
         assert error_code(await client.line()) is None
 
 
