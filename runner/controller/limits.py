@@ -23,6 +23,8 @@ CPU_WEIGHTS = range(1, 10_001)
 """The values of ``cpu.weight`` ("CPU Interface Files")."""
 
 NO_LIMIT = "max"
+SWAP_MAX = "memory.swap.max"
+"""A file that a kernel without swap does not have ("Memory Interface Files")."""
 NO_GROUPS = {"cgroup.max.descendants": "0"}
 """Below the group nothing can be made. A pod that may make user namespaces mounts the hierarchy from its group on, and makes
 groups there ("Delegation"); with one below it, a group cannot be removed."""
@@ -50,12 +52,18 @@ class Limits:
     """The share of a pod in float's CPU time."""
     huge_page_sizes: tuple[str, ...] = ()
     """The sizes of huge pages that the kernel has, as in the names of control files, such as ``2MB``."""
+    swap: bool = False
+    """Whether the kernel has swap (CONFIG_SWAP), of which the tree gets none."""
 
     def of_root(self) -> Mapping[str, str]:
-        """Return file → value for the root of the tree. ``memory.high`` comes first: what it reclaims need not be killed."""
+        """Return file → value for the root of the tree. ``memory.high`` comes first: what it reclaims need not be killed.
+
+        No swap, as the kubelet gives none to Guaranteed pods: a pod that pages its memory out would hold what no guard sees.
+        """
         return {
             "memory.high": _written(self.memory_high),
             "memory.max": _written(self.memory_max),
+            **({SWAP_MAX: "0"} if self.swap else {}),
             "pids.max": _written(self.pids_max),
             **dict.fromkeys(self._of_huge_pages(), "0"),
         }

@@ -214,9 +214,15 @@ def choose_limits(options: LimitOptions, pods: PodCgroups, pools: Iterable[HugeP
     pod_memory_min = options.pod_memory_min
     if pod_memory_min == "default":
         pod_memory_min = default_pod_memory(memory_high)
-    sizes = tuple(hugetlb_name(pool.size) for pool in pools)
     return Limits(
-        memory_max, memory_high, pids_max, options.pod_pids_max, pod_memory_min, options.pod_cpu_weight, sizes
+        memory_max=memory_max,
+        memory_high=memory_high,
+        pids_max=pids_max,
+        pod_pids_max=options.pod_pids_max,
+        pod_memory_min=pod_memory_min,
+        pod_cpu_weight=options.pod_cpu_weight,
+        huge_page_sizes=tuple(hugetlb_name(pool.size) for pool in pools),
+        swap=pods.procfs.has_swap(),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from typing import assert_never
 
+from runner.controller.limits import SWAP_MAX
 from runner.controller.partition_writer import PartitionWriter
 from runner.controller.reconcile import (
     ISOLATED,
@@ -36,7 +37,7 @@ MOVED_AT_ONCE = 256
 REMOVED_AT_ONCE = 256
 """Groups that one action removes below a group of ours, where a pod has made them."""
 
-_ROOT_LIMITS = ("memory.high", "memory.max", "pids.max")
+_ROOT_LIMITS = ("memory.high", "memory.max", SWAP_MAX, "pids.max")
 _INSTANCE_LIMITS = ("cgroup.max.descendants", "pids.max")
 _POD_LIMITS = (*_INSTANCE_LIMITS, "cpu.weight")
 

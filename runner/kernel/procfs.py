@@ -108,6 +108,10 @@ class Procfs:
         except OSError as error:
             raise HostError(f"cannot list the processes in {self.root}") from error
 
+    def has_swap(self) -> bool:
+        """Tell whether the kernel was built with swap (``procswaps_init`` of ``mm/swapfile.c``)."""
+        return (self.root / "swaps").exists()
+
     def process(self, pid: int) -> ProcessStatus | None:
         """Return one process, or ``None`` when it is gone."""
         try:

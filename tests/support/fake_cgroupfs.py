@@ -30,6 +30,7 @@ FILES = {
         "memory.current": "0",
         "memory.high": "max",
         "memory.max": "max",
+        "memory.swap.max": "max",
         "memory.stat": "active_file 0\ninactive_file 0",
     },
     "hugetlb": {"hugetlb.2MB.max": "max", "hugetlb.2MB.rsvd.max": "max"},

@@ -82,6 +82,7 @@ class Node:
         (node.proc / "sys/kernel").mkdir(parents=True)
         (node.proc / "sys/kernel/pid_max").write_text("4194304\n")
         (node.proc / "sys/kernel/threads-max").write_text("500000\n")
+        (node.proc / "swaps").touch()
         (node.proc / "self").symlink_to(str(os.getpid()))
         for kind in ("nr", "free", "resv"):
             file = path / "sys/kernel/mm/hugepages/hugepages-2048kB" / f"{kind}_hugepages"

@@ -264,7 +264,7 @@ async def test_the_pods_group_stays_until_it_is_empty(node: Node) -> None:
 async def test_all_together_are_limited_by_the_size_of_the_node(node: Node) -> None:
     async with controlled(node):
         assert limits(node) == {"memory.high": str(RAM // 32 * 3), "memory.max": str(RAM // 8), "pids.max": "250000"}
-        assert node.root.read("hugetlb.2MB.max") == node.root.read("hugetlb.2MB.rsvd.max") == "0"
+        assert {node.root.read(f"{name}.max") for name in ("hugetlb.2MB", "hugetlb.2MB.rsvd", "memory.swap")} == {"0"}
     node.mount.child("kubepods.slice").write("memory.max", str(RAM // 4 * 3))  # the kubelet reserves a quarter
     async with controlled(node):
         assert limits(node)["memory.max"] == str(RAM // 4)

@@ -94,6 +94,7 @@ def test_no_huge_page_of_any_size_is_taken_or_reserved_in_float() -> None:
         files, "0"
     )
     assert limits.controllers == ("cpu", "hugetlb", "memory", "pids")
+    assert Limits(swap=True).of_root()["memory.swap.max"] == "0", "the kubelet gives Guaranteed pods none"
     assert Limits().controllers == ("cpu", "memory", "pids"), (
         "a kernel without huge pages need not have their controller"
     )
