@@ -182,8 +182,7 @@ class Peers:
             except OSError as error:
                 if error.errno != errno.ENOPROTOOPT:
                     raise
-                with contextlib.suppress(PermissionError):  # a seccomp profile that does not know it
-                    pidfd = os.pidfd_open(pid)
+                pidfd = _opened_pidfd(pid)
         except OSError as error:  # EINVAL or ESRCH, by version: the process was reaped
             raise PeerError(f"cannot hold the peer, process {pid}") from error
         try:
@@ -210,6 +209,15 @@ def _credentials(connection: socket.socket | trio.socket.SocketType) -> tuple[in
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
     return pid, user_id
+
+
+def _opened_pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.ENOSYS):  # by a seccomp profile that does not know it
+            return None
+        raise
 
 
 def _has_ended(pidfd: int | None) -> bool:

@@ -17,7 +17,7 @@ INSTANCE: Mapping[str, str] = {
     "probes and metrics are served port=%d": "probes_served",
     "the guest has the address of %s: connections to it reach the guest, and not --http": "probes_unreachable",
     "waiting for the controller: %s": "controller_awaited",
-    "waiting for up to %g s: %s": "other_instance_awaited",
+    "waiting for up to %.0f s: %s": "other_instance_awaited",
     "in float cgroup=%s cpus=%s": "float_entered",
     "the guest's memory is there size=%s seconds=%.1f": "memory_preallocated",
     "network: found %r of a runner that was killed; removing it": "network_recovered",

@@ -259,7 +259,7 @@ async def registration_of(
                     raise ControllerError(f"waited {error.within:g} s: {error}", error.code) from None
                 if waits_for != str(error):
                     waits_for = str(error)
-                    log.warning("waiting for up to %g s: %s", deadline - trio.current_time(), waits_for)
+                    log.warning("waiting for up to %.0f s: %s", deadline - trio.current_time(), waits_for)
                 await _wait_for_end(supervisor, error, deadline)
             else:
                 held.push(descriptors.pop_all())
