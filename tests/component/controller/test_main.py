@@ -259,14 +259,16 @@ async def get(path: Path, request: bytes) -> bytes:
 
 async def test_probes_and_metrics(node: Node) -> None:
     node.become(B)
-    async with controlled(node) as controller, connected(node.socket) as client, trio.open_nursery() as nursery:
+    port = node.path / "http"  # HTTP over a Unix socket
+    async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         await client.refusal("registerCgroup", uuid="x", cpuset="1")
-        port = node.path / "http"  # HTTP over a Unix socket
         with listening(port) as listener:
-            nursery.start_soon(serve_http, [listener], Pages(controller.loop, controller.device_filter).respond)
-            await check_responses(port, controller)
-            nursery.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                pages = Pages(controller.loop, controller.device_filter)
+                nursery.start_soon(serve_http, [listener], pages.respond)
+                await check_responses(port, controller)
+                nursery.cancel_scope.cancel()
 
 
 async def check_responses(port: Path, controller: Controller) -> None:
