@@ -161,9 +161,8 @@ async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list
     with contextlib.suppress(OSError):
         while len(found) < most:
             connection = trio.socket.from_stdlib_socket(listener.accept()[0])
-            found.append(
-                (connection, boot_time())
-            )  # not later: a process that is younger is not the one that connected
+            # The time not later: a process that is younger is not the one that connected.
+            found.append((connection, boot_time()))
     return found
 
 
