@@ -60,7 +60,7 @@ long:
   hlt
   jmp 2b
 
-.balign 8
+.balign 8, 0 # not the assembler's own filling, which its versions choose differently
 segments:
   .quad 0
   .quad 0x00209a0000000000           # 64-bit code
