@@ -101,6 +101,8 @@ class _Client:
     key: int
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     working: bool = False
+    turn: trio.Lock = attrs.field(factory=trio.Lock)
+    """The same for all of its peer: one message of each is parsed in a turn of the event loop."""
 
 
 def _idle(client: _Client) -> bool:
@@ -115,8 +117,6 @@ class UnixServer:
     limits: SocketLimits
     _clients: dict[int, list[_Client]] = attrs.field(factory=dict)
     """By peer, the oldest first."""
-    _turns: dict[int, trio.Lock] = attrs.field(factory=dict)
-    """By peer: one message of each is parsed in a turn of the event loop, however many connections it has."""
     _in_flight: Counter[int] = attrs.field(factory=Counter)
     _refused: list[trio.CancelScope] = attrs.field(factory=list)
     """Of the clients that were refused and have not gone, the first refused first."""
@@ -237,7 +237,7 @@ class UnixServer:
                         log.exception("method failed%s method=%r", more, method)
                     raise RpcError(INTERNAL_ERROR, "Internal error") from error
 
-        async with self._turns.setdefault(client.key, trio.Lock()):
+        async with client.turn:
             await trio.lowlevel.checkpoint()
         reply = await answer(message, call)
         if reply is None:
@@ -277,6 +277,8 @@ class UnixServer:
         if (full and self.connections >= most) or count >= self.limits.connections_per_peer:
             raise self.service.busy(f"{count} of {self.connections} open connections are yours")
         mine = self._clients.setdefault(client.key, [])
+        if mine:
+            client.turn = mine[0].turn
         mine.append(client)
         try:
             yield
@@ -301,7 +303,6 @@ class UnixServer:
         self._clients[client.key].remove(client)
         if not self._clients[client.key]:
             del self._clients[client.key]
-            self._turns.pop(client.key, None)
 
     @contextlib.contextmanager
     def _working(self, client: _Client) -> Iterator[None]:
