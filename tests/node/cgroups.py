@@ -80,6 +80,10 @@ class Cgroup:
         for controller in controllers or sorted(self.words("cgroup.controllers")):
             self.write("cgroup.subtree_control", f"+{controller}")
 
+    def entering(self) -> tuple[str, ...]:
+        """Return the beginning of a command that goes into the cgroup and becomes the rest of it."""
+        return ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(self.path / "cgroup.procs"))
+
     def children(self) -> list[Cgroup]:
         return [Cgroup(path) for path in sorted(self.path.iterdir()) if path.is_dir()]
 

@@ -337,7 +337,7 @@ def test_a_child_of_a_pinned_thread_is_pinned_too(threaded: Cgroup) -> None:
     inst = instance(threaded, "1-2")
     code = "import os, subprocess, sys; os.sched_setaffinity(0, {2}); print(sys.stdin.readline() and '', flush=True); "
     code += "subprocess.run(['sh', '-c', 'cat /proc/self/cgroup; grep Cpus_allowed_list /proc/self/status'])"
-    enter = ["sh", "-c", 'echo 0 >"$0" && exec "$@"', str(inst.path / "cgroup.procs")]
+    enter = [*inst.entering()]
     done = subprocess.run(
         [*enter, sys.executable, "-c", code], input="\n", capture_output=True, text=True, check=True, timeout=SECONDS
     )
@@ -375,7 +375,7 @@ def test_memory_stays_charged_and_placed_where_it_was_first_touched(
         pytest.skip("a second NUMA node is missing")
     scope = tree.child("numa.scope", cpuset_mems="1")
     float_ = threaded.child("float", threaded=True, cpuset_mems="0-1")
-    enter = ["sh", "-c", 'echo 0 >"$0" && exec "$@"', str(scope.path / "cgroup.procs")]
+    enter = [*scope.entering()]
     with subprocess.Popen(
         [*enter, sys.executable, "-I", "-S", "-c", POPULATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -398,7 +398,7 @@ def test_narrowing_the_memory_nodes_of_a_populated_cgroup_moves_its_pages(
         pytest.skip("a second NUMA node is missing")
     scope = tree.child("numa.scope", cpuset_mems="1")
     float_ = threaded.child("float", threaded=True, cpuset_mems="0-1")
-    enter = ["sh", "-c", 'echo 0 >"$0" && exec "$@"', str(scope.path / "cgroup.procs")]
+    enter = [*scope.entering()]
     with subprocess.Popen(
         [*enter, sys.executable, "-I", "-S", "-c", POPULATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

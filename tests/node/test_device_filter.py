@@ -60,12 +60,9 @@ def disk(tmp_path: Path) -> Iterator[str]:
     subprocess.run(["losetup", "--detach", name], check=True)
 
 
-ENTER = ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(FLOAT.path / "cgroup.procs"))
-
-
 def attempts(disk: str, *prefix: str, inside: bool = True, more: tuple[str, ...] = ()) -> dict[str, str]:
     """Return what happens to a process, in float or outside of the tree, that makes and opens devices."""
-    argv = (*(ENTER if inside else ()), *prefix, sys.executable, "-c", TRY, disk, *more)
+    argv = (*(FLOAT.entering() if inside else ()), *prefix, sys.executable, "-c", TRY, disk, *more)
     found: dict[str, str] = json.loads(subprocess.run(argv, check=True, stdout=subprocess.PIPE).stdout)
     return found
 
@@ -139,7 +136,7 @@ def test_a_macvtap_is_opened_in_the_pods_cgroup_and_in_float_where_that_is_allow
     assert attempts(disk, inside=False, more=(tap,))[tap] == "done"
     assert attempts(disk, more=(tap,)) == {**IN_FLOAT, tap: REFUSED}
     outside = "/sys/fs/cgroup"  # as a container's cgroup whose filter lets it use the device
-    argv = (*ENTER, sys.executable, "-c", OPEN_MACVTAP, name, str(index), outside)
+    argv = (*FLOAT.entering(), sys.executable, "-c", OPEN_MACVTAP, name, str(index), outside)
     found = subprocess.run(argv, cwd=PROJECT, check=True, stdout=subprocess.PIPE, text=True).stdout
     assert found.startswith("opened 0::/stelia/float"), "where the container may use it, float's filter is not asked"
     restarted(controller, "--allow-macvtap")

@@ -213,7 +213,7 @@ def test_no_huge_page_is_taken_in_float(controller: Controller, reserve: Callabl
     reserve(4, 0)
 
     def take(*more: str, inside: bool = True) -> tuple[int, str]:
-        enter = ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(FLOAT.path / "cgroup.procs")) if inside else ()
+        enter = FLOAT.entering() if inside else ()
         done = subprocess.run(
             (*enter, sys.executable, "-c", TAKE, *more), check=False, stdout=subprocess.PIPE, text=True
         )

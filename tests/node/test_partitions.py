@@ -126,7 +126,7 @@ WORKED = 0.3
 @contextlib.contextmanager
 def looping(*argv: str, cgroup: Cgroup | None = None) -> Iterator[int]:
     """Hold a process that never rests, in *cgroup* if it is given."""
-    enter = () if cgroup is None else ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(cgroup.path / "cgroup.procs"))
+    enter = () if cgroup is None else cgroup.entering()
     with subprocess.Popen((*enter, *argv)) as process:
         try:
             yield process.pid

@@ -55,7 +55,7 @@ def instance(node_fixture: NodeFixture, exclusive: CpuSet, numa: dict[int, CpuSe
 @contextlib.contextmanager
 def busy(instance: Instance, cpu: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
     """Hold a loop of *seconds* of CPU time on a vCPU's CPU, in the one cgroup that always has it: the instance's."""
-    enter = ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(instance.group.path / "cgroup.procs"))
+    enter = instance.group.entering()
     pinned = ("taskset", "-c", str(cpu), sys.executable, "-I", "-S", "-c", BUSY, str(seconds))
     with subprocess.Popen((*enter, *pinned)) as loop:
         try:
@@ -136,7 +136,7 @@ def test_the_record_of_a_block_has_the_time_of_a_loop_that_has_ended(instance: I
 
 def test_a_task_of_a_moment_is_named_with_its_cgroup(instance: Instance, exclusive: CpuSet) -> None:
     """It has ended before anything could read its entry in /proc: it is known by its birth and its move."""
-    enter = ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(instance.group.path / "cgroup.procs"))
+    enter = instance.group.entering()
     vcpus = [thread.tid for thread in instance.vcpus()]
     with recorded(exclusive) as record:
         subprocess.run((*enter, "taskset", "-c", str(min(exclusive)), "true"), check=True)
