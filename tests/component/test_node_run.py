@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -50,10 +51,20 @@ CASES = {
 }
 
 
+def packed(content: bytes) -> bytes:
+    """Return a bzImage that unpacks itself to *content*: two sectors of setup, code, the payload and its size, and more."""
+    payload = subprocess.run(["zstd", "-cq"], input=content, check=True, stdout=subprocess.PIPE).stdout
+    payload += struct.pack("<I", len(content))
+    image = bytearray(1024)
+    image[0x1F1] = 1
+    image[0x248:0x250] = struct.pack("<2I", 64, len(payload))
+    return bytes(image) + bytes(64) + payload + b"relocations"
+
+
 @pytest.fixture
 def tools(tmp_path: Path) -> dict[str, str]:
     """Return an environment whose QEMU is the fake one and whose cache is full already."""
-    for tool in ("uv", "setpriv", "busybox"):
+    for tool in ("uv", "setpriv", "busybox", "zstd"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is missing")
     fake = tmp_path / "bin" / "qemu-system-x86_64"
@@ -63,7 +74,7 @@ def tools(tmp_path: Path) -> dict[str, str]:
     cache = tmp_path / "cache"
     cache.mkdir()
     for artefact in (artefacts.kernel(), artefacts.root(), artefacts.rom()):
-        (cache / f"{artefact.name}-{artefact.key}").touch()
+        (cache / f"{artefact.name}-{artefact.key}").write_bytes(packed(b"a kernel"))
     return {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "RUNNER_NODE_CACHE": str(cache)}
 
 
@@ -95,3 +106,5 @@ def test_the_status_is_that_of_the_tests(
     )
     assert done.returncode == status, done.stdout
     assert output in done.stdout
+    if status == 0:
+        assert (tmp_path / "results/guest-kernel").read_bytes() == b"a kernel"

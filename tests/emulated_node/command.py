@@ -141,7 +141,7 @@ def in_node(options: argparse.Namespace) -> int:
     run.mkdir(parents=True, exist_ok=True)
     shutil.copy(fetch(artefacts.rom()), run / "rom")
     kernel = fetch(artefacts.kernel(options.kernel))
-    shutil.copy(kernel, run / "kernel")
+    (run / "guest-kernel").write_bytes(artefacts.guest_kernel(kernel))
     (run / "guest-initrd").write_bytes(artefacts.guest_initrd())
     columns, lines = terminal_size()
     variables = {
@@ -152,7 +152,7 @@ def in_node(options: argparse.Namespace) -> int:
         "HYPOTHESIS_STORAGE_DIRECTORY": "/run/hypothesis",
         "RUNNER_NODE": "emulated",
         "RUNNER_NODE_ROM": "/results/rom",
-        "RUNNER_NODE_GUEST_KERNEL": "/results/kernel",
+        "RUNNER_NODE_GUEST_KERNEL": "/results/guest-kernel",
         "RUNNER_NODE_GUEST_INITRD": "/results/guest-initrd",
     }
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())

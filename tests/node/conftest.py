@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -122,6 +123,21 @@ def rom() -> Path:
     if not ROM.is_file():
         pytest.skip("the ROM guest is missing: tests/node/run builds it and names it in RUNNER_NODE_ROM")
     return ROM
+
+
+@pytest.fixture
+def linux_guest(tmp_path: Path) -> tuple[Path, Path]:
+    """Return kernel and initramfs of the Linux guest, for the few tests that need one: emulated CPUs take a minute to boot it.
+
+    QEMU maps the kernel while it loads it; from the share of the results that is slow.
+    """
+    found = [Path(os.environ.get(f"RUNNER_NODE_GUEST_{name}", "")) for name in ("KERNEL", "INITRD")]
+    if not all(file.is_file() for file in found):
+        pytest.skip("the Linux guest is missing: tests/node/run builds it and names it in RUNNER_NODE_GUEST_KERNEL")
+    place = tmp_path / "linux-guest"
+    place.mkdir()
+    kernel, initrd = (Path(shutil.copy(file, place)) for file in found)
+    return kernel, initrd
 
 
 @pytest.fixture

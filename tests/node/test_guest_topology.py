@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.instances import until
-from tests.node.test_linux_guest import INITRD, KERNEL
 from tests.node.test_runner import ROM, RUNNER, running
 
 MIB = 1 << 20
@@ -62,16 +60,13 @@ def pages(pid: int) -> dict[str, tuple[str, dict[int, int]]]:
 
 @pytest.mark.timeout(BOOTS_WITHIN + 120)
 def test_the_guest_sees_the_planned_topology_and_its_memory_is_on_the_planned_nodes(
-    tmp_path: Path, numa: dict[int, CpuSet]
+    tmp_path: Path, numa: dict[int, CpuSet], linux_guest: tuple[Path, Path]
 ) -> None:
-    if not Path(KERNEL).is_file() or not Path(INITRD).is_file():
-        pytest.skip("the Linux guest is missing: tests/node/run builds it and names it in RUNNER_NODE_GUEST_KERNEL")
-    kernel = tmp_path / "kernel"
-    shutil.copy(KERNEL, kernel)
+    kernel, initrd = linux_guest
     spec = tmp_path / "spec.toml"
     spec.write_text(
         f'[cpu]\ncount = 4\ncpus = "{core_of_each(numa)}"\naccel = "tcg"\nmodel = "Skylake-Server"\n'
-        f'[memory]\nsize = "192MiB"\n[boot]\nkernel = "{kernel}"\ninitrd = "{INITRD}"\n'
+        f'[memory]\nsize = "192MiB"\n[boot]\nkernel = "{kernel}"\ninitrd = "{initrd}"\n'
         'cmdline = "console=ttyS0 quiet facts=1"\n'
     )
     plan = planned(spec)

@@ -20,7 +20,6 @@ from tests.emulated_node.spares import word_on
 from tests.node.devices.conftest import Spare, bound
 from tests.node.instances import Instance, NodeFixture, pool, spec_text, start_instance, uid_of
 from tests.node.standin_kubelet import PROJECT
-from tests.node.test_linux_guest import INITRD, KERNEL
 
 MIB = 1 << 20
 RAM = 192 * MIB
@@ -158,7 +157,7 @@ def linux_spec(cpus: CpuSet, *more: str) -> str:
     return "\n".join(
         (
             f'[cpu]\ncount = {len(cpus)}\naccel = "tcg"\nmodel = "Skylake-Server"\n[memory]\nsize = "{RAM // MIB}MiB"',
-            '[boot]\nkernel = "/guest/kernel"\ninitrd = "/guest/initrd"\ncmdline = "console=ttyS0 quiet devices=1"',
+            '[boot]\nkernel = "/guest/guest-kernel"\ninitrd = "/guest/guest-initrd"\ncmdline = "console=ttyS0 quiet devices=1"',
             f"[shutdown]\ngrace = {ENDS_WITHIN}",
             *more,
         )
@@ -166,45 +165,49 @@ def linux_spec(cpus: CpuSet, *more: str) -> str:
 
 
 @pytest.mark.timeout(BOOTS_WITHIN + 2 * ENDS_WITHIN)
-@pytest.mark.parametrize("backend", VFIO_BACKENDS)
 def test_a_guest_uses_its_devices_on_the_numa_node_they_are_on(
-    backend: str, node_fixture: NodeFixture, disks: dict[int, Spare], nics: dict[int, Spare], cpus: dict[int, CpuSet]
+    node_fixture: NodeFixture,
+    disks: dict[int, Spare],
+    nics: dict[int, Spare],
+    cpus: dict[int, CpuSet],
+    linux_guest: tuple[Path, Path],
 ) -> None:
-    if not Path(KERNEL).is_file() or not Path(INITRD).is_file():
-        pytest.skip("the Linux guest is missing: tests/node/run builds it and names it in RUNNER_NODE_GUEST_KERNEL")
+    """One guest has a disk by each backend, on different NUMA nodes, and a NIC: its boot takes minutes."""
     place = node_fixture.directory / uid_of(1)
     place.mkdir()
-    shutil.copy(KERNEL, place / "kernel")
-    shutil.copy(INITRD, place / "initrd")
-    near, far = (1, 0) if backend == "legacy" else (0, 1)
-    disk, nic = disks[near], nics[far]
+    for file in linux_guest:
+        shutil.copy(file, place)
+    by_backend, nic = dict(zip(VFIO_BACKENDS, (disks[1], disks[0]), strict=True)), nics[0]
     devices = (
-        f'[[device]]\nresource = "example.com/NVMe-disk"\ncount = 1\niommu = "{backend}"\n'
+        '[[device]]\nresource = "example.com/NVMe-disk"\ncount = 1\niommu = "legacy"\n'
+        f'[[device]]\naddress = "{by_backend["iommufd"].address}"\niommu = "iommufd"\n'
         f'[[device]]\naddress = "{nic.address}"\n'
     )
-    environment = {"PCI_RESOURCE_EXAMPLE_COM_NVME-DISK": f"{disk.address},{disk.address},"}
-    with (
-        bound(disk, nic),
-        started(
-            node_fixture, 1, cpus[1], linux_spec(cpus[1], devices), nodes_of(backend, disk, nic), environment
-        ) as instance,
-    ):
+    address = by_backend["legacy"].address
+    environment = {"PCI_RESOURCE_EXAMPLE_COM_NVME-DISK": f"{address},{address},"}
+    with bound(*by_backend.values(), nic), contextlib.ExitStack() as running:
+        nodes = [node for backend, disk in by_backend.items() for node in nodes_of(backend, disk)]
+        nodes.append(str(nic.nodes["legacy"]))
+        spec = linux_spec(cpus[1], devices)
+        instance = running.enter_context(started(node_fixture, 1, cpus[1], spec, nodes, environment))
         up = instance.running.wait_for("LINUX-GUEST-UP", BOOTS_WITHIN)
         output = instance.running.output
-        assert f"NVME-DISK numa_node={near} holds {word_on(near).decode()}" in output
-        assert f"PCI-DEVICE 0x1b36:0x0010 numa_node={near}" in output
-        assert f"PCI-DEVICE 0x8086:0x10d3 numa_node={far}" in output
+        for numa_node in disks:
+            assert f"NVME-DISK numa_node={numa_node} holds {word_on(numa_node).decode()}" in output
+            assert f"PCI-DEVICE 0x1b36:0x0010 numa_node={numa_node}" in output
+        assert "PCI-DEVICE 0x8086:0x10d3 numa_node=0" in output
         assert "numa_nodes=0-1 addresses=10.0.2.15/24," in up, (
             "the NIC has an address from the DHCP server of its network"
         )
         [qemu] = instance.processes()["qemu"]
-        # With legacy the kernel counts locked memory, with iommufd pinned memory; both are RAM and a little firmware.
         status = Path(f"/proc/{qemu}/status").read_text()
-        locked = max(int(size) << 10 for size in re.findall(r"^Vm(?:Lck|Pin):\s+(\d+) kB", status, re.MULTILINE))
-        assert 0 <= locked - RAM <= VFIO_MEMLOCK_OVERHEAD
+        for counted in ("VmLck", "VmPin"):  # with legacy the kernel counts locked memory, with iommufd pinned memory
+            [size] = re.findall(rf"^{counted}:\s+(\d+) kB", status, re.MULTILINE)
+            assert 0 <= (int(size) << 10) - RAM <= VFIO_MEMLOCK_OVERHEAD, "RAM and a little firmware"
         assert int(instance.running.scope.read("memory.current")) > RAM, "the pod is charged for the locked memory"
         assert node_fixture.kubelet.stop(instance.uid, ENDS_WITHIN) == {"main": 0}
         assert "faults=0" in instance.running.output
-    assert disk.sector(0) == word_on(near)
-    assert disk.sector(8) == b"written by the guest"
+    for numa_node, disk in disks.items():
+        assert disk.sector(0) == word_on(numa_node)
+        assert disk.sector(8) == b"written by the guest"
     assert nic.driver == "e1000e"
