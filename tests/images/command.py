@@ -1,13 +1,13 @@
 """Build the images without a registry, run them here and in the emulated node, check the Kubernetes manifests.
 
-Usage: tests/images/run [--only build|here|node|containerd|podman] [--kubelet PATH] [pytest arguments]
+Usage: tests/images/run [--only build|here|node|systemd] [--kubelet PATH] [pytest arguments]
 
 It needs root on Debian or Ubuntu and the packages that tests/run installs. Base, layers, clean Debians and the programs of
 others (kustomize, Prometheus, a newer podman) are fetched from Debian once and kept in the node's cache. Images are run by
 podman and runc as PID 1 with --privileged, then in the node with the pods that the manifests in examples/kubernetes
-describe: by crun and runc, and by containerd in a node with systemd. If the program of a kubelet is given (or named by
-RUNNER_KUBELET), that one runs them there as well, without a cluster. At last systemd and podman run the services that
-podman makes of the quadlets in examples/host.
+describe, by crun and runc. A node with systemd has containerd, which runs them as well, and podman, which runs the services
+that it makes of the quadlets in examples/host. If the program of a kubelet is given (or named by RUNNER_KUBELET), that one
+runs them there too, without a cluster.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def in_node(images: dict[str, str], *arguments: str) -> int:
 def main() -> int:
     """Run the steps that the command line selects and return the status."""
     parser = argparse.ArgumentParser(prog="tests/images/run", description=__doc__.splitlines()[0])
-    steps = ("build", "here", "node", "containerd", "podman")
+    steps = ("build", "here", "node", "systemd")
     parser.add_argument("--only", choices=steps, help="only this step, and the build before it")
     given = os.environ.get("RUNNER_KUBELET")
     parser.add_argument("--kubelet", metavar="PATH", default=given, help="a kubelet's program, 1.20 or later")
@@ -78,16 +78,15 @@ def main() -> int:
             ).returncode
         if status == 0 and options.only in {None, "node"}:
             status = in_node(images, "--", "tests/node/images", *options.pytest)
-        if status == 0 and options.only in {None, "containerd"}:
-            disks, tests = [], ["tests/node/containerd/test_pods_of_containerd.py"]
+        if status == 0 and options.only in {None, "systemd"}:
+            disks = [f"--disk=podman={os.environ['RUNNER_PODMAN']}"]
+            tests = ["tests/node/containerd/test_pods_of_containerd.py"]
             if options.kubelet:
-                disks, tests = [f"--disk=kubelet={options.kubelet}"], [*tests, "tests/node/containerd/kubelet"]
+                disks, tests = [*disks, f"--disk=kubelet={options.kubelet}"], [*tests, "tests/node/containerd/kubelet"]
             else:
                 say("a kubelet is missing (--kubelet PATH or RUNNER_KUBELET), so its test is left out")
+            tests.append("tests/node/podman")
             status = in_node(images, "--systemd", "--cpus=8", *disks, "--", *tests, *options.pytest)
-        if status == 0 and options.only in {None, "podman"}:
-            disk = f"--disk=podman={os.environ['RUNNER_PODMAN']}"
-            status = in_node(images, "--systemd", disk, "--", "tests/node/podman", *options.pytest)
         built.forget_old()
     except EmulatedNodeError as error:
         say(str(error))
