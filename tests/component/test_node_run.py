@@ -108,3 +108,15 @@ def test_the_status_is_that_of_the_tests(
     assert output in done.stdout
     if status == 0:
         assert (tmp_path / "results/guest-kernel").read_bytes() == b"a kernel"
+
+
+def test_the_parts_together_are_every_file_once() -> None:
+    parts = [command.part(f"{number}/3") for number in (1, 2, 3)]
+    files = [file for part in parts for file in part]
+    assert sorted(files) == sorted(str(file.relative_to(PROJECT)) for file in PROJECT.glob("tests/node/test_*.py"))
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/3", "4/3", "1/0", "-1/3", "1/3/5"])
+def test_a_part_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        command.part(text)
