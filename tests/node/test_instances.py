@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -34,6 +33,7 @@ from tests.node.instances import (
     untouched,
 )
 from tests.node.standin_kubelet import PROJECT, Container, Pod
+from tests.support.soak import chance, times
 
 pytestmark = pytest.mark.usefixtures("rom", "shown")
 SIZES = {1: "1-2,9-10", 2: "5,13", 3: "3-4,12"}
@@ -227,24 +227,22 @@ def short_lived_controllers(controller: Controller) -> Iterator[ShortLivedContro
     controller.start()
 
 
-def test_the_controller_is_killed_a_hundred_times_under_three_instances(
+def test_the_controller_is_killed_again_and_again_under_three_instances(
     fleet: Fleet, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     """At any moment, also while float changes for another pod: no vCPU thread changes its cgroup or mask."""
-    seed = random.randrange(1 << 32)  # noqa: S311 - no secret
-    print(f"seed {seed}")
-    chance = random.Random(seed)  # noqa: S311
+    seconds = chance()
     kubelet, three = fleet.node_fixture.kubelet, fleet.up()
     marks = [instance.marks() for instance in three]
     with (
         untouched(*(instance.group for instance in three)),
         short_lived_controllers(fleet.node_fixture.controller) as controllers,
     ):
-        for number in range(100):
+        for number in range(times(20)):
             if number % 10 == 0:
                 controllers.start_and_kill()
             else:
-                controllers.start_and_kill(chance.uniform(0, 1.5 * statistics.median(controllers.ready)))
+                controllers.start_and_kill(seconds.uniform(0, 1.5 * statistics.median(controllers.ready)))
             if number % 2:
                 kubelet.reconcile()
             else:
