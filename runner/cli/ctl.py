@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from runner.cli.options import absolute_path, add_json, add_state_dir
-from runner.errors import UsageError, escaped
+from runner.errors import Status, UsageError, escaped
 from runner.kernel.sockets import CONTROL_SOCKET
 from runner.protocol.controller_client import ask
 from runner.spec.rules import format_size
@@ -32,6 +32,13 @@ the digest is what this prints in DIR, behind sha256:
   find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum
 
 example: instance-runner ctl upgrade --from /var/lib/instance/runner-0.2.0 --digest sha256:0123...
+"""
+
+
+QEMU_UPDATE_EXAMPLE = """\
+examples:
+  instance-runner ctl qemu-update --check
+  instance-runner ctl qemu-update --qemu /opt/qemu-11.1/bin/qemu-system-x86_64
 """
 
 
@@ -61,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_qmp(_add(topics, "qmp", "QMP commands to its QEMU, as far as they only show", QMP_EXAMPLES))
     _add_disk(_add(topics, "disk", "its disks", "example: instance-runner ctl disk list"))
     _add_upgrade(_add(topics, "upgrade", "have its runner become another program; the guest runs on", UPGRADE_EXAMPLE))
+    _add_qemu_update(
+        _add(topics, "qemu-update", "replace its QEMU by another one; the guest runs on", QEMU_UPDATE_EXAMPLE)
+    )
 
 
 def _add(
@@ -101,6 +111,17 @@ def _add_upgrade(parser: argparse.ArgumentParser) -> None:
         "--digest", required=True, metavar="sha256:HEX", help="of all files in DIR; the example says how it is made"
     )
     parser.set_defaults(method="upgrade")
+
+
+def _add_qemu_update(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="only say why it could not be done, and change nothing")
+    parser.add_argument(
+        "--qemu",
+        type=absolute_path,
+        metavar="PROGRAM",
+        help="the QEMU that takes over, which nobody but root may change; by default that of the start",
+    )
+    parser.set_defaults(method="qemu.update")
 
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:
@@ -150,11 +171,13 @@ def main(arguments: argparse.Namespace) -> int:
         answer = trio.run(upgrade, arguments.state_dir, arguments.directory, arguments.digest)
         print(json.dumps(answer, indent=1) if arguments.json else "\n".join(map(escaped, answer_lines(answer))))
         return 0
-    given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count")}
+    if arguments.method == "qemu.update" and arguments.check:
+        arguments.method = "qemu.check"
+    given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count", "qemu")}
     params = {name: value if name == "count" else str(value) for name, value in given.items() if value is not None}
     answer = trio.run(control, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})
     print(json.dumps(answer, indent=1) if arguments.json else "\n".join(map(escaped, answer_lines(answer))))
-    return 0
+    return Status.REFUSED if isinstance(answer, dict) and answer.get("refused") else 0
 
 
 async def control(state_directory: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
@@ -194,6 +217,13 @@ def answer_lines(answer: Any) -> Iterator[str]:
             yield from _table(disks)
         case {"generation": int(generation), "digest": str(digest)}:
             yield from aligned([("generation", str(generation)), ("program", digest or "the image's")])
+        case {"running": str(running), "program": str(program), "version": str(version), "refused": list(reasons)}:
+            yield from aligned([("running", running), ("program", f"{program}, {version or 'of unknown version'}")])
+            yield from (f"refused: {reason}" for reason in reasons)
+            if not reasons:
+                yield "QEMU can be updated"
+        case {"from": str(before), "version": str(version), "pause_ms": int(pause)}:
+            yield f"QEMU {before} is updated to {version}; the guest paused for {pause} ms"
         case {"name": str(), "path": str()}:
             yield from _table([answer])
         case dict() if not answer:

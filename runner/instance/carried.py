@@ -54,6 +54,7 @@ class CarriedCounters:
     console: int
     orphans: int
     faults: tuple[str, ...]
+    qemu_updates: Mapping[str, int] = attrs.field(factory=dict)
 
 
 @frozen
@@ -118,6 +119,18 @@ class CarriedConsole:
 
 
 @frozen
+class CarriedQemuFds:
+    """Copies of QEMU's descriptors, which the next QEMU gets as well: :class:`~runner.plan.argv.qemu.QemuFds`."""
+
+    console: CarriedFd
+    agent: CarriedFd | None
+    ram: tuple[CarriedFd, ...]
+    files: Mapping[str, CarriedFd]
+    taps: tuple[tuple[CarriedFd, ...], ...]
+    """Of each network."""
+
+
+@frozen
 class CarriedQemu:
     """QEMU, and what its events have said."""
 
@@ -126,6 +139,10 @@ class CarriedQemu:
     agent_listens: bool
     unplugged: tuple[str, ...]
     """Devices that the guest has released."""
+    fds: CarriedQemuFds | None = attrs.field(default=None)
+    """``None`` where it cannot be updated."""
+    updates: int = attrs.field(default=0)
+    """How often another QEMU has taken its place."""
 
 
 @frozen

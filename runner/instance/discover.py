@@ -221,7 +221,7 @@ async def _vfio(spec: InstanceSpec, processes: Processes, roots: Roots, qemu: Pu
     from runner.kernel.vfio import probe_node
     from runner.plan.passthrough import asked_devices
 
-    output, _ = await _version_output(processes, "qemu", qemu) if qemu is not None else ("", "")
+    output, _ = await version_output(processes, "qemu", qemu) if qemu is not None else ("", "")
     version = re.search(r"version ([0-9.]+)", output, re.ASCII)
     asked, _ = asked_devices(spec.device, os.environ)
     found = (read_pci_device(each.address, roots) for each in asked)
@@ -246,13 +246,13 @@ async def find_virtiofsd(processes: Processes) -> tuple[Virtiofsd | None, str]:
     path = find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)
     if path is None:
         return None, "not found in PATH, " + ", ".join(VIRTIOFSD_DIRECTORIES)
-    output, reason = await _version_output(processes, "virtiofsd", path)
+    output, reason = await version_output(processes, "virtiofsd", path)
     if reason:
         return None, reason
     return Virtiofsd.parse(path, output), f"{path} says {output!r} when asked for its version"
 
 
-async def _version_output(processes: Processes, role: str, path: PurePosixPath) -> tuple[str, str]:
+async def version_output(processes: Processes, role: str, path: PurePosixPath) -> tuple[str, str]:
     """Return the output of a program that is run with ``--version``, and what is wrong with the program.
 
     Raises :exc:`~runner.errors.HostError` when descriptors, processes or memory are short instead.

@@ -51,6 +51,13 @@ class ForeignTime:
         }
         return cls(procfs, threads, _differences(procfs, threads))
 
+    def succeeded_by(self, receipt: Receipt) -> ForeignTime:
+        """Continue to count for the vCPUs of *receipt*, which are another QEMU's; neither runs at this moment."""
+        self.read()
+        found = ForeignTime.begin(self._procfs, receipt)
+        before = {vcpu: each - self._highest.get(vcpu, 0) for vcpu, each in found.carried.before.items()}
+        return attrs.evolve(found, before=before)
+
     @property
     def carried(self) -> CarriedForeignTime:
         """What the program that renews this one must know of it."""

@@ -155,6 +155,7 @@ def _counting(supervisor: Supervisor) -> Supervisor:
         if carried is not None:
             counters.restarts.update(carried.restarts)
             counters.renewals.update(carried.renewals)
+            counters.qemu_updates.update(carried.qemu_updates)
             counters.swept, counters.console = carried.swept, carried.console
             supervisor.processes.orphans = carried.orphans
             supervisor.faults.sentences.extend(carried.faults)
@@ -175,6 +176,7 @@ def _counts(supervisor: Supervisor) -> CarriedCounters:
         counters.console,
         supervisor.processes.orphans,
         tuple(supervisor.faults.sentences),
+        dict(counters.qemu_updates),
     )
 
 

@@ -296,7 +296,7 @@ async def _controlled(
     def qmp_server() -> Serve:
         from runner.instance.control.qmp import accept
 
-        return lambda listener: accept(listener, machine.monitor)
+        return lambda listener: accept(listener, lambda: machine.monitor)
 
     def carried_control() -> CarriedControl:
         from runner.instance.carried import CarriedControl

@@ -13,7 +13,7 @@ from runner.errors import HostError
 from runner.facts.roots import Roots
 from runner.instance.daemons import RESTARTS
 from runner.instance.foreign_time import ForeignTime
-from runner.instance.supervisor import Phase, RenewalOutcome, Supervisor
+from runner.instance.supervisor import Phase, QemuUpdateOutcome, RenewalOutcome, Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
@@ -70,6 +70,8 @@ def _counters(supervisor: Supervisor) -> Iterator[Metric]:
     yield _counter("swept_total", "Threads of others moved off the vCPUs' CPUs.", [((), counters.swept)])
     renewals = [((outcome,), counters.renewals[outcome]) for outcome in get_args(RenewalOutcome)]
     yield _counter("renewals_total", "Renewals of the runner under the guest that runs.", renewals, "outcome")
+    updates = [((outcome,), counters.qemu_updates[outcome]) for outcome in get_args(QemuUpdateOutcome)]
+    yield _counter("qemu_updates_total", "Updates of QEMU under the guest that runs.", updates, "outcome")
     yield _counter("release_faults_total", "What could not be released.", [((), len(faults.sentences))])
 
 

@@ -61,7 +61,10 @@ class Probes:
 
         if not self.plan.placement.shared:
             with suppress(HostError):  # no reason to give up a start
-                self._foreign = ForeignTime.begin(self.supervisor.procfs, receipt)
+                begun = self._foreign
+                self._foreign = (
+                    ForeignTime.begin(self.supervisor.procfs, receipt) if begun is None else begun.succeeded_by(receipt)
+                )
 
     def carried(self, listeners: Sequence[Socket]) -> CarriedProbes:
         """Return what the program that renews this one must know of them."""

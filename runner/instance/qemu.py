@@ -51,6 +51,10 @@ AGENT_ANSWERS_WITHIN = 1.0
 
 REMEDIES = (
     (
+        re.compile("aux-ram-share"),
+        "this QEMU cannot be replaced under its guest: use 10.1 or newer, or leave hotplug.qemu out",
+    ),
+    (
         re.compile("cannot bind memory to host NUMA nodes"),
         MBIND_REMEDY,
     ),
@@ -201,6 +205,13 @@ class Qemu:
         """Whether a program in the guest has the agent's port open, by QEMU's last event about it."""
         self._observers: list[Callable[[QmpEvent], None]] = []
         self._end: GuestEnd | None = None
+        self.fds: QemuFds | None = None
+        """Copies of its descriptors, which the next QEMU gets as well; ``None`` where it cannot be updated."""
+        self.updates = 0
+        """How often another QEMU has taken its place."""
+        self._replaced = trio.Event()
+        self._updating: trio.Event | None = None
+        """Set when it is decided which QEMU has the guest."""
 
     @property
     def monitor(self) -> Monitor:
@@ -211,22 +222,64 @@ class Qemu:
         """Return what the program that renews this one must know of it."""
         from runner.instance.carried import CarriedQemu
 
-        unplugged = self.disk_events.all_unplugged
-        return CarriedQemu(self.process.carried(), self._monitor.carried(), self.agent_listens, unplugged)
+        unplugged, fds = self.disk_events.all_unplugged, None
+        if self.fds is not None:
+            from runner.instance.kept_fds import carried_fds
+
+            fds = carried_fds(self.fds)
+        process, monitor = self.process.carried(), self._monitor.carried()
+        return CarriedQemu(process, monitor, self.agent_listens, unplugged, fds, self.updates)
 
     def take_over(self, carried: CarriedQemu) -> None:
         """Continue with what the runner before exec has learnt."""
         self._monitor.take_over(carried.monitor)
         self.agent_listens = carried.agent_listens
+        self.updates = carried.updates
         for device in carried.unplugged:
             self.disk_events.unplugged(device).set()
 
     @property
     def unfinished(self) -> str:
         """What it is in the middle of, empty if nothing."""
-        if self._end is not None or self.process.returncode is not None:
+        if self._updating is not None:
+            return "QEMU is being updated"
+        if self.ends:
             return "the guest ends"
         return "a QMP command is being executed" if self._monitor.busy else ""
+
+    @property
+    def ends(self) -> bool:
+        """Whether the guest has ended, or QEMU has."""
+        return self.guest_ended or self.process.returncode is not None
+
+    @property
+    def guest_ended(self) -> bool:
+        """Whether QEMU has said that the guest has ended."""
+        return self._end is not None
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Report no end of the guest, and do not end QEMU, until it is decided in the block which QEMU has the guest."""
+        self._updating = trio.Event()
+        try:
+            yield
+        finally:
+            self._updating.set()
+            self._updating = None
+
+    async def _decided(self) -> None:
+        if self._updating is not None:
+            await self._updating.wait()
+
+    def replace(self, process: Process, monitor: Monitor) -> tuple[Process, Monitor]:
+        """Let another QEMU have the guest; return the one before, whose end means nothing any more."""
+        before = self.process, self._monitor
+        monitor.continue_event_copies(self._monitor)
+        self.process, self._monitor = process, monitor
+        self.updates += 1
+        self._replaced.set()
+        self._replaced = trio.Event()
+        return before
 
     async def greeted(self) -> str:
         """Wait for QEMU to greet and return its version.
@@ -292,13 +345,25 @@ class Qemu:
 
     async def ended(self) -> GuestEnd:
         """Wait until the guest no longer runs, and return why."""
-        return await first_of(self._stopped_running, self._exited)
+        while True:
+            process = self.process
+            ended: GuestEnd | None = await first_of(self._stopped_running, self._exited, self._another)
+            await self._decided()
+            if ended is not None and process is self.process:
+                return ended
+
+    async def _another(self) -> None:
+        """Wait until another QEMU has the guest."""
+        await self._replaced.wait()
 
     async def _stopped_running(self) -> GuestEnd:
+        monitor = self._monitor
         try:
             # Remembered, because QEMU sends it once, and the task that receives it may be cancelled at that moment.
             while self._end is None:
-                event = await self._monitor.event()
+                event = await monitor.event()
+                if monitor is not self._monitor:
+                    await trio.sleep_forever()  # the guest is another QEMU's
                 self._log(event)
                 if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
                     self.agent_listens = event.data.get("open") is True
@@ -336,6 +401,7 @@ class Qemu:
         Returns ``STOPPED`` if it did, ``FORCED_OFF`` if its time ran out, else why it ended instead.
         """
         with trio.move_on_after(plan.power_down):
+            await self._decided()
             ended = await first_of(self.ended, partial(self._ask_to_power_down, plan.power_down / 2))
             # It powered down because it was asked to; it reboots instead where its button is configured to.
             if ended.status in {Status.GUEST_SHUTDOWN, Status.GUEST_RESET}:
@@ -364,6 +430,7 @@ class Qemu:
 
     async def quit(self, plan: ShutdownPlan, supervisor: Supervisor) -> None:
         """End QEMU: ``quit``, SIGTERM, SIGKILL, each within its share."""
+        await self._decided()
         with trio.move_on_after(plan.quit):
             await first_of(self._quit, self.process.wait)
         if self.process.returncode is None:
@@ -442,13 +509,22 @@ async def paused_qemu(
                     from runner.instance.passthrough import group_nodes_owned_by_qemu
 
                     lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
-                process = _spawn(supervisor, plan.machine, theirs, endpoints, memory_cgroup_fd)
+                descriptors = _descriptors(theirs, endpoints)
+                process = spawn_qemu(supervisor, plan.machine, descriptors, memory_cgroup_fd)
                 machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.log_limit)
+                if plan.machine.updatable:
+                    from runner.instance.kept_fds import kept_fds  # here, because few instances ask for it
+
+                    machine.fds = held.enter_context(kept_fds(descriptors))
             else:
                 ours = held.enter_context(adopted_socket(carried.monitor.socket.number))
                 process = supervisor.processes.adopt(carried.process)
                 machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.log_limit)
                 machine.take_over(carried)
+                if carried.fds is not None:
+                    from runner.instance.kept_fds import adopted_fds
+
+                    machine.fds = held.enter_context(adopted_fds(carried.fds))
         supervisor.carry_over.offer("qemu", machine.carried)
         supervisor.carry_over.not_now["qemu"] = lambda: machine.unfinished
         try:
@@ -466,6 +542,7 @@ async def paused_qemu(
             bound = plan.shutdown.quit + stop_bound(plan.shutdown.terminate)
             with supervisor.faults.recorded("end QEMU"), trio.move_on_after(bound, shield=True):
                 await machine.quit(plan.shutdown, supervisor)
+            machine.monitor.close()  # of a QEMU that has taken the place of the first
 
 
 async def started_within(seconds: float, step: Callable[[], Awaitable[T]]) -> T:
@@ -477,32 +554,37 @@ async def started_within(seconds: float, step: Callable[[], Awaitable[T]]) -> T:
         raise HostError(f"cannot start QEMU: it has said nothing on QMP for {seconds:g} s") from None
 
 
-def _spawn(
+def _descriptors(qmp: Socket, endpoints: QemuEndpoints) -> QemuFds:
+    assert endpoints.console is not None  # noqa: S101 - a QEMU that is started has not got it yet
+    return QemuFds(
+        qmp=qmp.fileno(),
+        console=endpoints.console.fileno(),
+        ram=tuple(each.number for each in endpoints.ram),
+        files=dict(endpoints.opened.files),
+        wires=tuple(nic_backend.numbers() for nic_backend in endpoints.nic_backends),
+        shares=tuple(connection.fileno() for connection in endpoints.shares.sockets),
+        devices=endpoints.opened.devices,
+        guest_agent_channel=None if endpoints.agent.theirs is None else endpoints.agent.theirs.fileno(),
+        vhost_vsock=endpoints.opened.vhost_vsock,
+    )
+
+
+def spawn_qemu(
     supervisor: Supervisor,
     plan: MachinePlan,
-    qmp: Socket,
-    endpoints: QemuEndpoints,
+    descriptors: QemuFds,
     memory_cgroup_fd: int | None,
+    incoming: tuple[str, ...] = (),
+    more: tuple[int, ...] = (),
 ) -> Process:
-    """Start QEMU with copies of all descriptors that it needs."""
-    assert endpoints.console is not None  # noqa: S101 - a QEMU that is started has not got it yet
+    """Start QEMU with copies of all *descriptors*, and *more* of them, which the options *incoming* name."""
     with ExitStack() as held:
         if plan.lockable:
             from runner.kernel.memory import lockable  # here, because few guests have locked memory
 
             held.enter_context(lockable(plan.lockable))
-        descriptors = QemuFds(
-            qmp=qmp.fileno(),
-            console=endpoints.console.fileno(),
-            ram=tuple(each.number for each in endpoints.ram),
-            files=endpoints.opened.files,
-            wires=tuple(nic_backend.numbers() for nic_backend in endpoints.nic_backends),
-            shares=tuple(connection.fileno() for connection in endpoints.shares.sockets),
-            devices=endpoints.opened.devices,
-            guest_agent_channel=None if endpoints.agent.theirs is None else endpoints.agent.theirs.fileno(),
-            vhost_vsock=endpoints.opened.vhost_vsock,
-        )
-        command = Command("qemu", tuple(qemu_argv(plan, descriptors)), descriptors.numbers(), entering=memory_cgroup_fd)
+        argv = (*qemu_argv(plan, descriptors), *incoming)
+        command = Command("qemu", argv, (*descriptors.numbers(), *more), entering=memory_cgroup_fd)
         user = plan.user
         if user.user_id != 0:
             command = attrs.evolve(command, user_id=user.user_id, group_id=user.group_id, groups=user.groups)

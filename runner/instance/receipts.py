@@ -111,6 +111,8 @@ class Receipts:
         """Write the receipt to the state directory, with the names of the instance and of its pod."""
         carry_over = self.supervisor.carry_over
         names = {"instance": self.plan.name, "pod": self.plan.pod.to_json(), "generation": carry_over.generation}
+        if self.machine.updates:
+            names["qemu_generation"] = self.machine.updates
         content = json.dumps({**self.receipt.to_json(), **names}, indent=1).encode() + b"\n"
         files.publish(self.plan.state_directory / RECEIPT, content)
 
@@ -159,11 +161,12 @@ class Receipts:
     async def _publish_settled(self) -> None:
         for pause in VERIFIED_AGAIN:
             with contextlib.suppress(PlacementError):
-                self._publish_verified()
+                self.publish_verified()
                 return
             await trio.sleep(pause)
-        self._publish_verified()
+        self.publish_verified()
 
-    def _publish_verified(self) -> None:
+    def publish_verified(self) -> None:
+        """Read every thread back, and publish the receipt. Raises :exc:`~runner.errors.RunnerError`."""
         self.receipt = verified(self.read())
         self.publish()

@@ -100,6 +100,8 @@ class Counters:
     """Bytes that the guest has written to its console."""
     renewals: Counter[str] = attrs.field(factory=Counter)
     """Renewals of this program, by :data:`RenewalOutcome`."""
+    qemu_updates: Counter[str] = attrs.field(factory=Counter)
+    """Updates of QEMU that were begun, by :data:`QemuUpdateOutcome`."""
 
 
 @attrs.define
@@ -118,6 +120,9 @@ Phase = Literal["starting", "running", "stopping"]
 
 RenewalOutcome = Literal["renewed", "fell_back", "resumed"]
 """Another program has taken over; it could not, and the one before continues; this one continues after a fault of its own."""
+
+QemuUpdateOutcome = Literal["updated", "fell_back", "lost"]
+"""Another QEMU has the guest; the one before continues; the one before does not continue either, and the instance ends."""
 
 ResumeAfterFault = Callable[[Exception], Awaitable[None]]
 """Has this program continue as a fresh process image after its own fault; returns if that may not be done."""
@@ -231,7 +236,7 @@ class GuestState:
     read: Callable[[], Receipt] | None = None
     """Reads back from the kernel where every thread is now; only while it runs."""
     placed: Callable[[Receipt], None] | None = None
-    """Called with the first receipt, while the guest does not run yet."""
+    """Called with the first receipt of a QEMU, while the guest does not run yet."""
     waits_for: str = ""
     """Why a guest that runs is not ready yet: the sign that it has not given since it was reset; empty if it has."""
     panic: str = ""

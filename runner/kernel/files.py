@@ -159,6 +159,22 @@ def closing(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
+@contextmanager
+def reopened(fd: int) -> Iterator[int]:
+    """Hold the file of *fd* opened again in the same way: its locks (``F_OFD_SETLK``) are its own.
+
+    A descriptor of a device is copied: a cgroup's device filter may know nothing of it by now.
+    """
+    try:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        number = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC) if regular else os.dup(fd)
+    except OSError as error:
+        raise HostError(f"cannot open the file of descriptor {fd} again") from error
+    with closing(number):
+        yield number
+
+
 def create_memory(name: str, size: int, page_size: int | None = None) -> int:
     """Create a file of *size* bytes of anonymous memory (``memfd_create(2)``) and return its descriptor, which the caller closes.
 

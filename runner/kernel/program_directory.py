@@ -24,16 +24,24 @@ def check_program(directory: PurePosixPath, digest: str) -> str:
 
     Raise :exc:`~runner.errors.RefusedError` if not.
 
-    Every directory above it counts, too, as a file is replaced by whoever may write its directory; in one above with the
-    sticky bit only its owner may (unlink(2)). Symbolic links and special files are refused: a digest says nothing of them.
+    Symbolic links and special files are refused: a digest says nothing of them.
     """
-    for above in reversed(directory.parents):
-        _check_owner(str(above), sticky=True)
-    _check_owner(str(directory))
+    check_owners(directory)
     manifest = manifest_of(directory)
     if (found := digest_of(manifest)) != digest:
         raise RefusedError(f"cannot use {str(directory)!r}: its digest is {found}, not {digest}")
     return manifest
+
+
+def check_owners(path: PurePosixPath) -> None:
+    """Raise :exc:`~runner.errors.RefusedError` if others than root may change what is at *path*.
+
+    Every directory above it counts, too, as a file is replaced by whoever may write its directory; in one above with the
+    sticky bit only its owner may (unlink(2)).
+    """
+    for above in reversed(path.parents):
+        _check_owner(str(above), sticky=True)
+    _check_owner(str(path))
 
 
 def digest_of(manifest: str) -> str:

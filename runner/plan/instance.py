@@ -187,6 +187,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         vnc=spec.display.vnc,
         on_reboot=spec.shutdown.on_reboot,
         passthrough=passthrough,
+        updatable=spec.hotplug.qemu,
     )
     problems.found += too_few_slots(machine)
     if problems.found:

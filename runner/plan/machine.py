@@ -89,6 +89,10 @@ class MachinePlan:
     """Whether it has a screen, and a VNC server that receives its connections from this program."""
     on_reboot: RebootAction
     passthrough: PassthroughPlan
+    machine_type: str = attrs.field(default="q35")
+    """Also the versioned name of another QEMU's, such as ``pc-q35-10.1``, which the guest keeps when QEMU is updated."""
+    updatable: bool = attrs.field(default=False)
+    """Whether another QEMU can take its place while the guest runs: all of the guest's memory is shared then."""
 
 
 def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> tuple[Accel, User]:

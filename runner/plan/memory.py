@@ -130,6 +130,10 @@ def contradictions(spec: InstanceSpec, *, controller: bool) -> Iterator[Problem]
                 return
     if not memory.shared and spec.share:
         yield Problem("memory.shared", "must be true: virtiofsd maps the guest's RAM for [[share]]", "leave it out")
+    if not memory.shared and spec.hotplug.qemu:
+        yield Problem(
+            "memory.shared", "must be true with hotplug.qemu: the next QEMU maps the same RAM", "leave it out"
+        )
     if not memory.shared and memory.hugepages is not None:
         yield Problem(
             "memory.shared", "must be true with memory.hugepages, which are files to the kernel", "leave it out"

@@ -231,11 +231,16 @@ class Monitor:
     @contextmanager
     def event_copies(self, take: Callable[[Message], None]) -> Iterator[None]:
         """Call *take*, which must not raise, with a copy of each event that arrives while the block runs."""
-        self._event_copies.append(take)
+        copies = self._event_copies  # which another conversation may continue
+        copies.append(take)
         try:
             yield
         finally:
-            self._event_copies.remove(take)
+            copies.remove(take)
+
+    def continue_event_copies(self, before: Monitor) -> None:
+        """Call whatever receives copies of the events of *before* with those of this conversation, instead."""
+        self._event_copies, before._event_copies = before._event_copies, self._event_copies
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
         """Return the threads of the vCPUs, by vCPU index (``query-cpus-fast``)."""

@@ -391,6 +391,11 @@ class HotplugSpec:
         default=4,
         doc="how many disks `instance-runner ctl disk attach` can add; the guest has a PCI Express root port for each from the start",
     )
+    qemu: bool = key(
+        flag(),
+        default=False,
+        doc="whether `instance-runner ctl qemu-update` can replace QEMU while the guest runs; needs QEMU 10.1",
+    )
 
 
 @frozen

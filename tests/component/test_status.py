@@ -96,6 +96,7 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
         "disks": [],
         "free_slots": plan.machine.slots,
         "runner": {"generation": 0, "digest": "", "outcome": None, "reason": ""},
+        "qemu": {"version": "7.2.0", "generation": 0},
     }
     assert second["restarts"] == {"dnsmasq": 1}
     assert second["placement"]["float_cpus"] == str(CpuSet(CPUS)), "not that of the receipt"

@@ -20,13 +20,18 @@ from tests.emulated_node.artefacts import PROJECT
 from tests.emulated_node.cache import EmulatedNodeError, fetch, say
 from tests.emulated_node.machine import boot, terminal_size
 from tests.emulated_node.shape import Shape
+from tests.support.newest_qemu import newest_qemu
 
 RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
 SYSTEMD_TESTS, ARTICLE_TESTS, DEVICE_TESTS = ["tests/node/systemd"], ["tests/node/article"], ["tests/node/devices"]
 """Tests that need systemd as PID 1, 128 CPUs, spare devices or our images as disks have their own folders."""
+QEMU_DEVICE_TESTS = ["tests/node/qemu_update/devices"]
+"""Tests that need the newest QEMU as a disk, spare devices, and a newer kernel than the node's usual one."""
+QEMU_TESTS = ["tests/node/qemu_update", f"--ignore={QEMU_DEVICE_TESTS[0]}"]
+"""Tests that need the newest QEMU as a disk."""
 IMAGE_TESTS = ["tests/node/images", "tests/node/containerd", "tests/node/podman"]
-OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, *IMAGE_TESTS)
+OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, QEMU_TESTS[0], *IMAGE_TESTS)
 TESTS = ["tests/node", *(f"--ignore={folder}" for folder in OWN_FOLDERS)]
 ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
 HANGING_SECONDS = 300
@@ -54,6 +59,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="a host of 128 CPUs (0-31,64-95 and 32-63,96-127) with an instance of 40 vCPUs on 1-20,65-84: "
         "default tests: tests/node/article, which shows where every thread is; takes minutes",
+    )
+    out.add_argument(
+        "--qemu",
+        action="store_true",
+        help="with the newest QEMU of Debian's backports as a disk; default tests: tests/node/qemu_update",
     )
     out.add_argument(
         "--devices",
@@ -113,8 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.parse_args(argv).article:
         arguments.set_defaults(**ARTICLE)
     options = arguments.parse_args(argv)
-    chosen = {"article": ARTICLE_TESTS, "systemd": SYSTEMD_TESTS, "devices": DEVICE_TESTS}
+    chosen = {"article": ARTICLE_TESTS, "systemd": SYSTEMD_TESTS, "devices": DEVICE_TESTS, "qemu": QEMU_TESTS}
     default = next((tests for name, tests in chosen.items() if getattr(options, name)), options.part or TESTS)
+    if options.qemu and options.devices:
+        default = QEMU_DEVICE_TESTS
     options.pytest = pytest_arguments(options.pytest, default)
     try:
         if options.here:
@@ -188,7 +200,7 @@ def in_node(options: argparse.Namespace) -> int:
             options.accel,
             run,
             kernel=kernel,
-            disks=dict(options.disk),
+            disks=dict(options.disk) | ({"qemu": fetch(newest_qemu())} if options.qemu else {}),
             interactive=interactive,
             systemd=options.systemd,
             devices=options.devices,

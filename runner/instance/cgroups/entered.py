@@ -55,6 +55,7 @@ class EnteredCgroups:
 
     def release(self, tid: int) -> None:
         write_control(self.cgroup_fds.float_threads.number, str(tid), f"{self.cgroups.float_cgroup}/cgroup.threads")
+        self.confined.discard(tid)
         pin(tid, read_mask())
 
     def in_pod_cgroup(self) -> AbstractContextManager[None]:

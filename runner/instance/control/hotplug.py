@@ -10,8 +10,8 @@ an error that says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
@@ -74,6 +74,15 @@ class DiskHotplug:
     def changing(self) -> bool:
         """Whether a disk is being attached, detached or grown."""
         return self._changing.locked()
+
+    @asynccontextmanager
+    async def unchanging(self) -> AsyncIterator[Callable[[Monitor], None]]:
+        """Wait for the change under way, and hold off the next; yield what has another QEMU's monitor be used."""
+        async with self._changing:
+            yield self._use
+
+    def _use(self, monitor: Monitor) -> None:
+        self._monitor = monitor
 
     @property
     def attached(self) -> tuple[AttachedDisk, ...]:

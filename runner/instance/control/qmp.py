@@ -7,7 +7,7 @@ has one monitor, which PID 1 holds: a client's command is sent on it after it wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import trio
@@ -30,16 +30,16 @@ MOST_CLIENTS = 4
 """Sessions at once: each is a person or a script."""
 
 
-async def accept(listener: Socket, monitor: Monitor) -> None:
-    """Serve the clients that connect to *listener* from *monitor*, until cancelled."""
+async def accept(listener: Socket, monitor: Callable[[], Monitor]) -> None:
+    """Serve the clients that connect to *listener* from what *monitor* returns, until cancelled."""
     await OperatorMonitor(monitor, Peers(Roots().proc)).accept(listener)
 
 
 @frozen
 class OperatorMonitor:
-    """Serves QMP clients from *monitor*."""
+    """Serves QMP clients from what *monitor* returns: an update replaces QEMU, and the conversation with it."""
 
-    monitor: Monitor
+    monitor: Callable[[], Monitor]
     peers: Peers
 
     async def accept(self, listener: Socket) -> None:
@@ -83,9 +83,10 @@ class OperatorMonitor:
             places.release_on_behalf_of(connection)
 
     def _session(self, connection: trio.socket.SocketType, identify: Identify) -> QmpSession:
-        greeting = self.monitor.greeting["QMP"]
+        monitor = self.monitor()
+        greeting = monitor.greeting["QMP"]
         version = greeting["version"] if isinstance(greeting, dict) else {}
-        return QmpSession(connection, version, partial(self._execute, identify), self.monitor.event_copies)
+        return QmpSession(connection, version, partial(self._execute, identify), monitor.event_copies)
 
     async def _execute(
         self, identify: Identify, command: str, arguments: Mapping[str, object] | None, wanted: trio.CancelScope
@@ -100,7 +101,7 @@ class OperatorMonitor:
             log.warning("qmp refused command=%.80r pid=%d user=%d", command, peer.pid, peer.user_id)
             raise RefusedError(f"cannot execute {command!r} here: {reason}")
         log.info("qmp executes command=%r pid=%d user=%d", command, peer.pid, peer.user_id)
-        result = await self.monitor.execute(command, arguments, wanted=wanted)
+        result = await self.monitor().execute(command, arguments, wanted=wanted)
         if command == "query-commands" and isinstance(result, list):
             return [each for each in result if refusal(str(each.get("name"))) is None]
         return result

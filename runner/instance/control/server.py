@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from runner.errors import Problem, RefusedError, RunnerError, SpecError, explain
 from runner.facts.roots import Roots
+from runner.instance.control.hotplug import DiskHotplug
 from runner.instance.control.status import StatusReader
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kernel.sockets import Socket
@@ -91,12 +92,22 @@ async def _call(status: StatusReader, method: str, params: Mapping[str, object] 
 
 
 async def _called(status: StatusReader, method: str, params: Mapping[str, object]) -> object:
-    disks = status.disks
     match method:
         case "status":
             return await status.read()
         case "runner":
             return status.runner()
+        case "upgrade":
+            await _upgrade(status, params)
+        case "qemu.check" | "qemu.update":
+            return await _update_qemu(status, params, only_check=method == "qemu.check")
+        case "cpu.set":
+            _refuse_cpus()
+    return await _called_for_disks(status.disks, method, params)
+
+
+async def _called_for_disks(disks: DiskHotplug, method: str, params: Mapping[str, object]) -> object:
+    match method:
         case "disk.list":
             return await disks.listed()
         case "disk.attach":
@@ -106,30 +117,39 @@ async def _called(status: StatusReader, method: str, params: Mapping[str, object
             return {}
         case "disk.grow":
             return await disks.grow(_name(params, "name"), _size(params))
-        case "upgrade":
-            await _upgrade(status, params)
-        case "cpu.set":
-            _refuse_cpus()
     raise RpcError(METHOD_NOT_FOUND, f"Method not found: {method!r}")
 
 
 async def _upgrade(status: StatusReader, params: Mapping[str, object]) -> NoReturn:
     from runner.instance.renewal.upgrade import upgrade  # here, because few runners are renewed
 
-    directory, digest = _directory(params), _digest(params)
-    for share in status.plan.shares:
-        if not share.read_only and _overlap(directory, share.path):
-            raise RefusedError(
-                f"cannot renew the runner: the guest may change {str(directory)!r} by the share {share.tag!r}; "
-                "put the program elsewhere"
-            )
+    directory, digest = _real_path(params, "from"), _digest(params)
+    _refuse_shared(status, directory, "cannot renew the runner")
     await upgrade(status.supervisor, directory, digest)
+
+
+def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str) -> None:
+    """Raise :exc:`~runner.errors.RefusedError`, beginning with *what*, if the guest may change what is at *path*."""
+    for share in status.plan.shares:
+        if not share.read_only and _overlap(path, share.path):
+            raise RefusedError(
+                f"{what}: the guest may change {str(path)!r} by the share {share.tag!r}; put the program elsewhere"
+            )
 
 
 def _overlap(directory: PurePosixPath, shared: PurePosixPath) -> bool:
     """Tell whether one of both lies in the other; *shared* may lead through links, *directory* is a real path."""
     other = PurePosixPath(os.path.realpath(shared))
     return directory == other or directory in other.parents or other in directory.parents
+
+
+async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, only_check: bool) -> object:
+    from runner.instance.qemu_update import check, update  # here, because few instances have their QEMU updated
+
+    program = None if params.get("qemu") is None else _real_path(params, "qemu")  # None: that of the plan
+    if program is not None:
+        _refuse_shared(status, program, "cannot update QEMU")
+    return await (check if only_check else update)(status, program)
 
 
 def _disk(params: Mapping[str, object]) -> DiskSpec:
@@ -151,11 +171,11 @@ def _name(params: Mapping[str, object], key: str) -> str:
     return value
 
 
-def _directory(params: Mapping[str, object]) -> PurePosixPath:
-    """Return the directory ``from``; links are followed once, so that what was checked is what is executed."""
-    given = PurePosixPath(_name(params, "from"))
+def _real_path(params: Mapping[str, object], key: str) -> PurePosixPath:
+    """Return the path *key*; links are followed once, so that what was checked is what is executed."""
+    given = PurePosixPath(_name(params, key))
     if not given.is_absolute():
-        raise RpcError(INVALID_PARAMS, "Invalid params: 'from' must be an absolute path")
+        raise RpcError(INVALID_PARAMS, f"Invalid params: {key!r} must be an absolute path")
     return PurePosixPath(os.path.realpath(given))
 
 

@@ -254,7 +254,8 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     )
     ram = ",memory-backend=ram" if len(machine.topology.numa_nodes) == 1 else ""
     secure = ",smm=on" if machine.secure_boot else ""
-    yield from ("-machine", f"q35{ram},dump-guest-core=off,vmport=off{secure}{flash}")
+    aux = ",aux-ram-share=on" if machine.updatable else ""
+    yield from ("-machine", f"{machine.machine_type}{ram},dump-guest-core=off,vmport=off{aux}{secure}{flash}")
     if machine.secure_boot:
         yield from ("-global", "driver=cfi.pflash01,property=secure,value=on")
         # OVMF with SMM cannot resume, and refuses to start where it might

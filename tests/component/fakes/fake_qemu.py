@@ -3,19 +3,27 @@
 The script that includes this file defines ``BEHAVIOUR``, how it misbehaves; ``DEFAULTS`` lists the choices.
 """
 
+import fcntl
 import itertools
 import json
 import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 
 DEFAULTS = {
     "before_greeting": None,  # None | "exit" | "hang" | "garbage" | "half a line" | "long line"
+    "major": 7,
     "minor": 2,  # of its version, 7.2.0
+    "as_source": None,  # None | "blocked" (a device of its) | "refuses" (the transfer) | "fails" (it, after the guest was stopped)
+    # | "hangs" (in it)
+    "as_successor": None,  # None | "exit at start" | "hang at start" | "exit" (with the state) | "another cpu" | "inmigrate" |
+    # "shutdown" (the state it ends in) | "refuses cont" | "exits at cont" | "hangs at cont"
+    "queues": None,  # None (taps are left alone) | "one" (its guest uses one queue of each) | "all"
     "vcpus": None,  # how many vCPU threads are reported; None: as many as -smp gives
     "tid": None,  # None | "gone" (a thread that does not exist) | "same" (one thread for all)
     "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage" | "storm" (events) |
@@ -38,6 +46,9 @@ DEFAULTS = {
 }
 behaviour = {**DEFAULTS, **globals()["BEHAVIOUR"]}
 arguments = sys.argv[1:]
+if arguments == ["--version"]:
+    print(f"QEMU emulator version {behaviour['major']}.{behaviour['minor']}.0 (fake)")
+    sys.exit(0)
 values = {name: value for name, value in zip(arguments, arguments[1:], strict=False) if name.startswith("-")}
 LOG = globals()["LOG"]
 
@@ -78,6 +89,136 @@ if behaviour["daemonize"]:
 if behaviour["before_greeting"] == "exit":
     print("fake-qemu: something is wrong with the fake", file=sys.stderr, flush=True)
     sys.exit(7)
+
+incoming = [json.loads(arguments[at + 1]) for at, word in enumerate(arguments) if word == "-incoming"]
+incoming = {each["channel-type"]: each["addr"] for each in incoming}
+state = {"status": "inmigrate" if incoming else "running", "migration": "none"}
+received_fds = []
+greeted = threading.Event()
+
+
+def set_queues(flag):
+    """Attach or detach all queues of taps but the first, and end where that fails, as ``virtio_net_set_queue_pairs`` does."""
+    if behaviour["queues"] is None:
+        return
+    for option in (word for word in arguments if word.startswith("tap,")):
+        for fd in next(part for part in option.split(",") if part.startswith("fds="))[4:].split(":")[1:]:
+            try:
+                fcntl.ioctl(int(fd), 0x400454D9, struct.pack("16sH22x", b"", flag))
+            except OSError:
+                print("virtio_net_set_queue_pairs: Assertion `!r' failed.", file=sys.stderr, flush=True)
+                os.abort()
+
+
+ATTACH, DETACH = 0x0200, 0x0400
+
+
+def be_successor():
+    """Wait for the source, as a QEMU does before it makes its machine, and let it continue."""
+    if behaviour["as_successor"] == "exit at start":
+        print("fake-qemu: something is wrong with the successor", file=sys.stderr, flush=True)
+        sys.exit(7)
+    if behaviour["as_successor"] == "hang at start":
+        threading.Event().wait()
+    main = socket.socket(socket.AF_UNIX)
+    main.bind(incoming["main"]["path"])
+    main.listen(1)
+    with socket.socket(fileno=int(incoming["cpr"]["str"])) as listener:
+        connection, _ = listener.accept()
+        connection.recv(1 << 16)
+        connection.close()
+    set_queues(DETACH)
+    threading.Thread(target=receive_state, args=(main,), daemon=True).start()
+
+
+def receive_state(main):
+    connection, _ = main.accept()
+    text = connection.makefile().readline()
+    if behaviour["as_successor"] == "exit":
+        greeted.wait()
+        os._exit(7)
+    if behaviour["queues"] == "all":
+        set_queues(ATTACH)
+    connection.sendall(b"done")
+    connection.close()
+    if behaviour["as_successor"] != "inmigrate":
+        state["status"] = "shutdown" if behaviour["as_successor"] == "shutdown" else "paused"
+    record("received", text=text)
+
+
+def be_source(channels):
+    """Send the state, and run on when that fails; in a thread."""
+    try:
+        sent = send_state({each["channel-type"]: each["addr"]["path"] for each in channels})
+    except OSError:
+        sent = False
+    if sent is None or state["migration"] == "cancelled":
+        return
+    if sent:
+        state["status"] = "postmigrate"
+    elif state["status"] == "finish-migrate":
+        runs()
+    migration_is("completed" if sent else "failed")
+
+
+def send_state(paths):
+    """Return whether the successor has received the state, ``None`` if that shall never be known."""
+    with socket.socket(socket.AF_UNIX) as cpr, socket.socket(socket.AF_UNIX) as main:
+        cpr.connect(paths["cpr"])
+        cpr.sendall(b"descriptors")
+        cpr.recv(1)
+        migration_is("active")
+        main.connect(paths["main"])
+        event("STOP")
+        state["status"] = "finish-migrate"
+        if behaviour["as_source"] == "hangs":
+            return None
+        if behaviour["as_source"] != "fails":
+            main.sendall(b"state\n")
+        return behaviour["as_source"] != "fails" and main.recv(4) == b"done"
+
+
+def runs():
+    state["status"] = "running"
+    event("RESUME")
+    record("runs", pid=os.getpid())
+
+
+def migration_is(status):
+    state["migration"] = status
+    event("MIGRATION", status=status)
+
+
+def answer_about_updates(command, arguments):
+    """Return the reply to a command that belongs to an update, ``None`` to any other."""
+    if command == "qom-get":
+        name = arguments["property"]
+        return "pc-q35-11.1-machine" if name == "type" else f"{name} {behaviour['as_successor'] == 'another cpu'}"
+    if command == "query-migrate":
+        if behaviour["as_source"] == "blocked":
+            return {"blocked-reasons": ["of the fake"]}
+        return {} if state["migration"] == "none" else {"status": state["migration"], "error-desc": "of the fake"}
+    if command == "migrate_cancel" and state["migration"] in {"setup", "active"}:
+        if state["status"] == "finish-migrate":
+            runs()
+        migration_is("cancelled")
+    if command == "migrate":
+        migration_is("setup")
+        threading.Thread(target=be_source, args=(arguments["channels"],), daemon=True).start()
+    if command == "query-fdsets":
+        opaque = [{"fd": fd, "opaque": "qemu-update"} for fd in received_fds]
+        return [{"fdset-id": name, "fds": opaque} for name in hotplugged["add-fd"]]
+    if command == "query-status":
+        return {"status": state["status"], "running": state["status"] == "running"}
+    return None
+
+
+def refused(command):
+    """Return whether a command is refused, as the fake is to misbehave."""
+    return (command == "migrate" and behaviour["as_source"] == "refuses") or (
+        command == "cont" and incoming and behaviour["as_successor"] == "refuses cont"
+    )
+
 
 qmp = socket.socket(fileno=fd_of("qmp"))
 console = socket.socket(fileno=fd_of("console"))
@@ -238,6 +379,12 @@ def misbehave(phase, number):
     return True
 
 
+if incoming:
+    be_successor()
+else:
+    set_queues(DETACH)
+    if behaviour["queues"] == "all":
+        set_queues(ATTACH)
 misbehave("greeting", "")
 before = behaviour["before_greeting"]
 if before == "garbage":
@@ -251,7 +398,7 @@ if before == "hang":
     threading.Event().wait()
 send(
     QMP={
-        "version": {"qemu": {"major": 7, "minor": behaviour["minor"], "micro": 0}, "package": "fake"},
+        "version": {"qemu": {"major": behaviour["major"], "minor": behaviour["minor"], "micro": 0}, "package": "fake"},
         "capabilities": ["oob"],
     }
 )
@@ -303,17 +450,17 @@ def change(command, arguments):
         started.wait()
     if command == "blockdev-add":
         sizes[name] = 1 << 20
-    return {"fdset-id": name} if command == "add-fd" else {}
+    return {"fdset-id": name, "fd": received_fds[-1]} if command == "add-fd" else {}
 
 
 def answer(command, arguments):
-    """Return the reply to a command about disks or threads."""
+    """Return the reply to a command."""
+    if (reply := answer_about_updates(command, arguments)) is not None:
+        return reply
     if command == "query-cpus-fast":
         return [{"cpu-index": at, "thread-id": tid, "qom-path": "/", "props": {}} for at, tid in enumerate(tids)][::-1]
     if command == "query-iothreads":
         return [{"id": name, "thread-id": tid} for name, tid in iothreads.items()]
-    if command == "query-status":
-        return {"status": "running", "running": True}
     if command == "query-named-block-nodes":
         return [{"node-name": name, "image": {"virtual-size": sizes[name]}} for name in hotplugged["blockdev-add"]]
     if command == "block_resize":
@@ -328,7 +475,11 @@ def answer(command, arguments):
 def requests():
     """Yield each request; like QEMU, need no line end after it."""
     text = ""
-    while data := qmp.recv(1 << 16):
+    while True:
+        data, fds, *_ = socket.recv_fds(qmp, 1 << 16, 16)
+        received_fds.extend(fds)
+        if not data:
+            break
         text = (text + data.decode()).lstrip()
         while text:
             try:
@@ -341,7 +492,14 @@ def requests():
 
 for request in requests():
     command, number = request["execute"], {"id": request["id"]} if "id" in request else {}
-    record("command", command=command)
+    record("command", command=command, pid=os.getpid())
+    if refused(command):
+        send(error={"class": "GenericError", "desc": "refused by the fake"}, **number)
+        continue
+    if command == "cont" and incoming and behaviour["as_successor"] == "exits at cont":
+        os._exit(7)
+    if command == "cont" and incoming and behaviour["as_successor"] == "hangs at cont":
+        continue
     if misbehave(command, number):
         continue
     if behaviour["noise"]:
@@ -366,10 +524,13 @@ for request in requests():
     if command == "system_powerdown" and behaviour["at_powerdown"] == "no reply":
         continue
     send(**{"return": reply}, **number)
+    if command == "qmp_capabilities":
+        greeted.set()
     if command == "quit":
         event("SHUTDOWN", guest=False, reason="host-qmp-quit")
         os._exit(0)
     if command == "cont":
+        runs()
         if not behaviour["silent"]:
             console.sendall(b"guest: runs\r\n")
         if behaviour["ticks"] is not None:

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD
 from tests.emulated_node.spares import word_on
 from tests.node.devices.conftest import Spare, bound
 from tests.node.instances import Instance, NodeFixture, pool, spec_text, start_instance, uid_of
-from tests.node.standin_kubelet import PROJECT
+from tests.node.standin_kubelet import PROJECT, Mount
 
 MIB = 1 << 20
 RAM = 192 * MIB
@@ -57,6 +57,7 @@ def started(
     environment: Mapping[str, str] | None = None,
     *,
     hugepages: Mapping[str, int] | None = None,
+    more_mounts: Sequence[Mount] = (),
 ) -> Iterator[Instance]:
     """Hold an instance with these device nodes in its pod and the device plugins' variables in its environment.
 
@@ -74,6 +75,7 @@ def started(
         environment={**defaults, **(environment or {})},
         memory=640 * MIB,
         hugepages=hugepages or {},
+        more_mounts=more_mounts,
     )
     try:
         yield instance
@@ -152,12 +154,12 @@ def test_the_example_of_a_gpu_instance(
     assert disk.sector(0) == word_on(0)
 
 
-def linux_spec(cpus: CpuSet, *more: str) -> str:
-    """Return a spec whose guest is a Linux that prints the devices it sees."""
+def linux_spec(cpus: CpuSet, *more: str, says: str = "devices=1") -> str:
+    """Return a spec whose guest is a Linux that *says*, by its kernel's command line, which devices it sees."""
     return "\n".join(
         (
             f'[cpu]\ncount = {len(cpus)}\naccel = "tcg"\nmodel = "Skylake-Server"\n[memory]\nsize = "{RAM // MIB}MiB"',
-            '[boot]\nkernel = "/guest/guest-kernel"\ninitrd = "/guest/guest-initrd"\ncmdline = "console=ttyS0 quiet devices=1"',
+            f'[boot]\nkernel = "/guest/guest-kernel"\ninitrd = "/guest/guest-initrd"\ncmdline = "console=ttyS0 quiet {says}"',
             f"[shutdown]\ngrace = {ENDS_WITHIN}",
             *more,
         )

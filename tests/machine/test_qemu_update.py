@@ -1,0 +1,124 @@
+"""QEMU is replaced under a real guest that counts, writes to a disk and pings.
+
+`QEMU_UPDATES=20 GUEST_MEMORY=2GiB pytest -s tests/machine/test_qemu_update.py` replaces it so many times, and prints the pauses.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.emulated_node.cache import fetch
+from tests.machine.test_renewal import inside, ticks, type_in
+from tests.support.newest_qemu import mounted, newest_qemu
+from tests.support.program_runs import RUNNER, ProgramRun, ProgramStarter, until
+
+TICKING = (
+    "(i=0; while :; do echo tick $i; echo $i | dd of=/dev/vda bs=512 conv=notrunc,fsync 2>/dev/null;"
+    " i=$((i+1)); usleep 50000; done) &\n"
+    "ping 192.168.77.1 >/tmp/pings &\n"
+)
+
+
+@pytest.fixture(scope="module")
+def newest() -> Iterator[Path]:
+    with mounted(fetch(newest_qemu())) as program:
+        yield program
+
+
+F_OFD_GETLK = 36
+"""Of ``asm-generic/fcntl.h``; Python has no name for it."""
+
+
+def ctl(run: ProgramRun, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = (*inside(run), str(RUNNER), "ctl", "--state-dir", str(run.state), "--json", *words)
+    return subprocess.run(argv, check=False, capture_output=True, text=True)
+
+
+def holds_its_lock(disk: Path) -> bool:
+    """Tell whether QEMU has the image locked against other programs (``raw_apply_lock_bytes`` of QEMU)."""
+    with disk.open("r+b") as file:
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 100, 200, 0)
+        found: bytes = fcntl.fcntl(file, F_OFD_GETLK, lock)
+    return bool(struct.unpack("hhqqi4x", found)[0] != fcntl.F_UNLCK)
+
+
+FAILING = {
+    "it ends at once": ("exit 7", "it exited with status 7"),
+    "it shows another CPU": ('exec {newest} "$@" -cpu qemu64', "shows the guest another CPU"),
+    "it has another machine": ('exec {newest} "$@" -machine pc-q35-9.0', "cannot update QEMU"),
+}
+"""What the second QEMU is, and why it does not get the guest."""
+
+
+def ticking(start: ProgramStarter, newest: Path, disk: Path, more: str) -> ProgramRun:
+    """Start a guest with the *newest* QEMU that counts, writes to *disk* and pings."""
+    disk.write_bytes(bytes(1 << 20))
+    run = start(
+        f'{more}[hotplug]\nqemu = true\n[[network]]\n[[disk]]\npath = "{disk}"\n',
+        "guest.then=shell",
+        environment={"PATH": f"{newest.parent}:{os.environ['PATH']}"},
+    )
+    run.until_done()
+    run.until("guest# ", lambda: run.console)
+    type_in(run, TICKING)
+    run.until("tick 5", lambda: run.console)
+    return run
+
+
+def ticks_on(run: ProgramRun) -> None:
+    """Wait until the guest counts on, and check that it has left nothing out."""
+    seen = len(ticks(run))
+    until(lambda: len(ticks(run)) > seen, "the guest to tick on", 60)
+    found = ticks(run)
+    assert found == list(range(len(found)))
+
+
+def test_a_guest_runs_on_where_another_qemu_cannot_have_it(start: ProgramStarter, newest: Path, tmp_path: Path) -> None:
+    run = ticking(start, newest, tmp_path / "disk", '[instance]\nuser = "root"\n')
+    before = run.descendants()
+    for number, (script, reason) in enumerate(FAILING.values()):
+        program = tmp_path / f"qemu{number}"
+        version = "[ $1 = --version ] && echo QEMU emulator version 11.1.3 && exit"
+        program.write_text(f"#!/bin/sh\n{version}\n{script.format(newest=newest)}\n")
+        program.chmod(0o755)
+        ended = ctl(run, "qemu-update", "--qemu", str(program))
+        assert ended.returncode == 4, ended.stdout
+        assert reason in ended.stderr
+        assert "; the one before continues" in ended.stderr
+        ticks_on(run)
+        assert run.descendants() == before
+        assert holds_its_lock(tmp_path / "disk")
+    ended = ctl(run, "qemu-update")
+    assert ended.returncode == 0, ended.stderr + run.log
+    ticks_on(run)
+    assert holds_its_lock(tmp_path / "disk")
+    assert run.stop() == 0, run.log
+
+
+def test_a_guest_that_counts_misses_nothing(start: ProgramStarter, newest: Path, tmp_path: Path) -> None:
+    size = os.environ.get("GUEST_MEMORY", "256MiB")
+    run = ticking(start, newest, tmp_path / "disk", f'[memory]\nsize = "{size}"\n')
+    pauses = []
+    for number in range(1, int(os.environ.get("QEMU_UPDATES", "3")) + 1):
+        ended = ctl(run, "qemu-update")
+        assert ended.returncode == 0, ended.stderr + run.log
+        pauses.append(json.loads(ended.stdout)["pause_ms"])
+        ticks_on(run)
+        receipt = json.loads((run.state / "receipt.json").read_text())
+        assert receipt["qemu_generation"] == number
+        assert holds_its_lock(tmp_path / "disk")
+    print(f"pauses in ms: {pauses}")
+    type_in(run, "killall -INT ping; sleep 1; cat /tmp/pings\n")
+    run.until("packet loss", lambda: run.console)
+    sent, received = re.findall(r"([0-9]+) packets (?:transmitted|received)", run.console)
+    assert int(sent) - int(received) <= len(pauses), "a packet that comes in the pause may be lost, and no second one"
+    assert run.stop() == 0, run.log
