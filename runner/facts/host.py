@@ -64,6 +64,15 @@ class Virtiofsd:
         """Whether it can share read-only (``--readonly``, since 1.11)."""
         return self.rust and self.version >= (1, 11)
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether it can hand its state over to another one (``VHOST_USER_PROTOCOL_F_DEVICE_STATE``), in a moment.
+
+        1.11 can as well, but looks through the whole share for the files that the guest knows, while the guest stands; from 1.12
+        on it reads their paths from ``/proc/self/fd`` (``preserialization/proc_paths.rs``).
+        """
+        return self.rust and self.version >= (1, 12)
+
 
 @frozen
 class Kvm:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.instance.carried import CarriedChild  # only a runner that is renewed carries any
+    from runner.kernel.carried import CarriedProcess
 
 log = logging.getLogger(__name__)
 
@@ -148,11 +149,30 @@ async def _ended(supervisor: Supervisor, policy: Restart, child: RestartedChild)
     child.down = True
 
 
+@attrs.define
+class ShareDaemon:
+    """The virtiofsd of a share; another one takes its place when QEMU is updated."""
+
+    plan: SharePlan
+    directory: int
+    """A descriptor of the directory that its socket is made in."""
+    process: Process
+
+    def carried(self) -> CarriedProcess:
+        """Return what the program that renews this one must know of it."""
+        return self.process.carried()
+
+    def replace(self, process: Process) -> Process:
+        """Let another virtiofsd serve the share; return the one before, whose end means nothing any more."""
+        before, self.process = self.process, process
+        return before
+
+
 @frozen
 class Shares:
     """The virtiofsd of each share, and the connection to it that QEMU gets."""
 
-    daemons: tuple[Process, ...] = ()
+    daemons: tuple[ShareDaemon, ...] = ()
     sockets: tuple[Socket, ...] = ()
 
 
@@ -177,32 +197,36 @@ async def shared(supervisor: Supervisor, plans: Sequence[SharePlan], directory: 
         yield Shares(tuple(daemon for daemon, _ in pairs), clients)
 
 
+@contextmanager
+def started_virtiofsd(supervisor: Supervisor, plan: SharePlan, directory: int) -> Iterator[tuple[Process, Socket]]:
+    """Start the virtiofsd of a share, which the caller ends, and hold the connection that it is to serve."""
+    with listening_pair(f"the share {plan.tag!r}", directory) as (listener, client):
+        fd = listener.fileno()
+        process = supervisor.processes.spawn(Command("virtiofsd", (*virtiofsd_argv(plan, f"--fd={fd}"),), (fd,)))
+        listener.close()
+        yield process, client
+
+
 @asynccontextmanager
 async def _share(
     supervisor: Supervisor, plan: SharePlan, directory: int
-) -> AsyncIterator[tuple[Process, Socket | None]]:
+) -> AsyncIterator[tuple[ShareDaemon, Socket | None]]:
     """Hold the virtiofsd of a share, and the connection to it until QEMU has it."""
     name = f"share {plan.tag}"
-    with ExitStack() as held, supervisor.carry_over.taking(name) as carried:
-        daemon: Process
+    with ExitStack() as held:
+        process: Process
         client: Socket | None = None
-        listener: Socket | None = None
-        if carried is None:
-            listener, client = held.enter_context(listening_pair(f"the share {plan.tag!r}", directory))
-            argv, fd = virtiofsd_argv(plan, f"--fd={listener.fileno()}"), listener.fileno()
-            daemon = supervisor.processes.spawn(Command("virtiofsd", tuple(argv), (fd,)))
-        else:
-            daemon = supervisor.processes.adopt(carried)
-        ours = held.pop_all()
-    supervisor.carry_over.offer(name, daemon.carried)
-    with ours:
+        with supervisor.carry_over.taking(name) as carried:
+            if carried is None:
+                process, client = held.enter_context(started_virtiofsd(supervisor, plan, directory))
+            else:
+                process = supervisor.processes.adopt(carried)
+        daemon = ShareDaemon(plan, directory, process)
+        supervisor.carry_over.offer(name, daemon.carried)
         try:
-            if listener is not None:
-                listener.close()
             yield daemon, client
         finally:
-            if client is not None:
-                client.close()  # the daemon ends by itself when its client disconnects
+            held.close()  # the daemon ends by itself when its client disconnects
             what = f"stop the virtiofsd of {plan.tag!r}"
             with supervisor.faults.recorded(what), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
-                await supervisor.processes.stop(daemon, STOPPED_WITHIN)
+                await supervisor.processes.stop(daemon.process, STOPPED_WITHIN)

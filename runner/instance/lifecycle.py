@@ -95,7 +95,11 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             if not supervisor.carry_over.resuming:
                 await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
                 log.info("the guest runs")
-            daemons = [*shares.daemons, *(nic.daemon for nic in nic_backends if nic.daemon is not None)]
+            passts = [nic.daemon for nic in nic_backends if nic.daemon is not None]
+
+            def daemons() -> Sequence[Process]:
+                return [*(share.process for share in shares.daemons), *passts]
+
             async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
                 with supervisor.carry_over.renewable(partial(_resume_after_fault, supervisor)):
                     ended = await _ended(supervisor, machine, daemons, receipts)
@@ -104,7 +108,9 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
         return GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
 
 
-async def _ended(supervisor: Supervisor, machine: Qemu, daemons: Sequence[Process], receipts: Receipts) -> GuestEnd:
+async def _ended(
+    supervisor: Supervisor, machine: Qemu, daemons: Callable[[], Sequence[Process]], receipts: Receipts
+) -> GuestEnd:
     """Wait for the end, and where a fault of this program cannot be survived, have the guest power down."""
     ended = GuestEnd(Status.STOPPED, "")
 
@@ -127,7 +133,9 @@ async def _resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
     await resume_after_fault(supervisor, error)
 
 
-async def _wait_for_the_end(supervisor: Supervisor, machine: Qemu, daemons: Sequence[Process]) -> GuestEnd:
+async def _wait_for_the_end(
+    supervisor: Supervisor, machine: Qemu, daemons: Callable[[], Sequence[Process]]
+) -> GuestEnd:
     """Wait for the guest's end, a request to stop, or the death of one of the *daemons*, and return which it was."""
 
     async def asked() -> GuestEnd:
@@ -135,7 +143,11 @@ async def _wait_for_the_end(supervisor: Supervisor, machine: Qemu, daemons: Sequ
         return GuestEnd(Status.STOPPED, "")
 
     async def lost() -> GuestEnd:
-        dead = await first_dead(daemons)
+        while True:
+            dead = await first_dead(daemons())
+            await machine.decided()
+            if dead in daemons():  # else it has ended with the QEMU that it served
+                break
         with trio.move_on_after(CAUSE_WITHIN):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
         log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())

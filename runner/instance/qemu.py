@@ -15,7 +15,7 @@ import trio
 
 from runner.errors import HostError, Status, explain
 from runner.instance import disks
-from runner.instance.daemons import FATAL, Shares
+from runner.instance.daemons import FATAL, ShareDaemon, Shares
 from runner.instance.memory import MBIND_REMEDY
 from runner.instance.supervisor import Supervisor, carried_fd, first_of
 from runner.kernel import files
@@ -209,6 +209,8 @@ class Qemu:
         """Copies of its descriptors, which the next QEMU gets as well; ``None`` where it cannot be updated."""
         self.updates = 0
         """How often another QEMU has taken its place."""
+        self.shares: tuple[ShareDaemon, ...] = ()
+        """The virtiofsd of each share."""
         self._replaced = trio.Event()
         self._updating: trio.Event | None = None
         """Set when it is decided which QEMU has the guest."""
@@ -267,7 +269,8 @@ class Qemu:
             self._updating.set()
             self._updating = None
 
-    async def _decided(self) -> None:
+    async def decided(self) -> None:
+        """Wait until it is decided which QEMU has the guest."""
         if self._updating is not None:
             await self._updating.wait()
 
@@ -348,7 +351,7 @@ class Qemu:
         while True:
             process = self.process
             ended: GuestEnd | None = await first_of(self._stopped_running, self._exited, self._another)
-            await self._decided()
+            await self.decided()
             if ended is not None and process is self.process:
                 return ended
 
@@ -401,7 +404,7 @@ class Qemu:
         Returns ``STOPPED`` if it did, ``FORCED_OFF`` if its time ran out, else why it ended instead.
         """
         with trio.move_on_after(plan.power_down):
-            await self._decided()
+            await self.decided()
             ended = await first_of(self.ended, partial(self._ask_to_power_down, plan.power_down / 2))
             # It powered down because it was asked to; it reboots instead where its button is configured to.
             if ended.status in {Status.GUEST_SHUTDOWN, Status.GUEST_RESET}:
@@ -430,7 +433,7 @@ class Qemu:
 
     async def quit(self, plan: ShutdownPlan, supervisor: Supervisor) -> None:
         """End QEMU: ``quit``, SIGTERM, SIGKILL, each within its share."""
-        await self._decided()
+        await self.decided()
         with trio.move_on_after(plan.quit):
             await first_of(self._quit, self.process.wait)
         if self.process.returncode is None:
@@ -525,6 +528,7 @@ async def paused_qemu(
                     from runner.instance.kept_fds import adopted_fds
 
                     machine.fds = held.enter_context(adopted_fds(carried.fds))
+        machine.shares = endpoints.shares.daemons
         supervisor.carry_over.offer("qemu", machine.carried)
         supervisor.carry_over.not_now["qemu"] = lambda: machine.unfinished
         try:

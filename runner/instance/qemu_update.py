@@ -2,13 +2,15 @@
 
 1. What cannot go along is refused by name, before anything is touched.
 2. A second QEMU is started, in the pod's cgroup as the first was, with the same machine and the same descriptors: RAM, files,
-   taps, console. It waits for the first one.
-3. The first one sends it the descriptors of its other memory (``aux-ram-share``), stops the guest, and sends the devices' state.
+   taps, console. Each share gets a second virtiofsd, which serves it. It waits for the first one.
+3. The first one sends it the descriptors of its other memory (``aux-ram-share``), stops the guest, and sends the devices' state,
+   with that of each virtiofsd in it (``docs/interop/vhost-user.rst``, *Migrating back-end state*).
 4. The second one's vCPU threads are confined, pinned and read back, and it must show the guest the same CPU.
-5. ``cont``: the guest is the second one's, and the first one is ended.
+5. ``cont``: the guest is the second one's, and the first one is ended, with each virtiofsd that served it.
 
 Whatever fails before 5, and a request to stop, ends the second one, and the first one continues. It keeps the guest's memory and
-devices until then; the two never run the guest at the same time, because the first one continues only once the second has ended.
+devices until then, a virtiofsd the guest's files; the two never run the guest at the same time, because the first one continues
+only once the second has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import logging
 import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -29,20 +31,23 @@ import trio
 
 from runner.errors import HostError, PlacementError, RefusedError, RunnerError, explain
 from runner.instance.control.status import StatusReader
+from runner.instance.daemons import STOPPED_WITHIN, ShareDaemon, started_virtiofsd
 from runner.instance.discover import version_output
-from runner.instance.qemu import Qemu, spawn_qemu
+from runner.instance.qemu import EXITS_WITHIN, Qemu, spawn_qemu
 from runner.instance.supervisor import QemuUpdateOutcome, StopRequestedError, first_of
 from runner.instance.thread_placement import QemuThreads, place_threads
 from runner.kernel.character_devices import vhost_net
 from runner.kernel.files import reopened
 from runner.kernel.meeting_point import LISTENING, meeting_point
-from runner.kernel.processes import stop_bound
+from runner.kernel.processes import Process, stop_bound
 from runner.kernel.program_directory import check_owners
-from runner.kernel.sockets import connected_pair
+from runner.kernel.sockets import Socket, connected_pair
 from runner.kernel.tap_queues import attach_queue, detach_queue
 from runner.plan.argv.qemu import QemuFds
-from runner.plan.machine import MachinePlan
+from runner.plan.machine import Accel, MachinePlan
 from runner.plan.networks import InheritedFdPlan, NetworkPlan, PasstPlan
+from runner.plan.passthrough_plan import DevicePlan
+from runner.plan.shares import SharePlan
 from runner.protocol.qmp import ExecuteError, Monitor, QmpError
 from runner.values import frozen
 
@@ -89,10 +94,10 @@ async def check(status: StatusReader, program: PurePosixPath | None) -> dict[str
 async def _checked(status: StatusReader, program: PurePosixPath | None) -> tuple[_NextQemu, list[str]]:
     path = program or status.plan.machine.program
     reasons = [*_not_started_for_it(status), *_cannot_go_along(status)]
-    try:
-        check_owners(path)
-    except RefusedError as error:
-        return _NextQemu(path, ""), [*reasons, explain(error)]  # it is not executed
+    for daemon in dict.fromkeys(share.program.path for share in status.plan.machine.shares):
+        reasons += _changeable(daemon)
+    if changeable := _changeable(path):
+        return _NextQemu(path, ""), [*reasons, *changeable]  # it is not executed
     output, failure = await version_output(status.supervisor.processes, "qemu", path)
     match = re.search(r"version ([0-9.]+)", output, re.ASCII)
     found = _NextQemu(path, "" if match is None else match[1])
@@ -104,6 +109,15 @@ async def _checked(status: StatusReader, program: PurePosixPath | None) -> tuple
     if not _older(_version(status.machine.monitor)):
         reasons += await _blocked(status.machine.monitor)
     return found, [*reasons, *await _not_now(status)]
+
+
+def _changeable(program: PurePosixPath) -> list[str]:
+    """Return why *program* may not be executed, if others than root may change it."""
+    try:
+        check_owners(program)
+    except RefusedError as error:
+        return [explain(error)]
+    return []
 
 
 def _older(version: str) -> bool:
@@ -128,17 +142,13 @@ def _cannot_go_along(status: StatusReader) -> Iterator[str]:
     """Yield what of the machine cannot go along to another QEMU, by its name in the spec."""
     machine = status.plan.machine
     for share in machine.shares:
-        yield f"the share {share.tag!r} cannot go along: its virtiofsd serves one QEMU, and ends with it"
+        if not share.updatable:
+            yield f"the share {share.tag!r} cannot go along: {_stays(share)}"
     if machine.guest.vsock is not None:
         yield "guest.vsock cannot go along: its context identifier belongs to the first QEMU until that has ended"
     for device in machine.passthrough.devices:
-        if device.vfio_backend == "legacy":
-            yield (
-                f"the device {device.address} cannot go along: its IOMMU group can be opened by one process; set "
-                f'device.iommu = "iommufd" and {_AGAIN}'
-            )
-        elif machine.accel == "tcg":
-            yield f"the device {device.address} cannot go along: without KVM, QEMU crashes when it hands a device over"
+        if reason := _held_back(device, machine.accel):
+            yield f"the device {device.address} cannot go along: {reason}"
     if machine.ram.locked:
         yield "memory.lock cannot go along: two QEMUs would lock their memory at the same time"
     for index, network in enumerate(machine.networks):
@@ -149,6 +159,22 @@ def _cannot_go_along(status: StatusReader) -> Iterator[str]:
             f"the disk {disk.plan.name!r} cannot go along: it was attached while the guest runs; detach it first, and attach it "
             "again afterwards"
         )
+
+
+def _stays(share: SharePlan) -> str:
+    """Return why another virtiofsd cannot take the place of the one of *share*."""
+    if share.program.hands_over:
+        return f"its virtiofsd was not started for it; {_AGAIN}"
+    version = ".".join(map(str, share.program.version))
+    return f"virtiofsd {version}{'' if share.program.rust else ' (in C)'} cannot hand its state over; the one in Rust can from 1.12 on"
+
+
+def _held_back(device: DevicePlan, accel: Accel) -> str:
+    """Return why QEMU cannot hand *device* over, empty if it can."""
+    if device.vfio_backend == "legacy":
+        return f'its IOMMU group can be opened by one process; set device.iommu = "iommufd" and {_AGAIN}'
+    # its notifier asks KVM for the device's interrupts (``vfio_cpr_set_msi_virq``)
+    return "without KVM, QEMU crashes when it hands a device over" if accel == "tcg" else ""
 
 
 def _connection(network: NetworkPlan) -> str:
@@ -223,6 +249,8 @@ class _Move:
     successor: Qemu | None = None
     stopped: float | None = None
     """When the guest was stopped, on the clock of the event loop."""
+    daemons: list[Process] = attrs.field(factory=list)
+    """The virtiofsd that serves the successor, for each share."""
     over: trio.Event = attrs.field(factory=trio.Event)
     """Set when the source says that the transfer has ended, well or not."""
     displaced: bool = False
@@ -248,6 +276,7 @@ class _Move:
                 with trio.move_on_after(stop_bound(CONTINUES_WITHIN), shield=True):
                     continues = await self._go_back()
         if moved is None:
+            failure += "".join(f"; {each.role}: {each.last_lines[-1]}" for each in self.daemons if each.last_lines)
             log.warning("QEMU is not updated: %s", failure)
             then = "the one before continues" if continues else "and the one before does not continue"
             raise HostError(f"cannot update QEMU: {failure}; {then}")
@@ -301,8 +330,11 @@ class _Move:
             await monitor.execute("migrate", {"channels": outgoing})
         except ExecuteError as error:
             refused = error
-        if refused is not None and successor.process.returncode is None:
-            raise refused
+        if refused is not None:
+            with trio.move_on_after(EXITS_WITHIN):  # what it listened on is closed before its end is known
+                await successor.process.wait()
+            if successor.process.returncode is None:
+                raise refused
         await successor.greeted()  # else it says why it has ended
         await first_of(self.over.wait, successor.process.wait, self.source.process.wait)
         found: Any = await monitor.execute("query-migrate")
@@ -335,13 +367,22 @@ class _Move:
             ]
             wires = (attrs.evolve(each, vhosts=fds) for each, fds in zip(kept.wires, vhosts, strict=True))
             files = {name: lent.enter_context(reopened(number)) for name, number in kept.files.items()}
+            shares = tuple(lent.enter_context(self._start_virtiofsd(share)).fileno() for share in self.source.shares)
+            devices = _devices(plan, theirs.fileno())
             self.unused_queues.update(filter(attach_queue, _more_queues(kept)))
             descriptors = attrs.evolve(
-                kept, qmp=theirs.fileno(), wires=tuple(wires), files=files, devices=_devices(plan, theirs.fileno())
+                kept, qmp=theirs.fileno(), wires=tuple(wires), files=files, shares=shares, devices=devices
             )
             cgroup = self.status.receipts.active.memory_cgroup_fd
             process = spawn_qemu(supervisor, plan, descriptors, cgroup, words, more)
             return Qemu(process, Monitor(ours.dup()), None, supervisor.log_limit)
+
+    @contextmanager
+    def _start_virtiofsd(self, share: ShareDaemon) -> Iterator[Socket]:
+        """Start another virtiofsd for *share*; hold the connection that the successor gets."""
+        with started_virtiofsd(self.status.supervisor, share.plan, share.directory) as (daemon, connection):
+            self.daemons.append(daemon)
+            yield connection
 
     async def _place(self, successor: Qemu) -> None:
         """Give the successor's vCPU threads the CPUs of the source's, and read every thread back."""
@@ -371,6 +412,9 @@ class _Move:
             raise HostError("the guest ends")
         if successor.process.returncode is not None:
             raise HostError(f"the next one {successor.process.how_it_ended()}")
+        for daemon in self.daemons:
+            if daemon.returncode is not None:
+                raise HostError(f"the next {daemon.role} {daemon.how_it_ended()}")
         with trio.CancelScope(shield=True):
             try:
                 with trio.move_on_after(RUNS_WITHIN):
@@ -381,11 +425,16 @@ class _Move:
                 log.error("the next QEMU is lost with the guest: %s", explain(error))  # noqa: TRY400 - one line
             pause = 0.0 if self.stopped is None else trio.current_time() - self.stopped
             process, monitor = self.source.replace(successor.process, successor.monitor)
+            shares = zip(self.source.shares, self.daemons, strict=True)
+            daemons = [share.replace(daemon) for share, daemon in shares]
             supervisor = self.status.supervisor
             supervisor.counters.qemu_updates["updated"] += 1
             monitor.close()
             with supervisor.faults.recorded("end the QEMU before"):  # its disks are inactive: it has nothing to write
                 await supervisor.processes.kill(process)
+            for daemon in daemons:
+                with supervisor.faults.recorded(f"end the {daemon.role} before"):
+                    await supervisor.processes.stop(daemon, STOPPED_WITHIN)
             try:
                 self.status.receipts.publish_verified()
             except RunnerError as error:
@@ -409,6 +458,9 @@ class _Move:
                 supervisor.stop.ask("QEMU could not be updated, and the one before does not continue")
         finally:
             supervisor.counters.qemu_updates[outcome] += 1
+            for daemon in self.daemons:
+                with supervisor.faults.recorded(f"end the next {daemon.role}"):
+                    await supervisor.processes.kill(daemon)
         return outcome == "fell_back"
 
     async def _continue(self) -> None:

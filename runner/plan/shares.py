@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+import attrs
+
 from runner.facts.disk import MISSING
 from runner.facts.host import HostFacts, Virtiofsd
 from runner.plan.disks import within
@@ -21,6 +23,8 @@ class SharePlan:
     tag: str
     path: PurePosixPath
     read_only: bool
+    updatable: bool = attrs.field(default=False)
+    """Whether another virtiofsd can take its place while the guest runs."""
 
 
 def plan_shares(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> Iterator[SharePlan]:
@@ -43,7 +47,9 @@ def plan_shares(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> Ite
                 "mount the directory read-only in the pod instead",
             )
         refuse_our_files_inside(share, spec, problems, facts.state_directory)
-        yield SharePlan(program, share.tag, share.path, share.read_only)
+        yield SharePlan(
+            program, share.tag, share.path, share.read_only, updatable=spec.hotplug.qemu and program.hands_over
+        )
 
 
 def _require_directory(where: str, path: PurePosixPath, facts: HostFacts, problems: Problems) -> None:

@@ -14,13 +14,15 @@ from typing import Any
 import attrs
 import pytest
 import trio
+import trio.testing
 
 from runner.cli.ctl import control
 from runner.errors import HostError, RunnerError, Status, explain
-from runner.instance import qemu_update
+from runner.instance import lifecycle, qemu_update
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
+from runner.kernel.carried import CarriedProcess
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import Accel
 from runner.plan.networks import BridgedPlan
@@ -171,7 +173,8 @@ async def test_a_successor_that_fails_before_it_has_the_guest_is_ended(
 async def test_a_source_that_cannot_send_its_state_runs_on(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
 ) -> None:
-    monkeypatch.setattr(qemu_update, "PREPARED_WITHIN", 1)
+    if "within" in reason:
+        monkeypatch.setattr(qemu_update, "PREPARED_WITHIN", 1)
     plan = plan_of(fake_host, as_source=source)
 
     async def act(_supervisor: Supervisor) -> None:
@@ -283,7 +286,7 @@ def _fail(_monitor: Monitor, command: str) -> None:
 
 @pytest.mark.parametrize("step", some(range(STEPS), 6))
 async def test_a_failure_at_any_step_leaves_the_guest_where_it_is(fake_host: FakeHost, step: int) -> None:
-    plan = plan_of(fake_host, "[[network]]\n")
+    plan = plan_of(fake_host, "[[network]]\n" + fake_host.share())
 
     async def act(_supervisor: Supervisor) -> None:
         failure: RunnerError | None = None
@@ -304,9 +307,134 @@ async def test_a_failure_at_any_step_leaves_the_guest_where_it_is(fake_host: Fak
     assert (await run(fake_host, plan, act)).status is Status.STOPPED
 
 
+VIRTIOFSD = {
+    "exit": "",
+    "refuse": "; virtiofsd: fake-virtiofsd: cannot load it",
+    "hang": "the next one was not ready within 1 s",
+}
+"""What the second virtiofsd does with the state of the first, and what is in the error then."""
+
+
+def served_by(supervisor: Supervisor) -> list[int]:
+    """Return the pids of the virtiofsd that live."""
+    return [each.pid for each in supervisor.processes if each.role == "virtiofsd"]
+
+
+async def test_a_share_goes_along_with_the_state_of_its_virtiofsd(
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "CAUSE_WITHIN", 0)  # the end of a virtiofsd that serves the guest ends it at once
+    plan = plan_of(fake_host, fake_host.share())
+    receipt = plan.state_directory / "receipt.json"
+
+    async def act(supervisor: Supervisor) -> None:
+        daemons = served_by(supervisor)
+        for generation in range(1, 4):
+            await update(plan)
+            [now] = served_by(supervisor)
+            assert now not in daemons
+            daemons.append(now)
+            assert await guest_and_generation(plan) == ("running", generation)
+            published = json.loads(files.read_text(receipt))
+            assert {each["pid"] for each in published["threads"] if each["role"] == "virtiofsd"} == {now}
+        loaded = [(each["pid"], each["state"]) for each in fake_host.records("virtiofsd", "loaded")]
+        assert loaded == [(pid, f"state of {daemons[0]}") for pid in daemons[1:]]
+        carried = supervisor.carry_over.offers["share share"]()
+        assert isinstance(carried, CarriedProcess)
+        assert carried.pid == daemons[-1]
+        await trio.testing.wait_all_tasks_blocked()
+
+    assert (await run(fake_host, plan, act)).status is Status.STOPPED
+    first, *others = (_without_fd(each["argv"]) for each in fake_host.records("virtiofsd", "start"))
+    assert others == [first] * 3
+    assert "--migration-verify-handles" in first
+
+
+async def test_a_virtiofsd_that_does_not_end_with_its_qemu_is_ended(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(SPEC + fake_host.share(), qemu=NEW, daemon={"virtiofsd": {"ignores_sigterm": True}})
+
+    async def act(supervisor: Supervisor) -> None:
+        [first] = served_by(supervisor)
+        await update(plan)
+        [second] = served_by(supervisor)
+        assert second != first
+
+    assert (await run(fake_host, plan, act)).status is Status.STOPPED
+
+
+def _without_fd(argv: list[str]) -> list[str]:
+    return [word for word in argv if not word.startswith("--fd=")]
+
+
+@pytest.mark.parametrize("at_load", VIRTIOFSD)
+async def test_a_virtiofsd_that_cannot_take_over_leaves_the_share_to_the_first(
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, at_load: str
+) -> None:
+    if at_load == "hang":
+        monkeypatch.setattr(qemu_update, "PREPARED_WITHIN", 1)
+    plan = plan_of(fake_host, fake_host.share())
+
+    async def act(supervisor: Supervisor) -> None:
+        before = [(each.role, each.pid) for each in supervisor.processes]
+        fake_host.program("virtiofsd", "fake_daemon.py", at_load=at_load, ignores_sigterm=at_load == "hang")
+        with pytest.raises(RunnerError) as error:
+            await update(plan)
+        assert VIRTIOFSD[at_load] in explain(error.value)
+        assert explain(error.value).endswith(CONTINUES)
+        assert [(each.role, each.pid) for each in supervisor.processes] == before
+        assert await guest_and_generation(plan) == ("running", 0)
+        fake_host.program("virtiofsd", "fake_daemon.py")
+        monkeypatch.undo()
+        await update(plan)
+        assert await guest_and_generation(plan) == ("running", 1)
+
+    assert (await run(fake_host, plan, act)).status is Status.STOPPED
+
+
+@pytest.mark.parametrize("step", sorted({*some(range(STEPS), 6), 20}))  # the second one has the state then
+@pytest.mark.parametrize("victim", ["first", "second"])
+async def test_a_virtiofsd_killed_at_any_step_means_what_it_means(fake_host: FakeHost, victim: str, step: int) -> None:
+    """That of the second costs nothing before the guest is its own; that of the first costs nothing once its state is sent."""
+    plan = plan_of(fake_host, fake_host.share())
+    expected: list[Status] = []
+
+    async def act(supervisor: Supervisor) -> None:
+        [first] = served_by(supervisor)
+        killed: list[int] = []
+
+        def kill(_monitor: Monitor, _command: str) -> None:
+            killed.extend(pid for pid in served_by(supervisor) if (pid == first) == (victim == "first"))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+        updated = True
+        with before_step(step, kill) as seen:
+            try:
+                await update(plan)
+            except RunnerError:
+                updated = False
+        before = seen[:step]
+        if killed and ("migrate" not in before if victim == "first" else step < len(seen) - 4):
+            assert not updated
+        elif not killed or (victim == "first" and "query-migrate" in before):
+            assert updated
+        if killed and updated == (victim == "second"):
+            expected.append(Status.SERVICE_DIED)
+            await trio.sleep_forever()
+        assert await guest_and_generation(plan) == ("running", int(updated))
+        await update(plan)
+        expected.append(Status.STOPPED)
+        fake_host.stop.ask("the test")
+        await trio.sleep_forever()
+
+    ended = await run_until_over(fake_host, plan, act)
+    assert [ended.status] == expected
+
+
 @pytest.mark.parametrize("step", some(range(STEPS), 6))
 async def test_a_request_to_stop_at_any_step_ends_the_guest_in_order(fake_host: FakeHost, step: int) -> None:
-    plan = plan_of(fake_host, "[[network]]\n")
+    plan = plan_of(fake_host, "[[network]]\n" + fake_host.share())
 
     async def act(_supervisor: Supervisor) -> None:
         with before_step(step, lambda _monitor, _command: fake_host.stop.ask("a step")), suppress(RunnerError):
@@ -349,7 +477,6 @@ async def test_a_qemu_killed_at_any_step_means_what_it_means(fake_host: FakeHost
 
 
 REFUSED: Mapping[str, tuple[str, str]] = {
-    "share": ("{share}", "the share 'share' cannot go along: its virtiofsd serves one QEMU, and ends with it"),
     "blocked": ("", "QEMU cannot hand its devices over: of the fake"),
     "lock": ("[memory]\nlock = true\n", "memory.lock cannot go along"),
 }
@@ -413,6 +540,57 @@ async def test_what_cannot_go_along_is_refused_by_name(fake_host: FakeHost, name
 
     await run(fake_host, plan, act)
     assert len(fake_host.records("qemu", "start")) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "started_for_it", "reason"),
+    [
+        ((1, 11), True, "virtiofsd 1.11 cannot hand its state over; the one in Rust can from 1.12 on"),
+        ((1, 13), False, "its virtiofsd was not started for it; start the instance again"),
+    ],
+)
+async def test_a_share_whose_virtiofsd_cannot_hand_over_is_refused(
+    fake_host: FakeHost, version: tuple[int, ...], *, started_for_it: bool, reason: str
+) -> None:
+    plan = fake_host.plan(SPEC + fake_host.share(), qemu=NEW, virtiofsd=version)
+    if not started_for_it:  # by a runner that is older than this one
+        shares = tuple(attrs.evolve(each, updatable=False) for each in plan.shares)
+        plan = attrs.evolve(plan, machine=attrs.evolve(plan.machine, shares=shares))
+
+    async def act(supervisor: Supervisor) -> None:
+        before = served_by(supervisor)
+        found: Any = await control(plan.state_directory, "qemu.check", {})
+        assert found["refused"] == [f"the share 'share' cannot go along: {reason}"]
+        with pytest.raises(RunnerError) as error:
+            await update(plan)
+        assert explain(error.value) == f"cannot update QEMU: the share 'share' cannot go along: {reason}"
+        assert served_by(supervisor) == before
+
+    await run(fake_host, plan, act)
+    assert len(fake_host.records("qemu", "start")) == 1
+    assert len(fake_host.records("virtiofsd", "start")) == 1
+
+
+async def test_a_virtiofsd_that_others_than_root_may_change_is_refused(fake_host: FakeHost) -> None:
+    plan = plan_of(fake_host, fake_host.share())
+
+    async def act(_supervisor: Supervisor) -> None:
+        virtiofsd = fake_host.root / "bin" / "virtiofsd"
+        virtiofsd.chmod(0o777)
+        with pytest.raises(RunnerError, match="virtiofsd': others than root may change it"):
+            await update(plan)
+        virtiofsd.chmod(0o755)
+        virtiofsd.rename(fake_host.root / "share" / "virtiofsd")
+        virtiofsd.symlink_to(fake_host.root / "share" / "virtiofsd")
+        with pytest.raises(
+            RunnerError, match=r"cannot update QEMU: the guest may change .*virtiofsd' by the share 'share'"
+        ):
+            await update(plan)
+        assert await guest_and_generation(plan) == ("running", 0)
+        virtiofsd.unlink()
+        (fake_host.root / "share" / "virtiofsd").rename(virtiofsd)
+
+    await run(fake_host, plan, act)
 
 
 async def test_a_program_that_the_guest_may_change_is_refused(fake_host: FakeHost) -> None:

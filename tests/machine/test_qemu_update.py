@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.emulated_node.cache import fetch
-from tests.machine.test_renewal import inside, ticks, type_in
+from tests.machine.test_renewal import inside, ticks, type_in, upgrade
 from tests.support.newest_qemu import mounted, newest_qemu
 from tests.support.program_runs import RUNNER, ProgramRun, ProgramStarter, until
+from tests.support.renewals import make_program
 
 TICKING = (
     "(i=0; while :; do echo tick $i; echo $i | dd of=/dev/vda bs=512 conv=notrunc,fsync 2>/dev/null;"
@@ -33,6 +34,8 @@ def newest() -> Iterator[Path]:
     with mounted(fetch(newest_qemu())) as program:
         yield program
 
+
+UPDATES = int(os.environ.get("QEMU_UPDATES", "3"))
 
 F_OFD_GETLK = 36
 """Of ``asm-generic/fcntl.h``; Python has no name for it."""
@@ -57,6 +60,14 @@ FAILING = {
     "it has another machine": ('exec {newest} "$@" -machine pc-q35-9.0', "cannot update QEMU"),
 }
 """What the second QEMU is, and why it does not get the guest."""
+
+
+def failing_qemu(path: Path, newest: Path, script: str) -> Path:
+    """Make at *path* a QEMU that says that it is *newest*, and is *script*."""
+    version = "[ $1 = --version ] && echo QEMU emulator version 11.1.3 && exit"
+    path.write_text(f"#!/bin/sh\n{version}\n{script.format(newest=newest)}\n")
+    path.chmod(0o755)
+    return path
 
 
 def ticking(start: ProgramStarter, newest: Path, disk: Path, more: str) -> ProgramRun:
@@ -86,10 +97,7 @@ def test_a_guest_runs_on_where_another_qemu_cannot_have_it(start: ProgramStarter
     run = ticking(start, newest, tmp_path / "disk", '[instance]\nuser = "root"\n')
     before = run.descendants()
     for number, (script, reason) in enumerate(FAILING.values()):
-        program = tmp_path / f"qemu{number}"
-        version = "[ $1 = --version ] && echo QEMU emulator version 11.1.3 && exit"
-        program.write_text(f"#!/bin/sh\n{version}\n{script.format(newest=newest)}\n")
-        program.chmod(0o755)
+        program = failing_qemu(tmp_path / f"qemu{number}", newest, script)
         ended = ctl(run, "qemu-update", "--qemu", str(program))
         assert ended.returncode == 4, ended.stdout
         assert reason in ended.stderr
@@ -108,7 +116,7 @@ def test_a_guest_that_counts_misses_nothing(start: ProgramStarter, newest: Path,
     size = os.environ.get("GUEST_MEMORY", "256MiB")
     run = ticking(start, newest, tmp_path / "disk", f'[memory]\nsize = "{size}"\n')
     pauses = []
-    for number in range(1, int(os.environ.get("QEMU_UPDATES", "3")) + 1):
+    for number in range(1, UPDATES + 1):
         ended = ctl(run, "qemu-update")
         assert ended.returncode == 0, ended.stderr + run.log
         pauses.append(json.loads(ended.stdout)["pause_ms"])
@@ -122,3 +130,70 @@ def test_a_guest_that_counts_misses_nothing(start: ProgramStarter, newest: Path,
     sent, received = re.findall(r"([0-9]+) packets (?:transmitted|received)", run.console)
     assert int(sent) - int(received) <= len(pauses), "a packet that comes in the pause may be lost, and no second one"
     assert run.stop() == 0, run.log
+
+
+WRITING = (
+    "mkdir /mnt/below\n"
+    "(exec 3>/mnt/below/open; mv /mnt/below /mnt/moved; i=0; while :; do echo tick $i; echo $i >&3 && echo $i >>/mnt/ticks"
+    " || echo LOST; i=$((i+1)); usleep 50000; done) &\n"
+)
+"""The guest writes to a file that it has opened before, in a directory that was moved since, and to one that it opens again."""
+
+
+def test_a_guest_that_writes_to_a_share_loses_nothing(start: ProgramStarter, newest: Path, tmp_path: Path) -> None:
+    """Also where the runner has been renewed in between, and where a QEMU that has the share cannot have the guest."""
+    share = tmp_path / "share"
+    share.mkdir()
+    program = make_program(tmp_path / "program")
+    run = start(
+        f'[instance]\nuser = "root"\n[hotplug]\nqemu = true\n[[share]]\ntag = "share"\npath = "{share}"\n',
+        "guest.then=shell",
+        environment={"PATH": f"{newest.parent}:{os.environ['PATH']}"},
+    )
+    run.until_done()
+    run.until("guest# ", lambda: run.console)
+    type_in(run, WRITING)
+    run.until("tick 5", lambda: run.console)
+    lost = run.console.count("LOST")  # in what was typed
+    other = failing_qemu(tmp_path / "other", newest, FAILING["it shows another CPU"][0])
+    daemons = run.descendants()["virtiofsd"]
+
+    ended = ctl(run, "qemu-update", "--qemu", str(other))
+    assert ended.returncode == 4, ended.stdout
+    assert "shows the guest another CPU" in ended.stderr
+    ticks_on(run)
+    assert run.descendants()["virtiofsd"] == daemons
+
+    type_in(run, "exec 4>/mnt/gone; rm /mnt/gone; echo de''leted\n")
+    run.until("deleted", lambda: run.console)
+    ended = ctl(run, "qemu-update")
+    assert ended.returncode == 4, ended.stdout
+    assert "Migration source has lost inode" in ended.stderr
+    assert "; the one before continues" in ended.stderr
+    assert "Inode deleted (/gone)" in run.log
+    ticks_on(run)
+    assert run.descendants()["virtiofsd"] == daemons
+    type_in(run, "exec 4>&-; echo clo''sed\n")
+    run.until("closed", lambda: run.console)
+
+    pauses = []
+    for number in range(UPDATES):
+        ended = ctl(run, "qemu-update")
+        assert ended.returncode == 0, ended.stderr + run.log
+        pauses.append(json.loads(ended.stdout)["pause_ms"])
+        [daemon] = run.descendants()["virtiofsd"]
+        assert daemon not in daemons
+        daemons.append(daemon)
+        if number == 0:
+            assert upgrade(run, program)["generation"] == 1
+        ticks_on(run)
+        assert run.descendants()["virtiofsd"] == [daemon]
+    print(f"pauses in ms: {pauses}")
+    assert run.console.count("LOST") == lost
+    counted = len(ticks(run))
+    for path in ("ticks", "moved/open"):
+        written = [int(line) for line in (share / path).read_text().split()]
+        assert written == list(range(len(written)))
+        assert len(written) >= counted - 1
+    assert run.stop() == 0, run.log
+    assert run.termination_log()["faults"] == []

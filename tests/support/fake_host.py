@@ -110,6 +110,7 @@ class FakeHost:
         qemu: dict[str, object] | None = None,
         daemon: dict[str, object] | None = None,
         preallocator: dict[str, object] | None = None,
+        virtiofsd: tuple[int, ...] = (1, 13),
         grace: float = 10,
     ) -> InstancePlan:
         """Plan an instance whose programs are fakes with the given behaviour."""
@@ -131,7 +132,7 @@ class FakeHost:
             virtiofsd=Virtiofsd(
                 self.program("virtiofsd", "fake_daemon.py", **cast("dict[str, object]", daemons.get("virtiofsd", {}))),
                 rust=True,
-                version=(1, 13),
+                version=virtiofsd,
             ),
             files={PurePosixPath(kernel): FileFact("file", 6), PurePosixPath(share): FileFact("directory")},
             users={"root": User("root", 0, 0), "nobody": User("nobody", 65534, 65534)},

@@ -1,4 +1,4 @@
-"""The newest QEMU in Debian's backports, which knows ``cpr-transfer``: made once, and kept as the emulated node is."""
+"""The newest QEMU in Debian's backports, which knows ``cpr-transfer``, and virtiofsd: made once, and kept as the emulated node is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.emulated_node.cache import Artefact
 
 PROGRAM = "qemu-system-x86_64"
-"""In the root of the image."""
+"""In the root of the image, beside ``virtiofsd``."""
 
 
 def newest_qemu() -> Artefact:

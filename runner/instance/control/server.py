@@ -138,17 +138,18 @@ def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str) -> None
 
 
 def _overlap(directory: PurePosixPath, shared: PurePosixPath) -> bool:
-    """Tell whether one of both lies in the other; *shared* may lead through links, *directory* is a real path."""
-    other = PurePosixPath(os.path.realpath(shared))
-    return directory == other or directory in other.parents or other in directory.parents
+    """Tell whether one of both lies in the other; they may lead through links."""
+    one, other = (PurePosixPath(os.path.realpath(each)) for each in (directory, shared))
+    return one == other or one in other.parents or other in one.parents
 
 
 async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, only_check: bool) -> object:
     from runner.instance.qemu_update import check, update  # here, because few instances have their QEMU updated
 
     program = None if params.get("qemu") is None else _real_path(params, "qemu")  # None: that of the plan
-    if program is not None:
-        _refuse_shared(status, program, "cannot update QEMU")
+    started = (program or status.plan.machine.program, *(share.program.path for share in status.plan.shares))
+    for each in started:
+        _refuse_shared(status, each, "cannot update QEMU")
     return await (check if only_check else update)(status, program)
 
 

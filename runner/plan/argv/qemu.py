@@ -463,12 +463,14 @@ def virtiofsd_argv(share: SharePlan, listener: str) -> list[str]:
     ``sandbox=chroot`` needs CAP_SYS_CHROOT only, the default ``namespace`` needs CAP_SYS_ADMIN.
     ``--rlimit-nofile=0`` leaves the limit alone: raising it needs CAP_SYS_RESOURCE. ``--modcaps=-mknod`` (since 1.5)
     lets the pod do without CAP_MKNOD, with which its processes could make nodes of the host's devices; the guest then
-    cannot make device nodes in the share, as in float it never can.
+    cannot make device nodes in the share, as in float it never can. ``--migration-verify-handles``: another virtiofsd finds the
+    guest's files by their paths, at which another process may have put other files in that moment.
     """
     if share.program.rust:
         argv = [str(share.program.path), listener, f"--shared-dir={share.path}", "--sandbox=chroot", "--cache=auto"]
         argv += ["--announce-submounts", "--rlimit-nofile=0", "--log-level=warn"]
         argv += ["--modcaps=-mknod"] if share.program.version >= (1, 5) else []
+        argv += ["--migration-verify-handles"] if share.updatable else []
         return [*argv, "--readonly"] if share.read_only else argv
     options = f"source={_virtiofsd_escape(str(share.path))},sandbox=chroot,cache=auto,announce_submounts,log_level=warn"
     return [str(share.program.path), listener, "-f", "-o", options, "--rlimit-nofile=0"]

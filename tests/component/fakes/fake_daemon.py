@@ -3,31 +3,64 @@
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 
-behaviour = {"dies_after": None, "ignores_sigterm": False, "version": "virtiofsd 1.13.2", **globals()["BEHAVIOUR"]}
+DEFAULTS = {
+    "dies_after": None,
+    "ignores_sigterm": False,
+    "version": "virtiofsd 1.13.2",
+    "at_load": None,  # of another virtiofsd's state: None | "exit" | "refuse" | "hang"
+}
+behaviour = {**DEFAULTS, **globals()["BEHAVIOUR"]}
 if sys.argv[1:] == ["--version"]:
     print(behaviour["version"])
     sys.exit(0)
-with open(globals()["LOG"], "a") as log:
-    mask = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-    opened = {
+LOG = globals()["LOG"]
+
+
+def record(what, **facts):
+    with open(LOG, "a") as log:
+        log.write(json.dumps({"fake": globals()["NAME"], "what": what, "pid": os.getpid(), **facts}) + "\n")
+
+
+def serve(listener):
+    """Serve one QEMU, as virtiofsd does: save its state and load another one's, and end with the connection."""
+    connection, _ = listener.accept()
+    state = f"state of {os.getpid()}"
+    while request := connection.recv(1 << 16).decode():
+        if request == "save":
+            connection.sendall(state.encode())
+        elif behaviour["at_load"] == "exit":
+            os._exit(7)
+        elif behaviour["at_load"] == "refuse":
+            print("fake-virtiofsd: cannot load it", file=sys.stderr, flush=True)
+            connection.sendall(b"failed")
+        elif behaviour["at_load"] is None:
+            state = request.removeprefix("load ")
+            record("loaded", state=state)
+            connection.sendall(b"loaded")
+    if not behaviour["ignores_sigterm"]:
+        os._exit(0)
+
+
+record(
+    "start",
+    argv=sys.argv,
+    mask=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    open={
         name: os.readlink(f"/proc/self/fd/{name}")
         for name in os.listdir("/proc/self/fd")
         if os.path.exists(f"/proc/self/fd/{name}")
-    }
-    facts = {
-        "fake": globals()["NAME"],
-        "what": "start",
-        "argv": sys.argv,
-        "mask": mask,
-        "pid": os.getpid(),
-        "open": opened,
-    }
-    log.write(json.dumps(facts) + "\n")
+    },
+)
 if behaviour["ignores_sigterm"]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if behaviour["dies_after"] is not None:
     signal.setitimer(signal.ITIMER_REAL, behaviour["dies_after"])  # SIGALRM's default action ends us
+if globals()["NAME"] == "virtiofsd":
+    [listening] = (int(word.removeprefix("--fd=")) for word in sys.argv if word.startswith("--fd="))
+    threading.Thread(target=serve, args=(socket.socket(fileno=listening),), daemon=True).start()
 while True:
     signal.pause()

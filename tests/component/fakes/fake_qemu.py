@@ -95,6 +95,7 @@ incoming = {each["channel-type"]: each["addr"] for each in incoming}
 state = {"status": "inmigrate" if incoming else "running", "migration": "none"}
 received_fds = []
 greeted = threading.Event()
+share_fds = [int(word.rpartition("=")[2]) for word in arguments if word.startswith("socket,id=share")]
 
 
 def set_queues(flag):
@@ -111,6 +112,18 @@ def set_queues(flag):
 
 
 ATTACH, DETACH = 0x0200, 0x0400
+
+
+def ask_shares(*requests):
+    """Return what the virtiofsd of each share answers to the request for it, empty if it has ended."""
+    found = []
+    for number, request in zip(share_fds, requests, strict=True):
+        try:
+            os.write(number, request.encode())
+            found.append(os.read(number, 1 << 16).decode())
+        except OSError:
+            found.append("")
+    return found
 
 
 def be_successor():
@@ -134,7 +147,8 @@ def be_successor():
 def receive_state(main):
     connection, _ = main.accept()
     text = connection.makefile().readline()
-    if behaviour["as_successor"] == "exit":
+    loaded = ask_shares(*(f"load {each}" for each in json.loads(text)))
+    if behaviour["as_successor"] == "exit" or any(each != "loaded" for each in loaded):
         greeted.wait()
         os._exit(7)
     if behaviour["queues"] == "all":
@@ -174,7 +188,10 @@ def send_state(paths):
         if behaviour["as_source"] == "hangs":
             return None
         if behaviour["as_source"] != "fails":
-            main.sendall(b"state\n")
+            saved = ask_shares(*("save" for _ in share_fds))
+            if "" in saved:
+                return False
+            main.sendall(json.dumps(saved).encode() + b"\n")
         return behaviour["as_source"] != "fails" and main.recv(4) == b"done"
 
 

@@ -306,6 +306,24 @@ def test_virtiofsd_does_without_mknod_where_it_can(version: tuple[int, ...], add
     assert [word for word in argv if "modcaps" in word] == added
 
 
+@pytest.mark.parametrize(
+    ("hotplug", "version", "rust", "updatable"),
+    [
+        ("[hotplug]\nqemu = true\n", (1, 12), True, True),
+        ("[hotplug]\nqemu = true\n", (1, 11, 1), True, False),
+        ("[hotplug]\nqemu = true\n", (7, 2, 22), False, False),
+        ("", (1, 13, 2), True, False),
+    ],
+)
+def test_a_virtiofsd_that_can_is_started_to_hand_its_state_over(
+    hotplug: str, version: tuple[int, ...], *, rust: bool, updatable: bool
+) -> None:
+    facts = attrs.evolve(FACTS, virtiofsd=Virtiofsd(PurePosixPath("/virtiofsd"), rust=rust, version=version))
+    [share] = plan_of(KERNEL + '[[share]]\ntag = "a"\npath = "/srv"\n' + hotplug, facts).shares
+    assert share.updatable == updatable
+    assert ("--migration-verify-handles" in virtiofsd_argv(share, "--fd=7")) == updatable
+
+
 def test_all_descriptors_are_passed_on() -> None:
     descriptors = QemuFds(1, 2, (3, 8), {"kernel": 4, "disk0": 5}, (WireNumbers((6,)),), (7,), 9, (10, 99))
     assert sorted(descriptors.numbers()) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
