@@ -35,7 +35,7 @@ from runner.instance.daemons import STOPPED_WITHIN, ShareDaemon, started_virtiof
 from runner.instance.discover import version_output
 from runner.instance.qemu import EXITS_WITHIN, Qemu, spawn_qemu
 from runner.instance.supervisor import QemuUpdateOutcome, StopRequestedError, first_of
-from runner.instance.thread_placement import QemuThreads, place_threads
+from runner.instance.thread_placement import QemuThreads, enter_places, read_back
 from runner.kernel.character_devices import vhost_net
 from runner.kernel.files import reopened
 from runner.kernel.meeting_point import LISTENING, meeting_point
@@ -275,6 +275,8 @@ class _Move:
             if moved is None:
                 with trio.move_on_after(stop_bound(CONTINUES_WITHIN), shield=True):
                     continues = await self._go_back()
+                with trio.move_on_after(stop_bound(len(self.daemons)), shield=True):
+                    await self._end_daemons()
         if moved is None:
             failure += "".join(f"; {each.role}: {each.last_lines[-1]}" for each in self.daemons if each.last_lines)
             log.warning("QEMU is not updated: %s", failure)
@@ -388,17 +390,18 @@ class _Move:
         """Give the successor's vCPU threads the CPUs of the source's, and read every thread back."""
         receipts = self.status.receipts
         threads = QemuThreads(successor.process, await successor.vcpu_threads(), await successor.iothreads())
+        receipts.active.admit(successor.process.pid)
+        # Before the source's leave: the controller unseals the CPUs of a cgroup without threads.
+        enter_places(receipts.active, receipts.plan.placement, threads)
         self.displaced = True
         for vcpu in self.threads.vcpus:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or is found when they are read back
                 receipts.active.release(vcpu.tid)
-        self._take_places(threads)
+        self._read_back(threads)
 
-    def _take_places(self, threads: QemuThreads) -> None:
+    def _read_back(self, threads: QemuThreads) -> None:
         supervisor, receipts = self.status.supervisor, self.status.receipts
-        found = place_threads(
-            supervisor.processes, supervisor.procfs, receipts.active, receipts.plan.placement, threads
-        )
+        found = read_back(supervisor.processes, supervisor.procfs, receipts.active, receipts.plan.placement, threads)
         receipts.threads, receipts.receipt = threads, attrs.evolve(receipts.receipt, threads=found.threads)
         if supervisor.guest_state.placed is not None:
             supervisor.guest_state.placed(receipts.receipt)
@@ -446,6 +449,9 @@ class _Move:
         supervisor = self.status.supervisor
         outcome: QemuUpdateOutcome = "lost"
         try:
+            if self.displaced:
+                with contextlib.suppress(HostError, PlacementError):  # found when they are read back
+                    enter_places(self.status.receipts.active, self.status.receipts.plan.placement, self.threads)
             if self.successor is not None:
                 self.successor.monitor.close()
                 await supervisor.processes.kill(self.successor.process)
@@ -458,10 +464,14 @@ class _Move:
                 supervisor.stop.ask("QEMU could not be updated, and the one before does not continue")
         finally:
             supervisor.counters.qemu_updates[outcome] += 1
-            for daemon in self.daemons:
-                with supervisor.faults.recorded(f"end the next {daemon.role}"):
-                    await supervisor.processes.kill(daemon)
         return outcome == "fell_back"
+
+    async def _end_daemons(self) -> None:
+        """End what serves the successor; it ends by itself with its connection, unless it hangs."""
+        supervisor = self.status.supervisor
+        for daemon in self.daemons:
+            with supervisor.faults.recorded(f"end the next {daemon.role}"):
+                await supervisor.processes.kill(daemon)
 
     async def _continue(self) -> None:
         """Have the source run the guest, wherever it was in the transfer."""
@@ -477,7 +487,7 @@ class _Move:
         for queue in _more_queues(self.source.fds):
             (detach_queue if queue in self.unused_queues else attach_queue)(queue)
         if self.displaced:
-            self._take_places(self.threads)
+            self._read_back(self.threads)
         if await _state(monitor) in {"postmigrate", "finish-migrate", "paused"}:
             await monitor.execute("cont")
 

@@ -49,17 +49,32 @@ def place_threads(
 
     Raises :exc:`~runner.errors.PlacementError` when anything is not as *placement* wants it.
     """
+    active.admit(qemu.process.pid)
+    enter_places(active, placement, qemu)
+    return read_back(processes, procfs, active, placement, qemu)
+
+
+def enter_places(active: ActivePlacement, placement: Placement, qemu: QemuThreads) -> None:
+    """Give every vCPU thread of a QEMU in float its CPU. Raises :exc:`~runner.errors.HostError`."""
     vcpus = qemu.vcpus
     if len(vcpus) != len(placement.pins) or len({vcpu.tid for vcpu in vcpus}) != len(vcpus):
         raise PlacementError(
             f"cannot pin the vCPUs: QEMU has {len(vcpus)} vCPU threads for {len(placement.pins)} CPUs '{placement.cpus}'"
         )
-    active.admit(qemu.process.pid)
     # Confine first, pin second: a thread that enters a cgroup without the CPUs of its mask gets all of the cgroup's CPUs.
     for vcpu in vcpus:
         active.confine(vcpu.tid)
     for vcpu, cpu in zip(vcpus, placement.pins, strict=True):
         pin(vcpu.tid, CpuSet([cpu]))
+
+
+def read_back(
+    processes: Processes, procfs: Procfs, active: ActivePlacement, placement: Placement, qemu: QemuThreads
+) -> Receipt:
+    """Read every thread of the instance from the kernel, and return what was read.
+
+    Raises :exc:`~runner.errors.PlacementError` when anything is not as *placement* wants it.
+    """
     rules = thread_rules(placement, active.cgroups)
     return verified(Receipt(placement.backend, rules, read_threads(processes, procfs, active, qemu)))
 

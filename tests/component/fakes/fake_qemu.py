@@ -147,9 +147,9 @@ def be_successor():
 def receive_state(main):
     connection, _ = main.accept()
     text = connection.makefile().readline()
+    greeted.wait()  # a QEMU loads the state in its main loop
     loaded = ask_shares(*(f"load {each}" for each in json.loads(text)))
     if behaviour["as_successor"] == "exit" or any(each != "loaded" for each in loaded):
-        greeted.wait()
         os._exit(7)
     if behaviour["queues"] == "all":
         set_queues(ATTACH)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from runner.kernel import inotify
 from tests.node.cgroups import PARTITIONED, ROOT, Cgroup
 from tests.node.instances import Instance, NodeFixture
 from tests.node.standin_kubelet import MIB
@@ -59,12 +60,15 @@ def test_another_qemu_has_the_guest_of_a_sealed_instance(node_fixture: NodeFixtu
     before, ram = instance.marks(), charged(instance)
     assert ctl(instance, "qemu-update", "--check")["refused"] == []
     pauses = []
-    for generation in range(1, TIMES + 1):
-        pauses.append(ctl(instance, "qemu-update")["pause_ms"])
-        is_in_place(instance)
-        assert instance.marks().keys().isdisjoint(before)
-        assert instance.receipt()["qemu_generation"] == generation
-        assert abs(charged(instance) - ram) < 4 * MIB
+    with inotify.watching() as queue:
+        queue.watch(instance.group.path / "cgroup.events", inotify.MODIFY)
+        for generation in range(1, TIMES + 1):
+            pauses.append(ctl(instance, "qemu-update")["pause_ms"])
+            is_in_place(instance)
+            assert instance.marks().keys().isdisjoint(before)
+            assert instance.receipt()["qemu_generation"] == generation
+            assert abs(charged(instance) - ram) < 4 * MIB
+        assert not queue.pending(), "the vCPUs' cgroup is never empty: the controller would unseal it"
     print(f"pauses in ms: {pauses}")
     assert instance.stop() == 0
     assert "ended outcome=stopped status=0 faults=0" in instance.running.output
