@@ -121,6 +121,11 @@ def _add_qemu_update(parser: argparse.ArgumentParser) -> None:
         metavar="PROGRAM",
         help="the QEMU that takes over, which nobody but root may change; by default that of the start",
     )
+    parser.add_argument(
+        "--no-way-back",
+        action="store_true",
+        help="take devices along, with which QEMU cannot continue when the update fails: the guest ends then",
+    )
     parser.set_defaults(method="qemu.update")
 
 
@@ -173,8 +178,10 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.method == "qemu.update" and arguments.check:
         arguments.method = "qemu.check"
-    given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count", "qemu")}
-    params = {name: value if name == "count" else str(value) for name, value in given.items() if value is not None}
+    given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count", "qemu", "no_way_back")}
+    params = {
+        name: value if isinstance(value, int) else str(value) for name, value in given.items() if value is not None
+    }
     answer = trio.run(control, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})
     print(json.dumps(answer, indent=1) if arguments.json else "\n".join(map(escaped, answer_lines(answer))))
     return Status.REFUSED if isinstance(answer, dict) and answer.get("refused") else 0

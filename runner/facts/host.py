@@ -66,10 +66,10 @@ class Virtiofsd:
 
     @property
     def hands_over(self) -> bool:
-        """Whether it can hand its state over to another one (``VHOST_USER_PROTOCOL_F_DEVICE_STATE``), in a moment.
+        """Whether it can hand its state over to another one (``VHOST_USER_PROTOCOL_F_DEVICE_STATE``) in a short pause.
 
-        1.11 can as well, but looks through the whole share for the files that the guest knows, while the guest stands; from 1.12
-        on it reads their paths from ``/proc/self/fd`` (``preserialization/proc_paths.rs``).
+        1.11 can as well, but looks through the whole share for the files that the guest knows, while the guest is paused; from
+        1.12 on it reads their paths from ``/proc/self/fd`` (``preserialization/proc_paths.rs`` of virtiofsd).
         """
         return self.rust and self.version >= (1, 12)
 

@@ -202,7 +202,7 @@ def started_virtiofsd(supervisor: Supervisor, plan: SharePlan, directory: int) -
     """Start the virtiofsd of a share, which the caller ends, and hold the connection that it is to serve."""
     with listening_pair(f"the share {plan.tag!r}", directory) as (listener, client):
         fd = listener.fileno()
-        process = supervisor.processes.spawn(Command("virtiofsd", (*virtiofsd_argv(plan, f"--fd={fd}"),), (fd,)))
+        process = supervisor.processes.spawn(Command("virtiofsd", tuple(virtiofsd_argv(plan, f"--fd={fd}")), (fd,)))
         listener.close()
         yield process, client
 

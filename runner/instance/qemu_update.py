@@ -79,9 +79,12 @@ class _NextQemu:
     version: str
 
 
-async def check(status: StatusReader, program: PurePosixPath | None) -> dict[str, object]:
-    """Return the versions of the QEMU that runs and of *program* (``None``: the plan's), and why it cannot take over."""
-    found, reasons = await _checked(status, program)
+async def check(status: StatusReader, program: PurePosixPath | None, *, no_way_back: bool) -> dict[str, object]:
+    """Return the versions of the QEMU that runs and of *program* (``None``: the plan's), and why it cannot take over.
+
+    With *no_way_back*, devices are no reason although the first QEMU cannot continue then if the update fails.
+    """
+    found, reasons = await _checked(status, program, no_way_back=no_way_back)
     return {
         "running": _version(status.machine.monitor),
         "program": str(found.path),
@@ -91,9 +94,11 @@ async def check(status: StatusReader, program: PurePosixPath | None) -> dict[str
     }
 
 
-async def _checked(status: StatusReader, program: PurePosixPath | None) -> tuple[_NextQemu, list[str]]:
+async def _checked(
+    status: StatusReader, program: PurePosixPath | None, *, no_way_back: bool
+) -> tuple[_NextQemu, list[str]]:
     path = program or status.plan.machine.program
-    reasons = [*_not_started_for_it(status), *_cannot_go_along(status)]
+    reasons = [*_not_started_for_it(status), *_cannot_go_along(status, no_way_back=no_way_back)]
     for daemon in dict.fromkeys(share.program.path for share in status.plan.machine.shares):
         reasons += _changeable(daemon)
     if changeable := _changeable(path):
@@ -138,7 +143,7 @@ def _not_started_for_it(status: StatusReader) -> Iterator[str]:
         yield f"the runner that started it kept no copies of QEMU's descriptors; {_AGAIN}"
 
 
-def _cannot_go_along(status: StatusReader) -> Iterator[str]:
+def _cannot_go_along(status: StatusReader, *, no_way_back: bool) -> Iterator[str]:
     """Yield what of the machine cannot go along to another QEMU, by its name in the spec."""
     machine = status.plan.machine
     for share in machine.shares:
@@ -147,7 +152,7 @@ def _cannot_go_along(status: StatusReader) -> Iterator[str]:
     if machine.guest.vsock is not None:
         yield "guest.vsock cannot go along: its context identifier belongs to the first QEMU until that has ended"
     for device in machine.passthrough.devices:
-        if reason := _held_back(device, machine.accel):
+        if reason := _held_back(device, machine.accel, no_way_back=no_way_back):
             yield f"the device {device.address} cannot go along: {reason}"
     if machine.ram.locked:
         yield "memory.lock cannot go along: two QEMUs would lock their memory at the same time"
@@ -169,12 +174,18 @@ def _stays(share: SharePlan) -> str:
     return f"virtiofsd {version}{'' if share.program.rust else ' (in C)'} cannot hand its state over; the one in Rust can from 1.12 on"
 
 
-def _held_back(device: DevicePlan, accel: Accel) -> str:
-    """Return why QEMU cannot hand *device* over, empty if it can."""
+def _held_back(device: DevicePlan, accel: Accel, *, no_way_back: bool) -> str:
+    """Return why *device* cannot go along, empty if it can.
+
+    QEMU 11.1.3 was seen to crash in ``vfio_cpr_set_msi_virq``: without KVM at once, and with KVM when the transfer fails.
+    """
     if device.vfio_backend == "legacy":
         return f'its IOMMU group can be opened by one process; set device.iommu = "iommufd" and {_AGAIN}'
-    # its notifier asks KVM for the device's interrupts (``vfio_cpr_set_msi_virq``)
-    return "without KVM, QEMU crashes when it hands a device over" if accel == "tcg" else ""
+    if accel == "tcg":
+        return "without KVM, QEMU crashes when it hands a device over"
+    return (
+        "" if no_way_back else "QEMU crashes, and the guest ends, if the update fails then; --no-way-back accepts that"
+    )
 
 
 def _connection(network: NetworkPlan) -> str:
@@ -209,14 +220,14 @@ async def _machine_type(monitor: Monitor) -> str:
     return str(await monitor.execute("qom-get", {"path": "/machine", "property": "type"})).removesuffix("-machine")
 
 
-async def update(status: StatusReader, program: PurePosixPath | None) -> dict[str, object]:
+async def update(status: StatusReader, program: PurePosixPath | None, *, no_way_back: bool) -> dict[str, object]:
     """Have *program* (``None``: the plan's) take the place of the QEMU that runs; return what was done.
 
     Raises :exc:`~runner.errors.RunnerError`; the QEMU before has the guest then, unless the error says otherwise.
     """
     async with status.disks.unchanging() as use_monitor:
         await status.supervisor.carry_over.startable()
-        found, reasons = await _checked(status, program)
+        found, reasons = await _checked(status, program, no_way_back=no_way_back)
         if reasons:
             raise RefusedError(f"cannot update QEMU: {'; '.join(reasons)}")
         if status.machine.ends:

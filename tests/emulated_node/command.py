@@ -27,7 +27,7 @@ KEPT_RUNS = 5
 SYSTEMD_TESTS, ARTICLE_TESTS, DEVICE_TESTS = ["tests/node/systemd"], ["tests/node/article"], ["tests/node/devices"]
 """Tests that need systemd as PID 1, 128 CPUs, spare devices or our images as disks have their own folders."""
 QEMU_DEVICE_TESTS = ["tests/node/qemu_update/devices"]
-"""Tests that need the newest QEMU as a disk, spare devices, and a newer kernel than the node's usual one."""
+"""Tests that need the newest QEMU as a disk, spare devices, and the newest kernel, with KVM."""
 QEMU_TESTS = ["tests/node/qemu_update", f"--ignore={QEMU_DEVICE_TESTS[0]}"]
 """Tests that need the newest QEMU as a disk."""
 IMAGE_TESTS = ["tests/node/images", "tests/node/containerd", "tests/node/podman"]
@@ -204,6 +204,7 @@ def in_node(options: argparse.Namespace) -> int:
             interactive=interactive,
             systemd=options.systemd,
             devices=options.devices,
+            nested_kvm=options.kernel == "newest",
             boot_seconds=options.boot_timeout or (60 + 2 * shape.cpus) * (2 if options.systemd else 1),
             job_seconds=options.timeout,
         )

@@ -150,7 +150,8 @@ async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, on
     started = (program or status.plan.machine.program, *(share.program.path for share in status.plan.shares))
     for each in started:
         _refuse_shared(status, each, "cannot update QEMU")
-    return await (check if only_check else update)(status, program)
+    no_way_back = params.get("no_way_back") is True
+    return await (check if only_check else update)(status, program, no_way_back=no_way_back)
 
 
 def _disk(params: Mapping[str, object]) -> DiskSpec:

@@ -16,6 +16,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD
+from runner.plan.machine import Accel
 from tests.emulated_node.spares import word_on
 from tests.node.devices.conftest import Spare, bound
 from tests.node.instances import Instance, NodeFixture, pool, spec_text, start_instance, uid_of
@@ -154,11 +155,13 @@ def test_the_example_of_a_gpu_instance(
     assert disk.sector(0) == word_on(0)
 
 
-def linux_spec(cpus: CpuSet, *more: str, says: str = "devices=1") -> str:
+def linux_spec(
+    cpus: CpuSet, *more: str, says: str = "devices=1", accel: Accel = "tcg", model: str = "Skylake-Server"
+) -> str:
     """Return a spec whose guest is a Linux that *says*, by its kernel's command line, which devices it sees."""
     return "\n".join(
         (
-            f'[cpu]\ncount = {len(cpus)}\naccel = "tcg"\nmodel = "Skylake-Server"\n[memory]\nsize = "{RAM // MIB}MiB"',
+            f'[cpu]\ncount = {len(cpus)}\naccel = "{accel}"\nmodel = "{model}"\n[memory]\nsize = "{RAM // MIB}MiB"',
             f'[boot]\nkernel = "/guest/guest-kernel"\ninitrd = "/guest/guest-initrd"\ncmdline = "console=ttyS0 quiet {says}"',
             f"[shutdown]\ngrace = {ENDS_WITHIN}",
             *more,

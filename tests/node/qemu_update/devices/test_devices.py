@@ -1,4 +1,7 @@
-"""A device that was given by iommufd goes along to another QEMU, on a kernel that knows ``IOMMU_IOAS_CHANGE_PROCESS`` (6.14)."""
+"""A device that was given by iommufd goes along to another QEMU, with KVM and ``IOMMU_IOAS_CHANGE_PROCESS`` (Linux 6.14).
+
+`tests/node/run --qemu --devices --kernel newest --cpus 4` runs it; not part of `all`, which boots another kernel.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,17 @@ from tests.node.standin_kubelet import Mount
 UPDATES = int(os.environ.get("RUNNER_QEMU_UPDATES", "3"))
 
 
+LOGGED = r"[0-9:]{8}\.[0-9]{3} (?:info|warning|error) .*\n"
+
+
 def ctl(instance: Instance, *words: str) -> Any:
     return json.loads(instance.running.execute(sys.executable, "-m", "runner", "ctl", "--json", *words))
 
 
 def ticks(instance: Instance) -> list[int]:
     """Return the numbers that the guest has printed, each after its disk had confirmed that it is written."""
-    return [
-        int(number) for number in re.findall(r"LINUX-GUEST-WROTE ([0-9]+)\r?$", instance.running.output, re.MULTILINE)
-    ]
+    console = re.sub(LOGGED, "", instance.running.output, flags=re.MULTILINE)  # in the middle of what it prints
+    return [int(number) for number in re.findall(r"LINUX-GUEST-WROTE ([0-9]+)\r?$", console, re.MULTILINE)]
 
 
 def writes_on(instance: Instance) -> None:
@@ -52,32 +57,27 @@ def test_a_disk_goes_along(
     place.mkdir()
     for file in linux_guest:
         shutil.copy(file, place)
-    (place / "other").write_text('#!/bin/sh\nexec /opt/qemu/qemu-system-x86_64 "$@" -cpu qemu64\n')
-    (place / "other").chmod(0o755)
     device = f'[[device]]\naddress = "{disk.address}"\niommu = "iommufd"\n[hotplug]\nqemu = true\n'
-    spec = linux_spec(cpus, device, says="writes=1")
+    spec = linux_spec(cpus, device, says="writes=1", accel="kvm", model="qemu64")
     path = {"PATH": f"/opt/qemu:{os.environ['PATH']}"}
     with bound(disk):
-        nodes, mounts = nodes_of("iommufd", disk), [_mounted(newest)]
+        nodes, mounts = (*nodes_of("iommufd", disk), "/dev/kvm"), [_mounted(newest)]
         with started(node_fixture, 1, cpus, spec, nodes, path, more_mounts=mounts) as instance:
             until(lambda: len(ticks(instance)) > 2, "the guest to write", BOOTS_WITHIN)
-            assert ctl(instance, "qemu-update", "--check")["refused"] == []
-            with pytest.raises(AssertionError, match=r"shows the guest another CPU.*the one before continues"):
-                ctl(instance, "qemu-update", "--qemu", "/guest/other")  # fails after the device's state has gone over
-            writes_on(instance)
+            assert ctl(instance, "qemu-update", "--check", "--no-way-back")["refused"] == []
             pinned = []
             for generation in range(1, UPDATES + 1):
-                print("pause in ms:", ctl(instance, "qemu-update")["pause_ms"])
+                print("pause in ms:", ctl(instance, "qemu-update", "--no-way-back")["pause_ms"])
                 instance.is_placed()
                 assert instance.receipt()["qemu_generation"] == generation
                 [qemu] = instance.processes()["qemu"]
                 status = Path(f"/proc/{qemu}/status").read_text()
                 pinned += [int(size) << 10 for size in re.findall(r"^VmPin:\s+(\d+) kB", status, re.MULTILINE)]
                 writes_on(instance)
+            written = ticks(instance)
+            assert written == list(range(len(written))), "no number is missing"
             assert all(size > 192 * MIB - MIB for size in pinned), "the memory of the present QEMU is counted"
             assert node_fixture.kubelet.stop(instance.uid, ENDS_WITHIN) == {"main": 0}
             assert "faults=0" in instance.running.output
-    written = ticks(instance)
-    assert written == list(range(len(written)))
     assert disk.sector(0) == word_on(0)
-    assert int(disk.sector(8)) - written[-1] in {0, 1}
+    assert int(disk.sector(8)) - written[-1] >= 0, "what the guest has read back is there"
