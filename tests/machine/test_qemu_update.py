@@ -1,6 +1,7 @@
 """QEMU is replaced under a real guest that counts, writes to a disk and pings.
 
-`QEMU_UPDATES=20 GUEST_MEMORY=2GiB pytest -s tests/machine/test_qemu_update.py` replaces it so many times, and prints the pauses.
+`QEMU_UPDATES=20 GUEST_MEMORY=2GiB pytest -s tests/machine/test_qemu_update.py` replaces it so many times, and prints the pauses;
+`GUEST_PAGES=2MiB` has the memory in huge pages, which the host must have.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import re
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,31 @@ UPDATES = int(os.environ.get("QEMU_UPDATES", "3"))
 
 F_OFD_GETLK = 36
 """Of ``asm-generic/fcntl.h``; Python has no name for it."""
+
+
+CONNECTED = "(i=0; while :; do echo $i; i=$((i+1)); usleep 50000; done) | nc 192.168.77.1 7777 &\n"
+SERVER = """
+import socket, sys
+with socket.create_server(("192.168.77.1", 7777)) as listener, open(sys.argv[1], "wb", 0) as file:
+    print(flush=True)
+    connection, _ = listener.accept()
+    while data := connection.recv(4096):
+        file.write(data)
+"""
+"""What writes all that it receives by one connection to a file."""
+
+
+@contextmanager
+def serving(run: ProgramRun, file: Path) -> Iterator[None]:
+    """Run :data:`SERVER` in the network namespace of *run*."""
+    argv = ("nsenter", f"--target={run.pid()}", "--net", sys.executable, "-c", SERVER, str(file))
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()
+            yield
+        finally:
+            server.kill()
 
 
 def ctl(run: ProgramRun, *words: str) -> subprocess.CompletedProcess[str]:
@@ -112,18 +140,30 @@ def test_a_guest_runs_on_where_another_qemu_cannot_have_it(start: ProgramStarter
     assert run.stop() == 0, run.log
 
 
+def received_numbers(file: Path) -> list[int]:
+    """Return the numbers that have arrived whole."""
+    return [int(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
 def test_a_guest_that_counts_misses_nothing(start: ProgramStarter, newest: Path, tmp_path: Path) -> None:
-    size = os.environ.get("GUEST_MEMORY", "256MiB")
-    run = ticking(start, newest, tmp_path / "disk", f'[memory]\nsize = "{size}"\n')
-    pauses = []
-    for number in range(1, UPDATES + 1):
-        ended = ctl(run, "qemu-update")
-        assert ended.returncode == 0, ended.stderr + run.log
-        pauses.append(json.loads(ended.stdout)["pause_ms"])
-        ticks_on(run)
-        receipt = json.loads((run.state / "receipt.json").read_text())
-        assert receipt["qemu_generation"] == number
-        assert holds_its_lock(tmp_path / "disk")
+    size, pages = os.environ.get("GUEST_MEMORY", "256MiB"), os.environ.get("GUEST_PAGES")
+    memory = f'[memory]\nsize = "{size}"\n' + (f'hugepages = "{pages}"\n' if pages else "")
+    run = ticking(start, newest, tmp_path / "disk", memory)
+    pauses, received_file = [], tmp_path / "received"
+    with serving(run, received_file):
+        type_in(run, CONNECTED)
+        for number in range(1, UPDATES + 1):
+            sent = len(received_numbers(received_file))
+            ended = ctl(run, "qemu-update")
+            assert ended.returncode == 0, ended.stderr + run.log
+            pauses.append(json.loads(ended.stdout)["pause_ms"])
+            ticks_on(run)
+            until(lambda: len(received_numbers(received_file)) > sent + 1, "the connection to go on", 60)  # noqa: B023
+            receipt = json.loads((run.state / "receipt.json").read_text())
+            assert receipt["qemu_generation"] == number
+            assert holds_its_lock(tmp_path / "disk")
+    found = received_numbers(received_file)
+    assert found == list(range(len(found))), "one connection has carried everything, in order"
     print(f"pauses in ms: {pauses}")
     type_in(run, "killall -INT ping; sleep 1; cat /tmp/pings\n")
     run.until("packet loss", lambda: run.console)
