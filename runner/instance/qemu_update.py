@@ -86,7 +86,7 @@ async def check(status: StatusReader, program: PurePosixPath | None, *, no_way_b
     """
     found, reasons = await _checked(status, program, no_way_back=no_way_back)
     return {
-        "running": _version(status.machine.monitor),
+        "running": status.machine.monitor.version,
         "program": str(found.path),
         "version": found.version,
         "machine": await _machine_type(status.machine.monitor),
@@ -108,10 +108,10 @@ async def _checked(
     found = _NextQemu(path, "" if match is None else match[1])
     if failure or not found.version:
         reasons.append(failure or f"cannot use {str(path)!r}: it says {output!r} when asked for its version")
-    versions = ((f"{str(path)!r}", found.version), ("the QEMU that runs", _version(status.machine.monitor)))
+    versions = ((f"{str(path)!r}", found.version), ("the QEMU that runs", status.machine.monitor.version))
     oldest = ".".join(map(str, SINCE))
     reasons += [f"{which} is QEMU {version}, older than {oldest}" for which, version in versions if _older(version)]
-    if not _older(_version(status.machine.monitor)):
+    if not _older(status.machine.monitor.version):
         reasons += await _blocked(status.machine.monitor)
     return found, [*reasons, *await _not_now(status)]
 
@@ -128,12 +128,6 @@ def _changeable(program: PurePosixPath) -> list[str]:
 def _older(version: str) -> bool:
     numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
     return bool(version) and numbers < SINCE
-
-
-def _version(monitor: Monitor) -> str:
-    greeting: Any = monitor.greeting
-    found = greeting["QMP"]["version"]["qemu"]
-    return ".".join(str(found[part]) for part in ("major", "minor", "micro"))
 
 
 def _not_started_for_it(status: StatusReader) -> Iterator[str]:
@@ -232,7 +226,7 @@ async def update(status: StatusReader, program: PurePosixPath | None, *, no_way_
             raise RefusedError(f"cannot update QEMU: {'; '.join(reasons)}")
         if status.machine.ends:
             raise RefusedError("cannot update QEMU: the guest ends")
-        before = _version(status.machine.monitor)
+        before = status.machine.monitor.version
         with status.machine.updating():
             moved = await _Move(status, found, status.receipts.threads).carry_out()
         use_monitor(status.machine.monitor)

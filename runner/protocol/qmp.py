@@ -228,6 +228,13 @@ class Monitor:
         """Return QEMU's greeting; it is empty before :meth:`greet` has returned."""
         return self._greeting or {}
 
+    @property
+    def version(self) -> str:
+        """Return QEMU's version, such as ``11.1.3``, by its greeting."""
+        greeting: Any = self.greeting
+        found = greeting["QMP"]["version"]["qemu"]
+        return ".".join(str(found[part]) for part in ("major", "minor", "micro"))
+
     @contextmanager
     def event_copies(self, take: Callable[[Message], None]) -> Iterator[None]:
         """Call *take*, which must not raise, with a copy of each event that arrives while the block runs."""

@@ -53,13 +53,8 @@ class StatusReader:
             "disks": await self.disks.listed(),
             "free_slots": self.disks.free_slots,
             "runner": self.runner(),
-            "qemu": {"version": self._version(), "generation": self.machine.updates},
+            "qemu": {"version": self.machine.monitor.version, "generation": self.machine.updates},
         }
-
-    def _version(self) -> str:
-        greeting: Any = self.machine.monitor.greeting
-        found = greeting["QMP"]["version"]["qemu"]
-        return ".".join(str(found[part]) for part in ("major", "minor", "micro"))
 
     def runner(self) -> dict[str, object]:
         """Return how often this program was renewed, its digest if it was by ``ctl upgrade``, and what came of the last time.
