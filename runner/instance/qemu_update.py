@@ -10,7 +10,7 @@
 
 Whatever fails before 5, and a request to stop, ends the second one, and the first one continues. It keeps the guest's memory and
 devices until then, a virtiofsd the guest's files; the two never run the guest at the same time, because the first one continues
-only once the second has ended.
+only once the second has ended. With a device there is no such way back, because QEMU crashes on it (:func:`_held_back`).
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ class _Move:
     """Set when the source says that the transfer has ended, well or not."""
     displaced: bool = False
     """Whether the source's vCPU threads have left their CPUs."""
-    unused_queues: set[int] = attrs.field(factory=set)
-    """Queues of taps that the guest does not use, as our descriptors."""
+    queues: dict[int, bool] = attrs.field(factory=dict)
+    """Queues of taps that were attached for the successor, as our descriptors, and whether they were detached before."""
 
     @property
     def source(self) -> Qemu:
@@ -376,7 +376,8 @@ class _Move:
             files = {name: lent.enter_context(reopened(number)) for name, number in kept.files.items()}
             shares = tuple(lent.enter_context(self._start_virtiofsd(share)).fileno() for share in self.source.shares)
             devices = _devices(plan, theirs.fileno())
-            self.unused_queues.update(filter(attach_queue, _more_queues(kept)))
+            for queue in _more_queues(kept):
+                self.queues[queue] = attach_queue(queue)
             descriptors = attrs.evolve(
                 kept, qmp=theirs.fileno(), wires=tuple(wires), files=files, shares=shares, devices=devices
             )
@@ -489,8 +490,8 @@ class _Move:
             await trio.sleep(ASKED_AGAIN)
             found = await monitor.execute("query-migrate")
         await _take_back_fds(monitor)
-        for queue in _more_queues(self.source.fds):
-            (detach_queue if queue in self.unused_queues else attach_queue)(queue)
+        for queue, detached in self.queues.items():
+            (detach_queue if detached else attach_queue)(queue)
         if self.displaced:
             self._read_back(self.threads)
         if await _state(monitor) in {"postmigrate", "finish-migrate", "paused"}:
@@ -507,14 +508,14 @@ def _devices(plan: MachinePlan, any_fd: int) -> dict[str, int]:
     return dict.fromkeys([*names, "iommufd"] if names else [], any_fd)
 
 
-def _more_queues(kept: QemuFds | None) -> Iterator[int]:
+def _more_queues(kept: QemuFds) -> Iterator[int]:
     """Yield each queue of a tap but the first, of the copies *kept*.
 
     QEMU detaches them when it makes its machine, and attaches them when the guest uses them. It takes for granted that they
     are attached before, and ends otherwise (``virtio_net_set_queue_pairs``): the successor finds them so, and its doing is
     undone where the source continues.
     """
-    for wire in () if kept is None else kept.wires:
+    for wire in kept.wires:
         yield from wire.taps[1:]
 
 

@@ -207,7 +207,17 @@ async def test_the_queues_of_a_tap_are_those_that_the_guest_uses(fake_host: Fake
     [network] = plan.machine.networks
     assert isinstance(network, BridgedPlan)
 
+    @contextmanager
+    def nowhere_to_meet(_directory: object) -> Iterator[None]:
+        raise HostError("injected before anything is started")
+        yield
+
     async def act(_supervisor: Supervisor) -> None:
+        assert attached_queues(network.tap) == used
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(qemu_update, "meeting_point", nowhere_to_meet)
+            with pytest.raises(RunnerError, match=CONTINUES):
+                await update(plan)
         assert attached_queues(network.tap) == used
         for bad in failing:
             with pytest.raises(RunnerError, match=CONTINUES):
