@@ -98,19 +98,21 @@ def failing_qemu(path: Path, newest: Path, script: str) -> Path:
     return path
 
 
-def ticking(start: ProgramStarter, newest: Path, disk: Path, more: str) -> ProgramRun:
-    """Start a guest with the *newest* QEMU that counts, writes to *disk* and pings."""
-    disk.write_bytes(bytes(1 << 20))
-    run = start(
-        f'{more}[hotplug]\nqemu = true\n[[network]]\n[[disk]]\npath = "{disk}"\n',
-        "guest.then=shell",
-        environment={"PATH": f"{newest.parent}:{os.environ['PATH']}"},
-    )
+def counting(start: ProgramStarter, newest: Path, spec: str, typed: str) -> ProgramRun:
+    """Start a guest with the *newest* QEMU, type at its shell, and wait until it has counted to 5."""
+    path = {"PATH": f"{newest.parent}:{os.environ['PATH']}"}
+    run = start(f"{spec}[hotplug]\nqemu = true\n", "guest.then=shell", environment=path)
     run.until_done()
     run.until("guest# ", lambda: run.console)
-    type_in(run, TICKING)
+    type_in(run, typed)
     run.until("tick 5", lambda: run.console)
     return run
+
+
+def ticking(start: ProgramStarter, newest: Path, disk: Path, more: str) -> ProgramRun:
+    """Start a guest that counts, writes to *disk* and pings."""
+    disk.write_bytes(bytes(1 << 20))
+    return counting(start, newest, f'{more}[[network]]\n[[disk]]\npath = "{disk}"\n', TICKING)
 
 
 def ticks_on(run: ProgramRun) -> None:
@@ -185,15 +187,8 @@ def test_a_guest_that_writes_to_a_share_loses_nothing(start: ProgramStarter, new
     share = tmp_path / "share"
     share.mkdir()
     program = make_program(tmp_path / "program")
-    run = start(
-        f'[instance]\nuser = "root"\n[hotplug]\nqemu = true\n[[share]]\ntag = "share"\npath = "{share}"\n',
-        "guest.then=shell",
-        environment={"PATH": f"{newest.parent}:{os.environ['PATH']}"},
-    )
-    run.until_done()
-    run.until("guest# ", lambda: run.console)
-    type_in(run, WRITING)
-    run.until("tick 5", lambda: run.console)
+    spec = f'[instance]\nuser = "root"\n[[share]]\ntag = "share"\npath = "{share}"\n'
+    run = counting(start, newest, spec, WRITING)
     lost = run.console.count("LOST")  # in what was typed
     other = failing_qemu(tmp_path / "other", newest, FAILING["it shows another CPU"][0])
     daemons = run.descendants()["virtiofsd"]
