@@ -36,11 +36,10 @@ KERNELS = {
         {
             "CONFIG_PREEMPT_VOLUNTARY=y": "CONFIG_PREEMPT_LAZY=y",
             "CONFIG_PROC_PID_CPUSET=y": "CONFIG_CPUSETS_V1=y\nCONFIG_PROC_PID_CPUSET=y",
-            "CONFIG_KVM_GUEST=y": "CONFIG_KVM_GUEST=y\nCONFIG_VIRTUALIZATION=y\nCONFIG_KVM=y\nCONFIG_KVM_AMD=y",
         },
     ),
 }
-"""Kernels that the node can be booted with; 6.1 knows no remote cpuset partitions (they came with 6.7), the newest has KVM."""
+"""Kernels that the node can be booted with; 6.1 knows no remote cpuset partitions (they came with 6.7)."""
 KERNEL = "6.12"
 
 

@@ -204,7 +204,6 @@ def in_node(options: argparse.Namespace) -> int:
             interactive=interactive,
             systemd=options.systemd,
             devices=options.devices,
-            nested_kvm=options.kernel == "newest",
             boot_seconds=options.boot_timeout or (60 + 2 * shape.cpus) * (2 if options.systemd else 1),
             job_seconds=options.timeout,
         )
