@@ -63,19 +63,18 @@ def packed(content: bytes) -> bytes:
 
 @pytest.fixture
 def tools(tmp_path: Path) -> dict[str, str]:
-    """Return an environment whose QEMU is the fake one and whose cache is full already."""
+    """Make a fake QEMU, and return an environment whose cache is full already."""
     for tool in ("uv", "setpriv", "busybox", "zstd"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is missing")
-    fake = tmp_path / "bin" / "qemu-system-x86_64"
-    fake.parent.mkdir()
+    fake = tmp_path / "qemu"
     fake.write_text(QEMU)
     fake.chmod(0o755)
     cache = tmp_path / "cache"
     cache.mkdir()
     for artefact in (artefacts.kernel(), artefacts.root(), artefacts.rom()):
         (cache / f"{artefact.name}-{artefact.key}").write_bytes(packed(b"a kernel"))
-    return {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "RUNNER_NODE_CACHE": str(cache)}
+    return {**os.environ, "RUNNER_NODE_CACHE": str(cache)}
 
 
 @pytest.mark.parametrize(("does", "status", "output"), CASES.values(), ids=CASES)
@@ -86,8 +85,7 @@ def test_the_status_is_that_of_the_tests(
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tests.emulated_node.command"),
-            "--accel",
-            "tcg",
+            *("--accel", "tcg", "--emulator", str(tmp_path / "qemu")),
             "--results",
             str(tmp_path / "results"),
             "--boot-timeout",

@@ -53,6 +53,12 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--numa", type=int, default=2, help="NUMA nodes, one socket each (default 2)")
     out.add_argument("--memory", type=int, default=4096, metavar="MIB", help="memory in MiB (default 4096)")
     out.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: KVM if it works")
+    out.add_argument(
+        "--emulator",
+        type=Path,
+        metavar="QEMU",
+        help="the program that runs the node (default: the newest of Debian's backports)",
+    )
     out.add_argument("--systemd", action="store_true", help="with systemd as PID 1; default tests: tests/node/systemd")
     out.add_argument(
         "--article",
@@ -204,6 +210,7 @@ def in_node(options: argparse.Namespace) -> int:
             interactive=interactive,
             systemd=options.systemd,
             devices=options.devices,
+            emulator=options.emulator,
             boot_seconds=options.boot_timeout or (60 + 2 * shape.cpus) * (2 if options.systemd else 1),
             job_seconds=options.timeout,
         )
