@@ -36,6 +36,28 @@ state = "{directory}/state"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
   SystemdCgroup = true
 """
+CONFIGURATION_2 = """
+version = 3
+root = "{directory}/root"
+state = "{directory}/state"
+[grpc]
+  address = "{directory}/containerd.sock"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{directory}/opt"
+[plugins."io.containerd.cri.v1.images".pinned_images]
+  sandbox = "{pause}"
+[plugins."io.containerd.cri.v1.runtime"]
+  enable_cdi = true
+[plugins."io.containerd.cri.v1.runtime".cni]
+  bin_dirs = ["{programs}/cni"]
+  conf_dir = "{directory}/cni"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+  runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
+  SystemdCgroup = true
+  BinaryName = "{programs}/runc"
+"""
+"""The same for containerd 2."""
 NETWORK = {
     "cniVersion": "1.0.0",
     "name": "pods",
@@ -62,6 +84,9 @@ class Containerd:
     """The daemon, a systemd unit, with all of its files in *directory*."""
 
     directory: Path
+    programs: Path = Path("/usr/bin")
+    """Where ``containerd`` and ``ctr`` are; elsewhere than there, its shim, runc and CNI plugins too."""
+    configuration: str = CONFIGURATION
 
     @property
     def cri(self) -> Cri:
@@ -70,11 +95,13 @@ class Containerd:
 
     def start(self) -> None:
         """Start it; it answers when this returns."""
-        (self.directory / "config.toml").write_text(CONFIGURATION.format(directory=self.directory, pause=PAUSE))
+        places = {"directory": self.directory, "programs": self.programs, "pause": PAUSE}
+        (self.directory / "config.toml").write_text(self.configuration.format(**places))
         (self.directory / "cni").mkdir()
         (self.directory / "cni" / "10-pods.conflist").write_text(json.dumps(NETWORK))
-        argv = ("/usr/bin/containerd", "--config", str(self.directory / "config.toml"))
-        run_unit(UNIT, self.cri.log, UNIT_PROPERTIES, *argv)
+        argv = (str(self.programs / "containerd"), "--config", str(self.directory / "config.toml"))
+        path = f"Environment=PATH={self.programs}:/usr/sbin:/usr/bin:/sbin:/bin"
+        run_unit(UNIT, self.cri.log, (*UNIT_PROPERTIES, path), *argv)
         # containerd reads the configuration of CNI some time after its start.
         until(lambda: all(each.get("status") for each in self.conditions()), "containerd and its network")
 
@@ -95,7 +122,16 @@ class Containerd:
         """Import *images* by their names; the CRI has them when this returns."""
         archive = self.directory / "images.tar"
         archive.write_bytes(archive_of(images))
-        argv = ["ctr", "--address", str(self.cri.socket), "--namespace", "k8s.io", "images", "import", str(archive)]
+        argv = [
+            str(self.programs / "ctr"),
+            "--address",
+            str(self.cri.socket),
+            "--namespace",
+            "k8s.io",
+            "images",
+            "import",
+            str(archive),
+        ]
         subprocess.run(argv, check=True, timeout=4 * SECONDS)
         for name in images:
             until(lambda: self.cri("ImageStatus", image={"image": name}), name)  # noqa: B023

@@ -40,9 +40,12 @@ class Manifests:
 
     def images(self) -> dict[str, str]:
         """Return reference → name of each image that is ours; a device plugin's is not."""
-        references = images_of(found for objects in self.objects.values() for found in objects)
-        names = {reference: reference.partition(":")[0] for reference in references}
+        names = {reference: reference.partition(":")[0] for reference in self.references()}
         return {reference: name for reference, name in names.items() if name in self.configurations}
+
+    def references(self) -> list[str]:
+        """Return the reference of every image."""
+        return images_of(found for objects in self.objects.values() for found in objects)
 
     def of(self, directory: str, kind: str) -> Object:
         [found] = [found for found in self.objects[directory] if found["kind"] == kind]

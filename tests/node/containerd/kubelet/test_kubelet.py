@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, SECONDS, Cgroup
 from tests.node.containerd.daemon import Containerd, run_unit
+from tests.node.containerd.kubelet.configuration import example_on_a_small_machine
 from tests.node.containerd.pods import Contained, inspect
 from tests.node.images.manifested import Cluster, Manifests, Object, disk
 from tests.node.instances import FLOAT, TREE, Instance, members_of, until
-from tests.node.standin_kubelet import PROJECT, Mount
+from tests.node.standin_kubelet import Mount
 
 pytestmark = [pytest.mark.usefixtures("reserved"), pytest.mark.timeout(1200)]
-EXAMPLE = PROJECT / "examples" / "kubernetes" / "kubelet-configuration.yaml"
 UNIT = "instance-runner-kubelet.service"
 EXITED = 2
 MEMORY_MANAGER_SINCE, ENDPOINT_IN_FILE_SINCE = 22, 27
@@ -57,19 +56,11 @@ class RealKubelet:
 
     def configuration(self) -> Object:
         """Return the example's configuration, with what this small machine has to reserve."""
-        out: Object = yaml.safe_load(EXAMPLE.read_text())
-        out |= {
-            "reservedSystemCPUs": "0,4",
-            "kubeReserved": {"memory": "64Mi"},
-            "systemReserved": {"memory": "64Mi"},
-            "evictionHard": {"memory.available": "64Mi", "nodefs.available": "0%", "imagefs.available": "0%"},
-            "reservedMemory": [{"numaNode": node, "limits": {"memory": "96Mi"}} for node in (0, 1)],
-            "cpuManagerReconcilePeriod": "2s",
+        out = example_on_a_small_machine("0,4") | {
             "fileCheckFrequency": "1s",
             "staticPodPath": str(self.manifests),
             "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
             "authorization": {"mode": "AlwaysAllow"},
-            "failSwapOn": False,
         }
         if self.minor < MEMORY_MANAGER_SINCE:
             del out["memoryManagerPolicy"], out["reservedMemory"]

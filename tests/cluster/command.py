@@ -1,0 +1,122 @@
+"""Run the manifests of examples/kubernetes in a real cluster: a control plane on this machine and the emulated node.
+
+Usage: tests/cluster/run --bin DIR | --download VERSION [--only without-node|with-node] [-- pytest arguments]
+
+DIR holds kubelet, kube-apiserver, kube-controller-manager, kube-scheduler and kubectl of one version, and, if it shall run too,
+generic-device-plugin. etcd, containerd 2 and the CNI plugins are Debian forky's, fetched once. The control plane runs in a network
+namespace of its own; the emulated node, with systemd, is its only machine. Two stages: without a node (every object applied,
+pods on Node objects that have no machine), which takes a minute, and with the node, which takes half an hour without KVM.
+It needs root on Debian or Ubuntu, the packages that tests/run installs, openssl, and 8 GiB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+from tests.cluster import artefacts
+from tests.cluster.control_plane import PROGRAMS
+from tests.emulated_node.artefacts import PROJECT, kustomize, rom
+from tests.emulated_node.cache import EmulatedNodeError, directory, fetch, say
+from tests.images import built
+from tests.images.command import write_manifests
+
+KUBELET, DEVICE_PLUGIN = "kubelet", "generic-device-plugin"
+STAGES = {"without-node": "tests/cluster/test_without_a_node.py", "with-node": "tests/cluster/test_with_a_node.py"}
+RELEASES = "https://dl.k8s.io/release/{version}/bin/linux/amd64/{program}"
+
+
+def main() -> int:
+    """Run the stages that the command line selects and return the status."""
+    parser = argparse.ArgumentParser(prog="tests/cluster/run", description=__doc__.splitlines()[0])
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--bin", type=Path, metavar="DIR", help="the programs of Kubernetes")
+    source.add_argument("--download", metavar="VERSION", help="the official ones of a version, such as v1.36.2")
+    parser.add_argument("--only", choices=STAGES, help="only this stage")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    options = parser.parse_args()
+    try:
+        binaries = options.bin.resolve() if options.bin else downloaded(options.download)
+        stages = [options.only] if options.only else list(STAGES)
+        wanted = [*PROGRAMS, *([KUBELET] if "with-node" in stages else [])]
+        version = one_version(binaries, wanted)
+        given: dict[str, object] = {"binaries": str(binaries), "etcd": str(fetch(artefacts.etcd()))}
+        environment = {"RUNNER_KUBERNETES": version}
+        if "with-node" in stages:
+            images = built.build()
+            disks = {name: str(built.root_file_system(name, image)) for name, image in images.items()}
+            disks |= {"containerd": str(fetch(artefacts.containerd())), KUBELET: str(binaries / KUBELET)}
+            if (binaries / DEVICE_PLUGIN).exists():
+                disks["device-plugin"] = str(binaries / DEVICE_PLUGIN)
+            os.environ["RUNNER_KUSTOMIZE"] = str(fetch(kustomize()))
+            given |= {"disks": disks, "rom": str(fetch(rom()))}
+            environment["RUNNER_NODE_MANIFESTS"] = str(PROJECT / write_manifests(images).removeprefix("/project/"))
+    except EmulatedNodeError as error:
+        say(str(error))
+        return 70
+    say(f"a cluster of Kubernetes {version}")
+    environment["RUNNER_CLUSTER"] = json.dumps(given)
+    tests = [STAGES[stage] for stage in stages]
+    # pytest and all that it starts are in a network namespace without any other interface
+    argv = ["unshare", "--net", sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests, *options.pytest]
+    return subprocess.run(argv, cwd=PROJECT, env={**os.environ, **environment}, check=False).returncode
+
+
+def one_version(binaries: Path, wanted: list[str]) -> str:
+    """Return the version of all programs. Raises :class:`EmulatedNodeError` if one is missing or of another one."""
+    missing = [name for name in wanted if not os.access(binaries / name, os.X_OK)]
+    if missing:
+        raise EmulatedNodeError(f"cannot make a cluster: {binaries} has no {', '.join(missing)}")
+    versions = {name: version_of(binaries / name) for name in wanted}
+    if len(set(versions.values())) > 1:
+        raise EmulatedNodeError(f"cannot make a cluster of several versions: {versions}")
+    return next(iter(versions.values()))
+
+
+def version_of(program: Path) -> str:
+    """Return what a program of Kubernetes says of itself, such as ``v1.36.2``."""
+    arguments = ["version", "--client", "-o", "json"] if program.name == "kubectl" else ["--version"]
+    done = subprocess.run([program, *arguments], check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise EmulatedNodeError(f"{program} does not run: {done.stderr.strip()}")
+    if program.name == "kubectl":
+        return str(json.loads(done.stdout)["clientVersion"]["gitVersion"])
+    return done.stdout.split()[-1]
+
+
+def downloaded(version: str) -> Path:
+    """Return a directory with the official programs of *version*, each compared with its published SHA-256.
+
+    No test has run this: where these tests were made there is no way to the internet.
+    """
+    if platform.machine() != "x86_64":
+        raise EmulatedNodeError("cannot make a cluster: the emulated node is an x86-64 machine")
+    place = directory() / f"kubernetes-{version}"
+    place.mkdir(parents=True, exist_ok=True)
+    for program in (*PROGRAMS, KUBELET):
+        file, url = place / program, RELEASES.format(version=version, program=program)
+        if file.exists():
+            continue
+        say(f"downloading {url}")
+        with urllib.request.urlopen(f"{url}.sha256") as answer:  # noqa: S310 - https, above
+            expected = answer.read().decode().split()[0]
+        with urllib.request.urlopen(url) as answer:  # noqa: S310 - https, above
+            content = answer.read()
+        if hashlib.sha256(content).hexdigest() != expected:
+            raise EmulatedNodeError(f"{url} is not what its published checksum says")
+        part = file.with_suffix(".part")
+        part.write_bytes(content)
+        part.chmod(0o755)
+        part.rename(file)
+    return place
+
+
+if __name__ == "__main__":
+    sys.exit(main())

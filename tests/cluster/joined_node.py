@@ -1,0 +1,155 @@
+"""The emulated node as a machine of the cluster: systemd, containerd 2 and a kubelet, reached through a tap.
+
+``node_side.py`` runs in it, prepares it and then executes what this side asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from tests.cluster.control_plane import NODE, NODE_ADDRESS, ControlPlane
+from tests.cluster.kubectl import Kubectl, until
+from tests.emulated_node import artefacts
+from tests.emulated_node.artefacts import PROJECT
+from tests.emulated_node.cache import fetch
+from tests.emulated_node.command import new_run
+from tests.emulated_node.machine import boot
+from tests.emulated_node.shape import Shape
+
+TAP, POD_NETWORK, PORT = "cluster0", "10.22.0.0/24", 9999
+SHAPE = Shape(12, 2, 6144)
+"""Of each NUMA node's six CPUs one core is the system's: an instance of four fits into either."""
+UP_WITHIN, READY_WITHIN, LASTS = 180, 300, 2 * 3600
+CONTAINERD_LOG = "/var/lib/containerd/log"
+PKI = ("ca.crt", "node.crt", "node.key", "node.conf", "kubelet-serving.crt", "kubelet-serving.key")
+
+
+class NodeCommandError(Exception):
+    """A command in the node ended with a status other than 0; the text is what it has printed."""
+
+
+@attrs.frozen
+class JoinedNode:
+    """The node, which executes commands."""
+
+    kubectl: Kubectl
+    results: Path
+    """A directory that it sees as ``/results``."""
+    name: str = NODE
+    address: str = NODE_ADDRESS
+
+    def execute(self, *argv: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Run a command in the node, and return its status and output."""
+        with socket.create_connection((self.address, PORT), timeout=10) as connection:
+            connection.settimeout(timeout + 10)
+            connection.sendall(json.dumps({"argv": argv, "timeout": timeout}).encode() + b"\n")
+            answer = json.loads(connection.makefile().readline())
+        return subprocess.CompletedProcess(argv, answer["status"], answer["stdout"], answer["stderr"])
+
+    def __call__(self, *argv: str, timeout: float = 120) -> str:
+        """Run a command in the node and return its output. Raises :class:`NodeCommandError`."""
+        done = self.execute(*argv, timeout=timeout)
+        if done.returncode != 0:
+            raise NodeCommandError(f"{' '.join(argv)}: status {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def read(self, path: str) -> str:
+        """Return a file's text. Raises :class:`NodeCommandError`."""
+        return self("cat", path)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the API has it as Ready."""
+        found = self.kubectl.items("nodes", f"--field-selector=metadata.name={self.name}")
+        conditions = [each for node in found for each in node["status"].get("conditions", [])]
+        return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+@contextmanager
+def joined_node(given: Mapping[str, Any], control: ControlPlane) -> Iterator[JoinedNode]:
+    """Hold the node, booted in a process of its own; it is Ready when this yields."""
+    run = new_run()
+    (run / "pki").mkdir()
+    for file in PKI:
+        shutil.copy(control.certificates[file], run / "pki")
+    shutil.copy(given["rom"], run / "rom")
+    shutil.copy(os.environ["RUNNER_NODE_MANIFESTS"], run / "manifests.json")
+    variables = {
+        "PYTHONPATH": "/project",
+        "RUNNER_NODE": "emulated",
+        "RUNNER_NODE_MANIFESTS": "/results/manifests.json",
+        "RUNNER_KUBERNETES": os.environ["RUNNER_KUBERNETES"],
+    }
+    exports = "".join(f"export {name}={value}\n" for name, value in variables.items())
+    (run / "job").write_text(f"cd /project\n{exports}exec python3 -m tests.cluster.node_side\n")
+    disks = [f"{name}={path}" for name, path in given["disks"].items()]
+    argv = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m", "tests.cluster.joined_node", str(run), *disks]
+    node = JoinedNode(control.kubectl, run)
+    with (run / "node.log").open("wb") as log:
+        process = subprocess.Popen(argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + UP_WITHIN
+        while node_silent(node):
+            assert process.poll() is None, f"the node has ended:\n{(run / 'node.log').read_text()[-4000:]}"
+            assert time.monotonic() < end, f"the node does not answer:\n{(run / 'node.log').read_text()[-4000:]}"
+            time.sleep(0.5)
+        try:
+            until(lambda: node.ready, "the node to be Ready", READY_WITHIN)
+        except AssertionError:
+            print((run / "node.log").read_text()[-4000:], node.execute("tail", "-n", "60", CONTAINERD_LOG).stdout, sep="\n")
+            raise
+        yield node
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def node_silent(node: JoinedNode) -> bool:
+    """Return whether it does not execute commands yet."""
+    try:
+        return node.execute("true").returncode != 0
+    except (OSError, ValueError):
+        return True
+
+
+def main() -> int:
+    """Boot the node of a directory with disks, and return when it has ended."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("disks", nargs="*")
+    options = parser.parse_args()
+    # ends in order: QEMU first, then the mount of its program
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    disks = {serial: Path(file) for serial, _, file in (each.partition("=") for each in options.disks)}
+    outcome = boot(
+        SHAPE,
+        "auto",
+        options.run,
+        kernel=fetch(artefacts.kernel()),
+        disks=disks,
+        interactive=False,
+        systemd=True,
+        devices=False,
+        tap=TAP,
+        boot_seconds=UP_WITHIN,
+        job_seconds=LASTS,
+    )
+    return 0 if outcome.status == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

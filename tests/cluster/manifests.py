@@ -1,0 +1,37 @@
+"""The examples as a user has them: a copy to write into, and the objects that ``kubectl kustomize`` makes of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.cluster.kubectl import Object
+from tests.emulated_node.artefacts import PROJECT
+
+Patch = dict[str, Any]
+EXAMPLES = PROJECT / "examples" / "kubernetes"
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKdGZ0b2ZnR0b2ZnR0b2ZnR0b2ZnR0b2ZnR0b2Zn nobody@nowhere\n"
+DIRECTORIES = sorted(
+    str(file.parent.relative_to(EXAMPLES))
+    for file in EXAMPLES.rglob("kustomization.yaml")
+    if "kind: Component" not in file.read_text()
+)
+"""Every kustomization that can be applied."""
+
+
+def copied(place: Path, *, volume_on: str = "node") -> Path:
+    """Return a copy of the examples with what their README tells a user to write: a public key, and the volume's node."""
+    examples = place / "kubernetes"
+    shutil.copytree(EXAMPLES, examples)
+    (examples / "overlays/server/authorized_keys").write_text(KEY)
+    storage = examples / "disks/local/storage.yaml"
+    storage.write_text(storage.read_text().replace("your-node", volume_on))
+    return examples
+
+
+def of_kind(kind: str, text: str) -> list[Object]:
+    """Return the objects of one kind in YAML documents."""
+    return [found for found in yaml.safe_load_all(text) if found and found["kind"] == kind]
