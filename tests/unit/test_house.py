@@ -75,6 +75,7 @@ ONE_DOOR = {
     "subprocess": {"kernel.processes"},
     "socket": {"kernel", "protocol", "controller"},
     "h11": {"protocol.http"},
+    "h2": {"protocol.grpc"},
     "prometheus_client": {"protocol.exposition", "controller.metrics", "instance.metrics"},
     "runner.instance.metrics": {"instance.probes"},
     "pycdlib": {"instance.seed"},
