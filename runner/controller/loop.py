@@ -11,12 +11,12 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import attrs
 import trio
 
+from runner.controller.cpu_source import CpuSource
 from runner.controller.handover import Handover, handovers
 from runner.controller.held_files import HeldFiles
 from runner.controller.limits import Limits
@@ -51,11 +51,11 @@ from runner.errors import HostError, escaped, explain
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError, LeasedError
-from runner.kernel.kubelet_files import Frozen, attempt, settled
+from runner.kernel.kubelet_files import Frozen, attempt
 from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import FLOAT, NOT_SEALED, instance_group, instance_uid
 from runner.kubelet.state import CpuState
-from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
+from runner.kubelet.state_files import KubeletFiles, parse_memory_state
 from runner.protocol.rate_limit import LogRateLimit
 from runner.values import frozen
 
@@ -120,13 +120,12 @@ class Intervals:
 class ReconcileLoop:
     """The tree, what it should be, and the pass from one to the other.
 
-    *source* is where the kubelet keeps its state, or ``None`` on a machine without one.
+    *source* is where the CPU assignments are read, or ``None`` on a machine without a kubelet.
     """
 
     tree: Tree
-    source: KubeletFiles | None
+    source: CpuSource | None
     sys: Path
-    reserved: CpuSet
     intervals: Intervals
     limits: Limits
     pods: PodCgroups
@@ -209,14 +208,10 @@ class ReconcileLoop:
         """Return the state a decision may rest on now: the settled one, if the file still holds the same."""
         if self.source is None or isinstance(self.state, Frozen):
             return self.state
-        now = attempt(self.source.cpu_state, self._cpu_state_parser())
-        if now == self.state:
-            return now
-        self.disturb()
-        return now if isinstance(now, Frozen) else Frozen(f"{self.source.cpu_state} is changing")
-
-    def _cpu_state_parser(self) -> Callable[[bytes], CpuState]:
-        return partial(parse_verified_cpu_state, machine=self.machine(), reserved=self.reserved)
+        now = self.source.current(self.state)
+        if isinstance(now, Frozen):
+            self.disturb()
+        return now
 
     def desired(self, machine: OnlineCpus) -> Desired | Frozen:
         """Return what the tree should be."""
@@ -225,7 +220,7 @@ class ReconcileLoop:
         elif isinstance(self.state, Frozen):
             return self.state
         else:
-            desired = desire(self.state, machine, self.reserved, self.limits)
+            desired = desire(self.state, machine, self.limits)
         return attrs.evolve(desired, partitions=self.tree.partition_writer is not None)
 
     def observe(self) -> Observed:
@@ -437,12 +432,10 @@ class ReconcileLoop:
             for file in files:
                 self._followed.remove(file)
 
-    async def settle(self, source: KubeletFiles) -> None:
+    async def settle(self, source: CpuSource) -> None:
         """Read the kubelet's state until it is settled or has to be frozen."""
         before = self.state
-        self.state = await settled(
-            source.cpu_state, self._cpu_state_parser(), pause=self.intervals.pause, readings=self.intervals.readings
-        )
+        self.state = await source.settle(pause=self.intervals.pause, readings=self.intervals.readings)
         if self.state == before:
             return
         if isinstance(self.state, Frozen):
@@ -454,11 +447,11 @@ class ReconcileLoop:
                 self.state.shared_pool,
                 len(self.state.assigned()),
             )
-            self._compare_memory_nodes(source)
+            self._compare_memory_nodes(source.files)
 
-    def _compare_memory_nodes(self, source: KubeletFiles) -> None:
+    def _compare_memory_nodes(self, files: KubeletFiles) -> None:
         """Warn of NUMA nodes that only the kubelet has. An unusable file is no error: sysfs names them too."""
-        memory = attempt(source.memory_state, parse_memory_state)
+        memory = attempt(files.memory_state, parse_memory_state)
         if not isinstance(memory, Frozen):
             strange = CpuSet(memory.numa_nodes) - self.machine().memory_nodes
             if strange:
@@ -513,13 +506,13 @@ class ReconcileLoop:
         if not event.name or event.mask & inotify.QUEUE_OVERFLOW:
             return True  # a watched file has changed, or a watched directory itself is gone, moved or made anew
         ours = event.name == FLOAT or instance_uid(event.name) is not None or event.name in self._pod_names
-        files = self.source
+        files = None if self.source is None else self.source.files
         kubelets = files is not None and event.name in (files.cpu_state.name, files.memory_state.name)
         return ours or kubelets or event.name == self.tree.root.name
 
     def _watch_source(self, queue: inotify.Inotify) -> None:
         if self.source is not None:
-            self._watch(queue, self.source.directory, _DIRECTORY)
+            self._watch(queue, self.source.files.directory, _DIRECTORY)
 
     def _watch_tree(self, queue: inotify.Inotify) -> None:
         """Watch our groups, and what the pods' own cgroups are removed from, which reports the end of a pod."""

@@ -19,6 +19,7 @@ import trio
 
 from runner.arguments import LOG_FORMATS, add_version, argument_type
 from runner.controller.cache_tuner import RESCTRL, CacheTuner
+from runner.controller.cpu_source import CpuSource
 from runner.controller.host_tuner import HostTuner, TuningOptions
 from runner.controller.limits import (
     INSTANCE_MEMORY,
@@ -94,6 +95,7 @@ class Options:
     kubelet: Path | None
     cpus: CpuSet
     reserved: CpuSet
+    """Empty if they were not named."""
     metrics: tuple[str, int] | None
     trusting: bool
     handover: float
@@ -142,11 +144,13 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
     pods = PodCgroups(
         Cgroup(options.cgroupfs), Procfs(options.proc), kubelet=options.kubelet is not None, trusting=options.trusting
     )
+    source = None
+    if options.kubelet is not None:
+        source = CpuSource(KubeletFiles(options.kubelet), options.sys, options.reserved)
     loop = ReconcileLoop(
         tree=Tree(Cgroup(options.root), privileged.partition_writer),
-        source=None if options.kubelet is None else KubeletFiles(options.kubelet),
+        source=source,
         sys=options.sys,
-        reserved=options.reserved,
         intervals=Intervals(),
         limits=choose_limits(options.limits, pods, read_huge_pools(options.sys.parent)),
         pods=pods,
@@ -317,7 +321,7 @@ def command_line() -> argparse.ArgumentParser:
         type=argument_type(CpuSet.parse),
         default=CpuSet(),
         metavar="LIST",
-        help="the kubelet's reservedSystemCPUs, needed with its option strict-cpu-reservation",
+        help="the kubelet's reservedSystemCPUs; with its option strict-cpu-reservation it is asked for them otherwise",
     )
     add(
         "--metrics",

@@ -202,17 +202,16 @@ class Unseal:
 Action = Make | Remove | Write | Restrict | Evict | Seal | Unseal
 
 
-def desire(state: CpuState, machine: OnlineCpus, reserved: CpuSet, limits: Limits) -> Desired:
+def desire(state: CpuState, machine: OnlineCpus, limits: Limits) -> Desired:
     """Return what the kubelet's *state* means for the tree on *machine*.
 
-    Under policy ``none`` no pod has exclusive CPUs and float has all CPUs. When every CPU but the
-    reserved ones is given away under ``strict-cpu-reservation``, the shared pool is empty and float gets the
-    reserved CPUs: it must run somewhere, and those are the system's own.
+    Where the shared pool is empty, float has all CPUs that are no pod's own: every one under policy ``none``, and the reserved
+    ones when all others are given away under ``strict-cpu-reservation``. It must run somewhere, and those are the system's own.
     """
     return Desired(
         cpus=machine.present,
         mems=machine.memory_nodes,
-        shared_pool=machine.online if state.policy == "none" else state.shared_pool or reserved,
+        shared_pool=state.shared_pool or machine.online - state.exclusive(),
         choices={pod_uid: state.choices(pod_uid) for pod_uid in state.assigned()},
         complete=not state.unattributed,
         limits=limits,

@@ -53,7 +53,7 @@ Choice = TypeVar("Choice", bound=str)
 
 @frozen
 class KubeletFiles:
-    """The paths of the kubelet's state files."""
+    """The paths of the kubelet's state files, and of its socket."""
 
     directory: Path
     """The kubelet's ``--root-dir``."""
@@ -67,6 +67,11 @@ class KubeletFiles:
     def memory_state(self) -> Path:
         """The Memory Manager's file."""
         return self.directory / MEMORY_STATE
+
+    @property
+    def pod_resources(self) -> Path:
+        """The socket of the PodResources API (``getPodResourcesDir`` of ``pkg/kubelet/kubelet_getters.go``)."""
+        return self.directory / "pod-resources/kubelet.sock"
 
 
 def parse_cpu_state(text: bytes, source: str = CPU_STATE) -> CpuState:

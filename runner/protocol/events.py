@@ -124,6 +124,7 @@ CONTROLLER: Mapping[str, str] = {
     "no instance can be registered reason=%r": "registration_impossible",
     "kubelet's state read policy=%s shared_pool=%s pods=%d": "kubelet_state_read",
     "kubelet's memory state names nodes without memory nodes=%s": "kubelet_memory_state_strange",
+    "reserved CPUs read cpus=%s": "reserved_cpus_read",
     "decisions frozen, running instances are left as they are reason=%r": "decisions_frozen",
     "pass failed%s group=%r reason=%r": "group_failed",
     "pass failed%s reason=%r": "pass_failed",

@@ -23,6 +23,7 @@ sys.path.insert(0, str(PROJECT))
 
 import trio  # noqa: E402  # the project's root comes first
 
+from runner.controller.cpu_source import CpuSource  # noqa: E402
 from runner.controller.limits import Limits  # noqa: E402
 from runner.controller.loop import Intervals, ReconcileLoop  # noqa: E402
 from runner.controller.pods import PodCgroups  # noqa: E402
@@ -50,8 +51,9 @@ def reconcile_pass(count: int, repeat: int) -> Figures:
         (kubelet / "cpu_manager_state").write_text(json.dumps(document))
         root = mount.child("stelia")
         pods = PodCgroups(mount, Procfs(path), kubelet=True)
-        loop = ReconcileLoop(Tree(root), KubeletFiles(kubelet), sys_, CpuSet(), Intervals(), Limits(), pods)
-        trio.run(loop.settle, KubeletFiles(kubelet))
+        source = CpuSource(KubeletFiles(kubelet), sys_, CpuSet())
+        loop = ReconcileLoop(Tree(root), source, sys_, Intervals(), Limits(), pods)
+        trio.run(loop.settle, source)
         loop.pass_over({uid: CpuSet.parse(entry["instance"]) for uid, entry in entries.items()})
         times = []
         for _ in range(repeat):

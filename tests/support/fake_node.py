@@ -14,6 +14,7 @@ import attrs
 import trio
 
 from runner.controller.cache_tuner import RESCTRL, CacheTuner
+from runner.controller.cpu_source import CpuSource
 from runner.controller.host_tuner import HostTuner, TuningOptions
 from runner.controller.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.main import RECORDS, LimitOptions, choose_limits
@@ -93,6 +94,11 @@ class Node:
     @property
     def kubelet(self) -> Path:
         return self.path / "kubelet"
+
+    @property
+    def pod_resources(self) -> Path:
+        """Return where the kubelet's PodResources API listens (:mod:`tests.support.fake_pod_resources`)."""
+        return self.kubelet / "pod-resources/kubelet.sock"
 
     @property
     def proc(self) -> Path:
@@ -296,9 +302,8 @@ async def controlled(
     device_filter = device_filter or DeviceFilter(node.root.path)
     loop = ReconcileLoop(
         tree=Tree(node.root, partition_writer),
-        source=None if own_cpus else KubeletFiles(node.kubelet),
+        source=None if own_cpus else CpuSource(KubeletFiles(node.kubelet), node.path / "sys", CpuSet.parse(reserved)),
         sys=node.path / "sys",
-        reserved=CpuSet.parse(reserved),
         intervals=intervals or Intervals(pause=0.005, readings=10, least=0.01),
         limits=choose_limits(limit_options or LimitOptions(), pods, read_huge_pools(node.path)),
         pods=pods,

@@ -508,6 +508,7 @@ async def test_strictly_reserved_cpus_may_be_in_no_set(node: Node) -> None:
     node.put_state("4-11", {**ENTRIES})
     async with controlled(node) as controller:
         assert "--reserved-cpus" in controller.loop.frozen()
+        assert f"cannot talk to the server at '{node.pod_resources}'" in controller.loop.frozen()
     async with controlled(node, reserved="2-3") as controller:
         assert not controller.loop.frozen()
         assert str(node.float_cgroup.cpus()) == "4-11"

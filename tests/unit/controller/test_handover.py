@@ -12,7 +12,7 @@ from runner.cpuset import CpuSet
 from runner.kubelet.pod_cgroups import FLOAT, instance_group
 from runner.kubelet.state import CpuState
 from runner.values import frozen
-from tests.unit.controller.test_reconcile import ALL, BUILT, LIMITS, MACHINE, NONE, overlaps, perform, threaded
+from tests.unit.controller.test_reconcile import ALL, BUILT, LIMITS, MACHINE, overlaps, perform, threaded
 
 WANTED = {"a": CpuSet([1, 2]), "b": CpuSet([1, 2]), "c": CpuSet([2])}
 """Pod → its CPUs; CPU 0 is always float's."""
@@ -42,7 +42,7 @@ class NodeState:
         """Make a pass, and check after each of its actions what must always hold."""
         observed = self.observed
         running = {pod: group.cpus for pod, group in observed.instances().items() if group.populated}
-        for action in reconcile(desire(self.state, MACHINE, NONE, LIMITS), observed, grants):
+        for action in reconcile(desire(self.state, MACHINE, LIMITS), observed, grants):
             observed = perform(observed, action)
             assert not overlaps(observed)
             assert {pod: observed.instances()[pod].cpus for pod in running} == running

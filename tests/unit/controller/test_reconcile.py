@@ -188,7 +188,7 @@ def states() -> Iterator[Desired]:
         cpus = {owner: CpuSet(cpu for cpu in ALL if owners[cpu] == owner) for owner in "fab"}
         if cpus["f"]:
             entries = {uid: {"vm": cpus[uid]} for uid in "ab" if cpus[uid]}
-            yield desire(CpuState("static", cpus["f"], entries), MACHINE, NONE, LIMITS)
+            yield desire(CpuState("static", cpus["f"], entries), MACHINE, LIMITS)
 
 
 def trees() -> Iterator[Observed]:
@@ -293,7 +293,7 @@ def test_the_root_is_finished_from_any_state(*, delegated: bool, exists: bool, e
 
 
 def test_builds_in_the_order_the_kernel_demands() -> None:
-    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE, LIMITS)
+    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, LIMITS)
     assert reconcile(desired, Observed(CPUSET, frozenset(), exists=False), {"a": CpuSet([1, 2])}) == (
         Write("..", "cgroup.subtree_control", "+cpuset"),
         Make(ROOT),
@@ -322,7 +322,7 @@ def test_memory_nodes_are_never_taken_away() -> None:
         mems=wide,
         groups={FLOAT: threaded(CpuSet([0]), mems=wide), "instance-a": threaded(CpuSet([1, 2]), mems=CpuSet([1]))},
     )
-    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, NONE, LIMITS)
+    desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, LIMITS)
     assert reconcile(desired, observed, {}) == (
         Write("instance-a", "cpuset.mems", "0-1"),
         Restrict("instance-a", "cgroup.max.descendants", "0"),
@@ -335,15 +335,15 @@ def test_memory_nodes_are_never_taken_away() -> None:
 )
 def test_the_container_of_an_instance_is_inferred_from_its_cpus(found: str, left: str) -> None:
     entries: Mapping[str, Mapping[str, CpuSet]] = {"a": {"vm": CpuSet([1]), "side": CpuSet([1, 2])}}
-    desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, NONE, LIMITS)
+    desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, LIMITS)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet.parse(found), populated=True)})
     assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == left
 
 
 def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]))})
-    named = desire(CpuState("static", CpuSet([0, 1, 2])), MACHINE, NONE, LIMITS)
-    unnamed = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, NONE, LIMITS)
+    named = desire(CpuState("static", CpuSet([0, 1, 2])), MACHINE, LIMITS)
+    unnamed = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, LIMITS)
     assert stale(named, observed, {}) == ("a",)
     assert stale(named, observed, {"a": CpuSet([1])}) == ()
     assert stale(unnamed, observed, {}) == ()
@@ -351,7 +351,7 @@ def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
 
 
 def test_under_policy_none_only_running_instances_keep_cpus() -> None:
-    desired = desire(CpuState("none", NONE), MACHINE, NONE, LIMITS)
+    desired = desire(CpuState("none", NONE), MACHINE, LIMITS)
     observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]), populated=True)})
     after = run(observed, reconcile(desired, observed, {}))
     assert str(after.groups[FLOAT].cpus) == "0,2"
@@ -359,19 +359,19 @@ def test_under_policy_none_only_running_instances_keep_cpus() -> None:
 
 
 def test_float_has_the_reserved_cpus_when_no_other_is_left() -> None:
-    desired = desire(CpuState("static", NONE, {"a": {"vm": CpuSet([1, 2])}}), MACHINE, CpuSet([0]), LIMITS)
+    desired = desire(CpuState("static", NONE, {"a": {"vm": CpuSet([1, 2])}}), MACHINE, LIMITS)
     assert desired.shared_pool == CpuSet([0])
 
 
 def test_float_joins_an_orphan_only_where_it_has_no_other_cpu() -> None:
     orphan = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([0]), populated=True)})
     for shared, expected in (("0", "0"), ("0-1", "1")):
-        desired = desire(CpuState("static", CpuSet.parse(shared)), MACHINE, NONE, LIMITS)
+        desired = desire(CpuState("static", CpuSet.parse(shared)), MACHINE, LIMITS)
         assert str(run(orphan, reconcile(desired, orphan, {})).groups[FLOAT].cpus) == expected
 
 
 def test_float_keeps_its_cpus_when_no_cpu_is_left_for_it() -> None:
-    desired = desire(CpuState("static", NONE), MACHINE, NONE, LIMITS)
+    desired = desire(CpuState("static", NONE, {"a": {"web": MACHINE.online}}), MACHINE, LIMITS)
     assert reconcile(desired, attrs.evolve(BUILT, groups={FLOAT: threaded(CpuSet([1]))}), {}) == ()
 
 
@@ -464,9 +464,9 @@ def with_limits_of(controllers: frozenset[str], group: AnyGroup) -> AnyGroup:
     return attrs.evolve(group, limits=limits)
 
 
-POD = desire(CpuState("static", CpuSet([0, 2]), {"a": {"vm": CpuSet([1])}}), MACHINE, NONE, LIMITS)
-NO_POD = desire(CpuState("static", ALL), MACHINE, NONE, LIMITS)
-UNNAMED = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, NONE, LIMITS)
+POD = desire(CpuState("static", CpuSet([0, 2]), {"a": {"vm": CpuSet([1])}}), MACHINE, LIMITS)
+NO_POD = desire(CpuState("static", ALL), MACHINE, LIMITS)
+UNNAMED = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, LIMITS)
 
 
 @pytest.mark.parametrize("desired", [POD, NO_POD, UNNAMED, desire_without_kubelet(MACHINE, LIMITS)])
@@ -537,7 +537,7 @@ def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
             assert not crossing, "nobody else shares a CPU with them"
         return observed
 
-    c = desire(CpuState("static", CpuSet([0]), {"b": {"vm": CpuSet([1, 2])}}), MACHINE, NONE, LIMITS)
+    c = desire(CpuState("static", CpuSet([0]), {"b": {"vm": CpuSet([1, 2])}}), MACHINE, LIMITS)
     for cpus, desired, grants in itertools.product(
         (CpuSet([1]), NONE), (NO_POD, c, desire_without_kubelet(MACHINE, LIMITS)), ({}, {"b": CpuSet([1, 2])})
     ):
@@ -638,7 +638,7 @@ def test_what_was_sealed_and_runs_is_sealed_in_one_pass_and_nothing_else(
     entries: Mapping[str, Mapping[str, CpuSet]],
 ) -> None:
     shared = ALL - union(cpus for each in entries.values() for cpus in each.values())
-    desired = desire(CpuState("static", shared, entries), MACHINE, NONE, LIMITS)
+    desired = desire(CpuState("static", shared, entries), MACHINE, LIMITS)
     for observed in partitioned():
         after = run(observed, reconcile(desired, observed, {}))
         assert reconcile(desired, after, {}) == (), "one pass is enough"
@@ -650,7 +650,7 @@ def test_what_was_sealed_and_runs_is_sealed_in_one_pass_and_nothing_else(
 
 def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:
     entries = {"a": {"vm": CpuSet([1])}, "b": {"vm": CpuSet([2])}}
-    desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, NONE, LIMITS)
+    desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, LIMITS)
     groups = {FLOAT: threaded(CpuSet([0])), "instance-a": threaded(CpuSet([1]), populated=True)}
     groups["instance-b"] = attrs.evolve(
         threaded(CpuSet([2]), populated=True), partition=ISOLATED, exclusive=CpuSet([2])
@@ -667,7 +667,7 @@ def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:
 
 
 def test_without_partitions_none_is_made_and_what_is_left_of_them_is_ended() -> None:
-    desired = desire(CpuState("static", CpuSet([0, 2]), {"a": {"vm": CpuSet([1])}}), MACHINE, NONE, LIMITS)
+    desired = desire(CpuState("static", CpuSet([0, 2]), {"a": {"vm": CpuSet([1])}}), MACHINE, LIMITS)
     group = attrs.evolve(threaded(CpuSet([1]), populated=True), partition=ISOLATED, exclusive=CpuSet([1]))
     old = attrs.evolve(BUILT, groups={FLOAT: threaded(CpuSet([0, 2])), "instance-a": attrs.evolve(group)})
     off = attrs.evolve(old, exclusive=CpuSet([1]))
@@ -679,7 +679,7 @@ def test_without_partitions_none_is_made_and_what_is_left_of_them_is_ended() -> 
 
 
 def test_an_instance_without_a_pod_is_unsealed_before_it_gets_floats_cpus() -> None:
-    desired = desire(CpuState("static", ALL), MACHINE, NONE, LIMITS)
+    desired = desire(CpuState("static", ALL), MACHINE, LIMITS)
     group = attrs.evolve(threaded(CpuSet([1]), populated=True), partition=ISOLATED, exclusive=CpuSet([1]))
     groups = {FLOAT: threaded(CpuSet([0, 2])), "instance-a": group}
     observed = attrs.evolve(BUILT, groups=groups, exclusive=CpuSet([1]), gone=frozenset("a"))

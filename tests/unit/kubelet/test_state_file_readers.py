@@ -13,10 +13,8 @@ import pytest
 from runner.check import host_reader
 from runner.check.context import CheckedHost
 from runner.cli import plan_node
-from runner.controller.limits import Limits
-from runner.controller.loop import Intervals, ReconcileLoop
-from runner.controller.pods import PodCgroups
-from runner.controller.tree import Tree
+from runner.controller.cpu_source import CpuSource
+from runner.controller.loop import Intervals
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
 from runner.facts.roots import Roots
@@ -24,7 +22,6 @@ from runner.inspect import observe
 from runner.inspect.observation import KubeletObservation, Unknown
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.kubelet_files import Frozen
-from runner.kernel.procfs import Procfs
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles
 from tests.support.fake_cgroupfs import fake_sysfs
@@ -46,10 +43,9 @@ def kubelet(tmp_path: Path) -> KubeletFiles:
 
 async def by_controller(kubelet: KubeletFiles) -> CpuState | Frozen:
     root = kubelet.directory.parent
-    pods = PodCgroups(Cgroup(root), Procfs(root), kubelet=True)
-    loop = ReconcileLoop(Tree(Cgroup(root / "stelia")), kubelet, root / "sys", CpuSet(), Intervals(), Limits(), pods)
-    await loop.settle(kubelet)
-    return loop.state
+    intervals = Intervals()
+    source = CpuSource(kubelet, root / "sys", CpuSet())
+    return await source.settle(pause=intervals.pause, readings=intervals.readings)
 
 
 async def by_check(kubelet: KubeletFiles) -> CpuState | Frozen | None:
