@@ -25,19 +25,21 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, RunnerError, SpecError, explain
 from runner.facts.host import Kvm
 from runner.facts.roots import Roots
+from runner.inspect.cpu_state import settled_cpu_state
 from runner.instance.discover import SYSTEM_DIRECTORIES, read_host_facts, read_pod
 from runner.instance.supervisor import Faults, StopRequest, Supervisor, capture, open_supervisor
 from runner.instance.trial_guest import try_guest
 from runner.kernel.character_devices import probe_kvm, try_kvm
 from runner.kernel.files import find_program, probe_file
-from runner.kernel.kubelet_files import Frozen, attempt, settled
+from runner.kernel.kubelet_files import Frozen, attempt, is_registered
 from runner.kernel.peers import INIT_PID_NAMESPACE
 from runner.kernel.processes import dying_with_us
 from runner.kernel.procfs import Procfs
 from runner.kernel.settings import pid_namespace
 from runner.kernel.sysfs import read_hardware, read_online_cpus
+from runner.kubelet.claims import DRIVER_SOCKETS
 from runner.kubelet.state import CpuState
-from runner.kubelet.state_files import KubeletFiles, parse_memory_state, parse_verified_cpu_state
+from runner.kubelet.state_files import KubeletFiles, parse_memory_state
 from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD, bytes_to_lock
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.controller_client import read_status
@@ -146,14 +148,15 @@ def _lockable(host: CheckedHost, procfs: Procfs, spec: InstanceSpec | None) -> i
     return None if vcpus == "all" or size == "limits" else bytes_to_lock(spec, vcpus, size)
 
 
+def _kubelet_files(host: CheckedHost) -> KubeletFiles:
+    return KubeletFiles(host.kubelet, host.root / "var/run/cdi")
+
+
 async def _kubelet(host: CheckedHost) -> CpuState | Frozen | None:
-    path = KubeletFiles(host.kubelet).cpu_state
-    if not os.access(path, os.R_OK):
+    files = _kubelet_files(host)
+    if not os.access(files.cpu_state, os.R_OK):
         return None
-    machine = read_online_cpus(host.roots.sys)
-    # Under strict-cpu-reservation the reserved CPUs are in no set, and no file here names them.
-    parse = partial(parse_verified_cpu_state, machine=machine, reserved=machine.online)
-    return await settled(path, parse, pause=PAUSE, readings=READINGS)
+    return await settled_cpu_state(files, read_online_cpus(host.roots.sys), pause=PAUSE, readings=READINGS)
 
 
 async def _kvm(host: CheckedHost) -> Kvm:
@@ -181,9 +184,11 @@ async def _services(host: CheckedHost, context: CheckContext) -> list[Finding]:
     answer = await ask_controller(context.socket)
     findings = [programs.judge_controller(context.place, str(context.socket), answer, context.placement)]
     if context.place is Place.NODE:
-        files = KubeletFiles(host.kubelet)
+        files = _kubelet_files(host)
         reason = "" if context.kubelet is not None else why_unreadable(files.cpu_state)
-        findings.append(programs.judge_cpu_manager(str(files.cpu_state), context.kubelet or Frozen(reason), reason))
+        driver = is_registered(files.plugins, DRIVER_SOCKETS)
+        state = context.kubelet or Frozen(reason)
+        findings.append(programs.judge_cpu_manager(str(files.cpu_state), state, reason, has_driver=driver))
         findings.append(_memory_manager(files.memory_state))
         findings.append(programs.judge_topology_manager())
         findings += programs.judge_disturbances(answer)

@@ -19,7 +19,9 @@ VIRTIOFSD = Check("virtiofsd", "each [[share]] is served by one")
 DNSMASQ = Check("dnsmasq", "each [[network]] has one: it gives the guest its address")
 SLEEP = Check("sleep", "it is the anchor that keeps the pod's cgroup from being removed")
 TRIAL_GUEST = Check("trial-guest", "where the accelerator runs no guest, an instance starts and its guest stays silent")
-CPU_MANAGER = Check("cpu-manager", "only the kubelet's static policy gives a pod CPUs of its own")
+CPU_MANAGER = Check(
+    "cpu-manager", "a pod has CPUs of its own by the kubelet's static policy, or by claims from a DRA driver for CPUs"
+)
 MEMORY_MANAGER = Check(
     "memory-manager", "only the kubelet's Static policy keeps guest RAM on the NUMA nodes of its CPUs"
 )
@@ -40,7 +42,7 @@ KubeletState = CpuState | Frozen
 
 STATIC = (
     "set `cpuManagerPolicy: static` and `reservedSystemCPUs` in the kubelet's configuration, drain the node, "
-    "rm {0}, systemctl restart kubelet"
+    "rm {0}, systemctl restart kubelet; or install a DRA driver for CPUs"
 )
 
 
@@ -98,13 +100,21 @@ def judge_trial_guest(accel: str, error: str | None, seconds: float) -> Finding:
     )
 
 
-def judge_cpu_manager(path: str, state: KubeletState, reason: str) -> Finding:
-    """Judge ``cpu_manager_state``, which has been read into *state*; *reason* is why it cannot be read, empty if it can."""
+def judge_cpu_manager(path: str, state: KubeletState, reason: str, *, has_driver: bool = False) -> Finding:
+    """Judge ``cpu_manager_state``, which has been read into *state*; *reason* is why it cannot be read, empty if it can.
+
+    *has_driver* tells whether a DRA driver for CPUs is registered with the kubelet, which needs another policy than ``static``.
+    """
     if reason:
         return CPU_MANAGER.unknown(f"cannot read {path}: {reason}", "run check on the node, as root")
     if isinstance(state, Frozen):
         return CPU_MANAGER.fatal(
             state.reason, f"wait for the kubelet to write it again, or: rm {path}, systemctl restart kubelet"
+        )
+    if state.policy != "static" and (has_driver or state.exclusive()):
+        return CPU_MANAGER.ok(
+            f"policy {state.policy!r}, and a DRA driver gives CPUs by resource claims: shared pool '{state.shared_pool}', "
+            f"exclusive '{state.exclusive()}'"
         )
     if state.policy != "static":
         return CPU_MANAGER.fatal(f"the CPU Manager's policy is {state.policy!r}", STATIC.format(path))
@@ -201,14 +211,16 @@ def _refusal(answer: Mapping[str, object]) -> tuple[str, str] | None:
         )
     if answer.get("frozen"):
         return f"it registers no instance now: {answer['frozen']}", "fix what it reports; it tries again by itself"
-    if answer.get("kubelet") and answer.get("policy") == "none":
+    if answer.get("kubelet") and answer.get("policy") == "none" and not answer.get("claims"):
         return "it reports that the kubelet gives no exclusive CPUs", STATIC.format("cpu_manager_state")
     return None
 
 
 def shared_pool_of(state: KubeletState | None) -> CpuSet | None:
-    """Return the shared pool, ``None`` where it is not known."""
-    return state.shared_pool if isinstance(state, CpuState) and state.policy == "static" else None
+    """Return the shared pool, ``None`` where it is not known, or no pod has CPUs of its own."""
+    return (
+        state.shared_pool if isinstance(state, CpuState) and (state.policy == "static" or state.exclusive()) else None
+    )
 
 
 def assigned_by(state: KubeletState | None) -> Mapping[str, CpuSet]:

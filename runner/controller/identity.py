@@ -13,6 +13,7 @@ from runner.cpuset import CpuSet
 from runner.errors import RefusedError
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peer
 from runner.kubelet.pod_cgroups import ContainerCgroup
+from runner.kubelet.state import CpuState
 from runner.values import frozen
 
 IDENTITY = "identity"
@@ -132,21 +133,28 @@ def check_container(caller: ContainerIdentity, scope: CpuSet, held: CpuSet, pod_
         )
 
 
-def check_agreement(asked: CpuSet, choices: Iterable[CpuSet], scope: CpuSet, pod_uid: str) -> None:
-    """Check that *asked* is both one of the kubelet's *choices* and the container's ``cpuset.cpus`` (*scope*).
+def check_agreement(asked: CpuSet, state: CpuState, scope: CpuSet, pod_uid: str) -> None:
+    """Check that *asked* is both what *state* says of a container of the pod, and the container's ``cpuset.cpus`` (*scope*).
 
     Raises :class:`RequestRefusedError`, a lasting one only if those two agree with each other: a container may start with a
     stale cpuset that the kubelet corrects within seconds (kubernetes#138731), and its entry may be seen late.
     """
-    choices = tuple(choices)
+    choices = state.choices(pod_uid)
     if asked in choices and asked == scope:
         return
+    by_claims = state.policy == "none"
     recorded = " or ".join(f"'{cpus}'" for cpus in choices) or "nothing"
-    remedy = "" if choices else "; whole CPUs of a Guaranteed pod without spec.resources are exclusive, and no others"
+    has = f"the node's resource claims give it {recorded}" if by_claims else f"the kubelet's state has {recorded}"
+    remedy = ""
+    if not choices:
+        remedy = (
+            "; name a claim for CPUs in resources.claims of the container, which must be running"
+            if by_claims
+            else "; whole CPUs of a Guaranteed pod without spec.resources are exclusive, and no others"
+        )
     raise RequestRefusedError(
         CPUSET,
-        f"cannot register instance {pod_uid!r} with CPUs '{asked}': the kubelet's state has {recorded}, the container's "
-        f"cpuset.cpus '{scope}'{remedy}",
+        f"cannot register instance {pod_uid!r} with CPUs '{asked}': {has}, the container's cpuset.cpus '{scope}'{remedy}",
         lasting=scope in choices,
         requested=str(asked),
         kubelet=" or ".join(map(str, choices)),

@@ -109,7 +109,8 @@ class Intervals:
     eviction: float = 0.25
     """The same while an instance whose pod has gone is not empty yet."""
     frozen: float = 5.0
-    """The same while decisions are frozen: a directory that is not there yet cannot report anything."""
+    """The same while decisions are frozen, and while the kubelet has not said which container has some of the CPUs: neither a
+    directory that is not there yet nor the kubelet's API reports anything."""
     least: float = 0.1
     """From one pass to the next, whatever is reported: a pod can empty and fill its cgroup without end."""
     repaired: float = 1.0
@@ -471,7 +472,7 @@ class ReconcileLoop:
 
     def _interval(self) -> float:
         """Return the seconds after which a pass is made, whatever is or is not reported."""
-        if self.frozen():
+        if self.frozen() or (self.source is not None and self.source.awaits_containers):
             return self.intervals.frozen
         return self.intervals.eviction if self._evicting else self.intervals.resync
 
@@ -506,13 +507,13 @@ class ReconcileLoop:
         if not event.name or event.mask & inotify.QUEUE_OVERFLOW:
             return True  # a watched file has changed, or a watched directory itself is gone, moved or made anew
         ours = event.name == FLOAT or instance_uid(event.name) is not None or event.name in self._pod_names
-        files = None if self.source is None else self.source.files
-        kubelets = files is not None and event.name in (files.cpu_state.name, files.memory_state.name)
-        return ours or kubelets or event.name == self.tree.root.name
+        of_source = self.source is not None and self.source.reads(event.name)
+        return ours or of_source or event.name == self.tree.root.name
 
     def _watch_source(self, queue: inotify.Inotify) -> None:
         if self.source is not None:
-            self._watch(queue, self.source.files.directory, _DIRECTORY)
+            for directory in (self.source.files.directory, self.source.files.cdi):
+                self._watch(queue, directory, _DIRECTORY)
 
     def _watch_tree(self, queue: inotify.Inotify) -> None:
         """Watch our groups, and what the pods' own cgroups are removed from, which reports the end of a pod."""

@@ -93,6 +93,7 @@ class Options:
     socket: Path
     state_dir: Path
     kubelet: Path | None
+    cdi: Path
     cpus: CpuSet
     reserved: CpuSet
     """Empty if they were not named."""
@@ -146,7 +147,7 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
     )
     source = None
     if options.kubelet is not None:
-        source = CpuSource(KubeletFiles(options.kubelet), options.sys, options.reserved)
+        source = CpuSource(KubeletFiles(options.kubelet, options.cdi), options.sys, options.reserved)
     loop = ReconcileLoop(
         tree=Tree(Cgroup(options.root), privileged.partition_writer),
         source=source,
@@ -311,6 +312,13 @@ def command_line() -> argparse.ArgumentParser:
     )
     add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
     add(
+        "--cdi-dir",
+        type=Path,
+        default=Path("/var/run/cdi"),
+        metavar="DIR",
+        help="where a DRA driver for CPUs puts its CDI specifications; read under the CPU Manager's policy none",
+    )
+    add(
         "--cpus",
         type=argument_type(_some_cpus),
         metavar="LIST",
@@ -321,7 +329,8 @@ def command_line() -> argparse.ArgumentParser:
         type=argument_type(CpuSet.parse),
         default=CpuSet(),
         metavar="LIST",
-        help="the kubelet's reservedSystemCPUs; with its option strict-cpu-reservation it is asked for them otherwise",
+        help="the kubelet's reservedSystemCPUs, or the CPUs that a DRA driver gives to no pod; unless they are named, the kubelet "
+        "is asked for them where its option strict-cpu-reservation hides them",
     )
     add(
         "--metrics",
@@ -455,6 +464,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         socket=arguments.socket,
         state_dir=arguments.state_dir,
         kubelet=arguments.kubelet_dir if cpus is None else None,
+        cdi=arguments.cdi_dir,
         cpus=cpus or CpuSet(),
         reserved=arguments.reserved_cpus,
         metrics=arguments.metrics,

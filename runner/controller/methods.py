@@ -16,8 +16,9 @@ tuneInstance       ``uuid``, ``tuning`` ``{"missing": [reason, …]}``: what of 
                                         instance's cgroup
 listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
                                         "populated", "guarantee", "awaited_by", "without_seccomp"}, …]``
-getStatus          none                 protocol, kubelet's policy, float, frozen reason, whether CPUs can be sealed, CPUs
-                                        that change hands, faults, disturbances, memory_ends, without_seccomp
+getStatus          none                 protocol, kubelet's policy, whether resource claims have CPUs, float, frozen
+                                        reason, whether CPUs can be sealed, CPUs that change hands, faults,
+                                        disturbances, memory_ends, without_seccomp
 =================  ===================  ==========================================================================
 
 ``uuid`` is the uid of the instance's pod. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
@@ -405,14 +406,15 @@ class RpcMethods:
             raise RequestRefusedError(
                 identity.FROZEN, f"cannot register instance {pod_uid!r} now: {state.reason}", lasting=False
             )
-        if state.policy == "none":
+        if state.policy == "none" and not self.loop.source.has_claims():
             raise RequestRefusedError(
                 identity.CPUSET,
-                f"cannot register instance {pod_uid!r}: the kubelet gives no exclusive CPUs; set cpuManagerPolicy: static",
+                f"cannot register instance {pod_uid!r}: no pod of this node has CPUs of its own, because the CPU Manager's policy "
+                "is 'none' and no DRA driver for CPUs is there; set cpuManagerPolicy: static, or install such a driver",
                 lasting=True,
                 requested=str(asked),
             )
-        check_agreement(asked, state.choices(pod_uid), asked if scope is None else scope, pod_uid)
+        check_agreement(asked, state, asked if scope is None else scope, pod_uid)
 
     # -- sealCgroup, unsealCgroup ------------------------------------------------------------------------------------
 
@@ -580,6 +582,7 @@ class RpcMethods:
                 "instances": len(observed.instances()),
                 "kubelet": self.loop.source is not None,
                 "policy": None if isinstance(state, Frozen) else state.policy,
+                "claims": self.loop.source is not None and self.loop.source.has_claims(),
                 "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
                 "frozen": self.loop.frozen() or None,
                 "partitions": self.loop.no_partitions() or "enforced",

@@ -113,12 +113,14 @@ class KubeletObservation:
     float_cpus: CpuSet
     """``cpuset.cpus.effective`` of float."""
     shared_pool: CpuSet
-    """``defaultCpuSet``; every CPU under policy none."""
+    """``defaultCpuSet``; under policy none every CPU that is in no resource claim."""
     online: CpuSet
     instances: Mapping[str, CpuSet]
     """Instance → ``cpuset.cpus.effective`` of its cgroup."""
     given: Mapping[str, CpuSet] | None
-    """Pod UID → its exclusive CPUs; ``None`` under policy none."""
+    """Pod UID → its exclusive CPUs; ``None`` under policy none without claims for CPUs."""
+    by_claims: bool = False
+    """Whether that is policy none, so that some of the shared pool may be reserved, which no file says."""
 
 
 @frozen

@@ -11,7 +11,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import attrs
@@ -21,6 +20,7 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, NoInstanceError, escaped, explain
 from runner.facts.roots import Roots
 from runner.facts.threads import ProcessStatus, ThreadStatus
+from runner.inspect.cpu_state import settled_cpu_state
 from runner.inspect.observation import (
     GuestMemory,
     InstanceObservation,
@@ -33,7 +33,7 @@ from runner.inspect.observation import (
 from runner.inspect.roles import Roles
 from runner.inspect.settings import read_cpu_settings
 from runner.kernel.cgroup import Cgroup, CgroupError
-from runner.kernel.kubelet_files import Frozen, settled
+from runner.kernel.kubelet_files import Frozen
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peers
 from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_hardware, read_online_cpus
@@ -45,7 +45,7 @@ from runner.kubelet.pod_cgroups import (
     parse_container,
     pod_float_group,
 )
-from runner.kubelet.state_files import KubeletFiles, parse_verified_cpu_state
+from runner.kubelet.state_files import KubeletFiles
 from runner.placement.threads import (
     CgroupPaths,
     ObservedThread,
@@ -369,25 +369,27 @@ async def _kubelet(roots: Roots, root: Cgroup, directory: Path) -> KubeletObserv
     found: KubeletObservation | Unknown = Unknown("")
     with trio.move_on_after(FOLLOWS_WITHIN):
         while True:
-            found = await _kubelet_now(roots, root, directory)
+            found = await _kubelet_now(roots, root, KubeletFiles(directory))
             if isinstance(found, Unknown) or found.float_cpus == found.shared_pool & found.online:
                 return found
             await trio.sleep(_AGAIN)
     return found
 
 
-async def _kubelet_now(roots: Roots, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
-    file = KubeletFiles(directory).cpu_state
+async def _kubelet_now(roots: Roots, root: Cgroup, files: KubeletFiles) -> KubeletObservation | Unknown:
     try:
         present = read_online_cpus(roots.sys)
-        # Reserved CPUs may be in no set, and they are not known here.
-        parse = partial(parse_verified_cpu_state, machine=present, reserved=present.present)
-        state = await settled(file, parse, pause=_PAUSE, readings=_READINGS)
+        state = await settled_cpu_state(files, present, pause=_PAUSE, readings=_READINGS)
         if isinstance(state, Frozen):
             return Unknown(state.reason)
-        given = None if state.policy == "none" else state.assigned()
-        pool = present.online if state.policy == "none" else state.shared_pool
-        return KubeletObservation(root.child(FLOAT).effective_cpus(), pool, present.online, _instances(root), given)
+        return KubeletObservation(
+            root.child(FLOAT).effective_cpus(),
+            state.shared_pool,
+            present.online,
+            _instances(root),
+            state.assigned() if state.policy == "static" or state.exclusive() else None,
+            by_claims=state.policy == "none",
+        )
     except HostError as error:
         return Unknown(explain(error))
 

@@ -216,7 +216,7 @@ def _unlike_the_kubelet(observed: KubeletObservation) -> Iterator[str]:
     pool = observed.shared_pool & observed.online
     held = CpuSet(cpu for cpus in observed.instances.values() for cpu in cpus)
     wanted = pool - held or pool
-    if observed.float_cpus != wanted:
+    if observed.float_cpus != wanted and not (observed.by_claims and observed.float_cpus <= wanted):
         yield f"float has '{observed.float_cpus}', but the kubelet's shared pool is '{wanted}'"
     for name, cpus in observed.instances.items() if observed.given is not None else ():
         given = (observed.given or {}).get(name, CpuSet())

@@ -1,4 +1,4 @@
-"""Reading files that another process replaces: the kubelet's state files.
+"""Reading files that another process replaces: the kubelet's state files, and those of DRA drivers.
 
 The caller brings the parser (:mod:`runner.kubelet.state_files`), because this room knows no types of the kubelet.
 That is why ``settled``, which needs a clock, is here: the controller, ``check`` and ``inspect`` may all import it.
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,9 @@ from runner.values import frozen
 
 _LARGEST = 16 * 1024 * 1024
 """Bytes. A file larger than this is not the kubelet's."""
+
+_MOST_FILES = 8192
+"""More claims than there can be CPUs."""
 
 T = TypeVar("T")
 
@@ -62,6 +66,60 @@ def attempt(path: Path, parse: Callable[[bytes], T]) -> T | Frozen:
         return Frozen(f"cannot use {path}: {'; '.join(map(str, error.problems))}")
     except RunnerError as error:
         return Frozen(f"cannot use {path}: {explain(error)}")
+
+
+def attempt_claims(
+    state: Path,
+    specifications: Path,
+    patterns: Sequence[str],
+    parse: Callable[[bytes | None, str, Mapping[str, bytes]], T],
+) -> T | Frozen:
+    """Read the file *state* and those in *specifications* whose names match one of *patterns*, and *parse* them together.
+
+    What is not there counts as ``None``, or not at all. An error becomes a value, with the path of its file in the sentence.
+    """
+    path = state
+    try:
+        text = _read_if_there(state)
+        found = {}
+        for path in _matching(specifications, patterns):
+            if (specification := _read_if_there(path)) is not None:
+                found[str(path)] = specification
+        return parse(text, str(state), found)
+    except SpecError as error:
+        return Frozen(f"cannot use {error.source}: {'; '.join(map(str, error.problems))}")
+    except RunnerError as error:
+        return Frozen(f"cannot use {path}: {explain(error)}")
+
+
+def _read_if_there(path: Path) -> bytes | None:
+    try:
+        return read_state_file(path)
+    except HostError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+
+
+def _matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    try:
+        names = os.listdir(directory)  # noqa: PTH208  # names only
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise HostError(f"cannot list {directory}") from error
+    found = [directory / name for name in sorted(names) if any(fnmatchcase(name, each) for each in patterns)]
+    if len(found) > _MOST_FILES:
+        raise HostError(f"{directory} has {len(found)} files of that name, more than {_MOST_FILES}")
+    return found
+
+
+def is_registered(plugins: Path, pattern: str) -> bool:
+    """Tell whether a DRA driver whose socket matches *pattern* is registered in the kubelet's directory *plugins*."""
+    try:
+        return bool(_matching(plugins, [pattern]))
+    except HostError:
+        return False
 
 
 async def settled(path: Path, parse: Callable[[bytes], T], *, pause: float, readings: int) -> T | Frozen:

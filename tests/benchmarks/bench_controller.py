@@ -51,7 +51,7 @@ def reconcile_pass(count: int, repeat: int) -> Figures:
         (kubelet / "cpu_manager_state").write_text(json.dumps(document))
         root = mount.child("stelia")
         pods = PodCgroups(mount, Procfs(path), kubelet=True)
-        source = CpuSource(KubeletFiles(kubelet), sys_, CpuSet())
+        source = CpuSource(KubeletFiles(kubelet, path / "cdi"), sys_, CpuSet())
         loop = ReconcileLoop(Tree(root), source, sys_, Intervals(), Limits(), pods)
         trio.run(loop.settle, source)
         loop.pass_over({uid: CpuSet.parse(entry["instance"]) for uid, entry in entries.items()})

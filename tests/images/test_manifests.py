@@ -214,7 +214,8 @@ def test_an_instance_elsewhere_takes_its_manifests_from_this_repository(tmp_path
     git = ("git", "-C", repository, "-c", "user.name=x", "-c", "user.email=x@example.com")
     for command in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "x"), ("tag", "v0.1.0")):
         subprocess.run([*git, *command], check=True)
-    [shown] = re.findall(r"```yaml\n(.*?)```", (EXAMPLES / "README.md").read_text(), re.DOTALL)
+    own = (EXAMPLES / "README.md").read_text().partition("### An instance of your own\n")[2]
+    shown = re.findall(r"```yaml\n(.*?)```", own, re.DOTALL)[0]
     mine.mkdir()
     (mine / "kustomization.yaml").write_text(
         shown.replace("https://git.example/instance-runner", f"file://{repository}")

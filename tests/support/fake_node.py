@@ -96,6 +96,11 @@ class Node:
         return self.path / "kubelet"
 
     @property
+    def cdi(self) -> Path:
+        """Return where DRA drivers put their CDI specifications (:mod:`tests.support.fake_claims`)."""
+        return self.path / "cdi"
+
+    @property
     def pod_resources(self) -> Path:
         """Return where the kubelet's PodResources API listens (:mod:`tests.support.fake_pod_resources`)."""
         return self.kubelet / "pod-resources/kubelet.sock"
@@ -302,7 +307,9 @@ async def controlled(
     device_filter = device_filter or DeviceFilter(node.root.path)
     loop = ReconcileLoop(
         tree=Tree(node.root, partition_writer),
-        source=None if own_cpus else CpuSource(KubeletFiles(node.kubelet), node.path / "sys", CpuSet.parse(reserved)),
+        source=None
+        if own_cpus
+        else CpuSource(KubeletFiles(node.kubelet, node.cdi), node.path / "sys", CpuSet.parse(reserved)),
         sys=node.path / "sys",
         intervals=intervals or Intervals(pause=0.005, readings=10, least=0.01),
         limits=choose_limits(limit_options or LimitOptions(), pods, read_huge_pools(node.path)),

@@ -36,7 +36,16 @@ def command(node: Node, *more: str) -> list[str]:
         *(sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())"),
         *("--root", str(node.root.path), "--cgroupfs", str(node.mount.path), "--socket", str(node.socket)),
         *("--state-dir", str(node.path / "state")),
-        *("--kubelet-dir", str(node.kubelet), "--sysfs", str(node.path / "sys"), "--procfs", str(node.proc)),
+        *(
+            "--kubelet-dir",
+            str(node.kubelet),
+            "--cdi-dir",
+            str(node.cdi),
+            "--sysfs",
+            str(node.path / "sys"),
+            "--procfs",
+            str(node.proc),
+        ),
         *("--no-device-filter", *more),
     ]
 

@@ -15,6 +15,7 @@ from runner.controller.identity import (
 from runner.cpuset import CpuSet
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peer
 from runner.kubelet.pod_cgroups import ContainerCgroup
+from runner.kubelet.state import CpuPolicy, CpuState
 
 OURS, POD_A, POD_B = 4_026_540_001, 4_026_540_100, 4_026_540_200
 A = ContainerCgroup("a", "guaranteed", "/kubepods/poda/1")
@@ -98,11 +99,12 @@ SETS = [CpuSet(), CpuSet([4]), CpuSet([4, 5]), CpuSet([5])]
 def test_agreement_in_every_small_case() -> None:
     for asked, scope, first, second in itertools.product(SETS[1:], SETS, SETS, SETS):
         choices = {first, second} - {CpuSet()}
+        state = CpuState("static", CpuSet(), {"a": {"first": first, "second": second}})
         if asked in choices and asked == scope:
-            check_agreement(asked, choices, scope, "a")
+            check_agreement(asked, state, scope, "a")
             continue
         with pytest.raises(RequestRefusedError) as refused:
-            check_agreement(asked, choices, scope, "a")
+            check_agreement(asked, state, scope, "a")
         # Waiting helps as long as the kubelet's state file and the pod's cgroup differ.
         assert refused.value.lasting == (scope in choices)
         assert refused.value.values["requested"] == str(asked)
@@ -110,7 +112,20 @@ def test_agreement_in_every_small_case() -> None:
 
 
 def test_a_refusal_has_both_values() -> None:
-    with pytest.raises(RequestRefusedError, match=r"'4-5'.*state has '4'.*cpuset.cpus '5'"):
-        check_agreement(CpuSet([4, 5]), [CpuSet([4])], CpuSet([5]), "a")
-    with pytest.raises(RequestRefusedError, match=r"state has nothing, .*; whole CPUs of a Guaranteed pod without"):
-        check_agreement(CpuSet([4, 5]), [], CpuSet([4, 5]), "a")
+    given = {"a": {"vm": CpuSet([4])}}
+    sources: dict[CpuPolicy, str] = {"static": "the kubelet's state has", "none": "the node's resource claims give it"}
+    for policy, source in sources.items():
+        with pytest.raises(RequestRefusedError, match=rf"'4-5'.*{source} '4'.*cpuset.cpus '5'$"):
+            check_agreement(CpuSet([4, 5]), CpuState(policy, CpuSet(), given), CpuSet([5]), "a")
+
+
+@pytest.mark.parametrize(
+    ("policy", "remedy"),
+    [
+        ("static", "state has nothing, .*; whole CPUs of a Guaranteed pod without"),
+        ("none", "claims give it nothing, .*; name a claim for CPUs in resources.claims"),
+    ],
+)
+def test_the_remedy_is_that_of_the_kind_of_node(policy: CpuPolicy, remedy: str) -> None:
+    with pytest.raises(RequestRefusedError, match=remedy):
+        check_agreement(CpuSet([4, 5]), CpuState(policy, CpuSet()), CpuSet([4, 5]), "a")

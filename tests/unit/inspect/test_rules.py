@@ -308,6 +308,13 @@ def test_policy_none_gives_no_exclusive_cpus() -> None:
     assert as_the_kubelet_says(attrs.evolve(KUBELET, given=None)).result is RuleResult.OK
 
 
+def test_under_resource_claims_float_may_lack_what_the_driver_reserves_and_have_nothing_of_a_claim() -> None:
+    claimed = attrs.evolve(KUBELET, by_claims=True, float_cpus=CpuSet.parse("1,4"))
+    assert as_the_kubelet_says(claimed).result is RuleResult.OK
+    assert "float has '1-2'" in violations(as_the_kubelet_says(attrs.evolve(claimed, float_cpus=CpuSet.parse("1-2"))))
+    assert "has '2-3', but" in violations(as_the_kubelet_says(attrs.evolve(claimed, given={UID: CpuSet.parse("2")})))
+
+
 def test_an_empty_shared_pool_leaves_float_unknown() -> None:
     assert "reserved CPUs" in unknown(as_the_kubelet_says(attrs.evolve(KUBELET, shared_pool=CpuSet())))
     assert unknown(as_the_kubelet_says(Unknown("no file"))) == "no file"

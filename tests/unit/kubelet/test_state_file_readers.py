@@ -25,6 +25,8 @@ from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles
 from tests.support.fake_cgroupfs import fake_sysfs
+from tests.support.fake_claims import FakeClaim, put_claims
+from tests.support.fake_pod_resources import FakePodResources, serving
 
 FILES = Path(__file__).parents[2] / "data/kubelet_state"
 A, B = "3ceda12c-3ee9-40fa-9f42-61428fe654a6", "416de7c2-21de-472d-817c-fa9d4306cb7d"
@@ -38,7 +40,8 @@ def kubelet(tmp_path: Path) -> KubeletFiles:
     (tmp_path / "stelia/float").mkdir(parents=True)
     (tmp_path / "stelia/float/cpuset.cpus.effective").write_text("0-7\n")
     (tmp_path / "kubelet").mkdir()
-    return KubeletFiles(tmp_path / "kubelet")
+    (tmp_path / "var/run").mkdir(parents=True)
+    return KubeletFiles(tmp_path / "kubelet", tmp_path / "var/run/cdi")
 
 
 async def by_controller(kubelet: KubeletFiles) -> CpuState | Frozen:
@@ -57,7 +60,7 @@ async def by_check(kubelet: KubeletFiles) -> CpuState | Frozen | None:
 async def by_inspect(kubelet: KubeletFiles) -> KubeletObservation | Unknown:
     root = kubelet.directory.parent
     roots = Roots(sys=root / "sys")
-    return await observe._kubelet_now(roots, Cgroup(root / "stelia"), kubelet.directory)
+    return await observe._kubelet_now(roots, Cgroup(root / "stelia"), kubelet)
 
 
 def by_plan(kubelet: KubeletFiles) -> CpuState | None:
@@ -74,7 +77,7 @@ def by_plan(kubelet: KubeletFiles) -> CpuState | None:
         ("cpu_v3_pod", "0-1,6-7", {A: "2-4", B: "5"}, ""),
         ("cpu_v4", POOL, {A: "2-4"}, ""),
         ("cpu_v4_stale_copy", POOL, {A: "2-4"}, ""),
-        ("cpu_none", "", {}, ""),
+        ("cpu_none", "0-7", {}, ""),
     ],
 )
 async def test_all_read_the_same_state(
@@ -87,8 +90,10 @@ async def test_all_read_the_same_state(
 ) -> None:
     shutil.copy(FILES / name, kubelet.cpu_state)
     state = await by_controller(kubelet)
-    assert state == await by_check(kubelet) == by_plan(kubelet)
+    assert state == await by_check(kubelet)
     assert isinstance(state, CpuState)
+    planned = by_plan(kubelet)
+    assert planned == (state if state.policy == "static" else CpuState("none", CpuSet())), "it knows no claims"
     assert (str(state.shared_pool), str(state.unattributed)) == (pool, unattributed)
     assert {uid: str(cpus) for uid, cpus in state.assigned().items()} == assigned
     seen = await by_inspect(kubelet)
@@ -128,3 +133,22 @@ async def test_the_controller_refuses_two_owners_of_a_cpu(kubelet: KubeletFiles,
     frozen = Frozen(f"cannot use {kubelet.cpu_state}: CPUs 2 of {A} are also in the shared pool or another pod's")
     assert await by_controller(kubelet) == await by_check(kubelet) == frozen
     assert await by_inspect(kubelet) == Unknown(frozen.reason)
+
+
+async def test_all_read_the_same_resource_claims(kubelet: KubeletFiles) -> None:
+    """The controller asks the kubelet which container has them; the others, which decide nothing, read the files alone."""
+    shutil.copy(FILES / "cpu_none", kubelet.cpu_state)
+    claims = (FakeClaim("a0", "2-3", A), FakeClaim("b0", "6", B))
+    put_claims(kubelet.directory, kubelet.cdi, claims)
+    api = FakePodResources(containers=[claim.container(f"default/{claim.uid}") for claim in claims])
+    async with serving(kubelet.pod_resources, api):
+        state = await by_controller(kubelet)
+    looked = await by_check(kubelet)
+    assert isinstance(state, CpuState)
+    assert isinstance(looked, CpuState)
+    assigned = {A: CpuSet([2, 3]), B: CpuSet([6])}
+    assert (str(state.shared_pool), state.assigned()) == ("0-1,4-5,7", assigned)
+    assert (looked.shared_pool, looked.assigned()) == (state.shared_pool, assigned)
+    seen = await by_inspect(kubelet)
+    assert isinstance(seen, KubeletObservation)
+    assert (seen.shared_pool, seen.given, seen.by_claims) == (state.shared_pool, assigned, True)
