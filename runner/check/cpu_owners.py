@@ -13,7 +13,7 @@ from runner.placement.pins import place
 from runner.plan.host_checks import CPU_TIME, OWN_CPUS, shared_cpus, too_little_time
 from runner.values import frozen
 
-OWN = Check("own-cpus", "a pod that asks for 20 CPUs has 20 CPUs only if the kubelet gives them to no other pod")
+OWN = Check("own-cpus", "a pod that asks for 20 CPUs has 20 CPUs only if no other pod is given any of them")
 CORES = Check("cores", "threads of one core slow each other, and memory of another NUMA node is slower by half")
 TIME = Check("cpu-time", "a vCPU that is throttled stands still for up to a tenth of a second at a time")
 INTERRUPTS = Check("interrupts", "an interrupt on a vCPU's CPU stops the guest for as long as its handler runs")
@@ -58,6 +58,8 @@ def judge_own_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet, *, asks_
     reason = shared_cpus(pod, allowed, online)
     if reason is not None:
         return OWN.warning(reason, OWN_CPUS) if asks_for_less else OWN.fatal(reason, OWN_CPUS)
+    if pod is not None and pod.has_claimed(allowed):
+        return OWN.ok(f"a resource claim gives the container CPUs '{pod.claimed}' of '{online}'")
     if pod is not None and pod.qos == "guaranteed":
         return OWN.ok(f"the pod is Guaranteed ({pod.evidence}) and may use CPUs '{allowed}' of '{online}'")
     if pod is not None:

@@ -102,6 +102,13 @@ class Kvm:
         return self.mode & bits == bits and self.group_id != 0
 
 
+CLAIMED_CPUS = "DRA_CPUSET_"
+"""The beginning of the environment variables, one for each resource claim, by which a DRA driver tells a container its CPUs.
+
+It shows a runner why it has them. The controller does not believe it: :mod:`runner.kubelet.claims`.
+"""
+
+
 @frozen
 class PodQos:
     """The QoS class of the Kubernetes pod that this process is in."""
@@ -110,6 +117,12 @@ class PodQos:
     """``guaranteed``, ``burstable``, ``besteffort``, or empty if it cannot be read from inside the pod."""
     evidence: str = ""
     """The file or setting that shows it, as a clause of a message."""
+    claimed: CpuSet = attrs.field(factory=CpuSet)
+    """The CPUs of the container's resource claims, by its environment (:data:`CLAIMED_CPUS`)."""
+
+    def has_claimed(self, allowed: CpuSet) -> bool:
+        """Tell whether the CPUs that it may use are *allowed* to it by a resource claim, whatever its QoS class."""
+        return bool(allowed) and allowed <= self.claimed
 
 
 @frozen

@@ -20,7 +20,7 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, RefusedError, explain
 from runner.facts.disk import DocumentFact, FileFact, LateDiskFacts
 from runner.facts.hardware import huge_limit_variable, hugepages_resource
-from runner.facts.host import HostFacts, Kvm, PodName, PodQos, Resolver, User, Virtiofsd
+from runner.facts.host import CLAIMED_CPUS, HostFacts, Kvm, PodName, PodQos, Resolver, User, Virtiofsd
 from runner.facts.memory import HugeFact, MemoryLimits
 from runner.facts.roots import Roots
 from runner.kernel.cgroup import Cgroup
@@ -318,11 +318,20 @@ def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> PodQos | None:
 
         container = parse_container(cgroup)
         if container is not None:
-            return PodQos(container.qos, f"its cgroup is {container.path}")
+            return PodQos(container.qos, f"its cgroup is {container.path}", _claimed_cpus(environment))
     if "KUBERNETES_SERVICE_HOST" not in environment:  # the kubelet sets it in every container
         return None
     value = procfs.oom_score_adj()
-    return PodQos(qos_of_oom_score_adj(value), f"its oom_score_adj is {value}")
+    return PodQos(qos_of_oom_score_adj(value), f"its oom_score_adj is {value}", _claimed_cpus(environment))
+
+
+def _claimed_cpus(environment: Mapping[str, str]) -> CpuSet:
+    """Return the CPUs of the container's resource claims; none if the variables are not a DRA driver's."""
+    try:
+        sets = [CpuSet.parse(cpus) for name, cpus in environment.items() if name.startswith(CLAIMED_CPUS)]
+    except ValueError:
+        return CpuSet()
+    return CpuSet(cpu for cpus in sets for cpu in cpus)
 
 
 def read_pod_name(environment: Mapping[str, str]) -> PodName:

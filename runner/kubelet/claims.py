@@ -31,6 +31,7 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.errors import Problem, SpecError
 from runner.facts.hardware import OnlineCpus
+from runner.facts.host import CLAIMED_CPUS
 from runner.kubelet.go_json import cpu_set, field, members, one_error, parse_document
 from runner.kubelet.pod_resources import ContainerResources
 from runner.kubelet.state import CpuState
@@ -44,7 +45,6 @@ DRIVER_SOCKETS = f"{DRIVER}*-reg.sock"
 CDI_KIND = "dra.k8s.io/cpu"
 CDI_FILES = ("dra.k8s.io-cpu_*.json", f"{DRIVER}.json")
 """The names of its specifications: from release 0.2 on, and in 0.1."""
-_VARIABLE = "DRA_CPUSET_"
 
 
 @frozen
@@ -130,12 +130,12 @@ def parse_cpu_devices(text: bytes, source: str) -> tuple[ClaimedCpus, ...]:
 
 def _claimed(device: Value) -> ClaimedCpus:
     environment = field(field(device, "containerEdits", {}), "env", [])
-    found = [each for each in environment.elements() if each.text().startswith(_VARIABLE)]
+    found = [each for each in environment.elements() if each.text().startswith(CLAIMED_CPUS)]
     if len(found) != 1:
-        environment.fail(f"must have one variable {_VARIABLE}…, found {len(found)}")
-    claim, equals, cpus = found[0].text().removeprefix(_VARIABLE).partition("=")
+        environment.fail(f"must have one variable {CLAIMED_CPUS}…, found {len(found)}")
+    claim, equals, cpus = found[0].text().removeprefix(CLAIMED_CPUS).partition("=")
     if not claim or not equals:
-        found[0].fail(f"must be {_VARIABLE}<claim uid>=<CPUs>, found {found[0].value!r}")
+        found[0].fail(f"must be {CLAIMED_CPUS}<claim uid>=<CPUs>, found {found[0].value!r}")
     name = f"{CDI_KIND}={field(device, 'name').text()}"
     return ClaimedCpus(name, claim, cpu_set(attrs.evolve(found[0], value=cpus)))
 

@@ -11,7 +11,8 @@ QEMU_OLDEST = (7, 2)
 
 OWN_CPUS = (
     "give every container of the pod whole CPUs and memory with requests equal to limits, the pod itself no resources "
-    "(spec.resources), and the node's kubelet `cpuManagerPolicy: static`"
+    "(spec.resources), and the node's kubelet `cpuManagerPolicy: static`; on a node with a DRA driver for CPUs, name a claim "
+    "for them in resources.claims of the container"
 )
 """The remedy for :func:`shared_cpus`. A pod with pod-level resources can be Guaranteed and gets no exclusive CPUs, whatever
 its containers request (``policy_static.go``, ``Allocate``, with the gate ``PodLevelResourceManagers`` off)."""
@@ -44,9 +45,10 @@ def shared_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet) -> str | No
     """Return why the CPUs that a process of *pod* may use are not exclusive; ``None`` if nothing shows that.
 
     The kubelet gives exclusive CPUs to Guaranteed pods alone, and never every *online* CPU of the node: its static
-    policy does not start without a reservation (``policy_static.go``, ``NewStaticPolicy``).
+    policy does not start without a reservation (``policy_static.go``, ``NewStaticPolicy``). A DRA driver gives them to a
+    container of any pod.
     """
-    if pod is None:
+    if pod is None or pod.has_claimed(allowed):
         return None
     if pod.qos in {"burstable", "besteffort"}:
         name = {"burstable": "Burstable", "besteffort": "BestEffort"}[pod.qos]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path, PurePosixPath
 
+import attrs
 import pytest
 
 from runner.check import cpu_owners, device_rights, kernel_settings, programs
@@ -121,6 +122,7 @@ CASES: list[tuple[Finding, Level, str]] = [
     (kernel_settings.judge_pci([PciDevice(f"0000:0{i}:00.0", 0x02, -1) for i in range(9)], 2), WARNING, "and 1 more"),
     (own(GUARANTEED, SOME), OK, "the pod is Guaranteed (its oom_score_adj is -997) and may use CPUs '2-3' of '0-7'"),
     (own(BURSTABLE, SOME), FATAL, "the pod is Burstable"),
+    (own(attrs.evolve(BURSTABLE, claimed=SOME), SOME), OK, "a resource claim gives the container CPUs '2-3' of '0-7'"),
     (own(BURSTABLE, SOME, less=True), WARNING, "the pod is Burstable"),
     (own(GUARANTEED, ALL), FATAL, "every CPU of the node"),
     (own(PodQos("", "its oom_score_adj is 0"), SOME), UNKNOWN, "QoS class cannot be seen (its oom_score_adj is 0)"),

@@ -38,6 +38,14 @@ def test_the_kubelets_oom_score_adj_gives_the_qos_class(value: int, qos: str) ->
         ),
         (PodQos(), ALL, "the pod may use every CPU of the node ('0-7'), so none is its own"),
         (PodQos("burstable", "a word"), SOME, "the pod is Burstable (a word), so it shares its CPUs with other pods"),
+        (PodQos("burstable", "", SOME), SOME, None),
+        (PodQos("besteffort", "", CpuSet([1, 2, 3])), SOME, None),
+        (
+            PodQos("burstable", "a word", CpuSet([2])),
+            SOME,
+            "the pod is Burstable (a word), so it shares its CPUs with other pods",
+        ),
+        (PodQos("", "", SOME), ALL, "the pod may use every CPU of the node ('0-7'), so none is its own"),
         (PodQos("besteffort", "a word"), SOME, "the pod is BestEffort (a word), so it shares its CPUs with other pods"),
     ],
 )
@@ -69,6 +77,13 @@ def test_the_oldest_qemu(version: str, *, old: bool) -> None:
         ("/", 200, {}, None),
         ("/", 0, IN_KUBERNETES, PodQos("", "its oom_score_adj is 0")),
         ("/", -997, IN_KUBERNETES, PodQos("guaranteed", "its oom_score_adj is -997")),
+        (
+            "/",
+            500,
+            {**IN_KUBERNETES, "DRA_CPUSET_1b2c": "2-3", "DRA_CPUSET_3d4e": "6", "OTHER": "7"},
+            PodQos("burstable", "its oom_score_adj is 500", CpuSet([2, 3, 6])),
+        ),
+        ("/", 0, {**IN_KUBERNETES, "DRA_CPUSET_1b2c": "all"}, PodQos("", "its oom_score_adj is 0")),
         (f"/{SLICE}/crio-4a.scope", -997, {}, PodQos("burstable", f"its cgroup is /{SLICE}/crio-4a.scope")),
         ("/kubepods-of-mine", 0, {}, None),
     ],
