@@ -150,7 +150,8 @@ def check_agreement(asked: CpuSet, state: CpuState, scope: CpuSet, pod_uid: str)
         remedy = (
             "; name a claim for CPUs in resources.claims of the container, which must be running"
             if by_claims
-            else "; whole CPUs of a Guaranteed pod without spec.resources are exclusive, and no others"
+            else "; whole CPUs of a Guaranteed pod are exclusive, and no others; of one with spec.resources only by the kubelet's gate "
+            "PodLevelResourceManagers"
         )
     raise RequestRefusedError(
         CPUSET,

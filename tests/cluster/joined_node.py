@@ -110,7 +110,11 @@ def joined_node(given: Mapping[str, Any], control: ControlPlane) -> Iterator[Joi
         try:
             until(lambda: node.ready, "the node to be Ready", READY_WITHIN)
         except AssertionError:
-            print((run / "node.log").read_text()[-4000:], node.execute("tail", "-n", "60", CONTAINERD_LOG).stdout, sep="\n")
+            print(
+                (run / "node.log").read_text()[-4000:],
+                node.execute("tail", "-n", "60", CONTAINERD_LOG).stdout,
+                sep="\n",
+            )
             raise
         yield node
     finally:

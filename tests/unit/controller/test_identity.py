@@ -122,7 +122,7 @@ def test_a_refusal_has_both_values() -> None:
 @pytest.mark.parametrize(
     ("policy", "remedy"),
     [
-        ("static", "state has nothing, .*; whole CPUs of a Guaranteed pod without"),
+        ("static", "state has nothing, .*; whole CPUs of a Guaranteed pod are .* gate PodLevelResourceManagers$"),
         ("none", "claims give it nothing, .*; name a claim for CPUs in resources.claims"),
     ],
 )
