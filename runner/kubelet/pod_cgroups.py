@@ -9,6 +9,9 @@ cgroupfs    ``/kubepods/[QOS/]podUID/ID``
 ==========  ==========================================================================================
 
 QOS is ``burstable`` or ``besteffort``; a Guaranteed pod has none. Below systemd the UID's hyphens are underscores.
+From Kubernetes 1.37 on a kubelet with a ``systemPartition`` (KEP-5894, feature gate ``NodeSystemPartition``) has the pods of
+some namespaces in the same tree below ``/kubepods/system``: ``/kubepods/system/[QOS/]podUID/ID``, and by systemd
+``/kubepods.slice/kubepods-system.slice/[kubepods-system-QOS.slice/]kubepods-system[-QOS]-podUID.slice/RUNTIME-ID.scope``.
 The kubelet's ``cgroupRoot`` may precede it (kind: ``/kubelet.slice/kubelet-kubepods.slice/…``). Static pods have
 UIDs of 32 hexadecimal digits. A container may have groups of its own below (CRI-O with crun: ``…/container``).
 
@@ -19,6 +22,7 @@ looks like another pod's, but it cannot change the path above its own.
 from __future__ import annotations
 
 import re
+from itertools import accumulate, product
 
 from runner.values import frozen
 
@@ -43,12 +47,13 @@ _RUNTIMES = "cri-containerd|crio|docker|libpod"
 # Not compiled here, which takes 4 ms: only what meets such a path compiles them, and `re` keeps them.
 _SYSTEMD = (
     r"(?P<pod>(?:/[^/]+\.slice)*?/(?P<root>(?:[^/]+-)?)kubepods\.slice"
-    r"(?:/(?P=root)kubepods-(?P<qos>burstable|besteffort)\.slice)?"
-    rf"/(?P=root)kubepods(?(qos)-(?P=qos))-pod(?P<uid>{_UID % ('_', '_')})\.slice)"
+    r"(?:/(?P=root)kubepods-(?P<system>system)\.slice)?"
+    r"(?:/(?P=root)kubepods(?(system)-system)-(?P<qos>burstable|besteffort)\.slice)?"
+    rf"/(?P=root)kubepods(?(system)-system)(?(qos)-(?P=qos))-pod(?P<uid>{_UID % ('_', '_')})\.slice)"
     rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})\.scope(?P<below>/.*)?"
 )
 _CGROUPFS = (
-    r"(?P<pod>(?:/kubelet)?/kubepods(?:/(?P<qos>burstable|besteffort))?"
+    r"(?P<pod>(?:/kubelet)?/kubepods(?:/system)?(?:/(?P<qos>burstable|besteffort))?"
     rf"/pod(?P<uid>{_UID % ('-', '-')}))"
     rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})(?P<below>/.*)?"
 )
@@ -128,12 +133,12 @@ def pod_groups(pod_uid: str) -> tuple[str, ...]:
     """Return the possible paths of the cgroup of pod *pod_uid*, relative to the root of the hierarchy."""
     underscored = pod_uid.replace("-", "_")
     paths = []
-    for qos in ("", "burstable", "besteffort"):
-        dashed = f"-{qos}" if qos else ""
-        for above, prefix in (("", ""), ("kubelet.slice/", "kubelet-")):
-            middle = f"{prefix}kubepods{dashed}.slice/" if qos else ""
-            paths.append(f"{above}{prefix}kubepods.slice/{middle}{prefix}kubepods{dashed}-pod{underscored}.slice")
-        paths.extend(f"{above}kubepods/{qos + '/' if qos else ''}pod{pod_uid}" for above in ("", "kubelet/"))
+    for partition, qos in product(((), ("system",)), ((), ("burstable",), ("besteffort",))):
+        names = ("kubepods", *partition, *qos)
+        for above in ((), ("kubelet",)):
+            slices = list(accumulate((*above, *names, f"pod{underscored}"), "{}-{}".format))
+            paths.append("/".join(f"{each}.slice" for each in slices))
+            paths.append("/".join((*above, *names, f"pod{pod_uid}")))
     return tuple(paths)
 
 

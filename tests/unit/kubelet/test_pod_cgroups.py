@@ -45,6 +45,32 @@ U = UID.replace("-", "_")
         (f"/kubepods/burstable/pod{UID}/{ID}", UID, "burstable"),
         (f"/kubepods/besteffort/pod{STATIC}/crio-{ID}", STATIC, "besteffort"),
         (f"/kubelet/kubepods/pod{UID}/{ID}", UID, "guaranteed"),
+        # the system partition of the node (KEP-5894), the three classes of its "Proposed Hierarchy"
+        (f"/kubepods/system/pod{UID}/{ID}", UID, "guaranteed"),
+        (f"/kubepods/system/burstable/pod{UID}/{ID}", UID, "burstable"),
+        (f"/kubepods/system/besteffort/pod{STATIC}/crio-{ID}", STATIC, "besteffort"),
+        (
+            f"/kubepods.slice/kubepods-system.slice/kubepods-system-pod{U}.slice/cri-containerd-{ID}.scope",
+            UID,
+            "guaranteed",
+        ),
+        (
+            (
+                "/kubepods.slice/kubepods-system.slice/kubepods-system-burstable.slice"
+                f"/kubepods-system-burstable-pod{U}.slice/cri-containerd-{ID}.scope"
+            ),
+            UID,
+            "burstable",
+        ),
+        (
+            (
+                "/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-system.slice"
+                "/kubelet-kubepods-system-besteffort.slice"
+                f"/kubelet-kubepods-system-besteffort-pod{STATIC}.slice/crio-{ID}.scope"
+            ),
+            STATIC,
+            "besteffort",
+        ),
     ],
 )
 def test_knows_the_kubelets_paths(path: str, owner: str, qos: str) -> None:
@@ -72,6 +98,12 @@ def test_knows_the_kubelets_paths(path: str, owner: str, qos: str) -> None:
         f"/kubepods.slice/kubepods-burstable.slice/kubepods-pod{U}.slice/cri-containerd-{ID}.scope",
         f"/kubepods.slice/kubepods-burstable-pod{U}.slice/cri-containerd-{ID}.scope",
         f"/kubepods.slice/kubepods-pod{U}.slice/cri-containerd-{ID}.scope (deleted)",
+        f"/kubepods.slice/kubepods-system.slice/kubepods-pod{U}.slice/cri-containerd-{ID}.scope",
+        f"/kubepods.slice/kubepods-system-pod{U}.slice/cri-containerd-{ID}.scope",
+        f"/kubepods.slice/kubepods-system.slice/kubepods-burstable.slice/kubepods-burstable-pod{U}.slice/{ID}.scope",
+        f"/kubepods.slice/kubepods-burstable.slice/kubepods-system.slice/kubepods-system-pod{U}.slice/{ID}.scope",
+        f"/kubepods/burstable/system/pod{UID}/{ID}",
+        f"/kubepods/system/system/pod{UID}/{ID}",
         f"/../kubepods.slice/kubepods-pod{U}.slice/cri-containerd-{ID}.scope",
         f"/user.slice/user-1000.slice/user@1000.service/kubepods.slice/kubepods-pod{U}.slice/crio-{ID}.scope",
         f"/system.slice/docker-{ID}.scope/kubepods/pod{UID}/{ID}",
@@ -81,9 +113,10 @@ def test_other_paths_belong_to_no_container(path: str) -> None:
     assert parse_container(path) is None
 
 
-def test_a_container_that_imitates_another_pod_below_itself_is_recognised() -> None:
+@pytest.mark.parametrize("system", ["", "kubepods-system.slice/kubepods-system-"])
+def test_a_container_that_imitates_another_pod_below_itself_is_recognised(system: str) -> None:
     mine = f"/kubepods.slice/kubepods-pod{U}.slice/crio-{ID}.scope"
-    theirs = f"/kubepods.slice/kubepods-pod{OTHER.replace('-', '_')}.slice/crio-{ID}.scope"
+    theirs = f"/kubepods.slice/{system or 'kubepods-'}pod{OTHER.replace('-', '_')}.slice/crio-{ID}.scope"
     container = parse_container(mine + theirs)
     assert container is not None
     assert (container.owner, container.path) == (UID, mine)

@@ -18,6 +18,8 @@ ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
         (f"/kubepods.slice/kubepods-pod{DASHED}.slice/cri-containerd-{ID}.scope", [], UID),
         (f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{DASHED}.slice/crio-{ID}.scope", [], UID),
         (f"/kubepods/pod{UID}/{ID}", [], UID),
+        (f"/kubepods/system/burstable/pod{UID}/{ID}", [], UID),
+        (f"/kubepods.slice/kubepods-system.slice/kubepods-system-pod{DASHED}.slice/cri-containerd-{ID}.scope", [], UID),
         (f"/kubelet/kubepods/besteffort/pod{UID}/{ID}", [], UID),
         (f"/kubepods.slice/kubepods-pod{STATIC}.slice/cri-containerd-{ID}.scope/container", [], STATIC),
         # in a cgroup namespace of its own, the container's mounts still show it
