@@ -6,14 +6,33 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from zlib import crc32
+
+import attrs
 
 from tests.emulated_node import artefacts
 from tests.emulated_node.cache import KEPT_SECONDS, EmulatedNodeError, directory, fetch, follow, locked, say
 
 PROJECT = Path(__file__).resolve().parents[2]
-IMAGES = ("gpu-instance", "controller")
+
+
+@attrs.frozen
+class Image:
+    """An image that is built: the directory of its Containerfile, and the build arguments that differ from its defaults."""
+
+    directory: str
+    arguments: Mapping[str, str] = attrs.field(factory=dict[str, str])
+
+
+IMAGES = {
+    "gpu-instance": Image("gpu-instance"),
+    "controller": Image("controller"),
+    "gpu-instance-backports": Image("gpu-instance", {"QEMU_SUITE": "trixie-backports"}),
+}
+DEPLOYED = ("gpu-instance", "controller")
+"""The images that the manifests name. The others are only built, looked into and started with their demo guest."""
 TOOLS = {"podman": "podman", "buildah": "buildah", "runc": "runc", "mkfs.erofs": "erofs-utils"}
 UNPACKED_SECONDS = 24 * 3600
 """Seconds that an image's root file system is kept: every change of the code makes another."""
@@ -35,8 +54,8 @@ def podman(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def build() -> dict[str, str]:
-    """Build both images and return their ids by name."""
+def build(names: Iterable[str]) -> dict[str, str]:
+    """Build the images *names*, keys of :data:`IMAGES`, and return their ids by name."""
     missing = sorted(package for program, package in TOOLS.items() if shutil.which(program) is None)
     if missing:
         raise EmulatedNodeError(f"cannot build the images: something is missing; apt-get install {' '.join(missing)}")
@@ -45,10 +64,10 @@ def build() -> dict[str, str]:
     with locked(directory() / "images.lock", "images"):
         if base not in podman("images", "--format", "{{.Repository}}:{{.Tag}}").split():
             podman("import", "--quiet", str(tar), base)
-        return {name: built(name, base) for name in IMAGES}
+        return {name: built(name, IMAGES[name], base) for name in names}
 
 
-def built(name: str, base: str) -> str:
+def built(name: str, image: Image, base: str) -> str:
     """Build one image from its Containerfile and return its id."""
     started = time.monotonic()
     identity = directory() / f"{name}.id"
@@ -56,20 +75,20 @@ def built(name: str, base: str) -> str:
     # The certificates that this machine trusts; where a proxy intercepts TLS they are not Debian's.
     bundle = os.environ.get("SSL_CERT_FILE", CERTIFICATES)
     secret = ["--secret", f"id=ca,src={bundle}"] if Path(bundle).is_file() else []
+    arguments = [f"--build-arg={key}={value}" for key, value in {"BASE": base, **image.arguments}.items()]
     argv = [
         *("buildah", *storage(), "build", "--isolation", "chroot", "--network", "host", "--layers", *secret),
-        *("--build-arg", f"BASE={base}", "--file", f"images/{name}/Containerfile", "--iidfile", str(identity), "."),
+        *(*arguments, "--file", f"images/{image.directory}/Containerfile", "--iidfile", str(identity), "."),
     ]
     log = directory() / f"{name}.log"
     say(f"building the image {name} (log: {log})")
     status, last = follow(name, argv, log, PROJECT, os.environ)
     if status != 0:
         raise EmulatedNodeError(f"buildah failed with status {status}:\n{last}")
-    image = identity.read_text().strip().removeprefix("sha256:")
-    say(
-        f"{name}: {int(podman('image', 'inspect', '--format', '{{.Size}}', image)) / 1e6:.0f} MB in {time.monotonic() - started:.0f} s"
-    )
-    return image
+    built_id = identity.read_text().strip().removeprefix("sha256:")
+    size = int(podman("image", "inspect", "--format", "{{.Size}}", built_id)) / 1e6
+    say(f"{name}: {size:.0f} MB in {time.monotonic() - started:.0f} s")
+    return built_id
 
 
 def root_file_system(name: str, image: str) -> Path:

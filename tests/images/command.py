@@ -32,8 +32,8 @@ CALLED = {"gpu-instance": "gpu-instance", "controller": "instance-cgroup-control
 def write_manifests(images: dict[str, str]) -> str:
     """Write the manifests' objects and the images' configurations to a file, and return its path in the node."""
     configurations = {
-        CALLED[name]: json.loads(built.podman("image", "inspect", "--format", "{{json .Config}}", image))
-        for name, image in images.items()
+        called: json.loads(built.podman("image", "inspect", "--format", "{{json .Config}}", images[name]))
+        for name, called in CALLED.items()
     }
     file = PROJECT / ".cache" / "images" / "manifests.json"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def write_manifests(images: dict[str, str]) -> str:
 
 def in_node(images: dict[str, str], *arguments: str) -> int:
     """Run tests/node/run with *arguments*, the images as disks and the manifests; return its status."""
-    disks = [f"--disk={name}={built.root_file_system(name, image)}" for name, image in images.items()]
+    disks = [f"--disk={name}={built.root_file_system(name, images[name])}" for name in built.DEPLOYED]
     return subprocess.run(
         ["tests/node/run", *disks, *arguments],
         cwd=PROJECT,
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
     try:
-        images = built.build()
+        images = built.build(built.DEPLOYED if options.only in {"node", "systemd"} else built.IMAGES)
         os.environ["RUNNER_KUSTOMIZE"] = str(fetch(artefacts.kustomize()))
         os.environ["RUNNER_PROMETHEUS"] = str(fetch(prometheus()))
         os.environ["RUNNER_PODMAN"] = str(fetch(podman()))

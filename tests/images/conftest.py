@@ -97,6 +97,11 @@ def gpu_instance() -> str:
 
 
 @pytest.fixture(scope="session")
+def gpu_instance_backports() -> str:
+    return image("gpu-instance-backports")
+
+
+@pytest.fixture(scope="session")
 def controller() -> str:
     return image("controller")
 

@@ -19,7 +19,7 @@ from tests.images.built import PROJECT
 from tests.images.conftest import NO_KVM, PODMAN, Run
 
 Files = Callable[[str], AbstractContextManager[Path]]
-MEGABYTES = {"gpu_instance": 240, "controller": 140}
+MEGABYTES = {"gpu_instance": 240, "gpu_instance_backports": 242, "controller": 140}
 """The largest unpacked size of each image; Debian takes 80 of it. images/README.md lists their parts."""
 NEEDED = ("NET_ADMIN", "SYS_NICE", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE")
 """The capabilities of a run: for bridge and tap, to pin threads of another user, to become and to end it, for the DHCP port."""
@@ -62,6 +62,20 @@ def test_a_bare_run_boots_the_demo_guest_and_stops_it_in_order(run: Run, gpu_ins
     assert (share / "word").read_text() == "hello\n"
     users = container.execute("sh", "-c", "stat -c %U /proc/$(cat /proc/*/stat | grep qemu-system | cut -d' ' -f1)")
     assert users.strip() == "qemu"
+    assert container.stop() == 0, container.output
+    assert "guest: power button" in container.output
+    assert "ended outcome=stopped status=0 faults=0" in container.output
+    assert re.search(r"QEMU is up pid=\d+ version=10\.0\.", container.output), container.output
+
+
+def test_qemu_of_the_backports_boots_the_demo_guest(run: Run, gpu_instance_backports: str) -> None:
+    """Its files of QEMU are those that the image keeps of the stable one, and few capabilities are enough for it, too."""
+    container = run(gpu_instance_backports, *least(*NEEDED, *NEEDED_FOR_SHARES), "--tmpfs", "/srv/share:mode=777")
+    container.until("guest: done")
+    assert re.search(r"QEMU is up pid=\d+ version=11\.[1-9]", container.output), container.output
+    assert "guest: address 192.168.77.2/24" in container.output
+    assert "guest: wrote hello into the share" in container.output
+    assert "~bpo13" in container.execute("dpkg-query", "-W", "-f", "${Version}", "passt")
     assert container.stop() == 0, container.output
     assert "guest: power button" in container.output
     assert "ended outcome=stopped status=0 faults=0" in container.output
@@ -157,7 +171,7 @@ def test_the_controllers_image_runs_its_program(run: Run, controller: str) -> No
     assert "cannot listen at /run/instance-cgroup-controller/controller.sock" in bare.output
 
 
-@pytest.mark.parametrize("name", ["gpu_instance", "controller"])
+@pytest.mark.parametrize("name", list(MEGABYTES))
 def test_what_is_in_an_image_and_what_is_not(name: str, request: pytest.FixtureRequest, files: Files) -> None:
     image = request.getfixturevalue(name)
     size = int(inspect(image, "{{.Size}}")) / 1e6
