@@ -286,6 +286,39 @@ def _qos(parts: Mapping[str, _Resources]) -> tuple[QosClass, list[str]]:
     return (QosClass.BURSTABLE, why) if why else (QosClass.GUARANTEED, [])
 
 
+def _claim_notes(spec: Value) -> Iterator[str]:
+    """Yield what is not known of the devices that the pod's containers get by resource claims (DRA)."""
+    named = (
+        {each.get("name").text() for each in spec.get("resourceClaims").elements()}
+        if spec.get("resourceClaims")
+        else set()
+    )
+    used: dict[str, None] = {}
+    for key in ("initContainers", "containers"):
+        for container in spec.get(key).elements() if spec.get(key) else ():
+            claims = container.get("resources", {}).get("claims")
+            words = []
+            for claim in claims.elements() if claims else ():
+                name = claim.get("name").text()
+                if name not in named:
+                    claim.get("name").fail(f"must be the name of an entry of the pod's resourceClaims, found {name!r}")
+                used[name] = None
+                request = _word(claim.get("request"))
+                words.append(f"{name!r} (request {request!r})" if request else repr(name))
+            if words:
+                yield (
+                    f"container {container.get('name').text()!r} has devices by resource claims (DRA): {', '.join(words)}; not "
+                    "known here: which devices these are, on which NUMA nodes, and whether this node has any left"
+                )
+    if used:
+        yield (
+            "the Topology Manager does not look at resource claims: their devices may be on other NUMA nodes than the CPUs and "
+            "the memory above, unless a claim's constraints forbid it; CPUs or memory that a DRA driver gives are not in this plan"
+        )
+    if named - used.keys():
+        yield f"no container uses the pod's resource claims {', '.join(map(repr, sorted(named - used.keys())))}"
+
+
 def _notes(document: Value, spec: Value, pod: Pod, resources: Mapping[str, _Resources]) -> Iterator[str]:
     replicas = document.get("spec", {}).get("replicas").value if document.get("kind").value != "Pod" else None
     if isinstance(replicas, int) and not isinstance(replicas, bool) and replicas != 1:
@@ -297,8 +330,7 @@ def _notes(document: Value, spec: Value, pod: Pod, resources: Mapping[str, _Reso
                     f"container {container.name!r} asks for {container.millicpus}m CPUs, which is not a whole number:"
                     " it runs in the shared pool"
                 )
-    if spec.get("resourceClaims"):
-        yield "resourceClaims (DRA) are ignored, here as in the Topology Manager"
+    yield from _claim_notes(spec)
     hugepages = {name for each in resources.values() for name in each.requests if name.startswith(HUGEPAGES_PREFIX)}
     if hugepages and not pod.guaranteed:
         yield f"{', '.join(sorted(hugepages))}: the Memory Manager places them for Guaranteed pods only"

@@ -227,13 +227,41 @@ def test_static_pods_are_critical(annotations: dict[str, str], uid: str, *, crit
 
 
 def test_notes_for_the_operator() -> None:
-    half = read(pod(limits(cpu="2500m", memory="1Gi"), resourceClaims=[{"name": "gpu"}]))
+    half = read(pod(limits(cpu="2500m", memory="1Gi")))
     assert half.notes == (
         "container 'c0' asks for 2500m CPUs, which is not a whole number: it runs in the shared pool",
-        "resourceClaims (DRA) are ignored, here as in the Topology Manager",
     )
     burstable = read(pod({"resources": {"requests": {"cpu": 1}, "limits": {"hugepages-1Gi": "1Gi"}}}))
     assert burstable.notes == ("hugepages-1Gi: the Memory Manager places them for Guaranteed pods only",)
+
+
+def test_what_is_not_known_of_resource_claims_is_said() -> None:
+    """Which claims, of which container; that no manager of the kubelet looks at them; and claims that no container uses."""
+    uses = [{"name": "gpus"}, {"name": "nics", "request": "fast"}]
+    resources = {"resources": {"limits": {"cpu": 2, "memory": "1Gi"}, "claims": uses}}
+    claims = [{"name": name, "resourceClaimTemplateName": "t"} for name in ("gpus", "nics", "spare")]
+    first, second, third = read(pod(resources, limits(cpu=1, memory="1Gi"), resourceClaims=claims)).notes
+    assert first == (
+        "container 'c0' has devices by resource claims (DRA): 'gpus', 'nics' (request 'fast'); not known here: which devices "
+        "these are, on which NUMA nodes, and whether this node has any left"
+    )
+    assert second.startswith(
+        "the Topology Manager does not look at resource claims: their devices may be on other NUMA nodes"
+    )
+    assert second.endswith("CPUs or memory that a DRA driver gives are not in this plan")
+    assert third == "no container uses the pod's resource claims 'spare'"
+    assert read(pod(limits(cpu=2, memory="1Gi"), resourceClaims=claims[:1])).notes == (
+        "no container uses the pod's resource claims 'gpus'",
+    )
+    assert read(pod(limits(cpu=2, memory="1Gi"))).notes == ()
+
+
+def test_resource_claims_change_nothing_else() -> None:
+    """They count neither for the QoS class nor as devices of device plugins."""
+    resources = limits(cpu=2, memory="1Gi")
+    with_claim = {"resources": {**resources["resources"], "claims": [{"name": "gpus"}]}}
+    claimed = read(pod(with_claim, resourceClaims=[{"name": "gpus", "resourceClaimName": "two-gpus"}]))
+    assert (claimed.pod, claimed.qos) == (read(pod(resources)).pod, QosClass.GUARANTEED)
 
 
 @pytest.mark.parametrize(("amount", "millicpus"), [("0.1", 100), (0.5, 500), ("1e3m", None), ("100u", 1), (3, 3000)])
@@ -255,6 +283,11 @@ def test_quantities(amount: object, millicpus: int | None) -> None:
         ({"kind": "Pod", "spec": {"containers": [{}]}}, "spec.containers[0].name: must be a string, found None"),
         ({"kind": "Pod", "spec": {"containers": ["c"]}}, "spec.containers[0]: must be an object, found 'c'"),
         ({"kind": "List", "items": {}}, "items: must be a list, found {}"),
+        (
+            pod({"resources": {"claims": [{"name": "gpu"}]}}, resourceClaims=[{"name": "gpus"}]),
+            "spec.containers[0].resources.claims[0].name: must be the name of an entry of the pod's resourceClaims, found 'gpu'",
+        ),
+        (pod({"resources": {"claims": {}}}), "spec.containers[0].resources.claims: must be a list, found {}"),
         ({"kind": "Job", "spec": {}}, "spec.template: must be an object, found None"),
         (
             pod({"name": "c"}, {"name": "c"}),
