@@ -90,6 +90,33 @@ class PciFact:
 
 
 @frozen
+class ClaimedDevice:
+    """A device of a resource claim, as its driver describes it to the container (KEP-5304, ``api/metadata``)."""
+
+    driver: str
+    name: str
+    """Its name in the driver's pool of devices on this node."""
+    attributes: tuple[str, ...]
+    """The names of its attributes."""
+    address: str | None
+    """Its PCI address by the attribute ``resource.kubernetes.io/pciBusID``; ``None`` without one."""
+    numa_node: int | None
+    """The host's NUMA node by the attribute ``resource.kubernetes.io/numaNode`` (KEP-6072); ``None`` without one."""
+
+
+@frozen
+class ClaimFile:
+    """A driver's file about the devices of one request of a resource claim."""
+
+    path: PurePosixPath
+    request: str
+    """The name of the request in the claim, without that of the alternative that was chosen (``firstAvailable``)."""
+    devices: tuple[ClaimedDevice, ...] = ()
+    error: str | None = None
+    """Why it was not read, or what is wrong with it."""
+
+
+@frozen
 class VfioFacts:
     """Everything that a plan with PCI devices needs to know; read only if the spec has devices."""
 
@@ -97,6 +124,8 @@ class VfioFacts:
     """The requested devices that exist, by address."""
     environment: Mapping[str, str] = attrs.field(factory=dict)
     """This process's environment, in which device plugins list the addresses of the devices that they have allocated."""
+    claims: Mapping[str, tuple[ClaimFile, ...]] = attrs.field(factory=dict)
+    """The files about the devices of each resource claim that the spec names; none where the container has no such files."""
     container: DeviceNode = DeviceNode(PurePosixPath("/dev/vfio/vfio"), "not looked for")
     iommufd: DeviceNode = DeviceNode(PurePosixPath("/dev/iommu"), "not looked for")
     qemu_version: str = ""

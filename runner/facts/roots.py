@@ -1,4 +1,4 @@
-"""The directories where the kernel's file systems are mounted."""
+"""The directories where the kernel's file systems are mounted, and the container's files about its devices."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ class Roots:
     dev: Path = Path("/dev")
     cgroup: Path = Path("/sys/fs/cgroup")
     """The mount point of cgroup version 2."""
+    claims: Path = Path("/var/run/kubernetes.io/dra-device-attributes")
+    """The directory with the files about the devices of resource claims (KEP-5304, ``ContainerDir``)."""
 
     @classmethod
     def below(cls, root: Path) -> Self:
         """Return the mount points of the machine whose root directory is *root*."""
-        return cls(root / "proc", root / "sys", root / "dev", root / "sys/fs/cgroup")
+        return cls(
+            root / "proc",
+            root / "sys",
+            root / "dev",
+            root / "sys/fs/cgroup",
+            root / "var/run/kubernetes.io/dra-device-attributes",
+        )

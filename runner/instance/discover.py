@@ -217,17 +217,20 @@ def _users(spec: InstanceSpec) -> Iterator[tuple[str, User]]:
 async def _vfio(spec: InstanceSpec, processes: Processes, roots: Roots, qemu: PurePosixPath | None) -> VfioFacts:
     # Here, because few guests have devices.
     from runner.facts.pci import VfioFacts
+    from runner.instance.device_claims import read_claim
     from runner.kernel.pci import read_pci_device
     from runner.kernel.vfio import probe_node
     from runner.plan.passthrough import asked_devices
 
     output, _ = await version_output(processes, "qemu", qemu) if qemu is not None else ("", "")
     version = re.search(r"version ([0-9.]+)", output, re.ASCII)
-    asked, _ = asked_devices(spec.device, os.environ)
+    claims = {each.claim: read_claim(roots.claims, each.claim) for each in spec.device if each.claim is not None}
+    asked, _ = asked_devices(spec.device, os.environ, claims)
     found = (read_pci_device(each.address, roots) for each in asked)
     return VfioFacts(
         devices={fact.address: fact for fact in found if fact is not None},
         environment=os.environ,
+        claims=claims,
         container=probe_node(PurePosixPath(roots.dev / "vfio/vfio")),
         iommufd=probe_node(PurePosixPath(roots.dev / "iommu")),
         qemu_version="" if version is None else version[1],

@@ -9,9 +9,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import assert_never
 
+import attrs
+
 from runner.errors import Problem
 from runner.facts.host import HostFacts, User
-from runner.facts.pci import Bar, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
+from runner.facts.pci import Bar, ClaimFile, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.machine import Accel
 from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, VfioBackend
@@ -51,7 +53,8 @@ PORTS_ON_BRIDGE = 23
 BIND = (
     "bind it: driverctl set-override {0} vfio-pci (or write vfio-pci to its driver_override and {0} to drivers_probe)"
 )
-GIVE = "give the container the node: by a device plugin's resource, or `--device {0}`"
+GIVE = "give the container the node: by a device plugin's resource or a resource claim, or `--device {0}`"
+NOT_MEDIATED = "use whole devices or SR-IOV functions"
 HOLDER = "end the other instance or process; `fuser {0}` on the node names it"
 
 
@@ -61,13 +64,10 @@ def resource_variables(resource: str) -> tuple[str, ...]:
     return tuple(f"{prefix}_{word}" for prefix in PREFIXES)
 
 
-def listed(resource: str, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the addresses that *environment* lists for *resource*, each once, in their order."""
+def listed(variables: Iterable[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the addresses in *variables* of *environment*, each once, in their order."""
     words = [
-        word.strip().lower()
-        for name in resource_variables(resource)
-        for word in environment.get(name, "").split(",")
-        if word.strip()
+        word.strip().lower() for name in variables for word in environment.get(name, "").split(",") if word.strip()
     ]
     return tuple(dict.fromkeys(words))
 
@@ -79,10 +79,29 @@ class Asked:
     index: int
     address: str
     device: DeviceSpec
+    numa_node: int | None = None
+    """The host's NUMA node that a resource claim's driver says; ``None`` if it says none."""
 
 
-def asked_devices(devices: Sequence[DeviceSpec], environment: Mapping[str, str]) -> tuple[list[Asked], list[Problem]]:
-    """Return the devices that the spec asks for, and the problems with resources whose devices are not known."""
+class _NoDevicesError(Exception):
+    """Why a ``[[device]]`` gets no devices, and the remedy."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message, remedy)
+        self.message, self.remedy = message, remedy
+
+
+_Given = tuple[str, int | None]
+"""The PCI address of a device that the container was given, and its NUMA node if that is said with it."""
+
+
+def asked_devices(
+    devices: Sequence[DeviceSpec], environment: Mapping[str, str], claims: Mapping[str, tuple[ClaimFile, ...]]
+) -> tuple[list[Asked], list[Problem]]:
+    """Return the devices that the spec asks for, and the problems with those tables whose devices are not known.
+
+    *environment* and *claims* are those of :class:`~runner.facts.pci.VfioFacts`.
+    """
     asked: list[Asked] = []
     problems: list[Problem] = []
     taken = {device.address for device in devices if device.address is not None}
@@ -90,41 +109,113 @@ def asked_devices(devices: Sequence[DeviceSpec], environment: Mapping[str, str])
         if device.address is not None:
             asked.append(Asked(index, device.address, device))
             continue
-        found, why = _of_resource(device, environment, taken)
-        taken |= set(found)
-        asked += [Asked(index, address, device) for address in found]
-        problems += [Problem(f"device[{index}].resource", *sentences) for sentences in why]
+        try:
+            found = _share(device, _given(device, environment, claims), taken)
+        except _NoDevicesError as error:
+            key = next(name for name in ("claim", "variable", "resource") if getattr(device, name) is not None)
+            problems.append(Problem(f"device[{index}].{key}", error.message, error.remedy))
+            continue
+        taken |= {address for address, _ in found}
+        asked += [Asked(index, address, device, numa_node) for address, numa_node in found]
     return asked, problems
 
 
-def _of_resource(
-    device: DeviceSpec, environment: Mapping[str, str], taken: Collection[str]
-) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
-    """Return the addresses of the devices for *device*, and why it gets none, as message and remedy."""
-    resource = device.resource or ""
-    variables = resource_variables(resource)
-    everything = listed(resource, environment)
-    if not everything:
-        mediated = f"{MEDIATED_PREFIX}_{variables[0].removeprefix(PREFIXES[0] + '_')}"
-        if environment.get(mediated):
-            return (), [
-                (
-                    f"{mediated} names mediated devices, which cannot be passed through",
-                    "use whole devices or SR-IOV functions",
-                )
-            ]
-        why = f"no device is given for it: neither of {' and '.join(variables)} is in the environment"
-        return (), [(why, f"ask for `{resource}` in the container's limits, or name the address")]
-    wrong = [address for address in everything if not re.fullmatch(PCI_ADDRESS, address, re.ASCII)]
-    if wrong:
-        return (), [(f"the environment lists {wrong[0]!r} for it, which is no PCI address", "")]
-    left = tuple(address for address in everything if address not in taken)
+def _given(
+    device: DeviceSpec, environment: Mapping[str, str], claims: Mapping[str, tuple[ClaimFile, ...]]
+) -> list[_Given]:
+    """Return the devices that the container was given for what *device* names; it has no address of its own."""
+    if device.claim is not None:
+        return _of_claim(device.claim, device.request, claims.get(device.claim, ()))
+    if device.variable is not None:
+        return _of_variable(device.variable, environment)
+    return _of_resource(device.resource or "", environment)
+
+
+def _share(device: DeviceSpec, given: Sequence[_Given], taken: Collection[str]) -> Sequence[_Given]:
+    """Return those of *given* that *device* gets, which are not *taken*."""
+    left = [each for each in given if each[0] not in taken]
     wanted = len(left) if device.count is None else device.count
     if not left or len(left) < wanted:
-        why = f"{len(left)} are left of the {len(everything)} that were given ({', '.join(everything)})"
-        more = f"ask for more of `{resource}` in the container's limits"
-        return (), [(f"asks for {wanted or 'some'}, but {why}", more)]
-    return left[:wanted], []
+        everything = ", ".join(address for address, _ in given)
+        why = f"{len(left)} are left of the {len(given)} that were given ({everything})"
+        where = "the resource claim" if device.resource is None else f"`{device.resource}` in the container's limits"
+        raise _NoDevicesError(f"asks for {wanted or 'some'}, but {why}", f"ask for more of {where}")
+    return left[:wanted]
+
+
+def _of_resource(resource: str, environment: Mapping[str, str]) -> list[_Given]:
+    """Return the devices that a device plugin has allocated."""
+    variables = resource_variables(resource)
+    everything = listed(variables, environment)
+    if everything:
+        return _checked(everything)
+    mediated = f"{MEDIATED_PREFIX}_{variables[0].removeprefix(PREFIXES[0] + '_')}"
+    if environment.get(mediated):
+        raise _NoDevicesError(f"{mediated} names mediated devices, which cannot be passed through", NOT_MEDIATED)
+    raise _NoDevicesError(
+        f"no device is given for it: neither of {' and '.join(variables)} is in the environment",
+        f"ask for `{resource}` in the container's limits, or name the address",
+    )
+
+
+def _of_variable(variable: str, environment: Mapping[str, str]) -> list[_Given]:
+    """Return the devices in a variable that a DRA driver sets."""
+    everything = listed((variable,), environment)
+    if not everything:
+        remedy = "list the claim in the container's resources.claims, and name the variable that its driver sets by CDI"
+        raise _NoDevicesError(f"the environment has no address in {variable}", remedy)
+    return _checked(everything)
+
+
+def _checked(addresses: Iterable[str]) -> list[_Given]:
+    wrong = next((each for each in addresses if not re.fullmatch(PCI_ADDRESS, each, re.ASCII)), None)
+    if wrong is not None:
+        raise _NoDevicesError(f"the environment lists {wrong!r} for it, which is no PCI address")
+    return [(address, None) for address in addresses]
+
+
+def _of_claim(claim: str, request: str | None, files: Sequence[ClaimFile]) -> list[_Given]:
+    """Return the devices of *claim* by the *files* of its drivers: of one *request* of it, or of all."""
+    if not files:
+        raise _NoDevicesError(
+            f"the container has no file about the devices of a claim {claim!r}",
+            "list the claim in the container's resources.claims, and let its driver write device metadata (KEP-5304: "
+            "Kubernetes 1.36 or later, an option of the driver, and CDI in the container runtime)",
+        )
+    kinds = {each.path.parents[1] for each in files}
+    if len(kinds) > 1:
+        raise _NoDevicesError(
+            f"two claims have this name, {' and '.join(sorted(map(str, kinds)))}",
+            "give the entry with the template another name in the pod's resourceClaims",
+        )
+    chosen = [each for each in files if request in {None, each.request}]
+    if not chosen:
+        has = ", ".join(dict.fromkeys(each.request for each in files))
+        raise _NoDevicesError(
+            f"the container has no devices of its request {request!r}, but of {has}",
+            "list the request in the container's resources.claims, or name another one",
+        )
+    return list(dict(given for file in chosen for given in _of_file(file)).items())
+
+
+def _of_file(file: ClaimFile) -> Iterator[_Given]:
+    if file.error is not None:
+        raise _NoDevicesError(f"{file.path}: {file.error}")
+    if not file.devices:
+        raise _NoDevicesError(f"{file.path} names no device", "see the log of its driver on this node")
+    for device in file.devices:
+        what = f"the device {device.name!r} of the driver {device.driver}"
+        if device.address is None and any(name.lower().endswith("mdevuuid") for name in device.attributes):
+            raise _NoDevicesError(f"{what} is a mediated device, which cannot be passed through", NOT_MEDIATED)
+        if device.address is None:
+            has = ", ".join(device.attributes) or "none"
+            raise _NoDevicesError(
+                f"{file.path} does not say the PCI address of {what} (resource.kubernetes.io/pciBusID); its attributes: {has}",
+                "name the request of the PCI devices in `request`, use a driver that says their addresses, or name the address",
+            )
+        if not re.fullmatch(PCI_ADDRESS, device.address, re.ASCII):
+            raise _NoDevicesError(f"{file.path} says {device.address!r} for {what}, which is no PCI address")
+        yield device.address, device.numa_node
 
 
 def plan_passthrough(
@@ -143,11 +234,11 @@ class _DevicePlanner:
     ) -> None:
         self._spec, self._topology, self._facts, self._user, self._problems = spec, topology, facts, user, problems
         self._vfio = facts.vfio or VfioFacts()
-        self._asked, found = asked_devices(spec.device, self._vfio.environment)
+        self._asked, found = asked_devices(spec.device, self._vfio.environment, self._vfio.claims)
         problems.found += found
 
     def plan(self, accel: Accel) -> PassthroughPlan:
-        facts = [(each, self._vfio.devices.get(each.address)) for each in self._asked]
+        facts = [(each, self._fact(each)) for each in self._asked]
         preferred = self._preferred([fact for _, fact in facts if fact is not None])
         passed = {each.address for each in self._asked}
         plans = []
@@ -163,6 +254,19 @@ class _DevicePlanner:
         self._refuse_full_bridges(plans)
         used = any(plan.vfio_backend == "iommufd" for plan in plans)
         return PassthroughPlan(tuple(plans), self._vfio.iommufd.path if used else None, self._window(plans, accel))
+
+    def _fact(self, asked: Asked) -> PciFact | None:
+        """Return the device that is *asked* for; its NUMA node is the driver's where the firmware does not report one."""
+        fact = self._vfio.devices.get(asked.address)
+        if fact is None or asked.numa_node in {None, fact.numa_node}:
+            return fact
+        if fact.numa_node < 0:
+            return attrs.evolve(fact, numa_node=asked.numa_node)
+        self._problems.remark(
+            f"{fact.address} is on NUMA node {fact.numa_node} by its sysfs, and on {asked.numa_node} by the driver of the "
+            f"claim {asked.device.claim!r}; the first counts"
+        )
+        return fact
 
     def _preferred(self, facts: Sequence[PciFact]) -> tuple[VfioBackend, VfioBackend]:
         """Return the backends in the order of preference for ``iommu = "auto"``: with one for all devices, RAM is locked once."""

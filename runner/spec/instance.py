@@ -538,6 +538,8 @@ DEVICE_PROPERTIES = {
     "x-pci-sub-device-id": integer(0, 0xFFFF),
 }
 """The properties of QEMU's ``vfio-pci`` that a document may set: every QEMU from 7.2 to 10 has these."""
+OBJECT_NAME = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
+"""Pattern of the name of an object in Kubernetes (a DNS subdomain, RFC 1123), which a path can hold."""
 
 
 @frozen
@@ -547,7 +549,7 @@ class DeviceSpec:
     address: str | None = key(
         text(PCI_ADDRESS, 'a PCI address in lower case, such as "0000:41:00.0"'),
         default=None,
-        doc="the PCI address of the device; a device has either `address` or `resource`",
+        doc="the PCI address of the device; a device has one of `address`, `resource`, `claim` and `variable`",
     )
     resource: str | None = key(
         text(r"[A-Za-z0-9.-]{1,253}/[A-Za-z0-9_.-]{1,63}", 'a resource of Kubernetes, such as "nvidia.com/GH100"'),
@@ -555,10 +557,28 @@ class DeviceSpec:
         doc="the resource whose devices a device plugin has allocated to the container; it lists their addresses in the environment "
         "(`PCI_RESOURCE_NVIDIA_COM_GH100`, `PCIDEVICE_…`)",
     )
+    claim: str | None = key(
+        text(OBJECT_NAME, 'the name of a resource claim, such as "gpus"'),
+        default=None,
+        doc="the resource claim (DRA) whose devices a driver has prepared for the container; it describes them in files in the "
+        "container, with their addresses (KEP-5304). The name is that of the entry in the pod's `resourceClaims` if this has a "
+        "`resourceClaimTemplateName`, and otherwise its `resourceClaimName`",
+    )
+    request: str | None = key(
+        text(OBJECT_NAME, 'the name of a request of the claim, such as "gpu"'),
+        default=None,
+        doc="the request of the claim; without it all those of which the container has the devices",
+    )
+    variable: str | None = key(
+        text(r"[A-Za-z_][A-Za-z0-9_]{0,254}", "the name of an environment variable"),
+        default=None,
+        doc="the environment variable that lists the addresses, separated by commas, where a driver describes devices by CDI in no "
+        "other way, such as `SRIOVNETWORK_PCI_ADDRESSES`",
+    )
     count: int | None = key(
         integer(1, 64),
         default=None,
-        doc="how many of the resource's devices; without it all that other `[[device]]` tables leave",
+        doc="how many of the devices of the resource, claim or variable; without it all that other `[[device]]` tables leave",
     )
     iommu: IommuChoice = key(
         choice(*get_args(IommuChoice)),
@@ -573,12 +593,16 @@ class DeviceSpec:
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield the keys that contradict others."""
-        if self.address is None and self.resource is None:
-            yield Problem("address", "is missing", "a device needs an address, or a resource")
-        if self.address is not None and self.resource is not None:
-            yield Problem("resource", "address and resource are both given", "leave one of them out")
-        if self.count is not None and self.resource is None:
-            yield Problem("count", "needs a resource: an address names one device")
+        ways = {"address": self.address, "resource": self.resource, "claim": self.claim, "variable": self.variable}
+        given = [name for name, value in ways.items() if value is not None]
+        if not given:
+            yield Problem("address", "is missing", "a device needs an address, a resource, a claim or a variable")
+        for name in given[1:]:
+            yield Problem(name, f"{given[0]} and {name} are both given", "leave one of them out")
+        if self.count is not None and given in ([], ["address"]):
+            yield Problem("count", "needs a resource, a claim or a variable: an address names one device")
+        if self.request is not None and self.claim is None:
+            yield Problem("request", "needs the claim whose request it is")
 
 
 @frozen

@@ -151,8 +151,8 @@ CONTRADICTIONS: Mapping[type, list[Schema]] = {
     ],
     NetworkSpec: [*_network()],
     DeviceSpec: [
-        {"oneOf": [{"required": ["address"]}, {"required": ["resource"]}]},
-        {"dependencies": {"count": ["resource"]}},
+        {"oneOf": [{"required": [each]} for each in ("address", "resource", "claim", "variable")]},
+        {"dependencies": {"request": ["claim"], "count": {"not": {"required": ["address"]}}}},
     ],
     GuestSpec: [_if(_given(ready="agent"), _not("agent", False))],
     CloudInitSpec: [

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+import attrs
+import pytest
 import trio
 
-from runner.errors import Status
+from runner.errors import SpecError, Status
+from runner.facts.roots import Roots
+from runner.instance.discover import read_host_facts
 from runner.instance.supervisor import Supervisor
+from runner.kernel.processes import open_processes
+from runner.plan.instance import plan_instance
 from runner.plan.passthrough_plan import VfioBackend
+from runner.spec.instance import parse_instance
 from tests.support.fake_host import FakeHost
 from tests.support.fake_pci import with_devices
 
@@ -40,6 +47,22 @@ async def test_qemu_gets_descriptors_and_temporary_access_to_nodes(fake_host: Fa
     assert start["owners"] == [65534]
     assert lent.stat().st_uid == 0
     assert fake_host.faults.sentences == []
+
+
+async def test_devices_of_a_claim_are_found_by_the_files_in_the_container(tmp_path: Path) -> None:
+    """The recorded files; of this machine everything else is real, and it does not have those devices."""
+    roots = attrs.evolve(Roots(), claims=Path(__file__).parents[1] / "data" / "claims")
+    text = '[boot]\nkernel = "/k"\n[[device]]\nclaim = "gpus"\nrequest = "gpu"\n[[device]]\nclaim = "others"\n'
+    spec = parse_instance("spec.toml", text.encode())
+    async with open_processes() as processes:
+        facts = await read_host_facts(spec, processes, roots, PurePosixPath(tmp_path / "state"), None)
+    with pytest.raises(SpecError) as caught:
+        plan_instance("spec.toml", spec, facts)
+    found = [str(problem) for problem in caught.value.problems if problem.path.startswith("device")]
+    assert [each.split(";")[0] for each in found] == [
+        "device[1].claim: the container has no file about the devices of a claim 'others'",
+        *(f"device[0]: there is no PCI device {each} here" for each in ("0000:1b:00.0", "0000:9d:00.0")),
+    ]
 
 
 async def test_each_device_that_is_not_released_is_a_fault(fake_host: FakeHost) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.node.instances import until
+from tests.node.standin_kubelet import Mount
 
 BUS = Path("/sys/bus/pci")
 DISK, NIC = "0x010802", "0x020000"
@@ -70,6 +72,25 @@ def bound(*spares: Spare, driver: str = "vfio-pci") -> Iterator[None]:
     finally:
         for spare in spares:
             spare.bind("")
+
+
+def claim_file(directory: Path, claim: str, spare: Spare) -> Mount:
+    """Return the mount of the file by which a DRA driver describes the device of *claim*, made from a template."""
+    attributes = {
+        "resource.kubernetes.io/pciBusID": {"string": spare.address},
+        "resource.kubernetes.io/numaNode": {"int": spare.numa_node},
+    }
+    device = {"driver": "nic.example.com", "pool": "node", "name": "nic-0", "attributes": attributes}
+    described = {
+        "apiVersion": "metadata.resource.k8s.io/v1beta1",
+        "kind": "DeviceMetadata",
+        "podClaimName": claim,
+        "requests": [{"name": "nic", "devices": [device]}],
+    }
+    file = directory / f"{claim}.json"
+    file.write_text(json.dumps(described))
+    claims = "/var/run/kubernetes.io/dra-device-attributes/resourceclaimtemplates"
+    return file, f"{claims}/{claim}/nic/nic.example.com-metadata.json", "ro"
 
 
 def _of_class(kind: str) -> list[Spare]:

@@ -18,7 +18,7 @@ import pytest
 from runner.cpuset import CpuSet
 from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD
 from tests.emulated_node.spares import word_on
-from tests.node.devices.conftest import Spare, bound
+from tests.node.devices.conftest import Spare, bound, claim_file
 from tests.node.instances import Instance, NodeFixture, pool, spec_text, start_instance, uid_of
 from tests.node.standin_kubelet import PROJECT, Mount
 
@@ -186,7 +186,7 @@ def test_a_guest_uses_its_devices_on_the_numa_node_they_are_on(
     cpus: dict[int, CpuSet],
     linux_guest: tuple[Path, Path],
 ) -> None:
-    """One guest has a disk by each backend, on different NUMA nodes, and a NIC: its boot takes long."""
+    """One guest has a disk by each backend, on different NUMA nodes, and a NIC of a claim: its boot takes long."""
     place = node_fixture.directory / uid_of(1)
     place.mkdir()
     for file in linux_guest:
@@ -195,7 +195,7 @@ def test_a_guest_uses_its_devices_on_the_numa_node_they_are_on(
     devices = (
         '[[device]]\nresource = "example.com/NVMe-disk"\ncount = 1\niommu = "legacy"\n'
         f'[[device]]\naddress = "{by_backend["iommufd"].address}"\niommu = "iommufd"\n'
-        f'[[device]]\naddress = "{nic.address}"\n'
+        '[[device]]\nclaim = "nics"\n'
     )
     address = by_backend["legacy"].address
     environment = {"PCI_RESOURCE_EXAMPLE_COM_NVME-DISK": f"{address},{address},"}
@@ -203,7 +203,10 @@ def test_a_guest_uses_its_devices_on_the_numa_node_they_are_on(
         nodes = [node for backend, disk in by_backend.items() for node in nodes_of(backend, disk)]
         nodes += [str(nic.nodes["legacy"]), *kvm()]
         spec = linux_spec(cpus[1], devices)
-        instance = running.enter_context(started(node_fixture, 1, cpus[1], spec, nodes, environment))
+        mounts = [claim_file(place, "nics", nic)]
+        instance = running.enter_context(
+            started(node_fixture, 1, cpus[1], spec, nodes, environment, more_mounts=mounts)
+        )
         up = instance.running.wait_for("LINUX-GUEST-UP", BOOTS_WITHIN)
         output = instance.running.output
         for numa_node in disks:

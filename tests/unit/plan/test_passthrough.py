@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,11 +16,19 @@ from runner.facts.host import HostFacts, User
 from runner.facts.memory import MemoryLimits
 from runner.facts.pci import Bar, DeviceNode, PciFact, VfioFacts
 from runner.facts.roots import Roots
+from runner.instance.device_claims import read_claim
 from runner.kernel.pci import read_pci_device
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv
 from runner.plan.instance import share_grace
 from runner.plan.machine import Accel
-from runner.plan.passthrough import asked_devices, bar_window, guest_address_bits, listed, top_of_addresses
+from runner.plan.passthrough import (
+    asked_devices,
+    bar_window,
+    guest_address_bits,
+    listed,
+    resource_variables,
+    top_of_addresses,
+)
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.support.fake_pci import Record, fake_pci_tree, recorded_pci
@@ -97,15 +107,20 @@ def with_gpu(facts: HostFacts, **values: object) -> HostFacts:
     ],
 )
 def test_addresses_from_device_plugins_are_read(environment: Mapping[str, str], expected: tuple[str, ...]) -> None:
-    assert listed("nvidia.com/GH100", environment) == expected
+    assert listed(resource_variables("nvidia.com/GH100"), environment) == expected
 
 
 def test_hyphens_of_a_resource_are_kept() -> None:
-    assert listed("intel.com/sriov-net.a", {"PCIDEVICE_INTEL_COM_SRIOV-NET_A": "0000:01:10.0"}) == ("0000:01:10.0",)
+    variables = resource_variables("intel.com/sriov-net.a")
+    assert listed(variables, {"PCIDEVICE_INTEL_COM_SRIOV-NET_A": "0000:01:10.0"}) == ("0000:01:10.0",)
 
 
-def asked(text: str, environment: Mapping[str, str] = GIVEN) -> tuple[list[str], list[str]]:
-    devices, found = asked_devices(parse_instance("spec.toml", f"{KERNEL}{text}".encode()).device, environment)
+def asked(
+    text: str, environment: Mapping[str, str] = GIVEN, claims: Path = Path("/nowhere")
+) -> tuple[list[str], list[str]]:
+    spec = parse_instance("spec.toml", f"{KERNEL}{text}".encode())
+    files = {each.claim: read_claim(claims, each.claim) for each in spec.device if each.claim is not None}
+    devices, found = asked_devices(spec.device, environment, files)
     return [each.address for each in devices], [str(problem) for problem in found]
 
 
@@ -150,6 +165,181 @@ def test_a_resource_is_divided_among_the_devices_that_ask_for_it() -> None:
 def test_a_resource_that_gives_nothing_is_refused(text: str, environment: Mapping[str, str], expected: str) -> None:
     _, [problem] = asked(text, environment)
     assert problem.startswith(expected)
+
+
+# -- resource claims
+
+CLAIMS = Path(__file__).parents[2] / "data" / "claims"
+V = "metadata.resource.k8s.io/v1beta1"
+
+
+def claimed(
+    root: Path, claim: str, request: str = "gpu", *, kind: str = "resourceclaims", **attributes: object
+) -> Path:
+    """Write a driver's file about one device with *attributes*, and return the directory of all claims."""
+    path = root / kind / claim / request / "gpu.example.com-metadata.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    device = {"driver": "gpu.example.com", "pool": "n", "name": f"{request}-0", "attributes": attributes}
+    requests = [{"name": request, "devices": [device]}] if attributes else []
+    path.write_text(json.dumps({"apiVersion": V, "kind": "DeviceMetadata", "requests": requests}))
+    return root
+
+
+def pci(address: str, **more: object) -> dict[str, Any]:
+    return {"resource.kubernetes.io/pciBusID": {"string": address}, **more}
+
+
+@pytest.mark.parametrize("claim", ["two-gpus", "gpus"])
+def test_a_claim_gives_its_devices_by_request(claim: str) -> None:
+    text = f'[[device]]\nclaim = "{claim}"\n'
+    assert asked(text, {}, CLAIMS) == (["0000:1b:00.0", "0000:9d:00.0", "0000:43:00.0"], [])
+    assert asked(f'{text}request = "spare"\n', {}, CLAIMS) == (["0000:43:00.0"], [])
+    one = f'{text}request = "gpu"\ncount = 1\n'
+    assert asked(one + text, {}, CLAIMS)[0] == ["0000:1b:00.0", "0000:9d:00.0", "0000:43:00.0"]
+    by_address = '[[device]]\naddress = "0000:1b:00.0"\n'
+    assert asked(one + by_address, {}, CLAIMS)[0] == ["0000:9d:00.0", "0000:1b:00.0"]
+
+
+def test_a_device_of_several_requests_is_one_device(tmp_path: Path) -> None:
+    claimed(tmp_path, "gpus", "first", **pci("0000:1B:00.0"))
+    claimed(tmp_path, "gpus", "second", **pci("0000:1b:00.0"))
+    assert asked('[[device]]\nclaim = "gpus"\n', {}, tmp_path) == (["0000:1b:00.0"], [])
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (
+            'request = "gpus"\n',
+            "the container has no devices of its request 'gpus', but of gpu, spare; list the request",
+        ),
+        (
+            "count = 4\n",
+            "asks for 4, but 3 are left of the 3 that were given (0000:1b:00.0, 0000:9d:00.0, 0000:43:00.0); ask",
+        ),
+        ('[[device]]\nclaim = "gpus"\n', "asks for some, but 0 are left of the 3 that were given"),
+    ],
+)
+def test_a_claim_that_gives_too_little_is_refused(more: str, expected: str) -> None:
+    _, [problem] = asked(f'[[device]]\nclaim = "gpus"\n{more}', {}, CLAIMS)
+    assert re.match(r"device\[[01]\]\.claim: ", problem)
+    assert problem.partition(": ")[2].startswith(expected)
+
+
+def test_a_claim_without_files_is_refused_with_what_writes_them() -> None:
+    _, [problem] = asked('[[device]]\nclaim = "others"\n', {}, CLAIMS)
+    assert problem.startswith(
+        "device[0].claim: the container has no file about the devices of a claim 'others'; list the claim"
+    )
+    assert "KEP-5304: Kubernetes 1.36 or later, an option of the driver, and CDI" in problem
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [
+        ({}, "gpu.example.com-metadata.json names no device; see the log of its driver"),
+        (
+            {"model": {"string": "H100"}, "resource.kubernetes.io/pcieRoot": {"string": "pci0000:16"}},
+            (
+                "does not say the PCI address of the device 'gpu-0' of the driver gpu.example.com (resource.kubernetes.io/pciBusID); "
+                "its attributes: model, resource.kubernetes.io/pcieRoot; name the request of the PCI devices in `request`, use"
+            ),
+        ),
+        (
+            {"gpu.example.com/mDevUUID": {"string": "b2f0"}},
+            "the device 'gpu-0' of the driver gpu.example.com is a mediated device, which cannot be passed through; use whole",
+        ),
+        (
+            pci("1b:00.0"),
+            "says '1b:00.0' for the device 'gpu-0' of the driver gpu.example.com, which is no PCI address",
+        ),
+        (pci("../../0000:1b:00.0"), "says '../../0000:1b:00.0' for the device"),
+    ],
+)
+def test_a_claim_whose_driver_does_not_say_an_address_is_refused(
+    tmp_path: Path, attributes: dict[str, Any], expected: str
+) -> None:
+    claimed(tmp_path, "gpus", **attributes)
+    _, [problem] = asked('[[device]]\nclaim = "gpus"\n', {}, tmp_path)
+    assert problem.startswith("device[0].claim: ")
+    assert expected in problem
+
+
+def test_a_file_that_cannot_be_read_counts_where_its_request_is_asked_for(tmp_path: Path) -> None:
+    claimed(tmp_path, "gpus", "gpu", **pci(GPU))
+    file = claimed(tmp_path, "gpus", "nic", **pci(GPUS[1])) / "resourceclaims/gpus/nic/gpu.example.com-metadata.json"
+    file.write_text("{")
+    assert asked('[[device]]\nclaim = "gpus"\nrequest = "gpu"\n', {}, tmp_path) == ([GPU], [])
+    _, [problem] = asked('[[device]]\nclaim = "gpus"\n', {}, tmp_path)
+    assert problem.startswith(f"device[0].claim: {file}: it is no JSON: ")
+
+
+def test_two_claims_of_one_name_are_refused(tmp_path: Path) -> None:
+    claimed(tmp_path, "gpus", **pci(GPU))
+    claimed(tmp_path, "gpus", kind="resourceclaimtemplates", **pci(GPUS[1]))
+    _, [problem] = asked('[[device]]\nclaim = "gpus"\n', {}, tmp_path)
+    both = f"{tmp_path}/resourceclaims/gpus and {tmp_path}/resourceclaimtemplates/gpus"
+    assert problem == (
+        f"device[0].claim: two claims have this name, {both}; give the entry with the template another name in the pod's "
+        "resourceClaims"
+    )
+
+
+def test_a_variable_gives_the_addresses_that_a_driver_set_by_cdi() -> None:
+    text = '[[device]]\nvariable = "SRIOVNETWORK_PCI_ADDRESSES"\n'
+    given = {"SRIOVNETWORK_PCI_ADDRESSES": "0000:1B:00.0,0000:43:00.0"}
+    assert asked(text, given) == (["0000:1b:00.0", "0000:43:00.0"], [])
+    assert asked(f"{text}count = 1\n{text}", given) == (["0000:1b:00.0", "0000:43:00.0"], [])
+    _, [problem] = asked(text, {})
+    assert problem.startswith(
+        "device[0].variable: the environment has no address in SRIOVNETWORK_PCI_ADDRESSES; list the"
+    )
+    _, [problem] = asked(text, {"SRIOVNETWORK_PCI_ADDRESSES": "/dev/vfio/3"})
+    assert problem == "device[0].variable: the environment lists '/dev/vfio/3' for it, which is no PCI address"
+
+
+def test_devices_of_a_claim_are_checked_as_all_others(hgx: HostFacts) -> None:
+    facts = with_vfio(hgx, claims={"gpus": read_claim(CLAIMS, "gpus")})
+    text = f'{KERNEL}[[device]]\nclaim = "gpus"\nrequest = "gpu"\n'
+    passing = plan_of(text, facts).machine.passthrough
+    assert [(each.address, each.host_numa_node) for each in passing.devices] == [
+        ("0000:1b:00.0", 0),
+        ("0000:9d:00.0", 1),
+    ]
+    [problem] = problems(text, with_gpu(facts, vfio=False, driver="nvidia"))
+    assert problem.startswith(f"device[0]: {GPU} (10de:2330) is bound to 'nvidia', not to vfio-pci; bind it: driverctl")
+
+
+@pytest.mark.parametrize(
+    ("sysfs", "driver", "expected", "remark"),
+    [
+        (0, {"int": 0}, 0, False),
+        (-1, {"int": 1}, 1, False),
+        (-1, {"ints": [1, 0]}, 1, False),
+        (-1, None, -1, True),
+        (0, {"int": 1}, 0, True),
+    ],
+)
+def test_the_driver_says_the_numa_node_where_the_firmware_does_not(
+    hgx: HostFacts,
+    tmp_path: Path,
+    sysfs: int,
+    driver: object,
+    expected: int,
+    remark: bool,  # noqa: FBT001
+) -> None:
+    more = {} if driver is None else {"resource.kubernetes.io/numaNode": driver}
+    files = read_claim(claimed(tmp_path / "claims", "gpus", **pci(GPU, **more)), "gpus")
+    facts = with_vfio(with_gpu(hgx, numa_node=sysfs), claims={"gpus": files})
+    plan = plan_of(f'{KERNEL}{ON_BOTH}[[device]]\nclaim = "gpus"\n', facts)
+    [device] = plan.machine.passthrough.devices
+    assert device.host_numa_node == expected
+    said = [
+        each
+        for each in map(str, plan.remarks)
+        if "by the driver of the claim 'gpus'" in each or "does not report" in each
+    ]
+    assert bool(said) is remark
 
 
 # -- refusals and backends
@@ -509,9 +699,22 @@ def test_facts_of_devices_are_asked_for_by_address(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[[device]]\n", "device[0].address: is missing; a device needs an address, or a resource"),
+        ("[[device]]\n", "device[0].address: is missing; a device needs an address, a resource, a claim or a variable"),
+        (
+            '[[device]]\nclaim = "a"\nresource = "a/b"\n',
+            "device[0].claim: resource and claim are both given; leave one of them out",
+        ),
+        (f'{ONE}variable = "A"\n', "device[0].variable: address and variable are both given; leave one of them out"),
+        (f'{ONE}request = "a"\n', "device[0].request: needs the claim whose request it is"),
+        (
+            '[[device]]\nclaim = "../a"\n',
+            'device[0].claim: found the string "../a"; it takes the name of a resource claim',
+        ),
         (f'{ONE}resource = "a/b"\n', "device[0].resource: address and resource are both given; leave one of them out"),
-        (f"{ONE}count = 1\n", "device[0].count: needs a resource: an address names one device"),
+        (
+            f"{ONE}count = 1\n",
+            "device[0].count: needs a resource, a claim or a variable: an address names one device",
+        ),
         (ONE + ONE, f"device[1].address: '{GPU}' is taken by device[0] already"),
         (
             f"{ONE}properties = {{ x-nv-gpudirect-cliqe = 1 }}\n",

@@ -98,6 +98,11 @@ properties = { x-nv-gpudirect-clique = 0, x-msix-relocation = "bar2" }
 [[device]]
 address = "0000:41:00.0"
 rom = true
+[[device]]
+claim = "gpus"
+request = "gpu"
+[[device]]
+variable = "SRIOVNETWORK_PCI_ADDRESSES"
 [console]
 stdout = false
 log = "/var/log/console"
@@ -149,6 +154,7 @@ def test_every_key_can_be_given() -> None:
     assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
     assert spec.device[0].properties == (("x-nv-gpudirect-clique", 0), ("x-msix-relocation", "bar2"))
     assert (spec.device[1].address, spec.device[1].rom) == ("0000:41:00.0", True)
+    assert (spec.device[2].claim, spec.device[2].request) == ("gpus", "gpu")
     assert (spec.shutdown.grace, spec.shutdown.poweroff_status) == (12.5, 0)
 
 

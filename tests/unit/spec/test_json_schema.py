@@ -113,6 +113,8 @@ def test_what_a_plan_refuses_on_every_host_is_refused(text: str) -> None:
         "[[device]]\n",
         '[[device]]\naddress = "0000:41:00.0"\nresource = "a/b"\n',
         '[[device]]\naddress = "0000:41:00.0"\ncount = 1\n',
+        '[[device]]\nresource = "a/b"\nclaim = "a"\n',
+        '[[device]]\nvariable = "A"\nrequest = "a"\n',
         '[[device]]\nresource = "a/b"\nproperties = { x-no-mmap = 1 }\n',
         '[[network]]\nmode = "descriptor"\n',
         '[[network]]\nmode = "passt"\nqueues = 2\n',

@@ -1,0 +1,82 @@
+"""The parser of the files in which DRA drivers describe the devices of a resource claim to the container (KEP-5304).
+
+A file is a stream of JSON objects, the same description in several versions of the API. Readers take the first version that
+they know and skip others; a malformed object of a known version is an error (``devicemetadata/decode.go``, "Device metadata
+protocol" in the documentation of Kubernetes). The writer is ``kubeletplugin/metadata.go``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from runner.errors import Problem, SpecError
+from runner.facts.pci import ClaimedDevice
+from runner.spec.value import Value
+
+VERSIONS = tuple(f"metadata.resource.k8s.io/{version}" for version in ("v1beta1", "v1alpha1"))
+"""Of Kubernetes 1.37 and 1.36; for what is read here they are the same."""
+KIND = "DeviceMetadata"
+PCI_ADDRESS = "resource.kubernetes.io/pciBusID"
+NUMA_NODE = "resource.kubernetes.io/numaNode"
+CLAIMS, TEMPLATES = "resourceclaims", "resourceclaimtemplates"
+"""The directories of claims that the pod names directly, and of those that are made from a template (``types.go``)."""
+SUFFIX = "-metadata.json"
+"""The end of a file's name, after the name of the driver."""
+LARGEST = 1 << 20
+"""Bytes of the largest file that is read; a device has at most 32 attributes, of some hundred bytes each."""
+
+
+def parse_device_metadata(source: str, data: bytes) -> tuple[ClaimedDevice, ...]:
+    """Return the devices in the content *data* of a file; *source* is its name in errors.
+
+    Raises :exc:`~runner.errors.SpecError`.
+    """
+    unknown = []
+    for value in _objects(source, data):
+        version = value.get("apiVersion").text()
+        if version in VERSIONS:
+            if value.get("kind").text() != KIND:
+                value.get("kind").fail(f"must be {KIND}, found {value.value['kind']!r}")
+            return tuple(_devices(value))
+        unknown.append(version)
+    if unknown:
+        known = " or ".join(VERSIONS)
+        raise SpecError(source, [Problem("apiVersion", f"must be {known}, found {', '.join(unknown)}")])
+    raise SpecError(source, [Problem("", "it is empty")])
+
+
+def _objects(source: str, data: bytes) -> Iterator[Value]:
+    """Yield the objects of the stream *data*, each when it is asked for: what follows the one that is used does not count."""
+    decoder = json.JSONDecoder()
+    try:
+        text = data.decode().strip()
+        while text:
+            value, end = decoder.raw_decode(text)
+            yield Value(value, source)
+            text = text[end:].lstrip()
+    except (ValueError, RecursionError) as error:
+        raise SpecError(source, [Problem("", f"it is no JSON: {error}")]) from error
+
+
+def _devices(value: Value) -> Iterator[ClaimedDevice]:
+    for request in value.get("requests").elements() if value.get("requests") else ():
+        for device in request.get("devices").elements() if request.get("devices") else ():
+            attributes = device.get("attributes", {})
+            address = attributes.get(PCI_ADDRESS)
+            yield ClaimedDevice(
+                driver=device.get("driver").text(),
+                name=device.get("name").text(),
+                attributes=tuple(each.key for each in attributes.members()),
+                address=address.get("string").text().lower() if address else None,
+                numa_node=_numa_node(attributes.get(NUMA_NODE)),
+            )
+
+
+def _numa_node(value: Value) -> int | None:
+    """Return the device's own NUMA node: the number, or the first of a list; others in it are as near to the device."""
+    if not value:
+        return None
+    if value.get("int"):
+        return value.get("int").number()
+    return next(iter(value.get("ints").numbers()), None) if value.get("ints") else None
