@@ -50,7 +50,7 @@ def main() -> int:
         given: dict[str, object] = {"binaries": str(binaries), "etcd": str(fetch(artefacts.etcd()))}
         environment = {"RUNNER_KUBERNETES": version}
         if "with-node" in stages:
-            images = built.build()
+            images = built.build(built.DEPLOYED)
             disks = {name: str(built.root_file_system(name, image)) for name, image in images.items()}
             disks |= {"containerd": str(fetch(artefacts.containerd())), KUBELET: str(binaries / KUBELET)}
             if (binaries / DEVICE_PLUGIN).exists():
