@@ -14,6 +14,7 @@ from h2.connection import H2Connection
 from h2.events import RequestReceived, StreamEnded
 from h2.exceptions import H2Error
 
+from runner.kernel.sockets import reachable
 from runner.kubelet.pod_resources import GET_ALLOCATABLE, LIST
 
 OK, RATE_LIMIT = ("0", ""), ("8", "rejected by rate limit")
@@ -143,7 +144,8 @@ async def serving(path: Path, api: FakePodResources) -> AsyncIterator[None]:
             await api.serve(stream)
 
     with trio.socket.socket(trio.socket.AF_UNIX) as listener:
-        await listener.bind(str(path))
+        with reachable(path) as address:
+            await listener.bind(address)
         listener.listen()
         async with trio.open_nursery() as nursery:
             await nursery.start(trio.serve_listeners, serve, [trio.SocketListener(listener)])
