@@ -14,7 +14,7 @@ import tempfile
 import termios
 import time
 import tty
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -22,12 +22,18 @@ from secrets import token_hex
 from tests.emulated_node import artefacts, cache, spares
 from tests.emulated_node.cache import say
 from tests.emulated_node.shape import THREADS, Shape
-from tests.support.newest_qemu import mounted, newest_qemu
+from tests.support.newest_qemu import PROGRAM, newest_qemu
 
 CPU_MODEL = {"kvm": "host", "tcg": "EPYC,-erms,+svm"}
 """With TCG a model that has RDRAND: without it, gathering entropy dominates the boot. Without ERMS: the kernel and glibc copy
 and clear by `rep movsb` and `rep stosb` then, which TCG emulates byte by byte; all tests take a tenth less time without. With
 SVM the node has KVM: TCG emulates the virtualization of AMD's CPUs, and not that of Intel's."""
+FROM_AN_IMAGE = (
+    *("unshare", "--mount", "sh", "-c"),
+    'mount -t erofs -o ro "$1" "$2" && qemu=$2/$3 && shift 3 && exec "$qemu" "$@"',
+    "sh",
+)
+"""A program from an image that is mounted for it alone: the mount is gone with the process, however that ends."""
 NO_TIMER_CHECK = "no_timer_check"
 """On a loaded machine one emulated boot in a few dozen panics in the kernel's check of the 8254 timer without it."""
 PORT = "virtserialport,chardev={0},name={0}"
@@ -42,7 +48,15 @@ class Outcome:
     status: int | None
 
 
-def accelerator(chosen: str, qemu: Path, kernel: Path) -> str:
+def newest_emulator() -> Sequence[str]:
+    """Return the command that is the newest QEMU of Debian's backports."""
+    place = cache.directory() / "mounted"
+    image = cache.fetch(newest_qemu())
+    place.mkdir(exist_ok=True)
+    return (*FROM_AN_IMAGE, str(image), str(place), PROGRAM)
+
+
+def accelerator(chosen: str, qemu: Sequence[str], kernel: Path) -> str:
     """Return ``kvm`` or ``tcg``; *auto* takes KVM only where a bounded trial has run this very kernel under it.
 
     A ``/dev/kvm`` that opens proves nothing: nested without hardware help, it may hang at the kernel's first
@@ -66,14 +80,14 @@ def accelerator(chosen: str, qemu: Path, kernel: Path) -> str:
     return answer
 
 
-def runs_under_kvm(qemu: Path, kernel: Path) -> bool:
+def runs_under_kvm(qemu: Sequence[str], kernel: Path) -> bool:
     """Boot *kernel* once under KVM and return whether its first program printed the word it was given."""
     word = f"trial-{token_hex(8)}"
     with tempfile.TemporaryDirectory() as directory:
         initrd = Path(directory) / "initrd"
         initrd.write_bytes(artefacts.initrd(Shape(cpus=4)))
         argv = [
-            *(str(qemu), "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+            *(*qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
             *("-M", "q35", "-accel", "kvm", "-cpu", "host", "-m", "256M", "-smp", "4,sockets=2,cores=1,threads=2"),
             *("-kernel", str(kernel), "-initrd", str(initrd), "-append", f"console=ttyS0 quiet node.trial={word}"),
             *("-serial", "stdio"),
@@ -93,7 +107,7 @@ def runs_under_kvm(qemu: Path, kernel: Path) -> bool:
 
 
 def arguments(
-    qemu: Path,
+    qemu: Sequence[str],
     shape: Shape,
     accel: str,
     kernel: Path,
@@ -152,7 +166,7 @@ def arguments(
         )
     ]
     return [
-        *(str(qemu), "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-name", "node"),
+        *(*qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-name", "node"),
         *(
             "-M",
             "q35,kernel-irqchip=split" if devices else "q35",
@@ -255,26 +269,25 @@ def boot(
     image = cache.fetch(artefacts.root())
     (run / "initrd").write_bytes(artefacts.initrd(shape))
     word = f"node-{token_hex(8)}"
-    with contextlib.ExitStack() as stack:
-        qemu = emulator or stack.enter_context(mounted(cache.fetch(newest_qemu())))
-        accel = accelerator(accel, qemu, kernel)
-        argv = arguments(
-            qemu,
-            shape,
-            accel,
-            kernel,
-            image,
-            run,
-            word=word,
-            disks=disks,
-            interactive=interactive,
-            systemd=systemd,
-            devices=devices,
-            tap=tap,
-        )
-        started = time.monotonic()
-        say(f"booting {shape.cpus} CPUs on {shape.numa_nodes} NUMA nodes ({accel}); logs: {run}")
-        terminal, events = stack.enter_context(running(argv, run / "qemu.log"))
+    qemu = [str(emulator)] if emulator else newest_emulator()
+    accel = accelerator(accel, qemu, kernel)
+    argv = arguments(
+        qemu,
+        shape,
+        accel,
+        kernel,
+        image,
+        run,
+        word=word,
+        disks=disks,
+        interactive=interactive,
+        systemd=systemd,
+        devices=devices,
+        tap=tap,
+    )
+    started = time.monotonic()
+    say(f"booting {shape.cpus} CPUs on {shape.numa_nodes} NUMA nodes ({accel}); logs: {run}")
+    with running(argv, run / "qemu.log") as (terminal, events), contextlib.ExitStack() as stack:
         listener = Listener(terminal, events, word)
         up = listener.wait_for("up", started + boot_seconds)
         if up is None:
