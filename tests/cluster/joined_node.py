@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,52 @@ TAP, POD_NETWORK, PORT = "cluster0", "10.22.0.0/24", 9999
 SHAPE = Shape(12, 2, 6144)
 """Of each NUMA node's six CPUs one core is the system's: an instance of four fits into either."""
 UP_WITHIN, READY_WITHIN, LASTS = 180, 300, 2 * 3600
+KEPT = ("cpu_manager_state", "memory_manager_state")
 CONTAINERD_LOG = "/var/lib/containerd/log"
 PKI = ("ca.crt", "node.crt", "node.key", "node.conf", "kubelet-serving.crt", "kubelet-serving.key")
 
 
 class NodeCommandError(Exception):
     """A command in the node ended with a status other than 0; the text is what it has printed."""
+
+
+@attrs.define
+class Machine:
+    """The process that boots the node, and is the node while it lives."""
+
+    run: Path
+    disks: Mapping[str, str]
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> str:
+        return (self.run / "node.log").read_text(errors="replace")
+
+    def on(self) -> None:
+        """Boot it, and wait until it executes commands."""
+        disks = [f"{name}={path}" for name, path in self.disks.items()]
+        argv = [
+            "setpriv",
+            "--pdeathsig",
+            "TERM",
+            sys.executable,
+            "-m",
+            "tests.cluster.joined_node",
+            str(self.run),
+            *disks,
+        ]
+        with (self.run / "node.log").open("ab") as log:
+            self.process = subprocess.Popen(argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        end = time.monotonic() + UP_WITHIN
+        while not answers():
+            assert self.process.poll() is None, f"the node has ended:\n{self.log[-4000:]}"
+            assert time.monotonic() < end, f"the node does not answer:\n{self.log[-4000:]}"
+            time.sleep(0.5)
+
+    def off(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
 
 
 @attrs.frozen
@@ -49,15 +89,22 @@ class JoinedNode:
     kubectl: Kubectl
     results: Path
     """A directory that it sees as ``/results``."""
+    machine: Machine
     name: str = NODE
     address: str = NODE_ADDRESS
 
+    def restart(self) -> None:
+        """Switch the machine off without a word to anybody, and on again; of its disks only the kubelet's state files are kept."""
+        self("cp", *(f"/var/lib/kubelet/{name}" for name in KEPT), "/results")
+        self("sync")
+        self.machine.off()
+        until(lambda: not self.ready, "the node to be missed", READY_WITHIN)
+        self.machine.on()
+        until(lambda: self.ready, "the node to be Ready again", UP_WITHIN + READY_WITHIN)
+
     def execute(self, *argv: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run a command in the node, and return its status and output."""
-        with socket.create_connection((self.address, PORT), timeout=10) as connection:
-            connection.settimeout(timeout + 10)
-            connection.sendall(json.dumps({"argv": argv, "timeout": timeout}).encode() + b"\n")
-            answer = json.loads(connection.makefile().readline())
+        answer = request(argv, timeout)
         return subprocess.CompletedProcess(argv, answer["status"], answer["stdout"], answer["stderr"])
 
     def __call__(self, *argv: str, timeout: float = 120) -> str:
@@ -96,38 +143,33 @@ def joined_node(given: Mapping[str, Any], control: ControlPlane) -> Iterator[Joi
     }
     exports = "".join(f"export {name}={value}\n" for name, value in variables.items())
     (run / "job").write_text(f"cd /project\n{exports}exec python3 -m tests.cluster.node_side\n")
-    disks = [f"{name}={path}" for name, path in given["disks"].items()]
-    argv = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m", "tests.cluster.joined_node", str(run), *disks]
-    node = JoinedNode(control.kubectl, run)
-    with (run / "node.log").open("wb") as log:
-        process = subprocess.Popen(argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    node = JoinedNode(control.kubectl, run, Machine(run, given["disks"]))
     try:
-        end = time.monotonic() + UP_WITHIN
-        while node_silent(node):
-            assert process.poll() is None, f"the node has ended:\n{(run / 'node.log').read_text()[-4000:]}"
-            assert time.monotonic() < end, f"the node does not answer:\n{(run / 'node.log').read_text()[-4000:]}"
-            time.sleep(0.5)
+        node.machine.on()
         try:
             until(lambda: node.ready, "the node to be Ready", READY_WITHIN)
         except AssertionError:
-            print(
-                (run / "node.log").read_text()[-4000:],
-                node.execute("tail", "-n", "60", CONTAINERD_LOG).stdout,
-                sep="\n",
-            )
+            print(node.machine.log[-4000:], node.execute("tail", "-n", "60", CONTAINERD_LOG).stdout, sep="\n")
             raise
         yield node
     finally:
-        process.terminate()
-        process.wait()
+        node.machine.off()
 
 
-def node_silent(node: JoinedNode) -> bool:
-    """Return whether it does not execute commands yet."""
+def request(argv: Sequence[str], timeout: float) -> Any:
+    """Have the node run a command, and return its answer. Raises ``OSError`` and ``ValueError`` if it gives none."""
+    with socket.create_connection((NODE_ADDRESS, PORT), timeout=10) as connection:
+        connection.settimeout(timeout + 10)
+        connection.sendall(json.dumps({"argv": argv, "timeout": timeout}).encode() + b"\n")
+        return json.loads(connection.makefile().readline())
+
+
+def answers() -> bool:
+    """Return whether the node executes commands."""
     try:
-        return node.execute("true").returncode != 0
+        return bool(request(["true"], 10)["status"] == 0)
     except (OSError, ValueError):
-        return True
+        return False
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socketserver
 import subprocess
@@ -16,7 +17,7 @@ import traceback
 from pathlib import Path
 
 from tests.cluster.control_plane import ADDRESS, NODE, NODE_ADDRESS
-from tests.cluster.joined_node import PKI, PORT
+from tests.cluster.joined_node import KEPT, PKI, PORT
 from tests.node.containerd.daemon import CONFIGURATION_2, PAUSE, Containerd, Image, pause_program, run_unit
 from tests.node.containerd.kubelet.configuration import example_on_a_small_machine
 from tests.node.images.manifested import DISKS, Manifests, disk, mount_image
@@ -94,6 +95,9 @@ def start_kubelet(containerd: Containerd) -> None:
     pki.mkdir()
     for file in PKI:
         (pki / file).write_bytes((RESULTS / "pki" / file).read_bytes())
+    for name in KEPT:  # of a life before this one
+        if (RESULTS / name).exists():
+            shutil.copy(RESULTS / name, KUBELET_DIRECTORY)
     program = Path("/opt/kubelet")
     program.write_bytes(disk("kubelet").read_bytes())
     program.chmod(0o755)

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from tests.cluster.node_side import KUBELET_DIRECTORY, NEXT, RESERVED
 pytestmark = pytest.mark.timeout(1800)
 SOON, GUEST_SECONDS, POD_SECONDS = 60, 600, 240
 """Seconds: for an object; for the demo guest, an emulated machine's guest, to boot; for a pod to start."""
+IN_ORDER = {0, 13}
+"""Exit codes of an instance that was ended in order; 13 where its guest had not booted yet, and did not power itself down."""
 RUNNER, CONTROLLER = "instance-runner", "instance-cgroup-controller"
 STATE = KUBELET_DIRECTORY / "cpu_manager_state"
 
@@ -184,8 +186,6 @@ def deployed(kubectl: Kubectl, node: JoinedNode, place: Path, name: str) -> Iter
 @pytest.fixture
 def start(kubectl: Kubectl, node: JoinedNode, cluster: Path) -> Iterator[Any]:
     """Return a function that applies a directory of the examples; nothing of it is left after the test."""
-    from contextlib import ExitStack
-
     with ExitStack() as stack:
         yield lambda directory, name: stack.enter_context(deployed(kubectl, node, cluster / directory, name))
     until(lambda: not instances_left(node), "no instance's cgroup to be left", SOON)
@@ -218,17 +218,14 @@ def test_an_instance_as_it_stands(kubectl: Kubectl, node: JoinedNode, cluster: P
     assert it.cpus == CpuSet.parse(expected["containers"][0]["cpus"])
     assert not it.cpus & CpuSet.parse(RESERVED)
     it.holds()
-    log = it.log()
-    for words in ("waiting for", "placement: ", "guarantee enforced", "the guest runs"):
-        assert words in log or words == "waiting for", log
+    assert "guarantee enforced" in it.log()
     assert it.pod["status"]["qosClass"] == "Guaranteed"
-    status = json.loads(it.execute(RUNNER, "ctl", "--json", "status"))
-    assert status["guest"]["state"] == "running" if "guest" in status else status
-    assert it.execute(RUNNER, "inspect")
+    assert json.loads(it.execute(RUNNER, "ctl", "--json", "status"))["accelerator"] == "kvm"
+    assert "every thread is in its place" in it.execute(RUNNER, "ctl", "status")
     assert "guest: done after" in it.execute(RUNNER, "logs")
     terminated = it.end()
     assert (terminated["exitCode"], terminated["reason"]) == (0, "Completed")
-    assert "outcome=stopped" in terminated["message"] or "stopped" in terminated["message"]
+    assert json.loads(terminated["message"])["outcome"] == "stopped"
     until(lambda: not exclusive_cpus(node), "the kubelet to have its CPUs back", SOON)
 
 
@@ -256,8 +253,7 @@ def test_the_node_is_worked_on_under_a_running_instance(kubectl: Kubectl, node: 
         time.sleep(10)
         until(lambda: node.ready, "the node to be Ready", POD_SECONDS)
         ready()
-    terminated = it.end()
-    assert terminated["exitCode"] == 0
+    assert it.end()["exitCode"] in IN_ORDER
 
 
 def test_a_drain_waits_for_the_instance(kubectl: Kubectl, node: JoinedNode, start: Any) -> None:
@@ -278,7 +274,7 @@ def test_a_drain_waits_for_the_instance(kubectl: Kubectl, node: JoinedNode, star
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as waiting:
             time.sleep(6)
             assert waiting.poll() is None
-            assert it.end()["exitCode"] == 0
+            assert it.end()["exitCode"] in IN_ORDER
             output, _ = waiting.communicate(timeout=POD_SECONDS)
             assert waiting.returncode == 0, output
     finally:
@@ -294,14 +290,14 @@ def test_the_kubelets_probes_reach_the_runner(start: Any) -> None:
     )
     events = [json.loads(line) for line in it.log().splitlines()]
     assert {"threads_placed", "guest_runs"} & {each.get("event") for each in events}
-    assert it.end()["exitCode"] == 0
+    assert it.end()["exitCode"] in IN_ORDER
 
 
 def test_an_instance_without_controller_and_device_plugin(start: Any) -> None:
     it = start("overlays/privileged", "instance-privileged")
     it.up()
     assert len(it.cpus) == 6
-    assert it.end()["exitCode"] == 0
+    assert it.end()["exitCode"] in IN_ORDER
 
 
 def test_a_job_completes_when_its_guest_shuts_itself_down(kubectl: Kubectl, cluster: Path) -> None:
@@ -335,8 +331,7 @@ def test_a_job_fails_when_its_guest_is_lost(kubectl: Kubectl, node: JoinedNode, 
         node("pkill", "-KILL", "qemu-system")
         kubectl("wait", "-n", "instances", "--for=condition=failed", "job/batch", f"--timeout={POD_SECONDS}s")
         terminated = it.status["state"]["terminated"]
-        assert terminated["exitCode"] == 11, terminated
-        assert "qemu" in terminated["message"].lower()
+        assert (terminated["exitCode"], json.loads(terminated["message"])["outcome"]) == (20, "machine_died")
     finally:
         kubectl("delete", "-k", str(cluster / "job"), "--timeout=120s")
 
@@ -349,7 +344,7 @@ def test_what_is_too_much_for_the_pod_is_killed_and_the_guest_runs_on(start: Any
     done = it.kubectl.run("exec", "-n", "instances", it.name, "--", "python3", "-c", eater)
     assert done.returncode == 137, done.stderr
     it.holds()
-    assert it.end()["exitCode"] == 0
+    assert it.end()["exitCode"] in IN_ORDER
 
 
 def test_a_kubelet_that_evicts_it_leaves_nothing(kubectl: Kubectl, node: JoinedNode, start: Any) -> None:
@@ -378,14 +373,14 @@ def test_an_instance_waits_for_a_controller_that_is_missing(kubectl: Kubectl, st
         it = start("instance", "instance")
         until(lambda: it.status.get("restartCount", 0) >= 1, "it to give up once", POD_SECONDS)
         last = it.status["lastState"]["terminated"]
-        assert last["exitCode"] == 32, last
-        assert "controller" in last["message"]
+        assert last["exitCode"] in {30, 31}, last
+        assert "controller" in json.loads(last["message"])["detail"]
     finally:
         select({"nowhere": None})
         kubectl("rollout", "status", *daemon, f"--timeout={POD_SECONDS}s")
     it.up()
     assert it.status["restartCount"] >= 1
-    assert it.end()["exitCode"] == 0
+    assert it.end()["exitCode"] in IN_ORDER
 
 
 PAUSE_POD: Object = {
@@ -489,6 +484,45 @@ def reconfigured(node: JoinedNode, policies: Patch) -> Iterator[None]:
         restart(original)
 
 
+def test_an_instance_with_a_disk_of_its_node(kubectl: Kubectl, node: JoinedNode, cluster: Path, start: Any) -> None:
+    """A local volume, a loop device here; the firmware looks at the disk, on which nothing is."""
+    node("truncate", "-s", "64M", "/var/lib/vm-disk")
+    device = node("losetup", "--find", "--show", "/var/lib/vm-disk").strip()
+    storage = cluster / "disks/local/storage.yaml"
+    storage.write_text(storage.read_text().replace("/dev/disk/by-id/your-disk", device))
+    kubectl("apply", "-k", str(cluster / "disks/local"))
+    try:
+        it = start("overlays/disk", "instance-disk")
+        it.up()
+        it.holds()
+        assert kubectl.json("get", "pvc", "-n", "instances", "vm-disk")["status"]["phase"] == "Bound"
+        assert it.end()["exitCode"] in IN_ORDER
+        assert kubectl.json("get", "pvc", "-n", "instances", "vm-disk")["status"]["phase"] == "Bound", "the claim stays"
+    finally:
+        kubectl("delete", "pod", "-n", "instances", "instance-disk", "--ignore-not-found", "--timeout=120s")
+        kubectl("delete", "-k", str(cluster / "disks/local"))
+        node("losetup", "--detach", device)
+
+
+def test_a_node_that_was_switched_off_starts_its_instance_again(kubectl: Kubectl, node: JoinedNode, start: Any) -> None:
+    """Nobody deletes it meanwhile; controller, device plugin and instance come back by themselves."""
+    it = start("instance", "instance")
+    it.up()
+    uid = it.pod["metadata"]["uid"]
+    node.restart()
+    kubectl("rollout", "status", "-n", "instance-runner", f"daemonset/{CONTROLLER}", f"--timeout={POD_SECONDS}s")
+    until(
+        lambda: it.status.get("restartCount", 0) >= 1 and "running" in it.status["state"],
+        "it to run again",
+        POD_SECONDS,
+    )
+    it.logged("the guest runs", POD_SECONDS)
+    assert it.pod["metadata"]["uid"] == uid
+    shown = inspected(node)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert it.end()["exitCode"] in IN_ORDER
+
+
 def test_every_example_has_been_looked_at() -> None:
     """What is not run on the node above is named here with its reason."""
     run = {
@@ -501,7 +535,7 @@ def test_every_example_has_been_looked_at() -> None:
         "controller",
         "device-plugin",
     }
-    without_a_node = {"overlays/gpu", "overlays/server", "overlays/disk", "disks/claim", "disks/local"}
+    without_a_node = {"overlays/gpu", "overlays/server"}
     found = {
         str(file.parent.relative_to(EXAMPLES))
         for file in EXAMPLES.rglob("kustomization.yaml")
