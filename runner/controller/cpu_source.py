@@ -63,7 +63,10 @@ class CpuSource:
     async def settle(self, *, pause: float, readings: int) -> CpuState | Frozen:
         """Return the assignments, read until they are the same twice, *pause* seconds apart, at most *readings* times."""
         state = await self._settle_files(pause, readings)
-        if isinstance(state, Frozen) or state.policy != "none":
+        if isinstance(state, Frozen):
+            return state
+        if state.policy != "none":
+            self._claims = CpuClaims()
             return state
         return await self._settle_claims(pause, readings)
 
@@ -111,14 +114,16 @@ class CpuSource:
         """Return the assignments by claims: read the files, ask the kubelet where they are new, and read them again.
 
         Each of the files is replaced as a whole, and the CPUs of a claim are in them before its container has been created, so
-        what they say is never half of something: one reading suffices where nobody was asked meanwhile.
+        what they say is never half of something: one reading suffices where nobody was asked meanwhile. Only two claims that
+        follow each other on the same CPUs may be seen together, while the first one's file is removed.
         """
-        claims: CpuClaims | Frozen = Frozen(f"{self.files.claims} changes faster than it can be read")
-        for reading in range(readings):
+        state: CpuState | Frozen = Frozen("")
+        for reading in range(max(1, readings)):
             if reading:
                 await trio.sleep(pause)
             claims = self._read_claims()
             if isinstance(claims, Frozen):
+                state = claims
                 continue
             if self._has_to_ask(claims):
                 try:
@@ -127,13 +132,14 @@ class CpuSource:
                     return Frozen(f"cannot tell which containers have the CPUs of resource claims: {explain(error)}")
                 self._asked_at = trio.current_time()
                 if self._read_claims() != claims:
+                    state = Frozen(f"{self.files.claims} changes faster than it can be read")
                     continue
                 self._containers = tuple(each for each in containers if claims.pods_of(each.cdi_devices))
             self._claims = claims
-            return self._claimed(claims)
-        if isinstance(claims, Frozen):
-            return claims
-        return Frozen(f"{self.files.claims} changes faster than it can be read")
+            state = self._claimed(claims)
+            if not isinstance(state, Frozen):
+                break
+        return state
 
     def _has_to_ask(self, claims: CpuClaims) -> bool:
         """Tell whether the kubelet's last answer is not one for *claims*."""

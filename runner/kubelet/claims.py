@@ -45,6 +45,8 @@ DRIVER_SOCKETS = f"{DRIVER}*-reg.sock"
 CDI_KIND = "dra.k8s.io/cpu"
 CDI_FILES = ("dra.k8s.io-cpu_*.json", f"{DRIVER}.json")
 """The names of its specifications: from release 0.2 on, and in 0.1."""
+_VERSION = "checkpoint.dra.kubelet.k8s.io/v1"
+"""Of ``dra_manager_state``, in Kubernetes 1.36 (``pkg/kubelet/cm/dra/state/checkpoint.go``)."""
 
 
 @frozen
@@ -100,6 +102,10 @@ class CpuClaims:
 def parse_claims(text: bytes, source: str) -> tuple[PreparedClaim, ...]:
     """Parse ``dra_manager_state`` (``pkg/kubelet/cm/dra/state/state.go``); *source* is its name in :class:`SpecError`."""
     with one_error(source):
+        document = parse_document(text, source)
+        version = field(document, "apiVersion")
+        if version.value != _VERSION:  # rather than take the claims that another form has for none
+            version.fail(f"must be {_VERSION!r}, found {version.value!r}")
         return tuple(
             PreparedClaim(
                 field(claim, "ClaimUID").text(),
@@ -107,7 +113,7 @@ def parse_claims(text: bytes, source: str) -> tuple[PreparedClaim, ...]:
                 frozenset(pod.key for pod in members(field(claim, "PodUIDs"))),
                 frozenset(_cdi_devices(claim)),
             )
-            for claim in field(parse_document(text, source), "ClaimInfoStateList", []).elements()
+            for claim in field(document, "ClaimInfoStateList", []).elements()
         )
 
 
@@ -141,7 +147,12 @@ def _claimed(device: Value) -> ClaimedCpus:
 
 
 def parse_cpu_claims(state: bytes | None, source: str, specifications: Mapping[str, bytes]) -> CpuClaims:
-    """Parse ``dra_manager_state``, ``None`` for a kubelet without it, and the driver's *specifications* by their names."""
+    """Parse ``dra_manager_state``, ``None`` for a kubelet without it, and the driver's *specifications* by their names.
+
+    Without a specification no claim has CPUs, and the kubelet's file is of no interest.
+    """
+    if not specifications:
+        return CpuClaims()
     claims = () if state is None else parse_claims(state, source)
     known = {claim.uid for claim in claims}
     devices = (device for name in sorted(specifications) for device in parse_cpu_devices(specifications[name], name))

@@ -370,6 +370,30 @@ async def test_a_file_that_cannot_be_used_freezes_decisions(
         assert (refused["reason"], claims.float()) == ("frozen", "0-13,18-19")
 
 
+async def test_two_claims_of_the_same_cpus_freeze_decisions_until_one_is_gone(claims: ClaimsNode) -> None:
+    claims.put(OF_B)
+    async with claims.controlled() as (controller, client):
+        claims.put(OF_B, FakeClaim("c0", "17-18", C))
+        await controller.until(lambda: bool(controller.loop.frozen()))
+        assert controller.loop.frozen() == f"cannot use {claims.node.cdi}: CPUs 17 of the claim c0 are given away twice"
+        claims.put(OF_B)
+        await controller.until(lambda: not controller.loop.frozen())
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+
+async def test_a_node_that_is_given_the_static_policy_has_no_claims_any_more(claims: ClaimsNode) -> None:
+    claims.put(OF_B, listed=False)
+    async with claims.controlled() as (controller, client):
+        assert controller.loop.source is not None
+        assert controller.loop.source.awaits_containers
+        claims.node.put_state(SHARED, ENTRIES)
+        await controller.until(lambda: claims.float() == SHARED)
+        assert not controller.loop.source.awaits_containers
+        status = await client.result("getStatus")
+        assert isinstance(status, dict)
+        assert (status["policy"], status["claims"]) == ("static", False)
+
+
 async def test_files_of_other_drivers_are_not_read(claims: ClaimsNode) -> None:
     claims.put(OF_B)
     (claims.node.cdi / "nvidia.com-gpu.json").write_text("{")

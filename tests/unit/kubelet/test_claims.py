@@ -82,6 +82,18 @@ def test_a_file_that_the_kubelet_wrote() -> None:
     assert parse_claims(EMPTY, "x") == ()
 
 
+def test_a_file_of_another_version_is_refused() -> None:
+    """Else the claims that it has in another form would be none, and their CPUs shared."""
+    with pytest.raises(
+        SpecError, match=r"apiVersion: must be 'checkpoint.dra.kubelet.k8s.io/v1', found 'checkpoint.*/v2'"
+    ):
+        parse_claims(KUBELETS.replace(b"kubelet.k8s.io/v1", b"kubelet.k8s.io/v2"), "x")
+
+
+def test_the_kubelets_file_is_of_no_interest_without_a_claim_for_cpus() -> None:
+    assert parse_cpu_claims(b"{", "x", {}) == CpuClaims()
+
+
 def test_a_specification_that_the_driver_wrote() -> None:
     """The document is of the driver's ``AddDevice``; release 0.1 has all claims in one, as here."""
     text = """{
