@@ -298,7 +298,10 @@ def _notes(
             f" systemReserved.cpu ({millicpus}m together), which count for nothing"
         )
     if configuration.cpu_manager_policy == "none":
-        yield "cpuManagerPolicy is 'none': no container gets exclusive CPUs; set it to 'static'"
+        yield (
+            "cpuManagerPolicy is 'none': the kubelet gives no container exclusive CPUs; set it to 'static', unless a DRA driver"
+            " gives them, of which nothing is known here"
+        )
     if gates.get("PodLevelResourceManagers"):
         yield "featureGates.PodLevelResourceManagers changes what pods with spec.resources get; that is not known here"
 

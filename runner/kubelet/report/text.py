@@ -174,7 +174,7 @@ def _before(node: SimulatedNode) -> str:
 def _remains(plan: NodePlan) -> str:
     node = plan.after
     if node.kubelet.cpu_manager is None:
-        return "no CPU is ever exclusive with cpuManagerPolicy none"
+        return "the kubelet makes no CPU exclusive with cpuManagerPolicy none"
     most = max((len(node.available & cpus) for cpus in plan.hardware.cpus_of_numa_node.values()), default=0)
     return (
         f"shared pool {node.shared_pool or 'empty'}; {_count(len(node.available), 'CPU')} of it can still be given,"

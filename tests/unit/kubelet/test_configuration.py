@@ -111,7 +111,11 @@ def test_reserved_memory_of_no_numa_node_matters_to_a_memory_manager_only() -> N
 
 def test_the_defaults() -> None:
     assert read() == KubeletConfiguration(minor=36, node_allocatable_memory=100 * MIB)
-    assert notes() == ("cpuManagerPolicy is 'none': no container gets exclusive CPUs; set it to 'static'",)
+    [note] = notes()
+    assert note == (
+        "cpuManagerPolicy is 'none': the kubelet gives no container exclusive CPUs; set it to 'static', unless a DRA driver"
+        " gives them, of which nothing is known here"
+    )
 
 
 @pytest.mark.parametrize(
