@@ -81,6 +81,8 @@ class KubeletConfiguration:
     """Largest number of pods for each CPU; 0 for no such limit."""
     pod_level_resources: bool = True
     """The feature gate ``PodLevelResources``, on since 1.34."""
+    pod_level_resource_managers: bool = False
+    """The feature gate ``PodLevelResourceManagers``, alpha in 1.36. What it changes is not modelled."""
 
 
 @frozen
@@ -95,6 +97,8 @@ class Kubelet:
     minor: int
     pod_level_resources: bool
     """The feature gate ``PodLevelResources``."""
+    pod_level_resource_managers: bool = False
+    """The feature gate ``PodLevelResourceManagers``."""
 
     @classmethod
     def configured(
@@ -119,6 +123,7 @@ class Kubelet:
             DeviceManager(tuple(node.id for node in hardware.numa_nodes), devices),
             configuration.minor,
             configuration.pod_level_resources,
+            configuration.pod_level_resource_managers,
         )
 
     def seen_by_managers(self, pod: Pod) -> Pod:

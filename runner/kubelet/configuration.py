@@ -148,6 +148,7 @@ def parse_kubelet_configuration(
         max_pods=_count(document, "maxPods", DEFAULT_MAX_PODS),
         pods_per_core=_count(document, "podsPerCore", 0),
         pod_level_resources=gates.get("PodLevelResources", minor >= POD_LEVEL_RESOURCES_SINCE),
+        pod_level_resource_managers=gates.get("PodLevelResourceManagers", False),
     )
     return configuration, tuple(_notes(document, configuration, gates, millicpus))
 

@@ -301,7 +301,15 @@ def _pod(
 
 def _of_other_kinds(pod: Pod, admission: Admission) -> Iterator[str]:
     """Yield what else decides about *pod* than the managers and the resources that are compared."""
-    if admission.node.kubelet.seen_by_managers(pod).pod_level_resources:
+    kubelet = admission.node.kubelet
+    managed = pod.pod_level_resources and kubelet.pod_level_resource_managers and pod.guaranteed
+    if managed:
+        yield (
+            "it has pod-level resources (spec.resources), for which the feature gate PodLevelResourceManagers makes the static"
+            " CPU and Memory Managers assign CPUs and memory to the pod as a whole: that is not known here, so it is planned as"
+            " if it got none, and what is planned after it may be wrong"
+        )
+    elif kubelet.seen_by_managers(pod).pod_level_resources:
         yield (
             "it has pod-level resources (spec.resources): the static CPU and Memory Managers assign nothing to such a pod,"
             " whatever its containers request (the feature gate PodLevelResourceManagers, alpha in 1.36, is off by"

@@ -355,6 +355,8 @@ def test_pod_level_resources_leave_an_instance_without_cpus() -> None:
     assert not plan.pods[0].cpus
     assert plan.pods[0].notes[-1].endswith(OWN_RESOURCES)
     assert fit_of(4, None, plan).error == f"no container gets exclusive CPUs; {OWN_RESOURCES}"
+    managed = planned(host("vm-8"), whole, featureGates={"PodLevelResourceManagers": True})
+    assert "that is not known here, so it is planned as if it got none" in managed.pods[0].notes[-1]
     off = planned(host("vm-8"), whole, featureGates={"PodLevelResources": False})
     assert off.pods[0].explanation.admission.reason == "PodLevelResourcesNotSupported"
     assert off.pods[0].notes[-1].startswith("an API server with this gate off, too, removes spec.resources")
