@@ -6,7 +6,16 @@ import errno
 
 from runner.check.finding import Check, Finding, Place
 from runner.facts.host import Kvm
-from runner.plan.host_checks import KVM_UNUSABLE_REMEDY, emulated, kvm_unusable, root_for_kvm, too_little_lockable
+from runner.plan.host_checks import (
+    DENIED,
+    KVM_UNUSABLE_REMEDY,
+    LET_IN,
+    emulated,
+    kvm_denied,
+    kvm_unusable,
+    root_for_kvm,
+    too_little_lockable,
+)
 from runner.plan.host_checks import MEMLOCK as MEMLOCK_REMEDY
 
 KVM = Check("kvm", "KVM runs the guest's instructions on the CPU itself")
@@ -32,7 +41,8 @@ def judge_kvm(kvm: Kvm) -> Finding:
     """Judge ``/dev/kvm``."""
     reason = emulated(kvm)
     if reason is not None:
-        return KVM.warning(reason, f"{GIVE.format('/dev/kvm')}; on the node: modprobe kvm_intel (or kvm_amd)")
+        given = f"{GIVE.format('/dev/kvm')}; on the node: modprobe kvm_intel (or kvm_amd)"
+        return KVM.warning(reason, LET_IN if kvm_denied(kvm) else given)
     if (unusable := kvm_unusable(kvm)) is not None:
         return KVM.fatal(unusable, KVM_UNUSABLE_REMEDY)
     root = root_for_kvm(kvm)
@@ -45,6 +55,8 @@ def judge_device(check: Check, place: Place, path: str, reason: str | None) -> F
     """Judge a device node; *reason* is why it cannot be opened for reading and writing, ``None`` if it can."""
     if reason is None:
         return check.ok(f"{path} may be used")
+    if reason == DENIED:
+        return check.warning(f"{path}: {reason}", LET_IN)
     bare = place in {Place.NODE, Place.MACHINE}
     return check.warning(f"{path}: {reason}", f"modprobe {MODULES[check]}" if bare else GIVE.format(path))
 

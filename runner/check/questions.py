@@ -221,7 +221,7 @@ def _device(check: Check, name: str, host: CheckedHost, context: CheckContext) -
 
 
 def _memlock(_: CheckedHost, context: CheckContext) -> Iterator[Finding]:
-    yield device_rights.judge_memlock(read_lockable(Procfs().capabilities()), context.lockable)
+    yield device_rights.judge_memlock(read_lockable(Procfs().machine_capabilities()), context.lockable)
 
 
 def _seccomp(host: CheckedHost, _: CheckContext) -> Iterator[Finding]:

@@ -210,6 +210,8 @@ class HostFacts:
     """The vendor string of CPUID, such as ``GenuineIntel``; empty where the kernel does not report it."""
     invariant_tsc: bool = False
     """Whether the time stamp counter of the CPUs runs at the same rate in every state of the CPU."""
+    user_namespace: bool = False
+    """Whether this process is in a user namespace other than the machine's first: its root is not the machine's."""
     tun: bool = True
     """Whether /dev/net/tun can be opened; tried only if the spec has networks."""
     vhost_net: bool = False

@@ -101,6 +101,7 @@ async def read_host_facts(
         users=dict(_users(spec)),
         io_uring_error=_io_uring_error(spec.disk),
         kvm=await _kvm(spec, roots.dev / "kvm", processes, qemu),
+        user_namespace=procfs.in_user_namespace(),
         tun=not spec.network or may_open(roots.dev / "net/tun"),
         vhost_net=bool(spec.network) and may_open(roots.dev / "vhost-net"),
         passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
@@ -152,7 +153,7 @@ def _memory_limits(spec: InstanceSpec, procfs: Procfs, roots: Roots, cgroup: str
     if spec.memory.lock or spec.device:
         from runner.kernel.memory import CAP_IPC_LOCK, read_lockable  # here, because few instances need ctypes
 
-        capabilities = procfs.capabilities()
+        capabilities = procfs.machine_capabilities()
         lockable, may_lock = read_lockable(capabilities), CAP_IPC_LOCK in capabilities
     mount = PurePosixPath(roots.cgroup)
     return MemoryLimits(

@@ -21,6 +21,8 @@ from runner.values import frozen
 _VANISHED = (FileNotFoundError, ProcessLookupError)
 _PF_KTHREAD = 0x00200000
 """``include/linux/sched.h``: in the flags of proc_pid_stat(5), field 9."""
+_FIRST_USER_NAMESPACE = 0xEFFFFFFD
+"""Inode of the machine's first user namespace: ``PROC_USER_INIT_INO`` of ``include/linux/proc_ns.h``."""
 _NUMA_PAGES = re.compile(r" N([0-9]+)=([0-9]+)", re.ASCII)
 _PAGE_SIZE = re.compile(r" kernelpagesize_kB=([0-9]+)", re.ASCII)
 _BOUND = re.compile(r" bind(?:=[a-z|]+)?:([0-9,-]+)", re.ASCII)
@@ -382,9 +384,23 @@ class Procfs:
         return allowed and self.setting("kernel/unprivileged_userns_clone") != "0" and first == ["0", "0"]
 
     def capabilities(self) -> frozenset[int]:
-        """Return the numbers of this process's effective capabilities (``CapEff``)."""
+        """Return the numbers of this process's effective capabilities (``CapEff``), over its own user namespace."""
         held = int(self.status()["CapEff"], 16)
         return frozenset(number for number in range(held.bit_length()) if held >> number & 1)
+
+    def machine_capabilities(self) -> frozenset[int]:
+        """Return those of the capabilities that count for the machine's own things, such as limits: in a user namespace none.
+
+        The kernel asks for these with ``capable`` (``kernel/capability.c``), and for the others with ``ns_capable``.
+        """
+        return frozenset() if self.in_user_namespace() else self.capabilities()
+
+    def in_user_namespace(self) -> bool:
+        """Tell whether this process is in another user namespace than the machine's first (user_namespaces(7))."""
+        try:
+            return (self.root / "self/ns/user").stat().st_ino != _FIRST_USER_NAMESPACE
+        except OSError:
+            return False
 
     def status(self, pid: int | str = "self") -> Mapping[str, str]:
         """Return the fields of ``/proc/PID/status``."""

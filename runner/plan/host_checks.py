@@ -90,6 +90,20 @@ KVM_UNUSABLE_REMEDY = 'see `dmesg | grep -i kvm` on the node, or set cpu.accel =
 """The remedy for :func:`kvm_unusable`."""
 
 
+DENIED = "Permission denied"
+"""The reason, EACCES, why a device node is not opened whose owner and mode forbid it; a device filter's is EPERM."""
+LET_IN = (
+    'let every user open it, on the node, by a rule of udev with MODE="0666": in a user namespace (hostUsers: false) its owner '
+    "and group are nobody's; the container's device filter still says who may"
+)
+"""The remedy for :data:`DENIED`."""
+
+
+def kvm_denied(kvm: Kvm) -> bool:
+    """Tell whether ``/dev/kvm`` is there and its owner and mode forbid it."""
+    return kvm.error is not None and kvm.error.endswith(DENIED)
+
+
 def root_for_kvm(kvm: Kvm) -> str | None:
     """Return why QEMU has to run as root to open ``/dev/kvm``; ``None`` if it has not. Before 8.1 it takes no descriptor."""
     if kvm.admits_everyone or kvm.admits_group:
@@ -124,7 +138,7 @@ KEPT_MEMORY_STATE = (
 
 MEMLOCK = (
     "give it `LimitMEMLOCK=infinity` in the [Service] section of containerd.service, `docker run --ulimit memlock=-1`, "
-    "or the capability SYS_RESOURCE, with which the limit is raised"
+    "or, without a user namespace, the capability SYS_RESOURCE, with which the limit is raised"
 )
 """The remedy for :func:`too_little_lockable`."""
 

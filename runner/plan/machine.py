@@ -15,7 +15,15 @@ from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import DiskPlan
 from runner.plan.firmware import VariablesPlan
 from runner.plan.guest_devices import GuestPlan
-from runner.plan.host_checks import KVM_UNUSABLE_REMEDY, emulated, kvm_unusable, root_for_kvm, runs_no_guest
+from runner.plan.host_checks import (
+    KVM_UNUSABLE_REMEDY,
+    LET_IN,
+    emulated,
+    kvm_denied,
+    kvm_unusable,
+    root_for_kvm,
+    runs_no_guest,
+)
 from runner.plan.memory import RamPlan
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan
 from runner.plan.problems import Problems
@@ -104,10 +112,12 @@ def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems)
     if kvm.error is not None:
         if spec.cpu.accel == "kvm":
             problems.refuse(
-                "cpu.accel", f"cannot use /dev/kvm: {kvm.error}", 'give the pod the device, or ask for "tcg"'
+                "cpu.accel",
+                f"cannot use /dev/kvm: {kvm.error}",
+                LET_IN if kvm_denied(kvm) else 'give the pod the device, or ask for "tcg"',
             )
         else:
-            problems.remark(str(emulated(kvm)))
+            problems.remark(str(emulated(kvm)), LET_IN if kvm_denied(kvm) else "")
         return "tcg", user
     if spec.cpu.accel == "tried" and (reason := runs_no_guest(kvm)) is not None:
         problems.remark(reason)

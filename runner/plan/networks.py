@@ -284,6 +284,12 @@ class _NetworkPlanner:
 
     def _macvtap(self, index: int, network: NetworkSpec) -> MacvtapPlan | None:
         over = self._interface(index, network)
+        if self._facts.user_namespace:  # mknod(2) asks the machine's first one for CAP_MKNOD (fs/namei.c)
+            self._refuse(
+                f"network[{index}].mode",
+                "a macvtap takes a device node of its own, and in a user namespace none can be made",
+                'use mode = "bridge", or let the pod do without a user namespace (hostUsers: true)',
+            )
         if over is None:
             return None
         return MacvtapPlan(

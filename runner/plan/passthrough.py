@@ -15,6 +15,7 @@ from runner.errors import Problem
 from runner.facts.host import HostFacts, User
 from runner.facts.pci import Bar, ClaimFile, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
 from runner.placement.guest_topology import GuestTopology
+from runner.plan.host_checks import DENIED, LET_IN
 from runner.plan.machine import Accel
 from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, VfioBackend
 from runner.plan.problems import Problems, Remark
@@ -401,7 +402,7 @@ def _node_error(node: DeviceNode | None, what: str) -> str | None:
         return f"the kernel makes no {what}"
     if node.error is None or node.busy:
         return None
-    return f"{node.path}: {node.error}; {GIVE.format(node.path)}"
+    return f"{node.path}: {node.error}; {LET_IN if node.error == DENIED else GIVE.format(node.path)}"
 
 
 def backend_error(backend: VfioBackend, fact: PciFact, vfio: VfioFacts) -> str | None:

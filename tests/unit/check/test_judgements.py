@@ -161,6 +161,7 @@ CASES: list[tuple[Finding, Level, str]] = [
     (init(ours=False, everything=True)[0], FATAL, "the machine's own"),
     (device_rights.judge_kvm(Kvm(None, 104, 0o660)), OK, "makes virtual machines"),
     (device_rights.judge_kvm(Kvm("/dev/kvm: No such file or directory")), WARNING, "emulated in software"),
+    (device_rights.judge_kvm(Kvm("/dev/kvm: Permission denied")), WARNING, "emulated in software"),
     (device_rights.judge_kvm(Kvm(None, 104, 0o660, "Device or resource busy")), FATAL, "makes no virtual machine: Device or"),
     (device_rights.judge_kvm(Kvm(None, 0, 0o660)), WARNING, "lets no group in"),
     (programs.judge_trial_guest("kvm", None, 0.21), OK, "ran under KVM to its end in 0.2 s"),
@@ -237,6 +238,29 @@ def test_a_check_in_each_of_its_levels(finding: Finding, level: Level, word: str
     assert finding.matters
     assert finding.remedy or level in {OK, UNKNOWN}, "a finding below ok has a remedy"
     assert not (finding.remedy and level is OK)
+
+
+@pytest.mark.parametrize(
+    ("finding", "expected"),
+    [
+        (
+            device_rights.judge_kvm(Kvm("/dev/kvm: Permission denied")),
+            "let every user open it, on the node, by a rule of udev",
+        ),
+        (device_rights.judge_kvm(Kvm("/dev/kvm: No such file or directory")), "give the container the device"),
+        (
+            device_rights.judge_device(device_rights.TUN, POD, "/dev/net/tun", "Permission denied"),
+            "let every user open it",
+        ),
+        (
+            device_rights.judge_device(device_rights.TUN, POD, "/dev/net/tun", "No such file"),
+            "give the container the device",
+        ),
+    ],
+)
+def test_the_remedy_for_a_node_that_its_mode_forbids_is_its_mode(finding: Finding, expected: str) -> None:
+    """In a user namespace root is not the owner of the machine's device nodes."""
+    assert finding.remedy.startswith(expected)
 
 
 def test_every_check_was_judged() -> None:

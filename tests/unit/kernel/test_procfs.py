@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,16 @@ def test_memory_nodes_are_those_of_the_cpuset(tmp_path: Path) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert Procfs().memory_nodes()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root privilege is missing")
+def test_capabilities_of_a_user_namespace_do_not_count_for_the_machine() -> None:
+    """They count for what the namespace owns, such as its networks."""
+    code = "from runner.kernel.procfs import Procfs as P; print(len(P().capabilities()) > 9, len(P().machine_capabilities()))"
+    argv = ["unshare", "--user", "--map-root-user", sys.executable, "-c", code]
+    assert subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout == "True 0\n"
+    mine = Procfs()
+    assert mine.in_user_namespace() or mine.machine_capabilities() == mine.capabilities() != frozenset()
 
 
 def test_the_name_of_a_process_cannot_hold_a_line() -> None:

@@ -209,6 +209,11 @@ def test_a_guest_gets_the_pods_ipv6_address_only_on_request() -> None:
             "network[0].mtu: 9000 is more than the 1450 of 'eth0'",
         ),
         (
+            KERNEL + '[[network]]\nmode = "macvtap"\n',
+            {"user_namespace": True},
+            "network[0].mode: a macvtap takes a device node of its own, and in a user namespace none can be made; use mode =",
+        ),
+        (
             KERNEL + '[[network]]\nmode = "macvtap"\ninterface = "x"\n',
             {},
             "network[0].interface: there is no network inter",

@@ -417,6 +417,13 @@ def test_a_group_is_passed_whole_or_not_at_all(tmp_path: Path) -> None:
         (
             "legacy",
             {},
+            {"group_node": DeviceNode(PurePosixPath("/dev/vfio/30"), "Permission denied")},
+            "",
+            "not by 'legacy': /dev/vfio/30: Permission denied; let every user open it, on the node, by a rule of udev with MODE=",
+        ),
+        (
+            "legacy",
+            {},
             {"group_node": DeviceNode(PurePosixPath("/dev/vfio/30"), "Operation not permitted")},
             "",
             "not by 'legacy': /dev/vfio/30: Operation not permitted; give the container the node: by a device plugin's resource",
