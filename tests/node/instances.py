@@ -294,6 +294,7 @@ def start_instance(
     environment_uid: str | None = None,
     host_pid: bool = False,
     share_processes: bool = False,
+    host_users: bool = True,
     more_mounts: Sequence[Mount] = (),
     more_environment: Mapping[str, str] | None = None,
     **container: Any,
@@ -329,7 +330,7 @@ def start_instance(
         mounts=tuple(mounts),
         **{**defaults, **container},
     )
-    pod = Pod(uid, (main,), runtime=runtime, host_pid=host_pid, share_processes=share_processes)
+    pod = Pod(uid, (main,), runtime=runtime, host_pid=host_pid, share_processes=share_processes, host_users=host_users)
     return Instance(kubelet, uid, cpus, kubelet.run(pod)["main"])
 
 

@@ -57,6 +57,8 @@ Runtime = Literal["crun", "runc"]
 SANDBOX_RUNTIME: Runtime = "crun" if shutil.which("crun") else "runc"
 """The faster one, because a sandbox only holds namespaces."""
 Mount = tuple[Path, str, Literal["ro", "rw"]]
+IDS = 1 << 16
+"""Users and groups of a pod's user namespace (``userNsLength``)."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,19 @@ class Pod:
     qos: Literal["guaranteed", "burstable", "besteffort"] = "guaranteed"
     host_pid: bool = False
     share_processes: bool = False
+    host_users: bool = True
+    """``False``: its containers share a user namespace with :data:`IDS` users and groups, of which 0 is another one here."""
     runtime: Runtime = "crun"
+
+    @property
+    def first_id(self) -> int:
+        """Return the node's user and group that are 0 in the pod: other ones for each pod (``userns_manager.go``)."""
+        return 0 if self.host_users else IDS * (1 + int(hashlib.sha256(self.uid.encode()).hexdigest()[:3], 16))
+
+    @property
+    def id_mappings(self) -> list[dict[str, int]]:
+        """Return the mapping of its users, and of its groups, as the runtime specification has it."""
+        return [{"containerID": 0, "hostID": self.first_id, "size": IDS}]
 
     @property
     def cgroup_path(self) -> Path:
@@ -409,6 +423,10 @@ class Kubelet:
         bundle = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.scratch))
         for directory in ("root", "upper", "work"):
             (bundle / directory).mkdir()
+        if not pod.host_users:
+            os.chown(bundle / "upper", pod.first_id, pod.first_id)
+            for each in (bundle, *bundle.parents):  # the runtime looks for the root as the pod's root
+                each.chmod(stat.S_IMODE(each.stat().st_mode) | 0o111)
         layers = f"lowerdir={container.image or '/'},upperdir={bundle / 'upper'},workdir={bundle / 'work'}"
         subprocess.run(["mount", "-t", "overlay", "-o", layers, name, str(bundle / "root")], check=True)
         cpus = CpuSet() if sandbox is None else container.cpus or self.default
@@ -529,12 +547,13 @@ def oci_config(
                 **({"effective": kept, "permitted": kept} if kept else {}),
             },
         },
-        "mounts": list(mounts(container, cgroupfs)),
+        "mounts": list(mounts(pod, container, cgroupfs)),
         "linux": {
             "cgroupsPath": cgroup,
             "resources": resources,
             "devices": devices,
             "namespaces": namespaces(pod, container, sandbox),
+            **({} if pod.host_users else {"uidMappings": pod.id_mappings, "gidMappings": pod.id_mappings}),
             **({"seccomp": seccomp(container.forbidden)} if container.forbidden else {}),
         },
     }
@@ -561,7 +580,7 @@ def seccomp(forbidden: Sequence[str]) -> dict[str, Any]:
 def namespaces(pod: Pod, container: Container, sandbox: int | None) -> list[dict[str, str]]:
     """Return a container's namespaces: the pod's for network, IPC and host name, its own for mounts and processes."""
     out = [{"type": "mount"}]
-    for kind in ("network", "ipc", "uts"):
+    for kind in ("network", "ipc", "uts", *(() if pod.host_users else ("user",))):
         proc = {"network": "net"}.get(kind, kind)
         out.append({"type": kind, **({} if sandbox is None else {"path": f"/proc/{sandbox}/ns/{proc}"})})
     if not pod.host_pid:
@@ -572,8 +591,8 @@ def namespaces(pod: Pod, container: Container, sandbox: int | None) -> list[dict
     return out
 
 
-def mounts(container: Container, cgroupfs: str) -> list[dict[str, Any]]:
-    """Return a container's mounts."""
+def mounts(pod: Pod, container: Container, cgroupfs: str) -> list[dict[str, Any]]:
+    """Return a container's mounts. In a user namespace the owners of the pod's volumes are mapped as its users are."""
     quiet = ["nosuid", "noexec", "nodev"]
     sys_mode = "rw" if container.privileged else "ro"
     out: list[dict[str, Any]] = [{"destination": "/proc", "type": "proc", "source": "proc", "options": quiet}]
@@ -602,8 +621,9 @@ def mounts(container: Container, cgroupfs: str) -> list[dict[str, Any]]:
             {"destination": "/project", "type": "bind", "source": str(PROJECT), "options": ["rbind", "ro"]},
             {"destination": str(PYCACHE), "type": "bind", "source": str(PYCACHE), "options": ["rbind", "rw"]},
         ]
+    mapped = {} if pod.host_users else {"uidMappings": pod.id_mappings, "gidMappings": pod.id_mappings}
     out += [
-        {"destination": destination, "type": "bind", "source": str(source), "options": ["rbind", mode]}
+        {"destination": destination, "type": "bind", "source": str(source), "options": ["rbind", mode], **mapped}
         for source, destination, mode in container.mounts
     ]
     return out

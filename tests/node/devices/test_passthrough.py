@@ -10,6 +10,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -64,6 +65,7 @@ def started(
     *,
     hugepages: Mapping[str, int] | None = None,
     more_mounts: Sequence[Mount] = (),
+    host_users: bool = True,
 ) -> Iterator[Instance]:
     """Hold an instance with these device nodes in its pod and the device plugins' variables in its environment.
 
@@ -82,6 +84,7 @@ def started(
         memory=640 * MIB,
         hugepages=hugepages or {},
         more_mounts=more_mounts,
+        host_users=host_users,
     )
     try:
         yield instance
@@ -97,18 +100,21 @@ def started(
 def test_a_device_goes_to_qemu_and_comes_back(
     backend: str, node_fixture: NodeFixture, disks: dict[int, Spare], cpus: dict[int, CpuSet]
 ) -> None:
+    """With iommufd in a user namespace of the pod, whose root owns the nodes that crun makes for it."""
     disk = disks[1]
     more = f'[[device]]\naddress = "{disk.address}"\n'
-    with bound(disk), started(node_fixture, 1, cpus[1], spec_text(cpus[1], more), nodes_of(backend, disk)) as instance:
+    start = partial(started, host_users=backend == "legacy")
+    with bound(disk), start(node_fixture, 1, cpus[1], spec_text(cpus[1], more), nodes_of(backend, disk)) as instance:
         instance.up()
         instance.is_placed()
         [qemu] = instance.processes()["qemu"]
         status = Path(f"/proc/{qemu}/status").read_text()
-        assert re.search(r"^Uid:\t65534\t", status, re.MULTILINE), "QEMU runs as the user nobody"
+        root = node_fixture.kubelet.pods[instance.uid].first_id
+        assert re.search(rf"^Uid:\t{root + 65534}\t", status, re.MULTILINE), "QEMU runs as the user nobody"
         held = {str(fd.readlink()) for fd in Path(f"/proc/{qemu}/fd").iterdir()}
         assert str(disk.nodes[backend]) in held
         owner = Path(f"/proc/{instance.running.pid}/root{disk.nodes[backend]}").stat().st_uid
-        assert owner == 0, "QEMU owned it only while it opened it"
+        assert owner == root, "QEMU owned it only while it opened it"
         with pytest.raises(OSError, match="busy"):
             os.close(os.open(disk.nodes["legacy"], os.O_RDWR))
         both = {*nodes_of("legacy", disk), *nodes_of("iommufd", disk)}
