@@ -537,7 +537,7 @@ DEVICE_PROPERTIES = {
     "x-pci-sub-vendor-id": integer(0, 0xFFFF),
     "x-pci-sub-device-id": integer(0, 0xFFFF),
 }
-"""The properties of QEMU's ``vfio-pci`` that a document may set: every QEMU from 7.2 to 10 has these."""
+"""The properties of QEMU's ``vfio-pci`` that a document may set: every QEMU from 7.2 to 11.1 has these."""
 OBJECT_NAME = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
 """Pattern of the name of an object in Kubernetes (a DNS subdomain, RFC 1123), which a path can hold."""
 
