@@ -73,8 +73,10 @@ class Cluster:
         text, guests = re.subn(
             r"\[boot\].*?(?=\n\n)", '[boot]\nfirmware = "/guest/rom"', data["spec.toml"], flags=re.DOTALL
         )
+        # this guest's real mode is not for the KVM that an emulated machine has
+        text, accelerators = re.subn(r"^\[cpu\]$", '[cpu]\naccel = "tcg"', text, flags=re.MULTILINE)
         text, sizes = re.subn(r'size = "\w+"', 'size = "64MiB"', text)
-        assert (guests, sizes, len(re.findall('mode = "(bridge|private)"', text))) == (1, 1, 1)
+        assert (guests, accelerators, sizes, len(re.findall('mode = "(bridge|private)"', text))) == (1, 1, 1, 1)
         data["spec.toml"] = text if self.networked else text.replace('mode = "bridge"', 'mode = "private"')
         return attrs.evolve(self, manifests=manifests)
 
