@@ -264,7 +264,7 @@ def boot(
 
     *run* is the directory the node sees as ``/results``; the scripts ``job`` and ``shell`` in it are run (``node-job``).
     *disks* are read-only ones, by the serial numbers the node sees; *tap* is an interface that shall be its network.
-    The *emulator* is the newest QEMU if none is named: the same tests take a quarter less CPU time with 11.1 than with 7.2.
+    The *emulator* is the newest QEMU if none is named, so that a node is the same on machines of any release.
     """
     image = cache.fetch(artefacts.root())
     (run / "initrd").write_bytes(artefacts.initrd(shape))
