@@ -337,14 +337,18 @@ def test_a_job_fails_when_its_guest_is_lost(kubectl: Kubectl, node: JoinedNode, 
 
 
 def test_what_is_too_much_for_the_pod_is_killed_and_the_guest_runs_on(start: Any) -> None:
-    """A process of ``kubectl exec`` takes more memory than the pod has left."""
+    """A process of ``kubectl exec`` takes more memory than the pod has left.
+
+    The kubelet has the kernel kill all of the container's cgroup together (``memory.oom.group``), so the anchors too: nothing can
+    go back at the end, which is dirty then.
+    """
     it = start("instance", "instance")
     it.up()
     eater = "x = []\nwhile True: x.append(bytearray(8 << 20))"
     done = it.kubectl.run("exec", "-n", "instances", it.name, "--", "python3", "-c", eater)
     assert done.returncode == 137, done.stderr
     it.holds()
-    assert it.end()["exitCode"] in IN_ORDER
+    assert it.end()["exitCode"] in {*IN_ORDER, 40}
 
 
 def test_a_kubelet_that_evicts_it_leaves_nothing(kubectl: Kubectl, node: JoinedNode, start: Any) -> None:

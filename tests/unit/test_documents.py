@@ -64,6 +64,7 @@ DOCUMENTS = [
         "runner/inspect/README.md",
         "tests/README.md",
         "tests/benchmarks/README.md",
+        "tests/cluster/README.md",
     )
 ]
 
