@@ -178,7 +178,7 @@ def test_a_partition_that_others_invalidate_is_repaired(start: Start) -> None:
     instance.up()
     TREE.write("cpuset.cpus.exclusive", "")
     until(lambda: TREE.cpus("cpuset.cpus.exclusive") == instance.cpus, "the root to have its CPUs for itself again")
-    assert isolated() == instance.cpus
+    until(lambda: isolated() == instance.cpus, "the partition, which is made after that")
     instance.group.write("cpuset.cpus.exclusive", "3")
     until(lambda: isolated() == instance.cpus, "the partition to have both CPUs again")
     instance.vcpus_hold()
