@@ -122,6 +122,7 @@ def arguments(
     *,
     word: str,
     disks: Mapping[str, Path],
+    writable: Mapping[str, Path],
     interactive: bool,
     systemd: bool,
     devices: bool,
@@ -165,9 +166,9 @@ def arguments(
     ]
     drives = [
         option
-        for serial, path in disks.items()
+        for serial, path in {**disks, **writable}.items()
         for option in (
-            *("-drive", f"if=none,id={serial},file={path},format=raw,readonly=on"),
+            *("-drive", f"if=none,id={serial},file={path},format=raw{'' if serial in writable else ',readonly=on'}"),
             *("-device", f"virtio-blk-pci,drive={serial},serial={serial}"),
         )
     ]
@@ -195,9 +196,10 @@ def arguments(
         *("-device", "virtio-serial-pci"),
         *("-device", "virtconsole,chardev=terminal" if interactive else PORT.format("terminal")),
         *("-device", PORT.format("events")),
-        *(spares.spare_devices(run, shape.numa_nodes) if devices else ()),
         *(("-netdev", f"tap,id=tap,ifname={tap},script=no,downscript=no") if tap else ()),
         *(("-device", "virtio-net-pci,netdev=tap,romfile=") if tap else ()),
+        # last: a device without a bus would be put onto their host bridges
+        *(spares.spare_devices(run, shape.numa_nodes) if devices else ()),
     ]
 
 
@@ -261,6 +263,7 @@ def boot(
     interactive: bool,
     systemd: bool,
     devices: bool,
+    writable: Mapping[str, Path] | None = None,
     tap: str | None = None,
     emulator: Path | None = None,
     boot_seconds: float,
@@ -269,7 +272,8 @@ def boot(
     """Boot the node, show the output of its job, and return its report.
 
     *run* is the directory the node sees as ``/results``; the scripts ``job`` and ``shell`` in it are run (``node-job``).
-    *disks* are read-only ones, by the serial numbers the node sees; *tap* is an interface that shall be its network.
+    *disks* are read-only ones, by the serial numbers the node sees, and it may write to the *writable* ones; *tap* is an
+    interface that shall be its network.
     The *emulator* is the newest QEMU if none is named, so that a node is the same on machines of any release.
     """
     image = cache.fetch(artefacts.root())
@@ -286,6 +290,7 @@ def boot(
         run,
         word=word,
         disks=disks,
+        writable=writable or {},
         interactive=interactive,
         systemd=systemd,
         devices=devices,

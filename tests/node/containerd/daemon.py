@@ -16,6 +16,7 @@ from tests.node.cgroups import SECONDS
 from tests.node.containerd.cri import Cri
 from tests.node.instances import until
 
+UNITS = Path("/run/systemd/system")
 UNIT = "instance-runner-containerd.service"
 PAUSE = "localhost/pause:1"
 CONFIGURATION = """
@@ -144,10 +145,18 @@ class Containerd:
 
 
 def run_unit(name: str, log: Path, properties: Sequence[str], *argv: str) -> None:
-    """Run a program as a systemd unit that writes to *log*."""
-    properties = (*properties, f"StandardOutput=append:{log}", f"StandardError=append:{log}")
-    options = (f"--unit={name}", *(f"--property={each}" for each in properties))
-    subprocess.run(["systemd-run", "--quiet", *options, *argv], check=True)
+    """Run a program as a systemd unit that writes to *log*; it can be stopped and started again by its name."""
+    command = " ".join('"' + each.replace("%", "%%") + '"' for each in argv)
+    lines = (
+        "[Service]",
+        f"ExecStart={command}",
+        *properties,
+        f"StandardOutput=append:{log}",
+        f"StandardError=append:{log}",
+    )
+    (UNITS / name).write_text("\n".join([*lines, ""]))
+    subprocess.run(["systemctl", "daemon-reload"], check=True)
+    subprocess.run(["systemctl", "start", name], check=True)
 
 
 @dataclass(frozen=True)
