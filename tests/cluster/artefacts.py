@@ -18,3 +18,9 @@ def etcd() -> Artefact:
 def containerd() -> Artefact:
     """Return the recipe of containerd 2, runc and CNI plugins for the node, an erofs image."""
     return Artefact("containerd", str(RECIPES / "containerd.sh"), {}, {**_TOOLS, "mkfs.erofs": "erofs-utils"})
+
+
+def server_disk() -> Artefact:
+    """Return the recipe of a disk with Debian, cloud-init and an SSH server, which UEFI boots."""
+    tools = {"mkfs.vfat": "dosfstools", "mcopy": "mtools", "mkfs.ext4": "e2fsprogs", "sfdisk": "fdisk"}
+    return Artefact("server-disk", str(RECIPES / "server-disk.sh"), {}, {**_TOOLS, **tools})

@@ -6,7 +6,7 @@ DIR holds kubelet, kube-apiserver, kube-controller-manager, kube-scheduler and k
 generic-device-plugin. etcd, containerd 2 and the CNI plugins are Debian forky's, fetched once. The control plane runs in a network
 namespace of its own; the emulated node, with systemd, is its only machine. Two stages: without a node (every object applied,
 pods on Node objects that have no machine), which takes a minute, and with the node, which takes half an hour without KVM.
-It needs root on Debian or Ubuntu, the packages that tests/run installs, openssl, and 8 GiB of memory.
+It needs root on Debian or Ubuntu, the packages that tests/run installs, openssl, dosfstools, mtools, fdisk, and 10 GiB of memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from pathlib import Path
 
 from tests.cluster import artefacts
 from tests.cluster.control_plane import PROGRAMS
-from tests.emulated_node.artefacts import PROJECT, kustomize, rom
+from tests.emulated_node.artefacts import PROJECT, kustomize
 from tests.emulated_node.cache import EmulatedNodeError, directory, fetch, say
 from tests.images import built
 from tests.images.command import write_manifests
 
 KUBELET, DEVICE_PLUGIN = "kubelet", "generic-device-plugin"
-STAGES = {"without-node": "tests/cluster/test_without_a_node.py", "with-node": "tests/cluster/test_with_a_node.py"}
+STAGES = {
+    "without-node": ["tests/cluster/test_without_a_node.py"],
+    "with-node": ["tests/cluster/test_with_a_node.py", "tests/cluster/test_disks_and_devices.py"],
+}
 RELEASES = "https://dl.k8s.io/release/{version}/bin/linux/amd64/{program}"
 
 
@@ -56,14 +59,14 @@ def main() -> int:
             if (binaries / DEVICE_PLUGIN).exists():
                 disks["device-plugin"] = str(binaries / DEVICE_PLUGIN)
             os.environ["RUNNER_KUSTOMIZE"] = str(fetch(kustomize()))
-            given |= {"disks": disks, "rom": str(fetch(rom()))}
+            given |= {"disks": disks, "server-disk": str(fetch(artefacts.server_disk()))}
             environment["RUNNER_NODE_MANIFESTS"] = str(PROJECT / write_manifests(images).removeprefix("/project/"))
     except EmulatedNodeError as error:
         say(str(error))
         return 70
     say(f"a cluster of Kubernetes {version}")
     environment["RUNNER_CLUSTER"] = json.dumps(given)
-    tests = [STAGES[stage] for stage in stages]
+    tests = [file for stage in stages for file in STAGES[stage]]
     # pytest and all that it starts are in a network namespace without any other interface
     argv = ["unshare", "--net", sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests, *options.pytest]
     return subprocess.run(argv, cwd=PROJECT, env={**os.environ, **environment}, check=False).returncode

@@ -7,14 +7,17 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster.control_plane import ADDRESS, ControlPlane, control_plane
+from tests.cluster.instances import CONTROLLER, POD_SECONDS, SOON, deployed, instances_left
 from tests.cluster.joined_node import POD_NETWORK, TAP, JoinedNode, joined_node
-from tests.cluster.kubectl import Kubectl
+from tests.cluster.kubectl import Kubectl, until
+from tests.cluster.manifests import copied
 
 Given = dict[str, Any]
 
@@ -71,6 +74,30 @@ def node(given: Given, control: ControlPlane) -> Iterator[JoinedNode]:
         subprocess.run(["ip", "route", "add", POD_NETWORK, "via", node.address], check=True)
         print(f"the node was Ready after {time.monotonic() - begun:.1f} s")
         yield node
+
+
+@pytest.fixture(scope="session")
+def cluster(kubectl: Kubectl, node: JoinedNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Apply the cluster's part of a copy of the examples, and return the copy; controller and device plugin are ready."""
+    examples = copied(tmp_path_factory.mktemp("examples"))
+    kubectl("apply", "-k", str(examples / "cluster"))
+    for namespace, name in (("instance-runner", CONTROLLER), ("kube-system", "instance-device-plugin")):
+        kubectl("rollout", "status", "-n", namespace, f"daemonset/{name}", f"--timeout={POD_SECONDS}s")
+
+    def handed_out() -> bool:
+        return int(kubectl.json("get", "node", node.name)["status"]["allocatable"].get("squat.ai/vm", 0)) > 0
+
+    until(handed_out, "the device plugin to hand out its devices", SOON)
+    yield examples
+    print("--- the kubelet", (node.results / "kubelet.log").read_text(errors="replace")[-5000:], sep="\n")
+
+
+@pytest.fixture
+def start(kubectl: Kubectl, node: JoinedNode, cluster: Path) -> Iterator[Any]:
+    """Return a function that applies a directory of the examples; nothing of it is left after the test."""
+    with ExitStack() as stack:
+        yield lambda directory, name: stack.enter_context(deployed(kubectl, node, cluster / directory, name))
+    until(lambda: not instances_left(node), "no instance's cgroup to be left", SOON)
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,10 @@ from tests.emulated_node.machine import boot
 from tests.emulated_node.shape import Shape
 
 TAP, POD_NETWORK, PORT = "cluster0", "10.22.0.0/24", 9999
-SHAPE = Shape(12, 2, 6144)
+SHAPE = Shape(12, 2, 8192)
 """Of each NUMA node's six CPUs one core is the system's: an instance of four fits into either."""
+VM_DISK, VM_DISK_SIZE = "vm-disk", 2 << 30
+"""The serial number of the disk that instances may write to, and its size in bytes."""
 UP_WITHIN, READY_WITHIN, LASTS = 180, 300, 2 * 3600
 KEPT = ("cpu_manager_state", "memory_manager_state")
 CONTAINERD_LOG = "/var/lib/containerd/log"
@@ -68,7 +70,7 @@ class Machine:
             str(self.run),
             *disks,
         ]
-        with (self.run / "node.log").open("ab") as log:
+        with (self.run / "node.log").open("ab") as log:  # a node that is switched on again continues it
             self.process = subprocess.Popen(argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         end = time.monotonic() + UP_WITHIN
         while not answers():
@@ -133,7 +135,8 @@ def joined_node(given: Mapping[str, Any], control: ControlPlane) -> Iterator[Joi
     (run / "pki").mkdir()
     for file in PKI:
         shutil.copy(control.certificates[file], run / "pki")
-    shutil.copy(given["rom"], run / "rom")
+    with (run / VM_DISK).open("wb") as disk:
+        disk.truncate(VM_DISK_SIZE)
     shutil.copy(os.environ["RUNNER_NODE_MANIFESTS"], run / "manifests.json")
     variables = {
         "PYTHONPATH": "/project",
@@ -178,7 +181,7 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("disks", nargs="*")
     options = parser.parse_args()
-    # ends in order: QEMU first, then the mount of its program
+    # with SystemExit the blocks below are left, and QEMU is ended
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     disks = {serial: Path(file) for serial, _, file in (each.partition("=") for each in options.disks)}
     outcome = boot(
@@ -189,7 +192,8 @@ def main() -> int:
         disks=disks,
         interactive=False,
         systemd=True,
-        devices=False,
+        devices=True,
+        writable={VM_DISK: options.run / VM_DISK},
         tap=TAP,
         boot_seconds=UP_WITHIN,
         job_seconds=LASTS,

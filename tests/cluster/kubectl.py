@@ -20,8 +20,11 @@ class KubectlError(Exception):
 
 
 def until(condition: Callable[[], T | None], what: str, seconds: float) -> T:
-    """Return the first true value of *condition*, which may also fail with :class:`KubectlError` for a while."""
-    end = time.monotonic() + seconds
+    """Return the first true value of *condition*, which may also fail with :class:`KubectlError` for a while.
+
+    The longer it waits, the rarer it asks: each kubectl takes CPU time that the node could have.
+    """
+    begun = time.monotonic()
     last: object = None
     while True:
         try:
@@ -31,8 +34,9 @@ def until(condition: Callable[[], T | None], what: str, seconds: float) -> T:
             last = found
         except KubectlError as error:
             last = error
-        assert time.monotonic() < end, f"waited {seconds:.0f} s for {what}; last: {last}"
-        time.sleep(0.3)
+        waited = time.monotonic() - begun
+        assert waited < seconds, f"waited {seconds:.0f} s for {what}; last: {last}"
+        time.sleep(min(0.3 + waited / 15, 5))
 
 
 @attrs.frozen

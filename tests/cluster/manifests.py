@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ def copied(place: Path, *, volume_on: str = "node") -> Path:
     storage = examples / "disks/local/storage.yaml"
     storage.write_text(storage.read_text().replace("your-node", volume_on))
     return examples
+
+
+def patched(examples: Path, directory: str, pod: str, spec: Object) -> str:
+    """Write, beside *examples*, a kustomization of *directory* with another *spec* of its *pod*, and return its directory."""
+    place = examples / f"patched-{pod}"
+    place.mkdir()
+    patch = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod, "namespace": "instances"}, "spec": spec}
+    kustomization = {"resources": [f"../{directory}"], "patches": [{"patch": json.dumps(patch)}]}
+    (place / "kustomization.yaml").write_text(json.dumps(kustomization))
+    return place.name
 
 
 def of_kind(kind: str, text: str) -> list[Object]:

@@ -34,13 +34,16 @@ KUBELET_UNIT = "kubelet.service"
 NEXT = "0.1.1"
 """The tag of a controller's image that differs from the manifests' in its name alone, to roll to."""
 DEVICE_PLUGIN = "generic-device-plugin"
+HUGE_PAGES = 300
+"""Of 2 MiB, on each NUMA node: what an instance with a device takes, and some more."""
 TIMED_OUT = 124
 """The status of a command that took too long, as timeout(1) has it."""
 
 
 def join_network() -> None:
     """Give the interface that the node was given its address, and let pods out through it."""
-    [interface] = [path.parent.name for path in Path("/sys/class/net").glob("*/device")]
+    drivers = {path.parts[-3]: path.resolve().name for path in Path("/sys/class/net").glob("*/device/driver")}
+    [interface] = [name for name, driver in drivers.items() if driver == "virtio_net"]  # the others are to be passed
     for words in (
         f"link set {interface} up",
         f"address add {NODE_ADDRESS}/24 dev {interface}",
@@ -48,6 +51,13 @@ def join_network() -> None:
     ):
         subprocess.run(["ip", *words.split()], check=True)
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+
+
+def reserve_huge_pages() -> None:
+    """Reserve them on every NUMA node, before the kubelet starts, which counts them once."""
+    for file in Path("/sys/devices/system/node").glob("node*/hugepages/hugepages-2048kB/nr_hugepages"):
+        file.write_text(str(HUGE_PAGES))
+        assert int(file.read_text()) == HUGE_PAGES, f"{file} has only {file.read_text()}"
 
 
 def start_containerd() -> Containerd:
@@ -164,6 +174,7 @@ def main() -> None:
         for unit in ("init.scope", "system.slice"):
             subprocess.run(["systemctl", "set-property", "--runtime", unit, f"AllowedCPUs={RESERVED}"], check=True)
         try:
+            reserve_huge_pages()
             start_kubelet(start_containerd())
         except (AssertionError, OSError, subprocess.SubprocessError):
             traceback.print_exc()

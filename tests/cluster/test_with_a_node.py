@@ -3,196 +3,39 @@
 from __future__ import annotations
 
 import json
-import re
+import os
+import pty
+import select
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from runner.cpuset import CpuSet
+from tests.cluster.instances import (
+    CONTROLLER,
+    GUEST_SECONDS,
+    IN_ORDER,
+    POD_SECONDS,
+    RUNNER,
+    SOON,
+    STATE,
+    Deployed,
+    exclusive_cpus,
+    inspected,
+    instances_left,
+    planned,
+)
 from tests.cluster.joined_node import JoinedNode
 from tests.cluster.kubectl import Kubectl, Object, until
-from tests.cluster.manifests import EXAMPLES, Patch, copied, of_kind
+from tests.cluster.manifests import Patch, of_kind, patched
 from tests.cluster.node_side import KUBELET_DIRECTORY, NEXT, RESERVED
 
 pytestmark = pytest.mark.timeout(1800)
-SOON, GUEST_SECONDS, POD_SECONDS = 60, 600, 240
-"""Seconds: for an object; for the demo guest, an emulated machine's guest, to boot; for a pod to start."""
-IN_ORDER = {0, 13}
-"""Exit codes of an instance that was ended in order; 13 where its guest had not booted yet, and did not power itself down."""
-RUNNER, CONTROLLER = "instance-runner", "instance-cgroup-controller"
-STATE = KUBELET_DIRECTORY / "cpu_manager_state"
-
-
-@attrs.define
-class Deployed:
-    """One instance, applied from a kustomization."""
-
-    kubectl: Kubectl
-    node: JoinedNode
-    place: Path
-    name: str
-
-    @property
-    def pod(self) -> Object:
-        found = self.kubectl.pod(self.name)
-        assert found is not None, f"there is no pod {self.name}"
-        return found
-
-    @property
-    def status(self) -> Object:
-        """Return the status of its only container; empty before there is one."""
-        statuses = self.pod["status"].get("containerStatuses", [])
-        found: Object = statuses[0] if statuses else {}
-        return found
-
-    def log(self) -> str:
-        return self.kubectl("logs", "-n", "instances", self.name)
-
-    def logged(self, words: str, seconds: float) -> None:
-        """Wait until *words* are in its log; fail as soon as it has ended without."""
-
-        def found() -> bool:
-            assert "terminated" not in self.status.get("state", {}) or words in self.log(), self.log()
-            return words in self.log()
-
-        until(found, f"{words!r} in the log of {self.name}", seconds)
-
-    def up(self) -> None:
-        """Wait until its guest runs; to boot it takes minutes, because it is a guest of an emulated machine."""
-        until(lambda: "running" in self.status.get("state", {}), f"{self.name} to run", POD_SECONDS)
-        self.logged("the guest runs", POD_SECONDS)
-
-    @property
-    def cpus(self) -> CpuSet:
-        """Return the exclusive CPUs that the kubelet has given it; none if its state does not name it."""
-        return exclusive_cpus(self.node).get(self.pod["metadata"]["uid"], CpuSet())
-
-    def execute(self, *argv: str) -> str:
-        return self.kubectl("exec", "-n", "instances", self.name, "--", *argv)
-
-    def holds(self) -> None:
-        """Assert that it was never restarted, and that every thread is where it belongs (``inspect``, on the node)."""
-        assert self.status["restartCount"] == 0
-        shown = inspected(self.node)
-        assert shown.returncode == 0, shown.stdout + shown.stderr
-        assert self.pod["metadata"]["uid"] in shown.stdout
-
-    def end(self, seconds: float = 120) -> Object:
-        """Delete its kustomization, and return how its container terminated: the last status that was to be seen."""
-        seen: list[Object] = []
-        argv = [str(self.kubectl.program), f"--kubeconfig={self.kubectl.configuration}"]
-        watch = ["get", "pod", "-n", "instances", self.name, "--watch", "--output-watch-events", "-o", "json"]
-        with subprocess.Popen([*argv, *watch], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            reader = threading.Thread(target=lambda text: seen.extend(documents(text)), args=(process.stdout,))
-            reader.start()
-            self.kubectl("delete", "-k", str(self.place), f"--timeout={seconds}s", timeout=seconds + SOON)
-            self.kubectl.gone(self.name, SOON)
-            time.sleep(1)
-            process.terminate()
-            reader.join()
-        states = [
-            status["state"]["terminated"]
-            for event in seen
-            for status in event["object"]["status"].get("containerStatuses", [])
-            if "terminated" in status["state"]
-        ]
-        assert states, "no state of the container's end was published"
-        last: Object = states[-1]
-        return last
-
-
-def documents(text: Any) -> Iterator[Object]:
-    """Yield the JSON documents of a stream, one after another."""
-    decoder, kept = json.JSONDecoder(), ""
-    for line in text:
-        kept += line
-        try:
-            found, end = decoder.raw_decode(kept.lstrip())
-        except ValueError:
-            continue
-        kept = kept.lstrip()[end:]
-        yield found
-
-
-def exclusive_cpus(node: JoinedNode) -> dict[str, CpuSet]:
-    """Return pod UID → the CPUs that the kubelet's CPU Manager has given its containers."""
-    entries = json.loads(node.read(str(STATE))).get("entries", {})
-    return {uid: CpuSet.parse(",".join(containers.values())) for uid, containers in entries.items()}
-
-
-def inspected(node: JoinedNode) -> subprocess.CompletedProcess[str]:
-    return node.execute("python3", "-m", "runner", "inspect", timeout=300)
-
-
-def planned(node: JoinedNode, kubectl: Kubectl, objects: list[Object]) -> list[Object]:
-    """Return what ``plan --node``, on the node, says of pods that come now, one after the other."""
-    running = kubectl.json("get", "pods", "-A", f"--field-selector=spec.nodeName={node.name}")
-    (node.results / "running.json").write_text(json.dumps(running))
-    (node.results / "pods.json").write_text("\n---\n".join(map(json.dumps, objects)))
-    argv = ["python3", "-m", "runner", "plan", "--json", "--node", str(KUBELET_DIRECTORY / "config.yaml")]
-    argv += ["--state", str(KUBELET_DIRECTORY), "--running", "/results/running.json", "--pod", "/results/pods.json"]
-    shown = node.execute(*argv, timeout=300)
-    assert shown.returncode in {0, 3}, shown.stderr
-    found: list[Object] = json.loads(shown.stdout)["pods"]
-    return found
-
-
-@pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copied(tmp_path_factory.mktemp("examples"))
-
-
-@pytest.fixture(scope="module")
-def cluster(kubectl: Kubectl, node: JoinedNode, examples: Path) -> Iterator[Path]:
-    """Apply the cluster's part, once; controller and device plugin are ready."""
-    kubectl("apply", "-k", str(examples / "cluster"))
-    for namespace, name in (("instance-runner", CONTROLLER), ("kube-system", "instance-device-plugin")):
-        kubectl("rollout", "status", "-n", namespace, f"daemonset/{name}", f"--timeout={POD_SECONDS}s")
-
-    def handed_out() -> bool:
-        return int(kubectl.json("get", "node", node.name)["status"]["allocatable"].get("squat.ai/vm", 0)) > 0
-
-    until(handed_out, "the device plugin to hand out its devices", SOON)
-    yield examples
-    print("--- the kubelet", (node.results / "kubelet.log").read_text(errors="replace")[-5000:], sep="\n")
-
-
-@contextmanager
-def deployed(kubectl: Kubectl, node: JoinedNode, place: Path, name: str) -> Iterator[Deployed]:
-    """Hold an instance from a kustomization; it is deleted with the block if it is still there."""
-    kubectl("apply", "-k", str(place))
-    it = Deployed(kubectl, node, place, name)
-    try:
-        yield it
-    except BaseException:
-        if kubectl.pod(name) is not None:
-            print(
-                f"--- {name}", kubectl.run("logs", "-n", "instances", name).stdout[-6000:], it.pod["status"], sep="\n"
-            )
-            print(*kubectl.events(name), sep="\n")
-        raise
-    finally:
-        kubectl("delete", "-k", str(place), "--ignore-not-found", "--timeout=120s", timeout=200)
-
-
-@pytest.fixture
-def start(kubectl: Kubectl, node: JoinedNode, cluster: Path) -> Iterator[Any]:
-    """Return a function that applies a directory of the examples; nothing of it is left after the test."""
-    with ExitStack() as stack:
-        yield lambda directory, name: stack.enter_context(deployed(kubectl, node, cluster / directory, name))
-    until(lambda: not instances_left(node), "no instance's cgroup to be left", SOON)
-
-
-def instances_left(node: JoinedNode) -> list[str]:
-    return [each for each in node("ls", "/sys/fs/cgroup/stelia").split() if each.startswith("instance-")]
 
 
 def test_controller_and_device_plugin_become_ready(kubectl: Kubectl, node: JoinedNode, cluster: Path) -> None:
@@ -214,7 +57,9 @@ def test_an_instance_as_it_stands(kubectl: Kubectl, node: JoinedNode, cluster: P
     assert expected["outcome"] == "admitted"
     it = start("instance", "instance")
     it.up()
-    it.logged("guest: done after", GUEST_SECONDS)
+    with attached(it) as seen:
+        it.logged("guest: done after", GUEST_SECONDS)
+        until(lambda: "guest: done after" in seen.read_text(), "the same words where kubectl is attached", SOON)
     assert it.cpus == CpuSet.parse(expected["containers"][0]["cpus"])
     assert not it.cpus & CpuSet.parse(RESERVED)
     it.holds()
@@ -223,10 +68,48 @@ def test_an_instance_as_it_stands(kubectl: Kubectl, node: JoinedNode, cluster: P
     assert json.loads(it.execute(RUNNER, "ctl", "--json", "status"))["accelerator"] == "kvm"
     assert "every thread is in its place" in it.execute(RUNNER, "ctl", "status")
     assert "guest: done after" in it.execute(RUNNER, "logs")
+    typed_at_the_console(it)
     terminated = it.end()
     assert (terminated["exitCode"], terminated["reason"]) == (0, "Completed")
     assert json.loads(terminated["message"])["outcome"] == "stopped"
     until(lambda: not exclusive_cpus(node), "the kubelet to have its CPUs back", SOON)
+
+
+@contextmanager
+def attached(it: Deployed) -> Iterator[Path]:
+    """Hold ``kubectl attach``, and yield the file that has what it prints."""
+    file = it.node.results / "attached"
+    argv = [str(it.kubectl.program), f"--kubeconfig={it.kubectl.configuration}", "attach", "-n", "instances", it.name]
+    with file.open("wb") as output, subprocess.Popen(argv, stdout=output, stdin=subprocess.DEVNULL) as process:
+        try:
+            yield file
+        finally:
+            process.terminate()
+
+
+def typed_at_the_console(it: Deployed) -> None:
+    """Type at the guest's console on a terminal, whose echo is the guest's, and leave it by the detach key."""
+    argv = [str(it.kubectl.program), f"--kubeconfig={it.kubectl.configuration}", "exec", "-it", "-n", "instances"]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*argv, it.name, "--", RUNNER, "console"], stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        seen = bytearray()
+
+        def comes(words: bytes) -> None:
+            end = time.monotonic() + SOON
+            while words not in seen:
+                assert time.monotonic() < end, bytes(seen)
+                if select.select([ours], [], [], 1)[0]:
+                    seen.extend(os.read(ours, 4096))
+
+        comes(b"detaches")
+        os.write(ours, b"a word of the user's\r")
+        comes(b"a word of the user's")
+        os.write(ours, b"\x1d")
+        assert process.wait(SOON) == 0, bytes(seen)
+    os.close(ours)
 
 
 def test_the_node_is_worked_on_under_a_running_instance(kubectl: Kubectl, node: JoinedNode, start: Any) -> None:
@@ -291,6 +174,25 @@ def test_the_kubelets_probes_reach_the_runner(start: Any) -> None:
     events = [json.loads(line) for line in it.log().splitlines()]
     assert {"threads_placed", "guest_runs"} & {each.get("event") for each in events}
     assert it.end()["exitCode"] in IN_ORDER
+
+
+def test_an_instance_in_a_user_namespace(node: JoinedNode, cluster: Path, start: Any) -> None:
+    """As the README says: root of the pod is no user of the node, and the devices are for everyone."""
+    devices = ("/dev/kvm", "/dev/net/tun", "/dev/vhost-net")
+    modes = {device: node("stat", "-c", "%a", device).strip() for device in devices}
+    node("chmod", "666", *devices)
+    try:
+        it = start(patched(cluster, "instance", "instance", {"hostUsers": False}), "instance")
+        it.up()
+        it.holds()
+        [inside, outside, count] = map(int, it.execute("cat", "/proc/self/uid_map").split())
+        assert (inside, outside > 0, count) == (0, True, 65536)
+        assert "guarantee enforced" in it.log()
+        assert json.loads(it.execute(RUNNER, "ctl", "--json", "status"))["accelerator"] == "kvm"
+        assert it.end()["exitCode"] in IN_ORDER
+    finally:
+        for device, mode in modes.items():
+            node("chmod", mode, device)
 
 
 def test_an_instance_without_controller_and_device_plugin(start: Any) -> None:
@@ -400,11 +302,11 @@ PAUSE_POD: Object = {
 }
 
 
-def pause(name: str, cpus: int) -> Object:
+def pause(name: str, cpus: int, memory: str = "16Mi") -> Object:
     """Return a Guaranteed pod that only waits."""
     found: Object = json.loads(json.dumps(PAUSE_POD))
     found["metadata"]["name"] = name
-    found["spec"]["containers"][0]["resources"] = {"limits": {"cpu": str(cpus), "memory": "16Mi"}}
+    found["spec"]["containers"][0]["resources"] = {"limits": {"cpu": str(cpus), "memory": memory}}
     return found
 
 
@@ -428,29 +330,25 @@ def test_ten_pods_that_arrive_at_once_are_all_predicted(kubectl: Kubectl, node: 
 
 STRICT: Patch = {"topologyManagerPolicy": "single-numa-node", "topologyManagerScope": "pod"}
 WHOLE_CORES: Patch = {"cpuManagerPolicyOptions": {"full-pcpus-only": "true"}}
+REJECTIONS: dict[str, tuple[Patch, list[Object], Object]] = {
+    "TopologyAffinityError": (STRICT, [pause("before", 4)], pause("too-much", 6)),
+    "SMTAlignmentError": (WHOLE_CORES, [], pause("too-much", 3)),
+    # more memory than a NUMA node has, where another pod has bound its memory to one of them
+    "UnexpectedAdmissionError": ({}, [pause("before", 1)], pause("too-much", 1, "4Gi")),
+}
+"""Reason → the kubelet's policies, pods that come before, and the pod that is rejected."""
 
 
-@pytest.mark.parametrize(
-    ("policies", "before", "cpus", "reason"),
-    [(STRICT, [4], 6, "TopologyAffinityError"), (WHOLE_CORES, [], 3, "SMTAlignmentError")],
-    ids=["TopologyAffinityError", "SMTAlignmentError"],
-)
-def test_a_pod_is_rejected_with_the_words_that_plan_has_said(  # noqa: PLR0917
-    policies: Patch,
-    before: list[int],
-    cpus: int,
-    reason: str,
-    kubectl: Kubectl,
-    node: JoinedNode,
-    cluster: Path,
+@pytest.mark.parametrize("reason", REJECTIONS)
+def test_a_pod_is_rejected_with_the_words_that_plan_has_said(
+    reason: str, kubectl: Kubectl, node: JoinedNode, cluster: Path
 ) -> None:
+    policies, before, too_much = REJECTIONS[reason]
     assert cluster.is_dir()
     with reconfigured(node, policies):
-        pods = [pause(f"before-{number}", count) for number, count in enumerate(before)]
-        for pod in pods:
+        for pod in before:
             kubectl.apply(pod)
-            until(lambda: len(exclusive_cpus(node)) == len(pods), "its CPUs", POD_SECONDS)
-        too_much = pause("too-much", cpus)
+        until(lambda: len(exclusive_cpus(node)) == len(before), "their CPUs", POD_SECONDS)
         [expected] = planned(node, kubectl, [too_much])
         assert (expected["outcome"], expected["reason"]) == ("rejected", reason)
         kubectl.apply(too_much)
@@ -462,7 +360,7 @@ def test_a_pod_is_rejected_with_the_words_that_plan_has_said(  # noqa: PLR0917
             assert expected["message"] in found["status"]["message"]
             assert reason in dict(kubectl.events("too-much"))
         finally:
-            names = [each["metadata"]["name"] for each in (*pods, too_much)]
+            names = [each["metadata"]["name"] for each in (*before, too_much)]
             kubectl("delete", "pods", "-n", "instances", *names, "--timeout=120s")
 
 
@@ -488,26 +386,6 @@ def reconfigured(node: JoinedNode, policies: Patch) -> Iterator[None]:
         restart(original)
 
 
-def test_an_instance_with_a_disk_of_its_node(kubectl: Kubectl, node: JoinedNode, cluster: Path, start: Any) -> None:
-    """A local volume, a loop device here; the firmware looks at the disk, on which nothing is."""
-    node("truncate", "-s", "64M", "/var/lib/vm-disk")
-    device = node("losetup", "--find", "--show", "/var/lib/vm-disk").strip()
-    storage = cluster / "disks/local/storage.yaml"
-    storage.write_text(storage.read_text().replace("/dev/disk/by-id/your-disk", device))
-    kubectl("apply", "-k", str(cluster / "disks/local"))
-    try:
-        it = start("overlays/disk", "instance-disk")
-        it.up()
-        it.holds()
-        assert kubectl.json("get", "pvc", "-n", "instances", "vm-disk")["status"]["phase"] == "Bound"
-        assert it.end()["exitCode"] in IN_ORDER
-        assert kubectl.json("get", "pvc", "-n", "instances", "vm-disk")["status"]["phase"] == "Bound", "the claim stays"
-    finally:
-        kubectl("delete", "pod", "-n", "instances", "instance-disk", "--ignore-not-found", "--timeout=120s")
-        kubectl("delete", "-k", str(cluster / "disks/local"))
-        node("losetup", "--detach", device)
-
-
 def test_a_node_that_was_switched_off_starts_its_instance_again(kubectl: Kubectl, node: JoinedNode, start: Any) -> None:
     """Nobody deletes it meanwhile; controller, device plugin and instance come back by themselves."""
     it = start("instance", "instance")
@@ -525,24 +403,3 @@ def test_a_node_that_was_switched_off_starts_its_instance_again(kubectl: Kubectl
     shown = inspected(node)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert it.end()["exitCode"] in IN_ORDER
-
-
-def test_every_example_has_been_looked_at() -> None:
-    """What is not run on the node above is named here with its reason."""
-    run = {
-        "instance",
-        "job",
-        "overlays/privileged",
-        "overlays/probes",
-        "cluster",
-        "namespace",
-        "controller",
-        "device-plugin",
-    }
-    without_a_node = {"overlays/gpu", "overlays/server"}
-    found = {
-        str(file.parent.relative_to(EXAMPLES))
-        for file in EXAMPLES.rglob("kustomization.yaml")
-        if not re.search("kind: Component", file.read_text())
-    }
-    assert found == run | without_a_node
