@@ -37,6 +37,8 @@ VM_DISK, VM_DISK_SIZE = "vm-disk", 2 << 30
 """The serial number of the disk that instances may write to, and its size in bytes."""
 UP_WITHIN, READY_WITHIN, LASTS = 180, 300, 2 * 3600
 KEPT = ("cpu_manager_state", "memory_manager_state")
+KUBELET_SETTINGS = "kubelet.json"
+"""The file of what the kubelet's configuration has besides the example's, or instead."""
 CONTAINERD_LOG = "/var/lib/containerd/log"
 PKI = ("ca.crt", "node.crt", "node.key", "node.conf", "kubelet-serving.crt", "kubelet-serving.key")
 
@@ -138,6 +140,7 @@ def joined_node(given: Mapping[str, Any], control: ControlPlane) -> Iterator[Joi
     with (run / VM_DISK).open("wb") as disk:
         disk.truncate(VM_DISK_SIZE)
     shutil.copy(os.environ["RUNNER_NODE_MANIFESTS"], run / "manifests.json")
+    (run / KUBELET_SETTINGS).write_text(json.dumps(given["kubelet"]))
     variables = {
         "PYTHONPATH": "/project",
         "RUNNER_NODE": "emulated",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,10 @@ def patched(examples: Path, directory: str, pod: str, spec: Object) -> str:
 def of_kind(kind: str, text: str) -> list[Object]:
     """Return the objects of one kind in YAML documents."""
     return [found for found in yaml.safe_load_all(text) if found and found["kind"] == kind]
+
+
+def files_of(heading: str) -> dict[str, str]:
+    """Return file name → text of the YAML blocks below a heading of the examples' README that begin with a file's name."""
+    _, _, below = (EXAMPLES / "README.md").read_text().partition(f"\n### {heading}\n")
+    section = re.split("^##", below, maxsplit=1, flags=re.MULTILINE)[0]
+    return dict(re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL))

@@ -16,8 +16,9 @@ import threading
 import traceback
 from pathlib import Path
 
+from tests.cluster import cpu_driver
 from tests.cluster.control_plane import ADDRESS, NODE, NODE_ADDRESS
-from tests.cluster.joined_node import KEPT, PKI, PORT
+from tests.cluster.joined_node import KEPT, KUBELET_SETTINGS, PKI, PORT
 from tests.node.containerd.daemon import CONFIGURATION_2, PAUSE, Containerd, Image, pause_program, run_unit
 from tests.node.containerd.kubelet.configuration import example_on_a_small_machine
 from tests.node.images.manifested import DISKS, Manifests, disk, mount_image
@@ -78,25 +79,30 @@ def start_containerd() -> Containerd:
             file = tag.replace(":", "-").replace("/", "-")
             images[tag] = Image(manifests.configurations[name], {file: b""})
             mounted[file] = name
-    if (program := plugin()) is not None:
+    if (program := given("device-plugin")) is not None:
         [reference] = [each for each in manifests.references() if DEVICE_PLUGIN in each]
         images[reference] = Image({"Entrypoint": [f"/{DEVICE_PLUGIN}"]}, {DEVICE_PLUGIN: program})
+    if (program := given(cpu_driver.PROGRAM)) is not None:
+        images[cpu_driver.image()] = Image({"Cmd": [f"/{cpu_driver.PROGRAM}"]}, {cpu_driver.PROGRAM: program})
     containerd.take(images)
     for file, name in mounted.items():
         mount_image(name, containerd.unpacked(file))
     return containerd
 
 
-def plugin() -> bytes | None:
-    """Return the device plugin's program, if the node was given it."""
+def given(name: str) -> bytes | None:
+    """Return the program on the disk of this serial number, if the node was given it."""
     for serial in Path("/sys/block").glob("vd*/serial"):
-        if serial.read_text().strip() == "device-plugin":
+        if serial.read_text().strip() == name:
             return (Path("/dev") / serial.parent.name).read_bytes()
     return None
 
 
 def start_kubelet(containerd: Containerd) -> None:
-    """Start the kubelet with the example's configuration; its files are in their usual places."""
+    """Start the kubelet with the example's configuration, and the settings that the other side wants instead.
+
+    Its files are in their usual places.
+    """
     KUBELET_DIRECTORY.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "kubelet", KUBELET_DIRECTORY], check=True)
     # the kubelet shares its volumes with containers
@@ -121,6 +127,7 @@ def start_kubelet(containerd: Containerd) -> None:
         "authorization": {"mode": "Webhook"},
         "tlsCertFile": str(pki / "kubelet-serving.crt"),
         "tlsPrivateKeyFile": str(pki / "kubelet-serving.key"),
+        **json.loads((RESULTS / KUBELET_SETTINGS).read_text()),
     }
     # YAML is a superset of JSON
     (KUBELET_DIRECTORY / "config.yaml").write_text(json.dumps(configuration, indent=1))
