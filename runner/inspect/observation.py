@@ -122,6 +122,18 @@ class KubeletObservation:
     by_claims: bool = False
     """Whether that is policy none, so that some of the shared pool may be reserved, which no file says."""
 
+    @property
+    def wanted(self) -> CpuSet:
+        """The CPUs for float: none of an instance whose threads outlive its pod, unless no other CPU is left."""
+        pool = self.shared_pool & self.online
+        held = CpuSet(cpu for cpus in self.instances.values() for cpu in cpus)
+        return pool - held or pool
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether float has them."""
+        return self.float_cpus == self.wanted or (self.by_claims and self.float_cpus <= self.wanted)
+
 
 @frozen
 class Observation:

@@ -366,13 +366,12 @@ def _hidden_by(table: ProcessTable, members: Iterable[int]) -> str:
 
 async def _kubelet(roots: Roots, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
     """Return the kubelet's CPUs and the cgroups'; while they differ they are read again, for :data:`FOLLOWS_WITHIN` seconds."""
-    found: KubeletObservation | Unknown = Unknown("")
+    files = KubeletFiles(directory)
+    found = await _kubelet_now(roots, root, files)  # however long it takes on a busy node
     with trio.move_on_after(FOLLOWS_WITHIN):
-        while True:
-            found = await _kubelet_now(roots, root, KubeletFiles(directory))
-            if isinstance(found, Unknown) or found.float_cpus == found.shared_pool & found.online:
-                return found
+        while not isinstance(found, Unknown) and not found.is_followed:
             await trio.sleep(_AGAIN)
+            found = await _kubelet_now(roots, root, files)
     return found
 
 

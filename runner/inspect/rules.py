@@ -213,11 +213,8 @@ def as_the_kubelet_says(observed: KubeletObservation | Unknown) -> RuleVerdict:
 
 
 def _unlike_the_kubelet(observed: KubeletObservation) -> Iterator[str]:
-    pool = observed.shared_pool & observed.online
-    held = CpuSet(cpu for cpus in observed.instances.values() for cpu in cpus)
-    wanted = pool - held or pool
-    if observed.float_cpus != wanted and not (observed.by_claims and observed.float_cpus <= wanted):
-        yield f"float has '{observed.float_cpus}', but the kubelet's shared pool is '{wanted}'"
+    if not observed.is_followed:
+        yield f"float has '{observed.float_cpus}', but the kubelet's shared pool is '{observed.wanted}'"
     for name, cpus in observed.instances.items() if observed.given is not None else ():
         given = (observed.given or {}).get(name, CpuSet())
         if not cpus <= given:
