@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from runner.cpuset import CpuSet
 from runner.errors import SpecError
 from runner.facts.hardware import OnlineCpus
 from runner.kubelet.claims import (
+    CDI_FILES,
     ClaimedCpus,
     CpuClaims,
     PreparedClaim,
@@ -22,7 +25,7 @@ from runner.kubelet.claims import (
     parse_cpu_claims,
     parse_cpu_devices,
 )
-from runner.kubelet.pod_resources import ContainerResources
+from runner.kubelet.pod_resources import ContainerResources, parse_pods
 from runner.kubelet.state import CpuState
 from tests.support.fake_claims import FakeClaim, format_claims, format_specification
 
@@ -43,6 +46,12 @@ EMPTY = (
     rb'"Checksum":4010664294}'
 )
 """What a kubelet writes at its first start."""
+
+REAL = Path(__file__).parents[2] / "data/cpu_claims"
+"""The files of a node of ``tests/cluster`` with two instances: Kubernetes 1.36.2's, and those of the driver's release 0.2.0.
+
+``pod_resources`` is the kubelet's answer to ``List``.
+"""
 
 MACHINE = OnlineCpus(CpuSet.parse("0-19"), CpuSet.parse("0-18"), CpuSet([0]))
 NONE = CpuSet()
@@ -80,6 +89,27 @@ def test_a_file_that_the_kubelet_wrote() -> None:
         PreparedClaim("4cf8db2d-06c0-7d70-1a51-e59b25b2c16c", "default/example-2", pods, frozenset()),
     )
     assert parse_claims(EMPTY, "x") == ()
+
+
+def test_the_files_of_a_real_node() -> None:
+    specifications = {file.name: file.read_bytes() for file in (REAL / "cdi").iterdir()}
+    assert all(any(fnmatchcase(name, pattern) for pattern in CDI_FILES) for name in specifications)
+    claims = parse_cpu_claims((REAL / "dra_manager_state").read_bytes(), "x", specifications)
+    assert [claim.name for claim in claims.claims] == [
+        "instances/instance-second-cpus-b74cp",
+        "instances/instance-cpus-h9tpp",
+    ]
+    containers = parse_pods((REAL / "pod_resources").read_bytes())
+    assert not claims.awaited(containers)
+    machine = OnlineCpus(cpus("0-11"), cpus("0-11"), CpuSet([0]))
+    assert claimed_cpu_state(claims, containers, machine, cpus("0,6"), "x") == CpuState(
+        "none",
+        cpus("5,11"),
+        {
+            "8c69e474-b0cd-4265-accc-411f89483b1a": {"instances/instance/instance": cpus("1-2,7-8")},
+            "bd8ead52-0c6e-41ad-9e57-17a05cb43352": {"instances/instance-second/instance": cpus("3-4,9-10")},
+        },
+    )
 
 
 def test_a_file_of_another_version_is_refused() -> None:
