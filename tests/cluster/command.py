@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tests.cluster import artefacts, cpu_driver
 from tests.cluster.control_plane import PROGRAMS
-from tests.emulated_node.artefacts import PROJECT, kustomize
+from tests.emulated_node.artefacts import PROJECT, kustomize, rom
 from tests.emulated_node.cache import EmulatedNodeError, directory, fetch, say
 from tests.images import built
 from tests.images.command import write_manifests
@@ -78,7 +78,7 @@ def main() -> int:
         statuses.append(in_cluster(given, [*plain, *options.pytest]))
     if CLAIMS in stages:
         driver = {cpu_driver.PROGRAM: str(binaries / cpu_driver.PROGRAM)}
-        other = {"kubelet": cpu_driver.KUBELET, "disks": {**disks, **driver}}
+        other = {"kubelet": cpu_driver.KUBELET, "disks": {**disks, **driver}, "rom": str(fetch(rom()))}
         statuses.append(in_cluster({**given, **other}, [*STAGES[CLAIMS], *options.pytest]))
     ran = [
         status for status in statuses if status != NO_TESTS

@@ -15,8 +15,8 @@ from tests.cluster.kubectl import Object
 
 PROGRAM = "dracpu"
 """Its name in DIR, and the serial number of its disk in the node."""
-KUBELET = {"cpuManagerPolicy": "none"}
-"""What its node's kubelet has instead of the example's: kubelet and driver do not give CPUs beside each other."""
+KUBELET = {"cpuManagerPolicy": "none", "memoryManagerPolicy": "None", "reservedMemory": []}
+"""What its node's kubelet has instead of the example's, as the examples' README says."""
 MANIFEST = Path(__file__).with_name("cpu_driver.yaml")
 NAMESPACE, NAME = "kube-system", "dra-driver-cpu"
 CDI = "/var/run/cdi"

@@ -57,8 +57,11 @@ state = "{directory}/state"
 [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
   SystemdCgroup = true
   BinaryName = "{programs}/runc"
+[plugins."io.containerd.nri.v1.nri"]
+  plugin_registration_timeout = "60s"
+  plugin_request_timeout = "60s"
 """
-"""The same for containerd 2."""
+"""The same for containerd 2, which is more patient with its plugins (5 and 2 s by default) than an emulated machine needs it to be."""
 NETWORK = {
     "cniVersion": "1.0.0",
     "name": "pods",
