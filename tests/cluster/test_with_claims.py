@@ -80,11 +80,16 @@ def replace(file: Path, pattern: str, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def driver(kubectl: Kubectl, node: JoinedNode, examples: Path) -> Path:
-    """Install the driver; it and the controller keep the system's CPUs free."""
+    """Install the driver, and tell it and the controller which CPUs are the system's."""
     kubectl.apply(*cpu_driver.objects(RESERVED))
     kubectl("rollout", "status", *DRIVER, f"--timeout={POD_SECONDS}s")
     until(lambda: kubectl.items("resourceslices"), "the driver's CPUs in the API", SOON)
-    reserve(kubectl, node, RESERVED)
+    [container] = kubectl.json("get", *DAEMON)["spec"]["template"]["spec"]["containers"]
+    arguments = [*container["args"], f"--reserved-cpus={RESERVED}"]
+    patch = [{"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": arguments}]
+    kubectl("patch", *DAEMON, "--type=json", f"--patch={json.dumps(patch)}")
+    kubectl("rollout", "status", *DAEMON, f"--timeout={POD_SECONDS}s")
+    float_gets(node, EVERY_CPU - CpuSet.parse(RESERVED))
     return examples
 
 
@@ -141,23 +146,11 @@ def float_gets(node: JoinedNode, cpus: CpuSet) -> None:
     until(lambda: float_cpus(node) == cpus, f"float on {cpus}", SOON)
 
 
-def reserve(kubectl: Kubectl, node: JoinedNode, cpus: str) -> None:
-    """Give the controller ``--reserved-cpus``; without *cpus*, take it away."""
-    [container] = kubectl.json("get", *DAEMON)["spec"]["template"]["spec"]["containers"]
-    arguments = [each for each in container["args"] if not each.startswith("--reserved-cpus=")]
-    value = [*arguments, *([f"--reserved-cpus={cpus}"] if cpus else [])]
-    patch = [{"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": value}]
-    kubectl("patch", *DAEMON, "--type=json", f"--patch={json.dumps(patch)}")
-    kubectl("rollout", "status", *DAEMON, f"--timeout={POD_SECONDS}s")
-    taken = CpuSet(cpu for each in cpu_driver.claimed(node).values() for cpu in each)
-    float_gets(node, EVERY_CPU - taken - CpuSet.parse(cpus))
-
-
 def refusal(it: Deployed) -> tuple[int, str]:
     """Return exit code and reason of an instance that ended instead of starting its guest."""
 
     def ended() -> Object | None:
-        states = [self_state for name in ("state", "lastState") if (self_state := it.status.get(name))]
+        states = (it.status.get(name, {}) for name in ("state", "lastState"))
         return next((each["terminated"] for each in states if "terminated" in each), None)
 
     terminated = until(ended, f"the end of {it.name}", POD_SECONDS)
@@ -171,7 +164,7 @@ def restart(kubectl: Kubectl, selector: Sequence[str], daemon: Sequence[str]) ->
 
 
 def test_without_the_driver_an_instance_is_refused(node: JoinedNode, examples: Path, kubectl: Kubectl) -> None:
-    """The kubelet gives nobody CPUs of his own, so float has all of them."""
+    """The kubelet gives no pod CPUs of its own, and without ``--reserved-cpus`` float has all of them."""
     assert json.loads(node.read(str(STATE)))["policyName"] == "none"
     assert float_cpus(node) == EVERY_CPU
     kubectl("apply", "-k", str(examples / "instance"))
@@ -186,12 +179,10 @@ def test_without_the_driver_an_instance_is_refused(node: JoinedNode, examples: P
 
 
 @pytest.mark.usefixtures("driver")
-def test_the_driver_offers_each_numa_nodes_cpus(kubectl: Kubectl, node: JoinedNode) -> None:
+def test_the_driver_offers_each_numa_nodes_cpus(kubectl: Kubectl) -> None:
     [found] = kubectl.items("resourceslices")
     offered = {each["name"]: int(each["capacity"]["dra.cpu/cpu"]["value"]) for each in found["spec"]["devices"]}
-    reserved = CpuSet.parse(RESERVED)
-    assert offered == {name: len(cpus - reserved) for name, cpus in NUMA_NODES.items()}
-    assert float_cpus(node) == EVERY_CPU - reserved
+    assert offered == {name: len(cpus - CpuSet.parse(RESERVED)) for name, cpus in NUMA_NODES.items()}
 
 
 @pytest.mark.usefixtures("driver")
@@ -220,6 +211,8 @@ def test_two_instances_have_the_cpus_of_their_claims(
         assert shown.returncode == 0, shown.stdout + shown.stderr
         assert all(it.pod["metadata"]["uid"] in shown.stdout for it in instances.values())
         assert f"float has '{left}', the kubelet's shared pool" in shown.stdout
+        for number in range(SHAPE.numa_nodes):  # one instance on each
+            assert f"it is bound to '{number}', its CPUs are on '{number}'" in shown.stdout
 
     hold()
     for it in instances.values():
