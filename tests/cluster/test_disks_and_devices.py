@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from runner.cpuset import CpuSet
 from tests.cluster.conftest import Given
 from tests.cluster.control_plane import ADDRESS
 from tests.cluster.instances import IN_ORDER, RUNNER, SOON
-from tests.cluster.joined_node import VM_DISK, JoinedNode
+from tests.cluster.joined_node import SHAPE, VM_DISK, JoinedNode
 from tests.cluster.kubectl import Kubectl, until
 from tests.cluster.manifests import EXAMPLES, patched
 from tests.cluster.stand_in_gpus import RESOURCE
@@ -30,8 +29,6 @@ BOOTS_WITHIN = 1200
 """Seconds for Debian, the guest of an emulated machine, to boot and to start its services."""
 FILLED_WITHIN = 600
 PORT = 8000
-NODES = {0: CpuSet.parse("0-5"), 1: CpuSet.parse("6-11")}
-"""The CPUs of each of the node's NUMA nodes."""
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +165,7 @@ def test_an_instance_with_a_device_and_huge_pages(cluster: Path, start: Any) -> 
     it.holds()
     address = it.execute("printenv", "PCI_RESOURCE_NVIDIA_COM_GH100").strip()
     numa_node = int(it.node.read(f"/sys/bus/pci/devices/{address}/numa_node"))
-    assert it.cpus <= NODES[numa_node]
+    assert it.cpus <= SHAPE.numa_cpus(numa_node)
     memory = it.node.read(f"/sys/devices/system/node/node{numa_node}/hugepages/hugepages-2048kB/free_hugepages")
     total = it.node.read(f"/sys/devices/system/node/node{numa_node}/hugepages/hugepages-2048kB/nr_hugepages")
     assert int(total) - int(memory) == 256, "the guest's memory"
