@@ -24,16 +24,14 @@ from tests.support.newest_qemu import newest_qemu
 
 RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
-SYSTEMD_TESTS, ARTICLE_TESTS = ["tests/node/systemd"], ["tests/node/article"]
+SYSTEMD_TESTS, ARTICLE_TESTS, DEVICE_TESTS = ["tests/node/systemd"], ["tests/node/article"], ["tests/node/devices"]
 """Tests that need systemd as PID 1, 128 CPUs, spare devices or our images as disks have their own folders."""
-DEVICE_TESTS = ["tests/node/devices", "tests/node/linux_guests"]
-"""With those of other Linux guests with several vCPUs, for which the emulated KVM needs a thread for each of the node's CPUs."""
 QEMU_DEVICE_TESTS = ["tests/node/qemu_update/devices"]
 """Tests that need the newest QEMU as a disk, spare devices, and the newest kernel, with KVM."""
 QEMU_TESTS = ["tests/node/qemu_update", f"--ignore={QEMU_DEVICE_TESTS[0]}"]
 """Tests that need the newest QEMU as a disk."""
 IMAGE_TESTS = ["tests/node/images", "tests/node/containerd", "tests/node/podman"]
-OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, DEVICE_TESTS[0], QEMU_TESTS[0], *IMAGE_TESTS)
+OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, QEMU_TESTS[0], *IMAGE_TESTS)
 TESTS = ["tests/node", *(f"--ignore={folder}" for folder in OWN_FOLDERS)]
 ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
 HANGING_SECONDS = 300
@@ -76,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--devices",
         action="store_true",
-        help="with an IOMMU and spare PCI devices on every NUMA node; default tests: " + " ".join(DEVICE_TESTS),
+        help="with an IOMMU and spare PCI devices on every NUMA node; default tests: tests/node/devices",
     )
     out.add_argument(
         "--part",

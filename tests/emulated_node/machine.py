@@ -32,8 +32,7 @@ ONE_THREAD = "RUNNER_NODE_ONE_THREAD"
 """The environment variable with which TCG emulates all CPUs in one thread, and not each in its own.
 
 Where two nodes share two cores that takes a fifth less time: nobody waits for a lock that a thread without a core holds, and
-atomic instructions cost less. A node that has two cores for itself is faster with threads, and a guest with several vCPUs
-needs them where it has the node's KVM: a vCPU that waits for another one keeps the thread.
+atomic instructions cost less. A node that has two cores for itself is faster with threads.
 """
 FROM_AN_IMAGE = (
     *("unshare", "--mount", "sh", "-c"),
