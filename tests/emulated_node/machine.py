@@ -28,12 +28,6 @@ CPU_MODEL = {"kvm": "host", "tcg": "EPYC,-erms,+svm"}
 """With TCG a model that has RDRAND: without it, gathering entropy dominates the boot. Without ERMS: the kernel and glibc copy
 and clear by `rep movsb` and `rep stosb` then, which TCG emulates byte by byte; all tests take a tenth less time without. With
 SVM the node has KVM: TCG emulates the virtualization of AMD's CPUs, and not that of Intel's."""
-ONE_THREAD = "RUNNER_NODE_ONE_THREAD"
-"""The environment variable with which TCG emulates all CPUs in one thread, and not each in its own.
-
-Where two nodes share two cores that takes a fifth less time: nobody waits for a lock that a thread without a core holds, and
-atomic instructions cost less. A node that has two cores for itself is faster with threads.
-"""
 FROM_AN_IMAGE = (
     *("unshare", "--mount", "sh", "-c"),
     'mount -t erofs -o ro "$1" "$2" && qemu=$2/$3 && shift 3 && exec "$qemu" "$@"',
@@ -178,7 +172,7 @@ def arguments(
             "-M",
             "q35,kernel-irqchip=split" if devices else "q35",
             "-accel",
-            accel if accel == "kvm" else f"tcg,thread={'single' if os.environ.get(ONE_THREAD) else 'multi'}",
+            accel if accel == "kvm" else "tcg,thread=multi",
             "-cpu",
             CPU_MODEL[accel],
         ),
