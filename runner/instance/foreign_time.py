@@ -52,11 +52,21 @@ class ForeignTime:
         return cls(procfs, threads, _differences(procfs, threads))
 
     def succeeded_by(self, receipt: Receipt) -> ForeignTime:
-        """Continue to count for the vCPUs of *receipt*, which are another QEMU's; neither runs at this moment."""
+        """Continue to count for the vCPUs of *receipt*, now that they have other threads or other CPUs.
+
+        A thread that was there before on the same CPU may run at this moment; the others do not, or were moved just now.
+        """
         self.read()
         found = ForeignTime.begin(self._procfs, receipt)
-        before = {vcpu: each - self._highest.get(vcpu, 0) for vcpu, each in found.carried.before.items()}
-        return attrs.evolve(found, before=before)
+        before = {
+            vcpu: self._before[vcpu]
+            if vcpu in self._before and self._threads.get(vcpu) == found._threads[vcpu]
+            else each - self._highest.get(vcpu, 0)
+            for vcpu, each in found._before.items()
+        }
+        continued = attrs.evolve(found, before=before)
+        continued._highest.update(self._highest)
+        return continued
 
     @property
     def carried(self) -> CarriedForeignTime:

@@ -66,6 +66,11 @@ INSTANCE: Mapping[str, str] = {
     "this process is on the vCPUs' CPUs: %s": "runner_misplaced",
     "kernel threads of QEMU may run on the vCPUs' CPUs: %s": "kernel_threads_not_moved",
     "the receipt is that of before a restart: %s": "receipt_outdated",
+    # -- CPUs that the kubelet takes or exchanges
+    "CPUs of vCPUs are lost: %s": "cpus_lost",
+    "vCPUs placed anew count=%d cpus=%s": "vcpus_placed_anew",
+    "the guest cannot run on: %s": "guest_without_cpus",
+    "the container's CPUs could not be looked at: %s": "container_cpus_unread",
     # -- operators
     "the console's log file is given up: %s": "console_log_given_up",
     "a console client is refused: it is not root in the instance's own PID namespace%s": "console_client_refused",
@@ -73,6 +78,8 @@ INSTANCE: Mapping[str, str] = {
     "a VNC viewer was turned away%s: %s": "vnc_viewer_refused",
     "a VNC viewer is refused: it is not root in the instance's own PID namespace%s": "vnc_viewer_not_root",
     "a socket for ctl cannot be served yet: %s": "control_socket_delayed",
+    "vCPUs plugged count=%d from=%d cpus=%s pause=%.0fms": "vcpus_plugged",
+    "vCPUs unplugged count=%d from=%d": "vcpus_unplugged",
     "disk attached name=%s %s": "disk_attached",
     "disk detached name=%s": "disk_detached",
     "disk grown name=%s from=%s to=%s": "disk_grown",

@@ -1,0 +1,118 @@
+"""The CPUs of the container, looked at while the guest runs: the kubelet takes some of them, or exchanges them (resize in place).
+
+No event reports all of it. The kubelet writes its state first, by which the controller takes the CPUs from the instance's cgroup
+at once, and the container's ``cpuset.cpus`` up to 10 s later; where the controller is away it is the other way round. So both are
+read: what the vCPU threads may run on, and that file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import PurePosixPath
+
+import trio
+
+from runner.cpuset import CpuSet
+from runner.errors import HostError, RunnerError, Status, explain
+from runner.facts.roots import Roots
+from runner.instance.qemu import GuestEnd
+from runner.instance.receipts import Receipts
+from runner.kernel.files import read_text
+from runner.kernel.scheduler import read_mask
+from runner.values import frozen
+
+log = logging.getLogger(__name__)
+
+LOOKED_EVERY = 1.0
+"""Seconds between two looks; one takes 0.1 ms with 40 vCPUs (measured)."""
+
+DISPLACED_FOR = 3.0
+"""Seconds for which threads must be kept off their CPUs while the container's file still names these: another program may have
+changed the cgroup, which the controller puts right within 1 s."""
+
+
+@frozen
+class LostCpus:
+    """CPUs of vCPUs that the container has no longer."""
+
+    cpus: CpuSet
+    available: CpuSet
+    """Those that it has."""
+    sure: bool
+    """Whether its own cgroup says so; otherwise only the vCPU threads show it."""
+
+    def __str__(self) -> str:
+        return f"the container has no longer the CPUs '{self.cpus}' of some vCPUs, and '{self.available}' are left"
+
+
+async def lost_cpus_left(receipts: Receipts, fit: Callable[[CpuSet], Awaitable[None]]) -> GuestEnd:
+    """Have *fit* put the vCPUs on the CPUs that the container has left, each time it has lost some; return when that fails."""
+    supervisor = receipts.supervisor
+    since, before = 0.0, None
+    while True:
+        await trio.sleep(LOOKED_EVERY)
+        await receipts.machine.decided()
+        try:
+            lost = find_lost_cpus(receipts)
+        except HostError as error:  # /proc cannot be read; descriptors or memory are short
+            log.debug("the container's CPUs could not be looked at: %s", explain(error))
+            continue
+        if lost != before:
+            since, before = trio.current_time(), lost
+        if lost is None and _loosened(receipts):
+            # Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have changed.
+            with contextlib.suppress(RunnerError):  # found by the next look
+                await fit(receipts.active.container_cpus())
+        if lost is None or not (lost.sure or trio.current_time() >= since + DISPLACED_FOR):
+            continue
+        supervisor.guest_state.resizing = str(lost)
+        try:
+            log.warning("CPUs of vCPUs are lost: %s", lost)
+            await fit(lost.available)
+        except RunnerError as error:
+            if receipts.machine.ends:
+                await trio.sleep_forever()  # that is the guest's end
+            detail = f"{lost}: {explain(error)}"
+            log.error("the guest cannot run on: %s", detail)  # noqa: TRY400 - one line
+            return GuestEnd(Status.CPUS_LOST, detail)
+        supervisor.guest_state.resizing, before = "", None
+
+
+def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
+    """Return which CPUs of vCPUs the container has no longer, ``None`` if it has all. Raises :exc:`HostError`."""
+    pins = CpuSet(receipts.active.placement.pins)
+    container = receipts.active.container_cpus()
+    shown = _shown_by_threads(receipts)
+    sure = bool(container) and not pins <= container
+    available = container if sure or shown is None else shown
+    if shown is not None and container & shown:
+        available = container & shown
+    lost = pins - available if available else CpuSet()
+    # One that is offline is still the container's: the kernel moves its threads, too.
+    lost &= CpuSet.parse(read_text(PurePosixPath(Roots().sys / "devices/system/cpu/online")))
+    return LostCpus(lost, available, sure) if lost else None
+
+
+def _shown_by_threads(receipts: Receipts) -> CpuSet | None:
+    """Return the CPUs of the instance's cgroup, if a vCPU thread may not run on its own CPU: the kernel gives it all of them."""
+    pins = receipts.active.placement.pins
+    for vcpu in receipts.threads.vcpus:
+        mask = _mask(vcpu.tid)
+        if mask is not None and vcpu.index < len(pins) and pins[vcpu.index] not in mask:
+            return mask
+    return None
+
+
+def _loosened(receipts: Receipts) -> bool:
+    """Tell whether a vCPU thread may run on more than its own CPU."""
+    masks = (_mask(vcpu.tid) for vcpu in receipts.threads.vcpus)
+    return any(mask is not None and len(mask) > 1 for mask in masks)
+
+
+def _mask(tid: int) -> CpuSet | None:
+    try:
+        return read_mask(tid)
+    except ProcessLookupError:  # it has been unplugged
+        return None

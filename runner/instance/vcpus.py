@@ -1,0 +1,350 @@
+"""vCPUs that are plugged and unplugged while the guest runs, and CPUs that the kubelet takes from the container or exchanges.
+
+To plug is all or nothing: what fails is undone. A vCPU that was plugged may be started by the guest at once, so the guest is
+stopped until each new thread is confined, pinned and read back. Only the guest can release a vCPU, and may not: it keeps it
+then, and the error says so. vCPU indexes have no gaps: the last one is unplugged first, and the first one never.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import attrs
+import trio
+
+from runner.cpuset import CpuSet
+from runner.errors import HostError, PlacementError, RefusedError, RunnerError, explain
+from runner.facts.hardware import Hardware
+from runner.facts.roots import Roots
+from runner.instance.receipts import Receipts
+from runner.instance.thread_placement import QemuThreads
+from runner.kernel.scheduler import pin, read_mask
+from runner.kernel.sysfs import read_hardware
+from runner.placement.backends import ControllerPlacement, Placement
+from runner.placement.resize import more_pins, moved_pins, unlike, with_pins
+from runner.placement.threads import guarantee_of
+from runner.plan.machine import VcpuHotplugPlan
+from runner.protocol.qmp import BadReplyError, QmpEvent
+from runner.values import frozen
+
+log = logging.getLogger(__name__)
+
+RELEASED_WITHIN = 15.0
+"""Seconds the guest may take to release a vCPU; Linux 6.1 took 0.1 to 0.5 s in software emulation (measured)."""
+
+RUNS_WITHIN = 5.0
+"""Seconds in which QEMU must let the guest run again, whatever has failed."""
+
+LOOKED_EVERY = 0.5
+"""Seconds between two looks whether a vCPU is gone, in case its event came before it was waited for."""
+
+_ORDER = ("node-id", "drawer-id", "book-id", "socket-id", "die-id", "cluster-id", "module-id", "core-id", "thread-id")
+"""The properties of a slot, from the largest unit to the smallest: QEMU numbers vCPUs in this order."""
+
+
+@frozen
+class VcpuSlot:
+    """A place for a vCPU (``query-hotpluggable-cpus``); its index is its place in the order of QEMU's vCPUs."""
+
+    driver: str
+    properties: Mapping[str, int]
+    path: str | None
+    """The QOM path of the vCPU in it, if there is one."""
+
+    @property
+    def plugged_later(self) -> bool:
+        """Whether its vCPU was plugged while the guest runs."""
+        return self.path is not None and self.path.startswith("/machine/peripheral")
+
+
+class Vcpus:
+    """The vCPUs of a running machine. One change is made at a time; a second one waits."""
+
+    def __init__(self, receipts: Receipts) -> None:
+        self.changing = trio.Lock()
+        """Held while the number of vCPUs or their CPUs change."""
+        self._receipts = receipts
+
+    @property
+    def _placement(self) -> Placement:
+        return self._receipts.active.placement
+
+    async def listed(self) -> dict[str, object]:
+        """Return each vCPU as JSON, and the CPUs of the container that no vCPU has."""
+        slots = await self._slots()
+        pins, threads = self._placement.pins, self._receipts.threads
+        vcpus = [
+            {
+                "vcpu": vcpu.index,
+                "thread": vcpu.tid,
+                "cpu": pins[vcpu.index],
+                "plugged_later": slots[vcpu.index].plugged_later,
+            }
+            for vcpu in threads.vcpus
+        ]
+        plan = self._receipts.plan.machine.vcpu_hotplug
+        unused = self._receipts.active.container_cpus() - CpuSet(pins)
+        return {"vcpus": vcpus, "unused": str(unused), "most": len(vcpus) if plan is None else plan.most}
+
+    async def set(self, count: int) -> dict[str, object]:
+        """Plug or unplug vCPUs until there are *count*; return what :meth:`listed` does, with the ``pause_ms`` of the guest.
+
+        Raises :exc:`~runner.errors.RunnerError`; the machine is as before then, unless the error says otherwise.
+        """
+        async with self.changing:
+            before, pause = len(self._receipts.threads.vcpus), 0.0
+            plan = self._allowed(count)
+            if count > before:
+                pause = await self._grow(count, plan)
+                log.info(
+                    "vCPUs plugged count=%d from=%d cpus=%s pause=%.0fms",
+                    count,
+                    before,
+                    CpuSet(self._placement.pins),
+                    pause * 1000,
+                )
+            elif count < before:
+                await self._shrink(count)
+                log.info("vCPUs unplugged count=%d from=%d", count, before)
+            return {**await self.listed(), "pause_ms": round(pause * 1000, 1)}
+
+    def _allowed(self, count: int) -> VcpuHotplugPlan:
+        """Return what the plan says of other numbers of vCPUs. Raises :exc:`RefusedError` if *count* is none of them."""
+        plan, machine = self._receipts.plan.machine.vcpu_hotplug, self._receipts.machine
+        if plan is None:
+            raise RefusedError(
+                "cannot change the number of vCPUs: the machine was not started for it; set hotplug.cpus to the most that it "
+                "may have and start the instance again"
+            )
+        if not 1 <= count <= plan.most:
+            raise RefusedError(
+                f"cannot have {count} vCPUs: this machine has 1 to {plan.most}"
+                + ("; set hotplug.cpus to more and start the instance again" if count > plan.most else "")
+            )
+        if machine.ends:
+            raise RefusedError("cannot change the number of vCPUs: the guest ends")
+        if resizing := self._receipts.supervisor.guest_state.resizing:
+            raise RefusedError(f"cannot change the number of vCPUs now: {resizing}; ask again")
+        return plan
+
+    # -- more --------------------------------------------------------------------------------------------------------
+
+    async def _grow(self, count: int, plan: VcpuHotplugPlan) -> float:
+        """Plug vCPUs until there are *count*; return for how many seconds the guest did not run."""
+        receipts, before = self._receipts, self._placement
+        wanted = self._with_more(count, plan, read_hardware(Roots().sys.parent))
+        slots = await self._slots()
+        threads, first = receipts.threads, len(receipts.threads.vcpus)
+        await receipts.active.change(wanted)
+        failure: RunnerError | None = None
+        pause, placed = 0.0, list[int]()
+        try:
+            self._check_guarantee(wanted)
+            async with self._stopped() as stopped:
+                for index in range(first, count):
+                    await self._plug(index, slots[index])
+                await self._place(first, placed)
+            pause = stopped.seconds
+            receipts.publish()
+        except RunnerError as error:
+            failure = error
+        if failure is not None:
+            await self._take_back(first, placed, threads, before, failure)
+            raise failure
+        return pause
+
+    def _with_more(self, count: int, plan: VcpuHotplugPlan, hardware: Hardware) -> Placement:
+        """Return the placement of *count* vCPUs. Raises :exc:`RefusedError` where the CPUs or the guest cannot have them."""
+        available = self._receipts.active.container_cpus() & hardware.online
+        pins = self._placement.pins
+        if lost := CpuSet(pins) - available:
+            raise RefusedError(
+                f"cannot have {count} vCPUs: the container has no longer the CPUs '{lost}' of some vCPUs"
+            )
+        if count > len(available):
+            raise RefusedError(
+                f"cannot have {count} vCPUs: the container has {len(available)} CPUs ('{available}'), and each vCPU has one of "
+                "its own; give the container more first (`kubectl patch pod … --subresource resize`)"
+            )
+        found = more_pins(pins, available, count, hardware)
+        if plan.alike and (others := unlike(found, hardware)):
+            raise RefusedError(
+                f"cannot have {count} vCPUs: the guest sees one L3 cache, and the CPUs '{others}' have another than CPU "
+                f'{found[0]}; set cpu.topology = "flat" and start the instance again'
+            )
+        return with_pins(self._placement, available, found)
+
+    def _check_guarantee(self, placement: Placement) -> None:
+        """Check that the kernel keeps all others off the CPUs of *placement*, if the spec demands it."""
+        if not isinstance(placement, ControllerPlacement) or not placement.enforced:
+            return
+        threads = self._receipts.read().threads
+        if guarantee_of(placement.backend, placement.cpus, threads) != "enforced":
+            raise PlacementError(
+                f"cannot keep all others off the CPUs '{placement.cpus}'",
+                remedy="the log of the node's controller says why",
+            )
+
+    @asynccontextmanager
+    async def _stopped(self) -> AsyncIterator[_Pause]:
+        """Have the guest not run in the block. Raises :exc:`RefusedError` if it does not run anyway."""
+        monitor = self._receipts.machine.monitor
+        reply: Any = await monitor.execute("query-status")
+        if not isinstance(reply, dict) or reply.get("running") is not True:
+            raise RefusedError("cannot plug a vCPU: the guest does not run")
+        pause, began = _Pause(), trio.current_time()
+        try:
+            await monitor.execute("stop")
+            yield pause
+        finally:
+            with trio.CancelScope(deadline=trio.current_time() + RUNS_WITHIN, shield=True):
+                await monitor.execute("cont")
+            pause.seconds = trio.current_time() - began
+
+    async def _plug(self, index: int, slot: VcpuSlot) -> None:
+        arguments = {"driver": slot.driver, "id": f"vcpu{index}", **slot.properties}
+        await self._receipts.machine.monitor.execute("device_add", arguments)
+
+    async def _place(self, first: int, placed: list[int]) -> None:
+        """Give the vCPUs from index *first* on their CPUs, and read every thread back; their tids are appended to *placed*."""
+        receipts = self._receipts
+        pins, vcpus = receipts.active.placement.pins, await receipts.machine.vcpu_threads()
+        if len(vcpus) != len(pins) or [vcpu.index for vcpu in vcpus] != list(range(len(pins))):
+            raise PlacementError(f"cannot pin the vCPUs: QEMU has {len(vcpus)} for the CPUs '{CpuSet(pins)}'")
+        # Confine first, pin second: a thread that enters a cgroup without the CPUs of its mask gets all of the cgroup's CPUs.
+        for vcpu in vcpus[first:]:
+            receipts.active.confine(vcpu.tid)
+            placed.append(vcpu.tid)
+        for vcpu in vcpus[first:]:
+            pin(vcpu.tid, CpuSet([pins[vcpu.index]]))
+        receipts.follow(attrs.evolve(receipts.threads, vcpus=vcpus))
+
+    async def _take_back(
+        self, first: int, placed: Sequence[int], threads: QemuThreads, before: Placement, failure: RunnerError
+    ) -> None:
+        """Unplug the vCPUs from index *first* on; if that fails, raise *failure* with the reason."""
+        receipts = self._receipts
+        try:
+            for index, slot in reversed(list(enumerate(await self._slots()))):
+                if index >= first and slot.path is not None:
+                    await self._release(index, slot.path)
+            for tid in placed:
+                receipts.active.forget(tid)
+            await receipts.active.change(before)
+            receipts.follow(threads)
+            receipts.publish()
+        except RunnerError as error:
+            raise HostError(f"{explain(failure)}; and not all of it is undone: {explain(error)}") from None
+
+    # -- fewer -------------------------------------------------------------------------------------------------------
+
+    async def _shrink(self, count: int) -> None:
+        """Unplug vCPUs until there are *count*."""
+        receipts = self._receipts
+        refusal: RunnerError | None = None
+        try:
+            await self._unplug(count)
+        except RunnerError as error:
+            refusal = error
+        # Those that were released stay so.
+        pins = self._placement.pins[: len(receipts.threads.vcpus)]
+        try:
+            await receipts.active.change(with_pins(self._placement, receipts.active.container_cpus(), pins))
+            receipts.follow(receipts.threads)
+            receipts.publish()
+        except RunnerError as error:
+            raise HostError(f"{len(pins)} vCPUs are left, but {explain(error)}") from refusal
+        if refusal is not None:
+            raise refusal
+
+    async def _unplug(self, count: int) -> None:
+        """Have the guest release vCPUs until there are *count*. Raises :exc:`RefusedError` if it keeps one."""
+        receipts, slots = self._receipts, await self._slots()
+        while len(vcpus := receipts.threads.vcpus) > count:
+            last = vcpus[-1]
+            path = slots[last.index].path
+            if path is None:
+                raise HostError(f"cannot unplug vCPU {last.index}: QEMU has none in its slot")
+            await self._release(last.index, path)
+            receipts.active.forget(last.tid)
+            receipts.threads = attrs.evolve(receipts.threads, vcpus=vcpus[:-1])
+
+    async def _release(self, index: int, path: str) -> None:
+        """Have the guest release the vCPU *index* with the QOM *path*."""
+        gone = trio.Event()
+
+        def observe(event: QmpEvent) -> None:
+            if event.name == "DEVICE_DELETED" and event.data.get("path") == path:
+                gone.set()
+
+        machine = self._receipts.machine
+        with machine.observed_by(observe):
+            await machine.monitor.execute("device_del", {"id": path})
+            with trio.move_on_after(RELEASED_WITHIN):
+                while not gone.is_set():
+                    with trio.move_on_after(LOOKED_EVERY):
+                        await gone.wait()
+                    if (await self._slots())[index].path != path:
+                        gone.set()
+        if not gone.is_set():
+            raise RefusedError(
+                f"cannot unplug vCPU {index}: the guest has not released it within {RELEASED_WITHIN:g} s, and keeps it; a guest "
+                "that is still booting, or whose kernel has no CPU hotplug by ACPI, does not release any"
+            )
+
+    # -- other CPUs --------------------------------------------------------------------------------------------------
+
+    async def fit(self, available: CpuSet) -> None:
+        """Have the vCPUs run on the CPUs *available*, all that the container has left, one on each.
+
+        The threads leave the other CPUs at once; then as many vCPUs as are too many are unplugged. Raises
+        :exc:`~runner.errors.RunnerError` if that cannot be; no vCPU's thread may run on other CPUs than *available* then, either.
+        """
+        async with self.changing:
+            receipts, pins = self._receipts, self._placement.pins
+            self._leave(available)
+            if len(pins) > len(available):
+                if receipts.plan.machine.vcpu_hotplug is None:
+                    raise RefusedError(
+                        "no vCPU can be unplugged, because the machine was not started for it (hotplug.cpus)"
+                    )
+                await self._unplug(len(available))
+            found = moved_pins(pins[: len(receipts.threads.vcpus)], available)
+            await receipts.active.follow(with_pins(self._placement, available, found))
+            for vcpu in receipts.threads.vcpus:
+                if read_mask(vcpu.tid) != (own := CpuSet([found[vcpu.index]])):
+                    pin(vcpu.tid, own)
+            receipts.follow(receipts.threads)
+            receipts.publish()
+            log.warning("vCPUs placed anew count=%d cpus=%s", len(found), CpuSet(found))
+
+    def _leave(self, available: CpuSet) -> None:
+        """Have no vCPU thread run on other CPUs than *available*; the controller has done so unless it is away."""
+        for vcpu in self._receipts.threads.vcpus:
+            with suppress(ProcessLookupError, PlacementError):  # it has ended, or the kernel gives it fewer
+                if not read_mask(vcpu.tid) <= available:
+                    pin(vcpu.tid, available)
+
+    async def _slots(self) -> Sequence[VcpuSlot]:
+        """Return the places for vCPUs by index."""
+        reply: Any = await self._receipts.machine.monitor.execute("query-hotpluggable-cpus")
+        try:
+            found = [
+                VcpuSlot(
+                    str(each["type"]), {name: int(value) for name, value in each["props"].items()}, each.get("qom-path")
+                )
+                for each in reply
+            ]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            sentence = f"cannot understand QEMU's list of slots for vCPUs: {reply!r}"
+            raise BadReplyError(sentence, received=reply) from error
+        return sorted(found, key=lambda slot: [slot.properties.get(name, 0) for name in _ORDER])
+
+
+@attrs.define
+class _Pause:
+    seconds: float = 0.0
+    """For how long the guest did not run; known after the block."""
