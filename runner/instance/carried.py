@@ -89,6 +89,8 @@ class CarriedMask:
     """This process's CPU mask before it was pinned off the vCPUs' CPUs."""
 
     before: CpuSet
+    confined: frozenset[int] = attrs.field(factory=frozenset)
+    """The tids of the vCPU threads."""
 
 
 @frozen
@@ -155,6 +157,8 @@ class CarriedThreads:
     receipt: Receipt
     placement: Placement | None = attrs.field(default=None)
     """Where the CPUs have changed while the guest runs; ``None``: the plan's."""
+    unplugged: bool = attrs.field(default=False)
+    """Whether the guest has released a vCPU."""
 
 
 @frozen

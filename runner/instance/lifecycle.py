@@ -264,7 +264,7 @@ async def _placed_threads(
             threads = QemuThreads(machine.process, carried.vcpus, carried.iothreads)
             if carried.placement is not None:
                 active.adopt(carried.placement)
-            receipts = Receipts(supervisor, plan, machine, threads, active, carried.receipt)
+            receipts = Receipts(supervisor, plan, machine, threads, active, carried.receipt, carried.unplugged)
             receipts.receipt = receipts.read()
             if supervisor.carry_over.strict:
                 verified(receipts.receipt)

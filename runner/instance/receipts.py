@@ -67,6 +67,8 @@ class Receipts:
     threads: QemuThreads
     active: ActivePlacement
     receipt: Receipt
+    unplugged: bool = False
+    """Whether the guest has released a vCPU."""
 
     def read(self) -> Receipt:
         """Return where the kernel says every thread is now.
@@ -138,6 +140,7 @@ class Receipts:
             frozenset(self.threads.iothreads),
             self.receipt,
             None if placement == self.plan.placement else placement,
+            self.unplugged,
         )
 
     def misplaced(self) -> str:

@@ -27,7 +27,7 @@ from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.resize import more_pins, moved_pins, unlike, with_pins
 from runner.placement.threads import guarantee_of
 from runner.plan.machine import VcpuHotplugPlan
-from runner.protocol.qmp import BadReplyError, QmpEvent
+from runner.protocol.qmp import BadReplyError, ExecuteError, QmpEvent
 from runner.values import frozen
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,11 @@ class Vcpus:
         async with self.changing:
             before, pause = len(self._receipts.threads.vcpus), 0.0
             plan = self._allowed(count)
+            if count > before and self._receipts.unplugged and self._receipts.plan.machine.accel == "tcg":
+                raise RefusedError(
+                    "cannot plug a vCPU: the guest has released one before, and without KVM QEMU crashes when another is plugged "
+                    "then; start the instance again"
+                )
             if count > before:
                 pause = await self._grow(count, plan)
                 log.info(
@@ -231,6 +236,7 @@ class Vcpus:
             for index, slot in reversed(list(enumerate(await self._slots()))):
                 if index >= first and slot.path is not None:
                     await self._release(index, slot.path)
+                    receipts.unplugged = True
             for tid in placed:
                 receipts.active.forget(tid)
             await receipts.active.change(before)
@@ -270,7 +276,7 @@ class Vcpus:
                 raise HostError(f"cannot unplug vCPU {last.index}: QEMU has none in its slot")
             await self._release(last.index, path)
             receipts.active.forget(last.tid)
-            receipts.threads = attrs.evolve(receipts.threads, vcpus=vcpus[:-1])
+            receipts.threads, receipts.unplugged = attrs.evolve(receipts.threads, vcpus=vcpus[:-1]), True
 
     async def _release(self, index: int, path: str) -> None:
         """Have the guest release the vCPU *index* with the QOM *path*."""
@@ -280,20 +286,32 @@ class Vcpus:
             if event.name == "DEVICE_DELETED" and event.data.get("path") == path:
                 gone.set()
 
-        machine = self._receipts.machine
-        with machine.observed_by(observe):
-            await machine.monitor.execute("device_del", {"id": path})
-            with trio.move_on_after(RELEASED_WITHIN):
-                while not gone.is_set():
-                    with trio.move_on_after(LOOKED_EVERY):
-                        await gone.wait()
-                    if (await self._slots())[index].path != path:
-                        gone.set()
+        asked = False
+        with self._receipts.machine.observed_by(observe), trio.move_on_after(RELEASED_WITHIN):
+            while not gone.is_set():
+                asked = asked or await self._ask_for(path)
+                with trio.move_on_after(LOOKED_EVERY):
+                    await gone.wait()
+                if (await self._slots())[index].path != path:
+                    gone.set()
         if not gone.is_set():
+            reason = "the guest has not released it" if asked else "the guest has no CPU hotplug by ACPI, or not yet,"
             raise RefusedError(
-                f"cannot unplug vCPU {index}: the guest has not released it within {RELEASED_WITHIN:g} s, and keeps it; a guest "
-                "that is still booting, or whose kernel has no CPU hotplug by ACPI, does not release any"
+                f"cannot unplug vCPU {index}: {reason} within {RELEASED_WITHIN:g} s, and keeps it; a guest that is still booting, "
+                "or whose kernel cannot unplug CPUs, does not release any"
             )
+
+    async def _ask_for(self, path: str) -> bool:
+        """Have QEMU ask the guest to release the vCPU with the QOM *path*; return whether it can be asked already."""
+        try:
+            await self._receipts.machine.monitor.execute("device_del", {"id": path})
+        except ExecuteError as error:
+            # Until the guest has switched to the hotplug registers that can unplug (piix4/ich9: "legacy" CPU hotplug).
+            if "not supported device type" in error.description:
+                return False
+            if error.kind != "DeviceNotFound" and "unplug" not in error.description:
+                raise
+        return True
 
     # -- other CPUs --------------------------------------------------------------------------------------------------
 
