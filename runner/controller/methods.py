@@ -327,7 +327,8 @@ class RpcMethods:
             self.loop.tree.unseal(self.loop.tree.group(instance_group(other)))
             self.loop.tree.group(instance_group(other)).remove()
         mine = observed.instances().get(pod_uid)
-        if mine is not None and mine.populated and mine.cpus != asked:
+        # A container that was resized keeps some of its CPUs, and another one of the pod has none of them.
+        if mine is not None and mine.populated and mine.cpus.isdisjoint(asked):
             raise RequestRefusedError(
                 identity.CONFLICT,
                 f"cannot register instance {pod_uid!r} with CPUs '{asked}': its vCPUs run on '{mine.cpus}'; another container "

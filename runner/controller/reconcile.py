@@ -5,7 +5,8 @@ of them: a second pass from what is then found ends in the same tree. Two rules 
 
 * Only our own groups are touched: the root, ``float``, and ``instance-<name>`` and ``float/<name>`` with a well-formed
   name; and what a pod has made below the latter two, when they are removed.
-* No action puts a CPU into two groups. Groups shrink before others grow, a stale instance is removed before its CPUs
+* No action puts a CPU into two groups, and none opens a sealed instance's CPUs to others while it keeps some of them: a
+  partition shrinks and grows as it is. Groups shrink before others grow, a stale instance is removed before its CPUs
   are given to another, and float does not get the CPUs of an instance that still runs although its pod is gone,
   unless float would have no others.
 
@@ -326,7 +327,7 @@ def _actions(
         mems = groups[name].mems if name in groups else CpuSet()
         if mems | desired.mems != mems:
             yield Write(name, "cpuset.mems", str(mems | desired.mems))
-    yield from _cpuset_actions(targets, groups)
+    yield from _cpuset_actions(targets, groups, sealed)
     for name in targets:
         if name != FLOAT:
             found = groups[name].limits if name in groups else {}
@@ -360,7 +361,8 @@ def _sealed(
 
 def _unseal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterator[Action]:
     for name, group in observed.groups.items():
-        if group.was_sealed and not _names(group, sealed.get(name)):
+        cpus = sealed.get(name)
+        if group.was_sealed and not _names(group, cpus) and not _stays_sealed(group, cpus):
             yield Unseal(name)
 
 
@@ -371,7 +373,7 @@ def _seal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterator[
     missing = {
         name: cpus
         for name, cpus in sealed.items()
-        if observed.groups[name].partition != ISOLATED or not _names(observed.groups[name], cpus)
+        if observed.groups[name].partition != ISOLATED or cpus - observed.groups[name].exclusive
     }
     for name, cpus in missing.items():
         yield Seal(name, cpus, together)
@@ -384,10 +386,23 @@ def _names(group: Group, cpus: CpuSet | None) -> bool:
     return group.exclusive == group.cpus == cpus
 
 
-def _cpuset_actions(targets: Mapping[str, CpuSet], groups: Mapping[str, Group]) -> Iterator[Action]:
+def _stays_sealed(group: Group, cpus: CpuSet | None) -> bool:
+    """Tell whether *group* can remain an isolated partition while its CPUs become *cpus*: it keeps some of them.
+
+    The kernel takes CPUs out of a valid partition when they leave ``cpuset.cpus.exclusive``, and adds others for a writer with
+    CAP_SYS_ADMIN (``remote_cpus_update``, Linux 6.12); ``cpuset.cpus`` has no effect meanwhile.
+    """
+    return cpus is not None and group.partition == ISOLATED and not group.exclusive.isdisjoint(cpus)
+
+
+def _cpuset_actions(
+    targets: Mapping[str, CpuSet], groups: Mapping[str, Group], sealed: Mapping[str, CpuSet]
+) -> Iterator[Action]:
     """Give each group its CPUs. Shrink first: CPUs that move between two groups are in neither for a moment, never in both."""
     current = {name: group.cpus for name, group in groups.items()}
     for name, target in targets.items():
+        if name in groups and _stays_sealed(groups[name], sealed.get(name)) and groups[name].exclusive - target:
+            yield Write(name, "cpuset.cpus.exclusive", str(groups[name].exclusive & target))
         before = current.get(name, CpuSet())
         if before & target and before & target != before:
             current[name] = before & target
@@ -537,13 +552,17 @@ def _instances(groups: Mapping[str, Group]) -> list[tuple[str, Group]]:
 def _choose(current: CpuSet, choices: tuple[CpuSet, ...]) -> CpuSet:
     """Return the cpuset of an instance that may have one of *choices* and now has *current*.
 
-    Which of its pod's containers an instance is, is not recorded. Where that is ambiguous, it gets the CPUs of all of
-    them: still its pod's alone, and every vCPU keeps the CPU it is pinned to.
+    Which of its pod's containers an instance is, is not recorded. A container that the kubelet resizes keeps some of its CPUs,
+    so that it is the only one that has any of the current ones. Where that is ambiguous, the instance gets the CPUs of all
+    containers: still its pod's alone, and every vCPU keeps the CPU it is pinned to.
     """
     together = CpuSet()
     for cpus in choices:
         together |= cpus
-    return current if current and current in (*choices, together) else together
+    if current and current in (*choices, together):
+        return current
+    resized = [cpus for cpus in choices if not cpus.isdisjoint(current)]
+    return resized[0] if len(resized) == 1 else together
 
 
 def silent_fallbacks(observed: Observed, online: CpuSet) -> Mapping[str, Group]:

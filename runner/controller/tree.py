@@ -174,7 +174,7 @@ class Tree:
             case Write(_, "cpuset.cpus", value):
                 asked = CpuSet.parse(value) & online
                 effective = group.set_cpus(CpuSet.parse(value))
-                if effective != asked:
+                if effective != asked and not self._is_sealed_with(group, effective, online):
                     return f"cannot give {group.path} the CPUs {asked}: the kernel has put {effective} into effect"
             case Write() | Restrict():
                 group.write(action.file, action.value)
@@ -187,6 +187,10 @@ class Tree:
             case _ as never:
                 assert_never(never)
         return ""
+
+    def _is_sealed_with(self, group: Cgroup, effective: CpuSet, online: CpuSet) -> bool:
+        """Tell whether *group* is an isolated partition, of which ``cpuset.cpus`` alone changes nothing, with *effective*."""
+        return group.partition() == ISOLATED and effective == (group.exclusive_cpus() or CpuSet()) & online
 
     def unseal(self, group: Cgroup) -> None:
         """End the partition of *group*, if it is one.
@@ -202,14 +206,20 @@ class Tree:
             group.end_partition()
 
     def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
-        """Make *group* an isolated partition, and read it back; return why it is none, and then nothing of one is left."""
+        """Make *group* an isolated partition of *cpus*, or one that it is already larger, and read it back.
+
+        Return why it is none, and then nothing of one is left.
+        """
         if self.partition_writer is None:
             return "the controller makes no partitions"
         if self.root.exclusive_cpus() != together:
             self.root.write("cpuset.cpus.exclusive", str(together))
         try:
-            group.write("cpuset.cpus.exclusive", str(cpus))
-            self.partition_writer.isolate(group.name)
+            if group.partition() == ISOLATED:
+                self.partition_writer.extend(group.name, cpus)
+            else:
+                group.write("cpuset.cpus.exclusive", str(cpus))
+                self.partition_writer.isolate(group.name)
             state, effective = group.partition(), group.effective_cpus()
         except CgroupError:
             self.unseal(group)
