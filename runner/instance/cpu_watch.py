@@ -54,17 +54,13 @@ async def lost_cpus_left(receipts: Receipts, fit: Callable[[CpuSet], Awaitable[N
     while True:
         await trio.sleep(LOOKED_EVERY)
         await receipts.machine.decided()
-        try:
-            lost = find_lost_cpus(receipts)
-        except HostError as error:  # /proc cannot be read; descriptors or memory are short
-            log.debug("the container's CPUs could not be looked at: %s", explain(error))
-            continue
+        lost = find_lost_cpus(receipts)
         if lost != before:
             since, before = trio.current_time(), lost
         if lost is None and _loosened(receipts):
             # Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have changed.
             with contextlib.suppress(RunnerError):  # found by the next look
-                await fit(receipts.active.container_cpus())
+                await fit(_named_by_container(receipts) or receipts.active.placement.cpus)
         if lost is None or not (lost.sure or trio.current_time() >= since + DISPLACED_FOR):
             continue
         supervisor.guest_state.resizing = str(lost)
@@ -81,18 +77,26 @@ async def lost_cpus_left(receipts: Receipts, fit: Callable[[CpuSet], Awaitable[N
 
 
 def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
-    """Return which CPUs of vCPUs the container has no longer, ``None`` if it has all. Raises :exc:`HostError`."""
+    """Return which CPUs of vCPUs the container has no longer, ``None`` if it has all."""
     pins = CpuSet(receipts.active.placement.pins)
-    container = receipts.active.container_cpus()
-    shown = _shown_by_threads(receipts)
-    sure = bool(container) and not pins <= container
-    available = container if sure or shown is None else shown
-    if shown is not None and container & shown:
-        available = container & shown
-    lost = pins - available if available else CpuSet()
+    named, shown = _named_by_container(receipts), _shown_by_threads(receipts)
+    sure = bool(named) and not pins <= named
+    available = named if shown is None else named & shown or shown
     # One that is offline is still the container's: the kernel moves its threads, too.
-    lost &= CpuSet.parse(read_text(PurePosixPath(Roots().sys / "devices/system/cpu/online")))
+    lost = (pins - available) & _online() if available else CpuSet()
     return LostCpus(lost, available, sure) if lost else None
+
+
+def _named_by_container(receipts: Receipts) -> CpuSet:
+    """Return the CPUs that the container's cgroup names; empty where it cannot be seen."""
+    try:
+        return receipts.active.container_cpus()
+    except HostError:
+        return CpuSet()
+
+
+def _online() -> CpuSet:
+    return CpuSet.parse(read_text(PurePosixPath(Roots().sys / "devices/system/cpu/online")))
 
 
 def _shown_by_threads(receipts: Receipts) -> CpuSet | None:

@@ -92,7 +92,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             _placed_threads(supervisor, plan, active, machine) as receipts,
             display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
             _vcpus(supervisor, receipts) as vcpus,
-            _controlled(supervisor, plan, active, directory, machine, receipts, vcpus),
+            _controlled(supervisor, directory, receipts, vcpus),
         ):
             if not supervisor.carry_over.resuming:
                 await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
@@ -321,16 +321,11 @@ async def _vcpus(supervisor: Supervisor, receipts: Receipts) -> AsyncIterator[Ca
 
 @asynccontextmanager
 async def _controlled(
-    supervisor: Supervisor,
-    plan: InstancePlan,
-    active: ActivePlacement,
-    directory: int,
-    machine: Qemu,
-    receipts: Receipts,
-    vcpus: Callable[[], Vcpus],
+    supervisor: Supervisor, directory: int, receipts: Receipts, vcpus: Callable[[], Vcpus]
 ) -> AsyncIterator[None]:
     """Hold the control socket and the operators' QMP socket; what serves each is imported at its first connection."""
     carry_over, recorded = supervisor.carry_over, supervisor.faults.recorded
+    plan, active, machine = receipts.plan, receipts.active, receipts.machine
     attached: tuple[AttachedDisk, ...] = ()
     hotplug: DiskHotplug | None = None
 

@@ -70,7 +70,6 @@ INSTANCE: Mapping[str, str] = {
     "CPUs of vCPUs are lost: %s": "cpus_lost",
     "vCPUs placed anew count=%d cpus=%s": "vcpus_placed_anew",
     "the guest cannot run on: %s": "guest_without_cpus",
-    "the container's CPUs could not be looked at: %s": "container_cpus_unread",
     # -- operators
     "the console's log file is given up: %s": "console_log_given_up",
     "a console client is refused: it is not root in the instance's own PID namespace%s": "console_client_refused",

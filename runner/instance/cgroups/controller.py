@@ -97,7 +97,12 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
 
     def container_cpus(self) -> CpuSet:
         # Not the CPUs in effect: the pod's cgroup has none of its own while the instance is sealed.
-        return Cgroup(Roots().cgroup / self.cgroups.pod.lstrip("/")).cpus()
+        try:
+            return Cgroup(Roots().cgroup / self.cgroups.pod.lstrip("/")).cpus()
+        except HostError as error:
+            raise HostError(
+                "cannot read which CPUs the container has", remedy="let it see its cgroup at /sys/fs/cgroup"
+            ) from error
 
     async def change(self, placement: Placement) -> None:
         assert isinstance(placement, ControllerPlacement)  # noqa: S101 - a change of ours keeps the back end
