@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 import trio
 
 from runner.cpuset import CpuSet
-from runner.errors import HostError, RunnerError, Status, explain
+from runner.errors import HostError, RefusedError, RunnerError, Status, explain
 from runner.facts.roots import Roots
 from runner.instance.qemu import GuestEnd
 from runner.instance.receipts import Receipts
@@ -63,16 +63,21 @@ async def lost_cpus_left(receipts: Receipts, fit: Callable[[CpuSet], Awaitable[N
                 await fit(_named_by_container(receipts) or receipts.active.placement.cpus)
         if lost is None or not (lost.sure or trio.current_time() >= since + DISPLACED_FOR):
             continue
+        if not supervisor.guest_state.resizing:
+            log.warning("CPUs of vCPUs are lost: %s", lost)
         supervisor.guest_state.resizing = str(lost)
         try:
-            log.warning("CPUs of vCPUs are lost: %s", lost)
             await fit(lost.available)
-        except RunnerError as error:
+        except RefusedError as error:
             if receipts.machine.ends:
                 await trio.sleep_forever()  # that is the guest's end
             detail = f"{lost}: {explain(error)}"
             log.error("the guest cannot run on: %s", detail)  # noqa: TRY400 - one line
             return GuestEnd(Status.CPUS_LOST, detail)
+        except RunnerError as error:  # the controller may be away; the vCPUs share what they may have until it is back
+            if (more := supervisor.log_limit.due("placed anew")) is not None:
+                log.warning("the vCPUs cannot be placed anew yet%s: %s", more, explain(error))
+            continue
         supervisor.guest_state.resizing, before = "", None
 
 

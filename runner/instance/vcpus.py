@@ -310,7 +310,7 @@ class Vcpus:
             if "not supported device type" in error.description:
                 return False
             if error.kind != "DeviceNotFound" and "unplug" not in error.description:
-                raise
+                raise RefusedError("cannot unplug a vCPU") from error
         return True
 
     # -- other CPUs --------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ INSTANCE: Mapping[str, str] = {
     "the receipt is that of before a restart: %s": "receipt_outdated",
     # -- CPUs that the kubelet takes or exchanges
     "CPUs of vCPUs are lost: %s": "cpus_lost",
+    "the vCPUs cannot be placed anew yet%s: %s": "vcpus_not_placed_anew",
     "vCPUs placed anew count=%d cpus=%s": "vcpus_placed_anew",
     "the guest cannot run on: %s": "guest_without_cpus",
     # -- operators
