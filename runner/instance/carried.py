@@ -89,8 +89,6 @@ class CarriedMask:
     """This process's CPU mask before it was pinned off the vCPUs' CPUs."""
 
     before: CpuSet
-    confined: frozenset[int] = attrs.field(factory=frozenset)
-    """The tids of the vCPU threads."""
 
 
 @frozen

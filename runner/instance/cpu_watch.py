@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import PurePosixPath
 
 import trio
@@ -33,6 +33,10 @@ DISPLACED_FOR = 3.0
 changed the cgroup, which the controller puts right within 1 s."""
 
 
+Fit = Callable[[CpuSet], Awaitable[None]]
+"""Has the vCPUs run on these CPUs (:meth:`runner.instance.vcpus.Vcpus.fit`)."""
+
+
 @frozen
 class LostCpus:
     """CPUs of vCPUs that the container has no longer."""
@@ -47,49 +51,70 @@ class LostCpus:
         return f"the container has no longer the CPUs '{self.cpus}' of some vCPUs, and '{self.available}' are left"
 
 
-async def lost_cpus_left(receipts: Receipts, fit: Callable[[CpuSet], Awaitable[None]]) -> GuestEnd:
+async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
     """Have *fit* put the vCPUs on the CPUs that the container has left, each time it has lost some; return when that fails."""
-    supervisor = receipts.supervisor
     since, before = 0.0, None
     while True:
         await trio.sleep(LOOKED_EVERY)
         await receipts.machine.decided()
-        lost = find_lost_cpus(receipts)
+        masks = _masks(receipts)
+        lost = find_lost_cpus(receipts, masks)
         if lost != before:
             since, before = trio.current_time(), lost
-        if lost is None and _loosened(receipts):
-            # Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have changed.
-            with contextlib.suppress(RunnerError):  # found by the next look
-                await fit(_named_by_container(receipts) or receipts.active.placement.cpus)
-        if lost is None or not (lost.sure or trio.current_time() >= since + DISPLACED_FOR):
-            continue
-        if not supervisor.guest_state.resizing:
-            log.warning("CPUs of vCPUs are lost: %s", lost)
-        supervisor.guest_state.resizing = str(lost)
-        try:
-            await fit(lost.available)
-        except RefusedError as error:
-            if receipts.machine.ends:
-                await trio.sleep_forever()  # that is the guest's end
-            detail = f"{lost}: {explain(error)}"
-            log.error("the guest cannot run on: %s", detail)  # noqa: TRY400 - one line
-            return GuestEnd(Status.CPUS_LOST, detail)
-        except RunnerError as error:  # the controller may be away; the vCPUs share what they may have until it is back
-            if (more := supervisor.log_limit.due("placed anew")) is not None:
-                log.warning("the vCPUs cannot be placed anew yet%s: %s", more, explain(error))
-            continue
-        supervisor.guest_state.resizing, before = "", None
+        if lost is None:
+            if any(len(mask) > 1 for mask in masks.values()):
+                # Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have changed.
+                with contextlib.suppress(RunnerError):  # found by the next look
+                    await fit(_named_by_container(receipts) or receipts.active.placement.cpus)
+        elif (lost.sure or trio.current_time() >= since + DISPLACED_FOR) and (end := await _leave(receipts, lost, fit)):
+            return end
 
 
-def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
-    """Return which CPUs of vCPUs the container has no longer, ``None`` if it has all."""
-    pins = CpuSet(receipts.active.placement.pins)
-    named, shown = _named_by_container(receipts), _shown_by_threads(receipts)
-    sure = bool(named) and not pins <= named
+async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | None:
+    """Have *fit* put the vCPUs on the CPUs that are left; return the guest's end if they cannot all be there."""
+    supervisor = receipts.supervisor
+    if not supervisor.guest_state.resizing:
+        log.warning("CPUs of vCPUs are lost: %s", lost)
+    supervisor.guest_state.resizing = str(lost)
+    try:
+        await fit(lost.available)
+    except RefusedError as error:
+        if receipts.machine.ends:
+            await trio.sleep_forever()  # that is the guest's end
+        detail = f"{lost}: {explain(error)}"
+        log.error("the guest cannot run on: %s", detail)  # noqa: TRY400 - one line
+        return GuestEnd(Status.CPUS_LOST, detail)
+    except RunnerError as error:  # the controller may be away; the vCPUs share what they may have until it is back
+        if (more := supervisor.log_limit.due("placed anew")) is not None:
+            log.warning("the vCPUs cannot be placed anew yet%s: %s", more, explain(error))
+    else:
+        supervisor.guest_state.resizing = ""
+    return None
+
+
+def find_lost_cpus(receipts: Receipts, masks: Mapping[int, CpuSet]) -> LostCpus | None:
+    """Return which CPUs of vCPUs the container has no longer, ``None`` if it has all.
+
+    *masks* are the CPUs of the vCPUs' threads by index. A thread that may not run on its own CPU gets all that its cgroup has.
+    """
+    pins = receipts.active.placement.pins
+    own, named = CpuSet(pins), _named_by_container(receipts)
+    shown = next((mask for vcpu, mask in masks.items() if vcpu < len(pins) and pins[vcpu] not in mask), None)
+    if shown is None and own <= named:
+        return None
+    sure = bool(named) and not own <= named
     available = named if shown is None else named & shown or shown
     # One that is offline is still the container's: the kernel moves its threads, too.
-    lost = (pins - available) & _online() if available else CpuSet()
+    lost = (own - available) & _online() if available else CpuSet()
     return LostCpus(lost, available, sure) if lost else None
+
+
+def _masks(receipts: Receipts) -> dict[int, CpuSet]:
+    found = {}
+    for vcpu in receipts.threads.vcpus:
+        with contextlib.suppress(ProcessLookupError):  # it has been unplugged
+            found[vcpu.index] = read_mask(vcpu.tid)
+    return found
 
 
 def _named_by_container(receipts: Receipts) -> CpuSet:
@@ -102,26 +127,3 @@ def _named_by_container(receipts: Receipts) -> CpuSet:
 
 def _online() -> CpuSet:
     return CpuSet.parse(read_text(PurePosixPath(Roots().sys / "devices/system/cpu/online")))
-
-
-def _shown_by_threads(receipts: Receipts) -> CpuSet | None:
-    """Return the CPUs of the instance's cgroup, if a vCPU thread may not run on its own CPU: the kernel gives it all of them."""
-    pins = receipts.active.placement.pins
-    for vcpu in receipts.threads.vcpus:
-        mask = _mask(vcpu.tid)
-        if mask is not None and vcpu.index < len(pins) and pins[vcpu.index] not in mask:
-            return mask
-    return None
-
-
-def _loosened(receipts: Receipts) -> bool:
-    """Tell whether a vCPU thread may run on more than its own CPU."""
-    masks = (_mask(vcpu.tid) for vcpu in receipts.threads.vcpus)
-    return any(mask is not None and len(mask) > 1 for mask in masks)
-
-
-def _mask(tid: int) -> CpuSet | None:
-    try:
-        return read_mask(tid)
-    except ProcessLookupError:  # it has been unplugged
-        return None

@@ -264,6 +264,8 @@ async def _placed_threads(
             threads = QemuThreads(machine.process, carried.vcpus, carried.iothreads)
             if carried.placement is not None:
                 active.adopt(carried.placement)
+            for vcpu in carried.vcpus:
+                active.remember(vcpu.tid)
             receipts = Receipts(supervisor, plan, machine, threads, active, carried.receipt, carried.unplugged)
             receipts.receipt = receipts.read()
             if supervisor.carry_over.strict:

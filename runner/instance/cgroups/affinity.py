@@ -33,23 +33,26 @@ class FloatMask:
     cgroups: None = None
     memory_cgroup_fd: None = None
     pod_cgroup_fd: None = None
-    confined: set[int] = attrs.field(factory=set)
+    _confined: set[int] = attrs.field(factory=set)
     """The tids of the vCPU threads."""
 
     def admit(self, pid: int) -> None:
         pass
 
     def confine(self, tid: int) -> None:
-        self.confined.add(tid)
+        self._confined.add(tid)
+
+    def remember(self, tid: int) -> None:
+        self._confined.add(tid)
 
     def forget(self, tid: int) -> None:
-        self.confined.discard(tid)
+        self._confined.discard(tid)
 
     def members(self) -> Sequence[frozenset[int]]:
         return ()
 
     def release(self, tid: int) -> None:
-        self.confined.discard(tid)
+        self._confined.discard(tid)
         pin(tid, read_mask())
 
     def container_cpus(self) -> CpuSet:
@@ -73,7 +76,7 @@ class FloatMask:
     def _pin_float(self, cpus: CpuSet) -> None:
         supervisor = self._supervisor
         for pid in (os.getpid(), *(process.pid for process in supervisor.processes)):
-            for tid in set(supervisor.procfs.thread_ids(pid)) - self.confined:
+            for tid in set(supervisor.procfs.thread_ids(pid)) - self._confined:
                 try:
                     pin(tid, cpus)
                 except PlacementError as error:
@@ -101,20 +104,19 @@ def pinned_off_vcpus(
     """Hold this process and the *anchors* on float's CPUs; at the end this process has its former mask."""
     with supervisor.carry_over.taking("cgroups") as carried:
         before = read_mask() if carried is None else carried.before
-        active = FloatMask(placement, supervisor, confined=set() if carried is None else set(carried.confined))
-    supervisor.carry_over.offer("cgroups", lambda: _carried(before, active))
+    supervisor.carry_over.offer("cgroups", lambda: _carried(before))
     try:
         if carried is None:
             pin(0, placement.float_cpus)
             for anchor in anchors:
                 pin(anchor.process.pid, placement.float_cpus)
-        yield active
+        yield FloatMask(placement, supervisor)
     finally:
         with supervisor.faults.recorded("take back this process's CPU mask"):
             pin(0, before)
 
 
-def _carried(before: CpuSet, active: FloatMask) -> CarriedMask:
+def _carried(before: CpuSet) -> CarriedMask:
     from runner.instance.carried import CarriedMask
 
-    return CarriedMask(before, frozenset(active.confined))
+    return CarriedMask(before)

@@ -104,6 +104,13 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
                 "cannot read which CPUs the container has", remedy="let it see its cgroup at /sys/fs/cgroup"
             ) from error
 
+    def _given(self) -> CpuSet:
+        """Return the CPUs of the container, which may be more than the vCPUs' placement has, or that placement's."""
+        try:
+            return self.container_cpus() or self.placement.cpus
+        except HostError:
+            return self.placement.cpus
+
     async def change(self, placement: Placement) -> None:
         assert isinstance(placement, ControllerPlacement)  # noqa: S101 - a change of ours keeps the back end
         await trio.lowlevel.checkpoint()
@@ -130,7 +137,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
         while True:
             with ExitStack() as held:
                 try:
-                    await _register(self.placement, self.cgroups.pod, held)
+                    await _register(attrs.evolve(self.placement, cpus=self._given()), self.cgroups.pod, held)
                 except HostError as error:
                     if not warned:
                         log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))

@@ -73,6 +73,9 @@ class EnteredCgroups(Generic[P]):
     def loses_cpus(self) -> bool:
         return True
 
+    def remember(self, tid: int) -> None:
+        self.confined.add(tid)
+
     def forget(self, tid: int) -> None:
         self.confined.discard(tid)
 
