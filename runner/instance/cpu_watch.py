@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import PurePosixPath
 
 import trio
 
 from runner.cpuset import CpuSet
-from runner.errors import HostError, RefusedError, RunnerError, Status, explain
+from runner.errors import HostError, PlacementError, RefusedError, RunnerError, Status, explain
 from runner.facts.roots import Roots
 from runner.instance.qemu import GuestEnd
 from runner.instance.receipts import Receipts
 from runner.kernel.files import read_text
-from runner.kernel.scheduler import read_mask
+from runner.kernel.scheduler import pin, read_mask
 from runner.values import frozen
 
 log = logging.getLogger(__name__)
@@ -57,17 +57,26 @@ async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
     while True:
         await trio.sleep(LOOKED_EVERY)
         await receipts.machine.decided()
-        masks = _masks(receipts)
-        lost = find_lost_cpus(receipts, masks)
+        lost = find_lost_cpus(receipts)
         if lost != before:
             since, before = trio.current_time(), lost
         if lost is None:
-            if any(len(mask) > 1 for mask in masks.values()):
-                # Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have changed.
-                with contextlib.suppress(RunnerError):  # found by the next look
-                    await fit(_named_by_container(receipts) or receipts.active.placement.cpus)
+            await _restore(receipts, fit)
         elif (lost.sure or trio.current_time() >= since + DISPLACED_FOR) and (end := await _leave(receipts, lost, fit)):
             return end
+
+
+async def _restore(receipts: Receipts, fit: Fit) -> None:
+    """Have each vCPU be on its own CPU alone, if one is not: the container has all of them, again or still.
+
+    Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have changed; another program may have changed a mask.
+    """
+    state, pins = receipts.supervisor.guest_state, receipts.active.placement.pins
+    if not state.resizing and all(len(mask) == 1 and pins[vcpu] in mask for vcpu, mask in _masks(receipts)):
+        return
+    with contextlib.suppress(RunnerError):  # found by the next look
+        await fit(_named_by_container(receipts) or receipts.active.placement.cpus)
+        state.resizing = ""
 
 
 async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | None:
@@ -92,14 +101,10 @@ async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | Non
     return None
 
 
-def find_lost_cpus(receipts: Receipts, masks: Mapping[int, CpuSet]) -> LostCpus | None:
-    """Return which CPUs of vCPUs the container has no longer, ``None`` if it has all.
-
-    *masks* are the CPUs of the vCPUs' threads by index. A thread that may not run on its own CPU gets all that its cgroup has.
-    """
-    pins = receipts.active.placement.pins
-    own, named = CpuSet(pins), _named_by_container(receipts)
-    shown = next((mask for vcpu, mask in masks.items() if vcpu < len(pins) and pins[vcpu] not in mask), None)
+def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
+    """Return which CPUs of vCPUs the container has no longer, ``None`` if it has all."""
+    own, named = CpuSet(receipts.active.placement.pins), _named_by_container(receipts)
+    shown = _shown_by_threads(receipts, named)
     if shown is None and own <= named:
         return None
     sure = bool(named) and not own <= named
@@ -109,12 +114,32 @@ def find_lost_cpus(receipts: Receipts, masks: Mapping[int, CpuSet]) -> LostCpus 
     return LostCpus(lost, available, sure) if lost else None
 
 
-def _masks(receipts: Receipts) -> dict[int, CpuSet]:
-    found = {}
-    for vcpu in receipts.threads.vcpus:
+def _shown_by_threads(receipts: Receipts, named: CpuSet) -> CpuSet | None:
+    """Return the CPUs of a thread that cannot run on its own CPU, which are all that its cgroup has; ``None`` if each can.
+
+    A thread that is not on its own CPU although its container has that may only have another mask.
+    """
+    pins = receipts.active.placement.pins
+    for vcpu, mask in _masks(receipts):
+        if pins[vcpu] not in mask and not (pins[vcpu] in named and _may_have(receipts, vcpu, pins[vcpu])):
+            return mask
+    return None
+
+
+def _may_have(receipts: Receipts, vcpu: int, cpu: int) -> bool:
+    """Put the thread of a vCPU on its own CPU, and return whether the kernel lets it be there."""
+    try:
+        pin(receipts.threads.vcpus[vcpu].tid, CpuSet([cpu]))
+    except PlacementError:
+        return False
+    return True
+
+
+def _masks(receipts: Receipts) -> Iterator[tuple[int, CpuSet]]:
+    """Yield each vCPU that has a CPU, and what its thread may run on."""
+    for vcpu in receipts.threads.vcpus[: len(receipts.active.placement.pins)]:
         with contextlib.suppress(ProcessLookupError):  # it has been unplugged
-            found[vcpu.index] = read_mask(vcpu.tid)
-    return found
+            yield vcpu.index, read_mask(vcpu.tid)
 
 
 def _named_by_container(receipts: Receipts) -> CpuSet:

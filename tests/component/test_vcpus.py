@@ -13,10 +13,11 @@ import trio
 
 from runner.cli.ctl import answer_lines, control
 from runner.cpuset import CpuSet
-from runner.errors import RunnerError, Status, explain
+from runner.errors import HostError, PlacementError, RunnerError, Status, explain
 from runner.instance.cgroups.affinity import FloatMask
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
+from runner.instance.vcpus import Vcpus
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost
 
@@ -309,25 +310,101 @@ async def test_a_guest_that_gives_up_no_vcpu_is_powered_down_with_a_status_of_it
     assert all("the container has no longer" in each or each == "stopping" for each in seen)
 
 
-async def test_a_change_by_another_program_is_no_loss(
-    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mask", ["another's", "all"])
+async def test_a_mask_that_another_program_has_changed_is_put_right(
+    fake_host: FakeHost, container: Container, mask: str
 ) -> None:
-    """The container's cgroup names the CPU still: the threads are not to be where they were put for a while."""
-    monkeypatch.setattr("runner.instance.cpu_watch.DISPLACED_FOR", 0.5)
+    """Linux before 6.2 does the second when the CPUs of the cgroup change."""
     plan = fake_host.plan(TWO)
     assert container.cpus == CPUS
 
     async def act() -> None:
-        vcpus = (await asked(plan, "cpu.list"))["vcpus"]
-        first, second = (each["thread"] for each in vcpus)
-        os.sched_setaffinity(second, {vcpus[0]["cpu"]})
-        await trio.sleep(0.2)
-        os.sched_setaffinity(second, {vcpus[1]["cpu"]})
-        await trio.sleep(0.2)
-        os.sched_setaffinity(first, CPUS)  # as Linux before 6.2 does when the cgroup's CPUs change
-        while os.sched_getaffinity(first) != {vcpus[0]["cpu"]}:
+        first, second = (await asked(plan, "cpu.list"))["vcpus"]
+        os.sched_setaffinity(second["thread"], {first["cpu"]} if mask == "another's" else CPUS)
+        while os.sched_getaffinity(second["thread"]) != {second["cpu"]}:
             await trio.sleep(0.01)
         assert "device_del" not in fake_host.commands()
         assert "CPUs of vCPUs are lost" not in fake_host.logged()
+        assert (await asked(plan, "status"))["ready"]
+
+    await run(fake_host, plan, act)
+
+
+async def test_threads_that_cannot_be_on_their_cpus_are_believed_after_a_while(
+    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The container's cgroup names the CPU still: the kubelet writes that last."""
+    monkeypatch.setattr("runner.instance.cpu_watch.DISPLACED_FOR", 0.5)
+    monkeypatch.setattr("runner.instance.cpu_watch._may_have", lambda *_: False)
+    plan = fake_host.plan(TWO)
+    assert container.cpus == CPUS
+    kept = CpuSet([plan.placement.pins[0]])
+
+    async def act() -> None:
+        second = (await asked(plan, "cpu.list"))["vcpus"][1]
+        began = trio.current_time()
+        os.sched_setaffinity(second["thread"], kept)
+        while vcpus_of_qemu(fake_host) != [0] or vcpus_of_receipt(plan.state_directory) != {0: str(kept)}:
+            await trio.sleep(0.01)
+        assert trio.current_time() >= began + 0.5
+
+    await run(fake_host, plan, act)
+
+
+async def test_while_the_controller_is_away_the_guest_runs_on(
+    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vCPUs have left the lost CPU, and are not ready; when it comes back they are as before."""
+    plan = fake_host.plan(TWO)
+    follow, away = FloatMask.follow, [True]
+
+    async def failing(active: FloatMask, placement: Any) -> None:
+        if away:
+            raise PlacementError("the controller is away")
+        await follow(active, placement)
+
+    monkeypatch.setattr(FloatMask, "follow", failing)
+    kept = CpuSet([plan.placement.pins[0]])
+
+    async def act() -> None:
+        before = (await asked(plan, "cpu.list"))["vcpus"][0]
+        container.cpus = kept
+        while "the vCPUs cannot be placed anew yet" not in fake_host.logged():
+            await trio.sleep(0.01)
+        status = await asked(plan, "status")
+        assert "the container has no longer the CPUs" in status["not_ready"]
+        assert "the container has no longer the CPUs" in status["placement"]["misplaced"][0]
+        away.clear()
+        while not (await asked(plan, "status"))["ready"]:
+            await trio.sleep(0.01)
+        assert os.sched_getaffinity(before["thread"]) == {before["cpu"]}
+
+    await run(fake_host, plan, act)
+
+
+async def test_cpus_that_come_back_meanwhile_are_the_vcpus_again(
+    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = fake_host.plan(TWO, qemu={"vcpu_del": None})
+    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.3)
+    refused: list[str] = []
+    unplug = Vcpus._unplug
+
+    async def given_back(vcpus: Vcpus, count: int) -> None:
+        try:
+            await unplug(vcpus, count)
+        except RunnerError as error:
+            refused.append(str(error))
+            container.cpus = CPUS
+            raise HostError("given back") from None
+
+    monkeypatch.setattr(Vcpus, "_unplug", given_back)
+
+    async def act() -> None:
+        vcpus = (await asked(plan, "cpu.list"))["vcpus"]
+        container.cpus = CpuSet([plan.placement.pins[0]])
+        while not refused or not (await asked(plan, "status"))["ready"]:
+            await trio.sleep(0.01)
+        assert [os.sched_getaffinity(each["thread"]) for each in vcpus] == [{each["cpu"]} for each in vcpus]
 
     await run(fake_host, plan, act)
