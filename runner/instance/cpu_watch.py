@@ -105,12 +105,12 @@ def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
     """Return which CPUs of vCPUs the container has no longer, ``None`` if it has all."""
     own, named = CpuSet(receipts.active.placement.pins), _named_by_container(receipts)
     shown = _shown_by_threads(receipts, named)
-    if shown is None and own <= named:
-        return None
     sure = bool(named) and not own <= named
-    available = named if shown is None else named & shown or shown
+    available = named if sure else shown
+    if available is None:
+        return None
     # One that is offline is still the container's: the kernel moves its threads, too.
-    lost = (own - available) & _online() if available else CpuSet()
+    lost = (own - available) & _online()
     return LostCpus(lost, available, sure) if lost else None
 
 

@@ -41,6 +41,9 @@ RUNS_WITHIN = 5.0
 LOOKED_EVERY = 0.5
 """Seconds between two looks whether a vCPU is gone, in case its event came before it was waited for."""
 
+EMULATED_SINCE = (11, 1)
+"""The QEMU from which on a vCPU that is emulated may be unplugged: 7.2 was seen to corrupt its heap, 11.1 was not."""
+
 _ORDER = ("node-id", "drawer-id", "book-id", "socket-id", "die-id", "cluster-id", "module-id", "core-id", "thread-id")
 """The properties of a slot, from the largest unit to the smallest: QEMU numbers vCPUs in this order."""
 
@@ -280,6 +283,13 @@ class Vcpus:
 
     async def _release(self, index: int, path: str) -> None:
         """Have the guest release the vCPU *index* with the QOM *path*."""
+        machine = self._receipts.machine
+        if self._receipts.plan.machine.accel == "tcg" and _older(machine.monitor.version):
+            oldest = ".".join(map(str, EMULATED_SINCE))
+            raise RefusedError(
+                f"cannot unplug vCPU {index}: without KVM, QEMU {machine.monitor.version} crashes some time after it; use QEMU "
+                f"{oldest}"
+            )
         gone = trio.Event()
 
         def observe(event: QmpEvent) -> None:
@@ -287,7 +297,7 @@ class Vcpus:
                 gone.set()
 
         asked = False
-        with self._receipts.machine.observed_by(observe), trio.move_on_after(RELEASED_WITHIN):
+        with machine.observed_by(observe), trio.move_on_after(RELEASED_WITHIN):
             while not gone.is_set():
                 asked = asked or await self._ask_for(path)
                 with trio.move_on_after(LOOKED_EVERY):
@@ -331,13 +341,28 @@ class Vcpus:
                     )
                 await self._unplug(len(available))
             found = moved_pins(pins[: len(receipts.threads.vcpus)], available)
-            await receipts.active.follow(with_pins(self._placement, available, found))
-            for vcpu in receipts.threads.vcpus:
-                if read_mask(vcpu.tid) != (own := CpuSet([found[vcpu.index]])):
-                    pin(vcpu.tid, own)
-            receipts.follow(receipts.threads)
+            before, done = self._placement, False
+            await receipts.active.follow(with_pins(before, available, found))
+            try:
+                self._pin(found)
+                receipts.follow(receipts.threads)
+                done = True
+            finally:
+                if not done:  # the controller may be away, and has not given the CPUs that are new
+                    receipts.active.adopt(before)
             receipts.publish()
             log.warning("vCPUs placed anew count=%d cpus=%s", len(found), CpuSet(found))
+
+    def _pin(self, pins: Sequence[int]) -> None:
+        """Put each vCPU thread on its one of *pins*. Raises :exc:`~runner.errors.PlacementError`."""
+        for vcpu in self._receipts.threads.vcpus:
+            own = CpuSet([pins[vcpu.index]])
+            try:
+                found = read_mask(vcpu.tid)
+            except ProcessLookupError as error:
+                raise PlacementError(f"cannot pin vCPU {vcpu.index}: its thread {vcpu.tid} has ended") from error
+            if found != own:
+                pin(vcpu.tid, own)
 
     def _leave(self, available: CpuSet) -> None:
         """Have no vCPU thread run on other CPUs than *available*; the controller has done so unless it is away."""
@@ -360,6 +385,10 @@ class Vcpus:
             sentence = f"cannot understand QEMU's list of slots for vCPUs: {reply!r}"
             raise BadReplyError(sentence, received=reply) from error
         return sorted(found, key=lambda slot: [slot.properties.get(name, 0) for name in _ORDER])
+
+
+def _older(version: str) -> bool:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal()) < EMULATED_SINCE
 
 
 @attrs.define

@@ -23,6 +23,8 @@ from tests.support.fake_host import FakeHost
 
 CPUS = CpuSet(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+NEWEST: dict[str, object] = {"major": 11, "minor": 1}
+"""A QEMU that may unplug vCPUs without KVM."""
 GROWING = "[cpu]\ncount = 1\n[hotplug]\ncpus = 2\n"
 
 
@@ -69,7 +71,7 @@ def vcpus_of_qemu(fake_host: FakeHost) -> list[int]:
 
 
 async def test_a_vcpu_is_plugged_while_the_guest_is_stopped_and_unplugged(fake_host: FakeHost) -> None:
-    plan = fake_host.plan(GROWING)
+    plan = fake_host.plan(GROWING, qemu=NEWEST)
     first = plan.placement.pins[0]
     [other] = CPUS - CpuSet([first]) if len(CPUS) == 2 else [min(CPUS - CpuSet([first]))]
 
@@ -109,7 +111,7 @@ async def test_a_vcpu_is_plugged_while_the_guest_is_stopped_and_unplugged(fake_h
 
 
 async def test_vcpus_of_the_start_can_be_unplugged_but_the_first(fake_host: FakeHost) -> None:
-    plan = fake_host.plan("[cpu]\ncount = 2\n[hotplug]\ncpus = 2\n", qemu={"vcpu_del": "silently"})
+    plan = fake_host.plan("[cpu]\ncount = 2\n[hotplug]\ncpus = 2\n", qemu=NEWEST | {"vcpu_del": "silently"})
 
     async def act() -> None:
         answer = await asked(plan, "cpu.set", count=1)
@@ -158,7 +160,7 @@ FAILURES: dict[str, tuple[dict[str, object], str]] = {
 @pytest.mark.parametrize("case", FAILURES)
 async def test_a_vcpu_that_cannot_be_plugged_or_placed_is_taken_back(fake_host: FakeHost, case: str) -> None:
     behaviour, reason = FAILURES[case]
-    plan = fake_host.plan(GROWING, qemu=behaviour)
+    plan = fake_host.plan(GROWING, qemu=NEWEST | behaviour)
 
     async def act() -> None:
         before = vcpus_of_receipt(plan.state_directory)
@@ -177,7 +179,7 @@ async def test_a_vcpu_that_cannot_be_taken_back_is_reported(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.2)
-    plan = fake_host.plan(GROWING, qemu={"vcpu_add": "gone", "vcpu_del": None})
+    plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_add": "gone", "vcpu_del": None})
 
     async def act() -> None:
         with pytest.raises(
@@ -195,7 +197,7 @@ async def test_a_guest_that_keeps_a_vcpu_keeps_it(
 ) -> None:
     monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.2 if kept is None else 5)
     monkeypatch.setattr("runner.instance.vcpus.LOOKED_EVERY", 0.05)
-    plan = fake_host.plan(GROWING, qemu={"vcpu_del": kept})
+    plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_del": kept})
 
     async def act() -> None:
         await asked(plan, "cpu.set", count=2)
@@ -210,8 +212,21 @@ async def test_a_guest_that_keeps_a_vcpu_keeps_it(
     await run(fake_host, plan, act)
 
 
-async def test_without_kvm_no_vcpu_is_plugged_after_one_was_unplugged(fake_host: FakeHost) -> None:
+async def test_without_kvm_an_old_qemu_unplugs_no_vcpu(fake_host: FakeHost) -> None:
     plan = fake_host.plan(GROWING)
+
+    async def act() -> None:
+        await asked(plan, "cpu.set", count=2)
+        with pytest.raises(RunnerError, match=r"without KVM, QEMU 7\.2\.0 crashes some time after it; use QEMU 11\.1"):
+            await asked(plan, "cpu.set", count=1)
+        assert "device_del" not in fake_host.commands()
+        assert (await asked(plan, "status"))["vcpus"] == 2
+
+    await run(fake_host, plan, act)
+
+
+async def test_without_kvm_no_vcpu_is_plugged_after_one_was_unplugged(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(GROWING, qemu=NEWEST)
 
     async def act() -> None:
         await asked(plan, "cpu.set", count=2)
@@ -247,7 +262,7 @@ TWO = "[cpu]\ncount = 2\n[hotplug]\ncpus = 2\n"
 async def test_vcpus_without_a_cpu_are_unplugged_and_the_others_moved(
     fake_host: FakeHost, container: Container
 ) -> None:
-    plan = fake_host.plan(TWO)
+    plan = fake_host.plan(TWO, qemu=NEWEST)
     kept = max(plan.placement.pins)  # whichever vCPU has it: the last one is unplugged
 
     async def act() -> None:
@@ -263,7 +278,7 @@ async def test_vcpus_without_a_cpu_are_unplugged_and_the_others_moved(
 
 
 async def test_cpus_that_are_exchanged_move_a_vcpu_and_unplug_none(fake_host: FakeHost, container: Container) -> None:
-    plan = fake_host.plan(GROWING)
+    plan = fake_host.plan(GROWING, qemu=NEWEST)
     [first] = plan.placement.pins
     container.cpus = CpuSet([first])
     other = CpuSet([next(cpu for cpu in CPUS if cpu != first)])
@@ -293,13 +308,13 @@ async def test_a_guest_that_gives_up_no_vcpu_is_powered_down_with_a_status_of_it
     reason: str,
 ) -> None:
     monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.2)
-    plan = fake_host.plan(spec, qemu=qemu)
+    plan = fake_host.plan(spec, qemu=NEWEST | qemu)
     seen: list[str] = []
 
     async def act() -> None:
         container.cpus = CpuSet([min(CPUS)])
         while "the guest cannot run on" not in fake_host.logged():
-            if "CPUs of vCPUs are lost" in fake_host.logged() and not seen:
+            if qemu and "CPUs of vCPUs are lost" in fake_host.logged() and not seen:
                 seen.append((await asked(plan, "status"))["not_ready"])
             await trio.sleep(0.01)
 
@@ -308,6 +323,7 @@ async def test_a_guest_that_gives_up_no_vcpu_is_powered_down_with_a_status_of_it
     assert f"the container has no longer the CPUs '{CPUS - CpuSet([min(CPUS)])}' of some vCPUs" in ended.detail
     assert "system_powerdown" in fake_host.commands()
     assert all("the container has no longer" in each or each == "stopping" for each in seen)
+    assert bool(seen) is bool(qemu)
 
 
 @pytest.mark.parametrize("mask", ["another's", "all"])
@@ -315,7 +331,7 @@ async def test_a_mask_that_another_program_has_changed_is_put_right(
     fake_host: FakeHost, container: Container, mask: str
 ) -> None:
     """Linux before 6.2 does the second when the CPUs of the cgroup change."""
-    plan = fake_host.plan(TWO)
+    plan = fake_host.plan(TWO, qemu=NEWEST)
     assert container.cpus == CPUS
 
     async def act() -> None:
@@ -336,7 +352,7 @@ async def test_threads_that_cannot_be_on_their_cpus_are_believed_after_a_while(
     """The container's cgroup names the CPU still: the kubelet writes that last."""
     monkeypatch.setattr("runner.instance.cpu_watch.DISPLACED_FOR", 0.5)
     monkeypatch.setattr("runner.instance.cpu_watch._may_have", lambda *_: False)
-    plan = fake_host.plan(TWO)
+    plan = fake_host.plan(TWO, qemu=NEWEST)
     assert container.cpus == CPUS
     kept = CpuSet([plan.placement.pins[0]])
 
@@ -355,7 +371,7 @@ async def test_while_the_controller_is_away_the_guest_runs_on(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The vCPUs have left the lost CPU, and are not ready; when it comes back they are as before."""
-    plan = fake_host.plan(TWO)
+    plan = fake_host.plan(TWO, qemu=NEWEST)
     follow, away = FloatMask.follow, [True]
 
     async def failing(active: FloatMask, placement: Any) -> None:
@@ -385,7 +401,7 @@ async def test_while_the_controller_is_away_the_guest_runs_on(
 async def test_cpus_that_come_back_meanwhile_are_the_vcpus_again(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = fake_host.plan(TWO, qemu={"vcpu_del": None})
+    plan = fake_host.plan(TWO, qemu=NEWEST | {"vcpu_del": None})
     monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.3)
     refused: list[str] = []
     unplug = Vcpus._unplug
