@@ -18,8 +18,9 @@ import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.cgroups import PARTITIONED, ROOT, Cgroup
-from tests.node.instances import DEVICES, FLOAT, Instance, NodeFixture, start_instance, until
+from tests.node.instances import DEVICES, FLOAT, Instance, NodeFixture, spec_text, start_instance, until
 from tests.node.recorded import recorded
+from tests.node.standin_kubelet import Kubelet
 
 pytestmark = pytest.mark.usefixtures("rom")
 SEALED_AND_NOT = pytest.mark.parametrize(
@@ -271,4 +272,34 @@ def test_a_resize_during_a_resize(node_fixture: NodeFixture) -> None:
     for cpus in ("2,4-5", "2,5-6", "2-4"):
         kubelet.resize(instance.uid, CpuSet.parse(cpus))
     instance = resized(instance, "2-4")
+    assert instance.stop() == 0
+
+
+def test_with_cgroups_of_its_own_an_instance_grows_into_float_and_follows_its_container(
+    kubelet: Kubelet, tmp_path: Path
+) -> None:
+    """Placement ``delegated``."""
+    cpus = CpuSet.parse("2-6")
+    spec = spec_text(cpus, "[hotplug]\ncpus = 4").replace(
+        "count = 5", 'count = 2\ncpus = "2-3"\nplacement = "delegated"\ntopology = "flat"'
+    )
+    instance = start_instance(
+        kubelet, 1, cpus, spec=spec, directory=tmp_path, privileged=True, cgroupfs="rw", cgroup_namespace="private"
+    )
+    instance.up()
+    scope = Cgroup(Path(f"{ROOT}{instance.scope}"))
+    own, float_cgroup = Cgroup(scope.path / "instance"), Cgroup(scope.path / "float")
+    assert (str(own.cpus()), str(float_cgroup.cpus())) == ("2-3", "4-6")
+    assert ctl(instance, "cpus")["unused"] == "4-6"
+    assert len(ctl(instance, "cpus", 3)["vcpus"]) == 3
+    assert (str(own.cpus()), str(float_cgroup.cpus())) == ("2-4", "5-6")
+    assert sorted(str(thread.cpus) for thread in instance.vcpus()) == ["2", "3", "4"]
+    assert ctl(instance, "status")["placement"]["misplaced"] == []
+    kubelet.resize(instance.uid, CpuSet.parse("3-6"))
+    until(
+        lambda: sorted(str(thread.cpus) for thread in instance.vcpus()) == ["3", "4", "5"] and str(own.cpus()) == "3-5",
+        "vCPU 0 to leave CPU 2",
+    )
+    until(lambda: str(float_cgroup.cpus()) == "6", "float to have what is left")
+    until(lambda: ctl(instance, "status")["ready"], "the instance to be ready")
     assert instance.stop() == 0

@@ -11,7 +11,7 @@ import attrs
 
 from runner.kernel.cgroup import CgroupError, read_members, write_control
 from runner.kernel.files import owned
-from runner.kernel.scheduler import pin, read_mask
+from runner.kernel.scheduler import unpin
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import CgroupFds
@@ -86,7 +86,7 @@ class EnteredCgroups(Generic[P]):
     def release(self, tid: int) -> None:
         write_control(self.cgroup_fds.float_threads.number, str(tid), f"{self.cgroups.float_cgroup}/cgroup.threads")
         self.confined.discard(tid)
-        pin(tid, read_mask())
+        unpin(tid)  # it has the one CPU of the vCPU that started it, and float's CPUs change
 
     def carried(self) -> CarriedCgroups:
         """Return what the program that renews this one must know of them."""
