@@ -292,6 +292,24 @@ async def test_cpus_that_are_exchanged_move_a_vcpu_and_unplug_none(fake_host: Fa
     await run(fake_host, plan, act)
 
 
+async def test_the_vcpus_leave_the_lost_cpus_before_the_guest_releases_any(
+    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 1)
+    plan = fake_host.plan(TWO, qemu=NEWEST | {"vcpu_del": None})
+    first, second = plan.placement.pins
+
+    async def act() -> None:
+        vcpus = (await asked(plan, "cpu.list"))["vcpus"]
+        container.cpus = CpuSet([second])
+        while "device_del" not in fake_host.commands():
+            await trio.sleep(0.01)
+        assert first != second
+        assert [os.sched_getaffinity(each["thread"]) for each in vcpus] == [{second}, {second}]
+
+    await run(fake_host, plan, act, Status.CPUS_LOST, stop=False)
+
+
 @pytest.mark.parametrize(
     ("spec", "qemu", "reason"),
     [
@@ -383,13 +401,14 @@ async def test_while_the_controller_is_away_the_guest_runs_on(
     kept = CpuSet([plan.placement.pins[0]])
 
     async def act() -> None:
-        before = (await asked(plan, "cpu.list"))["vcpus"][0]
+        before, other = (await asked(plan, "cpu.list"))["vcpus"]
         container.cpus = kept
         while "the vCPUs cannot be placed anew yet" not in fake_host.logged():
             await trio.sleep(0.01)
         status = await asked(plan, "status")
         assert "the container has no longer the CPUs" in status["not_ready"]
         assert "the container has no longer the CPUs" in status["placement"]["misplaced"][0]
+        assert vcpus_of_qemu(fake_host) == [0], f"thread {other['thread']} has ended"
         away.clear()
         while not (await asked(plan, "status"))["ready"]:
             await trio.sleep(0.01)
