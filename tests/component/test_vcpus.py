@@ -417,6 +417,42 @@ async def test_while_the_controller_is_away_the_guest_runs_on(
     await run(fake_host, plan, act)
 
 
+async def test_cpus_that_the_controller_has_not_given_yet_are_not_lost(
+    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The container has another CPU, and the instance's cgroup has not: the vCPU must not go back to the one that is lost."""
+    monkeypatch.setattr("runner.instance.cpu_watch.DISPLACED_FOR", 0.05)
+    monkeypatch.setattr("runner.instance.cpu_watch._may_have", lambda *_: False)
+    monkeypatch.setattr(Vcpus, "_leave", lambda *_: None)
+    put, away = Vcpus._pin, [True]
+
+    def failing(vcpus: Vcpus, pins: Any) -> None:
+        if away:
+            raise PlacementError("the controller is away")
+        put(vcpus, pins)
+
+    monkeypatch.setattr(Vcpus, "_pin", failing)
+    plan = fake_host.plan(GROWING, qemu=NEWEST)
+    [first] = plan.placement.pins
+    container.cpus = CpuSet([first])
+    other = CPUS - CpuSet([first])
+
+    async def act() -> None:
+        container.cpus = other
+        while "the vCPUs cannot be placed anew yet" not in fake_host.logged():
+            await trio.sleep(0.01)
+        await trio.sleep(0.3)
+        assert f"no longer the CPUs '{first}'" in fake_host.logged()
+        assert f"no longer the CPUs '{other}'" not in (await asked(plan, "status"))["not_ready"]
+        assert f"no longer the CPUs '{first}'" in (await asked(plan, "status"))["not_ready"]
+        away.clear()
+        while not (await asked(plan, "status"))["ready"]:
+            await trio.sleep(0.01)
+        assert CpuSet.parse(vcpus_of_receipt(plan.state_directory)[0]) <= other
+
+    await run(fake_host, plan, act)
+
+
 async def test_cpus_that_come_back_meanwhile_are_the_vcpus_again(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:

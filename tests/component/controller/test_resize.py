@@ -110,6 +110,15 @@ async def test_a_runner_registers_the_cpus_that_its_container_has_got(node: Node
         assert not controller.loop.frozen()
 
 
+async def test_a_runner_registers_its_cpus_also_where_its_container_is_ambiguous(node: Node) -> None:
+    """The entry of an init container that has ended has some of them as well, and one that the instance must not keep."""
+    async with running(node) as (controller, client, _):
+        resize(node, "11,14-17", "2-9", more={"init": "10,14-15"})
+        await controller.eventually(lambda: holds(node, "10-11,14-17", sealed=True))
+        await client.result("registerCgroup", uuid=B, cpuset="11,14-17")
+        assert holds(node, "11,14-17", sealed=True)
+
+
 async def test_another_container_of_the_pod_cannot_register_its_cpus_for_the_instance(node: Node) -> None:
     async with running(node) as (_, client, _):
         resize(node, "14-17", "2-9", more={"side": "10-11"}, applied=False)
