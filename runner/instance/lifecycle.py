@@ -317,7 +317,6 @@ async def _vcpus(supervisor: Supervisor, receipts: Receipts) -> AsyncIterator[Ca
     supervisor.carry_over.not_now["vcpus"] = lambda: (
         "the vCPUs are being changed" if found is not None and found.changing.locked() else ""
     )
-    await trio.lowlevel.checkpoint()
     yield vcpus
 
 
