@@ -67,12 +67,14 @@ async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
 
 
 async def _restore(receipts: Receipts, fit: Fit) -> None:
-    """Have each vCPU be on its own CPU alone, if one is not: the container has all of them, again or still.
+    """Have each vCPU be on its own CPU alone, if one is not or has ended: the container has all of them, again or still.
 
     Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have changed; another program may have changed a mask.
     """
     state, pins = receipts.supervisor.guest_state, receipts.active.placement.pins
-    if not state.resizing and all(len(mask) == 1 and pins[vcpu] in mask for vcpu, mask in _masks(receipts)):
+    masks = list(_masks(receipts))
+    placed = sum(len(mask) == 1 and pins[vcpu] in mask for vcpu, mask in masks)
+    if not state.resizing and placed == len(receipts.threads.vcpus):
         return
     with contextlib.suppress(RunnerError):  # found by the next look
         await fit(_named_by_container(receipts) or receipts.active.placement.cpus)

@@ -98,6 +98,7 @@ class Vcpus:
         Raises :exc:`~runner.errors.RunnerError`; the machine is as before then, unless the error says otherwise.
         """
         async with self.changing:
+            await self._drop_released()
             before, pause = len(self._receipts.threads.vcpus), 0.0
             plan = self._allowed(count)
             if count > before and self._receipts.unplugged and self._receipts.plan.machine.accel == "tcg":
@@ -258,16 +259,41 @@ class Vcpus:
             await self._unplug(count)
         except RunnerError as error:
             refusal = error
-        # Those that were released stay so.
-        pins = self._placement.pins[: len(receipts.threads.vcpus)]
         try:
-            await receipts.active.change(with_pins(self._placement, receipts.active.container_cpus(), pins))
-            receipts.follow(receipts.threads)
-            receipts.publish()
+            await self._follow_threads()  # those that were released stay so
         except RunnerError as error:
-            raise HostError(f"{len(pins)} vCPUs are left, but {explain(error)}") from refusal
+            raise HostError(f"{len(receipts.threads.vcpus)} vCPUs are left, but {explain(error)}") from refusal
         if refusal is not None:
             raise refusal
+
+    async def _follow_threads(self) -> None:
+        """Have placement and receipt be of the vCPUs that are left."""
+        receipts, before = self._receipts, self._placement
+        available = before.cpus if isinstance(before, ControllerPlacement) else receipts.active.container_cpus()
+        await receipts.active.change(with_pins(before, available, before.pins[: len(receipts.threads.vcpus)]))
+        receipts.follow(receipts.threads)
+        receipts.publish()
+
+    async def _drop_released(self) -> None:
+        """Forget the vCPUs that the guest has released late, or unasked, as it may at any moment.
+
+        Raises :exc:`RefusedError` if others with higher indexes are left: what was to be done cannot be done then.
+        """
+        receipts, slots = self._receipts, await self._slots()
+        vcpus = receipts.threads.vcpus
+        there = tuple(vcpu for vcpu in vcpus if slots[vcpu.index].path is not None)
+        if len(there) == len(vcpus):
+            return
+        if there != tuple(vcpus[: len(there)]):
+            missing = CpuSet(vcpu.index for vcpu in vcpus) - CpuSet(vcpu.index for vcpu in there)
+            raise RefusedError(
+                f"cannot change the vCPUs: the guest has released {missing} unasked, and keeps later ones; start the instance again"
+            )
+        for vcpu in vcpus[len(there) :]:
+            receipts.active.forget(vcpu.tid)
+        receipts.threads, receipts.unplugged = attrs.evolve(receipts.threads, vcpus=there), True
+        log.info("vCPUs released by the guest count=%d from=%d", len(there), len(vcpus))
+        await self._follow_threads()
 
     async def _unplug(self, count: int) -> None:
         """Have the guest release vCPUs until there are *count*. Raises :exc:`RefusedError` if it keeps one."""
@@ -307,8 +333,8 @@ class Vcpus:
         if not gone.is_set():
             reason = "has not released it" if asked else "could not be asked to release it"
             raise RefusedError(
-                f"cannot unplug vCPU {index}: the guest {reason} within {RELEASED_WITHIN:g} s, and keeps it; a guest that is still booting, "
-                "or whose kernel cannot unplug CPUs, does not release any"
+                f"cannot unplug vCPU {index}: the guest {reason} within {RELEASED_WITHIN:g} s, and keeps it; a guest that is still "
+                "booting, or whose kernel cannot unplug CPUs, does not release any"
             )
 
     async def _ask_for(self, path: str) -> bool:
@@ -319,7 +345,7 @@ class Vcpus:
             # Until the guest has switched to the hotplug registers that can unplug (piix4/ich9: "legacy" CPU hotplug).
             if "not supported device type" in error.description:
                 return False
-            if error.kind != "DeviceNotFound" and "unplug" not in error.description:
+            if error.kind != "DeviceNotFound" and "in the process of unplug" not in error.description:
                 raise RefusedError("cannot unplug a vCPU") from error
         return True
 
@@ -332,8 +358,9 @@ class Vcpus:
         :exc:`~runner.errors.RunnerError` if that cannot be; no vCPU's thread may run on other CPUs than *available* then, either.
         """
         async with self.changing:
-            receipts, pins = self._receipts, self._placement.pins
             self._leave(available)
+            await self._drop_released()
+            receipts, pins = self._receipts, self._placement.pins
             if len(pins) > len(available):
                 if receipts.plan.machine.vcpu_hotplug is None:
                     raise RefusedError(

@@ -212,6 +212,28 @@ async def test_a_guest_that_keeps_a_vcpu_keeps_it(
     await run(fake_host, plan, act)
 
 
+async def test_a_vcpu_that_is_released_late_or_unasked_is_dropped(
+    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.1)
+    plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_del": "late"})
+    assert container.cpus == CPUS
+
+    async def act() -> None:
+        await asked(plan, "cpu.set", count=2)
+        with pytest.raises(RunnerError, match="and keeps it"):
+            await asked(plan, "cpu.set", count=1)
+        assert (await asked(plan, "status"))["vcpus"] == 2
+        while "vCPUs released by the guest count=1 from=2" not in fake_host.logged():
+            await trio.sleep(0.01)
+        while list(vcpus_of_receipt(plan.state_directory)) != [0]:
+            await trio.sleep(0.01)
+        status = await asked(plan, "status")
+        assert (status["vcpus"], status["placement"]["misplaced"], status["ready"]) == (1, [], True)
+
+    await run(fake_host, plan, act)
+
+
 async def test_without_kvm_an_old_qemu_unplugs_no_vcpu(fake_host: FakeHost) -> None:
     plan = fake_host.plan(GROWING)
 

@@ -40,6 +40,7 @@ DEFAULTS = {
     "unplugs": True,  # the guest releases a disk that is to be detached
     "vcpu_add": None,  # None (it is plugged) | "refused" | "gone" (its thread does not exist)
     "vcpu_del": "released",  # also: None (the guest keeps it), "later" (it can be asked the second time), "silently" (no event)
+    # | "late" (after half a second)
     "fills": None,  # a directory whose file system is full as soon as the guest has a new disk
     "hostile": None,  # a phase and what it does then: see `misbehave`
     "noise": False,  # events and foreign replies between request and reply
@@ -339,6 +340,14 @@ def unplug_vcpu(path):
         return "acpi: device unplug request for not supported device type: max-x86_64-cpu"
     if behaviour["vcpu_del"] is None:
         return None
+    if behaviour["vcpu_del"] == "late":
+        threading.Timer(0.5, release_vcpu, (index, path)).start()
+        return None
+    release_vcpu(index, path)
+    return None
+
+
+def release_vcpu(index, path):
     if index in plugged:
         plugged.pop(index)[1].set()
     else:
@@ -346,7 +355,6 @@ def unplug_vcpu(path):
     record("vcpus", indexes=sorted(vcpus()))
     if behaviour["vcpu_del"] != "silently":
         event("DEVICE_DELETED", path=path)
-    return None
 
 
 def refused_about_vcpus(command, arguments):
