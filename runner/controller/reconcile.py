@@ -22,7 +22,8 @@ decided by the process that populates it and by binding, not by these groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
 
 import attrs
 
@@ -530,7 +531,7 @@ def _targets(
     for pod_uid, group in _instances(groups):
         if pod_uid in grants or pod_uid not in desired.choices:
             continue
-        target = _choose(group.cpus, desired.choices[pod_uid])
+        target = _choose(group.cpus, desired.choices[pod_uid], _others(desired, pod_uid))
         if target.isdisjoint(orphaned):
             targets[instance_group(pod_uid)] = target
             owned |= target
@@ -544,31 +545,62 @@ def _targets(
     return {FLOAT: floating, **dict.fromkeys(following, floating), **targets} if floating else targets
 
 
+def _others(desired: Desired, pod_uid: str) -> CpuSet:
+    """Return the CPUs of the shared pool and of other pods than *pod_uid*."""
+    return desired.shared_pool | _union(
+        cpus for other, choices in desired.choices.items() if other != pod_uid for cpus in choices
+    )
+
+
 def _instances(groups: Mapping[str, Group]) -> list[tuple[str, Group]]:
     named = ((instance_uid(name), group) for name, group in sorted(groups.items()))
     return [(pod_uid, group) for pod_uid, group in named if pod_uid is not None]
 
 
-def _choose(current: CpuSet, choices: tuple[CpuSet, ...]) -> CpuSet:
+def _choose(current: CpuSet, choices: tuple[CpuSet, ...], others: CpuSet) -> CpuSet:
     """Return the cpuset of an instance that may have one of *choices* and now has *current*.
 
-    Which of its pod's containers an instance is, is not recorded. A container that the kubelet resizes keeps some of its CPUs,
-    so that it is the only one that has any of the current ones. Where that is ambiguous, the instance gets the CPUs of all
-    containers: still its pod's alone, and every vCPU keeps the CPU it is pinned to.
+    Which of its pod's containers an instance is, is not recorded. A container that the kubelet resizes keeps most of its CPUs,
+    so that its set is the nearest. Where that is ambiguous, an instance that has CPUs of several containers keeps those, and
+    one whose container is one of several with CPUs in common gets the CPUs of these: still its pod's alone, and every vCPU
+    keeps the CPU it is pinned to. An init container that has ended keeps its entry: CPUs in it that are *others* by now, of
+    the shared pool or of other pods, say so.
     """
-    together = CpuSet()
-    for cpus in choices:
-        together |= cpus
-    if current and current in (*choices, together):
+    valid = tuple(cpus for cpus in choices if cpus.isdisjoint(others)) or choices
+    together = _union(valid)
+    if current and current in (*valid, together):
         return current
-    resized = [cpus for cpus in choices if not cpus.isdisjoint(current)]
-    return resized[0] if len(resized) == 1 else together
+    most = max((len(cpus & current) for cpus in valid), default=0)
+    if not most:
+        return together
+    nearest = [cpus for cpus in valid if len(cpus & current) == most]
+    apart = all(one.isdisjoint(other) for one, other in combinations(nearest, 2))
+    return current & together if apart and len(nearest) > 1 else _union(nearest)
+
+
+def is_resized(current: CpuSet, asked: CpuSet, choices: tuple[CpuSet, ...]) -> bool:
+    """Tell whether a container that asks for the CPUs *asked* is the one whose instance has *current*, and was resized.
+
+    No other container of its pod, of *choices*, has as many of these, but for one with CPUs in common: an init container.
+    """
+    kept = len(asked & current)
+    return bool(kept) and all(len(cpus & current) < kept for cpus in choices if cpus.isdisjoint(asked))
+
+
+def _union(sets: Iterable[CpuSet]) -> CpuSet:
+    return CpuSet(cpu for cpus in sets for cpu in cpus)
 
 
 def silent_fallbacks(observed: Observed, online: CpuSet) -> Mapping[str, Group]:
-    """Return our groups that run on other CPUs than were written, though the kernel reported no error."""
+    """Return our groups that run on other CPUs than were written, though the kernel reported no error.
+
+    A partition has its exclusive CPUs, whatever else was written, until it has been extended.
+    """
     return {
         name: group
         for name, group in observed.groups.items()
-        if group.cpus and group.kind == "threaded" and group.effective != group.cpus & online
+        if group.cpus
+        and group.kind == "threaded"
+        and group.effective != group.cpus & online
+        and not (group.partition == ISOLATED and group.effective == group.exclusive & online)
     }

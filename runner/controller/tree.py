@@ -206,20 +206,36 @@ class Tree:
             group.end_partition()
 
     def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
-        """Make *group* an isolated partition of *cpus*, or one that it is already larger, and read it back.
-
-        Return why it is none, and then nothing of one is left.
-        """
+        """Make *group* an isolated partition of *cpus*, or one that it is already larger; return why it is not."""
         if self.partition_writer is None:
             return "the controller makes no partitions"
         if self.root.exclusive_cpus() != together:
             self.root.write("cpuset.cpus.exclusive", str(together))
+        before = group.exclusive_cpus() if group.partition() == ISOLATED else None
+        if before:
+            return self._extend(self.partition_writer, group, before, cpus, online)
+        return self._isolate(self.partition_writer, group, cpus, online)
+
+    def _extend(self, writer: PartitionWriter, group: Cgroup, before: CpuSet, cpus: CpuSet, online: CpuSet) -> str:
+        """Make the partition *group*, which has *before*, one of *cpus*; return why it is not, and then it has *before* still."""
+        reason = ""
         try:
-            if group.partition() == ISOLATED:
-                self.partition_writer.extend(group.name, cpus)
-            else:
-                group.write("cpuset.cpus.exclusive", str(cpus))
-                self.partition_writer.isolate(group.name)
+            writer.extend(group.name, cpus)
+        except CgroupError as error:
+            reason = explain(error)
+        state, effective = group.partition(), group.effective_cpus()
+        if state == ISOLATED and effective == cpus & online:
+            return ""
+        reason = reason or f"the kernel says {state!r} with {effective}"
+        if state != ISOLATED:  # the kernel has ended it
+            reason = "; ".join(filter(None, (reason, self._isolate(writer, group, before, online))))
+        return f"cannot extend the isolated partition {group.path} to the CPUs {cpus}: {reason}"
+
+    def _isolate(self, writer: PartitionWriter, group: Cgroup, cpus: CpuSet, online: CpuSet) -> str:
+        """Make *group* an isolated partition of *cpus*; return why it is none, and then nothing of one is left."""
+        try:
+            group.write("cpuset.cpus.exclusive", str(cpus))
+            writer.isolate(group.name)
             state, effective = group.partition(), group.effective_cpus()
         except CgroupError:
             self.unseal(group)

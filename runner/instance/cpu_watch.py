@@ -21,6 +21,7 @@ from runner.instance.qemu import GuestEnd
 from runner.instance.receipts import Receipts
 from runner.kernel.files import read_text
 from runner.kernel.scheduler import pin, read_mask
+from runner.placement.backends import ControllerPlacement, Placement
 from runner.values import frozen
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ DISPLACED_FOR = 3.0
 changed the cgroup, which the controller puts right within 1 s."""
 
 
-Fit = Callable[[CpuSet], Awaitable[None]]
-"""Has the vCPUs run on these CPUs (:meth:`runner.instance.vcpus.Vcpus.fit`)."""
+Fit = Callable[[Callable[[], CpuSet | None]], Awaitable[None]]
+"""Has the vCPUs run on the CPUs that are found when no other change is under way (:meth:`runner.instance.vcpus.Vcpus.fit`)."""
 
 
 @frozen
@@ -53,6 +54,7 @@ class LostCpus:
 
 async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
     """Have *fit* put the vCPUs on the CPUs that the container has left, each time it has lost some; return when that fails."""
+    state = receipts.supervisor.guest_state
     since, before = 0.0, None
     while True:
         await trio.sleep(LOOKED_EVERY)
@@ -62,36 +64,67 @@ async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
             since, before = trio.current_time(), lost
         if lost is None:
             await _restore(receipts, fit)
-        elif (lost.sure or trio.current_time() >= since + DISPLACED_FOR) and (end := await _leave(receipts, lost, fit)):
+            continue
+        if not state.resizing and (more := receipts.supervisor.log_limit.due("CPUs lost")) is not None:
+            log.warning("CPUs of vCPUs are lost%s: %s", more, lost)
+        state.set_resizing(str(lost))
+        if (lost.sure or trio.current_time() >= since + DISPLACED_FOR) and (end := await _leave(receipts, lost, fit)):
             return end
 
 
 async def _restore(receipts: Receipts, fit: Fit) -> None:
-    """Have each vCPU be on its own CPU alone, if one is not or has ended: the container has all of them, again or still.
+    """Have each vCPU be on its own CPU alone, and all others off the CPUs of the instance; no vCPU's CPU is lost.
 
-    Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have changed; another program may have changed a mask.
+    A thread may have ended, or have another mask: Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have
+    changed. CPUs without a vCPU may be the instance's no longer.
     """
-    state, pins = receipts.supervisor.guest_state, receipts.active.placement.pins
+    state, placement = receipts.supervisor.guest_state, receipts.active.placement
     masks = list(_masks(receipts))
-    placed = sum(len(mask) == 1 and pins[vcpu] in mask for vcpu, mask in masks)
-    if not state.resizing and placed == len(receipts.threads.vcpus):
-        return
-    with contextlib.suppress(RunnerError):  # found by the next look
-        await fit(_named_by_container(receipts) or receipts.active.placement.cpus)
-        state.resizing = ""
+    placed = sum(len(mask) == 1 and placement.pins[vcpu] in mask for vcpu, mask in masks)
+    kept = _kept(receipts)
+    if (
+        state.resizing
+        or placed != len(receipts.threads.vcpus)
+        or _divided(placement) - kept
+        or receipts.receipt.rules.pins != placement.pins
+    ):
+        with contextlib.suppress(RunnerError):  # found by the next look
+            await fit(lambda: _kept(receipts) if find_lost_cpus(receipts) is None else None)
+            state.set_resizing("")
+
+
+def _kept(receipts: Receipts) -> CpuSet:
+    """Return the CPUs that the container has, when it has all of the vCPUs'.
+
+    The controller takes those without a vCPU as it takes the others, and then they are in float, where this process is.
+    """
+    placement = receipts.active.placement
+    kept = _named_by_container(receipts) or _divided(placement)
+    if isinstance(placement, ControllerPlacement):
+        kept -= read_mask()
+    return kept | CpuSet(placement.pins)  # one that is offline is named by no effective cpuset
+
+
+def _divided(placement: Placement) -> CpuSet:
+    """Return the CPUs that *placement* divides among vCPUs and, where it has a say, float."""
+    return placement.cpus if isinstance(placement, ControllerPlacement) else placement.cpus | placement.float_cpus
 
 
 async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | None:
     """Have *fit* put the vCPUs on the CPUs that are left; return the guest's end if they cannot all be there."""
     supervisor = receipts.supervisor
-    if not supervisor.guest_state.resizing:
-        log.warning("CPUs of vCPUs are lost: %s", lost)
-    supervisor.guest_state.resizing = str(lost)
+
+    def available() -> CpuSet | None:
+        now = find_lost_cpus(receipts)
+        return None if now is None else now.available
+
     try:
-        await fit(lost.available)
+        await fit(available)
     except RefusedError as error:
         if receipts.machine.ends:
             await trio.sleep_forever()  # that is the guest's end
+        if find_lost_cpus(receipts) != lost:
+            return None  # it has others now
         detail = f"{lost}: {explain(error)}"
         log.error("the guest cannot run on: %s", detail)  # noqa: TRY400 - one line
         return GuestEnd(Status.CPUS_LOST, detail)
@@ -99,7 +132,7 @@ async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | Non
         if (more := supervisor.log_limit.due("placed anew")) is not None:
             log.warning("the vCPUs cannot be placed anew yet%s: %s", more, explain(error))
     else:
-        supervisor.guest_state.resizing = ""
+        supervisor.guest_state.set_resizing("")
     return None
 
 

@@ -171,7 +171,7 @@ async def _cpus_lost(receipts: Receipts, vcpus: Callable[[], Vcpus]) -> GuestEnd
         await trio.sleep_forever()
     from runner.instance.cpu_watch import lost_cpus_left  # here, because not every placement loses any
 
-    return await lost_cpus_left(receipts, lambda available: vcpus().fit(available))
+    return await lost_cpus_left(receipts, lambda find: vcpus().fit(find))
 
 
 async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd) -> GuestEnd:

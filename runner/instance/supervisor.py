@@ -244,6 +244,14 @@ class GuestState:
     panic: str = ""
     """The line of its console by which its kernel has panicked since it was reset; empty if there was none."""
     signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
+    changed: Callable[[], None] = lambda: None
+    """Called when :attr:`resizing` has changed."""
+
+    def set_resizing(self, resizing: str) -> None:
+        """Set :attr:`resizing`."""
+        if resizing != self.resizing:
+            self.resizing = resizing
+            self.changed()
 
     @property
     def unready(self) -> str:

@@ -8,7 +8,7 @@ then, and the error says so. vCPU indexes have no gaps: the last one is unplugge
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -27,7 +27,7 @@ from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.resize import more_pins, moved_pins, unlike, with_pins
 from runner.placement.threads import guarantee_of
 from runner.plan.machine import VcpuHotplugPlan
-from runner.protocol.qmp import BadReplyError, ExecuteError, QmpEvent
+from runner.protocol.qmp import BadReplyError, ExecuteError, QmpError, QmpEvent
 from runner.values import frozen
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ LOOKED_EVERY = 0.5
 
 EMULATED_SINCE = (11, 1)
 """The QEMU from which on a vCPU that is emulated may be unplugged: 7.2 was seen to corrupt its heap, 11.1 was not."""
+
+_SHARED = "all CPUs of the container belong to vCPUs now, and all other threads share them"
 
 _ORDER = ("node-id", "drawer-id", "book-id", "socket-id", "die-id", "cluster-id", "module-id", "core-id", "thread-id")
 """The properties of a slot, from the largest unit to the smallest: QEMU numbers vCPUs in this order."""
@@ -99,6 +101,7 @@ class Vcpus:
         """
         async with self.changing:
             await self._drop_released()
+            await self._release_from(len(self._receipts.threads.vcpus))  # what an earlier change could not undo
             before, pause = len(self._receipts.threads.vcpus), 0.0
             plan = self._allowed(count)
             if count > before and self._receipts.unplugged and self._receipts.plan.machine.accel == "tcg":
@@ -163,16 +166,17 @@ class Vcpus:
         if failure is not None:
             await self._take_back(first, placed, threads, before, failure)
             raise failure
+        if wanted.shared and not before.shared:
+            log.warning(_SHARED)
         return pause
 
     def _with_more(self, count: int, plan: VcpuHotplugPlan, hardware: Hardware) -> Placement:
         """Return the placement of *count* vCPUs. Raises :exc:`RefusedError` where the CPUs or the guest cannot have them."""
-        available = self._receipts.active.container_cpus() & hardware.online
-        pins = self._placement.pins
+        given, pins = self._receipts.active.container_cpus(), self._placement.pins
+        available = given & hardware.online
         if lost := CpuSet(pins) - available:
-            raise RefusedError(
-                f"cannot have {count} vCPUs: the container has no longer the CPUs '{lost}' of some vCPUs"
-            )
+            why = "are offline" if lost <= given else "are the container's no longer"
+            raise RefusedError(f"cannot have {count} vCPUs: the CPUs '{lost}' of some vCPUs {why}")
         if count > len(available):
             raise RefusedError(
                 f"cannot have {count} vCPUs: the container has {len(available)} CPUs ('{available}'), and each vCPU has one of "
@@ -184,7 +188,7 @@ class Vcpus:
                 f"cannot have {count} vCPUs: the guest sees one L3 cache, and the CPUs '{others}' have another than CPU "
                 f'{found[0]}; set cpu.topology = "flat" and start the instance again'
             )
-        return with_pins(self._placement, available, found)
+        return with_pins(self._placement, given, found)
 
     def _check_guarantee(self, placement: Placement) -> None:
         """Check that the kernel keeps all others off the CPUs of *placement*, if the spec demands it."""
@@ -199,7 +203,10 @@ class Vcpus:
 
     @asynccontextmanager
     async def _stopped(self) -> AsyncIterator[_Pause]:
-        """Have the guest not run in the block. Raises :exc:`RefusedError` if it does not run anyway."""
+        """Have the guest not run in the block. Raises :exc:`RefusedError` if it does not run anyway.
+
+        Raises :exc:`HostError` if it does not run afterwards: the instance is asked to stop then.
+        """
         monitor = self._receipts.machine.monitor
         reply: Any = await monitor.execute("query-status")
         if not isinstance(reply, dict) or reply.get("running") is not True:
@@ -209,9 +216,22 @@ class Vcpus:
             await monitor.execute("stop")
             yield pause
         finally:
-            with trio.CancelScope(deadline=trio.current_time() + RUNS_WITHIN, shield=True):
-                await monitor.execute("cont")
+            await self._let_run()
             pause.seconds = trio.current_time() - began
+
+    async def _let_run(self) -> None:
+        reason = f"QEMU has not answered within {RUNS_WITHIN:g} s"
+        with trio.move_on_after(RUNS_WITHIN, shield=True):
+            try:
+                await self._receipts.machine.monitor.execute("cont")
+            except QmpError as error:
+                reason = explain(error)
+            else:
+                return
+        if not self._receipts.machine.ends:
+            log.error("the guest does not run on: %s", reason)
+            self._receipts.supervisor.stop.ask("the guest does not run on after a vCPU was to be plugged")
+        raise HostError(f"the guest does not run on: {reason}; the instance ends")
 
     async def _plug(self, index: int, slot: VcpuSlot) -> None:
         arguments = {"driver": slot.driver, "id": f"vcpu{index}", **slot.properties}
@@ -234,42 +254,62 @@ class Vcpus:
     async def _take_back(
         self, first: int, placed: Sequence[int], threads: QemuThreads, before: Placement, failure: RunnerError
     ) -> None:
-        """Unplug the vCPUs from index *first* on; if that fails, raise *failure* with the reason."""
+        """Unplug the vCPUs from index *first* on; if that fails, raise *failure* with the reason.
+
+        A vCPU that the guest keeps is in float then; the next change that is asked for begins with it.
+        """
         receipts = self._receipts
+        left: RunnerError | None = None
         try:
-            for index, slot in reversed(list(enumerate(await self._slots()))):
-                if index >= first and slot.path is not None:
-                    await self._release(index, slot.path)
-                    receipts.unplugged = True
+            await self._release_from(first)
+        except RunnerError as error:
+            left = error
+            for tid in placed:
+                with suppress(HostError, PlacementError):  # it has ended, or never was there
+                    receipts.active.release(tid)
+        try:
             for tid in placed:
                 receipts.active.forget(tid)
             await receipts.active.change(before)
             receipts.follow(threads)
             receipts.publish()
         except RunnerError as error:
-            raise HostError(f"{explain(failure)}; and not all of it is undone: {explain(error)}") from None
+            left = left or error
+        if left is not None:
+            raise HostError(f"{explain(failure)}; and not all of it is undone: {explain(left)}") from None
+
+    async def _release_from(self, first: int) -> None:
+        """Have the guest release all vCPUs from index *first* on, also those that the receipt does not have."""
+        for index, slot in reversed(list(enumerate(await self._slots()))):
+            if index >= first and slot.path is not None:
+                await self._release(index, slot.path)
+                self._receipts.unplugged = True
 
     # -- fewer -------------------------------------------------------------------------------------------------------
 
     async def _shrink(self, count: int) -> None:
         """Unplug vCPUs until there are *count*."""
-        receipts = self._receipts
+        available = self._held()  # before anything is unplugged, which cannot be undone
         refusal: RunnerError | None = None
         try:
             await self._unplug(count)
         except RunnerError as error:
             refusal = error
         try:
-            await self._follow_threads()  # those that were released stay so
+            await self._follow_threads(available)  # those that were released stay so
         except RunnerError as error:
-            raise HostError(f"{len(receipts.threads.vcpus)} vCPUs are left, but {explain(error)}") from refusal
+            raise HostError(f"{len(self._receipts.threads.vcpus)} vCPUs are left, but {explain(error)}") from refusal
         if refusal is not None:
             raise refusal
 
-    async def _follow_threads(self) -> None:
+    def _held(self) -> CpuSet:
+        """Return the CPUs that the placement in force divides: nothing is registered for fewer vCPUs."""
+        placement = self._placement
+        return placement.cpus if isinstance(placement, ControllerPlacement) else self._receipts.active.container_cpus()
+
+    async def _follow_threads(self, available: CpuSet) -> None:
         """Have placement and receipt be of the vCPUs that are left."""
         receipts, before = self._receipts, self._placement
-        available = before.cpus if isinstance(before, ControllerPlacement) else receipts.active.container_cpus()
         await receipts.active.change(with_pins(before, available, before.pins[: len(receipts.threads.vcpus)]))
         receipts.follow(receipts.threads)
         receipts.publish()
@@ -277,7 +317,7 @@ class Vcpus:
     async def _drop_released(self) -> None:
         """Forget the vCPUs that the guest has released late, or unasked, as it may at any moment.
 
-        Raises :exc:`RefusedError` if others with higher indexes are left: what was to be done cannot be done then.
+        Raises :exc:`HostError` if it keeps others with higher indexes: indexes have no gaps.
         """
         receipts, slots = self._receipts, await self._slots()
         vcpus = receipts.threads.vcpus
@@ -286,24 +326,23 @@ class Vcpus:
             return
         if there != tuple(vcpus[: len(there)]):
             missing = CpuSet(vcpu.index for vcpu in vcpus) - CpuSet(vcpu.index for vcpu in there)
-            raise RefusedError(
+            raise HostError(
                 f"cannot change the vCPUs: the guest has released {missing} unasked, and keeps later ones; start the instance again"
             )
+        available = self._held()
         for vcpu in vcpus[len(there) :]:
             receipts.active.forget(vcpu.tid)
         receipts.threads, receipts.unplugged = attrs.evolve(receipts.threads, vcpus=there), True
         log.info("vCPUs released by the guest count=%d from=%d", len(there), len(vcpus))
-        await self._follow_threads()
+        await self._follow_threads(available)
 
     async def _unplug(self, count: int) -> None:
         """Have the guest release vCPUs until there are *count*. Raises :exc:`RefusedError` if it keeps one."""
         receipts, slots = self._receipts, await self._slots()
         while len(vcpus := receipts.threads.vcpus) > count:
             last = vcpus[-1]
-            path = slots[last.index].path
-            if path is None:
-                raise HostError(f"cannot unplug vCPU {last.index}: QEMU has none in its slot")
-            await self._release(last.index, path)
+            if (path := slots[last.index].path) is not None:  # else it has been released meanwhile
+                await self._release(last.index, path)
             receipts.active.forget(last.tid)
             receipts.threads, receipts.unplugged = attrs.evolve(receipts.threads, vcpus=vcpus[:-1]), True
 
@@ -332,9 +371,10 @@ class Vcpus:
                     gone.set()
         if not gone.is_set():
             reason = "has not released it" if asked else "could not be asked to release it"
+            later = ", and may release it later" if asked else ""
             raise RefusedError(
-                f"cannot unplug vCPU {index}: the guest {reason} within {RELEASED_WITHIN:g} s, and keeps it; a guest that is still "
-                "booting, or whose kernel cannot unplug CPUs, does not release any"
+                f"cannot unplug vCPU {index}: the guest {reason} within {RELEASED_WITHIN:g} s, and keeps it{later}; a guest that is "
+                "still booting, or whose kernel cannot unplug CPUs, does not release any"
             )
 
     async def _ask_for(self, path: str) -> bool:
@@ -351,25 +391,28 @@ class Vcpus:
 
     # -- other CPUs --------------------------------------------------------------------------------------------------
 
-    async def fit(self, available: CpuSet) -> None:
-        """Have the vCPUs run on the CPUs *available*, all that the container has left, one on each.
+    async def fit(self, find: Callable[[], CpuSet | None]) -> None:
+        """Have the vCPUs run on the CPUs that *find* returns, all that the container has left, one on each.
 
-        The threads leave the other CPUs at once; then as many vCPUs as are too many are unplugged. Raises
-        :exc:`~runner.errors.RunnerError` if that cannot be; no vCPU's thread may run on other CPUs than *available* then, either.
+        *find* is called when no other change is under way; ``None``: nothing is to be done any more. The threads leave the
+        other CPUs at once; then as many vCPUs as are too many are unplugged. Raises :exc:`~runner.errors.RunnerError` if that
+        cannot be; no vCPU's thread may run on other CPUs than those then, either.
         """
         async with self.changing:
+            if (available := find()) is None:
+                return
             self._leave(available)
             await self._drop_released()
-            receipts, pins = self._receipts, self._placement.pins
-            if len(pins) > len(available):
+            receipts, before = self._receipts, self._placement
+            if len(before.pins) > len(available):
                 if receipts.plan.machine.vcpu_hotplug is None:
                     raise RefusedError(
                         "no vCPU can be unplugged, because the machine was not started for it (hotplug.cpus)"
                     )
                 await self._unplug(len(available))
-            found = moved_pins(pins[: len(receipts.threads.vcpus)], available)
-            before, done = self._placement, False
-            await receipts.active.follow(with_pins(before, available, found))
+            found = moved_pins(before.pins[: len(receipts.threads.vcpus)], available)
+            wanted, done = with_pins(before, available, found), False
+            await receipts.active.follow(wanted)
             try:
                 self._pin(found)
                 receipts.follow(receipts.threads)
@@ -378,7 +421,10 @@ class Vcpus:
                 if not done:  # the controller may be away, and has not given the CPUs that are new
                     receipts.active.adopt(before)
             receipts.publish()
-            log.warning("vCPUs placed anew count=%d cpus=%s", len(found), CpuSet(found))
+            if (more := receipts.supervisor.log_limit.due("vCPUs placed anew")) is not None:
+                log.info("vCPUs placed anew%s count=%d cpus=%s", more, len(found), CpuSet(found))
+            if wanted.shared and not before.shared:
+                log.warning(_SHARED)
 
     def _pin(self, pins: Sequence[int]) -> None:
         """Put each vCPU thread on its one of *pins*. Raises :exc:`~runner.errors.PlacementError`."""

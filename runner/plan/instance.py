@@ -124,7 +124,8 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     problems = Problems()
     backend = choose_backend(spec.cpu, facts, problems)
     vcpus = resolve_vcpus(spec.cpu, backend, facts)
-    placement = plan_placement(spec.cpu, vcpus, backend, facts, problems)
+    growing = spec.hotplug.cpus is not None
+    placement = plan_placement(spec.cpu, vcpus, backend, facts, problems, growing=growing)
     pins = () if placement is None else placement.pins
 
     accel, user = choose_accelerator(spec, facts, problems)

@@ -56,9 +56,9 @@ def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backen
 
 
 def plan_placement(
-    cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostFacts, problems: Problems
+    cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostFacts, problems: Problems, *, growing: bool = False
 ) -> Placement | None:
-    """Decide the CPU of each of *vcpus* vCPUs; ``None`` if that is not possible."""
+    """Decide the CPU of each of *vcpus* vCPUs; ``None`` if that is not possible. *growing*: others may be plugged later."""
     _refuse_shared_cpus(cpu, vcpus, backend, facts, problems)
     allowed = facts.allowed_cpus
     if cpu.cpus is not None and not cpu.cpus <= allowed:
@@ -74,7 +74,7 @@ def plan_placement(
             "one CPU for each vCPU",
         )
         return None
-    if backend == "controller" and vcpus < len(allowed):
+    if backend == "controller" and vcpus < len(allowed) and not growing:
         problems.refuse(
             "cpu.count",
             f"asks for {vcpus} vCPUs, but the container has {len(allowed)} CPUs ('{allowed}'), and under placement "

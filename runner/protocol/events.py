@@ -67,10 +67,12 @@ INSTANCE: Mapping[str, str] = {
     "kernel threads of QEMU may run on the vCPUs' CPUs: %s": "kernel_threads_not_moved",
     "the receipt is that of before a restart: %s": "receipt_outdated",
     # -- CPUs that the kubelet takes or exchanges
-    "CPUs of vCPUs are lost: %s": "cpus_lost",
+    "CPUs of vCPUs are lost%s: %s": "cpus_lost",
     "the vCPUs cannot be placed anew yet%s: %s": "vcpus_not_placed_anew",
-    "vCPUs placed anew count=%d cpus=%s": "vcpus_placed_anew",
+    "vCPUs placed anew%s count=%d cpus=%s": "vcpus_placed_anew",
     "the guest cannot run on: %s": "guest_without_cpus",
+    "the guest does not run on: %s": "guest_not_continued",
+    "all CPUs of the container belong to vCPUs now, and all other threads share them": "float_without_cpus",
     # -- operators
     "the console's log file is given up: %s": "console_log_given_up",
     "a console client is refused: it is not root in the instance's own PID namespace%s": "console_client_refused",

@@ -175,18 +175,63 @@ async def test_a_vcpu_that_cannot_be_plugged_or_placed_is_taken_back(fake_host: 
     await run(fake_host, plan, act)
 
 
+@pytest.mark.parametrize("released", [None, "late"])
 async def test_a_vcpu_that_cannot_be_taken_back_is_reported(
-    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, released: str | None
 ) -> None:
+    """It has no place then; the next change begins with it, and the guest may release it late."""
     monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.2)
-    plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_add": "gone", "vcpu_del": None})
+    monkeypatch.setattr("runner.instance.vcpus.LOOKED_EVERY", 0.05)
+    plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_add": "gone", "vcpu_del": released})
 
     async def act() -> None:
         with pytest.raises(
             RunnerError, match=r"cannot pin thread 4000000.*; and not all of it is undone: cannot unplug"
         ):
             await asked(plan, "cpu.set", count=2)
-        assert (await asked(plan, "status"))["guest"] == "running"
+        status = await asked(plan, "status")
+        assert (status["guest"], status["vcpus"], status["placement"]["misplaced"]) == ("running", 1, [])
+        assert list(vcpus_of_receipt(plan.state_directory)) == [0]
+        if released is None:
+            with pytest.raises(RunnerError, match="cannot unplug vCPU 1"):
+                await asked(plan, "cpu.set", count=1)
+            return
+        while vcpus_of_qemu(fake_host) != [0]:
+            await trio.sleep(0.01)
+        assert len((await asked(plan, "cpu.set", count=1))["vcpus"]) == 1
+
+    await run(fake_host, plan, act)
+
+
+@pytest.mark.parametrize("again", ["deaf", "refused"])
+async def test_a_guest_that_does_not_run_on_is_no_success(
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    monkeypatch.setattr("runner.instance.vcpus.RUNS_WITHIN", 0.2)
+    plan = fake_host.plan(GROWING, qemu=NEWEST | {"cont_again": again})
+
+    async def act() -> None:
+        with pytest.raises(RunnerError, match=r"the guest does not run on: .*; the instance ends"):
+            await asked(plan, "cpu.set", count=2)
+
+    await run(fake_host, plan, act, stop=False)
+    assert "asked to stop reason=the guest does not run on" in fake_host.logged()
+
+
+async def test_nothing_is_unplugged_where_the_containers_cpus_cannot_be_read(
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = fake_host.plan(TWO, qemu=NEWEST)
+
+    def hidden(_active: FloatMask) -> CpuSet:
+        raise HostError("cannot read which CPUs the container has")
+
+    async def act() -> None:
+        monkeypatch.setattr(FloatMask, "container_cpus", hidden)
+        with pytest.raises(RunnerError, match="cannot read which CPUs the container has"):
+            await asked(plan, "cpu.set", count=1)
+        assert "device_del" not in fake_host.commands()
+        assert sorted(vcpus_of_receipt(plan.state_directory)) == [0, 1]
 
     await run(fake_host, plan, act)
 
@@ -430,11 +475,31 @@ async def test_while_the_controller_is_away_the_guest_runs_on(
         status = await asked(plan, "status")
         assert "the container has no longer the CPUs" in status["not_ready"]
         assert "the container has no longer the CPUs" in status["placement"]["misplaced"][0]
+        assert not Path(plan.state_directory / "ready").exists()
         assert vcpus_of_qemu(fake_host) == [0], f"thread {other['thread']} has ended"
         away.clear()
         while not (await asked(plan, "status"))["ready"]:
             await trio.sleep(0.01)
         assert os.sched_getaffinity(before["thread"]) == {before["cpu"]}
+        assert Path(plan.state_directory / "ready").exists()
+
+    await run(fake_host, plan, act)
+
+
+async def test_cpus_that_no_vcpu_has_are_given_up_as_well(fake_host: FakeHost, container: Container) -> None:
+    """The number of vCPUs was lowered first, as it should be: nobody else's threads may be said to be on their CPUs."""
+    plan = fake_host.plan(TWO, qemu=NEWEST)
+    first = plan.placement.pins[0]
+
+    async def act() -> None:
+        await asked(plan, "cpu.set", count=1)
+        assert (await asked(plan, "status"))["placement"]["float_cpus"] == str(CPUS - CpuSet([first]))
+        container.cpus = CpuSet([first])
+        while (await asked(plan, "status"))["placement"]["float_cpus"] != str(first):
+            await trio.sleep(0.01)
+        status = await asked(plan, "status")
+        assert (status["ready"], status["vcpus"], status["placement"]["misplaced"]) == (True, 1, [])
+        assert "all other threads share them" in fake_host.logged()
 
     await run(fake_host, plan, act)
 
@@ -489,7 +554,7 @@ async def test_cpus_that_come_back_meanwhile_are_the_vcpus_again(
         except RunnerError as error:
             refused.append(str(error))
             container.cpus = CPUS
-            raise HostError("given back") from None
+            raise
 
     monkeypatch.setattr(Vcpus, "_unplug", given_back)
 

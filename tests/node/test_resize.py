@@ -154,7 +154,6 @@ def resized(instance: Instance, cpus: str) -> Instance:
 
     until(holds, f"the vCPUs to be on {cpus}", 60)
     until(lambda: FLOAT.cpus() == now.kubelet.default, f"float to be {now.kubelet.default}")
-    print([str(thread) for thread in now.threads() if thread.cpus != now.kubelet.default])
     now.is_placed()
     return now
 
@@ -229,6 +228,35 @@ def test_a_guest_that_cannot_give_up_a_vcpu_is_powered_down(node_fixture: NodeFi
     assert "no vCPU can be unplugged, because the machine was not started for it (hotplug.cpus)" in output
     assert "ended outcome=cpus_lost status=22 faults=0" in output
     until(lambda: not instance.group.path.exists(), "the instance to be removed")
+
+
+@SEALED_AND_NOT
+def test_cpus_that_no_vcpu_has_are_given_up_without_a_word(node_fixture: NodeFixture) -> None:
+    """The instance has more CPUs than vCPUs, as after ``ctl cpus`` with fewer; the kubelet takes the others."""
+    kubelet = node_fixture.kubelet
+    spec = spec_text(CpuSet.parse("2-5"), "[hotplug]\ncpus = 4").replace(
+        "count = 4", 'count = 2\nplacement = "controller"\ntopology = "flat"'
+    )
+    instance = start_instance(
+        kubelet,
+        1,
+        CpuSet.parse("2-5"),
+        spec=spec,
+        directory=node_fixture.directory,
+        sockets=node_fixture.controller.directory,
+        cgroupfs="ro",
+    )
+    instance.up()
+    pins = sorted(str(thread.cpus) for thread in instance.vcpus())
+    kept = f"{pins[0]},{pins[1]}"
+    with observed(instance, kept):
+        kubelet.resize(instance.uid, CpuSet.parse(kept))
+        instance = resized(instance, kept)
+        until(lambda: instance.receipt()["instance_cpus"] == str(CpuSet.parse(kept)), "the receipt")
+        until(lambda: ctl(instance, "status")["ready"], "the instance to be ready")
+        assert ctl(instance, "status")["placement"]["misplaced"] == []
+    assert instance.stop() == 0
+    assert "cpus_lost" not in instance.running.output
 
 
 @SEALED_AND_NOT

@@ -5,6 +5,7 @@ The pod's own cgroup keeps the anchors. Nothing else of the node runs on the vCP
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -96,20 +97,12 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
                 raise PlacementError("cannot return to float: this process stays on the vCPUs' CPUs") from error
 
     def container_cpus(self) -> CpuSet:
-        # Not the CPUs in effect: the pod's cgroup has none of its own while the instance is sealed.
         try:
-            return Cgroup(Roots().cgroup / self.cgroups.pod.lstrip("/")).cpus()
+            return _read_cpus(self.cgroups.pod)
         except HostError as error:
             raise HostError(
                 "cannot read which CPUs the container has", remedy="let it see its cgroup at /sys/fs/cgroup"
             ) from error
-
-    def _given(self) -> CpuSet:
-        """Return the CPUs of the container, which may be more than the vCPUs' placement has, or that placement's."""
-        try:
-            return self.container_cpus() or self.placement.cpus
-        except HostError:
-            return self.placement.cpus
 
     async def change(self, placement: Placement) -> None:
         assert isinstance(placement, ControllerPlacement)  # noqa: S101 - a change of ours keeps the back end
@@ -137,7 +130,8 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
         while True:
             with ExitStack() as held:
                 try:
-                    await _register(attrs.evolve(self.placement, cpus=self._given()), self.cgroups.pod, held)
+                    cpus = _given(self.placement, self.cgroups.pod)
+                    await _register(attrs.evolve(self.placement, cpus=cpus), self.cgroups.pod, held)
                 except HostError as error:
                     if not warned:
                         log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
@@ -168,9 +162,25 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
                 return
 
 
+def _read_cpus(pod: str) -> CpuSet:
+    """Return the CPUs of the container whose cgroup has the path *pod*.
+
+    Not those in effect: the pod's cgroup has none of its own while the instance is sealed.
+    """
+    return Cgroup(Roots().cgroup / pod.lstrip("/")).cpus()
+
+
+def _given(placement: ControllerPlacement, pod: str) -> CpuSet:
+    """Return the CPUs of the container, which may have been given more than *placement* has; that one's if they are hidden."""
+    try:
+        return _read_cpus(pod) or placement.cpus
+    except HostError:
+        return placement.cpus
+
+
 @asynccontextmanager
 async def _sealed(
-    supervisor: Supervisor, in_force: InForce[ControllerPlacement], anchors: Sequence[RestartedChild]
+    supervisor: Supervisor, in_force: InForce[ControllerPlacement], anchors: Sequence[RestartedChild], pod: str
 ) -> AsyncIterator[str]:
     placement = in_force.placement
     try:
@@ -179,7 +189,7 @@ async def _sealed(
         if carried is None:
             reason = await supervisor.unless_stopped(partial(_seal, placement))
         supervisor.carry_over.offer("seal", lambda: _carried(reason))
-        async with supervisor.background_task(partial(_keep_sealed, in_force, anchors, reason)):
+        async with supervisor.background_task(partial(_keep_sealed, in_force, anchors, pod, reason)):
             yield reason
     finally:
         with supervisor.faults.recorded("unseal the CPUs"), trio.move_on_after(UNSEALED_WITHIN, shield=True):
@@ -212,10 +222,20 @@ async def _seal(placement: ControllerPlacement) -> str:
     return reason
 
 
-async def _keep_sealed(in_force: InForce[ControllerPlacement], anchors: Sequence[RestartedChild], reason: str) -> None:
-    """Seal again what is not sealed: the controller was away, or is newer now, or another program has changed a cpuset."""
+async def _keep_sealed(
+    in_force: InForce[ControllerPlacement], anchors: Sequence[RestartedChild], pod: str, reason: str
+) -> None:
+    """Seal again what is not sealed: the controller was away, or is newer now, or another program has changed a cpuset.
+
+    Register again what has changed: without a kubelet, only that tells the controller which CPUs the container has lost.
+    """
+    registered = in_force.placement.cpus
     while True:
         await trio.sleep(SEALED_AGAIN)
+        if (given := _given(in_force.placement, pod)) != registered:
+            with ExitStack() as held, contextlib.suppress(HostError):  # tried again
+                await _register(attrs.evolve(in_force.placement, cpus=given), pod, held)
+                registered = given
         placement = in_force.placement
         try:
             if all(read_mask(anchor.process.pid).isdisjoint(placement.cpus) for anchor in anchors):
@@ -265,7 +285,7 @@ async def registered_cgroups(
                     entered.cgroup_fds,
                     in_force,
                     entered.confined,
-                    sealing=partial(_sealed, supervisor, in_force, anchors),
+                    sealing=partial(_sealed, supervisor, in_force, anchors, entered.cgroups.pod),
                 )
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -19,17 +20,21 @@ OTHERS = {A: {"instance": "0-1,12-13"}, C: {"instance": "18-19"}}
 
 
 class Writer:
-    """The partition writer's end: it does what the controller asks for, in a thread, unless it is to refuse."""
+    """The partition writer's end: it does what the controller asks for, in a thread, unless it is to fail."""
 
     def __init__(self, root: Path, its: socket.socket) -> None:
         self.root, self.its = root, its
         self.asked: list[str] = []
-        self.refusing = False
+        self.failing: Literal["refuses", "ends it"] | None = None
 
     def serve(self) -> None:
         while message := self.its.recv(1 << 15):
-            self.asked.append(message.decode().partition(" ")[2])
-            self.its.send(str(errno.EPERM if self.refusing else obey(self.root, message)).encode())
+            name, _, cpus = message.decode().partition(" ")
+            self.asked.append(cpus)
+            number = errno.EPERM if self.failing == "refuses" else obey(self.root, message)
+            if self.failing == "ends it" and cpus:
+                (self.root / name / "cpuset.cpus.partition").write_text("isolated invalid (of the test)\n")
+            self.its.send(str(number).encode())
 
 
 @contextmanager
@@ -113,10 +118,10 @@ async def test_a_runner_registers_the_cpus_that_its_container_has_got(node: Node
 async def test_a_runner_registers_its_cpus_also_where_its_container_is_ambiguous(node: Node) -> None:
     """The entry of an init container that has ended has some of them as well, and one that the instance must not keep."""
     async with running(node) as (controller, client, _):
-        resize(node, "11,14-17", "2-9", more={"init": "10,14-15"})
-        await controller.eventually(lambda: holds(node, "10-11,14-17", sealed=True))
-        await client.result("registerCgroup", uuid=B, cpuset="11,14-17")
-        assert holds(node, "11,14-17", sealed=True)
+        resize(node, "11,14-15", "2-9,16-17", more={"init": "10,14-15"})
+        await controller.eventually(lambda: holds(node, "10-11,14-15", sealed=True))
+        await client.result("registerCgroup", uuid=B, cpuset="11,14-15")
+        assert holds(node, "11,14-15", sealed=True)
 
 
 async def test_another_container_of_the_pod_cannot_register_its_cpus_for_the_instance(node: Node) -> None:
@@ -135,17 +140,24 @@ async def test_cpus_of_a_container_beside_it_are_not_the_instances(node: Node) -
         await controller.eventually(lambda: holds(node, "14-15", sealed=True))
 
 
-async def test_where_the_kernel_does_not_extend_a_partition_nothing_is_left_of_it(
-    node: Node, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["refuses", "ends it"])
+async def test_where_a_partition_is_not_extended_it_stays_as_it_was(
+    node: Node, caplog: pytest.LogCaptureFixture, how: Literal["refuses", "ends it"]
 ) -> None:
+    """The writer may have ended, a file may be leased; the kernel ends a partition that it does not extend."""
     async with running(node) as (controller, client, writer):
-        writer.refusing = True
+        writer.failing = how
+        group = node.instance(B)
         resize(node, "11,14-17", "2-10")
-        await controller.eventually(lambda: holds(node, "11,14-17", sealed=False))
-        assert "cannot write '11,14-17' to instance-" in caplog.text
-        writer.refusing = False
-        assert await client.result("sealCgroup", uuid=B) == {"guarantee": "enforced"}
-        assert holds(node, "11,14-17", sealed=True)
+        await controller.eventually(lambda: "cannot extend the isolated partition" in caplog.text)
+        assert (group.partition(), str(group.exclusive_cpus()), str(group.cpus())) == ("isolated", "14-17", "11,14-17")
+        assert node.float_cgroup.cpus() == CpuSet.parse("2-10")
+        assert not controller.loop.error, "the node is ready"
+        refusal = await client.refusal("registerCgroup", uuid=B, cpuset="11,14-17")
+        assert "14-17" in str(refusal["message"])
+        writer.failing = None
+        controller.loop.disturb()
+        await controller.eventually(lambda: holds(node, "11,14-17", sealed=True))
 
 
 async def test_a_controller_that_ends_in_the_middle_is_continued_by_the_next(node: Node) -> None:

@@ -41,6 +41,7 @@ DEFAULTS = {
     "vcpu_add": None,  # None (it is plugged) | "refused" | "gone" (its thread does not exist)
     "vcpu_del": "released",  # also: None (the guest keeps it), "later" (it can be asked the second time), "silently" (no event)
     # | "late" (after half a second)
+    "cont_again": None,  # None (the guest runs on after it was stopped) | "deaf" | "refused"
     "fills": None,  # a directory whose file system is full as soon as the guest has a new disk
     "hostile": None,  # a phase and what it does then: see `misbehave`
     "noise": False,  # events and foreign replies between request and reply
@@ -625,6 +626,11 @@ for request in requests():
         state["status"] = "paused"
         event("STOP")
     if command == "cont" and state["status"] == "paused" and not incoming:
+        if behaviour["cont_again"] == "deaf":
+            continue
+        if behaviour["cont_again"] == "refused":
+            send(error={"class": "GenericError", "desc": "refused by the fake"}, **number)
+            continue
         runs()
         send(**{"return": {}}, **number)
         continue

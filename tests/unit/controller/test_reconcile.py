@@ -30,6 +30,7 @@ from runner.controller.reconcile import (
     desire_without_kubelet,
     evictions,
     holders,
+    is_resized,
     reconcile,
     silent_fallbacks,
     stale,
@@ -722,7 +723,14 @@ def test_an_instance_that_keeps_none_of_its_cpus_is_sealed_anew() -> None:
 
 @pytest.mark.parametrize(
     ("current", "resized", "side", "found"),
-    [("1-2", "1", "3", "1"), ("1", "1-2", "3", "1-2"), ("1-2", "1,3", "0", "1,3"), ("0", "1", "2", "1-2")],
+    [
+        ("1-2", "1", "3", "1"),
+        ("1", "1-2", "3", "1-2"),
+        ("1-2", "1,3", "0", "1,3"),
+        ("0", "1", "2", "1-2"),
+        ("1-3", "1-2", "3-4", "1-2"),  # the other one has got CPUs of this one
+        ("1-2", "1", "2,4", "1-2"),  # nobody knows
+    ],
 )
 def test_the_container_that_was_resized_keeps_some_of_its_cpus(
     current: str, resized: str, side: str, found: str
@@ -733,6 +741,40 @@ def test_the_container_that_was_resized_keeps_some_of_its_cpus(
     desired = desire(CpuState("static", shared, entries), FIVE_CPUS, LIMITS)
     observed = attrs.evolve(BUILT, cpus=FIVE, groups={"instance-a": threaded(CpuSet.parse(current), populated=True)})
     assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == found
+
+
+def test_an_init_container_that_has_ended_does_not_keep_lost_cpus_for_the_instance() -> None:
+    """Its entry stays in the kubelet's state, and had the same CPUs."""
+    observed = attrs.evolve(BUILT, cpus=FIVE, groups={"instance-a": threaded(CpuSet([1, 2]), populated=True)})
+    entries = {"a": {"init": CpuSet([1, 2]), "vm": CpuSet([1])}}
+    for shared, others in ((FIVE - CpuSet([1]), {}), (CpuSet([0]), {"b": {"vm": CpuSet([2, 3])}})):
+        desired = desire(CpuState("static", shared, entries | others), FIVE_CPUS, LIMITS)
+        assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == "1"
+
+
+@pytest.mark.parametrize(
+    ("current", "asked", "others", "resized"),
+    [
+        ("4-7", "4-5", ["8-9"], True),
+        ("4-7", "4-9", [], True),
+        ("4-7", "6,8-9", ["4-5"], False),
+        ("4-7", "8-9", ["4-5"], False),
+        ("4-7", "4-5", ["4-7"], True),
+        ("4-7", "4-5", ["6-7"], False),
+    ],
+)
+def test_only_the_container_that_keeps_most_of_its_cpus_was_resized(
+    current: str, asked: str, others: list[str], *, resized: bool
+) -> None:
+    wanted = CpuSet.parse(asked)
+    assert is_resized(CpuSet.parse(current), wanted, (wanted, *map(CpuSet.parse, others))) is resized
+
+
+def test_a_partition_that_is_not_extended_yet_is_no_silent_fallback() -> None:
+    group = Group(
+        "threaded", CpuSet([1, 2]), MEMS, CpuSet([1]), populated=True, exclusive=CpuSet([1]), partition=ISOLATED
+    )
+    assert silent_fallbacks(attrs.evolve(BUILT, groups={"instance-a": group}), ALL) == {}
 
 
 def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:

@@ -1016,3 +1016,13 @@ def test_a_guest_that_is_shown_a_cache_gets_no_cpu_of_another() -> None:
     assert hotplug == VcpuHotplugPlan(4, alike=True)
     flat = text.replace("count", 'topology = "flat"\ncount') + "[hotplug]\ncpus = 4\n"
     assert plan_of(flat, facts).machine.vcpu_hotplug == VcpuHotplugPlan(4, alike=False)
+
+
+def test_a_pod_that_was_resized_can_be_started_again_with_fewer_vcpus_than_cpus() -> None:
+    facts = attrs.evolve(FACTS, controller_error=None, container_uid="uid", allowed_cpus=CpuSet(range(4)))
+    text = KERNEL + '[cpu]\ncount = 2\nplacement = "controller"\ntopology = "flat"\n'
+    assert [each.split(":")[0] for each in problems(text, facts)] == ["cpu.count"]
+    placement = plan_of(text + "[hotplug]\ncpus = 4\n", facts).placement
+    assert isinstance(placement, ControllerPlacement)
+    assert placement.cpus == CpuSet(range(4))
+    assert len(placement.pins) == 2
