@@ -33,7 +33,6 @@ DISPLACED_FOR = 3.0
 """Seconds for which threads must be kept off their CPUs while the container's file still names these: another program may have
 changed the cgroup, which the controller puts right within 1 s."""
 
-
 Fit = Callable[[Callable[[], CpuSet | None]], Awaitable[None]]
 """Has the vCPUs run on the CPUs that are found when no other change is under way (:meth:`runner.instance.vcpus.Vcpus.fit`)."""
 
@@ -73,24 +72,32 @@ async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
 
 
 async def _restore(receipts: Receipts, fit: Fit) -> None:
-    """Have each vCPU be on its own CPU alone, and all others off the CPUs of the instance; no vCPU's CPU is lost.
+    """Have each vCPU be on its own CPU alone, and all others off the CPUs of the instance; no vCPU's CPU is lost."""
+    state = receipts.supervisor.guest_state
+
+    def kept() -> CpuSet | None:
+        return _kept(receipts) if _unsettled(receipts) and find_lost_cpus(receipts) is None else None
+
+    if _unsettled(receipts):
+        with contextlib.suppress(RunnerError):  # found by the next look
+            await fit(kept)
+            state.set_resizing("")
+
+
+def _unsettled(receipts: Receipts) -> bool:
+    """Tell whether something is not as the placement in force says, while all vCPUs' CPUs are the container's.
 
     A thread may have ended, or have another mask: Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have
     changed. CPUs without a vCPU may be the instance's no longer.
     """
-    state, placement = receipts.supervisor.guest_state, receipts.active.placement
-    masks = list(_masks(receipts))
-    placed = sum(len(mask) == 1 and placement.pins[vcpu] in mask for vcpu, mask in masks)
-    kept = _kept(receipts)
-    if (
-        state.resizing
+    placement = receipts.active.placement
+    placed = sum(len(mask) == 1 and placement.pins[vcpu] in mask for vcpu, mask in _masks(receipts))
+    return (
+        bool(receipts.supervisor.guest_state.resizing)
         or placed != len(receipts.threads.vcpus)
-        or _divided(placement) - kept
         or receipts.receipt.rules.pins != placement.pins
-    ):
-        with contextlib.suppress(RunnerError):  # found by the next look
-            await fit(lambda: _kept(receipts) if find_lost_cpus(receipts) is None else None)
-            state.set_resizing("")
+        or bool(_divided(placement) - _kept(receipts))
+    )
 
 
 def _kept(receipts: Receipts) -> CpuSet:

@@ -65,6 +65,10 @@ class VcpuSlot:
         return self.path is not None and self.path.startswith("/machine/peripheral")
 
 
+class GuestStoppedError(HostError):
+    """The guest was stopped for a change, and does not run on."""
+
+
 class Vcpus:
     """The vCPUs of a running machine. One change is made at a time; a second one waits."""
 
@@ -100,10 +104,10 @@ class Vcpus:
         Raises :exc:`~runner.errors.RunnerError`; the machine is as before then, unless the error says otherwise.
         """
         async with self.changing:
+            plan = self._allowed(count)
             await self._drop_released()
             await self._release_from(len(self._receipts.threads.vcpus))  # what an earlier change could not undo
             before, pause = len(self._receipts.threads.vcpus), 0.0
-            plan = self._allowed(count)
             if count > before and self._receipts.unplugged and self._receipts.plan.machine.accel == "tcg":
                 raise RefusedError(
                     "cannot plug a vCPU: the guest has released one before, and without KVM QEMU crashes when another is plugged "
@@ -161,6 +165,8 @@ class Vcpus:
                 await self._place(first, placed)
             pause = stopped.seconds
             receipts.publish()
+        except GuestStoppedError:  # the instance ends
+            raise
         except RunnerError as error:
             failure = error
         if failure is not None:
@@ -205,7 +211,7 @@ class Vcpus:
     async def _stopped(self) -> AsyncIterator[_Pause]:
         """Have the guest not run in the block. Raises :exc:`RefusedError` if it does not run anyway.
 
-        Raises :exc:`HostError` if it does not run afterwards: the instance is asked to stop then.
+        Raises :exc:`GuestStoppedError` if it does not run afterwards: the instance is asked to stop then.
         """
         monitor = self._receipts.machine.monitor
         reply: Any = await monitor.execute("query-status")
@@ -231,7 +237,7 @@ class Vcpus:
         if not self._receipts.machine.ends:
             log.error("the guest does not run on: %s", reason)
             self._receipts.supervisor.stop.ask("the guest does not run on after a vCPU was to be plugged")
-        raise HostError(f"the guest does not run on: {reason}; the instance ends")
+        raise GuestStoppedError(f"the guest does not run on: {reason}; the instance ends")
 
     async def _plug(self, index: int, slot: VcpuSlot) -> None:
         arguments = {"driver": slot.driver, "id": f"vcpu{index}", **slot.properties}
@@ -398,6 +404,8 @@ class Vcpus:
         other CPUs at once; then as many vCPUs as are too many are unplugged. Raises :exc:`~runner.errors.RunnerError` if that
         cannot be; no vCPU's thread may run on other CPUs than those then, either.
         """
+        if (available := find()) is not None:
+            self._leave(available)  # now: a change under way may take long
         async with self.changing:
             if (available := find()) is None:
                 return
