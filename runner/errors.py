@@ -52,6 +52,8 @@ class Status(enum.IntEnum):
     """QEMU ended without being asked to, or could no longer be controlled."""
     SERVICE_DIED = 21
     """A daemon that the guest depends on (virtiofsd, passt) ended."""
+    CPUS_LOST = 22
+    """The kubelet took CPUs from the running pod, and the guest did not give up as many vCPUs; it was powered down."""
     REFUSED = 30
     """The spec, the host or the pod does not fit; nothing was touched."""
     START_FAILED = 31

@@ -145,7 +145,7 @@ def _lockable(host: CheckedHost, procfs: Procfs, spec: InstanceSpec | None) -> i
     if not spec.memory.lock and not spec.device:
         return 0
     vcpus, size = spec.cpu.count, spec.memory.size
-    return None if vcpus == "all" or size == "limits" else bytes_to_lock(spec, vcpus, size)
+    return None if vcpus == "all" or size == "limits" else bytes_to_lock(spec, max(vcpus, spec.hotplug.cpus or 0), size)
 
 
 def _kubelet_files(host: CheckedHost) -> KubeletFiles:

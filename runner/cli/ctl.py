@@ -42,11 +42,22 @@ examples:
 """
 
 
+CPUS_EXAMPLES = """\
+more: the pod has got more CPUs, and the guest gets vCPUs on them; it must bring them online.
+fewer: the guest releases the last ones; do that before the pod gets fewer CPUs.
+
+examples:
+  instance-runner ctl cpus
+  instance-runner ctl cpus 8
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give *parser* what this command takes."""
     parser.epilog = (
         "examples:\n"
         "  instance-runner ctl status\n"
+        "  instance-runner ctl cpus 8\n"
         "  instance-runner ctl disk attach /dev/data format=raw serial=data iothread=true\n"
         "  instance-runner ctl disk grow disk1 20GiB\n"
         "  instance-runner ctl disk detach disk1\n"
@@ -60,11 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cpus = _add(
         topics,
         "cpus",
-        "the number of vCPUs, which cannot change while the guest runs",
-        "example: instance-runner ctl cpus 8",
+        "its vCPUs and their CPUs, or another number of vCPUs",
+        CPUS_EXAMPLES,
     )
-    cpus.add_argument("count", type=int, metavar="COUNT")
-    cpus.set_defaults(method="cpu.set")
+    cpus.add_argument(
+        "count",
+        type=int,
+        nargs="?",
+        metavar="COUNT",
+        help="how many vCPUs it is to have; without it they are only shown",
+    )
+    cpus.set_defaults(method="cpu.list")
     _add_qmp(_add(topics, "qmp", "QMP commands to its QEMU, as far as they only show", QMP_EXAMPLES))
     _add_disk(_add(topics, "disk", "its disks", "example: instance-runner ctl disk list"))
     _add_upgrade(_add(topics, "upgrade", "have its runner become another program; the guest runs on", UPGRADE_EXAMPLE))
@@ -176,6 +193,8 @@ def main(arguments: argparse.Namespace) -> int:
         answer = trio.run(upgrade, arguments.state_dir, arguments.directory, arguments.digest)
         print(json.dumps(answer, indent=1) if arguments.json else "\n".join(map(escaped, answer_lines(answer))))
         return 0
+    if arguments.method == "cpu.list" and arguments.count is not None:
+        arguments.method = "cpu.set"
     if arguments.method == "qemu.update" and arguments.check:
         arguments.method = "qemu.check"
     given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count", "qemu", "no_way_back")}
@@ -220,8 +239,21 @@ def answer_lines(answer: Any) -> Iterator[str]:
             if disks:
                 yield ""
                 yield from _table(disks)
+        case {"vcpus": list(vcpus), "unused": str()}:
+            yield from _vcpus(vcpus, answer)
         case [*disks]:
             yield from _table(disks)
+        case {"name": str(), "path": str()}:
+            yield from _table([answer])
+        case dict() if not answer:
+            pass
+        case _:
+            yield from _program_lines(answer)
+
+
+def _program_lines(answer: Any) -> Iterator[str]:
+    """Yield what there is to say of a program that has taken over, or could."""
+    match answer:
         case {"generation": int(generation), "digest": str(digest)}:
             yield from aligned([("generation", str(generation)), ("program", digest or "the image's")])
         case {"running": str(running), "program": str(program), "version": str(version), "refused": list(reasons)}:
@@ -231,10 +263,6 @@ def answer_lines(answer: Any) -> Iterator[str]:
                 yield "QEMU can be updated"
         case {"from": str(before), "version": str(version), "pause_ms": int(pause)}:
             yield f"QEMU {before} is updated to {version}; the guest paused for {pause} ms"
-        case {"name": str(), "path": str()}:
-            yield from _table([answer])
-        case dict() if not answer:
-            pass
         case _:
             yield json.dumps(answer)
 
@@ -249,7 +277,8 @@ def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "guest", status["guest"] + ("" if uptime is None else f" for {duration(uptime)}")
     yield "ready", "yes" if status["ready"] else f"no: {escaped(status['not_ready'])}"
     placement = status["placement"]
-    yield "vCPUs", f"{status['vcpus']} on CPUs {placement['cpus']}"
+    most = status.get("most_vcpus")  # an older one cannot have more
+    yield "vCPUs", f"{status['vcpus']} on CPUs {placement['cpus']}" + ("" if most is None else f", at most {most}")
     yield "memory", format_size(status["memory"])
     yield "accelerator", f"{status['accelerator']}, CPU model {status['cpu_model']}"
     reason = f" ({escaped(placement['guarantee_reason'])})" if placement["guarantee_reason"] else ""
@@ -274,6 +303,18 @@ def _renewal(runner: Mapping[str, Any]) -> str:
     last = words.get(runner["outcome"], runner["outcome"])
     reason = f": {escaped(runner['reason'])}" if runner["reason"] else ""
     return f"{program}, generation {runner['generation']}, {last}{reason}"
+
+
+def _vcpus(vcpus: Iterable[Mapping[str, Any]], answer: Mapping[str, Any]) -> Iterator[str]:
+    rows = [("VCPU", "THREAD", "CPU", "PLUGGED")]
+    for each in vcpus:
+        since = "later" if each["plugged_later"] else "at start"
+        rows.append((str(each["vcpu"]), str(each["thread"]), str(each["cpu"]), since))
+    yield from aligned(rows)
+    yield ""
+    yield from aligned([("unused CPUs", answer["unused"] or "none"), ("most vCPUs", str(answer["most"]))])
+    if pause := answer.get("pause_ms"):
+        yield f"the guest paused for {pause:g} ms"
 
 
 def _table(disks: Iterable[Mapping[str, Any]]) -> Iterator[str]:

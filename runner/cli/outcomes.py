@@ -35,6 +35,10 @@ OUTCOMES: Mapping[Status, tuple[str, str]] = {
         "virtiofsd or passt ended; the guest was powered down",
         "the line before it in the log says why",
     ),
+    Status.CPUS_LOST: (
+        "the kubelet took CPUs from the running pod, and the guest did not give up as many vCPUs; it was powered down",
+        "`hotplug.cpus`, and `ctl cpus COUNT` before the pod gets fewer CPUs",
+    ),
     Status.REFUSED: (
         "the spec, the host or the pod does not fit; nothing was touched",
         "every problem is named with its path",

@@ -578,7 +578,7 @@ class ReconcileLoop:
 
     def _tell_partition(self, action: Seal | Unseal, found: Group) -> None:
         """Log that a group was sealed or unsealed, and count it as a repair if another program had ended its partition."""
-        repaired = isinstance(action, Seal) and found.was_sealed
+        repaired = isinstance(action, Seal) and found.was_sealed and found.partition != ISOLATED
         self.counters.repairs += repaired
         what = "sealed" if isinstance(action, Seal) else "unsealed"
         if (more := self.log_limit.due(what, action.group)) is not None:

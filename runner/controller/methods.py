@@ -55,7 +55,7 @@ from runner.controller.identity import (
 )
 from runner.controller.loop import ReconcileLoop
 from runner.controller.privileged_start import DeviceFilter
-from runner.controller.reconcile import ISOLATED, ROOT, Group, holders
+from runner.controller.reconcile import ISOLATED, ROOT, Group, holders, is_resized
 from runner.controller.tuning import Tuning
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
@@ -327,7 +327,7 @@ class RpcMethods:
             self.loop.tree.unseal(self.loop.tree.group(instance_group(other)))
             self.loop.tree.group(instance_group(other)).remove()
         mine = observed.instances().get(pod_uid)
-        if mine is not None and mine.populated and mine.cpus != asked:
+        if mine is not None and mine.populated and mine.cpus != asked and not self._is_resized(pod_uid, mine, asked):
             raise RequestRefusedError(
                 identity.CONFLICT,
                 f"cannot register instance {pod_uid!r} with CPUs '{asked}': its vCPUs run on '{mine.cpus}'; another container "
@@ -336,6 +336,12 @@ class RpcMethods:
                 requested=str(asked),
                 holder=pod_uid,
             )
+
+    def _is_resized(self, pod_uid: str, mine: Group, asked: CpuSet) -> bool:
+        """Tell whether the container of the instance itself asks, whose CPUs the kubelet has changed."""
+        state = self.loop.state
+        choices = () if isinstance(state, Frozen) else state.choices(pod_uid)
+        return is_resized(mine.cpus, asked, choices)
 
     async def _float_kernel_threads(self, identify: Identify, own: Cgroup, pod_uid: str) -> None:
         """Move the kernel's threads that work for the instance off its CPUs; its runner cannot even see them.

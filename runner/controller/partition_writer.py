@@ -1,8 +1,9 @@
 """The partition writer: a process that keeps CAP_SYS_ADMIN to make instances' cgroups isolated partitions, and nothing else.
 
-Of all that a partition takes, one write needs that capability: ``isolated`` to ``cpuset.cpus.partition`` of a cgroup whose
-parent is no partition (``remote_partition_enable``, ``kernel/cgroup/cpuset.c``). The kernel asks for the capability of the
-process that writes, so no descriptor can be handed over. The controller itself names the CPUs, ends partitions, and decides.
+Of all that a partition takes, two writes need that capability: ``isolated`` to ``cpuset.cpus.partition`` of a cgroup whose
+parent is no partition (``remote_partition_enable``, ``kernel/cgroup/cpuset.c``), and more CPUs to ``cpuset.cpus.exclusive`` of one
+that is a partition already (``remote_cpus_update``). The kernel asks for the capability of the process that writes, so no
+descriptor can be handed over. The controller itself names the CPUs, takes some away, ends partitions, and decides.
 
 The writer is forked before the controller gives its rights away and before it reads anything that others write. It obeys
 only the other end of a socket pair, opens what it writes below the controller's root without following links, and ends when
@@ -19,6 +20,7 @@ import signal
 import socket
 from pathlib import Path
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.kernel.cgroup import CgroupError, write_control
 from runner.kernel.leases import LEASED
@@ -31,8 +33,8 @@ ANSWERS_WITHIN = 30.0
 """Seconds; the kernel rebuilds its scheduling domains meanwhile, 0.1 s on an emulated machine (measured)."""
 _READY = b"ready"
 _ENDED = "cannot make partitions: the partition writer has ended; restart the controller"
-_LONGEST = 256
-"""Bytes of a message: the name of an instance's cgroup, or the number of an error."""
+_LONGEST = 1 << 15
+"""Bytes of a message: the name of an instance's cgroup and a list of CPUs, or the number of an error."""
 
 
 @frozen
@@ -57,8 +59,18 @@ class PartitionWriter:
         The kernel accepts that also where it makes no partition: read it back. Raises :class:`CgroupError` if the write is
         refused or the writer has ended.
         """
+        self._ask(name, "cannot write 'isolated' to {name}/cpuset.cpus.partition")
+
+    def extend(self, name: str, cpus: CpuSet) -> None:
+        """Write *cpus*, which are all and some more, to ``cpuset.cpus.exclusive`` of the isolated partition *name*.
+
+        Where the kernel does not add them it ends the partition: read it back. Raises as :meth:`isolate` does.
+        """
+        self._ask(f"{name} {cpus}", f"cannot write '{cpus}' to {{name}}/cpuset.cpus.exclusive")
+
+    def _ask(self, message: str, failure: str) -> None:
         try:
-            self.connection.send(name.encode())
+            self.connection.send(message.encode())
             answer = self.connection.recv(_LONGEST)
         except OSError as error:
             self.connection.close()  # an answer that is late would be taken for that to the next request
@@ -67,7 +79,7 @@ class PartitionWriter:
             raise CgroupError(_ENDED, errno.EPIPE)
         if number := int(answer):
             reason = LEASED if number == errno.EAGAIN else os.strerror(number)
-            raise CgroupError(f"cannot write 'isolated' to {name}/cpuset.cpus.partition: {reason}", number)
+            raise CgroupError(f"{failure.format(name=message.partition(' ')[0])}: {reason}", number)
 
 
 def start_partition_writer(root: Path, procfs: Path) -> PartitionWriter:
@@ -103,32 +115,38 @@ def _serve(connection: socket.socket, root: Path, procfs: Path) -> None:
             return
         connection.send(_READY)
         while message := connection.recv(_LONGEST):
-            connection.send(str(isolate(root, message)).encode())
+            connection.send(str(obey(root, message)).encode())
     finally:
         os._exit(0)
 
 
-def isolate(root: Path, message: bytes) -> int:
+def obey(root: Path, message: bytes) -> int:
     """Do what *message* asks for; return 0 or the number of the error.
 
-    It is the name of an instance's cgroup. Anything else is refused with ``EINVAL``, and a file that is leased with ``EAGAIN``
+    It is the name of an instance's cgroup, which is to be an isolated partition; with CPUs behind it, these are to be the
+    partition's. Anything else is refused with ``EINVAL``, and a file that is leased with ``EAGAIN``
     (:mod:`runner.kernel.leases`).
     """
-    name = message.decode("ascii", "replace")
-    if instance_uid(name) is None:
+    name, space, text = message.decode("ascii", "replace").partition(" ")
+    try:
+        cpus = CpuSet.parse(text)
+    except ValueError:
         return errno.EINVAL
+    if instance_uid(name) is None or bool(space) != bool(cpus):
+        return errno.EINVAL
+    file, value = ("cpuset.cpus.exclusive", str(cpus)) if cpus else ("cpuset.cpus.partition", "isolated")
     try:
         with contextlib.ExitStack() as held:
             at: int | None = None
             for part, flags in (
                 (str(root), os.O_PATH | os.O_DIRECTORY),
                 (name, os.O_PATH | os.O_DIRECTORY),
-                ("cpuset.cpus.partition", os.O_WRONLY | os.O_NONBLOCK),
+                (file, os.O_WRONLY | os.O_NONBLOCK),
             ):
                 at = os.open(part, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
                 held.callback(os.close, at)
             assert at is not None  # noqa: S101 - three were opened
-            write_control(at, "isolated", f"{name}/cpuset.cpus.partition")
+            write_control(at, value, f"{name}/{file}")
     except (CgroupError, OSError) as error:
         return error.errno or errno.EIO
     return 0

@@ -5,7 +5,8 @@ of them: a second pass from what is then found ends in the same tree. Two rules 
 
 * Only our own groups are touched: the root, ``float``, and ``instance-<name>`` and ``float/<name>`` with a well-formed
   name; and what a pod has made below the latter two, when they are removed.
-* No action puts a CPU into two groups. Groups shrink before others grow, a stale instance is removed before its CPUs
+* No action puts a CPU into two groups, and none opens a sealed instance's CPUs to others while it keeps some of them: a
+  partition shrinks and grows as it is. Groups shrink before others grow, a stale instance is removed before its CPUs
   are given to another, and float does not get the CPUs of an instance that still runs although its pod is gone,
   unless float would have no others.
 
@@ -21,7 +22,8 @@ decided by the process that populates it and by binding, not by these groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
 
 import attrs
 
@@ -326,7 +328,7 @@ def _actions(
         mems = groups[name].mems if name in groups else CpuSet()
         if mems | desired.mems != mems:
             yield Write(name, "cpuset.mems", str(mems | desired.mems))
-    yield from _cpuset_actions(targets, groups)
+    yield from _cpuset_actions(targets, groups, sealed)
     for name in targets:
         if name != FLOAT:
             found = groups[name].limits if name in groups else {}
@@ -360,7 +362,8 @@ def _sealed(
 
 def _unseal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterator[Action]:
     for name, group in observed.groups.items():
-        if group.was_sealed and not _names(group, sealed.get(name)):
+        cpus = sealed.get(name)
+        if group.was_sealed and not _names(group, cpus) and not _stays_sealed(group, cpus):
             yield Unseal(name)
 
 
@@ -371,7 +374,7 @@ def _seal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterator[
     missing = {
         name: cpus
         for name, cpus in sealed.items()
-        if observed.groups[name].partition != ISOLATED or not _names(observed.groups[name], cpus)
+        if observed.groups[name].partition != ISOLATED or cpus - observed.groups[name].exclusive
     }
     for name, cpus in missing.items():
         yield Seal(name, cpus, together)
@@ -384,10 +387,23 @@ def _names(group: Group, cpus: CpuSet | None) -> bool:
     return group.exclusive == group.cpus == cpus
 
 
-def _cpuset_actions(targets: Mapping[str, CpuSet], groups: Mapping[str, Group]) -> Iterator[Action]:
+def _stays_sealed(group: Group, cpus: CpuSet | None) -> bool:
+    """Tell whether *group* can remain an isolated partition while its CPUs become *cpus*: it keeps some of them.
+
+    The kernel takes CPUs out of a valid partition when they leave ``cpuset.cpus.exclusive``, and adds others for a writer with
+    CAP_SYS_ADMIN (``remote_cpus_update``, Linux 6.12); ``cpuset.cpus`` has no effect meanwhile.
+    """
+    return cpus is not None and group.partition == ISOLATED and not group.exclusive.isdisjoint(cpus)
+
+
+def _cpuset_actions(
+    targets: Mapping[str, CpuSet], groups: Mapping[str, Group], sealed: Mapping[str, CpuSet]
+) -> Iterator[Action]:
     """Give each group its CPUs. Shrink first: CPUs that move between two groups are in neither for a moment, never in both."""
     current = {name: group.cpus for name, group in groups.items()}
     for name, target in targets.items():
+        if name in groups and _stays_sealed(groups[name], sealed.get(name)) and groups[name].exclusive - target:
+            yield Write(name, "cpuset.cpus.exclusive", str(groups[name].exclusive & target))
         before = current.get(name, CpuSet())
         if before & target and before & target != before:
             current[name] = before & target
@@ -515,7 +531,7 @@ def _targets(
     for pod_uid, group in _instances(groups):
         if pod_uid in grants or pod_uid not in desired.choices:
             continue
-        target = _choose(group.cpus, desired.choices[pod_uid])
+        target = _choose(group.cpus, desired.choices[pod_uid], _others(desired, pod_uid))
         if target.isdisjoint(orphaned):
             targets[instance_group(pod_uid)] = target
             owned |= target
@@ -529,27 +545,62 @@ def _targets(
     return {FLOAT: floating, **dict.fromkeys(following, floating), **targets} if floating else targets
 
 
+def _others(desired: Desired, pod_uid: str) -> CpuSet:
+    """Return the CPUs of the shared pool and of other pods than *pod_uid*."""
+    return desired.shared_pool | _union(
+        cpus for other, choices in desired.choices.items() if other != pod_uid for cpus in choices
+    )
+
+
 def _instances(groups: Mapping[str, Group]) -> list[tuple[str, Group]]:
     named = ((instance_uid(name), group) for name, group in sorted(groups.items()))
     return [(pod_uid, group) for pod_uid, group in named if pod_uid is not None]
 
 
-def _choose(current: CpuSet, choices: tuple[CpuSet, ...]) -> CpuSet:
+def _choose(current: CpuSet, choices: tuple[CpuSet, ...], others: CpuSet) -> CpuSet:
     """Return the cpuset of an instance that may have one of *choices* and now has *current*.
 
-    Which of its pod's containers an instance is, is not recorded. Where that is ambiguous, it gets the CPUs of all of
-    them: still its pod's alone, and every vCPU keeps the CPU it is pinned to.
+    Which of its pod's containers an instance is, is not recorded. A container that the kubelet resizes keeps most of its CPUs,
+    so that its set is the nearest. Where that is ambiguous, an instance that has CPUs of several containers keeps those, and
+    one whose container is one of several with CPUs in common gets the CPUs of these: still its pod's alone, and every vCPU
+    keeps the CPU it is pinned to. An init container that has ended keeps its entry: CPUs in it that are *others* by now, of
+    the shared pool or of other pods, say so.
     """
-    together = CpuSet()
-    for cpus in choices:
-        together |= cpus
-    return current if current and current in (*choices, together) else together
+    valid = tuple(cpus for cpus in choices if cpus.isdisjoint(others)) or choices
+    together = _union(valid)
+    if current and current in (*valid, together):
+        return current
+    most = max((len(cpus & current) for cpus in valid), default=0)
+    if not most:
+        return together
+    nearest = [cpus for cpus in valid if len(cpus & current) == most]
+    apart = all(one.isdisjoint(other) for one, other in combinations(nearest, 2))
+    return current & together if apart and len(nearest) > 1 else _union(nearest)
+
+
+def is_resized(current: CpuSet, asked: CpuSet, choices: tuple[CpuSet, ...]) -> bool:
+    """Tell whether a container that asks for the CPUs *asked* is the one whose instance has *current*, and was resized.
+
+    No other container of its pod, of *choices*, has as many of these, but for one with CPUs in common: an init container.
+    """
+    kept = len(asked & current)
+    return bool(kept) and all(len(cpus & current) < kept for cpus in choices if cpus.isdisjoint(asked))
+
+
+def _union(sets: Iterable[CpuSet]) -> CpuSet:
+    return CpuSet(cpu for cpus in sets for cpu in cpus)
 
 
 def silent_fallbacks(observed: Observed, online: CpuSet) -> Mapping[str, Group]:
-    """Return our groups that run on other CPUs than were written, though the kernel reported no error."""
+    """Return our groups that run on other CPUs than were written, though the kernel reported no error.
+
+    A partition has its exclusive CPUs, whatever else was written, until it has been extended.
+    """
     return {
         name: group
         for name, group in observed.groups.items()
-        if group.cpus and group.kind == "threaded" and group.effective != group.cpus & online
+        if group.cpus
+        and group.kind == "threaded"
+        and group.effective != group.cpus & online
+        and not (group.partition == ISOLATED and group.effective == group.exclusive & online)
     }

@@ -174,7 +174,7 @@ class Tree:
             case Write(_, "cpuset.cpus", value):
                 asked = CpuSet.parse(value) & online
                 effective = group.set_cpus(CpuSet.parse(value))
-                if effective != asked:
+                if effective != asked and not self._is_sealed_with(group, effective, online):
                     return f"cannot give {group.path} the CPUs {asked}: the kernel has put {effective} into effect"
             case Write() | Restrict():
                 group.write(action.file, action.value)
@@ -187,6 +187,10 @@ class Tree:
             case _ as never:
                 assert_never(never)
         return ""
+
+    def _is_sealed_with(self, group: Cgroup, effective: CpuSet, online: CpuSet) -> bool:
+        """Tell whether *group* is an isolated partition, of which ``cpuset.cpus`` alone changes nothing, with *effective*."""
+        return group.partition() == ISOLATED and effective == (group.exclusive_cpus() or CpuSet()) & online
 
     def unseal(self, group: Cgroup) -> None:
         """End the partition of *group*, if it is one.
@@ -202,14 +206,36 @@ class Tree:
             group.end_partition()
 
     def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
-        """Make *group* an isolated partition, and read it back; return why it is none, and then nothing of one is left."""
+        """Make *group* an isolated partition of *cpus*, or one that it is already larger; return why it is not."""
         if self.partition_writer is None:
             return "the controller makes no partitions"
         if self.root.exclusive_cpus() != together:
             self.root.write("cpuset.cpus.exclusive", str(together))
+        before = group.exclusive_cpus() if group.partition() == ISOLATED else None
+        if before:
+            return self._extend(self.partition_writer, group, before, cpus, online)
+        return self._isolate(self.partition_writer, group, cpus, online)
+
+    def _extend(self, writer: PartitionWriter, group: Cgroup, before: CpuSet, cpus: CpuSet, online: CpuSet) -> str:
+        """Make the partition *group*, which has *before*, one of *cpus*; return why it is not, and then it has *before* still."""
+        reason = ""
+        try:
+            writer.extend(group.name, cpus)
+        except CgroupError as error:
+            reason = explain(error)
+        state, effective = group.partition(), group.effective_cpus()
+        if state == ISOLATED and effective == cpus & online:
+            return ""
+        reason = reason or f"the kernel says {state!r} with {effective}"
+        if state != ISOLATED:  # the kernel has ended it
+            reason = "; ".join(filter(None, (reason, self._isolate(writer, group, before, online))))
+        return f"cannot extend the isolated partition {group.path} to the CPUs {cpus}: {reason}"
+
+    def _isolate(self, writer: PartitionWriter, group: Cgroup, cpus: CpuSet, online: CpuSet) -> str:
+        """Make *group* an isolated partition of *cpus*; return why it is none, and then nothing of one is left."""
         try:
             group.write("cpuset.cpus.exclusive", str(cpus))
-            self.partition_writer.isolate(group.name)
+            writer.isolate(group.name)
             state, effective = group.partition(), group.effective_cpus()
         except CgroupError:
             self.unseal(group)

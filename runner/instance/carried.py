@@ -15,6 +15,7 @@ from runner.cpuset import CpuSet
 from runner.instance.control.hotplug import AttachedDisk
 from runner.instance.signs_of_life import Silence
 from runner.kernel.carried import CarriedFd, CarriedLogFile, CarriedOutput, CarriedProcess
+from runner.placement.backends import Placement
 from runner.placement.threads import CgroupPaths, Receipt
 from runner.plan.instance import InstancePlan
 from runner.protocol.carried import CarriedMonitor
@@ -152,6 +153,10 @@ class CarriedThreads:
     vcpus: tuple[VcpuThread, ...]
     iothreads: frozenset[int]
     receipt: Receipt
+    placement: Placement | None = attrs.field(default=None)
+    """Where the CPUs have changed while the guest runs; ``None``: the plan's."""
+    unplugged: bool = attrs.field(default=False)
+    """Whether the guest has released a vCPU."""
 
 
 @frozen

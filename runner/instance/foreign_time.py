@@ -39,24 +39,28 @@ class ForeignTime:
     """By the index of the vCPU."""
     _before: Mapping[int, int]
     """vCPU → the difference in nanoseconds at the beginning."""
-    _highest: dict[int, int] = attrs.field(factory=dict, init=False)
+    _highest: dict[int, int] = attrs.field(factory=dict)
 
     @classmethod
     def begin(cls, procfs: Procfs, receipt: Receipt) -> ForeignTime:
         """Begin to count for the vCPUs of *receipt*, none of which runs yet; where the kernel has no such sums, for none."""
-        threads = {
-            each.vcpu: _PinnedThread(each.thread.pid, each.thread.tid, min(each.thread.cpus))
-            for each in receipt.threads
-            if each.vcpu is not None
-        }
+        threads = _pinned(receipt)
         return cls(procfs, threads, _differences(procfs, threads))
 
     def succeeded_by(self, receipt: Receipt) -> ForeignTime:
-        """Continue to count for the vCPUs of *receipt*, which are another QEMU's; neither runs at this moment."""
+        """Continue to count for the vCPUs of *receipt*, now that some have other threads or other CPUs.
+
+        A thread that has stayed on its CPU may run at this moment; the others do not, or were moved just now.
+        """
         self.read()
-        found = ForeignTime.begin(self._procfs, receipt)
-        before = {vcpu: each - self._highest.get(vcpu, 0) for vcpu, each in found.carried.before.items()}
-        return attrs.evolve(found, before=before)
+        threads = _pinned(receipt)
+        before = {
+            vcpu: self._before[vcpu]
+            if vcpu in self._before and self._threads.get(vcpu) == threads[vcpu]
+            else each - self._highest.get(vcpu, 0)
+            for vcpu, each in _differences(self._procfs, threads).items()
+        }
+        return ForeignTime(self._procfs, threads, before, dict(self._highest))
 
     @property
     def carried(self) -> CarriedForeignTime:
@@ -70,9 +74,7 @@ class ForeignTime:
     def adopt(cls, procfs: Procfs, carried: CarriedForeignTime) -> ForeignTime:
         """Continue what the runner before exec has counted."""
         threads = {vcpu: _PinnedThread(*numbers) for vcpu, numbers in carried.threads.items()}
-        found = cls(procfs, threads, carried.before)
-        found._highest.update(carried.highest)
-        return found
+        return cls(procfs, threads, carried.before, dict(carried.highest))
 
     def read(self) -> Mapping[int, float]:
         """Return vCPU → seconds of other tasks on its CPU."""
@@ -80,6 +82,14 @@ class ForeignTime:
             if vcpu in self._before:
                 self._highest[vcpu] = max(self._highest.get(vcpu, 0), difference - self._before[vcpu])
         return {vcpu: nanoseconds / 1e9 for vcpu, nanoseconds in self._highest.items()}
+
+
+def _pinned(receipt: Receipt) -> dict[int, _PinnedThread]:
+    return {
+        each.vcpu: _PinnedThread(each.thread.pid, each.thread.tid, min(each.thread.cpus))
+        for each in receipt.threads
+        if each.vcpu is not None
+    }
 
 
 def _differences(procfs: Procfs, threads: Mapping[int, _PinnedThread]) -> dict[int, int]:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from runner.instance.control.hotplug import AttachedDisk, DiskHotplug  # imported at the first request
     from runner.instance.network import NicBackend
     from runner.instance.receipts import Receipts
+    from runner.instance.vcpus import Vcpus  # imported at the first change
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             ) as machine,
             _placed_threads(supervisor, plan, active, machine) as receipts,
             display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
-            _controlled(supervisor, plan, active, directory, machine, receipts),
+            _vcpus(supervisor, receipts) as vcpus,
+            _controlled(supervisor, directory, receipts, vcpus),
         ):
             if not supervisor.carry_over.resuming:
                 await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
@@ -102,21 +104,25 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
 
             async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
                 with supervisor.carry_over.renewable(partial(_resume_after_fault, supervisor)):
-                    ended = await _ended(supervisor, machine, daemons, receipts)
+                    ended = await _ended(supervisor, machine, daemons, receipts, vcpus)
             return await _powered_down(plan.shutdown, machine, ended)
     except StopRequestedError:
         return GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
 
 
 async def _ended(
-    supervisor: Supervisor, machine: Qemu, daemons: Callable[[], Sequence[Process]], receipts: Receipts
+    supervisor: Supervisor,
+    machine: Qemu,
+    daemons: Callable[[], Sequence[Process]],
+    receipts: Receipts,
+    vcpus: Callable[[], Vcpus],
 ) -> GuestEnd:
     """Wait for the end, and where a fault of this program cannot be survived, have the guest power down."""
     ended = GuestEnd(Status.STOPPED, "")
 
     async def wait() -> None:
         nonlocal ended
-        ended = await _wait_for_the_end(supervisor, machine, daemons)
+        ended = await _wait_for_the_end(supervisor, machine, daemons, partial(_cpus_lost, receipts, vcpus))
 
     async with AsyncExitStack() as held:
         if supervisor.carry_over.resuming:
@@ -134,9 +140,12 @@ async def _resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
 
 
 async def _wait_for_the_end(
-    supervisor: Supervisor, machine: Qemu, daemons: Callable[[], Sequence[Process]]
+    supervisor: Supervisor,
+    machine: Qemu,
+    daemons: Callable[[], Sequence[Process]],
+    cpus_lost: Callable[[], Awaitable[GuestEnd]],
 ) -> GuestEnd:
-    """Wait for the guest's end, a request to stop, or the death of one of the *daemons*, and return which it was."""
+    """Wait for the guest's end, a request to stop, the death of one of the *daemons* or lost CPUs; return which it was."""
 
     async def asked() -> GuestEnd:
         await supervisor.stop.asked()
@@ -153,14 +162,23 @@ async def _wait_for_the_end(
         log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
         return GuestEnd(FATAL[dead.role].status, f"{dead.role} {dead.how_it_ended()}")
 
-    return await first_of(machine.ended, asked, lost)
+    return await first_of(machine.ended, asked, lost, cpus_lost)
+
+
+async def _cpus_lost(receipts: Receipts, vcpus: Callable[[], Vcpus]) -> GuestEnd:
+    """Follow the CPUs of the container; return when the guest cannot run on those that are left."""
+    if not receipts.active.loses_cpus:
+        await trio.sleep_forever()
+    from runner.instance.cpu_watch import lost_cpus_left  # here, because not every placement loses any
+
+    return await lost_cpus_left(receipts, lambda find: vcpus().fit(find))
 
 
 async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd) -> GuestEnd:
     """Power the guest down unless it has *ended* by itself."""
     if ended.status is Status.STOPPED:
         return await machine.power_down(plan)
-    if ended.status is Status.SERVICE_DIED:
+    if ended.status in {Status.SERVICE_DIED, Status.CPUS_LOST}:
         await machine.power_down(plan)
     return ended
 
@@ -244,7 +262,11 @@ async def _placed_threads(
     with supervisor.carry_over.taking("threads") as carried:
         if carried is not None:
             threads = QemuThreads(machine.process, carried.vcpus, carried.iothreads)
-            receipts = Receipts(supervisor, plan, machine, threads, active, carried.receipt)
+            if carried.placement is not None:
+                active.adopt(carried.placement)
+            for vcpu in carried.vcpus:
+                active.remember(vcpu.tid)
+            receipts = Receipts(supervisor, plan, machine, threads, active, carried.receipt, carried.unplugged)
             receipts.receipt = receipts.read()
             if supervisor.carry_over.strict:
                 verified(receipts.receipt)
@@ -280,16 +302,31 @@ async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts
 
 
 @asynccontextmanager
+async def _vcpus(supervisor: Supervisor, receipts: Receipts) -> AsyncIterator[Callable[[], Vcpus]]:
+    """Yield what returns the vCPUs as what can change; imported when that is asked for first."""
+    found: Vcpus | None = None
+
+    def vcpus() -> Vcpus:
+        nonlocal found
+        if found is None:
+            from runner.instance.vcpus import Vcpus
+
+            found = Vcpus(receipts)
+        return found
+
+    supervisor.carry_over.not_now["vcpus"] = lambda: (
+        "the vCPUs are being changed" if found is not None and found.changing.locked() else ""
+    )
+    yield vcpus
+
+
+@asynccontextmanager
 async def _controlled(
-    supervisor: Supervisor,
-    plan: InstancePlan,
-    active: ActivePlacement,
-    directory: int,
-    machine: Qemu,
-    receipts: Receipts,
+    supervisor: Supervisor, directory: int, receipts: Receipts, vcpus: Callable[[], Vcpus]
 ) -> AsyncIterator[None]:
     """Hold the control socket and the operators' QMP socket; what serves each is imported at its first connection."""
     carry_over, recorded = supervisor.carry_over, supervisor.faults.recorded
+    plan, active, machine = receipts.plan, receipts.active, receipts.machine
     attached: tuple[AttachedDisk, ...] = ()
     hotplug: DiskHotplug | None = None
 
@@ -302,7 +339,7 @@ async def _controlled(
         hotplug = DiskHotplug(
             plan, machine.monitor, machine.disk_events, receipts.verify, active.in_pod_cgroup, attached
         )
-        status = StatusReader(supervisor, plan, machine, receipts, hotplug)
+        status = StatusReader(supervisor, plan, machine, receipts, hotplug, vcpus())
         return lambda listener: accept(listener, status)
 
     def qmp_server() -> Serve:

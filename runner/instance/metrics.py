@@ -32,7 +32,7 @@ def instance_metrics(
         yield _gauge("guarantee_enforced", "1 while the kernel keeps all others off the vCPUs' CPUs.", [((), enforced)])
         yield _gauge("placement_holds", "1 while every thread is in its place.", [((), not strays)])
         yield _gauge("placement_strays", "Threads that are not in their places.", [((), strays)])
-        yield from _vcpus(supervisor, plan, receipt, {} if foreign is None else foreign.read())
+        yield from _vcpus(supervisor, receipt, {} if foreign is None else foreign.read())
         charged = _charged(supervisor, receipt)
         yield _gauge("memory_charged_bytes", "What the pod's cgroup is charged for.", charged, "kind")
 
@@ -75,14 +75,16 @@ def _counters(supervisor: Supervisor) -> Iterator[Metric]:
     yield _counter("release_faults_total", "What could not be released.", [((), len(faults.sentences))])
 
 
-def _vcpus(
-    supervisor: Supervisor, plan: InstancePlan, receipt: Receipt, foreign: Mapping[int, float]
-) -> Iterator[Metric]:
+def _vcpus(supervisor: Supervisor, receipt: Receipt, foreign: Mapping[int, float]) -> Iterator[Metric]:
+    yield _gauge("vcpus", "vCPUs that the guest has.", [((), len(receipt.rules.pins))])
     ran: dict[tuple[object, ...], float] = {}
     waited: dict[tuple[object, ...], float] = {}
     involuntary: dict[tuple[object, ...], float] = {}
     stolen: dict[tuple[object, ...], float] = {}
-    steal = supervisor.procfs.steal()
+    steal, pins = (
+        supervisor.procfs.steal(),
+        {vcpu: cpu for vcpu, cpu in enumerate(receipt.rules.pins) if cpu is not None},
+    )
     for each in receipt.threads:
         if each.vcpu is None or (times := supervisor.procfs.times(each.thread.pid, each.thread.tid)) is None:
             continue
@@ -90,10 +92,10 @@ def _vcpus(
         involuntary[vcpu] = times.involuntary
         if times.ran is not None and times.waited is not None:
             ran[vcpu], waited[vcpu] = times.ran, times.waited
-        if (cpu := plan.placement.pins[each.vcpu]) in steal:
+        if (cpu := pins.get(each.vcpu)) in steal:
             stolen[vcpu] = steal[cpu]
-    taken = {(vcpu, CpuSet([plan.placement.pins[vcpu]])): seconds for vcpu, seconds in sorted(foreign.items())}
-    if plan.placement.shared:
+    taken = {(vcpu, CpuSet([pins[vcpu]])): seconds for vcpu, seconds in sorted(foreign.items()) if vcpu in pins}
+    if receipt.rules.shared:
         absent = " Absent: the vCPUs have no CPUs of their own."
     else:
         absent = "" if foreign else " Absent: the kernel has no /proc/schedstat (CONFIG_SCHEDSTATS)."

@@ -29,6 +29,7 @@ from typing import Any
 import attrs
 import trio
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError, PlacementError, RefusedError, RunnerError, explain
 from runner.instance.control.status import StatusReader
 from runner.instance.daemons import STOPPED_WITHIN, ShareDaemon, started_virtiofsd
@@ -113,7 +114,7 @@ async def _checked(
     reasons += [f"{which} is QEMU {version}, older than {oldest}" for which, version in versions if _older(version)]
     if not _older(status.machine.monitor.version):
         reasons += await _blocked(status.machine.monitor)
-    return found, [*reasons, *await _not_now(status)]
+    return found, [*reasons, *await _changed_vcpus(status), *await _not_now(status)]
 
 
 def _changeable(program: PurePosixPath) -> list[str]:
@@ -200,6 +201,22 @@ async def _blocked(monitor: Monitor) -> list[str]:
     return [f"QEMU cannot hand its devices over: {reason}" for reason in found.get("blocked-reasons", ())]
 
 
+async def _changed_vcpus(status: StatusReader) -> list[str]:
+    """Return why the vCPUs cannot go along: the next QEMU is started with those of the spec."""
+    count = status.plan.machine.vcpus
+    if status.plan.machine.vcpu_hotplug is None:
+        return []
+    vcpus: Any = (await status.vcpus.listed())["vcpus"]
+    if later := CpuSet(each["vcpu"] for each in vcpus if each["plugged_later"]):
+        reason = f"`ctl cpus {min(later)}` unplugs them, and they can be plugged again afterwards"
+        return [f"the vCPUs {later} cannot go along: they were plugged while the guest runs; {reason}"]
+    if len(vcpus) != count:
+        return [
+            f"the machine was started with {count} vCPUs, and {len(vcpus)} are left, which cannot go along; {_AGAIN}"
+        ]
+    return []
+
+
 async def _not_now(status: StatusReader) -> list[str]:
     """Return why it cannot be done at this moment."""
     reply: Any = await status.machine.monitor.execute("query-status")
@@ -219,7 +236,7 @@ async def update(status: StatusReader, program: PurePosixPath | None, *, no_way_
 
     Raises :exc:`~runner.errors.RunnerError`; the QEMU before has the guest then, unless the error says otherwise.
     """
-    async with status.disks.unchanging() as use_monitor:
+    async with status.disks.unchanging() as use_monitor, status.vcpus.changing:
         await status.supervisor.carry_over.startable()
         found, reasons = await _checked(status, program, no_way_back=no_way_back)
         if reasons:
@@ -398,7 +415,7 @@ class _Move:
         threads = QemuThreads(successor.process, await successor.vcpu_threads(), await successor.iothreads())
         receipts.active.admit(successor.process.pid)
         # Before the source's leave: the controller unseals the CPUs of a cgroup without threads.
-        enter_places(receipts.active, receipts.plan.placement, threads)
+        enter_places(receipts.active, receipts.active.placement, threads)
         self.displaced = True
         for vcpu in self.threads.vcpus:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or is found when they are read back
@@ -407,7 +424,7 @@ class _Move:
 
     def _read_back(self, threads: QemuThreads) -> None:
         supervisor, receipts = self.status.supervisor, self.status.receipts
-        found = read_back(supervisor.processes, supervisor.procfs, receipts.active, receipts.plan.placement, threads)
+        found = read_back(supervisor.processes, supervisor.procfs, receipts.active, receipts.active.placement, threads)
         receipts.threads, receipts.receipt = threads, attrs.evolve(receipts.receipt, threads=found.threads)
         if supervisor.guest_state.placed is not None:
             supervisor.guest_state.placed(receipts.receipt)
@@ -457,7 +474,7 @@ class _Move:
         try:
             if self.displaced:
                 with contextlib.suppress(HostError, PlacementError):  # found when they are read back
-                    enter_places(self.status.receipts.active, self.status.receipts.plan.placement, self.threads)
+                    enter_places(self.status.receipts.active, self.status.receipts.active.placement, self.threads)
             if self.successor is not None:
                 self.successor.monitor.close()
                 await supervisor.processes.kill(self.successor.process)

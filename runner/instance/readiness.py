@@ -61,6 +61,7 @@ class Readiness:
             import_module(NEEDED[self._sign.sign])
         self._shown = ExitStack()
         self._running = False
+        self._state.changed = self._show
         self._changed = trio.Event()
         self.console = ConsoleWatch(self._panicked, self._signed, self._give_up)
         self._begin()

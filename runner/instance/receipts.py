@@ -15,7 +15,7 @@ from runner.instance.cgroups.active import ActivePlacement
 from runner.instance.qemu import Qemu
 from runner.instance.state_directory import RECEIPT
 from runner.instance.supervisor import Supervisor
-from runner.instance.thread_placement import QemuThreads, read_threads, verified
+from runner.instance.thread_placement import QemuThreads, read_back, read_threads, verified
 from runner.kernel import files
 from runner.placement.backends import ControllerPlacement
 from runner.placement.threads import Receipt, sentences
@@ -67,6 +67,8 @@ class Receipts:
     threads: QemuThreads
     active: ActivePlacement
     receipt: Receipt
+    unplugged: bool = False
+    """Whether the guest has released a vCPU."""
 
     def read(self) -> Receipt:
         """Return where the kernel says every thread is now.
@@ -107,6 +109,18 @@ class Receipts:
             log.warning("guarantee arranged (%s)", reason)
         self.publish()
 
+    def follow(self, threads: QemuThreads) -> None:
+        """Have the receipt be of QEMU's *threads* and of the placement in force, now that these have changed.
+
+        Raises :exc:`~runner.errors.RunnerError`, and the receipt is as before, when a thread is not in its place.
+        """
+        supervisor, active = self.supervisor, self.active
+        found = read_back(supervisor.processes, supervisor.procfs, active, active.placement, threads)
+        self.threads = threads
+        self.receipt = attrs.evolve(found, guarantee_reason=self.receipt.guarantee_reason)
+        if supervisor.guest_state.placed is not None:
+            supervisor.guest_state.placed(self.receipt)
+
     def publish(self) -> None:
         """Write the receipt to the state directory, with the names of the instance and of its pod."""
         carry_over = self.supervisor.carry_over
@@ -120,10 +134,19 @@ class Receipts:
         """Return what the program that renews this one must know of them."""
         from runner.instance.carried import CarriedThreads
 
-        return CarriedThreads(tuple(self.threads.vcpus), frozenset(self.threads.iothreads), self.receipt)
+        placement = self.active.placement
+        return CarriedThreads(
+            tuple(self.threads.vcpus),
+            frozenset(self.threads.iothreads),
+            self.receipt,
+            None if placement == self.plan.placement else placement,
+            self.unplugged,
+        )
 
     def misplaced(self) -> str:
         """Return which threads are not where the receipt has them, empty if all are."""
+        if self.supervisor.guest_state.resizing:
+            return self.supervisor.guest_state.resizing
         try:
             return "; ".join(sentences(self.read().violations()))
         except HostError as error:

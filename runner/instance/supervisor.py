@@ -239,15 +239,27 @@ class GuestState:
     """Called with the first receipt of a QEMU, while the guest does not run yet."""
     waits_for: str = ""
     """Why a guest that runs is not ready yet: the sign that it has not given since it was reset; empty if it has."""
+    resizing: str = ""
+    """Which CPUs the container has lost, while the vCPUs make room; empty otherwise."""
     panic: str = ""
     """The line of its console by which its kernel has panicked since it was reset; empty if there was none."""
     signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
+    changed: Callable[[], None] = lambda: None
+    """Called when :attr:`resizing` has changed."""
+
+    def set_resizing(self, resizing: str) -> None:
+        """Set :attr:`resizing`."""
+        if resizing != self.resizing:
+            self.resizing = resizing
+            self.changed()
 
     @property
     def unready(self) -> str:
         """Why the guest is not ready; empty if it is."""
         if self.phase != "running":
             return self.phase
+        if self.resizing:
+            return self.resizing
         if self.panic:
             return f"the guest's kernel has panicked: {self.panic}"
         silence = self.signs_of_life.silence

@@ -7,10 +7,25 @@ import os
 from runner.cpuset import CpuSet
 from runner.errors import PlacementError
 
+MOST_CPUS = 8192
+"""CPUs that Linux can have on x86-64 (``CONFIG_NR_CPUS``); it ignores those of a mask that it cannot have."""
+
 
 def read_mask(tid: int = 0) -> CpuSet:
     """Return the CPUs thread *tid* may use, within its cpuset; 0 is the calling thread."""
     return CpuSet(os.sched_getaffinity(tid))
+
+
+def unpin(tid: int) -> None:
+    """Let thread *tid* run on all CPUs of its cpuset, and on those that this gets later.
+
+    The kernel keeps the mask that was asked for, and applies what of it the cpuset has (``user_cpus_ptr``, Linux 6.2).
+    Raises :exc:`~runner.errors.PlacementError` when the thread is gone.
+    """
+    try:
+        os.sched_setaffinity(tid, range(MOST_CPUS))
+    except OSError as error:
+        raise PlacementError(f"cannot let thread {tid} run on all CPUs of its cpuset") from error
 
 
 def pin(tid: int, cpus: CpuSet) -> None:

@@ -33,7 +33,7 @@ from runner.plan.machine import (
 )
 from runner.plan.memory import memory_overhead, not_lockable, plan_ram, too_few_pages
 from runner.plan.passthrough_plan import PassthroughPlan
-from runner.plan.placement import choose_backend, plan_placement, plan_topology
+from runner.plan.placement import choose_backend, plan_placement, plan_topology, plan_vcpu_hotplug
 from runner.plan.problems import Problems, Remark
 from runner.plan.resolve import resolve_memory, resolve_vcpus
 from runner.plan.shares import SharePlan, plan_shares
@@ -124,13 +124,15 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     problems = Problems()
     backend = choose_backend(spec.cpu, facts, problems)
     vcpus = resolve_vcpus(spec.cpu, backend, facts)
-    placement = plan_placement(spec.cpu, vcpus, backend, facts, problems)
+    growing = spec.hotplug.cpus is not None
+    placement = plan_placement(spec.cpu, vcpus, backend, facts, problems, growing=growing)
     pins = () if placement is None else placement.pins
 
     accel, user = choose_accelerator(spec, facts, problems)
     refuse_unknown_cpu_model(spec.cpu.model, facts, problems)
     copied = bytes_copied(spec.boot, user, facts)
-    overhead = partial(memory_overhead, spec, vcpus, accel=accel, copied=copied)
+    possible = max(vcpus, spec.hotplug.cpus or 0)
+    overhead = partial(memory_overhead, spec, possible, accel=accel, copied=copied)
     size = resolve_memory(spec, pins, overhead, facts, problems)
     controller = isinstance(placement, ControllerPlacement)
     ram = plan_ram(spec, size, overhead, facts, problems, controller=controller)
@@ -138,7 +140,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     topology = plan_topology(spec, pins, size, facts, problems, siblings=siblings) if pins else None
     problems.found += too_few_pages(spec.memory, size, topology, facts)
     passthrough = _passthrough(spec, topology, facts, user, accel, problems)
-    lockable = bytes_to_lock(spec, vcpus, size, sum(device.memory for device in passthrough.devices))
+    lockable = bytes_to_lock(spec, possible, size, sum(device.memory for device in passthrough.devices))
     problems.found += not_lockable(spec, lockable, facts.limits, root=user.user_id == 0)
 
     claims = Claims(facts, problems)
@@ -188,6 +190,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         on_reboot=spec.shutdown.on_reboot,
         passthrough=passthrough,
         updatable=spec.hotplug.qemu,
+        vcpu_hotplug=plan_vcpu_hotplug(spec, vcpus, topology, problems),
     )
     problems.found += too_few_slots(machine)
     if problems.found:

@@ -61,6 +61,16 @@ class FilePlan:
 
 
 @frozen
+class VcpuHotplugPlan:
+    """How the number of vCPUs can change while the guest runs."""
+
+    most: int
+    """The greatest number of vCPUs."""
+    alike: bool
+    """Whether the guest is shown one L3 cache, so that no vCPU may be pinned to a CPU with another."""
+
+
+@frozen
 class MachinePlan:
     """Everything that QEMU's command line is made from."""
 
@@ -101,6 +111,8 @@ class MachinePlan:
     """Also the versioned name of another QEMU's, such as ``pc-q35-10.1``, which the guest keeps when QEMU is updated."""
     updatable: bool = attrs.field(default=False)
     """Whether another QEMU can take its place while the guest runs: all of the guest's memory is shared then."""
+    vcpu_hotplug: VcpuHotplugPlan | None = attrs.field(default=None)
+    """``None``: the number of vCPUs cannot change while the guest runs."""
 
 
 def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> tuple[Accel, User]:

@@ -16,6 +16,7 @@ from runner.placement.backends import (
 from runner.placement.guest_topology import GuestTopology, flat, guest_topology, unbound
 from runner.placement.pins import PinPolicy, choose_cpus, place
 from runner.plan.host_checks import ASKING_FOR_LESS, CPU_TIME, OWN_CPUS, shared_cpus, too_little_time
+from runner.plan.machine import VcpuHotplugPlan
 from runner.plan.memory import PAGE_SIZE
 from runner.plan.problems import Problems
 from runner.spec.instance import CpuSpec, InstanceSpec
@@ -55,9 +56,9 @@ def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backen
 
 
 def plan_placement(
-    cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostFacts, problems: Problems
+    cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostFacts, problems: Problems, *, growing: bool = False
 ) -> Placement | None:
-    """Decide the CPU of each of *vcpus* vCPUs; ``None`` if that is not possible."""
+    """Decide the CPU of each of *vcpus* vCPUs; ``None`` if that is not possible. *growing*: others may be plugged later."""
     _refuse_shared_cpus(cpu, vcpus, backend, facts, problems)
     allowed = facts.allowed_cpus
     if cpu.cpus is not None and not cpu.cpus <= allowed:
@@ -73,7 +74,7 @@ def plan_placement(
             "one CPU for each vCPU",
         )
         return None
-    if backend == "controller" and vcpus < len(allowed):
+    if backend == "controller" and vcpus < len(allowed) and not growing:
         problems.refuse(
             "cpu.count",
             f"asks for {vcpus} vCPUs, but the container has {len(allowed)} CPUs ('{allowed}'), and under placement "
@@ -167,3 +168,34 @@ def plan_topology(
                 "it has not that much, or none that this pod may use"
             )
     return topology if real else flat(topology)
+
+
+def plan_vcpu_hotplug(
+    spec: InstanceSpec, vcpus: int, topology: GuestTopology, problems: Problems
+) -> VcpuHotplugPlan | None:
+    """Decide whether vCPUs can be plugged into a guest that starts with *vcpus* and sees *topology*.
+
+    A vCPU that is plugged is one more core. The guest has been shown at its start how many threads its cores have, which of
+    them share a cache, and on which of its NUMA nodes they are, and which CPUs the pod will get is not known then.
+    """
+    most = spec.hotplug.cpus
+    if most is None:
+        return None
+    if most < vcpus:
+        problems.refuse(
+            "hotplug.cpus", f"is {most}, and the guest starts with {vcpus} vCPUs", f"set it to {vcpus} at least"
+        )
+    sizes = (
+        (topology.sockets, "sockets"),
+        (topology.dies, "L3 caches"),
+        (topology.threads, "threads in each core"),
+        (len(topology.numa_nodes), "NUMA nodes"),
+    )
+    if several := ", ".join(f"{number} {what}" for number, what in sizes if number > 1):
+        problems.refuse(
+            "hotplug.cpus",
+            f"needs a guest with one socket of cores with one thread each, and this one sees {several}, which the vCPUs that "
+            "are plugged later would falsify",
+            'set cpu.topology = "flat"',
+        )
+    return VcpuHotplugPlan(most, alike=spec.cpu.topology == "host")

@@ -70,6 +70,8 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
         yield f"               disk {disk_words(disk)}"
     yield from _devices_of_guest(machine)
     yield from _guest(machine.topology)
+    if machine.vcpu_hotplug is not None:
+        yield f"               takes up to {machine.vcpu_hotplug.most} vCPUs while it runs"
     yield f"               {_ram(machine)}"
     yield from _devices(machine.passthrough)
     pins = ", ".join(f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(placement.pins))

@@ -66,6 +66,13 @@ INSTANCE: Mapping[str, str] = {
     "this process is on the vCPUs' CPUs: %s": "runner_misplaced",
     "kernel threads of QEMU may run on the vCPUs' CPUs: %s": "kernel_threads_not_moved",
     "the receipt is that of before a restart: %s": "receipt_outdated",
+    # -- CPUs that the kubelet takes or exchanges
+    "CPUs of vCPUs are lost%s: %s": "cpus_lost",
+    "the vCPUs cannot be placed anew yet%s: %s": "vcpus_not_placed_anew",
+    "vCPUs placed anew%s count=%d cpus=%s": "vcpus_placed_anew",
+    "the guest cannot run on: %s": "guest_without_cpus",
+    "the guest does not run on: %s": "guest_not_continued",
+    "all CPUs of the container belong to vCPUs now, and all other threads share them": "float_without_cpus",
     # -- operators
     "the console's log file is given up: %s": "console_log_given_up",
     "a console client is refused: it is not root in the instance's own PID namespace%s": "console_client_refused",
@@ -73,6 +80,9 @@ INSTANCE: Mapping[str, str] = {
     "a VNC viewer was turned away%s: %s": "vnc_viewer_refused",
     "a VNC viewer is refused: it is not root in the instance's own PID namespace%s": "vnc_viewer_not_root",
     "a socket for ctl cannot be served yet: %s": "control_socket_delayed",
+    "vCPUs plugged count=%d from=%d cpus=%s pause=%.0fms": "vcpus_plugged",
+    "vCPUs unplugged count=%d from=%d": "vcpus_unplugged",
+    "vCPUs released by the guest count=%d from=%d": "vcpus_released",
     "disk attached name=%s %s": "disk_attached",
     "disk detached name=%s": "disk_detached",
     "disk grown name=%s from=%s to=%s": "disk_grown",

@@ -391,6 +391,13 @@ class HotplugSpec:
         default=4,
         doc="how many disks `instance-runner ctl disk attach` can add; the guest has a PCI Express root port for each from the start",
     )
+    cpus: int | None = key(
+        integer(1, 1024),
+        default=None,
+        doc="how many vCPUs the guest can have while it runs: `instance-runner ctl cpus COUNT` plugs and unplugs them, and they are "
+        "unplugged when the kubelet takes CPUs from the pod; the guest must see one socket of cores with one thread each "
+        '(`cpu.topology = "flat"`); without it the number of vCPUs cannot change',
+    )
     qemu: bool = key(
         flag(),
         default=False,

@@ -47,7 +47,9 @@ async def many_threads(host: Supervisor, stack: AsyncExitStack, count: int) -> t
     return process, tuple(VcpuThread(index, tid) for index, tid in enumerate(tids[1:]))
 
 
-def bare(active: EnteredCgroups, process: Process, vcpus: tuple[VcpuThread, ...], pins: tuple[int, ...]) -> None:
+def bare(
+    active: EnteredCgroups[ControllerPlacement], process: Process, vcpus: tuple[VcpuThread, ...], pins: tuple[int, ...]
+) -> None:
     """Do the same writes and set the same masks, without any check."""
     os.write(active.cgroup_fds.float_procs.number, b"%d\n" % process.pid)
     for vcpu in vcpus:

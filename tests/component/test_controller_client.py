@@ -18,6 +18,7 @@ from runner.controller import methods
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.instance.cgroups.controller import RegisteredCgroups
+from runner.instance.cgroups.entered import InForce
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.files import Descriptor
 from runner.kernel.host_settings import latency_path
@@ -87,7 +88,7 @@ def registered(path: Path, tuning: CpuTuning) -> RegisteredCgroups:
         CgroupPaths(scope_path(A), "float", f"instance-{A}"),
         None,
         CgroupFds(*(Descriptor(-1) for _ in range(4))),
-        placement=ControllerPlacement(CPUS, tuple(CPUS), PurePosixPath(path), A, tuning=tuning),
+        InForce(ControllerPlacement(CPUS, tuple(CPUS), PurePosixPath(path), A, tuning=tuning)),
         sealing=lambda: nullcontext(""),
     )
 

@@ -15,6 +15,7 @@ import trio
 from runner.cpuset import CpuSet
 from runner.errors import PlacementError, RunnerError, explain
 from runner.instance.cgroups.controller import RegisteredCgroups
+from runner.instance.cgroups.entered import InForce
 from runner.instance.control.hotplug import DiskHotplug
 from runner.instance.disks import DiskEvents
 from runner.kernel.files import Descriptor
@@ -43,7 +44,7 @@ def registered(pipes: dict[str, tuple[int, int]]) -> RegisteredCgroups:
     fds = CgroupFds(float_procs=float_, instance_threads=float_, pod_procs=pod, float_threads=float_)
     placement = ControllerPlacement(cpus=CpuSet([2]), pins=(2,), socket=PurePosixPath("/none"), pod_uid="pod")
     paths = CgroupPaths("/pod", "/float", "/instance")
-    return RegisteredCgroups(paths, None, fds, placement=placement, sealing=lambda: nullcontext(""))
+    return RegisteredCgroups(paths, None, fds, InForce(placement), sealing=lambda: nullcontext(""))
 
 
 def test_this_process_goes_to_the_pods_cgroup_and_back(

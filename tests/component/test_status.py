@@ -79,6 +79,7 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
         "accelerator": "tcg",
         "cpu_model": plan.machine.cpu_model,
         "vcpus": 1,
+        "most_vcpus": None,
         "memory": plan.machine.memory,
         "placement": {
             "backend": "affinity",

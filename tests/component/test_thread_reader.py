@@ -9,19 +9,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from runner.cpuset import CpuSet
 from runner.facts.threads import ThreadStatus
 from runner.instance.cgroups.affinity import FloatMask
-from runner.instance.cgroups.entered import EnteredCgroups
+from runner.instance.cgroups.entered import EnteredCgroups, InForce
+from runner.instance.supervisor import Supervisor
 from runner.instance.thread_placement import ThreadReader
 from runner.kernel.cgroup import Cgroup, CgroupError, read_members
 from runner.kernel.procfs import Procfs
+from runner.placement.backends import AffinityPlacement, DelegatedPlacement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import open_cgroup_fds
 
+PLACEMENT = DelegatedPlacement(CpuSet([1]), (1,), CpuSet([0]), shared=False)
 NAMED = """
 import sys, threading
 gate = threading.Event()
@@ -104,10 +108,11 @@ def tree(tmp_path: Path) -> Cgroup:
 def test_a_placement_lists_the_members_of_its_groups(tree: Cgroup) -> None:
     with ExitStack() as held:
         fds = open_cgroup_fds(tree.child("float"), tree.child("instance"), tree, held)
-        active = EnteredCgroups(CgroupPaths("/", "/float", "/instance"), None, fds)
+        active = EnteredCgroups(CgroupPaths("/", "/float", "/instance"), None, fds, InForce(PLACEMENT))
         for _ in range(2):  # each reading begins anew
             assert list(active.members()) == [frozenset({0, 1, 7}), frozenset({8, 9})]
-    assert FloatMask().members() == ()
+    mask = AffinityPlacement(CpuSet([0]), (0,), CpuSet([1]), shared=False)
+    assert FloatMask(mask, cast("Supervisor", None)).members() == ()
 
 
 def test_descriptors_for_writing_alone_list_no_members(tree: Cgroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +120,7 @@ def test_descriptors_for_writing_alone_list_no_members(tree: Cgroup, monkeypatch
     monkeypatch.setattr(Cgroup, "open", lambda self, file: os.open(self.path / file, os.O_WRONLY))
     with ExitStack() as held:
         fds = open_cgroup_fds(tree.child("float"), tree.child("instance"), tree, held)
-        assert EnteredCgroups(CgroupPaths("/", "/float", "/instance"), None, fds).members() == ()
+        assert EnteredCgroups(CgroupPaths("/", "/float", "/instance"), None, fds, InForce(PLACEMENT)).members() == ()
 
 
 def test_a_group_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

@@ -307,6 +307,27 @@ class Kubelet:
             self.write_memory_state()
         self.pods[pod.uid] = pod
 
+    def resize(self, uid: str, cpus: CpuSet, name: str = "main", *, applied: bool = True) -> None:
+        """Give a running container of Guaranteed *uid* other CPUs (``InPlacePodVerticalScalingExclusiveCPUs``).
+
+        The checkpoint is written first; the container's cpuset follows at once if *applied*, else by :meth:`apply_cpus`: the real
+        one applies it when it reconciles. CPUs that move are in neither set for a moment.
+        """
+        before = self.entries[uid][name]
+        assert cpus - before <= self.default - self.reserved
+        self.default -= cpus
+        self.entries[uid][name] = before & cpus or cpus
+        self.write_cpu_state()
+        self.entries[uid][name] = cpus
+        self.default |= before - cpus
+        self.write_cpu_state()
+        if applied:
+            self.apply_cpus(uid, name)
+
+    def apply_cpus(self, uid: str, name: str = "main") -> None:
+        """Write the cpuset of a container as the checkpoint has it."""
+        self.running[uid][name].update_cpus(self.entries[uid][name])
+
     def reconcile(self) -> None:
         """Do what the real one does every ten seconds: remove the entries of ended pods, resize containers of the pool."""
         for uid in [uid for uid in self.entries if uid not in self.running]:

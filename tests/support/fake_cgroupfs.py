@@ -92,6 +92,10 @@ class FakeCgroup(Cgroup):
             case _:
                 self._put(file, value)
 
+    def effective_cpus(self) -> CpuSet:
+        """Return the CPUs in effect: of an isolated partition its exclusive ones, whatever ``cpuset.cpus`` is."""
+        return (self.exclusive_cpus() or CpuSet()) if self.partition() == "isolated" else super().effective_cpus()
+
     def remove_thread(self, tid: int) -> bool:
         """Let the thread *tid* leave the cgroup, if it is there, which is empty after the last one."""
         threads = self.threads()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Protocol, assert_never
 
+from runner.cpuset import CpuSet
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
@@ -24,6 +25,10 @@ class ActivePlacement(Protocol):
             for vcpu in vcpus:
                 active.confine(vcpu.tid)
     """
+
+    @property
+    def placement(self) -> Placement:
+        """The CPUs that the instance has now; the plan's until they change while the guest runs."""
 
     @property
     def cgroups(self) -> CgroupPaths | None:
@@ -52,12 +57,38 @@ class ActivePlacement(Protocol):
     def release(self, tid: int) -> None:
         """Move the thread *tid* alone back to float, with float's CPUs as its mask."""
 
+    def remember(self, tid: int) -> None:
+        """Know the vCPU thread *tid*, which the runner before exec has confined."""
+
+    def forget(self, tid: int) -> None:
+        """Forget the vCPU thread *tid*, which has ended."""
+
     def in_pod_cgroup(self) -> AbstractContextManager[None]:
         """Hold this process in a cgroup with the pod's own device filter, if float has another one; no await in the block.
 
         For the devices that the pod was given. A move takes 20 to 30 ms (measured). Raises
         :exc:`~runner.errors.PlacementError` at the end if there is no way back to float.
         """
+
+    def container_cpus(self) -> CpuSet:
+        """Return the CPUs that the container has now. Raises :exc:`~runner.errors.HostError` where they cannot be read."""
+
+    @property
+    def loses_cpus(self) -> bool:
+        """Whether :meth:`container_cpus` may change while the guest runs."""
+
+    async def change(self, placement: Placement) -> None:
+        """Have the cgroups, and all threads but the vCPUs', be as *placement* says; pins are the caller's.
+
+        A CPU that a vCPU gets is taken from all other threads before this returns. Raises :exc:`~runner.errors.RunnerError`;
+        :attr:`placement` is the one before then.
+        """
+
+    async def follow(self, placement: Placement) -> None:
+        """Do the same for CPUs that the container has already, and the controller, if there is one, has given or taken."""
+
+    def adopt(self, placement: Placement) -> None:
+        """Have *placement* be the one in force without a change of anything."""
 
     def sealed(self) -> AbstractAsyncContextManager[str]:
         """Hold the vCPUs' CPUs as an isolated partition, and return why that was not to be had, empty if it was.

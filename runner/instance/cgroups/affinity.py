@@ -5,40 +5,87 @@ It cannot keep other processes off the vCPUs' CPUs, and every start says so.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+import attrs
+import trio
+
 from runner.cpuset import CpuSet
+from runner.errors import PlacementError
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
 from runner.kernel.scheduler import pin, read_mask
-from runner.placement.backends import AffinityPlacement
-from runner.values import frozen
+from runner.placement.backends import AffinityPlacement, Placement
 
 if TYPE_CHECKING:
     from runner.instance.carried import CarriedMask
 
 
-@frozen
+@attrs.define
 class FloatMask:
     """Float without cgroups: there is nothing to move a thread into, and a child inherits the mask of this process."""
 
+    placement: AffinityPlacement
+    _supervisor: Supervisor
     cgroups: None = None
     memory_cgroup_fd: None = None
     pod_cgroup_fd: None = None
+    _confined: set[int] = attrs.field(factory=set)
+    """The tids of the vCPU threads."""
 
     def admit(self, pid: int) -> None:
         pass
 
     def confine(self, tid: int) -> None:
-        pass
+        self._confined.add(tid)
+
+    def remember(self, tid: int) -> None:
+        self._confined.add(tid)
+
+    def forget(self, tid: int) -> None:
+        self._confined.discard(tid)
 
     def members(self) -> Sequence[frozenset[int]]:
         return ()
 
     def release(self, tid: int) -> None:
+        self._confined.discard(tid)
         pin(tid, read_mask())
+
+    def container_cpus(self) -> CpuSet:
+        # Those of the start: what the mask of this process was then.
+        return self.placement.cpus | self.placement.float_cpus
+
+    @property
+    def loses_cpus(self) -> bool:
+        return False
+
+    async def change(self, placement: Placement) -> None:
+        await trio.lowlevel.checkpoint()
+        assert isinstance(placement, AffinityPlacement)  # noqa: S101 - a change of ours keeps the back end
+        if placement.float_cpus != self.placement.float_cpus:
+            self._pin_float(placement.float_cpus)
+        self.placement = placement
+
+    async def follow(self, placement: Placement) -> None:
+        await self.change(placement)
+
+    def _pin_float(self, cpus: CpuSet) -> None:
+        supervisor = self._supervisor
+        for pid in (os.getpid(), *(process.pid for process in supervisor.processes)):
+            for tid in set(supervisor.procfs.thread_ids(pid)) - self._confined:
+                try:
+                    pin(tid, cpus)
+                except PlacementError as error:
+                    if not isinstance(error.__cause__, ProcessLookupError):  # it has ended
+                        raise
+
+    def adopt(self, placement: Placement) -> None:
+        assert isinstance(placement, AffinityPlacement)  # noqa: S101 - a change of ours keeps the back end
+        self.placement = placement
 
     def in_pod_cgroup(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -63,7 +110,7 @@ def pinned_off_vcpus(
             pin(0, placement.float_cpus)
             for anchor in anchors:
                 pin(anchor.process.pid, placement.float_cpus)
-        yield FloatMask()
+        yield FloatMask(placement, supervisor)
     finally:
         with supervisor.faults.recorded("take back this process's CPU mask"):
             pin(0, before)

@@ -5,6 +5,7 @@ The pod's own cgroup keeps the anchors. Nothing else of the node runs on the vCP
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -15,15 +16,16 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError, PlacementError, explain
 from runner.facts.roots import Roots
-from runner.instance.cgroups.entered import EnteredCgroups, adopted_cgroups
+from runner.instance.cgroups.entered import EnteredCgroups, InForce, adopted_cgroups
 from runner.instance.cgroups.float import entered_float
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Faults, Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.scheduler import read_mask
-from runner.placement.backends import ControllerPlacement, CpuTuning
+from runner.placement.backends import ControllerPlacement, CpuTuning, Placement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
     ControllerAbsentError,
@@ -76,10 +78,9 @@ SETTLED_AGAIN = 5.0
 
 
 @frozen
-class RegisteredCgroups(EnteredCgroups):
+class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
     """Cgroups that the node's controller made."""
 
-    placement: ControllerPlacement = attrs.field(kw_only=True)
     sealing: Callable[[], AbstractAsyncContextManager[str]] = attrs.field(kw_only=True)
     """What :meth:`sealed` returns."""
 
@@ -95,6 +96,31 @@ class RegisteredCgroups(EnteredCgroups):
                 log.error("this process is on the vCPUs' CPUs: %s", explain(error))  # noqa: TRY400  # raised below, too
                 raise PlacementError("cannot return to float: this process stays on the vCPUs' CPUs") from error
 
+    def container_cpus(self) -> CpuSet:
+        try:
+            return _read_cpus(self.cgroups.pod)
+        except HostError as error:
+            raise HostError(
+                "cannot read which CPUs the container has", remedy="let it see its cgroup at /sys/fs/cgroup"
+            ) from error
+
+    async def change(self, placement: Placement) -> None:
+        assert isinstance(placement, ControllerPlacement)  # noqa: S101 - a change of ours keeps the back end
+        await trio.lowlevel.checkpoint()
+        # The controller follows the kubelet: it has taken already what the pod has lost.
+        if placement.cpus - self.placement.cpus:
+            with ExitStack() as held:
+                registration = await _register(placement, self.cgroups.pod, held)
+            if registration.cpus != placement.cpus:
+                raise PlacementError(
+                    f"cannot have the CPUs '{placement.cpus}': the controller gives '{registration.cpus}'"
+                )
+        self.adopt(placement)
+
+    async def follow(self, placement: Placement) -> None:
+        await trio.lowlevel.checkpoint()
+        self.adopt(placement)
+
     def sealed(self) -> AbstractAsyncContextManager[str]:
         return self.sealing()
 
@@ -104,7 +130,8 @@ class RegisteredCgroups(EnteredCgroups):
         while True:
             with ExitStack() as held:
                 try:
-                    await _register(self.placement, self.cgroups.pod, held)
+                    cpus = _given(self.placement, self.cgroups.pod)
+                    await _register(attrs.evolve(self.placement, cpus=cpus), self.cgroups.pod, held)
                 except HostError as error:
                     if not warned:
                         log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
@@ -135,17 +162,34 @@ class RegisteredCgroups(EnteredCgroups):
                 return
 
 
+def _read_cpus(pod: str) -> CpuSet:
+    """Return the CPUs of the container whose cgroup has the path *pod*.
+
+    Not those in effect: the pod's cgroup has none of its own while the instance is sealed.
+    """
+    return Cgroup(Roots().cgroup / pod.lstrip("/")).cpus()
+
+
+def _given(placement: ControllerPlacement, pod: str) -> CpuSet:
+    """Return the CPUs of the container, which may have been given more than *placement* has; that one's if they are hidden."""
+    try:
+        return _read_cpus(pod) or placement.cpus
+    except HostError:
+        return placement.cpus
+
+
 @asynccontextmanager
 async def _sealed(
-    supervisor: Supervisor, placement: ControllerPlacement, anchors: Sequence[RestartedChild]
+    supervisor: Supervisor, in_force: InForce[ControllerPlacement], anchors: Sequence[RestartedChild], pod: str
 ) -> AsyncIterator[str]:
+    placement = in_force.placement
     try:
         with supervisor.carry_over.taking("seal") as carried:
             reason = "" if carried is None else carried.reason
         if carried is None:
             reason = await supervisor.unless_stopped(partial(_seal, placement))
         supervisor.carry_over.offer("seal", lambda: _carried(reason))
-        async with supervisor.background_task(partial(_keep_sealed, placement, anchors, reason)):
+        async with supervisor.background_task(partial(_keep_sealed, in_force, anchors, pod, reason)):
             yield reason
     finally:
         with supervisor.faults.recorded("unseal the CPUs"), trio.move_on_after(UNSEALED_WITHIN, shield=True):
@@ -178,10 +222,21 @@ async def _seal(placement: ControllerPlacement) -> str:
     return reason
 
 
-async def _keep_sealed(placement: ControllerPlacement, anchors: Sequence[RestartedChild], reason: str) -> None:
-    """Seal again what is not sealed: the controller was away, or is newer now, or another program has changed a cpuset."""
+async def _keep_sealed(
+    in_force: InForce[ControllerPlacement], anchors: Sequence[RestartedChild], pod: str, reason: str
+) -> None:
+    """Seal again what is not sealed: the controller was away, or is newer now, or another program has changed a cpuset.
+
+    Register again what has changed: without a kubelet, only that tells the controller which CPUs the container has lost.
+    """
+    registered = in_force.placement.cpus
     while True:
         await trio.sleep(SEALED_AGAIN)
+        if (given := _given(in_force.placement, pod)) != registered:
+            with ExitStack() as held, contextlib.suppress(HostError):  # tried again
+                await _register(attrs.evolve(in_force.placement, cpus=given), pod, held)
+                registered = given
+        placement = in_force.placement
         try:
             if all(read_mask(anchor.process.pid).isdisjoint(placement.cpus) for anchor in anchors):
                 continue
@@ -203,12 +258,13 @@ async def registered_cgroups(
 
     Raises :exc:`~runner.errors.RunnerError` when the controller does not answer, refuses, or gives other CPUs.
     """
+    in_force = InForce(placement)
     with ExitStack() as descriptors:
         async with AsyncExitStack() as held:
             # Before the request: if the controller dies or this start is stopped, it may have registered us or not.
             held.push_async_callback(_deregister, supervisor.faults, placement)
             with supervisor.carry_over.taking("cgroups") as carried:
-                adopted = None if carried is None else adopted_cgroups(carried, descriptors)
+                adopted = None if carried is None else adopted_cgroups(carried, in_force, descriptors)
             if adopted is None:
                 pod = supervisor.procfs.cgroup()
                 try:
@@ -221,15 +277,15 @@ async def registered_cgroups(
                         f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
                     )
                 named = CgroupPaths(pod, str(registration.float_below), registration.instance.name)
-                adopted = EnteredCgroups(named, None, registration.cgroup_fds)
-            async with entered_float(supervisor, placement, anchors, adopted) as entered:
+                adopted = EnteredCgroups(named, None, registration.cgroup_fds, in_force)
+            async with entered_float(supervisor, anchors, adopted) as entered:
                 yield RegisteredCgroups(
                     entered.cgroups,
                     entered.pod_cgroup_fd,
                     entered.cgroup_fds,
+                    in_force,
                     entered.confined,
-                    placement=placement,
-                    sealing=partial(_sealed, supervisor, placement, anchors),
+                    sealing=partial(_sealed, supervisor, in_force, anchors, entered.cgroups.pod),
                 )
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import attrs
 
 from runner.kernel.cgroup import CgroupError, read_members, write_control
 from runner.kernel.files import owned
-from runner.kernel.scheduler import pin, read_mask
+from runner.kernel.scheduler import unpin
+from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import CgroupFds
 from runner.values import frozen
@@ -20,15 +21,30 @@ if TYPE_CHECKING:
     from runner.instance.carried import CarriedCgroups  # only a runner that is renewed carries any
 
 
+P = TypeVar("P", ControllerPlacement, DelegatedPlacement)
+
+
+@attrs.define
+class InForce(Generic[P]):
+    """The placement that is in force now; all parts of a back end share one, because it changes while the guest runs."""
+
+    placement: P
+
+
 @frozen
-class EnteredCgroups:
+class EnteredCgroups(Generic[P]):
     """Cgroups that threads are moved between by *cgroup_fds*."""
 
     cgroups: CgroupPaths
     memory_cgroup_fd: int | None
     cgroup_fds: CgroupFds
+    in_force: InForce[P]
     confined: set[int] = attrs.field(factory=set)
     """The tids of the vCPU threads."""
+
+    @property
+    def placement(self) -> P:
+        return self.in_force.placement
 
     @property
     def pod_cgroup_fd(self) -> int:
@@ -53,19 +69,24 @@ class EnteredCgroups:
                 return ()
             raise
 
+    @property
+    def loses_cpus(self) -> bool:
+        return True
+
+    def remember(self, tid: int) -> None:
+        self.confined.add(tid)
+
+    def forget(self, tid: int) -> None:
+        self.confined.discard(tid)
+
+    def adopt(self, placement: Placement) -> None:
+        assert isinstance(placement, type(self.placement))  # noqa: S101 - a change of ours keeps the back end
+        self.in_force.placement = placement
+
     def release(self, tid: int) -> None:
         write_control(self.cgroup_fds.float_threads.number, str(tid), f"{self.cgroups.float_cgroup}/cgroup.threads")
         self.confined.discard(tid)
-        pin(tid, read_mask())
-
-    def in_pod_cgroup(self) -> AbstractContextManager[None]:
-        return nullcontext()  # a cgroup below the pod's is under its device filter
-
-    def sealed(self) -> AbstractAsyncContextManager[str]:
-        return nullcontext("placement 'delegated' has no controller, which makes partitions")
-
-    async def settle(self) -> None:
-        pass  # QEMU's kernel threads were born in float with it
+        unpin(tid)  # it has the one CPU of the vCPU that started it, and float's CPUs change
 
     def carried(self) -> CarriedCgroups:
         """Return what the program that renews this one must know of them."""
@@ -87,8 +108,8 @@ class EnteredCgroups:
         write_control(self.cgroup_fds.pod_procs.number, str(pid), f"{self.cgroups.pod}/cgroup.procs")
 
 
-def adopted_cgroups(carried: CarriedCgroups, held: ExitStack) -> EnteredCgroups:
+def adopted_cgroups(carried: CarriedCgroups, in_force: InForce[P], held: ExitStack) -> EnteredCgroups[P]:
     """Return the cgroups that the runner before exec has entered; *held* closes their descriptors."""
     fds = (carried.float_procs, carried.instance_threads, carried.pod_procs, carried.float_threads)
     cgroup_fds = CgroupFds(*(held.enter_context(owned(each.number)) for each in fds))
-    return EnteredCgroups(carried.cgroups, None, cgroup_fds, set(carried.confined))
+    return EnteredCgroups(carried.cgroups, None, cgroup_fds, in_force, set(carried.confined))

@@ -11,7 +11,7 @@ from functools import partial
 import attrs
 
 from runner.errors import HostError, PlacementError
-from runner.instance.cgroups.entered import EnteredCgroups
+from runner.instance.cgroups.entered import EnteredCgroups, P
 from runner.instance.cgroups.strays import processes_of_others, sweep
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
@@ -25,10 +25,9 @@ log = logging.getLogger(__name__)
 @asynccontextmanager
 async def entered_float(
     supervisor: Supervisor,
-    placement: ControllerPlacement | DelegatedPlacement,
     anchors: Sequence[RestartedChild],
-    active: EnteredCgroups,
-) -> AsyncIterator[EnteredCgroups]:
+    active: EnteredCgroups[P],
+) -> AsyncIterator[EnteredCgroups[P]]:
     """Hold this process in float; everything that is in float at the end is moved to the pod's cgroup.
 
     What it forks is born in float, except for the anchors: one that must be started again enters the pod's cgroup.
@@ -42,13 +41,11 @@ async def entered_float(
         for anchor in anchors:
             anchor.command = attrs.evolve(command, entering=active.pod_cgroup_fd)
         if not supervisor.carry_over.resuming:
-            active = attrs.evolve(active, cgroups=_read_paths(supervisor, placement, named))
+            active = attrs.evolve(active, cgroups=_read_paths(supervisor, active.placement, named))
         supervisor.carry_over.offer("cgroups", active.carried)
         async with AsyncExitStack() as held:
-            if placement.sweep:
-                sweeping = partial(
-                    sweep, supervisor.processes, supervisor.procfs, supervisor.counters, active, placement.cpus
-                )
+            if active.placement.sweep:
+                sweeping = partial(sweep, supervisor.processes, supervisor.procfs, supervisor.counters, active)
                 await held.enter_async_context(supervisor.background_task(sweeping))
             yield active
     finally:

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 
 import trio
 
-from runner.cpuset import CpuSet
 from runner.errors import HostError, PlacementError, explain
-from runner.instance.cgroups.entered import EnteredCgroups
+from runner.instance.cgroups.entered import EnteredCgroups, P
 from runner.instance.supervisor import Counters
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.processes import Processes
@@ -34,21 +33,19 @@ def processes_of_others(processes: Processes, procfs: Procfs) -> list[int]:
     return [pid for pid in procfs.processes() if pid not in ours] if os.getpid() == 1 else []
 
 
-async def sweep(
-    processes: Processes, procfs: Procfs, counters: Counters, active: EnteredCgroups, vcpus: CpuSet
-) -> None:
+async def sweep(processes: Processes, procfs: Procfs, counters: Counters, active: EnteredCgroups[P]) -> None:
     """Move strays to float, again and again.
 
     These are processes that others start in the pod's cgroup, and threads that QEMU's vCPU threads start: a thread is
     born in the cgroup of its parent, and since Linux 6.14 the first vCPU that runs starts KVM's
-    ``kvm-nx-lpage-recovery``. A process that may not run on the CPUs *vcpus* stays where it is, as every process of the pod
+    ``kvm-nx-lpage-recovery``. A process that may not run on the vCPUs' CPUs stays where it is, as every process of the pod
     does while these are sealed.
     """
     limit = LogRateLimit()
     try:
         while True:
             try:
-                _sweep_once(processes, procfs, counters, active, vcpus, limit)
+                _sweep_once(processes, procfs, counters, active, limit)
             except HostError as error:  # of /proc itself: descriptors or memory are short, and may be there again
                 log.debug("nothing could be looked for: %s", explain(error))
             await trio.sleep(SWEPT_EVERY)
@@ -57,11 +54,11 @@ async def sweep(
 
 
 def _sweep_once(
-    processes: Processes, procfs: Procfs, counters: Counters, active: EnteredCgroups, vcpus: CpuSet, limit: LogRateLimit
+    processes: Processes, procfs: Procfs, counters: Counters, active: EnteredCgroups[P], limit: LogRateLimit
 ) -> None:
     for pid in processes_of_others(processes, procfs):
         with _tolerated(limit, f"process {pid}"):
-            _sweep_process(procfs, counters, active, pid, vcpus, limit)
+            _sweep_process(procfs, counters, active, pid, limit)
     for pid in [process.pid for process in processes if process.role == "qemu"] if active.confined else ():
         for tid in set(procfs.thread_ids(pid)) - active.confined:
             with _tolerated(limit, f"thread {tid} of QEMU"):
@@ -69,8 +66,9 @@ def _sweep_once(
 
 
 def _sweep_process(
-    procfs: Procfs, counters: Counters, active: EnteredCgroups, pid: int, vcpus: CpuSet, limit: LogRateLimit
+    procfs: Procfs, counters: Counters, active: EnteredCgroups[P], pid: int, limit: LogRateLimit
 ) -> None:
+    vcpus = active.placement.cpus
     placed = {active.cgroups.float_cgroup, active.cgroups.instance}
     threads = (each for each in procfs.threads(pid) if each.cgroup not in placed and not each.cpus.isdisjoint(vcpus))
     if (first := next(threads, None)) is not None:  # a zombie has none
@@ -80,7 +78,7 @@ def _sweep_process(
             log.info("moved to float, as it was started in the pod's cgroup%s pid=%d name=%s", more, pid, first.name)
 
 
-def _sweep_thread(procfs: Procfs, counters: Counters, active: EnteredCgroups, tid: int, limit: LogRateLimit) -> None:
+def _sweep_thread(procfs: Procfs, counters: Counters, active: EnteredCgroups[P], tid: int, limit: LogRateLimit) -> None:
     if procfs.cgroup(tid) == active.cgroups.instance:
         name = procfs.name(tid)
         active.release(tid)

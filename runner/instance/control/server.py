@@ -101,8 +101,10 @@ async def _called(status: StatusReader, method: str, params: Mapping[str, object
             await _upgrade(status, params)
         case "qemu.check" | "qemu.update":
             return await _update_qemu(status, params, only_check=method == "qemu.check")
+        case "cpu.list":
+            return await status.vcpus.listed()
         case "cpu.set":
-            _refuse_cpus()
+            return await status.vcpus.set(_count(params))
     return await _called_for_disks(status.disks, method, params)
 
 
@@ -200,9 +202,8 @@ def _size(params: Mapping[str, object]) -> int | None:
     return size
 
 
-def _refuse_cpus() -> NoReturn:
-    raise RpcError(
-        REFUSED,
-        "cannot change the number of vCPUs while the guest runs: each has a CPU of its own, and the kubelet gives a pod its "
-        "exclusive CPUs once, at its start; change cpu.count and the pod's requests, and start it again",
-    )
+def _count(params: Mapping[str, object]) -> int:
+    value = params.get("count")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RpcError(INVALID_PARAMS, "Invalid params: 'count' must be a whole number")
+    return value

@@ -12,6 +12,7 @@ from runner.instance.control.hotplug import DiskHotplug
 from runner.instance.qemu import Qemu
 from runner.instance.receipts import Receipts
 from runner.instance.supervisor import Supervisor
+from runner.instance.vcpus import Vcpus
 from runner.placement.threads import sentences
 from runner.plan.instance import InstancePlan
 from runner.values import frozen
@@ -26,6 +27,7 @@ class StatusReader:
     machine: Qemu
     receipts: Receipts
     disks: DiskHotplug
+    vcpus: Vcpus
 
     async def read(self) -> dict[str, object]:
         """Return the state as JSON: sizes in bytes, times in seconds, CPU sets in the kernel's list format.
@@ -43,7 +45,8 @@ class StatusReader:
             "not_ready": state.unready,
             "accelerator": machine.accel,
             "cpu_model": machine.cpu_model,
-            "vcpus": machine.vcpus,
+            "vcpus": len(self.receipts.receipt.rules.pins),
+            "most_vcpus": None if machine.vcpu_hotplug is None else machine.vcpu_hotplug.most,
             "memory": machine.memory,
             "placement": self._placement(),
             "agent": self._agent(),
@@ -67,9 +70,10 @@ class StatusReader:
 
     def _placement(self) -> dict[str, object]:
         """Return where the vCPUs are, and whether every thread is in its place, read from the kernel now."""
+        resizing = self.supervisor.guest_state.resizing
         try:
             receipt = self.receipts.read()
-            misplaced = list(sentences(receipt.violations()))
+            misplaced = [resizing] if resizing else list(sentences(receipt.violations()))
         except HostError as error:
             receipt, misplaced = self.receipts.receipt, [explain(error)]
         shown = receipt.to_json()
@@ -77,8 +81,8 @@ class StatusReader:
             "backend": self.plan.placement.backend,
             "guarantee": shown["guarantee"],
             "guarantee_reason": shown["guarantee_reason"],
-            "cpus": str(self.plan.placement.cpus),
-            "pins": list(self.plan.placement.pins),
+            "cpus": str(receipt.rules.cpus),
+            "pins": list(receipt.rules.pins),
             "float_cpus": shown["float_cpus"],
             "misplaced": misplaced,
         }

@@ -285,7 +285,11 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     topology = machine.topology
     sockets, cores, threads = topology.sockets, topology.cores, topology.threads
     dies = f"dies={topology.dies}," if topology.dies > 1 else ""
-    yield from ("-smp", f"cpus={machine.vcpus},sockets={sockets},{dies}cores={cores},threads={threads}")
+    possible = ""
+    if machine.vcpu_hotplug is not None:  # the cores of one socket, of which some are plugged later
+        cores = machine.vcpu_hotplug.most
+        possible = f"maxcpus={cores},"
+    yield from ("-smp", f"cpus={machine.vcpus},{possible}sockets={sockets},{dies}cores={cores},threads={threads}")
     yield from ("-m", f"size={machine.memory // MIB}M")
     if machine.ram.locked:
         yield from ("-overcommit", "mem-lock=on")

@@ -24,7 +24,7 @@ from runner.check.programs import judge_controller
 from runner.controller import methods
 from runner.controller.loop import ReconcileLoop
 from runner.controller.main import Pages
-from runner.controller.partition_writer import PartitionWriter, isolate
+from runner.controller.partition_writer import PartitionWriter, obey
 from runner.cpuset import CpuSet
 from runner.instance.cgroups.controller import BUSY_FOR, _seal
 from runner.kernel.cgroup import CgroupError
@@ -56,7 +56,7 @@ def writer(node: Node, pair: tuple[PartitionWriter, socket.socket]) -> Iterator[
 
     def serve() -> None:
         while message := pair[1].recv(256):
-            pair[1].send(str(isolate(node.root.path, message)).encode())
+            pair[1].send(str(obey(node.root.path, message)).encode())
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -65,14 +65,25 @@ def writer(node: Node, pair: tuple[PartitionWriter, socket.socket]) -> Iterator[
     thread.join()
 
 
+def test_it_writes_the_cpus_of_a_partition(tmp_path: Path) -> None:
+    group = tmp_path / "instance-a"
+    group.mkdir()
+    (group / "cpuset.cpus.exclusive").write_text("4-5\n")
+    assert obey(tmp_path, b"instance-a 4-7,9") == 0
+    assert (group / "cpuset.cpus.exclusive").read_text() == "4-7,9\n"
+    for message in (b"instance-a ", b"instance-a x", b"instance-a 4 member", b"float 4", b" 4", b"instance-a 4\n/../5"):
+        assert obey(tmp_path, message) == errno.EINVAL
+    assert (group / "cpuset.cpus.exclusive").read_text() == "4-7,9\n"
+
+
 def test_it_writes_one_word_to_one_file_of_an_instance(tmp_path: Path) -> None:
     group = tmp_path / "instance-a"
     group.mkdir()
     file = group / "cpuset.cpus.partition"
     file.write_text("member\n")
-    assert isolate(tmp_path, b"instance-a") == 0
+    assert obey(tmp_path, b"instance-a") == 0
     assert file.read_text() == "isolated\n"
-    assert isolate(tmp_path, b"instance-b") == errno.ENOENT
+    assert obey(tmp_path, b"instance-b") == errno.ENOENT
 
 
 @pytest.mark.parametrize(
@@ -93,7 +104,7 @@ def test_it_refuses_every_other_name(tmp_path: Path, message: bytes) -> None:
     for name in ("float", "instance-a"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cpuset.cpus.partition").write_text("member\n")
-    assert isolate(tmp_path, message) == errno.EINVAL
+    assert obey(tmp_path, message) == errno.EINVAL
     assert {file.read_text() for file in tmp_path.glob("*/cpuset.cpus.partition")} == {"member\n"}
 
 
@@ -102,7 +113,7 @@ def test_it_waits_for_no_lease(tmp_path: Path, pair: tuple[PartitionWriter, sock
     file.parent.mkdir()
     file.write_text("member\n")
     with leasing(file):
-        number = isolate(tmp_path, b"instance-a")
+        number = obey(tmp_path, b"instance-a")
     assert (number, file.read_text()) == (errno.EAGAIN, "member\n")
     pair[1].send(str(number).encode())
     with pytest.raises(CgroupError, match="a process holds a lease on it"):
@@ -116,10 +127,10 @@ def test_it_follows_no_link(tmp_path: Path) -> None:
     (other / "cpuset.cpus.partition").write_text("member\n")
     (root / "instance-a").symlink_to(other)
     (root / "instance-b" / "cpuset.cpus.partition").symlink_to(other / "cpuset.cpus.partition")
-    assert isolate(root, b"instance-a") in (errno.ENOTDIR, errno.ELOOP)
-    assert isolate(root, b"instance-b") == errno.ELOOP
+    assert obey(root, b"instance-a") in (errno.ENOTDIR, errno.ELOOP)
+    assert obey(root, b"instance-b") == errno.ELOOP
     (tmp_path / "link").symlink_to(root)
-    assert isolate(tmp_path / "link", b"instance-b") in (errno.ENOTDIR, errno.ELOOP)
+    assert obey(tmp_path / "link", b"instance-b") in (errno.ENOTDIR, errno.ELOOP)
     assert (other / "cpuset.cpus.partition").read_text() == "member\n"
 
 

@@ -38,6 +38,10 @@ DEFAULTS = {
     "ticks": None,  # seconds between two lines that its guest prints, "tick 0", "tick 1", … without end
     "agent": None,  # None (no agent) | "answers" | "deaf" | "refuses" | "garbage" | "flood" | "lazy" (takes it, does nothing) | "old"
     "unplugs": True,  # the guest releases a disk that is to be detached
+    "vcpu_add": None,  # None (it is plugged) | "refused" | "gone" (its thread does not exist)
+    "vcpu_del": "released",  # also: None (the guest keeps it), "later" (it can be asked the second time), "silently" (no event)
+    # | "late" (after half a second)
+    "cont_again": None,  # None (the guest runs on after it was stopped) | "deaf" | "refused"
     "fills": None,  # a directory whose file system is full as soon as the guest has a new disk
     "hostile": None,  # a phase and what it does then: see `misbehave`
     "noise": False,  # events and foreign replies between request and reply
@@ -270,7 +274,8 @@ def serve_console():
 
 if behaviour["console"] is not None:
     threading.Thread(target=serve_console, daemon=True).start()
-count = int(dict(item.partition("=")[::2] for item in values["-smp"].split(","))["cpus"])
+smp = dict(item.partition("=")[::2] for item in values["-smp"].split(","))
+count, most = int(smp["cpus"]), int(smp.get("maxcpus", smp["cpus"]))
 stop = threading.Event()
 tids = []
 ready = threading.Barrier(count + 1)
@@ -292,6 +297,93 @@ if behaviour["tid"] == "same":
     tids = [tids[0]] * count
 if behaviour["vcpus"] is not None:
     tids = (tids * 9)[: behaviour["vcpus"]]
+
+
+released = set()
+"""The indexes of vCPUs that the machine was started with and that the guest has released."""
+plugged = {}
+"""Index → tid of each vCPU that was plugged, and what ends its thread."""
+refusals = []
+
+
+def vcpus():
+    """Return index → tid and QOM path of each vCPU."""
+    found = {at: (tid, f"/machine/unattached/device[{at}]") for at, tid in enumerate(tids) if at not in released}
+    return {**found, **{at: (tid, f"/machine/peripheral/vcpu{at}") for at, (tid, _) in plugged.items()}}
+
+
+def plug_vcpu(arguments):
+    index, over, there = arguments["core-id"], threading.Event(), threading.Event()
+    assert index not in vcpus()
+    assert arguments["socket-id"] == arguments["thread-id"] == 0
+    assert state["status"] == "paused", "a vCPU that is plugged while the guest runs may run before it is pinned"
+    if behaviour["vcpu_add"] == "refused":
+        return "refused by the fake"
+    found = []
+
+    def run():
+        found.append(threading.get_native_id())
+        there.set()
+        over.wait()
+
+    threading.Thread(target=run, daemon=True).start()
+    there.wait()
+    plugged[index] = (4_000_000 if behaviour["vcpu_add"] == "gone" else found[0], over)
+    record("vcpus", indexes=sorted(vcpus()))
+    return None
+
+
+def unplug_vcpu(path):
+    index = next(at for at, (_, each) in vcpus().items() if each == path)
+    assert index > 0
+    if behaviour["vcpu_del"] == "later" and not refusals:
+        refusals.append(path)
+        return "acpi: device unplug request for not supported device type: max-x86_64-cpu"
+    if behaviour["vcpu_del"] is None:
+        return None
+    if behaviour["vcpu_del"] == "late":
+        threading.Timer(0.5, release_vcpu, (index, path)).start()
+        return None
+    release_vcpu(index, path)
+    return None
+
+
+def release_vcpu(index, path):
+    if index in plugged:
+        plugged.pop(index)[1].set()
+    else:
+        released.add(index)
+    record("vcpus", indexes=sorted(vcpus()))
+    if behaviour["vcpu_del"] != "silently":
+        event("DEVICE_DELETED", path=path)
+
+
+def refused_about_vcpus(command, arguments):
+    """Do what changes vCPUs, and return why it is refused; ``None`` for any other command."""
+    if command == "device_add" and arguments["driver"] == "max-x86_64-cpu":
+        return plug_vcpu(arguments) or ""
+    if command == "device_del" and arguments["id"].startswith("/machine/"):
+        return unplug_vcpu(arguments["id"]) or ""
+    return None
+
+
+def list_vcpus():
+    there = {**{at: (tid, "/") for at, tid in enumerate(tids)}, **vcpus()}  # it may report more than there are
+    listed = [at for at in there if at not in released]
+    return [{"cpu-index": at, "thread-id": there[at][0], "qom-path": there[at][1]} for at in reversed(listed)]
+
+
+def slots():
+    there = vcpus()
+    return [
+        {
+            "type": "max-x86_64-cpu",
+            "vcpus-count": 1,
+            "props": {"core-id": at, "thread-id": 0, "socket-id": 0},
+            **({"qom-path": there[at][1]} if at in there else {}),
+        }
+        for at in reversed(range(most))
+    ]
 
 
 def send(**message):
@@ -474,19 +566,21 @@ def answer(command, arguments):
     """Return the reply to a command."""
     if (reply := answer_about_updates(command, arguments)) is not None:
         return reply
+    if command == "query-hotpluggable-cpus":
+        return slots()
     if command == "query-cpus-fast":
-        return [{"cpu-index": at, "thread-id": tid, "qom-path": "/", "props": {}} for at, tid in enumerate(tids)][::-1]
+        return list_vcpus()
     if command == "query-iothreads":
         return [{"id": name, "thread-id": tid} for name, tid in iothreads.items()]
     if command == "query-named-block-nodes":
         return [{"node-name": name, "image": {"virtual-size": sizes[name]}} for name in hotplugged["blockdev-add"]]
     if command == "block_resize":
         sizes[arguments["node-name"]] = arguments["size"]
-    elif command in {*hotplugged, "remove-fd", "blockdev-del", "object-del", "device_del"}:
+    reply = {}
+    if command in {*hotplugged, "remove-fd", "blockdev-del", "object-del", "device_del"}:
         reply = change(command, arguments)
         record("hotplug", **hotplugged)
-        return reply
-    return {}
+    return reply
 
 
 def requests():
@@ -524,7 +618,23 @@ for request in requests():
         send(**{"return": {}, "id": "unknown"})
         send(**{"return": {}})
         send(error={"class": "GenericError", "desc": "of no command"}, id=["list"])
-    reply = answer(command, request.get("arguments", {}))
+    refusal = refused_about_vcpus(command, request.get("arguments", {}))
+    if refusal:
+        send(error={"class": "GenericError", "desc": refusal}, **number)
+        continue
+    if command == "stop":
+        state["status"] = "paused"
+        event("STOP")
+    if command == "cont" and state["status"] == "paused" and not incoming:
+        if behaviour["cont_again"] == "deaf":
+            continue
+        if behaviour["cont_again"] == "refused":
+            send(error={"class": "GenericError", "desc": "refused by the fake"}, **number)
+            continue
+        runs()
+        send(**{"return": {}}, **number)
+        continue
+    reply = {} if refusal is not None else answer(command, request.get("arguments", {}))
     if command == "query-commands":
         reply = [{"name": name} for name in ("query-status", "quit", "query-commands", "device_add")]
     if command == "query-balloon":

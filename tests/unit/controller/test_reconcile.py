@@ -30,6 +30,7 @@ from runner.controller.reconcile import (
     desire_without_kubelet,
     evictions,
     holders,
+    is_resized,
     reconcile,
     silent_fallbacks,
     stale,
@@ -86,8 +87,13 @@ def perform_on_group(observed: Observed, action: Action) -> Observed:
         case Write(name, "cpuset.cpus", value):
             cpus = CpuSet.parse(value)
             assert cpus, "no cgroup of the controller is left without CPUs"
-            assert not groups[name].was_sealed or groups[name].cpus == cpus
-            groups[name] = attrs.evolve(groups[name], cpus=cpus, effective=cpus)
+            in_effect = groups[name].exclusive if groups[name].partition == ISOLATED else cpus
+            groups[name] = attrs.evolve(groups[name], cpus=cpus, effective=in_effect)
+        case Write(name, "cpuset.cpus.exclusive", value):
+            cpus = CpuSet.parse(value)
+            assert groups[name].partition == ISOLATED
+            assert NONE != cpus <= groups[name].exclusive, "more takes CAP_SYS_ADMIN, and none ends the partition"
+            groups[name] = attrs.evolve(groups[name], exclusive=cpus, effective=cpus)
         case Write(name, "cpuset.mems", value):
             groups[name] = attrs.evolve(groups[name], mems=CpuSet.parse(value))
         case Restrict("float", "cgroup.subtree_control", word):
@@ -102,14 +108,15 @@ def perform_on_group(observed: Observed, action: Action) -> Observed:
 def perform_on_partition(observed: Observed, action: Seal | Unseal) -> Observed:
     group = observed.groups[action.group]
     if isinstance(action, Unseal):
-        group = attrs.evolve(group, partition=MEMBER, exclusive=NONE)
+        group = attrs.evolve(group, partition=MEMBER, exclusive=NONE, effective=group.cpus)
         return attrs.evolve(observed, groups={**observed.groups, action.group: group})
     assert group.populated
     assert action.cpus == group.cpus
     assert action.cpus <= action.together
     others = [other.cpus for name, other in observed.groups.items() if name != action.group]
     assert all(action.cpus.isdisjoint(cpus) for cpus in others)
-    group = attrs.evolve(group, partition=ISOLATED, exclusive=action.cpus)
+    assert group.partition != ISOLATED or group.exclusive <= action.cpus
+    group = attrs.evolve(group, partition=ISOLATED, exclusive=action.cpus, effective=action.cpus)
     return attrs.evolve(observed, groups={**observed.groups, action.group: group}, exclusive=action.together)
 
 
@@ -646,6 +653,128 @@ def test_what_was_sealed_and_runs_is_sealed_in_one_pass_and_nothing_else(
         assert {name for name, group in after.groups.items() if group.was_sealed} == sealed
         assert all(after.groups[name].exclusive == after.groups[name].cpus for name in sealed)
         assert after.exclusive == union(after.groups[name].cpus for name in sealed)
+
+
+FIVE = CpuSet(range(5))
+FIVE_CPUS = OnlineCpus(present=FIVE, online=FIVE, memory_nodes=MEMS)
+
+
+def resizable() -> Iterator[Desired]:
+    """Yield every state of the kubelet in which two pods and the shared pool divide five CPUs."""
+    for owners in itertools.product("fab", repeat=5):
+        cpus = {owner: CpuSet(cpu for cpu in FIVE if owners[cpu] == owner) for owner in "fab"}
+        if all(cpus.values()):
+            yield desire(CpuState("static", cpus["f"], {uid: {"vm": cpus[uid]} for uid in "ab"}), FIVE_CPUS, LIMITS)
+
+
+def running(desired: Desired, sealed: Iterable[str]) -> Observed:
+    """Return the tree of *desired* with both instances running, of which some are *sealed*."""
+    grants = {uid: cpus for uid, (cpus,) in desired.choices.items()}
+    found = run(
+        attrs.evolve(BUILT, cpus=FIVE, exclusive=NONE), reconcile(desired, attrs.evolve(BUILT, cpus=FIVE), grants)
+    )
+    groups = {
+        name: attrs.evolve(group, populated=instance_uid(name) is not None) for name, group in found.groups.items()
+    }
+    found = attrs.evolve(found, groups=groups, exclusive=NONE)
+    return run(found, reconcile(desired, found, {}, dict.fromkeys(sealed, True)))
+
+
+@pytest.mark.parametrize("sealed", ["", "a", "ab"])
+def test_a_resize_gives_no_cpu_to_two_groups_and_opens_none_that_is_sealed(sealed: str) -> None:
+    """Whatever the kubelet gives, takes and exchanges, after each action, and also where the controller dies there."""
+    cases = 0
+    all_states = list(resizable())
+    trees = [running(before, sealed) for before in all_states]
+    for started, after in itertools.product(trees, all_states):
+        if not _touching(started, after):
+            continue
+        cases += 1
+        observed, actions = started, reconcile(after, started, {})
+        assert not any(isinstance(action, Unseal) for action in actions)
+        for number, action in enumerate(actions):
+            observed = perform(observed, action)
+            reached = {name: group.effective | group.cpus for name, group in observed.groups.items()}
+            assert all(one.isdisjoint(other) for one, other in itertools.combinations(reached.values(), 2))
+            for uid in sealed:
+                was, group = started.groups[instance_group(uid)], observed.groups[instance_group(uid)]
+                assert group.partition == ISOLATED
+                assert group.exclusive >= was.exclusive & after.choices[uid][0], "what it keeps stays its own"
+            if number % 2:
+                assert run(observed, reconcile(after, observed, {})) == run(observed, actions[number + 1 :])
+        assert reconcile(after, observed, {}) == (), "one pass is enough"
+        for uid in sealed:
+            assert observed.groups[instance_group(uid)].exclusive == after.choices[uid][0]
+    assert cases > 2000
+
+
+def test_an_instance_that_keeps_none_of_its_cpus_is_sealed_anew() -> None:
+    before = desire(
+        CpuState("static", CpuSet([0, 3]), {"a": {"vm": CpuSet([1])}, "b": {"vm": CpuSet([2])}}), FIVE_CPUS, LIMITS
+    )
+    after = desire(
+        CpuState("static", CpuSet([0, 1]), {"a": {"vm": CpuSet([3])}, "b": {"vm": CpuSet([2])}}), FIVE_CPUS, LIMITS
+    )
+    started = running(before, "a")
+    actions = reconcile(after, started, {})
+    assert [type(action) for action in actions if action.group == "instance-a"] == [Unseal, Write, Seal]
+    assert str(run(started, actions).groups["instance-a"].exclusive) == "3"
+
+
+@pytest.mark.parametrize(
+    ("current", "resized", "side", "found"),
+    [
+        ("1-2", "1", "3", "1"),
+        ("1", "1-2", "3", "1-2"),
+        ("1-2", "1,3", "0", "1,3"),
+        ("0", "1", "2", "1-2"),
+        ("1-3", "1-2", "3-4", "1-2"),  # the other one has got CPUs of this one
+        ("1-2", "1", "2,4", "1-2"),  # nobody knows
+    ],
+)
+def test_the_container_that_was_resized_keeps_some_of_its_cpus(
+    current: str, resized: str, side: str, found: str
+) -> None:
+    """The pod's other container has a CPU of its own, which the instance must not get."""
+    entries = {"a": {"vm": CpuSet.parse(resized), "side": CpuSet.parse(side)}}
+    shared = FIVE - union(entries["a"].values())
+    desired = desire(CpuState("static", shared, entries), FIVE_CPUS, LIMITS)
+    observed = attrs.evolve(BUILT, cpus=FIVE, groups={"instance-a": threaded(CpuSet.parse(current), populated=True)})
+    assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == found
+
+
+def test_an_init_container_that_has_ended_does_not_keep_lost_cpus_for_the_instance() -> None:
+    """Its entry stays in the kubelet's state, and had the same CPUs."""
+    observed = attrs.evolve(BUILT, cpus=FIVE, groups={"instance-a": threaded(CpuSet([1, 2]), populated=True)})
+    entries = {"a": {"init": CpuSet([1, 2]), "vm": CpuSet([1])}}
+    for shared, others in ((FIVE - CpuSet([1]), {}), (CpuSet([0]), {"b": {"vm": CpuSet([2, 3])}})):
+        desired = desire(CpuState("static", shared, entries | others), FIVE_CPUS, LIMITS)
+        assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == "1"
+
+
+@pytest.mark.parametrize(
+    ("current", "asked", "others", "resized"),
+    [
+        ("4-7", "4-5", ["8-9"], True),
+        ("4-7", "4-9", [], True),
+        ("4-7", "6,8-9", ["4-5"], False),
+        ("4-7", "8-9", ["4-5"], False),
+        ("4-7", "4-5", ["4-7"], True),
+        ("4-7", "4-5", ["6-7"], False),
+    ],
+)
+def test_only_the_container_that_keeps_most_of_its_cpus_was_resized(
+    current: str, asked: str, others: list[str], *, resized: bool
+) -> None:
+    wanted = CpuSet.parse(asked)
+    assert is_resized(CpuSet.parse(current), wanted, (wanted, *map(CpuSet.parse, others))) is resized
+
+
+def test_a_partition_that_is_not_extended_yet_is_no_silent_fallback() -> None:
+    group = Group(
+        "threaded", CpuSet([1, 2]), MEMS, CpuSet([1]), populated=True, exclusive=CpuSet([1]), partition=ISOLATED
+    )
+    assert silent_fallbacks(attrs.evolve(BUILT, groups={"instance-a": group}), ALL) == {}
 
 
 def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:

@@ -83,3 +83,20 @@ def test_what_can_no_longer_be_read_stays_as_it_was(kernel: Kernel, foreign: For
 def test_without_the_kernels_sums_there_are_none(kernel: Kernel) -> None:
     (kernel.root / "schedstat").unlink()
     assert ForeignTime.begin(Procfs(kernel.root), RECEIPT).read() == {}
+
+
+def test_vcpus_that_come_go_and_move_are_counted_on(kernel: Kernel, foreign: ForeignTime) -> None:
+    """One stays and runs without a pause at that moment, one gets another CPU, one is new, and then one goes."""
+    kernel.write(
+        {2: 101 * SECOND, 5: 9 * SECOND, 6: 50 * SECOND, 7: 80 * SECOND}, {11: 9 * SECOND, 12: 2 * SECOND, 13: 0}
+    )
+    assert foreign.read() == {0: 0, 1: 2}
+    threads = (thread(Role.VCPU, 0, 11, 2), thread(Role.VCPU, 1, 12, 6), thread(Role.VCPU, 2, 13, 7))
+    later = foreign.succeeded_by(attrs.evolve(RECEIPT, threads=threads))
+    assert later.read() == {0: 0, 1: 2, 2: 0}
+    # vCPU 0 has left its CPU: what it ran is none of the others' time.
+    kernel.write({2: 110 * SECOND, 6: 53 * SECOND, 7: 84 * SECOND}, {11: 12 * SECOND, 12: 3 * SECOND, 13: 3 * SECOND})
+    assert later.read() == {0: 1, 1: 4, 2: 1}
+    fewer = later.succeeded_by(attrs.evolve(RECEIPT, threads=threads[:2]))
+    kernel.write({2: 110 * SECOND, 6: 54 * SECOND}, {11: 12 * SECOND, 12: 3 * SECOND})
+    assert fewer.read() == {0: 1, 1: 5, 2: 1}, "what was counted stays"

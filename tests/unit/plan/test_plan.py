@@ -15,13 +15,15 @@ from runner.errors import SpecError
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.hardware import Cpu, Hardware, NumaNode
 from runner.facts.host import HostFacts, Kvm, PodQos, Resolver, User, Virtiofsd
+from runner.facts.memory import MemoryLimits
 from runner.facts.network import Interface, Route
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, CpuTuning
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv
 from runner.plan.host_checks import OWN_CPUS
 from runner.plan.instance import InstancePlan, plan_instance, share_grace
-from runner.plan.machine import parse_cpu_models
+from runner.plan.machine import VcpuHotplugPlan, parse_cpu_models
+from runner.plan.memory import VCPU
 from runner.plan.networks import BridgedPlan, PasstPlan, derived_mac
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
@@ -960,3 +962,67 @@ def test_script_to_paste_names_paths_and_no_descriptor() -> None:
     assert '"filename": "/d,isk.qcow2"' in text
     assert "ifname=vmtap1,script=no" in text
     assert "--socket-path=/run/instance-runner/share0.sock" in text
+
+
+# -- vCPUs that are plugged while the guest runs -----------------------------------------------------------------------
+
+
+def test_a_machine_has_the_cores_that_may_be_plugged_later() -> None:
+    plan = plan_of(KERNEL + '[cpu]\ncount = 2\ntopology = "flat"\n[hotplug]\ncpus = 6\n')
+    argv = qemu_argv(plan.machine, QemuFds(1, 2, (3,), {"kernel": 4}))
+    assert argv[argv.index("-smp") + 1] == "cpus=2,maxcpus=6,sockets=1,cores=6,threads=1"
+    assert "takes up to 6 vCPUs while it runs" in "\n".join(plan_lines(plan))
+    without = plan_of(KERNEL + '[cpu]\ncount = 2\ntopology = "flat"\n')
+    argv = qemu_argv(without.machine, QemuFds(1, 2, (3,), {"kernel": 4}))
+    assert argv[argv.index("-smp") + 1] == "cpus=2,sockets=1,cores=2,threads=1"
+    assert plan.machine.ram.overhead - without.machine.ram.overhead == 4 * VCPU
+
+
+def test_memory_that_is_locked_is_counted_for_all_vcpus_that_there_may_be() -> None:
+    text = KERNEL + '[cpu]\ntopology = "flat"\n[memory]\nlock = true\n'
+    facts = attrs.evolve(FACTS, limits=MemoryLimits(lockable=None, may_lock=True))
+    locked, more = plan_of(text, facts), plan_of(text + "[hotplug]\ncpus = 4\n", facts)
+    assert more.machine.lockable > locked.machine.lockable
+
+
+@pytest.mark.parametrize(
+    ("cpu", "most", "facts", "problem"),
+    [
+        ('count = 4\ntopology = "flat"', 3, FACTS, "is 3, and the guest starts with 4 vCPUs; set it to 4 at least"),
+        (
+            "count = 4",
+            8,
+            EPYC,
+            "needs a guest with one socket of cores with one thread each, and this one sees 2 threads",
+        ),
+        (
+            'cpus = "1,33"\ncount = 2',
+            8,
+            EPYC,
+            "needs a guest with one socket of cores with one thread each, and this one sees 2 s",
+        ),
+    ],
+)
+def test_what_later_vcpus_would_falsify_is_refused(cpu: str, most: int, facts: HostFacts, problem: str) -> None:
+    facts = attrs.evolve(facts, kvm=Kvm(None))
+    found = problems(KERNEL + f"[cpu]\n{cpu}\n[hotplug]\ncpus = {most}\n", facts)
+    assert [each[: len(problem) + 14] for each in found] == [f"hotplug.cpus: {problem}"]
+
+
+def test_a_guest_that_is_shown_a_cache_gets_no_cpu_of_another() -> None:
+    text = KERNEL + '[cpu]\ncount = 2\ncpus = "1-2"\n'
+    facts = attrs.evolve(EPYC, kvm=Kvm(None))
+    hotplug = plan_of(text + "[hotplug]\ncpus = 4\n", facts).machine.vcpu_hotplug
+    assert hotplug == VcpuHotplugPlan(4, alike=True)
+    flat = text.replace("count", 'topology = "flat"\ncount') + "[hotplug]\ncpus = 4\n"
+    assert plan_of(flat, facts).machine.vcpu_hotplug == VcpuHotplugPlan(4, alike=False)
+
+
+def test_a_pod_that_was_resized_can_be_started_again_with_fewer_vcpus_than_cpus() -> None:
+    facts = attrs.evolve(FACTS, controller_error=None, container_uid="uid", allowed_cpus=CpuSet(range(4)))
+    text = KERNEL + '[cpu]\ncount = 2\nplacement = "controller"\ntopology = "flat"\n'
+    assert [each.split(":")[0] for each in problems(text, facts)] == ["cpu.count"]
+    placement = plan_of(text + "[hotplug]\ncpus = 4\n", facts).placement
+    assert isinstance(placement, ControllerPlacement)
+    assert placement.cpus == CpuSet(range(4))
+    assert len(placement.pins) == 2

@@ -69,6 +69,7 @@ ephemeral_size = "2GiB"
 fd = "disk0"
 [hotplug]
 disks = 2
+cpus = 8
 qemu = true
 [[network]]
 mode = "bridge"
@@ -151,6 +152,7 @@ def test_every_key_can_be_given() -> None:
     assert [disk.format for disk in spec.disk] == ["raw", "qcow2", "raw", "raw"]
     assert spec.disk[1].backing == (PurePosixPath("/images"), PurePosixPath("/more"))
     assert (spec.disk[2].ephemeral_size, spec.hotplug.disks, spec.hotplug.qemu) == (2 << 30, 2, True)
+    assert spec.hotplug.cpus == 8
     assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
     assert spec.device[0].properties == (("x-nv-gpudirect-clique", 0), ("x-msix-relocation", "bar2"))
     assert (spec.device[1].address, spec.device[1].rom) == ("0000:41:00.0", True)
