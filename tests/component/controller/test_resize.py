@@ -31,9 +31,12 @@ class Writer:
         while message := self.its.recv(1 << 15):
             name, _, cpus = message.decode().partition(" ")
             self.asked.append(cpus)
+            partition = self.root / name / "cpuset.cpus.partition"
+            if not cpus:
+                partition.write_text("")  # a write to an ordinary file leaves what is behind it
             number = errno.EPERM if self.failing == "refuses" else obey(self.root, message)
             if self.failing == "ends it" and cpus:
-                (self.root / name / "cpuset.cpus.partition").write_text("isolated invalid (of the test)\n")
+                partition.write_text("isolated invalid (of the test)\n")
             self.its.send(str(number).encode())
 
 
@@ -44,10 +47,12 @@ def writing(root: Path) -> Iterator[tuple[PartitionWriter, Writer]]:
     writer = Writer(root, its)
     thread = threading.Thread(target=writer.serve)
     thread.start()
-    with its:
+    try:
         yield PartitionWriter(ours), writer
+    finally:
         ours.close()
         thread.join()
+        its.close()
 
 
 @pytest.fixture
