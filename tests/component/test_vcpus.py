@@ -279,6 +279,26 @@ async def test_a_vcpu_that_is_released_late_or_unasked_is_dropped(
     await run(fake_host, plan, act)
 
 
+async def test_a_change_begins_with_what_the_guest_has_released_late(
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the CPUs of the container cannot change, nothing looks at the threads again and again."""
+    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.1)
+    plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_del": "late"})
+
+    async def act() -> None:
+        await asked(plan, "cpu.set", count=2)
+        with pytest.raises(RunnerError, match="and may release it later"):
+            await asked(plan, "cpu.set", count=1)
+        while vcpus_of_qemu(fake_host) != [0]:
+            await trio.sleep(0.01)
+        assert len((await asked(plan, "cpu.set", count=1))["vcpus"]) == 1
+        assert list(vcpus_of_receipt(plan.state_directory)) == [0]
+        assert fake_host.commands().count("device_del") == 1
+
+    await run(fake_host, plan, act)
+
+
 async def test_without_kvm_an_old_qemu_unplugs_no_vcpu(fake_host: FakeHost) -> None:
     plan = fake_host.plan(GROWING)
 
