@@ -44,8 +44,6 @@ LOOKED_EVERY = 0.5
 EMULATED_SINCE = (11, 1)
 """The QEMU from which on a vCPU that is emulated may be unplugged: 7.2 was seen to corrupt its heap, 11.1 was not."""
 
-_SHARED = "all CPUs of the container belong to vCPUs now, and all other threads share them"
-
 _ORDER = ("node-id", "drawer-id", "book-id", "socket-id", "die-id", "cluster-id", "module-id", "core-id", "thread-id")
 """The properties of a slot, from the largest unit to the smallest: QEMU numbers vCPUs in this order."""
 
@@ -172,8 +170,7 @@ class Vcpus:
         if failure is not None:
             await self._take_back(first, placed, threads, before, failure)
             raise failure
-        if wanted.shared and not before.shared:
-            log.warning(_SHARED)
+        _tell_if_shared(wanted, before)
         return pause
 
     def _with_more(self, count: int, plan: VcpuHotplugPlan, hardware: Hardware) -> Placement:
@@ -431,8 +428,7 @@ class Vcpus:
             receipts.publish()
             if (more := receipts.supervisor.log_limit.due("vCPUs placed anew")) is not None:
                 log.info("vCPUs placed anew%s count=%d cpus=%s", more, len(found), CpuSet(found))
-            if wanted.shared and not before.shared:
-                log.warning(_SHARED)
+            _tell_if_shared(wanted, before)
 
     def _pin(self, pins: Sequence[int]) -> None:
         """Put each vCPU thread on its one of *pins*. Raises :exc:`~runner.errors.PlacementError`."""
@@ -476,3 +472,9 @@ def _older(version: str) -> bool:
 class _Pause:
     seconds: float = 0.0
     """For how long the guest did not run; known after the block."""
+
+
+def _tell_if_shared(wanted: Placement, before: Placement) -> None:
+    """Log that no CPU is left for float, if there was one *before*."""
+    if wanted.shared and not before.shared:
+        log.warning("all CPUs of the container belong to vCPUs now, and all other threads share them")
