@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import trio
@@ -219,18 +219,23 @@ class Vcpus:
             await monitor.execute("stop")
             yield pause
         finally:
-            await self._let_run()
+            reason = f"QEMU has not answered within {RUNS_WITHIN:g} s"
+            with trio.move_on_after(RUNS_WITHIN, shield=True):
+                reason = await self._let_run()
             pause.seconds = trio.current_time() - began
+            if reason:
+                self._give_up(reason)
 
-    async def _let_run(self) -> None:
-        reason = f"QEMU has not answered within {RUNS_WITHIN:g} s"
-        with trio.move_on_after(RUNS_WITHIN, shield=True):
-            try:
-                await self._receipts.machine.monitor.execute("cont")
-            except QmpError as error:
-                reason = explain(error)
-            else:
-                return
+    async def _let_run(self) -> str:
+        """Have the guest run again; return why it does not, empty if it does."""
+        try:
+            await self._receipts.machine.monitor.execute("cont")
+        except QmpError as error:
+            return explain(error)
+        return ""
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """Have the instance end, whose guest does not run on. Raises :exc:`GuestStoppedError`."""
         if not self._receipts.machine.ends:
             log.error("the guest does not run on: %s", reason)
             self._receipts.supervisor.stop.ask("the guest does not run on after a vCPU was to be plugged")
