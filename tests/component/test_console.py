@@ -65,16 +65,7 @@ async def running(fake_host: FakeHost, act: Callable[[], Awaitable[None]], **qem
     plan = fake_host.plan(qemu=qemu)
     before = fake_host.snapshot()
 
-    async def meanwhile(_host: Supervisor) -> None:
-        try:
-            with trio.fail_after(30):
-                while not fake_host.guest_runs():
-                    await trio.sleep(0.005)
-            await act()
-        finally:
-            fake_host.stop.ask("test")
-
-    result = await fake_host.run(plan, meanwhile=meanwhile)
+    result = await fake_host.run(plan, meanwhile=lambda _: fake_host.act_while_it_runs(act))
     assert isinstance(result, GuestEnd), explain(result)
     assert result.status is Status.STOPPED
     assert fake_host.faults.sentences == []

@@ -13,7 +13,6 @@ import trio
 from runner.cli.ctl import control
 from runner.errors import RunnerError, Status, explain
 from runner.instance.qemu import GuestEnd
-from runner.instance.supervisor import Supervisor
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost
 from tests.support.sweep import FAULT_INJECTOR
@@ -21,18 +20,8 @@ from tests.support.sweep import FAULT_INJECTOR
 
 async def while_a_guest_runs(fake_host: FakeHost, plan: InstancePlan, act: Callable[[], Awaitable[None]]) -> None:
     """Run *plan* and, while its guest runs, *act*; then stop it, and check that nothing is left."""
-
-    async def meanwhile(_host: Supervisor) -> None:
-        try:
-            with trio.fail_after(30):
-                while not fake_host.guest_runs():
-                    await trio.sleep(0.005)
-                await act()
-        finally:
-            fake_host.stop.ask("test")
-
     before = fake_host.snapshot()
-    ended = await fake_host.run(plan, meanwhile=meanwhile)
+    ended = await fake_host.run(plan, meanwhile=lambda _: fake_host.act_while_it_runs(act))
     assert isinstance(ended, GuestEnd)
     assert ended.status is Status.STOPPED
     assert fake_host.snapshot() == before

@@ -16,7 +16,6 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, PlacementError, RunnerError, Status, explain
 from runner.instance.cgroups.affinity import FloatMask
 from runner.instance.qemu import GuestEnd
-from runner.instance.supervisor import Supervisor
 from runner.instance.vcpus import Vcpus
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost
@@ -37,19 +36,8 @@ async def run(
     stop: bool = True,
 ) -> GuestEnd:
     """Run *plan* and, while its guest runs, *act*; then stop it, and check how it ended and that nothing is left."""
-
-    async def meanwhile(_host: Supervisor) -> None:
-        try:
-            with trio.fail_after(30):
-                while not fake_host.guest_runs():
-                    await trio.sleep(0.005)
-                await act()
-        finally:
-            if stop:
-                fake_host.stop.ask("test")
-
     before = fake_host.snapshot()
-    ended = await fake_host.run(plan, meanwhile=meanwhile)
+    ended = await fake_host.run(plan, meanwhile=lambda _: fake_host.act_while_it_runs(act, stop=stop))
     assert isinstance(ended, GuestEnd)
     assert ended.status is status, ended
     assert fake_host.snapshot() == before

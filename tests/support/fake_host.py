@@ -99,6 +99,17 @@ class FakeHost:
         """Return whether the start is over: QEMU has not only received ``cont``, but answered it."""
         return "the guest runs" in self.logged()
 
+    async def act_while_it_runs(self, act: Callable[[], Awaitable[None]], *, stop: bool = True) -> None:
+        """Wait until the guest runs and *act*, within 30 s in all; then *stop* it."""
+        try:
+            with trio.fail_after(30):
+                while not self.guest_runs():
+                    await trio.sleep(0.005)
+                await act()
+        finally:
+            if stop:
+                self.stop.ask("test")
+
     def commands(self) -> list[str]:
         """Return the QMP commands that the fake QEMU received."""
         return [record["command"] for record in self.records("qemu", "command")]
