@@ -1,5 +1,5 @@
 # The trial guest: QEMU's `-kernel` starts it after the firmware (Multiboot 0.6.96, 3.1), as 32-bit code without paging. It
-# enters 64-bit mode, runs a loop there, and ends QEMU through the device `isa-debug-exit`, whose exit status
+# enters 64-bit mode, exchanges 16 bytes of a page table, runs a loop, and ends QEMU through the device `isa-debug-exit`, whose exit status
 # (value << 1 | 1) says that all of this worked. `TRIAL_GUEST` in trial_guest.py is this file, assembled:
 #
 #   as --32 -o trial_guest.o trial_guest.S && ld -m elf_i386 -Ttext 0x100000 --oformat binary -o trial_guest trial_guest.o
@@ -16,6 +16,8 @@
 .set LONG_MODE, 1 << 8
 .set PRESENT, 3                      # and writable
 .set LARGE_PAGE, 0x80                # 2 MiB
+.set UNUSED, TABLES + 0x800          # zeros in a page table, so that KVM without nested paging emulates what writes there
+.set CX16, 13                        # bit of CPUID.1:ECX
 
 .code32
 header:
@@ -50,6 +52,17 @@ start:
 
 .code64
 long:
+  mov $1, %eax
+  cpuid
+  bt $CX16, %ecx
+  jnc 3f
+  mov $UNUSED, %edi
+  xor %eax, %eax
+  xor %edx, %edx
+  xor %ebx, %ebx
+  xor %ecx, %ecx
+  lock cmpxchg16b (%rdi)             # Linux does so early, and a KVM that emulates it wrongly runs no Linux
+3:
   mov $1000000, %ecx
 1:
   dec %ecx
